@@ -1,0 +1,1 @@
+"""Simulated ranks and the conformance suite of platforms."""

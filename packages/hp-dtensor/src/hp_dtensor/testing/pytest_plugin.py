@@ -1,0 +1,1 @@
+"""Pytest options and fixtures of the conformance suite of platforms."""

@@ -1,0 +1,1 @@
+"""Fully sharded data parallelism: one differentiable all-gather per group of parameters."""

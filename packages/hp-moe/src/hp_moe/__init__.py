@@ -1,0 +1,1 @@
+"""Mixture of experts over a mesh: routing, dispatch, grouped experts, combine."""

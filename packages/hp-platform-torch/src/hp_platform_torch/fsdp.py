@@ -1,0 +1,1 @@
+"""What this platform gives to hp-fsdp; loaded through the entry-point group `hp_fsdp`."""
