@@ -1,0 +1,78 @@
+"""DTensor: a platform's tensor that is its own local shard, plus a spec."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor.placements import Placement
+from hp_dtensor.spec import TensorSpec
+
+Tensor = Any
+
+
+class DTensor:
+    """Mixed into each platform's tensor subclass; `isinstance(x, DTensor)` holds on every platform.
+
+    The object is the local shard: autograd, hooks and memory are the framework's own. `shape` is the
+    global shape; `spec.local_shape` the shard's.
+    """
+
+    _spec: TensorSpec
+
+    @property
+    def spec(self) -> TensorSpec:
+        return self._spec
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        return self._spec.mesh
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        return self._spec.placements
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return self._spec.local_shape
+
+    @staticmethod
+    def from_local(
+        local: Tensor,
+        device_mesh: DeviceMesh,
+        placements: Sequence[Placement],
+        *,
+        shape: Sequence[int] | None = None,
+        grad_placements: Sequence[Placement] | None = None,
+    ) -> Any:
+        """See `hp_dtensor.api.from_local`."""
+        from hp_dtensor import api
+
+        return api.from_local(local, device_mesh, placements, shape=shape, grad_placements=grad_placements)
+
+    def to_local(self, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        """The plain local tensor, in the autograd graph.
+
+        Args:
+            grad_placements: how the gradient that comes back is placed; default: what follows from the
+                placements (R -> R, S -> S, P -> R). A replicated tensor used in a computation that differs
+                between ranks needs `Partial()` there.
+        """
+        from hp_dtensor import api
+
+        return api.to_local(self, grad_placements)
+
+    def redistribute(
+        self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None
+    ) -> Any:
+        """The same tensor with other placements; differentiable."""
+        from hp_dtensor import api
+
+        return api.redistribute(self, device_mesh, placements)
+
+    def full_tensor(self) -> Tensor:
+        """The whole tensor as a plain one on every rank; differentiable."""
+        from hp_dtensor import api
+
+        return api.full_tensor(self)

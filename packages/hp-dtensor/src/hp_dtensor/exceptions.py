@@ -1,0 +1,49 @@
+"""Every exception that hp_dtensor raises for a user's mistake; each is also the builtin one would expect."""
+
+
+class HPError(Exception):
+    """Base of all errors raised on purpose by the hp packages."""
+
+
+class PlatformError(HPError, RuntimeError):
+    """No platform, several and none chosen, or the framework behind one is missing or too old."""
+
+
+class PluginError(HPError, RuntimeError):
+    """A plugin cannot be imported or implements a hook that does not exist; names plugin and distribution."""
+
+
+class CapabilityError(HPError, NotImplementedError):
+    """The platform's framework cannot do what was asked on this device."""
+
+
+class MeshError(HPError, ValueError):
+    """A device mesh that cannot exist, or an axis, name or rank that the mesh does not have."""
+
+
+class PlacementError(HPError, ValueError):
+    """Placements that do not fit the mesh, the tensor or each other."""
+
+
+class ShardShapeError(HPError, ValueError):
+    """A local shard whose shape is not the one its placements give."""
+
+
+class ShardingRuleError(HPError, NotImplementedError):
+    """An operation without a sharding rule, or one that its rule refuses for these placements."""
+
+
+class MixedOperandsError(HPError, TypeError):
+    """Plain and distributed tensors, or tensors of different meshes, in one operation."""
+
+
+class PlanError(HPError, ValueError):
+    """A sharding plan with one or more problems; the message lists all of them."""
+
+
+class CollectiveError(HPError, ValueError):
+    """A collective called with buffers or splits that do not fit the group."""
+
+
+class LaunchError(HPError, RuntimeError):
+    """A local rank failed; names the rank and carries its traceback."""

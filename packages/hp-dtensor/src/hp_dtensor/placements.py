@@ -1,0 +1,113 @@
+"""How one mesh axis holds a tensor: replicated, sharded, ragged, or as partial results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from hp_dtensor.exceptions import PlacementError
+from hp_dtensor.world import REDUCE_OPS
+
+
+class Placement:
+    """Base of all placements; immutable, hashable, compared by value."""
+
+    symbol: ClassVar[str]
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        """Whether it cuts a tensor dimension (that one, if `dim` is given)."""
+        return False
+
+    def is_replicate(self) -> bool:
+        return False
+
+    def is_partial(self, op: str | None = None) -> bool:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate(Placement):
+    """Every rank of the axis holds the same data."""
+
+    symbol: ClassVar[str] = "R"
+
+    def is_replicate(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return "Replicate()"
+
+
+@dataclass(frozen=True, slots=True)
+class Shard(Placement):
+    """Dimension `dim` is cut in chunk order: rank i holds rows [i*c, (i+1)*c), c = ceil(size / ranks).
+
+    The last ranks may hold fewer rows or none.
+    """
+
+    dim: int
+    symbol: ClassVar[str] = "S"
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        return dim is None or dim == self.dim
+
+    def interval(self, size: int, ranks: int, rank: int) -> tuple[int, int]:
+        """(start, length) of `rank`'s part of a dimension of `size`."""
+        chunk = -(-size // ranks)
+        start = min(chunk * rank, size)
+        return start, min(chunk, size - start)
+
+    def __repr__(self) -> str:
+        return f"Shard({self.dim})"
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedShard(Placement):
+    """Dimension `dim` is cut in rank order into `units[i]` rows for rank i; zeros are allowed.
+
+    What it cuts is the part that placements on earlier mesh axes left to this rank, so `units` may differ
+    between ranks of other axes; they sum to that part's size. (Idea: veScale-FSDP, arXiv 2602.22437.)
+    """
+
+    dim: int
+    units: tuple[int, ...]
+    symbol: ClassVar[str] = "Ragged"
+
+    def __post_init__(self) -> None:
+        if any(unit < 0 for unit in self.units):
+            raise PlacementError(f"RaggedShard units must be >= 0, got {self.units}")
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        return dim is None or dim == self.dim
+
+    def interval(self, size: int, ranks: int, rank: int) -> tuple[int, int]:
+        """(start, length) of `rank`'s part of a dimension of `size`."""
+        if len(self.units) != ranks or sum(self.units) != size:
+            raise PlacementError(
+                f"{self} cannot cut a dimension of {size} over {ranks} ranks: "
+                f"it has {len(self.units)} parts that sum to {sum(self.units)}"
+            )
+        return sum(self.units[:rank]), self.units[rank]
+
+    def __repr__(self) -> str:
+        return f"RaggedShard({self.dim}, {self.units})"
+
+
+@dataclass(frozen=True, slots=True)
+class Partial(Placement):
+    """Every rank holds a contribution; the value is their reduction by `op`."""
+
+    op: str = "sum"
+    symbol: ClassVar[str] = "P"
+
+    def __post_init__(self) -> None:
+        if self.op not in REDUCE_OPS:
+            raise PlacementError(
+                f"Partial: reduction {self.op!r} is unknown; expected one of {', '.join(REDUCE_OPS)}"
+            )
+
+    def is_partial(self, op: str | None = None) -> bool:
+        return op is None or op == self.op
+
+    def __repr__(self) -> str:
+        return f"Partial({self.op})"

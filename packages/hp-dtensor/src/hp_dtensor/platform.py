@@ -1,0 +1,255 @@
+"""What a framework must provide so that everything else here is written once.
+
+A platform package implements `Platform` and registers an instance through the `hp_platform` hook. Nothing in
+hp_dtensor imports a framework: tensors, dtypes and modules are opaque objects handled through this interface.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy
+
+    from hp_dtensor.spec import TensorSpec
+    from hp_dtensor.world import World
+
+Tensor = Any
+Module = Any
+DType = Any
+
+DTYPE_NAMES = (
+    "float64",
+    "float32",
+    "float16",
+    "bfloat16",
+    "int64",
+    "int32",
+    "int16",
+    "int8",
+    "uint8",
+    "bool",
+)
+
+
+class Removable(ABC):
+    """A registered hook; `remove` takes it off."""
+
+    @abstractmethod
+    def remove(self) -> None: ...
+
+
+class Platform(ABC):
+    """One framework on one kind of process.
+
+    Attributes:
+        name: `torch`, `mindspore`, ...; what `HP_PLATFORM` and `platform=` name.
+        Tensor: the framework's tensor class.
+        Parameter: its parameter class; `Parameter(tensor, requires_grad=...)`.
+        Module: its module class, with `forward` as entry point, whose instances register parameters
+            and sub-modules on attribute assignment (`hp_dtensor.nn.Module` derives from it).
+        DTensor: its subclass of `hp_dtensor.DTensor` and `Tensor` that is the local shard.
+        ops: functions over tensors, torch's names and argument orders, the same on every platform
+            (`OP_NAMES` in `hp_dtensor.ops` lists what must be there).
+        device_types: the kinds of device that it can use here, best first (`("cuda", "cpu")`).
+        world: the job this process has joined with `connect`; None before.
+    """
+
+    name: str
+    Tensor: type
+    Parameter: Any
+    Module: type
+    DTensor: type
+    ops: SimpleNamespace
+    device_types: tuple[str, ...]
+    world: World | None = None
+
+    # Processes -------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def connect(
+        self, rank: int, size: int, address: str, timeout_seconds: float = 300.0, local_rank: int = 0
+    ) -> World:
+        """Join a job of `size` ranks that meets at `address` (`host:port`, served by rank 0); sets `world`."""
+
+    @abstractmethod
+    def disconnect(self) -> None:
+        """Leave the job; safe to call twice and after an error."""
+
+    def environment(self, local_rank: int, local_size: int) -> dict[str, str]:
+        """Extra environment variables for a rank started on this machine (thread counts, log levels)."""
+        return {}
+
+    # Dtypes and plain tensors ----------------------------------------------------------------------------
+
+    @abstractmethod
+    def dtype(self, name: str) -> DType:
+        """The framework's dtype of a name in `DTYPE_NAMES`."""
+
+    @abstractmethod
+    def dtype_name(self, dtype: DType) -> str:
+        """The name in `DTYPE_NAMES` of a framework dtype."""
+
+    @abstractmethod
+    def itemsize(self, dtype: DType) -> int:
+        """Bytes per element."""
+
+    @abstractmethod
+    def is_floating(self, dtype: DType) -> bool: ...
+
+    @abstractmethod
+    def empty(self, shape: Sequence[int], dtype: DType, device: Any = None) -> Tensor:
+        """An uninitialised tensor that owns its contiguous storage. `device` None: this rank's default."""
+
+    @abstractmethod
+    def zeros(self, shape: Sequence[int], dtype: DType, device: Any = None) -> Tensor: ...
+
+    @abstractmethod
+    def from_numpy(self, array: numpy.ndarray, device: Any = None) -> Tensor:
+        """A tensor with the array's values; on CPU it may share the array's memory."""
+
+    @abstractmethod
+    def to_numpy(self, x: Tensor) -> numpy.ndarray:
+        """The values on the host, detached. A bfloat16 tensor comes as uint16 bit patterns."""
+
+    @abstractmethod
+    def from_bits(self, array: numpy.ndarray, dtype: DType, device: Any = None) -> Tensor:
+        """Inverse of `to_numpy`: reinterpret the array's bits as `dtype` where they differ (bfloat16 from uint16)."""
+
+    @abstractmethod
+    def copy_(self, target: Tensor, source: Tensor) -> None:
+        """Overwrite `target` (also a view) with `source`, broadcasting not allowed, casting allowed; untracked by autograd."""
+
+    @abstractmethod
+    def contiguous(self, x: Tensor) -> Tensor:
+        """`x` if it is contiguous and fit to be communicated, else such a copy; tracked by autograd."""
+
+    @abstractmethod
+    def detach(self, x: Tensor) -> Tensor:
+        """The same data outside the autograd graph, requiring no gradient."""
+
+    @abstractmethod
+    def device_of(self, x: Tensor) -> Any: ...
+
+    @abstractmethod
+    def is_meta(self, x: Tensor) -> bool:
+        """Whether `x` has a shape but no data."""
+
+    # Autograd --------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def linear_map(
+        self, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """`forward(x)` as one autograd node whose gradient is `backward(grad)`: a linear map and its dual.
+
+        Both take and return plain tensors and run without recording. Differentiating the backward again
+        uses `forward` as its dual.
+        """
+
+    @abstractmethod
+    def custom_function(
+        self,
+        forward: Callable[..., Any],
+        backward: Callable[..., Any],
+        *inputs: Tensor,
+    ) -> Any:
+        """General autograd node. `forward(*inputs)` returns a tensor or a tuple of tensors; `backward(*grads)`
+        gets one gradient or None per output and returns one gradient or None per input. Neither is recorded;
+        values needed in backward are kept by the closure."""
+
+    @abstractmethod
+    def backward(self, loss: Tensor, gradient: Tensor | None = None, retain_graph: bool = False) -> None:
+        """Accumulate gradients of every leaf below `loss` (a scalar when `gradient` is None) into `.grad`."""
+
+    @abstractmethod
+    def grad(
+        self,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        output_grads: Sequence[Tensor | None] | None = None,
+    ) -> list[Tensor | None]:
+        """Gradients of `inputs`, touching no `.grad`; None where an input is unused."""
+
+    @abstractmethod
+    def no_grad(self) -> AbstractContextManager[None]: ...
+
+    @abstractmethod
+    def enable_grad(self) -> AbstractContextManager[None]: ...
+
+    @abstractmethod
+    def is_grad_enabled(self) -> bool: ...
+
+    @abstractmethod
+    def requires_grad(self, x: Tensor) -> bool: ...
+
+    @abstractmethod
+    def set_requires_grad(self, x: Tensor, flag: bool) -> None: ...
+
+    @abstractmethod
+    def get_grad(self, x: Tensor) -> Tensor | None:
+        """The accumulated gradient of a leaf; a DTensor for a DTensor."""
+
+    @abstractmethod
+    def set_grad(self, x: Tensor, grad: Tensor | None) -> None: ...
+
+    # DTensor ---------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def wrap(self, local: Tensor, spec: TensorSpec) -> Tensor:
+        """`local` (plain, kept in the autograd graph) as a DTensor of `spec`, sharing storage."""
+
+    @abstractmethod
+    def unwrap(self, x: Tensor) -> Tensor:
+        """The plain local tensor of a DTensor, sharing storage and autograd history."""
+
+    @abstractmethod
+    def local_op(self) -> AbstractContextManager[None]:
+        """Inside the block operations on DTensors run on their local data and give plain tensors."""
+
+    # Modules ---------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def named_modules(self, module: Module) -> Iterator[tuple[str, Module]]:
+        """All modules with dotted names, `module` itself as "" first, each once."""
+
+    @abstractmethod
+    def named_parameters(
+        self, module: Module, recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Parameters with dotted names."""
+
+    @abstractmethod
+    def set_parameter(self, module: Module, name: str, value: Tensor) -> None:
+        """Replace the directly owned parameter `name` by a parameter, or for the time of a forward pass
+        by any tensor, so that `module.<name>` gives `value`."""
+
+    @abstractmethod
+    def named_buffers(self, module: Module) -> Iterator[tuple[str, Tensor]]: ...
+
+    @abstractmethod
+    def add_forward_pre_hook(
+        self,
+        module: Module,
+        hook: Callable[[Module, tuple, dict], tuple[tuple, dict] | None],
+        prepend: bool = False,
+    ) -> Removable:
+        """`hook(module, args, kwargs)` before forward; may return new `(args, kwargs)`."""
+
+    @abstractmethod
+    def add_forward_hook(
+        self, module: Module, hook: Callable[[Module, tuple, dict, Any], Any], prepend: bool = False
+    ) -> Removable:
+        """`hook(module, args, kwargs, output)` after forward; may return another output."""
+
+    # Randomness, time and memory -------------------------------------------------------------------------
+
+    @abstractmethod
+    def manual_seed(self, seed: int) -> None: ...
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all that was asked of it (nothing on CPU)."""

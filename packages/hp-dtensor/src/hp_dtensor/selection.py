@@ -1,0 +1,65 @@
+"""Which platform to use: an explicit argument, else `HP_PLATFORM`, else the only one installed."""
+
+from __future__ import annotations
+
+import functools
+import os
+
+from hp_dtensor.exceptions import PlatformError
+from hp_dtensor.platform import Platform
+from hp_dtensor.plugins import plugin_manager
+
+
+def get_platform(name: str | Platform | None = None) -> Platform:
+    """The platform called `name` (or `name` itself when it is one).
+
+    Raises:
+        PlatformError: none is installed, several are and none was chosen, there is none of that name, or its
+            framework is missing or too old.
+    """
+    if isinstance(name, Platform):
+        return name
+    wanted = name or os.environ.get("HP_PLATFORM") or None
+    available, errors = _platforms()
+    if wanted is not None:
+        return _named(wanted, available, errors)
+    if len(available) == 1:
+        return next(iter(available.values()))
+    raise PlatformError(_no_choice(available, errors))
+
+
+def _named(wanted: str, available: dict[str, Platform], errors: dict[str, str]) -> Platform:
+    if wanted in available:
+        return available[wanted]
+    if wanted in errors:
+        raise PlatformError(f"platform {wanted!r} is installed but cannot be used: {errors[wanted]}")
+    found = ", ".join(sorted(available)) or "none"
+    raise PlatformError(
+        f"platform {wanted!r} is not installed; found: {found}. Install hp-platform-{wanted}."
+    )
+
+
+def _no_choice(available: dict[str, Platform], errors: dict[str, str]) -> str:
+    broken = "".join(f"\n  {name}: {reason}" for name, reason in sorted(errors.items()))
+    if available:
+        names = ", ".join(sorted(available))
+        return f"several platforms are installed ({names}); choose one with HP_PLATFORM or platform=.{broken}"
+    if errors:
+        return f"no installed platform can be used:{broken}"
+    return "no platform is installed; install hp-platform-torch or hp-platform-mindspore (pip install)."
+
+
+@functools.cache
+def _platforms() -> tuple[dict[str, Platform], dict[str, str]]:
+    """Usable platforms by name, and the reason of each one that is not."""
+    available: dict[str, Platform] = {}
+    errors: dict[str, str] = {}
+    manager = plugin_manager()
+    for implementation in manager.hook.hp_platform.get_hookimpls():
+        try:
+            platform = implementation.function()
+        except PlatformError as error:
+            errors[implementation.plugin_name] = str(error)
+        else:
+            available[platform.name] = platform
+    return available, errors

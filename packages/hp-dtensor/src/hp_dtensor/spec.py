@@ -1,0 +1,154 @@
+"""What a DTensor is beyond its local shard: mesh, placements, global shape and dtype, interned."""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any, Self
+
+from hp_dtensor.exceptions import PlacementError
+from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard
+
+
+class TensorSpec:
+    """Immutable and interned: equal specs are the same object, so they compare and hash by identity.
+
+    Attributes:
+        mesh: the device mesh.
+        placements: one per mesh axis. Several shards of one tensor dimension nest in mesh-axis order,
+            the earlier axis cutting first.
+        shape: the global shape.
+        dtype: the platform's dtype (opaque).
+        local_shape: the shape of this rank's shard.
+    """
+
+    __slots__ = ("__weakref__", "dtype", "local_shape", "mesh", "placements", "shape")
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: tuple[int, ...]
+    dtype: Any
+    local_shape: tuple[int, ...]
+
+    def __new__(
+        cls, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: Any
+    ) -> Self:
+        key = (mesh, tuple(placements), tuple(shape), dtype)
+        found = _interned.get(key)
+        return found if found is not None else _intern(key)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def with_placements(self, placements: Sequence[Placement]) -> TensorSpec:
+        return TensorSpec(self.mesh, placements, self.shape, self.dtype)
+
+    def is_replicated(self) -> bool:
+        return all(placement.is_replicate() for placement in self.placements)
+
+    def box(self, coordinate: Sequence[int] | None = None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(offset, shape) in the global tensor of the shard at a mesh coordinate (default: this rank's).
+
+        A rank outside the mesh holds an empty box.
+        """
+        where = self.mesh.get_coordinate() if coordinate is None else coordinate
+        if where is None:
+            return (0,) * self.ndim, (0,) * self.ndim
+        offset, shape = [0] * self.ndim, list(self.shape)
+        for axis, placement in enumerate(self.placements):
+            if isinstance(placement, (Shard, RaggedShard)):
+                start, length = placement.interval(shape[placement.dim], self.mesh.shape[axis], where[axis])
+                offset[placement.dim] += start
+                shape[placement.dim] = length
+        return tuple(offset), tuple(shape)
+
+    def num_replicas(self) -> int:
+        """How many ranks of the mesh hold the same shard."""
+        return math.prod(
+            size
+            for size, placement in zip(self.mesh.shape, self.placements, strict=True)
+            if placement.is_replicate()
+        )
+
+    def __repr__(self) -> str:
+        return f"TensorSpec({list(self.shape)}, {self.dtype}, {self.describe_placements()}, mesh {self.mesh.describe()})"
+
+    def describe_placements(self) -> str:
+        """Short form, such as `(dp:S(0), tp:R)`."""
+        named = zip(self.mesh.mesh_dim_names, self.placements, strict=True)
+        return "(" + ", ".join(f"{name}:{describe(placement)}" for name, placement in named) + ")"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TensorSpec, (self.mesh, self.placements, self.shape, self.dtype)
+
+
+_interned: weakref.WeakValueDictionary[tuple[Any, ...], TensorSpec] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+
+
+def _intern(key: tuple[Any, ...]) -> Any:
+    mesh, placements, shape, dtype = key
+    placements = normalize_placements(mesh, placements, len(shape))
+    key = (mesh, placements, shape, dtype)
+    with _lock:
+        found = _interned.get(key)
+        if found is not None:
+            return found
+        spec = object.__new__(TensorSpec)
+        spec.mesh, spec.placements, spec.shape, spec.dtype = mesh, placements, shape, dtype
+        spec.local_shape = spec.box()[1]
+        _interned[key] = spec
+        return spec
+
+
+def normalize_placements(
+    mesh: DeviceMesh, placements: Sequence[Placement], ndim: int
+) -> tuple[Placement, ...]:
+    """Placements with non-negative dimensions, checked against mesh and tensor.
+
+    Raises:
+        PlacementError: listing every problem at once.
+    """
+    problems = []
+    if len(placements) != mesh.ndim:
+        problems.append(f"expected {mesh.ndim} placements for mesh {mesh.describe()}, got {len(placements)}")
+    result = []
+    for axis, placement in enumerate(placements):
+        if not isinstance(placement, Placement):
+            problems.append(
+                f"placement {axis} is a {type(placement).__name__}, expected Shard, Replicate, Partial, ..."
+            )
+        elif isinstance(placement, (Shard, RaggedShard)) and not -ndim <= placement.dim < ndim:
+            problems.append(
+                f"placement {axis}: {placement} cuts dimension {placement.dim} of a {ndim}-dimensional tensor"
+            )
+        else:
+            result.append(_non_negative(placement, ndim))
+    if problems:
+        raise PlacementError("; ".join(problems))
+    return tuple(result)
+
+
+def _non_negative(placement: Placement, ndim: int) -> Placement:
+    if isinstance(placement, Shard) and placement.dim < 0:
+        return Shard(placement.dim + ndim)
+    if isinstance(placement, RaggedShard) and placement.dim < 0:
+        return RaggedShard(placement.dim + ndim, placement.units)
+    return placement
+
+
+def describe(placement: Placement) -> str:
+    """`R`, `S(0)`, `P(sum)`, `Ragged(0; 3,1)`."""
+    if isinstance(placement, Replicate):
+        return "R"
+    if isinstance(placement, Shard):
+        return f"S({placement.dim})"
+    if isinstance(placement, Partial):
+        return f"P({placement.op})"
+    if isinstance(placement, RaggedShard):
+        return f"Ragged({placement.dim}; {','.join(map(str, placement.units))})"
+    return repr(placement)
