@@ -1,0 +1,114 @@
+"""Every parallel layout of a number of ranks, and why each of those that cannot be used fails."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from hp_trainer._divisors import divisors
+from hp_trainer.exceptions import Problem
+from hp_trainer.parallel_dims import ExpertMesh, ParallelDims
+
+Check = Callable[[ParallelDims], Iterable[Problem]]
+
+_COLUMNS = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "expert_mesh")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees that fit the number of ranks, and what else speaks against them (nothing: legal)."""
+
+    dims: ParallelDims
+    problems: tuple[Problem, ...]
+
+    @property
+    def legal(self) -> bool:
+        return not self.problems
+
+
+def list_layouts(
+    world_size: int,
+    *,
+    model: Any = None,
+    seq_len: int | None = None,
+    expert_meshes: Sequence[ExpertMesh] = get_args(ExpertMesh),
+    checks: Sequence[Check] = (),
+) -> Iterator[Layout]:
+    """Yield every layout whose degrees multiply to `world_size`.
+
+    The number of layouts grows with the number of divisors, not with the number of ranks.
+
+    Args:
+        world_size: ranks of the job.
+        model: what `ParallelDims.validate_against_model` takes. One without experts is laid out with `ep` 1.
+        seq_len: tokens per sample.
+        expert_meshes: which ways to place experts are listed; with `ep` 1 they are the same layout,
+            listed once.
+        checks: more that may speak against a layout.
+    """
+    for dims in _candidates(world_size, expert_meshes, has_experts=_has_experts(model)):
+        problems = [*(dims.model_problems(model, seq_len) if model is not None else ())]
+        for check in checks:
+            problems += check(dims)
+        yield Layout(dims, tuple(problems))
+
+
+def describe_layouts(layouts: Iterable[Layout], world_size: int) -> str:
+    """A table of the legal layouts, then each reason with the number of layouts it rules out."""
+    layouts = list(layouts)
+    legal = [layout.dims for layout in layouts if layout.legal]
+    reasons = Counter(f"{p.path}: {p.what}" for layout in layouts for p in layout.problems)
+    lines = [f"{_counted(len(legal), 'legal layout')} of {world_size} ranks:", "  " + "  ".join(_COLUMNS)]
+    for dims in legal:
+        cells = (str(getattr(dims, name)).rjust(len(name)) for name in _COLUMNS)
+        lines.append("  " + "  ".join(cells))
+    lines.append(f"every degree must be one of: {', '.join(map(str, divisors(world_size)))}")
+    if reasons:
+        lines.append(f"{_counted(len(layouts) - len(legal), 'layout')} cannot be used:")
+        lines += [f"  {reason} ({_counted(count, 'layout')})" for reason, count in reasons.most_common()]
+    return "\n".join(lines)
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _has_experts(model: Any) -> bool:
+    config = getattr(model, "config", model)
+    return model is None or bool(getattr(config, "num_experts", None))
+
+
+def _candidates(
+    world_size: int, expert_meshes: Sequence[ExpertMesh], *, has_experts: bool
+) -> Iterator[ParallelDims]:
+    for ep, expert_mesh in itertools.product(divisors(world_size) if has_experts else [1], expert_meshes):
+        if ep == 1 and expert_mesh != expert_meshes[0]:
+            continue
+        around = ep if expert_mesh == "peer" else 1
+        for pp, dp_replicate, dp_shard, cp, tp in _factorizations(world_size // around, 5):
+            for etp in sorted({1, tp}) if ep > 1 else [tp]:
+                if expert_mesh == "peer" or dp_shard * cp * tp % (ep * etp) == 0:
+                    yield ParallelDims(
+                        dp_replicate=dp_replicate,
+                        dp_shard=dp_shard,
+                        cp=cp,
+                        tp=tp,
+                        pp=pp,
+                        ep=ep,
+                        etp=etp,
+                        world_size=world_size,
+                        expert_mesh=expert_mesh,
+                    )
+
+
+def _factorizations(n: int, count: int) -> Iterator[tuple[int, ...]]:
+    """All ordered ways to write `n` as a product of `count` factors."""
+    if count == 1:
+        yield (n,)
+        return
+    for first in divisors(n):
+        for rest in _factorizations(n // first, count - 1):
+            yield (first, *rest)
