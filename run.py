@@ -1,0 +1,72 @@
+#!/usr/bin/env python3
+"""Set up what is needed and run the main job or the test suite; needs nothing but Python 3.11 with venv.
+
+    python3 run.py train [CONFIG] [--a.b=value ...]   train a small model (default: the main job's example)
+    python3 run.py test                               pass the whole suite
+    python3 run.py list                               list every nox session and what it checks
+    python3 run.py nox ARGUMENT ...                   run nox itself, e.g. `nox -s lint types`
+
+The first run makes a virtual environment in .venv with nox in it, and nox makes the others under .nox.
+Later runs find them there and start at once. Remove both folders to start from nothing.
+"""
+
+# This file alone must parse on any Python 3, so that an old one gets a message and not a SyntaxError.
+import os
+import sys
+
+ROOT = os.path.dirname(os.path.abspath(__file__))
+OLDEST_PYTHON = (3, 11)
+NOX = "nox==2026.10.20"
+
+
+def python_problem(version, executable):
+    """Return what is wrong with interpreter `executable` of `version` (a tuple), or None."""
+    if tuple(version[:2]) >= OLDEST_PYTHON:
+        return None
+    return (
+        "Python %d.%d or newer is needed, this is Python %s (%s).\n"
+        "  What to do: start this script with a newer one, e.g. `python3.11 run.py ...`;\n"
+        "  on Debian 12 and Ubuntu 24.04: apt install python3 python3-venv."
+    ) % (OLDEST_PYTHON + (".".join(str(part) for part in version[:3]), executable))
+
+
+def nox_arguments(command, rest):
+    """Return nox's arguments for a command of this script, or None if there is no such command."""
+    if command == "train":
+        return ["--session", "main"] + (["--"] + rest if rest else [])
+    if command == "test":
+        return rest
+    if command == "list":
+        return ["--list"] + rest
+    if command == "nox":
+        return rest
+    return None
+
+
+def main(arguments):
+    problem = python_problem(sys.version_info, sys.executable)
+    if problem:
+        print("run.py: " + problem, file=sys.stderr)
+        return 2
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(__doc__)
+        return 0 if arguments else 2
+    nox = nox_arguments(arguments[0], arguments[1:])
+    if nox is None:
+        print("run.py: expected train, test, list or nox, got %r\n\n%s" % (arguments[0], __doc__), file=sys.stderr)
+        return 2
+
+    sys.path.insert(0, os.path.join(ROOT, "tools"))
+    import environments
+
+    try:
+        python = environments.Environment("nox", requirements=(NOX,)).prepare(os.path.join(ROOT, ".venv"))
+    except environments.SetupError as error:
+        print("run.py: %s" % error, file=sys.stderr)
+        return 1
+    os.chdir(ROOT)
+    os.execv(str(python), [str(python), "-m", "nox"] + nox)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

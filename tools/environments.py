@@ -1,0 +1,196 @@
+"""Virtual environments that are made once, and made anew only when what they consist of has changed.
+
+nox's own reuse keeps an environment without looking at what it should hold; here a stamp in the folder records the
+interpreter, the requirements and the packages' metadata, so a second run installs nothing and a changed requirement
+is never missed. A framework of gigabytes is installed once, in an environment that holds nothing else, and lent to
+the others through a path file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+import venv
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+STAMP = "stamp.json"
+
+_ADVICE = (
+    (
+        r"CERTIFICATE_VERIFY_FAILED|SSLError",
+        "the package index answered with a certificate that this machine does not trust",
+        "if your network has its own authority, name its file: export PIP_CERT=/path/to/authority.pem",
+    ),
+    (
+        r"NewConnectionError|ConnectTimeoutError|Read ?timed ?out|ProxyError|ConnectionResetError|Max retries exceeded"
+        r"|[Nn]ame resolution|Name or service not known|Network is unreachable|Connection refused|Connection broken",
+        "the package index could not be reached",
+        "check the network, and a proxy or a mirror where one is needed (https_proxy, PIP_INDEX_URL, `pip config list`),"
+        " then run the same command again: it goes on where it stopped",
+    ),
+    (
+        r"No space left on device",
+        "the disk is full",
+        "free some space (both frameworks together take about 6 GB) and run the same command again",
+    ),
+    (
+        r"No matching distribution found|Could not find a version",
+        "the package index has no release that fits this Python and this machine",
+        "compare the requirement above with your Python version, system and processor; "
+        "a mirror may also lag behind (`pip config list` shows which index is in use)",
+    ),
+    (
+        r"Permission denied",
+        "a folder cannot be written",
+        "check who owns .venv and .nox here, remove them if another user made them, and run the same command again",
+    ),
+)
+
+
+class SetupError(RuntimeError):
+    """An environment could not be made; the message says the likely cause and what to do."""
+
+
+def explain_pip_failure(output: str) -> str:
+    """Return the likely cause of a pip failure and what to do, from what pip printed."""
+    for pattern, cause, advice in _ADVICE:
+        if re.search(pattern, output):
+            return f"{cause}.\n  What to do: {advice}."
+    return "pip's own words are above.\n  What to do: mend what they name, then run the same command again."
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What a virtual environment consists of.
+
+    Args:
+        name: what the progress lines call it.
+        requirements: what pip is asked for, in pip's own notation.
+        wheels: wheel files to install as well.
+        fingerprint: what else, when it changes, makes the environment stale (the wheels' own metadata, say).
+        borrowed: site-packages folders of other environments that this one sees too (read only, after its own).
+        fallbacks: further pip options, each tried in turn if the plain installation finds no matching release.
+        constraints: pip constraints, e.g. where siblings are to be taken from if something requires them.
+    """
+
+    name: str
+    requirements: tuple[str, ...] = ()
+    wheels: tuple[Path, ...] = ()
+    fingerprint: str = ""
+    borrowed: tuple[Path, ...] = ()
+    fallbacks: tuple[tuple[str, ...], ...] = ()
+    constraints: tuple[str, ...] = ()
+
+    def prepare(self, folder: str | os.PathLike[str], *, fresh: bool = False) -> Path:
+        """Return the interpreter of this environment in `folder`, made there unless it is there unchanged.
+
+        With `fresh` it is made anew in any case.
+
+        Raises:
+            SetupError: Python lacks venv, or pip failed.
+        """
+        folder = Path(folder)
+        python = folder / "bin" / "python"
+        with _locked(folder.with_name(folder.name + ".lock")):
+            stamp = self._stamp()
+            if not fresh and python.exists() and _read(folder / STAMP) == stamp:
+                return python
+            print(f"[setup] {self.name}: making {os.path.relpath(folder)}", flush=True)
+            start = time.monotonic()
+            _make(folder)
+            site_packages(folder).joinpath("borrowed.pth").write_text(
+                "".join(f"{site}\n" for site in self.borrowed)
+            )
+            self._install(python, folder)
+            (folder / STAMP).write_text(stamp)
+            print(f"[setup] {self.name}: ready after {time.monotonic() - start:.0f} s", flush=True)
+        return python
+
+    def _install(self, python: Path, folder: Path) -> None:
+        wanted = [*self.requirements, *map(str, self.wheels)]
+        if not wanted:
+            return
+        if self.constraints:
+            (folder / "constraints.txt").write_text("\n".join(self.constraints) + "\n")
+            wanted = ["--constraint", str(folder / "constraints.txt"), *wanted]
+        print(f"[setup] {self.name}: installing {self._summary()}", flush=True)
+        for options in ((), *self.fallbacks):
+            output = _pip(python, [*options, *wanted])
+            if output is None:
+                return
+            if not re.search(r"No matching distribution found", output):
+                break
+        sys.stderr.write(output)
+        raise SetupError(f"pip could not install {self._summary()}: {explain_pip_failure(output)}")
+
+    def _summary(self) -> str:
+        return " ".join([*self.requirements, *(wheel.name.split("-")[0] for wheel in self.wheels)])
+
+    def _stamp(self) -> str:
+        contents = {
+            "python": f"{sys.version} {os.path.realpath(sys.executable)}",
+            "requirements": self.requirements,
+            "constraints": self.constraints,
+            "borrowed": {str(site): _read(site.parents[2] / STAMP) for site in self.borrowed},
+            "wheels": [str(wheel) for wheel in self.wheels],
+            "fingerprint": self.fingerprint,
+        }
+        return json.dumps(contents, indent=1)
+
+
+def site_packages(folder: str | os.PathLike[str]) -> Path:
+    """Return the site-packages folder of the environment in `folder`."""
+    return Path(sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)}))
+
+
+def _make(folder: Path) -> None:
+    if importlib.util.find_spec("ensurepip") is None:
+        raise SetupError(
+            f"this Python ({sys.executable}) cannot make virtual environments: its module ensurepip is missing.\n"
+            "  What to do: on Debian and Ubuntu, apt install python3-venv, then run the same command again."
+        )
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        venv.create(folder, symlinks=True, with_pip=not _running_pip_is_usable())
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise SetupError(f"making {folder} failed: {error}.\n  What to do: check the folder and the disk.") from error
+
+
+def _running_pip_is_usable() -> bool:
+    # Only inside a virtual environment: a system's pip may be patched not to serve another interpreter.
+    return sys.prefix != sys.base_prefix and importlib.util.find_spec("pip") is not None
+
+
+def _pip(python: Path, arguments: list[str]) -> str | None:
+    """Install with pip for interpreter `python`; return None, or what pip printed if it failed."""
+    pip = [sys.executable, "-m", "pip", "--python", str(python)] if _running_pip_is_usable() else [str(python), "-m", "pip"]
+    options = ["install", "--disable-pip-version-check", "--no-input", "--retries", "3", "--quiet"]
+    # Capturing keeps a mirror's warnings out of the way of a run that succeeds.
+    done = subprocess.run([*pip, *options, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return None if done.returncode == 0 else done.stdout
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except OSError:
+        return None
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,212 @@
+"""The packages of this repository, their wheels, and environments that hold some of them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+import environments
+from environments import Environment, SetupError
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parent.parent
+NOX_FOLDER = ROOT / ".nox"
+
+PACKAGES = (
+    "hp-dtensor",
+    "hp-fsdp",
+    "hp-moe",
+    "hp-trainer",
+    "hp-platform-torch",
+    "hp-platform-mindspore",
+)
+COMPONENTS = PACKAGES[:4]
+
+_BUILD = ("hatchling>=1.26", "editables")
+
+
+def _torch_requirement() -> str:
+    # Elsewhere than on Linux, the plain release is the CPU build; on Linux it brings gigabytes of CUDA.
+    return os.environ.get("HP_TORCH", "torch==2.13.0+cpu" if sys.platform == "linux" else "torch==2.13.0")
+
+
+# The frameworks as tested. A mirror or a local folder may hold the CPU build; else it is on PyTorch's own index.
+FRAMEWORKS = {
+    "torch": Environment(
+        "torch",
+        requirements=(_torch_requirement(), "numpy>=1.22"),
+        fallbacks=(("--extra-index-url", "https://download.pytorch.org/whl/cpu"),),
+    ),
+    "mindspore": Environment("mindspore", requirements=("mindspore==2.10.0", "numpy<2")),
+}
+
+
+@dataclass(frozen=True)
+class Package:
+    """One package of `packages/`, as its pyproject.toml describes it."""
+
+    name: str
+    folder: Path
+    version: str
+    text: str
+    requirements: tuple[str, ...]
+    test_requirements: tuple[str, ...]
+
+    @property
+    def siblings(self) -> tuple[str, ...]:
+        """Names of the packages of this repository that this one requires."""
+        return _siblings(self.requirements)
+
+    @property
+    def module(self) -> str:
+        return self.name.replace("-", "_")
+
+    @property
+    def framework(self) -> str | None:
+        """The framework whose platform this package is."""
+        return self.name.removeprefix("hp-platform-") if self.name.startswith("hp-platform-") else None
+
+
+def _siblings(requirements: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in (Requirement(each).name for each in requirements) if name in PACKAGES)
+
+
+@functools.cache
+def packages() -> dict[str, Package]:
+    """Return the packages by name."""
+    return {name: _load(ROOT / "packages" / name) for name in PACKAGES}
+
+
+def _load(folder: Path) -> Package:
+    text = (folder / "pyproject.toml").read_text()
+    project = tomllib.loads(text)
+    return Package(
+        name=folder.name,
+        folder=folder,
+        version=project["project"]["version"],
+        text=text,
+        requirements=tuple(project["project"]["dependencies"]),
+        test_requirements=tuple(project["dependency-groups"]["test"]),
+    )
+
+
+def closure(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return `names` and the siblings that they need, in the order of `PACKAGES`."""
+    wanted, waiting = set(), list(names)
+    while waiting:
+        name = waiting.pop()
+        if name not in wanted:
+            wanted.add(name)
+            waiting.extend(packages()[name].siblings)
+    return tuple(name for name in PACKAGES if name in wanted)
+
+
+@functools.cache
+def wheels(kind: str) -> dict[str, Path]:
+    """Build a wheel of every package and return them by name.
+
+    Args:
+        kind: "editable", which points to the sources, or "standard", which is what a release would be.
+    """
+    built = {}
+    for package in packages().values():
+        folder = NOX_FOLDER / "wheels" / kind / package.name
+        shutil.rmtree(folder, ignore_errors=True)
+        built[package.name] = _build(package.folder, kind, folder)
+    return built
+
+
+def framework_sites(names: tuple[str, ...]) -> tuple[Path, ...]:
+    """Return the site-packages folders of the frameworks that packages `names` need, installed if they are not."""
+    sites = []
+    for name in names:
+        framework = packages()[name].framework
+        if framework:
+            folder = NOX_FOLDER / f"framework-{framework}"
+            FRAMEWORKS[framework].prepare(folder)
+            sites.append(environments.site_packages(folder))
+    return tuple(sites)
+
+
+def development(name: str, wanted: tuple[str, ...], requirements: tuple[str, ...] = ()) -> Path:
+    """Return the interpreter of environment `name`: packages `wanted` and what they need, from the sources."""
+    names = closure(wanted)
+    environment = Environment(
+        name,
+        requirements=requirements,
+        wheels=tuple(wheels("editable")[each] for each in names),
+        fingerprint="".join(packages()[each].text for each in names),
+        borrowed=framework_sites(names),
+    )
+    return environment.prepare(NOX_FOLDER / name)
+
+
+def for_tests(name: str) -> Path:
+    """Return the interpreter of an environment with package `name`, its needs and its tests' needs."""
+    requirements = packages()[name].test_requirements
+    others = tuple(each for each in requirements if Requirement(each).name not in PACKAGES)
+    return development(f"tests-{name}", (name, *_siblings(requirements)), others)
+
+
+def released(name: str, wanted: tuple[str, ...], siblings: dict[str, Path] | None = None) -> Path:
+    """Return the interpreter of a fresh environment where packages `wanted` were installed as a user would.
+
+    Only `wanted` is asked for: what they need comes as their requirements, siblings from wheels.
+
+    Args:
+        name: the environment's.
+        wanted: names of packages.
+        siblings: wheels by package name; those built from the sources where not given.
+    """
+    built = {**wheels("standard"), **(siblings or {})}
+    environment = Environment(
+        name,
+        requirements=wanted,
+        borrowed=framework_sites(closure(wanted)),
+        constraints=tuple(f"{each} @ {wheel.as_uri()}" for each, wheel in built.items()),
+    )
+    return environment.prepare(NOX_FOLDER / "released" / name, fresh=True)
+
+
+def floor_wheels(name: str) -> dict[str, Path]:
+    """Return, for each sibling that package `name` requires, its wheel at the oldest version allowed."""
+    floors = {}
+    for requirement in map(Requirement, packages()[name].requirements):
+        if requirement.name in PACKAGES:
+            (floor,) = (each.version for each in requirement.specifier if each.operator == ">=")
+            floors[requirement.name] = _wheel_at(packages()[requirement.name], Version(floor))
+    return floors
+
+
+def _wheel_at(package: Package, version: Version) -> Path:
+    if version == Version(package.version):
+        return wheels("standard")[package.name]
+    tag = f"{package.name}-v{version}"
+    folder = NOX_FOLDER / "wheels" / "floors" / tag
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    archive = subprocess.run(["git", "archive", tag, f"packages/{package.name}"], cwd=ROOT, capture_output=True)
+    if archive.returncode:
+        raise SetupError(
+            f"{package.name} {version} is the oldest version that a sibling allows, but there is no tag {tag}.\n"
+            "  What to do: fetch the tags, or raise the floor to a version that was released."
+        )
+    subprocess.run(["tar", "-x", "-C", str(folder)], input=archive.stdout, check=True)
+    return _build(folder / "packages" / package.name, "standard", folder)
+
+
+def _build(source: Path, kind: str, folder: Path) -> Path:
+    python = Environment("build tools", requirements=_BUILD).prepare(NOX_FOLDER / "build")
+    command = [str(python), "-m", "hatchling", "build", "-t", f"wheel:{kind}", "-d", str(folder)]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True)
+    if done.returncode:
+        raise SetupError(f"building a wheel of {source} failed:\n{done.stdout}{done.stderr}")
+    (wheel,) = folder.glob("*.whl")
+    return wheel
