@@ -46,4 +46,12 @@ class CollectiveError(HPError, ValueError):
 
 
 class LaunchError(HPError, RuntimeError):
-    """A local rank failed; names the rank and carries its traceback."""
+    """A rank failed or could not be started; the message names it and carries its traceback.
+
+    Attributes:
+        rank: the first rank that failed; None when it is no single rank's fault.
+    """
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank

@@ -84,6 +84,24 @@ class Platform(ABC):
         """Extra environment variables for a rank started on this machine (thread counts, log levels)."""
         return {}
 
+    def collective_dtypes(self, reducing: bool) -> tuple[str, ...]:
+        """Names of the dtypes that its process groups can move (`reducing`: also reduce) here.
+
+        The conformance suite tries each of them.
+        """
+        return tuple(name for name in DTYPE_NAMES if not (reducing and name == "bool"))
+
+    def rank_state(self) -> Any:
+        """Process-wide state that belongs to one rank, such as a global grad flag.
+
+        Simulated ranks share a process: it is read when a rank's thread gives up its turn, and given back to
+        `set_rank_state` when that thread goes on. A framework that keeps such state per thread has none.
+        """
+        return None
+
+    def set_rank_state(self, state: Any) -> None:
+        """Restore what `rank_state` returned; called in the thread of the rank that goes on."""
+
     # Dtypes and plain tensors ----------------------------------------------------------------------------
 
     @abstractmethod
@@ -186,6 +204,10 @@ class Platform(ABC):
 
     @abstractmethod
     def requires_grad(self, x: Tensor) -> bool: ...
+
+    @abstractmethod
+    def is_leaf(self, x: Tensor) -> bool:
+        """Whether `x` was made by the user, not by a recorded operation."""
 
     @abstractmethod
     def set_requires_grad(self, x: Tensor, flag: bool) -> None: ...
