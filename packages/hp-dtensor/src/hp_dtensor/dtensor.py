@@ -63,9 +63,7 @@ class DTensor:
 
         return api.to_local(self, grad_placements)
 
-    def redistribute(
-        self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None
-    ) -> Any:
+    def redistribute(self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None) -> Any:
         """The same tensor with other placements; differentiable."""
         from hp_dtensor import api
 

@@ -71,9 +71,7 @@ class Normal(Distribution):
 Initializer = Callable[[str, tuple[int, ...]], Distribution]
 
 
-def init_parameters(
-    module: Any, initializer: Initializer, seed: int, platform: Platform | None = None
-) -> None:
+def init_parameters(module: Any, initializer: Initializer, seed: int, platform: Platform | None = None) -> None:
     """Give every parameter of `module` its initial values, in place.
 
     A parameter that is a DTensor gets this rank's shard of the values that the whole tensor would get. One

@@ -85,17 +85,12 @@ class DeviceMesh:
         platform: Platform | None = None,
     ) -> None:
         shape = tuple(mesh_shape)
-        names = (
-            tuple(mesh_dim_names)
-            if mesh_dim_names is not None
-            else tuple(f"axis{i}" for i in range(len(shape)))
-        )
+        names = tuple(mesh_dim_names) if mesh_dim_names is not None else tuple(f"axis{i}" for i in range(len(shape)))
         world = world if world is not None else current_world(platform)
         _check_new_mesh(shape, names, ranks, world)
         strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
         axes = tuple(
-            MeshAxis(name, (size,), (stride,))
-            for name, size, stride in zip(names, shape, strides, strict=True)
+            MeshAxis(name, (size,), (stride,)) for name, size, stride in zip(names, shape, strides, strict=True)
         )
         explicit = None if ranks is None or tuple(ranks) == tuple(range(len(ranks))) else tuple(ranks)
         self._setup(device_type, axes, 0, explicit, world, {})
@@ -194,9 +189,7 @@ class DeviceMesh:
     def get_group(self, axis: int | str | None = None) -> ProcessGroup:
         """The process group of this rank's line along an axis (of a 1-D mesh: its only one); made on first use."""
         if self._coordinate is None:
-            raise MeshError(
-                f"rank {self.world.rank} is outside mesh {self.describe()} and has no group in it"
-            )
+            raise MeshError(f"rank {self.world.rank} is outside mesh {self.describe()} and has no group in it")
         if axis is None and self.ndim != 1:
             raise MeshError(f"mesh {self.describe()} has {self.ndim} axes; say which group is meant")
         return self.world.group(self.ranks_along(0 if axis is None else axis))
@@ -211,7 +204,7 @@ class DeviceMesh:
         return self._derive(axes, self._base_of(axes))
 
     def flatten(self, name: str, axes: Sequence[str] | None = None) -> DeviceMesh:
-        """The 1-D mesh of several axes (default: all) as one, the first outermost, reachable as `mesh[name]` from now on."""
+        """The 1-D mesh of several axes (default: all) as one, the first outermost; `mesh[name]` finds it from now on."""
         parts = tuple(self._axis_named(axis) for axis in (axes if axes is not None else self.mesh_dim_names))
         _check_disjoint(parts)
         axis = _merge_pieces(name, parts)
@@ -227,9 +220,7 @@ class DeviceMesh:
     def concatenate(self, other: DeviceMesh) -> DeviceMesh:
         """The mesh with this mesh's axes followed by `other`'s; both must be views of the same ranks."""
         if other.world is not self.world or other._ranks != self._ranks:
-            raise MeshError(
-                f"meshes {self.describe()} and {other.describe()} do not come from the same ranks"
-            )
+            raise MeshError(f"meshes {self.describe()} and {other.describe()} do not come from the same ranks")
         axes = self.axes + other.axes
         _check_disjoint(axes)
         return self._derive(axes, self._base_of(axes))
@@ -327,9 +318,7 @@ def init_device_mesh(
     return mesh
 
 
-def _check_new_mesh(
-    shape: tuple[int, ...], names: tuple[str, ...], ranks: Sequence[int] | None, world: World
-) -> None:
+def _check_new_mesh(shape: tuple[int, ...], names: tuple[str, ...], ranks: Sequence[int] | None, world: World) -> None:
     problems = []
     if not shape or any(size < 1 for size in shape):
         problems.append(f"a mesh needs at least one axis and sizes >= 1, got shape {shape}")

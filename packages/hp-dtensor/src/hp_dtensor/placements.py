@@ -102,9 +102,7 @@ class Partial(Placement):
 
     def __post_init__(self) -> None:
         if self.op not in REDUCE_OPS:
-            raise PlacementError(
-                f"Partial: reduction {self.op!r} is unknown; expected one of {', '.join(REDUCE_OPS)}"
-            )
+            raise PlacementError(f"Partial: reduction {self.op!r} is unknown; expected one of {', '.join(REDUCE_OPS)}")
 
     def is_partial(self, op: str | None = None) -> bool:
         return op is None or op == self.op

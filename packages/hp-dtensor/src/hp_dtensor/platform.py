@@ -71,9 +71,7 @@ class Platform(ABC):
     # Processes -------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def connect(
-        self, rank: int, size: int, address: str, timeout_seconds: float = 300.0, local_rank: int = 0
-    ) -> World:
+    def connect(self, rank: int, size: int, address: str, timeout_seconds: float = 300.0, local_rank: int = 0) -> World:
         """Join a job of `size` ranks that meets at `address` (`host:port`, served by rank 0); sets `world`."""
 
     @abstractmethod
@@ -224,6 +222,14 @@ class Platform(ABC):
     @abstractmethod
     def wrap(self, local: Tensor, spec: TensorSpec) -> Tensor:
         """`local` (plain, kept in the autograd graph) as a DTensor of `spec`, sharing storage."""
+
+    def adopt(self, result: Tensor, spec: TensorSpec) -> Tensor:
+        """As `wrap`, of a fresh result that nobody else holds; it may be converted in place."""
+        return self.wrap(result, spec)
+
+    def local_shape(self, x: Tensor) -> tuple[int, ...]:
+        """The shape of the local data, of a DTensor too."""
+        return tuple(self.unwrap(x).shape) if hasattr(x, "_spec") else tuple(x.shape)
 
     @abstractmethod
     def unwrap(self, x: Tensor) -> Tensor:

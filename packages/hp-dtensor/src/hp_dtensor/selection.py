@@ -34,9 +34,7 @@ def _named(wanted: str, available: dict[str, Platform], errors: dict[str, str]) 
     if wanted in errors:
         raise PlatformError(f"platform {wanted!r} is installed but cannot be used: {errors[wanted]}")
     found = ", ".join(sorted(available)) or "none"
-    raise PlatformError(
-        f"platform {wanted!r} is not installed; found: {found}. Install hp-platform-{wanted}."
-    )
+    raise PlatformError(f"platform {wanted!r} is not installed; found: {found}. Install hp-platform-{wanted}.")
 
 
 def _no_choice(available: dict[str, Platform], errors: dict[str, str]) -> str:

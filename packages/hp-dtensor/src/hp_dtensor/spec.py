@@ -33,9 +33,7 @@ class TensorSpec:
     dtype: Any
     local_shape: tuple[int, ...]
 
-    def __new__(
-        cls, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: Any
-    ) -> Self:
+    def __new__(cls, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: Any) -> Self:
         key = (mesh, tuple(placements), tuple(shape), dtype)
         found = _interned.get(key)
         return found if found is not None else _intern(key)
@@ -69,13 +67,13 @@ class TensorSpec:
     def num_replicas(self) -> int:
         """How many ranks of the mesh hold the same shard."""
         return math.prod(
-            size
-            for size, placement in zip(self.mesh.shape, self.placements, strict=True)
-            if placement.is_replicate()
+            size for size, placement in zip(self.mesh.shape, self.placements, strict=True) if placement.is_replicate()
         )
 
     def __repr__(self) -> str:
-        return f"TensorSpec({list(self.shape)}, {self.dtype}, {self.describe_placements()}, mesh {self.mesh.describe()})"
+        return (
+            f"TensorSpec({list(self.shape)}, {self.dtype}, {self.describe_placements()}, mesh {self.mesh.describe()})"
+        )
 
     def describe_placements(self) -> str:
         """Short form, such as `(dp:S(0), tp:R)`."""
@@ -105,9 +103,7 @@ def _intern(key: tuple[Any, ...]) -> Any:
         return spec
 
 
-def normalize_placements(
-    mesh: DeviceMesh, placements: Sequence[Placement], ndim: int
-) -> tuple[Placement, ...]:
+def normalize_placements(mesh: DeviceMesh, placements: Sequence[Placement], ndim: int) -> tuple[Placement, ...]:
     """Placements with non-negative dimensions, checked against mesh and tensor.
 
     Raises:

@@ -32,7 +32,7 @@ def run_ranks(
     *args: Any,
     timeout_seconds: float = 300.0,
 ) -> list[Any]:
-    """Call `fn(*args)` once per rank, each with its own `current_world(platform)`; returns the results by rank.
+    """Call `fn(*args)` on each rank, every one with its own `current_world(platform)`; results by rank.
 
     Args:
         platform: whose tensors the collectives take; a name, or None for the selected platform.
@@ -372,9 +372,7 @@ def _check_rows(calls: list[_Call]) -> None:
         if sender.payload[3][j] != receiver.payload[2][i]
     ]
     if problems:
-        raise CollectiveError(
-            f"the splits of all_to_all in group {calls[0].ranks} do not agree:{''.join(problems)}"
-        )
+        raise CollectiveError(f"the splits of all_to_all in group {calls[0].ranks} do not agree:{''.join(problems)}")
 
 
 def _check_exchange(platform: Platform, calls: list[_Call]) -> None:

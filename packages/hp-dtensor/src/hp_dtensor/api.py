@@ -1,0 +1,197 @@
+"""Making, converting and redistributing DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hp_dtensor import collectives
+from hp_dtensor.dtensor import DTensor
+from hp_dtensor.exceptions import MixedOperandsError, PlacementError, ShardShapeError
+from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard
+from hp_dtensor.redistribute import plan_redistribute
+from hp_dtensor.spec import TensorSpec
+
+Tensor = Any
+
+
+def distribute_tensor(
+    tensor: Tensor,
+    device_mesh: DeviceMesh,
+    placements: Sequence[Placement] | None = None,
+    *,
+    source_rank: int | None = 0,
+) -> Any:
+    """A DTensor of a whole tensor.
+
+    Args:
+        tensor: the whole tensor, plain, on every rank.
+        placements: default: replicated on every axis.
+        source_rank: mesh coordinate (on every axis) whose data counts; it is broadcast. None: every rank
+            already has the same data, and nothing is communicated.
+
+    Raises:
+        PlacementError: placements that do not fit.
+        MixedOperandsError: `tensor` is a DTensor already (use `redistribute`).
+    """
+    if isinstance(tensor, DTensor):
+        raise MixedOperandsError("distribute_tensor takes a plain tensor, got a DTensor; use its redistribute()")
+    platform = device_mesh.platform
+    target = TensorSpec(device_mesh, placements or _replicated(device_mesh), tuple(tensor.shape), tensor.dtype)
+    if source_rank is not None and device_mesh.get_coordinate() is not None:
+        tensor = _broadcast(tensor, device_mesh, source_rank)
+    whole = target.with_placements(_replicated(device_mesh))
+    if device_mesh.get_coordinate() is None:
+        return platform.wrap(platform.empty((0,) * target.ndim, tensor.dtype), target)
+    return platform.wrap(plan_redistribute(whole, target, platform.itemsize(target.dtype)).run(tensor), target)
+
+
+def from_local(
+    local: Tensor,
+    device_mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    *,
+    shape: Sequence[int] | None = None,
+    grad_placements: Sequence[Placement] | None = None,
+) -> Any:
+    """A DTensor whose shard on this rank is `local`; nothing is communicated.
+
+    Args:
+        shape: the global shape; default: every rank's shard is as large as this one.
+        grad_placements: placements to which the gradient is brought before it reaches `local`; default:
+            what follows from `placements` (R -> R, S -> S, P -> R).
+
+    Raises:
+        ShardShapeError: `local` is not the shard that `placements` give for `shape`.
+    """
+    if isinstance(local, DTensor):
+        raise MixedOperandsError("from_local takes a plain local tensor, got a DTensor")
+    platform = device_mesh.platform
+    global_shape = tuple(shape) if shape is not None else _even_global_shape(local, device_mesh, placements)
+    spec = TensorSpec(device_mesh, placements, global_shape, local.dtype)
+    if tuple(local.shape) != spec.local_shape:
+        raise ShardShapeError(
+            f"from_local: the shard on rank {device_mesh.world.rank} of a tensor {list(global_shape)} placed "
+            f"{spec.describe_placements()} must be {list(spec.local_shape)}, got {list(local.shape)}"
+        )
+    if grad_placements is not None:
+        derived, wanted = grad_spec(spec), spec.with_placements(tuple(grad_placements))
+        local = _with_grad_plan(platform, local, derived, wanted)
+    return platform.wrap(local, spec)
+
+
+def to_local(x: Any, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+    """The local shard of a DTensor as a plain tensor; see `DTensor.to_local`."""
+    spec: TensorSpec = x.spec
+    platform = spec.mesh.platform
+    local = platform.unwrap(x)
+    if grad_placements is None:
+        return local
+    return _with_grad_plan(platform, local, spec.with_placements(tuple(grad_placements)), grad_spec(spec))
+
+
+def redistribute(x: Any, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None) -> Any:
+    """`x` with other placements on the same mesh; differentiable.
+
+    Raises:
+        PlacementError: another mesh, or placements that do not fit.
+    """
+    source: TensorSpec = x.spec
+    if device_mesh is not None and device_mesh != source.mesh:
+        raise PlacementError(
+            f"redistribute to another mesh is not supported yet: {source.mesh.describe()} -> {device_mesh.describe()}"
+        )
+    target = source.with_placements(tuple(placements) if placements is not None else _replicated(source.mesh))
+    return redistribute_to(x, target)
+
+
+def redistribute_to(x: Any, target: TensorSpec) -> Any:
+    """`x` as `target`, which has the same mesh and shape."""
+    source: TensorSpec = x.spec
+    if source is target:
+        return x
+    platform = source.mesh.platform
+    plan = plan_redistribute(source, target, platform.itemsize(source.dtype))
+    local = platform.unwrap(x)
+    result = platform.wrap(plan.run(local), target)
+    if len(plan.steps) == 1 and plan.steps[0].name == "all_gather" and platform.requires_grad(local):
+        result._gathered_from = (local, plan.steps[0])
+    return result
+
+
+def full_tensor(x: Any) -> Tensor:
+    """The whole tensor, plain, on every rank; differentiable."""
+    return to_local(redistribute(x))
+
+
+def replicate_like(x: Tensor, reference: Any) -> Any:
+    """`x` as a DTensor replicated on the mesh of `reference`, or unchanged where `reference` is plain.
+
+    For constants in model code (masks, rotary tables, targets), which must be equal on all ranks.
+    """
+    if not isinstance(reference, DTensor) or isinstance(x, DTensor):
+        return x
+    return from_local(x, reference.device_mesh, _replicated(reference.device_mesh), shape=tuple(x.shape))
+
+
+def vary(x: Any, axes: tuple[int, ...]) -> Tensor:
+    """The varying view of `x` on `axes` as a plain local tensor: its gradient is summed over those axes.
+
+    One view serves all users of `x`; the view of something just gathered reduces straight to its source.
+    """
+    platform = x.spec.mesh.platform
+    local = platform.unwrap(x)
+    if not (platform.is_grad_enabled() and platform.requires_grad(local)):
+        return local
+    views = x.__dict__.setdefault("_varying_views", {})
+    if axes not in views:
+        view = _varying_view(x, local, axes)
+        if platform.is_leaf(x):
+            return view
+        views[axes] = view
+    return views[axes]
+
+
+def _varying_view(x: Any, local: Tensor, axes: tuple[int, ...]) -> Tensor:
+    mesh = x.spec.mesh
+    source = x.__dict__.get("_gathered_from")
+    if source is not None and axes == (source[1].axis,):
+        return source[1].run_varying(source[0], local, mesh)
+    return collectives.vary(local, [mesh.get_group(axis) for axis in axes])
+
+
+def grad_spec(spec: TensorSpec) -> TensorSpec:
+    """The placements of a value's gradient: R -> R, S -> S, P -> R."""
+    return spec.with_placements([Replicate() if isinstance(p, Partial) else p for p in spec.placements])
+
+
+def _with_grad_plan(platform: Any, local: Tensor, comes: TensorSpec, wanted: TensorSpec) -> Tensor:
+    """`local` whose gradient, arriving as `comes`, is redistributed to `wanted`."""
+    if comes is wanted:
+        return local
+    plan = plan_redistribute(comes, wanted, platform.itemsize(comes.dtype))
+    return platform.linear_map(local, lambda t: t, plan.run)
+
+
+def _replicated(mesh: DeviceMesh) -> tuple[Placement, ...]:
+    return (Replicate(),) * mesh.ndim
+
+
+def _broadcast(tensor: Tensor, mesh: DeviceMesh, source: int) -> Tensor:
+    platform = mesh.platform
+    with platform.no_grad():
+        tensor = platform.contiguous(platform.ops.clone(tensor))
+        for axis in range(mesh.ndim):
+            mesh.get_group(axis).broadcast(tensor, source)
+    return tensor
+
+
+def _even_global_shape(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[int, ...]:
+    shape = list(local.shape)
+    for axis, placement in reversed(list(enumerate(placements))):
+        if isinstance(placement, RaggedShard):
+            shape[placement.dim] = sum(placement.units)
+        elif isinstance(placement, Shard):
+            shape[placement.dim] *= mesh.shape[axis]
+    return tuple(shape)

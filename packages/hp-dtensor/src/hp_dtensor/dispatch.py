@@ -1,0 +1,384 @@
+"""One operation on DTensors: look up its plan, bring the inputs to it, run it locally, attach the spec.
+
+A plan depends on the operation, the specs of its tensors and its static arguments, and is made once. In
+steady state an operation costs a dictionary look-up, the local operation and a wrapper.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hp_dtensor import api
+from hp_dtensor.dtensor import DTensor
+from hp_dtensor.exceptions import MixedOperandsError, ShardingRuleError
+from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor.placements import Placement
+from hp_dtensor.platform import Platform
+from hp_dtensor.rules.cost import cheapest
+from hp_dtensor.rules.factors import Factorization, Strategy, strategies
+from hp_dtensor.rules.registry import REQUIRED, OpCall, Registration, RuleRegistry
+from hp_dtensor.spec import TensorSpec
+from hp_dtensor.world import ProcessGroup
+
+Tensor = Any
+Location = tuple[int | str, ...]
+CACHE_SIZE = 16384
+
+_plans: dict[Any, OpPlan] = {}
+
+
+@functools.cache
+def rule_registry() -> RuleRegistry:
+    """All sharding rules: the built-in ones, then those of plugins."""
+    from hp_dtensor.plugins import plugin_manager
+    from hp_dtensor.rules import register_builtin_rules
+
+    registry = RuleRegistry()
+    register_builtin_rules(registry)
+    plugin_manager().hook.hp_sharding_rules(registry=registry)
+    return registry
+
+
+def dispatch(
+    platform: Platform, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Run operation `name` on arguments of which at least one is a DTensor.
+
+    Args:
+        func: the framework's own function; called with local data in the given argument structure.
+
+    Raises:
+        ShardingRuleError: the operation has no rule, or its rule refuses these specs.
+        MixedOperandsError: plain tensors or other meshes among the arguments.
+    """
+    return plan_for(platform, name, args, kwargs).run(func, args, kwargs)
+
+
+def plan_for(platform: Platform, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> OpPlan:
+    """The cached plan of a call."""
+    registration = rule_registry().get(name)
+    if registration is None:
+        raise ShardingRuleError(_no_rule(name, args, kwargs))
+    key = (
+        name,
+        _key(platform, name, args, registration.by_type),
+        _key(platform, name, kwargs, registration.by_type),
+    )
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _make_plan(platform, name, registration, args, kwargs)
+        if len(_plans) >= CACHE_SIZE:
+            _plans.clear()
+        _plans[key] = plan
+    return plan
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """What happens to one tensor argument before the local operation."""
+
+    location: Location
+    target: TensorSpec | None
+    vary: tuple[int, ...]
+
+    def apply(self, x: Any) -> Any:
+        if self.target is not None:
+            x = api.redistribute_to(x, self.target)
+        return api.vary(x, self.vary) if self.vary else x
+
+
+@dataclass(frozen=True, slots=True)
+class LocalCall:
+    """What a rule's own local function works on, in place of the operation.
+
+    Attributes:
+        arguments: by parameter name, tensors local and plain.
+        spans: cut factor -> (start, length) of this rank's part.
+        groups: cut factor -> the groups over which it is cut, outermost first.
+    """
+
+    platform: Platform
+    arguments: Mapping[str, Any]
+    spans: Mapping[str, tuple[int, int]]
+    groups: Mapping[str, tuple[ProcessGroup, ...]]
+
+
+@dataclass(slots=True)
+class OpPlan:
+    """How one call runs on this rank.
+
+    Attributes:
+        moves: tensor arguments to redistribute or to take a varying view of.
+        replaced: static arguments with a local value.
+        outputs: placements and global shape per output.
+        in_place: the first argument is the result.
+    """
+
+    platform: Platform
+    mesh: DeviceMesh
+    registration: Registration
+    moves: tuple[Move, ...]
+    replaced: Mapping[str, Any]
+    outputs: tuple[tuple[tuple[Placement, ...], tuple[int, ...]], ...]
+    local: Callable[[LocalCall], Any] | None
+    spans: Mapping[str, tuple[int, int]]
+    cut_axes: Mapping[str, tuple[int, ...]]
+    specs: list[TensorSpec | None] = field(default_factory=list)
+
+    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run the call on `args` and `kwargs`, which have the structure the plan was made for."""
+        if self.moves or self.replaced or self.local is not None:
+            return self._run_changed(func, args, dict(kwargs))
+        with self.platform.local_op():
+            result = func(*args, **kwargs)
+        return args[0] if self.registration.in_place else self._wrap(result)
+
+    def _run_changed(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        first, new_args = args[0] if args else None, list(args)
+        for move in self.moves:
+            _replace(new_args, kwargs, move.location, move.apply)
+        if self.local is not None:
+            return self._wrap(self.local(self._local_call(new_args, kwargs)))
+        if self.replaced:
+            new_args = _replace_static(self.registration, new_args, kwargs, self.replaced)
+        with self.platform.local_op():
+            result = func(*new_args, **kwargs)
+        return first if self.registration.in_place else self._wrap(result)
+
+    def _local_call(self, args: list[Any], kwargs: dict[str, Any]) -> LocalCall:
+        unwrap = self.platform.unwrap
+        bound = {
+            name: unwrap(value) if isinstance(value, DTensor) else value
+            for name, value in bind(self.registration, tuple(args), kwargs).items()
+        }
+        groups = {factor: tuple(self.mesh.get_group(axis) for axis in axes) for factor, axes in self.cut_axes.items()}
+        return LocalCall(self.platform, bound, self.spans, groups)
+
+    def _wrap(self, result: Any) -> Any:
+        if isinstance(result, (tuple, list)):
+            wrapped = [self._adopt(x, index) for index, x in enumerate(result)]
+            return tuple(wrapped) if type(result) is tuple else type(result)(wrapped)
+        return self._adopt(result, 0)
+
+    def _adopt(self, local: Any, index: int) -> Any:
+        if not self.specs:
+            self.specs = [None] * len(self.outputs)
+        spec = self.specs[index]
+        if spec is None or spec.dtype != local.dtype:
+            placements, shape = self.outputs[index]
+            spec = self.specs[index] = TensorSpec(self.mesh, placements, shape, local.dtype)
+            got = self.platform.local_shape(local)
+            assert got == spec.local_shape, f"the rule gives a local shape {spec.local_shape}, the operation {got}"
+        return self.platform.adopt(local, spec)
+
+
+# Making plans --------------------------------------------------------------------------------------------
+
+
+def _make_plan(
+    platform: Platform,
+    name: str,
+    registration: Registration,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> OpPlan:
+    located = _locate_tensors(args, kwargs)
+    specs = tuple(x.spec for _, x in located)
+    _check_one_mesh(name, specs)
+    mesh = specs[0].mesh
+    arguments = {key: _specs_of(value) for key, value in bind(registration, args, kwargs).items()}
+    call = OpCall(name, arguments, specs)
+    rule = registration.rule(call)
+    chosen = [_choose(platform, rule, call, registration, axis) for axis in range(mesh.ndim)]
+    outputs = tuple(
+        (tuple(strategy.outputs[i] for strategy in chosen), rule.output_shape(i)) for i in range(len(rule.outputs))
+    )
+    cut_axes = _cut_axes(chosen)
+    return OpPlan(
+        platform,
+        mesh,
+        registration,
+        _moves(located, chosen),
+        _replacements(rule, mesh, outputs, specs[0].dtype),
+        outputs,
+        _local_function(rule, cut_axes),
+        {factor: _span(mesh, rule.sizes[factor], axes) for factor, axes in cut_axes.items()},
+        cut_axes,
+    )
+
+
+def _choose(platform: Platform, rule: Factorization, call: OpCall, registration: Registration, axis: int) -> Strategy:
+    mesh = call.tensors[0].mesh
+    current = [spec.placements[axis] for spec in call.tensors]
+    found = strategies(rule, current, mesh.shape[axis])
+    if registration.in_place:
+        found = [strategy for strategy in found if strategy.inputs[0] == strategy.outputs[0] == current[0]]
+        if not found:
+            raise call.refuse(f"in place it would have to change the placement {current[0]} of its first argument")
+    nbytes = [_local_bytes(platform, spec) for spec in call.tensors]
+    return cheapest(found, current, nbytes, mesh.shape[axis])
+
+
+def _local_bytes(platform: Platform, spec: TensorSpec) -> int:
+    size = platform.itemsize(spec.dtype)
+    for length in spec.local_shape:
+        size *= length
+    return size
+
+
+def _moves(located: list[tuple[Location, Any]], chosen: list[Strategy]) -> tuple[Move, ...]:
+    moves = []
+    for index, (location, x) in enumerate(located):
+        placements = tuple(strategy.inputs[index] for strategy in chosen)
+        target = x.spec.with_placements(placements)
+        vary = tuple(
+            axis
+            for axis, strategy in enumerate(chosen)
+            if not strategy.is_replicated and strategy.inputs[index].is_replicate() and x.spec.mesh.shape[axis] > 1
+        )
+        if target is not x.spec or vary:
+            moves.append(Move(location, target if target is not x.spec else None, vary))
+    return tuple(moves)
+
+
+def _replacements(
+    rule: Factorization,
+    mesh: DeviceMesh,
+    outputs: tuple[tuple[tuple[Placement, ...], tuple[int, ...]], ...],
+    dtype: Any,
+) -> Mapping[str, Any]:
+    if rule.localize is None:
+        return {}
+    return rule.localize([TensorSpec(mesh, placements, shape, dtype).local_shape for placements, shape in outputs])
+
+
+def _cut_axes(chosen: list[Strategy]) -> dict[str, tuple[int, ...]]:
+    axes: dict[str, tuple[int, ...]] = {}
+    for axis, strategy in enumerate(chosen):
+        if strategy.factor is not None:
+            axes[strategy.factor] = (*axes.get(strategy.factor, ()), axis)
+    return axes
+
+
+def _local_function(rule: Factorization, cut_axes: Mapping[str, Any]) -> Callable[[LocalCall], Any] | None:
+    for factor in cut_axes:
+        if factor in rule.local:
+            return rule.local[factor]
+    return None
+
+
+def _span(mesh: DeviceMesh, size: int, axes: tuple[int, ...]) -> tuple[int, int]:
+    """(start, length) of this rank's part of a factor cut in chunk order over `axes`."""
+    from hp_dtensor.placements import Shard
+
+    coordinate, start, length = mesh.get_coordinate(), 0, size
+    for axis in axes:
+        offset, length = Shard(0).interval(length, mesh.shape[axis], coordinate[axis] if coordinate else 0)
+        start += offset
+    return start, length
+
+
+# Arguments -----------------------------------------------------------------------------------------------
+
+
+def bind(registration: Registration, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by parameter name, with the signature's defaults; further keyword arguments as they are."""
+    bound = dict(kwargs)
+    for index, parameter in enumerate(registration.parameters):
+        if index < len(args):
+            collapse = parameter.variadic and not isinstance(args[index], (tuple, list))
+            bound[parameter.name] = tuple(args[index:]) if collapse else args[index]
+        elif parameter.name not in bound and parameter.default is not REQUIRED:
+            bound[parameter.name] = parameter.default
+    return bound
+
+
+def _replace_static(
+    registration: Registration, args: list[Any], kwargs: dict[str, Any], replaced: Mapping[str, Any]
+) -> list[Any]:
+    for index, parameter in enumerate(registration.parameters):
+        if parameter.name not in replaced:
+            continue
+        if index < len(args):
+            args = [
+                *args[:index],
+                replaced[parameter.name],
+                *([] if parameter.variadic else args[index + 1 :]),
+            ]
+        else:
+            kwargs[parameter.name] = replaced[parameter.name]
+    return args
+
+
+def _replace(args: list[Any], kwargs: dict[str, Any], location: Location, change: Callable[[Any], Any]) -> None:
+    where: Any = args if isinstance(location[0], int) else kwargs
+    if len(location) == 2:
+        items = list(where[location[0]])
+        items[location[1]] = change(items[location[1]])  # type: ignore[call-overload]
+        where[location[0]] = items
+    else:
+        where[location[0]] = change(where[location[0]])
+
+
+def _locate_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[Location, Any]]:
+    located: list[tuple[Location, Any]] = []
+    for place, value in (*enumerate(args), *kwargs.items()):
+        if isinstance(value, DTensor):
+            located.append(((place,), value))
+        elif isinstance(value, (tuple, list)):
+            located += [((place, i), item) for i, item in enumerate(value) if isinstance(item, DTensor)]
+    return located
+
+
+def _specs_of(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        return value.spec
+    if isinstance(value, (tuple, list)):
+        return tuple(_specs_of(item) for item in value)
+    return value
+
+
+def _key(platform: Platform, name: str, value: Any, by_type: bool) -> Any:
+    if isinstance(value, DTensor):
+        return value._spec
+    kind = type(value)
+    if kind is int or kind is float or kind is bool:
+        return kind if by_type else (kind, value)
+    if kind is tuple or kind is list:
+        return tuple([_key(platform, name, item, by_type) for item in value])
+    if kind is dict:
+        return tuple([(key, _key(platform, name, item, by_type)) for key, item in value.items()])
+    if kind is slice:
+        return slice, value.start, value.stop, value.step
+    if isinstance(value, platform.Tensor):
+        return _plain_key(name, value)
+    return tuple(value) if isinstance(value, (tuple, list)) else value
+
+
+def _plain_key(name: str, value: Tensor) -> Any:
+    if len(value.shape) == 0:
+        return "plain scalar", value.dtype
+    raise MixedOperandsError(
+        f"{name}: a plain tensor of shape {list(value.shape)} among DTensors. Say how it is placed: "
+        "distribute_tensor, DTensor.from_local, or replicate_like for a constant that is equal on all ranks."
+    )
+
+
+def _check_one_mesh(name: str, specs: tuple[TensorSpec, ...]) -> None:
+    meshes = dict.fromkeys(spec.mesh for spec in specs)
+    if len(meshes) > 1:
+        listed = " and ".join(
+            f"{mesh.describe()} (rank {mesh.world.rank}, ranks from {mesh.rank_at([0] * mesh.ndim)})" for mesh in meshes
+        )
+        raise MixedOperandsError(f"{name}: operands on different meshes: {listed}. Redistribute one of them.")
+
+
+def _no_rule(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    specs = ", ".join(repr(x.spec) for _, x in _locate_tensors(args, kwargs))
+    return (
+        f"operation {name!r} has no sharding rule; called with {specs}. Redistribute and use to_local(), "
+        "wrap the region with local_map, or register a rule (hook hp_sharding_rules)."
+    )

@@ -1,0 +1,152 @@
+"""Factor rules: an operation maps tensor dimensions to named factors, and one engine does the rest.
+
+The idea is Shardy's and GSPMD's (arXiv 2105.04663). A factor that every dimension list carries through is
+parallel; one that outputs lack is reduced (the outputs become partial); one marked `fixed` must be whole on
+every rank. `terms` says in which groups of inputs the operation is linear, hence which may be partial.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard
+
+Dim = tuple[str, ...]
+Dims = tuple[Dim, ...]
+REPLICATE = Replicate()
+SUM = Partial("sum")
+
+
+@dataclass(frozen=True)
+class Factorization:
+    """One call of an operation, as factors.
+
+    Attributes:
+        inputs, outputs: per tensor, per dimension, the factors it consists of, outermost first.
+        sizes: elements per factor.
+        fixed: factors that must not be cut.
+        reduced: for factors that outputs lack, the reduction that makes their results whole. A factor
+            that outputs lack and that is not here must not be cut.
+        terms: the output as a sum of products of inputs, by input index; None: not linear in any.
+        local: called in place of the operation, where a cut factor needs other local work: factor ->
+            `function(call: LocalCall) -> outputs`.
+        complete: factors whose `local` function leaves outputs complete (replicated), not partial.
+        localize: static arguments to use on this rank, from the local shapes of the outputs.
+        min_inputs: inputs (by index) that may be redistributed; None: all. Others must stay as they are.
+    """
+
+    inputs: tuple[Dims, ...]
+    outputs: tuple[Dims, ...]
+    sizes: Mapping[str, int]
+    fixed: frozenset[str] = frozenset()
+    reduced: Mapping[str, str] = field(default_factory=dict)
+    terms: tuple[frozenset[int], ...] | None = None
+    local: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    complete: frozenset[str] = frozenset()
+    localize: Callable[[Sequence[tuple[int, ...]]], Mapping[str, Any]] | None = None
+
+    def output_shape(self, output: int) -> tuple[int, ...]:
+        return tuple(math.prod(self.sizes[f] for f in dim) for dim in self.outputs[output])
+
+    def dim_of(self, dims: Dims, factor: str) -> int | None:
+        """The dimension that cutting `factor` cuts, or None where a tensor does not have it."""
+        for index, dim in enumerate(dims):
+            if factor in dim:
+                return index
+        return None
+
+    def splittable(self, factor: str, parts: int) -> bool:
+        """Whether `factor` may be cut into `parts`: outermost wherever it is merged, and then evenly."""
+        if factor in self.fixed or self._lost(factor):
+            return False
+        merged = [dim for dims in (*self.inputs, *self.outputs) for dim in dims if factor in dim and len(dim) > 1]
+        if any(dim[0] != factor for dim in merged):
+            return False
+        return not merged or self.sizes[factor] % parts == 0
+
+    def _lost(self, factor: str) -> bool:
+        kept = all(self.dim_of(dims, factor) is not None for dims in self.outputs)
+        return not kept and factor not in self.reduced and factor not in self.complete
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """What one mesh axis does in an operation: the placements that inputs must have and outputs get."""
+
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+    factor: str | None = None
+
+    @property
+    def is_replicated(self) -> bool:
+        return all(placement.is_replicate() for placement in (*self.inputs, *self.outputs))
+
+
+def strategies(rule: Factorization, current: Sequence[Placement], parts: int) -> list[Strategy]:
+    """Every way for an axis of `parts` ranks to take part, given what its inputs are now."""
+    found = [_replicated(rule)]
+    for factor in rule.sizes:
+        if rule.sizes[factor] > 1 and rule.splittable(factor, parts):
+            found += _cut(rule, factor, current)
+    found += _partial_inputs(rule)
+    return found
+
+
+def _replicated(rule: Factorization) -> Strategy:
+    return Strategy((REPLICATE,) * len(rule.inputs), (REPLICATE,) * len(rule.outputs))
+
+
+def _cut(rule: Factorization, factor: str, current: Sequence[Placement]) -> list[Strategy]:
+    """Cut a factor in chunk order, or in the ragged way that some input has it cut already."""
+    kinds: list[Placement] = [Shard(0)]
+    for dims, placement in zip(rule.inputs, current, strict=True):
+        dim = rule.dim_of(dims, factor)
+        if isinstance(placement, RaggedShard) and dim == placement.dim and len(dims[dim]) == 1:
+            kinds.append(placement)
+    result = []
+    for kind in dict.fromkeys(kinds):
+        inputs = _cut_inputs(rule, factor, kind)
+        if inputs is not None:
+            outputs = tuple(_cut_output(rule, factor, kind, dims) for dims in rule.outputs)
+            result.append(Strategy(inputs, outputs, factor))
+    return result
+
+
+def _cut_inputs(rule: Factorization, factor: str, kind: Placement) -> tuple[Placement, ...] | None:
+    placements = [_on_dim(kind, rule.dim_of(dims, factor)) for dims in rule.inputs]
+    if factor not in rule.reduced or rule.reduced[factor] != "sum" or factor in rule.complete:
+        return tuple(placements)
+    for term in rule.terms or ():
+        if all(placements[i].is_replicate() for i in term):
+            placements[min(term)] = SUM
+    return tuple(placements)
+
+
+def _cut_output(rule: Factorization, factor: str, kind: Placement, dims: Dims) -> Placement:
+    dim = rule.dim_of(dims, factor)
+    if dim is not None:
+        return _on_dim(kind, dim)
+    return REPLICATE if factor in rule.complete else Partial(rule.reduced[factor])
+
+
+def _on_dim(kind: Placement, dim: int | None) -> Placement:
+    if dim is None:
+        return REPLICATE
+    return RaggedShard(dim, kind.units) if isinstance(kind, RaggedShard) else Shard(dim)
+
+
+def _partial_inputs(rule: Factorization) -> list[Strategy]:
+    """One partial input in every term makes every output partial."""
+    if rule.terms is None or any(not term for term in rule.terms):
+        return []
+    choices: list[tuple[int, ...]] = [()]
+    for term in rule.terms:
+        choices = [(*chosen, index) for chosen in choices for index in sorted(term)]
+    outputs = (SUM,) * len(rule.outputs)
+    return [
+        Strategy(tuple(SUM if i in chosen else REPLICATE for i in range(len(rule.inputs))), outputs)
+        for chosen in choices
+    ]

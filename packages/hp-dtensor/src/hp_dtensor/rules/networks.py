@@ -1,0 +1,170 @@
+"""Normalizations, embedding, attention and losses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from hp_dtensor import collectives
+from hp_dtensor.rules.factors import Factorization
+from hp_dtensor.rules.registry import OpCall, RuleRegistry, names_for
+
+if TYPE_CHECKING:
+    from hp_dtensor.dispatch import LocalCall
+
+Tensor = Any
+
+
+def register(registry: RuleRegistry) -> None:
+    registry.register("rms_norm", "input normalized_shape weight=None eps=None", _norm)
+    registry.register("layer_norm", "input normalized_shape weight=None bias=None eps=1e-5", _norm)
+    registry.register("embedding", "input weight padding_idx=None", _embedding)
+    registry.register(
+        "scaled_dot_product_attention",
+        "query key value attn_mask=None dropout_p=0.0 is_causal=False scale=None enable_gqa=False",
+        _attention,
+    )
+    registry.register(
+        "cross_entropy",
+        "input target weight=None size_average=None ignore_index=-100 reduce=None reduction=mean label_smoothing=0.0",
+        _cross_entropy,
+    )
+
+
+def _norm(call: OpCall) -> Factorization:
+    """Over the last dimensions, those of `normalized_shape`, which must be whole."""
+    shape = call.tensors[0].shape
+    normalized = call["normalized_shape"]
+    count = 1 if isinstance(normalized, int) else len(normalized)
+    dims, sizes = names_for("d", shape)
+    tail = dims[len(shape) - count :]
+    inputs = (dims, *((tail,) * (len(call.tensors) - 1)))
+    return Factorization(inputs, (dims,), sizes, fixed=frozenset(dim[0] for dim in tail))
+
+
+def _embedding(call: OpCall) -> Factorization:
+    """Ids of any shape, table `[vocabulary, width]`; a cut vocabulary gives partial rows."""
+    ids, table = (spec.shape for spec in call.tensors)
+    dims, sizes = names_for("d", ids)
+    sizes = sizes | {"vocabulary": table[0], "width": table[1]}
+    return Factorization(
+        (dims, (("vocabulary",), ("width",))),
+        ((*dims, ("width",)),),
+        sizes,
+        reduced={"vocabulary": "sum"},
+        terms=(frozenset({1}),),
+        local={"vocabulary": _embedding_of_part},
+    )
+
+
+def _embedding_of_part(call: LocalCall) -> Tensor:
+    """Rows whose id is in this rank's part of the vocabulary, zeros elsewhere."""
+    ops = call.platform.ops
+    ids, table = call.arguments["input"], call.arguments["weight"]
+    start, length = call.spans["vocabulary"]
+    if length == 0:
+        nothing = ops.zeros((*ids.shape, 0), table.dtype)
+        return ops.matmul(nothing, table)
+    own, inside = _own_ids(ops, ids, start, length)
+    rows = ops.embedding(own, table)
+    return ops.mul(rows, ops.cast(ops.unsqueeze(inside, -1), rows.dtype))
+
+
+def _own_ids(ops: Any, ids: Tensor, start: int, length: int) -> tuple[Tensor, Tensor]:
+    """Ids relative to a part (0 outside it), and whether each is inside."""
+    relative = ops.sub(ids, start)
+    inside = ops.logical_and(ops.ge(relative, 0), ops.lt(relative, length))
+    return ops.mul(relative, ops.cast(inside, ids.dtype)), inside
+
+
+def _attention(call: OpCall) -> Factorization:
+    """`[batch, heads, length, width]`; batch and (key-value) heads are parallel."""
+    if len(call.tensors) != 3 or call["dropout_p"]:
+        raise call.refuse("attention of DTensors takes no mask tensor and no dropout so far")
+    query, key, value = (spec.shape for spec in call.tensors)
+    groups = query[1] // max(key[1], 1)
+    sizes = {
+        "batch": query[0],
+        "heads": key[1],
+        "q": query[2],
+        "k": key[2],
+        "width": query[3],
+        "out": value[3],
+    }
+    heads = ("heads",) if groups == 1 else ("heads", "group")
+    if groups != 1:
+        sizes["group"] = groups
+    inputs = (
+        (("batch",), heads, ("q",), ("width",)),
+        (("batch",), ("heads",), ("k",), ("width",)),
+        (("batch",), ("heads",), ("k",), ("out",)),
+    )
+    fixed = frozenset({"k", "width", "out", *(["q"] if call["is_causal"] else [])})
+    return Factorization(inputs, ((("batch",), heads, ("q",), ("out",)),), sizes, fixed=fixed)
+
+
+def _cross_entropy(call: OpCall) -> Factorization:
+    """Logits `[rows, classes]` and class indices `[rows]`; rows and classes may both be cut."""
+    logits, targets = call.tensors[0].shape, call.tensors[1].shape
+    if len(logits) != 2 or targets != logits[:1] or len(call.tensors) != 2:
+        raise call.refuse("cross_entropy of DTensors takes logits [rows, classes], class indices [rows], no weights")
+    whole = call["reduction"] == "none"
+    plain = not call["label_smoothing"]
+    return Factorization(
+        ((("rows",), ("classes",)), (("rows",),)),
+        ((("rows",),) if whole else (),),
+        {"rows": logits[0], "classes": logits[1]},
+        fixed=frozenset() if plain else frozenset({"classes"}),
+        reduced={} if whole else {"rows": "sum"},
+        local={"rows": _cross_entropy_of_part, "classes": _cross_entropy_of_part} if plain else {},
+        complete=frozenset({"classes"}),
+    )
+
+
+def _cross_entropy_of_part(call: LocalCall) -> Tensor:
+    ops = call.platform.ops
+    targets = call.arguments["target"]
+    valid = ops.cast(ops.ne(targets, call.arguments["ignore_index"]), targets.dtype)
+    losses = _row_losses(call, ops.mul(targets, valid))
+    mask = ops.cast(valid, losses.dtype)
+    losses = ops.mul(losses, mask)
+    if call.arguments["reduction"] == "none":
+        return losses
+    total = ops.sum(losses)
+    if call.arguments["reduction"] == "sum":
+        return total
+    count = ops.sum(mask)
+    for group in call.groups.get("rows", ()):
+        count = collectives.all_reduce_data(count, group)
+    return ops.div(total, count)
+
+
+def _row_losses(call: LocalCall, targets: Tensor) -> Tensor:
+    """logsumexp(logits) - logits[target] per row, classes cut over `groups` (as Megatron-LM does)."""
+    ops, platform = call.platform.ops, call.platform
+    logits = call.arguments["input"]
+    groups: Sequence[Any] = call.groups.get("classes", ())
+    start, length = call.spans.get("classes", (0, logits.shape[1]))
+    highest = _row_maxima(call, logits, groups)
+    shifted = ops.sub(logits, ops.unsqueeze(highest, 1))
+    total = ops.sum(ops.exp(shifted), 1)
+    own, inside = _own_ids(ops, targets, start, max(length, 1))
+    if length:
+        picked = ops.squeeze(ops.gather(shifted, 1, ops.unsqueeze(own, 1)), 1)
+        picked = ops.mul(picked, ops.cast(inside, picked.dtype))
+    else:
+        picked = total
+    for group in groups:
+        total = collectives.all_reduce(total, group)
+        picked = collectives.all_reduce(picked, group)
+    return platform.ops.sub(ops.log(total), picked)
+
+
+def _row_maxima(call: LocalCall, logits: Tensor, groups: Sequence[Any]) -> Tensor:
+    platform, ops = call.platform, call.platform.ops
+    data = platform.detach(logits)
+    rows, classes = data.shape
+    maxima = ops.amax(data, 1) if classes else ops.full((rows,), float("-inf"), data.dtype)
+    for group in groups:
+        maxima = collectives.all_reduce_data(maxima, group, "max")
+    return maxima

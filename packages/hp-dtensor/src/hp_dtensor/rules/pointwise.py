@@ -1,0 +1,73 @@
+"""Pointwise operations: every dimension is parallel; broadcast dimensions have a factor of their own."""
+
+from __future__ import annotations
+
+from hp_dtensor.rules.factors import Dims, Factorization
+from hp_dtensor.rules.registry import OpCall, Rule, RuleRegistry, broadcast_shape
+
+NONLINEAR = (
+    "exp log log2 log10 log1p expm1 sqrt rsqrt abs sin cos tan asin acos atan sinh cosh tanh erf erfc sigmoid relu "
+    "relu6 silu gelu mish softplus elu leaky_relu hardtanh hardsigmoid hardswish selu celu logsigmoid isfinite isnan "
+    "isinf logical_not bitwise_not sign floor ceil round trunc frac reciprocal square clamp clamp_min clamp_max "
+    "nan_to_num pow eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor "
+    "maximum minimum fmod remainder atan2 floor_divide masked_fill zeros_like ones_like empty_like full_like "
+    "lerp addcmul addcdiv"
+)
+LINEAR_UNARY = "neg clone detach contiguous positive to cast float double half bfloat16 type_as alias"
+IN_PLACE_NONLINEAR = (
+    "exp_ log_ sqrt_ rsqrt_ abs_ sigmoid_ tanh_ relu_ silu_ clamp_ clamp_min_ clamp_max_ pow_ masked_fill_ "
+    "reciprocal_ addcmul_ addcdiv_ lerp_ fill_ floor_ ceil_ round_ square_"
+)
+
+
+def register(registry: RuleRegistry) -> None:
+    nonlinear, unary = pointwise(None), pointwise("unary")
+    registry.register(NONLINEAR, "input", nonlinear, by_type=True)
+    registry.register(LINEAR_UNARY, "input", unary)
+    registry.register("add sub", "input other", pointwise("add"), by_type=True)
+    registry.register("mul", "input other", pointwise("mul"), by_type=True)
+    registry.register("div true_divide", "input other", pointwise("div"), by_type=True)
+    registry.register("where", "condition input other", pointwise("where"), by_type=True)
+    registry.register(IN_PLACE_NONLINEAR, "input", nonlinear, in_place=True, by_type=True)
+    registry.register("neg_ zero_", "input", unary, in_place=True)
+    registry.register("add_ sub_", "input other", pointwise("add"), in_place=True, by_type=True)
+    registry.register("mul_", "input other", pointwise("mul"), in_place=True, by_type=True)
+    registry.register("div_", "input other", pointwise("div"), in_place=True, by_type=True)
+    registry.register("copy_", "input other", pointwise("copy"), in_place=True)
+
+
+def pointwise(linearity: str | None) -> Rule:
+    """The rule of a pointwise operation that is linear in the given way (None: not at all)."""
+
+    def rule(call: OpCall) -> Factorization:
+        try:
+            shape = broadcast_shape([spec.shape for spec in call.tensors])
+        except ValueError as error:
+            raise call.refuse(str(error)) from None
+        sizes = {f"d{i}": size for i, size in enumerate(shape)}
+        inputs = tuple(_aligned(spec.shape, shape) for spec in call.tensors)
+        output: Dims = tuple((f"d{i}",) for i in range(len(shape)))
+        return Factorization(inputs, (output,), sizes, terms=_terms(linearity, len(call.tensors)))
+
+    return rule
+
+
+def _aligned(shape: tuple[int, ...], output: tuple[int, ...]) -> Dims:
+    """Factors of an operand: those of the output where it has its size, none where it is broadcast."""
+    start = len(output) - len(shape)
+    return tuple((f"d{start + i}",) if size == output[start + i] else () for i, size in enumerate(shape))
+
+
+def _terms(linearity: str | None, tensors: int) -> tuple[frozenset[int], ...] | None:
+    match linearity, tensors:
+        case ("unary", 1) | ("mul", 1) | ("div", 1) | ("copy", 1):
+            return (frozenset({0}),)
+        case ("mul", 2):
+            return (frozenset({0, 1}),)
+        case ("add", 2):
+            return (frozenset({0}), frozenset({1}))
+        case ("div", 2):
+            return (frozenset({0}),)
+        case ("where", 3):
+            return (frozenset({1}), frozenset({2}))
+    return None

@@ -1,0 +1,66 @@
+"""Matrix products: contracted dimensions that are cut give partial results."""
+
+from __future__ import annotations
+
+from hp_dtensor.rules.factors import Dims, Factorization
+from hp_dtensor.rules.registry import OpCall, RuleRegistry, broadcast_shape
+
+BOTH = (frozenset({0, 1}),)
+
+
+def register(registry: RuleRegistry) -> None:
+    registry.register("matmul bmm mm mv dot", "input other", _matmul)
+    registry.register("linear", "input weight bias=None", _linear)
+    registry.register("outer", "input other", _outer)
+
+
+def _matmul(call: OpCall) -> Factorization:
+    """`... m k, ... k n -> ... m n`, one-dimensional operands as in NumPy."""
+    left, right = (spec.shape for spec in call.tensors)
+    if not left or not right:
+        raise call.refuse("a matrix product needs at least one dimension on each side")
+    contracted = right[-2] if len(right) > 1 else right[0]
+    if left[-1] != contracted:
+        raise call.refuse(f"the contracted dimensions differ: {left[-1]} and {contracted}")
+    try:
+        batch = broadcast_shape([left[:-2], right[:-2]])
+    except ValueError as error:
+        raise call.refuse(f"batch {error}") from None
+    sizes = {f"b{i}": size for i, size in enumerate(batch)} | {"k": left[-1]}
+    rows: Dims = (("m",),) if len(left) > 1 else ()
+    columns: Dims = (("n",),) if len(right) > 1 else ()
+    if rows:
+        sizes["m"] = left[-2]
+    if columns:
+        sizes["n"] = right[-1]
+    inputs = (
+        (*_batch_dims(left[:-2], batch), *rows, ("k",)),
+        (*_batch_dims(right[:-2], batch), ("k",), *columns),
+    )
+    output = (*((f"b{i}",) for i in range(len(batch))), *rows, *columns)
+    return Factorization(inputs, (output,), sizes, reduced={"k": "sum"}, terms=BOTH)
+
+
+def _batch_dims(shape: tuple[int, ...], batch: tuple[int, ...]) -> Dims:
+    start = len(batch) - len(shape)
+    return tuple((f"b{start + i}",) if size == batch[start + i] else () for i, size in enumerate(shape))
+
+
+def _linear(call: OpCall) -> Factorization:
+    """`... k, n k (, n) -> ... n`."""
+    shape, weight = call.tensors[0].shape, call.tensors[1].shape
+    if len(weight) != 2 or not shape or shape[-1] != weight[1]:
+        raise call.refuse(f"input {list(shape)} does not fit weight {list(weight)}")
+    leading: Dims = tuple((f"x{i}",) for i in range(len(shape) - 1))
+    sizes = {f"x{i}": size for i, size in enumerate(shape[:-1])} | {"n": weight[0], "k": weight[1]}
+    inputs: tuple[Dims, ...] = ((*leading, ("k",)), (("n",), ("k",)))
+    terms = BOTH
+    if len(call.tensors) == 3:
+        inputs, terms = (*inputs, (("n",),)), (*BOTH, frozenset({2}))
+    return Factorization(inputs, ((*leading, ("n",)),), sizes, reduced={"k": "sum"}, terms=terms)
+
+
+def _outer(call: OpCall) -> Factorization:
+    left, right = (spec.shape for spec in call.tensors)
+    sizes = {"m": left[0], "n": right[0]}
+    return Factorization(((("m",),), (("n",),)), ((("m",), ("n",)),), sizes, terms=BOTH)

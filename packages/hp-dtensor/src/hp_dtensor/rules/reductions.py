@@ -1,0 +1,88 @@
+"""Reductions over dimensions: cut reduced dimensions give partial results."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from hp_dtensor.rules.factors import Dims, Factorization
+from hp_dtensor.rules.registry import OpCall, Rule, RuleRegistry, names_for
+
+LINEAR = (frozenset({0}),)
+
+
+def register(registry: RuleRegistry) -> None:
+    registry.register("sum", "input dim=None keepdim=False", _reduction("sum"))
+    registry.register("mean", "input dim=None keepdim=False", _mean)
+    registry.register("amax", "input dim=None keepdim=False", _reduction("max"))
+    registry.register("amin", "input dim=None keepdim=False", _reduction("min"))
+    registry.register("argmax argmin", "input dim=None keepdim=False", _reduction(None))
+    registry.register("logsumexp std var norm all any prod", "input dim=None keepdim=False", _reduction(None))
+    registry.register("cumsum cumprod logcumsumexp", "input dim", _along(linear=False))
+    registry.register("softmax log_softmax", "input dim", _along(linear=False))
+
+
+def reduced_dims(call: OpCall, ndim: int) -> tuple[int, ...]:
+    """The dimensions a call reduces, non-negative; all of them when it names none."""
+    dim = call["dim"]
+    if dim is None or dim == () or dim == []:
+        return tuple(range(ndim))
+    dims = (dim,) if isinstance(dim, int) else tuple(dim)
+    if any(not -ndim <= d < max(ndim, 1) for d in dims):
+        raise call.refuse(f"dimension {dim} of a {ndim}-dimensional tensor")
+    return tuple(d % ndim for d in dims) if ndim else ()
+
+
+def _reduction(op: str | None) -> Rule:
+    """A reduction whose partial results `op` combines; None: reduced dimensions must be whole."""
+
+    def rule(call: OpCall) -> Factorization:
+        (spec,) = call.tensors
+        dims, sizes = names_for("d", spec.shape)
+        gone = reduced_dims(call, spec.ndim)
+        output = _kept(dims, gone, bool(call["keepdim"]))
+        factors = [f"d{i}" for i in gone]
+        if op is None:
+            return Factorization((dims,), (output,), sizes, fixed=frozenset(factors))
+        terms = LINEAR if op == "sum" else None
+        return Factorization((dims,), (output,), sizes, reduced=dict.fromkeys(factors, op), terms=terms)
+
+    return rule
+
+
+def _mean(call: OpCall) -> Factorization:
+    (spec,) = call.tensors
+    dims, sizes = names_for("d", spec.shape)
+    gone = reduced_dims(call, spec.ndim)
+    factors = [f"d{i}" for i in gone]
+    count = math.prod(sizes[f] for f in factors)
+
+    def scaled_sum(local: Any) -> Any:
+        arguments = local.arguments
+        total = local.platform.ops.sum(arguments["input"], gone if gone else None, bool(arguments["keepdim"]))
+        return local.platform.ops.mul(total, 1.0 / count)
+
+    return Factorization(
+        (dims,),
+        (_kept(dims, gone, bool(call["keepdim"])),),
+        sizes,
+        reduced=dict.fromkeys(factors, "sum"),
+        terms=LINEAR,
+        local=dict.fromkeys(factors, scaled_sum),
+    )
+
+
+def _kept(dims: Dims, gone: tuple[int, ...], keepdim: bool) -> Dims:
+    return tuple(() if i in gone else dim for i, dim in enumerate(dims) if keepdim or i not in gone)
+
+
+def _along(linear: bool) -> Rule:
+    """An operation along one dimension, which must be whole, that keeps the shape."""
+
+    def rule(call: OpCall) -> Factorization:
+        (spec,) = call.tensors
+        dims, sizes = names_for("d", spec.shape)
+        (dim,) = reduced_dims(call, spec.ndim)
+        return Factorization((dims,), (dims,), sizes, fixed=frozenset({f"d{dim}"}), terms=LINEAR if linear else None)
+
+    return rule

@@ -1,0 +1,147 @@
+"""Rules by operation name, and the view of a call that a rule gets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hp_dtensor.exceptions import ShardingRuleError
+from hp_dtensor.rules.factors import Factorization
+from hp_dtensor.spec import TensorSpec
+
+REQUIRED = object()
+
+
+@dataclass(frozen=True)
+class OpCall:
+    """A call seen by a rule: arguments by name, tensors replaced by their specs.
+
+    Attributes:
+        name: the operation.
+        arguments: by parameter name; absent ones have the signature's default.
+        tensors: the tensor arguments in order of appearance, lists of tensors included.
+    """
+
+    name: str
+    arguments: Mapping[str, Any]
+    tensors: tuple[TensorSpec, ...]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    def refuse(self, why: str) -> ShardingRuleError:
+        """The error of an operation that its rule cannot take."""
+        specs = ", ".join(repr(spec) for spec in self.tensors)
+        return ShardingRuleError(
+            f"{self.name}({specs}): {why}. Redistribute the inputs, or run it on local tensors (to_local, local_map)."
+        )
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of an operation; `variadic`: `x.view(2, 3)` means `x.view((2, 3))`."""
+
+    name: str
+    default: Any = REQUIRED
+    variadic: bool = False
+
+
+Rule = Callable[[OpCall], Factorization]
+
+
+@dataclass(frozen=True)
+class Registration:
+    """An operation's rule.
+
+    Attributes:
+        parameters: in positional order.
+        in_place: the first argument is written and returned.
+        by_type: scalars count by type only, so that changing values do not fill the cache.
+    """
+
+    rule: Rule
+    parameters: tuple[Parameter, ...]
+    in_place: bool = False
+    by_type: bool = False
+
+
+class RuleRegistry:
+    """Rules by canonical (torch) operation name."""
+
+    def __init__(self) -> None:
+        self._registrations: dict[str, Registration] = {}
+
+    def register(
+        self, names: str, signature: str, rule: Rule, *, in_place: bool = False, by_type: bool = False
+    ) -> None:
+        """Register one rule for the space-separated `names`.
+
+        Args:
+            signature: parameters in order, such as `"input dim=None keepdim=False"` or `"input *shape"`.
+
+        Raises:
+            ValueError: a name has a rule already.
+        """
+        registration = Registration(rule, _parse_signature(signature), in_place, by_type)
+        for name in names.split():
+            if name in self._registrations:
+                raise ValueError(f"operation {name!r} has a sharding rule already")
+            self._registrations[name] = registration
+
+    def get(self, name: str) -> Registration | None:
+        return self._registrations.get(name)
+
+    def names(self) -> tuple[str, ...]:
+        """All operations that have a rule, sorted."""
+        return tuple(sorted(self._registrations))
+
+
+_DEFAULTS = {"None": None, "False": False, "True": True}
+
+
+def _parse_signature(signature: str) -> tuple[Parameter, ...]:
+    parameters = []
+    for word in signature.split():
+        name, equals, default = word.partition("=")
+        value = REQUIRED if not equals else _DEFAULTS[default] if default in _DEFAULTS else _literal(default)
+        parameters.append(Parameter(name.lstrip("*"), value, name.startswith("*")))
+    return tuple(parameters)
+
+
+def _literal(text: str) -> Any:
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        return float(text)
+    except ValueError:
+        return text.strip("'")
+
+
+def names_for(prefix: str, shape: tuple[int, ...]) -> tuple[tuple[tuple[str, ...], ...], dict[str, int]]:
+    """One factor per dimension, `prefix0`, `prefix1`, ..., and their sizes."""
+    dims = tuple((f"{prefix}{i}",) for i in range(len(shape)))
+    return dims, {f"{prefix}{i}": size for i, size in enumerate(shape)}
+
+
+def broadcast_shape(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
+    """The shape of operands broadcast together (NumPy's rule).
+
+    Raises:
+        ValueError: they do not fit.
+    """
+    ndim = max((len(shape) for shape in shapes), default=0)
+    result = []
+    for index in range(-ndim, 0):
+        sizes = {shape[index] for shape in shapes if len(shape) >= -index} - {1}
+        if len(sizes) > 1:
+            raise ValueError(f"shapes {', '.join(map(str, map(list, shapes)))} do not broadcast")
+        result.append(sizes.pop() if sizes else 1)
+    return tuple(result)
+
+
+def numel(shape: tuple[int, ...]) -> int:
+    return math.prod(shape)

@@ -1,0 +1,230 @@
+"""Views and reshapes: dimensions split into and merged from factors."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hp_dtensor.rules.factors import Dims, Factorization
+from hp_dtensor.rules.registry import OpCall, RuleRegistry, names_for
+
+LINEAR = (frozenset({0}),)
+
+
+def register(registry: RuleRegistry) -> None:
+    registry.register("view reshape", "input *shape", _reshape)
+    registry.register("flatten", "input start_dim=0 end_dim=-1", _flatten)
+    registry.register("unflatten", "input dim sizes", _unflatten)
+    registry.register("transpose swapaxes", "input dim0 dim1", _transpose)
+    registry.register("t numpy_T", "input", _reverse)
+    registry.register("mT", "input", _matrix_transpose)
+    registry.register("permute", "input *dims", _permute)
+    registry.register("unsqueeze", "input dim", _unsqueeze)
+    registry.register("squeeze", "input dim=None", _squeeze)
+    registry.register("expand broadcast_to", "input *shape", _expand)
+    registry.register("repeat_interleave", "input repeats dim=None", _repeat_interleave)
+    registry.register("flip", "input *dims", _flip)
+
+
+def _one(call: OpCall, inputs: Dims, output: Dims, sizes: Mapping[str, int], **options: Any) -> Factorization:
+    return Factorization((inputs,), (output,), sizes, terms=LINEAR, **options)
+
+
+def common_factors(source: Sequence[int], target: Sequence[int]) -> tuple[Dims, Dims, dict[str, int], frozenset[str]]:
+    """Factors of a row-major reshape: dims of source and target, sizes, and the factors that must stay whole.
+
+    Both shapes are cut at the union of their cumulative products; where one boundary does not divide the
+    next, the dimensions between two common boundaries have no common factor and must be whole.
+    """
+    if math.prod(source) == 0:
+        left, left_sizes = names_for("i", tuple(source))
+        right, right_sizes = names_for("o", tuple(target))
+        sizes = left_sizes | right_sizes
+        return left, right, sizes, frozenset(sizes)
+    left_ends, right_ends = _ends(source), _ends(target)
+    cuts = sorted({1, *left_ends, *right_ends})
+    whole = _indivisible(cuts, set(left_ends) & set(right_ends))
+    sizes = {}
+    dims = []
+    for side, ends in (("i", left_ends), ("o", right_ends)):
+        dims.append(_dims_between(side, ends, cuts, whole, sizes))
+    return dims[0], dims[1], sizes, frozenset(f for f in sizes if f[0] in "io")
+
+
+def _ends(shape: Sequence[int]) -> list[int]:
+    """Cumulative products from the left."""
+    ends, total = [], 1
+    for size in shape:
+        total *= size
+        ends.append(total)
+    return ends
+
+
+def _indivisible(cuts: list[int], common: set[int]) -> list[tuple[int, int]]:
+    """The stretches between common cuts that contain a cut which does not divide the next."""
+    stretches = []
+    start = 1
+    inside = [1]
+    for cut in cuts[1:]:
+        inside.append(cut)
+        if cut in common:
+            if any(b % a for a, b in itertools.pairwise(inside)):
+                stretches.append((start, cut))
+            start, inside = cut, [cut]
+    return stretches
+
+
+def _dims_between(
+    side: str, ends: list[int], cuts: list[int], whole: list[tuple[int, int]], sizes: dict[str, int]
+) -> Dims:
+    dims = []
+    start = 1
+    for index, end in enumerate(ends):
+        if start == end:
+            dims.append(())
+        elif any(low <= start and end <= high for low, high in whole):
+            sizes[f"{side}{index}"] = end // start
+            dims.append((f"{side}{index}",))
+        else:
+            inner = [cut for cut in cuts if start <= cut <= end]
+            names = []
+            for low, high in itertools.pairwise(inner):
+                sizes[f"f{low}"] = high // low
+                names.append(f"f{low}")
+            dims.append(tuple(names))
+        start = end
+    return tuple(dims)
+
+
+def resolve_shape(call: OpCall, shape: Sequence[int], count: int) -> tuple[int, ...]:
+    """`shape` with its -1 filled in for `count` elements."""
+    known = math.prod(size for size in shape if size != -1)
+    if list(shape).count(-1) == 1 and known and count % known == 0:
+        return tuple(count // known if size == -1 else size for size in shape)
+    if -1 in shape or math.prod(shape) != count:
+        raise call.refuse(f"shape {list(shape)} does not hold {count} elements")
+    return tuple(shape)
+
+
+def _localize_shape(shapes: Sequence[tuple[int, ...]]) -> Mapping[str, Any]:
+    return {"shape": shapes[0]}
+
+
+def _reshape_to(
+    call: OpCall, target: tuple[int, ...], localize: Callable[..., Mapping[str, Any]] | None
+) -> Factorization:
+    source, output, sizes, fixed = common_factors(call.tensors[0].shape, target)
+    return _one(call, source, output, sizes, fixed=fixed, localize=localize)
+
+
+def _reshape(call: OpCall) -> Factorization:
+    target = resolve_shape(call, call["shape"], math.prod(call.tensors[0].shape))
+    return _reshape_to(call, target, _localize_shape)
+
+
+def _flatten(call: OpCall) -> Factorization:
+    shape = call.tensors[0].shape
+    if not shape:
+        return _reshape_to(call, (1,), None)
+    start, end = _dim(call, call["start_dim"]), _dim(call, call["end_dim"])
+    merged = math.prod(shape[start : end + 1])
+    return _reshape_to(call, (*shape[:start], merged, *shape[end + 1 :]), None)
+
+
+def _unflatten(call: OpCall) -> Factorization:
+    shape, dim = call.tensors[0].shape, _dim(call, call["dim"])
+    parts = resolve_shape(call, call["sizes"], shape[dim])
+    count = len(parts)
+    return _reshape_to(
+        call,
+        (*shape[:dim], *parts, *shape[dim + 1 :]),
+        lambda shapes: {"sizes": shapes[0][dim : dim + count]},
+    )
+
+
+def _dim(call: OpCall, dim: int, extra: int = 0) -> int:
+    """A non-negative dimension of the first tensor (`extra`: of one with more dimensions)."""
+    ndim = call.tensors[0].ndim + extra
+    if not -ndim <= dim < ndim:
+        raise call.refuse(f"dimension {dim} of a {ndim}-dimensional tensor")
+    return dim % ndim
+
+
+def _permuted(call: OpCall, order: Sequence[int]) -> Factorization:
+    dims, sizes = names_for("d", call.tensors[0].shape)
+    return _one(call, dims, tuple(dims[i] for i in order), sizes)
+
+
+def _transpose(call: OpCall) -> Factorization:
+    order = list(range(call.tensors[0].ndim))
+    first, second = _dim(call, call["dim0"]), _dim(call, call["dim1"])
+    order[first], order[second] = order[second], order[first]
+    return _permuted(call, order)
+
+
+def _reverse(call: OpCall) -> Factorization:
+    return _permuted(call, range(call.tensors[0].ndim)[::-1])
+
+
+def _matrix_transpose(call: OpCall) -> Factorization:
+    ndim = call.tensors[0].ndim
+    return _permuted(call, [*range(ndim - 2), ndim - 1, ndim - 2])
+
+
+def _permute(call: OpCall) -> Factorization:
+    order = [_dim(call, dim) for dim in call["dims"]]
+    if sorted(order) != list(range(call.tensors[0].ndim)):
+        raise call.refuse(f"{tuple(call['dims'])} is no permutation of its dimensions")
+    return _permuted(call, order)
+
+
+def _unsqueeze(call: OpCall) -> Factorization:
+    dims, sizes = names_for("d", call.tensors[0].shape)
+    dim = _dim(call, call["dim"], extra=1)
+    return _one(call, dims, (*dims[:dim], (), *dims[dim:]), sizes)
+
+
+def _squeeze(call: OpCall) -> Factorization:
+    shape = call.tensors[0].shape
+    dims, sizes = names_for("d", shape)
+    wanted = call["dim"]
+    chosen = range(len(shape)) if wanted is None else [wanted] if isinstance(wanted, int) else wanted
+    gone = {_dim(call, dim) for dim in chosen}
+    squeezed = tuple(dim for i, dim in enumerate(dims) if not (i in gone and shape[i] == 1))
+    return _one(call, dims, squeezed, sizes, localize=_squeeze_named(shape, gone))
+
+
+def _squeeze_named(shape: tuple[int, ...], gone: set[int]) -> Callable[..., Mapping[str, Any]]:
+    """Name the dimensions: one whose local shard happens to have size 1 must stay."""
+    ones = tuple(sorted(i for i in gone if shape[i] == 1))
+    return lambda shapes: {"dim": ones}
+
+
+def _expand(call: OpCall) -> Factorization:
+    shape, wanted = call.tensors[0].shape, tuple(call["shape"])
+    extra = len(wanted) - len(shape)
+    target = tuple(shape[i - extra] if size == -1 else size for i, size in enumerate(wanted))
+    for size, new in zip(shape, target[extra:], strict=True):
+        if size not in (1, new):
+            raise call.refuse(f"cannot expand {list(shape)} to {list(wanted)}")
+    sizes = {f"d{i}": size for i, size in enumerate(target)}
+    inputs = tuple((f"d{i + extra}",) if size == target[i + extra] else () for i, size in enumerate(shape))
+    fixed = frozenset(f"d{i}" for i in range(len(target)) if i < extra or shape[i - extra] != target[i])
+    output = tuple((f"d{i}",) for i in range(len(target)))
+    return _one(call, inputs, output, sizes, fixed=fixed, localize=_localize_shape)
+
+
+def _repeat_interleave(call: OpCall) -> Factorization:
+    if call["dim"] is None or not isinstance(call["repeats"], int):
+        raise call.refuse("repeat_interleave needs a dimension and an integer number of repeats")
+    dims, sizes = names_for("d", call.tensors[0].shape)
+    dim = _dim(call, call["dim"])
+    output = (*dims[:dim], (*dims[dim], "repeat"), *dims[dim + 1 :])
+    return _one(call, dims, output, sizes | {"repeat": call["repeats"]})
+
+
+def _flip(call: OpCall) -> Factorization:
+    dims, sizes = names_for("d", call.tensors[0].shape)
+    return _one(call, dims, dims, sizes, fixed=frozenset(f"d{_dim(call, dim)}" for dim in call["dims"]))
