@@ -90,6 +90,12 @@ def full(framework: str) -> Path:
     return workspace.development(framework, ("hp-trainer", f"hp-platform-{framework}"), TEST_TOOLS)
 
 
+def house_tools() -> Path:
+    """Return the interpreter of the environment in which the house checks itself."""
+    requirements = (*TEST_TOOLS, "nox==2026.10.20", "pip>=23")
+    return Environment("house", requirements=requirements).prepare(workspace.NOX_FOLDER / "house")
+
+
 @session
 def lint(session: nox.Session) -> None:
     """Style: ruff's rules and its format."""
@@ -103,8 +109,7 @@ def types(session: nox.Session) -> None:
     """Types: mypy, strict, over the component packages, without any framework installed."""
     tools = ("mypy==2.4.1", "types-PyYAML", *TEST_TOOLS)
     python = workspace.development("types", workspace.COMPONENTS, tools)
-    for name in workspace.COMPONENTS:
-        run(session, python, "-m", "mypy", f"packages/{name}/src")
+    run(session, python, "-m", "mypy", *(f"packages/{name}/src" for name in workspace.COMPONENTS))
 
 
 @session
@@ -117,8 +122,7 @@ def import_rules(session: nox.Session) -> None:
 @session
 def house(session: nox.Session) -> None:
     """The house itself: `run.py`, the environments, the list of sessions."""
-    requirements = (*TEST_TOOLS, "nox==2026.10.20")
-    python = Environment("house", requirements=requirements).prepare(workspace.NOX_FOLDER / "house")
+    python = house_tools()
     pytest(session, python, "tests/house", "--ignore", "tests/house/test_import_rules.py", *session.posargs)
 
 
@@ -138,7 +142,15 @@ def cross_torch(session: nox.Session) -> None:
 @session
 def cross_mindspore(session: nox.Session) -> None:
     """Tests across packages on MindSpore, and the conformance suite."""
-    pytest(session, full("mindspore"), "tests", "--ignore", "tests/house", *session.posargs, HP_PLATFORM="mindspore")
+    pytest(
+        session,
+        full("mindspore"),
+        "tests",
+        "--ignore",
+        "tests/house",
+        *session.posargs,
+        HP_PLATFORM="mindspore",
+    )
 
 
 @session
@@ -170,21 +182,31 @@ def main(session: nox.Session) -> None:
 
 @session
 def loss_parity(session: nox.Session) -> None:
-    """The same YAML on PyTorch and on MindSpore, in several layouts: the first losses, compared in a table."""
+    """The first losses of one YAML on PyTorch and on MindSpore, in several layouts, compared in a table."""
     torch, mindspore = full("torch"), full("mindspore")
-    run(session, torch, "tests/loss_parity.py", "--torch", str(torch), "--mindspore", str(mindspore), *session.posargs)
+    run(
+        session,
+        torch,
+        "tests/loss_parity.py",
+        "--torch",
+        str(torch),
+        "--mindspore",
+        str(mindspore),
+        *session.posargs,
+    )
 
 
 @session
 def bench(session: nox.Session) -> None:
-    """The benchmarks on PyTorch; not part of the suite, as their figures depend on what else the machine does."""
+    """The benchmarks, on PyTorch; not by default, as the figures depend on what else the machine does."""
     python = full("torch")
-    for path in session.posargs or sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("benchmarks/*.py")):
+    for path in session.posargs or sorted(
+        str(path.relative_to(ROOT)) for path in ROOT.glob("benchmarks/*.py")
+    ):
         run(session, python, path)
 
 
 @session
 def docs(session: nox.Session) -> None:
     """The documentation: every link within the repository leads somewhere, every Python block parses."""
-    python = Environment("house", requirements=(*TEST_TOOLS, "nox==2026.10.20")).prepare(workspace.NOX_FOLDER / "house")
-    run(session, python, "tools/check_docs.py")
+    run(session, house_tools(), "tools/check_docs.py")

@@ -53,7 +53,10 @@ def main(arguments):
         return 0 if arguments else 2
     nox = nox_arguments(arguments[0], arguments[1:])
     if nox is None:
-        print("run.py: expected train, test, list or nox, got %r\n\n%s" % (arguments[0], __doc__), file=sys.stderr)
+        print(
+            "run.py: expected train, test, list or nox, got %r\n\n%s" % (arguments[0], __doc__),
+            file=sys.stderr,
+        )
         return 2
 
     sys.path.insert(0, os.path.join(ROOT, "tools"))

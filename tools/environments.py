@@ -1,9 +1,9 @@
 """Virtual environments that are made once, and made anew only when what they consist of has changed.
 
-nox's own reuse keeps an environment without looking at what it should hold; here a stamp in the folder records the
-interpreter, the requirements and the packages' metadata, so a second run installs nothing and a changed requirement
-is never missed. A framework of gigabytes is installed once, in an environment that holds nothing else, and lent to
-the others through a path file.
+nox's own reuse keeps an environment without looking at what it should hold; here a stamp in the folder
+records the interpreter, the requirements and the packages' metadata, so a second run installs nothing and a
+changed requirement is never missed. A framework of gigabytes is installed once, in an environment that holds
+nothing else, and lent to the others through a path file.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ _ADVICE = (
         "if your network has its own authority, name its file: export PIP_CERT=/path/to/authority.pem",
     ),
     (
-        r"NewConnectionError|ConnectTimeoutError|Read ?timed ?out|ProxyError|ConnectionResetError|Max retries exceeded"
-        r"|[Nn]ame resolution|Name or service not known|Network is unreachable|Connection refused|Connection broken",
+        r"NewConnectionError|ConnectTimeoutError|Read ?timed ?out|ProxyError|ConnectionResetError"
+        r"|Connection broken|Connection refused|Max retries|Network is unreachable"
+        r"|[Nn]ame resolution|Name or service not known",
         "the package index could not be reached",
-        "check the network, and a proxy or a mirror where one is needed (https_proxy, PIP_INDEX_URL, `pip config list`),"
-        " then run the same command again: it goes on where it stopped",
+        "check the network, and a proxy or a mirror where one is needed (https_proxy, PIP_INDEX_URL,"
+        " `pip config list`), then run the same command again: it goes on where it stopped",
     ),
     (
         r"No space left on device",
@@ -53,7 +54,7 @@ _ADVICE = (
     (
         r"Permission denied",
         "a folder cannot be written",
-        "check who owns .venv and .nox here, remove them if another user made them, and run the same command again",
+        "check who owns .venv and .nox here, remove them if another user made them, and run it again",
     ),
 )
 
@@ -79,8 +80,8 @@ class Environment:
         requirements: what pip is asked for, in pip's own notation.
         wheels: wheel files to install as well.
         fingerprint: what else, when it changes, makes the environment stale (the wheels' own metadata, say).
-        borrowed: site-packages folders of other environments that this one sees too (read only, after its own).
-        fallbacks: further pip options, each tried in turn if the plain installation finds no matching release.
+        borrowed: site-packages folders of other environments that this one sees too, after its own.
+        fallbacks: pip options, each tried in turn when no matching release is found without them.
         constraints: pip constraints, e.g. where siblings are to be taken from if something requires them.
     """
 
@@ -157,14 +158,16 @@ def site_packages(folder: str | os.PathLike[str]) -> Path:
 def _make(folder: Path) -> None:
     if importlib.util.find_spec("ensurepip") is None:
         raise SetupError(
-            f"this Python ({sys.executable}) cannot make virtual environments: its module ensurepip is missing.\n"
+            f"this Python ({sys.executable}) cannot make virtual environments: it lacks ensurepip.\n"
             "  What to do: on Debian and Ubuntu, apt install python3-venv, then run the same command again."
         )
     shutil.rmtree(folder, ignore_errors=True)
     try:
         venv.create(folder, symlinks=True, with_pip=not _running_pip_is_usable())
     except (OSError, subprocess.CalledProcessError) as error:
-        raise SetupError(f"making {folder} failed: {error}.\n  What to do: check the folder and the disk.") from error
+        raise SetupError(
+            f"making {folder} failed: {error}.\n  What to do: check the folder and the disk."
+        ) from error
 
 
 def _running_pip_is_usable() -> bool:
@@ -174,10 +177,16 @@ def _running_pip_is_usable() -> bool:
 
 def _pip(python: Path, arguments: list[str]) -> str | None:
     """Install with pip for interpreter `python`; return None, or what pip printed if it failed."""
-    pip = [sys.executable, "-m", "pip", "--python", str(python)] if _running_pip_is_usable() else [str(python), "-m", "pip"]
+    pip = (
+        [sys.executable, "-m", "pip", "--python", str(python)]
+        if _running_pip_is_usable()
+        else [str(python), "-m", "pip"]
+    )
     options = ["install", "--disable-pip-version-check", "--no-input", "--retries", "3", "--quiet"]
     # Capturing keeps a mirror's warnings out of the way of a run that succeeds.
-    done = subprocess.run([*pip, *options, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(
+        [*pip, *options, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     return None if done.returncode == 0 else done.stdout
 
 

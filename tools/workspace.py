@@ -37,7 +37,7 @@ def _torch_requirement() -> str:
     return os.environ.get("HP_TORCH", "torch==2.13.0+cpu" if sys.platform == "linux" else "torch==2.13.0")
 
 
-# The frameworks as tested. A mirror or a local folder may hold the CPU build; else it is on PyTorch's own index.
+# The frameworks as tested. A mirror may hold torch's CPU build; PyTorch's own index does.
 FRAMEWORKS = {
     "torch": Environment(
         "torch",
@@ -124,7 +124,7 @@ def wheels(kind: str) -> dict[str, Path]:
 
 
 def framework_sites(names: tuple[str, ...]) -> tuple[Path, ...]:
-    """Return the site-packages folders of the frameworks that packages `names` need, installed if they are not."""
+    """Return the site-packages folders of the frameworks that packages `names` need, installed if missing."""
     sites = []
     for name in names:
         framework = packages()[name].framework
@@ -136,7 +136,7 @@ def framework_sites(names: tuple[str, ...]) -> tuple[Path, ...]:
 
 
 def development(name: str, wanted: tuple[str, ...], requirements: tuple[str, ...] = ()) -> Path:
-    """Return the interpreter of environment `name`: packages `wanted` and what they need, from the sources."""
+    """Return the interpreter of an environment with packages `wanted` and their needs, from the sources."""
     names = closure(wanted)
     environment = Environment(
         name,
@@ -192,10 +192,12 @@ def _wheel_at(package: Package, version: Version) -> Path:
     folder = NOX_FOLDER / "wheels" / "floors" / tag
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    archive = subprocess.run(["git", "archive", tag, f"packages/{package.name}"], cwd=ROOT, capture_output=True)
+    archive = subprocess.run(
+        ["git", "archive", tag, f"packages/{package.name}"], cwd=ROOT, capture_output=True
+    )
     if archive.returncode:
         raise SetupError(
-            f"{package.name} {version} is the oldest version that a sibling allows, but there is no tag {tag}.\n"
+            f"{package.name} {version} is the oldest that a sibling allows, but there is no tag {tag}.\n"
             "  What to do: fetch the tags, or raise the floor to a version that was released."
         )
     subprocess.run(["tar", "-x", "-C", str(folder)], input=archive.stdout, check=True)

@@ -1,0 +1,50 @@
+"""The checker of the Markdown pages finds what it is for."""
+
+import subprocess
+
+import check_docs
+import pytest
+
+PAGE = """# A page
+
+[there](other.md) [heading](other.md#two-words) [web](https://example.org) ![picture](picture.png)
+[here](#a-page)
+
+```python
+x = [1, 2](3)
+```
+"""
+
+
+@pytest.fixture
+def pages(tmp_path):
+    (tmp_path / "page.md").write_text(PAGE)
+    (tmp_path / "other.md").write_text("## Two words\n")
+    (tmp_path / "picture.png").write_bytes(b"")
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    subprocess.run(["git", "add", "."], cwd=tmp_path, check=True)
+    return tmp_path
+
+
+def test_right_pages_have_no_problem(pages, capsys):
+    assert check_docs.main(pages) == 0
+    assert capsys.readouterr().out == "2 pages, 0 problems\n"
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "problem"),
+    [
+        ("(other.md)", "(othr.md)", "page.md: the link othr.md leads to no file"),
+        ("#two-words", "#two", "page.md: the link other.md#two names a heading that other.md does not have"),
+        ("(picture.png)", "(pict.png)", "page.md: the link pict.png leads to no file"),
+        (
+            "x = [1, 2](3)",
+            "x = [1, 2",
+            "page.md: line 7 of a Python block does not parse: '[' was never closed",
+        ),
+    ],
+)
+def test_problems_are_named(pages, capsys, right, wrong, problem):
+    (pages / "page.md").write_text(PAGE.replace(right, wrong))
+    assert check_docs.main(pages) == 1
+    assert problem in capsys.readouterr().out

@@ -1,0 +1,157 @@
+"""Who may import whom. Read from the sources, function bodies included; what matters most is measured too."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPONENTS = ("hp_dtensor", "hp_fsdp", "hp_moe", "hp_trainer")
+PLATFORMS = ("hp_platform_torch", "hp_platform_mindspore")
+FRAMEWORKS = {"torch", "torch_npu", "triton", "mindspore"}
+
+MODULES_OF = {"pyyaml": "yaml"}  # where the import name is not the distribution's
+
+# A platform serves a component from one module, which is loaded only when that component asks for it.
+SERVED = {"hp_fsdp": "fsdp", "hp_moe": "moe", "hp_trainer": "trainer"}
+
+
+def imports(source):
+    """Yield (line, module) for every import in `source`, those by name through importlib included."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield node.lineno, node.module
+        elif isinstance(node, ast.Call) and _is_import_by_name(node):
+            yield node.lineno, node.args[0].value
+
+
+def _is_import_by_name(call):
+    name = getattr(call.func, "attr", getattr(call.func, "id", None))
+    argument = call.args[0] if call.args else None
+    return name in ("import_module", "__import__") and isinstance(getattr(argument, "value", None), str)
+
+
+def folder(package):
+    return ROOT / "packages" / package.replace("_", "-")
+
+
+def project(package):
+    return tomllib.loads((folder(package) / "pyproject.toml").read_text())["project"]
+
+
+def declared(requirements):
+    names = (re.match(r"[A-Za-z0-9._-]+", each)[0].lower() for each in requirements)
+    return {MODULES_OF.get(name, name.replace("-", "_")) for name in names}
+
+
+def allowed(package, path):
+    """The top-level modules that the file `path` (relative to the package) may import."""
+    metadata = project(package)
+    names = {package, *sys.stdlib_module_names, *declared(metadata["dependencies"])}
+    if package in PLATFORMS:
+        extras = metadata.get("optional-dependencies", {}).values()
+        names |= {name for extra in extras for name in declared(extra)}
+        names |= {component for component, part in SERVED.items() if path.parts[0] in (part, f"{part}.py")}
+    elif package == "hp_dtensor" and path.parts[0] == "testing":
+        names.add("pytest")
+    return names
+
+
+def violations(package, path, source):
+    permitted = allowed(package, path)
+    return [
+        f"{package}/{path}:{line} imports {module}"
+        for line, module in imports(source)
+        if module.split(".")[0] not in permitted
+    ]
+
+
+@pytest.mark.parametrize("package", [*COMPONENTS, *PLATFORMS])
+def test_a_package_imports_only_what_it_declares(package):
+    source = folder(package) / "src" / package
+    files = sorted(source.rglob("*.py"))
+    assert files
+    found = [
+        line for file in files for line in violations(package, file.relative_to(source), file.read_text())
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("package", COMPONENTS)
+def test_a_component_declares_no_framework_and_no_platform(package):
+    assert not declared(project(package)["dependencies"]) & {*FRAMEWORKS, *PLATFORMS}
+
+
+def test_fsdp_and_experts_do_not_need_each_other():
+    assert "hp_moe" not in declared(project("hp_fsdp")["dependencies"])
+    assert "hp_fsdp" not in declared(project("hp_moe")["dependencies"])
+
+
+@pytest.mark.parametrize("package", PLATFORMS)
+def test_a_platform_declares_its_own_framework_only(package):
+    frameworks = declared(project(package)["dependencies"]) & {*FRAMEWORKS, *PLATFORMS, *COMPONENTS}
+    assert frameworks == {"hp_dtensor", package.removeprefix("hp_platform_")}
+
+
+@pytest.mark.parametrize(
+    ("package", "path", "line"),
+    [
+        ("hp_dtensor", "mesh.py", "import torch"),
+        ("hp_dtensor", "mesh.py", "def f():\n    from mindspore import ops"),
+        ("hp_dtensor", "mesh.py", "import_module('torch.distributed')"),
+        ("hp_dtensor", "mesh.py", "import pytest"),
+        ("hp_dtensor", "mesh.py", "import hp_fsdp"),
+        ("hp_fsdp", "layout.py", "import hp_moe.router"),
+        ("hp_moe", "router.py", "from hp_fsdp import fully_shard"),
+        ("hp_trainer", "cli.py", "import hp_platform_torch"),
+        ("hp_platform_torch", "plugin.py", "import hp_platform_mindspore"),
+        ("hp_platform_torch", "plugin.py", "import mindspore"),
+        ("hp_platform_torch", "plugin.py", "import hp_fsdp"),
+        ("hp_platform_mindspore", "fsdp.py", "import hp_moe"),
+    ],
+)
+def test_the_rules_catch(package, path, line):
+    assert len(violations(package, Path(path), line)) == 1
+
+
+@pytest.mark.parametrize(
+    ("package", "path", "line"),
+    [
+        ("hp_dtensor", "mesh.py", "import numpy.typing, pluggy\nfrom .spec import TensorSpec"),
+        ("hp_dtensor", "testing/pytest_plugin.py", "import pytest"),
+        ("hp_trainer", "data.py", "import yaml, hp_fsdp, hp_moe"),
+        ("hp_platform_torch", "fsdp.py", "import torch, hp_fsdp"),
+        ("hp_platform_torch", "moe/triton.py", "import hp_moe"),
+        ("hp_platform_torch", "npu.py", "import torch_npu"),
+    ],
+)
+def test_the_rules_allow(package, path, line):
+    assert violations(package, Path(path), line) == []
+
+
+IMPORT = """
+import sys, time
+start = time.perf_counter()
+import hp_dtensor
+seconds = time.perf_counter() - start
+heavy = sorted({"numpy", "torch", "mindspore", "pytest"} & set(sys.modules))
+print(f"{seconds:.4f}", *heavy)
+"""
+
+
+def test_import_of_hp_dtensor_takes_tens_of_milliseconds_and_brings_nothing_heavy():
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True
+        ).stdout.split()
+        for _ in range(5)
+    ]
+    assert all(heavy == [] for _, *heavy in runs), runs
+    fastest = min(float(seconds) for seconds, *_ in runs)
+    assert fastest < 0.1, f"import hp_dtensor took {fastest * 1000:.0f} ms at best of 5"

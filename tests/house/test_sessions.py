@@ -1,0 +1,53 @@
+"""The nox sessions: all explained, all run by default but the benchmarks, nothing forgotten."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import workspace
+
+NOT_BY_DEFAULT = {"bench"}
+
+
+@pytest.fixture(scope="module")
+def sessions():
+    command = [sys.executable, "-m", "nox", "--list", "--json", "-f", str(workspace.ROOT / "noxfile.py")]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True)
+    return json.loads(listed.stdout)
+
+
+def test_every_session_is_explained(sessions):
+    assert [each["session"] for each in sessions if not each["description"].endswith(".")] == []
+
+
+def test_every_package_has_its_tests_run(sessions):
+    tested = {each["call_spec"]["package"] for each in sessions if each["name"] == "tests"}
+    assert tested == {folder.name for folder in (workspace.ROOT / "packages").iterdir()}
+
+
+def test_all_but_the_benchmarks_run_by_default():
+    # Without a default, nox would run everything: the option names what is left out.
+    command = [sys.executable, "-m", "nox", "--list", "-f", str(workspace.ROOT / "noxfile.py")]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    skipped = {line.split()[1] for line in lines if line.startswith("- ")}
+    assert skipped == NOT_BY_DEFAULT
+
+
+def test_siblings_are_required_with_a_floor_and_a_ceiling():
+    for package in workspace.packages().values():
+        for requirement in map(workspace.Requirement, package.requirements):
+            if requirement.name in workspace.PACKAGES:
+                assert {each.operator for each in requirement.specifier} == {">=", "<"}
+                assert requirement.specifier.contains(workspace.packages()[requirement.name].version)
+
+
+def test_a_package_brings_its_siblings_and_nothing_else():
+    assert workspace.closure(("hp-platform-torch",)) == ("hp-dtensor", "hp-platform-torch")
+    assert workspace.closure(("hp-trainer",)) == ("hp-dtensor", "hp-fsdp", "hp-moe", "hp-trainer")
+
+
+def test_a_floor_that_was_never_released_is_named(monkeypatch):
+    old = workspace.Version("0.0.7")
+    with pytest.raises(workspace.SetupError, match=r"there is no tag hp-dtensor-v0\.0\.7"):
+        workspace._wheel_at(workspace.packages()["hp-dtensor"], old)

@@ -1,0 +1,67 @@
+"""Check the Markdown pages: links within the repository lead somewhere, Python blocks parse.
+
+python tools/check_docs.py
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
+
+
+def anchors(text: str) -> set[str]:
+    """Return the anchors that a page's headings get, as GitHub and most generators make them."""
+    plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in HEADING.findall(text))
+    return {heading.replace(" ", "-") for heading in plain}
+
+
+def link_problems(page: Path) -> Iterator[str]:
+    """Yield a line for each link of `page` that leads nowhere within the repository."""
+    for match in LINK.finditer(BLOCK.sub("", page.read_text())):
+        link = match[1] or match[2]
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists():
+            yield f"the link {link} leads to no file"
+        elif anchor and target.suffix == ".md" and anchor not in anchors(target.read_text()):
+            yield f"the link {link} names a heading that {target.name} does not have"
+
+
+def block_problems(page: Path) -> Iterator[str]:
+    """Yield a line for each Python block of `page` that does not parse."""
+    text = page.read_text()
+    for match in BLOCK.finditer(text):
+        if match[1] in ("python", "py"):
+            try:
+                ast.parse(match[2])
+            except SyntaxError as error:
+                line = text.count("\n", 0, match.start()) + 1 + (error.lineno or 1)
+                yield f"line {line} of a Python block does not parse: {error.msg}"
+
+
+def main(root: Path = ROOT) -> int:
+    """Print every problem of every tracked page and return how many there are."""
+    listed = subprocess.run(["git", "ls-files", "*.md"], cwd=root, capture_output=True, text=True, check=True)
+    pages = [root / name for name in listed.stdout.split()]
+    problems = [
+        f"{page.relative_to(root)}: {problem}"
+        for page in pages
+        for problem in (*link_problems(page), *block_problems(page))
+    ]
+    print("\n".join([*problems, f"{len(pages)} pages, {len(problems)} problems"]))
+    return len(problems)
+
+
+if __name__ == "__main__":
+    sys.exit(min(main(), 1))
