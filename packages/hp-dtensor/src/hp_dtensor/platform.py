@@ -239,6 +239,21 @@ class Platform(ABC):
     def local_op(self) -> AbstractContextManager[None]:
         """Inside the block operations on DTensors run on their local data and give plain tensors."""
 
+    # Many tensors at once --------------------------------------------------------------------------------
+
+    def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The sum of all squared elements of plain tensors, as a 0-d float32 tensor."""
+        float32 = self.dtype("float32")
+        total = self.zeros((), float32)
+        for x in tensors:
+            total = self.ops.add(total, self.ops.sum(self.ops.square(self.ops.cast(x, float32))))
+        return total
+
+    def scale_(self, tensors: Sequence[Tensor], factor: Tensor) -> None:
+        """Multiply plain tensors in place by a 0-d tensor."""
+        for x in tensors:
+            self.copy_(x, self.ops.mul(x, self.ops.cast(factor, x.dtype)))
+
     # Modules ---------------------------------------------------------------------------------------------
 
     @abstractmethod

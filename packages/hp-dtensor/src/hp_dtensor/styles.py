@@ -1,0 +1,352 @@
+"""Tensor-parallel styles: how a module's parameters are placed, and what its inputs and outputs are.
+
+Names follow torch's `torch.distributed.tensor.parallel` where they mean the same.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hp_dtensor import api
+from hp_dtensor.dtensor import DTensor
+from hp_dtensor.exceptions import MeshError, PlanError
+from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor.placements import Placement, Replicate, Shard
+from hp_dtensor.platform import Platform
+from hp_dtensor.spec import TensorSpec
+
+Tensor = Any
+Module = Any
+PartitionFn = Callable[[str, Module, DeviceMesh], None]
+
+
+class ParallelStyle(ABC):
+    """How one module is laid out over a 1-D mesh."""
+
+    @abstractmethod
+    def apply(self, module: Module, device_mesh: DeviceMesh) -> Module:
+        """Place `module`'s parameters and bring its inputs and outputs to their placements."""
+
+
+def parallelize_module(
+    module: Module, device_mesh: DeviceMesh, plan: ParallelStyle | Mapping[str, ParallelStyle]
+) -> Module:
+    """Apply a style to `module`, or styles to its sub-modules by dotted name; names may have `*` and `?`.
+
+    Raises:
+        MeshError: the mesh is not one-dimensional.
+        PlanError: names that match no module, all of them listed.
+    """
+    if device_mesh.ndim != 1:
+        raise MeshError(f"parallelize_module needs a 1-D mesh, got {device_mesh.describe()}; slice it: mesh['tp']")
+    if isinstance(plan, ParallelStyle):
+        return plan.apply(module, device_mesh)
+    for target, style in _resolve(module, device_mesh.platform, plan):
+        style.apply(target, device_mesh)
+    return module
+
+
+def _resolve(
+    module: Module, platform: Platform, plan: Mapping[str, ParallelStyle]
+) -> list[tuple[Module, ParallelStyle]]:
+    modules = dict(platform.named_modules(module))
+    found, missing = [], []
+    for pattern, style in plan.items():
+        names = [name for name in modules if _matches(name, pattern)]
+        found += [(modules[name], style) for name in names]
+        if not names:
+            missing.append(pattern)
+    if missing:
+        known = ", ".join(sorted(name for name in modules if name)[:20])
+        raise PlanError(f"no module matches {', '.join(map(repr, missing))}; modules: {known}")
+    return found
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether each dotted part of `name` matches the part of `pattern`."""
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
+
+
+def distribute_module(
+    module: Module,
+    device_mesh: DeviceMesh,
+    partition_fn: PartitionFn | None = None,
+    input_fn: Callable[[Module, tuple[Any, ...], DeviceMesh], tuple[Any, ...] | None] | None = None,
+    output_fn: Callable[[Module, Any, DeviceMesh], Any] | None = None,
+) -> Module:
+    """Make every parameter of `module` a DTensor and hook its inputs and outputs.
+
+    Args:
+        partition_fn: called as `partition_fn(name, submodule, mesh)` for every sub-module; places parameters.
+            Parameters it leaves plain are replicated.
+        input_fn: `input_fn(module, args, mesh)` returns the positional arguments to call with.
+        output_fn: `output_fn(module, output, mesh)` returns the output to give.
+    """
+    platform = device_mesh.platform
+    for name, submodule in platform.named_modules(module):
+        if partition_fn is not None:
+            partition_fn(name, submodule, device_mesh)
+        for key, parameter in list(platform.named_parameters(submodule, recurse=False)):
+            if not isinstance(parameter, DTensor):
+                place_parameter(submodule, key, device_mesh, (Replicate(),) * device_mesh.ndim)
+    if input_fn is not None:
+        _hook_inputs(platform, module, lambda m, args, kwargs: (input_fn(m, args, device_mesh) or args, kwargs))
+    if output_fn is not None:
+        platform.add_forward_hook(module, lambda m, args, kwargs, output: output_fn(m, output, device_mesh))
+    return module
+
+
+def place_parameter(module: Module, name: str, device_mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
+    """Replace a directly owned plain parameter by a DTensor parameter; every rank must hold the same values."""
+    platform = device_mesh.platform
+    old = dict(platform.named_parameters(module, recurse=False))[name]
+    with platform.no_grad():
+        local = api.distribute_tensor(platform.detach(old), device_mesh, placements, source_rank=None)
+    new = platform.Parameter(local, requires_grad=platform.requires_grad(old))
+    platform.set_parameter(module, name, new)
+
+
+class _LinearStyle(ParallelStyle):
+    """Shared by column- and row-wise: parameters by name, one input and one output placement."""
+
+    def __init__(self, input_layout: Placement, output_layout: Placement, use_local_output: bool) -> None:
+        self.input_layout = input_layout
+        self.output_layout = output_layout
+        self.use_local_output = use_local_output
+
+    def _place(self, module: Module, device_mesh: DeviceMesh, placements: Mapping[str, Placement]) -> None:
+        for name, _ in list(device_mesh.platform.named_parameters(module, recurse=False)):
+            place_parameter(module, name, device_mesh, (placements.get(name, Replicate()),))
+
+    def _hook(self, module: Module, mesh: DeviceMesh, desired_input: Placement) -> None:
+        platform = mesh.platform
+        _hook_inputs(
+            platform,
+            module,
+            lambda m, args, kwargs: ((bring(args[0], mesh, self.input_layout, desired_input), *args[1:]), kwargs),
+        )
+        platform.add_forward_hook(module, lambda m, args, kwargs, output: self._output(output, mesh))
+
+    def _output(self, output: Any, mesh: DeviceMesh) -> Any:
+        output = output.redistribute(placements=(self.output_layout,))
+        return output.to_local() if self.use_local_output else output
+
+
+class ColwiseParallel(_LinearStyle):
+    """A linear layer's weight `[out, in]` and bias cut over `out`; an embedding's table cut over its width.
+
+    Args:
+        input_layouts: what the input is (default: replicated); it is replicated for the product.
+        output_layouts: what the output is brought to (default: cut over its last dimension).
+        use_local_output: give the plain local shard instead of a DTensor.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = False,
+    ) -> None:
+        super().__init__(input_layouts or Replicate(), output_layouts or Shard(-1), use_local_output)
+
+    def apply(self, module: Module, device_mesh: DeviceMesh) -> Module:
+        table = hasattr(module, "embedding_dim")
+        self._place(module, device_mesh, {"weight": Shard(1)} if table else {"weight": Shard(0), "bias": Shard(0)})
+        self._hook(module, device_mesh, Replicate())
+        return module
+
+
+class RowwiseParallel(_LinearStyle):
+    """A linear layer's weight `[out, in]` cut over `in`; an embedding's table cut over its vocabulary.
+
+    Args:
+        input_layouts: what the input is (default: cut over its last dimension; ids of an embedding: replicated).
+        output_layouts: what the partial output is brought to (default: replicated).
+        use_local_output: give the plain local shard instead of a DTensor.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = False,
+    ) -> None:
+        super().__init__(input_layouts or Shard(-1), output_layouts or Replicate(), use_local_output)
+        self._given_input = input_layouts
+
+    def apply(self, module: Module, device_mesh: DeviceMesh) -> Module:
+        table = hasattr(module, "embedding_dim")
+        if table and self._given_input is None:
+            self.input_layout = Replicate()
+        self._place(module, device_mesh, {"weight": Shard(0)} if table else {"weight": Shard(1)})
+        self._hook(module, device_mesh, Replicate() if table else Shard(-1))
+        return module
+
+
+class SequenceParallel(ParallelStyle):
+    """Parameters replicated, computation on a sequence-sharded input (arXiv 2205.05198).
+
+    Args:
+        sequence_dim: the dimension that is cut (default 1).
+        use_local_output: give the plain local shard instead of a DTensor.
+    """
+
+    def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
+        self.placement = Shard(sequence_dim)
+        self.use_local_output = use_local_output
+
+    def apply(self, module: Module, device_mesh: DeviceMesh) -> Module:
+        def local_output(m: Module, output: Any, mesh: DeviceMesh) -> Any:
+            return output.to_local() if self.use_local_output else output
+
+        def cut_input(m: Module, args: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+            return (bring(args[0], mesh, self.placement, self.placement), *args[1:])
+
+        return distribute_module(module, device_mesh, None, cut_input, local_output)
+
+
+Layouts = Placement | Sequence[Placement | None] | None
+
+
+class PrepareModuleInput(ParallelStyle):
+    """Bring a module's inputs from what they are to what it wants.
+
+    Args:
+        input_layouts: per positional argument, the placement of a plain local tensor; None leaves it alone.
+        desired_input_layouts: per positional argument, the placement it is brought to.
+        input_kwarg_layouts, desired_input_kwarg_layouts: the same by keyword.
+        use_local_output: hand the module plain local tensors.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Layouts = None,
+        desired_input_layouts: Layouts = None,
+        input_kwarg_layouts: Mapping[str, Placement] | None = None,
+        desired_input_kwarg_layouts: Mapping[str, Placement] | None = None,
+        use_local_output: bool = False,
+    ) -> None:
+        self.given, self.desired = _as_tuple(input_layouts), _as_tuple(desired_input_layouts)
+        self.given_kwargs = dict(input_kwarg_layouts or {})
+        self.desired_kwargs = dict(desired_input_kwarg_layouts or {})
+        self.use_local_output = use_local_output
+        problems = []
+        if len(self.given) != len(self.desired):
+            problems.append(f"{len(self.given)} input_layouts, {len(self.desired)} desired_input_layouts")
+        if self.given_kwargs.keys() != self.desired_kwargs.keys():
+            problems.append(f"keyword layouts for {sorted(self.given_kwargs)} and {sorted(self.desired_kwargs)}")
+        if problems:
+            raise PlanError(f"PrepareModuleInput: {'; '.join(problems)}; they must match")
+
+    def apply(self, module: Module, device_mesh: DeviceMesh) -> Module:
+        def prepare(m: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            return self._positional(args, device_mesh), self._keywords(kwargs, device_mesh)
+
+        _hook_inputs(device_mesh.platform, module, prepare)
+        return module
+
+    def _positional(self, args: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        if self.given and len(args) != len(self.given):
+            raise PlanError(f"PrepareModuleInput: the module got {len(args)} inputs, the plan has {len(self.given)}")
+        if not self.given:
+            return args
+        return tuple(self._one(*item, mesh) for item in zip(args, self.given, self.desired, strict=True))
+
+    def _keywords(self, kwargs: dict[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
+        prepared = dict(kwargs)
+        for name in self.given_kwargs.keys() & kwargs.keys():
+            prepared[name] = self._one(kwargs[name], self.given_kwargs[name], self.desired_kwargs[name], mesh)
+        return prepared
+
+    def _one(self, x: Any, given: Placement | None, desired: Placement | None, mesh: DeviceMesh) -> Any:
+        if given is None or desired is None:
+            return x
+        x = bring(x, mesh, given, desired)
+        return x.to_local() if self.use_local_output else x
+
+
+class PrepareModuleOutput(ParallelStyle):
+    """Bring a module's outputs from what they are to what its users want; arguments as `PrepareModuleInput`."""
+
+    def __init__(
+        self, *, output_layouts: Layouts, desired_output_layouts: Layouts, use_local_output: bool = False
+    ) -> None:
+        self.given, self.desired = _as_tuple(output_layouts), _as_tuple(desired_output_layouts)
+        self.use_local_output = use_local_output
+        if len(self.given) != len(self.desired):
+            raise PlanError(
+                f"PrepareModuleOutput: {len(self.given)} output_layouts, {len(self.desired)} desired_output_layouts; "
+                "they must match"
+            )
+
+    def apply(self, module: Module, device_mesh: DeviceMesh) -> Module:
+        device_mesh.platform.add_forward_hook(
+            module, lambda m, args, kwargs, output: self._outputs(output, device_mesh)
+        )
+        return module
+
+    def _outputs(self, output: Any, mesh: DeviceMesh) -> Any:
+        several = isinstance(output, (tuple, list))
+        values = output if several else (output,)
+        if len(values) != len(self.given):
+            raise PlanError(
+                f"PrepareModuleOutput: the module gave {len(values)} outputs, the plan has {len(self.given)}"
+            )
+        result = tuple(self._one(*item, mesh) for item in zip(values, self.given, self.desired, strict=True))
+        return result if several else result[0]
+
+    def _one(self, x: Any, given: Placement | None, desired: Placement | None, mesh: DeviceMesh) -> Any:
+        if given is None or desired is None:
+            return x
+        x = bring(x, mesh, given, desired)
+        return x.to_local() if self.use_local_output else x
+
+
+class PrepareModuleInputOutput(ParallelStyle):
+    """`PrepareModuleInput` and `PrepareModuleOutput` in one; takes the arguments of both, with
+    `use_local_input` for the input's."""
+
+    def __init__(self, *, use_local_input: bool = False, use_local_output: bool = False, **layouts: Any) -> None:
+        outputs = {key: layouts.pop(key) for key in ("output_layouts", "desired_output_layouts")}
+        self.inputs = PrepareModuleInput(**layouts, use_local_output=use_local_input)
+        self.outputs = PrepareModuleOutput(**outputs, use_local_output=use_local_output)
+
+    def apply(self, module: Module, device_mesh: DeviceMesh) -> Module:
+        return self.outputs.apply(self.inputs.apply(module, device_mesh), device_mesh)
+
+
+def bring(x: Any, mesh: DeviceMesh, given: Placement, desired: Placement) -> Any:
+    """`x` placed as `desired` on a 1-D mesh; a plain tensor is taken as this rank's shard of `given`.
+
+    A plain shard's global extent is what the shards of all ranks sum to; uneven shards are found out by
+    exchanging their lengths.
+    """
+    if not isinstance(x, DTensor):
+        x = api.from_local(x, mesh, (given,), shape=_global_shape(x, mesh, given))
+    return x.redistribute(placements=(desired,))
+
+
+def _global_shape(x: Tensor, mesh: DeviceMesh, given: Placement) -> tuple[int, ...]:
+    if not isinstance(given, Shard):
+        return tuple(x.shape)
+    shape = list(x.shape)
+    lengths = mesh.get_group().all_gather_bytes(str(shape[given.dim]).encode())
+    shape[given.dim] = sum(int(length) for length in lengths)
+    return TensorSpec(mesh, (given,), shape, x.dtype).shape
+
+
+def _as_tuple(layouts: Layouts) -> tuple[Placement | None, ...]:
+    if layouts is None:
+        return ()
+    return (layouts,) if isinstance(layouts, Placement) else tuple(layouts)
+
+
+def _hook_inputs(platform: Platform, module: Module, hook: Callable[..., Any]) -> None:
+    platform.add_forward_pre_hook(module, hook)
