@@ -77,7 +77,14 @@ def session(function: Callable[..., None]) -> Callable[..., None]:
 def run(session: nox.Session, python: Path, *arguments: str, **variables: str) -> None:
     """Run an environment's interpreter in the repository's root, its commands first on the path."""
     path = os.pathsep.join([str(python.parent), os.environ.get("PATH", os.defpath)])
-    session.run(str(python), *arguments, env={**QUIET, "PATH": path, **variables})
+    session.run(
+        str(python),
+        *arguments,
+        env={**QUIET, "PATH": path, **variables},
+        # Ctrl-C reaches the ranks by itself; give them the time to end in order.
+        interrupt_timeout=30,
+        terminate_timeout=10,
+    )
 
 
 def pytest(session: nox.Session, python: Path, *arguments: str, **variables: str) -> None:
@@ -177,7 +184,8 @@ def main(session: nox.Session) -> None:
     """The main job: train the small mixture-of-experts model on PyTorch (arguments go to hp-train)."""
     arguments = list(session.posargs)
     config = [] if arguments and not arguments[0].startswith("-") else [MAIN_CONFIG]
-    run(session, full("torch"), "-m", "hp_trainer", *config, *arguments)
+    python = full("torch")
+    run(session, python, str(python.with_name("hp-train")), *config, *arguments)
 
 
 @session
@@ -200,9 +208,7 @@ def loss_parity(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """The benchmarks, on PyTorch; not by default, as the figures depend on what else the machine does."""
     python = full("torch")
-    for path in session.posargs or sorted(
-        str(path.relative_to(ROOT)) for path in ROOT.glob("benchmarks/*.py")
-    ):
+    for path in session.posargs or sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("benchmarks/*.py")):
         run(session, python, path)
 
 

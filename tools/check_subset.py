@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import importlib.util
 import pkgutil
 import subprocess
 import sys
+from pathlib import Path
 
 FRAMEWORKS = ("torch", "mindspore")
 PLATFORM_PREFIX = "hp-platform-"
+
+# A platform's module of this name is loaded only by the component that it serves.
+SERVED = {"fsdp": "hp-fsdp", "moe": "hp-moe", "trainer": "hp-trainer"}
 
 
 def installed() -> list[str]:
@@ -25,26 +28,40 @@ def installed() -> list[str]:
     return sorted({name for name in names if name.startswith("hp-")})
 
 
-def modules(package: str) -> list[str]:
-    """Import every module of a package and return their names."""
+def modules(package: str, packages: list[str]) -> list[str]:
+    """Import every module of a package that can be used with `packages` only, and return their names."""
     root = importlib.import_module(package)
     assert "site-packages" in root.__file__, f"{package} comes from {root.__file__}, not from a wheel"
     names = [package]
     for found in pkgutil.walk_packages(root.__path__, prefix=f"{package}."):
-        if found.name.rpartition(".")[2] != "__main__" and not needs_pytest(found.name):
-            importlib.import_module(found.name)
+        if usable(found.name, packages) and imported(found.name):
             names.append(found.name)
     return names
 
 
-def needs_pytest(module: str) -> bool:
-    return module.startswith("hp_dtensor.testing") and importlib.util.find_spec("pytest") is None
+def imported(module: str) -> bool:
+    """Import `module`; only the testing modules may ask for pytest, and then are left out."""
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name == "pytest" and module.startswith("hp_dtensor.testing"):
+            return False
+        raise
+    return True
+
+
+def usable(module: str, packages: list[str]) -> bool:
+    """Say whether module `module` can be imported: not a command, and what it serves is there."""
+    package, part, *_ = module.split(".")
+    if module.endswith("__main__"):
+        return False
+    return not package.startswith("hp_platform") or SERVED.get(part, packages[0]) in packages
 
 
 def check_modules(packages: list[str]) -> None:
     """Import component packages first: none of them may bring a framework in."""
     for package in sorted(packages, key=lambda name: name.startswith(PLATFORM_PREFIX)):
-        count = len(modules(package.replace("-", "_")))
+        count = len(modules(package.replace("-", "_"), packages))
         brought = [name for name in FRAMEWORKS if name in sys.modules]
         if brought and not package.startswith(PLATFORM_PREFIX):
             raise SystemExit(f"importing {package} imported {', '.join(brought)}")
@@ -56,9 +73,7 @@ def check_platforms(packages: list[str]) -> None:
     from hp_dtensor.exceptions import PlatformError
     from hp_dtensor.selection import get_platform
 
-    expected = sorted(
-        name.removeprefix(PLATFORM_PREFIX) for name in packages if name.startswith(PLATFORM_PREFIX)
-    )
+    expected = sorted(name.removeprefix(PLATFORM_PREFIX) for name in packages if name.startswith(PLATFORM_PREFIX))
     for name in expected:
         assert get_platform(name).name == name
     if len(expected) == 1:
@@ -76,9 +91,8 @@ def check_platforms(packages: list[str]) -> None:
 def check_commands(packages: list[str]) -> None:
     """Check that the command of hp-trainer starts, with a platform or without one."""
     if "hp-trainer" in packages:
-        subprocess.run(
-            [sys.executable, "-I", "-m", "hp_trainer", "--help"], check=True, stdout=subprocess.DEVNULL
-        )
+        command = Path(sys.executable).with_name("hp-train")
+        subprocess.run([command, "--help"], check=True, stdout=subprocess.DEVNULL)
         print("  hp-train --help works")
 
 

@@ -110,24 +110,22 @@ class Environment:
             print(f"[setup] {self.name}: making {os.path.relpath(folder)}", flush=True)
             start = time.monotonic()
             _make(folder)
-            site_packages(folder).joinpath("borrowed.pth").write_text(
-                "".join(f"{site}\n" for site in self.borrowed)
-            )
-            self._install(python, folder)
+            site_packages(folder).joinpath("borrowed.pth").write_text("".join(f"{site}\n" for site in self.borrowed))
+            self._install(python, folder, ["--no-compile"] if fresh else [])
             (folder / STAMP).write_text(stamp)
             print(f"[setup] {self.name}: ready after {time.monotonic() - start:.0f} s", flush=True)
         return python
 
-    def _install(self, python: Path, folder: Path) -> None:
-        wanted = [*self.requirements, *map(str, self.wheels)]
-        if not wanted:
+    def _install(self, python: Path, folder: Path, options: list[str]) -> None:
+        wanted = [*options, *self.requirements, *map(str, self.wheels)]
+        if not self.requirements and not self.wheels:
             return
         if self.constraints:
             (folder / "constraints.txt").write_text("\n".join(self.constraints) + "\n")
             wanted = ["--constraint", str(folder / "constraints.txt"), *wanted]
         print(f"[setup] {self.name}: installing {self._summary()}", flush=True)
-        for options in ((), *self.fallbacks):
-            output = _pip(python, [*options, *wanted])
+        for source in ((), *self.fallbacks):
+            output = _pip(python, [*source, *wanted])
             if output is None:
                 return
             if not re.search(r"No matching distribution found", output):
@@ -165,9 +163,7 @@ def _make(folder: Path) -> None:
     try:
         venv.create(folder, symlinks=True, with_pip=not _running_pip_is_usable())
     except (OSError, subprocess.CalledProcessError) as error:
-        raise SetupError(
-            f"making {folder} failed: {error}.\n  What to do: check the folder and the disk."
-        ) from error
+        raise SetupError(f"making {folder} failed: {error}.\n  What to do: check the folder and the disk.") from error
 
 
 def _running_pip_is_usable() -> bool:
@@ -184,9 +180,7 @@ def _pip(python: Path, arguments: list[str]) -> str | None:
     )
     options = ["install", "--disable-pip-version-check", "--no-input", "--retries", "3", "--quiet"]
     # Capturing keeps a mirror's warnings out of the way of a run that succeeds.
-    done = subprocess.run(
-        [*pip, *options, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    done = subprocess.run([*pip, *options, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     return None if done.returncode == 0 else done.stdout
 
 

@@ -192,9 +192,7 @@ def _wheel_at(package: Package, version: Version) -> Path:
     folder = NOX_FOLDER / "wheels" / "floors" / tag
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    archive = subprocess.run(
-        ["git", "archive", tag, f"packages/{package.name}"], cwd=ROOT, capture_output=True
-    )
+    archive = subprocess.run(["git", "archive", tag, f"packages/{package.name}"], cwd=ROOT, capture_output=True)
     if archive.returncode:
         raise SetupError(
             f"{package.name} {version} is the oldest that a sibling allows, but there is no tag {tag}.\n"

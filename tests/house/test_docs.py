@@ -1,5 +1,7 @@
 """The checker of the Markdown pages finds what it is for."""
 
+import ast
+import re
 import subprocess
 
 import check_docs
@@ -48,3 +50,20 @@ def test_problems_are_named(pages, capsys, right, wrong, problem):
     (pages / "page.md").write_text(PAGE.replace(right, wrong))
     assert check_docs.main(pages) == 1
     assert problem in capsys.readouterr().out
+
+
+def hook_specifications(path):
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef) and node.decorator_list:
+            yield node
+
+
+def test_every_hook_says_since_when_and_is_on_the_page_of_plugins(root):
+    page = (root / "docs" / "plugins.md").read_text()
+    paths = sorted(root.glob("packages/*/src/*/hookspecs.py"))
+    hooks = [hook for path in paths for hook in hook_specifications(path)]
+    assert hooks
+    assert [hook.name for hook in hooks if "Since 0." not in ast.get_docstring(hook)] == []
+    # The hooks that only follow a run come in many pairs, of which the page shows the first.
+    named = [hook.name for hook in hooks if not re.match(r"hp_(before|after|error)_", hook.name)]
+    assert [name for name in named if f"`{name}`" not in page] == []

@@ -20,9 +20,7 @@ UNREACHABLE = {
 
 
 def say(python, code):
-    return subprocess.run(
-        [str(python), "-c", code], capture_output=True, text=True, check=True
-    ).stdout.strip()
+    return subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
 @pytest.fixture
@@ -92,9 +90,7 @@ def test_an_unreachable_index_is_named_as_the_cause(tmp_path, unreachable_index,
     with pytest.raises(SetupError) as caught:
         Environment("a", requirements=("some-requirement==1.0",)).prepare(tmp_path / "a")
     message = str(caught.value)
-    assert message.startswith(
-        "pip could not install some-requirement==1.0: the package index could not be reached."
-    )
+    assert message.startswith("pip could not install some-requirement==1.0: the package index could not be reached.")
     assert "What to do: check the network, and a proxy or a mirror" in message
     assert "Connection refused" in capfd.readouterr().err
 

@@ -77,9 +77,7 @@ def test_a_package_imports_only_what_it_declares(package):
     source = folder(package) / "src" / package
     files = sorted(source.rglob("*.py"))
     assert files
-    found = [
-        line for file in files for line in violations(package, file.relative_to(source), file.read_text())
-    ]
+    found = [line for file in files for line in violations(package, file.relative_to(source), file.read_text())]
     assert not found, "\n".join(found)
 
 
@@ -147,9 +145,7 @@ print(f"{seconds:.4f}", *heavy)
 
 def test_import_of_hp_dtensor_takes_tens_of_milliseconds_and_brings_nothing_heavy():
     runs = [
-        subprocess.run(
-            [sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True
-        ).stdout.split()
+        subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True).stdout.split()
         for _ in range(5)
     ]
     assert all(heavy == [] for _, *heavy in runs), runs
