@@ -1,1 +1,42 @@
 """Mixture of experts over a mesh: routing, dispatch, grouped experts, combine."""
+
+from hp_moe.balance import LoadMetrics, moe_layers, update_expert_bias
+from hp_moe.dispatch import (
+    AllToAllDispatcher,
+    Dispatched,
+    DispatcherRegistry,
+    LocalDispatcher,
+    TokenDispatcher,
+)
+from hp_moe.exceptions import ExpertParallelError, MoEConfigError
+from hp_moe.experts import GroupedExperts
+from hp_moe.feed_forward import FeedForward
+from hp_moe.grouped_matmul import GroupSizes, grouped_matmul, loop_grouped_matmul
+from hp_moe.moe import MoE
+from hp_moe.router import Routing, TokenChoiceTopKRouter
+from hp_moe.styles import BaseExpertParallel, ExpertParallel, ExpertTensorParallel, TensorParallel
+
+__all__ = [
+    "AllToAllDispatcher",
+    "BaseExpertParallel",
+    "Dispatched",
+    "DispatcherRegistry",
+    "ExpertParallel",
+    "ExpertParallelError",
+    "ExpertTensorParallel",
+    "FeedForward",
+    "GroupSizes",
+    "GroupedExperts",
+    "LoadMetrics",
+    "LocalDispatcher",
+    "MoE",
+    "MoEConfigError",
+    "Routing",
+    "TensorParallel",
+    "TokenChoiceTopKRouter",
+    "TokenDispatcher",
+    "grouped_matmul",
+    "loop_grouped_matmul",
+    "moe_layers",
+    "update_expert_bias",
+]

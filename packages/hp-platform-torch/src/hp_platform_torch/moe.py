@@ -1,1 +1,53 @@
 """What this platform gives to hp-moe; loaded through the entry-point group `hp_moe`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from hp_dtensor.platform import Platform
+from hp_moe.grouped_matmul import GroupedMatmul, GroupSizes, loop_grouped_matmul
+from hp_moe.plugins import hookimpl
+
+_GROUPED_MM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_STRIDE_BYTES = 16
+
+
+@hookimpl
+def hp_grouped_matmul(platform: Platform) -> GroupedMatmul | None:
+    """torch's `grouped_mm` where it applies, for torch's platform only."""
+    return torch_grouped_matmul if platform.name == "torch" else None
+
+
+def torch_grouped_matmul(x: torch.Tensor, weight: torch.Tensor, sizes: GroupSizes) -> torch.Tensor:
+    """`F.grouped_mm`, or the loop for what it refuses (float64, odd widths, no group at all)."""
+    if not _fits(x, weight):
+        return loop_grouped_matmul(x, weight, sizes)
+    product = F.grouped_mm(x.contiguous(), weight.transpose(1, 2), offs=sizes.offsets)
+    return _ContiguousGradient.apply(product) if product.requires_grad else product
+
+
+def _fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    groups, out_features, in_features = weight.shape
+    widths = (out_features * x.element_size(), in_features * x.element_size())
+    return (
+        x.dtype in _GROUPED_MM_DTYPES
+        # float32 has no CUDA kernel behind it.
+        and (x.device.type == "cpu" or x.dtype == torch.bfloat16)
+        and groups > 0
+        and all(width > 0 and width % _STRIDE_BYTES == 0 for width in widths)
+    )
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """The identity; `grouped_mm`'s backward refuses a gradient with expanded strides."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad.contiguous()

@@ -1,0 +1,81 @@
+"""The experts of one layer, as grouped matrix products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hp_dtensor import nn
+from hp_dtensor.dtensor import DTensor
+from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor.placements import Partial
+from hp_moe.dispatch import LocalDispatcher, TokenDispatcher
+from hp_moe.grouped_matmul import GroupSizes, grouped_matmul
+from hp_moe.router import Routing
+
+Tensor = Any
+
+
+class GroupedExperts(nn.Module):
+    """`num_experts` SwiGLU networks; a parallel style lays their weights and the way to them over a mesh.
+
+    Weights are `w1`, `w3` `[num_experts, hidden_dim, dim]` and `w2` `[num_experts, dim, hidden_dim]`.
+
+    Args:
+        score_before_experts: weight an expert's input with the token's score instead of its output.
+
+    Attributes:
+        dispatcher: takes rows to their experts; a style that spreads the experts replaces it.
+        partial_mesh: 1-D mesh over which each expert's hidden dimension is cut: every rank then takes the
+            same rows and returns a part of the sum, which `MoE` (or the caller) reduces; None: not cut.
+    """
+
+    dispatcher: TokenDispatcher
+    partial_mesh: DeviceMesh | None
+
+    def __init__(self, dim: int, hidden_dim: int, num_experts: int, score_before_experts: bool = False) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.score_before_experts = score_before_experts
+        self.w1 = self.parameter((num_experts, hidden_dim, dim))
+        self.w2 = self.parameter((num_experts, dim, hidden_dim))
+        self.w3 = self.parameter((num_experts, hidden_dim, dim))
+        self.dispatcher = LocalDispatcher(self.platform)
+        self.partial_mesh = None
+
+    def forward(self, x: Tensor, routing: Routing | Tensor) -> Tensor:
+        """Run rows through their experts.
+
+        Args:
+            x: plain `[tokens, dim]`, or `[sum(counts), dim]` in expert-major order.
+            routing: where the tokens go, or int64 counts `[num_experts]` when rows are in expert-major order.
+
+        Returns:
+            `[tokens, dim]`, the (weighted) sum over each token's experts; one result per row, in the same
+            order, when counts were given. With `partial_mesh`, this rank's part of it.
+        """
+        if not isinstance(routing, Routing):
+            routing = Routing.expert_major(self.platform, routing)
+        sent = self.dispatcher.dispatch(x, routing)
+        rows = self._weigh(sent.rows, sent.scores) if self.score_before_experts else sent.rows
+        results = self._swiglu(rows, sent.sizes)
+        if not self.score_before_experts:
+            results = self._weigh(results, sent.scores)
+        return self.dispatcher.combine(results, sent)
+
+    def _swiglu(self, x: Tensor, sizes: GroupSizes) -> Tensor:
+        w1, w2, w3 = (_local(weight) for weight in (self.w1, self.w2, self.w3))
+        gate = self.ops.silu(grouped_matmul(x, w1, sizes))
+        return grouped_matmul(self.ops.mul(gate, grouped_matmul(x, w3, sizes)), w2, sizes)
+
+    def _weigh(self, rows: Tensor, scores: Tensor | None) -> Tensor:
+        if scores is None:
+            return rows
+        return self.ops.cast(self.ops.mul(self.ops.cast(rows, scores.dtype), scores), rows.dtype)
+
+
+def _local(weight: Tensor) -> Tensor:
+    """This rank's part of a weight; where ranks hold the same part, each adds its own tokens' gradient."""
+    if not isinstance(weight, DTensor):
+        return weight
+    grads = [Partial() if placement.is_replicate() else placement for placement in weight.placements]
+    return weight.to_local(grad_placements=grads)

@@ -1,0 +1,105 @@
+"""The mixture-of-experts layer."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from hp_dtensor import nn
+from hp_dtensor.dtensor import DTensor
+from hp_dtensor.mesh import DeviceMesh
+from hp_moe.exceptions import ExpertParallelError, MoEConfigError
+from hp_moe.experts import GroupedExperts
+from hp_moe.feed_forward import FeedForward
+from hp_moe.region import enter_region
+from hp_moe.router import Routing, ScoreFunction, TokenChoiceTopKRouter
+
+Tensor = Any
+
+
+class MoE(nn.Module):
+    """Routed experts, and shared experts that see every token.
+
+    Args:
+        dim: width of a token.
+        hidden_dim: hidden width of one routed expert.
+        num_experts: routed experts.
+        top_k: experts per token.
+        num_shared_experts: one feed-forward network of this many times `hidden_dim`; 0: none.
+        score_before_experts: weight the experts' inputs instead of their outputs.
+        load_balance_coeff: step of the bias that evens the experts' load without a loss (arXiv 2408.15664);
+            None: no bias. `update_expert_bias` takes the steps.
+        score_func, num_expert_groups, num_limited_groups, route_norm, route_scale: as in
+            `TokenChoiceTopKRouter`.
+
+    Attributes:
+        expert_bias: float32 `[num_experts]` buffer, or None.
+        token_mesh: 1-D mesh of all ranks that route different tokens, over which loads are summed; None: this
+            rank routes them all.
+
+    Raises:
+        MoEConfigError: sizes or options that do not fit; all at once for the router.
+    """
+
+    token_mesh: DeviceMesh | None
+
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int,
+        num_experts: int,
+        top_k: int,
+        num_shared_experts: int = 0,
+        score_before_experts: bool = False,
+        load_balance_coeff: float | None = None,
+        score_func: ScoreFunction = "softmax",
+        num_expert_groups: int | None = None,
+        num_limited_groups: int | None = None,
+        route_norm: bool = False,
+        route_scale: float = 1.0,
+    ) -> None:
+        super().__init__()
+        if load_balance_coeff is not None and load_balance_coeff <= 0:
+            raise MoEConfigError(f"load_balance_coeff must be above 0 or None, got {load_balance_coeff}")
+        self.dim = dim
+        self.num_experts = num_experts
+        self.load_balance_coeff = load_balance_coeff
+        self.router = TokenChoiceTopKRouter(
+            dim, num_experts, top_k, score_func, num_expert_groups, num_limited_groups, route_norm, route_scale
+        )
+        self.experts = GroupedExperts(dim, hidden_dim, num_experts, score_before_experts)
+        self.shared_experts = FeedForward(dim, hidden_dim * num_shared_experts) if num_shared_experts else None
+        bias = self.platform.zeros((num_experts,), self.platform.dtype("float32"))
+        self.register_buffer("expert_bias", bias if load_balance_coeff is not None else None)
+        self.token_mesh = None
+        self._counts: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., dim]` -> `[..., dim]`, plain or distributed; the output is placed as the input."""
+        region = enter_region(x, self.experts.partial_mesh)
+        if region.mesh is not None:
+            self._check_gate()
+        rows = self.ops.reshape(region.rows, (math.prod(region.rows.shape[:-1]), self.dim))
+        scores, experts, counts = self.router(rows, self.expert_bias)
+        self._count(counts)
+        results = self.experts(rows, Routing(experts, counts, scores))
+        routed = region.leave(self.ops.reshape(results, tuple(region.rows.shape)))
+        return routed if self.shared_experts is None else self.ops.add(routed, self.shared_experts(x))
+
+    def take_counts(self) -> Tensor:
+        """int64 `[num_experts]`: this rank's tokens per expert in training since the last call."""
+        if self._counts:
+            return self._counts.pop()
+        return self.platform.zeros((self.num_experts,), self.platform.dtype("int64"))
+
+    def _count(self, counts: Tensor) -> None:
+        # Forward passes that only evaluate do not train the bias.
+        if self.training and self.platform.is_grad_enabled():
+            self._counts[:] = [self.ops.add(self._counts[0], counts) if self._counts else counts]
+
+    def _check_gate(self) -> None:
+        if not isinstance(self.router.gate.weight, DTensor):
+            raise ExpertParallelError(
+                "the input of this MoE is spread over ranks but router.gate.weight is a plain tensor, whose "
+                "gradient would miss the other ranks' tokens; distribute it over the same mesh (Replicate)"
+            )

@@ -1,0 +1,23 @@
+"""The plugin manager of hp_moe."""
+
+from __future__ import annotations
+
+import functools
+
+import pluggy
+
+from hp_dtensor.plugins import create_plugin_manager, hookimpl
+
+__all__ = ["hookimpl", "plugin_manager"]
+
+
+@functools.cache
+def plugin_manager() -> pluggy.PluginManager:
+    """hp_moe's manager, made on first use.
+
+    Raises:
+        PluginError: a plugin does not import, or implements a hook that does not exist.
+    """
+    from hp_moe import hookspecs
+
+    return create_plugin_manager("hp_moe", hookspecs)

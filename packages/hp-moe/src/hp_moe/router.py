@@ -1,0 +1,162 @@
+"""Token-choice routing: every token picks its experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy
+
+from hp_dtensor import nn
+from hp_dtensor.dtensor import DTensor
+from hp_dtensor.placements import Partial
+from hp_dtensor.platform import Platform
+from hp_moe.exceptions import MoEConfigError
+
+Tensor = Any
+ScoreFunction = Literal["softmax", "sigmoid"]
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Where the tokens of one call go; decided once and kept until their results are back.
+
+    Attributes:
+        experts: int64 `[tokens, top_k]`, global expert numbers, distinct within a token.
+        counts: int64 `[num_experts]`: how many tokens picked each expert.
+        scores: float32 `[tokens, top_k]`; None: results are not weighted.
+        is_expert_major: tokens are sorted by expert already and `top_k` is 1.
+    """
+
+    experts: Tensor
+    counts: Tensor
+    scores: Tensor | None = None
+    is_expert_major: bool = False
+
+    @classmethod
+    def expert_major(cls, platform: Platform, counts: Tensor) -> Routing:
+        """The routing of rows that are sorted by expert, `counts` `[num_experts]` rows for each."""
+        host = platform.to_numpy(counts).astype(numpy.int64)
+        experts = numpy.repeat(numpy.arange(len(host)), host).reshape(-1, 1)
+        return cls(platform.from_numpy(experts, platform.device_of(counts)), counts, is_expert_major=True)
+
+
+class TokenChoiceTopKRouter(nn.Module):
+    """Scores every expert for every token and picks the best `top_k`.
+
+    Args:
+        dim: width of a token.
+        score_func: of the logits, in float32: softmax over all experts, or a sigmoid each.
+        num_expert_groups: experts are in this many groups of equal size, consecutive; None: no groups.
+        num_limited_groups: a token picks from this many groups, those with the best sum of their two best
+            (biased) scores (DeepSeek-V3, arXiv 2412.19437).
+        route_norm: divide a token's scores by their sum.
+        route_scale: factor on the scores, after normalization.
+
+    Raises:
+        MoEConfigError: listing everything that does not fit.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_experts: int,
+        top_k: int,
+        score_func: ScoreFunction = "softmax",
+        num_expert_groups: int | None = None,
+        num_limited_groups: int | None = None,
+        route_norm: bool = False,
+        route_scale: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.score_func = score_func
+        self.num_expert_groups = num_expert_groups
+        self.num_limited_groups = num_limited_groups
+        self.route_norm = route_norm
+        self.route_scale = route_scale
+        problems = list(_problems(self))
+        if problems:
+            raise MoEConfigError("router: " + "; ".join(problems))
+        self.gate = nn.Linear(dim, num_experts)
+
+    def forward(self, x: Tensor, expert_bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Route this rank's own tokens.
+
+        Args:
+            x: plain `[tokens, dim]`. With a distributed gate, every rank's tokens count in its gradient.
+            expert_bias: float32 `[num_experts]`, added to the scores for choosing only.
+
+        Returns:
+            top_scores: float32 `[tokens, top_k]`, best first, differentiable.
+            selected_experts: int64 `[tokens, top_k]`.
+            num_tokens_per_expert: int64 `[num_experts]`.
+        """
+        scores = self._scores(x)
+        platform, ops = self.platform, self.ops
+        choice = platform.detach(scores)
+        if expert_bias is not None:
+            choice = ops.add(choice, expert_bias)
+        if self.num_expert_groups is not None:
+            choice = self._within_best_groups(choice)
+        selected = ops.cast(ops.topk(choice, self.top_k, 1)[1], platform.dtype("int64"))
+        top_scores = ops.gather(scores, 1, selected)
+        if self.route_norm:
+            # The added constant keeps sigmoid scores that are all zero finite.
+            top_scores = ops.div(top_scores, ops.add(ops.sum(top_scores, 1, keepdim=True), 1e-20))
+        if self.route_scale != 1.0:
+            top_scores = ops.mul(top_scores, self.route_scale)
+        return top_scores, selected, count_keys(platform, selected, self.num_experts)
+
+    def _scores(self, x: Tensor) -> Tensor:
+        """float32 `[tokens, num_experts]`."""
+        ops, float32 = self.ops, self.platform.dtype("float32")
+        weight = self.gate.weight
+        if isinstance(weight, DTensor):
+            weight = weight.to_local(grad_placements=[Partial()] * weight.device_mesh.ndim)
+        logits = ops.linear(ops.cast(x, float32), ops.cast(weight, float32))
+        return ops.softmax(logits, 1) if self.score_func == "softmax" else ops.sigmoid(logits)
+
+    def _within_best_groups(self, choice: Tensor) -> Tensor:
+        """`choice` with minus infinity for experts outside each token's best groups."""
+        ops, groups = self.ops, self.num_expert_groups
+        tokens, size = choice.shape[0], self.num_experts // groups
+        grouped = ops.reshape(choice, (tokens, groups, size))
+        group_scores = ops.sum(ops.topk(grouped, min(2, size), 2)[0], 2)
+        best = ops.topk(group_scores, self.num_limited_groups, 1)[1]
+        allowed = ops.sum(ops.one_hot(ops.cast(best, self.platform.dtype("int64")), groups), 1)
+        outside = ops.expand(ops.unsqueeze(ops.eq(allowed, 0), 2), (tokens, groups, size))
+        return ops.reshape(ops.masked_fill(grouped, outside, float("-inf")), (tokens, self.num_experts))
+
+
+def count_keys(platform: Platform, keys: Tensor, num_keys: int) -> Tensor:
+    """int64 `[num_keys]`: how often each key occurs in an int tensor of any shape."""
+    size = int(numpy.prod(keys.shape))
+    if size == 0:
+        return platform.zeros((num_keys,), platform.dtype("int64"))
+    return platform.ops.bincount(platform.ops.reshape(keys, (size,)), num_keys)
+
+
+def _problems(router: TokenChoiceTopKRouter) -> Iterator[str]:
+    experts, top_k, groups = router.num_experts, router.top_k, router.num_expert_groups
+    if not 1 <= top_k <= experts:
+        yield f"top_k must be between 1 and num_experts = {experts}, got {top_k}"
+    if router.score_func not in ("softmax", "sigmoid"):
+        yield f"score_func must be 'softmax' or 'sigmoid', got {router.score_func!r}"
+    if router.route_norm and top_k == 1:
+        yield "route_norm with top_k = 1 makes every score 1, so the gate would never learn; drop one of them"
+    if (groups is None) != (router.num_limited_groups is None):
+        yield "num_expert_groups and num_limited_groups come together; only one of them is given"
+    elif groups is not None:
+        yield from _group_problems(experts, top_k, groups, router.num_limited_groups or 0)
+
+
+def _group_problems(experts: int, top_k: int, groups: int, limited: int) -> Iterator[str]:
+    if groups < 1 or experts % groups:
+        yield f"num_expert_groups must divide num_experts = {experts}, got {groups}"
+    elif not 1 <= limited <= groups:
+        yield f"num_limited_groups must be between 1 and num_expert_groups = {groups}, got {limited}"
+    elif limited * (experts // groups) < top_k:
+        yield f"{limited} groups of {experts // groups} experts hold fewer than top_k = {top_k} experts"

@@ -1,0 +1,125 @@
+"""How experts are laid out over a mesh.
+
+Every style applies to a `MoE`, or to its `GroupedExperts` alone. On a `MoE` it also takes care of what cut
+experts need around them: the same tokens on every rank that shares an expert, and the sum of their parts.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor.placements import Placement, Replicate, Shard
+from hp_dtensor.styles import ParallelStyle, distribute_module, place_parameter
+from hp_moe.dispatch import TokenDispatcher, dispatchers
+from hp_moe.exceptions import ExpertParallelError
+from hp_moe.experts import GroupedExperts
+from hp_moe.moe import MoE
+
+Tensor = Any
+
+
+class BaseExpertParallel(ParallelStyle):
+    """What all layouts of experts share: check, place the weights, set the way to the experts.
+
+    Subclasses say how: `_placements` of each weight, `_dispatcher` to the experts of other ranks, and
+    `_partial_mesh` over which an expert itself is cut. A style holds no state of a call, so one object may
+    be applied to any number of layers.
+    """
+
+    mesh_ndims: tuple[int, ...] = (1,)
+
+    def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+        """Lay out `module`, a `MoE` or `GroupedExperts` whose weights are plain; returns it.
+
+        Raises:
+            ExpertParallelError: another kind of module, or a mesh with another number of axes.
+        """
+        experts = module.experts if isinstance(module, MoE) else module
+        self._check(experts, device_mesh)
+        for name, placements in self._placements(device_mesh).items():
+            place_parameter(experts, name, device_mesh, placements)
+        dispatcher = self._dispatcher(experts, device_mesh)
+        if dispatcher is not None:
+            experts.dispatcher = dispatcher
+        experts.partial_mesh = self._partial_mesh(device_mesh)
+        if isinstance(module, MoE) and experts.partial_mesh is not None:
+            # Every rank of that mesh routes the same tokens and gets a part of their gradient.
+            distribute_module(module.router, experts.partial_mesh)
+        return module
+
+    def _check(self, experts: Any, mesh: DeviceMesh) -> None:
+        name = type(self).__name__
+        if not isinstance(experts, GroupedExperts):
+            raise ExpertParallelError(f"{name} lays out a MoE or GroupedExperts, got {type(experts).__name__}")
+        if mesh.ndim not in self.mesh_ndims:
+            wanted = " or ".join(map(str, self.mesh_ndims))
+            raise ExpertParallelError(f"{name} needs a mesh of {wanted} axes, got {mesh.describe()}")
+
+    @abstractmethod
+    def _placements(self, mesh: DeviceMesh) -> Mapping[str, tuple[Placement, ...]]:
+        """Placements of `w1`, `w2` and `w3`."""
+
+    def _dispatcher(self, experts: GroupedExperts, mesh: DeviceMesh) -> TokenDispatcher | None:
+        """How tokens come to the experts; None: all experts are on every rank."""
+        return None
+
+    def _partial_mesh(self, mesh: DeviceMesh) -> DeviceMesh | None:
+        """The 1-D mesh over which each expert's hidden dimension is cut; None: it is not."""
+        return None
+
+
+class ExpertParallel(BaseExpertParallel):
+    """Whole experts on each rank of a 1-D mesh, in chunk order; tokens travel.
+
+    On a 2-D mesh, along the first axis; ranks along the second hold the same experts and route different
+    tokens, and the experts' gradients are summed over them.
+
+    Args:
+        dispatcher: name of the token dispatcher (hook `hp_token_dispatcher`).
+    """
+
+    mesh_ndims = (1, 2)
+
+    def __init__(self, dispatcher: str = "all_to_all") -> None:
+        self.dispatcher = dispatcher
+
+    def _placements(self, mesh: DeviceMesh) -> Mapping[str, tuple[Placement, ...]]:
+        return dict.fromkeys(("w1", "w2", "w3"), (Shard(0), Replicate())[: mesh.ndim])
+
+    def _dispatcher(self, experts: GroupedExperts, mesh: DeviceMesh) -> TokenDispatcher | None:
+        return dispatchers().build(self.dispatcher, mesh.get_group(0), experts.num_experts)
+
+
+class TensorParallel(BaseExpertParallel):
+    """Every expert's hidden dimension cut over a 1-D mesh; all ranks take the same tokens, none travel."""
+
+    def _placements(self, mesh: DeviceMesh) -> Mapping[str, tuple[Placement, ...]]:
+        return {"w1": (Shard(1),), "w2": (Shard(2),), "w3": (Shard(1),)}
+
+    def _partial_mesh(self, mesh: DeviceMesh) -> DeviceMesh | None:
+        return mesh
+
+
+class ExpertTensorParallel(ExpertParallel):
+    """Experts over the first axis of a 2-D mesh, each one's hidden dimension over the second.
+
+    Tokens travel along the first axis only; ranks along the second take the same tokens.
+    """
+
+    mesh_ndims = (2,)
+
+    def _placements(self, mesh: DeviceMesh) -> Mapping[str, tuple[Placement, ...]]:
+        return {"w1": (Shard(0), Shard(1)), "w2": (Shard(0), Shard(2)), "w3": (Shard(0), Shard(1))}
+
+    def _partial_mesh(self, mesh: DeviceMesh) -> DeviceMesh | None:
+        return mesh[mesh.mesh_dim_names[1]]
+
+
+class ReplicatedExperts(BaseExpertParallel):
+    """Every rank of a 1-D mesh holds all experts and routes different tokens; gradients are summed over it."""
+
+    def _placements(self, mesh: DeviceMesh) -> Mapping[str, tuple[Placement, ...]]:
+        return dict.fromkeys(("w1", "w2", "w3"), (Replicate(),))

@@ -1,0 +1,48 @@
+"""What the trainer asks of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from hp_dtensor.init import Distribution
+    from hp_dtensor.mesh import DeviceMesh
+    from hp_trainer.config import TrainingConfig
+    from hp_trainer.parallel_dims import ParallelDims
+
+Tensor = Any
+
+
+class LanguageModel(Protocol):
+    """A module of a platform that predicts the next token.
+
+    Attributes:
+        config: its options; `ParallelDims.validate_against_model` reads sizes from it.
+    """
+
+    config: Any
+
+    def __call__(self, ids: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Logits, or the summed loss where targets are given.
+
+        Args:
+            ids: plain int64 `[batch, length]`, the same on ranks that share a sample.
+            targets: the tokens that follow, shaped as `ids`.
+
+        Returns:
+            float32 logits `[batch, length, vocab_size]`, or the scalar sum over all tokens of the cross
+            entropy in nats, not divided by anything; plain and whole on every rank.
+        """
+
+    def initializer(self, name: str, shape: tuple[int, ...]) -> Distribution:
+        """How to draw a parameter, for `hp_dtensor.init.init_parameters`."""
+
+    def parallelize(self, dims: ParallelDims, mesh: DeviceMesh, training: TrainingConfig | None = None) -> None:
+        """Lay this model, whose parameters are plain, out over the mesh that `dims` built; in place.
+
+        Afterwards every gradient is the sum over the tokens of the global batch.
+        """
+
+    def after_optimizer_step(self) -> Mapping[str, float]:
+        """Called on every rank after each optimizer step; returns numbers worth logging, equal on all ranks."""
