@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from hp_dtensor.platform import Platform
+from hp_dtensor.plugins import hookimpl
+from hp_dtensor.world import SilentWorld
 
 
 class ArrayPlatform(Platform):
@@ -20,6 +22,17 @@ class ArrayPlatform(Platform):
 
     def __init__(self) -> None:
         self.state: Any = "start"
+
+    def connect(self, rank, size, address, timeout_seconds=300.0, local_rank=0):
+        self.address = address
+        self.world = SilentWorld(rank, size, self)
+        return self.world
+
+    def disconnect(self):
+        self.world = None
+
+    def environment(self, local_rank, local_size):
+        return {"ARRAY_THREADS": "1"}
 
     def dtype(self, name):
         return np.dtype(name)
@@ -54,3 +67,9 @@ class ArrayPlatform(Platform):
 
 
 ArrayPlatform.__abstractmethods__ = frozenset()
+ARRAY = ArrayPlatform()
+
+
+@hookimpl
+def hp_platform():
+    return ARRAY

@@ -11,7 +11,7 @@ from hp_dtensor.plugins import plugin_manager
 
 
 def get_platform(name: str | Platform | None = None) -> Platform:
-    """The platform called `name` (or `name` itself when it is one).
+    """The platform called `name` (or `name` itself when it is one). Asked for by name, only its framework is imported.
 
     Raises:
         PlatformError: none is installed, several are and none was chosen, there is none of that name, or its
@@ -20,21 +20,26 @@ def get_platform(name: str | Platform | None = None) -> Platform:
     if isinstance(name, Platform):
         return name
     wanted = name or os.environ.get("HP_PLATFORM") or None
-    available, errors = _platforms()
     if wanted is not None:
-        return _named(wanted, available, errors)
+        return _named(wanted)
+    available, errors = _platforms()
     if len(available) == 1:
         return next(iter(available.values()))
     raise PlatformError(_no_choice(available, errors))
 
 
-def _named(wanted: str, available: dict[str, Platform], errors: dict[str, str]) -> Platform:
+def _named(wanted: str) -> Platform:
+    if wanted in _plugins():
+        found = _load(wanted)
+        if isinstance(found, Platform) and found.name == wanted:
+            return found
+    available, errors = _platforms()
     if wanted in available:
         return available[wanted]
     if wanted in errors:
         raise PlatformError(f"platform {wanted!r} is installed but cannot be used: {errors[wanted]}")
-    found = ", ".join(sorted(available)) or "none"
-    raise PlatformError(f"platform {wanted!r} is not installed; found: {found}. Install hp-platform-{wanted}.")
+    found_names = ", ".join(sorted(available)) or "none"
+    raise PlatformError(f"platform {wanted!r} is not installed; found: {found_names}. Install hp-platform-{wanted}.")
 
 
 def _no_choice(available: dict[str, Platform], errors: dict[str, str]) -> str:
@@ -47,17 +52,31 @@ def _no_choice(available: dict[str, Platform], errors: dict[str, str]) -> str:
     return "no platform is installed; install hp-platform-torch or hp-platform-mindspore (pip install)."
 
 
-@functools.cache
 def _platforms() -> tuple[dict[str, Platform], dict[str, str]]:
-    """Usable platforms by name, and the reason of each one that is not."""
+    """Usable platforms by name, and by plugin name the reason of each one that is not."""
     available: dict[str, Platform] = {}
     errors: dict[str, str] = {}
-    manager = plugin_manager()
-    for implementation in manager.hook.hp_platform.get_hookimpls():
-        try:
-            platform = implementation.function()
-        except PlatformError as error:
-            errors[implementation.plugin_name] = str(error)
+    for plugin in _plugins():
+        found = _load(plugin)
+        if isinstance(found, Platform):
+            available[found.name] = found
         else:
-            available[platform.name] = platform
+            errors[plugin] = found
     return available, errors
+
+
+def _plugins() -> list[str]:
+    return [found.plugin_name for found in plugin_manager().hook.hp_platform.get_hookimpls()]
+
+
+@functools.cache
+def _load(plugin: str) -> Platform | str:
+    """A plugin's platform, or why it cannot be used."""
+    (implementation,) = (
+        found for found in plugin_manager().hook.hp_platform.get_hookimpls() if found.plugin_name == plugin
+    )
+    try:
+        platform = implementation.function()
+    except PlatformError as error:
+        return str(error)
+    return platform if isinstance(platform, Platform) else f"its hp_platform() returned {platform!r}"

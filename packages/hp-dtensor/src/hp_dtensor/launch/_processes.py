@@ -1,0 +1,323 @@
+"""Local ranks as processes: started, told what to run, watched, stopped; nothing of them stays behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import IO, Any
+
+from hp_dtensor.exceptions import LaunchError
+from hp_dtensor.launch._rank import Failed, Returned, Run, Setup
+from hp_dtensor.platform import Platform
+
+_START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[4]); "
+    "from hp_dtensor.launch._rank import main; main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == 'True')"
+)
+_OTHERS_SECONDS = 1.0  # how long to wait for other ranks' errors after the first
+_STACK_SECONDS = 1.0
+_TAIL_LINES = 30
+_START_ATTEMPTS = 3
+_ADDRESS_IN_USE = re.compile(r"EADDRINUSE|address (is )?already in use|errno: 98", re.IGNORECASE)
+
+
+@dataclass(slots=True)
+class _Process:
+    """One rank's process. `output` is its log; None when it writes to this process's terminal."""
+
+    rank: int
+    popen: subprocess.Popen[bytes]
+    connection: Connection
+    output: IO[bytes] | None
+    failure: _Failure | None = None
+    gone: bool = False
+
+    def signal(self, signum: int) -> None:
+        """Signal the rank and what it has started; its process group exists until it is reaped."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.popen.pid, signum)
+
+    def tail(self) -> str:
+        if self.output is None:
+            return ""
+        size = self.output.seek(0, os.SEEK_END)
+        self.output.seek(max(0, size - 20_000))
+        lines = self.output.read().decode(errors="replace").splitlines()[-_TAIL_LINES:]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """What happened to a rank: one line, and the details that belong to it."""
+
+    headline: str
+    details: str = ""
+    died: bool = False
+    address_in_use: bool = False
+
+
+@dataclass(slots=True)
+class Output:
+    """Where ranks write: rank 0 to the terminal or, as the others do, to a log in `folder` or a file without name."""
+
+    folder: Path | None = None
+    terminal: bool = True
+
+    @contextlib.contextmanager
+    def open(self, rank: int) -> Iterator[IO[bytes] | None]:
+        if rank == 0 and self.terminal:
+            yield None
+        elif self.folder is None:
+            yield tempfile.TemporaryFile()  # noqa: SIM115, kept open by the _Process
+        else:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            yield (self.folder / f"rank{rank}.log").open("w+b")
+
+
+@dataclass(slots=True)
+class LocalRanks:
+    """`size` connected ranks on this machine.
+
+    Args:
+        timeout_seconds: for joining the job, and for each collective where the platform can limit that.
+        grace_seconds: between asking ranks to end and killing them.
+    """
+
+    platform: Platform
+    size: int
+    output: Output = field(default_factory=Output)
+    timeout_seconds: float = 300.0
+    grace_seconds: float = 5.0
+    _processes: list[_Process] = field(default_factory=list)
+
+    def start(self) -> None:
+        """Start all ranks and wait until each has joined the job.
+
+        Raises:
+            LaunchError: a rank failed; none is left then.
+        """
+        for attempt in range(_START_ATTEMPTS):
+            try:
+                return self._start()
+            except _AddressTaken:
+                if attempt == _START_ATTEMPTS - 1:
+                    raise
+
+    def _start(self) -> None:
+        try:
+            for rank in range(self.size):
+                self._processes.append(self._spawn(rank))
+            for process in self._processes:
+                self._send(process, self._setup(process.rank))
+            address = self._collect(self._processes[:1], self.timeout_seconds)[0]
+            self._tell(address)
+            self._collect(self._processes, self.timeout_seconds)
+        except BaseException:
+            self.terminate()
+            raise
+
+    def run(self, target: str, args: tuple[Any, ...], timeout_seconds: float | None) -> list[Any]:
+        """Run the function named `target` on every rank; the results by rank.
+
+        Raises:
+            LaunchError: a rank failed or the time is up; none is left then.
+        """
+        try:
+            self._tell(Run(target, bytes(ForkingPickler.dumps(args))))
+            return self._collect(self._processes, timeout_seconds)
+        except BaseException:
+            self.terminate()
+            raise
+
+    def signal(self, signum: int) -> None:
+        """Send a signal to every rank."""
+        for process in self._processes:
+            process.signal(signum)
+
+    def stop(self) -> None:
+        """End the ranks in the normal way, killing those that do not within the grace time."""
+        self._tell(None)
+        self._await_end(self.grace_seconds)
+        self._clear()
+
+    def terminate(self) -> None:
+        """End the ranks now: SIGTERM, and SIGKILL after the grace time."""
+        self.signal(signal.SIGTERM)
+        self._await_end(self.grace_seconds)
+        self._clear()
+
+    def kill(self) -> None:
+        """End the ranks without grace."""
+        self._clear()
+
+    # Internals -------------------------------------------------------------------------------------------
+
+    def _spawn(self, rank: int) -> _Process:
+        ours, theirs = Pipe()
+        with self.output.open(rank) as output, theirs:
+            fd = theirs.fileno()
+            is_main = threading.current_thread() is threading.main_thread()
+            path = json.dumps([entry or os.getcwd() for entry in sys.path])
+            popen = subprocess.Popen(
+                [sys.executable, "-u", "-c", _START, str(fd), str(os.getpid()), str(is_main), path],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=None if output is None else subprocess.STDOUT,
+                env=self._environment(rank),
+                pass_fds=[fd],
+                # Ctrl-C in the terminal reaches only this process, which decides what the ranks get.
+                start_new_session=True,
+            )
+        return _Process(rank, popen, ours, output)
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        inherited = {name: value for name, value in os.environ.items() if not _is_launchers(name)}
+        place = {"RANK": rank, "WORLD_SIZE": self.size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": self.size}
+        return {
+            **inherited,
+            **self.platform.environment(rank, self.size),
+            **{name: str(value) for name, value in place.items()},
+        }
+
+    def _setup(self, rank: int) -> Setup:
+        return Setup(self.platform.name, rank, self.size, self.timeout_seconds, tuple(sys.argv))
+
+    def _tell(self, message: Any) -> None:
+        for process in self._processes:
+            self._send(process, message)
+
+    def _send(self, process: _Process, message: Any) -> None:
+        # A rank that is gone is noticed, and its end reported, where its answer is read.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            process.connection.send(message)
+
+    def _collect(self, processes: Sequence[_Process], timeout_seconds: float | None) -> list[Any]:
+        """One answer of each of `processes`; fails as soon as any rank does."""
+        answers: dict[int, Any] = {}
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        while len(answers) < len(processes):
+            for process, message in self._messages(_remaining(deadline)):
+                answers[process.rank] = message
+            if any(process.failure for process in self._processes):
+                raise self._failed()
+            if deadline is not None and time.monotonic() >= deadline and len(answers) < len(processes):
+                raise self._late([p for p in processes if p.rank not in answers], timeout_seconds or 0.0)
+        return [answers[process.rank] for process in processes]
+
+    def _messages(self, timeout_seconds: float | None) -> Iterator[tuple[_Process, Any]]:
+        """The answers that are there or come first; failures are noted in their processes."""
+        alive = {process.connection: process for process in self._processes if not process.gone}
+        for connection in wait(list(alive), timeout_seconds):
+            process = alive[connection]  # type: ignore[index]
+            try:
+                message = process.connection.recv()
+            except (EOFError, ConnectionResetError):
+                self._note_end(process)
+                continue
+            if isinstance(message, Failed):
+                process.failure = _of_exception(message)
+            else:
+                yield process, message.value if isinstance(message, Returned) else message
+
+    def _note_end(self, process: _Process) -> None:
+        process.gone = True
+        if process.failure is None:
+            process.failure = _of_end(_exit_code(process), process.tail())
+
+    def _failed(self) -> LaunchError:
+        """The error for the user, after giving other ranks a moment to say theirs: the cause may be there."""
+        deadline = time.monotonic() + _OTHERS_SECONDS
+        while any(not p.failure and not p.gone for p in self._processes) and time.monotonic() < deadline:
+            for _ in self._messages(_remaining(deadline)):
+                pass
+        failed = [(process.rank, process.failure) for process in self._processes if process.failure]
+        # A rank that died without a word is the cause of the errors that its partners then see.
+        (rank, first), *others = sorted(failed, key=lambda item: not item[1].died)
+        lines = [f"rank {rank} of {self.size} {first.headline}", first.details]
+        lines += [f"rank {other} {failure.headline}" for other, failure in others]
+        message = "\n".join(line.rstrip() for line in lines if line)
+        return (_AddressTaken if first.address_in_use else LaunchError)(message, rank)
+
+    def _late(self, missing: Sequence[_Process], seconds: float) -> LaunchError:
+        for process in missing:
+            process.signal(signal.SIGUSR1)
+        time.sleep(_STACK_SECONDS)
+        stacks = "\n".join(f"rank {process.rank}:\n{process.tail()}" for process in missing)
+        who = ", ".join(str(process.rank) for process in missing)
+        return LaunchError(f"no answer from rank {who} of {self.size} within {seconds:g} s\n{stacks}", missing[0].rank)
+
+    def _await_end(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while any(not process.gone for process in self._processes) and time.monotonic() < deadline:
+            for _ in self._messages(_remaining(deadline)):
+                pass
+
+    def _clear(self) -> None:
+        """Kill what is left of every rank, its own children too, and forget them."""
+        for process in self._processes:
+            process.signal(signal.SIGKILL)
+        for process in self._processes:
+            process.popen.wait()
+            process.connection.close()
+            if process.output is not None:
+                process.output.close()
+        self._processes = []
+
+
+class _AddressTaken(LaunchError):
+    """Another process took the port between its choice and its use."""
+
+
+def _remaining(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+
+def _is_launchers(name: str) -> bool:
+    """Variables of a launcher above this process, which must not reach ranks of another job."""
+    return name.startswith(("TORCHELASTIC_", "MS_SCHED_", "MS_NODE_", "MS_WORKER_")) or name in (
+        "GROUP_RANK",
+        "ROLE_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "MS_ROLE",
+        "RANK_ID",
+        "RANK_SIZE",
+    )
+
+
+def _exit_code(process: _Process) -> int | None:
+    """The exit code of a rank whose pipe is closed; left to be reaped, so that its group can be signalled."""
+    deadline = time.monotonic() + 1.0
+    while time.monotonic() < deadline:
+        found = os.waitid(os.P_PID, process.popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if found is not None:
+            return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+        time.sleep(0.01)
+    return None
+
+
+def _of_exception(message: Failed) -> _Failure:
+    verb = "could not start" if message.phase == "start" else "failed"
+    in_use = message.phase == "start" and bool(_ADDRESS_IN_USE.search(message.what))
+    return _Failure(f"{verb}: {message.what}", message.traceback, address_in_use=in_use)
+
+
+def _of_end(code: int | None, tail: str) -> _Failure:
+    details = f"its last output:\n{tail}" if tail else ""
+    if code is not None and code < 0:
+        hint = "; the machine may have run out of memory" if -code == signal.SIGKILL else ""
+        return _Failure(f"was killed by {signal.Signals(-code).name}{hint}", details, died=True)
+    return _Failure(f"ended without a result, exit code {code}", details, died=True)

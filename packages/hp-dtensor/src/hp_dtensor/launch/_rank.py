@@ -1,0 +1,160 @@
+"""The process of one local rank: joins the job, runs the functions it is sent, and never outlives its parent."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import traceback
+from dataclasses import dataclass
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
+from typing import Any
+
+from hp_dtensor.launch._targets import load_target
+from hp_dtensor.platform import Platform
+from hp_dtensor.selection import get_platform
+
+HOST = "127.0.0.1"
+ORPHANED = 113  # exit code
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a rank is told first."""
+
+    platform: str
+    rank: int
+    size: int
+    timeout_seconds: float
+    argv: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """An exception in a rank: where it was (`start` or `run`), what it was."""
+
+    phase: str
+    what: str
+    traceback: str
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """A function's result."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A function to run, by name; the arguments stay pickled until its module is there."""
+
+    target: str
+    args: bytes
+
+
+class Link:
+    """The pipe to the parent, read by a thread of its own: when the parent dies, so does this process."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        threading.Thread(target=self._read, name="parent", daemon=True).start()
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._inbox.put(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            os._exit(ORPHANED)
+
+    def receive(self) -> Any:
+        # Unpickled in the main thread, where frameworks expect to be imported.
+        return reduction.ForkingPickler.loads(self._inbox.get())
+
+    def send(self, message: Any) -> None:
+        self._connection.send(message)
+
+
+def main(fd: int, parent: int, parent_is_main_thread: bool) -> None:
+    """Serve the parent's requests until it says None (normal end) or something fails."""
+    os.set_inheritable(fd, False)
+    _die_with(parent, parent_is_main_thread)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    link = Link(Connection(fd))
+    setup: Setup = link.receive()
+    sys.argv[:] = setup.argv
+    try:
+        platform = _join(link, setup)
+    except BaseException as error:
+        _report(link, "start", error)
+        raise SystemExit(1) from None
+    try:
+        link.send(None)
+        _serve(link)
+    finally:
+        platform.disconnect()
+
+
+def _join(link: Link, setup: Setup) -> Platform:
+    platform = get_platform(setup.platform)
+    if setup.rank == 0:
+        # Chosen as late as can be, so that nobody else takes it meanwhile.
+        link.send(f"{HOST}:{_free_port()}")
+    address = link.receive()
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address.split(":")
+    platform.connect(setup.rank, setup.size, address, timeout_seconds=setup.timeout_seconds, local_rank=setup.rank)
+    return platform
+
+
+def _serve(link: Link) -> None:
+    while (request := link.receive()) is not None:
+        try:
+            answer: Returned | Failed = Returned(_run(request))
+            link.send(answer)
+        except BaseException as error:
+            _report(link, "run", error)
+            raise SystemExit(1) from None
+
+
+def _run(request: Run) -> Any:
+    try:
+        target = load_target(request.target)
+        return target(*reduction.ForkingPickler.loads(request.args))
+    except SystemExit as leaving:
+        if leaving.code in (None, 0):
+            return None
+        raise
+
+
+def _report(link: Link, phase: str, error: BaseException) -> None:
+    text = "".join(traceback.format_exception(error))
+    link.send(Failed(phase, f"{type(error).__name__}: {error}", text))
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _die_with(parent: int, parent_is_main_thread: bool) -> None:
+    """Be killed with the parent even while native code holds the interpreter and no thread can run.
+
+    Linux sends the signal when the *thread* that started this process ends, so only the main one counts.
+    """
+    if sys.platform == "linux" and parent_is_main_thread:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(ORPHANED)

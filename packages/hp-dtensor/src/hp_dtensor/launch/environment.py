@@ -1,0 +1,190 @@
+"""Joining a job that torchrun, msrun or Slurm has started: what their environment variables say."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from hp_dtensor.exceptions import LaunchError
+from hp_dtensor.platform import Platform
+from hp_dtensor.selection import get_platform
+from hp_dtensor.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnvironment:
+    """One rank's place in a job.
+
+    Attributes:
+        launcher: `torchrun`, `msrun` or `slurm`; `torchrun` also stands for whatever sets the same variables.
+        address: `host:port` where the ranks meet.
+        is_scheduler: a process beside the ranks that msrun starts with the same command.
+    """
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    address: str
+    is_scheduler: bool = False
+
+
+def is_launched(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether this process was started as a rank by torchrun, msrun, Slurm's srun or `launch`."""
+    return _launcher(os.environ if environ is None else environ) is not None
+
+
+def rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvironment | None:
+    """What the launcher's variables say; None when no launcher has set any.
+
+    Raises:
+        LaunchError: variables are missing or make no sense; lists all of them.
+    """
+    environ = os.environ if environ is None else environ
+    launcher = _launcher(environ)
+    return None if launcher is None else _READERS[launcher](_Variables(launcher, environ))
+
+
+def from_environment(platform: Platform | str | None = None, timeout_seconds: float = 300.0) -> World:
+    """Join the job of this process's launcher and return its world; the same world when called again.
+
+    The scheduler process that msrun starts beside the ranks is not needed: there, this ends the process with
+    exit code 0.
+
+    Args:
+        timeout_seconds: how long to wait for the other ranks, here and in collectives.
+
+    Raises:
+        LaunchError: no launcher has started this process, or its variables make no sense.
+        PlatformError: the platform cannot be used.
+    """
+    chosen = get_platform(platform)
+    if chosen.world is not None:
+        return chosen.world
+    found = rank_environment()
+    if found is None:
+        raise LaunchError(
+            "no launcher has started this process: start it with torchrun, msrun or srun, "
+            "or start local ranks with hp_dtensor.launch.launch"
+        )
+    if found.is_scheduler:
+        raise SystemExit(0)
+    return chosen.connect(
+        found.rank, found.size, found.address, timeout_seconds=timeout_seconds, local_rank=found.local_rank
+    )
+
+
+def _launcher(environ: Mapping[str, str]) -> str | None:
+    if "RANK" in environ or "WORLD_SIZE" in environ:
+        return "torchrun"
+    if "MS_ROLE" in environ:
+        return "msrun"
+    # A batch script has SLURM_PROCID as well, and is no rank; only the tasks of a step have a step's size.
+    if "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ:
+        return "slurm"
+    return None
+
+
+class _Variables:
+    """Reads variables and notes what is wrong with them, to report everything at once."""
+
+    def __init__(self, launcher: str, environ: Mapping[str, str]) -> None:
+        self.launcher = launcher
+        self.environ = environ
+        self.problems: list[str] = []
+
+    def text(self, name: str, advice: str = "") -> str:
+        value = self.environ.get(name, "")
+        if not value:
+            self.problems.append(f"{name} is not set{advice}")
+        return value
+
+    def number(self, name: str, default: int | None = None, advice: str = "") -> int:
+        if default is not None and not self.environ.get(name):
+            return default
+        value = self.text(name, advice)
+        if value and not value.isdecimal():
+            self.problems.append(f"{name}={value!r} is not a number >= 0")
+        return int(value) if value.isdecimal() else 0
+
+    def check(self, environment: RankEnvironment) -> RankEnvironment:
+        if not self.problems and environment.rank >= environment.size:
+            self.problems.append(f"rank {environment.rank} is outside a world of {environment.size}")
+        if self.problems:
+            raise LaunchError(
+                f"this process looks started by {self.launcher}, but {'; '.join(self.problems)}. "
+                "Unset its variables to run without a launcher."
+            )
+        return environment
+
+
+def _torchrun(variables: _Variables) -> RankEnvironment:
+    host, port = variables.text("MASTER_ADDR"), variables.number("MASTER_PORT")
+    return variables.check(
+        RankEnvironment(
+            "torchrun",
+            rank=variables.number("RANK"),
+            size=variables.number("WORLD_SIZE"),
+            local_rank=variables.number("LOCAL_RANK", 0),
+            local_size=variables.number("LOCAL_WORLD_SIZE", 1),
+            address=f"{host}:{port}",
+        )
+    )
+
+
+def _msrun(variables: _Variables) -> RankEnvironment:
+    is_scheduler = variables.environ["MS_ROLE"] == "MS_SCHED"
+    host, port = variables.text("MS_SCHED_HOST"), variables.number("MS_SCHED_PORT")
+    advice = "; with several machines msrun needs --node_rank"
+    return variables.check(
+        RankEnvironment(
+            "msrun",
+            rank=0 if is_scheduler else variables.number("MS_NODE_ID", advice=advice),
+            size=variables.number("MS_WORKER_NUM"),
+            local_rank=variables.number("DEVICE_ID", 0),
+            local_size=variables.number("MS_LOCAL_WORKER_NUM", 1),
+            # The scheduler process has left, so that its port is free for rank 0.
+            address=f"{host}:{port}",
+            is_scheduler=is_scheduler,
+        )
+    )
+
+
+def _slurm(variables: _Variables) -> RankEnvironment:
+    host = variables.environ.get("MASTER_ADDR") or first_host(variables.text("SLURM_STEP_NODELIST"))
+    job = variables.number("SLURM_JOB_ID")
+    # Every rank must find the same port without talking: one below the range of outgoing connections.
+    port = variables.number("MASTER_PORT", 12_000 + job % 20_000)
+    return variables.check(
+        RankEnvironment(
+            "slurm",
+            rank=variables.number("SLURM_PROCID"),
+            size=variables.number("SLURM_STEP_NUM_TASKS"),
+            local_rank=variables.number("SLURM_LOCALID"),
+            local_size=_leading_number(variables.environ.get("SLURM_STEP_TASKS_PER_NODE", "1")),
+            address=f"{host}:{port}",
+        )
+    )
+
+
+_READERS: dict[str, Callable[[_Variables], RankEnvironment]] = {
+    "torchrun": _torchrun,
+    "msrun": _msrun,
+    "slurm": _slurm,
+}
+
+
+def first_host(node_list: str) -> str:
+    """The first host of Slurm's short form: `gpu[003-006,9],cpu1` -> `gpu003`."""
+    match = re.match(r"([^\[,]*)(?:\[(\d+)[^\]]*\])?([^\[,]*)", node_list)
+    assert match is not None
+    return "".join(part or "" for part in match.groups())
+
+
+def _leading_number(text: str) -> int:
+    """`4(x2),3` -> 4."""
+    match = re.match(r"\d+", text)
+    return int(match.group()) if match else 1

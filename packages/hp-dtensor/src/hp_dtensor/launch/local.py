@@ -1,0 +1,91 @@
+"""A program on several local ranks."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hp_dtensor.exceptions import LaunchError
+from hp_dtensor.launch._processes import LocalRanks, Output
+from hp_dtensor.launch._signals import held_signals
+from hp_dtensor.launch._targets import target_name
+from hp_dtensor.platform import Platform
+from hp_dtensor.selection import get_platform
+
+
+def launch(
+    target: str | Callable[..., Any],
+    args: Sequence[Any] = (),
+    num_ranks: int = 1,
+    platform: Platform | str | None = None,
+    *,
+    log_dir: str | Path | None = None,
+    timeout_seconds: float = 300.0,
+    grace_seconds: float = 5.0,
+) -> list[Any]:
+    """Run `target(*args)` on `num_ranks` local processes, connected as one job; returns the results by rank.
+
+    In a rank `current_world(platform)` is the job. Ranks have the variables of torchrun (`RANK`, ...) and
+    standard input closed. Rank 0 writes to this process's terminal; the output of the others goes to
+    `log_dir`, or is shown only when they fail.
+
+    While the ranks run, SIGINT, SIGTERM and SIGHUP are passed on to them; those that have not ended after the
+    grace time, or when a second signal comes, are killed; then this process's own handler runs (for Ctrl-C it
+    raises KeyboardInterrupt).
+
+    Args:
+        target: a top-level function of a module or script, or its name, `"module:function"`.
+        args: picklable arguments, the same for every rank.
+        log_dir: folder for `rank1.log`, `rank2.log`, ...
+        timeout_seconds: for joining the job, and for each collective where the platform can limit that.
+        grace_seconds: between asking ranks to end and killing them.
+
+    Raises:
+        LaunchError: a rank failed or died; the message has its number, error and traceback. The others have
+            been ended.
+        PlatformError: the platform cannot be used; no process was started.
+    """
+    if num_ranks < 1:
+        raise LaunchError(f"launch needs at least one rank, got num_ranks={num_ranks}")
+    name = target_name(target)
+    output = Output(folder=None if log_dir is None else Path(log_dir))
+    ranks = LocalRanks(get_platform(platform), num_ranks, output, timeout_seconds, grace_seconds)
+    stopper = _Stopper(ranks, grace_seconds)
+    with held_signals(stopper.stop):
+        try:
+            ranks.start()
+            results = ranks.run(name, tuple(args), None)
+            ranks.stop()
+        except LaunchError:
+            # Ranks that end because they were told to have not failed.
+            if not stopper.stopping:
+                raise
+            results = []
+        finally:
+            stopper.cancel()
+            ranks.kill()
+    return results
+
+
+class _Stopper:
+    """Passes the first signal on to the ranks, and kills them at the second or when their time is up."""
+
+    def __init__(self, ranks: LocalRanks, grace_seconds: float) -> None:
+        self.stopping = False
+        self._ranks = ranks
+        self._timer = threading.Timer(grace_seconds, ranks.signal, [signal.SIGKILL])
+        self._timer.daemon = True
+
+    def stop(self, number: int) -> None:
+        if self.stopping:
+            self._ranks.signal(signal.SIGKILL)
+            return
+        self.stopping = True
+        self._ranks.signal(number)
+        self._timer.start()
+
+    def cancel(self) -> None:
+        self._timer.cancel()

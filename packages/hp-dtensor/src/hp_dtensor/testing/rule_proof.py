@@ -1,0 +1,184 @@
+"""Proof of sharding rules by brute force: all placements of all arguments against the unsharded operation."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hp_dtensor import api
+from hp_dtensor.dtensor import DTensor
+from hp_dtensor.exceptions import ShardingRuleError
+from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor.placements import Partial, Placement, Replicate, Shard
+from hp_dtensor.platform import Platform
+from hp_dtensor.spec import TensorSpec
+from hp_dtensor.testing.rule_samples import Sample
+
+Tensor = Any
+RTOL, ATOL = 2e-4, 2e-5
+"""float32 through at most two dozen operations in another order of summation; values are of order one."""
+
+
+@dataclass
+class Report:
+    """What a proof found: cases tried, refusals with their message, and wrong results."""
+
+    tried: int
+    refused: list[str]
+    wrong: list[str]
+
+
+def prove(platform: Platform, mesh_shape: tuple[int, ...], samples: Sequence[Sample], limit: int | None) -> Report:
+    """Run on every rank of a world of the mesh's size; all ranks return the same kind of report.
+
+    Args:
+        limit: at most so many placement combinations per sample, spread evenly; None: all.
+    """
+    names = tuple(f"a{i}" for i in range(len(mesh_shape)))
+    mesh = DeviceMesh("cpu", mesh_shape, mesh_dim_names=names, platform=platform)
+    report = Report(0, [], [])
+    for sample in samples:
+        case = _Case(platform, mesh, sample)
+        for placements in _spread(list(case.all_placements()), limit):
+            report.tried += 1
+            case.check(placements, report)
+    return report
+
+
+def _spread(items: list[Any], limit: int | None) -> list[Any]:
+    if limit is None or len(items) <= limit:
+        return items
+    return [items[i * len(items) // limit] for i in range(limit)]
+
+
+class _Case:
+    """One sample with its unsharded outputs and gradients."""
+
+    def __init__(self, platform: Platform, mesh: DeviceMesh, sample: Sample) -> None:
+        self.platform, self.mesh, self.sample = platform, mesh, sample
+        rng = np.random.default_rng(7)
+        self.arrays = [self._values(rng, i, shape) for i, shape in enumerate(sample.shapes)]
+        leaves = [self._leaf(array) for array in self.arrays]
+        self.outputs = _outputs(sample.call(platform.ops, *leaves))
+        self.weights = [self._weight(rng, x) for x in self.outputs]
+        self.grads = self._gradients(self.outputs, leaves)
+        self.expected = [platform.to_numpy(x) for x in self.outputs]
+
+    def _values(self, rng: np.random.Generator, index: int, shape: tuple[int, ...]) -> np.ndarray:
+        highest = (self.sample.integers or {}).get(index)
+        if highest is not None:
+            return rng.integers(0, highest, shape)
+        if self.sample.positive:
+            return rng.uniform(0.5, 2.0, shape).astype(np.float32)
+        return rng.permutation(np.linspace(-2.0, 2.0, int(np.prod(shape)))).reshape(shape).astype(np.float32)
+
+    def _leaf(self, array: np.ndarray) -> Tensor:
+        x = self.platform.from_numpy(array.copy())
+        if self._differentiable(array):
+            self.platform.set_requires_grad(x, True)
+        return x
+
+    def _differentiable(self, array: np.ndarray) -> bool:
+        return self.sample.gradients and array.dtype == np.float32
+
+    def _weight(self, rng: np.random.Generator, x: Tensor) -> Tensor:
+        return self.platform.from_numpy(rng.uniform(0.5, 1.5, tuple(x.shape)).astype(np.float32))
+
+    def _gradients(self, outputs: list[Tensor], leaves: list[Tensor]) -> list[np.ndarray | None]:
+        """Gradients of a fixed weighted sum of all outputs."""
+        wanted = [x for x, array in zip(leaves, self.arrays, strict=True) if self._differentiable(array)]
+        if not wanted:
+            return []
+        ops = self.platform.ops
+        loss = None
+        for x, weight in zip(outputs, self.weights, strict=True):
+            term = ops.sum(ops.mul(x, weight))
+            loss = term if loss is None else ops.add(loss, term)
+        return [None if g is None else self.platform.to_numpy(g) for g in self.platform.grad([loss], wanted)]
+
+    def all_placements(self) -> Iterator[tuple[tuple[Placement, ...], ...]]:
+        per_tensor = []
+        for index, shape in enumerate(self.sample.shapes):
+            options: list[Placement] = [Replicate(), *(Shard(d) for d in range(len(shape)))]
+            if (self.sample.integers or {}).get(index) is None:
+                options.append(Partial())
+            per_tensor.append(list(itertools.product(options, repeat=self.mesh.ndim)))
+        return itertools.product(*per_tensor)
+
+    def check(self, placements: tuple[tuple[Placement, ...], ...], report: Report) -> None:
+        described = f"{self.sample.name} {placements}"
+        leaves, sharded = [], []
+        for array, placed in zip(self.arrays, placements, strict=True):
+            local = self._leaf(local_part(array, self.mesh, placed, self.sample.positive))
+            leaves.append(local)
+            sharded.append(api.from_local(local, self.mesh, placed, shape=array.shape))
+        try:
+            outputs = _outputs(self.sample.call(self.platform.ops, *sharded))
+        except ShardingRuleError as error:
+            report.refused.append(f"{described}: {error}")
+            return
+        if not all(isinstance(x, DTensor) for x in outputs):
+            report.wrong.append(f"{described}: an output is no DTensor")
+            return
+        full = [x.full_tensor() for x in outputs]
+        problems = [self._compare(a, self.platform.to_numpy(b)) for a, b in zip(self.expected, full, strict=True)]
+        grads = self._gradients(full, leaves)
+        problems += self._gradient_problems(grads, placements)
+        report.wrong += [f"{described} rank {self.mesh.world.rank}: {problem}" for problem in problems if problem]
+
+    def _gradient_problems(
+        self, grads: list[np.ndarray | None], placements: tuple[tuple[Placement, ...], ...]
+    ) -> list[str]:
+        differentiable = [i for i, array in enumerate(self.arrays) if self._differentiable(array)]
+        problems = []
+        for index, got, whole in zip(differentiable, grads, self.grads, strict=False):
+            if whole is None:
+                continue
+            spec = api.grad_spec(_numpy_spec(self.mesh, placements[index], whole))
+            offset, shape = spec.box()
+            part = whole[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
+            got = np.zeros_like(part) if got is None else got
+            problem = self._compare(part, got)
+            problems.append(f"gradient of argument {index}: {problem}" if problem else "")
+        return problems
+
+    @staticmethod
+    def _compare(expected: np.ndarray, got: np.ndarray) -> str:
+        if expected.shape != got.shape:
+            return f"shape {got.shape}, expected {expected.shape}"
+        if not np.allclose(got, expected, rtol=RTOL, atol=ATOL):
+            return f"off by up to {np.max(np.abs(got.astype(np.float64) - expected)):.3g}"
+        return ""
+
+
+def local_part(
+    array: np.ndarray, mesh: DeviceMesh, placements: Sequence[Placement], positive: bool = False
+) -> np.ndarray:
+    """This rank's part of a whole array; partial axes hold uneven, rank-dependent contributions."""
+    spec = _numpy_spec(mesh, placements, array)
+    offset, shape = spec.box()
+    part = array[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    for axis, placement in enumerate(placements):
+        if placement.is_partial():
+            part = _contribution(part, coordinate[axis], mesh.shape[axis])
+    return np.ascontiguousarray(part, dtype=array.dtype).reshape(shape)
+
+
+def _contribution(part: np.ndarray, rank: int, ranks: int) -> np.ndarray:
+    """Contributions of all ranks sum to `part`; all but the first are offset by different amounts."""
+    offsets = [float(r) for r in range(ranks)]
+    return part + sum(offsets[1:]) if rank == 0 else np.full_like(part, -offsets[rank])
+
+
+def _numpy_spec(mesh: DeviceMesh, placements: Sequence[Placement], array: np.ndarray) -> TensorSpec:
+    return TensorSpec(mesh, tuple(placements), array.shape, str(array.dtype))
+
+
+def _outputs(result: Any) -> list[Tensor]:
+    return list(result) if isinstance(result, (tuple, list)) else [result]

@@ -1,0 +1,100 @@
+"""What the ranks of test_launch.py run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from hp_dtensor.selection import get_platform
+from hp_dtensor.world import current_world
+
+
+def my_world():
+    world = current_world(get_platform("array"))
+    return world.rank, world.size
+
+
+def my_environment(names):
+    return {name: os.environ.get(name) for name in names}
+
+
+def my_address():
+    return get_platform("array").address
+
+
+def my_pid():
+    return os.getpid()
+
+
+def add(x, y):
+    return x + y
+
+
+def speak(text):
+    rank = my_world()[0]
+    print(f"{text} from {rank}")
+    print(f"error {text} from {rank}", file=sys.stderr)
+
+
+def fail(rank, how="raise"):
+    """One rank fails; the others wait for it, as in a collective."""
+    if my_world()[0] == rank:
+        if how == "raise":
+            raise ValueError(f"bad weights in rank {rank}")
+        if how == "exit":
+            sys.exit(7)
+        if how == "quit":
+            print("quitting", flush=True)
+            os._exit(0)
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "unpicklable":
+            return lambda: None
+    time.sleep(60)
+
+
+def fail_after_another_died(victim):
+    """What partners of a dead rank see: an error of their own, a moment later."""
+    if my_world()[0] == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.2)
+    raise ConnectionError("connection closed by peer")
+
+
+def leave_with_exit_0():
+    sys.exit(0)
+
+
+def write_pid_and_wait(folder, ignored=()):
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    rank = my_world()[0]
+    pids = Path(folder) / f"{rank}.part"
+    pids.write_text(f"{os.getpid()} {child.pid}")
+    pids.rename(Path(folder) / f"{rank}.pids")
+    time.sleep(60)
+
+
+def end_well_on(number, folder):
+    """Ends in its own way when asked to, leaving a file that says so."""
+    asked = []
+    signal.signal(number, lambda *_: asked.append(number))
+    rank = my_world()[0]
+    (Path(folder) / f"{rank}.ready").touch()
+    while not asked:
+        time.sleep(0.01)
+    (Path(folder) / f"{rank}.saved").touch()
+    return "saved"
+
+
+def hold_native_call(folder):
+    """Waits without ever running Python again, as in a stuck collective."""
+    import ctypes
+
+    (Path(folder) / f"{my_world()[0]}.pids").write_text(str(os.getpid()))
+    ctypes.PyDLL(None).sleep(60)

@@ -1,0 +1,139 @@
+"""What torchrun, msrun and Slurm say in the environment, and joining their jobs."""
+
+from __future__ import annotations
+
+import re
+
+import array_platform
+import pytest
+
+from hp_dtensor.exceptions import LaunchError
+from hp_dtensor.launch import from_environment, is_launched, rank_environment
+from hp_dtensor.launch.environment import first_host
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+}
+MSRUN = {
+    "MS_ROLE": "MS_WORKER",
+    "MS_WORKER_NUM": "8",
+    "MS_NODE_ID": "5",
+    "MS_SCHED_HOST": "10.0.0.1",
+    "MS_SCHED_PORT": "8118",
+    "DEVICE_ID": "1",
+    "RANK_ID": "5",
+}
+SLURM = {
+    "SLURM_JOB_ID": "70123",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_STEP_NODELIST": "gpu[003-004]",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+}
+NAMES = {*TORCHRUN, *MSRUN, *SLURM}
+
+
+@pytest.fixture
+def environ(monkeypatch):
+    """Sets the launcher's variables, and no others, in this process."""
+
+    def set_to(variables):
+        for name in NAMES - set(variables):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    set_to({})
+    return set_to
+
+
+@pytest.mark.parametrize(
+    ("launcher", "variables", "local_size", "address"),
+    [
+        ("torchrun", TORCHRUN, 4, "10.0.0.1:29500"),
+        ("msrun", MSRUN, 1, "10.0.0.1:8118"),
+        ("slurm", SLURM, 4, "gpu003:22123"),
+        ("slurm", {**SLURM, "MASTER_ADDR": "head", "MASTER_PORT": "1234"}, 4, "head:1234"),
+    ],
+)
+def test_a_ranks_place_in_the_job(launcher, variables, local_size, address):
+    assert is_launched(variables)
+    found = rank_environment(variables)
+    assert (found.launcher, found.rank, found.size, found.local_rank) == (launcher, 5, 8, 1)
+    assert (found.local_size, found.address, found.is_scheduler) == (local_size, address, False)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{}, {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, {"DEVICE_ID": "3", "RANK_ID": "3"}],
+    ids=["nothing", "batch script", "devices only"],
+)
+def test_other_processes_are_no_ranks(variables):
+    assert not is_launched(variables)
+    assert rank_environment(variables) is None
+
+
+def test_all_problems_come_at_once():
+    variables = {"RANK": "two", "WORLD_SIZE": "", "MASTER_ADDR": "a"}
+    with pytest.raises(LaunchError) as caught:
+        rank_environment(variables)
+    assert str(caught.value) == (
+        "this process looks started by torchrun, but MASTER_PORT is not set; RANK='two' is not a number >= 0; "
+        "WORLD_SIZE is not set. Unset its variables to run without a launcher."
+    )
+
+
+def test_a_rank_outside_the_world_is_refused():
+    with pytest.raises(LaunchError, match="rank 8 is outside a world of 8"):
+        rank_environment({**TORCHRUN, "RANK": "8"})
+
+
+def test_msrun_without_node_rank_gets_advice():
+    variables = {name: value for name, value in MSRUN.items() if name != "MS_NODE_ID"}
+    with pytest.raises(LaunchError, match="MS_NODE_ID is not set; with several machines msrun needs --node_rank"):
+        rank_environment(variables)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("node1", "node1"),
+        ("gpu[003-006,9],cpu1", "gpu003"),
+        ("a-1,a-2", "a-1"),
+        ("r[1-2]n4", "r1n4"),
+        ("rack[07]", "rack07"),
+    ],
+)
+def test_the_first_host_of_slurms_short_form(nodes, host):
+    assert first_host(nodes) == host
+
+
+@pytest.mark.usefixtures("array_plugin")
+def test_joining_gives_the_world_once(environ):
+    environ(TORCHRUN)
+    try:
+        world = from_environment("array")
+        assert (world.rank, world.size, array_platform.ARRAY.address) == (5, 8, "10.0.0.1:29500")
+        assert from_environment("array") is world
+    finally:
+        array_platform.ARRAY.disconnect()
+
+
+@pytest.mark.usefixtures("array_plugin")
+def test_without_a_launcher_the_ways_to_start_ranks_are_named(environ):
+    with pytest.raises(LaunchError, match=re.escape("start it with torchrun, msrun or srun")):
+        from_environment("array")
+
+
+@pytest.mark.usefixtures("array_plugin")
+def test_msruns_scheduler_ends_well(environ):
+    environ({**MSRUN, "MS_ROLE": "MS_SCHED", "RANK_ID": "0"})
+    with pytest.raises(SystemExit) as caught:
+        from_environment("array")
+    assert caught.value.code == 0
