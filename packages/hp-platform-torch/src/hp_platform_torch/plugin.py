@@ -1,1 +1,60 @@
-"""What this platform gives to hp-dtensor; loaded through the entry-point group `hp_dtensor`."""
+"""What this platform gives to hp-dtensor; loaded through the entry-point group `hp_dtensor`.
+
+Importing this module imports no framework: torch comes in when the platform is asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+from typing import TYPE_CHECKING
+
+from hp_dtensor.exceptions import PlatformError
+from hp_dtensor.plugins import hookimpl
+
+if TYPE_CHECKING:
+    from hp_dtensor.platform import Platform
+
+MINIMUM_TORCH = (2, 11)
+
+
+@hookimpl
+def hp_platform() -> Platform:
+    """The torch platform.
+
+    Raises:
+        PlatformError: torch is missing, too old, or does not import.
+    """
+    _check_torch()
+    return _platform()
+
+
+@functools.cache
+def _platform() -> Platform:
+    from hp_platform_torch.platform import TorchPlatform
+
+    return TorchPlatform()
+
+
+def _check_torch() -> None:
+    wanted = ".".join(map(str, MINIMUM_TORCH))
+    try:
+        found = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        raise PlatformError(
+            f"torch is not installed; the torch platform needs torch >= {wanted}: pip install 'torch>={wanted}'"
+        ) from None
+    if _release(found) < MINIMUM_TORCH:
+        raise PlatformError(
+            f"torch {found} is too old; the torch platform needs torch >= {wanted}: "
+            f"pip install --upgrade 'torch>={wanted}'"
+        )
+    try:
+        import torch  # noqa: F401
+    except Exception as error:
+        raise PlatformError(f"torch {found} does not import: {type(error).__name__}: {error}") from error
+
+
+def _release(version: str) -> tuple[int, int]:
+    major, minor, *_ = version.split(".")
+    return int(major), int("".join(c for c in minor if c.isdigit()))

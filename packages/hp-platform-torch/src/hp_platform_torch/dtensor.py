@@ -1,0 +1,428 @@
+"""`TorchDTensor`: a torch tensor that is its own local shard, intercepted above autograd.
+
+`__torch_function__` looks the operation up by the function, the specs and the static arguments. Where the
+plan found there runs on the local data as it is, the operation costs that look-up, torch's own function and
+the assignment of the result's class and spec; anything else is `hp_dtensor.dispatch`.
+
+Everything below torch's Python functions (autograd, hooks, memory) sees plain tensors of the local shape.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from hp_dtensor import dispatch
+from hp_dtensor.api import grad_spec
+from hp_dtensor.dtensor import DTensor
+from hp_dtensor.exceptions import MixedOperandsError, PlacementError, ShardingRuleError
+from hp_dtensor.placements import Replicate
+from hp_dtensor.spec import TensorSpec
+from hp_platform_torch.operation_names import canonical_name
+
+Tensor = torch.Tensor
+Handler = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
+
+# Both are what torch's own subclasses use; they are the same in torch 2.11 to 2.13.
+LocalOperations = torch._C.DisableTorchFunctionSubclass
+_intercepting = torch._C._is_torch_function_enabled
+
+_local_shape = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
+_local_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+_set_local_grad = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
+_local_data = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_set_local_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_local_dtype = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
+
+CACHE_SIZE = 4096
+
+
+class _Uncached(Exception):
+    """An argument that no plan may be kept for; `dispatch` decides what to do with it."""
+
+
+class _Entry:
+    """A plan as it runs.
+
+    Attributes:
+        spec: that of the result where the operation runs on local data without moves, else None.
+        static: then, where the plan replaces static arguments, all arguments after the first tensor.
+    """
+
+    __slots__ = ("plan", "spec", "static")
+
+    def __init__(self, plan: dispatch.OpPlan) -> None:
+        self.plan = plan
+        self.spec: TensorSpec | None = None
+        self.static: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
+
+
+class Operation:
+    """One torch function as seen by `__torch_function__`.
+
+    Attributes:
+        name: canonical; what sharding rules are registered under.
+        call: runs it on arguments in canonical order.
+        handler: does all there is to do, for functions that no rule is about.
+        by_type: scalars count by their type only.
+        plans: by specs and static arguments.
+    """
+
+    __slots__ = ("by_type", "call", "handler", "name", "plans", "reflected")
+
+    def __init__(self, func: Callable[..., Any]) -> None:
+        from hp_platform_torch.special_operations import handler_of
+
+        self.name, self.reflected = canonical_name(func)
+        self.handler: Handler | None = handler_of(func)
+        self.call = (lambda x, y: func(y, x)) if self.reflected else func
+        registration = dispatch.rule_registry().get(self.name) if self.handler is None else None
+        self.by_type = registration is not None and registration.by_type
+        self.plans: dict[tuple[Any, ...], _Entry] = {}
+
+    def static_key(self, value: Any) -> Any:
+        """What a plan depends on in an argument that is no DTensor.
+
+        Raises:
+            _Uncached: it is a plain tensor, or nothing that a plan may be kept for.
+        """
+        kind = type(value)
+        if kind is int or kind is float or kind is bool:
+            return kind if self.by_type else (kind, value)
+        if kind is tuple or kind is list or kind is torch.Size:
+            return tuple([x._spec if type(x) is TorchDTensor else self.static_key(x) for x in value])
+        if kind is slice:
+            return slice, value.start, value.stop, value.step
+        if kind in _KEPT_BY_VALUE:
+            return value
+        raise _Uncached
+
+    def run_first(self, key: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Make the plan of a call, run it, and keep it together with how it ran."""
+        if kwargs.get("out") is not None:
+            raise ShardingRuleError(f"{self.name}: out= is not supported for DTensors; use the result, or copy_")
+        plan = dispatch.plan_for(_first_spec(args, kwargs).mesh.platform, self.name, args, kwargs)
+        seen: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = []
+
+        def recorded(*local_args: Any, **local_kwargs: Any) -> Any:
+            seen.append((local_args, local_kwargs))
+            return self.call(*local_args, **local_kwargs)
+
+        result = plan.run(recorded, args, kwargs)
+        entry = _Entry(plan)
+        if type(result) is TorchDTensor and seen and not plan.moves and plan.local is None:
+            self._run_directly_next_time(entry, result._spec, args, *seen[0])
+        if len(self.plans) >= CACHE_SIZE:
+            self.plans.clear()
+        self.plans[key] = entry
+        return result
+
+    def _run_directly_next_time(
+        self,
+        entry: _Entry,
+        spec: TensorSpec,
+        args: tuple[Any, ...],
+        local_args: tuple[Any, ...],
+        local_kwargs: Mapping[str, Any],
+    ) -> None:
+        if not entry.plan.replaced:
+            entry.spec = spec
+        elif not self.by_type and args and local_args[0] is args[0] and _holds_no_tensor(local_args[1:], local_kwargs):
+            entry.spec, entry.static = spec, (local_args[1:], local_kwargs)
+
+
+def _holds_no_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    return not any(isinstance(x, (Tensor, list)) for x in (*args, *kwargs.values()))
+
+
+_KEPT_BY_VALUE = frozenset({type(None), type(...), str, torch.dtype, torch.device, torch.memory_format, torch.layout})
+
+
+class _Operations(dict[Callable[..., Any], Operation]):
+    def __missing__(self, func: Callable[..., Any]) -> Operation:
+        operation = self[func] = Operation(func)
+        return operation
+
+
+_operations = _Operations()
+
+
+def forget_plans() -> None:
+    """Drop every cached plan, and with them the meshes that they hold."""
+    for operation in _operations.values():
+        operation.plans.clear()
+
+
+class TorchDTensor(DTensor, torch.Tensor):
+    """DTensor on torch; made by `wrap`, never by its constructor. See `hp_dtensor.DTensor`."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError("a DTensor is made by hp_dtensor.distribute_tensor or DTensor.from_local")
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        operation = _operations[func]
+        if operation.handler is not None:
+            return operation.handler(func, args, kwargs or {})
+        if operation.reflected:
+            args = args[::-1]
+        try:
+            key = tuple([x._spec if type(x) is TorchDTensor else operation.static_key(x) for x in args])
+            if kwargs:
+                key += (*kwargs, operation.static_key(tuple(kwargs.values())))
+        except _Uncached:
+            platform = _first_spec(args, kwargs or {}).mesh.platform
+            return dispatch.dispatch(platform, operation.name, operation.call, args, kwargs or {})
+        entry = operation.plans.get(key)
+        if entry is None:
+            return operation.run_first(key, args, kwargs or {})
+        spec = entry.spec
+        if spec is None:
+            return entry.plan.run(operation.call, args, kwargs or {})
+        with LocalOperations():
+            if entry.static is not None:
+                result = operation.call(args[0], *entry.static[0], **entry.static[1])
+            elif kwargs:
+                result = operation.call(*args, **kwargs)
+            else:
+                result = operation.call(*args)
+            if result.dtype is not spec.dtype:  # under autocast the same call has another result
+                spec = TensorSpec(spec.mesh, spec.placements, spec.shape, result.dtype)
+        result.__class__ = TorchDTensor
+        result._spec = spec
+        return result
+
+    # What it is: global, except to torch's own code that works on the local data ---------------------------
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self._spec.shape) if _intercepting() else _local_shape(self)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._spec.dtype if _intercepting() else _local_dtype(self)
+
+    @property
+    def ndim(self) -> int:
+        return len(self._spec.shape)
+
+    def dim(self) -> int:
+        return len(self._spec.shape)
+
+    ndimension = dim
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    nelement = numel
+
+    def __len__(self) -> int:
+        if not self._spec.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self._spec.shape[0]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.unbind(0))
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    # Gradients -------------------------------------------------------------------------------------------
+
+    @property
+    def grad(self) -> Any:
+        """The accumulated gradient: a DTensor placed as this one, replicated where this one is partial."""
+        with LocalOperations():
+            local = _local_grad(self)
+        if local is None or type(local) is TorchDTensor or not _intercepting():
+            return local
+        # Autograd made it and nobody else holds it: it becomes the DTensor itself, the same at every access.
+        return adopt(local, _with_dtype(grad_spec(self._spec), local.dtype))
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is not None and _intercepting():
+            value = _as_gradient(self, value)
+        with LocalOperations():
+            _set_local_grad(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    @property
+    def data(self) -> Any:
+        with LocalOperations():
+            local = _local_data(self)
+        return adopt(local, self._spec) if _intercepting() else local
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if _intercepting() and not isinstance(value, TorchDTensor):
+            raise MixedOperandsError("data of a DTensor: expected a DTensor, got a plain tensor; distribute it first")
+        with LocalOperations():
+            _set_local_data(self, value)
+        if isinstance(value, TorchDTensor):
+            self._spec = value._spec
+
+    def backward(
+        self,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Sequence[Tensor] | None = None,
+    ) -> None:
+        """As `torch.Tensor.backward`; a partial result needs no reduction first, each rank drives its own part.
+
+        Args:
+            gradient: a DTensor of any placements, or the local gradient; None for a scalar.
+        """
+        from hp_platform_torch.special_operations import backward
+
+        backward(self, gradient, retain_graph, create_graph, inputs)
+
+    # Values on the host ----------------------------------------------------------------------------------
+
+    def item(self) -> Any:
+        """The value of a one-element tensor. Communicates unless replicated: every rank must call it."""
+        return _whole(self).item()
+
+    def tolist(self) -> Any:
+        """All values; communicates as `item` does."""
+        return _whole(self).tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The whole tensor; communicates as `item` does."""
+        return (_whole(self) if force else self.full_tensor()).numpy(force=force)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return self.full_tensor().__array__(dtype)
+
+    def __bool__(self) -> bool:
+        return bool(_whole(self))
+
+    def __int__(self) -> int:
+        return int(_whole(self))
+
+    def __float__(self) -> float:
+        return float(_whole(self))
+
+    def __index__(self) -> int:
+        return _whole(self).__index__()
+
+    def __complex__(self) -> complex:
+        return complex(_whole(self))
+
+    def __format__(self, format_spec: str) -> str:
+        return format(_whole(self), format_spec) if not self._spec.shape else object.__format__(self, format_spec)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        with LocalOperations():
+            local = torch.Tensor.__repr__(self.detach())
+        kind = "Parameter of DTensor" if getattr(self, "_is_param", False) else "DTensor"
+        spec = self._spec
+        return (
+            f"{kind}({list(spec.shape)}, {spec.dtype}, {spec.describe_placements()} on mesh {spec.mesh.describe()}, "
+            f"local={local})"
+        )
+
+    # Copies ----------------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TorchDTensor:
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError("only leaf tensors can be deep-copied; this one is the result of an operation")
+        with torch.no_grad():
+            twin = adopt(unwrap(self).clone(), self._spec)
+        memo[id(self)] = twin
+        twin.requires_grad_(self.requires_grad)
+        if getattr(self, "_is_param", False):
+            twin._is_param = True
+        if self.grad is not None:
+            twin.grad = copy.deepcopy(self.grad, memo)
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"a DTensor {self._spec!r} cannot be pickled: it belongs to the ranks of a running job. "
+            "Save a checkpoint, or its full_tensor()."
+        )
+
+
+def wrap(local: Tensor, spec: TensorSpec) -> TorchDTensor:
+    """`local` as a DTensor; `local` itself stays plain."""
+    with LocalOperations():
+        result = local.as_subclass(TorchDTensor)  # type: ignore[type-var]
+    result._spec = spec
+    return result
+
+
+def adopt(result: Tensor, spec: TensorSpec) -> TorchDTensor:
+    """`result`, which nobody else holds, turned into a DTensor."""
+    result.__class__ = TorchDTensor
+    result._spec = spec  # type: ignore[attr-defined]
+    return result  # type: ignore[return-value]
+
+
+def unwrap(x: Tensor) -> Tensor:
+    """The local data of a DTensor as a plain tensor; a plain tensor as it is."""
+    if not isinstance(x, TorchDTensor):
+        return x
+    with LocalOperations():
+        return x.as_subclass(torch.Tensor)
+
+
+def _whole(x: TorchDTensor) -> Tensor:
+    with torch.no_grad():
+        return x.full_tensor()
+
+
+def _as_gradient(x: TorchDTensor, value: Tensor) -> TorchDTensor:
+    """`value` (a DTensor, or a local shard) as the gradient of `x`."""
+    wanted = grad_spec(x._spec)
+    if not isinstance(value, TorchDTensor):
+        if tuple(value.shape) != wanted.local_shape:
+            raise PlacementError(
+                f"grad of a DTensor {x._spec!r}: the local gradient must be {list(wanted.local_shape)}, "
+                f"got {list(value.shape)}"
+            )
+        return wrap(value, _with_dtype(wanted, value.dtype))
+    if value._spec.with_placements(wanted.placements).shape != wanted.shape or (
+        value._spec.placements != wanted.placements or value._spec.mesh != wanted.mesh
+    ):
+        raise PlacementError(f"grad of a DTensor: expected {wanted!r}, got {value._spec!r}; redistribute it first")
+    return value
+
+
+def _with_dtype(spec: TensorSpec, dtype: torch.dtype) -> TensorSpec:
+    return spec if spec.dtype is dtype else TensorSpec(spec.mesh, spec.placements, spec.shape, dtype)
+
+
+def _first_spec(args: Sequence[Any], kwargs: Mapping[str, Any]) -> TensorSpec:
+    """The spec of some DTensor among the arguments, lists included."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, TorchDTensor):
+            return value._spec
+        if isinstance(value, (tuple, list)):
+            for item in value:
+                if isinstance(item, TorchDTensor):
+                    return item._spec
+    raise AssertionError("__torch_function__ was called without a DTensor")
+
+
+def replicated(x: TorchDTensor) -> TorchDTensor:
+    """`x` with every rank holding the whole."""
+    return x.redistribute(None, [Replicate()] * x._spec.mesh.ndim)

@@ -1,0 +1,75 @@
+"""torch's functions, methods and operators under canonical names: those of the sharding rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+# Operators whose name is not the method's own between underscores.
+_OPERATORS = {
+    "truediv": "div",
+    "floordiv": "floor_divide",
+    "mod": "remainder",
+    "pos": "positive",
+    "invert": "bitwise_not",
+    "and": "bitwise_and",
+    "or": "bitwise_or",
+    "xor": "bitwise_xor",
+    "lshift": "bitwise_left_shift",
+    "rshift": "bitwise_right_shift",
+}
+
+_SYNONYMS = {
+    "true_divide": "div",
+    "divide": "div",
+    "multiply": "mul",
+    "subtract": "sub",
+    "negative": "neg",
+    "absolute": "abs",
+    "clip": "clamp",
+    "fix": "trunc",
+    "greater": "gt",
+    "greater_equal": "ge",
+    "less": "lt",
+    "less_equal": "le",
+    "not_equal": "ne",
+    "concatenate": "cat",
+    "concat": "cat",
+    "swapaxes": "transpose",
+    "swapdims": "transpose",
+    "split_with_sizes": "split",
+    "special_expit": "sigmoid",
+}
+
+_PROPERTIES = {"T": "t", "mT": "mT"}
+
+_REFLECTED = frozenset(
+    f"__r{name}__"
+    for name in (
+        "add", "sub", "mul", "truediv", "div", "floordiv", "mod", "pow", "matmul",
+        "and", "or", "xor", "lshift", "rshift",
+    )
+)  # fmt: skip
+_IN_PLACE = frozenset(f"__i{name[3:]}" for name in _REFLECTED)
+
+
+def property_of(func: Callable[..., Any]) -> str | None:
+    """The tensor property that `func` gets, sets or deletes; None where it is no such accessor."""
+    if getattr(func, "__name__", "") not in ("__get__", "__set__", "__delete__"):
+        return None
+    return getattr(func.__self__, "__name__", None)  # type: ignore[attr-defined]
+
+
+def canonical_name(func: Callable[..., Any]) -> tuple[str, bool]:
+    """(name, reflected): `Tensor.__iadd__` is `add_`; `__rsub__` is `sub` with its operands exchanged."""
+    accessed = property_of(func)
+    if accessed is not None:
+        return _PROPERTIES.get(accessed, accessed), False
+    name = getattr(func, "__name__", repr(func))
+    reflected, in_place = name in _REFLECTED, name in _IN_PLACE
+    if name.startswith("__") and name.endswith("__"):
+        name = name[3:-2] if reflected or in_place else name[2:-2]
+        name = _OPERATORS.get(name, name)
+    in_place = in_place or (name.endswith("_") and not name.startswith("_"))
+    stem = name.rstrip("_")
+    return _SYNONYMS.get(stem, stem) + ("_" if in_place else ""), reflected

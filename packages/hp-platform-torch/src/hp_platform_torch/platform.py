@@ -1,0 +1,294 @@
+"""`TorchPlatform`: what hp_dtensor needs of a framework, in terms of torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from hp_dtensor.exceptions import PlatformError
+from hp_dtensor.platform import DTYPE_NAMES, Platform, Removable
+from hp_dtensor.spec import TensorSpec
+from hp_dtensor.world import World
+from hp_platform_torch import autograd, dtensor, groups
+from hp_platform_torch.dtensor import LocalOperations, TorchDTensor
+from hp_platform_torch.ops import build_ops
+
+Tensor = torch.Tensor
+Removable.register(RemovableHandle)
+
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class TorchPlatform(Platform):
+    """PyTorch on CPU, CUDA or Ascend.
+
+    `HP_DEVICE` (`cpu`, `cuda`, `npu`) limits it to one kind of device where it could use several.
+
+    Attributes:
+        device: this rank's default device.
+    """
+
+    name = "torch"
+    Tensor = torch.Tensor
+    Parameter = nn.Parameter
+    Module = nn.Module
+    DTensor = TorchDTensor
+
+    def __init__(self) -> None:
+        self.device_types = _device_types()
+        self.device = torch.device(self.device_types[0], 0) if self.device_types[0] != "cpu" else torch.device("cpu")
+        self.ops = build_ops(lambda: self.device)
+        self._owns_process_group = False
+
+    # Processes -------------------------------------------------------------------------------------------
+
+    def connect(self, rank: int, size: int, address: str, timeout_seconds: float = 300.0, local_rank: int = 0) -> World:
+        """See `Platform.connect`.
+
+        A default process group that the program has made itself is used and left as it is. Where a peer has
+        died, collectives fail at once or within `timeout_seconds`.
+
+        Raises:
+            PlatformError: this process has joined a job already, or the job cannot be joined.
+        """
+        if self.world is not None:
+            raise PlatformError(
+                f"this process is already rank {self.world.rank} of a job of {self.world.size}; disconnect() first"
+            )
+        timeout = timedelta(seconds=timeout_seconds)
+        self._use_device(local_rank)
+        if dist.is_initialized():
+            _check_same_job(rank, size)
+        elif size > 1:
+            groups.join(rank, size, address, timeout)
+            self._owns_process_group = True
+        self.world = groups.TorchWorld(rank, size, self, timeout)
+        return self.world
+
+    def disconnect(self) -> None:
+        world, self.world = self.world, None
+        if world is not None:
+            world.close()
+        dtensor.forget_plans()
+        if self._owns_process_group:
+            self._owns_process_group = False
+            groups.leave()
+
+    def environment(self, local_rank: int, local_size: int) -> dict[str, str]:
+        """Threads: the cores of this machine divided among its ranks, unless the user has set a number."""
+        threads = max(1, len(os.sched_getaffinity(0)) // max(1, local_size))
+        return {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads)}
+
+    def _use_device(self, local_rank: int) -> None:
+        kind = self.device_types[0]
+        if kind != "cpu":
+            self.device = torch.device(kind, local_rank)
+            getattr(torch, kind).set_device(self.device)
+
+    # Dtypes and plain tensors ----------------------------------------------------------------------------
+
+    def dtype(self, name: str) -> torch.dtype:
+        if name not in DTYPES:
+            raise ValueError(f"dtype {name!r} is unknown; expected one of {', '.join(DTYPES)}")
+        return DTYPES[name]
+
+    def dtype_name(self, dtype: torch.dtype) -> str:
+        if dtype not in NAMES:
+            raise ValueError(f"{dtype} has no counterpart on other platforms; expected one of {', '.join(DTYPES)}")
+        return NAMES[dtype]
+
+    def itemsize(self, dtype: torch.dtype) -> int:
+        return dtype.itemsize
+
+    def is_floating(self, dtype: torch.dtype) -> bool:
+        return dtype.is_floating_point
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: Any = None) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=device or self.device)
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: Any = None) -> Tensor:
+        return torch.zeros(tuple(shape), dtype=dtype, device=device or self.device)
+
+    def from_numpy(self, array: np.ndarray, device: Any = None) -> Tensor:
+        usable = array.flags.writeable and array.flags.c_contiguous and array.dtype.isnative
+        ready = array if usable else np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
+        return torch.from_numpy(ready).to(device or self.device)
+
+    def to_numpy(self, x: Tensor) -> np.ndarray:
+        host = self.detach(self.unwrap(x)).cpu()
+        return (host.view(torch.uint16) if host.dtype == torch.bfloat16 else host).numpy()
+
+    def from_bits(self, array: np.ndarray, dtype: torch.dtype, device: Any = None) -> Tensor:
+        tensor = self.from_numpy(array, device)
+        if tensor.dtype == dtype:
+            return tensor
+        if tensor.dtype.itemsize != dtype.itemsize:
+            raise ValueError(
+                f"from_bits: {array.dtype} has {tensor.dtype.itemsize} bytes per element, {dtype} has {dtype.itemsize}"
+            )
+        return tensor.view(dtype)
+
+    def copy_(self, target: Tensor, source: Tensor) -> None:
+        with torch.no_grad(), LocalOperations():
+            if target.numel() != source.numel():
+                raise ValueError(f"copy_: expected a source of shape {list(target.shape)}, got {list(source.shape)}")
+            target.copy_(source if target.shape == source.shape else source.reshape(target.shape))
+
+    def contiguous(self, x: Tensor) -> Tensor:
+        return x.contiguous()
+
+    def detach(self, x: Tensor) -> Tensor:
+        return x.detach()
+
+    def device_of(self, x: Tensor) -> torch.device:
+        return x.device
+
+    def is_meta(self, x: Tensor) -> bool:
+        return x.is_meta
+
+    # Autograd --------------------------------------------------------------------------------------------
+
+    def linear_map(
+        self, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        return autograd.linear_map(x, forward, backward)
+
+    def custom_function(self, forward: Callable[..., Any], backward: Callable[..., Any], *inputs: Tensor) -> Any:
+        return autograd.custom_function(forward, backward, *inputs)
+
+    def backward(self, loss: Tensor, gradient: Tensor | None = None, retain_graph: bool = False) -> None:
+        loss.backward(gradient, retain_graph=retain_graph)
+
+    def grad(
+        self,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        output_grads: Sequence[Tensor | None] | None = None,
+    ) -> list[Tensor | None]:
+        return list(torch.autograd.grad(outputs, inputs, output_grads, allow_unused=True))
+
+    def no_grad(self) -> AbstractContextManager[None]:
+        return torch.no_grad()
+
+    def enable_grad(self) -> AbstractContextManager[None]:
+        return torch.enable_grad()
+
+    def is_grad_enabled(self) -> bool:
+        return torch.is_grad_enabled()
+
+    def requires_grad(self, x: Tensor) -> bool:
+        return x.requires_grad
+
+    def is_leaf(self, x: Tensor) -> bool:
+        return x.is_leaf
+
+    def set_requires_grad(self, x: Tensor, flag: bool) -> None:
+        x.requires_grad_(flag)
+
+    def get_grad(self, x: Tensor) -> Tensor | None:
+        return x.grad
+
+    def set_grad(self, x: Tensor, grad: Tensor | None) -> None:
+        x.grad = grad
+
+    # DTensor ---------------------------------------------------------------------------------------------
+
+    def wrap(self, local: Tensor, spec: TensorSpec) -> TorchDTensor:
+        return dtensor.wrap(local, spec)
+
+    def adopt(self, result: Tensor, spec: TensorSpec) -> TorchDTensor:
+        return dtensor.adopt(result, spec)
+
+    def local_shape(self, x: Tensor) -> tuple[int, ...]:
+        with LocalOperations():
+            return tuple(x.shape)
+
+    def unwrap(self, x: Tensor) -> Tensor:
+        return dtensor.unwrap(x)
+
+    def local_op(self) -> AbstractContextManager[None]:
+        return LocalOperations()
+
+    # Many tensors at once --------------------------------------------------------------------------------
+
+    def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
+        if not tensors:
+            return torch.zeros((), dtype=torch.float32, device=self.device)
+        norms = torch._foreach_norm(list(tensors), 2, dtype=torch.float32)
+        return torch.stack(norms).square_().sum()
+
+    def scale_(self, tensors: Sequence[Tensor], factor: Tensor) -> None:
+        with torch.no_grad():
+            torch._foreach_mul_(list(tensors), factor)
+
+    # Modules ---------------------------------------------------------------------------------------------
+
+    def named_modules(self, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        return module.named_modules()
+
+    def named_parameters(
+        self, module: nn.Module, recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        return module.named_parameters(recurse=recurse, remove_duplicate=remove_duplicate)
+
+    def set_parameter(self, module: nn.Module, name: str, value: Tensor) -> None:
+        # nn.Module's own assignment refuses a plain tensor under a parameter's name.
+        parameters = module._parameters
+        if name not in parameters:
+            owned = ", ".join(parameters) or "none"
+            raise KeyError(f"{type(module).__name__} owns no parameter {name!r}; its own are: {owned}")
+        parameters[name] = value  # type: ignore[assignment]
+
+    def named_buffers(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        return module.named_buffers()
+
+    def add_forward_pre_hook(
+        self,
+        module: nn.Module,
+        hook: Callable[[nn.Module, tuple, dict], tuple[tuple, dict] | None],
+        prepend: bool = False,
+    ) -> Removable:
+        return module.register_forward_pre_hook(hook, prepend=prepend, with_kwargs=True)  # type: ignore[return-value]
+
+    def add_forward_hook(
+        self,
+        module: nn.Module,
+        hook: Callable[[nn.Module, tuple, dict, Any], Any],
+        prepend: bool = False,
+    ) -> Removable:
+        return module.register_forward_hook(hook, prepend=prepend, with_kwargs=True)  # type: ignore[return-value]
+
+    # Randomness, time and memory -------------------------------------------------------------------------
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def synchronize(self) -> None:
+        if self.device.type != "cpu":
+            getattr(torch, self.device.type).synchronize()
+
+
+def _device_types() -> tuple[str, ...]:
+    usable = groups.device_types()
+    wanted = os.environ.get("HP_DEVICE")
+    if not wanted:
+        return usable
+    if wanted not in usable:
+        raise PlatformError(f"HP_DEVICE is {wanted!r}, but torch can use here only: {', '.join(usable)}")
+    return (wanted, "cpu") if wanted != "cpu" else ("cpu",)
+
+
+def _check_same_job(rank: int, size: int) -> None:
+    have = dist.get_rank(), dist.get_world_size()
+    if have != (rank, size):
+        raise PlatformError(f"torch.distributed is already rank {have[0]} of {have[1]}; expected rank {rank} of {size}")

@@ -1,0 +1,220 @@
+"""torch functions that no sharding rule is about: accessors, autograd, and operations on lists of tensors."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from hp_dtensor.api import grad_spec
+from hp_dtensor.exceptions import MixedOperandsError, ShardingRuleError
+from hp_dtensor.placements import Partial
+from hp_dtensor.spec import TensorSpec
+from hp_platform_torch.dtensor import (
+    Handler,
+    LocalOperations,
+    TorchDTensor,
+    _with_dtype,
+    adopt,
+    replicated,
+    unwrap,
+    wrap,
+)
+from hp_platform_torch.operation_names import property_of
+
+Tensor = torch.Tensor
+
+# Answered by the local tensor, the result returned as it is.
+_LOCAL_NAMES = """
+    requires_grad_ retain_grad register_post_accumulate_grad_hook is_contiguous stride storage_offset data_ptr
+    element_size is_floating_point is_complex is_signed is_inference is_conj is_neg is_pinned is_shared
+    share_memory_ get_device untyped_storage storage record_stream has_names _is_view _is_zerotensor
+    is_tensor is_distributed detach_ _typed_storage
+"""
+_LOCAL = frozenset(_LOCAL_NAMES.split())
+_TENSOR_VALUED_PROPERTIES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
+
+
+def handler_of(func: Callable[..., Any]) -> Handler | None:
+    """The handler of a function; None where a sharding rule decides."""
+    accessed = property_of(func)
+    if accessed is not None:
+        return None if accessed in _TENSOR_VALUED_PROPERTIES else _locally
+    name = getattr(func, "__name__", "")
+    if name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
+        return _on_lists
+    if name in _LOCAL:
+        return _locally
+    return _HANDLERS.get(func)
+
+
+def _locally(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    with LocalOperations():
+        return func(*args, **kwargs)
+
+
+# Autograd ------------------------------------------------------------------------------------------------
+
+
+def backward(
+    loss: TorchDTensor,
+    gradient: Tensor | None,
+    retain_graph: bool | None,
+    create_graph: bool,
+    inputs: Sequence[Tensor] | Tensor | None,
+) -> None:
+    """See `TorchDTensor.backward`. Interception stays on, so that hooks and recomputation see DTensors."""
+    root, seed = _root(loss, gradient)
+    if inputs is not None:
+        inputs = [_edge(x) for x in ((inputs,) if isinstance(inputs, Tensor) else inputs)]
+    torch.autograd.backward(root, seed, retain_graph, create_graph, inputs=inputs)
+
+
+def _root(output: Tensor, gradient: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """(output, its gradient) as plain local tensors."""
+    if not isinstance(output, TorchDTensor):
+        return output, unwrap(gradient) if gradient is not None else None
+    if any(isinstance(p, Partial) and p.op != "sum" for p in output._spec.placements):
+        output = replicated(output)  # only of a sum every contribution has the gradient of the whole
+    if isinstance(gradient, TorchDTensor):
+        gradient = unwrap(gradient.redistribute(None, grad_spec(output._spec).placements))
+    return unwrap(output), gradient
+
+
+def _edge(x: Any) -> Any:
+    """A DTensor by its place in the graph: its gradient is wanted, no operation on it intercepted."""
+    if not isinstance(x, TorchDTensor):
+        return x
+    with LocalOperations():
+        return get_gradient_edge(x)
+
+
+def _autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """`torch.autograd.grad`: gradients of DTensors are DTensors."""
+    call = inspect.signature(func).bind(*args, **kwargs).arguments
+    outputs, inputs = _listed(call.pop("outputs")), _listed(call.pop("inputs"))
+    seeds = call.pop("grad_outputs", None)
+    seeds = [None] * len(outputs) if seeds is None else _listed(seeds)
+    roots = [_root(output, seed) for output, seed in zip(outputs, seeds, strict=True)]
+    materialize = call.pop("materialize_grads", False)
+    grads = func(
+        [root for root, _ in roots],
+        [_edge(x) for x in inputs],
+        [seed for _, seed in roots],
+        **{**call, "allow_unused": True if materialize else call.get("allow_unused")},
+    )
+    return tuple(_gradient_of(x, grad, materialize) for x, grad in zip(inputs, grads, strict=True))
+
+
+def _gradient_of(x: Any, grad: Tensor | None, materialize: bool) -> Tensor | None:
+    if grad is None:
+        return torch.zeros_like(x) if materialize and not isinstance(x, GradientEdge) else None
+    return wrap(grad, _with_dtype(grad_spec(x._spec), grad.dtype)) if isinstance(x, TorchDTensor) else grad
+
+
+def _listed(value: Any) -> list[Any]:
+    return [value] if isinstance(value, (Tensor, GradientEdge)) else list(value)
+
+
+def _register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The hook gets, and may return, the gradient as a DTensor."""
+    x, hook = inspect.signature(func).bind(*args, **kwargs).args
+    spec = grad_spec(x._spec)
+
+    def on_dtensor(grad: Tensor) -> Tensor | None:
+        changed = hook(wrap(grad, _with_dtype(spec, grad.dtype)))
+        return unwrap(changed) if changed is not None else None
+
+    with LocalOperations():
+        return func(x, on_dtensor)
+
+
+# Lists of tensors (optimizers) ----------------------------------------------------------------------------
+
+
+def _on_lists(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """`_foreach_*` and `_fused_*`: one call on the local data of all tensors."""
+    name = func.__name__
+    if name in _REDUCING_LISTS:
+        raise ShardingRuleError(
+            f"{name} reduces each tensor and would see local shards only; "
+            "for gradient clipping use hp_dtensor.clip_grad_norm_"
+        )
+    lists = [
+        value
+        for value in (*args, *kwargs.values())
+        if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor)
+    ]
+    specs = _common_specs(name, lists)
+    with LocalOperations():
+        results = func(*args, **kwargs)
+    if name.endswith("_") or results is None:
+        return results
+    return type(results)(
+        adopt(x, _with_dtype(spec, x.dtype)) if spec is not None else x for x, spec in zip(results, specs, strict=True)
+    )
+
+
+_REDUCING_LISTS = frozenset(
+    {"_foreach_norm", "_foreach_powsum", "_foreach_max", "_amp_foreach_non_finite_check_and_unscale_"}
+)
+
+
+def _common_specs(name: str, lists: Sequence[Sequence[Tensor]]) -> list[TensorSpec | None]:
+    """The spec at each position of the lists, after checking that they agree there."""
+    specs = [[getattr(x, "_spec", None) for x in tensors] for tensors in lists]
+    first = specs[0]
+    for position, spec in enumerate(first):
+        if spec is not None and any(isinstance(p, Partial) for p in spec.placements):
+            raise ShardingRuleError(f"{name}: tensor {position} is partial ({spec!r}); redistribute it first")
+    for tensors, others in zip(lists[1:], specs[1:], strict=True):
+        if others != first:
+            _check_positions(name, first, tensors, others)
+    return first
+
+
+def _check_positions(
+    name: str, first: Sequence[TensorSpec | None], tensors: Sequence[Tensor], others: Sequence[TensorSpec | None]
+) -> None:
+    problems = []
+    for position, (spec, x, other) in enumerate(zip(first, tensors, others, strict=True)):
+        if other is None and (spec is None or x.dim() == 0):
+            continue
+        same = (
+            spec is not None
+            and other is not None
+            and ((spec.mesh, spec.placements, spec.shape) == (other.mesh, other.placements, other.shape))
+        )
+        if not same:
+            problems.append(f"tensor {position}: {spec or 'a plain tensor'} and {other or 'a plain tensor'}")
+    if problems:
+        raise MixedOperandsError(f"{name} on lists whose tensors are placed differently: {'; '.join(problems)}")
+
+
+# Shapes of other tensors -----------------------------------------------------------------------------------
+
+
+def _like_other(method: str) -> Handler:
+    def handler(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        x, other = args[0], args[1] if len(args) > 1 else kwargs["other"]
+        return getattr(x, method)(tuple(other.shape))
+
+    return handler
+
+
+def _number_of_elements(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    x = args[0] if args else kwargs["input"]
+    return x.numel()
+
+
+_HANDLERS: dict[Callable[..., Any], Handler] = {
+    torch.autograd.grad: _autograd_grad,
+    torch.numel: _number_of_elements,
+    torch.Tensor.register_hook: _register_hook,
+    torch.Tensor.view_as: _like_other("view"),
+    torch.Tensor.reshape_as: _like_other("reshape"),
+    torch.Tensor.expand_as: _like_other("expand"),
+}
