@@ -7,6 +7,7 @@ steady state an operation costs a dictionary look-up, the local operation and a 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -192,7 +193,7 @@ def _make_plan(
     arguments = {key: _specs_of(value) for key, value in bind(registration, args, kwargs).items()}
     call = OpCall(name, arguments, specs)
     rule = registration.rule(call)
-    chosen = [_choose(platform, rule, call, registration, axis) for axis in range(mesh.ndim)]
+    chosen = _choose_strategies(platform, rule, call, registration)
     outputs = tuple(
         (tuple(strategy.outputs[i] for strategy in chosen), rule.output_shape(i)) for i in range(len(rule.outputs))
     )
@@ -210,23 +211,43 @@ def _make_plan(
     )
 
 
-def _choose(platform: Platform, rule: Factorization, call: OpCall, registration: Registration, axis: int) -> Strategy:
-    mesh = call.tensors[0].mesh
+def _choose_strategies(
+    platform: Platform, rule: Factorization, call: OpCall, registration: Registration
+) -> list[Strategy]:
+    """One strategy per mesh axis, earlier axes first, since they cut first."""
+    chosen: list[Strategy] = []
+    cut: dict[str, int] = {}
+    nbytes = [_mean_bytes(platform, spec) for spec in call.tensors]
+    for axis, ranks in enumerate(call.tensors[0].mesh.shape):
+        strategy = _choose(rule, call, registration, axis, cut, nbytes)
+        chosen.append(strategy)
+        if strategy.factor is not None:
+            cut[strategy.factor] = cut.get(strategy.factor, 1) * ranks
+    return chosen
+
+
+def _choose(
+    rule: Factorization,
+    call: OpCall,
+    registration: Registration,
+    axis: int,
+    cut: Mapping[str, int],
+    nbytes: list[float],
+) -> Strategy:
+    ranks = call.tensors[0].mesh.shape[axis]
     current = [spec.placements[axis] for spec in call.tensors]
-    found = strategies(rule, current, mesh.shape[axis])
+    found = strategies(rule, current, ranks, cut)
     if registration.in_place:
         found = [strategy for strategy in found if strategy.inputs[0] == strategy.outputs[0] == current[0]]
         if not found:
             raise call.refuse(f"in place it would have to change the placement {current[0]} of its first argument")
-    nbytes = [_local_bytes(platform, spec) for spec in call.tensors]
-    return cheapest(found, current, nbytes, mesh.shape[axis])
+    return cheapest(found, current, nbytes, ranks)
 
 
-def _local_bytes(platform: Platform, spec: TensorSpec) -> int:
-    size = platform.itemsize(spec.dtype)
-    for length in spec.local_shape:
-        size *= length
-    return size
+def _mean_bytes(platform: Platform, spec: TensorSpec) -> float:
+    """Bytes of a shard, the mean over ranks: a choice must not depend on which rank makes it."""
+    cut = (n for n, placement in zip(spec.mesh.shape, spec.placements, strict=True) if placement.is_shard())
+    return math.prod(spec.shape) * platform.itemsize(spec.dtype) / math.prod(cut)
 
 
 def _moves(located: list[tuple[Location, Any]], chosen: list[Strategy]) -> tuple[Move, ...]:

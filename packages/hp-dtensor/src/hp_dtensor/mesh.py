@@ -204,7 +204,7 @@ class DeviceMesh:
         return self._derive(axes, self._base_of(axes))
 
     def flatten(self, name: str, axes: Sequence[str] | None = None) -> DeviceMesh:
-        """The 1-D mesh of several axes (default: all) as one, the first outermost; `mesh[name]` finds it from now on."""
+        """The 1-D mesh of several axes (default: all) as one, outermost first; `mesh[name]` finds it from now on."""
         parts = tuple(self._axis_named(axis) for axis in (axes if axes is not None else self.mesh_dim_names))
         _check_disjoint(parts)
         axis = _merge_pieces(name, parts)

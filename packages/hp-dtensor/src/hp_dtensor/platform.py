@@ -138,7 +138,7 @@ class Platform(ABC):
 
     @abstractmethod
     def copy_(self, target: Tensor, source: Tensor) -> None:
-        """Overwrite `target` (also a view) with `source`, broadcasting not allowed, casting allowed; untracked by autograd."""
+        """Overwrite `target` (also a view) with `source` of its shape, casting; untracked by autograd."""
 
     @abstractmethod
     def contiguous(self, x: Tensor) -> Tensor:

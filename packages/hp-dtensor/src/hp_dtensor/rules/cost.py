@@ -10,7 +10,7 @@ from hp_dtensor.rules.factors import Strategy
 INFINITE = float("inf")
 
 
-def cheapest(found: Sequence[Strategy], current: Sequence[Placement], nbytes: Sequence[int], ranks: int) -> Strategy:
+def cheapest(found: Sequence[Strategy], current: Sequence[Placement], nbytes: Sequence[float], ranks: int) -> Strategy:
     """The strategy of fewest bytes; then the one that changes fewest inputs; then the first."""
     if all(placement.is_replicate() for placement in current):
         return found[0]
@@ -18,7 +18,7 @@ def cheapest(found: Sequence[Strategy], current: Sequence[Placement], nbytes: Se
 
 
 def _cost(
-    strategy: Strategy, current: Sequence[Placement], nbytes: Sequence[int], ranks: int
+    strategy: Strategy, current: Sequence[Placement], nbytes: Sequence[float], ranks: int
 ) -> tuple[float, float, int]:
     moves = list(zip(current, strategy.inputs, nbytes, strict=True))
     wire = sum(move_bytes(source, target, size, ranks) for source, target, size in moves)
@@ -26,8 +26,8 @@ def _cost(
     return wire, changes, strategy.is_replicated
 
 
-def move_bytes(source: Placement, target: Placement, nbytes: int, ranks: int) -> float:
-    """Bytes sent per rank to bring a tensor with `nbytes` on this rank from one placement to another."""
+def move_bytes(source: Placement, target: Placement, nbytes: float, ranks: int) -> float:
+    """Bytes sent per rank to bring a tensor with `nbytes` on a rank from one placement to another."""
     if source == target:
         return 0.0
     match source, target:

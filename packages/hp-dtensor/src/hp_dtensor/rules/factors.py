@@ -85,11 +85,18 @@ class Strategy:
         return all(placement.is_replicate() for placement in (*self.inputs, *self.outputs))
 
 
-def strategies(rule: Factorization, current: Sequence[Placement], parts: int) -> list[Strategy]:
-    """Every way for an axis of `parts` ranks to take part, given what its inputs are now."""
+def strategies(
+    rule: Factorization, current: Sequence[Placement], ranks: int, cut_already: Mapping[str, int]
+) -> list[Strategy]:
+    """Every way for an axis to take part, given what its inputs are now.
+
+    Args:
+        ranks: of this axis.
+        cut_already: factor -> number of parts that earlier axes cut it into.
+    """
     found = [_replicated(rule)]
     for factor in rule.sizes:
-        if rule.sizes[factor] > 1 and rule.splittable(factor, parts):
+        if rule.sizes[factor] > 1 and rule.splittable(factor, ranks * cut_already.get(factor, 1)):
             found += _cut(rule, factor, current)
     found += _partial_inputs(rule)
     return found

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from hp_dtensor.rules.factors import Dims, Factorization
 from hp_dtensor.rules.registry import OpCall, Rule, RuleRegistry, names_for
+
+if TYPE_CHECKING:
+    from hp_dtensor.dispatch import LocalCall
 
 LINEAR = (frozenset({0}),)
 
@@ -45,9 +49,23 @@ def _reduction(op: str | None) -> Rule:
         if op is None:
             return Factorization((dims,), (output,), sizes, fixed=frozenset(factors))
         terms = LINEAR if op == "sum" else None
-        return Factorization((dims,), (output,), sizes, reduced=dict.fromkeys(factors, op), terms=terms)
+        local = {} if op == "sum" else dict.fromkeys(factors, _extreme_of_part(call.name, op, gone, call["keepdim"]))
+        return Factorization((dims,), (output,), sizes, reduced=dict.fromkeys(factors, op), terms=terms, local=local)
 
     return rule
+
+
+def _extreme_of_part(name: str, op: str, gone: tuple[int, ...], keepdim: bool) -> Callable[[LocalCall], Any]:
+    """amax or amin of a part that may be empty: then the value that never wins, still in the autograd graph."""
+
+    def reduce(call: LocalCall) -> Any:
+        ops, x = call.platform.ops, call.arguments["input"]
+        if all(x.shape[i] for i in gone):
+            return getattr(ops, name)(x, gone, bool(keepdim))
+        nothing = ops.sum(x, gone, bool(keepdim))
+        return ops.add(nothing, float("-inf" if op == "max" else "inf"))
+
+    return reduce
 
 
 def _mean(call: OpCall) -> Factorization:
