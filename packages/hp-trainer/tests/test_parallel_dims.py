@@ -7,8 +7,8 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from hp_dtensor.world import fake_world
 
+from hp_dtensor.world import fake_world
 from hp_trainer.exceptions import ParallelDimsError
 from hp_trainer.parallel_dims import ParallelDims
 
@@ -71,9 +71,7 @@ def test_all_problems_come_at_once() -> None:
 
 @pytest.mark.parametrize("value", [0, -2, 1.5, True, "2", None])
 def test_a_degree_is_a_whole_number_of_at_least_one(value: object) -> None:
-    assert f"tp: impossible degree\n    expected: a whole number >= 1\n    got: {value!r}" in message(
-        tp=value
-    )
+    assert f"tp: impossible degree\n    expected: a whole number >= 1\n    got: {value!r}" in message(tp=value)
 
 
 def test_only_the_shard_degree_may_be_left_open() -> None:

@@ -81,9 +81,7 @@ def _has_experts(model: Any) -> bool:
     return model is None or bool(getattr(config, "num_experts", None))
 
 
-def _candidates(
-    world_size: int, expert_meshes: Sequence[ExpertMesh], *, has_experts: bool
-) -> Iterator[ParallelDims]:
+def _candidates(world_size: int, expert_meshes: Sequence[ExpertMesh], *, has_experts: bool) -> Iterator[ParallelDims]:
     for ep, expert_mesh in itertools.product(divisors(world_size) if has_experts else [1], expert_meshes):
         if ep == 1 and expert_mesh != expert_meshes[0]:
             continue

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.world import World, current_world
-
 from hp_trainer._divisors import join_choices, nearest_divisors
 from hp_trainer.exceptions import ParallelDimsError, Problem, raise_if_any
 
@@ -54,7 +53,7 @@ class ParallelDims:
 
     Attributes:
         dp_replicate: replicas of the sharded model (HSDP's outer axis).
-        dp_shard: data-parallel ranks that share one copy of the weights; -1 takes what is left of `world_size`.
+        dp_shard: data-parallel ranks that share one copy of the weights; -1 takes what is left.
         cp: context parallel ranks, which share a sequence.
         tp: tensor parallel ranks.
         pp: pipeline stages.
@@ -202,7 +201,7 @@ class ParallelDims:
             mesh.flatten("etp", ["tp"] if self.etp == self.tp else [])
             return
         sizes = self.sparse_sizes()
-        # Views of one root share their aliases, so what is named on the sparse view is found on the dense one.
+        # Views of one root share their aliases: what is named on the sparse view is found on the dense one.
         sparse = root.unflatten("world", tuple(sizes.values()), tuple(f"sparse_{name}" for name in sizes))
         for name in ("efsdp", "ep", "etp"):
             sparse.flatten(name, [f"sparse_{name}"])
@@ -232,7 +231,7 @@ class ParallelDims:
     # Model -----------------------------------------------------------------------------------------------
 
     def model_problems(self, model: Any, seq_len: int | None = None) -> Iterator[Problem]:
-        """What of `model.config` (or of `model` itself, when it has no `config`) these degrees do not divide."""
+        """What of `model.config` (or of a `model` that has no `config`) these degrees do not divide."""
         config = getattr(model, "config", model)
         for field, degree in (
             ("num_attention_heads", "tp"),
@@ -253,14 +252,10 @@ class ParallelDims:
         Raises:
             ParallelDimsError: listing every problem with the legal degrees.
         """
-        raise_if_any(
-            self.model_problems(model, seq_len), ParallelDimsError, "parallel degrees do not fit the model"
-        )
+        raise_if_any(self.model_problems(model, seq_len), ParallelDimsError, "parallel degrees do not fit the model")
 
 
-DEGREES = tuple(
-    field.name for field in fields(ParallelDims) if field.name not in ("world_size", "expert_mesh")
-)
+DEGREES = tuple(field.name for field in fields(ParallelDims) if field.name not in ("world_size", "expert_mesh"))
 
 
 def degrees_from_config(config: Any) -> dict[str, Any]:
@@ -300,9 +295,7 @@ def _malformed(dims: Any) -> Iterator[Problem]:
         whole = isinstance(value, int) and not isinstance(value, bool)
         if not whole or (value < 1 and not (name == "dp_shard" and value == -1)):
             expected = "-1 or a whole number >= 1" if name == "dp_shard" else "a whole number >= 1"
-            yield Problem(
-                path=name, what="impossible degree", expected=expected, got=repr(value), hint=f"{name}=1"
-            )
+            yield Problem(path=name, what="impossible degree", expected=expected, got=repr(value), hint=f"{name}=1")
     if dims.expert_mesh not in get_args(ExpertMesh):
         yield Problem(
             path="expert_mesh",

@@ -1,0 +1,32 @@
+"""Sharded checkpoints: safetensors files and a JSON index, complete or absent, read by any layout."""
+
+from hp_trainer.checkpoint.box import Box
+from hp_trainer.checkpoint.catalog import (
+    Latest,
+    find_latest,
+    list_checkpoints,
+    open_latest,
+    prune,
+)
+from hp_trainer.checkpoint.exchange import Group
+from hp_trainer.checkpoint.index import Index, model_fingerprint
+from hp_trainer.checkpoint.load import Checkpoint
+from hp_trainer.checkpoint.save import TensorPart, save_checkpoint
+from hp_trainer.checkpoint.storage import LocalStorage, Storage
+
+__all__ = [
+    "Box",
+    "Checkpoint",
+    "Group",
+    "Index",
+    "Latest",
+    "LocalStorage",
+    "Storage",
+    "TensorPart",
+    "find_latest",
+    "list_checkpoints",
+    "model_fingerprint",
+    "open_latest",
+    "prune",
+    "save_checkpoint",
+]

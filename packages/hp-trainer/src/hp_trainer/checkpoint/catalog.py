@@ -1,0 +1,126 @@
+"""All checkpoints of a run: names, the latest sound one, retention."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from hp_trainer.checkpoint.load import Checkpoint
+from hp_trainer.checkpoint.storage import Storage
+from hp_trainer.exceptions import CheckpointError
+
+INCOMPLETE = ".incomplete-"
+_LEFTOVER = re.compile(r"^step-\d+(-\d+)?\.(incomplete|deleted)-")
+_COMPLETE = re.compile(r"^step-(\d{8,})(?:-(\d+))?$")
+
+
+@dataclass(frozen=True)
+class Latest:
+    """The newest sound checkpoint, and why newer ones were passed over."""
+
+    checkpoint: Checkpoint | None
+    skipped: tuple[str, ...]
+
+
+def step_name(step: int) -> str:
+    """The folder of a step that is saved for the first time."""
+    return f"step-{step:08}"
+
+
+def list_checkpoints(storage: Storage) -> list[str]:
+    """Names of all complete checkpoints, newest first (by step, then by how often it was saved)."""
+    found = [(match, name) for name in storage.list_folders() if (match := _COMPLETE.match(name))]
+    return [name for _, name in sorted(((_order(match), name) for match, name in found), reverse=True)]
+
+
+def find_latest(storage: Storage, *, content: bool = True) -> Latest:
+    """Look for the newest checkpoint that verifies.
+
+    Args:
+        content: compare all checksums; False: sizes and headers only.
+    """
+    skipped = []
+    for name in list_checkpoints(storage):
+        try:
+            checkpoint = Checkpoint(storage, name)
+            checkpoint.verify(content=content)
+        except (CheckpointError, OSError) as error:
+            skipped.append(str(error))
+        else:
+            return Latest(checkpoint, tuple(skipped))
+    return Latest(None, tuple(skipped))
+
+
+def open_latest(storage: Storage, *, content: bool = True) -> Checkpoint:
+    """The newest checkpoint that verifies.
+
+    Raises:
+        CheckpointError: there is none; says what was passed over.
+    """
+    latest = find_latest(storage, content=content)
+    if latest.checkpoint is None:
+        reasons = "".join(f"\n  {reason}" for reason in latest.skipped)
+        raise CheckpointError(f"{storage.describe('')} holds no sound checkpoint{reasons}")
+    return latest.checkpoint
+
+
+def prune(storage: Storage, keep: int) -> list[str]:
+    """Delete what is older than the newest `keep` sound checkpoints; returns the names deleted.
+
+    A checkpoint whose sizes or headers are wrong does not count, so the last sound one always stays. A step
+    saved again replaces its earlier save.
+    """
+    if keep < 1:
+        raise ValueError(f"keep must be at least 1, got {keep}")
+    kept: dict[int, str] = {}
+    doomed = []
+    for name in list_checkpoints(storage):
+        step = step_of(name)
+        if len(kept) >= keep or step in kept:
+            doomed.append(name)
+        elif _is_sound(storage, name):
+            kept[step] = name
+    for name in doomed:
+        storage.delete_folder(name)
+    return doomed
+
+
+def delete_leftovers(storage: Storage) -> None:
+    """Remove what killed saves and deletions left behind; only the run's one writer may."""
+    for name in storage.list_folders():
+        if _LEFTOVER.match(name):
+            storage.delete_folder(name)
+
+
+def free_name(storage: Storage, stem: str) -> str:
+    """`stem`, or `stem-2`, `stem-3`, ... where that is taken: a published checkpoint is never written over."""
+    taken = set(storage.list_folders())
+    name, attempt = stem, 1
+    while name in taken:
+        attempt += 1
+        name = f"{stem}-{attempt}"
+    return name
+
+
+def step_of(name: str) -> int:
+    """The step in the name of a complete checkpoint.
+
+    Raises:
+        CheckpointError: it is no such name.
+    """
+    match = _COMPLETE.match(name)
+    if match is None:
+        raise CheckpointError(f"{name!r} is no checkpoint; expected a name such as step-00000100")
+    return int(match[1])
+
+
+def _order(match: re.Match[str]) -> tuple[int, int]:
+    return int(match[1]), int(match[2] or 1)
+
+
+def _is_sound(storage: Storage, name: str) -> bool:
+    try:
+        Checkpoint(storage, name).verify(content=False)
+    except (CheckpointError, OSError):
+        return False
+    return True

@@ -1,0 +1,178 @@
+"""Writing a checkpoint: every rank its shard, then the coordinator the index and the name."""
+
+from __future__ import annotations
+
+import secrets
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hp_trainer.checkpoint.box import Box, cover_exactly
+from hp_trainer.checkpoint.catalog import INCOMPLETE, delete_leftovers, free_name, prune, step_name
+from hp_trainer.checkpoint.dtypes import storage_dtype
+from hp_trainer.checkpoint.exchange import Alone, Group, all_ranks, coordinator
+from hp_trainer.checkpoint.index import INDEX_FILE, Chunk, Index, SavedTensor, shard_name
+from hp_trainer.checkpoint.shard_file import Entry, checksums, file_parts
+from hp_trainer.checkpoint.storage import Storage
+from hp_trainer.exceptions import CheckpointError
+
+
+@dataclass(frozen=True)
+class TensorPart:
+    """What this rank holds of a tensor.
+
+    Attributes:
+        name: dotted name, the same on every rank.
+        dtype: name such as `bfloat16`.
+        shape: the global shape.
+        boxes: the boxes held, each with its elements (`numpy` dtype of the same name; uint16 for bfloat16).
+        replica, num_replicas: of the ranks that hold the same boxes, which one this is, and how many they are.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: Sequence[tuple[Box, np.ndarray]]
+    replica: int = 0
+    num_replicas: int = 1
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this rank writes for its replicas: spread over them by name, without communication."""
+        return zlib.crc32(self.name.encode()) % self.num_replicas == self.replica
+
+
+def save_checkpoint(
+    storage: Storage,
+    tensors: Iterable[TensorPart],
+    *,
+    step: int,
+    model: Mapping[str, Any],
+    state: Mapping[str, Any],
+    group: Group | None = None,
+    keep: int | None = None,
+) -> str:
+    """Write a checkpoint; called by every rank of `group` (default: this one alone). Returns its folder's name.
+
+    Args:
+        storage: where to.
+        tensors: what this rank holds; the names, shapes and dtypes agree over ranks.
+        step: optimizer steps done.
+        model: name and options of the model (JSON values), the same on every rank.
+        state: the trainer's own (JSON values), the same on every rank.
+        keep: then delete all but so many of the newest sound checkpoints; None: keep all.
+
+    Raises:
+        CheckpointError: on every rank when any failed; earlier checkpoints are untouched.
+    """
+    group = group if group is not None else Alone()
+    save_id = coordinator(group, "beginning a checkpoint", lambda: _begin(storage, step))
+    folder = f"{step_name(step)}{INCOMPLETE}{save_id}"
+    try:
+        shards = all_ranks(
+            group, "writing a checkpoint", lambda: _write_shard(storage, folder, save_id, group.rank, tensors)
+        )
+        name: str = coordinator(
+            group,
+            "publishing a checkpoint",
+            lambda: _publish(storage, folder, _merge(shards, step, save_id, model, state)),
+        )
+    except CheckpointError:
+        if group.rank == 0:
+            delete_leftovers(storage)
+        raise
+    if group.rank == 0 and keep is not None:
+        prune(storage, keep)
+    return name
+
+
+def _begin(storage: Storage, step: int) -> str:
+    delete_leftovers(storage)
+    save_id = secrets.token_hex(4)
+    storage.create_folder(f"{step_name(step)}{INCOMPLETE}{save_id}")
+    return save_id
+
+
+def _write_shard(
+    storage: Storage, folder: str, save_id: str, rank: int, tensors: Iterable[TensorPart]
+) -> dict[str, Any]:
+    """Write this rank's file; returns what the coordinator must know of it."""
+    parts = list(tensors)
+    entries = [(part, box, entry) for part in parts if part.is_writer for box, entry in _entries(part)]
+    metadata = {"format": "pt", "hp_save": save_id, "hp_rank": str(rank)}
+    size = storage.write_file(folder, shard_name(rank), file_parts([entry for _, _, entry in entries], metadata))
+    chunks = [[part.name, entry.key, box.offset, box.shape, checksums(entry.data)] for part, box, entry in entries]
+    known = {part.name: [part.dtype, list(part.shape)] for part in parts}
+    return {"bytes": size, "tensors": known, "chunks": chunks}
+
+
+def _entries(part: TensorPart) -> Iterator[tuple[Box, Entry]]:
+    expected = storage_dtype(part.dtype)
+    for box, data in part.boxes:
+        if data.shape != box.shape or data.dtype != expected or not box.is_inside(part.shape):
+            raise CheckpointError(
+                f"tensor {part.name!r} ({part.dtype}{list(part.shape)}): {box} came with {data.dtype}"
+                f"{list(data.shape)}; expected {expected}{list(box.shape)} within the tensor"
+            )
+        if box.numel:
+            yield box, Entry(_key(part, box), part.dtype, np.ascontiguousarray(data).reshape(box.shape))
+
+
+def _key(part: TensorPart, box: Box) -> str:
+    """The tensor's name where the box is all of it, so that one-rank checkpoints read as plain safetensors."""
+    if box.shape == part.shape:
+        return part.name
+    return f"{part.name}@{','.join(str(begin) for begin in box.offset)}"
+
+
+def _merge(
+    shards: Sequence[dict[str, Any]], step: int, save_id: str, model: Mapping[str, Any], state: Mapping[str, Any]
+) -> Index:
+    """The index of what the ranks wrote.
+
+    Raises:
+        CheckpointError: ranks disagree about a tensor, or their boxes do not cover it; lists all of them.
+    """
+    kinds, problems = _agreed_kinds(shards)
+    chunks: dict[str, dict[Box, Chunk]] = {name: {} for name in kinds}
+    for rank, shard in enumerate(shards):
+        for name, key, offset, shape, sums in shard["chunks"]:
+            box = Box(tuple(offset), tuple(shape))
+            chunks[name].setdefault(box, Chunk(rank, key, box, tuple(sums)))
+    for name, (_, shape) in kinds.items():
+        reason = cover_exactly(list(chunks[name]), shape)
+        if reason is not None:
+            problems.append(f"tensor {name!r} of shape {tuple(shape)}: {reason}")
+    if problems:
+        raise CheckpointError("the ranks' parts make no whole checkpoint: " + "; ".join(problems))
+    return Index(
+        step=step,
+        save_id=save_id,
+        shard_bytes=tuple(shard["bytes"] for shard in shards),
+        tensors={
+            name: SavedTensor(dtype, tuple(shape), tuple(chunks[name].values()))
+            for name, (dtype, shape) in kinds.items()
+        },
+        model=model,
+        state=state,
+    )
+
+
+def _agreed_kinds(shards: Sequence[dict[str, Any]]) -> tuple[dict[str, list[Any]], list[str]]:
+    kinds: dict[str, list[Any]] = {}
+    problems = []
+    for rank, shard in enumerate(shards):
+        for name, kind in shard["tensors"].items():
+            if kinds.setdefault(name, kind) != kind:
+                problems.append(f"tensor {name!r} is {kinds[name]} on one rank and {kind} on rank {rank}")
+    return kinds, problems
+
+
+def _publish(storage: Storage, folder: str, index: Index) -> str:
+    storage.write_file(folder, INDEX_FILE, [index.dump().encode()])
+    name = free_name(storage, step_name(index.step))
+    storage.rename_folder(folder, name)
+    return name

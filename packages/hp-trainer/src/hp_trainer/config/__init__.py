@@ -1,0 +1,42 @@
+"""The schema of the one YAML file, and its strict loader."""
+
+from hp_trainer.config._setting import Component, component, section, setting
+from hp_trainer.config.dump import dump_config, to_plain
+from hp_trainer.config.load import LoadedConfig, load_config, parse_config
+from hp_trainer.config.options import Option, list_options
+from hp_trainer.config.schema import (
+    AdamWConfig,
+    CheckpointConfig,
+    GenerateConfig,
+    LaunchConfig,
+    LrScheduleConfig,
+    MetricsConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainerConfig,
+    TrainingConfig,
+)
+
+__all__ = [
+    "AdamWConfig",
+    "CheckpointConfig",
+    "Component",
+    "GenerateConfig",
+    "LaunchConfig",
+    "LoadedConfig",
+    "LrScheduleConfig",
+    "MetricsConfig",
+    "Option",
+    "ParallelConfig",
+    "RunConfig",
+    "TrainerConfig",
+    "TrainingConfig",
+    "component",
+    "dump_config",
+    "list_options",
+    "load_config",
+    "parse_config",
+    "section",
+    "setting",
+    "to_plain",
+]

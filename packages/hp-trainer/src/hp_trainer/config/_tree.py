@@ -1,0 +1,162 @@
+"""The configuration as a tree that remembers where each value stands, before any schema is applied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from hp_trainer.exceptions import Problem
+
+_TAG = "tag:yaml.org,2002:"
+_TYPED = ("null", "bool", "int", "float")
+_TEXT = ("str", "timestamp", "binary", "value", "merge")
+
+
+@dataclass
+class Scalar:
+    """A leaf: its text, and its YAML tag (`null`, `bool`, `int`, `float` or `str`)."""
+
+    text: str
+    tag: str
+    source: str
+
+
+@dataclass
+class Items:
+    """A list."""
+
+    items: list[Tree]
+    source: str
+
+
+@dataclass
+class Section:
+    """A mapping; `sources` says where each key stands."""
+
+    source: str
+    items: dict[str, Tree] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Override:
+    """The text of `--a.b=text`, read as YAML unless the setting is a string."""
+
+    text: str
+    source: str
+
+
+Tree = Scalar | Items | Section | Override
+
+
+def parse_yaml(text: str, source: str, *, numbered: bool = True) -> tuple[Tree | None, list[Problem]]:
+    """The tree of a YAML text, or the reason why there is none; `source` names the text in problems."""
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{source}:{mark.line + 1}" if mark and numbered else source
+        return None, [Problem(path="", what=f"not YAML: {error.problem or error.context}", source=where)]
+    except yaml.YAMLError as error:
+        return None, [Problem(path="", what=f"not YAML: {error}", source=source)]
+    if node is None:
+        return Section(source), []
+    builder = _Builder(source, numbered)
+    return builder.build(node, ""), builder.problems
+
+
+class _Builder:
+    def __init__(self, source: str, numbered: bool) -> None:
+        self.source = source
+        self.numbered = numbered
+        self.problems: list[Problem] = []
+        self._open: set[int] = set()
+
+    def build(self, node: Any, path: str) -> Tree:
+        where = self._where(node)
+        if id(node) in self._open:
+            self.problems.append(Problem(path=path, what="contains itself", source=where))
+            return Scalar("", "null", where)
+        self._open.add(id(node))
+        try:
+            return self._build(node, path, where)
+        finally:
+            self._open.remove(id(node))
+
+    def _build(self, node: Any, path: str, where: str) -> Tree:
+        if isinstance(node, yaml.MappingNode) and node.tag == _TAG + "map":
+            return self._section(node, path, where)
+        if isinstance(node, yaml.SequenceNode) and node.tag == _TAG + "seq":
+            items = [self.build(item, f"{path}[{i}]") for i, item in enumerate(node.value)]
+            return Items(items, where)
+        if isinstance(node, yaml.ScalarNode) and node.tag.removeprefix(_TAG) in (*_TYPED, *_TEXT):
+            tag = node.tag.removeprefix(_TAG)
+            return Scalar(node.value, tag if tag in _TYPED else _text_tag(node), where)
+        self.problems.append(Problem(path=path, what="tags are not supported", got=str(node.tag), source=where))
+        return Scalar("", "null", where)
+
+    def _section(self, node: Any, path: str, where: str) -> Section:
+        section = Section(where)
+        for key_node, value_node in node.value:
+            key, key_where = str(key_node.value), self._where(key_node)
+            inner = f"{path}.{key}" if path else key
+            if not isinstance(key_node, yaml.ScalarNode):
+                self.problems.append(Problem(path=path, what="a key must be a word", source=key_where))
+            elif key in section.items:
+                places = f"{section.sources[key]} and {key_where}"
+                self.problems.append(Problem(path=inner, what="given twice", got=places, source=key_where))
+            else:
+                section.items[key] = self.build(value_node, inner)
+                section.sources[key] = key_where
+        return section
+
+    def _where(self, node: Any) -> str:
+        return f"{self.source}:{node.start_mark.line + 1}" if self.numbered else self.source
+
+
+def _text_tag(node: Any) -> str:
+    """YAML 1.1 reads `1e-3` as a string; everyone who writes it means a number."""
+    if node.style is None and "e" in node.value.lower():
+        try:
+            float(node.value)
+        except ValueError:
+            return "str"
+        return "float"
+    return "str"
+
+
+def apply_overrides(tree: Tree, overrides: Iterable[tuple[str, str]]) -> list[Problem]:
+    """Put `(dotted path, text)` pairs into the tree, creating sections; the last one of a path wins."""
+    problems = []
+    for path, text in overrides:
+        problem = _apply(tree, path.split("."), Override(text, f"--{path}"))
+        if problem is not None:
+            problems.append(problem)
+    return problems
+
+
+def _apply(tree: Tree, keys: Sequence[str], value: Override) -> Problem | None:
+    path = ".".join(keys)
+    if not all(keys):
+        return Problem(path=path, what="not a dotted path", hint="--section.key=value", source=value.source)
+    for depth, key in enumerate(keys):
+        if not isinstance(tree, Section):
+            return Problem(
+                path=path,
+                what=f"{'.'.join(keys[:depth])} is a value and has no settings of its own",
+                got=f"a value at {tree.source}",
+                source=value.source,
+            )
+        if depth == len(keys) - 1:
+            tree.items[key] = value
+            tree.sources[key] = value.source
+            return None
+        inner = tree.items.get(key)
+        if inner is None or (isinstance(inner, Scalar) and inner.tag == "null"):
+            tree.items[key] = Section(value.source)
+            tree.sources[key] = value.source
+        tree = tree.items[key]
+    return None

@@ -1,0 +1,27 @@
+"""Writing a configuration so that it reads back equal."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import yaml
+
+from hp_trainer.config._setting import Component
+
+
+def to_plain(value: Any) -> Any:
+    """Dataclasses as mappings, components as mappings with a `name`, tuples as lists."""
+    if isinstance(value, Component):
+        return {"name": value.name} | to_plain(value.options)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, (tuple, list)):
+        return [to_plain(item) for item in value]
+    return value
+
+
+def dump_config(config: Any) -> str:
+    """The YAML text of a configuration, every setting included."""
+    text: str = yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True, width=110)
+    return text

@@ -1,0 +1,155 @@
+"""The schema of the one YAML file that describes a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from hp_trainer.config._setting import Component, component, section, setting
+from hp_trainer.exceptions import Problem
+
+DTypeName = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Where the run's files go."""
+
+    folder: str | None = setting(None, help="run folder; null: runs/<name of the YAML file>-<date and time>")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """How long and on how much."""
+
+    steps: int = setting(help="optimizer steps of the whole run", minimum=1)
+    global_batch_size: int = setting(8, help="samples per optimizer step, over all ranks", minimum=1)
+    micro_batch_size: int | None = setting(
+        None, help="samples per rank and forward pass; null: a rank's whole share at once", minimum=1
+    )
+    sequence_length: int = setting(256, help="tokens per sample", minimum=1)
+    seed: int = setting(0, help="seed of the initial weights and of the order of samples", minimum=0)
+    dtype: DTypeName = setting("float32", help="dtype of computation; weights and optimizer stay float32")
+    reduce_dtype: Literal["float32", "bfloat16", "float16"] = setting(
+        "float32", help="dtype in which gradients are summed over ranks"
+    )
+    clip_norm: float | None = setting(1.0, help="largest global 2-norm of gradients; null: no limit", above=0)
+    eval_interval: int | None = setting(None, help="steps between evaluations; null: none", minimum=1)
+    eval_batches: int = setting(4, help="global batches per evaluation", minimum=1)
+
+    def check(self) -> Iterator[Problem]:
+        micro, batch = self.micro_batch_size, self.global_batch_size
+        if micro is not None and batch % micro:
+            yield Problem(
+                path="micro_batch_size",
+                what=f"global_batch_size = {batch} is no multiple of it",
+                expected=f"a divisor of {batch}",
+                got=str(micro),
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWConfig:
+    """AdamW (Loshchilov and Hutter, 2019, "Decoupled weight decay regularization")."""
+
+    lr: float = setting(1e-3, help="peak learning rate", above=0)
+    betas: tuple[float, float] = setting((0.9, 0.95), help="decay rates of the two moments", minimum=0)
+    eps: float = setting(1e-8, help="added to the root of the second moment", above=0)
+    weight_decay: float = setting(0.1, help="decoupled weight decay", minimum=0)
+
+    def check(self) -> Iterator[Problem]:
+        if max(self.betas) >= 1:
+            yield Problem(path="betas", what="out of range", expected="numbers < 1", got=str(list(self.betas)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LrScheduleConfig:
+    """The learning rate as a multiple of the optimizer's, from warm-up to the last step."""
+
+    kind: Literal["cosine", "wsd", "constant"] = setting(
+        "cosine", help="after warm-up: cosine decay, warm-up-stable-decay, or constant"
+    )
+    warmup_steps: int = setting(0, help="steps of linear warm-up from 0", minimum=0)
+    decay_steps: int | None = setting(None, help="wsd: steps of the final decay; null: a tenth", minimum=1)
+    final_fraction: float = setting(0.1, help="fraction of the peak at the last step", minimum=0, maximum=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """The fields of `hp_trainer.ParallelDims`; their product is checked against the number of ranks."""
+
+    dp_replicate: int = setting(1, help="replicas of the sharded model", minimum=1)
+    dp_shard: int = setting(-1, help="data-parallel ranks that share the weights; -1: what is left")
+    cp: int = setting(1, help="context parallel ranks", minimum=1)
+    tp: int = setting(1, help="tensor parallel ranks", minimum=1)
+    pp: int = setting(1, help="pipeline stages", minimum=1)
+    ep: int = setting(1, help="expert parallel ranks", minimum=1)
+    etp: int | None = setting(None, help="tensor parallel ranks in an expert, 1 or tp; null: tp", minimum=1)
+    ulysses_degree: int | None = setting(None, help="how many of the cp ranks exchange heads; null: all", minimum=1)
+    expert_mesh: Literal["folded", "peer"] = setting(
+        "folded", help="folded: experts re-use the dense ranks; peer: ep is an axis of its own"
+    )
+    reshard_after_forward: bool = setting(
+        True, help="free gathered weights after forward and gather them again for backward"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When checkpoints are written and how many stay; there is always one after the last step."""
+
+    interval: int | None = setting(None, help="steps between checkpoints; null: one at the end", minimum=1)
+    keep: int | None = setting(2, help="newest checkpoints to keep; null: all", minimum=1)
+    folder: str | None = setting(None, help="folder of the checkpoints; null: checkpoints/ in the run folder")
+    storage: Component = component("checkpoint_storages", "local", help="where checkpoints live")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsConfig:
+    """Who is told about each step."""
+
+    trackers: tuple[Component, ...] = component(
+        "trackers", ("jsonl", "progress", "loss_curve"), help="trackers of metrics, run by rank 0"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchConfig:
+    """The ranks that `hp-train` starts by itself on this machine."""
+
+    local_ranks: int | None = setting(
+        None, help="ranks to start here; null: one, or those that torchrun or msrun started", minimum=1
+    )
+    timeout_seconds: float = setting(300.0, help="longest wait for the other ranks to join", above=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig:
+    """The text that the trained model writes."""
+
+    prompts: tuple[str, ...] = setting(("def ", "import "), help="prompts continued after training")
+    max_new_tokens: int = setting(200, help="tokens to add to a prompt", minimum=0)
+    temperature: float = setting(0.8, help="divides the logits; 0: always the likeliest token", minimum=0)
+    top_k: int | None = setting(40, help="draw among so many likeliest tokens; null: all", minimum=1)
+    seed: int = setting(0, help="seed of the draws", minimum=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """A whole run: what is trained, on what, how, where."""
+
+    run: RunConfig = section(RunConfig, help="the run folder")
+    platform: str | None = setting(
+        None, help="torch, mindspore, ...; null: HP_PLATFORM, or the only platform installed"
+    )
+    model: Component = component("models", "moe_decoder", help="the model and its sizes")
+    data: Component = component("datasets", "text", help="what it is trained on")
+    training: TrainingConfig = section(help="steps, batch, precision")
+    optimizer: Component = component("optimizers", "adamw", help="the optimizer and its settings")
+    lr_schedule: LrScheduleConfig = section(LrScheduleConfig, help="learning rate over the run")
+    parallel: ParallelConfig = section(ParallelConfig, help="degrees of every kind of parallelism")
+    checkpoint: CheckpointConfig = section(help="when checkpoints are written and kept")
+    metrics: MetricsConfig = section(help="trackers of loss, speed and learning rate")
+    launch: LaunchConfig = section(LaunchConfig, help="local ranks")
+    generate: GenerateConfig = section(GenerateConfig, help="text sampled from the model")

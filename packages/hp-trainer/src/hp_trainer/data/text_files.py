@@ -1,0 +1,60 @@
+"""Finding text: any file or folder, by default the source of Python's own standard library."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from hp_trainer.exceptions import DataError
+
+_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "node_modules"}
+
+
+def standard_library() -> Path:
+    """The folder of this Python's standard library."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def find_text_files(path: Path, suffixes: tuple[str, ...] = ()) -> Iterator[Path]:
+    """Candidate files below `path` (or `path` itself), in an order that depends on their names alone.
+
+    Hidden files and folders, installed packages and caches are left out; links to folders are not followed.
+
+    Args:
+        path: a file or a folder.
+        suffixes: endings wanted (`(".py",)`); empty: every file.
+
+    Raises:
+        DataError: there is no such file or folder.
+    """
+    if path.is_file():
+        yield path
+        return
+    if not path.is_dir():
+        raise DataError(f"data path {path} does not exist; give a text file or a folder that holds some")
+    for folder, folders, files in os.walk(path):
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in _SKIPPED_FOLDERS)
+        for name in sorted(files):
+            if not name.startswith(".") and (not suffixes or name.endswith(suffixes)):
+                yield Path(folder, name)
+
+
+def read_text_bytes(path: Path) -> bytes | None:
+    """The bytes of a text file; None where it cannot be read, is empty, holds a zero byte or is not UTF-8."""
+    try:
+        data = path.read_bytes()
+        data.decode("utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+    return data if data.strip() and b"\0" not in data else None
+
+
+def holds_text(path: Path, suffixes: tuple[str, ...] = ()) -> bool:
+    """Whether at least one file below `path` is text; reads no more than it needs to know.
+
+    Raises:
+        DataError: there is no such file or folder.
+    """
+    return any(read_text_bytes(file) is not None for file in find_text_files(path, suffixes))

@@ -1,0 +1,111 @@
+"""Hook specifications of hp_trainer (entry-point group `hp_trainer`).
+
+Registration hooks run in every `hp-train` command, `--help` included, before a framework is loaded: the
+module that implements them must import none, and leave that to the builders it registers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pluggy
+
+if TYPE_CHECKING:
+    from hp_trainer.records import CheckpointRecord, ErrorRecord, EvaluationRecord, RunRecord, StepRecord
+    from hp_trainer.registry import Registry
+
+hookspec = pluggy.HookspecMarker("hp")
+
+
+# Registration ----------------------------------------------------------------------------------------------
+
+
+@hookspec
+def hp_models(registry: Registry) -> None:
+    """Called once, before the configuration is read. Registers models by name. Since 0.1.
+
+    `build(options, platform)` returns a module of the platform, unsharded, with a `config` (`options`) and a
+    method that lays it out; see `hp_trainer.models`.
+    """
+
+
+@hookspec
+def hp_datasets(registry: Registry) -> None:
+    """Called once, before the configuration is read. Registers datasets by name. Since 0.1.
+
+    `build` is a `hp_trainer.data.DatasetSource` class; `build(options)` reads nothing yet.
+    """
+
+
+@hookspec
+def hp_optimizers(registry: Registry) -> None:
+    """Called once, before the configuration is read. Registers optimizers, one per platform. Since 0.1.
+
+    `build(parameters, options, platform)` takes `(dotted name, parameter)` pairs, all of them DTensors or all
+    plain, and returns a `hp_trainer.optimizers.Optimizer`. AdamW is registered as `adamw` with
+    `hp_trainer.config.AdamWConfig` as its options.
+    """
+
+
+@hookspec
+def hp_trackers(registry: Registry) -> None:
+    """Called once, before the configuration is read. Registers trackers of metrics by name. Since 0.1.
+
+    `build(options, run_folder)` returns a `hp_trainer.metrics.Tracker`, used by rank 0 alone.
+    """
+
+
+@hookspec
+def hp_checkpoint_storages(registry: Registry) -> None:
+    """Called once, before the configuration is read. Registers places for checkpoints by name. Since 0.1.
+
+    `build(options, folder)` returns a `hp_trainer.checkpoint.Storage`, used by every rank.
+    """
+
+
+# Life cycle ------------------------------------------------------------------------------------------------
+
+
+@hookspec
+def hp_before_run(record: RunRecord) -> None:
+    """Called on every rank when model, optimizer and data are ready, before the first step. Since 0.1."""
+
+
+@hookspec
+def hp_after_run(record: RunRecord) -> None:
+    """Called on every rank after the last step and its checkpoint, when the run ended well. Since 0.1."""
+
+
+@hookspec
+def hp_before_step(record: StepRecord) -> None:
+    """Called on every rank before an optimizer step; `loss` and `seconds` are None. Since 0.1."""
+
+
+@hookspec
+def hp_after_step(record: StepRecord) -> None:
+    """Called on every rank after an optimizer step, with its numbers. Since 0.1."""
+
+
+@hookspec
+def hp_before_evaluation(record: StepRecord) -> None:
+    """Called on every rank before evaluation, with the last step's record. Since 0.1."""
+
+
+@hookspec
+def hp_after_evaluation(record: EvaluationRecord) -> None:
+    """Called on every rank after evaluation. Since 0.1."""
+
+
+@hookspec
+def hp_before_checkpoint(record: CheckpointRecord) -> None:
+    """Called on every rank before a checkpoint is written; `folder` is None. Since 0.1."""
+
+
+@hookspec
+def hp_after_checkpoint(record: CheckpointRecord) -> None:
+    """Called on every rank once the checkpoint is complete and will be found by `resume`. Since 0.1."""
+
+
+@hookspec
+def hp_on_error(record: ErrorRecord) -> None:
+    """Called on the rank that raised, before the exception goes on. Must not communicate. Since 0.1."""

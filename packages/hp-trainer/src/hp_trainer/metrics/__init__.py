@@ -1,0 +1,16 @@
+"""Trackers: who is told about each step of a run."""
+
+from hp_trainer.metrics.jsonl import JsonLinesTracker, keep_steps, read_metrics
+from hp_trainer.metrics.loss_curve import LossCurveTracker, draw_loss_curve
+from hp_trainer.metrics.progress import ProgressTracker
+from hp_trainer.metrics.tracker import Tracker
+
+__all__ = [
+    "JsonLinesTracker",
+    "LossCurveTracker",
+    "ProgressTracker",
+    "Tracker",
+    "draw_loss_curve",
+    "keep_steps",
+    "read_metrics",
+]

@@ -1,0 +1,100 @@
+"""Live progress on the terminal, or plain lines where there is none."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any, TextIO
+
+from hp_trainer.metrics.tracker import Tracker
+from hp_trainer.records import CheckpointRecord, EvaluationRecord, RunRecord, StepRecord
+
+
+class ProgressTracker(Tracker):
+    """Shows step, loss, tokens per second, learning rate and time left.
+
+    Args:
+        interval_seconds: between plain lines where `stream` is no terminal (first and last step aside).
+        stream: default standard output.
+    """
+
+    def __init__(self, interval_seconds: float = 5.0, stream: TextIO | None = None) -> None:
+        self._interval = interval_seconds
+        self._stream = stream if stream is not None else sys.stdout
+        self._steps = 0
+        self._first_step = 0
+        self._began = 0.0
+        self._told = 0.0
+        self._bar: Any = None
+        self._task: Any = None
+
+    def start(self, run: RunRecord) -> None:
+        self._steps = run.config.training.steps
+        self._first_step = run.first_step
+        self._began = time.monotonic()
+        self._say(
+            f"{run.config.model.name}: {run.num_parameters:,} parameters, {run.world_size} ranks on "
+            f"{run.platform}, run folder {run.folder}"
+        )
+        if self._stream.isatty():
+            self._open_bar()
+
+    def step(self, record: StepRecord) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, completed=record.step, status=self._status(record))
+            return
+        now = time.monotonic()
+        if now - self._told >= self._interval or record.step in (self._first_step + 1, self._steps):
+            self._told = now
+            left = format_seconds(self._seconds_left(record.step))
+            self._say(f"step {record.step}/{self._steps}  {self._status(record)}  left {left}")
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self._say(f"step {record.step}: evaluation loss {record.loss:.4f}")
+
+    def checkpoint(self, record: CheckpointRecord) -> None:
+        self._say(f"step {record.step}: checkpoint {record.folder}")
+
+    def finish(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _open_bar(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._bar = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[status]}"),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=Console(file=self._stream),
+            refresh_per_second=4,
+        )
+        self._bar.start()
+        self._task = self._bar.add_task("train", total=self._steps, completed=self._first_step, status="")
+
+    def _status(self, record: StepRecord) -> str:
+        loss = "-" if record.loss is None else f"{record.loss:.4f}"
+        speed = "-" if not record.tokens_per_second else f"{record.tokens_per_second:,.0f}"
+        return f"loss {loss}  {speed} tokens/s  lr {record.learning_rate:.2e}"
+
+    def _seconds_left(self, step: int) -> float:
+        done = step - self._first_step
+        return (time.monotonic() - self._began) / done * (self._steps - step) if done > 0 else 0.0
+
+    def _say(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.console.print(text, highlight=False, markup=False)
+        else:
+            print(text, file=self._stream, flush=True)
+
+
+def format_seconds(seconds: float) -> str:
+    """`0:05`, `12:34`, `1:02:03`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,87 @@
+"""What life-cycle hooks and trackers receive: frozen records, never the trainer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hp_trainer.config import TrainerConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunRecord:
+    """One run as one rank sees it.
+
+    Attributes:
+        folder: the run folder.
+        config: the resolved configuration.
+        platform: name of the platform.
+        rank, world_size: this rank and how many there are.
+        first_step: optimizer steps done before this start; 0 unless resumed.
+        num_parameters: elements of all parameters, unsharded.
+    """
+
+    folder: Path
+    config: TrainerConfig
+    platform: str
+    rank: int
+    world_size: int
+    first_step: int
+    num_parameters: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord:
+    """One optimizer step, the same on every rank.
+
+    Attributes:
+        step: optimizer steps done, this one included; the first one is 1.
+        loss: mean cross entropy per token of the global batch, in nats; None before the step.
+        learning_rate: the one of this step.
+        gradient_norm: global 2-norm before clipping; None where it was not computed.
+        tokens: tokens of the global batch.
+        samples: samples of the run read so far, this step included.
+        seconds: wall time of the step; None before it.
+    """
+
+    step: int
+    learning_rate: float
+    tokens: int
+    samples: int
+    loss: float | None = None
+    gradient_norm: float | None = None
+    seconds: float | None = None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return self.tokens / self.seconds if self.seconds else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationRecord:
+    """A pass over evaluation samples after `step` steps; `loss` is the mean per token, in nats."""
+
+    step: int
+    loss: float
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointRecord:
+    """A checkpoint of `step`; `folder` and `seconds` are None before it is written."""
+
+    step: int
+    folder: str | None = None
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ErrorRecord:
+    """An exception that ends the run on this rank, and what was being done."""
+
+    during: str
+    step: int
+    error: BaseException

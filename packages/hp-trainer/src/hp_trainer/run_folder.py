@@ -1,0 +1,122 @@
+"""The folder of one run: what is in it, and whose it is."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from hp_trainer._files import write_atomically
+from hp_trainer.config import LoadedConfig, TrainerConfig, dump_config, load_config
+from hp_trainer.exceptions import RunFolderError
+
+_MARK = "run.json"
+
+
+class RunFolder:
+    """Paths of a run.
+
+    ```
+    run.json           identity of the run
+    config.yaml        resolved configuration
+    metrics.jsonl      one line per step
+    loss.png           loss curve
+    samples.txt        text sampled from the model
+    data/              the prepared dataset
+    checkpoints/       step-00000100/ ...
+    logs/              rank-0.log ...
+    ```
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config_file = path / "config.yaml"
+        self.metrics_file = path / "metrics.jsonl"
+        self.loss_picture = path / "loss.png"
+        self.samples_file = path / "samples.txt"
+        self.data = path / "data"
+        self.checkpoints = path / "checkpoints"
+        self.logs = path / "logs"
+
+    def log_file(self, rank: int) -> Path:
+        """The log of one rank."""
+        return self.logs / f"rank-{rank}.log"
+
+    @classmethod
+    def check_new(cls, path: Path) -> str | None:
+        """Why no new run may go into `path`; None: it may."""
+        if (path / _MARK).is_file():
+            return f"holds the run {_read_mark(path).get('id', '?')}"
+        if path.is_dir() and any(path.iterdir()):
+            return "holds files that are no run"
+        return "is a file" if path.exists() and not path.is_dir() else None
+
+    @classmethod
+    def create(cls, path: Path, config: TrainerConfig) -> RunFolder:
+        """Make the folder of a new run and write its configuration.
+
+        Raises:
+            RunFolderError: the folder holds another run, or something else.
+        """
+        reason = cls.check_new(path)
+        if reason is not None:
+            raise RunFolderError(
+                f"run folder {path} {reason}; choose another with --run.folder=..., delete it, or go on with "
+                f"`hp-train resume {path}`"
+            )
+        folder = cls(path)
+        for inner in (path, folder.data, folder.checkpoints, folder.logs):
+            inner.mkdir(parents=True, exist_ok=True)
+        folder.write_config(config)
+        mark = {"id": new_run_id(), "created": datetime.now(UTC).isoformat(timespec="seconds")}
+        write_atomically(path / _MARK, json.dumps(mark, indent=2) + "\n")
+        return folder
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        """The folder of an existing run.
+
+        Raises:
+            RunFolderError: there is no run in it.
+        """
+        if not (path / _MARK).is_file():
+            raise RunFolderError(f"{path} holds no run (no {_MARK}); give the folder that `hp-train` printed")
+        _read_mark(path)
+        return cls(path)
+
+    @property
+    def run_id(self) -> str:
+        return str(_read_mark(self.path)["id"])
+
+    def load_config(self, overrides: list[tuple[str, str]] | None = None) -> LoadedConfig:
+        """The run's configuration, with overrides.
+
+        Raises:
+            ConfigError: listing every problem.
+        """
+        return load_config(self.config_file, overrides or [])
+
+    def write_config(self, config: TrainerConfig) -> None:
+        """Replace the run's configuration in one step."""
+        write_atomically(self.config_file, dump_config(config))
+
+
+def default_run_folder(config_file: Path, now: datetime | None = None) -> Path:
+    """`runs/<name of the configuration file>-<date and time>`."""
+    return Path("runs") / f"{config_file.stem}-{(now or datetime.now()):%Y%m%d-%H%M%S}"
+
+
+def new_run_id() -> str:
+    return secrets.token_hex(6)
+
+
+def _read_mark(path: Path) -> dict[str, Any]:
+    try:
+        mark = json.loads((path / _MARK).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunFolderError(f"{path / _MARK} is damaged: {error}") from error
+    if not isinstance(mark, dict) or "id" not in mark:
+        raise RunFolderError(f"{path / _MARK} is damaged: it names no run")
+    return mark

@@ -1,0 +1,41 @@
+"""Registries of these tests: a model, a dataset and an optimizer without a framework."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pluggy
+import pytest
+
+from hp_dtensor.plugins import PROJECT_NAME
+from hp_trainer import builtin_plugin, hookspecs
+from hp_trainer.config import AdamWConfig, setting
+from hp_trainer.plugins import Registries, fill_registries, hookimpl
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyConfig:
+    hidden_size: int = setting(64, help="width of the residual stream", minimum=1)
+    num_attention_heads: int = setting(4, help="query heads", minimum=1)
+    num_experts: int | None = setting(None, help="routed experts; null: a dense model", minimum=1)
+
+
+class TinyPlugin:
+    @hookimpl
+    def hp_models(self, registry: Any) -> None:
+        registry.add("tiny", lambda options, platform: None, options=TinyConfig)
+
+    @hookimpl
+    def hp_optimizers(self, registry: Any) -> None:
+        for platform in ("torch", "mindspore"):
+            registry.add("adamw", lambda *arguments: None, options=AdamWConfig, platform=platform)
+
+
+@pytest.fixture(scope="session")
+def registered() -> Registries:
+    manager = pluggy.PluginManager(PROJECT_NAME)
+    manager.add_hookspecs(hookspecs)
+    manager.register(builtin_plugin, name="hp_trainer")
+    manager.register(TinyPlugin(), name="tiny")
+    return fill_registries(manager)

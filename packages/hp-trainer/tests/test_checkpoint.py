@@ -1,0 +1,404 @@
+"""A checkpoint written by any layout is read by any layout, and damage is found before it is loaded."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from hp_trainer.checkpoint import (
+    Box,
+    Checkpoint,
+    LocalStorage,
+    TensorPart,
+    find_latest,
+    list_checkpoints,
+    open_latest,
+    prune,
+    save_checkpoint,
+)
+from hp_trainer.checkpoint.box import cover_exactly
+from hp_trainer.checkpoint.shard_file import CHECKSUM_BLOCK
+from hp_trainer.exceptions import CheckpointError
+
+MODEL = {"name": "tiny", "hidden_size": 8}
+
+
+class ThreadGroup:
+    """Ranks as threads, with the one collective that saving needs."""
+
+    def __init__(self, rank: int, size: int, shared: dict[str, Any]) -> None:
+        self.rank, self.size, self._shared = rank, size, shared
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        self._shared["slots"][self.rank] = data
+        self._shared["barrier"].wait(timeout=20)
+        gathered = list(self._shared["slots"])
+        self._shared["barrier"].wait(timeout=20)
+        return gathered
+
+
+def on_ranks(size: int, do: Callable[[ThreadGroup], Any]) -> list[Any]:
+    """Run `do` on every rank; an exception takes the place of its result."""
+    shared = {"slots": [b""] * size, "barrier": threading.Barrier(size)}
+    results: list[Any] = [None] * size
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = do(ThreadGroup(rank, size, shared))
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def row_part(name: str, data: np.ndarray, rank: int, rows: list[int], **more: Any) -> TensorPart:
+    """What `rank` holds of `data` when its rows are split as `rows`."""
+    begin = sum(rows[:rank])
+    box = Box((begin, *(0,) * (data.ndim - 1)), (rows[rank], *data.shape[1:]))
+    return TensorPart(name, str(data.dtype), data.shape, [(box, data[begin : begin + rows[rank]])], **more)
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> LocalStorage:
+    return LocalStorage(tmp_path / "checkpoints")
+
+
+@pytest.fixture
+def data() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {
+        "weight": rng.normal(size=(7, 5)).astype(np.float32),
+        "steps": np.array(42, dtype=np.int64),
+        "mask": rng.integers(0, 2, size=3).astype(bool),
+    }
+
+
+def save_alone(storage: LocalStorage, data: dict[str, np.ndarray], step: int = 1, **more: Any) -> str:
+    parts = [
+        TensorPart(name, str(value.dtype), value.shape, [(Box.whole(value.shape), value)])
+        for name, value in data.items()
+    ]
+    return save_checkpoint(storage, parts, step=step, model=MODEL, state={"samples": 10 * step}, **more)
+
+
+def save_rows(storage: LocalStorage, weight: np.ndarray, rows: list[int], step: int = 1) -> list[Any]:
+    return on_ranks(
+        len(rows),
+        lambda group: save_checkpoint(
+            storage, [row_part("weight", weight, group.rank, rows)], step=step, model=MODEL, state={}, group=group
+        ),
+    )
+
+
+def test_one_rank_reads_back_what_it_wrote(storage: LocalStorage, data: dict[str, np.ndarray]) -> None:
+    assert save_alone(storage, data, step=100) == "step-00000100"
+    checkpoint = open_latest(storage)
+    for name, value in data.items():
+        read = checkpoint.read(name)
+        assert (read.dtype, read.shape) == (value.dtype, value.shape)
+        assert np.array_equal(read, value)
+    assert (checkpoint.step, checkpoint.state, checkpoint.index.model) == (100, {"samples": 1000}, MODEL)
+
+
+def test_the_files_are_plain_safetensors(storage: LocalStorage, data: dict[str, np.ndarray]) -> None:
+    folder = save_alone(storage, data)
+    read = load_file(storage.root / folder / "shard-00000.safetensors")
+    assert set(read) == set(data)
+    assert all(np.array_equal(read[name], value) for name, value in data.items())
+
+
+def test_bfloat16_is_kept_as_bits(storage: LocalStorage) -> None:
+    bits = np.array([[0x3F80, 0x4000], [0xFF80, 0x7FC1]], dtype=np.uint16)
+    part = TensorPart("w", "bfloat16", (2, 2), [(Box.whole((2, 2)), bits)])
+    save_checkpoint(storage, [part], step=1, model=MODEL, state={})
+    checkpoint = open_latest(storage)
+    assert checkpoint.index.tensors["w"].dtype == "bfloat16"
+    assert np.array_equal(checkpoint.read("w", Box((1, 0), (1, 2))), bits[1:])
+
+
+@pytest.mark.parametrize("rows", [[7], [4, 3], [3, 3, 1], [0, 5, 0, 2], [7, 0]])
+def test_any_layout_reads_any_uneven_row_split(storage: LocalStorage, rows: list[int]) -> None:
+    weight = np.arange(35, dtype=np.float32).reshape(7, 5)
+    assert set(save_rows(storage, weight, rows)) == {"step-00000001"}
+    checkpoint = open_latest(storage)
+    for begin in range(8):
+        for count in range(8 - begin):
+            box = Box((begin, 0), (count, 5))
+            assert np.array_equal(checkpoint.read("weight", box), weight[begin : begin + count])
+    assert np.array_equal(checkpoint.read("weight", Box((2, 1), (4, 3))), weight[2:6, 1:4])
+
+
+def test_a_two_dimensional_layout_is_read_by_columns(storage: LocalStorage) -> None:
+    weight = np.arange(24, dtype=np.int32).reshape(4, 6)
+
+    def save(group: ThreadGroup) -> str:
+        row, column = divmod(group.rank, 2)
+        box = Box((row * 3, column * 4), ((3, 1)[row], (4, 2)[column]))
+        part = TensorPart("w", "int32", (4, 6), [(box, weight[box.slices_in(Box.whole((4, 6)))])])
+        return save_checkpoint(storage, [part], step=1, model=MODEL, state={}, group=group)
+
+    on_ranks(4, save)
+    checkpoint = open_latest(storage)
+    for column in range(6):
+        assert np.array_equal(checkpoint.read("w", Box((0, column), (4, 1))), weight[:, column : column + 1])
+
+
+def test_replicas_are_written_once_and_spread_over_the_ranks(storage: LocalStorage) -> None:
+    values = {f"layers.{i}": np.full((2, 2), i, dtype=np.float32) for i in range(16)}
+
+    def save(group: ThreadGroup) -> str:
+        parts = [
+            TensorPart(n, "float32", (2, 2), [(Box.whole((2, 2)), v)], replica=group.rank, num_replicas=4)
+            for n, v in values.items()
+        ]
+        return save_checkpoint(storage, parts, step=1, model=MODEL, state={}, group=group)
+
+    on_ranks(4, save)
+    index = open_latest(storage).index
+    owners = [tensor.chunks[0].shard for tensor in index.tensors.values()]
+    assert all(len(tensor.chunks) == 1 for tensor in index.tensors.values())
+    assert set(owners) == {0, 1, 2, 3}
+
+
+def test_the_same_box_from_two_ranks_is_indexed_once(storage: LocalStorage) -> None:
+    weight = np.arange(6, dtype=np.float32).reshape(3, 2)
+    part = TensorPart("w", "float32", (3, 2), [(Box.whole((3, 2)), weight)])
+    on_ranks(2, lambda group: save_checkpoint(storage, [part], step=1, model=MODEL, state={}, group=group))
+    assert len(open_latest(storage).index.tensors["w"].chunks) == 1
+
+
+def test_parts_that_do_not_cover_a_tensor_are_refused_on_every_rank(storage: LocalStorage) -> None:
+    weight = np.zeros((6, 2), dtype=np.float32)
+    save_alone(storage, {"weight": weight}, step=1)
+
+    def save(group: ThreadGroup) -> str:
+        part = row_part("weight", weight, group.rank, [3, 2, 1])  # the third rank is not there
+        return save_checkpoint(storage, [part], step=2, model=MODEL, state={}, group=group)
+
+    errors = on_ranks(2, save)
+    assert all(isinstance(error, CheckpointError) for error in errors)
+    assert "tensor 'weight' of shape (6, 2): 2 of 12 elements are in no box" in str(errors[1])
+    assert storage.list_folders() == ["step-00000001"]  # the older one stays, nothing is left behind
+
+
+def test_ranks_that_disagree_are_refused(storage: LocalStorage) -> None:
+    def save(group: ThreadGroup) -> str:
+        shape = (2 + group.rank,)
+        part = TensorPart("w", "float32", shape, [(Box.whole(shape), np.zeros(shape, np.float32))])
+        return save_checkpoint(storage, [part], step=1, model=MODEL, state={}, group=group)
+
+    assert "tensor 'w' is ['float32', [2]] on one rank and ['float32', [3]] on rank 1" in str(on_ranks(2, save)[0])
+
+
+def test_a_rank_that_cannot_write_fails_the_save_on_all(storage: LocalStorage) -> None:
+    class FullDisk(LocalStorage):
+        def write_file(self, folder: str, file: str, parts: Any) -> int:
+            if file == "shard-00001.safetensors":
+                raise OSError(28, "No space left on device")
+            return super().write_file(folder, file, parts)
+
+    errors = save_rows(FullDisk(storage.root), np.zeros((4, 1), np.float32), [2, 2])
+    assert [type(error) for error in errors] == [CheckpointError, CheckpointError]
+    assert "rank 1: OSError: [Errno 28] No space left on device" in str(errors[0])
+    assert storage.list_folders() == []
+
+
+def test_data_of_the_wrong_shape_or_dtype_is_refused(storage: LocalStorage) -> None:
+    part = TensorPart("w", "float32", (2,), [(Box((0,), (2,)), np.zeros(2))])
+    with pytest.raises(CheckpointError, match=r"tensor 'w' \(float32\[2\]\).* came with float64\[2\]"):
+        save_checkpoint(storage, [part], step=1, model=MODEL, state={})
+
+
+@pytest.mark.parametrize(
+    ("boxes", "reason"),
+    [
+        ([Box((0, 0), (2, 3))], None),
+        ([Box((0, 0), (2, 1)), Box((0, 1), (2, 2))], None),
+        ([Box((0, 0), (1, 3)), Box((1, 0), (1, 3)), Box((2, 0), (0, 3))], None),
+        ([Box((0, 0), (1, 3))], "3 of 6 elements are in no box"),
+        ([Box((0, 0), (2, 2)), Box((1, 1), (1, 2))], "overlap"),
+        ([Box((0, 0), (2, 2)), Box((0, 1), (2, 1))], "overlap"),
+        ([Box((1, 0), (2, 3))], "outside"),
+    ],
+)
+def test_boxes_cover_a_tensor_exactly_or_say_why_not(boxes: list[Box], reason: str | None) -> None:
+    found = cover_exactly(boxes, (2, 3))
+    assert found is None if reason is None else found is not None and reason in found
+
+
+def test_only_the_blocks_that_are_read_are_verified(storage: LocalStorage) -> None:
+    rows = 3 * CHECKSUM_BLOCK // 4096
+    weight = np.arange(rows * 1024, dtype=np.float32).reshape(rows, 1024)
+    folder = save_alone(storage, {"w": weight})
+    path = storage.root / folder / "shard-00000.safetensors"
+    with path.open("r+b") as file:
+        file.seek(-4, 2)  # in the last of three blocks
+        file.write(b"\0\0\0\0")
+    checkpoint = Checkpoint(storage, folder)
+    assert np.array_equal(checkpoint.read("w", Box((0, 0), (1024, 1024))), weight[:1024])
+    with pytest.raises(CheckpointError, match="tensor 'w'"):
+        checkpoint.read("w", Box((rows - 1, 0), (1, 1024)))
+
+
+# Damage ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_steps(storage: LocalStorage) -> LocalStorage:
+    """Checkpoints of steps 1 and 2, each of two ranks."""
+    for step in (1, 2):
+        save_rows(storage, np.full((4, 2), step, dtype=np.float32), [3, 1], step=step)
+    return storage
+
+
+def damage(storage: LocalStorage, file: str, how: str) -> None:
+    path = storage.root / "step-00000002" / file
+    content = path.read_bytes()
+    if how == "missing":
+        path.unlink()
+    elif how == "truncated":
+        path.write_bytes(content[:-3])
+    elif how == "empty":
+        path.write_bytes(b"")
+    elif how == "bit flipped":
+        path.write_bytes(content[:-2] + bytes([content[-2] ^ 1]) + content[-1:])
+    elif how == "header damaged":
+        path.write_bytes(content[:9] + b"\xff" + content[10:])
+    elif how == "from another save":
+        path.write_bytes((storage.root / "step-00000001" / file).read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("missing", ["is missing", "'weight'"]),
+        ("truncated", ["bytes and should have", "'weight'"]),
+        ("empty", ["it has 0 bytes", "'weight'"]),
+        ("bit flipped", ["tensor 'weight'", "checksum differs"]),
+        ("header damaged", ["is damaged", "'weight'"]),
+        ("from another save", ["belongs elsewhere", "'weight'"]),
+    ],
+)
+def test_a_damaged_shard_is_named_and_the_step_before_is_taken(
+    two_steps: LocalStorage, how: str, words: list[str]
+) -> None:
+    damage(two_steps, "shard-00001.safetensors", how)
+    latest = find_latest(two_steps)
+    assert latest.checkpoint is not None
+    assert latest.checkpoint.step == 1
+    assert len(latest.skipped) == 1
+    assert "step-00000002" in latest.skipped[0]
+    assert "shard-00001.safetensors" in latest.skipped[0]
+    assert all(word in latest.skipped[0] for word in words)
+    with pytest.raises(CheckpointError, match=r"shard-00001\.safetensors"):
+        Checkpoint(two_steps, "step-00000002").read("weight")
+
+
+@pytest.mark.parametrize("how", ["missing", "truncated", "empty", "bit flipped", "from another save"])
+def test_a_damaged_index_is_named_and_the_step_before_is_taken(two_steps: LocalStorage, how: str) -> None:
+    damage(two_steps, "index.json", how)
+    latest = find_latest(two_steps)
+    assert latest.checkpoint is not None
+    assert latest.checkpoint.step == 1
+    assert "step-00000002" in latest.skipped[0]
+
+
+def test_swapped_shards_are_told_apart(storage: LocalStorage) -> None:
+    save_rows(storage, np.arange(8, dtype=np.float32).reshape(4, 2), [2, 2])
+    first, second = (storage.root / "step-00000001" / f"shard-0000{i}.safetensors" for i in (0, 1))
+    held = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(held)
+    with pytest.raises(CheckpointError, match=r"shard-00000\.safetensors (belongs elsewhere|is damaged)"):
+        open_latest(storage)
+
+
+def test_an_index_cannot_be_edited_unnoticed(two_steps: LocalStorage) -> None:
+    path = two_steps.root / "step-00000002" / "index.json"
+    body = json.loads(path.read_text())
+    path.write_text(json.dumps(body | {"step": 3}))
+    with pytest.raises(CheckpointError, match="its digest differs"):
+        Checkpoint(two_steps, "step-00000002")
+
+
+def test_no_sound_checkpoint_is_an_error_that_tells_what_was_tried(storage: LocalStorage) -> None:
+    with pytest.raises(CheckpointError, match="holds no sound checkpoint"):
+        open_latest(storage)
+    save_alone(storage, {"w": np.ones(2, np.float32)})
+    (storage.root / "step-00000001" / "shard-00000.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"(?s)holds no sound checkpoint.*shard-00000\.safetensors is missing"):
+        open_latest(storage)
+
+
+# What fits ---------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_of_another_model_is_refused(two_steps: LocalStorage) -> None:
+    checkpoint = open_latest(two_steps)
+    checkpoint.check_model({"hidden_size": 8, "name": "tiny"})
+    with pytest.raises(CheckpointError, match="of another model: hidden_size is 8 there and 16 here"):
+        checkpoint.check_model(MODEL | {"hidden_size": 16})
+
+
+def test_tensors_that_do_not_fit_are_all_listed(two_steps: LocalStorage) -> None:
+    checkpoint = open_latest(two_steps)
+    checkpoint.check_tensors({"weight": (4, 2)})
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.check_tensors({"bias": (4,)})
+    assert "tensor 'bias' is missing; tensor 'weight' is not expected" in str(caught.value)
+    with pytest.raises(CheckpointError, match=r"'weight' has shape \(4, 2\), expected \(2, 4\)"):
+        checkpoint.check_tensors({"weight": (2, 4)})
+
+
+def test_a_tensor_or_box_that_is_not_there_is_refused(two_steps: LocalStorage) -> None:
+    checkpoint = open_latest(two_steps)
+    with pytest.raises(CheckpointError, match="holds no tensor 'x'"):
+        checkpoint.read("x")
+    with pytest.raises(CheckpointError, match="is outside tensor 'weight'"):
+        checkpoint.read("weight", Box((2, 0), (3, 2)))
+
+
+# Names and retention -----------------------------------------------------------------------------------------
+
+
+def test_a_step_saved_again_takes_precedence_without_overwriting(storage: LocalStorage) -> None:
+    save_alone(storage, {"w": np.zeros(2, np.float32)}, step=5)
+    assert save_alone(storage, {"w": np.ones(2, np.float32)}, step=5) == "step-00000005-2"
+    assert list_checkpoints(storage) == ["step-00000005-2", "step-00000005"]
+    assert open_latest(storage).read("w").tolist() == [1, 1]
+
+
+def test_retention_keeps_the_newest_steps(storage: LocalStorage) -> None:
+    for step in (1, 2, 3, 4):
+        save_alone(storage, {"w": np.full(2, step, np.float32)}, step=step, keep=2)
+    assert list_checkpoints(storage) == ["step-00000004", "step-00000003"]
+
+
+def test_retention_never_deletes_the_last_sound_checkpoint(storage: LocalStorage) -> None:
+    for step in (1, 2, 3):
+        save_alone(storage, {"w": np.full(2, step, np.float32)}, step=step)
+    for step in (2, 3):
+        (storage.root / f"step-0000000{step}" / "shard-00000.safetensors").write_bytes(b"")
+    assert prune(storage, 1) == []
+    assert open_latest(storage).step == 1
+    save_alone(storage, {"w": np.full(2, 4, np.float32)}, step=4, keep=1)
+    assert list_checkpoints(storage) == ["step-00000004"]
+
+
+def test_leftovers_of_killed_saves_are_swept_by_the_next_one(storage: LocalStorage) -> None:
+    for name in ("step-00000003.incomplete-aa", "step-00000001.deleted-bb", "other"):
+        storage.create_folder(name)
+    save_alone(storage, {"w": np.ones(1, np.float32)}, step=4)
+    assert sorted(storage.list_folders()) == ["other", "step-00000004"]

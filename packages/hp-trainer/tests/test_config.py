@@ -1,0 +1,297 @@
+"""One YAML file, read strictly: every mistake is told at once, with its place and what to write instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hp_trainer.config import Component, LoadedConfig, TrainerConfig, dump_config, load_config, parse_config
+from hp_trainer.data import TextDataConfig
+from hp_trainer.exceptions import ConfigError
+from hp_trainer.plugins import Registries
+
+MINIMAL = """\
+model:
+  name: tiny
+training:
+  steps: 20
+"""
+
+
+@pytest.fixture
+def parse(registered: Registries):
+    def parse(text: str, *overrides: tuple[str, str]) -> LoadedConfig:
+        return parse_config(text, overrides, source="run.yaml", registered=registered)
+
+    return parse
+
+
+@pytest.fixture
+def refusal(parse):
+    """The message that refuses a configuration, without its first line."""
+
+    def refusal(text: str, *overrides: tuple[str, str]) -> str:
+        with pytest.raises(ConfigError) as caught:
+            parse(text, *overrides)
+        title, _, rest = str(caught.value).partition("\n")
+        count = len(caught.value.problems)
+        assert title == f"run.yaml: {count} problem{'s' if count > 1 else ''}"
+        return rest
+
+    return refusal
+
+
+def test_what_is_not_given_has_its_default(parse) -> None:
+    config = parse(MINIMAL).config
+    assert (config.training.steps, config.training.seed, config.parallel.dp_shard) == (20, 0, -1)
+    assert (config.model.name, config.model.options.hidden_size) == ("tiny", 64)
+    assert config.data == Component("text", TextDataConfig())
+    assert [tracker.name for tracker in config.metrics.trackers] == ["jsonl", "progress", "loss_curve"]
+
+
+def test_a_named_section_has_the_schema_of_what_it_names(parse) -> None:
+    config = parse(MINIMAL + "data: {name: text, path: corpus.txt}\noptimizer: {lr: 1e-3}\n").config
+    assert config.data.options.path == "corpus.txt"
+    assert config.optimizer.name == "adamw"
+    assert config.optimizer.options.lr == 1e-3  # YAML 1.1 alone would read this as text
+
+
+def test_a_list_of_components_takes_names_and_sections(parse) -> None:
+    text = MINIMAL + "metrics:\n  trackers: [jsonl, {name: progress, interval_seconds: 2}]\n"
+    trackers = parse(text).config.metrics.trackers
+    assert [tracker.name for tracker in trackers] == ["jsonl", "progress"]
+    assert trackers[1].options.interval_seconds == 2.0
+
+
+def test_a_misspelt_key_names_the_right_one(refusal) -> None:
+    assert refusal(MINIMAL + "lr_schedule:\n  warmup_step: 5\n") == (
+        "run.yaml:6: lr_schedule.warmup_step: unknown key\n"
+        "    expected: one of decay_steps, final_fraction, kind, warmup_steps\n"
+        "    try: lr_schedule.warmup_steps"
+    )
+
+
+def test_a_misspelt_section_names_the_right_one(refusal) -> None:
+    assert refusal(MINIMAL + "paralel:\n  tp: 2\n").endswith("    try: parallel")
+
+
+def test_a_key_in_the_wrong_section_names_the_right_section(refusal) -> None:
+    assert refusal(MINIMAL + "  lr: 0.1\n") == (
+        "run.yaml:5: training.lr: unknown key\n"
+        "    expected: one of clip_norm, dtype, eval_batches, eval_interval, global_batch_size, "
+        "micro_batch_size, reduce_dtype, seed, sequence_length, steps\n"
+        "    try: optimizer.lr"
+    )
+
+
+def test_options_of_a_component_are_checked_against_its_own_schema(refusal) -> None:
+    assert refusal("model:\n  name: tiny\n  hiden_size: 8\ntraining: {steps: 1}\n") == (
+        "run.yaml:3: model.hiden_size: unknown key\n"
+        "    expected: one of hidden_size, num_attention_heads, num_experts\n"
+        "    try: model.hidden_size"
+    )
+
+
+def test_an_unknown_name_is_told_with_the_nearest_one(refusal) -> None:
+    assert refusal("model: {name: tinny}\ntraining: {steps: 1}\noptimizer:\n  name: adam\n") == (
+        "run.yaml:1: model.name: unknown model\n"
+        "    expected: tiny\n"
+        "    got: 'tinny'\n"
+        "    try: tiny\n"
+        "run.yaml:4: optimizer.name: unknown optimizer\n"
+        "    expected: adamw\n"
+        "    got: 'adam'\n"
+        "    try: adamw"
+    )
+
+
+def test_what_must_be_given_is_asked_for(refusal) -> None:
+    assert refusal("model: {name: tiny}\n") == (
+        "run.yaml: training.steps: missing\n"
+        "    expected: a whole number: optimizer steps of the whole run\n"
+        "    try: --training.steps=..."
+    )
+    assert refusal("model: {name: tiny}\ntraining:\n  seed: 1\n").startswith("run.yaml:3: training.steps: missing")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("seed: fifty", "wrong type\n    expected: a whole number\n    got: 'fifty' (text)"),
+        ('seed: "50"', "wrong type\n    expected: a whole number\n    got: '50' (text)\n    try: 50 without quotes"),
+        ("seed: 1.5", "wrong type\n    expected: a whole number\n    got: '1.5' (number)"),
+        ("seed: true", "wrong type\n    expected: a whole number\n    got: 'true' (true or false)"),
+        ("seed: null", "wrong type\n    expected: a whole number\n    got: null"),
+        ("seed: [1]", "wrong type\n    expected: a whole number\n    got: a list of 1"),
+        ("seed: {a: 1}", "wrong type\n    expected: a whole number\n    got: a section"),
+        ("seed: 12:30", "wrong type\n    expected: a whole number\n    got: '12:30' (text)"),
+        ("seed: -1", "out of range\n    expected: a whole number >= 0\n    got: -1"),
+        ("clip_norm: 0", "out of range\n    expected: a number > 0\n    got: 0"),
+        ("clip_norm: small", "wrong type\n    expected: a number or null\n    got: 'small' (text)"),
+        (
+            "dtype: bfloat",
+            "unknown value\n    expected: float32, bfloat16 or float16\n    got: 'bfloat' (text)\n    try: bfloat16",
+        ),
+    ],
+)
+def test_a_wrong_value_says_what_was_expected(refusal, line: str, message: str) -> None:
+    name = line.partition(":")[0]
+    assert refusal(f"{MINIMAL}  {line}\n") == f"run.yaml:5: training.{name}: {message}"
+
+
+def test_text_that_yaml_takes_for_something_else_needs_quotes(refusal) -> None:
+    assert refusal(MINIMAL + "data:\n  path: 2024\n") == (
+        "run.yaml:6: data.path: wrong type\n"
+        "    expected: text or null\n"
+        "    got: '2024' (whole number)\n"
+        '    try: "2024" in quotes'
+    )
+
+
+def test_lists_are_checked_item_by_item(refusal) -> None:
+    assert refusal(MINIMAL + "optimizer:\n  betas: [0.9]\n") == (
+        "run.yaml:6: optimizer.betas: wrong length\n    expected: a list of 2: a number, a number\n    got: a list of 1"
+    )
+    assert refusal(MINIMAL + "generate:\n  prompts: [a, 3]\n") == (
+        "run.yaml:6: generate.prompts[1]: wrong type\n"
+        "    expected: text\n"
+        "    got: '3' (whole number)\n"
+        '    try: "3" in quotes'
+    )
+
+
+def test_a_key_given_twice_is_refused_with_both_lines(refusal) -> None:
+    assert refusal(MINIMAL + "  seed: 1\n  seed: 2\n") == (
+        "run.yaml:6: training.seed: given twice\n    got: run.yaml:5 and run.yaml:6"
+    )
+
+
+def test_a_section_must_be_one(refusal) -> None:
+    assert refusal("model: {name: tiny}\ntraining: 5\n") == (
+        "run.yaml:2: training: wrong type\n    expected: a section\n    got: '5' (whole number)"
+    )
+    assert refusal("- a\n") == "run.yaml: not a section\n    expected: key: value lines"
+
+
+def test_settings_of_one_section_are_checked_together(refusal) -> None:
+    assert refusal(MINIMAL + "  global_batch_size: 8\n  micro_batch_size: 3\n") == (
+        "run.yaml:6: training.micro_batch_size: global_batch_size = 8 is no multiple of it\n"
+        "    expected: a divisor of 8\n"
+        "    got: 3"
+    )
+
+
+def test_all_problems_come_at_once(refusal) -> None:
+    text = refusal("model: {name: tiny, x: 1}\ntraining: {seed: a}\nplatfrom: torch\nlaunch: {local_ranks: 0}\n")
+    paths = [line.split(": ")[1] for line in text.splitlines() if line.startswith("run.yaml")]
+    assert paths == ["platfrom", "model.x", "training.steps", "training.seed", "launch.local_ranks"]
+
+
+@pytest.mark.parametrize("text", ["a: [1\n", "a: b: c\n", "\ta: 1\n", "a: 'x\n"])
+def test_text_that_is_not_yaml_is_told_with_its_line(refusal, text: str) -> None:
+    assert refusal(text).startswith("run.yaml:")
+    assert ": not YAML: " in refusal(text)
+
+
+def test_nothing_in_a_file_can_run_code(refusal, tmp_path: Path) -> None:
+    target = tmp_path / "made"
+    text = f"data:\n  path: !!python/object/apply:os.mkdir ['{target}']\n"
+    assert "tags are not supported" in refusal(MINIMAL + text)
+    assert not target.exists()
+
+
+def test_a_value_that_contains_itself_is_refused(refusal) -> None:
+    assert "contains itself" in refusal(MINIMAL + "generate:\n  prompts: &a [*a]\n")
+
+
+def test_aliases_are_read(parse) -> None:
+    config = parse("model: {name: tiny}\ntraining: {steps: &n 7, seed: *n}\n").config
+    assert config.training.seed == 7
+
+
+def test_an_override_takes_precedence_and_makes_missing_sections(parse) -> None:
+    config = parse(
+        MINIMAL,
+        ("training.steps", "50"),
+        ("parallel.tp", "2"),
+        ("platform", "mindspore"),
+        ("optimizer.lr", "3e-4"),
+        ("optimizer.betas", "[0.8, 0.9]"),
+        ("training.clip_norm", "null"),
+    ).config
+    assert (config.training.steps, config.parallel.tp, config.platform) == (50, 2, "mindspore")
+    assert (config.optimizer.options.lr, config.optimizer.options.betas) == (3e-4, (0.8, 0.9))
+    assert config.training.clip_norm is None
+
+
+def test_an_override_may_fill_a_section_that_is_null(parse) -> None:
+    assert parse(MINIMAL + "parallel:\n", ("parallel.tp", "2")).config.parallel.tp == 2
+
+
+def test_text_of_an_override_needs_no_quotes(parse) -> None:
+    config = parse(MINIMAL, ("data.path", "a: {b"), ("run.folder", "2024")).config
+    assert (config.data.options.path, config.run.folder) == ("a: {b", "2024")
+
+
+def test_a_wrong_override_names_the_option(refusal) -> None:
+    assert refusal(MINIMAL, ("training.stpes", "5"), ("training.steps", "many"), ("seed", "1")) == (
+        "--seed: seed: unknown key\n"
+        "    expected: one of checkpoint, data, generate, launch, lr_schedule, metrics, model, optimizer, "
+        "parallel, platform, run, training\n"
+        "    try: training.seed\n"
+        "--training.stpes: training.stpes: unknown key\n"
+        "    expected: one of clip_norm, dtype, eval_batches, eval_interval, global_batch_size, "
+        "micro_batch_size, reduce_dtype, seed, sequence_length, steps\n"
+        "    try: training.steps\n"
+        "--training.steps: training.steps: wrong type\n"
+        "    expected: a whole number\n"
+        "    got: 'many' (text)"
+    )
+
+
+def test_an_override_below_a_value_is_refused(refusal) -> None:
+    assert refusal(MINIMAL, ("training.steps.more", "5")) == (
+        "--training.steps.more: training.steps.more: training.steps is a value and has no settings of its own\n"
+        "    got: a value at run.yaml:4"
+    )
+
+
+def test_an_override_that_is_not_yaml_is_told(refusal) -> None:
+    assert "--training.steps: training.steps: not YAML" in refusal(MINIMAL, ("training.steps", "[1"))
+
+
+def test_the_resolved_configuration_reads_back_equal(parse) -> None:
+    config = parse(
+        MINIMAL,
+        ("data.path", "yes"),
+        ("optimizer.eps", "1e-8"),
+        ("generate.prompts", '["a: b", "", "\\u00e9\\n", "null", "3"]'),
+        ("metrics.trackers", "[{name: progress, interval_seconds: 0.5}]"),
+        ("model.num_experts", "8"),
+    ).config
+    assert parse(dump_config(config)).config == config
+
+
+def test_the_place_of_a_value_is_known_after_loading(parse) -> None:
+    loaded = parse(MINIMAL, ("parallel.tp", "2"))
+    assert loaded.sources["training.steps"] == "run.yaml:4"
+    assert loaded.sources["parallel.tp"] == "--parallel.tp"
+
+
+def test_a_file_that_cannot_be_read_says_why(tmp_path: Path, registered: Registries) -> None:
+    path = tmp_path / "none.yaml"
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, registered=registered)
+    assert str(caught.value) == (
+        f"{path}: 1 problem\n{path}: cannot be read\n    expected: a YAML file\n    got: No such file or directory"
+    )
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="not UTF-8 text"):
+        load_config(path, registered=registered)
+
+
+def test_configurations_are_frozen(parse) -> None:
+    config: TrainerConfig = parse(MINIMAL).config
+    with pytest.raises(AttributeError):
+        config.training.steps = 5  # type: ignore[misc]
