@@ -67,6 +67,9 @@ def main(arguments):
     except environments.SetupError as error:
         print("run.py: %s" % error, file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("run.py: stopped; the next run starts this step anew", file=sys.stderr)
+        return 130
     os.chdir(ROOT)
     os.execv(str(python), [str(python), "-m", "nox"] + nox)
 
