@@ -37,9 +37,13 @@ def all_gather_varying(x: Tensor, group: ProcessGroup, dim: int, lengths: Length
 def regather_varying(x: Tensor, gathered: Tensor, group: ProcessGroup, dim: int, lengths: Lengths) -> Tensor:
     """S -> V of `x` when its all-gather is at hand as `gathered`: no communication forward, reduce-scatter backward."""
     platform = _platform(group)
-    return platform.linear_map(
-        x, lambda t: platform.detach(gathered), lambda g: reduce_scatter_data(g, group, dim, lengths)
-    )
+    # Taken by the first call and not kept: the node outlives it, and a second derivative gathers anew.
+    at_hand = [platform.detach(gathered)]
+
+    def forward(t: Tensor) -> Tensor:
+        return at_hand.pop() if at_hand else gather_data(t, group, dim, lengths)
+
+    return platform.linear_map(x, forward, lambda g: reduce_scatter_data(g, group, dim, lengths))
 
 
 def vary(x: Tensor, groups: Sequence[ProcessGroup]) -> Tensor:

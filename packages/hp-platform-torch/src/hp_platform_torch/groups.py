@@ -241,10 +241,7 @@ def leave() -> None:
 
 def _store(rank: int, size: int, address: str, timeout: timedelta) -> dist.Store:
     host, port = _host_and_port(address)
-    # torchrun's agent already serves the store at MASTER_ADDR:MASTER_PORT, for every restart of the workers.
-    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and port == int(
-        os.environ.get("MASTER_PORT", "-1")
-    )
+    by_agent = _served_by_agent(rank, size, port)
     try:
         store = dist.TCPStore(host, port, size, is_master=rank == 0 and not by_agent, timeout=timeout)
     except (RuntimeError, ValueError) as error:
@@ -255,6 +252,17 @@ def _store(rank: int, size: int, address: str, timeout: timedelta) -> dist.Store
         ) from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if by_agent else "0"
     return dist.PrefixStore(f"hp/attempt_{attempt}", store)
+
+
+def _served_by_agent(rank: int, size: int, port: int) -> bool:
+    """Whether torchrun's agent serves the store at MASTER_PORT already, for every restart of this very rank."""
+    expected = {
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+    }
+    return all(os.environ.get(name) == value for name, value in expected.items())
 
 
 def _host_and_port(address: str) -> tuple[str, int]:
