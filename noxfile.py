@@ -170,13 +170,24 @@ def subsets(session: nox.Session) -> None:
         run(session, python, "-I", "tools/check_subset.py", *workspace.closure(wanted))
 
 
+def check_floors(session: nox.Session, name: str) -> None:
+    """Install a package with its oldest siblings; run its tests too if any of them is not today's."""
+    oldest = workspace.floor_wheels(name)
+    python = workspace.released(f"floor-{name}", (name,), oldest)
+    run(session, python, "-I", "tools/check_subset.py", *workspace.closure((name,)))
+    if oldest.items() <= workspace.wheels("standard").items():
+        return
+    siblings, others = workspace.test_requirements(name)
+    python = workspace.released(f"floor-tests-{name}", (name, *siblings), oldest, others)
+    pytest(session, python, f"packages/{name}/tests")
+
+
 @session
 def floors(session: nox.Session) -> None:
     """Each package with its siblings at the oldest version that it allows."""
     for name, package in workspace.packages().items():
         if package.siblings:
-            python = workspace.released(f"floor-{name}", (name,), workspace.floor_wheels(name))
-            run(session, python, "-I", "tools/check_subset.py", *workspace.closure((name,)))
+            check_floors(session, name)
 
 
 @session

@@ -150,12 +150,22 @@ def development(name: str, wanted: tuple[str, ...], requirements: tuple[str, ...
 
 def for_tests(name: str) -> Path:
     """Return the interpreter of an environment with package `name`, its needs and its tests' needs."""
-    requirements = packages()[name].test_requirements
-    others = tuple(each for each in requirements if Requirement(each).name not in PACKAGES)
-    return development(f"tests-{name}", (name, *_siblings(requirements)), others)
+    siblings, others = test_requirements(name)
+    return development(f"tests-{name}", (name, *siblings), others)
 
 
-def released(name: str, wanted: tuple[str, ...], siblings: dict[str, Path] | None = None) -> Path:
+def test_requirements(name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return what the tests of package `name` need besides it: packages of this repository, and others."""
+    wanted = packages()[name].test_requirements
+    return _siblings(wanted), tuple(each for each in wanted if Requirement(each).name not in PACKAGES)
+
+
+def released(
+    name: str,
+    wanted: tuple[str, ...],
+    siblings: dict[str, Path] | None = None,
+    requirements: tuple[str, ...] = (),
+) -> Path:
     """Return the interpreter of a fresh environment where packages `wanted` were installed as a user would.
 
     Only `wanted` is asked for: what they need comes as their requirements, siblings from wheels.
@@ -164,11 +174,12 @@ def released(name: str, wanted: tuple[str, ...], siblings: dict[str, Path] | Non
         name: the environment's.
         wanted: names of packages.
         siblings: wheels by package name; those built from the sources where not given.
+        requirements: further requirements, of tests say.
     """
     built = {**wheels("standard"), **(siblings or {})}
     environment = Environment(
         name,
-        requirements=wanted,
+        requirements=(*wanted, *requirements),
         borrowed=framework_sites(closure(wanted)),
         constraints=tuple(f"{each} @ {wheel.as_uri()}" for each, wheel in built.items()),
     )
@@ -188,18 +199,26 @@ def floor_wheels(name: str) -> dict[str, Path]:
 def _wheel_at(package: Package, version: Version) -> Path:
     if version == Version(package.version):
         return wheels("standard")[package.name]
-    tag = f"{package.name}-v{version}"
+    tag = _tag(package.name, version)
     folder = NOX_FOLDER / "wheels" / "floors" / tag
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    archive = subprocess.run(["git", "archive", tag, f"packages/{package.name}"], cwd=ROOT, capture_output=True)
-    if archive.returncode:
-        raise SetupError(
-            f"{package.name} {version} is the oldest that a sibling allows, but there is no tag {tag}.\n"
-            "  What to do: fetch the tags, or raise the floor to a version that was released."
-        )
+    command = ["git", "archive", tag, f"packages/{package.name}"]
+    archive = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
     subprocess.run(["tar", "-x", "-C", str(folder)], input=archive.stdout, check=True)
     return _build(folder / "packages" / package.name, "standard", folder)
+
+
+def _tag(name: str, version: Version) -> str:
+    """Return the tag of a release: "hp-dtensor-v0.1.0" for hp-dtensor 0.1 or 0.1.0."""
+    listed = subprocess.run(["git", "tag", "--list", f"{name}-v*"], cwd=ROOT, capture_output=True, text=True)
+    for tag in listed.stdout.split():
+        if Version(tag.removeprefix(f"{name}-v")) == version:
+            return tag
+    raise SetupError(
+        f"{name} {version} is the oldest that a sibling allows, but there is no tag {name}-v{version}.\n"
+        "  What to do: fetch the tags, or raise the floor to a version that was released."
+    )
 
 
 def _build(source: Path, kind: str, folder: Path) -> Path:
