@@ -69,7 +69,7 @@ def session(function: Callable[..., None]) -> Callable[..., None]:
         try:
             function(nox_session, *arguments, **options)
         except SetupError as error:
-            nox_session.error(str(error))
+            nox_session.error(str(error).rstrip("."))
 
     return nox.session(python=False)(guarded)
 
