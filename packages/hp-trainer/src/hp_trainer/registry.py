@@ -58,7 +58,9 @@ class Registry:
                 the options that the same name has on another platform.
         """
         if not is_dataclass(options):
-            raise RegistryError(f"{self.kind} {name!r} of plugin {self._plugin!r}: options must be a dataclass")
+            raise RegistryError(
+                f"{self.kind} {name!r} of plugin {self._plugin!r}: options must be a dataclass, got {options!r}"
+            )
         for other in self._named(name):
             if other.platform == platform:
                 raise RegistryError(

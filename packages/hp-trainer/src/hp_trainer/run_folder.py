@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from hp_trainer._files import write_atomically
 from hp_trainer.config import LoadedConfig, TrainerConfig, dump_config, load_config
 from hp_trainer.exceptions import RunFolderError
+from hp_trainer.plugins import Registries
 
 _MARK = "run.json"
 
@@ -90,13 +92,15 @@ class RunFolder:
     def run_id(self) -> str:
         return str(_read_mark(self.path)["id"])
 
-    def load_config(self, overrides: list[tuple[str, str]] | None = None) -> LoadedConfig:
+    def load_config(
+        self, overrides: Sequence[tuple[str, str]] = (), registered: Registries | None = None
+    ) -> LoadedConfig:
         """The run's configuration, with overrides.
 
         Raises:
             ConfigError: listing every problem.
         """
-        return load_config(self.config_file, overrides or [])
+        return load_config(self.config_file, overrides, registered)
 
     def write_config(self, config: TrainerConfig) -> None:
         """Replace the run's configuration in one step."""

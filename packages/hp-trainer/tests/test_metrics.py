@@ -1,0 +1,134 @@
+"""Trackers: JSON lines that survive a crash, progress with and without a terminal, the loss curve."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from hp_trainer.config import parse_config
+from hp_trainer.metrics import (
+    JsonLinesTracker,
+    LossCurveTracker,
+    ProgressTracker,
+    draw_loss_curve,
+    read_metrics,
+)
+from hp_trainer.metrics.progress import format_seconds
+from hp_trainer.plugins import Registries
+from hp_trainer.records import CheckpointRecord, EvaluationRecord, RunRecord, StepRecord
+
+
+@pytest.fixture
+def run(tmp_path: Path, registered: Registries):
+    config = parse_config("model: {name: tiny}\ntraining: {steps: 4}\n", registered=registered).config
+
+    def run(first_step: int = 0) -> RunRecord:
+        return RunRecord(
+            folder=tmp_path,
+            config=config,
+            platform="torch",
+            rank=0,
+            world_size=2,
+            first_step=first_step,
+            num_parameters=1234567,
+        )
+
+    return run
+
+
+def step(number: int, loss: float = 1.5) -> StepRecord:
+    return StepRecord(step=number, learning_rate=1e-3, tokens=100, samples=8 * number, loss=loss, seconds=0.5)
+
+
+def test_each_step_is_on_disk_when_it_is_done(tmp_path: Path, run) -> None:
+    tracker = JsonLinesTracker(tmp_path / "metrics.jsonl")
+    tracker.start(run())
+    tracker.step(step(1))
+    events = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [event["event"] for event in events] == ["start", "step"]
+    assert (events[1]["step"], events[1]["loss"], events[1]["tokens_per_second"]) == (1, 1.5, 200.0)
+    tracker.finish()
+
+
+def test_what_json_cannot_hold_becomes_text(tmp_path: Path, run) -> None:
+    tracker = JsonLinesTracker(tmp_path / "metrics.jsonl")
+    tracker.start(run())
+    tracker.step(step(1, float("nan")))
+    tracker.finish()
+    assert [event.get("loss") for event in read_metrics(tmp_path / "metrics.jsonl")] == [None, "nan"]
+
+
+def test_a_resumed_run_has_each_step_once(tmp_path: Path, run) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = JsonLinesTracker(path)
+    first.start(run())
+    for number in (1, 2, 3):
+        first.step(step(number))
+    first.finish()
+    path.write_text(path.read_text() + '{"event": "step", "st')  # killed in the middle of a line
+    second = JsonLinesTracker(path)
+    second.start(run(first_step=2))
+    second.step(step(3, 0.5))
+    second.evaluation(EvaluationRecord(step=3, loss=2.0, tokens=10, seconds=0.1))
+    second.checkpoint(CheckpointRecord(step=3, folder="step-00000003", seconds=0.1))
+    second.finish()
+    events = list(read_metrics(path))
+    assert [event["step"] for event in events if event["event"] == "step"] == [1, 2, 3]
+    assert [event["loss"] for event in events if event["event"] == "step"] == [1.5, 1.5, 0.5]
+    assert [event["event"] for event in events][-3:] == ["step", "evaluation", "checkpoint"]
+
+
+def test_progress_without_a_terminal_is_plain_lines(run) -> None:
+    stream = io.StringIO()
+    tracker = ProgressTracker(interval_seconds=3600, stream=stream)
+    tracker.start(run())
+    for number in range(1, 5):
+        tracker.step(step(number))
+    tracker.evaluation(EvaluationRecord(step=4, loss=2.0, tokens=10, seconds=0.1))
+    tracker.finish()
+    lines = stream.getvalue().splitlines()
+    assert lines[0].startswith("tiny: 1,234,567 parameters, 2 ranks on torch, run folder ")
+    assert lines[1].startswith("step 1/4  loss 1.5000  200 tokens/s  lr 1.00e-03  left 0:0")
+    assert lines[2].startswith("step 4/4")  # the first and the last step, and none within the interval
+    assert lines[3:] == ["step 4: evaluation loss 2.0000"]
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_progress_on_a_terminal_is_live(run) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal()
+    tracker = ProgressTracker(stream=stream)
+    tracker.start(run(first_step=1))
+    tracker.step(step(2))
+    tracker.checkpoint(CheckpointRecord(step=2, folder="step-00000002", seconds=0.1))
+    tracker.finish()
+    tracker.finish()
+    assert "2/4" in stream.getvalue()
+    assert "loss 1.5000" in stream.getvalue()
+    assert "step 2: checkpoint step-00000002" in stream.getvalue()
+
+
+def test_seconds_read_as_a_clock() -> None:
+    assert [format_seconds(s) for s in (5, 754, 3723)] == ["0:05", "12:34", "1:02:03"]
+
+
+def test_the_loss_curve_is_a_picture_of_the_whole_run(tmp_path: Path, run) -> None:
+    lines = JsonLinesTracker(tmp_path / "metrics.jsonl")
+    lines.start(run())
+    lines.step(step(1))
+    lines.step(step(2, float("inf")))
+    lines.evaluation(EvaluationRecord(step=2, loss=2.0, tokens=10, seconds=0.1))
+    lines.finish()
+    LossCurveTracker(tmp_path / "metrics.jsonl", tmp_path / "loss.png").finish()
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_step_draws_no_picture(tmp_path: Path) -> None:
+    draw_loss_curve([], tmp_path / "loss.png")
+    assert not (tmp_path / "loss.png").exists()

@@ -1,0 +1,125 @@
+"""Plugins register by name, an error names the guilty one, and life-cycle hooks are resolved once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pluggy
+import pytest
+
+from hp_dtensor.plugins import PROJECT_NAME
+from hp_trainer import builtin_plugin, hookspecs
+from hp_trainer.exceptions import RegistryError
+from hp_trainer.plugins import LifeCycle, fill_registries, hookimpl, resolve_life_cycle
+from hp_trainer.records import CheckpointRecord, StepRecord
+from hp_trainer.registry import NoOptions, Registry
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    size: int = 1
+
+
+def manager_of(**plugins: object) -> pluggy.PluginManager:
+    manager = pluggy.PluginManager(PROJECT_NAME)
+    manager.add_hookspecs(hookspecs)
+    for name, plugin in plugins.items():
+        manager.register(plugin, name=name)
+    return manager
+
+
+class Models:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @hookimpl
+    def hp_models(self, registry: Registry) -> None:
+        registry.add(self.name, lambda options, platform: self.name, options=Options)
+
+
+def test_every_plugin_registers_under_its_own_name() -> None:
+    registries = fill_registries(manager_of(one=Models("a"), two=Models("b")))
+    assert registries.models.names() == ["a", "b"]
+    assert [registries.models.get(name).plugin for name in "ab"] == ["one", "two"]
+    assert registries.models.get("b").build(Options(), None) == "b"
+
+
+def test_a_name_registered_twice_names_both_plugins() -> None:
+    with pytest.raises(RegistryError) as caught:
+        fill_registries(manager_of(one=Models("a"), two=Models("a")))
+    assert "model 'a' is registered by plugin" in str(caught.value)
+    assert "'one'" in str(caught.value)
+    assert "'two'" in str(caught.value)
+
+
+def test_the_built_in_plugin_registers_through_the_same_hooks() -> None:
+    registries = fill_registries(manager_of(hp_trainer=builtin_plugin))
+    assert registries.datasets.names() == ["text"]
+    assert registries.trackers.names() == ["jsonl", "loss_curve", "progress"]
+    assert registries.checkpoint_storages.names() == ["local"]
+
+
+def test_a_name_may_have_one_entry_per_platform_with_the_same_options() -> None:
+    registry = Registry("optimizer")
+    registry.add("adamw", lambda: "t", options=Options, platform="torch")
+    registry.add("adamw", lambda: "m", options=Options, platform="mindspore")
+    assert registry.names() == ["adamw"]
+    assert registry.get("adamw", "mindspore").build() == "m"
+    assert registry.options("adamw") is Options
+    with pytest.raises(RegistryError, match="exists for mindspore, torch only, not for platform 'numpy'"):
+        registry.get("adamw", "numpy")
+    with pytest.raises(RegistryError, match="has other options"):
+        registry.add("adamw", lambda: "n", options=NoOptions, platform="numpy")
+
+
+def test_an_entry_for_any_platform_serves_those_without_their_own() -> None:
+    registry = Registry("model")
+    registry.add("m", lambda: "any")
+    registry.add("m", lambda: "torch", platform="torch")
+    assert (registry.get("m", "torch").build(), registry.get("m", "mindspore").build()) == ("torch", "any")
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    registry = Registry("model")
+    with pytest.raises(RegistryError, match="no model is called 'x'; known: none is registered"):
+        registry.get("x")
+    registry.add("llama", lambda: None)
+    with pytest.raises(RegistryError, match="known: llama"):
+        registry.options("x")
+    assert registry.suggest("lama") == "llama"
+
+
+def test_options_must_be_a_dataclass() -> None:
+    with pytest.raises(RegistryError, match="options must be a dataclass, got"):
+        Registry("model").add("m", lambda: None, options=int)
+
+
+def test_life_cycle_hooks_receive_frozen_records_in_every_plugin() -> None:
+    class Watcher:
+        def __init__(self) -> None:
+            self.seen: list[Any] = []
+
+        @hookimpl
+        def hp_after_step(self, record: StepRecord) -> None:
+            self.seen.append(record)
+
+    first, second = Watcher(), Watcher()
+    hooks = resolve_life_cycle(manager_of(first=first, second=second))
+    record = StepRecord(step=1, learning_rate=0.1, tokens=8, samples=2, loss=1.5, seconds=2.0)
+    hooks.after_step(record)
+    assert first.seen == second.seen == [record]
+    assert record.tokens_per_second == 4.0
+    with pytest.raises(AttributeError):
+        record.loss = 0.0  # type: ignore[misc]
+
+
+def test_hooks_that_nobody_implements_do_nothing() -> None:
+    hooks: LifeCycle = resolve_life_cycle(manager_of())
+    hooks.before_checkpoint(CheckpointRecord(step=1))
+
+
+def test_every_hook_says_when_it_is_called_and_since_when() -> None:
+    hooks = [value for name, value in vars(hookspecs).items() if name.startswith("hp_")]
+    assert len(hooks) == 14
+    assert all("Called" in hook.__doc__ and "Since 0." in hook.__doc__ for hook in hooks)
