@@ -1,0 +1,219 @@
+"""One flat buffer: the shard that the optimizer updates, the full buffer that the module computes with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor.spec import TensorSpec
+from hp_dtensor.world import ProcessGroup, Work
+from hp_fsdp._parameters import TAKEN_ATTRIBUTE, Original, sharded_spec
+from hp_fsdp.layout import FlatLayout
+from hp_fsdp.policies import MixedPrecisionPolicy
+from hp_fsdp.storage import Gradients, ParameterStorage
+
+Tensor = Any
+Module = Any
+DType = Any
+
+
+@dataclass(slots=True)
+class ManagedParameter:
+    """A parameter of a flat buffer.
+
+    Attributes:
+        name: as in `Original`.
+        owners: every (module, attribute) that holds it.
+        sharded: the DTensor parameter that users and optimizers see; the same object for ever.
+        full_spec: the spec in computation, of a parameter that was a DTensor already.
+        leaf: the unsharded parameter outside the graph of a forward: without gradients, and for recomputation.
+        start: of this rank's piece in the shard, in elements.
+        local_shape: of that piece.
+    """
+
+    name: str
+    owners: list[tuple[Module, str]]
+    sharded: Tensor
+    full_spec: TensorSpec | None
+    leaf: Tensor
+    start: int
+    local_shape: tuple[int, ...]
+
+
+class FlatBuffer:
+    """Parameters of one dtype that are gathered and reduced together.
+
+    Gathering fills the full buffer, of which every unsharded parameter is a view; gradients are written into
+    one buffer of the same layout, whose reduced shard the gradients of the sharded parameters are views of.
+    """
+
+    def __init__(
+        self,
+        storage: ParameterStorage,
+        mesh: DeviceMesh,
+        originals: Sequence[Original],
+        layout: FlatLayout,
+        policy: MixedPrecisionPolicy,
+    ) -> None:
+        self.storage = storage
+        self.platform = storage.platform
+        self.layout = layout
+        self.device = mesh.device_type
+        self.dtype: DType = originals[0].tensor.dtype
+        self.param_dtype: DType = policy.param_dtype or self.dtype
+        self.reduce_dtype: DType = policy.reduce_dtype or self.param_dtype
+        self.shard_group: ProcessGroup = mesh.get_group(mesh.ndim - 1)
+        self.replicate_group: ProcessGroup | None = mesh.get_group(0) if mesh.ndim == 2 else None
+        self.shard = self._fill_shard(originals)
+        # One shard without a cast is the full buffer: nothing to gather, nothing to free.
+        self.is_whole = layout.num_shards == 1 and self.param_dtype == self.dtype
+        self.full = self.shard if self.is_whole else self.new_buffer(layout.numel, self.param_dtype)
+        self._gather_target = storage.view(self.full, 0, (layout.numel,))
+        self.parameters = [self._manage(index, original, mesh) for index, original in enumerate(originals)]
+        if not self.is_whole:
+            storage.release(self.full)
+        self._gathering: Work | None = None
+        self._gather_source: Tensor | None = None
+        self.gradients: Tensor | None = None
+        self.partial_shard: Tensor | None = None
+
+    def new_buffer(self, numel: int, dtype: DType) -> Tensor:
+        """An uninitialised flat tensor on the mesh's device."""
+        return self.platform.empty((numel,), dtype, self.device)
+
+    def _fill_shard(self, originals: Sequence[Original]) -> Tensor:
+        shard = self.platform.zeros((self.layout.shard_numel,), self.dtype, self.device)
+        for index, original in enumerate(originals):
+            start, numel = self.layout.piece(index, self.shard_group.rank)
+            if numel == 0 or self.platform.is_meta(original.tensor):
+                continue
+            with self.platform.no_grad(), self.platform.local_op():
+                local = self.platform.contiguous(self.platform.detach(self.platform.unwrap(original.tensor)))
+                flat = self.platform.ops.reshape(local, (-1,))
+                first = sum(self.layout.pieces(index)[: self.shard_group.rank])
+                piece = self.platform.contiguous(self.platform.ops.narrow(flat, 0, first, numel))
+                self.platform.copy_(self.storage.part(shard, start, (numel,)), piece)
+        return shard
+
+    def _manage(self, index: int, original: Original, mesh: DeviceMesh) -> ManagedParameter:
+        spec = sharded_spec(original, mesh, self.layout.pieces(index))
+        start, _ = self.layout.piece(index, self.shard_group.rank)
+        requires_grad = self.platform.requires_grad(original.tensor)
+        local = self.storage.part(self.shard, start, spec.local_shape)
+        leaf = self.storage.view(self.full, self.layout.offsets[index], original.local_shape)
+        if original.spec is not None:
+            leaf = self.platform.wrap(leaf, original.spec)
+        self.platform.set_requires_grad(leaf, requires_grad)
+        sharded = self.storage.parameter(local, spec, requires_grad)
+        setattr(original.tensor, TAKEN_ATTRIBUTE, original.name)
+        return ManagedParameter(
+            original.name, original.owners, sharded, original.spec, leaf, start, spec.local_shape
+        )
+
+    # Gathering -------------------------------------------------------------------------------------------
+
+    def start_gather(self) -> None:
+        """Begin to fill the full buffer from all shards; reads the shard buffer itself, or its one cast."""
+        if self.is_whole:
+            return
+        self.storage.refill(self.full)
+        if self.layout.num_shards == 1:
+            self.platform.copy_(self._gather_target, self.shard)
+            return
+        with self.platform.no_grad():
+            self._gather_source = self.platform.ops.cast(self.shard, self.param_dtype)
+        self._gathering = self.shard_group.all_gather_into(
+            self._gather_target, self._gather_source, async_op=True
+        )
+
+    def wait_gather(self) -> None:
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = self._gather_source = None
+
+    def release(self) -> None:
+        """Free the full buffer."""
+        self.wait_gather()
+        if not self.is_whole:
+            self.storage.release(self.full)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that the full buffer holds beyond the shard."""
+        return 0 if self.is_whole else self.storage.held_bytes(self.full)
+
+    # Into the autograd graph -----------------------------------------------------------------------------
+
+    def trainable(self) -> list[int]:
+        """Indices of the parameters that require a gradient now; the leaves follow suit."""
+        indices = []
+        for index, parameter in enumerate(self.parameters):
+            wanted = self.platform.requires_grad(parameter.sharded)
+            if wanted != self.platform.requires_grad(parameter.leaf):
+                self.platform.set_requires_grad(parameter.leaf, wanted)
+            if wanted:
+                indices.append(index)
+        return indices
+
+    def gather_node(
+        self, token: Tensor, indices: Sequence[int], backward: Callable[[Gradients], None]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The autograd node over the parameters `indices`: (next token, all unsharded parameters)."""
+        unwrap = self.platform.unwrap
+        views = [unwrap(self.parameters[i].leaf) for i in indices]
+        token, outputs = self.storage.gather_node(token, views, backward)
+        unsharded = [parameter.leaf for parameter in self.parameters]
+        for index, output in zip(indices, outputs, strict=True):
+            spec = self.parameters[index].full_spec
+            unsharded[index] = output if spec is None else self.platform.wrap(output, spec)
+        return token, unsharded
+
+    # Gradients -------------------------------------------------------------------------------------------
+
+    def collect(self, indices: Sequence[int], grads: Gradients) -> None:
+        """Write gradients into the gradient buffer, or add them to those that wait there unreduced."""
+        fresh = self.gradients is None
+        if fresh:
+            self.gradients = self.new_buffer(self.layout.numel, self.reduce_dtype)
+            self._zero(self.layout.gaps())
+        given = dict(zip(indices, grads, strict=True))
+        for index, parameter in enumerate(self.parameters):
+            self._collect_one(index, given.get(index), fresh)
+            recomputed = self.storage.take_grad(parameter.leaf)
+            if recomputed is not None:
+                self._collect_one(index, recomputed, fresh=False)
+
+    def _collect_one(self, index: int, grad: Tensor | None, fresh: bool) -> None:
+        offset, numel = self.layout.offsets[index], self.layout.blocks[index].numel
+        if grad is None:
+            if fresh:
+                self._zero([(offset, numel)])
+            return
+        part = self.storage.part(self.gradients, offset, tuple(grad.shape))
+        (self.platform.copy_ if fresh else self.storage.add_)(part, grad)
+
+    def forget_gradients(self) -> None:
+        """Drop what has been accumulated but not reduced."""
+        self.gradients = self.partial_shard = None
+        for parameter in self.parameters:
+            self.storage.take_grad(parameter.leaf)
+
+    def _zero(self, intervals: Any) -> None:
+        for offset, numel in intervals:
+            self.storage.zero_(self.storage.part(self.gradients, offset, (numel,)))
+
+    def store(self, reduced: Tensor) -> None:
+        """Make a reduced flat shard the gradients of the sharded parameters, or add it to those they have."""
+        with self.platform.no_grad():
+            flat = self.platform.ops.cast(reduced, self.dtype)
+        for parameter in self.parameters:
+            if not self.platform.requires_grad(parameter.sharded):
+                continue
+            grad = self.storage.part(flat, parameter.start, parameter.local_shape)
+            present = self.storage.local_grad(parameter.sharded)
+            if present is None:
+                self.storage.set_local_grad(parameter.sharded, grad, parameter.sharded.spec)
+            else:
+                self.storage.add_(present, grad)

@@ -1,0 +1,262 @@
+"""The schedule of one model: forward passes, the backward that runs, prefetching and reductions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from hp_fsdp._buffer import FlatBuffer
+from hp_fsdp._group import GatherRecord, GroupState, ParameterGroup
+from hp_fsdp._reduction import Reducer
+from hp_fsdp.storage import Gradients, ParameterStorage
+
+Tensor = Any
+
+
+class ForwardPass:
+    """One forward of the root.
+
+    Attributes:
+        token: threads the gathers in the order in which they happen, so that backward runs their nodes, all
+            of them, in the reverse order on every rank.
+        records: uses with autograd nodes, in that order.
+        used: groups in the order in which their forwards began (with repetitions).
+        left: groups in the order in which their forwards ended last.
+    """
+
+    def __init__(self, token: Tensor) -> None:
+        self.token = token
+        self.records: list[GatherRecord] = []
+        self.used: list[ParameterGroup] = []
+        self.left: list[ParameterGroup] = []
+
+    def leave(self, group: ParameterGroup) -> None:
+        if group in self.left:
+            self.left.remove(group)
+        self.left.append(group)
+
+
+class BackwardRun:
+    """One backward: which passes it goes through and which of their groups it has reached."""
+
+    def __init__(self) -> None:
+        self.passes: list[ForwardPass] = []
+        self.reached: set[tuple[ParameterGroup, ForwardPass | None]] = set()
+
+
+class Context:
+    """What the groups below one root share.
+
+    Attributes:
+        root: the group whose forward is a whole pass.
+        groups: all, the root's included.
+        is_last_backward: whether gradients that autograd did not deliver count as zero at the end of backward.
+    """
+
+    def __init__(
+        self, storage: ParameterStorage, root: ParameterGroup, groups: Iterable[ParameterGroup]
+    ) -> None:
+        self.storage = storage
+        self.platform = storage.platform
+        self.root = root
+        self.groups = list(groups)
+        self.is_last_backward = True
+        self._reducer = Reducer()
+        self._pass = ForwardPass(storage.anchor())
+        self._expected: Sequence[ParameterGroup] = ()
+        self._backward: BackwardRun | None = None
+
+    @property
+    def in_backward(self) -> bool:
+        return self._backward is not None
+
+    # Forward ---------------------------------------------------------------------------------------------
+
+    def enter(self, group: ParameterGroup, inputs: Callable[[], Iterable[Tensor]]) -> None:
+        """Before the forward of one of `group`'s modules, called with tensors `inputs()`."""
+        if self._backward is not None and not self.storage.is_backward_running():
+            self.reset()
+        if group is self.root and self._backward is None:
+            self._begin_pass()
+        group.unshard()
+        if not group.exposed:
+            self._expose(group)
+            if self._backward is None:
+                self._prefetch_next(group)
+                self._watch_frozen(group, inputs)
+
+    def leave(self, group: ParameterGroup, outputs: list[Tensor], is_last_module: bool) -> list[Tensor]:
+        """After the forward of one of `group`'s modules, which gave `outputs` that require gradients.
+
+        Returns the outputs to use instead.
+        """
+        if self._backward is not None:
+            return outputs
+        if group is self.root and outputs and self._pass.records:
+            outputs = self.storage.join(self._pass.token, outputs)
+        if group.buffers:
+            for tensor in outputs:
+                self.storage.on_gradient(tensor, partial(self._reach, group, self._pass))
+        if is_last_module:
+            self._pass.leave(group)
+            group.conceal()
+            if self._frees_after_forward(group, bool(outputs)):
+                group.reshard()
+        if group is self.root:
+            self._end_pass()
+        return outputs
+
+    def _begin_pass(self) -> None:
+        for group in self.groups:
+            group.conceal()
+            group.record = None
+        self._pass = ForwardPass(self.storage.anchor())
+
+    def _end_pass(self) -> None:
+        for group in self.groups:
+            group.conceal()
+            if group.state is GroupState.GATHERING or not self.platform.is_grad_enabled():
+                group.reshard()
+        self._expected = self._pass.used
+        # A module called on its own before the next pass begins a chain of its own.
+        self._pass = ForwardPass(self.storage.anchor())
+
+    def _expose(self, group: ParameterGroup) -> None:
+        if not self.platform.is_grad_enabled() or (self._backward is not None and group.record is not None):
+            group.expose()
+            return
+        if group.record is None:
+            self._record(group)
+        group.expose(group.record.unsharded if group.record is not None else None)
+
+    def _record(self, group: ParameterGroup) -> None:
+        if self._backward is not None:
+            _, group.record = group.record_use(self.storage.anchor(), None, self._complete)
+            return
+        self._pass.token, group.record = group.record_use(self._pass.token, self._pass, self._complete)
+        if group.record is not None:
+            self._pass.records.append(group.record)
+
+    def _frees_after_forward(self, group: ParameterGroup, has_outputs: bool) -> bool:
+        if not self.platform.is_grad_enabled():
+            return True
+        if not has_outputs:
+            # Without an output whose gradient announces the backward nothing would gather again in time.
+            return group.record is None
+        wanted = group.reshard_after_forward
+        return group is not self.root if wanted is None else wanted
+
+    def _prefetch_next(self, group: ParameterGroup) -> None:
+        position = len(self._pass.used)
+        self._pass.used.append(group)
+        if group.forward_prefetch is not None:
+            following = group.forward_prefetch
+        elif position + 1 < len(self._expected) and self._expected[position] is group:
+            following = [self._expected[position + 1]]
+        else:
+            return
+        for other in following:
+            other.start_unshard()
+
+    def _watch_frozen(self, group: ParameterGroup, inputs: Callable[[], Iterable[Tensor]]) -> None:
+        """Free a group without trainable parameters in backward when the gradients of its inputs are known."""
+        if group.record is not None or not group.buffers or not self.platform.is_grad_enabled():
+            return
+        tensors = [tensor for tensor in inputs() if self.platform.requires_grad(tensor)]
+        missing = set(range(len(tensors)))
+
+        def known(index: int) -> None:
+            missing.discard(index)
+            if not missing:
+                self._free_after_backward(group)
+
+        for index, tensor in enumerate(tensors):
+            self.storage.on_gradient(tensor, partial(known, index))
+
+    # Backward --------------------------------------------------------------------------------------------
+
+    def _reach(self, group: ParameterGroup, forward_pass: ForwardPass | None) -> None:
+        """Before gradients flow into a group's modules."""
+        run = self._begin_backward()
+        if (group, forward_pass) in run.reached:
+            return
+        run.reached.add((group, forward_pass))
+        group.unshard()
+        if not group.exposed:
+            group.expose()
+        if forward_pass is not None:
+            if forward_pass not in run.passes:
+                run.passes.append(forward_pass)
+            self._prefetch_previous(group, forward_pass)
+
+    def _begin_backward(self) -> BackwardRun:
+        if self._backward is None:
+            self._backward = BackwardRun()
+            self.storage.at_end_of_backward(self._end_backward)
+        return self._backward
+
+    def _prefetch_previous(self, group: ParameterGroup, forward_pass: ForwardPass) -> None:
+        if group.backward_prefetch is not None:
+            for other in group.backward_prefetch:
+                other.start_unshard()
+        elif group in forward_pass.left:
+            position = forward_pass.left.index(group)
+            if position > 0:
+                forward_pass.left[position - 1].start_unshard()
+
+    def _complete(self, record: GatherRecord, buffer: FlatBuffer, grads: Gradients) -> None:
+        """Autograd has all gradients of a buffer's parameters.
+
+        A rank whose loss does not use the group comes here too, led by the token: it takes part in the same
+        collectives as the others, in the same order.
+        """
+        group = record.group
+        self._reach(group, record.forward_pass)  # type: ignore[arg-type]
+        buffer.collect(record.indices[buffer], grads)
+        if buffer in record.waiting:
+            record.waiting.remove(buffer)
+        if not record.waiting:
+            if group.record is record:
+                group.record = None
+            self._free_after_backward(group)
+        if group.gradient_sync:
+            self._reducer.start(buffer, group.reduce_options)
+
+    def _free_after_backward(self, group: ParameterGroup) -> None:
+        group.conceal()
+        if group.reshard_after_backward:
+            group.reshard()
+
+    def _end_backward(self) -> None:
+        run = self._backward
+        if run is None:
+            return
+        if self.is_last_backward:
+            self._complete_rest(run)
+        self._reducer.drain()
+        for group in self.groups:
+            group.conceal()
+            # After a reduction the optimizer changes the shards: what was gathered before is out of date.
+            if group.reshard_after_backward or group.gradient_sync:
+                group.reshard()
+        self._backward = None
+
+    def _complete_rest(self, run: BackwardRun) -> None:
+        """Groups that the loss does not reach even through the token, because it bypasses the root's output."""
+        for forward_pass in run.passes:
+            for record in reversed(forward_pass.records):
+                for buffer in list(record.waiting):
+                    self._complete(record, buffer, [None] * len(record.indices[buffer]))
+
+    def reset(self) -> None:
+        """Back to the resting state after an exception in forward or backward; unreduced gradients are lost."""
+        self._reducer.drop()
+        self._backward = None
+        for group in self.groups:
+            group.conceal()
+            group.reshard()
+            group.record = None
+            for buffer in group.buffers:
+                buffer.forget_gradients()
+        self._pass = ForwardPass(self.storage.anchor())

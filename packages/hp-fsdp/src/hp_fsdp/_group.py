@@ -1,0 +1,162 @@
+"""A group: the modules and flat buffers that are gathered, computed with and freed together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from functools import partial
+from typing import Any
+
+from hp_fsdp._buffer import FlatBuffer
+from hp_fsdp._reduction import ReduceOptions
+from hp_fsdp.exceptions import FSDPStateError
+from hp_fsdp.storage import Gradients, ParameterStorage
+
+Tensor = Any
+Module = Any
+Complete = Callable[["GatherRecord", FlatBuffer, Gradients], None]
+
+
+class GroupState(Enum):
+    """Where a group's full parameters are."""
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    UNSHARDED = "unsharded"
+
+
+class GatherRecord:
+    """One use of a group's parameters in a forward pass.
+
+    Attributes:
+        group: whose.
+        forward_pass: of the context, or None for a recomputation during backward.
+        unsharded: the tensors that the modules compute with, per buffer.
+        indices: of the trainable parameters, per buffer that has some.
+        waiting: buffers whose autograd node has not run yet.
+    """
+
+    def __init__(self, group: ParameterGroup, forward_pass: object | None) -> None:
+        self.group = group
+        self.forward_pass = forward_pass
+        self.unsharded: list[list[Tensor]] = []
+        self.indices: dict[FlatBuffer, list[int]] = {}
+        self.waiting: list[FlatBuffer] = []
+
+
+class ParameterGroup:
+    """What one call of `fully_shard` manages.
+
+    Attributes:
+        name: how errors call it.
+        state: where the full parameters are.
+        exposed: whether the modules hold the unsharded parameters instead of the sharded ones.
+        record: the current forward pass's use, until its backward; None outside.
+        gradient_sync: reduce gradients after backward; else accumulate them unsharded.
+        reshard_after_forward: None: unless it is the root's.
+        reshard_after_backward: free the full parameters once the gradients are complete.
+        reduce_options: how gradients are reduced.
+        forward_prefetch, backward_prefetch: groups to gather ahead, instead of the next in recorded order.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        storage: ParameterStorage,
+        buffers: Sequence[FlatBuffer],
+        reshard_after_forward: bool | None,
+    ) -> None:
+        self.name = name
+        self.storage = storage
+        self.buffers = list(buffers)
+        self.state = GroupState.SHARDED
+        self.exposed = False
+        self.record: GatherRecord | None = None
+        self.gradient_sync = True
+        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_backward = True
+        self.reduce_options = ReduceOptions()
+        self.forward_prefetch: list[ParameterGroup] | None = None
+        self.backward_prefetch: list[ParameterGroup] | None = None
+        self._set_parameter = storage.platform.set_parameter
+
+    # States ----------------------------------------------------------------------------------------------
+
+    def start_unshard(self) -> None:
+        """Begin to gather, unless that has been done."""
+        if self.state is GroupState.SHARDED:
+            for buffer in self.buffers:
+                buffer.start_gather()
+            self.state = GroupState.GATHERING
+
+    def unshard(self) -> None:
+        """Gather, and wait for it."""
+        self.start_unshard()
+        if self.state is GroupState.GATHERING:
+            for buffer in self.buffers:
+                buffer.wait_gather()
+            self.state = GroupState.UNSHARDED
+
+    def reshard(self) -> None:
+        """Free the full parameters.
+
+        Raises:
+            FSDPStateError: the modules are computing with them.
+        """
+        if self.exposed:
+            raise FSDPStateError(
+                f"group {self.name}: reshard() in state {self.state.value!r} while its modules hold the "
+                f"unsharded parameters; expected state {GroupState.SHARDED.value!r} or a group not in use"
+            )
+        if self.state is not GroupState.SHARDED:
+            for buffer in self.buffers:
+                buffer.release()
+            self.state = GroupState.SHARDED
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of full parameters held now."""
+        return sum(buffer.held_bytes for buffer in self.buffers)
+
+    # What the modules hold -------------------------------------------------------------------------------
+
+    def expose(self, unsharded: Sequence[Sequence[Tensor]] | None = None) -> None:
+        """Put unsharded parameters into the modules: those given per buffer, or the leaves."""
+        for position, buffer in enumerate(self.buffers):
+            tensors = [p.leaf for p in buffer.parameters] if unsharded is None else unsharded[position]
+            self._put(buffer, tensors)
+        self.exposed = True
+
+    def conceal(self) -> None:
+        """Put the sharded parameters back into the modules."""
+        if self.exposed:
+            for buffer in self.buffers:
+                self._put(buffer, [parameter.sharded for parameter in buffer.parameters])
+            self.exposed = False
+
+    def _put(self, buffer: FlatBuffer, tensors: Sequence[Tensor]) -> None:
+        for parameter, tensor in zip(buffer.parameters, tensors, strict=True):
+            for module, attribute in parameter.owners:
+                self._set_parameter(module, attribute, tensor)
+
+    # Autograd --------------------------------------------------------------------------------------------
+
+    def record_use(
+        self, token: Tensor, forward_pass: object | None, complete: Complete
+    ) -> tuple[Tensor, GatherRecord | None]:
+        """Make autograd nodes, one per buffer with trainable parameters: (next token, record if there are any).
+
+        Args:
+            complete: called with the record, the buffer and its gradients when a node runs.
+        """
+        record = GatherRecord(self, forward_pass)
+        for buffer in self.buffers:
+            indices = buffer.trainable()
+            if indices:
+                record.indices[buffer] = indices
+                record.waiting.append(buffer)
+                token, unsharded = buffer.gather_node(token, indices, partial(complete, record, buffer))
+            else:
+                unsharded = [parameter.leaf for parameter in buffer.parameters]
+            record.unsharded.append(unsharded)
+        return token, record if record.waiting else None

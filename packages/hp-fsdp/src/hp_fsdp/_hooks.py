@@ -1,0 +1,109 @@
+"""The hooks that one call of `fully_shard` puts on its modules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hp_dtensor.platform import Platform
+from hp_fsdp._context import Context
+from hp_fsdp._group import ParameterGroup
+from hp_fsdp._parameters import STATE_ATTRIBUTE
+from hp_fsdp._tree import map_tensors, tensors_in
+from hp_fsdp.policies import MixedPrecisionPolicy
+from hp_fsdp.storage import ParameterStorage
+
+Tensor = Any
+Module = Any
+DType = Any
+
+
+class ModuleState:
+    """What the modules of one group know; kept on each of them."""
+
+    def __init__(
+        self,
+        storage: ParameterStorage,
+        modules: Sequence[Module],
+        group: ParameterGroup,
+        policy: MixedPrecisionPolicy,
+    ) -> None:
+        self.storage = storage
+        self.platform: Platform = storage.platform
+        self.modules = list(modules)
+        self.group = group
+        self.policy = policy
+        self.context: Context | None = None
+        self._to_come = list(self.modules)
+
+    def install(self) -> None:
+        """Put this state and its hooks on the modules."""
+        for module in self.modules:
+            object.__setattr__(module, STATE_ATTRIBUTE, self)
+            self.platform.add_forward_pre_hook(module, self.before_forward, prepend=True)
+            self.platform.add_forward_hook(module, self.after_forward)
+
+    def before_forward(self, module: Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        """Unshard, and cast the inputs."""
+        context = self.context if self.context is not None else self._become_root()
+        context.enter(self.group, lambda: tensors_in((args, kwargs), self.platform.Tensor))
+        if self.policy.cast_forward_inputs and self.policy.param_dtype is not None:
+            return self._cast((args, kwargs), self.policy.param_dtype)
+        return None
+
+    def after_forward(self, module: Module, args: tuple, kwargs: dict, output: Any) -> Any:
+        """Cast the outputs, watch for their gradients, and reshard."""
+        assert self.context is not None
+        if self.policy.output_dtype is not None:
+            output = self._cast(output, self.policy.output_dtype)
+        outputs = self._requiring_grad(output)
+        watched = self.context.leave(self.group, outputs, self._is_last(module))
+        return _replace(output, self.platform.Tensor, outputs, watched)
+
+    def _is_last(self, module: Module) -> bool:
+        """Whether every module of the group has now been called, in any order."""
+        if any(other is module for other in self._to_come):
+            self._to_come = [other for other in self._to_come if other is not module]
+        if self._to_come:
+            return False
+        self._to_come = list(self.modules)
+        return True
+
+    def _requiring_grad(self, output: Any) -> list[Tensor]:
+        if not self.platform.is_grad_enabled():
+            return []
+        tensors = tensors_in(output, self.platform.Tensor)
+        return [tensor for tensor in tensors if self.platform.requires_grad(tensor)]
+
+    def _cast(self, tree: Any, dtype: DType) -> Any:
+        def cast(x: Tensor) -> Tensor:
+            return (
+                self.platform.ops.cast(x, dtype)
+                if self.platform.is_floating(x.dtype) and x.dtype != dtype
+                else x
+            )
+
+        return map_tensors(tree, self.platform.Tensor, cast)
+
+    def _become_root(self) -> Context:
+        """Make one context for all groups below these modules: the first forward from outside is the root's."""
+        states = dict.fromkeys(
+            [self, *(s for module in self.modules for s in states_below(self.platform, module))]
+        )
+        context = Context(self.storage, self.group, (state.group for state in states))
+        for state in states:
+            state.context = context
+        return context
+
+
+def states_below(platform: Platform, module: Module) -> list[ModuleState]:
+    """The states of `module` and the modules below it, each once, outer ones first."""
+    found = (module.__dict__.get(STATE_ATTRIBUTE) for _, module in platform.named_modules(module))
+    return list(dict.fromkeys(state for state in found if state is not None))
+
+
+def _replace(tree: Any, tensor_type: type, old: list[Tensor], new: list[Tensor]) -> Any:
+    if old is new or not old:
+        return tree
+    instead = {id(before): after for before, after in zip(old, new, strict=True)}
+    return map_tensors(tree, tensor_type, lambda x: instead.get(id(x), x))

@@ -1,0 +1,141 @@
+"""Which parameters a group manages, and what becomes of each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hp_dtensor.dtensor import DTensor
+from hp_dtensor.exceptions import HPError
+from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor.placements import Placement, RaggedShard, Replicate
+from hp_dtensor.platform import Platform
+from hp_dtensor.spec import TensorSpec
+from hp_fsdp.layout import Block
+
+Tensor = Any
+Module = Any
+
+STATE_ATTRIBUTE = "_hp_fsdp_state"
+TAKEN_ATTRIBUTE = "_hp_fsdp_taken_by"
+# Blocks start at multiples of this many bytes, which vectorised kernels and tensor cores want.
+ALIGNMENT_BYTES = 16
+
+
+@dataclass(slots=True)
+class Original:
+    """A parameter as the module had it before `fully_shard`.
+
+    Attributes:
+        name: dotted name below the first module of the group; the first one of a tied parameter.
+        tensor: the parameter, plain or a DTensor.
+        owners: every (module, attribute) that holds it.
+    """
+
+    name: str
+    tensor: Tensor
+    owners: list[tuple[Module, str]] = field(default_factory=list)
+
+    @property
+    def spec(self) -> TensorSpec | None:
+        """The spec of a parameter that is a DTensor already."""
+        return self.tensor.spec if isinstance(self.tensor, DTensor) else None
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape that this rank computes with."""
+        return self.spec.local_shape if self.spec is not None else tuple(self.tensor.shape)
+
+    @property
+    def cut_dim(self) -> int:
+        """The dimension that is cut: the first one longer than 1, so that a cut leaves contiguous parts."""
+        return next((dim for dim, size in enumerate(self.local_shape) if size > 1), 0)
+
+    @property
+    def row_numel(self) -> int:
+        return math.prod(self.local_shape[self.cut_dim + 1 :])
+
+    def block(self, itemsize: int) -> Block:
+        alignment = max(1, ALIGNMENT_BYTES // itemsize)
+        return Block(math.prod(self.local_shape), math.lcm(max(1, self.row_numel), alignment))
+
+
+def sharded_spec(original: Original, mesh: DeviceMesh, pieces: Sequence[int]) -> TensorSpec:
+    """The spec of the sharded parameter: the original's axes, then `mesh`'s, the last one ragged.
+
+    Args:
+        pieces: elements of the local tensor that each rank of the last axis of `mesh` holds.
+    """
+    rows = tuple(piece // max(1, original.row_numel) for piece in pieces)
+    added: tuple[Placement, ...] = (Replicate(),) * (mesh.ndim - 1) + (RaggedShard(original.cut_dim, rows),)
+    if original.spec is None:
+        return TensorSpec(mesh, added, original.local_shape, original.tensor.dtype)
+    joined = original.spec.mesh.concatenate(mesh)
+    return TensorSpec(joined, original.spec.placements + added, original.spec.shape, original.tensor.dtype)
+
+
+def collect(platform: Platform, modules: Sequence[Module], ignored: Collection[Tensor]) -> list[Original]:
+    """Parameters below `modules` that belong to no other group and are not ignored, each once."""
+    ignored_ids = {id(parameter) for parameter in ignored}
+    found: dict[int, Original] = {}
+    for root in modules:
+        for prefix, module in _own_modules(platform, root):
+            for attribute, parameter in platform.named_parameters(
+                module, recurse=False, remove_duplicate=False
+            ):
+                if id(parameter) not in ignored_ids:
+                    name = f"{prefix}.{attribute}" if prefix else attribute
+                    original = found.setdefault(id(parameter), Original(name, parameter))
+                    if (module, attribute) not in original.owners:
+                        original.owners.append((module, attribute))
+    return list(found.values())
+
+
+def _own_modules(platform: Platform, root: Module) -> list[tuple[str, Module]]:
+    """`root` and the modules below it that are not below another sharded module."""
+    pruned: list[str] = []
+    own = []
+    for name, module in platform.named_modules(root):
+        if any(name.startswith(prefix) for prefix in pruned):
+            continue
+        if module is not root and STATE_ATTRIBUTE in module.__dict__:
+            pruned.append(f"{name}.")
+            continue
+        own.append((name, module))
+    return own
+
+
+def problems_of(original: Original, mesh: DeviceMesh) -> list[str]:
+    """Why a parameter cannot be sharded over `mesh`; empty when it can."""
+    name, tensor = original.name, original.tensor
+    problems = []
+    taken_by = getattr(tensor, TAKEN_ATTRIBUTE, None)
+    if taken_by is not None:
+        problems.append(
+            f"{name} is the same parameter as {taken_by} of another group; put both modules in one group, "
+            "fully_shard([first, second], mesh), or leave both to a module above them"
+        )
+    if len(tensor.shape) == 0:
+        problems.append(f"{name} is a scalar, which cannot be cut; give it the shape (1,)")
+    if not mesh.platform.is_floating(tensor.dtype):
+        problems.append(f"{name} is of {tensor.dtype}, expected a floating-point parameter; make it a buffer")
+    if original.spec is not None:
+        problems += _mesh_problems(original, original.spec, mesh)
+    return problems
+
+
+def _mesh_problems(original: Original, spec: TensorSpec, mesh: DeviceMesh) -> list[str]:
+    partial = [p for p in spec.placements if p.is_partial()]
+    if partial:
+        return [
+            f"{original.name} is a DTensor placed {spec.describe_placements()}; redistribute the partial first"
+        ]
+    try:
+        spec.mesh.concatenate(mesh)
+    except HPError as error:
+        return [
+            f"{original.name} is a DTensor on mesh {spec.mesh.describe()}, which does not go with {mesh.describe()}: {error}"
+        ]
+    return []

@@ -1,0 +1,112 @@
+"""The way of gradients from the full gradient buffer to the sharded parameters, overlapped with backward."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from hp_dtensor.world import DONE, Work
+from hp_fsdp._buffer import FlatBuffer
+
+Tensor = Any
+
+
+@dataclass(slots=True)
+class ReduceOptions:
+    """How a group's gradients are reduced.
+
+    Attributes:
+        all_reduce: also over the replicate axis; else the reduced shards wait for a later reduction.
+        divide_factor: what the sum over all ranks is divided by; None: the number of ranks for `op` "avg", 1
+            for "sum".
+        op: "avg" or "sum".
+    """
+
+    all_reduce: bool = True
+    divide_factor: float | None = None
+    op: str = "avg"
+
+    def factor(self, num_ranks: int) -> float:
+        if self.divide_factor is not None:
+            return self.divide_factor
+        return float(num_ranks) if self.op == "avg" else 1.0
+
+
+class Reduction:
+    """One flat buffer's reduce-scatter, then its all-reduce, then its gradients."""
+
+    def __init__(self, buffer: FlatBuffer, options: ReduceOptions) -> None:
+        self._buffer = buffer
+        self._all_reduce = options.all_reduce and buffer.replicate_group is not None
+        self._waits_for_more = not options.all_reduce and buffer.replicate_group is not None
+        num_replicas = buffer.replicate_group.size if buffer.replicate_group is not None else 1
+        factor = options.factor(buffer.shard_group.size * num_replicas)
+        self._before, self._after = _split_factor(factor, buffer)
+        self._shard, self._work = self._scatter()
+
+    def _scatter(self) -> tuple[Tensor, Work]:
+        buffer = self._buffer
+        # Held here until the reduce-scatter is over.
+        self._full, buffer.gradients = buffer.gradients, None
+        if self._before != 1.0:
+            buffer.storage.scale_(self._full, 1.0 / self._before)
+        if buffer.shard_group.size == 1:
+            return self._full, DONE
+        shard = buffer.new_buffer(buffer.layout.shard_numel, buffer.reduce_dtype)
+        return shard, buffer.shard_group.reduce_scatter_into(shard, self._full, "sum", async_op=True)
+
+    def advance(self) -> None:
+        """Wait for the reduce-scatter, free the full gradients, and begin the all-reduce."""
+        buffer = self._buffer
+        self._work.wait()
+        self._full, self._work = None, DONE
+        if buffer.partial_shard is not None:
+            buffer.storage.add_(self._shard, buffer.partial_shard)
+            buffer.partial_shard = None
+        if self._waits_for_more:
+            buffer.partial_shard = self._shard
+        elif self._all_reduce:
+            assert buffer.replicate_group is not None
+            self._work = buffer.replicate_group.all_reduce(self._shard, "sum", async_op=True)
+
+    def finish(self) -> None:
+        """Wait, scale, and store the gradients."""
+        self._work.wait()
+        if self._waits_for_more:
+            return
+        if self._after != 1.0:
+            self._buffer.storage.scale_(self._shard, 1.0 / self._after)
+        self._buffer.store(self._shard)
+
+
+class Reducer:
+    """Reductions under way: at most one reduce-scatter, so at most one full gradient buffer that waits."""
+
+    def __init__(self) -> None:
+        self._running: list[Reduction] = []
+
+    def start(self, buffer: FlatBuffer, options: ReduceOptions) -> None:
+        if self._running:
+            self._running[-1].advance()
+        self._running.append(Reduction(buffer, options))
+
+    def drain(self) -> None:
+        """Finish all; the gradients are then there."""
+        if self._running:
+            self._running[-1].advance()
+        running, self._running = self._running, []
+        for reduction in running:
+            reduction.finish()
+
+    def drop(self) -> None:
+        """Forget what is under way, after an error."""
+        self._running.clear()
+
+
+def _split_factor(factor: float, buffer: FlatBuffer) -> tuple[float, float]:
+    """(divisor before the reduction, divisor after it): float16 sums would overflow undivided."""
+    if factor <= 1.0 or buffer.platform.dtype_name(buffer.reduce_dtype) != "float16":
+        return 1.0, factor
+    before = 2.0 ** math.ceil(math.log2(factor) / 2)
+    return before, factor / before

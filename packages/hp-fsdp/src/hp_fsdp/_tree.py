@@ -1,0 +1,56 @@
+"""Tensors inside the arguments and outputs of a module: lists, tuples, mappings and dataclasses of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def map_tensors(tree: Any, tensor_type: type, function: Callable[[Any], Any]) -> Any:
+    """`tree` with `function` applied to its tensors; containers without a change come back as they are."""
+    if isinstance(tree, tensor_type):
+        return function(tree)
+    if isinstance(tree, (list, tuple)):
+        items = [map_tensors(item, tensor_type, function) for item in tree]
+        return tree if _same(items, tree) else _like_sequence(tree, items)
+    if isinstance(tree, Mapping):
+        values = [map_tensors(value, tensor_type, function) for value in tree.values()]
+        return tree if _same(values, tree.values()) else _like_mapping(tree, values)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        changes = {
+            field.name: map_tensors(getattr(tree, field.name), tensor_type, function)
+            for field in dataclasses.fields(tree)
+            if field.init
+        }
+        same = all(value is getattr(tree, name) for name, value in changes.items())
+        return tree if same else dataclasses.replace(tree, **changes)
+    return tree
+
+
+def tensors_in(tree: Any, tensor_type: type) -> list[Any]:
+    """The tensors of `tree`, in order."""
+    found: list[Any] = []
+
+    def note(tensor: Any) -> Any:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(tree, tensor_type, note)
+    return found
+
+
+def _same(new: list[Any], old: Any) -> bool:
+    return all(a is b for a, b in zip(new, old, strict=True))
+
+
+def _like_sequence(old: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
+    return type(old)(*items) if hasattr(old, "_fields") else type(old)(items)
+
+
+def _like_mapping(old: Mapping[Any, Any], values: list[Any]) -> Any:
+    if isinstance(old, dict):
+        new = old.copy()
+        new.update(zip(old, values, strict=True))
+        return new
+    return type(old)(zip(old, values, strict=True))  # type: ignore[call-arg]

@@ -1,0 +1,13 @@
+"""Every exception that hp_fsdp raises for a user's mistake; each is also the builtin one would expect."""
+
+from __future__ import annotations
+
+from hp_dtensor.exceptions import HPError
+
+
+class FullyShardError(HPError, ValueError):
+    """`fully_shard` called with modules, a mesh or options that do not fit; the message lists all problems."""
+
+
+class FSDPStateError(HPError, RuntimeError):
+    """An operation on a group in a state that does not allow it; names the group and both states."""

@@ -1,0 +1,41 @@
+"""What `fully_shard` may be told about dtypes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from hp_dtensor.platform import Platform
+
+DType = Any
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Dtypes of computation and communication; names as torch's `MixedPrecisionPolicy`.
+
+    The sharded parameters, their gradients and the optimizer's state keep the parameters' own dtype.
+
+    Attributes:
+        param_dtype: of the gathered parameters and so of the computation; None: as they are. The shard is
+            cast before it is gathered.
+        reduce_dtype: in which gradients are accumulated and reduced; None: `param_dtype`.
+        output_dtype: to which floating-point outputs of the module's forward are cast; None: not at all.
+        cast_forward_inputs: cast floating-point inputs of the module's forward to `param_dtype`.
+
+    Dtypes are the platform's, or names such as "bfloat16".
+    """
+
+    param_dtype: DType | str | None = None
+    reduce_dtype: DType | str | None = None
+    output_dtype: DType | str | None = None
+    cast_forward_inputs: bool = True
+
+    def resolve(self, platform: Platform) -> MixedPrecisionPolicy:
+        """The same policy with the platform's dtypes in place of names."""
+        named = {
+            field.name: platform.dtype(getattr(self, field.name))
+            for field in fields(self)
+            if isinstance(getattr(self, field.name), str)
+        }
+        return replace(self, **named)

@@ -1,0 +1,140 @@
+"""What a platform does for the engine: memory that parameters share, and a way into its autograd."""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hp_dtensor.exceptions import PlatformError
+from hp_dtensor.platform import Platform
+from hp_dtensor.plugins import create_plugin_manager
+from hp_dtensor.spec import TensorSpec
+
+Tensor = Any
+DType = Any
+Gradients = Sequence[Tensor | None]
+
+
+class ParameterStorage(ABC):
+    """Flat buffers, views of them, and autograd nodes over them, on one platform.
+
+    A *buffer* is a plain 1-D tensor that owns its memory. Nothing here is recorded by autograd except where
+    it says so.
+    """
+
+    def __init__(self, platform: Platform) -> None:
+        self.platform = platform
+
+    # Memory ----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def view(self, buffer: Tensor, start: int, shape: Sequence[int]) -> Tensor:
+        """A leaf over part of a buffer, to compute with: it follows `release` and `refill`, and writing to
+        the buffer does not make autograd believe that it has changed."""
+
+    @abstractmethod
+    def part(self, buffer: Tensor, start: int, shape: Sequence[int]) -> Tensor:
+        """A leaf over part of a buffer that is never released, to read and to write in place."""
+
+    @abstractmethod
+    def release(self, buffer: Tensor) -> None:
+        """Free the buffer's memory; its views keep their shape and must not be read."""
+
+    @abstractmethod
+    def refill(self, buffer: Tensor) -> None:
+        """Give a released buffer memory again, uninitialised; its views look into it."""
+
+    @abstractmethod
+    def held_bytes(self, buffer: Tensor) -> int:
+        """Bytes that the buffer holds now."""
+
+    @abstractmethod
+    def add_(self, target: Tensor, x: Tensor) -> None:
+        """`target += x` in place, `x` cast to its dtype."""
+
+    @abstractmethod
+    def scale_(self, target: Tensor, factor: float) -> None:
+        """`target *= factor` in place."""
+
+    @abstractmethod
+    def zero_(self, target: Tensor) -> None:
+        """Fill with zeros in place."""
+
+    # Parameters ------------------------------------------------------------------------------------------
+
+    def parameter(self, local: Tensor, spec: TensorSpec, requires_grad: bool) -> Tensor:
+        """A DTensor parameter over the memory of `local` (from `part`)."""
+        return self.platform.Parameter(self.platform.wrap(local, spec), requires_grad=requires_grad)
+
+    @abstractmethod
+    def local_grad(self, parameter: Tensor) -> Tensor | None:
+        """The gradient of a DTensor parameter as a plain local tensor that shares its memory."""
+
+    @abstractmethod
+    def set_local_grad(self, parameter: Tensor, grad: Tensor, spec: TensorSpec) -> None:
+        """Make the plain local tensor `grad`, without a copy, the gradient of a DTensor parameter of `spec`."""
+
+    @abstractmethod
+    def take_grad(self, leaf: Tensor) -> Tensor | None:
+        """The plain gradient that has accumulated in a leaf, which has none afterwards."""
+
+    def check_dtype(self, dtype: DType) -> None:
+        """Raise `CapabilityError` when the platform cannot compute in `dtype` on its device."""
+
+    # Autograd --------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def anchor(self) -> Tensor:
+        """A leaf that requires a gradient and never gets one: where a chain of gathers begins."""
+
+    @abstractmethod
+    def gather_node(
+        self, token: Tensor, views: Sequence[Tensor], backward: Callable[[Gradients], None]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """One autograd node with `token` as input; outputs: the next token, and a tensor over each view.
+
+        When autograd has the gradients of all outputs that take part, it calls `backward` with one gradient
+        or None per view, also when all are None, and before the node that `token` comes from.
+        """
+
+    @abstractmethod
+    def join(self, token: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The same tensors, from a node through which every gradient that reaches one of them also reaches
+        `token` (as zero)."""
+
+    @abstractmethod
+    def on_gradient(self, tensor: Tensor, hook: Callable[[], None]) -> None:
+        """Call `hook` whenever the gradient of `tensor` is known, before it goes further back."""
+
+    @abstractmethod
+    def at_end_of_backward(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once the running backward is through; only to be called during one."""
+
+    def is_backward_running(self) -> bool:
+        """False only when it is certain that none is; so an interrupted backward is noticed."""
+        return True
+
+
+@functools.cache
+def get_storage(platform: Platform) -> ParameterStorage:
+    """The implementation that an installed plugin gives for `platform`.
+
+    Raises:
+        PlatformError: no plugin of the entry-point group `hp_fsdp` serves it.
+    """
+    found: ParameterStorage | None = _plugin_manager().hook.hp_fsdp_parameter(platform=platform)
+    if found is None:
+        raise PlatformError(
+            f"no plugin gives sharded parameters for platform {platform.name!r} (entry-point group 'hp_fsdp', "
+            "hook 'hp_fsdp_parameter'); is its package installed, and not left out by HP_LOAD_PLUGINS?"
+        )
+    return found
+
+
+@functools.cache
+def _plugin_manager() -> Any:
+    from hp_fsdp import hookspecs
+
+    return create_plugin_manager("hp_fsdp", hookspecs)

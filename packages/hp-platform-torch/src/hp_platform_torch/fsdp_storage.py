@@ -1,0 +1,132 @@
+"""Flat buffers and their autograd nodes on torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+from torch.autograd.function import once_differentiable
+
+from hp_dtensor.spec import TensorSpec
+from hp_fsdp.storage import Gradients, ParameterStorage
+from hp_platform_torch.dtensor import LocalOperations
+
+Tensor = torch.Tensor
+
+_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+_set_grad = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
+
+
+class TorchParameterStorage(ParameterStorage):
+    """See `ParameterStorage`.
+
+    Every view is a tensor of its own over the buffer's storage, not an autograd view: torch counts versions
+    per tensor and its views, so a view that an operation has saved stays at its version when the buffer is
+    filled again through another one.
+    """
+
+    # Memory ----------------------------------------------------------------------------------------------
+
+    def view(self, buffer: Tensor, start: int, shape: Sequence[int]) -> Tensor:
+        shape = tuple(shape)
+        strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        with torch.no_grad():
+            alias = torch.empty(0, dtype=buffer.dtype, device=buffer.device)
+            return alias.set_(buffer.untyped_storage(), start, shape, strides)
+
+    part = view
+
+    def release(self, buffer: Tensor) -> None:
+        buffer.untyped_storage().resize_(0)
+
+    def refill(self, buffer: Tensor) -> None:
+        buffer.untyped_storage().resize_(buffer.numel() * buffer.itemsize)
+
+    def held_bytes(self, buffer: Tensor) -> int:
+        return buffer.untyped_storage().nbytes()
+
+    def add_(self, target: Tensor, x: Tensor) -> None:
+        with torch.no_grad(), LocalOperations():
+            target.add_(x)
+
+    def scale_(self, target: Tensor, factor: float) -> None:
+        with torch.no_grad():
+            target.mul_(factor)
+
+    def zero_(self, target: Tensor) -> None:
+        with torch.no_grad():
+            target.zero_()
+
+    # Parameters ------------------------------------------------------------------------------------------
+
+    def local_grad(self, parameter: Tensor) -> Tensor | None:
+        with LocalOperations():
+            return _grad(parameter)  # type: ignore[no-any-return]
+
+    def set_local_grad(self, parameter: Tensor, grad: Tensor, spec: TensorSpec) -> None:
+        # A DTensor's `grad` makes a DTensor of it when somebody looks.
+        with LocalOperations():
+            _set_grad(parameter, grad)
+
+    def take_grad(self, leaf: Tensor) -> Tensor | None:
+        with LocalOperations():
+            grad = _grad(leaf)
+            if grad is not None:
+                _set_grad(leaf, None)
+        return grad  # type: ignore[no-any-return]
+
+    # Autograd --------------------------------------------------------------------------------------------
+
+    def anchor(self) -> Tensor:
+        device = getattr(self.platform, "device", None)
+        return torch.empty(0, device=device, requires_grad=True)
+
+    def gather_node(
+        self, token: Tensor, views: Sequence[Tensor], backward: Callable[[Gradients], None]
+    ) -> tuple[Tensor, list[Tensor]]:
+        token, *outputs = _Gather.apply(token, backward, *views)
+        return token, outputs
+
+    def join(self, token: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return list(_Join.apply(token, *tensors))
+
+    def on_gradient(self, tensor: Tensor, hook: Callable[[], None]) -> None:
+        with LocalOperations():
+            tensor.register_hook(lambda grad: hook())
+
+    def at_end_of_backward(self, callback: Callable[[], None]) -> None:
+        Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+    def is_backward_running(self) -> bool:
+        return bool(torch._C._current_graph_task_id() != -1)
+
+
+class _Gather(torch.autograd.Function):
+    """The token and the views in, the next token and the unsharded parameters out."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, backward: Callable[[Gradients], None], *views: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.complete = backward
+        return token.detach(), *(view.detach() for view in views)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, token: Tensor | None, *grads: Tensor | None) -> Any:
+        with torch.no_grad(), LocalOperations():
+            ctx.complete(grads)
+        return (None,) * (2 + len(grads))
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, *tensors: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return None, *grads
