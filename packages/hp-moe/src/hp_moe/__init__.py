@@ -14,7 +14,13 @@ from hp_moe.feed_forward import FeedForward
 from hp_moe.grouped_matmul import GroupSizes, grouped_matmul, loop_grouped_matmul
 from hp_moe.moe import MoE
 from hp_moe.router import Routing, TokenChoiceTopKRouter
-from hp_moe.styles import BaseExpertParallel, ExpertParallel, ExpertTensorParallel, TensorParallel
+from hp_moe.styles import (
+    BaseExpertParallel,
+    ExpertParallel,
+    ExpertTensorParallel,
+    ReplicatedExperts,
+    TensorParallel,
+)
 
 __all__ = [
     "AllToAllDispatcher",
@@ -31,6 +37,7 @@ __all__ = [
     "LocalDispatcher",
     "MoE",
     "MoEConfigError",
+    "ReplicatedExperts",
     "Routing",
     "TensorParallel",
     "TokenChoiceTopKRouter",

@@ -34,6 +34,8 @@ class MoE(nn.Module):
 
     Attributes:
         expert_bias: float32 `[num_experts]` buffer, or None.
+        split_mesh: 1-D mesh of ranks that are given the same tokens and each route a share of them; None:
+            each rank routes all that it is given.
         token_mesh: 1-D mesh of all ranks that route different tokens, over which loads are summed; None: this
             rank routes them all.
 
@@ -41,6 +43,7 @@ class MoE(nn.Module):
         MoEConfigError: sizes or options that do not fit; all at once for the router.
     """
 
+    split_mesh: DeviceMesh | None
     token_mesh: DeviceMesh | None
 
     def __init__(
@@ -71,14 +74,14 @@ class MoE(nn.Module):
         self.shared_experts = FeedForward(dim, hidden_dim * num_shared_experts) if num_shared_experts else None
         bias = self.platform.zeros((num_experts,), self.platform.dtype("float32"))
         self.register_buffer("expert_bias", bias if load_balance_coeff is not None else None)
+        self.split_mesh = None
         self.token_mesh = None
         self._counts: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., dim]` -> `[..., dim]`, plain or distributed; the output is placed as the input."""
-        region = enter_region(x, self.experts.partial_mesh)
-        if region.mesh is not None:
-            self._check_gate()
+        region = enter_region(x, self.experts.partial_mesh, self.split_mesh)
+        self._check_gate(region.num_ranks)
         rows = self.ops.reshape(region.rows, (math.prod(region.rows.shape[:-1]), self.dim))
         scores, experts, counts = self.router(rows, self.expert_bias)
         self._count(counts)
@@ -97,9 +100,12 @@ class MoE(nn.Module):
         if self.training and self.platform.is_grad_enabled():
             self._counts[:] = [self.ops.add(self._counts[0], counts) if self._counts else counts]
 
-    def _check_gate(self) -> None:
-        if not isinstance(self.router.gate.weight, DTensor):
+    def _check_gate(self, num_ranks: int) -> None:
+        """A gate whose gradient would miss the tokens of ranks that share this input trains wrongly in silence."""
+        weight = self.router.gate.weight
+        spread = weight.device_mesh.size() if isinstance(weight, DTensor) else 1
+        if spread != num_ranks:
             raise ExpertParallelError(
-                "the input of this MoE is spread over ranks but router.gate.weight is a plain tensor, whose "
-                "gradient would miss the other ranks' tokens; distribute it over the same mesh (Replicate)"
+                f"the input of this MoE is worked on by {num_ranks} ranks, but router.gate.weight is on a mesh of "
+                f"{spread}; distribute the router over the same ranks (Replicate)"
             )

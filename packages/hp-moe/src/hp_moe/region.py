@@ -3,17 +3,18 @@
 On the mesh of a distributed input, or of experts whose hidden dimension is cut, an axis is one of:
 
 - sharded: every rank routes its own tokens, and the results are placed as the input was;
-- varying (experts cut over this axis): every rank routes all tokens and returns a part of every result.
+- varying (experts cut over this axis): every rank routes all tokens and returns a part of every result;
+- split (ranks that were given the same tokens): every rank routes its share, and all get all results.
 
 Gradients follow: sharded rows give sharded gradients, varying ones partial gradients that are summed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from hp_dtensor.api import vary
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Partial, Placement, Replicate, Shard
@@ -32,6 +33,7 @@ class LocalRegion:
         inside: placements of the results on `mesh`.
         outside: placements that the output shall have; None: plain and whole.
         shape: global shape of the output.
+        around: the region that this one was entered from.
     """
 
     rows: Tensor
@@ -39,30 +41,47 @@ class LocalRegion:
     inside: tuple[Placement, ...] = ()
     outside: tuple[Placement, ...] | None = None
     shape: tuple[int, ...] = ()
+    around: LocalRegion | None = None
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks work on the tokens of `x`, or of parts of them."""
+        mine = 1 if self.mesh is None else self.mesh.size()
+        return mine * (1 if self.around is None else self.around.num_ranks)
 
     def leave(self, y: Tensor) -> Tensor:
         """`y`, shaped as `rows`, as the kind of tensor that came in."""
-        if self.mesh is None:
-            return y
-        output = DTensor.from_local(y, self.mesh, self.inside, shape=self.shape)
-        return output.full_tensor() if self.outside is None else output.redistribute(placements=self.outside)
+        if self.mesh is not None:
+            output = DTensor.from_local(y, self.mesh, self.inside, shape=self.shape)
+            y = output.full_tensor() if self.outside is None else output.redistribute(placements=self.outside)
+        return y if self.around is None else self.around.leave(y)
 
 
-def enter_region(x: Tensor, partial_mesh: DeviceMesh | None) -> LocalRegion:
+def enter_region(
+    x: Tensor, partial_mesh: DeviceMesh | None = None, split_mesh: DeviceMesh | None = None
+) -> LocalRegion:
     """Begin local work on `x` `[..., dim]`.
 
     Args:
-        x: plain (each rank's own, but the same on all ranks of `partial_mesh`) or distributed.
-        partial_mesh: over which the experts' hidden dimension is cut; None: it is not.
+        x: plain (each rank's own, but the same on all ranks of the two meshes) or distributed.
+        partial_mesh: 1-D, over which the experts' hidden dimension is cut; None: it is not.
+        split_mesh: 1-D, of ranks that were given the same `x`; None: none were.
 
     Raises:
         ExpertParallelError: `x` is distributed over other ranks than the experts' hidden dimension.
     """
+    region = _enter(x, partial_mesh)
+    if split_mesh is None:
+        return region
+    split = _sharded_region(_replicated(region.rows, split_mesh))
+    return replace(split, outside=None, around=region)
+
+
+def _enter(x: Tensor, partial_mesh: DeviceMesh | None) -> LocalRegion:
     if not isinstance(x, DTensor):
         if partial_mesh is None:
             return LocalRegion(x)
-        replicated = DTensor.from_local(x, partial_mesh, [Replicate()], shape=tuple(x.shape))
-        return _varying_region(replicated, outside=None)
+        return _varying_region(_replicated(x, partial_mesh), outside=None)
     if partial_mesh is not None:
         if x.device_mesh.ranks() != partial_mesh.ranks():
             raise ExpertParallelError(
@@ -73,10 +92,15 @@ def enter_region(x: Tensor, partial_mesh: DeviceMesh | None) -> LocalRegion:
     return _sharded_region(x)
 
 
+def _replicated(x: Tensor, mesh: DeviceMesh) -> Any:
+    return DTensor.from_local(x, mesh, [Replicate()], shape=tuple(x.shape))
+
+
 def _varying_region(x: Any, outside: tuple[Placement, ...] | None) -> LocalRegion:
-    partial: Sequence[Placement] = [Partial()] * x.device_mesh.ndim
-    rows = x.redistribute(placements=[Replicate()] * x.device_mesh.ndim).to_local(grad_placements=partial)
-    return LocalRegion(rows, x.device_mesh, tuple(partial), outside, tuple(x.shape))
+    ndim = x.device_mesh.ndim
+    # The varying view of what was just gathered sends its gradient back by one reduce-scatter.
+    rows = vary(x.redistribute(placements=[Replicate()] * ndim), tuple(range(ndim)))
+    return LocalRegion(rows, x.device_mesh, (Partial(),) * ndim, outside, tuple(x.shape))
 
 
 def _sharded_region(x: Any) -> LocalRegion:

@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+from hp_dtensor.dtensor import DTensor
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Placement, Replicate, Shard
 from hp_dtensor.styles import ParallelStyle, distribute_module, place_parameter
@@ -24,9 +25,9 @@ Tensor = Any
 class BaseExpertParallel(ParallelStyle):
     """What all layouts of experts share: check, place the weights, set the way to the experts.
 
-    Subclasses say how: `_placements` of each weight, `_dispatcher` to the experts of other ranks, and
-    `_partial_mesh` over which an expert itself is cut. A style holds no state of a call, so one object may
-    be applied to any number of layers.
+    Subclasses say how: `_placements` of each weight, `_dispatcher` to the experts of other ranks,
+    `_partial_mesh` over which an expert itself is cut, `_split_mesh` of ranks that share tokens. A style holds
+    no state of a call, so one object may be applied to any number of layers.
     """
 
     mesh_ndims: tuple[int, ...] = (1,)
@@ -45,9 +46,11 @@ class BaseExpertParallel(ParallelStyle):
         if dispatcher is not None:
             experts.dispatcher = dispatcher
         experts.partial_mesh = self._partial_mesh(device_mesh)
-        if isinstance(module, MoE) and experts.partial_mesh is not None:
-            # Every rank of that mesh routes the same tokens and gets a part of their gradient.
-            distribute_module(module.router, experts.partial_mesh)
+        if isinstance(module, MoE):
+            module.split_mesh = self._split_mesh(device_mesh)
+            router_mesh = self._router_mesh(device_mesh)
+            if router_mesh is not None and not isinstance(module.router.gate.weight, DTensor):
+                distribute_module(module.router, router_mesh)
         return module
 
     def _check(self, experts: Any, mesh: DeviceMesh) -> None:
@@ -70,27 +73,46 @@ class BaseExpertParallel(ParallelStyle):
         """The 1-D mesh over which each expert's hidden dimension is cut; None: it is not."""
         return None
 
+    def _split_mesh(self, mesh: DeviceMesh) -> DeviceMesh | None:
+        """The 1-D mesh of ranks that are given the same tokens and each route a share; None: none are."""
+        return None
+
+    def _router_mesh(self, mesh: DeviceMesh) -> DeviceMesh | None:
+        """The axes over which the input of a `MoE` is the same or distributed; None: each rank has its own."""
+        return mesh
+
 
 class ExpertParallel(BaseExpertParallel):
     """Whole experts on each rank of a 1-D mesh, in chunk order; tokens travel.
 
-    On a 2-D mesh, along the first axis; ranks along the second hold the same experts and route different
-    tokens, and the experts' gradients are summed over them.
+    On a 2-D mesh, along the first axis; the input is distributed along the second, whose ranks hold the same
+    experts and route different tokens, and the experts' gradients are summed over them.
 
     Args:
         dispatcher: name of the token dispatcher (hook `hp_token_dispatcher`).
+        split_tokens: ranks of the first axis are given the same tokens, as where it is an axis of its own
+            beside data parallelism; each then routes a share of them, and all get all results.
     """
 
     mesh_ndims = (1, 2)
 
-    def __init__(self, dispatcher: str = "all_to_all") -> None:
+    def __init__(self, dispatcher: str = "all_to_all", *, split_tokens: bool = False) -> None:
         self.dispatcher = dispatcher
+        self.split_tokens = split_tokens
 
     def _placements(self, mesh: DeviceMesh) -> Mapping[str, tuple[Placement, ...]]:
         return dict.fromkeys(("w1", "w2", "w3"), (Shard(0), Replicate())[: mesh.ndim])
 
     def _dispatcher(self, experts: GroupedExperts, mesh: DeviceMesh) -> TokenDispatcher | None:
         return dispatchers().build(self.dispatcher, mesh.get_group(0), experts.num_experts)
+
+    def _split_mesh(self, mesh: DeviceMesh) -> DeviceMesh | None:
+        return mesh[mesh.mesh_dim_names[0]] if self.split_tokens else None
+
+    def _router_mesh(self, mesh: DeviceMesh) -> DeviceMesh | None:
+        if self.split_tokens:
+            return mesh
+        return mesh[mesh.mesh_dim_names[1]] if mesh.ndim == 2 else None
 
 
 class TensorParallel(BaseExpertParallel):
@@ -119,7 +141,10 @@ class ExpertTensorParallel(ExpertParallel):
 
 
 class ReplicatedExperts(BaseExpertParallel):
-    """Every rank of a 1-D mesh holds all experts and routes different tokens; gradients are summed over it."""
+    """Every rank of a 1-D mesh, over which the input is distributed, holds all experts and routes its own tokens.
+
+    The experts' gradients are summed over it.
+    """
 
     def _placements(self, mesh: DeviceMesh) -> Mapping[str, tuple[Placement, ...]]:
         return dict.fromkeys(("w1", "w2", "w3"), (Replicate(),))

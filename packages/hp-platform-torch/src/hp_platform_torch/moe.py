@@ -22,7 +22,7 @@ def hp_grouped_matmul(platform: Platform) -> GroupedMatmul | None:
 
 
 def torch_grouped_matmul(x: torch.Tensor, weight: torch.Tensor, sizes: GroupSizes) -> torch.Tensor:
-    """`F.grouped_mm`, or the loop for what it refuses (float64, odd widths, no group at all)."""
+    """`F.grouped_mm`, or the loop for what it refuses (float64, odd widths, no row or no group at all)."""
     if not _fits(x, weight):
         return loop_grouped_matmul(x, weight, sizes)
     product = F.grouped_mm(x.contiguous(), weight.transpose(1, 2), offs=sizes.offsets)
@@ -37,6 +37,8 @@ def _fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
         # float32 has no CUDA kernel behind it.
         and (x.device.type == "cpu" or x.dtype == torch.bfloat16)
         and groups > 0
+        # Tensors without elements may have any strides.
+        and x.shape[0] > 0
         and all(width > 0 and width % _STRIDE_BYTES == 0 for width in widths)
     )
 

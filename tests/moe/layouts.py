@@ -1,0 +1,254 @@
+"""One layer trained under a layout, run on every rank: simulated, or a process of the pool.
+
+The global batch is cut into as many unequal parts as there are data-parallel ranks; every result is compared
+with the same steps on one rank that has the whole batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+
+from hp_dtensor import nn
+from hp_dtensor.api import distribute_tensor
+from hp_dtensor.collectives import all_reduce_data
+from hp_dtensor.dtensor import DTensor
+from hp_dtensor.init import Normal, init_parameters
+from hp_dtensor.mesh import init_device_mesh
+from hp_dtensor.placements import Replicate, Shard
+from hp_dtensor.selection import get_platform
+from hp_dtensor.styles import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    distribute_module,
+    parallelize_module,
+)
+from hp_dtensor.world import record_collectives
+from hp_moe import ExpertParallel, ExpertTensorParallel, MoE, TensorParallel, update_expert_bias
+from hp_moe.styles import ReplicatedExperts
+
+DIM, LENGTH = 8, 6
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A mesh (sizes by axis), what is sharded over which axes, and which axes have different samples.
+
+    Attributes:
+        experts: style and the axes it is applied to.
+        data: axes over which samples differ.
+        sequence: axis over which the input is distributed, its sequence cut.
+        replicas: axes over which experts are replicated and see different samples.
+    """
+
+    mesh: dict[str, int]
+    experts: tuple[Any, tuple[str, ...]] | None
+    data: tuple[str, ...] = ()
+    sequence: str | None = None
+    replicas: tuple[str, ...] = ()
+
+    @property
+    def size(self) -> int:
+        return int(numpy.prod(list(self.mesh.values())))
+
+
+LAYOUTS = {
+    "one rank": Layout({"dp": 1}, None),
+    "ep": Layout({"ep": 2}, (ExpertParallel(), ("ep",)), data=("ep",)),
+    "ep of 4": Layout({"ep": 4}, (ExpertParallel(), ("ep",)), data=("ep",)),
+    "ep beside data": Layout({"dp": 2, "ep": 2}, (ExpertParallel(), ("ep",)), ("dp", "ep"), replicas=("dp",)),
+    "hidden cut": Layout({"etp": 2}, (TensorParallel(), ("etp",))),
+    "hidden cut beside data": Layout(
+        {"dp": 2, "etp": 2}, (TensorParallel(), ("etp",)), data=("dp",), replicas=("dp",)
+    ),
+    "ep and hidden": Layout({"ep": 2, "etp": 2}, (ExpertTensorParallel(), ("ep", "etp")), data=("ep",)),
+    "sequence, ep folded": Layout({"tp": 2}, (ExpertParallel(), ("tp",)), sequence="tp"),
+    "data and sequence, ep folded over both": Layout(
+        {"dp": 2, "tp": 2}, (ExpertParallel(), ("folded",)), data=("dp",), sequence="tp"
+    ),
+    "data and sequence, ep over data": Layout(
+        {"dp": 2, "tp": 2}, (ExpertParallel(), ("dp", "tp")), data=("dp",), sequence="tp"
+    ),
+    "sequence, hidden cut": Layout({"tp": 2}, (TensorParallel(), ("tp",)), sequence="tp"),
+    "sequence, ep over data, hidden cut": Layout(
+        {"dp": 2, "tp": 2}, (ExpertTensorParallel(), ("dp", "tp")), data=("dp",), sequence="tp"
+    ),
+    "sequence, experts replicated": Layout({"tp": 2}, (ReplicatedExperts(), ("tp",)), sequence="tp"),
+    "ep among ranks with the same tokens": Layout({"ep": 2}, (ExpertParallel(split_tokens=True), ("ep",))),
+    "same tokens on ep, sequence": Layout(
+        {"ep": 2, "tp": 2}, (ExpertParallel(split_tokens=True), ("ep", "tp")), sequence="tp"
+    ),
+    "same tokens on ep, sequence, hidden cut": Layout(
+        {"ep": 2, "tp": 2}, (ExpertTensorParallel(split_tokens=True), ("ep", "tp")), sequence="tp"
+    ),
+    "sequence over three, uneven": Layout({"tp": 3}, (ExpertParallel(), ("tp",)), sequence="tp"),
+}
+
+
+@dataclass
+class Result:
+    """What one rank saw; arrays are whole tensors, but `outputs` are those of its own samples."""
+
+    samples: slice
+    outputs: list[numpy.ndarray] = field(default_factory=list)
+    grads: list[dict[str, numpy.ndarray]] = field(default_factory=list)
+    weights: dict[str, numpy.ndarray] = field(default_factory=dict)
+    bias: numpy.ndarray | None = None
+    forward: list[str] = field(default_factory=list)
+    backward: list[str] = field(default_factory=list)
+
+
+def train(
+    name: str,
+    num_samples: int,
+    num_experts: int = 5,
+    steps: int = 3,
+    optimizer: str = "sgd",
+    options: dict[str, Any] | None = None,
+    one_expert: bool = False,
+) -> Result:
+    """Train a layer on a fixed global batch; the loss is a sum over tokens, divided by their global number.
+
+    Args:
+        one_expert: all tokens prefer the first experts, so that other ranks get none.
+    """
+    layout = LAYOUTS[name]
+    platform = get_platform()
+    mesh = init_device_mesh(
+        "cpu", tuple(layout.mesh.values()), mesh_dim_names=tuple(layout.mesh), platform=platform
+    )
+    layer = _layer(platform, layout, mesh, num_experts, options or {}, one_expert)
+    samples = _samples(layout, mesh, num_samples)
+    result = Result(samples)
+    step = {"sgd": _sgd, "adamw": _AdamW()}[optimizer]
+    for index in range(steps):
+        x, target = (_batch(platform, 2 * index + i, num_samples)[samples] for i in (0, 1))
+        with record_collectives() as log:
+            y = layer(_place(platform, mesh, layout, x, one_expert))
+        result.forward = [record.name for record in log.records]
+        difference = platform.ops.sub(y, _place(platform, mesh, layout, target))
+        loss = platform.ops.sum(platform.ops.mul(difference, difference))
+        loss = platform.ops.div(loss, num_samples * LENGTH)
+        with record_collectives() as log:
+            platform.backward(loss.full_tensor() if isinstance(loss, DTensor) else loss)
+        result.backward = [record.name for record in log.records]
+        _sum_over_data(platform, mesh, layout, layer)
+        result.outputs.append(_whole(platform, y))
+        result.grads.append(
+            {name: _whole(platform, platform.get_grad(p)) for name, p in platform.named_parameters(layer)}
+        )
+        for key, p in platform.named_parameters(layer):
+            step(platform, key, p)
+            platform.set_grad(p, None)
+        update_expert_bias(layer)
+    result.weights = {name: _whole(platform, p) for name, p in platform.named_parameters(layer)}
+    result.bias = None if layer.expert_bias is None else platform.to_numpy(layer.expert_bias).copy()
+    return result
+
+
+def _layer(platform, layout, mesh, num_experts, options, one_expert):
+    with nn.building(platform):
+        layer = MoE(DIM, 6, num_experts, 2, **options)
+    if layout.experts is not None:
+        style, axes = layout.experts
+        style.apply(layer, mesh.flatten("folded") if axes == ("folded",) else mesh[axes])
+    if layout.sequence is not None:
+        _cut_sequence(layer, mesh[layout.sequence])
+    tokens = [*layout.data]
+    if layer.split_mesh is not None:
+        tokens.append(axes[0])
+    if layout.sequence is not None and layer.experts.partial_mesh is None:
+        tokens.append(layout.sequence)
+    if tokens:
+        layer.token_mesh = mesh.flatten("tokens", tokens)
+    init_parameters(layer, lambda name, shape: Normal(0.3), seed=11)
+    if one_expert:
+        # The gate then reads one positive input: experts 0 and 1 win for every token.
+        gate = numpy.zeros((num_experts, DIM), numpy.float32)
+        gate[:, 0] = -numpy.arange(num_experts)
+        weight = layer.router.gate.weight
+        platform.copy_(platform.unwrap(weight), platform.from_numpy(gate))
+    return layer
+
+
+def _cut_sequence(layer, mesh):
+    if not isinstance(layer.router.gate.weight, DTensor):
+        distribute_module(layer.router, mesh)
+    if layer.shared_experts is not None:
+        plan = {
+            "shared_experts": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+            "shared_experts.w1": ColwiseParallel(),
+            "shared_experts.w3": ColwiseParallel(),
+            "shared_experts.w2": RowwiseParallel(output_layouts=Shard(1)),
+        }
+        parallelize_module(layer, mesh, plan)
+
+
+def _samples(layout, mesh, num_samples):
+    """Unequal parts: every later data-parallel rank has twice as many samples, as far as they go."""
+    parts = int(numpy.prod([layout.mesh[axis] for axis in layout.data]))
+    index = 0
+    for axis in layout.data:
+        index = index * layout.mesh[axis] + mesh.get_local_rank(axis)
+    bounds = numpy.round(num_samples * (2.0 ** numpy.arange(parts + 1) - 1) / (2.0**parts - 1)).astype(int)
+    return slice(int(bounds[index]), int(bounds[index + 1]))
+
+
+def _batch(platform, index, num_samples):
+    return numpy.random.default_rng(index).normal(size=(num_samples, LENGTH, DIM)).astype(numpy.float32)
+
+
+def _place(platform, mesh, layout, array, positive=False):
+    x = platform.from_numpy(numpy.abs(array) if positive else array)
+    if layout.sequence is None:
+        platform.set_requires_grad(x, True)
+        return x
+    placed = distribute_tensor(x, mesh[layout.sequence], [Shard(1)], source_rank=None)
+    platform.set_requires_grad(placed, True)
+    return placed
+
+
+def _sum_over_data(platform, mesh, layout, layer):
+    """What data parallelism does: gradients summed over ranks that hold the same weight and see other samples."""
+    for name, p in platform.named_parameters(layer):
+        axes = layout.replicas if name.startswith("experts.") else layout.data
+        grad = platform.get_grad(p)
+        local = platform.unwrap(grad) if isinstance(grad, DTensor) else grad
+        for axis in axes:
+            platform.copy_(local, all_reduce_data(platform.contiguous(local), mesh.get_group(axis)))
+
+
+def _whole(platform, x):
+    with platform.no_grad():
+        return platform.to_numpy(x.full_tensor() if isinstance(x, DTensor) else x).copy()
+
+
+def _local(platform, x):
+    return platform.unwrap(x) if isinstance(x, DTensor) else x
+
+
+def _sgd(platform, key, p):
+    local, grad = _local(platform, p), _local(platform, platform.get_grad(p))
+    with platform.no_grad():
+        new = platform.ops.sub(platform.detach(local), platform.ops.mul(grad, 0.05))
+        platform.copy_(local, new)
+
+
+class _AdamW:
+    """On the host, element by element: every element's gradient counts alike, however small."""
+
+    def __init__(self):
+        self.state = {}
+
+    def __call__(self, platform, key, p):
+        local = _local(platform, p)
+        grad = platform.to_numpy(_local(platform, platform.get_grad(p))).astype(numpy.float64)
+        first, second, count = self.state.get(key, (0.0, 0.0, 0))
+        first, second, count = 0.9 * first + 0.1 * grad, 0.95 * second + 0.05 * grad**2, count + 1
+        self.state[key] = first, second, count
+        update = (first / (1 - 0.9**count)) / (numpy.sqrt(second / (1 - 0.95**count)) + 1e-3)
+        new = platform.to_numpy(local) * (1 - 1e-3) - 0.02 * update
+        platform.copy_(local, platform.from_numpy(new.astype(numpy.float32)))

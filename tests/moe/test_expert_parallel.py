@@ -1,0 +1,122 @@
+"""Whatever the layout, outputs, gradients and trained weights are those of one rank with the global batch."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy
+import pytest
+from layouts import LAYOUTS, LENGTH, train
+
+from hp_dtensor.testing import run_ranks
+
+NUM_SAMPLES = 7
+# float32, sums in another order; weights after three steps of gradients of order one.
+CLOSE = {"rtol": 2e-5, "atol": 2e-6}
+WITH_SHARED = {"num_shared_experts": 1, "route_norm": True, "load_balance_coeff": 0.01}
+PARALLEL = [name for name in LAYOUTS if name != "one rank"]
+ALL_TO_ALL = ["all_to_all"]
+
+
+def on_ranks(name, *args, **kwargs):
+    return run_ranks(functools.partial(train, name, *args, **kwargs), LAYOUTS[name].size)
+
+
+@functools.cache
+def single(key):
+    (result,) = on_ranks("one rank", NUM_SAMPLES, **{k: dict(v) if k == "options" else v for k, v in key})
+    return result
+
+
+def reference(**kwargs):
+    return single(tuple((k, tuple(v.items()) if k == "options" else v) for k, v in kwargs.items()))
+
+
+def assert_same(results, expected):
+    for rank, result in enumerate(results):
+        where = f"rank {rank}"
+        for step, (output, whole) in enumerate(zip(result.outputs, expected.outputs, strict=True)):
+            close(output, whole[result.samples], f"{where}, output of step {step}")
+        for step, (grads, wanted) in enumerate(zip(result.grads, expected.grads, strict=True)):
+            for name, grad in grads.items():
+                close(grad, wanted[name], f"{where}, step {step}, gradient of {name}")
+        for name, weight in result.weights.items():
+            close(weight, expected.weights[name], f"{where}, {name}")
+        if expected.bias is not None:
+            close(result.bias, expected.bias, f"{where}, expert_bias")
+
+
+def close(got, wanted, where):
+    numpy.testing.assert_allclose(got, wanted, err_msg=where, **CLOSE)
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+@pytest.mark.parametrize("options", [{}, WITH_SHARED], ids=["routed only", "shared, biased, normalized"])
+def test_training_equals_one_rank(name, options):
+    assert_same(on_ranks(name, NUM_SAMPLES, options=options), reference(options=options))
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+def test_adamw_equals_one_rank(name):
+    kwargs = {"optimizer": "adamw", "steps": 4, "options": {"score_before_experts": True}}
+    assert_same(on_ranks(name, NUM_SAMPLES, **kwargs), reference(**kwargs))
+
+
+@pytest.mark.parametrize("name", ["ep", "ep of 4", "ep and hidden", "sequence, ep over data, hidden cut"])
+@pytest.mark.parametrize("num_experts", [3, 4, 6, 9])
+def test_any_number_of_experts(name, num_experts):
+    """Chunk order: with 9 experts on 4 ranks they own 3, 3, 3 and none."""
+    kwargs = {"num_experts": num_experts, "options": WITH_SHARED}
+    assert_same(on_ranks(name, NUM_SAMPLES, **kwargs), reference(**kwargs))
+
+
+@pytest.mark.parametrize("name", ["ep of 4", "ep beside data", "ep and hidden"])
+def test_ranks_without_samples(name):
+    (expected,) = on_ranks("one rank", 1)
+    results = on_ranks(name, 1)
+    assert any(len(result.outputs[0]) == 0 for result in results)
+    assert_same(results, expected)
+
+
+@pytest.mark.parametrize("name", ["ep", "ep of 4", "ep and hidden", "data and sequence, ep folded over both"])
+def test_ranks_whose_experts_get_no_token(name):
+    """Their weights get gradients of exactly zero, and they take part in every collective."""
+    kwargs = {"one_expert": True, "num_experts": 8, "steps": 1}
+    expected = reference(**kwargs)
+    results = on_ranks(name, NUM_SAMPLES, **kwargs)
+    assert_same(results, expected)
+    for weight in ("experts.w1", "experts.w2", "experts.w3"):
+        assert expected.grads[0][weight][:2].any()
+        assert not results[-1].grads[0][weight][2:].any()
+
+
+@pytest.mark.parametrize("name", ["ep of 4", "ep and hidden", "same tokens on ep, sequence, hidden cut"])
+def test_runs_repeat_bit_by_bit(name):
+    first, second = (on_ranks(name, NUM_SAMPLES, options=WITH_SHARED) for _ in range(2))
+    for one, other in zip(first, second, strict=True):
+        for a, b in zip(one.outputs, other.outputs, strict=True):
+            numpy.testing.assert_array_equal(a, b)
+        for key, weight in one.weights.items():
+            numpy.testing.assert_array_equal(weight, other.weights[key], err_msg=key)
+
+
+def test_four_exchanges_forward_and_three_backward():
+    """Sizes, rows, choices and results; each but the sizes has its dual."""
+    for result in on_ranks("ep of 4", NUM_SAMPLES, steps=1):
+        assert result.forward == ALL_TO_ALL * 4
+        assert result.backward == ALL_TO_ALL * 3
+
+
+def test_cut_experts_reduce_once_each_way():
+    for result in on_ranks("sequence, hidden cut", NUM_SAMPLES, steps=1):
+        assert sorted(result.forward) == ["all_gather", "reduce_scatter"]
+        # Rows back to their sequence shards, results' gradients gathered, the gate's gradient summed.
+        assert sorted(result.backward) == ["all_gather", "all_reduce", "reduce_scatter"]
+
+
+def test_samples_differ_between_ranks():
+    """The batch is cut into unequal parts, or these tests would prove little."""
+    sizes = [len(result.outputs[0]) for result in on_ranks("ep of 4", NUM_SAMPLES, steps=1)]
+    assert sum(sizes) == NUM_SAMPLES
+    assert len(set(sizes)) > 1
+    assert LENGTH > 1

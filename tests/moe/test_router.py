@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import numpy
+import pytest
+from reference import choose, sigmoid
+
+from hp_dtensor import nn
+from hp_dtensor.init import Normal, init_parameters
+from hp_moe import MoEConfigError, TokenChoiceTopKRouter
+
+DIM, EXPERTS, TOP_K = 16, 8, 3
+
+
+def make(platform, **options):
+    with nn.building(platform):
+        router = TokenChoiceTopKRouter(DIM, EXPERTS, TOP_K, **options)
+    init_parameters(router, lambda name, shape: Normal(1.0), seed=3)
+    return router
+
+
+def route(router, tokens, bias=None):
+    """(scores, experts, counts) as arrays, and all scores `[tokens, experts]` by NumPy."""
+    platform = router.platform
+    x = numpy.random.default_rng(tokens).normal(size=(tokens, DIM)).astype(numpy.float32)
+    weight = platform.to_numpy(router.gate.weight).astype(numpy.float64)
+    logits = x @ weight.T
+    if router.score_func == "sigmoid":
+        scores = sigmoid(logits)
+    else:
+        scores = numpy.exp(logits) / numpy.exp(logits).sum(-1, keepdims=True)
+    given = None if bias is None else platform.from_numpy(bias.astype(numpy.float32))
+    return [platform.to_numpy(each) for each in router(platform.from_numpy(x), given)], scores
+
+
+@pytest.mark.parametrize("score_func", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("route_norm", [False, True])
+@pytest.mark.parametrize("tokens", [1, 33])
+def test_best_experts_with_their_scores(platform, score_func, route_norm, tokens):
+    router = make(platform, score_func=score_func, route_norm=route_norm, route_scale=2.5)
+    (top, experts, counts), scores = route(router, tokens)
+    expected = choose(scores, TOP_K)
+    numpy.testing.assert_array_equal(experts, expected)
+    picked = numpy.take_along_axis(scores, expected, 1)
+    picked = 2.5 * (picked / picked.sum(1, keepdims=True) if route_norm else picked)
+    numpy.testing.assert_allclose(top, picked, rtol=1e-5)
+    numpy.testing.assert_array_equal(counts, numpy.bincount(expected.reshape(-1), minlength=EXPERTS))
+
+
+def test_bias_changes_the_choice_but_not_the_scores(platform):
+    bias = numpy.array([5.0, 0, 0, 0, 0, -5.0, 0, 0])
+    (top, experts, _), scores = route(make(platform), 20, bias)
+    assert (experts == 0).any(1).all()
+    assert not (experts == 5).any()
+    numpy.testing.assert_array_equal(experts, choose(scores, TOP_K, bias))
+    numpy.testing.assert_allclose(top, numpy.take_along_axis(scores, experts, 1), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("groups", "limited"), [(4, 2), (2, 1), (8, 3)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_groups_are_chosen_by_their_two_best_biased_scores(platform, groups, limited, biased):
+    bias = numpy.linspace(-0.3, 0.4, EXPERTS) if biased else None
+    router = make(platform, score_func="sigmoid", num_expert_groups=groups, num_limited_groups=limited)
+    (_, experts, _), scores = route(router, 40, bias)
+    numpy.testing.assert_array_equal(experts, choose(scores, TOP_K, bias, groups, limited))
+    assert max(len(set(row // (EXPERTS // groups))) for row in experts) <= limited
+
+
+def test_no_tokens(platform):
+    (top, experts, counts), _ = route(make(platform, route_norm=True), 0)
+    assert top.shape == experts.shape == (0, TOP_K)
+    numpy.testing.assert_array_equal(counts, numpy.zeros(EXPERTS))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"top_k": 9}, "top_k must be between 1 and num_experts = 8, got 9"),
+        ({"score_func": "relu"}, "score_func must be 'softmax' or 'sigmoid', got 'relu'"),
+        ({"top_k": 1, "route_norm": True}, "route_norm with top_k = 1 makes every score 1"),
+        ({"num_expert_groups": 4}, "num_expert_groups and num_limited_groups come together"),
+        ({"num_expert_groups": 3, "num_limited_groups": 1}, "num_expert_groups must divide num_experts = 8, got 3"),
+        ({"num_expert_groups": 4, "num_limited_groups": 5}, "must be between 1 and num_expert_groups = 4, got 5"),
+        ({"num_expert_groups": 4, "num_limited_groups": 1}, "1 groups of 2 experts hold fewer than top_k = 3"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(platform, options, message):
+    with nn.building(platform), pytest.raises(MoEConfigError, match=message):
+        TokenChoiceTopKRouter(DIM, EXPERTS, **{"top_k": TOP_K, **options})
+
+
+def test_all_problems_at_once(platform):
+    with nn.building(platform), pytest.raises(MoEConfigError, match=r"top_k .*; score_func .*; num_expert_groups"):
+        TokenChoiceTopKRouter(DIM, EXPERTS, 0, score_func="tanh", num_expert_groups=2)
