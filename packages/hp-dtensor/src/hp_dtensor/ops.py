@@ -56,7 +56,7 @@ OP_SIGNATURES: dict[str, str] = {
     "matmul": "(x, y)",
     "bmm": "(x, y)",
     "linear": "(x, weight, bias=None)",
-    "scaled_dot_product_attention": "(query, key, value, is_causal=False, enable_gqa=False): [batch, heads, length, dim]",
+    "scaled_dot_product_attention": "(query, key, value, is_causal=False, enable_gqa=False): [batch, heads, rows, dim]",
     # normalization, losses, tables
     "softmax": "(x, dim)",
     "log_softmax": "(x, dim)",

@@ -1,0 +1,332 @@
+"""`shard_module`: a whole sharding plan of a module or function, checked before anything is changed."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hp_dtensor import api
+from hp_dtensor.dtensor import DTensor
+from hp_dtensor.exceptions import PlanError
+from hp_dtensor.layout import Layout, is_aliases, is_placements, placements_for
+from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor.placements import Placement
+from hp_dtensor.platform import Platform
+from hp_dtensor.spec import normalize_placements
+from hp_dtensor.styles import place_parameter
+
+Tensor = Any
+Module = Any
+ModuleOrFunction = Any
+Specification = Any
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """Where parameters, inputs and outputs lie.
+
+    A specification is a tuple of placements (one per mesh axis), a tuple of alias names (one per tensor
+    dimension), or a `Layout`.
+
+    Attributes:
+        plan: parameter name (dotted) -> specification.
+        input_plan: `"input"` or `"<module>.input"` -> a specification, a list or tuple of them (by position,
+            None leaves that argument alone), or a dict (by parameter name).
+        output_plan: `"output"` or `"<module>.output"` -> likewise, by position.
+        return_local_tensor: modules whose outputs become plain local tensors.
+    """
+
+    plan: Mapping[str, Specification] = field(default_factory=dict)
+    input_plan: Mapping[str, Any] = field(default_factory=dict)
+    output_plan: Mapping[str, Any] = field(default_factory=dict)
+    return_local_tensor: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("plan", "input_plan", "output_plan"):
+            value = getattr(self, name)
+            if value is None:
+                object.__setattr__(self, name, {})
+            elif not isinstance(value, Mapping):
+                raise TypeError(f"ShardingPlan: {name} must be a dict, got {type(value).__name__}")
+        object.__setattr__(self, "return_local_tensor", tuple(self.return_local_tensor or ()))
+
+
+def shard_module(model: ModuleOrFunction, device_mesh: DeviceMesh, sharding_plan: ShardingPlan) -> ModuleOrFunction:
+    """Apply a plan to a module (in place, also returned) or to a function (a wrapped one is returned).
+
+    Named parameters become DTensor parameters; DTensor arguments and outputs of the named modules are
+    redistributed; arguments that are no DTensor pass through unchanged. The same for one rank as for many.
+
+    Raises:
+        TypeError: `sharding_plan` is no `ShardingPlan`.
+        PlanError: everything that is wrong with the plan, at once; nothing has been changed then.
+    """
+    if not isinstance(sharding_plan, ShardingPlan):
+        raise TypeError(f"sharding_plan must be a ShardingPlan, got {type(sharding_plan).__name__}")
+    platform = device_mesh.platform
+    if not isinstance(model, platform.Module):
+        return _shard_function(model, device_mesh, sharding_plan)
+    resolved = _Resolver(model, device_mesh, sharding_plan).resolve()
+    for module, name, placements in resolved.parameters:
+        place_parameter(module, name, device_mesh, placements)
+    for module, boundary in resolved.boundaries.values():
+        _hook(platform, module, boundary)
+    return model
+
+
+@dataclass
+class _Boundary:
+    """What happens at the entry and exit of one module or function."""
+
+    where: str
+    inputs: Any = None
+    outputs: Any = None
+    local_output: bool = False
+
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str]) -> tuple[Any, Any]:
+        if self.inputs is None:
+            return args, kwargs
+        if isinstance(self.inputs, dict):
+            positional = [self.inputs.get(name) for name in names[: len(args)]]
+            positional += [None] * (len(args) - len(positional))
+            new_kwargs = {name: _redistributed(x, self.inputs.get(name)) for name, x in kwargs.items()}
+        else:
+            positional = [*self.inputs, *[None] * (len(args) - len(self.inputs))]
+            new_kwargs = kwargs
+        return tuple(_redistributed(x, p) for x, p in zip(args, positional, strict=False)), new_kwargs
+
+    def leave(self, output: Any) -> Any:
+        if self.outputs is not None:
+            output = self._placed(output)
+        return _to_local(output) if self.local_output else output
+
+    def _placed(self, output: Any) -> Any:
+        several = isinstance(output, (tuple, list))
+        values = list(output) if several else [output]
+        if len(values) != len(self.outputs):
+            raise PlanError(f"{self.where} gave {len(values)} outputs, its output plan has {len(self.outputs)}")
+        placed = [_redistributed(x, p) for x, p in zip(values, self.outputs, strict=True)]
+        return type(output)(placed) if several else placed[0]
+
+
+@dataclass
+class _Resolved:
+    parameters: list[tuple[Module, str, tuple[Placement, ...]]] = field(default_factory=list)
+    boundaries: dict[str, tuple[Module, _Boundary]] = field(default_factory=dict)
+
+
+class _Resolver:
+    """A plan looked up in a module; collects every problem before it raises."""
+
+    def __init__(self, model: Module, mesh: DeviceMesh, plan: ShardingPlan) -> None:
+        self.mesh, self.plan = mesh, plan
+        platform = mesh.platform
+        self.modules = dict(platform.named_modules(model))
+        self.parameters = dict(platform.named_parameters(model, remove_duplicate=False))
+        self.problems: list[str] = []
+        self.resolved = _Resolved()
+
+    def resolve(self) -> _Resolved:
+        for name, specification in self.plan.plan.items():
+            self._parameter(name, specification)
+        for key, specification in self.plan.input_plan.items():
+            if (boundary := self._boundary(key, "input")) is not None:
+                boundary.inputs = read_specifications(self.mesh, specification, key, self.problems)
+        for key, specification in self.plan.output_plan.items():
+            if (boundary := self._boundary(key, "output")) is not None:
+                outputs = read_specifications(self.mesh, specification, key, self.problems)
+                boundary.outputs = list(outputs.values()) if isinstance(outputs, dict) else outputs
+        for path in self.plan.return_local_tensor:
+            if (boundary := self._at(path, f"return_local_tensor {path!r}")) is not None:
+                boundary.local_output = True
+        if self.problems:
+            raise PlanError("sharding plan:\n  " + "\n  ".join(self.problems))
+        return self.resolved
+
+    def _parameter(self, name: str, specification: Specification) -> None:
+        if name not in self.parameters:
+            self.problems.append(_unknown("parameter", name, self.parameters))
+            return
+        placements = _read_one(self.mesh, specification, f"plan[{name!r}]", self.problems)
+        if placements is None:
+            return
+        try:
+            placements = normalize_placements(self.mesh, placements, len(self.parameters[name].shape))
+        except ValueError as error:
+            self.problems.append(f"plan[{name!r}]: {error}")
+            return
+        path, _, key = name.rpartition(".")
+        self.resolved.parameters.append((self.modules[path], key, placements))
+
+    def _boundary(self, key: str, suffix: str) -> _Boundary | None:
+        path, _, last = key.rpartition(".")
+        if last != suffix:
+            self.problems.append(f"{suffix}_plan key {key!r} must be {suffix!r} or end in '.{suffix}'")
+            return None
+        return self._at(path, f"{suffix}_plan key {key!r}")
+
+    def _at(self, path: str, where: str) -> _Boundary | None:
+        if path not in self.modules:
+            self.problems.append(f"{where}: {_unknown('module', path, self.modules)}")
+            return None
+        if path not in self.resolved.boundaries:
+            self.resolved.boundaries[path] = (self.modules[path], _Boundary(path or "the root module"))
+        return self.resolved.boundaries[path][1]
+
+
+def read_specifications(mesh: DeviceMesh, value: Any, where: str, problems: list[str]) -> Any:
+    """One specification or several as placements: a list by position, or a dict by name."""
+    if isinstance(value, Mapping):
+        return {name: _read_optional(mesh, item, f"{where}[{name!r}]", problems) for name, item in value.items()}
+    if isinstance(value, Layout) or is_placements(value) or (isinstance(value, tuple) and is_aliases(value)):
+        return [_read_one(mesh, value, where, problems)]
+    if isinstance(value, (tuple, list)):
+        return [_read_optional(mesh, item, f"{where}[{i}]", problems) for i, item in enumerate(value)]
+    problems.append(f"{where}: expected placements, alias names, a Layout, or several of them; got {value!r}")
+    return []
+
+
+def _read_optional(mesh: DeviceMesh, value: Any, where: str, problems: list[str]) -> Any:
+    return None if value is None else _read_one(mesh, value, where, problems)
+
+
+def _read_one(mesh: DeviceMesh, value: Any, where: str, problems: list[str]) -> tuple[Placement, ...] | None:
+    try:
+        placements = placements_for(mesh, value)
+    except (TypeError, ValueError) as error:
+        problems.append(f"{where}: {error}")
+        return None
+    if len(placements) != mesh.ndim:
+        problems.append(f"{where}: expected {mesh.ndim} placements for mesh {mesh.describe()}, got {len(placements)}")
+        return None
+    return placements
+
+
+def _unknown(kind: str, name: str, known: Mapping[str, Any]) -> str:
+    close = difflib.get_close_matches(name, [key for key in known if key], n=3)
+    hint = f"; closest: {', '.join(close)}" if close else f"; there are: {', '.join(sorted(filter(None, known))[:10])}"
+    return f"there is no {kind} {name!r}{hint}"
+
+
+def _redistributed(x: Any, placements: Any) -> Any:
+    if placements is None or not isinstance(x, DTensor):
+        return x
+    return x.redistribute(placements=placements)
+
+
+def _to_local(output: Any) -> Any:
+    if isinstance(output, DTensor):
+        return output.to_local()
+    if isinstance(output, (tuple, list)):
+        return type(output)(_to_local(item) for item in output)
+    return output
+
+
+def _hook(platform: Platform, module: Module, boundary: _Boundary) -> None:
+    if boundary.inputs is not None:
+        names = _parameter_names(module.forward if hasattr(module, "forward") else module.construct)
+        platform.add_forward_pre_hook(module, lambda m, args, kwargs: boundary.enter(args, kwargs, names))
+    if boundary.outputs is not None or boundary.local_output:
+        platform.add_forward_hook(module, lambda m, args, kwargs, output: boundary.leave(output))
+
+
+def _parameter_names(function: Callable[..., Any]) -> list[str]:
+    return [name for name in inspect.signature(function).parameters if name != "self"]
+
+
+def _shard_function(function: Callable[..., Any], mesh: DeviceMesh, plan: ShardingPlan) -> Callable[..., Any]:
+    if not callable(function):
+        raise TypeError(f"shard_module takes a module or a function, got {type(function).__name__}")
+    problems = [f"a function has no parameter {name!r}" for name in plan.plan]
+    boundary = _Boundary(getattr(function, "__name__", "the function"))
+    for key, specification in plan.input_plan.items():
+        if key == "input":
+            boundary.inputs = read_specifications(mesh, specification, key, problems)
+        else:
+            problems.append(f"input_plan key {key!r}: a function has only 'input'")
+    for key, specification in plan.output_plan.items():
+        if key == "output":
+            boundary.outputs = read_specifications(mesh, specification, key, problems)
+        else:
+            problems.append(f"output_plan key {key!r}: a function has only 'output'")
+    if problems:
+        raise PlanError("sharding plan:\n  " + "\n  ".join(problems))
+    boundary.local_output = bool(plan.return_local_tensor)
+    names = _parameter_names(function)
+
+    @functools.wraps(function)
+    def sharded(*args: Any, **kwargs: Any) -> Any:
+        new_args, new_kwargs = boundary.enter(args, kwargs, names)
+        return boundary.leave(function(*new_args, **new_kwargs))
+
+    return sharded
+
+
+def parallelize_value_and_grad(
+    fn: Callable[..., Any], weights: Sequence[Tensor], sens: Sequence[float] | None = None
+) -> Callable[..., tuple[Any, tuple[Any, ...]]]:
+    """A function giving `(outputs, gradients of weights)`, as on one device whatever the layout.
+
+    Args:
+        fn: returns a scalar, or several (tuple or list) of which the first drives the gradient unless
+            `sens` weights them all.
+        sens: one float per output; only for several outputs.
+
+    Raises:
+        TypeError: `sens` with a single output, of another kind than floats in a list or tuple, or of
+            another length than the outputs.
+    """
+    _check_sens(sens)
+
+    def value_and_grad(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, ...]]:
+        outputs = fn(*args, **kwargs)
+        several = isinstance(outputs, (tuple, list))
+        losses = _losses(outputs if several else [outputs], several, sens)
+        platform = _platform_of([*weights, *losses])
+        whole = [x.full_tensor() if isinstance(x, DTensor) else x for x in losses]
+        factors = (
+            [None]
+            if sens is None
+            else [platform.ops.full(tuple(x.shape), s, x.dtype) for x, s in zip(whole, sens, strict=True)]
+        )
+        grads = platform.grad(whole, list(weights), factors)
+        return outputs, tuple(_like(weight, grad) for weight, grad in zip(weights, grads, strict=True))
+
+    return value_and_grad
+
+
+def _check_sens(sens: Any) -> None:
+    if sens is None:
+        return
+    if not isinstance(sens, (tuple, list)):
+        raise TypeError(f"sens must be a list or tuple of floats, got {type(sens).__name__}")
+    wrong = [item for item in sens if not isinstance(item, float)]
+    if wrong:
+        raise TypeError(f"sens must hold floats, got {wrong}")
+
+
+def _losses(outputs: Sequence[Any], several: bool, sens: Any) -> list[Any]:
+    if sens is None:
+        return [outputs[0]]
+    if not several:
+        raise TypeError("sens must be None for a single output")
+    if len(sens) != len(outputs):
+        raise TypeError(f"sens has {len(sens)} items for {len(outputs)} outputs")
+    return list(outputs)
+
+
+def _platform_of(tensors: Sequence[Any]) -> Platform:
+    from hp_dtensor.selection import get_platform
+
+    return next((x.device_mesh.platform for x in tensors if isinstance(x, DTensor)), None) or get_platform()
+
+
+def _like(weight: Any, grad: Any) -> Any:
+    """The gradient of a DTensor weight as a DTensor."""
+    if grad is None or not isinstance(weight, DTensor) or isinstance(grad, DTensor):
+        return grad
+    return weight.device_mesh.platform.wrap(grad, api.grad_spec(weight.spec))

@@ -1,0 +1,168 @@
+"""A model sharded by a plan computes what the unsharded one does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from small_model import loss_of, make_data, make_model, reference
+
+from hp_dtensor import DeviceMesh, Replicate, Shard, distribute_tensor, replicate_like
+from hp_dtensor.clip import clip_grad_norm_
+from hp_dtensor.exceptions import PlanError
+from hp_dtensor.platform import Platform
+from hp_dtensor.shard import ShardingPlan, parallelize_value_and_grad, shard_module
+from hp_dtensor.styles import ColwiseParallel, RowwiseParallel, parallelize_module
+from hp_dtensor.testing import run_ranks
+
+# float32 sums of at most 7 products of order one, in another order.
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+
+PLANS = {
+    "tensor parallel": {
+        "plan": {"up.weight": ("tp", "None"), "up.bias": ("tp",), "down.weight": ("None", "tp")},
+        "input_plan": {"input": ("dp", "None")},
+    },
+    "both axes on one dimension": {
+        "plan": {"up.weight": (("dp", "tp"), "None"), "up.bias": (("dp", "tp"),), "down.weight": ("None", "tp")},
+    },
+    "placements": {
+        "plan": {"up.weight": (Shard(1), Shard(0)), "down.bias": (Replicate(), Shard(0))},
+        "input_plan": {"input": {"x": (Shard(0), Replicate())}},
+        "output_plan": {"output": (Shard(0), Shard(1))},
+    },
+}
+
+
+def _mesh(platform: Platform, shape: tuple[int, int]) -> DeviceMesh:
+    return DeviceMesh("cpu", shape, mesh_dim_names=("dp", "tp"), platform=platform)
+
+
+def _sharded(platform: Platform, mesh: DeviceMesh, options: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """A sharded model, its output, and the loss's weight."""
+    plan = ShardingPlan(**options)
+    replicated = {name: (Replicate(), Replicate()) for name in ("up.weight", "up.bias", "down.weight", "down.bias")}
+    model = shard_module(
+        make_model(platform), mesh, ShardingPlan({**replicated, **plan.plan}, plan.input_plan, plan.output_plan)
+    )
+    x, weight = make_data(platform)
+    output = model(distribute_tensor(x, mesh))
+    return model, output, replicate_like(weight, output)
+
+
+def _gradients(platform: Platform, shape: tuple[int, int], options: dict[str, Any]) -> dict[str, np.ndarray]:
+    model, output, weight = _sharded(platform, _mesh(platform, shape), options)
+    platform.backward(loss_of(platform, output, weight).full_tensor())
+    return {name: platform.to_numpy(platform.get_grad(p).full_tensor()) for name, p in platform.named_parameters(model)}
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 3), (2, 2)])
+@pytest.mark.parametrize("options", PLANS.values(), ids=PLANS.keys())
+def test_gradients_equal_the_unsharded_ones(
+    hp_platform: Platform, shape: tuple[int, int], options: dict[str, Any]
+) -> None:
+    expected = reference(hp_platform)
+    for grads in run_ranks(_gradients, shape[0] * shape[1], hp_platform, hp_platform, shape, options):
+        for name, grad in grads.items():
+            np.testing.assert_allclose(grad, expected[name], **CLOSE, err_msg=name)
+
+
+def _styled(platform: Platform) -> dict[str, np.ndarray]:
+    mesh = DeviceMesh("cpu", (3,), mesh_dim_names=("tp",), platform=platform)
+    model = parallelize_module(make_model(platform), mesh, {"up": ColwiseParallel(), "dow?": RowwiseParallel()})
+    x, weight = make_data(platform)
+    output = model(x)
+    platform.backward(loss_of(platform, output, replicate_like(weight, output)).full_tensor())
+    return {name: platform.to_numpy(platform.get_grad(p).full_tensor()) for name, p in platform.named_parameters(model)}
+
+
+def test_styles_give_the_same_gradients(hp_platform: Platform) -> None:
+    expected = reference(hp_platform)
+    for grads in run_ranks(_styled, 3, hp_platform, hp_platform):
+        for name, grad in grads.items():
+            np.testing.assert_allclose(grad, expected[name], **CLOSE, err_msg=name)
+
+
+def _clipped(platform: Platform, max_norm: float, norm_type: float) -> tuple[float, dict[str, np.ndarray]]:
+    model, output, weight = _sharded(platform, _mesh(platform, (2, 2)), PLANS["tensor parallel"])
+    platform.backward(loss_of(platform, output, weight).full_tensor())
+    norm = clip_grad_norm_([p for _, p in platform.named_parameters(model)], max_norm, norm_type)
+    grads = {n: platform.to_numpy(platform.get_grad(p).full_tensor()) for n, p in platform.named_parameters(model)}
+    return float(platform.to_numpy(norm)), grads
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_clipping_sees_every_shard_once(hp_platform: Platform, norm_type: float) -> None:
+    expected = reference(hp_platform)
+    everything = np.concatenate([grad.ravel() for grad in expected.values()])
+    whole = float(np.linalg.norm(everything, ord=norm_type))
+    for norm, grads in run_ranks(_clipped, 4, hp_platform, hp_platform, whole / 2, norm_type):
+        assert norm == pytest.approx(whole, rel=1e-5)
+        for name, grad in grads.items():
+            np.testing.assert_allclose(grad, expected[name] / 2, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def _valued(platform: Platform) -> list[np.ndarray]:
+    mesh = _mesh(platform, (1, 2))
+    model = shard_module(make_model(platform), mesh, ShardingPlan(**PLANS["tensor parallel"]))
+    names = [name for name, _ in platform.named_parameters(model)]
+    for name, _ in list(platform.named_parameters(model.down, recurse=False)):
+        if name == "bias":
+            shard_module(model.down, mesh, ShardingPlan({"bias": (Replicate(), Replicate())}))
+    x, weight = make_data(platform)
+
+    def loss(inputs: Any) -> Any:
+        output = model(inputs)
+        return loss_of(platform, output, replicate_like(weight, output))
+
+    weights = [p for _, p in platform.named_parameters(model)]
+    _, grads = parallelize_value_and_grad(loss, weights)(distribute_tensor(x, mesh))
+    assert len(names) == len(grads)
+    return [platform.to_numpy(grad.full_tensor()) for grad in grads]
+
+
+def test_value_and_grad_gives_single_device_gradients(hp_platform: Platform) -> None:
+    expected = list(reference(hp_platform).values())
+    for grads in run_ranks(_valued, 2, hp_platform, hp_platform):
+        for grad, want in zip(grads, expected, strict=True):
+            np.testing.assert_allclose(grad, want, **CLOSE)
+
+
+def _refused(platform: Platform) -> str:
+    model = make_model(platform)
+    before = {name: tuple(p.shape) for name, p in platform.named_parameters(model)}
+    plan = ShardingPlan(
+        plan={"up.weigth": ("tp", "None"), "up.bias": ("dp", "tp"), "down.bias": (Shard(0),)},
+        input_plan={"up.inputs": ("dp",), "middle.input": ("dp",)},
+        output_plan={"output": ("ep", "None")},
+        return_local_tensor=["dwn"],
+    )
+    with pytest.raises(PlanError) as refusal:
+        shard_module(model, _mesh(platform, (2, 1)), plan)
+    assert before == {name: tuple(p.shape) for name, p in platform.named_parameters(model)}
+    return str(refusal.value)
+
+
+def test_all_problems_of_a_plan_come_at_once(hp_platform: Platform) -> None:
+    message = run_ranks(_refused, 2, hp_platform, hp_platform)[0]
+    assert message == (
+        "sharding plan:\n"
+        "  there is no parameter 'up.weigth'; closest: up.weight, down.weight\n"
+        "  plan['up.bias']: placement 1: Shard(1) cuts dimension 1 of a 1-dimensional tensor\n"
+        "  plan['down.bias']: expected 2 placements for mesh (dp=2, tp=1), got 1\n"
+        "  input_plan key 'up.inputs' must be 'input' or end in '.input'\n"
+        "  input_plan key 'middle.input': there is no module 'middle'; there are: down, up\n"
+        "  output: unknown alias 'ep'; known: dp, tp and 'None'\n"
+        "  return_local_tensor 'dwn': there is no module 'dwn'; closest: down"
+    )
+
+
+@pytest.mark.parametrize(
+    ("sens", "message"),
+    [([1.0, 2], "sens must hold floats"), ("1.0", "list or tuple of floats"), ([1.0], "None for a single output")],
+)
+def test_wrong_sens_is_refused(hp_platform: Platform, sens: Any, message: str) -> None:
+    weight = hp_platform.from_numpy(np.ones(3, np.float32))
+    with pytest.raises(TypeError, match=message):
+        parallelize_value_and_grad(lambda: hp_platform.ops.sum(weight), [weight], sens)()
