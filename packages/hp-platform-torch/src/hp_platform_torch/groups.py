@@ -1,21 +1,24 @@
 """Ranks and process groups over torch.distributed: gloo on CPU, NCCL on CUDA, HCCL on Ascend.
 
-Every group of more than one rank has a backend per device type, so that host-side facts always travel by
-gloo, whatever the device of the tensors. What a backend lacks is composed from what it has, by the one
-table `CAPABILITIES`.
+A group connects one backend per device type, on first use, so that host-side facts always travel by gloo,
+whatever the device of the tensors. What a backend lacks is composed from what it has, by the one table
+`CAPABILITIES`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from hp_dtensor.exceptions import CapabilityError, CollectiveError, PlatformError
 from hp_dtensor.world import DONE, NoCommunicationGroup, ProcessGroup, Work, World
@@ -60,7 +63,6 @@ CAPABILITIES = {
         as_int32=frozenset({torch.int16, torch.bool, torch.uint8}),
     ),
 }
-BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 
 
 class _Then:
@@ -77,30 +79,48 @@ class _Then:
             finish()
 
 
-def _settle(work: Work, async_op: bool) -> Work:
-    if async_op:
+def _settle(work: Work | None, async_op: bool) -> Work:
+    if async_op and work is not None:
         return work
-    work.wait()
+    if work is not None:
+        work.wait()
     return DONE
 
 
 class TorchGroup(ProcessGroup):
-    """A group of two ranks or more; `group` is torch's, whose ranks are always ascending."""
+    """A group of two ranks or more.
+
+    It calls torch's backends themselves. `dist.new_group(use_local_synchronization=True)` is no help: it
+    names a group after the number of groups that *this* rank has (torch 2.13), so that members which are in
+    different numbers of other groups wait for each other for ever; and it sorts the ranks.
+
+    Args:
+        connect: makes the backend for a device type; called once for each that is used.
+    """
 
     platform: Platform
 
-    def __init__(self, ranks: tuple[int, ...], rank: int, platform: Platform, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, ranks: tuple[int, ...], rank: int, platform: Platform, connect: Callable[[str], dist.Backend]
+    ) -> None:
         super().__init__(ranks, rank, platform)
-        self._group = group
-        ascending = sorted(ranks)
-        self._slots = None if ascending == list(ranks) else [ascending.index(member) for member in ranks]
+        self._connect = connect
+        self._connections: dict[str, Any] = {}
+
+    def connection(self, device_type: str) -> Any:
+        """The backend that carries tensors of a device type."""
+        found = self._connections.get(device_type)
+        if found is None:
+            found = self._connections[device_type] = self._connect(device_type)
+        return found
 
     def _all_reduce(self, x: Tensor, op: str, async_op: bool) -> Work:
-        if op == "avg":
-            _check_average(x)
-        can = CAPABILITIES[x.device.type]
-        buffer = x.to(torch.int32) if x.dtype in can.as_int32 else x
-        work: Work = dist.all_reduce(buffer, REDUCE_OPS[op], self._group, async_op=True)
+        if x.numel() == 0:
+            return DONE
+        _check_average(x, op)
+        buffer = x.to(torch.int32) if x.dtype in CAPABILITIES[x.device.type].as_int32 else x
+        options = _options(distributed_c10d.AllreduceOptions, async_op, reduceOp=REDUCE_OPS[op])
+        work: Work = self.connection(x.device.type).allreduce([buffer], options)
         if buffer is not x:
             work = _Then(work, lambda: x.copy_(buffer))
         if op == "avg":
@@ -108,28 +128,25 @@ class TorchGroup(ProcessGroup):
         return _settle(work, async_op)
 
     def _all_gather_into(self, output: Tensor, x: Tensor, async_op: bool) -> Work:
-        into, sent = _movable(output), _movable(x)
-        slots = self._slots
-        gathered = into if slots is None else torch.empty_like(into)
-        work: Work = dist.all_gather_into_tensor(gathered.view(-1), sent.view(-1), self._group, async_op=True)
-        if slots is not None:
-            rows = gathered.view(self.size, -1)
-            work = _Then(work, lambda: into.view(self.size, -1).copy_(rows[slots]))
-        return _settle(work, async_op)
+        if x.numel() == 0:
+            return DONE
+        into, sent = _movable(output).view(-1), _movable(x).view(-1)
+        options = _options(distributed_c10d.AllgatherOptions, async_op)
+        return _settle(self.connection(x.device.type)._allgather_base(into, sent, options), async_op)
 
     def _reduce_scatter_into(self, output: Tensor, x: Tensor, op: str, async_op: bool) -> Work:
-        if op == "avg":
-            _check_average(x)
-        rows = x.reshape(self.size, -1)
+        if x.numel() == 0:
+            return DONE
+        _check_average(x, op)
         can = CAPABILITIES[x.device.type]
+        rows = x.view(self.size, -1)
         if not can.reduce_scatter or x.dtype in can.as_int32:
             received = torch.empty_like(rows)
             counts = (1,) * self.size
             work = self._all_to_all_into(received, rows, counts, counts, True)
             return _settle(_Then(work, lambda: _reduce_rows(received, op, output)), async_op)
-        if self._slots is not None:
-            rows = rows[_inverse(self._slots)]
-        work = dist.reduce_scatter_tensor(output.view(-1), rows.view(-1), REDUCE_OPS[op], self._group, async_op=True)
+        options = _options(distributed_c10d.ReduceScatterOptions, async_op, reduceOp=REDUCE_OPS[op])
+        work = self.connection(x.device.type)._reduce_scatter_base(output.view(-1), rows.view(-1), options)
         if op == "avg":
             work = _Then(work, lambda: output.div_(self.size))
         return _settle(work, async_op)
@@ -142,43 +159,37 @@ class TorchGroup(ProcessGroup):
         input_rows: tuple[int, ...],
         async_op: bool,
     ) -> Work:
-        into, sent = _movable(output), _movable(x)
-        slots = self._slots
-        if slots is None:
-            work: Work = dist.all_to_all_single(
-                into, sent, list(output_rows), list(input_rows), self._group, async_op=True
-            )
-            return _settle(work, async_op)
-        order = _inverse(slots)
-        parts = sent.split(list(input_rows))
-        received = torch.empty_like(into)
-        arriving = [output_rows[j] for j in order]
-        leaving = [input_rows[j] for j in order]
-        ordered = torch.cat([parts[j] for j in order])
-        work = dist.all_to_all_single(received, ordered, arriving, leaving, self._group, async_op=True)
-
-        def put_in_group_order() -> None:
-            pieces = received.split(arriving)
-            torch.cat([pieces[slot] for slot in slots], out=into)
-
-        return _settle(_Then(work, put_in_group_order), async_op)
+        options = _options(distributed_c10d.AllToAllOptions, async_op)
+        work = self.connection(x.device.type).alltoall_base(
+            _movable(output), _movable(x), list(output_rows), list(input_rows), options
+        )
+        return _settle(work, async_op)
 
     def _exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> None:
-        operations = []
-        for j, peer in enumerate(self.ranks):
-            if j == self.rank:
-                continue
-            into, sent = receives[j], sends[j]
-            if sent is not None and sent.numel():
-                operations.append(dist.P2POp(dist.isend, _movable(sent), peer, self._group))
-            if into is not None and into.numel():
-                operations.append(dist.P2POp(dist.irecv, _movable(into), peer, self._group))
-        if operations:
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
+        tensors = [x for x in (*sends, *receives) if x is not None]
+        if not tensors:
+            return
+        nothing = tensors[0].new_empty(0)
+        leaving = [self._for_others(j, x, nothing) for j, x in enumerate(sends)]
+        arriving = [self._for_others(j, x, nothing) for j, x in enumerate(receives)]
+        if nothing.device.type != "cpu":
+            options = _options(distributed_c10d.AllToAllOptions, False)
+            _settle(self.connection(nothing.device.type).alltoall(arriving, leaving, options), False)
+            return
+        gloo = self.connection("cpu")  # its all-to-all takes one tensor only
+        works = [gloo.send([x], j, 0) for j, x in enumerate(leaving) if x.numel()]
+        works += [gloo.recv([x], j, 0) for j, x in enumerate(arriving) if x.numel()]
+        for work in works:
+            work.wait()
+
+    def _for_others(self, j: int, x: Tensor | None, nothing: Tensor) -> Tensor:
+        return _movable(nothing if x is None or j == self.rank else x)
 
     def _broadcast(self, x: Tensor, source: int, async_op: bool) -> Work:
-        return _settle(dist.broadcast(_movable(x), self.ranks[source], self._group, async_op=True), async_op)
+        if x.numel() == 0:
+            return DONE
+        options = _options(distributed_c10d.BroadcastOptions, async_op, rootRank=source, rootTensor=0)
+        return _settle(self.connection(x.device.type).broadcast([_movable(x)], options), async_op)
 
     def _all_gather_bytes(self, data: bytes) -> list[bytes]:
         lengths = torch.empty(self.size, dtype=torch.int64)
@@ -195,12 +206,17 @@ class TorchGroup(ProcessGroup):
 
 
 class TorchWorld(World):
-    """The ranks of a job joined through torch.distributed."""
+    """The ranks of a job joined through torch.distributed, whose default group is the group of all.
+
+    Args:
+        store: where new groups meet; None for a job of one rank.
+    """
 
     platform: Platform
 
-    def __init__(self, rank: int, size: int, platform: Platform, timeout: timedelta) -> None:
+    def __init__(self, rank: int, size: int, platform: Platform, store: dist.Store | None, timeout: timedelta) -> None:
         super().__init__(rank, size, platform)
+        self._store = store
         self._timeout = timeout
         self._closed = False
 
@@ -210,27 +226,77 @@ class TorchWorld(World):
         rank = ranks.index(self.rank)
         if len(ranks) == 1:
             return NoCommunicationGroup(ranks, rank, self.platform)
-        if sorted(ranks) == list(range(self.size)):
-            return TorchGroup(ranks, rank, self.platform, None)
-        group = dist.new_group(
-            sorted(ranks), timeout=self._timeout, backend=_backends(), use_local_synchronization=True
-        )
-        return TorchGroup(ranks, rank, self.platform, group)
+        if ranks == tuple(range(self.size)):
+            return TorchGroup(ranks, rank, self.platform, _default_backend)
+        return TorchGroup(ranks, rank, self.platform, functools.partial(self._connect, ranks))
+
+    def _connect(self, ranks: tuple[int, ...], device_type: str) -> dist.Backend:
+        members = hashlib.sha256(repr(ranks).encode()).hexdigest()
+        store = dist.PrefixStore(f"{device_type}/{members}", self._store)
+        return _BACKENDS[device_type](store, ranks.index(self.rank), len(ranks), self._timeout)
 
     def close(self) -> None:
         self._closed = True
         self._groups.clear()
+        self._store = None
 
 
-def join(rank: int, size: int, address: str, timeout: timedelta) -> None:
-    """Make torch's default process group; torch must not have one yet."""
+def _default_backend(device_type: str) -> dist.Backend:
+    return dist.group.WORLD._get_backend(torch.device(device_type))  # type: ignore[union-attr]
+
+
+def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Backend:
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+
+def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Backend:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def _hccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Backend:
+    from torch_npu._C._distributed_c10d import ProcessGroupHCCL
+
+    options = ProcessGroupHCCL.Options()
+    options._timeout = timeout
+    return ProcessGroupHCCL(store, rank, size, options)
+
+
+_BACKENDS = {"cpu": _gloo, "cuda": _nccl, "npu": _hccl}
+
+
+def _options(kind: type[Any], async_op: bool, **fields: Any) -> Any:
+    options = kind()
+    options.asyncOp = async_op
+    for name, value in fields.items():
+        setattr(options, name, value)
+    return options
+
+
+def join(rank: int, size: int, address: str, timeout: timedelta) -> dist.Store:
+    """Make torch's default process group, which must not exist yet; the store where its groups meet.
+
+    Raises:
+        PlatformError: the address is wrong or not reached in time, or not all ranks came.
+    """
     store = _store(rank, size, address, timeout)
     try:
-        dist.init_process_group(_backends(), store=store, rank=rank, world_size=size, timeout=timeout)
+        dist.init_process_group(_backend_names(), store=store, rank=rank, world_size=size, timeout=timeout)
     except RuntimeError as error:
         raise PlatformError(
             f"rank {rank} of {size} could not join the job at {address} within {timeout.total_seconds():g} s: {error}"
         ) from error
+    return dist.PrefixStore("groups", store)
+
+
+def joined_store(connection: int) -> dist.Store:
+    """The store of the default process group that the program has made itself.
+
+    Args:
+        connection: how often this process, like every rank, has connected; keys are not met twice.
+    """
+    return dist.PrefixStore(f"hp/{connection}", distributed_c10d._get_default_store())
 
 
 def leave() -> None:
@@ -272,9 +338,10 @@ def _host_and_port(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _backends() -> str:
+def _backend_names() -> str:
     """A backend for each kind of device here, such as `cpu:gloo,cuda:nccl`."""
-    return ",".join(f"{device}:{BACKENDS[device]}" for device in device_types())
+    names = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+    return ",".join(f"{device}:{names[device]}" for device in device_types())
 
 
 def device_types() -> tuple[str, ...]:
@@ -311,15 +378,8 @@ def _reduce_rows(rows: Tensor, op: str, output: Tensor) -> None:
     output.copy_(result.view(output.shape))
 
 
-def _check_average(x: Tensor) -> None:
-    if not x.is_floating_point():
+def _check_average(x: Tensor, op: str) -> None:
+    if op == "avg" and not x.is_floating_point():
         raise CapabilityError(
             f"the reduction 'avg' needs a floating-point tensor, got {x.dtype}; reduce with 'sum' and divide"
         )
-
-
-def _inverse(slots: Sequence[int]) -> list[int]:
-    order = [0] * len(slots)
-    for j, slot in enumerate(slots):
-        order[slot] = j
-    return order

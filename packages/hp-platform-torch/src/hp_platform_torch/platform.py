@@ -49,6 +49,7 @@ class TorchPlatform(Platform):
         self.device = torch.device(self.device_types[0], 0) if self.device_types[0] != "cpu" else torch.device("cpu")
         self.ops = build_ops(lambda: self.device)
         self._owns_process_group = False
+        self._connections = 0
 
     # Processes -------------------------------------------------------------------------------------------
 
@@ -67,12 +68,15 @@ class TorchPlatform(Platform):
             )
         timeout = timedelta(seconds=timeout_seconds)
         self._use_device(local_rank)
+        self._connections += 1
+        store = None
         if dist.is_initialized():
             _check_same_job(rank, size)
+            store = groups.joined_store(self._connections)
         elif size > 1:
-            groups.join(rank, size, address, timeout)
+            store = groups.join(rank, size, address, timeout)
             self._owns_process_group = True
-        self.world = groups.TorchWorld(rank, size, self, timeout)
+        self.world = groups.TorchWorld(rank, size, self, store, timeout)
         return self.world
 
     def disconnect(self) -> None:

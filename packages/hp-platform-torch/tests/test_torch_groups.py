@@ -1,0 +1,144 @@
+"""Collectives of real gloo ranks: every dtype, reduction, uneven and empty parts, groups without rank 0."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch_rank_functions as on_rank
+
+from hp_dtensor.exceptions import LaunchError, PlatformError
+from hp_dtensor.platform import DTYPE_NAMES
+from hp_platform_torch.platform import TorchPlatform
+
+FLOATING = ("float64", "float32", "float16", "bfloat16")
+SUBSETS = [(0, 1, 2), (1, 2), (0, 2), (2, 0, 1), (2, 1)]
+
+
+def test_every_rank_knows_its_place(three_ranks):
+    assert three_ranks.run(on_rank.world_facts) == [(rank, 3, True, (0, 1, 2)) for rank in range(3)]
+
+
+@pytest.mark.parametrize("op", ["sum", "max", "min", "product"])
+@pytest.mark.parametrize("dtype", DTYPE_NAMES)
+def test_reductions_of_every_dtype(three_ranks, dtype, op):
+    got = three_ranks.run(on_rank.reduce_and_move, dtype, op, (0, 1, 2))
+    assert got == on_rank.expected_reduction(dtype, op, 3)
+
+
+@pytest.mark.parametrize("dtype", FLOATING)
+def test_average(two_ranks, dtype):
+    got = two_ranks.run(on_rank.reduce_and_move, dtype, "avg", (0, 1))
+    assert got == on_rank.expected_reduction(dtype, "avg", 2)
+
+
+def test_average_of_integers_is_refused(two_ranks):
+    assert all("reduce with 'sum' and divide" in message for message in two_ranks.run(on_rank.average_of_integers))
+
+
+@pytest.mark.parametrize("ranks", SUBSETS)
+def test_reductions_in_subgroups(three_ranks, ranks):
+    got = three_ranks.run(on_rank.reduce_and_move, "float32", "sum", ranks)
+    expected = on_rank.expected_reduction("float32", "sum", len(ranks))
+    assert [got[rank] for rank in ranks] == expected
+    assert [rank for rank in range(3) if got[rank] is None] == sorted(set(range(3)) - set(ranks))
+
+
+@pytest.mark.parametrize("ranks", SUBSETS)
+@pytest.mark.parametrize("dtype", ["float32", "int16", "bool"])
+def test_gather_is_in_group_order(three_ranks, dtype, ranks):
+    got = three_ranks.run(on_rank.gather, dtype, ranks)
+    assert [got[rank] for rank in ranks] == [on_rank.expected_gather(dtype, ranks)] * len(ranks)
+
+
+@pytest.mark.parametrize("dtype", DTYPE_NAMES)
+def test_gather_of_every_dtype(two_ranks, dtype):
+    assert two_ranks.run(on_rank.gather, dtype, (0, 1)) == [on_rank.expected_gather(dtype, (0, 1))] * 2
+
+
+@pytest.mark.parametrize("ranks", SUBSETS)
+@pytest.mark.parametrize("dtype", ["float32", "int16", "bfloat16"])
+def test_uneven_all_to_all(three_ranks, dtype, ranks):
+    results = three_ranks.run(on_rank.uneven_all_to_all, dtype, ranks)
+    for rank in ranks:
+        received, expected = results[rank]
+        assert received == expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int16", "uint8"])
+def test_exchange_skips_what_is_empty(three_ranks, dtype):
+    assert three_ranks.run(on_rank.exchange_ring, dtype) == [[3, 3, 3], [1], [2, 2]]
+
+
+@pytest.mark.parametrize("ranks", SUBSETS)
+@pytest.mark.parametrize("dtype", ["float32", "int16"])
+def test_broadcast_from_any_member(three_ranks, dtype, ranks):
+    for source in range(len(ranks)):
+        got = three_ranks.run(on_rank.broadcast, dtype, ranks, source)
+        expected = on_rank._values(getattr(torch, dtype), 4, ranks[source]).tolist()
+        assert [got[rank] for rank in ranks] == [expected] * len(ranks)
+
+
+@pytest.mark.parametrize("ranks", SUBSETS)
+@pytest.mark.parametrize("lengths", [(3, 0, 5), (0, 0, 0)])
+def test_bytes_of_any_length(three_ranks, lengths, ranks):
+    got = three_ranks.run(on_rank.bytes_of_everyone, lengths, ranks)
+    expected = [bytes([rank]) * lengths[rank] for rank in ranks]
+    assert [got[rank] for rank in ranks] == [expected] * len(ranks)
+
+
+def test_asynchronous_collectives_finish_in_wait(two_ranks):
+    gathered = [1.0] * 4 + [2.0] * 4
+    assert two_ranks.run(on_rank.asynchronous) == [(gathered, [3.0, 3.0], [1.5] * 4)] * 2
+
+
+def test_empty_tensors(two_ranks):
+    assert two_ranks.run(on_rank.empty_tensors) == [True, True]
+
+
+def test_reductions_give_the_same_bits_every_time(three_ranks):
+    assert three_ranks.run(on_rank.repeated_reduction) == [1, 1, 1]
+
+
+def test_the_group_of_all_is_the_default_one(two_ranks):
+    assert two_ranks.run(on_rank.group_of_all_is_the_default_one) == [True, True]
+
+
+def test_gradients_through_real_ranks(three_ranks):
+    rows = [0.0, 1.0, 1.0, 2.0, 2.0, 2.0]
+    # every rank's use, weighted 1, 2 and 3, adds up at the owner
+    assert three_ranks.run(on_rank.differentiable_gather) == [(rows, [[6.0, 6.0]] * (rank + 1)) for rank in range(3)]
+
+
+def test_a_dead_peer_fails_the_next_collective(three_ranks):
+    with pytest.raises(LaunchError, match="rank 1"):
+        three_ranks.run(on_rank.die_or_wait, 1, timeout_seconds=60)
+    assert three_ranks.run(on_rank.world_facts)[0][:2] == (0, 3), "the pool starts new ranks"
+
+
+def test_an_error_on_a_rank_is_told(two_ranks):
+    with pytest.raises(LaunchError, match="on purpose"):
+        two_ranks.run(on_rank.fail)
+
+
+def test_one_rank_needs_no_network():
+    platform = TorchPlatform()
+    world = platform.connect(0, 1, "127.0.0.1:1")
+    x = torch.ones(3)
+    world.all.all_reduce(x)
+    assert (world.size, x.tolist(), world.all.all_gather_bytes(b"here")) == (1, [1.0] * 3, [b"here"])
+    with pytest.raises(PlatformError, match="already rank 0 of a job of 1"):
+        platform.connect(0, 1, "127.0.0.1:1")
+    platform.disconnect()
+    platform.disconnect()
+    assert platform.world is None
+
+
+@pytest.mark.parametrize("address", ["nowhere", ":29500", "host:", "host:port"])
+def test_an_address_without_host_or_port_is_refused(address):
+    with pytest.raises(PlatformError, match="must be host:port"):
+        TorchPlatform().connect(1, 2, address)
+
+
+def test_nobody_at_the_meeting_point():
+    with pytest.raises(PlatformError, match="rank 1 of 2 could not reach the meeting point 127.0.0.1:9"):
+        TorchPlatform().connect(1, 2, "127.0.0.1:9", timeout_seconds=1)

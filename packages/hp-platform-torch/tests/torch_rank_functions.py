@@ -1,0 +1,198 @@
+"""What tests run on real ranks; results are plain Python, every rank has other data."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+import torch.distributed as dist
+
+from hp_dtensor.exceptions import CapabilityError
+from hp_dtensor.selection import get_platform
+from hp_dtensor.world import current_world
+
+PLATFORM = get_platform("torch")
+
+
+def world_facts():
+    world = current_world(PLATFORM)
+    return world.rank, world.size, PLATFORM.world is world, world.all.ranks
+
+
+def _values(dtype, count, rank):
+    """Small integers, other ones on every rank, that no dtype rounds."""
+    numbers = (torch.arange(count) * (rank + 2) + rank) % 5
+    return (numbers % 2 if dtype == torch.bool else numbers).to(dtype)
+
+
+def reduce_and_move(dtype_name, op, ranks):
+    """all_reduce and reduce_scatter of the given members; None from the others."""
+    world = current_world(PLATFORM)
+    if world.rank not in ranks:
+        return None
+    group, dtype = world.group(ranks), PLATFORM.dtype(dtype_name)
+    reduced = _values(dtype, 6 * group.size, group.rank)
+    group.all_reduce(reduced, op)
+    scattered = torch.empty(3, 2, dtype=dtype)
+    group.reduce_scatter_into(scattered, _values(dtype, 6 * group.size, group.rank).view(-1, 2), op)
+    return reduced.tolist(), scattered.flatten().tolist()
+
+
+def expected_reduction(dtype_name, op, size):
+    """What `reduce_and_move` must give, from all ranks' values at once; integers of any dtype are exact."""
+    dtype = PLATFORM.dtype(dtype_name)
+    rows = torch.stack([_values(dtype, 6 * size, rank) for rank in range(size)])
+    if dtype == torch.bool:
+        whole = rows.any(0) if op in ("sum", "max") else rows.all(0)
+    else:
+        whole = {
+            "sum": lambda: rows.double().sum(0),
+            "avg": lambda: rows.double().mean(0),
+            "max": lambda: rows.double().amax(0),
+            "min": lambda: rows.double().amin(0),
+            "product": lambda: rows.double().prod(0),
+        }[op]().to(dtype)
+    return [(whole.tolist(), whole.view(size, 6)[rank].tolist()) for rank in range(size)]
+
+
+def average_of_integers():
+    group = current_world(PLATFORM).all
+    try:
+        group.all_reduce(torch.ones(3, dtype=torch.int64), "avg")
+    except CapabilityError as error:
+        return str(error)
+
+
+def gather(dtype_name, ranks):
+    world = current_world(PLATFORM)
+    if world.rank not in ranks:
+        return None
+    group, dtype = world.group(ranks), PLATFORM.dtype(dtype_name)
+    output = torch.empty(2 * group.size, 3, dtype=dtype)
+    group.all_gather_into(output, _values(dtype, 6, world.rank).view(2, 3))
+    return output.flatten().tolist()
+
+
+def expected_gather(dtype_name, ranks):
+    dtype = PLATFORM.dtype(dtype_name)
+    return torch.cat([_values(dtype, 6, rank) for rank in ranks]).tolist()
+
+
+def uneven_all_to_all(dtype_name, ranks):
+    """Member i sends (i + 2 j) % 3 rows of two, all equal to 10 i + j, to member j."""
+    world = current_world(PLATFORM)
+    if world.rank not in ranks:
+        return None
+    group, dtype = world.group(ranks), PLATFORM.dtype(dtype_name)
+    me, everyone = group.rank, range(group.size)
+    leaving = [(me + 2 * j) % 3 for j in everyone]
+    arriving = [(j + 2 * me) % 3 for j in everyone]
+    sent = torch.cat([torch.full((n, 2), 10 * me + j) for j, n in enumerate(leaving)]).to(dtype)
+    received = torch.empty(sum(arriving), 2, dtype=dtype)
+    group.all_to_all_into(received, sent, arriving, leaving)
+    return received[:, 0].long().tolist(), [10 * j + me for j, n in enumerate(arriving) for _ in range(n)]
+
+
+def exchange_ring(dtype_name):
+    """Each rank sends `rank + 1` numbers to the next one, nothing to itself or backwards."""
+    group, dtype = current_world(PLATFORM).all, PLATFORM.dtype(dtype_name)
+    after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    sends, receives = [None] * group.size, [None] * group.size
+    sends[after] = torch.full((group.rank + 1,), group.rank + 1).to(dtype)
+    receives[before] = torch.zeros(before + 1).to(dtype)
+    if group.size > 2:  # an empty tensor is nothing, on both sides
+        sends[before], receives[after] = torch.empty(0, dtype=dtype), torch.empty(0, dtype=dtype)
+    group.exchange(sends, receives)
+    return receives[before].long().tolist()
+
+
+def broadcast(dtype_name, ranks, source):
+    world = current_world(PLATFORM)
+    if world.rank not in ranks:
+        return None
+    x = _values(PLATFORM.dtype(dtype_name), 4, world.rank)
+    world.group(ranks).broadcast(x, source)
+    return x.tolist()
+
+
+def bytes_of_everyone(lengths, ranks):
+    world = current_world(PLATFORM)
+    if world.rank not in ranks:
+        return None
+    return world.group(ranks).all_gather_bytes(bytes([world.rank]) * lengths[world.rank])
+
+
+def asynchronous():
+    """Results are there after `wait`, and only a composed collective has work left for it."""
+    group = current_world(PLATFORM).all
+    x = torch.full((4,), float(group.rank + 1))
+    scattered, gathered = torch.empty(4 // group.size), torch.empty(4 * group.size)
+    average = x.clone()
+    works = [
+        group.all_gather_into(gathered, x, async_op=True),
+        group.reduce_scatter_into(scattered, x.clone(), async_op=True),
+        group.all_reduce(average, "avg", async_op=True),
+    ]
+    for work in works:
+        work.wait()
+        work.wait()
+    return gathered.tolist(), scattered.tolist(), average.tolist()
+
+
+def empty_tensors():
+    group = current_world(PLATFORM).all
+    nothing = torch.empty(0, 3)
+    group.all_reduce(nothing)
+    group.all_gather_into(torch.empty(0, 3), nothing)
+    group.reduce_scatter_into(torch.empty(0, 3), nothing)
+    group.all_to_all_into(torch.empty(0, 3), nothing, [0] * group.size, [0] * group.size)
+    group.broadcast(nothing)
+    group.barrier()
+    return True
+
+
+def repeated_reduction():
+    """Bits of the same reduction done ten times."""
+    group = current_world(PLATFORM).all
+    torch.manual_seed(group.rank)
+    x = torch.randn(3, 1001)
+    results = set()
+    for _ in range(10):
+        output = torch.empty(1001 * 3 // group.size)
+        group.reduce_scatter_into(output, x.clone())
+        results.add(output.numpy().tobytes())
+    return len(results)
+
+
+def group_of_all_is_the_default_one():
+    group = current_world(PLATFORM).all
+    return group.connection("cpu") is dist.group.WORLD._get_backend(torch.device("cpu"))
+
+
+def die_or_wait(victim):
+    """One rank vanishes; how long until another one's collective fails."""
+    world = current_world(PLATFORM)
+    if world.rank == victim:
+        os._exit(17)
+    start = time.monotonic()
+    try:
+        world.all.all_reduce(torch.ones(4))
+    except RuntimeError as error:
+        raise RuntimeError(f"failed after {time.monotonic() - start:.0f} s: {error}") from error
+
+
+def differentiable_gather():
+    """Gradients of an all-gather whose users differ per rank, through torch's autograd on real ranks."""
+    from hp_dtensor import collectives
+
+    group = current_world(PLATFORM).all
+    lengths = [rank + 1 for rank in range(group.size)]
+    x = torch.full((group.rank + 1, 2), float(group.rank), requires_grad=True)
+    whole = collectives.all_gather_varying(x, group, 0, lengths)
+    (whole * (group.rank + 1)).sum().backward()
+    return whole[:, 0].tolist(), x.grad.tolist()
+
+
+def fail():
+    raise ValueError("on purpose")
