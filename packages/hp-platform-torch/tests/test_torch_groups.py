@@ -140,5 +140,5 @@ def test_an_address_without_host_or_port_is_refused(address):
 
 
 def test_nobody_at_the_meeting_point():
-    with pytest.raises(PlatformError, match="rank 1 of 2 could not reach the meeting point 127.0.0.1:9"):
+    with pytest.raises(PlatformError, match=r"rank 1 of 2 could not reach the meeting point 127\.0\.0\.1:9"):
         TorchPlatform().connect(1, 2, "127.0.0.1:9", timeout_seconds=1)

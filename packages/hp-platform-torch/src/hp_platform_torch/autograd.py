@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 Map = Callable[[torch.Tensor], torch.Tensor]
 
@@ -50,9 +49,9 @@ class _CustomFunction(torch.autograd.Function):
         return tuple(outputs) if isinstance(outputs, list) else outputs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        result = ctx.backward_function(*grads)
+        with torch.no_grad():
+            result = ctx.backward_function(*grads)
         grads_of_inputs = (result,) if result is None or isinstance(result, torch.Tensor) else tuple(result)
         expected = len(ctx.needs_input_grad) - 2
         if len(grads_of_inputs) != expected:
@@ -60,7 +59,26 @@ class _CustomFunction(torch.autograd.Function):
                 f"custom_function: backward returned {len(grads_of_inputs)} gradients, expected {expected}, "
                 "one or None per input"
             )
+        if torch.is_grad_enabled():
+            grads_of_inputs = tuple(_differentiated_once(grad) for grad in grads_of_inputs)
         return None, None, *grads_of_inputs
+
+
+def _differentiated_once(grad: torch.Tensor | None) -> torch.Tensor | None:
+    """`grad` as something whose own derivative is refused: what it depends on is not recorded."""
+    if grad is None:
+        return None
+    return _Refusal.apply(torch.empty(0, requires_grad=True), grad)
+
+
+class _Refusal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        return grad.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError("a custom_function of this platform has no second derivative")
 
 
 def _not_differentiable(outputs: Any) -> list[torch.Tensor]:

@@ -1,0 +1,147 @@
+"""The two autograd nodes: first and second derivatives, aliases, unused outputs, and that nothing is kept."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+
+def _double(t):
+    return 2 * t
+
+
+@pytest.fixture
+def x():
+    return torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
+
+
+def test_the_dual_is_the_gradient(platform, x):
+    y = platform.linear_map(x, lambda t: t.sum(0), lambda g: g.expand(3, 2))
+    y.backward(torch.tensor([1.0, 10.0], dtype=torch.float64))
+    assert x.grad.tolist() == [[1.0, 10.0]] * 3
+
+
+def test_derivatives_of_a_linear_map(platform, x):
+    def f(t):
+        return platform.linear_map(t**3, lambda u: u.sum(0), lambda g: g.expand(3, 2).clone()) ** 2
+
+    assert torch.autograd.gradcheck(f, (x,))
+    assert torch.autograd.gradgradcheck(f, (x,))
+
+
+def test_the_backward_of_a_backward_is_the_forward(platform, x):
+    calls = []
+
+    def forward(t):
+        calls.append("forward")
+        return 3 * t
+
+    def backward(g):
+        calls.append("backward")
+        return 3 * g
+
+    y = (platform.linear_map(x * x, forward, backward) ** 2).sum()
+    (first,) = torch.autograd.grad(y, x, create_graph=True)
+    assert calls == ["forward", "backward"]
+    first.sum().backward()
+    assert calls[2:] == ["forward", "backward"]
+    torch.testing.assert_close(x.grad, 108 * x.detach() ** 2)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_map_that_returns_its_input(platform, x, recorded):
+    source = x * 1 if recorded else x.detach()
+    y = platform.linear_map(source, lambda t: t, _double)
+    assert torch.equal(y, source)
+    assert y.requires_grad == recorded
+    if recorded:
+        y.sum().backward()
+        assert torch.equal(x.grad, torch.full_like(x, 2.0))
+
+
+def test_a_view_kept_on_its_source_is_freed_with_it(platform, x):
+    source = x * 1
+    source.kept = platform.linear_map(source, lambda t: t, _double)
+    gone = weakref.ref(source)
+    del source
+    gc.collect()
+    assert gone() is None
+
+
+def test_nothing_is_recorded_inside(platform, x):
+    seen = []
+
+    def forward(t):
+        seen.append((torch.is_grad_enabled(), (t * 2).requires_grad))
+        return t.clone()
+
+    platform.linear_map(x, forward, _double).sum().backward()
+    platform.linear_map(x.detach(), forward, _double)
+    assert seen == [(False, False), (False, False)]
+
+
+def test_custom_function_with_several_outputs(platform, x):
+    def forward(a, b):
+        return a * b, (a > 0).long()
+
+    def backward(g, none):
+        assert none is None
+        return g * y.detach(), g * x.detach()
+
+    y = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
+    product, positive = platform.custom_function(forward, backward, x, y)
+    assert not positive.requires_grad
+    product.sum().backward()
+    assert torch.equal(x.grad, y)
+    assert torch.equal(y.grad, x)
+
+
+def test_an_unused_output_has_no_gradient(platform, x):
+    grads = []
+
+    def backward(*received):
+        grads.append(received)
+        return received[1]
+
+    first, second = platform.custom_function(lambda t: (t.clone(), t.clone()), backward, x)
+    second.sum().backward()
+    assert grads[0][0] is None
+    assert torch.equal(x.grad, torch.ones_like(x))
+
+
+def test_custom_function_may_give_no_gradient(platform, x):
+    other = torch.ones(3, 2, dtype=torch.float64, requires_grad=True)
+    platform.custom_function(lambda a, b: a + b, lambda g: (g, None), x, other).sum().backward()
+    assert other.grad is None
+    assert torch.equal(x.grad, torch.ones_like(x))
+
+
+def test_custom_function_that_returns_its_input(platform, x):
+    y = platform.custom_function(lambda t: t, _double, x * 1)
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 2.0))
+
+
+def test_too_few_gradients_are_refused(platform, x):
+    y = platform.custom_function(lambda a, b: a + b, lambda g: g, x, x.detach().requires_grad_())
+    with pytest.raises(ValueError, match="returned 1 gradients, expected 2"):
+        y.sum().backward()
+
+
+def test_a_custom_function_has_no_second_derivative(platform, x):
+    y = platform.custom_function(lambda t: t * t, lambda g: 2 * x * g, x).sum()
+    (first,) = torch.autograd.grad(y, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        first.sum().backward()
+
+
+def test_gradients_without_touching_leaves(platform, x):
+    unused = torch.ones(2, requires_grad=True)
+    assert [g if g is None else g.tolist() for g in platform.grad([(x * 2).sum()], [x, unused])] == [
+        [[2.0, 2.0]] * 3,
+        None,
+    ]
+    assert x.grad is None
