@@ -61,9 +61,7 @@ LAYOUTS = {
     "ep of 4": Layout({"ep": 4}, (ExpertParallel(), ("ep",)), data=("ep",)),
     "ep beside data": Layout({"dp": 2, "ep": 2}, (ExpertParallel(), ("ep",)), ("dp", "ep"), replicas=("dp",)),
     "hidden cut": Layout({"etp": 2}, (TensorParallel(), ("etp",))),
-    "hidden cut beside data": Layout(
-        {"dp": 2, "etp": 2}, (TensorParallel(), ("etp",)), data=("dp",), replicas=("dp",)
-    ),
+    "hidden cut beside data": Layout({"dp": 2, "etp": 2}, (TensorParallel(), ("etp",)), data=("dp",), replicas=("dp",)),
     "ep and hidden": Layout({"ep": 2, "etp": 2}, (ExpertTensorParallel(), ("ep", "etp")), data=("ep",)),
     "sequence, ep folded": Layout({"tp": 2}, (ExpertParallel(), ("tp",)), sequence="tp"),
     "data and sequence, ep folded over both": Layout(
@@ -117,9 +115,7 @@ def train(
     """
     layout = LAYOUTS[name]
     platform = get_platform()
-    mesh = init_device_mesh(
-        "cpu", tuple(layout.mesh.values()), mesh_dim_names=tuple(layout.mesh), platform=platform
-    )
+    mesh = init_device_mesh("cpu", tuple(layout.mesh.values()), mesh_dim_names=tuple(layout.mesh), platform=platform)
     layer = _layer(platform, layout, mesh, num_experts, options or {}, one_expert)
     samples = _samples(layout, mesh, num_samples)
     result = Result(samples)
@@ -132,8 +128,9 @@ def train(
         difference = platform.ops.sub(y, _place(platform, mesh, layout, target))
         loss = platform.ops.sum(platform.ops.mul(difference, difference))
         loss = platform.ops.div(loss, num_samples * LENGTH)
+        loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
         with record_collectives() as log:
-            platform.backward(loss.full_tensor() if isinstance(loss, DTensor) else loss)
+            platform.backward(loss)
         result.backward = [record.name for record in log.records]
         _sum_over_data(platform, mesh, layout, layer)
         result.outputs.append(_whole(platform, y))

@@ -15,7 +15,7 @@ from hp_dtensor.platform import Platform
 from hp_moe import FeedForward, MoE, update_expert_bias
 from hp_trainer.config import setting
 from hp_trainer.exceptions import Problem
-from hp_trainer.models.rotary import RotaryTables, rotate
+from hp_trainer.models.rotary import RotaryTables, Rotation
 
 if TYPE_CHECKING:
     from hp_dtensor.mesh import DeviceMesh
@@ -130,14 +130,13 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """`[batch, length, hidden]` -> the same; `cos`, `sin` float32 `[length, 1, head_dim / 2]`."""
+    def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """`[batch, length, hidden]` -> the same."""
         batch, length, _ = x.shape
         q = self.q_norm(self._heads(self.q_proj(x), self.num_heads))
         k = self.k_norm(self._heads(self.k_proj(x), self.num_kv_heads))
         v = self._heads(self.v_proj(x), self.num_kv_heads)
-        q, k = rotate(self.platform, q, cos, sin), rotate(self.platform, k, cos, sin)
-        q, k, v = (self.ops.transpose(each, 1, 2) for each in (q, k, v))
+        q, k, v = (self.ops.transpose(each, 1, 2) for each in (rotation(q), rotation(k), v))
         shared = self.num_heads != self.num_kv_heads
         out = self.ops.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
         out = self.ops.reshape(self.ops.transpose(out, 1, 2), (batch, length, self.num_heads * self.head_dim))
@@ -163,9 +162,9 @@ class DecoderBlock(nn.Module):
         self.feed_forward = FeedForward(config.hidden_size, config.intermediate_size) if dense else None
         self.moe = None if dense else _moe(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
         """`[batch, length, hidden]` -> the same."""
-        x = self.ops.add(x, self.attention(self.attention_norm(x), cos, sin))
+        x = self.ops.add(x, self.attention(self.attention_norm(x), rotation))
         network = self.feed_forward if self.moe is None else self.moe
         return self.ops.add(x, network(self.ffn_norm(x)))
 
@@ -191,9 +190,9 @@ class MoEDecoder(nn.Module):
     def forward(self, ids: Tensor, targets: Tensor | None = None) -> Tensor:
         """See `hp_trainer.models.LanguageModel`."""
         x = self.embed(ids)
-        cos, sin = self._rotary.of_length(ids.shape[1], like=x)
+        rotation = self._rotary.of_length(ids.shape[1], like=x)
         for layer in self.layers:
-            x = layer(x, cos, sin)
+            x = layer(x, rotation)
         x = self.norm(x)
         logits = self.ops.linear(x, self.embed.weight) if self.head is None else self.head(x)
         logits = self.ops.cast(logits, self.platform.dtype("float32"))

@@ -20,23 +20,35 @@ class RotaryTables:
         self.frequencies = theta ** (-numpy.arange(0, head_dim, 2) / head_dim)
         self._tables: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def of_length(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """float32 `[length, 1, head_dim / 2]` twice, replicated where `like` is distributed."""
+    def of_length(self, length: int, like: Tensor) -> Rotation:
+        """The rotation of positions 0 .. length, replicated where `like` is distributed."""
         if length not in self._tables:
             angles = numpy.outer(numpy.arange(length), self.frequencies)[:, None, :]
             tables = (numpy.cos(angles), numpy.sin(angles))
             cos, sin = (self.platform.from_numpy(table.astype(numpy.float32)) for table in tables)
             self._tables[length] = cos, sin
         cos, sin = self._tables[length]
-        return replicate_like(cos, like), replicate_like(sin, like)
+        return Rotation(self.platform, replicate_like(cos, like), replicate_like(sin, like))
 
 
-def rotate(platform: Platform, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x` `[batch, length, heads, head_dim]` turned, in float32; the result has `x`'s dtype."""
-    ops = platform.ops
-    first, second = ops.chunk(ops.cast(x, platform.dtype("float32")), 2, -1)
-    turned = (
-        ops.sub(ops.mul(first, cos), ops.mul(second, sin)),
-        ops.add(ops.mul(second, cos), ops.mul(first, sin)),
-    )
-    return ops.cast(ops.cat(turned, -1), x.dtype)
+class Rotation:
+    """Turns queries and keys.
+
+    An object rather than two tensors, so that mixed precision, which casts a module's inputs, leaves the
+    angles of far positions exact.
+    """
+
+    __slots__ = ("cos", "platform", "sin")
+
+    def __init__(self, platform: Platform, cos: Tensor, sin: Tensor) -> None:
+        self.platform, self.cos, self.sin = platform, cos, sin
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`x` `[batch, length, heads, head_dim]` turned, in float32; the result has `x`'s dtype."""
+        ops = self.platform.ops
+        first, second = ops.chunk(ops.cast(x, self.platform.dtype("float32")), 2, -1)
+        turned = (
+            ops.sub(ops.mul(first, self.cos), ops.mul(second, self.sin)),
+            ops.add(ops.mul(second, self.cos), ops.mul(first, self.sin)),
+        )
+        return ops.cast(ops.cat(turned, -1), x.dtype)

@@ -1,0 +1,201 @@
+"""How the decoder is laid out over the meshes of `ParallelDims`.
+
+First tensor parallel (sequence-parallel activations between the projections, arXiv 2205.05198), then the
+experts, then fully sharded data parallel, block by block. Every gradient ends up as the sum over the tokens of
+the global batch: nothing is averaged, the loss is divided once by the global number of tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from hp_dtensor.dtensor import DTensor
+from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor.placements import Replicate, Shard
+from hp_dtensor.styles import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    distribute_module,
+    parallelize_module,
+)
+from hp_fsdp import MixedPrecisionPolicy, fully_shard
+from hp_moe import (
+    BaseExpertParallel,
+    ExpertParallel,
+    ExpertTensorParallel,
+    MoE,
+    ReplicatedExperts,
+    TensorParallel,
+)
+from hp_trainer.exceptions import ParallelDimsError, Problem, raise_if_any
+
+if TYPE_CHECKING:
+    from hp_trainer.config import TrainingConfig
+    from hp_trainer.models.moe_decoder import DecoderBlock, MoEDecoder
+    from hp_trainer.parallel_dims import ParallelDims
+
+
+def parallelize(
+    model: MoEDecoder,
+    dims: ParallelDims,
+    mesh: DeviceMesh,
+    training: TrainingConfig | None = None,
+    *,
+    reshard_after_forward: bool | None = None,
+) -> MoEDecoder:
+    """Lay out a decoder whose parameters are plain; in place.
+
+    Args:
+        mesh: from `dims.build_mesh`.
+        training: its dtypes become the mixed-precision policy; None: float32.
+        reshard_after_forward: as in `hp_fsdp.fully_shard`.
+
+    Raises:
+        ParallelDimsError: degrees that do not divide the model, or that this model cannot use.
+    """
+    dims.validate_against_model(model)
+    raise_if_any(_unsupported(dims), ParallelDimsError, "parallel degrees")
+    if dims.tp_enabled:
+        _tensor_parallel(model, mesh["tp"])
+    for block in model.layers:
+        if block.moe is not None:
+            _expert_parallel(block.moe, dims, mesh)
+    _shard_over_data(model, dims, mesh, _policy(training), reshard_after_forward)
+    return model
+
+
+def _unsupported(dims: ParallelDims) -> list[Problem]:
+    return [
+        Problem(path=name, what="this model cannot do that yet", expected="1", got=str(getattr(dims, name)))
+        for name in ("cp", "pp")
+        if getattr(dims, name) > 1
+    ]
+
+
+# Tensor parallel -----------------------------------------------------------------------------------------
+
+
+def _tensor_parallel(model: MoEDecoder, mesh: DeviceMesh) -> None:
+    """Activations between blocks are cut along the sequence; within them along heads or hidden width.
+
+    The vocabulary is cut in the embedding and in the head, so that the loss works on cut logits.
+    """
+    sequence = Shard(1)
+    plan: dict[str, ParallelStyle] = {
+        "embed": RowwiseParallel(output_layouts=sequence),
+        "norm": SequenceParallel(),
+    }
+    if model.head is not None:
+        plan["head"] = ColwiseParallel(input_layouts=sequence)
+    parallelize_module(model, mesh, plan)
+    for block in model.layers:
+        parallelize_module(block, mesh, _block_plan(block))
+
+
+def _block_plan(block: DecoderBlock) -> dict[str, ParallelStyle]:
+    sequence, heads = Shard(1), SequenceParallel(sequence_dim=2)
+    plan: dict[str, ParallelStyle] = {
+        "attention_norm": SequenceParallel(),
+        "attention": PrepareModuleInput(input_layouts=(sequence, None), desired_input_layouts=(Replicate(), None)),
+        "attention.q_proj": ColwiseParallel(),
+        "attention.k_proj": ColwiseParallel(),
+        "attention.v_proj": ColwiseParallel(),
+        "attention.q_norm": heads,
+        "attention.k_norm": heads,
+        "attention.o_proj": RowwiseParallel(output_layouts=sequence),
+        "ffn_norm": SequenceParallel(),
+    }
+    if block.feed_forward is not None:
+        plan |= _feed_forward_plan("feed_forward")
+    elif block.moe.shared_experts is not None:
+        plan |= _feed_forward_plan("moe.shared_experts")
+    return plan
+
+
+def _feed_forward_plan(name: str) -> dict[str, ParallelStyle]:
+    return {
+        name: PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+        f"{name}.w1": ColwiseParallel(),
+        f"{name}.w3": ColwiseParallel(),
+        f"{name}.w2": RowwiseParallel(output_layouts=Shard(1)),
+    }
+
+
+# Experts -------------------------------------------------------------------------------------------------
+
+
+def _expert_parallel(moe: MoE, dims: ParallelDims, mesh: DeviceMesh) -> None:
+    style, axes = _expert_style(dims)
+    if style is not None:
+        style.apply(moe, mesh[axes])
+    if dims.tp_enabled and not isinstance(moe.router.gate.weight, DTensor):
+        distribute_module(moe.router, mesh["tp"])
+    moe.token_mesh = _token_mesh(dims, mesh)
+
+
+def _expert_style(dims: ParallelDims) -> tuple[BaseExpertParallel | None, tuple[str, ...]]:
+    """The style for these degrees and the axes it is applied to.
+
+    Peer `ep` ranks are given the same tokens, so they split them; folded ones stand in place of dense ranks,
+    each of which has tokens of its own (with `etp` = `tp`, each group of `tp` ranks).
+    """
+    peer = dims.expert_mesh == "peer"
+    # The peer mesh may leave etp at its default where it changes nothing.
+    etp = dims.etp if dims.tp_enabled else 1
+    if dims.ep_enabled and etp > 1:
+        return ExpertTensorParallel(split_tokens=peer), ("ep", "etp")
+    if etp > 1:
+        return TensorParallel(), ("etp",)
+    if peer and dims.tp_enabled:
+        # Experts whole on every tp rank: the folded mesh shards them over efsdp instead.
+        if not dims.ep_enabled:
+            return ReplicatedExperts(), ("tp",)
+        return ExpertParallel(split_tokens=True), ("ep", "tp")
+    return (ExpertParallel(split_tokens=peer), ("ep",)) if dims.ep_enabled else (None, ())
+
+
+def _token_mesh(dims: ParallelDims, mesh: DeviceMesh) -> DeviceMesh:
+    """All ranks that route different tokens, as one axis."""
+    axes = ["loss"]
+    if dims.expert_mesh == "peer":
+        axes.append("ep")
+    if dims.etp == 1:
+        axes.append("tp")
+    return mesh.flatten("token", axes)
+
+
+# Fully sharded data parallel -----------------------------------------------------------------------------
+
+
+def _shard_over_data(
+    model: MoEDecoder,
+    dims: ParallelDims,
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    reshard_after_forward: bool | None,
+) -> None:
+    outer = ("dp_replicate",) if dims.dp_replicate > 1 else ()
+    dense, experts = mesh[*outer, "fsdp"], mesh[*outer, "efsdp"]
+    # Scores are float32 whatever the experts compute in; the rows have been cast by the block.
+    expert_policy = replace(policy, cast_forward_inputs=False)
+    options: dict[str, Any] = {"reshard_after_forward": reshard_after_forward}
+    for block in model.layers:
+        if block.moe is not None:
+            _shard(block.moe.experts, experts, expert_policy, options)
+        _shard(block, dense, policy, options)
+    _shard(model, dense, policy, options)
+
+
+def _shard(module: Any, mesh: DeviceMesh, policy: MixedPrecisionPolicy, options: dict[str, Any]) -> None:
+    fully_shard(module, mesh, mp_policy=policy, **options)
+    module.set_reduce_op_type("sum", recurse=False)
+
+
+def _policy(training: TrainingConfig | None) -> MixedPrecisionPolicy:
+    if training is None or training.dtype == "float32":
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=training.dtype, reduce_dtype=training.reduce_dtype)
