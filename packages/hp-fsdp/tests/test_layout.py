@@ -58,9 +58,7 @@ def smallest_shard(blocks: tuple[Block, ...], num_shards: int) -> int:
 
 
 def random_blocks(rng: random.Random, count: int, units: list[int], max_rows: int) -> tuple[Block, ...]:
-    return tuple(
-        Block(unit * rng.randint(1, max_rows), unit) for unit in (rng.choice(units) for _ in range(count))
-    )
+    return tuple(Block(unit * rng.randint(1, max_rows), unit) for unit in (rng.choice(units) for _ in range(count)))
 
 
 @pytest.mark.parametrize("seed", range(150))

@@ -108,9 +108,7 @@ class FlatBuffer:
         self.platform.set_requires_grad(leaf, requires_grad)
         sharded = self.storage.parameter(local, spec, requires_grad)
         setattr(original.tensor, TAKEN_ATTRIBUTE, original.name)
-        return ManagedParameter(
-            original.name, original.owners, sharded, original.spec, leaf, start, spec.local_shape
-        )
+        return ManagedParameter(original.name, original.owners, sharded, original.spec, leaf, start, spec.local_shape)
 
     # Gathering -------------------------------------------------------------------------------------------
 
@@ -124,9 +122,7 @@ class FlatBuffer:
             return
         with self.platform.no_grad():
             self._gather_source = self.platform.ops.cast(self.shard, self.param_dtype)
-        self._gathering = self.shard_group.all_gather_into(
-            self._gather_target, self._gather_source, async_op=True
-        )
+        self._gathering = self.shard_group.all_gather_into(self._gather_target, self._gather_source, async_op=True)
 
     def wait_gather(self) -> None:
         if self._gathering is not None:

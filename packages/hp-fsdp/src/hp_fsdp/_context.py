@@ -54,9 +54,7 @@ class Context:
         is_last_backward: whether gradients that autograd did not deliver count as zero at the end of backward.
     """
 
-    def __init__(
-        self, storage: ParameterStorage, root: ParameterGroup, groups: Iterable[ParameterGroup]
-    ) -> None:
+    def __init__(self, storage: ParameterStorage, root: ParameterGroup, groups: Iterable[ParameterGroup]) -> None:
         self.storage = storage
         self.platform = storage.platform
         self.root = root

@@ -20,13 +20,15 @@ from hp_fsdp.storage import ParameterStorage, get_storage
 Tensor = Any
 Module = Any
 
+FULL_PRECISION = MixedPrecisionPolicy()
+
 
 def fully_shard(
     module: Module | Sequence[Module],
     mesh: DeviceMesh,
     *,
     reshard_after_forward: bool | None = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    mp_policy: MixedPrecisionPolicy = FULL_PRECISION,
     ignored_params: Collection[Tensor] = (),
 ) -> Any:
     """Shard the parameters of a module, or of several as one group, over a data-parallel mesh, in place.
@@ -161,9 +163,7 @@ class FSDPModule:
         return state
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise TypeError(
-            f"{type(self).__name__}: a sharded module cannot be copied; copy it before fully_shard"
-        )
+        raise TypeError(f"{type(self).__name__}: a sharded module cannot be copied; copy it before fully_shard")
 
     def _groups(self, recurse: bool) -> list[ParameterGroup]:
         states = states_below(self._fsdp.platform, self) if recurse else [self._fsdp]

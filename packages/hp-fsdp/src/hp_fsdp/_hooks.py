@@ -77,19 +77,13 @@ class ModuleState:
 
     def _cast(self, tree: Any, dtype: DType) -> Any:
         def cast(x: Tensor) -> Tensor:
-            return (
-                self.platform.ops.cast(x, dtype)
-                if self.platform.is_floating(x.dtype) and x.dtype != dtype
-                else x
-            )
+            return self.platform.ops.cast(x, dtype) if self.platform.is_floating(x.dtype) and x.dtype != dtype else x
 
         return map_tensors(tree, self.platform.Tensor, cast)
 
     def _become_root(self) -> Context:
         """Make one context for all groups below these modules: the first forward from outside is the root's."""
-        states = dict.fromkeys(
-            [self, *(s for module in self.modules for s in states_below(self.platform, module))]
-        )
+        states = dict.fromkeys([self, *(s for module in self.modules for s in states_below(self.platform, module))])
         context = Context(self.storage, self.group, (state.group for state in states))
         for state in states:
             state.context = context

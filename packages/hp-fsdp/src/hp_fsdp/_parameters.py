@@ -82,9 +82,7 @@ def collect(platform: Platform, modules: Sequence[Module], ignored: Collection[T
     found: dict[int, Original] = {}
     for root in modules:
         for prefix, module in _own_modules(platform, root):
-            for attribute, parameter in platform.named_parameters(
-                module, recurse=False, remove_duplicate=False
-            ):
+            for attribute, parameter in platform.named_parameters(module, recurse=False, remove_duplicate=False):
                 if id(parameter) not in ignored_ids:
                     name = f"{prefix}.{attribute}" if prefix else attribute
                     original = found.setdefault(id(parameter), Original(name, parameter))
@@ -129,13 +127,10 @@ def problems_of(original: Original, mesh: DeviceMesh) -> list[str]:
 def _mesh_problems(original: Original, spec: TensorSpec, mesh: DeviceMesh) -> list[str]:
     partial = [p for p in spec.placements if p.is_partial()]
     if partial:
-        return [
-            f"{original.name} is a DTensor placed {spec.describe_placements()}; redistribute the partial first"
-        ]
+        return [f"{original.name} is a DTensor placed {spec.describe_placements()}; redistribute the partial first"]
     try:
         spec.mesh.concatenate(mesh)
     except HPError as error:
-        return [
-            f"{original.name} is a DTensor on mesh {spec.mesh.describe()}, which does not go with {mesh.describe()}: {error}"
-        ]
+        where = f"{original.name} is a DTensor on mesh {spec.mesh.describe()}"
+        return [f"{where}, which does not go with {mesh.describe()}: {error}"]
     return []

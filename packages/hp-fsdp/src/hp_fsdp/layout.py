@@ -185,9 +185,7 @@ def _first_fit(
     return None
 
 
-def _place(
-    blocks: Sequence[Block], order: Sequence[int], num_shards: int, shard_numel: int
-) -> tuple[int, ...] | None:
+def _place(blocks: Sequence[Block], order: Sequence[int], num_shards: int, shard_numel: int) -> tuple[int, ...] | None:
     """Each block as far left as it goes, in this order; for one order no other placement ends earlier."""
     alignment = _alignment(blocks)
     offsets = [0] * len(blocks)

@@ -64,9 +64,9 @@ class ParameterStorage(ABC):
 
     # Parameters ------------------------------------------------------------------------------------------
 
+    @abstractmethod
     def parameter(self, local: Tensor, spec: TensorSpec, requires_grad: bool) -> Tensor:
-        """A DTensor parameter over the memory of `local` (from `part`)."""
-        return self.platform.Parameter(self.platform.wrap(local, spec), requires_grad=requires_grad)
+        """A DTensor parameter over the memory of `local`, which comes from `part` and is used for nothing else."""
 
     @abstractmethod
     def local_grad(self, parameter: Tensor) -> Tensor | None:

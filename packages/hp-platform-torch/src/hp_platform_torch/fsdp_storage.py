@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from hp_dtensor.spec import TensorSpec
 from hp_fsdp.storage import Gradients, ParameterStorage
-from hp_platform_torch.dtensor import LocalOperations
+from hp_platform_torch.dtensor import LocalOperations, adopt
 
 Tensor = torch.Tensor
 
@@ -61,6 +61,13 @@ class TorchParameterStorage(ParameterStorage):
             target.zero_()
 
     # Parameters ------------------------------------------------------------------------------------------
+
+    def parameter(self, local: Tensor, spec: TensorSpec, requires_grad: bool) -> Tensor:
+        # What nn.Parameter does with a subclass, without an operation on it that a sharding rule would see.
+        local.requires_grad_(requires_grad)
+        parameter = adopt(local, spec)
+        parameter._is_param = True  # type: ignore[attr-defined]
+        return parameter
 
     def local_grad(self, parameter: Tensor) -> Tensor | None:
         with LocalOperations():

@@ -1,0 +1,254 @@
+"""One small model trained under `fully_shard`, on every rank: simulated, or a process of the pool.
+
+Every data-parallel rank has other samples. The reference is the same model, unsharded, on one rank that goes
+through everybody's samples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+
+from hp_dtensor import nn
+from hp_dtensor.dtensor import DTensor
+from hp_dtensor.init import Normal, init_parameters
+from hp_dtensor.mesh import init_device_mesh
+from hp_dtensor.selection import get_platform
+from hp_dtensor.world import current_world, record_collectives
+from hp_fsdp import MixedPrecisionPolicy, fully_shard
+
+VOCABULARY, DIM, LENGTH = 7, 5, 4
+
+
+class Block(nn.Module):
+    """Rows of 1, 3, 5, 7 and 11 elements, in matrices of 1, 3, 5, 7 and 11 rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(DIM)
+        self.up = nn.Linear(DIM, 11, bias=True)
+        self.down = nn.Linear(11, 3)
+        self.out = nn.Linear(3, DIM, bias=True)
+        self.scale = self.parameter((1,))
+        self.unused = nn.Linear(3, 7)
+
+    def forward(self, x):
+        y = self.ops.silu(self.up(self.norm(x)))
+        return self.ops.add(x, self.ops.mul(self.out(self.down(y)), self.scale))
+
+
+class Net(nn.Module):
+    """Residual blocks between an embedding and a head that may share its table.
+
+    Args:
+        tied: the head uses the embedding's table.
+        twice: the first block runs a second time at the end.
+        branch: a further block beside the others; ranks that are told so leave it out of their loss.
+    """
+
+    def __init__(self, num_blocks: int, tied: bool, twice: bool, branch: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, DIM)
+        self.blocks = nn.ModuleList([Block() for _ in range(num_blocks)])
+        self.head = nn.Linear(DIM, VOCABULARY)
+        self.twice = twice
+        self.branch = Block() if branch else None
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids, use_branch=True):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        if self.branch is not None:
+            beside = self.branch(x)
+            x = self.ops.add(x, beside) if use_branch else x
+        if self.twice:
+            x = self.blocks[0](x)
+        return self.head(x)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and how it is trained.
+
+    Attributes:
+        mesh: sizes of (shard,) or (replicate, shard).
+        frozen: name parts of parameters that require no gradient.
+        branch_ranks: ranks whose loss uses the branch; None: there is no branch.
+        accumulate: micro-batches per step.
+        sync: "every" micro-batch reduces, or only the "last" one.
+        group_list: the blocks form one group.
+        gradient_sum: gradients are summed over ranks, and the loss divided by their number instead.
+    """
+
+    mesh: tuple[int, ...]
+    steps: int = 5
+    num_blocks: int = 3
+    tied: bool = False
+    twice: bool = False
+    frozen: tuple[str, ...] = ()
+    branch_ranks: tuple[int, ...] | None = None
+    accumulate: int = 1
+    sync: str = "every"
+    all_reduce: str = "every"
+    group_list: bool = False
+    gradient_sum: bool = False
+    reshard_after_forward: bool | None = None
+    policy: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        return int(numpy.prod(self.mesh))
+
+
+@dataclass
+class Result:
+    """What one rank saw; gradients (of the last step) and weights are whole tensors by name."""
+
+    losses: list[float] = field(default_factory=list)
+    grads: dict[str, numpy.ndarray | None] = field(default_factory=dict)
+    weights: dict[str, numpy.ndarray] = field(default_factory=dict)
+    collectives: list[str] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)
+    same_parameters: bool = True
+
+
+def build(platform, case):
+    """The model with its initial values, before sharding."""
+    with nn.building(platform):
+        model = Net(case.num_blocks, case.tied, case.twice, case.branch_ranks is not None)
+    for name, parameter in platform.named_parameters(model):
+        if any(part in name for part in case.frozen):
+            platform.set_requires_grad(parameter, False)
+    init_parameters(model, lambda name, shape: Normal(0.4, mean=0.1), seed=3)
+    return model
+
+
+def shard(model, mesh, case):
+    options = {
+        "mp_policy": MixedPrecisionPolicy(**case.policy),
+        "reshard_after_forward": case.reshard_after_forward,
+    }
+    if case.group_list:
+        fully_shard(list(model.blocks), mesh, **options)
+    else:
+        for block in model.blocks:
+            fully_shard(block, mesh, **options)
+    if model.branch is not None:
+        fully_shard(model.branch, mesh, **options)
+    fully_shard(model, mesh, **options)
+    for module in sharded_modules(model):
+        if case.gradient_sum:
+            module.set_reduce_op_type("sum")
+    return model
+
+
+def sharded_modules(model):
+    return [module for _, module in model.platform.named_modules(model) if hasattr(module, "_fsdp")]
+
+
+def held_bytes(model):
+    return [module._fsdp.group.held_bytes for module in sharded_modules(model)]
+
+
+def micro_loss(platform, model, case, rank, step, micro):
+    """Mean cross-entropy of a rank's own samples, divided by what accumulation adds up."""
+    rng = numpy.random.default_rng([rank, step, micro])
+    ids = rng.integers(0, VOCABULARY, (3, LENGTH + 1))
+    inputs, targets = (platform.from_numpy(numpy.ascontiguousarray(part)) for part in (ids[:, :-1], ids[:, 1:]))
+    use = case.branch_ranks is None or rank in case.branch_ranks
+    logits = model(inputs, use) if case.branch_ranks is not None else model(inputs)
+    flat = platform.ops.cast(platform.ops.reshape(logits, (-1, VOCABULARY)), platform.dtype("float32"))
+    loss = platform.ops.cross_entropy(flat, platform.ops.reshape(targets, (-1,)))
+    ranks = case.size if case.gradient_sum else 1
+    return platform.ops.div(loss, case.accumulate * ranks)
+
+
+def train_sharded(case: Case) -> Result:
+    """On every rank of the current world."""
+    platform = get_platform()
+    rank = current_world(platform).rank
+    names = ("shard",) if len(case.mesh) == 1 else ("replicate", "shard")
+    mesh = init_device_mesh("cpu", case.mesh, mesh_dim_names=names, platform=platform)
+    model = shard(build(platform, case), mesh, case)
+    before = dict(platform.named_parameters(model))
+    step, result = AdamW(platform), Result()
+    for index in range(case.steps):
+        with record_collectives() as log:
+            for micro in range(case.accumulate):
+                last = micro == case.accumulate - 1
+                model.set_requires_gradient_sync(case.sync == "every" or last)
+                model.set_requires_all_reduce(case.all_reduce == "every" or last)
+                loss = micro_loss(platform, model, case, rank, index, micro)
+                result.losses.append(float(platform.to_numpy(loss)))
+                platform.backward(loss)
+        result.collectives = [record.name for record in log.records]
+        result.held = held_bytes(model)
+        result.grads = whole_grads(platform, model)
+        step(model)
+    after = dict(platform.named_parameters(model))
+    result.same_parameters = before.keys() == after.keys() and all(before[k] is after[k] for k in before)
+    result.weights = {name: whole(platform, p) for name, p in after.items()}
+    return result
+
+
+def train_reference(case: Case) -> Result:
+    """The same steps unsharded; losses are those of rank 0."""
+    platform = get_platform()
+    model = build(platform, case)
+    step, result = AdamW(platform), Result()
+    for index in range(case.steps):
+        for micro in range(case.accumulate):
+            for rank in range(case.size):
+                loss = micro_loss(platform, model, case, rank, index, micro)
+                if rank == 0:
+                    result.losses.append(float(platform.to_numpy(loss)))
+                platform.backward(loss if case.gradient_sum else platform.ops.div(loss, case.size))
+        result.grads = whole_grads(platform, model)
+        step(model)
+    result.weights = {name: whole(platform, p) for name, p in platform.named_parameters(model)}
+    return result
+
+
+def whole_grads(platform, model):
+    named = platform.named_parameters(model)
+    return {name: whole(platform, platform.get_grad(parameter)) for name, parameter in named}
+
+
+def whole(platform, x):
+    if x is None:
+        return None
+    with platform.no_grad():
+        return platform.to_numpy(x.full_tensor() if isinstance(x, DTensor) else x).copy()
+
+
+class AdamW:
+    """On the host, element by element: every element's gradient counts alike, however small.
+
+    A trainable parameter without a gradient counts as one whose gradient is zero, as it has under fully_shard.
+    """
+
+    def __init__(self, platform):
+        self.platform = platform
+        self.state = {}
+
+    def __call__(self, model):
+        for name, parameter in self.platform.named_parameters(model):
+            if self.platform.requires_grad(parameter):
+                self._step(name, self._local(parameter), self.platform.get_grad(parameter))
+                self.platform.set_grad(parameter, None)
+
+    def _local(self, x):
+        return self.platform.unwrap(x) if isinstance(x, DTensor) else x
+
+    def _step(self, name, local, grad):
+        grad = 0.0 if grad is None else self.platform.to_numpy(self._local(grad)).astype(numpy.float64)
+        first, second, count = self.state.get(name, (0.0, 0.0, 0))
+        first, second, count = 0.9 * first + 0.1 * grad, 0.95 * second + 0.05 * grad**2, count + 1
+        self.state[name] = first, second, count
+        update = (first / (1 - 0.9**count)) / (numpy.sqrt(second / (1 - 0.95**count)) + 1e-3)
+        new = self.platform.to_numpy(local) * (1 - 1e-3) - 0.02 * update
+        self.platform.copy_(local, self.platform.from_numpy(new.astype(numpy.float32)))
