@@ -359,7 +359,9 @@ def _movable(x: Tensor) -> Tensor:
     """`x`, as bytes where its dtype cannot travel: the same storage with the same number of rows."""
     if x.dtype not in CAPABILITIES[x.device.type].as_bytes:
         return x
-    return x.unsqueeze(-1).view(torch.uint8) if x.dim() < 2 else x.view(torch.uint8)
+    # By way of one dimension, since empty tensors may have any strides, with which torch reinterprets nothing.
+    rows = x.shape[0] if x.dim() else 1
+    return x.view(-1).view(torch.uint8).view(rows, x.numel() * x.element_size() // max(rows, 1))
 
 
 def _reduce_rows(rows: Tensor, op: str, output: Tensor) -> None:
