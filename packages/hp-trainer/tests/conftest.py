@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ import pluggy
 import pytest
 
 from hp_dtensor.plugins import PROJECT_NAME
-from hp_trainer import builtin_plugin, hookspecs
+from hp_trainer import builtin_plugin, hookspecs, plugins, preflight
 from hp_trainer.config import AdamWConfig, setting
 from hp_trainer.plugins import Registries, fill_registries, hookimpl
 
@@ -18,6 +19,7 @@ from hp_trainer.plugins import Registries, fill_registries, hookimpl
 class TinyConfig:
     hidden_size: int = setting(64, help="width of the residual stream", minimum=1)
     num_attention_heads: int = setting(4, help="query heads", minimum=1)
+    num_key_value_heads: int = setting(2, help="key-value heads", minimum=1)
     num_experts: int | None = setting(None, help="routed experts; null: a dense model", minimum=1)
 
 
@@ -39,3 +41,18 @@ def registered() -> Registries:
     manager.register(builtin_plugin, name="hp_trainer")
     manager.register(TinyPlugin(), name="tiny")
     return fill_registries(manager)
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Registries]:
+    """The process's own plugin manager with the tiny plugin and no installed one; a platform called torch."""
+    caches = (plugins.plugin_manager, plugins.registries, plugins.life_cycle)
+    monkeypatch.setenv("HP_LOAD_PLUGINS", "")
+    monkeypatch.delenv("HP_PLATFORM", raising=False)
+    monkeypatch.setattr(preflight, "installed_platforms", lambda: ["torch"])
+    for cache in caches:
+        cache.cache_clear()
+    plugins.plugin_manager().register(TinyPlugin(), name="tiny")
+    yield plugins.registries()
+    for cache in caches:
+        cache.cache_clear()

@@ -88,7 +88,7 @@ def test_a_key_in_the_wrong_section_names_the_right_section(refusal) -> None:
 def test_options_of_a_component_are_checked_against_its_own_schema(refusal) -> None:
     assert refusal("model:\n  name: tiny\n  hiden_size: 8\ntraining: {steps: 1}\n") == (
         "run.yaml:3: model.hiden_size: unknown key\n"
-        "    expected: one of hidden_size, num_attention_heads, num_experts\n"
+        "    expected: one of hidden_size, num_attention_heads, num_experts, num_key_value_heads\n"
         "    try: model.hidden_size"
     )
 
@@ -96,7 +96,7 @@ def test_options_of_a_component_are_checked_against_its_own_schema(refusal) -> N
 def test_an_unknown_name_is_told_with_the_nearest_one(refusal) -> None:
     assert refusal("model: {name: tinny}\ntraining: {steps: 1}\noptimizer:\n  name: adam\n") == (
         "run.yaml:1: model.name: unknown model\n"
-        "    expected: tiny\n"
+        "    expected: moe_decoder, tiny\n"
         "    got: 'tinny'\n"
         "    try: tiny\n"
         "run.yaml:4: optimizer.name: unknown optimizer\n"

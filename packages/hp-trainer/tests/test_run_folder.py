@@ -28,7 +28,6 @@ def test_a_new_run_has_its_configuration_and_an_identity(
     assert again.load_config(registered=registered).config == config
     assert again.load_config([("training.steps", "9")], registered=registered).config.training.steps == 9
     assert RunFolder.create(tmp_path / "runs" / "b", config).run_id != folder.run_id
-    assert folder.log_file(3) == folder.path / "logs" / "rank-3.log"
 
 
 def test_the_folder_of_another_run_is_refused_with_the_ways_out(tmp_path: Path, config: TrainerConfig) -> None:

@@ -25,6 +25,13 @@ class ProgressConfig:
 
 
 @hookimpl
+def hp_models(registry: Registry) -> None:
+    from hp_trainer.models import MoEDecoderConfig, build_moe_decoder
+
+    registry.add("moe_decoder", build_moe_decoder, options=MoEDecoderConfig)
+
+
+@hookimpl
 def hp_datasets(registry: Registry) -> None:
     from hp_trainer.data import TextDataConfig, TextSource
 

@@ -34,6 +34,7 @@ def list_layouts(
     *,
     model: Any = None,
     seq_len: int | None = None,
+    has_experts: bool | None = None,
     expert_meshes: Sequence[ExpertMesh] = get_args(ExpertMesh),
     checks: Sequence[Check] = (),
 ) -> Iterator[Layout]:
@@ -43,13 +44,15 @@ def list_layouts(
 
     Args:
         world_size: ranks of the job.
-        model: what `ParallelDims.validate_against_model` takes. One without experts is laid out with `ep` 1.
+        model: what `ParallelDims.validate_against_model` takes.
         seq_len: tokens per sample.
+        has_experts: False: only layouts with `ep` 1; default: as the model, and yes where there is none.
         expert_meshes: which ways to place experts are listed; with `ep` 1 they are the same layout,
             listed once.
         checks: more that may speak against a layout.
     """
-    for dims in _candidates(world_size, expert_meshes, has_experts=_has_experts(model)):
+    has_experts = _has_experts(model) if has_experts is None else has_experts
+    for dims in _candidates(world_size, expert_meshes, has_experts=has_experts):
         problems = [*(dims.model_problems(model, seq_len) if model is not None else ())]
         for check in checks:
             problems += check(dims)

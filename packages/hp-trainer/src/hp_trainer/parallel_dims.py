@@ -232,15 +232,7 @@ class ParallelDims:
 
     def model_problems(self, model: Any, seq_len: int | None = None) -> Iterator[Problem]:
         """What of `model.config` (or of a `model` that has no `config`) these degrees do not divide."""
-        config = getattr(model, "config", model)
-        for field, degree in (
-            ("num_attention_heads", "tp"),
-            ("num_key_value_heads", "tp"),
-            ("num_experts", "ep"),
-        ):
-            yield from _divides(field, getattr(config, field, None), degree, getattr(self, degree))
-        if seq_len is not None and seq_len % (self.cp * self.tp):
-            yield _sequence_problem(seq_len, self.cp, self.tp)
+        return find_model_problems(self, model, seq_len)
 
     def validate_against_model(self, model: Any, seq_len: int | None = None) -> None:
         """Check heads, key-value heads, experts and sequence length; fields the model lacks are skipped.
@@ -285,6 +277,15 @@ def find_problems(dims: Any) -> Iterator[Problem]:
         yield _wrong_product(dims)
     yield from _expert_problems(dims, shard)
     yield from _ulysses_problems(dims)
+
+
+def find_model_problems(dims: Any, model: Any, seq_len: int | None = None) -> Iterator[Problem]:
+    """`ParallelDims.model_problems` for degrees that may not fit each other."""
+    config = getattr(model, "config", model)
+    for field, degree in (("num_attention_heads", "tp"), ("num_key_value_heads", "tp"), ("num_experts", "ep")):
+        yield from _divides(field, getattr(config, field, None), degree, getattr(dims, degree))
+    if seq_len is not None and seq_len % (dims.cp * dims.tp):
+        yield _sequence_problem(seq_len, dims.cp, dims.tp)
 
 
 def _malformed(dims: Any) -> Iterator[Problem]:

@@ -28,7 +28,7 @@ class RunFolder:
     samples.txt        text sampled from the model
     data/              the prepared dataset
     checkpoints/       step-00000100/ ...
-    logs/              rank-0.log ...
+    logs/              rank1.log ... (rank 0 writes to the terminal)
     ```
     """
 
@@ -41,10 +41,6 @@ class RunFolder:
         self.data = path / "data"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
-
-    def log_file(self, rank: int) -> Path:
-        """The log of one rank."""
-        return self.logs / f"rank-{rank}.log"
 
     @classmethod
     def check_new(cls, path: Path) -> str | None:

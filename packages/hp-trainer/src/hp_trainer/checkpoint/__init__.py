@@ -8,7 +8,6 @@ from hp_trainer.checkpoint.catalog import (
     open_latest,
     prune,
 )
-from hp_trainer.checkpoint.exchange import Group
 from hp_trainer.checkpoint.index import Index, model_fingerprint
 from hp_trainer.checkpoint.load import Checkpoint
 from hp_trainer.checkpoint.save import TensorPart, save_checkpoint
@@ -17,7 +16,6 @@ from hp_trainer.checkpoint.storage import LocalStorage, Storage
 __all__ = [
     "Box",
     "Checkpoint",
-    "Group",
     "Index",
     "Latest",
     "LocalStorage",

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from hp_trainer._exchange import Alone, Group, all_ranks, coordinator
 from hp_trainer.checkpoint.box import Box, cover_exactly
 from hp_trainer.checkpoint.catalog import INCOMPLETE, delete_leftovers, free_name, prune, step_name
 from hp_trainer.checkpoint.dtypes import storage_dtype
-from hp_trainer.checkpoint.exchange import Alone, Group, all_ranks, coordinator
 from hp_trainer.checkpoint.index import INDEX_FILE, Chunk, Index, SavedTensor, shard_name
 from hp_trainer.checkpoint.shard_file import Entry, checksums, file_parts
 from hp_trainer.checkpoint.storage import Storage
@@ -69,17 +69,19 @@ def save_checkpoint(
         CheckpointError: on every rank when any failed; earlier checkpoints are untouched.
     """
     group = group if group is not None else Alone()
-    save_id = coordinator(group, "beginning a checkpoint", lambda: _begin(storage, step))
+    save_id = coordinator(group, "beginning a checkpoint", lambda: _begin(storage, step), CheckpointError)
     folder = f"{step_name(step)}{INCOMPLETE}{save_id}"
+
+    def write() -> dict[str, Any]:
+        return _write_shard(storage, folder, save_id, group.rank, tensors)
+
     try:
-        shards = all_ranks(
-            group, "writing a checkpoint", lambda: _write_shard(storage, folder, save_id, group.rank, tensors)
-        )
-        name: str = coordinator(
-            group,
-            "publishing a checkpoint",
-            lambda: _publish(storage, folder, _merge(shards, step, save_id, model, state)),
-        )
+        shards = all_ranks(group, "writing a checkpoint", write, CheckpointError)
+
+        def publish() -> str:
+            return _publish(storage, folder, _merge(shards, step, save_id, model, state))
+
+        name: str = coordinator(group, "publishing a checkpoint", publish, CheckpointError)
     except CheckpointError:
         if group.rank == 0:
             delete_leftovers(storage)

@@ -1,4 +1,4 @@
-"""Steps of a save that every rank takes, or that one takes for all: they succeed everywhere or fail everywhere."""
+"""Steps that every rank takes, or that one takes for all: they succeed everywhere or fail everywhere."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import json
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from hp_trainer.exceptions import CheckpointError
+from hp_dtensor.exceptions import HPError
 
 
 class Group(Protocol):
-    """All ranks that save together: what is needed of `hp_dtensor.ProcessGroup`."""
+    """All ranks that act together: what is needed of `hp_dtensor.ProcessGroup`."""
 
     rank: int
 
@@ -30,29 +30,29 @@ class Alone:
         return [data]
 
 
-def all_ranks(group: Group, what: str, do: Callable[[], Any]) -> list[Any]:
+def all_ranks(group: Group, what: str, do: Callable[[], Any], error: type[HPError]) -> list[Any]:
     """Run `do` on every rank; every rank gets every result (JSON values), in rank order.
 
     Raises:
-        CheckpointError: on every rank, when any of them failed; names the ranks and their errors.
+        HPError: of class `error`, on every rank when any failed; names the ranks and what happened to them.
     """
     failure: Exception | None = None
     try:
         answer = {"result": do()}
-    except Exception as error:
-        failure = error
-        answer = {"error": f"{type(error).__name__}: {error}"}
+    except Exception as caught:
+        failure = caught
+        answer = {"error": f"{type(caught).__name__}: {caught}"}
     answers = [json.loads(data) for data in group.all_gather_bytes(json.dumps(answer).encode())]
     errors = [f"rank {rank}: {one['error']}" for rank, one in enumerate(answers) if "error" in one]
     if errors:
-        raise CheckpointError(f"{what} failed on {len(errors)} ranks; {'; '.join(errors)}") from failure
+        raise error(f"{what} failed; {'; '.join(errors)}") from failure
     return [one["result"] for one in answers]
 
 
-def coordinator(group: Group, what: str, do: Callable[[], Any]) -> Any:
+def coordinator(group: Group, what: str, do: Callable[[], Any], error: type[HPError]) -> Any:
     """Run `do` on rank 0 alone; every rank gets its result (a JSON value).
 
     Raises:
-        CheckpointError: on every rank, when rank 0 failed.
+        HPError: of class `error`, on every rank when rank 0 failed.
     """
-    return all_ranks(group, what, do if group.rank == 0 else lambda: None)[0]
+    return all_ranks(group, what, do if group.rank == 0 else lambda: None, error)[0]

@@ -1,0 +1,121 @@
+"""From a checked configuration to ranks that train: started here, or joined where a launcher has started them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from hp_dtensor.launch import from_environment, is_launched, launch, rank_environment
+from hp_dtensor.platform import Platform
+from hp_dtensor.selection import get_platform
+from hp_trainer._exchange import coordinator
+from hp_trainer.checkpoint import Storage
+from hp_trainer.config import ParallelConfig, TrainerConfig
+from hp_trainer.exceptions import RunFolderError
+from hp_trainer.plugins import Registries, registries
+from hp_trainer.run_folder import RunFolder
+
+T = TypeVar("T")
+
+
+def world_size_of(config: TrainerConfig) -> int:
+    """Ranks of the job: those of the launcher that started this process, else those to start here."""
+    found = rank_environment() if is_launched() else None
+    return found.size if found is not None else config.launch.local_ranks or 1
+
+
+def is_first_process() -> bool:
+    """Whether this process speaks for the job: it was not started by a launcher, or it is rank 0."""
+    found = rank_environment() if is_launched() else None
+    return found is None or (found.rank == 0 and not found.is_scheduler)
+
+
+def begin_run(path: Path, config: TrainerConfig, registered: Registries | None = None) -> RunFolder:
+    """Make the run folder and prepare the data in it; done by one process.
+
+    Raises:
+        RunFolderError: the folder holds something.
+        DataError: the data cannot be read.
+    """
+    registered = registered if registered is not None else registries()
+    run = RunFolder.create(path, config)
+    registered.datasets.get(config.data.name).build(config.data.options).prepare(run.data)
+    return run
+
+
+def storage_of(run: RunFolder, config: TrainerConfig, registered: Registries | None = None) -> Storage:
+    """Where the run's checkpoints are."""
+    registered = registered if registered is not None else registries()
+    folder = run.checkpoints if config.checkpoint.folder is None else Path(config.checkpoint.folder)
+    component = config.checkpoint.storage
+    storage: Storage = registered.checkpoint_storages.get(component.name).build(component.options, folder)
+    return storage
+
+
+def train(config: TrainerConfig, prepare: Callable[[], tuple[Path, str | None]]) -> Path:
+    """Train on all ranks; returns the run folder when every rank has finished.
+
+    Args:
+        config: says how many ranks to start here, and on which platform.
+        prepare: called once in the whole job, before any rank needs it; makes or opens the run folder and
+            returns it with the name of the checkpoint to go on from (None: from the beginning).
+
+    Raises:
+        LaunchError: a local rank failed.
+        HPError: what `prepare` or, where this process is a rank, the training raises.
+    """
+    platform = get_platform(config.platform)
+    if is_launched():
+        world = from_environment(platform, config.launch.timeout_seconds)
+        folder, checkpoint = coordinator(world.all, "preparing the run", lambda: _as_text(prepare()), RunFolderError)
+        train_rank(folder, checkpoint, platform.name)
+        platform.disconnect()
+        return Path(folder)
+    path, checkpoint = prepare()
+    arguments = (str(path), checkpoint, platform.name)
+    if world_size_of(config) == 1:
+        train_rank(*arguments)
+    else:
+        _start(train_rank, arguments, config, platform, RunFolder(path).logs)
+    return path
+
+
+def generate(run: RunFolder, config: TrainerConfig, prompts: Sequence[str], checkpoint: str) -> list[str]:
+    """Text that the model of a checkpoint writes after each prompt, the prompts included; on one rank."""
+    from hp_trainer.generation import generate as generate_text
+
+    alone = dataclasses.replace(config, parallel=ParallelConfig())
+    texts: list[str] = generate_text(run, alone, get_platform(config.platform), prompts, checkpoint)
+    return texts
+
+
+def train_rank(folder: str, checkpoint: str | None, platform: str) -> None:
+    """One rank's part; its world is connected."""
+    from hp_trainer.loop import train as train_loop
+
+    run = RunFolder.open(Path(folder))
+    train_loop(run, run.load_config().config, get_platform(platform), checkpoint)
+
+
+def _start(
+    target: Callable[..., object],
+    arguments: Sequence[object],
+    config: TrainerConfig,
+    platform: Platform,
+    logs: Path,
+) -> None:
+    launch(
+        target,
+        arguments,
+        num_ranks=world_size_of(config),
+        platform=platform,
+        log_dir=logs,
+        timeout_seconds=config.launch.timeout_seconds,
+    )
+
+
+def _as_text(prepared: tuple[Path, str | None]) -> tuple[str, str | None]:
+    path, checkpoint = prepared
+    return str(path.absolute()), checkpoint

@@ -1,0 +1,163 @@
+"""Checks that a run can be done, made before any rank starts: all problems at once, each with its place."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+from hp_dtensor.plugins import plugin_manager
+from hp_trainer._divisors import join_choices
+from hp_trainer.config import LoadedConfig, TrainerConfig
+from hp_trainer.exceptions import ParallelDimsError, Problem, RegistryError
+from hp_trainer.parallel_dims import DEGREES, ParallelDims, degrees_from_config, find_model_problems
+from hp_trainer.plugins import Registries
+from hp_trainer.run_folder import RunFolder
+
+# What decides which samples a step reads, and what the weights mean: fixed when a run begins.
+_FIXED = ("model", "data", "training.seed", "training.sequence_length")
+
+
+def check_new_run(loaded: LoadedConfig, folder: Path, world_size: int, registered: Registries) -> list[Problem]:
+    """Everything that would keep a new run in `folder` from training on `world_size` ranks."""
+    config = loaded.config
+    problems = [*_run_problems(config, world_size, registered), *_data_problems(config, registered)]
+    reason = RunFolder.check_new(folder)
+    if reason is not None:
+        hint = f"another --run.folder, or `hp-train resume {folder}`"
+        problems.append(Problem(path="run.folder", what=reason, expected="a new folder", got=str(folder), hint=hint))
+    return loaded.locate(problems)
+
+
+def check_resumed_run(
+    loaded: LoadedConfig, before: TrainerConfig, world_size: int, registered: Registries
+) -> list[Problem]:
+    """Everything that would keep a run that began as `before` from going on as `loaded` on `world_size` ranks."""
+    problems = [*_run_problems(loaded.config, world_size, registered), *_changed(before, loaded.config)]
+    return loaded.locate(problems)
+
+
+def training_problems(dims: ParallelDims, config: TrainerConfig) -> Iterator[Problem]:
+    """What of valid degrees the training loop or this batch cannot do; paths are within the configuration."""
+    for name, what in (("cp", "context"), ("pp", "pipeline")):
+        if getattr(dims, name) > 1:
+            yield Problem(
+                path=f"parallel.{name}",
+                what=f"the training loop has no {what} parallelism yet",
+                expected="1",
+                got=str(getattr(dims, name)),
+                hint=f"parallel.{name}=1",
+            )
+    for problem in dims.model_problems(config.model.options, config.training.sequence_length):
+        yield problem.within("parallel")
+    yield from _batch_problems(dims, config)
+
+
+def chosen_platform(name: str | None) -> str | Problem:
+    """The platform's name by the rules of `hp_dtensor.get_platform`, without loading a framework."""
+    wanted = name or os.environ.get("HP_PLATFORM") or None
+    found = installed_platforms()
+    if wanted is None and len(found) == 1:
+        return found[0]
+    if wanted in found:
+        return str(wanted)
+    if not found:
+        hint = "pip install hp-platform-torch or hp-platform-mindspore"
+        return Problem(path="platform", what="no platform is installed", hint=hint)
+    if wanted is None:
+        what, hint = "several platforms are installed and none is chosen", f"--platform={found[0]}"
+        return Problem(path="platform", what=what, expected=join_choices(found), hint=hint)
+    near = next(iter(difflib.get_close_matches(wanted, found, n=1)), "")
+    hint = near or f"pip install hp-platform-{wanted}"
+    return Problem(path="platform", what="is not installed", expected=join_choices(found), got=wanted, hint=hint)
+
+
+def installed_platforms() -> list[str]:
+    """Names of the platform plugins, without loading their frameworks."""
+    return sorted(one.plugin_name for one in plugin_manager().hook.hp_platform.get_hookimpls())
+
+
+def _run_problems(config: TrainerConfig, world_size: int, registered: Registries) -> Iterator[Problem]:
+    platform = chosen_platform(config.platform)
+    if isinstance(platform, Problem):
+        yield platform
+    else:
+        yield from _entry_problems(config, platform, registered)
+    try:
+        dims = ParallelDims.from_config(config.parallel, world_size)
+    except ParallelDimsError as error:
+        for problem in [*error.problems, *_unfitting(config, error)]:
+            hint = problem.hint.replace("world_size=", "launch.local_ranks=")
+            yield dataclasses.replace(problem, hint=hint).within("parallel")
+    else:
+        yield from training_problems(dims, config)
+
+
+def _unfitting(config: TrainerConfig, error: ParallelDimsError) -> Iterator[Problem]:
+    """Degrees that do not fit each other may not fit the model either; told together."""
+    if all(problem.what != "impossible degree" for problem in error.problems):
+        degrees = SimpleNamespace(**dict.fromkeys(DEGREES, 1) | degrees_from_config(config.parallel))
+        yield from find_model_problems(degrees, config.model.options, config.training.sequence_length)
+
+
+def _entry_problems(config: TrainerConfig, platform: str, registered: Registries) -> Iterator[Problem]:
+    for path, registry in (("model", registered.models), ("optimizer", registered.optimizers)):
+        try:
+            registry.get(getattr(config, path).name, platform)
+        except RegistryError as error:
+            yield Problem(path=f"{path}.name", what=str(error))
+
+
+def _batch_problems(dims: ParallelDims, config: TrainerConfig) -> Iterator[Problem]:
+    batch, micro = config.training.global_batch_size, config.training.micro_batch_size
+    shares = dims.dp_size
+    unit = shares * (micro or 1)
+    if batch % unit:
+        nearest = sorted({max(1, batch // unit) * unit, -(-batch // unit) * unit})
+        per_rank = "" if micro is None else f" of micro-batches of {micro}"
+        yield Problem(
+            path="training.global_batch_size",
+            what=f"cannot be shared by dp_replicate*dp_shard = {dims.dp_replicate}*{dims.dp_shard} = {shares} "
+            f"ranks{per_rank}",
+            expected=f"a multiple of {unit}",
+            got=str(batch),
+            hint=f"training.global_batch_size={join_choices(nearest)}",
+        )
+
+
+def _data_problems(config: TrainerConfig, registered: Registries) -> Iterator[Problem]:
+    source = registered.datasets.get(config.data.name).build(config.data.options)
+    for problem in source.problems():
+        yield problem.within("data")
+    needed, vocab_size = source.tokenizer().vocab_size, getattr(config.model.options, "vocab_size", None)
+    if vocab_size is not None and vocab_size < needed:
+        yield Problem(
+            path="model.vocab_size",
+            what="smaller than the number of tokens in the data",
+            expected=f"a whole number >= {needed}",
+            got=str(vocab_size),
+            hint=f"model.vocab_size={needed}",
+        )
+
+
+def _changed(before: TrainerConfig, after: TrainerConfig) -> Iterator[Problem]:
+    for path in _FIXED:
+        was, now = _at(before, path), _at(after, path)
+        if was != now:
+            yield Problem(
+                path=path,
+                what="is fixed when a run begins",
+                expected=str(was),
+                got=str(now),
+                hint="a new run with `hp-train CONFIG`",
+            )
+
+
+def _at(config: TrainerConfig, path: str) -> object:
+    value: object = config
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value

@@ -1,0 +1,363 @@
+"""`hp-train` refuses bad input before anything starts, all at once; the rest is handed on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hp_trainer import cli, launching, preflight
+from hp_trainer.checkpoint import Box, LocalStorage, TensorPart, save_checkpoint
+from hp_trainer.config import list_options, load_config, to_plain
+from hp_trainer.plugins import Registries
+from hp_trainer.run_folder import RunFolder
+
+OPTIONS = Path(__file__).with_name("options.txt")
+
+GOOD = """\
+model:
+  name: tiny
+data:
+  path: corpus.txt
+training:
+  steps: 4
+  sequence_length: 8
+run:
+  folder: out
+"""
+
+
+class Started(Exception):
+    """Training would have begun."""
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: Registries) -> Path:
+    """A working directory with a configuration and a corpus; training itself is not reached."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "MS_ROLE"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "run.yaml").write_text(GOOD)
+    (tmp_path / "corpus.txt").write_text("some text " * 100)
+    return tmp_path
+
+
+@pytest.fixture
+def error(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What a refused command prints."""
+
+    def error(*arguments: str) -> str:
+        assert cli.main(arguments) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        return captured.err
+
+    return error
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    """Stands in for the ranks: notes the configuration and what `prepare` gives."""
+    found: list[tuple] = []
+
+    def train(config, prepare) -> Path:
+        path, checkpoint = prepare()
+        found.append((config, path, checkpoint))
+        return path
+
+    monkeypatch.setattr(launching, "train", train)
+    return found
+
+
+def make_run(work: Path, step: int = 2) -> RunFolder:
+    """A run with a checkpoint."""
+    config = load_config(work / "run.yaml").config
+    run = launching.begin_run(work / "out", config)
+    part = TensorPart("w", "float32", (2,), [(Box.whole((2,)), np.ones(2, np.float32))])
+    save_checkpoint(LocalStorage(run.checkpoints), [part], step=step, model=to_plain(config.model), state={})
+    return run
+
+
+# A new run ---------------------------------------------------------------------------------------------------
+
+
+def test_a_good_configuration_is_prepared_once(work: Path, prepared: list, capsys) -> None:
+    assert cli.main(["run.yaml", "--training.steps=7", "--launch.local_ranks", "2"]) == 0
+    ((config, path, checkpoint),) = prepared
+    assert (config.training.steps, config.launch.local_ranks, config.platform) == (7, 2, "torch")
+    assert (path, checkpoint) == (Path("out"), None)
+    assert RunFolder.open(path).load_config().config == config
+    assert (path / "data" / "corpus.json").is_file()
+    assert capsys.readouterr().out == "done: out\n"
+
+
+def test_without_a_folder_the_run_is_named_after_the_file(work: Path, prepared: list) -> None:
+    assert cli.main(["run.yaml", "--run.folder=null"]) == 0
+    assert prepared[0][1].parent == Path("runs")
+    assert prepared[0][1].name.startswith("run-20")
+
+
+def test_all_that_is_wrong_is_told_at_once(work: Path, error, prepared: list) -> None:
+    (work / "out").mkdir()
+    (work / "out" / "mine.txt").write_text("x")
+    (work / "run.yaml").write_text(GOOD.replace("corpus.txt", "none.txt") + "parallel: {tp: 3, cp: 2}\n")
+    assert error("run.yaml", "--launch.local_ranks=4", "--platform=troch") == (
+        "hp-train: run.yaml: 6 problems\n"
+        "--platform: platform: is not installed\n"
+        "    expected: torch\n"
+        "    got: troch\n"
+        "    try: torch\n"
+        "run.yaml:10: parallel.dp_shard: -1 cannot be filled: world_size / (dp_replicate*cp*tp*pp) = 4 / (1*2*3*1) "
+        "= 4/6 is no whole number\n"
+        "    expected: dp_replicate*cp*tp*pp to divide 4\n"
+        "    got: 6\n"
+        "    try: tp=2, or launch.local_ranks=6\n"
+        "run.yaml:10: parallel.tp: num_attention_heads = 4 cannot be split over tp = 3\n"
+        "    expected: a divisor of 4\n"
+        "    got: 3\n"
+        "    try: tp=2 or 4\n"
+        "run.yaml:10: parallel.tp: num_key_value_heads = 2 cannot be split over tp = 3\n"
+        "    expected: a divisor of 2\n"
+        "    got: 3\n"
+        "    try: tp=2\n"
+        "run.yaml:10: parallel.cp: seq_len = 8 cannot be split over cp*tp = 2*3 = 6\n"
+        "    expected: cp*tp to divide 8\n"
+        "    got: 6\n"
+        "    try: seq_len=6 or 12, or cp*tp=4 or 8\n"
+        "run.yaml:4: data.path: does not exist\n"
+        "    expected: a text file, or a folder that holds some\n"
+        "    got: none.txt\n"
+        f"    try: a path that exists ({work} does)\n"
+        "run.yaml:9: run.folder: holds files that are no run\n"
+        "    expected: a new folder\n"
+        "    got: out\n"
+        "    try: another --run.folder, or `hp-train resume out`\n"
+    ).replace("6 problems", "7 problems")
+    assert prepared == []
+    assert sorted(path.name for path in (work / "out").iterdir()) == ["mine.txt"]
+
+
+def test_keys_and_types_are_told_before_anything_else(work: Path, error) -> None:
+    (work / "run.yaml").write_text("model: {name: tiny}\ntraning:\n  steps: 4\n")
+    assert error("run.yaml", "--launch.local_ranks=two") == (
+        "hp-train: run.yaml: 3 problems\n"
+        "run.yaml:2: traning: unknown key\n"
+        "    expected: one of checkpoint, data, generate, launch, lr_schedule, metrics, model, optimizer, parallel, "
+        "platform, run, training\n"
+        "    try: training\n"
+        "run.yaml: training.steps: missing\n"
+        "    expected: a whole number: optimizer steps of the whole run\n"
+        "    try: --training.steps=...\n"
+        "--launch.local_ranks: launch.local_ranks: wrong type\n"
+        "    expected: a whole number or null\n"
+        "    got: 'two' (text)\n"
+    )
+
+
+def test_degrees_that_training_cannot_do_yet_are_refused(work: Path, error) -> None:
+    assert error("run.yaml", "--launch.local_ranks=4", "--parallel.cp=2", "--parallel.pp=2") == (
+        "hp-train: run.yaml: 2 problems\n"
+        "--parallel.cp: parallel.cp: the training loop has no context parallelism yet\n"
+        "    expected: 1\n    got: 2\n    try: parallel.cp=1\n"
+        "--parallel.pp: parallel.pp: the training loop has no pipeline parallelism yet\n"
+        "    expected: 1\n    got: 2\n    try: parallel.pp=1\n"
+    )
+
+
+def test_a_batch_that_the_ranks_cannot_share_is_refused(work: Path, error) -> None:
+    arguments = ("--launch.local_ranks=4", "--training.global_batch_size=10", "--training.micro_batch_size=2")
+    assert error("run.yaml", *arguments) == (
+        "hp-train: run.yaml: 1 problem\n"
+        "--training.global_batch_size: training.global_batch_size: cannot be shared by dp_replicate*dp_shard = 1*4 = 4 "
+        "ranks of micro-batches of 2\n"
+        "    expected: a multiple of 8\n"
+        "    got: 10\n"
+        "    try: training.global_batch_size=8 or 16\n"
+    )
+
+
+def test_experts_that_the_ranks_cannot_share_are_refused(work: Path, error) -> None:
+    arguments = ("--model.num_experts=6", "--launch.local_ranks=4", "--parallel.ep=4")
+    assert "--parallel.ep: parallel.ep: num_experts = 6 cannot be split over ep = 4" in error("run.yaml", *arguments)
+
+
+def test_data_without_text_is_refused(work: Path, error) -> None:
+    (work / "corpus.txt").write_bytes(b"\xff\x00")
+    assert "run.yaml:4: data.path: holds no text" in error("run.yaml")
+
+
+def test_the_folder_of_another_run_is_refused(work: Path, error) -> None:
+    run = make_run(work)
+    assert f"run.yaml:9: run.folder: holds the run {run.run_id}\n" in error("run.yaml")
+
+
+def test_a_file_that_is_not_there_is_told(work: Path, error) -> None:
+    assert error("nope.yaml").startswith("hp-train: nope.yaml: 1 problem\nnope.yaml: cannot be read\n")
+
+
+def test_no_platform_and_several_platforms_are_told(work: Path, error, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "installed_platforms", list)
+    assert error("run.yaml") == (
+        "hp-train: run.yaml: 1 problem\n"
+        "platform: no platform is installed\n"
+        "    try: pip install hp-platform-torch or hp-platform-mindspore\n"
+    )
+    monkeypatch.setattr(preflight, "installed_platforms", lambda: ["mindspore", "torch"])
+    assert error("run.yaml") == (
+        "hp-train: run.yaml: 1 problem\n"
+        "platform: several platforms are installed and none is chosen\n"
+        "    expected: mindspore or torch\n"
+        "    try: --platform=mindspore\n"
+    )
+    monkeypatch.setenv("HP_PLATFORM", "torch")
+    (work / "out").mkdir()
+    (work / "out" / "x").write_text("")
+    assert "platform: " not in error("run.yaml")
+
+
+# Resume ------------------------------------------------------------------------------------------------------
+
+
+def test_resume_goes_on_from_the_newest_sound_checkpoint(work: Path, prepared: list, capsys) -> None:
+    make_run(work)
+    newer = make_checkpoint_copy(work / "out" / "checkpoints", "step-00000002", "step-00000009")
+    (newer / "shard-00000.safetensors").write_bytes(b"")
+    assert cli.main(["resume", "out", "--training.steps=20", "--launch.local_ranks=2"]) == 0
+    ((config, path, checkpoint),) = prepared
+    assert (config.training.steps, path, checkpoint) == (20, Path("out"), "step-00000002")
+    assert RunFolder.open(path).load_config().config.training.steps == 20
+    assert "passed over a checkpoint: out/checkpoints/step-00000009 is damaged" in capsys.readouterr().err
+
+
+def make_checkpoint_copy(folder: Path, name: str, to: str) -> Path:
+    (folder / to).mkdir()
+    for file in (folder / name).iterdir():
+        (folder / to / file.name).write_bytes(file.read_bytes())
+    return folder / to
+
+
+def test_what_a_run_began_with_cannot_change(work: Path, error) -> None:
+    make_run(work)
+    (work / "other.txt").write_text("other")
+    text = error("resume", "out", "--training.seed=1", "--data.path=other.txt", "--training.sequence_length=16")
+    assert text.startswith("hp-train: out/config.yaml: 3 problems\n")
+    assert ": data: is fixed when a run begins\n" in text
+    assert "--training.seed: training.seed: is fixed when a run begins\n    expected: 0\n    got: 1\n" in text
+    assert "--training.sequence_length: training.sequence_length: is fixed when a run begins\n" in text
+
+
+def test_a_checkpoint_of_another_model_is_refused(work: Path, error) -> None:
+    make_run(work)
+    other = (work / "run.yaml").read_text().replace("name: tiny", "name: tiny\n  hidden_size: 32")
+    (work / "run.yaml").write_text(other.replace("folder: out", "folder: second"))
+    config = load_config(work / "run.yaml").config
+    launching.begin_run(work / "second", config)
+    assert error("resume", "second", "--checkpoint.folder=out/checkpoints") == (
+        "hp-train: out/checkpoints/step-00000002 is a checkpoint of another model: "
+        "hidden_size is 64 there and 32 here\n"
+    )
+
+
+def test_resume_without_a_run_or_a_checkpoint_is_refused(work: Path, error) -> None:
+    assert "holds no run (no run.json)" in error("resume", "out")
+    launching.begin_run(work / "out", load_config(work / "run.yaml").config)
+    assert "out/checkpoints holds no sound checkpoint" in error("resume", "out")
+
+
+def test_a_resumed_run_needs_its_prepared_data_only(work: Path, prepared: list) -> None:
+    make_run(work)
+    (work / "corpus.txt").unlink()
+    assert cli.main(["resume", "out"]) == 0
+
+
+# Generate and layouts ----------------------------------------------------------------------------------------
+
+
+def test_generate_continues_the_prompts_given_or_configured(
+    work: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    make_run(work)
+    asked = []
+    monkeypatch.setattr(launching, "generate", lambda run, config, prompts, ckpt: asked.append(prompts) or prompts)
+    assert cli.main(["generate", "out", "--prompt", "--a=b", "--prompt=def f", "--generate.temperature=0"]) == 0
+    assert cli.main(["generate", "out"]) == 0
+    assert asked == [["--a=b", "def f"], ["def ", "import "]]
+    assert capsys.readouterr().out == "--a=b\ndef f\ndef \nimport \n"
+
+
+def test_layouts_of_a_number_of_ranks(installed: Registries, capsys) -> None:
+    assert cli.main(["layouts", "--world-size", "2"]) == 0
+    assert capsys.readouterr().out.startswith("9 legal layouts of 2 ranks:\n")
+
+
+def test_layouts_of_a_configuration_leave_out_what_it_cannot_do(work: Path, capsys) -> None:
+    assert cli.main(["layouts", "run.yaml", "--world-size=4"]) == 0
+    assert capsys.readouterr().out == (
+        "5 legal layouts of 4 ranks:\n"
+        "  dp_replicate  dp_shard  cp  tp  pp  ep  etp  expert_mesh\n"
+        "             1         2   1   2   1   1    2       folded\n"
+        "             1         4   1   1   1   1    1       folded\n"
+        "             2         1   1   2   1   1    2       folded\n"
+        "             2         2   1   1   1   1    1       folded\n"
+        "             4         1   1   1   1   1    1       folded\n"
+        "every degree must be one of: 1, 2, 4\n"
+        "10 layouts cannot be used:\n"
+        "  parallel.cp: the training loop has no context parallelism yet (5 layouts)\n"
+        "  parallel.pp: the training loop has no pipeline parallelism yet (5 layouts)\n"
+        "  parallel.tp: num_key_value_heads = 2 cannot be split over tp = 4 (1 layout)\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["layouts"], "layouts needs a CONFIG, or a --world-size without settings"),
+        (["layouts", "--world-size=0"], "--world-size must be at least 1, got 0"),
+        (["layouts", "--world-size=x"], "argument --world-size: invalid int value: 'x'"),
+        (["resume"], "the following arguments are required: RUN"),
+        (["a.yaml", "b.yaml"], "unrecognized arguments: b.yaml"),
+        (["a.yaml", "--training.steps"], "--training.steps needs a value: --training.steps=..."),
+        (["--training.steps=1"], "the following arguments are required: CONFIG"),
+    ],
+)
+def test_a_command_line_that_makes_no_sense_is_told(error, installed, arguments: list[str], message: str) -> None:
+    assert error(*arguments) == f"hp-train: {message}\n{cli.USAGE}\n"
+
+
+# Help --------------------------------------------------------------------------------------------------------
+
+
+def test_the_options_are_frozen(registered: Registries) -> None:
+    options = "\n".join(cli.describe_option(one) for one in list_options(registered)) + "\n"
+    assert options == OPTIONS.read_text(), f"options changed; where that is wanted, write the left side to {OPTIONS}"
+
+
+def test_help_lists_every_option_and_command(installed: Registries, capsys) -> None:
+    for arguments in (["--help"], ["resume", "-h"], ["layouts", "--help"]):
+        assert cli.main(arguments) == 0
+        text = capsys.readouterr().out
+        assert text.startswith(cli.USAGE)
+        assert "  --training.steps=(a whole number; must be given)\n      optimizer steps of the whole run\n" in text
+        assert "  with model.name=tiny:\n  --model.hidden_size=(a whole number; default 64)" in text
+
+
+def test_help_is_quick_and_loads_no_framework() -> None:
+    code = (
+        "import sys; from hp_trainer.cli import main; main(['--help']);"
+        "heavy = {'torch', 'mindspore', 'matplotlib', 'rich', 'safetensors'} & set(sys.modules);"
+        "sys.exit(str(heavy) if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--training.steps" in done.stdout
+
+
+def test_the_module_runs_as_the_command_does() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hp_trainer", "--version"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "0.1.0\n")
