@@ -55,7 +55,9 @@ class Module:
         if hasattr(cls, "platform"):
             return super().__new__(cls)
         platform = _building.platforms[-1] if _building.platforms else get_platform()
-        return super().__new__(_realise(cls, platform))
+        realised = _realise(cls, platform)
+        # The framework's own __new__ makes the object, which object's may not.
+        return realised.__new__(realised)
 
     @property
     def ops(self) -> SimpleNamespace:
