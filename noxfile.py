@@ -140,24 +140,25 @@ def tests(session: nox.Session, package: str) -> None:
     pytest(session, workspace.for_tests(package), f"packages/{package}/tests", *session.posargs)
 
 
+def cross(session: nox.Session, platform: str) -> None:
+    """Run the conformance suite on a platform and the tests across packages, or what the arguments name."""
+    python = full(platform)
+    tests = ("tests", "--ignore", "tests/house")
+    conformance = ("--pyargs", "hp_dtensor.testing.conformance")
+    for selected in [session.posargs] if session.posargs else [conformance, tests]:
+        pytest(session, python, *selected, HP_PLATFORM=platform)
+
+
 @session
 def cross_torch(session: nox.Session) -> None:
     """Tests across packages on PyTorch, and the conformance suite."""
-    pytest(session, full("torch"), "tests", "--ignore", "tests/house", *session.posargs, HP_PLATFORM="torch")
+    cross(session, "torch")
 
 
 @session
 def cross_mindspore(session: nox.Session) -> None:
     """Tests across packages on MindSpore, and the conformance suite."""
-    pytest(
-        session,
-        full("mindspore"),
-        "tests",
-        "--ignore",
-        "tests/house",
-        *session.posargs,
-        HP_PLATFORM="mindspore",
-    )
+    cross(session, "mindspore")
 
 
 @session

@@ -18,7 +18,7 @@ from pathlib import Path
 FRAMEWORKS = ("torch", "mindspore")
 PLATFORM_PREFIX = "hp-platform-"
 
-# A platform's module of this name is loaded only by the component that it serves.
+# A platform's modules `fsdp`, `fsdp_...` are loaded only by hp-fsdp, and so on.
 SERVED = {"fsdp": "hp-fsdp", "moe": "hp-moe", "trainer": "hp-trainer"}
 
 
@@ -55,7 +55,7 @@ def usable(module: str, packages: list[str]) -> bool:
     package, part, *_ = module.split(".")
     if module.endswith("__main__"):
         return False
-    return not package.startswith("hp_platform") or SERVED.get(part, packages[0]) in packages
+    return not package.startswith("hp_platform") or SERVED.get(part.split("_")[0], packages[0]) in packages
 
 
 def check_modules(packages: list[str]) -> None:

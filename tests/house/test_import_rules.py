@@ -16,7 +16,7 @@ FRAMEWORKS = {"torch", "torch_npu", "triton", "mindspore"}
 
 MODULES_OF = {"pyyaml": "yaml"}  # where the import name is not the distribution's
 
-# A platform serves a component from one module, which is loaded only when that component asks for it.
+# A platform serves a component from modules of this name, loaded only when that component asks for them.
 SERVED = {"hp_fsdp": "fsdp", "hp_moe": "moe", "hp_trainer": "trainer"}
 
 
@@ -57,10 +57,15 @@ def allowed(package, path):
     if package in PLATFORMS:
         extras = metadata.get("optional-dependencies", {}).values()
         names |= {name for extra in extras for name in declared(extra)}
-        names |= {component for component, part in SERVED.items() if path.parts[0] in (part, f"{part}.py")}
+        names |= {component for component, part in SERVED.items() if serves(path.parts[0], part)}
     elif package == "hp_dtensor" and path.parts[0] == "testing":
         names.add("pytest")
     return names
+
+
+def serves(module, part):
+    """Whether a platform's module or folder serves: `fsdp.py`, `fsdp/` and `fsdp_storage.py` serve hp_fsdp."""
+    return re.fullmatch(rf"{part}(_\w+)?(\.py)?", module) is not None
 
 
 def violations(package, path, source):
@@ -112,6 +117,7 @@ def test_a_platform_declares_its_own_framework_only(package):
         ("hp_platform_torch", "plugin.py", "import mindspore"),
         ("hp_platform_torch", "plugin.py", "import hp_fsdp"),
         ("hp_platform_mindspore", "fsdp.py", "import hp_moe"),
+        ("hp_platform_mindspore", "moeless.py", "import hp_moe"),
     ],
 )
 def test_the_rules_catch(package, path, line):
@@ -125,6 +131,7 @@ def test_the_rules_catch(package, path, line):
         ("hp_dtensor", "testing/pytest_plugin.py", "import pytest"),
         ("hp_trainer", "data.py", "import yaml, hp_fsdp, hp_moe"),
         ("hp_platform_torch", "fsdp.py", "import torch, hp_fsdp"),
+        ("hp_platform_torch", "fsdp_storage.py", "import hp_fsdp.storage"),
         ("hp_platform_torch", "moe/triton.py", "import hp_moe"),
         ("hp_platform_torch", "npu.py", "import torch_npu"),
     ],
