@@ -19,7 +19,7 @@ import functools
 import threading
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hp_dtensor.platform import Platform
 from hp_dtensor.selection import get_platform
@@ -50,6 +50,11 @@ class Module:
     """Base of platform-neutral modules; an instance is also an instance of `platform.Module`."""
 
     platform: Platform
+
+    if TYPE_CHECKING:  # what the platform's module class adds
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+        def __getattr__(self, name: str) -> Any: ...
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if hasattr(cls, "platform"):

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     import numpy
@@ -60,9 +60,13 @@ class Platform(ABC):
     """
 
     name: str
-    Tensor: type
+    if TYPE_CHECKING:  # in this class these names are types of annotations too
+        Tensor: TypeAlias = Any
+        Module: TypeAlias = Any
+    else:
+        Tensor: type
+        Module: type
     Parameter: Any
-    Module: type
     DTensor: type
     ops: SimpleNamespace
     device_types: tuple[str, ...]
@@ -278,14 +282,14 @@ class Platform(ABC):
     def add_forward_pre_hook(
         self,
         module: Module,
-        hook: Callable[[Module, tuple, dict], tuple[tuple, dict] | None],
+        hook: Callable[[Module, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]] | None],
         prepend: bool = False,
     ) -> Removable:
         """`hook(module, args, kwargs)` before forward; may return new `(args, kwargs)`."""
 
     @abstractmethod
     def add_forward_hook(
-        self, module: Module, hook: Callable[[Module, tuple, dict, Any], Any], prepend: bool = False
+        self, module: Module, hook: Callable[[Module, tuple[Any, ...], dict[str, Any], Any], Any], prepend: bool = False
     ) -> Removable:
         """`hook(module, args, kwargs, output)` after forward; may return another output."""
 
