@@ -6,7 +6,7 @@ import functools
 
 import numpy
 import pytest
-from layouts import LAYOUTS, LENGTH, train
+from moe_layouts import LAYOUTS, LENGTH, train
 
 from hp_dtensor.testing import run_ranks
 

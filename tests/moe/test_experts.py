@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy
 import pytest
-from reference import LAYER, ReferenceMoE
+from moe_reference import LAYER, ReferenceMoE
 
 from hp_dtensor import nn
 from hp_dtensor.init import Normal, init_parameters

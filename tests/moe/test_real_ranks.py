@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from layouts import LAYOUTS, train
+from moe_layouts import LAYOUTS, train
 from test_expert_parallel import NUM_SAMPLES, WITH_SHARED, assert_same, reference
 
 TWO = ["ep", "hidden cut", "sequence, ep folded", "sequence, hidden cut", "ep among ranks with the same tokens"]

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy
 import pytest
-from reference import choose, sigmoid
+from moe_reference import choose, sigmoid
 
 from hp_dtensor import nn
 from hp_dtensor.init import Normal, init_parameters

@@ -38,10 +38,21 @@ class LanguageModel(Protocol):
     def initializer(self, name: str, shape: tuple[int, ...]) -> Distribution:
         """How to draw a parameter, for `hp_dtensor.init.init_parameters`."""
 
-    def parallelize(self, dims: ParallelDims, mesh: DeviceMesh, training: TrainingConfig | None = None) -> None:
+    def parallelize(
+        self,
+        dims: ParallelDims,
+        mesh: DeviceMesh,
+        training: TrainingConfig | None = None,
+        *,
+        reshard_after_forward: bool | None = None,
+    ) -> None:
         """Lay this model, whose parameters are plain, out over the mesh that `dims` built; in place.
 
         Afterwards every gradient is the sum over the tokens of the global batch.
+
+        Args:
+            training: its dtypes are those of computation and reduction; None: float32.
+            reshard_after_forward: as in `hp_fsdp.fully_shard`.
         """
 
     def after_optimizer_step(self) -> Mapping[str, float]:

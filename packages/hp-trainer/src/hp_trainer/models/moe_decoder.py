@@ -212,11 +212,18 @@ class MoEDecoder(nn.Module):
         scale = math.sqrt(2 * self.config.num_hidden_layers) if back else 1.0
         return Normal(self.config.initializer_range / scale)
 
-    def parallelize(self, dims: ParallelDims, mesh: DeviceMesh, training: TrainingConfig | None = None) -> None:
+    def parallelize(
+        self,
+        dims: ParallelDims,
+        mesh: DeviceMesh,
+        training: TrainingConfig | None = None,
+        *,
+        reshard_after_forward: bool | None = None,
+    ) -> None:
         """See `hp_trainer.models.LanguageModel`."""
         from hp_trainer.parallelize import parallelize
 
-        parallelize(self, dims, mesh, training)
+        parallelize(self, dims, mesh, training, reshard_after_forward=reshard_after_forward)
 
     def after_optimizer_step(self) -> Mapping[str, float]:
         """Moves the expert biases; returns the worst load of any block, as its excess over the mean."""

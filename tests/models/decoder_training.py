@@ -1,0 +1,134 @@
+"""A small decoder trained for a few steps under a layout, run on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+
+from hp_dtensor.clip import clip_grad_norm_
+from hp_dtensor.collectives import all_reduce_data
+from hp_dtensor.dtensor import DTensor
+from hp_dtensor.init import init_parameters
+from hp_dtensor.selection import get_platform
+from hp_trainer.config import TrainingConfig
+from hp_trainer.models import MoEDecoderConfig, build_moe_decoder
+from hp_trainer.parallel_dims import ParallelDims
+
+CONFIG = MoEDecoderConfig(
+    vocab_size=40,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    head_dim=4,
+    intermediate_size=24,
+    num_dense_layers=1,
+    moe_intermediate_size=12,
+    num_experts=4,
+    num_experts_per_tok=2,
+    initializer_range=0.3,
+    load_balance_coeff=0.01,
+)
+GLOBAL_BATCH, LENGTH, STEPS = 8, 8, 5
+
+
+@dataclass
+class Trained:
+    """What one rank saw; weights are whole."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    grads: dict[str, numpy.ndarray] = field(default_factory=dict)
+    weights: dict[str, numpy.ndarray] = field(default_factory=dict)
+    logits: numpy.ndarray | None = None
+    metrics: list[dict[str, float]] = field(default_factory=list)
+
+
+def train_decoder(
+    degrees: dict[str, Any] | None,
+    *,
+    optimizer: str = "sgd",
+    dtype: str = "float32",
+    accumulate: int = 1,
+    config: MoEDecoderConfig = CONFIG,
+    length: int = LENGTH,
+    reshard: bool | None = None,
+) -> Trained:
+    """Train on fixed random tokens; every data-parallel rank has its own samples.
+
+    Args:
+        degrees: of `ParallelDims`; None: the plain model, which is not laid out at all.
+        accumulate: micro-batches per step.
+        reshard: free gathered weights after forward.
+    """
+    platform = get_platform()
+    dims = ParallelDims(**(degrees or {}))
+    mesh = dims.build_mesh("cpu", platform=platform)
+    model = build_moe_decoder(config, platform)
+    if degrees is not None:
+        training = TrainingConfig(steps=STEPS, dtype=dtype)
+        model.parallelize(dims, mesh, training, reshard_after_forward=reshard)
+    init_parameters(model, model.initializer, seed=4)
+    share = GLOBAL_BATCH // dims.dp_size
+    first = dims.batch_rank(mesh.world.rank) * share
+    step, result = {"sgd": _sgd, "adamw": _AdamW()}[optimizer], Trained()
+    for index in range(STEPS):
+        data = numpy.random.default_rng(index).integers(0, config.vocab_size, (GLOBAL_BATCH, length + 1))
+        mine = data[first : first + share]
+        total = 0.0
+        for micro in numpy.split(mine, accumulate):
+            ids, targets = (platform.from_numpy(part.copy()) for part in (micro[:, :-1], micro[:, 1:]))
+            loss = platform.ops.div(model(ids, targets), GLOBAL_BATCH * length)
+            platform.backward(loss)
+            total = platform.ops.add(platform.detach(loss), total)
+        total = all_reduce_data(platform.ops.reshape(total, (1,)), mesh["loss"].get_group())
+        result.losses.append(float(platform.to_numpy(total)[0]))
+        parameters = list(platform.named_parameters(model))
+        if index == 0:
+            result.grads = {name: _whole(platform, platform.get_grad(p)) for name, p in parameters}
+        norm = clip_grad_norm_([p for _, p in parameters], 1.0, platform=platform)
+        result.norms.append(float(platform.to_numpy(norm)))
+        for name, p in parameters:
+            step(platform, name, p)
+            platform.set_grad(p, None)
+        result.metrics.append(dict(model.after_optimizer_step()))
+    result.weights = {name: _whole(platform, p) for name, p in platform.named_parameters(model)}
+    with platform.no_grad():
+        prompt = platform.from_numpy(numpy.arange(2 * length).reshape(2, length) % config.vocab_size)
+        result.logits = platform.to_numpy(model(prompt)).copy()
+    return result
+
+
+def _whole(platform, x):
+    with platform.no_grad():
+        return platform.to_numpy(x.full_tensor() if isinstance(x, DTensor) else x).astype(numpy.float32).copy()
+
+
+def _host(platform, x):
+    return platform.to_numpy(platform.unwrap(x) if isinstance(x, DTensor) else x).astype(numpy.float64)
+
+
+def _set(platform, p, values):
+    local = platform.unwrap(p) if isinstance(p, DTensor) else p
+    platform.copy_(local, platform.from_numpy(values.astype(numpy.float32)))
+
+
+def _sgd(platform, name, p):
+    _set(platform, p, _host(platform, p) - 0.5 * _host(platform, platform.get_grad(p)))
+
+
+class _AdamW:
+    """Element by element on the host; the large epsilon keeps rounding of tiny gradients from being amplified."""
+
+    def __init__(self):
+        self.state = {}
+
+    def __call__(self, platform, name, p):
+        grad = _host(platform, platform.get_grad(p))
+        first, second, count = self.state.get(name, (0.0, 0.0, 0))
+        first, second, count = 0.9 * first + 0.1 * grad, 0.95 * second + 0.05 * grad**2, count + 1
+        self.state[name] = first, second, count
+        update = first / (1 - 0.9**count) / (numpy.sqrt(second / (1 - 0.95**count)) + 1e-4)
+        _set(platform, p, _host(platform, p) * (1 - 1e-3) - 0.01 * update)

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy
+import pytest
+from decoder_reference import summed_loss
+
+from hp_dtensor.init import Normal, init_parameters
+from hp_trainer.models import MoEDecoderConfig, build_moe_decoder
+
+SMALL = MoEDecoderConfig(
+    vocab_size=19,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=6,
+    intermediate_size=10,
+    moe_intermediate_size=8,
+    num_experts=5,
+    rope_theta=50.0,
+)
+VARIANTS = {
+    "default": {},
+    "tied, first layer dense": {"tie_word_embeddings": True, "num_dense_layers": 1},
+    "sigmoid, no shared expert": {
+        "score_func": "sigmoid",
+        "num_shared_experts": 0,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.7,
+    },
+    "all heads alike": {"num_key_value_heads": 4, "num_shared_experts": 2, "load_balance_coeff": None},
+}
+
+
+@pytest.fixture(params=list(VARIANTS))
+def config(request):
+    return replace(SMALL, **VARIANTS[request.param])
+
+
+def build(platform, config):
+    model = build_moe_decoder(config, platform)
+    # Large enough that every part of the model matters.
+    init_parameters(model, lambda name, shape: Normal(0.4, mean=1.0 if len(shape) == 1 else 0.0), seed=2)
+    return model
+
+
+def tokens(config, batch=3, length=7, seed=0):
+    return numpy.random.default_rng(seed).integers(0, config.vocab_size, (batch, length + 1))
+
+
+def test_loss_is_that_of_the_formulas(platform, config):
+    model, data = build(platform, config), tokens(config)
+    weights = {name: platform.to_numpy(p) for name, p in platform.named_parameters(model)}
+    ids, targets = data[:, :-1].copy(), data[:, 1:].copy()
+    loss = model(platform.from_numpy(ids), platform.from_numpy(targets))
+    expected = summed_loss(config, weights, ids, targets)
+    # float32 through two blocks.
+    numpy.testing.assert_allclose(platform.to_numpy(loss), expected, rtol=1e-5)
+
+
+def test_gradient_is_the_slope_of_the_loss(platform, config):
+    """Along a random direction of all weights, by central differences in float64."""
+    model, data = build(platform, config), tokens(config)
+    ids, targets = data[:, :-1].copy(), data[:, 1:].copy()
+    platform.backward(model(platform.from_numpy(ids), platform.from_numpy(targets)))
+    rng, slope = numpy.random.default_rng(1), 0.0
+    above, below = {}, {}
+    for name, p in platform.named_parameters(model):
+        value, grad = (platform.to_numpy(x).astype(numpy.float64) for x in (p, platform.get_grad(p)))
+        direction = rng.normal(size=value.shape)
+        slope += (grad * direction).sum()
+        above[name], below[name] = value + 1e-6 * direction, value - 1e-6 * direction
+    expected = (summed_loss(config, above, ids, targets) - summed_loss(config, below, ids, targets)) / 2e-6
+    numpy.testing.assert_allclose(slope, expected, rtol=1e-4)
+
+
+def test_logits_of_a_prefix_do_not_depend_on_what_follows(platform):
+    model, data = build(platform, SMALL), tokens(SMALL, batch=2)
+    whole = platform.to_numpy(model(platform.from_numpy(data)))
+    assert whole.shape == (2, 8, SMALL.vocab_size)
+    prefix = platform.to_numpy(model(platform.from_numpy(data[:, :3].copy())))
+    numpy.testing.assert_allclose(prefix, whole[:, :3], rtol=1e-4, atol=1e-5)
+
+
+def test_sizes_that_do_not_fit_are_told_all_at_once():
+    wrong = replace(SMALL, num_key_value_heads=3, head_dim=5, num_experts_per_tok=6, n_group=2, num_dense_layers=9)
+    problems = {problem.path: problem for problem in wrong.check()}
+    assert set(problems) == {"num_key_value_heads", "head_dim", "num_experts_per_tok", "n_group", "num_dense_layers"}
+    assert problems["num_key_value_heads"].expected == "a divisor of 4"
+    assert problems["num_experts_per_tok"].got == "6"
+
+
+@pytest.mark.parametrize(
+    ("options", "path", "expected"),
+    [
+        ({"num_experts_per_tok": 1}, "norm_topk_prob", "false"),
+        ({"n_group": 2, "topk_group": 1}, "n_group", "a divisor of 5"),
+        ({"num_experts": 6, "n_group": 3, "topk_group": 4}, "topk_group", "1 to 3"),
+        ({"num_experts": 6, "num_experts_per_tok": 4, "n_group": 3, "topk_group": 1}, "topk_group", "2 to 3"),
+    ],
+)
+def test_routing_that_cannot_be_is_refused(options, path, expected):
+    (problem,) = replace(SMALL, **options).check()
+    assert (problem.path, problem.expected) == (path, expected)
+
+
+def test_the_default_sizes_fit():
+    assert not list(MoEDecoderConfig().check())

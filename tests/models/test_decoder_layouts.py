@@ -1,0 +1,105 @@
+"""Every layout of 1, 2 and 4 ranks trains the decoder as one rank does, with other data on each data rank."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import asdict, replace
+
+import numpy
+import pytest
+from decoder_training import CONFIG, LENGTH, train_decoder
+
+from hp_dtensor.exceptions import LaunchError
+from hp_dtensor.testing import run_ranks
+from hp_trainer.layouts import list_layouts
+from hp_trainer.parallel_dims import ParallelDims
+
+# float32, sums in another order, five steps; AdamW divides by the size of the gradient itself.
+CLOSE = {"sgd": {"rtol": 1e-4, "atol": 2e-6}, "adamw": {"rtol": 1e-4, "atol": 5e-6}}
+
+
+def layouts(world_size):
+    for layout in list_layouts(world_size, model=CONFIG, seq_len=LENGTH):
+        if layout.legal and layout.dims.cp == layout.dims.pp == 1:
+            yield asdict(layout.dims)
+
+
+def experts_whole_on_tp():
+    """What `list_layouts` leaves out: without `ep`, `etp` 1 differs from `etp` = `tp` all the same."""
+    for world_size, dp in ((2, 1), (4, 2), (4, 1)):
+        for expert_mesh in ("folded", "peer"):
+            dims = ParallelDims(dp_shard=dp, tp=world_size // dp, etp=1, world_size=world_size, expert_mesh=expert_mesh)
+            yield asdict(dims)
+
+
+ALL = [*layouts(1), *layouts(2), *layouts(4), *experts_whole_on_tp()]
+
+
+def name_of(degrees):
+    if not isinstance(degrees, dict):
+        return None
+    parts = [f"{key}{value}" for key, value in degrees.items() if isinstance(value, int) and value > 1]
+    return "-".join([*parts, f"etp{degrees['etp']}", degrees["expert_mesh"]])
+
+
+def on_ranks(degrees, **kwargs):
+    world_size = 1 if degrees is None else degrees["world_size"]
+    return run_ranks(functools.partial(train_decoder, degrees, **kwargs), world_size)
+
+
+@functools.cache
+def one_rank(**kwargs):
+    (result,) = on_ranks(None, **kwargs)
+    return result
+
+
+def assert_same(results, expected, optimizer="sgd"):
+    close = CLOSE[optimizer]
+    for rank, result in enumerate(results):
+        numpy.testing.assert_allclose(result.losses, expected.losses, rtol=1e-5, err_msg=f"rank {rank}, losses")
+        numpy.testing.assert_allclose(result.norms, expected.norms, rtol=1e-4, err_msg=f"rank {rank}, norms")
+        for kind in ("grads", "weights"):
+            got, wanted = getattr(result, kind), getattr(expected, kind)
+            assert got.keys() == wanted.keys()
+            for name, value in wanted.items():
+                numpy.testing.assert_allclose(got[name], value, err_msg=f"rank {rank}, {kind} of {name}", **close)
+        numpy.testing.assert_allclose(result.logits, expected.logits, rtol=1e-3, atol=1e-4)
+        assert result.metrics == expected.metrics
+
+
+@pytest.mark.parametrize("degrees", ALL, ids=name_of)
+def test_sgd(degrees):
+    assert_same(on_ranks(degrees), one_rank())
+
+
+@pytest.mark.parametrize("degrees", [*layouts(2), *experts_whole_on_tp()], ids=name_of)
+def test_adamw(degrees):
+    assert_same(on_ranks(degrees, optimizer="adamw"), one_rank(optimizer="adamw"), "adamw")
+
+
+FOUR = {"dp_shard": 2, "tp": 2, "ep": 2, "etp": 2, "world_size": 4}
+FOLDED = {"dp_shard": 2, "tp": 2, "ep": 4, "world_size": 4}
+
+
+@pytest.mark.parametrize("degrees", [FOUR, FOLDED], ids=["experts cut", "experts folded"])
+class TestFourRanks:
+    def test_gradient_accumulation(self, degrees):
+        assert_same(on_ranks(degrees, accumulate=2), one_rank())
+
+    @pytest.mark.parametrize("reshard", [True, False])
+    def test_weights_freed_or_kept_after_forward(self, degrees, reshard):
+        assert_same(on_ranks(degrees, reshard=reshard), one_rank())
+
+    def test_tied_head_and_grouped_heads(self, degrees):
+        config = replace(CONFIG, tie_word_embeddings=True, num_key_value_heads=2, num_dense_layers=0)
+        assert_same(on_ranks(degrees, config=config), one_rank(config=config))
+
+    def test_uneven_sequence(self, degrees):
+        assert_same(on_ranks(degrees, length=7), one_rank(length=7))
+
+
+def test_degrees_that_the_model_cannot_use_are_refused():
+    with pytest.raises(LaunchError, match="num_experts = 4 cannot be split over ep = 3"):
+        on_ranks({"dp_shard": 3, "ep": 3, "world_size": 3})
+    with pytest.raises(LaunchError, match="cp: this model cannot do that yet"):
+        on_ranks({"cp": 2, "world_size": 2})
