@@ -1,0 +1,99 @@
+"""`hp-train` starts its own ranks, or joins those of a launcher; either way the run is prepared once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("launched_program.py")
+
+
+def start(*command: str) -> subprocess.Popen[str]:
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.Popen(
+        [sys.executable, *command],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    """The output of a process that ends by itself."""
+    try:
+        return process.communicate(timeout=120)[0]
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def ranks_seen(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in folder.glob("rank-*")}
+
+
+@pytest.mark.parametrize("local_ranks", [1, 3])
+def test_local_ranks_are_started_after_the_run_is_prepared(tmp_path: Path, local_ranks: int) -> None:
+    process = start(str(PROGRAM), str(tmp_path / "run"), str(local_ranks))
+    output = finish(process)
+    assert process.returncode == 0, output
+    expected = {f"rank-{rank}-of-{local_ranks}": "step-00000007 1000 " for rank in range(local_ranks)}
+    assert ranks_seen(tmp_path / "run") == expected
+
+
+def test_the_error_of_a_local_rank_reaches_the_user(tmp_path: Path) -> None:
+    process = start(str(PROGRAM), str(tmp_path / "run"), "2", "fail")
+    output = finish(process)
+    assert process.returncode != 0
+    assert "rank 1 of 2 failed" in output
+    assert "this rank was told to fail" in output
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def torchrun() -> list[str]:
+    pytest.importorskip("torch")
+    return ["-m", "torch.distributed.run"]
+
+
+def test_two_machines_of_torchrun_make_one_run(tmp_path: Path, torchrun: list[str]) -> None:
+    port = free_port()
+    machines = [
+        start(
+            *torchrun,
+            "--nnodes=2",
+            f"--node-rank={node}",
+            "--nproc-per-node=2",
+            "--master-addr=127.0.0.1",
+            f"--master-port={port}",
+            str(PROGRAM),
+            str(tmp_path / "run"),
+            "1",
+        )
+        for node in range(2)
+    ]
+    outputs = [finish(machine) for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], "\n".join(outputs)
+    assert ranks_seen(tmp_path / "run") == {f"rank-{rank}-of-4": f"step-00000007 1000 {rank // 2}" for rank in range(4)}
+
+
+def test_a_run_that_cannot_be_prepared_ends_every_rank_of_torchrun(tmp_path: Path, torchrun: list[str]) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.txt").write_text("x")
+    process = start(*torchrun, "--nproc-per-node=2", str(PROGRAM), str(tmp_path / "run"), "1")
+    output = finish(process)
+    assert process.returncode != 0
+    assert "preparing the run failed; rank 0: RunFolderError" in output
+    assert "holds files that are no run" in output
