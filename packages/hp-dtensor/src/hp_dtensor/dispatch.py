@@ -99,12 +99,20 @@ class LocalCall:
         arguments: by parameter name, tensors local and plain.
         spans: cut factor -> (start, length) of this rank's part.
         groups: cut factor -> the groups over which it is cut, outermost first.
+        sizes: factor -> its global size.
+        box: (offset, shape) of this rank's part of the first output.
+        shape: global shape of the first output.
+        on: `on(x)` runs the operation itself with its first argument replaced by the plain tensor `x`.
     """
 
     platform: Platform
     arguments: Mapping[str, Any]
     spans: Mapping[str, tuple[int, int]]
     groups: Mapping[str, tuple[ProcessGroup, ...]]
+    sizes: Mapping[str, int]
+    box: tuple[tuple[int, ...], tuple[int, ...]]
+    shape: tuple[int, ...]
+    on: Callable[[Tensor], Any]
 
 
 @dataclass(slots=True)
@@ -125,6 +133,7 @@ class OpPlan:
     replaced: Mapping[str, Any]
     outputs: tuple[tuple[tuple[Placement, ...], tuple[int, ...]], ...]
     local: Callable[[LocalCall], Any] | None
+    sizes: Mapping[str, int]
     spans: Mapping[str, tuple[int, int]]
     cut_axes: Mapping[str, tuple[int, ...]]
     specs: list[TensorSpec | None] = field(default_factory=list)
@@ -142,21 +151,28 @@ class OpPlan:
         for move in self.moves:
             _replace(new_args, kwargs, move.location, move.apply)
         if self.local is not None:
-            return self._wrap(self.local(self._local_call(new_args, kwargs)))
+            result = self.local(self._local_call(func, new_args, kwargs))
+            return first if self.registration.in_place else self._wrap(result)
         if self.replaced:
             new_args = _replace_static(self.registration, new_args, kwargs, self.replaced)
         with self.platform.local_op():
             result = func(*new_args, **kwargs)
         return first if self.registration.in_place else self._wrap(result)
 
-    def _local_call(self, args: list[Any], kwargs: dict[str, Any]) -> LocalCall:
+    def _local_call(self, func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> LocalCall:
         unwrap = self.platform.unwrap
         bound = {
             name: unwrap(value) if isinstance(value, DTensor) else value
             for name, value in bind(self.registration, tuple(args), kwargs).items()
         }
         groups = {factor: tuple(self.mesh.get_group(axis) for axis in axes) for factor, axes in self.cut_axes.items()}
-        return LocalCall(self.platform, bound, self.spans, groups)
+        placements, shape = self.outputs[0]
+        box = TensorSpec(self.mesh, placements, shape, None).box()
+        rest = [unwrap(x) if isinstance(x, DTensor) else x for x in args[1:]]
+        named = {name: unwrap(x) if isinstance(x, DTensor) else x for name, x in kwargs.items()}
+        return LocalCall(
+            self.platform, bound, self.spans, groups, self.sizes, box, shape, lambda x: func(x, *rest, **named)
+        )
 
     def _wrap(self, result: Any) -> Any:
         if isinstance(result, (tuple, list)):
@@ -206,6 +222,7 @@ def _make_plan(
         _replacements(rule, mesh, outputs, specs[0].dtype),
         outputs,
         _local_function(rule, cut_axes),
+        rule.sizes,
         {factor: _span(mesh, rule.sizes[factor], axes) for factor, axes in cut_axes.items()},
         cut_axes,
     )

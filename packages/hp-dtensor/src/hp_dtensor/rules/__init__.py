@@ -1,6 +1,18 @@
 """Sharding rules: tables of operations as factors, and the engine that reads them (see README.md)."""
 
-from hp_dtensor.rules import networks, pointwise, products, reductions, selection, views
+from hp_dtensor.rules import (
+    convolutions,
+    einsum,
+    losses,
+    networks,
+    pointwise,
+    products,
+    random,
+    reductions,
+    scattering,
+    selection,
+    views,
+)
 from hp_dtensor.rules.factors import Factorization
 from hp_dtensor.rules.registry import OpCall, RuleRegistry
 
@@ -9,5 +21,8 @@ __all__ = ["Factorization", "OpCall", "RuleRegistry", "register_builtin_rules"]
 
 def register_builtin_rules(registry: RuleRegistry) -> None:
     """Register every rule of this package."""
-    for table in (pointwise, reductions, products, views, selection, networks):
+    tables = (
+        pointwise, reductions, products, einsum, views, selection, scattering, networks, convolutions, losses, random
+    )  # fmt: skip
+    for table in tables:
         table.register(registry)

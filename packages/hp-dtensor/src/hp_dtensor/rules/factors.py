@@ -34,8 +34,8 @@ class Factorization:
         local: called in place of the operation, where a cut factor needs other local work: factor ->
             `function(call: LocalCall) -> outputs`.
         complete: factors whose `local` function leaves outputs complete (replicated), not partial.
+        nonempty: factors that may be cut only if every rank gets some of them.
         localize: static arguments to use on this rank, from the local shapes of the outputs.
-        min_inputs: inputs (by index) that may be redistributed; None: all. Others must stay as they are.
     """
 
     inputs: tuple[Dims, ...]
@@ -46,6 +46,7 @@ class Factorization:
     terms: tuple[frozenset[int], ...] | None = None
     local: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     complete: frozenset[str] = frozenset()
+    nonempty: frozenset[str] = frozenset()
     localize: Callable[[Sequence[tuple[int, ...]]], Mapping[str, Any]] | None = None
 
     def output_shape(self, output: int) -> tuple[int, ...]:
@@ -62,10 +63,13 @@ class Factorization:
         """Whether `factor` may be cut into `parts`: outermost wherever it is merged, and then evenly."""
         if factor in self.fixed or self._lost(factor):
             return False
+        size = self.sizes[factor]
+        if factor in self.nonempty and -(-size // parts) * (parts - 1) >= size:
+            return False
         merged = [dim for dims in (*self.inputs, *self.outputs) for dim in dims if factor in dim and len(dim) > 1]
         if any(dim[0] != factor for dim in merged):
             return False
-        return not merged or self.sizes[factor] % parts == 0
+        return not merged or size % parts == 0
 
     def _lost(self, factor: str) -> bool:
         kept = all(self.dim_of(dims, factor) is not None for dims in self.outputs)
@@ -96,10 +100,19 @@ def strategies(
     """
     found = [_replicated(rule)]
     for factor in rule.sizes:
-        if rule.sizes[factor] > 1 and rule.splittable(factor, ranks * cut_already.get(factor, 1)):
+        worth_it = rule.sizes[factor] > 1 or _is_cut(rule, factor, current)
+        if worth_it and rule.splittable(factor, ranks * cut_already.get(factor, 1)):
             found += _cut(rule, factor, current)
     found += _partial_inputs(rule)
     return found
+
+
+def _is_cut(rule: Factorization, factor: str, current: Sequence[Placement]) -> bool:
+    """Whether some input has the factor cut now: then it may stay so, even with one element or none."""
+    return any(
+        isinstance(placement, (Shard, RaggedShard)) and placement.dim == rule.dim_of(dims, factor)
+        for dims, placement in zip(rule.inputs, current, strict=True)
+    )
 
 
 def _replicated(rule: Factorization) -> Strategy:

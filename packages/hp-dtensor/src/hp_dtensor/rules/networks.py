@@ -18,6 +18,7 @@ Tensor = Any
 def register(registry: RuleRegistry) -> None:
     registry.register("rms_norm", "input normalized_shape weight=None eps=None", _norm)
     registry.register("layer_norm", "input normalized_shape weight=None bias=None eps=1e-5", _norm)
+    registry.register("group_norm", "input num_groups weight=None bias=None eps=1e-5", _group_norm)
     registry.register("embedding", "input weight padding_idx=None", _embedding)
     registry.register(
         "scaled_dot_product_attention",
@@ -40,6 +41,13 @@ def _norm(call: OpCall) -> Factorization:
     tail = dims[len(shape) - count :]
     inputs = (dims, *((tail,) * (len(call.tensors) - 1)))
     return Factorization(inputs, (dims,), sizes, fixed=frozenset(dim[0] for dim in tail))
+
+
+def _group_norm(call: OpCall) -> Factorization:
+    """`[batch, channels, ...]`: only the batch is parallel."""
+    dims, sizes = names_for("d", call.tensors[0].shape)
+    inputs = (dims, *((dims[1],),) * (len(call.tensors) - 1))
+    return Factorization(inputs, (dims,), sizes, fixed=frozenset(dim[0] for dim in dims[1:]))
 
 
 def _embedding(call: OpCall) -> Factorization:
@@ -109,14 +117,12 @@ def _cross_entropy(call: OpCall) -> Factorization:
     if len(logits) != 2 or targets != logits[:1] or len(call.tensors) != 2:
         raise call.refuse("cross_entropy of DTensors takes logits [rows, classes], class indices [rows], no weights")
     whole = call["reduction"] == "none"
-    plain = not call["label_smoothing"]
     return Factorization(
         ((("rows",), ("classes",)), (("rows",),)),
         ((("rows",),) if whole else (),),
         {"rows": logits[0], "classes": logits[1]},
-        fixed=frozenset() if plain else frozenset({"classes"}),
         reduced={} if whole else {"rows": "sum"},
-        local={"rows": _cross_entropy_of_part, "classes": _cross_entropy_of_part} if plain else {},
+        local={"rows": _cross_entropy_of_part, "classes": _cross_entropy_of_part},
         complete=frozenset({"classes"}),
     )
 
@@ -140,7 +146,10 @@ def _cross_entropy_of_part(call: LocalCall) -> Tensor:
 
 
 def _row_losses(call: LocalCall, targets: Tensor) -> Tensor:
-    """logsumexp(logits) - logits[target] per row, classes cut over `groups` (as Megatron-LM does)."""
+    """logsumexp(logits) - sum of probability * logits per row, classes cut over `groups` (as Megatron-LM does).
+
+    The probability is 1 for the target, less and spread over all classes with label smoothing.
+    """
     ops, platform = call.platform.ops, call.platform
     logits = call.arguments["input"]
     groups: Sequence[Any] = call.groups.get("classes", ())
@@ -154,6 +163,10 @@ def _row_losses(call: LocalCall, targets: Tensor) -> Tensor:
         picked = ops.mul(picked, ops.cast(inside, picked.dtype))
     else:
         picked = total
+    smoothing = call.arguments["label_smoothing"]
+    if smoothing:
+        spread = ops.mul(ops.sum(shifted, 1), smoothing / call.sizes["classes"])
+        picked = ops.add(ops.mul(picked, 1.0 - smoothing), spread)
     for group in groups:
         total = collectives.all_reduce(total, group)
         picked = collectives.all_reduce(picked, group)

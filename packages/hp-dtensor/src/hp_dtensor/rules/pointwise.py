@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from hp_dtensor.rules.factors import Dims, Factorization
 from hp_dtensor.rules.registry import OpCall, Rule, RuleRegistry, broadcast_shape
+from hp_dtensor.spec import TensorSpec
 
 NONLINEAR = (
     "exp log log2 log10 log1p expm1 sqrt rsqrt abs sin cos tan asin acos atan sinh cosh tanh erf erfc sigmoid relu "
-    "relu6 silu gelu mish softplus elu leaky_relu hardtanh hardsigmoid hardswish selu celu logsigmoid isfinite isnan "
+    "relu6 silu gelu mish softplus elu leaky_relu hardtanh hardsigmoid hardswish selu celu logsigmoid log_sigmoid isfinite isnan "
     "isinf logical_not bitwise_not sign floor ceil round trunc frac reciprocal square clamp clamp_min clamp_max "
     "nan_to_num pow eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor "
     "maximum minimum fmod remainder atan2 floor_divide masked_fill zeros_like ones_like empty_like full_like "
-    "lerp addcmul addcdiv"
+    "lerp addcmul addcdiv acosh asinh atanh exp2 erfinv lgamma digamma i0 sinc sgn signbit deg2rad rad2deg logit "
+    "softsign softshrink hardshrink tanhshrink threshold heaviside hypot logaddexp logaddexp2 copysign xlogy "
+    "nextafter isclose float_power fmax fmin ldexp bitwise_left_shift bitwise_right_shift int long bool "
+    "short byte"
 )
 LINEAR_UNARY = "neg clone detach contiguous positive to cast float double half bfloat16 type_as alias"
 IN_PLACE_NONLINEAR = (
@@ -47,9 +51,15 @@ def pointwise(linearity: str | None) -> Rule:
         sizes = {f"d{i}": size for i, size in enumerate(shape)}
         inputs = tuple(_aligned(spec.shape, shape) for spec in call.tensors)
         output: Dims = tuple((f"d{i}",) for i in range(len(shape)))
-        return Factorization(inputs, (output,), sizes, terms=_terms(linearity, len(call.tensors)))
+        terms = None if _divides_a_number(call, linearity) else _terms(linearity, len(call.tensors))
+        return Factorization(inputs, (output,), sizes, terms=terms)
 
     return rule
+
+
+def _divides_a_number(call: OpCall, linearity: str | None) -> bool:
+    """`2 / x` is not linear in x."""
+    return linearity == "div" and not isinstance(call["input"], TensorSpec)
 
 
 def _aligned(shape: tuple[int, ...], output: tuple[int, ...]) -> Dims:

@@ -11,7 +11,9 @@ BOTH = (frozenset({0, 1}),)
 def register(registry: RuleRegistry) -> None:
     registry.register("matmul bmm mm mv dot", "input other", _matmul)
     registry.register("linear", "input weight bias=None", _linear)
-    registry.register("outer", "input other", _outer)
+    registry.register("outer ger", "input other", _outer)
+    registry.register("addmm", "input mat1 mat2 beta=1 alpha=1", _with_addend)
+    registry.register("baddbmm", "input batch1 batch2 beta=1 alpha=1", _with_addend)
 
 
 def _matmul(call: OpCall) -> Factorization:
@@ -58,6 +60,23 @@ def _linear(call: OpCall) -> Factorization:
     if len(call.tensors) == 3:
         inputs, terms = (*inputs, (("n",),)), (*BOTH, frozenset({2}))
     return Factorization(inputs, ((*leading, ("n",)),), sizes, reduced={"k": "sum"}, terms=terms)
+
+
+def _with_addend(call: OpCall) -> Factorization:
+    """`input + left @ right`, the input broadcast to the product."""
+    product = _matmul(OpCall(call.name, {}, call.tensors[1:]))
+    shape, output = call.tensors[0].shape, product.output_shape(0)
+    aligned = zip(
+        shape, product.outputs[0][len(output) - len(shape) :], output[len(output) - len(shape) :], strict=True
+    )
+    addend = tuple(dim if size == whole else () for size, dim, whole in aligned)
+    return Factorization(
+        (addend, *product.inputs),
+        product.outputs,
+        product.sizes,
+        reduced=product.reduced,
+        terms=(frozenset({0}), frozenset({1, 2})),
+    )
 
 
 def _outer(call: OpCall) -> Factorization:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from hp_dtensor.rules.factors import Dims, Factorization
+from hp_dtensor.rules.pointwise import pointwise
 from hp_dtensor.rules.registry import OpCall, Rule, RuleRegistry, names_for
 
 if TYPE_CHECKING:
@@ -21,9 +22,17 @@ def register(registry: RuleRegistry) -> None:
     registry.register("amax", "input dim=None keepdim=False", _reduction("max"))
     registry.register("amin", "input dim=None keepdim=False", _reduction("min"))
     registry.register("argmax argmin", "input dim=None keepdim=False", _reduction(None))
+    registry.register("max min", "input dim=None keepdim=False", _max)
+    registry.register("median mode", "input dim keepdim=False", _with_indices)
+    registry.register("aminmax", "input dim=None keepdim=False", _with_indices)
+    registry.register("count_nonzero nansum nanmean", "input dim=None keepdim=False", _reduction(None))
+    registry.register("var_mean std_mean", "input dim=None keepdim=False", _with_indices)
     registry.register("logsumexp std var norm all any prod", "input dim=None keepdim=False", _reduction(None))
-    registry.register("cumsum cumprod logcumsumexp", "input dim", _along(linear=False))
-    registry.register("softmax log_softmax", "input dim", _along(linear=False))
+    registry.register("cumsum", "input dim", _along(linear=True))
+    registry.register("cumprod logcumsumexp", "input dim", _along(linear=False))
+    registry.register("cummax cummin", "input dim", _along(linear=False, outputs=2))
+    registry.register("softmax log_softmax softmin", "input dim", _along(linear=False))
+    registry.register("glu", "input dim=-1", _glu)
 
 
 def reduced_dims(call: OpCall, ndim: int) -> tuple[int, ...]:
@@ -94,13 +103,39 @@ def _kept(dims: Dims, gone: tuple[int, ...], keepdim: bool) -> Dims:
     return tuple(() if i in gone else dim for i, dim in enumerate(dims) if keepdim or i not in gone)
 
 
-def _along(linear: bool) -> Rule:
+def _max(call: OpCall) -> Factorization:
+    """Of everything, along a dimension (with indices), or of two tensors element by element."""
+    if len(call.tensors) == 2:
+        return pointwise(None)(call)
+    if call["dim"] is None:
+        return _reduction(None)(call)
+    return _with_indices(call)
+
+
+def _with_indices(call: OpCall) -> Factorization:
+    """Two results, values and where they were found."""
+    rule = _reduction(None)(call)
+    return Factorization(rule.inputs, rule.outputs * 2, rule.sizes, fixed=rule.fixed)
+
+
+def _glu(call: OpCall) -> Factorization:
+    """Half of a dimension times the sigmoid of the other half."""
+    (spec,) = call.tensors
+    dims, sizes = names_for("d", spec.shape)
+    (dim,) = reduced_dims(call, spec.ndim)
+    output = (*dims[:dim], ("half",), *dims[dim + 1 :])
+    sizes = sizes | {"half": spec.shape[dim] // 2}
+    return Factorization((dims,), (output,), sizes, fixed=frozenset({f"d{dim}", "half"}))
+
+
+def _along(linear: bool, outputs: int = 1) -> Rule:
     """An operation along one dimension, which must be whole, that keeps the shape."""
 
     def rule(call: OpCall) -> Factorization:
         (spec,) = call.tensors
         dims, sizes = names_for("d", spec.shape)
         (dim,) = reduced_dims(call, spec.ndim)
-        return Factorization((dims,), (dims,), sizes, fixed=frozenset({f"d{dim}"}), terms=LINEAR if linear else None)
+        terms = LINEAR if linear else None
+        return Factorization((dims,), (dims,) * outputs, sizes, fixed=frozenset({f"d{dim}"}), terms=terms)
 
     return rule

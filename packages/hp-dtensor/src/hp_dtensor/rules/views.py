@@ -79,7 +79,7 @@ def _indivisible(cuts: list[int], common: set[int]) -> list[tuple[int, int]]:
 def _dims_between(
     side: str, ends: list[int], cuts: list[int], whole: list[tuple[int, int]], sizes: dict[str, int]
 ) -> Dims:
-    dims = []
+    dims: list[tuple[str, ...]] = []
     start = 1
     for index, end in enumerate(ends):
         if start == end:

@@ -1,0 +1,139 @@
+"""Convolutions and pooling: batch and channels are parallel, positions are whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hp_dtensor.rules.factors import Dims, Factorization
+from hp_dtensor.rules.registry import OpCall, Rule, RuleRegistry
+
+Sizes = tuple[int, ...]
+
+
+def register(registry: RuleRegistry) -> None:
+    conv = "input weight bias=None stride=1 padding=0 dilation=1 groups=1"
+    registry.register("conv1d conv2d conv3d", conv, _convolution)
+    transposed = "input weight bias=None stride=1 padding=0 output_padding=0 groups=1 dilation=1"
+    registry.register("conv_transpose1d conv_transpose2d conv_transpose3d", transposed, _transposed_convolution)
+    pool = "input kernel_size stride=None padding=0 dilation=1 ceil_mode=False"
+    registry.register("max_pool1d max_pool2d max_pool3d", pool, _pool("dilation"))
+    average = "input kernel_size stride=None padding=0 ceil_mode=False"
+    registry.register("avg_pool1d avg_pool2d avg_pool3d", average, _pool(None))
+    registry.register(
+        "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d", "input output_size", _adaptive_pool
+    )
+
+
+def _spatial(value: Any, count: int) -> Sizes:
+    """One number per spatial dimension."""
+    if isinstance(value, int):
+        return (value,) * count
+    items = tuple(value)
+    return items * count if len(items) == 1 else items
+
+
+def _convolution(call: OpCall) -> Factorization:
+    image, weight = call.tensors[0].shape, call.tensors[1].shape
+    count = len(weight) - 2
+    kernel, stride, dilation = weight[2:], _spatial(call["stride"], count), _spatial(call["dilation"], count)
+    padding = _padding(call, kernel, dilation, count)
+    positions = [
+        (size + pad - d * (k - 1) - 1) // s + 1
+        for size, pad, d, k, s in zip(image[-count:], padding, dilation, kernel, stride, strict=True)
+    ]
+    return _channels(call, "weight_out_in", weight[0], weight[1], kernel, tuple(positions))
+
+
+def _padding(call: OpCall, kernel: Sizes, dilation: Sizes, count: int) -> Sizes:
+    """Padding of both sides together."""
+    if call["padding"] == "valid":
+        return (0,) * count
+    if call["padding"] == "same":
+        return tuple(d * (k - 1) for d, k in zip(dilation, kernel, strict=True))
+    return tuple(2 * pad for pad in _spatial(call["padding"], count))
+
+
+def _transposed_convolution(call: OpCall) -> Factorization:
+    image, weight = call.tensors[0].shape, call.tensors[1].shape
+    count = len(weight) - 2
+    options = [_spatial(call[name], count) for name in ("stride", "padding", "dilation", "output_padding")]
+    positions = tuple(
+        (size - 1) * s - 2 * pad + d * (k - 1) + extra + 1
+        for size, k, s, pad, d, extra in zip(image[-count:], weight[2:], *options, strict=True)
+    )
+    return _channels(call, "weight_in_out", weight[1], weight[0], weight[2:], positions)
+
+
+def _channels(call: OpCall, order: str, out: int, into: int, kernel: Sizes, positions: Sizes) -> Factorization:
+    """`n ci p, co ci k (, co) -> n co q`; groups keep channels whole."""
+    image = call.tensors[0].shape
+    groups, count = call["groups"], len(kernel)
+    batch: Dims = (("n",),) if len(image) == count + 2 else ()
+    transposed = order == "weight_in_out"
+    sizes = {"ci": image[-count - 1], "co": out * groups if transposed else out}
+    if batch:
+        sizes["n"] = image[0]
+    names = {kind: tuple((f"{kind}{i}",) for i in range(count)) for kind in ("p", "k", "q")}
+    for kind, lengths in (("p", image[-count:]), ("k", kernel), ("q", positions)):
+        sizes |= {f"{kind}{i}": length for i, length in enumerate(lengths)}
+    fixed = {f"{kind}{i}" for kind in ("p", "k", "q") for i in range(count)}
+    channel_in, channel_out = ("ci",), ("co",)
+    if groups != 1:
+        fixed |= {"ci", "co", "cg"}
+        sizes["cg"] = out if transposed else into
+    weight_in = channel_in if groups == 1 or transposed else ("cg",)
+    weight_out = channel_out if groups == 1 or not transposed else ("cg",)
+    weight = (weight_in, weight_out) if transposed else (weight_out, weight_in)
+    inputs: tuple[Dims, ...] = ((*batch, channel_in, *names["p"]), (*weight, *names["k"]))
+    terms = (frozenset({0, 1}),)
+    if len(call.tensors) == 3:
+        inputs, terms = (*inputs, (channel_out,)), (*terms, frozenset({2}))
+    return Factorization(
+        inputs,
+        ((*batch, channel_out, *names["q"]),),
+        sizes,
+        fixed=frozenset(fixed),
+        nonempty=frozenset({"n", "ci", "co"}),  # convolution kernels refuse or mistake empty channels
+        reduced={"ci": "sum"} if groups == 1 else {},
+        terms=terms,
+    )
+
+
+def _pool(dilated: str | None) -> Rule:
+    def rule(call: OpCall) -> Factorization:
+        count = int(call.name[-2])
+        kernel = _spatial(call["kernel_size"], count)
+        stride = kernel if call["stride"] in (None, ()) else _spatial(call["stride"], count)
+        padding = _spatial(call["padding"], count)
+        dilation = _spatial(call[dilated], count) if dilated else (1,) * count
+        if call["ceil_mode"]:
+            raise call.refuse("pooling with ceil_mode has no rule")
+        positions = tuple(
+            (size + 2 * pad - d * (k - 1) - 1) // s + 1
+            for size, pad, d, k, s in zip(
+                call.tensors[0].shape[-count:], padding, dilation, kernel, stride, strict=True
+            )
+        )
+        return _positions_whole(call, positions)
+
+    return rule
+
+
+def _adaptive_pool(call: OpCall) -> Factorization:
+    count = int(call.name[-2])
+    wanted = _spatial(call["output_size"], count)
+    shape = call.tensors[0].shape[-count:]
+    return _positions_whole(call, tuple(size if w is None else w for size, w in zip(shape, wanted, strict=True)))
+
+
+def _positions_whole(call: OpCall, positions: Sizes) -> Factorization:
+    shape, count = call.tensors[0].shape, len(positions)
+    leading: Dims = tuple((f"c{i}",) for i in range(len(shape) - count))
+    sizes = {f"c{i}": size for i, size in enumerate(shape[:-count])}
+    sizes |= {f"p{i}": size for i, size in enumerate(shape[-count:])}
+    sizes |= {f"q{i}": size for i, size in enumerate(positions)}
+    fixed = frozenset(name for name in sizes if name[0] in "pq")
+    before = tuple((f"p{i}",) for i in range(count))
+    after = tuple((f"q{i}",) for i in range(count))
+    cut = frozenset(sizes) - fixed
+    return Factorization(((*leading, *before),), ((*leading, *after),), sizes, fixed=fixed, nonempty=cut)

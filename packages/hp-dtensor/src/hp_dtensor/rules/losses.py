@@ -1,0 +1,78 @@
+"""Losses that compare two tensors element by element and reduce the result."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from hp_dtensor.rules.factors import Factorization
+from hp_dtensor.rules.registry import OpCall, RuleRegistry, names_for
+
+if TYPE_CHECKING:
+    from hp_dtensor.dispatch import LocalCall
+
+Tensor = Any
+
+
+def register(registry: RuleRegistry) -> None:
+    registry.register("mse_loss l1_loss", "input target size_average=None reduce=None reduction=mean", _loss)
+    registry.register("smooth_l1_loss", "input target size_average=None reduce=None reduction=mean beta=1.0", _loss)
+    registry.register("huber_loss", "input target reduction=mean delta=1.0", _loss)
+    registry.register("soft_margin_loss", "input target size_average=None reduce=None reduction=mean", _loss)
+    registry.register(
+        "binary_cross_entropy", "input target weight=None size_average=None reduce=None reduction=mean", _loss
+    )
+    registry.register(
+        "binary_cross_entropy_with_logits",
+        "input target weight=None size_average=None reduce=None reduction=mean pos_weight=None",
+        _loss,
+    )
+    registry.register("kl_div", "input target size_average=None reduce=None reduction=mean log_target=False", _loss)
+    registry.register(
+        "nll_loss",
+        "input target weight=None size_average=None ignore_index=-100 reduce=None reduction=mean",
+        _nll,
+    )
+
+
+def _loss(call: OpCall) -> Factorization:
+    shapes = {spec.shape for spec in call.tensors}
+    if len(shapes) != 1 or call.arguments.get("size_average") is not None or call.arguments.get("reduce") is not None:
+        raise call.refuse("its tensors must have one shape, and the old size_average must not be given")
+    (shape,) = shapes
+    dims, sizes = names_for("d", shape)
+    inputs = (dims,) * len(call.tensors)
+    if call["reduction"] == "none":
+        return Factorization(inputs, (dims,), sizes)
+    if call["reduction"] == "sum":
+        return Factorization(inputs, ((),), sizes, reduced=dict.fromkeys(sizes, "sum"))
+    count = shape[0] if call["reduction"] == "batchmean" else math.prod(shape)
+
+    def part_of_mean(local: LocalCall) -> Tensor:
+        x = local.arguments["input"]
+        mine = x.shape[0] if call["reduction"] == "batchmean" else math.prod(x.shape)
+        ops = local.platform.ops
+        if math.prod(x.shape) == 0:
+            return ops.add(ops.sum(x), ops.sum(local.arguments["target"]))  # 0, in the graph of both
+        return ops.mul(local.on(x), mine / count)
+
+    return Factorization(
+        inputs,
+        ((),),
+        sizes,
+        reduced=dict.fromkeys(sizes, "sum"),
+        local=dict.fromkeys(sizes, part_of_mean),
+    )
+
+
+def _nll(call: OpCall) -> Factorization:
+    """Log-probabilities `[rows, classes]`; rows may be cut except for a mean, which counts them."""
+    shape = call.tensors[0].shape
+    if len(shape) != 2 or len(call.tensors) != 2:
+        raise call.refuse("nll_loss of DTensors takes log-probabilities [rows, classes], class indices, no weights")
+    sizes = {"rows": shape[0], "classes": shape[1]}
+    inputs = ((("rows",), ("classes",)), (("rows",),))
+    if call["reduction"] == "none":
+        return Factorization(inputs, ((("rows",),),), sizes, fixed=frozenset({"classes"}))
+    reduced = {"rows": "sum"} if call["reduction"] == "sum" else {}
+    return Factorization(inputs, ((),), sizes, fixed=frozenset({"classes"}), reduced=reduced)

@@ -1,0 +1,188 @@
+"""torch's own functions on DTensors: every placement of every argument gives the unsharded result and gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hp_dtensor.selection import get_platform
+from hp_dtensor.testing import run_ranks
+from hp_dtensor.testing.rule_proof import prove
+from hp_dtensor.testing.rule_samples import Sample
+
+MATRIX = (5, 4)
+LIMITS = {(2,): 48, (3,): 12, (2, 2): 12}
+
+
+def sample(
+    name: str,
+    call: Callable[..., Any],
+    *shapes: tuple[int, ...],
+    integers: dict[int, int] | None = None,
+    positive: bool = False,
+    gradients: bool = True,
+) -> Sample:
+    return Sample(name, shapes or (MATRIX,), lambda ops, *x: call(*x), integers, positive, gradients)
+
+
+def both(name: str, **options: Any) -> list[Sample]:
+    """As a function and as a method."""
+    return [
+        sample(f"torch.{name}", lambda x: getattr(torch, name)(x), **options),
+        sample(f"Tensor.{name}", lambda x: getattr(x, name)(), **options),
+    ]
+
+
+UNARY = """
+    exp2 expm1 erf erfc sinh cosh asinh atan tan ceil floor round trunc sign relu sigmoid tanh square
+    deg2rad rad2deg sinc
+"""
+ACTIVATIONS = """
+    relu6 hardtanh hardswish elu selu celu leaky_relu gelu silu mish softplus logsigmoid hardsigmoid softsign
+    tanhshrink hardshrink softshrink
+"""
+
+
+def _in_place(name: str, *arguments: Any) -> Sample:
+    """On a copy: a leaf that requires a gradient may not be written."""
+    return sample(name, lambda x: getattr(x.clone(), name)(*arguments))
+
+
+SAMPLES: list[Sample] = [
+    *(case for name in UNARY.split() for case in both(name)),
+    *(
+        case
+        for name in ("log1p", "log2", "log10", "reciprocal", "lgamma", "digamma")
+        for case in both(name, positive=True)
+    ),
+    *both("sgn", gradients=False),
+    *(sample(f"F.{name}", lambda x, name=name: getattr(F, name)(x)) for name in ACTIVATIONS.split()),
+    sample("x + 1", lambda x: x + 1),
+    sample("1 - x", lambda x: 1 - x),
+    sample("x * 2.5", lambda x: x * 2.5),
+    sample("2 / x", lambda x: 2 / x, positive=True),
+    sample("x ** 2", lambda x: x**2),
+    sample("-x", lambda x: -x),
+    sample("x > y", lambda x, y: x > y, MATRIX, MATRIX, gradients=False),
+    sample("x @ y", lambda x, y: x @ y, MATRIX, (4, 3)),
+    sample("x.pow(y)", torch.pow, MATRIX, MATRIX, positive=True),
+    sample("addcmul", lambda x, y, z: torch.addcmul(x, y, z, value=0.5), MATRIX, MATRIX, MATRIX),
+    sample("lerp", lambda x, y: torch.lerp(x, y, 0.3), MATRIX, MATRIX),
+    sample("add alpha", lambda x, y: torch.add(x, y, alpha=2), MATRIX, MATRIX),
+    sample("sub alpha", lambda x, y: x.sub(y, alpha=0.5), MATRIX, (4,)),
+    sample("masked_fill", lambda m, x: x.masked_fill(m > 0, 2.0), MATRIX, MATRIX),
+    sample("clamp", lambda x: x.clamp(-0.5, 0.75)),
+    sample("type", lambda x: x.double().float()),
+    sample("to", lambda x: x.to(torch.float64)),
+    _in_place("add_", 1.0),
+    _in_place("mul_", 2.0),
+    _in_place("exp_"),
+    _in_place("clamp_", -0.5, 0.5),
+    sample("add_ tensor", lambda x, y: x.clone().add_(y), MATRIX, MATRIX),
+    sample("copy_", lambda x, y: x.clone().copy_(y), MATRIX, MATRIX),
+    *(sample(f"torch.{name} dim", lambda x, name=name: getattr(torch, name)(x, 1)) for name in ("std", "var", "prod")),
+    *(
+        sample(f"{name} all", lambda x, name=name: getattr(x, name)())
+        for name in ("sum", "mean", "max", "min", "std", "norm")
+    ),
+    *(sample(f"{name} dim", lambda x, name=name: getattr(x, name)(0)[0]) for name in ("max", "min", "median")),
+    sample("max of two", torch.max, MATRIX, MATRIX),
+    sample("any", lambda x: (x > 0).any(1), gradients=False),
+    sample("all", lambda x: (x > -3).all(), gradients=False),
+    sample("sum keepdim", lambda x: x.sum((0, 1), keepdim=True)),
+    sample("mean dims", lambda x: torch.mean(x, dim=[0])),
+    sample("norm dim", lambda x: torch.norm(x, dim=1)),
+    sample("cumsum", lambda x: x.cumsum(0)),
+    sample("cummax", lambda x: x.cummax(1)[0]),
+    sample("F.softmax", lambda x: F.softmax(x, dim=1)),
+    sample("softmax dtype", lambda x: x.softmax(-1, dtype=torch.float32)),
+    sample("F.glu", lambda x: F.glu(x, 1)),
+    sample("argmax all", lambda x: x.argmax(), gradients=False),
+    sample("argmin dim", lambda x: x.argmin(0, keepdim=True), gradients=False),
+    sample("sort", lambda x: x.sort(dim=0, descending=True)[0]),
+    sample("topk", lambda x: x.topk(2)[0]),
+    sample("addmm", torch.addmm, (3,), MATRIX, (4, 3)),
+    sample("baddbmm", torch.baddbmm, (2, 3, 5), (2, 3, 4), (2, 4, 5)),
+    sample("mv", torch.mv, MATRIX, (4,)),
+    sample("dot", torch.dot, (5,), (5,)),
+    sample("outer", torch.outer, (5,), (4,)),
+    sample("einsum", lambda x, y: torch.einsum("bij,bjk->bik", x, y), (2, 3, 4), (2, 4, 5)),
+    sample("einsum sum", lambda x, y: torch.einsum("ij,ij->j", x, y), MATRIX, MATRIX),
+    sample("einsum implicit", lambda x, y: torch.einsum("ij,jk", x, y), MATRIX, (4, 3)),
+    sample("view", lambda x: x.view(2, 2, 6), (4, 6)),
+    sample("view -1", lambda x: x.view(-1, 3), (4, 6)),
+    sample("flatten", lambda x: x.flatten(1), (4, 3, 2)),
+    sample("unflatten", lambda x: x.unflatten(1, (2, -1)), (4, 6)),
+    sample("x.T", lambda x: x.T),
+    sample("x.mT", lambda x: x.mT, (2, 3, 4)),
+    sample("permute", lambda x: x.permute(1, 2, 0), (3, 4, 2)),
+    sample("movement", lambda x: x.transpose(-1, 0).unsqueeze(0).squeeze(0)),
+    sample("expand", lambda x: x.expand(3, -1, 4), (5, 1)),
+    sample("repeat", lambda x: x.repeat(2, 1, 3)),
+    sample("repeat first", lambda x: x.repeat(3, 1)),
+    sample("tile", lambda x: torch.tile(x, (2,))),
+    sample("roll", lambda x: torch.roll(x, 2, 0)),
+    sample("flip", lambda x: x.flip(1)),
+    sample("tril", lambda x: x.tril(), (2, 4, 4)),
+    sample("triu", lambda x: torch.triu(x, 1), (4, 5)),
+    sample("diagonal", lambda x: x.diagonal(1, 0, 1), (4, 5)),
+    sample("F.pad", lambda x: F.pad(x, (1, 2))),
+    sample("unfold", lambda x: x.unfold(0, 2, 1)),
+    sample("split", lambda x: x.split(2, 1)),
+    sample("torch.split", lambda x: torch.split(x, [1, 4])),
+    sample("chunk", lambda x: x.chunk(3)),
+    sample("unbind", lambda x: x.unbind(1)),
+    sample("select", lambda x: x.select(0, 3)),
+    sample("index", lambda x: x[2]),
+    sample("slices", lambda x: x[::2, 1:]),
+    sample("cat", lambda x, y: torch.cat((x, y), dim=-1), MATRIX, (5, 2)),
+    sample("stack", lambda x, y: torch.stack([x, y]), MATRIX, MATRIX),
+    sample("where scalar", lambda x: torch.where(x > 0, x, 0.0)),
+    sample("index_select", lambda x, i: x.index_select(1, i), MATRIX, (3,), integers={1: 4}),
+    sample("gather", lambda x, i: x.gather(0, i), MATRIX, (3, 4), integers={1: 5}),
+    sample("take_along_dim", lambda x, i: torch.take_along_dim(x, i, 1), MATRIX, (5, 2), integers={1: 4}),
+    sample("scatter_add", lambda x, i, y: x.scatter_add(0, i, y), MATRIX, (3, 4), (3, 4), integers={1: 5}),
+    sample("index_add", lambda x, i, y: x.index_add(0, i, y), MATRIX, (3,), (3, 4), integers={1: 5}),
+    sample("embedding", lambda i, w: F.embedding(i, w), (2, 3), (7, 4), integers={0: 7}),
+    sample("F.layer_norm", lambda x, w, b: F.layer_norm(x, (4,), w, b), (2, 5, 4), (4,), (4,)),
+    sample("F.rms_norm", lambda x, w: F.rms_norm(x, (4,), w), (2, 5, 4), (4,)),
+    sample("F.group_norm", lambda x, w, b: F.group_norm(x, 2, w, b), (3, 4, 5), (4,), (4,)),
+    sample("F.linear", lambda x, w, b: F.linear(x, w, b), (2, 5, 4), (3, 4), (3,)),
+    sample("conv1d", lambda x, w, b: F.conv1d(x, w, b, padding=1), (2, 3, 5), (4, 3, 3), (4,)),
+    sample("conv2d", lambda x, w: F.conv2d(x, w, stride=2), (2, 3, 5, 4), (4, 3, 2, 2)),
+    sample("conv2d groups", lambda x, w: F.conv2d(x, w, groups=2), (2, 4, 3, 3), (4, 2, 2, 2)),
+    sample("conv_transpose2d", lambda x, w: F.conv_transpose2d(x, w, stride=2), (2, 3, 3, 2), (3, 4, 2, 2)),
+    sample("max_pool2d", lambda x: F.max_pool2d(x, 2), (2, 3, 4, 5)),
+    sample("avg_pool2d", lambda x: F.avg_pool2d(x, 2, stride=1), (2, 3, 4, 5)),
+    sample("adaptive_avg_pool2d", lambda x: F.adaptive_avg_pool2d(x, (1, 1)), (2, 3, 4, 5)),
+    *(
+        sample(f"{name} {how}", lambda x, y, name=name, how=how: getattr(F, name)(x, y, reduction=how), MATRIX, MATRIX)
+        for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+        for how in ("mean", "sum", "none")
+    ),
+    sample("kl_div", lambda x, y: F.kl_div(x, y, reduction="batchmean"), MATRIX, MATRIX, positive=True),
+    sample("nll_loss", lambda x, t: F.nll_loss(x, t, reduction="sum"), MATRIX, (5,), integers={1: 4}),
+    sample("cross_entropy", lambda x, t: F.cross_entropy(x, t), (5, 7), (5,), integers={1: 7}),
+    sample("smoothing", lambda x, t: F.cross_entropy(x, t, label_smoothing=0.1), (5, 7), (5,), integers={1: 7}),
+    sample(
+        "sdpa",
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        (2, 2, 3, 2),
+        (2, 2, 3, 2),
+        (2, 2, 3, 2),
+    ),
+]
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda case: case.name)
+def test_function_on_dtensors_equals_the_unsharded_one(sample: Sample) -> None:
+    platform = get_platform("torch")
+    for mesh_shape, limit in LIMITS.items():
+        reports = run_ranks(prove, math.prod(mesh_shape), platform, platform, mesh_shape, [sample], limit)
+        assert [problem for report in reports for problem in report.wrong] == []
+        assert [refusal for refusal in reports[0].refused if "in place it would have to change" not in refusal] == []
