@@ -65,7 +65,8 @@ class Normal(Distribution):
         # The half-open steps keep the logarithm's argument off zero.
         radius = ((words >> numpy.uint64(32)) + 0.5) * 2.0**-32
         angle = (words & numpy.uint64(0xFFFFFFFF)) * (2.0 * math.pi * 2.0**-32)
-        return self.mean + self.std * numpy.sqrt(-2.0 * numpy.log(radius)) * numpy.cos(angle)
+        normal: Array = numpy.sqrt(-2.0 * numpy.log(radius)) * numpy.cos(angle)
+        return self.mean + self.std * normal
 
 
 Initializer = Callable[[str, tuple[int, ...]], Distribution]

@@ -98,4 +98,4 @@ def _trace(manager: pluggy.PluginManager, group: str) -> None:
         result = outcome.exception or outcome.get_result()
         print(f"[hp] {group}: {name} -> {result!r}", file=sys.stderr)
 
-    manager.add_hookcall_monitoring(before, after)  # type: ignore[arg-type]
+    manager.add_hookcall_monitoring(before, after)

@@ -6,7 +6,7 @@ import math
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 from hp_dtensor.exceptions import PlacementError
 from hp_dtensor.mesh import DeviceMesh
@@ -33,7 +33,7 @@ class TensorSpec:
     dtype: Any
     local_shape: tuple[int, ...]
 
-    def __new__(cls, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: Any) -> Self:
+    def __new__(cls, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: Any) -> TensorSpec:
         key = (mesh, tuple(placements), tuple(shape), dtype)
         found = _interned.get(key)
         return found if found is not None else _intern(key)

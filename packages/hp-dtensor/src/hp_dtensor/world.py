@@ -335,4 +335,4 @@ def _nbytes(platform: Platform | None, x: Tensor) -> int:
 
 
 def _row_bytes(platform: Platform | None, x: Tensor) -> int:
-    return math.prod(x.shape[1:]) * (platform.itemsize(x.dtype) if platform is not None else 1)
+    return int(math.prod(x.shape[1:])) * (platform.itemsize(x.dtype) if platform is not None else 1)

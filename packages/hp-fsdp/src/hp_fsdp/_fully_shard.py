@@ -65,7 +65,7 @@ def fully_shard(
     group = _make_group(storage, mesh, modules, originals, policy, reshard_after_forward)
     ModuleState(storage, modules, group, policy).install()
     for each in modules:
-        each.__class__ = _with_methods(type(each))
+        each.__class__ = _with_methods(type(each))  # type: ignore[arg-type]
     return module
 
 

@@ -43,15 +43,18 @@ class ModuleState:
             self.platform.add_forward_pre_hook(module, self.before_forward, prepend=True)
             self.platform.add_forward_hook(module, self.after_forward)
 
-    def before_forward(self, module: Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    def before_forward(
+        self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Unshard, and cast the inputs."""
         context = self.context if self.context is not None else self._become_root()
         context.enter(self.group, lambda: tensors_in((args, kwargs), self.platform.Tensor))
         if self.policy.cast_forward_inputs and self.policy.param_dtype is not None:
-            return self._cast((args, kwargs), self.policy.param_dtype)
+            args, kwargs = self._cast((args, kwargs), self.policy.param_dtype)
+            return args, kwargs
         return None
 
-    def after_forward(self, module: Module, args: tuple, kwargs: dict, output: Any) -> Any:
+    def after_forward(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Cast the outputs, watch for their gradients, and reshard."""
         assert self.context is not None
         if self.policy.output_dtype is not None:

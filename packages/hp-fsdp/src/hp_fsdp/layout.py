@@ -162,7 +162,8 @@ def _shard_sizes(blocks: Sequence[Block], num_shards: int, lower: int) -> Iterat
 
 def _common_units(blocks: Sequence[Block], lower: int) -> Iterable[int]:
     """Least common multiples of the units of ever more blocks, the largest blocks (cut most often) first."""
-    multiple, found = 1, {}
+    multiple = 1
+    found: dict[int, None] = {}
     for block in sorted(blocks, key=lambda b: -b.numel):
         multiple = math.lcm(multiple, block.unit)
         found[multiple] = None

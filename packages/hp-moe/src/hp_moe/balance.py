@@ -33,7 +33,7 @@ class LoadMetrics:
     idle_experts: int
 
     @classmethod
-    def of(cls, counts: Sequence[int]) -> LoadMetrics:
+    def of(cls, counts: Sequence[int] | numpy.ndarray) -> LoadMetrics:
         """The metrics of tokens per expert; all zero when no token was counted."""
         loads = numpy.asarray(counts, numpy.float64)
         mean = loads.mean()
@@ -90,4 +90,5 @@ def _global_loads(layers: list[MoE]) -> list[numpy.ndarray]:
 
 def _bias_direction(load: numpy.ndarray) -> numpy.ndarray:
     direction = numpy.sign(load.mean() - load)
-    return direction - direction.mean()
+    centred: numpy.ndarray = direction - direction.mean()
+    return centred

@@ -122,6 +122,7 @@ class TokenChoiceTopKRouter(nn.Module):
     def _within_best_groups(self, choice: Tensor) -> Tensor:
         """`choice` with minus infinity for experts outside each token's best groups."""
         ops, groups = self.ops, self.num_expert_groups
+        assert groups is not None
         tokens, size = choice.shape[0], self.num_experts // groups
         grouped = ops.reshape(choice, (tokens, groups, size))
         group_scores = ops.sum(ops.topk(grouped, min(2, size), 2)[0], 2)

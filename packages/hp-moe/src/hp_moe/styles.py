@@ -94,7 +94,7 @@ class ExpertParallel(BaseExpertParallel):
             beside data parallelism; each then routes a share of them, and all get all results.
     """
 
-    mesh_ndims = (1, 2)
+    mesh_ndims: tuple[int, ...] = (1, 2)
 
     def __init__(self, dispatcher: str = "all_to_all", *, split_tokens: bool = False) -> None:
         self.dispatcher = dispatcher
