@@ -46,7 +46,7 @@ def test_torch_new_enough(monkeypatch, version):
 
 def test_a_kind_of_device_that_is_not_here(monkeypatch):
     monkeypatch.setenv("HP_DEVICE", "tpu")
-    with pytest.raises(PlatformError, match="HP_DEVICE is 'tpu', but torch can use here only: .*cpu"):
+    with pytest.raises(PlatformError, match=r"HP_DEVICE is 'tpu', but torch can use here only: .*cpu"):
         TorchPlatform()
 
 
@@ -137,7 +137,7 @@ def test_a_parameter_may_be_any_tensor_for_a_while(platform):
     assert module.weight is gathered
     platform.set_parameter(module, "weight", original)
     assert list(dict(module.named_parameters())) == ["weight", "inner.weight"]
-    with pytest.raises(KeyError, match="owns no parameter 'inner.weight'; its own are: weight"):
+    with pytest.raises(KeyError, match=r"owns no parameter 'inner\.weight'; its own are: weight"):
         platform.set_parameter(module, "inner.weight", original)
 
 

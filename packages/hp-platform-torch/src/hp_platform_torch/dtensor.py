@@ -18,7 +18,7 @@ import torch
 from hp_dtensor import dispatch
 from hp_dtensor.api import grad_spec
 from hp_dtensor.dtensor import DTensor
-from hp_dtensor.exceptions import MixedOperandsError, PlacementError, ShardingRuleError
+from hp_dtensor.exceptions import MixedOperandsError, PlacementError
 from hp_dtensor.placements import Replicate
 from hp_dtensor.spec import TensorSpec
 from hp_platform_torch.operation_names import canonical_name
@@ -36,6 +36,7 @@ _set_local_grad = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
 _local_data = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _set_local_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _local_dtype = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
+_saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 CACHE_SIZE = 4096
 
@@ -67,11 +68,12 @@ class Operation:
         name: canonical; what sharding rules are registered under.
         call: runs it on arguments in canonical order.
         handler: does all there is to do, for functions that no rule is about.
+        in_place: it writes and returns its first argument.
         by_type: scalars count by their type only.
         plans: by specs and static arguments.
     """
 
-    __slots__ = ("by_type", "call", "handler", "name", "plans", "reflected")
+    __slots__ = ("by_type", "call", "handler", "in_place", "name", "plans", "reflected")
 
     def __init__(self, func: Callable[..., Any]) -> None:
         from hp_platform_torch.special_operations import handler_of
@@ -81,6 +83,7 @@ class Operation:
         self.call = (lambda x, y: func(y, x)) if self.reflected else func
         registration = dispatch.rule_registry().get(self.name) if self.handler is None else None
         self.by_type = registration is not None and registration.by_type
+        self.in_place = registration is not None and registration.in_place
         self.plans: dict[tuple[Any, ...], _Entry] = {}
 
     def static_key(self, value: Any) -> Any:
@@ -100,16 +103,33 @@ class Operation:
             return value
         raise _Uncached
 
-    def run_first(self, key: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def call_with_plain(self, *args: Any, **kwargs: Any) -> Any:
+        """`call` where hooks take the tensors that autograd saves, such as those of activation checkpointing.
+
+        A hook gets an argument that requires no gradient as the object it is. It would look at a DTensor now,
+        inside the operation, and see the local shape, and later, in backward, the global one.
+        """
+        first = args[:1] if self.in_place else ()
+        rest = args[len(first) :]
+        return self.call(*first, *_plain_where_constant(rest), **kwargs)
+
+    def run_first(
+        self,
+        call: Callable[..., Any],
+        key: tuple[Any, ...],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
         """Make the plan of a call, run it, and keep it together with how it ran."""
-        if kwargs.get("out") is not None:
-            raise ShardingRuleError(f"{self.name}: out= is not supported for DTensors; use the result, or copy_")
+        if isinstance(kwargs.get("out"), Tensor):
+            result = self.call(*args, **{name: value for name, value in kwargs.items() if name != "out"})
+            return kwargs["out"].copy_(result)
         plan = dispatch.plan_for(_first_spec(args, kwargs).mesh.platform, self.name, args, kwargs)
         seen: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = []
 
         def recorded(*local_args: Any, **local_kwargs: Any) -> Any:
             seen.append((local_args, local_kwargs))
-            return self.call(*local_args, **local_kwargs)
+            return call(*local_args, **local_kwargs)
 
         result = plan.run(recorded, args, kwargs)
         entry = _Entry(plan)
@@ -132,6 +152,18 @@ class Operation:
             entry.spec = spec
         elif not self.by_type and args and local_args[0] is args[0] and _holds_no_tensor(local_args[1:], local_kwargs):
             entry.spec, entry.static = spec, (local_args[1:], local_kwargs)
+
+
+def _plain_where_constant(args: Sequence[Any]) -> list[Any]:
+    """Arguments with the DTensors among them that require no gradient as plain tensors; inside `LocalOperations`."""
+    return [
+        _plain_where_constant(x)
+        if isinstance(x, (tuple, list))
+        else x.as_subclass(Tensor)
+        if type(x) is TorchDTensor and not x.requires_grad
+        else x
+        for x in args
+    ]
 
 
 def _holds_no_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -175,26 +207,27 @@ class TorchDTensor(DTensor, torch.Tensor):
             return operation.handler(func, args, kwargs or {})
         if operation.reflected:
             args = args[::-1]
+        call = operation.call if _saved_tensor_hooks(True) is None else operation.call_with_plain
         try:
             key = tuple([x._spec if type(x) is TorchDTensor else operation.static_key(x) for x in args])
             if kwargs:
                 key += (*kwargs, operation.static_key(tuple(kwargs.values())))
         except _Uncached:
             platform = _first_spec(args, kwargs or {}).mesh.platform
-            return dispatch.dispatch(platform, operation.name, operation.call, args, kwargs or {})
+            return dispatch.dispatch(platform, operation.name, call, args, kwargs or {})
         entry = operation.plans.get(key)
         if entry is None:
-            return operation.run_first(key, args, kwargs or {})
+            return operation.run_first(call, key, args, kwargs or {})
         spec = entry.spec
         if spec is None:
-            return entry.plan.run(operation.call, args, kwargs or {})
+            return entry.plan.run(call, args, kwargs or {})
         with LocalOperations():
             if entry.static is not None:
-                result = operation.call(args[0], *entry.static[0], **entry.static[1])
+                result = call(args[0], *entry.static[0], **entry.static[1])
             elif kwargs:
-                result = operation.call(*args, **kwargs)
+                result = call(*args, **kwargs)
             else:
-                result = operation.call(*args)
+                result = call(*args)
             if result.dtype is not spec.dtype:  # under autocast the same call has another result
                 spec = TensorSpec(spec.mesh, spec.placements, spec.shape, result.dtype)
         result.__class__ = TorchDTensor

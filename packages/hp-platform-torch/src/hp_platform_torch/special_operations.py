@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from hp_dtensor import dispatch
 from hp_dtensor.api import grad_spec
 from hp_dtensor.exceptions import MixedOperandsError, ShardingRuleError
 from hp_dtensor.placements import Partial
@@ -32,7 +33,7 @@ _LOCAL_NAMES = """
     requires_grad_ retain_grad register_post_accumulate_grad_hook is_contiguous stride storage_offset data_ptr
     element_size is_floating_point is_complex is_signed is_inference is_conj is_neg is_pinned is_shared
     share_memory_ get_device untyped_storage storage record_stream has_names _is_view _is_zerotensor
-    is_tensor is_distributed detach_ _typed_storage
+    is_tensor is_distributed detach_ _typed_storage _has_compatible_shallow_copy_type
 """
 _LOCAL = frozenset(_LOCAL_NAMES.split())
 _TENSOR_VALUED_PROPERTIES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
@@ -48,7 +49,16 @@ def handler_of(func: Callable[..., Any]) -> Handler | None:
         return _on_lists
     if name in _LOCAL:
         return _locally
+    if name in _CLIPPING and dispatch.rule_registry().get(name) is None:
+        return _refuse_norm
     return _HANDLERS.get(func)
+
+
+def _refuse_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    raise ShardingRuleError(
+        f"{func.__name__} would see local shards only; for gradient clipping use hp_dtensor.clip_grad_norm_, "
+        "otherwise full_tensor() or to_local()"
+    )
 
 
 def _locally(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -71,6 +81,18 @@ def backward(
     if inputs is not None:
         inputs = [_edge(x) for x in ((inputs,) if isinstance(inputs, Tensor) else inputs)]
     torch.autograd.backward(root, seed, retain_graph, create_graph, inputs=inputs)
+
+
+def _backward_of_several(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """`torch.autograd.backward`."""
+    call = inspect.signature(func).bind(*args, **kwargs).arguments
+    outputs = _listed(call.pop("tensors"))
+    seeds = call.pop("grad_tensors", None)
+    seeds = [None] * len(outputs) if seeds is None else _listed(seeds)
+    roots = [_root(output, seed) for output, seed in zip(outputs, seeds, strict=True)]
+    inputs = call.pop("inputs", None)
+    inputs = None if inputs is None else [_edge(x) for x in _listed(inputs)]
+    func([root for root, _ in roots], [seed for _, seed in roots], inputs=inputs, **call)
 
 
 def _root(output: Tensor, gradient: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -132,6 +154,14 @@ def _register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
         return func(x, on_dtensor)
 
 
+def _detach(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TorchDTensor:
+    """No rule has a say: the result must share the storage, whatever the placements."""
+    x: TorchDTensor = args[0] if args else kwargs["input"]
+    with LocalOperations():
+        result = torch.Tensor.detach(x)
+    return adopt(result, x._spec)
+
+
 # Lists of tensors (optimizers) ----------------------------------------------------------------------------
 
 
@@ -139,10 +169,7 @@ def _on_lists(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
     """`_foreach_*` and `_fused_*`: one call on the local data of all tensors."""
     name = func.__name__
     if name in _REDUCING_LISTS:
-        raise ShardingRuleError(
-            f"{name} reduces each tensor and would see local shards only; "
-            "for gradient clipping use hp_dtensor.clip_grad_norm_"
-        )
+        return _refuse_norm(func, args, kwargs)
     lists = [
         value
         for value in (*args, *kwargs.values())
@@ -158,6 +185,7 @@ def _on_lists(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
     )
 
 
+_CLIPPING = frozenset({"linalg_vector_norm"})
 _REDUCING_LISTS = frozenset(
     {"_foreach_norm", "_foreach_powsum", "_foreach_max", "_amp_foreach_non_finite_check_and_unscale_"}
 )
@@ -212,6 +240,9 @@ def _number_of_elements(func: Callable[..., Any], args: tuple[Any, ...], kwargs:
 
 _HANDLERS: dict[Callable[..., Any], Handler] = {
     torch.autograd.grad: _autograd_grad,
+    torch.autograd.backward: _backward_of_several,
+    torch.Tensor.detach: _detach,
+    torch.detach: _detach,
     torch.numel: _number_of_elements,
     torch.Tensor.register_hook: _register_hook,
     torch.Tensor.view_as: _like_other("view"),

@@ -1,0 +1,123 @@
+"""torch's optimizers on DTensors give what they give on whole tensors."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from hp_dtensor.api import distribute_tensor
+from hp_dtensor.exceptions import MixedOperandsError, ShardingRuleError
+from hp_dtensor.mesh import init_device_mesh
+from hp_dtensor.placements import Partial, Replicate, Shard
+from hp_dtensor.testing import run_ranks
+
+SHAPES = [(5, 3), (4,), (2, 2, 3), (1,)]
+PLACEMENTS = [Shard(0), Replicate(), Shard(2), Shard(0)]
+
+OPTIMIZERS = {
+    "adamw": lambda p, **kwargs: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1, **kwargs),
+    "sgd": lambda p, **kwargs: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, **kwargs),
+    "adam": lambda p, **kwargs: torch.optim.Adam(p, lr=0.1, amsgrad=True, **kwargs),
+}
+FLAVOURS = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+
+
+def _values(step):
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def _train(parameters, optimizer, grads_of):
+    for step in range(1, 4):
+        for parameter, grad in zip(parameters, grads_of(step), strict=True):
+            parameter.grad = grad
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+    return parameters
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_three_steps(name, flavour):
+    plain = [torch.nn.Parameter(x) for x in _values(0)]
+    expected = _train(plain, OPTIMIZERS[name](plain, **FLAVOURS[flavour]), _values)
+
+    def run():
+        mesh = init_device_mesh("cpu", (2,))
+
+        def spread(tensors):
+            return [
+                distribute_tensor(x, mesh, [placement], source_rank=None)
+                for x, placement in zip(tensors, PLACEMENTS, strict=True)
+            ]
+
+        parameters = [torch.nn.Parameter(x) for x in spread(_values(0))]
+        optimizer = OPTIMIZERS[name](parameters, **FLAVOURS[flavour])
+        trained = _train(parameters, optimizer, lambda step: spread(_values(step)))
+        shapes = [
+            state.local_shape == parameter.local_shape
+            for parameter in parameters
+            for state in optimizer.state[parameter].values()
+            if isinstance(state, torch.Tensor) and state.dim()
+        ]
+        return [x.full_tensor().detach() for x in trained], all(shapes)
+
+    for got, states_are_sharded in run_ranks(run, 2, "torch"):
+        assert states_are_sharded
+        for x, y in zip(got, expected, strict=True):
+            torch.testing.assert_close(x, y.detach(), rtol=1e-6, atol=1e-7)  # fused kernels round vector tails apart
+
+
+def test_an_optimizer_continues_from_its_state(platform):
+    mesh = init_device_mesh("cpu", (1,), platform=platform)
+    parameter = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)], source_rank=None))
+
+    def step(p, optimizer):
+        (p * p).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    optimizer = torch.optim.AdamW([parameter], lr=0.1, foreach=True)
+    step(parameter, optimizer)
+    twin = copy.deepcopy(parameter)
+    other = torch.optim.AdamW([twin], lr=0.3, foreach=True)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    step(parameter, optimizer)
+    step(twin, other)
+    assert torch.equal(parameter.full_tensor(), twin.full_tensor())
+
+
+@pytest.fixture
+def mesh(platform):
+    return init_device_mesh("cpu", (1,), platform=platform)
+
+
+def _on(mesh, placement, whole=None):
+    return distribute_tensor(torch.ones(4) if whole is None else whole, mesh, [placement], source_rank=None)
+
+
+def test_lists_of_other_placements_are_refused(mesh):
+    with pytest.raises(MixedOperandsError, match=r"_foreach_add_ .* tensor 1: .*S\(0\).* and .*R\)"):
+        torch._foreach_add_([_on(mesh, Shard(0))] * 2, [_on(mesh, Shard(0)), _on(mesh, Replicate())])
+    with pytest.raises(MixedOperandsError, match=r"tensor 0: .*S\(0\).* and a plain tensor"):
+        torch._foreach_mul_([_on(mesh, Shard(0))], [torch.ones(4)])
+
+
+def test_lists_of_partial_tensors_are_refused(mesh):
+    with pytest.raises(ShardingRuleError, match="tensor 0 is partial"):
+        torch._foreach_sqrt([_on(mesh, Partial())])
+
+
+def test_norms_of_lists_point_to_clipping(mesh):
+    parameter = torch.nn.Parameter(_on(mesh, Shard(0)))
+    parameter.grad = _on(mesh, Shard(0))
+    with pytest.raises(ShardingRuleError, match=r"hp_dtensor\.clip_grad_norm_"):
+        torch.nn.utils.clip_grad_norm_([parameter], 1.0)
+
+
+def test_lists_of_results_are_dtensors(mesh):
+    roots = torch._foreach_sqrt([_on(mesh, Shard(0), torch.full((4,), 4.0)), _on(mesh, Replicate())])
+    assert [x.placements for x in roots] == [(Shard(0),), (Replicate(),)]
+    assert roots[0].tolist() == [2.0] * 4
