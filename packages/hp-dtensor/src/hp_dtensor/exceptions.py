@@ -33,8 +33,11 @@ class ShardingRuleError(HPError, NotImplementedError):
     """An operation without a sharding rule, or one that its rule refuses for these placements."""
 
 
-class MixedOperandsError(HPError, TypeError):
-    """Plain and distributed tensors, or tensors of different meshes, in one operation."""
+class MixedOperandsError(HPError, ValueError):
+    """Plain and distributed tensors, or tensors of different meshes, in one operation.
+
+    Not a TypeError: operators of tensors turn those into NotImplemented, and the message is lost.
+    """
 
 
 class PlanError(HPError, ValueError):
