@@ -1,0 +1,30 @@
+"""What a registered optimizer is to the training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+Tensor = Any
+
+
+class Optimizer(Protocol):
+    """Updates the parameters it was built with; works on local shards and never communicates.
+
+    Attributes:
+        num_steps: updates done, which bias correction depends on; set when a checkpoint is loaded.
+    """
+
+    num_steps: int
+
+    def step(self, learning_rate: float) -> None:
+        """Update every parameter that has a gradient, with this learning rate, and count the update."""
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+
+    def state(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """The state of each parameter by name and slot (`exp_avg`, ...), laid out as the parameter.
+
+        Slots that no step has made yet are there, as zeros. Writing into the tensors changes the state.
+        """
