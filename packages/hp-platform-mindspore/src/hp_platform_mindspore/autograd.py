@@ -1,0 +1,162 @@
+"""Autograd: nodes with their own backward, running backward, and the two process-wide flags.
+
+MindSpore records when both flags are on: the grad flag, which only `value_and_grad` and errors turn off and
+which is turned on again here wherever a forward or a backward starts, and the enable flag, which is the one
+that `no_grad` means.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+from mindspore import Tensor, mint, ops
+from mindspore._c_expression import run_backward as _run_backward
+from mindspore.common._grad_function import _Function
+from mindspore.graph.api import _pynative_executor as executor
+
+Map = Callable[[Tensor], Tensor]
+
+
+class GradMode:
+    """Context in which operations are recorded, or are not."""
+
+    __slots__ = ("_before", "_enabled")
+
+    def __init__(self, enabled: bool) -> None:
+        self._enabled = enabled
+
+    def __enter__(self) -> None:
+        self._before = executor.enable_grad()
+        if self._enabled:
+            executor.set_grad_flag(True)
+        executor.set_enable_grad(self._enabled)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        executor.set_enable_grad(self._before)
+
+
+def arm() -> None:
+    """Turn the grad flag on."""
+    executor.set_grad_flag(True)
+
+
+def is_recording(*tensors: Any) -> bool:
+    """Whether an operation on these is recorded."""
+    return executor.enable_grad() and any(isinstance(x, Tensor) and x._requires_grad for x in tensors)
+
+
+def linear_map(x: Tensor, forward: Map, backward: Map) -> Tensor:
+    """See `Platform.linear_map`."""
+    if is_recording(x):
+        arm()
+        return _LinearMap.apply(x, forward, backward, x._is_leaf)
+    with GradMode(False):
+        return forward(x)
+
+
+class _LinearMap(_Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Map, backward: Map, is_leaf: bool) -> Tensor:
+        ctx.maps = forward, backward
+        ctx.is_leaf = is_leaf
+        return forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        forward, backward = ctx.maps
+        result = linear_map(grad, backward, forward) if executor.enable_grad() else backward(grad)
+        return (fresh(result) if ctx.is_leaf and result is grad else result), None, None, None
+
+
+def fresh(x: Tensor) -> Tensor:
+    """`x` as a tensor of its own.
+
+    A leaf accumulates a gradient tensor that others use too through the Clone kernel, which the CPU lacks.
+    """
+    return mint.mul(x, 1)
+
+
+def fresh_leaf(x: Any) -> Any:
+    """`x`, whose gradient the operation passes on as it comes: not a leaf itself (see `fresh`)."""
+    return fresh(x) if isinstance(x, Tensor) and x._is_leaf and is_recording(x) else x
+
+
+def custom_function(forward: Callable[..., Any], backward: Callable[..., Any], *inputs: Any) -> Any:
+    """See `Platform.custom_function`."""
+    if is_recording(*inputs):
+        arm()
+        return _CustomFunction.apply(forward, backward, *inputs)
+    with GradMode(False):
+        return _as_tuple(forward(*inputs))
+
+
+class _CustomFunction(_Function):
+    @staticmethod
+    def forward(ctx: Any, forward: Callable[..., Any], backward: Callable[..., Any], *inputs: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.map = backward
+        return _as_tuple(forward(*inputs))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        result = ctx.map(*grads)
+        return (None, None, *([result] if isinstance(result, Tensor) else result))
+
+
+def _as_tuple(outputs: Any) -> Any:
+    return tuple(outputs) if isinstance(outputs, list) else outputs
+
+
+def backward(loss: Tensor, gradient: Tensor | None, retain_graph: bool) -> None:
+    """Accumulate the gradients of the leaves below a plain `loss` into `_grad`.
+
+    Raises:
+        RuntimeError: `loss` was not recorded.
+        ValueError: `gradient` is missing and `loss` is no scalar.
+    """
+    if not loss._requires_grad:
+        raise RuntimeError(
+            "backward: the loss does not depend on anything that requires a gradient, or was computed while "
+            "nothing was recorded (no_grad, or after mindspore.value_and_grad without a new forward)"
+        )
+    arm()
+    _run_backward(
+        (loss,),
+        (_output_grad(loss, gradient),),
+        retain_graph,
+        False,
+        (),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+def grad(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], output_grads: Sequence[Tensor | None] | None
+) -> list[Tensor | None]:
+    """Gradients of `inputs`; None where one is unused."""
+    grads = output_grads if output_grads is not None else [None] * len(outputs)
+    arm()
+    found = _run_backward(
+        tuple(outputs),
+        tuple(_output_grad(y, g) for y, g in zip(outputs, grads, strict=True)),
+        False,
+        False,
+        tuple(inputs),
+        allow_unreachable=True,
+        accumulate_grad=False,
+    )
+    return list(found)
+
+
+def _output_grad(output: Tensor, gradient: Tensor | None) -> Tensor:
+    if gradient is not None:
+        return gradient
+    if math.prod(output.shape) != 1:
+        raise ValueError(f"backward of a tensor of shape {list(output.shape)} needs its gradient; expected a scalar")
+    return ops.ones_like(output)

@@ -1,0 +1,307 @@
+"""`MindSporeDTensor`: MindSpore's tensor subclass that is its own local shard.
+
+Interception is MindSpore's `__fallback__`, which sees primitives. Operations of `platform.ops` do not get that
+far: they go to hp_dtensor's dispatch by themselves, with their own arguments. What comes here is what a
+program calls on a DTensor directly (`x + y`, `mint.matmul`, `x.sum()`).
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, NoReturn
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, mint
+from mindspore._c_expression import NoFallbackGuard
+from mindspore.graph.api import _pynative_executor as executor
+
+from hp_dtensor import dispatch
+from hp_dtensor.api import grad_spec
+from hp_dtensor.dtensor import DTensor
+from hp_dtensor.exceptions import CapabilityError, MixedOperandsError, PlacementError
+from hp_dtensor.spec import TensorSpec
+from hp_platform_mindspore.memory import host_view, share
+from hp_platform_mindspore.operation_names import canonical
+
+
+class _Depth(threading.local):
+    value = 0
+
+
+_depth = _Depth()
+
+
+class LocalOperations:
+    """Context in which operations on DTensors run on their local data and give plain tensors; per thread."""
+
+    __slots__ = ("_guard",)
+
+    def __enter__(self) -> None:
+        self._guard = NoFallbackGuard()
+        self._guard.__enter__()
+        _depth.value += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _depth.value -= 1
+        self._guard.__exit__(kind, error, trace)
+
+
+def is_local() -> bool:
+    """Whether this thread is inside `LocalOperations`."""
+    return _depth.value > 0
+
+
+class MindSporeDTensor(DTensor, Tensor):
+    """The local shard as a tensor, with a spec. Made by `wrap`; users call `distribute_tensor` or `from_local`."""
+
+    def __new__(cls, local: Tensor, *args: Any, **kwargs: Any) -> MindSporeDTensor:
+        # mindspore.Parameter comes here to make the class that is both.
+        if not isinstance(local, MindSporeDTensor):
+            raise TypeError("a DTensor is made by distribute_tensor or DTensor.from_local, not by its class")
+        made = Tensor._make_subclass(cls, local)
+        made._spec = local._spec
+        return made
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the data came with `__new__`."""
+
+    def __fallback__(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        name, (new_args, new_kwargs) = canonical(func.name, args, kwargs)
+        platform = self._spec.mesh.platform
+        if func.name.startswith("Inplace") and name != "copy_":
+            raise CapabilityError(
+                f"{func.name} on a DTensor: MindSpore's in-place arithmetic does not write to the tensor on CPU. "
+                "Use the operation that gives a new tensor, and platform.copy_ to store it."
+            )
+        if name == "copy_":
+            return _copy_(platform, *new_args)
+        operation = getattr(platform.ops, name, None)
+        if operation is not None:
+            return operation(*new_args, **new_kwargs)
+
+        def primitive(*_: Any, **__: Any) -> Any:
+            with LocalOperations():
+                return func(*_unwrapped(args), **(kwargs or {}))
+
+        return dispatch.dispatch(platform, name, primitive, new_args, new_kwargs)
+
+    # The global view -------------------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._spec.shape
+
+    @property
+    def ndim(self) -> int:
+        return len(self._spec.shape)
+
+    def dim(self) -> int:
+        return len(self._spec.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements, as MindSpore's tensors have it."""
+        return math.prod(self._spec.shape)
+
+    def numel(self) -> int:
+        return math.prod(self._spec.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.itemsize
+
+    def __len__(self) -> int:
+        if not self._spec.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self._spec.shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[i] for i in range(len(self)))
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __getitem__(self, index: Any) -> Any:
+        # MindSpore does not intercept basic indexing.
+        return dispatch.dispatch(self._spec.mesh.platform, "getitem", _getitem, (self, index), {})
+
+    def __setitem__(self, index: Any, value: Any) -> NoReturn:
+        raise CapabilityError("assignment to a part of a DTensor: use index_put or where, which give a new tensor")
+
+    # Gradients -------------------------------------------------------------------------------------------
+
+    @property
+    def grad(self) -> Any:
+        """The accumulated gradient: a DTensor placed as this one, replicated where this one is partial."""
+        local = self._grad
+        if local is None:
+            self.__dict__.pop("_grad_wrapper", None)
+            return None
+        # MindSpore gives another object for the same gradient at each access.
+        known = self.__dict__.get("_grad_wrapper")
+        if known is None or known.data_ptr() != local.data_ptr() or known.dtype != local.dtype:
+            known = self.__dict__["_grad_wrapper"] = wrap_gradient(self, local)
+        return known
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self.__dict__.pop("_grad_wrapper", None)
+        self._grad = None if value is None else _local_gradient(self, value)
+
+    def backward(self, gradient: Tensor | None = None, retain_graph: bool = False) -> None:
+        """Accumulate gradients; a partial result needs no reduction first, each rank drives its own part."""
+        self._spec.mesh.platform.backward(self, gradient, retain_graph)
+
+    @property
+    def data(self) -> Any:
+        return wrap(Tensor.data.__get__(self), self._spec)
+
+    # Values on the host ----------------------------------------------------------------------------------
+
+    def asnumpy(self) -> np.ndarray[Any, Any]:
+        """The whole tensor on the host. Communicates unless replicated: every rank must call it."""
+        return _whole(self).asnumpy()
+
+    def item(self, *args: Any) -> Any:
+        """The value of a one-element tensor; communicates as `asnumpy` does."""
+        return _whole(self).item(*args)
+
+    def tolist(self) -> Any:
+        """All values; communicates as `asnumpy` does."""
+        return _whole(self).asnumpy().tolist()
+
+    def __array__(self, dtype: Any = None) -> np.ndarray[Any, Any]:
+        whole = self.asnumpy()
+        return whole if dtype is None else whole.astype(dtype)
+
+    def __bool__(self) -> bool:
+        return bool(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __repr__(self) -> str:
+        kind = "Parameter of DTensor" if isinstance(self, ms.Parameter) else "DTensor"
+        spec = self._spec
+        local = np.array2string(host_view(self), threshold=20, separator=", ")
+        return (
+            f"{kind}({list(spec.shape)}, {spec.dtype}, {spec.describe_placements()} on mesh {spec.mesh.describe()}, "
+            f"local={local})"
+        )
+
+    __str__ = __repr__
+
+    # Copies ----------------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        from hp_platform_mindspore.module import Parameter
+
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self._is_leaf:
+            raise RuntimeError("only leaf tensors can be deep-copied; this one is the result of an operation")
+        twin = wrap(share(host_view(self).copy()), self._spec)
+        if isinstance(self, ms.Parameter):
+            twin = Parameter(twin, requires_grad=self.requires_grad, name=self.name)
+        elif self._requires_grad:
+            twin.requires_grad_(True)
+        memo[id(self)] = twin
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"a DTensor {self._spec!r} cannot be pickled: it belongs to the ranks of a running job. "
+            "Save a checkpoint, or its full_tensor()."
+        )
+
+
+def wrap(local: Tensor, spec: TensorSpec) -> MindSporeDTensor:
+    """`local` (plain) as a DTensor that shares its storage and its place in the autograd graph."""
+    made = Tensor._make_subclass(MindSporeDTensor, _graph_alias(local))
+    made._spec = spec
+    return made
+
+
+def unwrap(x: Tensor) -> Tensor:
+    """The local data of a DTensor as a plain tensor, in the autograd graph; a plain tensor as it is."""
+    if not isinstance(x, MindSporeDTensor):
+        return x
+    if executor.enable_grad() and x._requires_grad:
+        return Tensor._make_subclass(Tensor, _graph_alias(x))
+    return Tensor.data.__get__(x)
+
+
+def _graph_alias(x: Tensor) -> Tensor:
+    """`x`, or a recorded view of a parameter: another object for a parameter itself would get no gradient."""
+    if not isinstance(x, ms.Parameter):
+        return x
+    if not (executor.enable_grad() and x._requires_grad):
+        return Tensor.data.__get__(x)
+    with NoFallbackGuard():
+        return mint.reshape(x, x._shape)
+
+
+def _unwrapped(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)([_unwrapped(item) for item in value])
+    return unwrap(value) if isinstance(value, DTensor) else value
+
+
+def unwrapping(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """`kernel` on the local data of DTensors among its arguments, lists included."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return kernel(*_unwrapped(args), **{name: _unwrapped(value) for name, value in kwargs.items()})
+
+    return run
+
+
+@unwrapping
+def _getitem(x: Tensor, index: Any) -> Tensor:
+    return x[index]
+
+
+def _copy_(platform: Any, target: MindSporeDTensor, source: Any, *_: Any) -> MindSporeDTensor:
+    if not isinstance(source, MindSporeDTensor):
+        raise MixedOperandsError("copy_ into a DTensor: expected a DTensor, got a plain tensor; distribute it first")
+    if source._spec.mesh != target._spec.mesh or source._spec.placements != target._spec.placements:
+        source = source.redistribute(target.device_mesh, target.placements)
+    platform.copy_(target, source)
+    return target
+
+
+def _whole(x: MindSporeDTensor) -> Tensor:
+    return x._spec.mesh.platform.detach(x.full_tensor())
+
+
+def _local_gradient(x: MindSporeDTensor, value: Tensor) -> Tensor:
+    """`value` (a DTensor, or a local shard) as the local gradient of `x`."""
+    wanted = grad_spec(x._spec)
+    if not isinstance(value, MindSporeDTensor):
+        if tuple(value.shape) != wanted.local_shape:
+            raise PlacementError(
+                f"grad of a DTensor {x._spec!r}: the local gradient must be {list(wanted.local_shape)}, "
+                f"got {list(value.shape)}"
+            )
+        return value
+    have = value._spec
+    if (have.placements, have.mesh, have.shape) != (wanted.placements, wanted.mesh, wanted.shape):
+        raise PlacementError(f"grad of a DTensor: expected {wanted!r}, got {have!r}; redistribute it first")
+    return Tensor.data.__get__(value)
+
+
+def wrap_gradient(x: MindSporeDTensor, local: Tensor) -> MindSporeDTensor:
+    """A local gradient of `x` as a DTensor."""
+    spec = grad_spec(x._spec)
+    if spec.dtype != local.dtype:
+        spec = TensorSpec(spec.mesh, spec.placements, spec.shape, local.dtype)
+    return wrap(local, spec)

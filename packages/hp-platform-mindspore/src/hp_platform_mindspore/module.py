@@ -1,0 +1,111 @@
+"""Modules and parameters: a Cell with `forward`, and parameters that share the storage they are made from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import mindspore as ms
+from mindspore import Tensor, nn
+
+from hp_platform_mindspore import autograd
+
+
+class Module(nn.Cell):
+    """A Cell whose entry point is `forward`. Its parameters go by their place, not by MindSpore's global names."""
+
+    def __init__(self) -> None:
+        super().__init__(auto_prefix=False)
+        # Otherwise the first call renames every parameter and refuses equal names.
+        self._init_flag = True
+        self._is_check_and_refresh = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        autograd.arm()
+        return super().__call__(*args, **kwargs)
+
+    def construct(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"{type(self).__name__} has no forward")
+
+
+class _ParameterMeta(type):
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, ms.Parameter)
+
+    def __call__(cls, tensor: Tensor, requires_grad: bool = True, name: str | None = None) -> ms.Parameter:
+        data = detached(tensor)
+        if type(data) is not Tensor:
+            return ms.Parameter(data, name=name, requires_grad=requires_grad)
+        # mindspore.Parameter copies a plain tensor unless nobody else refers to it.
+        parameter = Tensor.__new__(ms.Parameter._get_base_class(Tensor))
+        Tensor.__init__(parameter, data)
+        parameter.init_mode = None
+        parameter.is_default_input_init = False
+        ms.Parameter.__init__(parameter, data, name, requires_grad)
+        return parameter
+
+
+class Parameter(metaclass=_ParameterMeta):
+    """`Parameter(tensor, requires_grad=True)`: a `mindspore.Parameter` that shares the tensor's storage.
+
+    A DTensor gives a parameter that is a DTensor. Every `mindspore.Parameter` is an instance.
+    """
+
+
+def detached(x: Tensor) -> Tensor:
+    """The same storage with an autograd identity of its own, still a DTensor if `x` is one."""
+    spec = getattr(x, "_spec", None)
+    data = x.data
+    if spec is None:
+        return data
+    from hp_platform_mindspore.dtensor import wrap
+
+    return wrap(data, spec)
+
+
+def named_modules(module: nn.Cell, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Cell]]:
+    """All cells with dotted names, `module` first as "", each once or under each of its names."""
+    seen: set[int] = set()
+    waiting = [("", module)]
+    while waiting:
+        name, cell = waiting.pop()
+        if remove_duplicate and id(cell) in seen:
+            continue
+        seen.add(id(cell))
+        yield name, cell
+        children = [
+            (f"{name}.{key}" if name else key, child) for key, child in cell._cells.items() if child is not None
+        ]
+        waiting += reversed(children)
+
+
+def named_parameters(module: nn.Cell, recurse: bool, remove_duplicate: bool) -> Iterator[tuple[str, Tensor]]:
+    """Parameters with dotted names; what stands in for one during a forward is none."""
+    seen: set[int] = set()
+    for prefix, cell in named_modules(module, remove_duplicate) if recurse else [("", module)]:
+        for name, parameter in cell._params.items():
+            if not isinstance(parameter, ms.Parameter) or (remove_duplicate and id(parameter) in seen):
+                continue
+            seen.add(id(parameter))
+            yield f"{prefix}.{name}" if prefix else name, parameter
+
+
+def named_buffers(module: nn.Cell) -> Iterator[tuple[str, Tensor]]:
+    """Buffers with dotted names, each once."""
+    seen: set[int] = set()
+    for prefix, cell in named_modules(module):
+        for name, buffer in cell._buffers.items():
+            if buffer is not None and id(buffer) not in seen:
+                seen.add(id(buffer))
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def set_parameter(module: nn.Cell, name: str, value: Tensor) -> None:
+    """Replace an own parameter by any tensor; Cell's assignment would write into the parameter instead."""
+    if name not in module._params:
+        owned = ", ".join(module._params) or "none"
+        raise KeyError(f"{type(module).__name__} owns no parameter {name!r}; its own are: {owned}")
+    module._params[name] = value

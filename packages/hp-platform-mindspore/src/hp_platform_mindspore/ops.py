@@ -1,0 +1,123 @@
+"""The `ops` namespace: kernels under the names of `hp_dtensor.ops`, on plain tensors and on DTensors.
+
+An operation on a DTensor goes to hp_dtensor's dispatch under its own name, before MindSpore takes it apart
+into primitives that hide its arguments.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import mindspore as ms
+from mindspore import Tensor
+
+from hp_dtensor.dispatch import dispatch
+from hp_dtensor.dtensor import DTensor
+from hp_dtensor.ops import OP_NAMES
+from hp_platform_mindspore.capabilities import Capabilities
+from hp_platform_mindspore.dtensor import is_local, unwrapping
+from hp_platform_mindspore.kernels import CPU, NATIVE
+
+if TYPE_CHECKING:
+    from hp_platform_mindspore.platform import MindSporePlatform
+
+Function = Callable[..., Any]
+
+
+def build_ops(platform: MindSporePlatform) -> SimpleNamespace:
+    """The namespace of a platform, from the kernels that its device has."""
+    kernels = kernels_of(platform.capabilities)
+    return SimpleNamespace(**{name: _intercepting(platform, name, kernels[name]) for name in OP_NAMES})
+
+
+def kernels_of(capabilities: Capabilities) -> dict[str, Function]:
+    """Every operation on plain tensors; those without a bfloat16 kernel compute bfloat16 in float32."""
+    kernels = NATIVE if capabilities.native_operations else CPU
+    direct = capabilities.bfloat16_operations
+    if direct is None:
+        return kernels
+    return {name: kernel if name in direct else _through_float32(kernel) for name, kernel in kernels.items()}
+
+
+def _through_float32(kernel: Function) -> Function:
+    """`kernel` computed in float32 and rounded to bfloat16 where an argument is bfloat16.
+
+    That is what the CPU does for bfloat16 where it has kernels, too.
+    """
+
+    @functools.wraps(kernel)
+    def computed(*args: Any, **kwargs: Any) -> Any:
+        if not any(isinstance(x, Tensor) and x.dtype == ms.bfloat16 for x in args):
+            return kernel(*args, **kwargs)
+        result = kernel(*[_cast(x, ms.bfloat16, ms.float32) for x in args], **kwargs)
+        if isinstance(result, tuple):
+            return tuple(_cast(x, ms.float32, ms.bfloat16) for x in result)
+        return _cast(result, ms.float32, ms.bfloat16)
+
+    return computed
+
+
+def _cast(x: Any, source: Any, target: Any) -> Any:
+    return x.astype(target) if isinstance(x, Tensor) and x.dtype == source else x
+
+
+def _intercepting(platform: MindSporePlatform, name: str, kernel: Function) -> Function:
+    local = unwrapping(kernel)
+    adapt = _ADAPTED.get(name)
+
+    @functools.wraps(kernel)
+    def operation(*args: Any, **kwargs: Any) -> Any:
+        if not (any(map(_is_distributed, args)) or (kwargs and any(map(_is_distributed, kwargs.values())))):
+            return kernel(*args, **kwargs)
+        if is_local():
+            return local(*args, **kwargs)
+        if adapt is not None:
+            return dispatch(platform, name, *adapt(local, *args, **kwargs))
+        return dispatch(platform, name, local, args, kwargs)
+
+    return operation
+
+
+def _is_distributed(value: Any) -> bool:
+    if isinstance(value, DTensor):
+        return True
+    return isinstance(value, (list, tuple)) and any(isinstance(item, DTensor) for item in value)
+
+
+# Where the sharding rule has torch's full argument list and `ops` a shorter one.
+
+Adapted = tuple[Function, tuple[Any, ...], dict[str, Any]]
+
+
+def _rms_norm(run: Function, x: Any, weight: Any, eps: float) -> Adapted:
+    return lambda x, shape, weight, eps: run(x, weight, eps), (x, (x.shape[-1],), weight, eps), {}
+
+
+def _argsort(run: Function, x: Any, dim: int = -1, stable: bool = True, descending: bool = False) -> Adapted:
+    return run, (x, dim), {"stable": stable, "descending": descending}
+
+
+def _bincount(run: Function, x: Any, minlength: int) -> Adapted:
+    return run, (x,), {"minlength": minlength}
+
+
+def _cross_entropy(run: Function, logits: Any, targets: Any, reduction: str = "mean") -> Adapted:
+    return run, (logits, targets), {"reduction": reduction}
+
+
+def _attention(
+    run: Function, query: Any, key: Any, value: Any, is_causal: bool = False, enable_gqa: bool = False
+) -> Adapted:
+    return run, (query, key, value), {"is_causal": is_causal, "enable_gqa": enable_gqa}
+
+
+_ADAPTED: dict[str, Callable[..., Adapted]] = {
+    "rms_norm": _rms_norm,
+    "argsort": _argsort,
+    "bincount": _bincount,
+    "cross_entropy": _cross_entropy,
+    "scaled_dot_product_attention": _attention,
+}

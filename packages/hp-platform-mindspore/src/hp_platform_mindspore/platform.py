@@ -1,0 +1,301 @@
+"""`MindSporePlatform`: what hp_dtensor needs of a framework, in terms of MindSpore in PyNative mode."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, mint, nn
+from mindspore.common.hook_handle import HookHandle
+from mindspore.graph.api import _pynative_executor as executor
+
+from hp_dtensor.exceptions import PlatformError
+from hp_dtensor.platform import Platform, Removable
+from hp_dtensor.spec import TensorSpec
+from hp_dtensor.world import World
+from hp_platform_mindspore import autograd, dtensor, module
+from hp_platform_mindspore.capabilities import ASCEND, CPU, Capabilities
+from hp_platform_mindspore.groups import MindSporeWorld
+from hp_platform_mindspore.memory import DTYPES, FLOATING, HOST_DTYPES, NAMES, copy, host_view, numbers, share, store
+from hp_platform_mindspore.ops import build_ops
+
+Removable.register(HookHandle)
+
+
+class MindSporePlatform(Platform):
+    """MindSpore on CPU or Ascend.
+
+    `HP_DEVICE` (`cpu`, `npu`) limits it to one kind of device where it could use several.
+
+    Attributes:
+        capabilities: what MindSpore can do on this process's device.
+    """
+
+    name = "mindspore"
+    Tensor = Tensor
+    Parameter = module.Parameter
+    Module = module.Module
+    DTensor = dtensor.MindSporeDTensor
+
+    def __init__(self) -> None:
+        self.capabilities = _choose_device()
+        self.device_types = ("cpu",) if self.capabilities is CPU else (self.capabilities.device_type, "cpu")
+        self.ops = build_ops(self)
+        autograd.arm()
+
+    # Processes -------------------------------------------------------------------------------------------
+
+    def connect(self, rank: int, size: int, address: str, timeout_seconds: float = 300.0, local_rank: int = 0) -> World:
+        """See `Platform.connect`.
+
+        On CPU a collective fails on the other ranks within `timeout_seconds` when one has died, or
+        `MS_CPU_COMM_OP_TIMEOUT` if that is set.
+
+        Raises:
+            PlatformError: this process has joined a job before (MindSpore can do that once), or the job cannot
+                be joined.
+        """
+        if self.world is not None:
+            raise PlatformError(
+                f"this process is already rank {self.world.rank} of a job of {self.world.size}; disconnect() first"
+            )
+        self.world = MindSporeWorld.join(self, rank, size, address, timeout_seconds, local_rank)
+        return self.world
+
+    def disconnect(self) -> None:
+        world, self.world = self.world, None
+        if world is not None:
+            world.close()
+
+    def environment(self, local_rank: int, local_size: int) -> dict[str, str]:
+        """Errors only in the log, and the cores of this machine divided among its ranks, unless set by the user."""
+        threads = max(1, len(os.sched_getaffinity(0)) // max(1, local_size))
+        wanted = {"GLOG_v": "3", "OMP_NUM_THREADS": str(threads)}
+        return {name: value for name, value in wanted.items() if name not in os.environ}
+
+    def collective_dtypes(self, reducing: bool) -> tuple[str, ...]:
+        return self.capabilities.reduced_dtypes if reducing else self.capabilities.moved_dtypes
+
+    def rank_state(self) -> tuple[bool, bool]:
+        return executor.grad_flag(), executor.enable_grad()
+
+    def set_rank_state(self, state: tuple[bool, bool]) -> None:
+        grad_flag, enabled = state
+        executor.set_grad_flag(grad_flag)
+        executor.set_enable_grad(enabled)
+
+    # Dtypes and plain tensors ----------------------------------------------------------------------------
+
+    def dtype(self, name: str) -> Any:
+        if name not in DTYPES:
+            raise ValueError(f"dtype {name!r} is unknown; expected one of {', '.join(DTYPES)}")
+        return DTYPES[name]
+
+    def dtype_name(self, dtype: Any) -> str:
+        if dtype not in NAMES:
+            raise ValueError(f"{dtype} has no counterpart on other platforms; expected one of {', '.join(DTYPES)}")
+        return NAMES[dtype]
+
+    def itemsize(self, dtype: Any) -> int:
+        return HOST_DTYPES[dtype].itemsize
+
+    def is_floating(self, dtype: Any) -> bool:
+        return dtype in FLOATING
+
+    def empty(self, shape: Sequence[int], dtype: Any, device: Any = None) -> Tensor:
+        return mint.empty(tuple(shape), dtype=dtype)
+
+    def zeros(self, shape: Sequence[int], dtype: Any, device: Any = None) -> Tensor:
+        return mint.zeros(tuple(shape), dtype=dtype)
+
+    def from_numpy(self, array: np.ndarray, device: Any = None) -> Tensor:
+        return share(array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("=")))
+
+    def to_numpy(self, x: Tensor) -> np.ndarray:
+        if self.capabilities.host_memory:
+            return host_view(x)
+        host = dtensor.unwrap(x).asnumpy()
+        return host.view(np.uint16) if x.dtype == ms.bfloat16 else host
+
+    def from_bits(self, array: np.ndarray, dtype: Any, device: Any = None) -> Tensor:
+        wanted = HOST_DTYPES[dtype]
+        if array.dtype.itemsize != wanted.itemsize:
+            raise ValueError(
+                f"from_bits: {array.dtype} has {array.dtype.itemsize} bytes per element, {dtype} has {wanted.itemsize}"
+            )
+        return share(np.require(array, requirements="C").view(wanted), dtype)
+
+    def copy_(self, target: Tensor, source: Tensor) -> None:
+        if math.prod(target._shape) != math.prod(source._shape):
+            raise ValueError(f"copy_: expected a source of shape {list(target._shape)}, got {list(source._shape)}")
+        if self.capabilities.host_memory:
+            copy(target, source)
+        else:
+            with autograd.GradMode(False), dtensor.LocalOperations():
+                target.copy_(mint.reshape(source, target._shape))
+
+    def contiguous(self, x: Tensor) -> Tensor:
+        return x if x.is_contiguous() else x.contiguous()
+
+    def detach(self, x: Tensor) -> Tensor:
+        return module.detached(x)
+
+    def device_of(self, x: Tensor) -> str:
+        return "cpu" if x.device.startswith("CPU") else self.capabilities.device_type
+
+    def is_meta(self, x: Tensor) -> bool:
+        return bool(x.has_init) or bool(x.is_meta)
+
+    # Autograd --------------------------------------------------------------------------------------------
+
+    def linear_map(
+        self, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        return autograd.linear_map(x, forward, backward)
+
+    def custom_function(self, forward: Callable[..., Any], backward: Callable[..., Any], *inputs: Tensor) -> Any:
+        return autograd.custom_function(forward, backward, *inputs)
+
+    def backward(self, loss: Tensor, gradient: Tensor | None = None, retain_graph: bool = False) -> None:
+        local = None if gradient is None else dtensor.unwrap(gradient)
+        autograd.backward(_in_graph(loss), local, retain_graph)
+
+    def grad(
+        self,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        output_grads: Sequence[Tensor | None] | None = None,
+    ) -> list[Tensor | None]:
+        given = None if output_grads is None else [None if g is None else dtensor.unwrap(g) for g in output_grads]
+        found = autograd.grad([_in_graph(y) for y in outputs], inputs, given)
+        return [
+            g if g is None or not isinstance(x, dtensor.MindSporeDTensor) else dtensor.wrap_gradient(x, g)
+            for x, g in zip(inputs, found, strict=True)
+        ]
+
+    def no_grad(self) -> AbstractContextManager[None]:
+        return autograd.GradMode(False)
+
+    def enable_grad(self) -> AbstractContextManager[None]:
+        return autograd.GradMode(True)
+
+    def is_grad_enabled(self) -> bool:
+        return executor.enable_grad()
+
+    def requires_grad(self, x: Tensor) -> bool:
+        return x._requires_grad
+
+    def is_leaf(self, x: Tensor) -> bool:
+        return x._is_leaf
+
+    def set_requires_grad(self, x: Tensor, flag: bool) -> None:
+        if isinstance(x, ms.Parameter):
+            x.requires_grad = flag
+        else:
+            x.requires_grad_(flag)
+
+    def get_grad(self, x: Tensor) -> Tensor | None:
+        return x.grad if isinstance(x, dtensor.MindSporeDTensor) else x._grad
+
+    def set_grad(self, x: Tensor, grad: Tensor | None) -> None:
+        if isinstance(x, dtensor.MindSporeDTensor):
+            x.grad = grad
+        else:
+            x._grad = grad
+
+    # DTensor ---------------------------------------------------------------------------------------------
+
+    def wrap(self, local: Tensor, spec: TensorSpec) -> Tensor:
+        return dtensor.wrap(local, spec)
+
+    def local_shape(self, x: Tensor) -> tuple[int, ...]:
+        return tuple(x._shape)
+
+    def unwrap(self, x: Tensor) -> Tensor:
+        return dtensor.unwrap(x)
+
+    def local_op(self) -> AbstractContextManager[None]:
+        return dtensor.LocalOperations()
+
+    # Many tensors at once --------------------------------------------------------------------------------
+
+    def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
+        if not self.capabilities.host_memory:
+            return super().sum_of_squares(tensors)
+        flat = [numbers(x).reshape(-1).astype(np.float32, copy=False) for x in tensors]
+        return share(np.asarray(sum((np.dot(x, x) for x in flat), np.float32(0)), np.float32))
+
+    def scale_(self, tensors: Sequence[Tensor], factor: Tensor) -> None:
+        if not self.capabilities.host_memory:
+            return super().scale_(tensors, factor)
+        scale = numbers(factor)
+        # Gradients of reshaped leaves that were added share their memory.
+        for x in {x.data_ptr(): x for x in tensors}.values():
+            scaled = numbers(x) * scale.astype(np.float32 if x.dtype == ms.bfloat16 else HOST_DTYPES[x.dtype])
+            store(x, scaled)
+
+    # Modules ---------------------------------------------------------------------------------------------
+
+    def named_modules(self, module_: nn.Cell) -> Iterator[tuple[str, nn.Cell]]:
+        return module.named_modules(module_)
+
+    def named_parameters(
+        self, module_: nn.Cell, recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        return module.named_parameters(module_, recurse, remove_duplicate)
+
+    def set_parameter(self, module_: nn.Cell, name: str, value: Tensor) -> None:
+        module.set_parameter(module_, name, value)
+
+    def named_buffers(self, module_: nn.Cell) -> Iterator[tuple[str, Tensor]]:
+        return module.named_buffers(module_)
+
+    def add_forward_pre_hook(
+        self,
+        module_: nn.Cell,
+        hook: Callable[[nn.Cell, tuple, dict], tuple[tuple, dict] | None],
+        prepend: bool = False,
+    ) -> Removable:
+        return module_.register_forward_pre_hook(hook, prepend=prepend, with_kwargs=True)
+
+    def add_forward_hook(
+        self,
+        module_: nn.Cell,
+        hook: Callable[[nn.Cell, tuple, dict, Any], Any],
+        prepend: bool = False,
+    ) -> Removable:
+        return module_.register_forward_hook(hook, prepend=prepend, with_kwargs=True)
+
+    # Randomness, time and memory -------------------------------------------------------------------------
+
+    def manual_seed(self, seed: int) -> None:
+        ms.set_seed(seed % 2**32)
+        mint.manual_seed(seed)
+
+    def synchronize(self) -> None:
+        ms.runtime.synchronize()
+
+
+def _in_graph(x: Tensor) -> Tensor:
+    with autograd.GradMode(True):
+        return dtensor.unwrap(x)
+
+
+def _choose_device() -> Capabilities:
+    usable = {"cpu": CPU}
+    if ms.device_context.ascend.is_available():
+        usable = {ASCEND.device_type: ASCEND, **usable}
+    wanted = os.environ.get("HP_DEVICE") or next(iter(usable))
+    if wanted not in usable:
+        raise PlatformError(f"HP_DEVICE is {wanted!r}, but mindspore can use here only: {', '.join(usable)}")
+    capabilities = usable[wanted]
+    ms.set_device(capabilities.target)
+    if capabilities is CPU:
+        # On CPU asynchronous launches are slower, and a failing kernel corrupts the interpreter.
+        ms.runtime.launch_blocking()
+    return capabilities
