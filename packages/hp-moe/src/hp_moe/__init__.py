@@ -11,8 +11,8 @@ from hp_moe.dispatch import (
 from hp_moe.exceptions import ExpertParallelError, MoEConfigError
 from hp_moe.experts import GroupedExperts
 from hp_moe.feed_forward import FeedForward
-from hp_moe.grouped_matmul import GroupSizes, grouped_matmul, loop_grouped_matmul
 from hp_moe.moe import MoE
+from hp_moe.products import GroupSizes, grouped_matmul, loop_grouped_matmul
 from hp_moe.router import Routing, TokenChoiceTopKRouter
 from hp_moe.styles import (
     BaseExpertParallel,

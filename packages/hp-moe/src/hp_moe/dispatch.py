@@ -15,8 +15,8 @@ from hp_dtensor.placements import Shard
 from hp_dtensor.platform import Platform
 from hp_dtensor.world import ProcessGroup
 from hp_moe.exceptions import ExpertParallelError
-from hp_moe.grouped_matmul import GroupSizes
 from hp_moe.plugins import plugin_manager
+from hp_moe.products import GroupSizes
 from hp_moe.router import Routing, count_keys
 from hp_moe.row_copies import RowCopies
 

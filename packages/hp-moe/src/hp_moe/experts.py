@@ -9,7 +9,7 @@ from hp_dtensor.dtensor import DTensor
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Partial
 from hp_moe.dispatch import LocalDispatcher, TokenDispatcher
-from hp_moe.grouped_matmul import GroupSizes, grouped_matmul
+from hp_moe.products import GroupSizes, grouped_matmul
 from hp_moe.router import Routing
 
 Tensor = Any

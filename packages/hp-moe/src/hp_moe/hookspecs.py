@@ -9,7 +9,7 @@ import pluggy
 if TYPE_CHECKING:
     from hp_dtensor.platform import Platform
     from hp_moe.dispatch import DispatcherRegistry
-    from hp_moe.grouped_matmul import GroupedMatmul
+    from hp_moe.products import GroupedMatmul
 
 hookspec = pluggy.HookspecMarker("hp")
 

@@ -1,0 +1,65 @@
+"""Dispatchers by name, and platforms' products, come through hooks; none of it needs a framework."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+import hp_moe.dispatch
+import hp_moe.products
+from hp_dtensor.plugins import create_plugin_manager, hookimpl
+from hp_moe import DispatcherRegistry, ExpertParallelError, hookspecs, loop_grouped_matmul
+
+
+@pytest.fixture
+def manager(monkeypatch):
+    """A manager without the plugins of this environment, in place of the real one."""
+    monkeypatch.setenv("HP_LOAD_PLUGINS", "")
+    manager = create_plugin_manager("hp_moe", hookspecs)
+    caches = (hp_moe.products._implementation, hp_moe.dispatch.dispatchers)
+    for module in (hp_moe.products, hp_moe.dispatch):
+        monkeypatch.setattr(module, "plugin_manager", lambda: manager)
+    for cache in caches:
+        cache.cache_clear()
+    yield manager
+    for cache in caches:
+        cache.cache_clear()
+
+
+def test_a_plugin_answers_for_its_platform_only(manager):
+    def product(x, weight, sizes):
+        return "product"
+
+    class Plugin:
+        @hookimpl
+        def hp_grouped_matmul(self, platform):
+            return product if platform.name == "mine" else None
+
+    manager.register(Plugin())
+    mine, other = SimpleNamespace(name="mine"), SimpleNamespace(name="other")
+    find = hp_moe.products._implementation.__wrapped__
+    assert find(mine) is product
+    assert find(other) is loop_grouped_matmul
+
+
+def test_a_plugin_adds_a_dispatcher(manager):
+    class Plugin:
+        @hookimpl
+        def hp_token_dispatcher(self, registry):
+            registry.add("echo", lambda group, num_experts: (group, num_experts))
+
+    manager.register(Plugin())
+    assert hp_moe.dispatch.dispatchers().build("echo", "the group", 8) == ("the group", 8)
+
+
+def test_an_unknown_dispatcher_names_those_there_are(manager):
+    with pytest.raises(ExpertParallelError, match="no token dispatcher is called 'deep'; known: all_to_all"):
+        hp_moe.dispatch.dispatchers().build("deep", None, 8)
+
+
+def test_a_name_is_taken_once():
+    registry = DispatcherRegistry()
+    registry.add("one", lambda group, num_experts: None)
+    with pytest.raises(ExpertParallelError, match="'one' is registered already"):
+        registry.add("one", lambda group, num_experts: None)
