@@ -36,7 +36,8 @@ class _Memory:
         self.__array_interface__ = {
             "data": (x.data_ptr(), False),
             "shape": x._shape,
-            "strides": x.strides,
+            # `strides` is that of the shape, whatever the view; `stride()` counts elements.
+            "strides": tuple(step * HOST_DTYPES[x.dtype].itemsize for step in x.stride()),
             "typestr": HOST_DTYPES[x.dtype].str,
             "version": 3,
         }
