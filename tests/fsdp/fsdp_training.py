@@ -15,7 +15,9 @@ from hp_dtensor import nn
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.init import Normal, init_parameters
 from hp_dtensor.mesh import init_device_mesh
+from hp_dtensor.placements import Replicate
 from hp_dtensor.selection import get_platform
+from hp_dtensor.styles import ColwiseParallel, RowwiseParallel, parallelize_module
 from hp_dtensor.world import current_world, record_collectives
 from hp_fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -76,6 +78,7 @@ class Case:
 
     Attributes:
         mesh: sizes of (shard,) or (replicate, shard).
+        tp: ranks over which the matrices of blocks are cut before; they see the same samples.
         frozen: name parts of parameters that require no gradient.
         branch_ranks: ranks whose loss uses the branch; None: there is no branch.
         accumulate: micro-batches per step.
@@ -85,6 +88,7 @@ class Case:
     """
 
     mesh: tuple[int, ...]
+    tp: int = 1
     steps: int = 5
     num_blocks: int = 3
     tied: bool = False
@@ -100,8 +104,12 @@ class Case:
     policy: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def size(self) -> int:
+    def num_data_ranks(self) -> int:
         return int(numpy.prod(self.mesh))
+
+    @property
+    def size(self) -> int:
+        return self.num_data_ranks * self.tp
 
 
 @dataclass
@@ -163,17 +171,25 @@ def micro_loss(platform, model, case, rank, step, micro):
     logits = model(inputs, use) if case.branch_ranks is not None else model(inputs)
     flat = platform.ops.cast(platform.ops.reshape(logits, (-1, VOCABULARY)), platform.dtype("float32"))
     loss = platform.ops.cross_entropy(flat, platform.ops.reshape(targets, (-1,)))
-    ranks = case.size if case.gradient_sum else 1
+    ranks = case.num_data_ranks if case.gradient_sum else 1
     return platform.ops.div(loss, case.accumulate * ranks)
 
 
 def train_sharded(case: Case) -> Result:
     """On every rank of the current world."""
     platform = get_platform()
-    rank = current_world(platform).rank
+    rank = current_world(platform).rank // case.tp
     names = ("shard",) if len(case.mesh) == 1 else ("replicate", "shard")
-    mesh = init_device_mesh("cpu", case.mesh, mesh_dim_names=names, platform=platform)
-    model = shard(build(platform, case), mesh, case)
+    world = init_device_mesh("cpu", (*case.mesh, case.tp), mesh_dim_names=(*names, "tp"), platform=platform)
+    model = build(platform, case)
+    if case.tp > 1:
+        cut = {
+            "blocks.*.up": ColwiseParallel(),
+            "blocks.*.down": RowwiseParallel(use_local_output=True),
+            "head": ColwiseParallel(output_layouts=Replicate(), use_local_output=True),
+        }
+        parallelize_module(model, world["tp"], cut)
+    model = shard(model, world[names], case)
     before = dict(platform.named_parameters(model))
     step, result = AdamW(platform), Result()
     for index in range(case.steps):
@@ -202,11 +218,11 @@ def train_reference(case: Case) -> Result:
     step, result = AdamW(platform), Result()
     for index in range(case.steps):
         for micro in range(case.accumulate):
-            for rank in range(case.size):
+            for rank in range(case.num_data_ranks):
                 loss = micro_loss(platform, model, case, rank, index, micro)
                 if rank == 0:
                     result.losses.append(float(platform.to_numpy(loss)))
-                platform.backward(loss if case.gradient_sum else platform.ops.div(loss, case.size))
+                platform.backward(loss if case.gradient_sum else platform.ops.div(loss, case.num_data_ranks))
         result.grads = whole_grads(platform, model)
         step(model)
     result.weights = {name: whole(platform, p) for name, p in platform.named_parameters(model)}

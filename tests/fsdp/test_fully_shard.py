@@ -35,6 +35,9 @@ CASES = {
     "list of modules": Case((3,), group_list=True),
     "sum over ranks": Case((2, 2), gradient_sum=True),
     "kept after forward": Case((2,), reshard_after_forward=False),
+    "tensor parallel": Case((2,), tp=2),
+    "uneven shards of uneven tensor parallel": Case((3,), tp=2, accumulate=3, sync="last"),
+    "tensor parallel, replicas": Case((2, 2), tp=3),
     "root freed too": Case((2,), reshard_after_forward=True, tied=True),
 }
 

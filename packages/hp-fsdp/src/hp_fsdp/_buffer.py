@@ -28,6 +28,7 @@ class ManagedParameter:
         owners: every (module, attribute) that holds it.
         sharded: the DTensor parameter that users and optimizers see; the same object for ever.
         full_spec: the spec in computation, of a parameter that was a DTensor already.
+        view: the plain full parameter.
         leaf: the unsharded parameter outside the graph of a forward: without gradients, and for recomputation.
         start: of this rank's piece in the shard, in elements.
         local_shape: of that piece.
@@ -37,6 +38,7 @@ class ManagedParameter:
     owners: list[tuple[Module, str]]
     sharded: Tensor
     full_spec: TensorSpec | None
+    view: Tensor
     leaf: Tensor
     start: int
     local_shape: tuple[int, ...]
@@ -70,7 +72,7 @@ class FlatBuffer:
         # One shard without a cast is the full buffer: nothing to gather, nothing to free.
         self.is_whole = layout.num_shards == 1 and self.param_dtype == self.dtype
         self.full = self.shard if self.is_whole else self.new_buffer(layout.numel, self.param_dtype)
-        self._gather_target = storage.view(self.full, 0, (layout.numel,))
+        self._gather_target = storage.gather_target(self.full)
         self.parameters = [self._manage(index, original, mesh) for index, original in enumerate(originals)]
         if not self.is_whole:
             storage.release(self.full)
@@ -102,13 +104,14 @@ class FlatBuffer:
         start, _ = self.layout.piece(index, self.shard_group.rank)
         requires_grad = self.platform.requires_grad(original.tensor)
         local = self.storage.part(self.shard, start, spec.local_shape)
-        leaf = self.storage.view(self.full, self.layout.offsets[index], original.local_shape)
-        if original.spec is not None:
-            leaf = self.platform.wrap(leaf, original.spec)
+        view = self.storage.view(self.full, self.layout.offsets[index], original.local_shape)
+        leaf = view if original.spec is None else self.platform.wrap(view, original.spec)
         self.platform.set_requires_grad(leaf, requires_grad)
         sharded = self.storage.parameter(local, spec, requires_grad)
         setattr(original.tensor, TAKEN_ATTRIBUTE, original.name)
-        return ManagedParameter(original.name, original.owners, sharded, original.spec, leaf, start, spec.local_shape)
+        return ManagedParameter(
+            original.name, original.owners, sharded, original.spec, view, leaf, start, spec.local_shape
+        )
 
     # Gathering -------------------------------------------------------------------------------------------
 
@@ -157,8 +160,7 @@ class FlatBuffer:
         self, token: Tensor, indices: Sequence[int], backward: Callable[[Gradients], None]
     ) -> tuple[Tensor, list[Tensor]]:
         """The autograd node over the parameters `indices`: (next token, all unsharded parameters)."""
-        unwrap = self.platform.unwrap
-        views = [unwrap(self.parameters[i].leaf) for i in indices]
+        views = [self.parameters[i].view for i in indices]
         token, outputs = self.storage.gather_node(token, views, backward)
         unsharded = [parameter.leaf for parameter in self.parameters]
         for index, output in zip(indices, outputs, strict=True):

@@ -36,6 +36,14 @@ class ForwardPass:
             self.left.remove(group)
         self.left.append(group)
 
+    def after(self, group: ParameterGroup) -> list[ParameterGroup]:
+        """Groups whose forwards began and ended after this one's, the last first: so backward meets them."""
+        if group not in self.left:
+            return []
+        began = self.used.index(group)
+        later = reversed(self.left[self.left.index(group) + 1 :])
+        return [other for other in later if self.used.index(other) > began]
+
 
 class BackwardRun:
     """One backward: which passes it goes through and which of their groups it has reached."""
@@ -179,6 +187,22 @@ class Context:
         run = self._begin_backward()
         if (group, forward_pass) in run.reached:
             return
+        if forward_pass is not None and self.is_last_backward:
+            for other in forward_pass.after(group):
+                if (other, forward_pass) not in run.reached:
+                    self._pass_over(other, forward_pass, run)
+        self._enter_backward(group, forward_pass, run)
+
+    def _pass_over(self, group: ParameterGroup, forward_pass: ForwardPass, run: BackwardRun) -> None:
+        """The loss of this rank does not use a group; those of others may, so it takes part all the same."""
+        self._enter_backward(group, forward_pass, run)
+        record = next((record for record in forward_pass.records if record.group is group), None)
+        if record is None:
+            self._free_after_backward(group)
+        else:
+            self._complete_with_zeros(record)
+
+    def _enter_backward(self, group: ParameterGroup, forward_pass: ForwardPass | None, run: BackwardRun) -> None:
         run.reached.add((group, forward_pass))
         group.unshard()
         if not group.exposed:
@@ -210,6 +234,8 @@ class Context:
         collectives as the others, in the same order.
         """
         group = record.group
+        if buffer not in record.waiting and all(grad is None for grad in grads):
+            return  # passed over already
         self._reach(group, record.forward_pass)  # type: ignore[arg-type]
         buffer.collect(record.indices[buffer], grads)
         if buffer in record.waiting:
@@ -244,8 +270,11 @@ class Context:
         """Groups that the loss does not reach even through the token, because it bypasses the root's output."""
         for forward_pass in run.passes:
             for record in reversed(forward_pass.records):
-                for buffer in list(record.waiting):
-                    self._complete(record, buffer, [None] * len(record.indices[buffer]))
+                self._complete_with_zeros(record)
+
+    def _complete_with_zeros(self, record: GatherRecord) -> None:
+        for buffer in list(record.waiting):
+            self._complete(record, buffer, [None] * len(record.indices[buffer]))
 
     def reset(self) -> None:
         """Back to the resting state after an exception in forward or backward; unreduced gradients are lost."""

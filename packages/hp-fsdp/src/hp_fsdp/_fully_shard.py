@@ -10,7 +10,7 @@ from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.platform import Platform
 from hp_fsdp._buffer import FlatBuffer
 from hp_fsdp._group import ParameterGroup
-from hp_fsdp._hooks import ModuleState, states_below
+from hp_fsdp._hooks import ModuleState, state_of, states_below
 from hp_fsdp._parameters import STATE_ATTRIBUTE, Original, collect, problems_of
 from hp_fsdp.exceptions import FullyShardError
 from hp_fsdp.layout import plan_buffers
@@ -53,7 +53,7 @@ def fully_shard(
         FullyShardError: listing every problem of mesh, modules and parameters; nothing has been changed.
         CapabilityError: the platform cannot compute in the policy's dtypes.
     """
-    modules = list(module) if isinstance(module, (list, tuple)) else [module]
+    modules: list[Any] = list(module) if isinstance(module, (list, tuple)) else [module]
     _check_mesh(mesh)
     platform = mesh.platform
     _check_modules(platform, modules)
@@ -129,7 +129,7 @@ def _check_modules(platform: Platform, modules: Sequence[Module]) -> None:
         if not isinstance(module, platform.Module):
             expected = f"a module of platform {platform.name!r}"
             problems.append(f"{where}: expected {expected}, got {type(module).__name__}")
-        elif STATE_ATTRIBUTE in module.__dict__:
+        elif state_of(module) is not None:
             problems.append(f"{where}: {type(module).__name__} has been through fully_shard already")
     if len({id(module) for module in modules}) != len(modules):
         problems.append("module: the list names a module twice")
@@ -274,7 +274,7 @@ def register_fsdp_forward_method(module: Module, name: str) -> None:
 
 
 def _state_of(module: Module) -> ModuleState:
-    state: ModuleState | None = getattr(module, "__dict__", {}).get(STATE_ATTRIBUTE)
+    state = state_of(module)
     if state is None:
         raise FullyShardError(f"{type(module).__name__} has not been through fully_shard")
     return state

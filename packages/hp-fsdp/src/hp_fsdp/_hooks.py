@@ -16,6 +16,8 @@ from hp_fsdp.storage import ParameterStorage
 Tensor = Any
 Module = Any
 DType = Any
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
 
 
 class ModuleState:
@@ -95,8 +97,14 @@ class ModuleState:
 
 def states_below(platform: Platform, module: Module) -> list[ModuleState]:
     """The states of `module` and the modules below it, each once, outer ones first."""
-    found = (module.__dict__.get(STATE_ATTRIBUTE) for _, module in platform.named_modules(module))
+    found = (state_of(each) for _, each in platform.named_modules(module))
     return list(dict.fromkeys(state for state in found if state is not None))
+
+
+def state_of(module: Any) -> ModuleState | None:
+    """The state that `fully_shard` has put on a module itself, if it has."""
+    found: ModuleState | None = getattr(module, "__dict__", {}).get(STATE_ATTRIBUTE)
+    return found
 
 
 def _replace(tree: Any, tensor_type: type, old: list[Tensor], new: list[Tensor]) -> Any:

@@ -91,14 +91,14 @@ def collect(platform: Platform, modules: Sequence[Module], ignored: Collection[T
     return list(found.values())
 
 
-def _own_modules(platform: Platform, root: Module) -> list[tuple[str, Module]]:
+def _own_modules(platform: Platform, root: Any) -> list[tuple[str, Any]]:
     """`root` and the modules below it that are not below another sharded module."""
     pruned: list[str] = []
     own = []
     for name, module in platform.named_modules(root):
         if any(name.startswith(prefix) for prefix in pruned):
             continue
-        if module is not root and STATE_ATTRIBUTE in module.__dict__:
+        if module is not root and STATE_ATTRIBUTE in vars(module):
             pruned.append(f"{name}.")
             continue
         own.append((name, module))

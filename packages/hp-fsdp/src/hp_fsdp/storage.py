@@ -34,6 +34,10 @@ class ParameterStorage(ABC):
         """A leaf over part of a buffer, to compute with: it follows `release` and `refill`, and writing to
         the buffer does not make autograd believe that it has changed."""
 
+    def gather_target(self, buffer: Tensor) -> Tensor:
+        """The whole buffer as what an all-gather fills; see `view`."""
+        return self.view(buffer, 0, (buffer.shape[0],))
+
     @abstractmethod
     def part(self, buffer: Tensor, start: int, shape: Sequence[int]) -> Tensor:
         """A leaf over part of a buffer that is never released, to read and to write in place."""

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from hp_dtensor.spec import TensorSpec
 from hp_fsdp.storage import Gradients, ParameterStorage
-from hp_platform_torch.dtensor import LocalOperations, adopt
+from hp_platform_torch.dtensor import LocalOperations, TorchDTensor, adopt
 
 Tensor = torch.Tensor
 
@@ -94,11 +94,16 @@ class TorchParameterStorage(ParameterStorage):
     def gather_node(
         self, token: Tensor, views: Sequence[Tensor], backward: Callable[[Gradients], None]
     ) -> tuple[Tensor, list[Tensor]]:
-        token, *outputs = _Gather.apply(token, backward, *views)
+        token, *outputs = _Gather.apply(token, backward, views)
         return token, outputs
 
     def join(self, token: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return list(_Join.apply(token, *tensors))
+        with LocalOperations():
+            joined = _Join.apply(token, *tensors)
+        for before, after in zip(tensors, joined, strict=True):
+            if isinstance(before, TorchDTensor):
+                adopt(after, before._spec)
+        return list(joined)
 
     def on_gradient(self, tensor: Tensor, hook: Callable[[], None]) -> None:
         with LocalOperations():
@@ -112,10 +117,10 @@ class TorchParameterStorage(ParameterStorage):
 
 
 class _Gather(torch.autograd.Function):
-    """The token and the views in, the next token and the unsharded parameters out."""
+    """The token in, the next token and the unsharded parameters out."""
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, backward: Callable[[Gradients], None], *views: Tensor) -> Any:
+    def forward(ctx: Any, token: Tensor, backward: Callable[[Gradients], None], views: Sequence[Tensor]) -> Any:
         ctx.set_materialize_grads(False)
         ctx.complete = backward
         return token.detach(), *(view.detach() for view in views)
@@ -125,7 +130,7 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, token: Tensor | None, *grads: Tensor | None) -> Any:
         with torch.no_grad(), LocalOperations():
             ctx.complete(grads)
-        return (None,) * (2 + len(grads))
+        return None, None, None
 
 
 class _Join(torch.autograd.Function):

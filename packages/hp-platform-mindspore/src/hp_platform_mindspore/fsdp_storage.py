@@ -1,0 +1,159 @@
+"""Flat buffers and their autograd nodes on MindSpore."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, mint
+from mindspore.common._grad_function import _Function
+from mindspore.graph.api import _pynative_executor as executor
+
+from hp_dtensor.exceptions import CapabilityError
+from hp_dtensor.platform import Platform
+from hp_dtensor.spec import TensorSpec
+from hp_fsdp.storage import Gradients, ParameterStorage
+from hp_platform_mindspore.autograd import GradMode, arm
+from hp_platform_mindspore.dtensor import MindSporeDTensor, unwrap, wrap
+from hp_platform_mindspore.memory import host_view, share
+
+
+class MindSporeParameterStorage(ParameterStorage):
+    """See `ParameterStorage`.
+
+    Views of a buffer are MindSpore's own, which follow its storage when that is freed and made again; they are
+    only read. What is written in place is written through NumPy on CPU, where MindSpore's in-place arithmetic
+    writes elsewhere and its copies into views are lost.
+    """
+
+    def __init__(self, platform: Platform) -> None:
+        super().__init__(platform)
+        self._on_host: bool = platform.capabilities.host_memory  # type: ignore[attr-defined]
+
+    # Memory ----------------------------------------------------------------------------------------------
+
+    def view(self, buffer: Tensor, start: int, shape: Sequence[int]) -> Tensor:
+        with GradMode(False):
+            return mint.narrow(buffer, 0, start, math.prod(shape)).view(tuple(shape))
+
+    def gather_target(self, buffer: Tensor) -> Tensor:
+        # Collectives on views do nothing, and there is no version to protect: groups write through `data`.
+        return buffer
+
+    def part(self, buffer: Tensor, start: int, shape: Sequence[int]) -> Tensor:
+        if not self._on_host:
+            return self.view(buffer, start, shape)
+        return share(host_view(buffer)[start : start + math.prod(shape)].reshape(tuple(shape)))
+
+    def release(self, buffer: Tensor) -> None:
+        buffer.untyped_storage().resize_(0)
+
+    def refill(self, buffer: Tensor) -> None:
+        buffer.untyped_storage().resize_(math.prod(buffer.shape) * self.platform.itemsize(buffer.dtype))
+
+    def held_bytes(self, buffer: Tensor) -> int:
+        return int(buffer.untyped_storage().nbytes())
+
+    def add_(self, target: Tensor, x: Tensor) -> None:
+        if self._on_host:
+            into = host_view(target)
+            np.add(into, host_view(x), out=into, casting="unsafe")
+        else:
+            with GradMode(False):
+                target.add_(x)
+
+    def scale_(self, target: Tensor, factor: float) -> None:
+        if self._on_host:
+            into = host_view(target)
+            np.multiply(into, into.dtype.type(factor), out=into)
+        else:
+            with GradMode(False):
+                target.mul_(factor)
+
+    def zero_(self, target: Tensor) -> None:
+        if self._on_host:
+            host_view(target).fill(0)
+        else:
+            with GradMode(False):
+                target.zero_()
+
+    # Parameters ------------------------------------------------------------------------------------------
+
+    def parameter(self, local: Tensor, spec: TensorSpec, requires_grad: bool) -> Tensor:
+        return self.platform.Parameter(wrap(local, spec), requires_grad=requires_grad)
+
+    def local_grad(self, parameter: Tensor) -> Tensor | None:
+        return parameter._grad
+
+    def set_local_grad(self, parameter: Tensor, grad: Tensor, spec: TensorSpec) -> None:
+        parameter.grad = grad
+
+    def take_grad(self, leaf: Tensor) -> Tensor | None:
+        grad = leaf._grad
+        if grad is not None:
+            leaf._grad = None
+        return grad
+
+    def check_dtype(self, dtype: Any) -> None:
+        if dtype == ms.bfloat16 and self._on_host:
+            raise CapabilityError(
+                "MindSpore has next to no bfloat16 kernels on CPU; use float16 there (MixedPrecisionPolicy("
+                'param_dtype="float16")), or bfloat16 on Ascend'
+            )
+
+    # Autograd --------------------------------------------------------------------------------------------
+
+    def anchor(self) -> Tensor:
+        leaf = self.platform.zeros((1,), ms.float32)
+        leaf.requires_grad_(True)
+        return leaf
+
+    def gather_node(
+        self, token: Tensor, views: Sequence[Tensor], backward: Callable[[Gradients], None]
+    ) -> tuple[Tensor, list[Tensor]]:
+        arm()
+        token, *outputs = _Gather.apply(token, list(views), backward)
+        return token, outputs
+
+    def join(self, token: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+        arm()
+        joined = _Join.apply(token, *(unwrap(x) for x in tensors))
+        return [
+            wrap(y, x._spec) if isinstance(x, MindSporeDTensor) else y for x, y in zip(tensors, joined, strict=True)
+        ]
+
+    def on_gradient(self, tensor: Tensor, hook: Callable[[], None]) -> None:
+        tensor.register_hook(lambda grad: hook())
+
+    def at_end_of_backward(self, callback: Callable[[], None]) -> None:
+        executor.queue_backward_final_callback(callback)
+
+
+class _Gather(_Function):
+    """The token in, the next token and the unsharded parameters out."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, views: list[Tensor], backward: Callable[[Gradients], None]) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.complete = backward
+        return token.data, *(view.data for view in views)
+
+    @staticmethod
+    def backward(ctx: Any, token: Tensor | None, *grads: Tensor | None) -> Any:
+        with GradMode(False):
+            ctx.complete(grads)
+        return None, None, None
+
+
+class _Join(_Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, *tensors: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        return tuple(x.view(x.shape) for x in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return None, *grads
