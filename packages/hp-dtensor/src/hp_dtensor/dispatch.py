@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -144,10 +144,13 @@ class OpPlan:
             return self._run_changed(func, args, dict(kwargs))
         with self.platform.local_op():
             result = func(*args, **kwargs)
-        return args[0] if self.registration.in_place else self._wrap(result)
+        return self._first(args, kwargs) if self.registration.in_place else self._wrap(result)
+
+    def _first(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return args[0] if args else kwargs[self.registration.parameters[0].name]
 
     def _run_changed(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        first, new_args = args[0] if args else None, list(args)
+        first, new_args = self._first(args, kwargs), list(args)
         for move in self.moves:
             _replace(new_args, kwargs, move.location, move.apply)
         if self.local is not None:
@@ -170,9 +173,13 @@ class OpPlan:
         box = TensorSpec(self.mesh, placements, shape, None).box()
         rest = [unwrap(x) if isinstance(x, DTensor) else x for x in args[1:]]
         named = {name: unwrap(x) if isinstance(x, DTensor) else x for name, x in kwargs.items()}
-        return LocalCall(
-            self.platform, bound, self.spans, groups, self.sizes, box, shape, lambda x: func(x, *rest, **named)
-        )
+
+        def on(x: Tensor) -> Any:
+            if args:
+                return func(x, *rest, **named)
+            return func(**{**named, self.registration.parameters[0].name: x})
+
+        return LocalCall(self.platform, bound, self.spans, groups, self.sizes, box, shape, on)
 
     def _wrap(self, result: Any) -> Any:
         if isinstance(result, (tuple, list)):
@@ -258,7 +265,7 @@ def _choose(
         found = [strategy for strategy in found if strategy.inputs[0] == strategy.outputs[0] == current[0]]
         if not found:
             raise call.refuse(f"in place it would have to change the placement {current[0]} of its first argument")
-    return cheapest(found, current, nbytes, ranks)
+    return cheapest(found, current, nbytes, ranks).keeping(rule.ignored, current)
 
 
 def _mean_bytes(platform: Platform, spec: TensorSpec) -> float:

@@ -277,6 +277,13 @@ class TorchPlatform(Platform):
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
+    def rank_state(self) -> torch.Tensor:
+        """The CPU generator's state: every simulated rank draws its own numbers."""
+        return torch.get_rng_state()
+
+    def set_rank_state(self, state: torch.Tensor) -> None:
+        torch.set_rng_state(state)
+
     def synchronize(self) -> None:
         if self.device.type != "cpu":
             getattr(torch, self.device.type).synchronize()

@@ -35,6 +35,7 @@ class Factorization:
             `function(call: LocalCall) -> outputs`.
         complete: factors whose `local` function leaves outputs complete (replicated), not partial.
         nonempty: factors that may be cut only if every rank gets some of them.
+        ignored: inputs (by index) of which only dtype and device count; they stay as they are.
         localize: static arguments to use on this rank, from the local shapes of the outputs.
     """
 
@@ -47,6 +48,7 @@ class Factorization:
     local: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     complete: frozenset[str] = frozenset()
     nonempty: frozenset[str] = frozenset()
+    ignored: frozenset[int] = frozenset()
     localize: Callable[[Sequence[tuple[int, ...]]], Mapping[str, Any]] | None = None
 
     def output_shape(self, output: int) -> tuple[int, ...]:
@@ -83,6 +85,13 @@ class Strategy:
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
     factor: str | None = None
+
+    def keeping(self, ignored: frozenset[int], current: Sequence[Placement]) -> Strategy:
+        """The same with the ignored inputs as they are."""
+        if not ignored:
+            return self
+        inputs = tuple(current[i] if i in ignored else placement for i, placement in enumerate(self.inputs))
+        return Strategy(inputs, self.outputs, self.factor)
 
     @property
     def is_replicated(self) -> bool:

@@ -8,9 +8,9 @@ from hp_dtensor.spec import TensorSpec
 
 NONLINEAR = (
     "exp log log2 log10 log1p expm1 sqrt rsqrt abs sin cos tan asin acos atan sinh cosh tanh erf erfc sigmoid relu "
-    "relu6 silu gelu mish softplus elu leaky_relu hardtanh hardsigmoid hardswish selu celu logsigmoid log_sigmoid isfinite isnan "
-    "isinf logical_not bitwise_not sign floor ceil round trunc frac reciprocal square clamp clamp_min clamp_max "
-    "nan_to_num pow eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor "
+    "relu6 silu gelu mish softplus elu leaky_relu hardtanh hardsigmoid hardswish selu celu logsigmoid log_sigmoid "
+    "isfinite isnan isinf logical_not bitwise_not sign floor ceil round trunc frac reciprocal square clamp "
+    "clamp_min clamp_max nan_to_num pow eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor "
     "maximum minimum fmod remainder atan2 floor_divide masked_fill zeros_like ones_like empty_like full_like "
     "lerp addcmul addcdiv acosh asinh atanh exp2 erfinv lgamma digamma i0 sinc sgn signbit deg2rad rad2deg logit "
     "softsign softshrink hardshrink tanhshrink threshold heaviside hypot logaddexp logaddexp2 copysign xlogy "
@@ -18,9 +18,10 @@ NONLINEAR = (
     "short byte"
 )
 LINEAR_UNARY = "neg clone detach contiguous positive to cast float double half bfloat16 type_as alias"
-IN_PLACE_NONLINEAR = (
-    "exp_ log_ sqrt_ rsqrt_ abs_ sigmoid_ tanh_ relu_ silu_ clamp_ clamp_min_ clamp_max_ pow_ masked_fill_ "
-    "reciprocal_ addcmul_ addcdiv_ lerp_ fill_ floor_ ceil_ round_ square_"
+NO_IN_PLACE = frozenset(
+    "isfinite isnan isinf zeros_like ones_like empty_like full_like maximum minimum fmax fmin isclose signbit "
+    "int long bool short byte gelu mish softplus softsign softshrink hardshrink tanhshrink selu celu logsigmoid "
+    "log_sigmoid logaddexp logaddexp2".split()
 )
 
 
@@ -32,7 +33,8 @@ def register(registry: RuleRegistry) -> None:
     registry.register("mul", "input other", pointwise("mul"), by_type=True)
     registry.register("div true_divide", "input other", pointwise("div"), by_type=True)
     registry.register("where", "condition input other", pointwise("where"), by_type=True)
-    registry.register(IN_PLACE_NONLINEAR, "input", nonlinear, in_place=True, by_type=True)
+    written = " ".join(f"{name}_" for name in NONLINEAR.split() if name not in NO_IN_PLACE)
+    registry.register(f"{written} fill_", "input", nonlinear, in_place=True, by_type=True)
     registry.register("neg_ zero_", "input", unary, in_place=True)
     registry.register("add_ sub_", "input other", pointwise("add"), in_place=True, by_type=True)
     registry.register("mul_", "input other", pointwise("mul"), in_place=True, by_type=True)

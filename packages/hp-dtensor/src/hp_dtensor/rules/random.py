@@ -25,6 +25,7 @@ def register(registry: RuleRegistry) -> None:
     registry.register(
         "uniform_ normal_ exponential_ log_normal_ cauchy_ geometric_ random_", "input", _rule(_filled), in_place=True
     )
+    registry.register("kaiming_uniform_ kaiming_normal_", "tensor", _rule(_filled), in_place=True)
     registry.register("bernoulli multinomial", "input", _refuse)
 
 
@@ -51,7 +52,8 @@ def _drawn(call: LocalCall) -> Tensor:
 
 
 def _filled(call: LocalCall) -> Tensor:
-    platform, x = call.platform, call.arguments["input"]
+    platform = call.platform
+    x = call.arguments["input"] if "input" in call.arguments else call.arguments["tensor"]
     whole = platform.empty(call.shape, x.dtype)
     call.on(whole)
     platform.copy_(x, _part(call, whole))

@@ -25,11 +25,14 @@ def register(registry: RuleRegistry) -> None:
     registry.register("squeeze", "input dim=None", _squeeze)
     registry.register("expand broadcast_to", "input *shape", _expand)
     registry.register("repeat_interleave", "input repeats dim=None", _repeat_interleave)
+    registry.register("new_zeros new_ones new_empty", "input *size", _new)
+    registry.register("new_full", "input size fill_value", _new)
+    registry.register("new_tensor", "input data", _new_scalar)
     registry.register("flip", "input *dims", _flip)
 
 
 def _one(call: OpCall, inputs: Dims, output: Dims, sizes: Mapping[str, int], **options: Any) -> Factorization:
-    return Factorization((inputs,), (output,), sizes, terms=LINEAR, **options)
+    return Factorization((inputs,), (output,), sizes, **{"terms": LINEAR, **options})
 
 
 def common_factors(source: Sequence[int], target: Sequence[int]) -> tuple[Dims, Dims, dict[str, int], frozenset[str]]:
@@ -223,6 +226,21 @@ def _repeat_interleave(call: OpCall) -> Factorization:
     dim = _dim(call, call["dim"])
     output = (*dims[:dim], (*dims[dim], "repeat"), *dims[dim + 1 :])
     return _one(call, dims, output, sizes | {"repeat": call["repeats"]})
+
+
+def _new(call: OpCall) -> Factorization:
+    """A replicated tensor of which only the dtype comes from the input."""
+    dims, sizes = names_for("d", call.tensors[0].shape)
+    shape = (call["size"],) if isinstance(call["size"], int) else tuple(call["size"])
+    output, new_sizes = names_for("n", shape)
+    return _one(call, dims, output, sizes | new_sizes, fixed=frozenset(new_sizes), ignored=frozenset({0}), terms=None)
+
+
+def _new_scalar(call: OpCall) -> Factorization:
+    if not isinstance(call["data"], (int, float)):
+        raise call.refuse("new_tensor of data is ambiguous; use distribute_tensor")
+    dims, sizes = names_for("d", call.tensors[0].shape)
+    return _one(call, dims, (), sizes, ignored=frozenset({0}), terms=None)
 
 
 def _flip(call: OpCall) -> Factorization:
