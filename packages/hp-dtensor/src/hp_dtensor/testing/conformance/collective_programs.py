@@ -1,0 +1,150 @@
+"""Every collective on one rank, compared with what NumPy makes of all ranks' data."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from functools import reduce
+from typing import Any
+
+import numpy as np
+
+from hp_dtensor.platform import Platform
+from hp_dtensor.selection import get_platform
+from hp_dtensor.testing.conformance.values import Array, assert_values, tensor, whole_numbers
+from hp_dtensor.world import ProcessGroup, current_world
+
+SHAPES = ((2, 3), (), (0, 2))
+WAYS = (False, True)  # of `async_op`
+REDUCTIONS = {"sum": np.add, "max": np.maximum, "min": np.minimum, "product": np.multiply}
+
+
+def groups(platform: Platform) -> Iterator[ProcessGroup]:
+    """The groups of this rank: of all, of all but rank 0, of the first and the last, of itself."""
+    world = current_world(platform)
+    last = world.size - 1
+    for members in (range(world.size), range(1, world.size), (0, last), (world.rank,)):
+        if world.rank in members:
+            yield world.group(tuple(members))
+
+
+def check_all_reduce(name: str | Platform, dtype: str, op: str) -> None:
+    platform = get_platform(name)
+    for group in groups(platform):
+        for shape, async_op in itertools.product(SHAPES, WAYS):
+            everyone = [_operand(dtype, shape, rank, op, group.size) for rank in group.ranks]
+            x = tensor(platform, everyone[group.rank], dtype)
+            group.all_reduce(x, op, async_op).wait()
+            assert_values(platform, x, _reduced(everyone, op), f"{op} in {group.ranks}")
+
+
+def check_reduce_scatter(name: str | Platform, dtype: str, op: str) -> None:
+    platform = get_platform(name)
+    for group in groups(platform):
+        for rows, async_op in itertools.product((2, 1, 0), WAYS):
+            shape = (rows * group.size, 3)
+            everyone = [_operand(dtype, shape, rank, op, group.size) for rank in group.ranks]
+            output = platform.empty((rows, 3), platform.dtype(dtype))
+            x = tensor(platform, everyone[group.rank], dtype)
+            group.reduce_scatter_into(output, x, op, async_op).wait()
+            mine = slice(rows * group.rank, rows * (group.rank + 1))
+            assert_values(platform, output, _reduced(everyone, op)[mine], f"{op} in {group.ranks}")
+
+
+def check_all_gather(name: str | Platform, dtype: str) -> None:
+    platform = get_platform(name)
+    for group in groups(platform):
+        for shape, async_op in itertools.product(SHAPES, WAYS):
+            everyone = [whole_numbers(dtype, shape, rank) for rank in group.ranks]
+            expected = np.stack(everyone) if shape == () else np.concatenate(everyone)
+            output = platform.empty(expected.shape, platform.dtype(dtype))
+            group.all_gather_into(output, tensor(platform, everyone[group.rank], dtype), async_op).wait()
+            assert_values(platform, output, expected, f"in {group.ranks}")
+
+
+def check_all_to_all(name: str | Platform, dtype: str) -> None:
+    platform = get_platform(name)
+    for group in groups(platform):
+        for rows, async_op in itertools.product(_splits(group.size), WAYS):
+            x = np.concatenate([_message(dtype, rows, group.rank, j) for j in range(group.size)])
+            expected = np.concatenate([_message(dtype, rows, i, group.rank) for i in range(group.size)])
+            output = platform.empty(expected.shape, platform.dtype(dtype))
+            arriving, leaving = rows[:, group.rank].tolist(), rows[group.rank].tolist()
+            group.all_to_all_into(output, tensor(platform, x, dtype), arriving, leaving, async_op).wait()
+            assert_values(platform, output, expected, f"rows {rows.tolist()} in {group.ranks}")
+
+
+def check_exchange(name: str | Platform, dtype: str) -> None:
+    platform = get_platform(name)
+    for group in groups(platform):
+        for rows in _splits(group.size):
+            sends = [tensor(platform, _message(dtype, rows, group.rank, j), dtype) for j in range(group.size)]
+            receives = [
+                platform.empty((rows[i, group.rank], 2), platform.dtype(dtype)) if rows[i, group.rank] else None
+                for i in range(group.size)
+            ]
+            group.exchange(sends, receives)
+            for i, received in enumerate(receives):
+                if received is not None:
+                    assert_values(platform, received, _message(dtype, rows, i, group.rank), f"from {i}")
+
+
+def check_broadcast(name: str | Platform, dtype: str) -> None:
+    platform = get_platform(name)
+    for group in groups(platform):
+        for source, shape, async_op in itertools.product(range(group.size), SHAPES, WAYS):
+            x = tensor(platform, whole_numbers(dtype, shape, group.ranks[group.rank]), dtype)
+            group.broadcast(x, source, async_op).wait()
+            assert_values(platform, x, whole_numbers(dtype, shape, group.ranks[source]), f"from {source}")
+
+
+def check_bytes(name: str | Platform) -> None:
+    platform = get_platform(name)
+    for group in groups(platform):
+        everyone = [bytes([rank]) * (3 * rank) for rank in group.ranks]
+        assert group.all_gather_bytes(everyone[group.rank]) == everyone
+        assert group.all_gather_bytes(b"") == [b""] * group.size
+        group.barrier()
+
+
+def check_many_at_once(name: str | Platform) -> None:
+    """Collectives of several groups under way together."""
+    platform = get_platform(name)
+    work, expected = [], []
+    for group in groups(platform):
+        for scale in (1, 10):
+            x = tensor(platform, np.full((3,), scale * (group.ranks[group.rank] + 1)))
+            work.append((group.all_reduce(x, async_op=True), x))
+            expected.append(scale * sum(rank + 1 for rank in group.ranks))
+    for (handle, x), total in zip(work, expected, strict=True):
+        handle.wait()
+        assert_values(platform, x, [total] * 3)
+
+
+def where_am_i(name: str | Platform) -> tuple[int, int, tuple[int, ...]]:
+    world = current_world(get_platform(name))
+    return world.rank, world.size, world.all.ranks
+
+
+def _operand(dtype: str, shape: tuple[int, ...], rank: int, op: str, size: int) -> Array:
+    """Numbers whose product stays small, or whose average over `size` ranks is a whole number."""
+    numbers = whole_numbers(dtype, shape, rank)
+    if op == "product":
+        return np.abs(numbers) % 2 + 1
+    return numbers * size if op == "avg" else numbers
+
+
+def _reduced(everyone: list[Array], op: str) -> Any:
+    return np.mean(everyone, axis=0) if op == "avg" else reduce(REDUCTIONS[op], everyone)
+
+
+def _splits(size: int) -> list[Array]:
+    """rows[i, j] from rank i to rank j: uneven, then with a rank that gets nothing, then none at all."""
+    uneven = np.fromfunction(lambda i, j: (i * 2 + j * 3 + 1) % 4, (size, size), dtype=int)
+    lonely = uneven.copy()
+    lonely[:, -1] = 0
+    return [uneven, lonely, np.zeros_like(uneven)]
+
+
+def _message(dtype: str, rows: Array, source: int, target: int) -> Array:
+    return whole_numbers(dtype, (int(rows[source, target]), 2), 3 * source + target)

@@ -1,0 +1,42 @@
+"""Ranks of both kinds, and the dtypes that the platform claims."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from hp_dtensor.launch import RankPool
+from hp_dtensor.platform import Platform
+from hp_dtensor.selection import get_platform
+from hp_dtensor.testing.conformance.ranks import Ranks
+
+SIMULATED_SIZES = (2, 3, 5)
+REAL_SIZES = (2, 4)
+
+
+@pytest.fixture(scope="session")
+def ranks(request: pytest.FixtureRequest, hp_platform: Platform, rank_pool: Callable[[int], RankPool]) -> Ranks:
+    kind, size = request.param
+    return Ranks(size, hp_platform, rank_pool(size) if kind == "real" else None)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "ranks" in metafunc.fixturenames:
+        metafunc.parametrize("ranks", _rank_parameters(metafunc.config), indirect=True)
+    for reducing, name in ((False, "moved_dtype"), (True, "reduced_dtype")):
+        if name in metafunc.fixturenames:
+            platform = get_platform(metafunc.config.getoption("--hp-platform"))
+            metafunc.parametrize(name, platform.collective_dtypes(reducing))
+
+
+def _rank_parameters(config: pytest.Config) -> list[Any]:
+    wanted = config.getoption("--hp-ranks")
+    kinds = {"simulated": SIMULATED_SIZES, "real": REAL_SIZES}
+    return [
+        pytest.param((kind, size), id=f"{size} {kind}", marks=pytest.mark.real_ranks if kind == "real" else ())
+        for kind, sizes in kinds.items()
+        if wanted in ("all", kind)
+        for size in sizes
+    ]

@@ -1,0 +1,181 @@
+"""Gradients: accumulation, flags, and nodes of one's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hp_dtensor.platform import Platform
+from hp_dtensor.testing.conformance.values import assert_values, tensor
+
+Tensor = Any
+
+
+@pytest.fixture
+def x(hp_platform: Platform) -> Tensor:
+    return tensor(hp_platform, [1.0, 2.0, 3.0], requires_grad=True)
+
+
+def test_gradients_accumulate_in_leaves(hp_platform: Platform, x: Tensor) -> None:
+    ops = hp_platform.ops
+    assert hp_platform.get_grad(x) is None
+    hp_platform.backward(ops.sum(ops.mul(x, x)))
+    assert_values(hp_platform, hp_platform.get_grad(x), [2, 4, 6])
+    hp_platform.backward(ops.sum(ops.mul(x, 10.0)))
+    assert_values(hp_platform, hp_platform.get_grad(x), [12, 14, 16])
+    hp_platform.set_grad(x, None)
+    assert hp_platform.get_grad(x) is None
+
+
+def test_a_gradient_may_be_given_and_set(hp_platform: Platform, x: Tensor) -> None:
+    hp_platform.backward(hp_platform.ops.mul(x, x), tensor(hp_platform, [1.0, 0.0, -1.0]))
+    assert_values(hp_platform, hp_platform.get_grad(x), [2, 0, -6])
+    hp_platform.set_grad(x, tensor(hp_platform, [7.0, 8.0, 9.0]))
+    assert_values(hp_platform, hp_platform.get_grad(x), [7, 8, 9])
+
+
+def test_a_kept_graph_is_used_twice(hp_platform: Platform, x: Tensor) -> None:
+    loss = hp_platform.ops.sum(hp_platform.ops.mul(x, x))
+    hp_platform.backward(loss, retain_graph=True)
+    hp_platform.backward(loss)
+    assert_values(hp_platform, hp_platform.get_grad(x), [4, 8, 12])
+
+
+def test_a_leaf_used_twice_gets_the_sum(hp_platform: Platform, x: Tensor) -> None:
+    ops = hp_platform.ops
+    hp_platform.backward(ops.sum(ops.add(ops.mul(x, 3.0), ops.mul(x, x))))
+    assert_values(hp_platform, hp_platform.get_grad(x), [5, 7, 9])
+
+
+def test_grad_returns_gradients_and_touches_none(hp_platform: Platform, x: Tensor) -> None:
+    ops = hp_platform.ops
+    y = tensor(hp_platform, [4.0, 5.0, 6.0], requires_grad=True)
+    unused = tensor(hp_platform, [1.0], requires_grad=True)
+    outputs = [ops.mul(x, y), ops.mul(x, 2.0)]
+    weights = [tensor(hp_platform, [1.0, 1.0, 0.0]), tensor(hp_platform, [0.0, 1.0, 1.0])]
+    gradients = hp_platform.grad(outputs, [x, unused, y], weights)
+    assert_values(hp_platform, gradients[0], [4, 7, 2])
+    assert gradients[1] is None
+    assert_values(hp_platform, gradients[2], [1, 2, 0])
+    assert all(hp_platform.get_grad(leaf) is None for leaf in (x, y, unused))
+
+
+def test_gradients_of_inner_tensors(hp_platform: Platform, x: Tensor) -> None:
+    inner = hp_platform.ops.mul(x, 2.0)
+    (gradient,) = hp_platform.grad([hp_platform.ops.sum(hp_platform.ops.mul(inner, inner))], [inner])
+    assert_values(hp_platform, gradient, [4, 8, 12])
+
+
+def test_recording_is_switched_in_nested_blocks(hp_platform: Platform, x: Tensor) -> None:
+    assert hp_platform.is_grad_enabled()
+    with hp_platform.no_grad():
+        assert not hp_platform.is_grad_enabled()
+        assert not hp_platform.requires_grad(hp_platform.ops.mul(x, 2.0))
+        with hp_platform.enable_grad():
+            assert hp_platform.is_grad_enabled()
+            assert hp_platform.requires_grad(hp_platform.ops.mul(x, 2.0))
+        assert not hp_platform.is_grad_enabled()
+    assert hp_platform.is_grad_enabled()
+
+
+def test_the_flag_returns_after_an_error(hp_platform: Platform) -> None:
+    with pytest.raises(KeyError), hp_platform.no_grad():
+        raise KeyError
+    assert hp_platform.is_grad_enabled()
+
+
+def test_leaves_and_flags(hp_platform: Platform, x: Tensor) -> None:
+    y = hp_platform.ops.mul(x, 2.0)
+    assert hp_platform.is_leaf(x)
+    assert not hp_platform.is_leaf(y)
+    assert hp_platform.requires_grad(y)
+    hp_platform.set_requires_grad(x, False)
+    assert not hp_platform.requires_grad(x)
+    assert not hp_platform.requires_grad(hp_platform.ops.mul(x, 2.0))
+
+
+def test_a_linear_map_and_its_dual(hp_platform: Platform, x: Tensor) -> None:
+    ops = hp_platform.ops
+    recording = []
+
+    def forward(t: Tensor) -> Tensor:
+        recording.append(hp_platform.is_grad_enabled())
+        return ops.cat([t, t], 0)
+
+    def backward(g: Tensor) -> Tensor:
+        recording.append(hp_platform.is_grad_enabled())
+        return ops.mul(ops.narrow(g, 0, 0, 3), 100.0)
+
+    y = hp_platform.linear_map(ops.mul(x, 2.0), forward, backward)
+    assert_values(hp_platform, y, [2, 4, 6, 2, 4, 6])
+    hp_platform.backward(ops.mul(y, 1.0), tensor(hp_platform, [1.0, 2, 3, 4, 5, 6]))
+    assert_values(hp_platform, hp_platform.get_grad(x), [200, 400, 600])
+    assert recording == [False, False]
+
+
+def test_an_identity_map_keeps_its_own_gradient(hp_platform: Platform, x: Tensor) -> None:
+    ops = hp_platform.ops
+    seen = hp_platform.linear_map(x, lambda t: t, lambda g: ops.mul(g, 10.0))
+    hp_platform.backward(ops.sum(ops.add(ops.mul(seen, 2.0), x)))
+    assert_values(hp_platform, x, [1, 2, 3])
+    assert_values(hp_platform, hp_platform.get_grad(x), [21, 21, 21])
+
+
+def test_a_linear_map_of_an_empty_tensor(hp_platform: Platform) -> None:
+    nothing = tensor(hp_platform, np.zeros((0, 2)), requires_grad=True)
+    y = hp_platform.linear_map(nothing, lambda t: hp_platform.ops.mul(t, 2.0), lambda g: hp_platform.ops.mul(g, 2.0))
+    hp_platform.backward(y, tensor(hp_platform, np.zeros((0, 2))))
+    assert tuple(hp_platform.get_grad(nothing).shape) == (0, 2)
+
+
+def test_a_linear_map_without_gradients_is_only_its_forward(hp_platform: Platform) -> None:
+    y = hp_platform.linear_map(tensor(hp_platform, [1.0]), lambda t: hp_platform.ops.mul(t, 3.0), lambda g: g)
+    assert_values(hp_platform, y, [3])
+    assert not hp_platform.requires_grad(y)
+
+
+def test_a_custom_function_with_several_inputs_and_outputs(hp_platform: Platform, x: Tensor) -> None:
+    ops = hp_platform.ops
+    y = tensor(hp_platform, [4.0, 5.0, 6.0], requires_grad=True)
+    seen: list[Any] = []
+
+    def forward(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return ops.mul(a, b), ops.sub(a, b)
+
+    def backward(product: Tensor | None, difference: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        seen.append(difference)
+        return ops.mul(product, 7.0), None
+
+    product, difference = hp_platform.custom_function(forward, backward, x, y)
+    assert_values(hp_platform, product, [4, 10, 18])
+    assert_values(hp_platform, difference, [-3, -3, -3])
+    hp_platform.backward(ops.sum(product))
+    assert_values(hp_platform, hp_platform.get_grad(x), [7, 7, 7])
+    assert hp_platform.get_grad(y) is None
+    assert seen == [None]
+
+
+def test_a_custom_function_of_indices(hp_platform: Platform, x: Tensor) -> None:
+    ops = hp_platform.ops
+    index = tensor(hp_platform, [2, 0], "int64")
+    picked = hp_platform.custom_function(
+        lambda t, i: ops.index_select(t, 0, i), lambda g: (ops.cat([g, ops.mul(ops.narrow(g, 0, 0, 1), 0.0)], 0), None),
+        x, index,
+    )  # fmt: skip
+    assert_values(hp_platform, picked, [3, 1])
+    hp_platform.backward(picked, tensor(hp_platform, [1.0, 2.0]))
+    assert_values(hp_platform, hp_platform.get_grad(x), [1, 2, 0])
+
+
+def test_an_error_in_a_backward_reaches_the_caller_and_harms_nothing(hp_platform: Platform, x: Tensor) -> None:
+    def backward(g: Tensor) -> Tensor:
+        raise ArithmeticError("no gradient today")
+
+    y = hp_platform.linear_map(x, lambda t: hp_platform.ops.mul(t, 2.0), backward)
+    with pytest.raises(Exception, match="no gradient today"):
+        hp_platform.backward(hp_platform.ops.sum(y))
+    hp_platform.set_grad(x, None)
+    hp_platform.backward(hp_platform.ops.sum(hp_platform.ops.mul(x, x)))
+    assert_values(hp_platform, hp_platform.get_grad(x), [2, 4, 6])
