@@ -131,6 +131,28 @@ def cumsum(x: Tensor, dim: int) -> Tensor:
 
 
 # Products ------------------------------------------------------------------------------------------------
+#
+# MindSpore's product over nothing is uninitialised memory, not zero: `[m, 0] @ [0, n]`, and so the gradient of a
+# weight that met no row.
+
+
+def matmul(x: Tensor, y: Tensor) -> Tensor:
+    if 0 not in (*x.shape, *y.shape):
+        return mint.matmul(x, y)
+    return _product_over_nothing((*np.broadcast_shapes(x.shape[:-2], y.shape[:-2]), x.shape[-2], y.shape[-1]), x, y)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if 0 not in (*x.shape, *weight.shape):
+        return F.linear(x, weight, bias)
+    product = _product_over_nothing((*x.shape[:-1], weight.shape[0]), x, weight)
+    return product if bias is None else add(product, bias)
+
+
+def _product_over_nothing(shape: tuple[int, ...], x: Tensor, y: Tensor) -> Tensor:
+    return custom_function(
+        lambda x, y: zeros(shape, x.dtype), lambda grad: [ops.zeros_like(x), ops.zeros_like(y)], x, y
+    )
 
 
 def scaled_dot_product_attention(
@@ -319,7 +341,9 @@ CPU: dict[str, Callable[..., Any]] = {
     "argmax": argmax,
     "logsumexp": logsumexp,
     "cumsum": cumsum,
-    "linear": F.linear,
+    "matmul": matmul,
+    "bmm": matmul,
+    "linear": linear,
     "scaled_dot_product_attention": scaled_dot_product_attention,
     "softmax": softmax,
     "log_softmax": log_softmax,
@@ -346,7 +370,7 @@ CPU: dict[str, Callable[..., Any]] = {
     name: getattr(mint, name)
     for name in """
         maximum minimum eq ne lt le gt ge logical_and logical_or neg exp log sqrt rsqrt abs sin cos tanh sigmoid
-        isfinite logical_not where matmul bmm transpose unsqueeze narrow
+        isfinite logical_not where transpose unsqueeze narrow
     """.split()
 }
 

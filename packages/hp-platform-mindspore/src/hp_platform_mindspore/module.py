@@ -19,6 +19,8 @@ class Module(nn.Cell):
         # Otherwise the first call renames every parameter and refuses equal names.
         self._init_flag = True
         self._is_check_and_refresh = True
+        # A new module trains, as on other platforms; a Cell does not until `set_train`.
+        self.training = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         autograd.arm()
