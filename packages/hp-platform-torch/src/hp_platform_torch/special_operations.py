@@ -195,9 +195,9 @@ def _common_specs(name: str, lists: Sequence[Sequence[Tensor]]) -> list[TensorSp
     """The spec at each position of the lists, after checking that they agree there."""
     specs = [[getattr(x, "_spec", None) for x in tensors] for tensors in lists]
     first = specs[0]
-    for position, spec in enumerate(first):
+    for spec in set(first):
         if spec is not None and any(isinstance(p, Partial) for p in spec.placements):
-            raise ShardingRuleError(f"{name}: tensor {position} is partial ({spec!r}); redistribute it first")
+            raise ShardingRuleError(f"{name}: tensor {first.index(spec)} is partial ({spec!r}); redistribute it first")
     for tensors, others in zip(lists[1:], specs[1:], strict=True):
         if others != first:
             _check_positions(name, first, tensors, others)
