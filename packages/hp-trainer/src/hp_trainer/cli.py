@@ -111,7 +111,7 @@ def _train(given: list[str]) -> int:
         _refuse(check_new_run(loaded, folder, world_size, registries()), options.config)
     config = _resolved(loaded.config, folder)
     path = launching.train(config, lambda: (launching.begin_run(folder, config).path, None))
-    return _done(path)
+    return _done(path, config)
 
 
 def _resume(given: list[str]) -> int:
@@ -134,7 +134,7 @@ def _resume(given: list[str]) -> int:
         run.write_config(config)
         return run.path, checkpoint
 
-    return _done(launching.train(config, prepare))
+    return _done(launching.train(config, prepare), config)
 
 
 def _generate(given: list[str]) -> int:
@@ -258,11 +258,15 @@ def _latest(run: RunFolder, config: TrainerConfig) -> Checkpoint:
     return checkpoint
 
 
-def _done(path: Path) -> int:
-    from hp_trainer.launching import is_first_process
+def _done(path: Path, config: TrainerConfig) -> int:
+    """Show what the model writes, and where everything is."""
+    from hp_trainer.launching import is_first_process, write_samples
+    from hp_trainer.run_folder import RunFolder
 
     if is_first_process():
-        print(f"done: {path}")
+        for text in write_samples(RunFolder.open(path), config):
+            print(f"{'-' * 80}\n{text}")
+        print(f"{'-' * 80}\nrun folder: {path}")
     return 0
 
 

@@ -72,6 +72,10 @@ class RunFolderError(HPError, ValueError):
     """A run folder that holds another run, or none where one was expected."""
 
 
+class TrainingError(HPError, RuntimeError):
+    """Training cannot go on, such as with a loss that is no finite number."""
+
+
 class CheckpointError(HPError, ValueError):
     """A checkpoint that is missing, damaged, or of another model; names the file and the tensor."""
 

@@ -82,6 +82,25 @@ def train(config: TrainerConfig, prepare: Callable[[], tuple[Path, str | None]])
     return path
 
 
+def write_samples(run: RunFolder, config: TrainerConfig) -> list[str]:
+    """What the finished run's model writes after each configured prompt, also kept in `samples.txt`.
+
+    Nothing where the run was stopped before its last step.
+    """
+    from hp_trainer._files import write_atomically
+    from hp_trainer.checkpoint import open_latest
+
+    if not config.generate.prompts:
+        return []
+    newest = open_latest(storage_of(run, config), content=False)
+    if newest.step < config.training.steps:
+        return []
+    texts = generate(run, config, config.generate.prompts, newest.folder)
+    separator = "\n" + "-" * 80 + "\n"
+    write_atomically(run.samples_file, f"after {newest.step} steps{separator}{separator.join(texts)}{separator}")
+    return texts
+
+
 def generate(run: RunFolder, config: TrainerConfig, prompts: Sequence[str], checkpoint: str) -> list[str]:
     """Text that the model of a checkpoint writes after each prompt, the prompts included; on one rank."""
     from hp_trainer.generation import generate as generate_text

@@ -1,0 +1,87 @@
+"""A model and its optimizer as tensors of a checkpoint, and back, under any layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from hp_dtensor.dtensor import DTensor
+from hp_dtensor.platform import Platform
+from hp_dtensor.world import current_world
+from hp_trainer.checkpoint import Box, Checkpoint, TensorPart
+from hp_trainer.optimizers import Optimizer
+
+Tensor = Any
+Module = Any
+
+
+def named_state(platform: Platform, model: Module, optimizer: Optimizer | None) -> Iterator[tuple[str, Tensor]]:
+    """Everything that training changes: `model.<name>` and `optimizer.<parameter>.<slot>`."""
+    for name, parameter in platform.named_parameters(model):
+        yield f"model.{name}", parameter
+    for name, buffer in platform.named_buffers(model):
+        yield f"model.{name}", buffer
+    if optimizer is not None:
+        for name, slots in optimizer.state().items():
+            for slot, tensor in slots.items():
+                yield f"optimizer.{name}.{slot}", tensor
+
+
+def state_parts(platform: Platform, model: Module, optimizer: Optimizer) -> Iterator[TensorPart]:
+    """What this rank contributes to a checkpoint; each tensor is brought to the host when its turn comes."""
+    for name, tensor in named_state(platform, model, optimizer):
+        box = _box_of(tensor)
+        replica, num_replicas = _replica_of(platform, tensor)
+        dtype = platform.dtype_name(tensor.dtype)
+        values = platform.to_numpy(_local(platform, tensor)).reshape(box.shape)
+        yield TensorPart(name, dtype, tuple(tensor.shape), [(box, values)], replica, num_replicas)
+
+
+def load_state(platform: Platform, model: Module, optimizer: Optimizer | None, checkpoint: Checkpoint) -> None:
+    """Fill this rank's shards from a checkpoint that any layout wrote; without an optimizer, the model alone.
+
+    Raises:
+        CheckpointError: tensors are missing, left over, of other shapes, or damaged; nothing has been changed
+            unless damage is found while reading.
+    """
+    tensors = dict(named_state(platform, model, optimizer))
+    expected = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if optimizer is None:
+        saved = checkpoint.index.tensors
+        expected |= {name: saved[name].shape for name in saved if name.startswith("optimizer.")}
+    checkpoint.check_tensors(expected)
+    with platform.no_grad():
+        for name, tensor in tensors.items():
+            local = _local(platform, tensor)
+            values = checkpoint.read(name, _box_of(tensor)).reshape(tuple(local.shape))
+            platform.copy_(local, platform.from_bits(values, tensor.dtype, platform.device_of(local)))
+
+
+def num_parameters(platform: Platform, model: Module) -> int:
+    """Elements of all parameters, unsharded."""
+    return sum(math.prod(parameter.shape) for _, parameter in platform.named_parameters(model))
+
+
+def _local(platform: Platform, tensor: Tensor) -> Tensor:
+    return platform.unwrap(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def _box_of(tensor: Tensor) -> Box:
+    return Box(*tensor.spec.box()) if isinstance(tensor, DTensor) else Box.whole(tuple(tensor.shape))
+
+
+def _replica_of(platform: Platform, tensor: Tensor) -> tuple[int, int]:
+    """(which, of how many) among the ranks that hold the same box; those outside the first mesh never write."""
+    if not isinstance(tensor, DTensor):
+        world = current_world(platform)
+        return world.rank, world.size
+    spec = tensor.spec
+    coordinate = spec.mesh.get_coordinate()
+    assert coordinate is not None
+    replica = 0
+    for place, size, placement in zip(coordinate, spec.mesh.shape, spec.placements, strict=True):
+        if placement.is_replicate():
+            replica = replica * size + place
+    holds_rank_zero = spec.mesh.rank_at((0,) * spec.mesh.ndim) == 0
+    return replica if holds_rank_zero else -1, spec.num_replicas()
