@@ -234,8 +234,8 @@ class MindSporePlatform(Platform):
         if not self.capabilities.host_memory:
             return super().scale_(tensors, factor)
         scale = numbers(factor)
-        # Gradients of reshaped leaves that were added share their memory.
-        for x in {x.data_ptr(): x for x in tensors}.values():
+        # Gradients of reshaped leaves that were added share their memory; an empty one shares its neighbour's address.
+        for x in {x.data_ptr(): x for x in tensors if math.prod(x._shape)}.values():
             scaled = numbers(x) * scale.astype(np.float32 if x.dtype == ms.bfloat16 else HOST_DTYPES[x.dtype])
             store(x, scaled)
 
@@ -275,7 +275,7 @@ class MindSporePlatform(Platform):
 
     def manual_seed(self, seed: int) -> None:
         ms.set_seed(seed % 2**32)
-        mint.manual_seed(seed)
+        ms.manual_seed(seed)
 
     def synchronize(self) -> None:
         ms.runtime.synchronize()
