@@ -22,6 +22,8 @@ from hp_moe.styles import (
     TensorParallel,
 )
 
+__version__ = "0.1.0"
+
 __all__ = [
     "AllToAllDispatcher",
     "BaseExpertParallel",
