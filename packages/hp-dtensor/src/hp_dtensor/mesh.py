@@ -172,11 +172,10 @@ class DeviceMesh:
         """The global ranks of this rank's line along an axis."""
         where = self.axis_index(axis)
         mine = list(self._coordinate if self._coordinate is not None else (0,) * self.ndim)
-        line = []
-        for coordinate in range(self.shape[where]):
-            mine[where] = coordinate
-            line.append(self.rank_at(mine))
-        return tuple(line)
+        mine[where] = 0
+        start = self._base + sum(axis.offset(c) for axis, c in zip(self.axes, mine, strict=True))
+        line = [start + self.axes[where].offset(c) for c in range(self.shape[where])]
+        return tuple(line) if self._ranks is None else tuple(self._ranks[index] for index in line)
 
     def ranks(self) -> tuple[int, ...]:
         """All global ranks in row-major order (as many as the mesh is large)."""
@@ -215,7 +214,9 @@ class DeviceMesh:
         """This mesh with one axis split into several, the first outermost."""
         where = self.axis_index(axis)
         parts = _split_axis(self.axes[where], tuple(sizes), tuple(names))
-        return self._derive(self.axes[:where] + parts + self.axes[where + 1 :], self._base)
+        axes = self.axes[:where] + parts + self.axes[where + 1 :]
+        _check_disjoint(axes)
+        return self._derive(axes, self._base)
 
     def concatenate(self, other: DeviceMesh) -> DeviceMesh:
         """The mesh with this mesh's axes followed by `other`'s; both must be views of the same ranks."""
@@ -280,6 +281,12 @@ class DeviceMesh:
     def describe(self) -> str:
         """Short form, such as `(dp=2, tp=4)`."""
         return "(" + ", ".join(f"{axis.name}={axis.size}" for axis in self.axes) + ")"
+
+    def __copy__(self) -> DeviceMesh:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DeviceMesh:
+        return self
 
     def __eq__(self, other: object) -> bool:
         if self is other:

@@ -73,7 +73,7 @@ OP_SIGNATURES: dict[str, str] = {
     "cat": "(tensors, dim)",
     "stack": "(tensors, dim)",
     "split": "(x, sizes, dim): list of sizes",
-    "chunk": "(x, chunks, dim): pieces of ceil(size / chunks), the last smaller, perhaps fewer; all of size 0 where size is 0",
+    "chunk": "(x, chunks, dim): pieces of ceil(size / chunks), the last smaller, perhaps fewer; of size 0: all empty",
     "narrow": "(x, dim, start, length)",
     "repeat_interleave": "(x, repeats: int, dim)",
     # selection

@@ -48,12 +48,21 @@ def plugin_manager() -> pluggy.PluginManager:
 def _wanted_entry_points(group: str) -> Iterator[importlib.metadata.EntryPoint]:
     limit = os.environ.get("HP_LOAD_PLUGINS")
     wanted = None if limit is None else {name.strip() for name in limit.split(",") if name.strip()}
-    seen = set()
+    distributions: dict[str, str] = {}
     for entry_point in sorted(importlib.metadata.entry_points(group=group), key=lambda e: e.name):
-        names = {entry_point.name, _distribution(entry_point)}
-        if (wanted is None or names & wanted) and entry_point.name not in seen:
-            seen.add(entry_point.name)
+        name, distribution = entry_point.name, _distribution(entry_point)
+        if wanted is not None and not wanted & {name, distribution}:
+            continue
+        # A distribution may be found twice, through several entries of sys.path.
+        first = distributions.get(name)
+        if first is None:
+            distributions[name] = distribution
             yield entry_point
+        elif first != distribution:
+            raise PluginError(
+                f"distributions {first!r} and {distribution!r} both have a plugin {name!r} in group {group!r}; "
+                f"uninstall one, or set HP_LOAD_PLUGINS to the distribution wanted"
+            )
 
 
 def _distribution(entry_point: importlib.metadata.EntryPoint) -> str:

@@ -72,11 +72,12 @@ def _plugins() -> list[str]:
 @functools.cache
 def _load(plugin: str) -> Platform | str:
     """A plugin's platform, or why it cannot be used."""
-    (implementation,) = (
-        found for found in plugin_manager().hook.hp_platform.get_hookimpls() if found.plugin_name == plugin
-    )
+    manager = plugin_manager()
+    others = [found for name, found in manager.list_name_plugin() if name != plugin]
     try:
-        platform = implementation.function()
+        results = manager.subset_hook_caller("hp_platform", others)()
     except PlatformError as error:
         return str(error)
-    return platform if isinstance(platform, Platform) else f"its hp_platform() returned {platform!r}"
+    if len(results) == 1 and isinstance(results[0], Platform):
+        return results[0]
+    return f"its hp_platform() must return a Platform, got {results[0] if results else None!r}"

@@ -156,6 +156,8 @@ class ProcessGroup(ABC):
 
     def broadcast(self, x: Tensor, source: int = 0, async_op: bool = False) -> Work:
         """Overwrite `x` with that of group rank `source`."""
+        if not 0 <= source < self.size:
+            raise CollectiveError(f"broadcast in group {self.ranks}: there is no group rank {source}")
         sent = (self.size - 1) * _nbytes(self.platform, x) if self.rank == source else 0
         self._record("broadcast", sent)
         return DONE if self.size == 1 else self._broadcast(x, source, async_op)

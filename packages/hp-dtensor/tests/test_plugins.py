@@ -1,0 +1,236 @@
+"""Plugins and the choice of a platform, with distributions made for the test."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+
+from hp_dtensor.exceptions import PlatformError, PluginError
+from hp_dtensor.plugins import create_plugin_manager, plugin_manager
+from hp_dtensor.selection import get_platform
+
+PLATFORM = """
+import array_platform
+from hp_dtensor.plugins import hookimpl
+
+class Platform(array_platform.ArrayPlatform):
+    name = {name!r}
+
+@hookimpl
+def hp_platform():
+    print("made", {name!r})
+    return Platform()
+"""
+UNUSABLE = """
+from hp_dtensor.exceptions import PlatformError
+from hp_dtensor.plugins import hookimpl
+
+@hookimpl
+def hp_platform():
+    raise PlatformError("frame 1.0 is too old; needs frame >= 2")
+"""
+WITHOUT_PLATFORM = """
+from hp_dtensor.plugins import hookimpl
+
+@hookimpl
+def hp_sharding_rules(registry):
+    registry.append("rule")
+"""
+MISSPELT = """
+from hp_dtensor.plugins import hookimpl
+
+@hookimpl
+def hp_platfrom():
+    return None
+"""
+
+
+def install_platform(install, name):
+    install(f"hp-platform-{name}", {name: f"{name}_module"}, **{f"{name}_module": PLATFORM.format(name=name)})
+
+
+# Loading -------------------------------------------------------------------------------------------------
+
+
+def test_hooks_of_all_plugins_are_called(install):
+    install("first-rules", {"first": "first_rules"}, first_rules=WITHOUT_PLATFORM)
+    install("second-rules", {"second": "second_rules"}, second_rules=WITHOUT_PLATFORM)
+    registry = []
+    plugin_manager().hook.hp_sharding_rules(registry=registry)
+    assert registry == ["rule", "rule"]
+
+
+def test_each_group_has_its_own_manager(install):
+    install("fsdp-plugin", {"other": "other_module"}, group="hp_fsdp", other_module="x = 1")
+    from hp_dtensor import hookspecs
+
+    assert [name for name, _ in create_plugin_manager("hp_fsdp", hookspecs).list_name_plugin()] == ["other"]
+    assert plugin_manager().list_name_plugin() == []
+
+
+def test_a_plugin_that_does_not_import_is_named_with_its_distribution(install):
+    install("broken-dist", {"broken": "broken_module"}, broken_module="import no_such_framework")
+    with pytest.raises(PluginError) as caught:
+        plugin_manager()
+    assert str(caught.value) == (
+        "plugin 'broken' of distribution 'broken-dist' (entry-point group 'hp_dtensor', broken_module) does not "
+        "import: ModuleNotFoundError: No module named 'no_such_framework'. Repair or uninstall it, or set "
+        "HP_LOAD_PLUGINS to the plugins wanted."
+    )
+    assert isinstance(caught.value.__cause__, ModuleNotFoundError)
+
+
+def test_any_error_at_import_is_the_plugins(install):
+    install("broken-dist", {"broken": "broken_module"}, broken_module="raise ZeroDivisionError('oops')")
+    with pytest.raises(PluginError, match=r"'broken' of distribution 'broken-dist'.*ZeroDivisionError: oops"):
+        plugin_manager()
+
+
+def test_unknown_hooks_are_refused_with_the_known_ones(install):
+    install("misspelt-dist", {"misspelt": "misspelt_module"}, misspelt_module=MISSPELT)
+    with pytest.raises(PluginError) as caught:
+        plugin_manager()
+    assert str(caught.value) == (
+        "unknown hooks in group 'hp_dtensor': 'misspelt' implements 'hp_platfrom'. "
+        "Known hooks: hp_placements, hp_platform, hp_sharding_rules."
+    )
+
+
+def test_two_distributions_may_not_have_one_name(install):
+    install("one-dist", {"same": "one_module"}, one_module="x = 1")
+    install("two-dist", {"same": "two_module"}, two_module="x = 2")
+    with pytest.raises(PluginError, match="'one-dist' and 'two-dist' both have a plugin 'same'"):
+        plugin_manager()
+
+
+@pytest.mark.parametrize(
+    ("limit", "loaded"),
+    [("first", ["first"]), ("second-rules", ["second"]), (" second , first ", ["first", "second"]), ("", [])],
+)
+def test_what_is_loaded_can_be_limited(install, monkeypatch, limit, loaded):
+    install("first-rules", {"first": "first_rules"}, first_rules=WITHOUT_PLATFORM)
+    install("second-rules", {"second": "second_rules"}, second_rules=WITHOUT_PLATFORM)
+    install("broken-dist", {"broken": "broken_module"}, broken_module="import no_such_framework")
+    monkeypatch.setenv("HP_LOAD_PLUGINS", limit)
+    assert [name for name, _ in plugin_manager().list_name_plugin()] == loaded
+
+
+def test_calls_are_traced_on_demand(install, monkeypatch, capsys):
+    install_platform(install, "arrow")
+    monkeypatch.setenv("HP_TRACE_PLUGINS", "1")
+    platform = get_platform("arrow")
+    plugin_manager().hook.hp_sharding_rules(registry=["mine"])
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        "[hp] hp_dtensor: hp_platform({})",
+        f"[hp] hp_dtensor: hp_platform -> [{platform!r}]",
+        "[hp] hp_dtensor: hp_sharding_rules({'registry': ['mine']})",
+        "[hp] hp_dtensor: hp_sharding_rules -> []",
+    ]
+
+
+def test_nothing_is_traced_otherwise(install, capsys):
+    install_platform(install, "arrow")
+    get_platform("arrow")
+    assert capsys.readouterr().err == ""
+
+
+# Choosing a platform -------------------------------------------------------------------------------------
+
+
+def test_the_only_platform_is_chosen_and_made_once(install, capsys):
+    install_platform(install, "arrow")
+    assert get_platform().name == "arrow"
+    assert get_platform() is get_platform("arrow")
+    assert capsys.readouterr().out == "made arrow\n"
+
+
+def test_a_platform_is_its_own_choice(install):
+    install_platform(install, "arrow")
+    platform = get_platform("arrow")
+    assert get_platform(platform) is platform
+
+
+def test_an_argument_comes_before_the_environment(install, monkeypatch):
+    install_platform(install, "arrow")
+    install_platform(install, "bow")
+    monkeypatch.setenv("HP_PLATFORM", "bow")
+    assert get_platform().name == "bow"
+    assert get_platform("arrow").name == "arrow"
+
+
+def test_only_the_platform_asked_for_is_made(install, capsys):
+    install_platform(install, "arrow")
+    install_platform(install, "bow")
+    get_platform("bow")
+    assert capsys.readouterr().out == "made bow\n"
+
+
+def test_a_plugin_may_have_another_name_than_its_platform(install):
+    install("odd-dist", {"odd": "odd_module"}, odd_module=PLATFORM.format(name="arrow"))
+    assert get_platform("arrow").name == "arrow"
+
+
+@pytest.mark.usefixtures("install")
+def test_no_platform_at_all(monkeypatch):
+    monkeypatch.setenv("HP_LOAD_PLUGINS", "")
+    with pytest.raises(PlatformError, match="no platform is installed; install hp-platform-torch or"):
+        get_platform()
+
+
+def test_several_and_none_chosen(install):
+    install_platform(install, "bow")
+    install_platform(install, "arrow")
+    with pytest.raises(PlatformError, match=re.escape("several platforms are installed (arrow, bow); choose one with")):
+        get_platform()
+
+
+def test_a_platform_that_is_not_installed(install):
+    install_platform(install, "arrow")
+    with pytest.raises(PlatformError) as caught:
+        get_platform("bow")
+    assert str(caught.value) == "platform 'bow' is not installed; found: arrow. Install hp-platform-bow."
+
+
+def test_a_framework_that_is_too_old(install):
+    install("hp-platform-frame", {"frame": "frame_module"}, frame_module=UNUSABLE)
+    with pytest.raises(PlatformError, match=r"'frame' is installed but cannot be used: frame 1.0 is too old"):
+        get_platform("frame")
+    with pytest.raises(PlatformError, match=r"no installed platform can be used:\n  frame: frame 1.0 is too old"):
+        get_platform()
+
+
+def test_an_unusable_platform_does_not_hide_a_usable_one(install):
+    install("hp-platform-frame", {"frame": "frame_module"}, frame_module=UNUSABLE)
+    install_platform(install, "arrow")
+    assert get_platform().name == "arrow"
+    install_platform(install, "bow")
+    with pytest.raises(PlatformError, match=r"several platforms .*\n  frame: frame 1.0 is too old"):
+        get_platform()
+
+
+def test_a_hook_that_returns_no_platform(install):
+    source = "from hp_dtensor.plugins import hookimpl\n@hookimpl\ndef hp_platform():\n    return 'arrow'\n"
+    install("odd-dist", {"odd": "odd_module"}, odd_module=source)
+    with pytest.raises(PlatformError, match=re.escape("its hp_platform() must return a Platform, got 'arrow'")):
+        get_platform("odd")
+
+
+def test_choosing_by_name_imports_no_other_framework(install):
+    install_platform(install, "arrow")
+    install("hp-platform-heavy", {"heavy": "heavy_plugin"}, heavy_plugin=HEAVY, heavy_framework="x = 1")
+    sys.modules.pop("heavy_framework", None)
+    get_platform("arrow")
+    assert "heavy_framework" not in sys.modules
+
+
+HEAVY = """
+from hp_dtensor.plugins import hookimpl
+
+@hookimpl
+def hp_platform():
+    import heavy_framework
+    raise AssertionError("not asked for")
+"""
