@@ -24,6 +24,7 @@ from hp_dtensor.api import grad_spec
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import CapabilityError, MixedOperandsError, PlacementError
 from hp_dtensor.spec import TensorSpec
+from hp_platform_mindspore import kernels
 from hp_platform_mindspore.memory import host_view, share
 from hp_platform_mindspore.operation_names import canonical
 
@@ -265,9 +266,7 @@ def unwrapping(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-@unwrapping
-def _getitem(x: Tensor, index: Any) -> Tensor:
-    return x[index]
+_getitem = unwrapping(kernels.getitem)
 
 
 def _copy_(platform: Any, target: MindSporeDTensor, source: Any, *_: Any) -> MindSporeDTensor:

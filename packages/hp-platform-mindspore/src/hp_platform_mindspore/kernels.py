@@ -14,7 +14,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, ops
 
-from hp_platform_mindspore.autograd import custom_function, fresh_leaf
+from hp_platform_mindspore.autograd import fresh_leaf
+from hp_platform_mindspore.empty import filled, is_empty, nothing, with_zero_gradient_if_empty
 from hp_platform_mindspore.memory import HOST_DTYPES, encode, numbers, share
 
 F = mint.nn.functional
@@ -49,22 +50,27 @@ def _made(values: np.ndarray[Any, Any], dtype: Any) -> Tensor:
 # Pointwise -----------------------------------------------------------------------------------------------
 
 
+@with_zero_gradient_if_empty
 def add(x: Any, y: Any) -> Tensor:
     return fresh_leaf(x) + fresh_leaf(y)
 
 
+@with_zero_gradient_if_empty
 def sub(x: Any, y: Any) -> Tensor:
     return fresh_leaf(x) - fresh_leaf(y)
 
 
+@with_zero_gradient_if_empty
 def mul(x: Any, y: Any) -> Tensor:
     return x * y
 
 
+@with_zero_gradient_if_empty
 def div(x: Any, y: Any) -> Tensor:
     return x / y
 
 
+@with_zero_gradient_if_empty
 def power(x: Any, y: Any) -> Tensor:
     return x**y
 
@@ -81,6 +87,7 @@ def clamp(x: Tensor, min: Number | None = None, max: Number | None = None) -> Te
     return mint.clamp(x, min, max)
 
 
+@with_zero_gradient_if_empty
 def masked_fill(x: Tensor, mask: Tensor, value: Number) -> Tensor:
     return x.masked_fill(mask, value)
 
@@ -97,11 +104,21 @@ def clone(x: Tensor) -> Tensor:
 
 
 def total(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
+    if is_empty(x):
+        return filled(0, _reduced_shape(x, dim, keepdim), x)
     return mint.sum(x, dim=_all_dims(x, dim), keepdim=keepdim)
 
 
 def mean(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
+    if is_empty(x):
+        return filled(math.nan, _reduced_shape(x, dim, keepdim), x)
     return mint.mean(x, dim=_all_dims(x, dim), keepdim=keepdim)
+
+
+def _reduced_shape(x: Tensor, dim: Dims, keepdim: bool) -> tuple[int, ...]:
+    dims = _all_dims(x, dim)
+    gone = {d % x.ndim for d in ((dims,) if isinstance(dims, int) else dims)}
+    return tuple(1 if i in gone else size for i, size in enumerate(x.shape) if keepdim or i not in gone)
 
 
 def _all_dims(x: Tensor, dim: Dims) -> int | tuple[int, ...]:
@@ -131,28 +148,24 @@ def cumsum(x: Tensor, dim: int) -> Tensor:
 
 
 # Products ------------------------------------------------------------------------------------------------
-#
-# MindSpore's product over nothing is uninitialised memory, not zero: `[m, 0] @ [0, n]`, and so the gradient of a
-# weight that met no row.
 
 
 def matmul(x: Tensor, y: Tensor) -> Tensor:
-    if 0 not in (*x.shape, *y.shape):
-        return mint.matmul(x, y)
-    return _product_over_nothing((*np.broadcast_shapes(x.shape[:-2], y.shape[:-2]), x.shape[-2], y.shape[-1]), x, y)
+    if is_empty(x, y):
+        return filled(0, _product_shape(x.shape, y.shape), x, y)
+    return mint.matmul(x, y)
+
+
+def _product_shape(x: tuple[int, ...], y: tuple[int, ...]) -> tuple[int, ...]:
+    batch = np.broadcast_shapes(x[:-2], y[:-2])
+    return (*batch, *(x[-2:-1] if len(x) > 1 else ()), *(y[-1:] if len(y) > 1 else ()))
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if 0 not in (*x.shape, *weight.shape):
-        return F.linear(x, weight, bias)
-    product = _product_over_nothing((*x.shape[:-1], weight.shape[0]), x, weight)
-    return product if bias is None else add(product, bias)
-
-
-def _product_over_nothing(shape: tuple[int, ...], x: Tensor, y: Tensor) -> Tensor:
-    return custom_function(
-        lambda x, y: zeros(shape, x.dtype), lambda grad: [ops.zeros_like(x), ops.zeros_like(y)], x, y
-    )
+    if is_empty(x, weight):
+        product = filled(0, (*x.shape[:-1], weight.shape[0]), x, weight)
+        return product if bias is None else add(product, bias)
+    return F.linear(x, weight, bias)
 
 
 def scaled_dot_product_attention(
@@ -162,10 +175,11 @@ def scaled_dot_product_attention(
     if enable_gqa and key.shape[1] and query.shape[1] != key.shape[1]:
         repeats = query.shape[1] // key.shape[1]
         key, value = repeat_interleave(key, repeats, 1), repeat_interleave(value, repeats, 1)
-    scores = mint.matmul(query * (1.0 / math.sqrt(query.shape[-1])), mint.transpose(key, -2, -1))
+    scale = 1.0 / math.sqrt(query.shape[-1]) if query.shape[-1] else 1.0
+    scores = matmul(query * scale, mint.transpose(key, -2, -1))
     if is_causal:
-        scores = scores.masked_fill(_future(query.shape[-2], key.shape[-2]), float("-inf"))
-    return mint.matmul(F.softmax(scores, -1), value)
+        scores = masked_fill(scores, _future(query.shape[-2], key.shape[-2]), float("-inf"))
+    return matmul(F.softmax(scores, -1), value)
 
 
 def _future(queries: int, keys: int) -> Tensor:
@@ -187,8 +201,8 @@ def log_softmax(x: Tensor, dim: int) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Over the last dimension, computed in float32."""
     wide = x.astype(ms.float32) if x.dtype in LOW_PRECISION else x
-    normalized = wide * mint.rsqrt(mint.mean(wide * wide, dim=-1, keepdim=True) + eps)
-    return cast(normalized, x.dtype) * weight
+    normalized = mul(wide, mint.rsqrt(mean(wide * wide, -1, keepdim=True) + eps))
+    return mul(cast(normalized, x.dtype), weight)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
@@ -223,16 +237,21 @@ def squeeze(x: Tensor, dim: int | Sequence[int]) -> Tensor:
 def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
     extra = len(shape) - x.ndim
     target = tuple(x.shape[i - extra] if size == -1 else size for i, size in enumerate(shape))
-    return mint.broadcast_to(x, target)
+    return filled(0, target, x) if is_empty(x) else mint.broadcast_to(x, target)
 
 
 def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    if all(map(is_empty, tensors)):
+        # mint.cat leaves out empty tensors, and here their lengths with them.
+        shape = list(tensors[0].shape)
+        shape[dim] = sum(x.shape[dim] for x in tensors)
+        return filled(0, shape, *tensors)
     return mint.cat(list(tensors), dim)
 
 
 def stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     # ops.stack fails in backward on empty tensors.
-    return mint.cat([mint.unsqueeze(x, dim) for x in tensors], dim)
+    return cat([mint.unsqueeze(x, dim) for x in tensors], dim)
 
 
 def split(x: Tensor, sizes: Sequence[int], dim: int = 0) -> tuple[Tensor, ...]:
@@ -240,17 +259,17 @@ def split(x: Tensor, sizes: Sequence[int], dim: int = 0) -> tuple[Tensor, ...]:
 
 
 def chunk(x: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
-    """As torch: pieces of `ceil(size / chunks)`, the last one smaller, perhaps fewer than `chunks`."""
+    """As torch: pieces of `ceil(size / chunks)`, the last smaller, perhaps fewer; `chunks` empty ones of nothing."""
     size = x.shape[dim]
     piece = max(1, -(-size // chunks))
-    sizes = [min(piece, size - start) for start in range(0, size, piece)] or [0]
+    sizes = [min(piece, size - start) for start in range(0, size, piece)] or [0] * chunks
     return mint.split(x, sizes, dim)
 
 
 def repeat_interleave(x: Tensor, repeats: int, dim: int) -> Tensor:
     dim %= x.ndim
     shape = x.shape
-    repeated = mint.broadcast_to(mint.unsqueeze(x, dim + 1), (*shape[: dim + 1], repeats, *shape[dim + 1 :]))
+    repeated = expand(mint.unsqueeze(x, dim + 1), (*shape[: dim + 1], repeats, *shape[dim + 1 :]))
     return mint.reshape(repeated, (*shape[:dim], shape[dim] * repeats, *shape[dim + 1 :]))
 
 
@@ -265,18 +284,17 @@ def index_select(x: Tensor, dim: int, index: Tensor) -> Tensor:
 def _pick(x: Tensor, dim: int, index: Tensor, shape: tuple[int, ...]) -> Tensor:
     if math.prod(shape) and x.size:
         return ops.gather(x, index, dim)
-    return _nothing(x, shape)
-
-
-def _nothing(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """An empty result of `x`, whose gradient is zero: the kernels' own backward fails on it."""
-    if math.prod(shape):
-        raise IndexError(f"indices into a tensor of shape {list(x.shape)}, which holds no element")
-    return custom_function(lambda t: zeros(shape, t.dtype), lambda g: [ops.zeros_like(x)], x)
+    return nothing(x, shape)
 
 
 def gather(x: Tensor, dim: int, index: Tensor) -> Tensor:
-    return mint.gather(x, dim, index) if index.size and x.size else _nothing(x, tuple(index.shape))
+    return mint.gather(x, dim, index) if index.size and x.size else nothing(x, tuple(index.shape))
+
+
+def getitem(x: Tensor, index: Any) -> Tensor:
+    """Basic indexing."""
+    shape = np.broadcast_to(np.int8(0), x.shape)[index].shape
+    return x[index] if math.prod(shape) else nothing(x, shape)
 
 
 def index_put(x: Tensor, index: Tensor, values: Tensor) -> Tensor:
@@ -369,10 +387,11 @@ CPU: dict[str, Callable[..., Any]] = {
 } | {
     name: getattr(mint, name)
     for name in """
-        maximum minimum eq ne lt le gt ge logical_and logical_or neg exp log sqrt rsqrt abs sin cos tanh sigmoid
-        isfinite logical_not where transpose unsqueeze narrow
+        eq ne lt le gt ge logical_and logical_or neg exp log sqrt rsqrt abs sin cos tanh sigmoid isfinite
+        logical_not transpose unsqueeze narrow
     """.split()
 }
+CPU |= {name: with_zero_gradient_if_empty(getattr(mint, name)) for name in ("maximum", "minimum", "where")}
 
 
 # On Ascend the kernels exist, and a value must not go through the host --------------------------------------

@@ -1,0 +1,59 @@
+"""Operations on empty tensors: the CPU kernels give wrong shapes, garbage or errors, mostly in backward.
+
+Ranks that hold nothing of a tensor are normal, so every operation here must be right on nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mindspore import Tensor, mint, ops
+
+from hp_platform_mindspore.autograd import custom_function
+from hp_platform_mindspore.memory import FLOATING
+
+
+def constant(forward: Callable[..., Any], *inputs: Any) -> Any:
+    """`forward(*inputs)` in the autograd graph, where the result does not depend on the inputs' values."""
+    return custom_function(forward, lambda *grads: [_zero_gradient(x) for x in inputs], *inputs)
+
+
+def _zero_gradient(x: Any) -> Tensor | None:
+    return ops.zeros_like(x) if isinstance(x, Tensor) and x.dtype in FLOATING else None
+
+
+def filled(value: float, shape: Sequence[int], x: Tensor, *others: Tensor) -> Tensor:
+    """A tensor of one value and the dtype of `x`, in the graph of the given tensors with zero gradients."""
+
+    def forward(t: Tensor, *_: Tensor) -> Tensor:
+        zeros = mint.zeros(tuple(shape), dtype=t.dtype)
+        return zeros + value if value else zeros
+
+    return constant(forward, x, *others)
+
+
+def is_empty(*values: Any) -> bool:
+    """Whether any of the values is a tensor without elements."""
+    return any(isinstance(x, Tensor) and x.size == 0 for x in values)
+
+
+def with_zero_gradient_if_empty(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """`kernel`, whose forward is right on empty tensors but whose backward is not: an empty one makes it `constant`."""
+
+    @functools.wraps(kernel)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        if is_empty(*args):
+            return constant(functools.partial(kernel, **kwargs), *args)
+        return kernel(*args, **kwargs)
+
+    return guarded
+
+
+def nothing(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """The empty result of picking from `x`."""
+    if math.prod(shape):
+        raise IndexError(f"indices into a tensor of shape {list(x.shape)}, which holds no element")
+    return filled(0, shape, x)
