@@ -143,10 +143,17 @@ def tests(session: nox.Session, package: str) -> None:
 def cross(session: nox.Session, platform: str) -> None:
     """Run the conformance suite on a platform and the tests across packages, or what the arguments name."""
     python = full(platform)
-    tests = ("tests", "--ignore", "tests/house")
     conformance = ("--pyargs", "hp_dtensor.testing.conformance")
+    tests = ("tests", "--ignore", "tests/house", *served_tests(platform))
     for selected in [session.posargs] if session.posargs else [conformance, tests]:
         pytest(session, python, *selected, HP_PLATFORM=platform)
+
+
+def served_tests(platform: str) -> list[str]:
+    """Return a platform's own tests of what it gives to a component, skipped where only the platform is installed."""
+    tests = workspace.packages()[f"hp-platform-{platform}"].folder / "tests"
+    found = [path for part in ("fsdp", "moe", "trainer") for path in tests.glob(f"test_*_{part}*.py")]
+    return [str(path.relative_to(ROOT)) for path in sorted(found)]
 
 
 @session

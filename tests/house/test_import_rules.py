@@ -21,14 +21,28 @@ SERVED = {"hp_fsdp": "fsdp", "hp_moe": "moe", "hp_trainer": "trainer"}
 
 
 def imports(source):
-    """Yield (line, module) for every import in `source`, those by name through importlib included."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            yield node.lineno, node.module
-        elif isinstance(node, ast.Call) and _is_import_by_name(node):
-            yield node.lineno, node.args[0].value
+    """Yield (line, module, only for types) for every import in `source`, those by name through importlib included."""
+    tree = ast.parse(source)
+    guarded = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
+    for node in ast.walk(tree):
+        for module in _imported(node):
+            yield node.lineno, module, node in guarded
+
+
+def _imported(node):
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and not node.level:
+        return [node.module]
+    if isinstance(node, ast.Call) and _is_import_by_name(node):
+        return [node.args[0].value]
+    return []
 
 
 def _is_import_by_name(call):
@@ -70,10 +84,11 @@ def serves(module, part):
 
 def violations(package, path, source):
     permitted = allowed(package, path)
+    served = SERVED.keys() if package in PLATFORMS else frozenset()  # naming a type needs no installation
     return [
         f"{package}/{path}:{line} imports {module}"
-        for line, module in imports(source)
-        if module.split(".")[0] not in permitted
+        for line, module, only_types in imports(source)
+        if module.split(".")[0] not in (permitted | served if only_types else permitted)
     ]
 
 
@@ -118,6 +133,8 @@ def test_a_platform_declares_its_own_framework_only(package):
         ("hp_platform_torch", "plugin.py", "import hp_fsdp"),
         ("hp_platform_mindspore", "fsdp.py", "import hp_moe"),
         ("hp_platform_mindspore", "moeless.py", "import hp_moe"),
+        ("hp_fsdp", "layout.py", "if TYPE_CHECKING:\n    import torch"),
+        ("hp_platform_torch", "plugin.py", "if TYPE_CHECKING:\n    pass\nelse:\n    import hp_fsdp"),
     ],
 )
 def test_the_rules_catch(package, path, line):
@@ -134,6 +151,7 @@ def test_the_rules_catch(package, path, line):
         ("hp_platform_torch", "fsdp_storage.py", "import hp_fsdp.storage"),
         ("hp_platform_torch", "moe/triton.py", "import hp_moe"),
         ("hp_platform_torch", "npu.py", "import torch_npu"),
+        ("hp_platform_torch", "optimizers.py", "if TYPE_CHECKING:\n    import hp_trainer"),
     ],
 )
 def test_the_rules_allow(package, path, line):
