@@ -26,7 +26,7 @@ from hp_platform_torch.operation_names import canonical_name
 Tensor = torch.Tensor
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
 
-# Both are what torch's own subclasses use; they are the same in torch 2.11 to 2.13.
+# What torch's own tensor subclasses use (see README.md on torch internals).
 LocalOperations = torch._C.DisableTorchFunctionSubclass
 _intercepting = torch._C._is_torch_function_enabled
 

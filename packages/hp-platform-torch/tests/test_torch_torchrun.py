@@ -1,0 +1,38 @@
+"""torchrun starts the ranks: its agent serves the store."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("torchrun_program.py")
+
+
+@pytest.mark.parametrize(("group", "connections"), [("ours", 1), ("own", 2)])
+def test_ranks_of_torchrun_join_one_job(group, connections):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
+    done = subprocess.run(
+        [*command, str(PROGRAM), group],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [f"rank {rank} of 3: [3.0, 3.0]" for rank in range(3)]
+    assert sorted(done.stdout.split("\n")[:-1]) == sorted(lines * connections)
+
+
+def test_another_rank_than_torch_distributed_has_is_refused():
+    code = (
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "from hp_dtensor.selection import get_platform\n"
+        "get_platform('torch').connect(1, 4, '127.0.0.1:1')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "PlatformError: torch.distributed is already rank 0 of 1; expected rank 1 of 4" in done.stderr
