@@ -103,7 +103,7 @@ def train_decoder(
 
 def _whole(platform, x):
     with platform.no_grad():
-        return platform.to_numpy(x.full_tensor() if isinstance(x, DTensor) else x).astype(numpy.float32).copy()
+        return platform.to_numpy(x.full_tensor() if isinstance(x, DTensor) else x).copy()
 
 
 def _host(platform, x):

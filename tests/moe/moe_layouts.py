@@ -97,6 +97,8 @@ class Result:
     bias: numpy.ndarray | None = None
     forward: list[str] = field(default_factory=list)
     backward: list[str] = field(default_factory=list)
+    wire_bytes: float = 0.0
+    experts: numpy.ndarray | None = None
 
 
 def train(
@@ -120,11 +122,14 @@ def train(
     samples = _samples(layout, mesh, num_samples)
     result = Result(samples)
     step = {"sgd": _sgd, "adamw": _AdamW()}[optimizer]
+    if layout.size == 1:
+        result.experts = _chosen(platform, layer, _batch(platform, 0, num_samples))
     for index in range(steps):
         x, target = (_batch(platform, 2 * index + i, num_samples)[samples] for i in (0, 1))
         with record_collectives() as log:
             y = layer(_place(platform, mesh, layout, x, one_expert))
         result.forward = [record.name for record in log.records]
+        result.wire_bytes = log.wire_bytes()
         difference = platform.ops.sub(y, _place(platform, mesh, layout, target))
         loss = platform.ops.sum(platform.ops.mul(difference, difference))
         loss = platform.ops.div(loss, num_samples * LENGTH)
@@ -169,6 +174,12 @@ def _layer(platform, layout, mesh, num_experts, options, one_expert):
         weight = layer.router.gate.weight
         platform.copy_(platform.unwrap(weight), platform.from_numpy(gate))
     return layer
+
+
+def _chosen(platform, layer, batch):
+    with platform.no_grad():
+        experts = layer.router(platform.from_numpy(batch.reshape(-1, DIM)))[1]
+    return platform.to_numpy(experts).reshape(*batch.shape[:2], 2)
 
 
 def _cut_sequence(layer, mesh):

@@ -120,3 +120,18 @@ def test_samples_differ_between_ranks():
     assert sum(sizes) == NUM_SAMPLES
     assert len(set(sizes)) > 1
     assert LENGTH > 1
+
+
+def test_a_token_travels_once_to_each_rank_that_has_experts_for_it():
+    """Bytes on the wire: rows (8 floats), their two expert numbers and two scores, and the way back."""
+    results = on_ranks("ep of 4", NUM_SAMPLES, num_experts=8, steps=1)
+    experts = reference(num_experts=8, steps=1).experts
+    owners = experts // 2
+    for rank, result in enumerate(results):
+        mine = owners[result.samples].reshape(-1, 2)
+        rows_out = sum(len(set(token) - {rank}) for token in mine)
+        rows_in = sum(
+            (owners[other.samples].reshape(-1, 2) == rank).any(-1).sum() for other in results if other is not result
+        )
+        sizes = 3 * (1 + 2) * 8
+        assert result.wire_bytes == sizes + rows_out * (8 + 2 + 2) * 4 + rows_in * 8 * 4
