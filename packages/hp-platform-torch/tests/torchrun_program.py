@@ -1,9 +1,13 @@
-"""A program for torchrun: joins the job and reduces over a sub-group; `own` if it makes torch's group itself."""
+"""A program for torchrun: joins the job, reduces over a sub-group and writes what it got into a folder.
+
+torchrun_program.py (own | ours) FOLDER        own: it makes torch's process group itself, and joins twice
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,13 +21,15 @@ def main() -> None:
     platform = get_platform("torch")
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    results = []
     for _ in range(2 if sys.argv[1] == "own" else 1):
         world = platform.connect(rank, size, address, timeout_seconds=60)
         x = torch.full((2,), float(rank + 1))
         world.group((0, 1) if rank < 2 else (2,)).all_reduce(x)
-        print(f"rank {rank} of {size}: {x.tolist()}")
+        results.append(f"{rank} of {size}: {x.tolist()}")
         world.all.barrier()
         platform.disconnect()
+    Path(sys.argv[2], f"rank{rank}").write_text("\n".join(results))
     assert dist.is_initialized() == (sys.argv[1] == "own")
 
 
