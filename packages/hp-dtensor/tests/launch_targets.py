@@ -65,6 +65,13 @@ def fail_after_another_died(victim):
     raise ConnectionError("connection closed by peer")
 
 
+def fail_in_turn(order):
+    """Ranks fail one after the other, in the order given."""
+    rank = my_world()[0]
+    time.sleep(0.5 * order.index(rank))
+    raise ValueError(f"rank {rank} was number {order.index(rank)}")
+
+
 def leave_with_exit_0():
     sys.exit(0)
 

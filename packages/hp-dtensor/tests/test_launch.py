@@ -151,9 +151,20 @@ def test_the_rank_that_died_comes_before_the_errors_that_follow_from_it():
     assert caught.value.rank == 2
     first, *others = str(caught.value).splitlines()
     assert first.startswith("rank 2 of 3 was killed by SIGKILL")
-    assert others == [
+    assert sorted(others) == [
         "rank 0 failed: ConnectionError: connection closed by peer",
         "rank 1 failed: ConnectionError: connection closed by peer",
+    ]
+
+
+def test_the_first_error_comes_first():
+    with pytest.raises(LaunchError) as caught:
+        launch(targets.fail_in_turn, ([1, 0],), 2, "array")
+    assert caught.value.rank == 1
+    lines = [line for line in str(caught.value).splitlines() if line.startswith("rank")]
+    assert lines == [
+        "rank 1 of 2 failed: ValueError: rank 1 was number 0",
+        "rank 0 failed: ValueError: rank 0 was number 1",
     ]
 
 

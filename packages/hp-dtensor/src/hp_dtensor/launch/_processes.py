@@ -61,10 +61,11 @@ class _Process:
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """What happened to a rank: one line, and the details that belong to it."""
+    """What happened to a rank and when: one line, and the details that belong to it."""
 
     headline: str
-    details: str = ""
+    details: str
+    when: float
     died: bool = False
     address_in_use: bool = False
 
@@ -244,8 +245,9 @@ class LocalRanks:
             for _ in self._messages(_remaining(deadline)):
                 pass
         failed = [(process.rank, process.failure) for process in self._processes if process.failure]
-        # A rank that died without a word is the cause of the errors that its partners then see.
-        (rank, first), *others = sorted(failed, key=lambda item: not item[1].died)
+        # A rank that died without a word is the cause of the errors that its partners saw, perhaps before its
+        # end was noticed here; else the first error is the cause of the others.
+        (rank, first), *others = sorted(failed, key=lambda item: (not item[1].died, item[1].when))
         lines = [f"rank {rank} of {self.size} {first.headline}", first.details]
         lines += [f"rank {other} {failure.headline}" for other, failure in others]
         message = "\n".join(line.rstrip() for line in lines if line)
@@ -312,12 +314,14 @@ def _exit_code(process: _Process) -> int | None:
 def _of_exception(message: Failed) -> _Failure:
     verb = "could not start" if message.phase == "start" else "failed"
     in_use = message.phase == "start" and bool(_ADDRESS_IN_USE.search(message.what))
-    return _Failure(f"{verb}: {message.what}", message.traceback, address_in_use=in_use)
+    return _Failure(f"{verb}: {message.what}", message.traceback, message.when, address_in_use=in_use)
 
 
 def _of_end(code: int | None, tail: str) -> _Failure:
-    details = f"its last output:\n{tail}" if tail else ""
+    details, now = f"its last output:\n{tail}" if tail else "", time.monotonic()
     if code is not None and code < 0:
         hint = "; the machine may have run out of memory" if -code == signal.SIGKILL else ""
-        return _Failure(f"was killed by {signal.Signals(-code).name}{hint}", details, died=True)
-    return _Failure(f"ended without a result, exit code {code}", details, died=True)
+        # Frameworks abort a process whose partner is gone.
+        died = -code != signal.SIGABRT
+        return _Failure(f"was killed by {signal.Signals(-code).name}{hint}", details, now, died)
+    return _Failure(f"ended without a result, exit code {code}", details, now, died=True)

@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from dataclasses import dataclass
 from multiprocessing import reduction
@@ -38,11 +39,12 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """An exception in a rank: where it was (`start` or `run`), what it was."""
+    """An exception in a rank: where it was (`start` or `run`), what it was, and when, on the machine's clock."""
 
     phase: str
     what: str
     traceback: str
+    when: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +138,9 @@ def _run(request: Run) -> Any:
 
 
 def _report(link: Link, phase: str, error: BaseException) -> None:
+    when = time.monotonic()
     text = "".join(traceback.format_exception(error))
-    link.send(Failed(phase, f"{type(error).__name__}: {error}", text))
+    link.send(Failed(phase, f"{type(error).__name__}: {error}", text, when))
     sys.stdout.flush()
     sys.stderr.flush()
 

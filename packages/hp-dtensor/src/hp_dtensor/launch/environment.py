@@ -61,17 +61,17 @@ def from_environment(platform: Platform | str | None = None, timeout_seconds: fl
         LaunchError: no launcher has started this process, or its variables make no sense.
         PlatformError: the platform cannot be used.
     """
+    found = rank_environment()
+    if found is not None and found.is_scheduler:
+        raise SystemExit(0)
     chosen = get_platform(platform)
     if chosen.world is not None:
         return chosen.world
-    found = rank_environment()
     if found is None:
         raise LaunchError(
             "no launcher has started this process: start it with torchrun, msrun or srun, "
             "or start local ranks with hp_dtensor.launch.launch"
         )
-    if found.is_scheduler:
-        raise SystemExit(0)
     return chosen.connect(
         found.rank, found.size, found.address, timeout_seconds=timeout_seconds, local_rank=found.local_rank
     )

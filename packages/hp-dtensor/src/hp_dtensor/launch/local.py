@@ -25,6 +25,7 @@ def launch(
     log_dir: str | Path | None = None,
     timeout_seconds: float = 300.0,
     grace_seconds: float = 5.0,
+    stop_seconds: float | None = None,
 ) -> list[Any]:
     """Run `target(*args)` on `num_ranks` local processes, connected as one job; returns the results by rank.
 
@@ -32,8 +33,8 @@ def launch(
     standard input closed. Rank 0 writes to this process's terminal; the output of the others goes to
     `log_dir`, or is shown only when they fail.
 
-    While the ranks run, SIGINT, SIGTERM and SIGHUP are passed on to them; those that have not ended after the
-    grace time, or when a second signal comes, are killed; then this process's own handler runs (for Ctrl-C it
+    While the ranks run, SIGINT, SIGTERM and SIGHUP are passed on to them; those that have not ended after
+    `stop_seconds`, or when a second signal comes, are killed; then this process's own handler runs (for Ctrl-C it
     raises KeyboardInterrupt).
 
     Args:
@@ -41,7 +42,9 @@ def launch(
         args: picklable arguments, the same for every rank.
         log_dir: folder for `rank1.log`, `rank2.log`, ...
         timeout_seconds: for joining the job, and for each collective where the platform can limit that.
-        grace_seconds: between asking ranks to end and killing them.
+        grace_seconds: between asking ranks to end and killing them, once a rank has failed.
+        stop_seconds: the same after a signal; default `grace_seconds`. Longer for ranks that end in an order of
+            their own, as training does with a checkpoint.
 
     Raises:
         LaunchError: a rank failed or died; the message has its number, error and traceback. The others have
@@ -53,7 +56,7 @@ def launch(
     name = target_name(target)
     output = Output(folder=None if log_dir is None else Path(log_dir))
     ranks = LocalRanks(get_platform(platform), num_ranks, output, timeout_seconds, grace_seconds)
-    stopper = _Stopper(ranks, grace_seconds)
+    stopper = _Stopper(ranks, grace_seconds if stop_seconds is None else stop_seconds)
     with held_signals(stopper.stop):
         try:
             ranks.start()
@@ -73,10 +76,10 @@ def launch(
 class _Stopper:
     """Passes the first signal on to the ranks, and kills them at the second or when their time is up."""
 
-    def __init__(self, ranks: LocalRanks, grace_seconds: float) -> None:
+    def __init__(self, ranks: LocalRanks, seconds: float) -> None:
         self.stopping = False
         self._ranks = ranks
-        self._timer = threading.Timer(grace_seconds, ranks.signal, [signal.SIGKILL])
+        self._timer = threading.Timer(seconds, ranks.signal, [signal.SIGKILL])
         self._timer.daemon = True
 
     def stop(self, number: int) -> None:

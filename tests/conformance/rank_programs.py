@@ -1,0 +1,47 @@
+"""What the ranks of these tests run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import numpy as np
+
+from hp_dtensor.selection import get_platform
+from hp_dtensor.world import current_world
+
+
+def total(name):
+    """The sum over all ranks of rank + 1."""
+    platform = get_platform(name)
+    world = current_world(platform)
+    x = platform.from_numpy(np.full(3, world.rank + 1.0, np.float32))
+    world.all.all_reduce(x)
+    return platform.to_numpy(x).tolist()
+
+
+def fail_while_others_wait(name, victim, how):
+    """One rank leaves the job while the others are inside a collective."""
+    platform = get_platform(name)
+    world = current_world(platform)
+    world.all.barrier()
+    if world.rank == victim:
+        time.sleep(0.5)
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError("the loss is no number")
+    total(name)
+
+
+def total_of_pairs(name):
+    """Collectives of groups that only some ranks belong to, the last ones not holding rank 0."""
+    platform = get_platform(name)
+    world = current_world(platform)
+    sums = []
+    for ranks in ((0, 1), (1, 2), (2, 3), (1, 3)):
+        if world.rank in ranks:
+            x = platform.from_numpy(np.full(2, 10.0**world.rank, np.float32))
+            world.group(ranks).all_reduce(x)
+            sums.append(float(platform.to_numpy(x)[0]))
+    return sums

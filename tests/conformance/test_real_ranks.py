@@ -1,0 +1,59 @@
+"""Real ranks of the platform under test: started, failing inside collectives, never left behind."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import rank_programs
+
+from hp_dtensor.exceptions import LaunchError
+from hp_dtensor.launch import RankPool, launch
+
+pytestmark = pytest.mark.real_ranks
+SECONDS = 60  # the ranks' start takes most of it, on a busy machine
+
+
+def test_launch_connects_ranks(hp_platform):
+    assert launch(rank_programs.total, (hp_platform.name,), 2, hp_platform) == [[3.0] * 3] * 2
+
+
+def test_one_rank_is_a_job_too(hp_platform):
+    assert launch(rank_programs.total, (hp_platform.name,), 1, hp_platform) == [[1.0] * 3]
+
+
+def test_the_pool_of_the_session_is_shared(hp_platform, rank_pool):
+    assert rank_pool(4).run(rank_programs.total, hp_platform.name) == [[10.0] * 3] * 4
+    assert rank_pool(4) is rank_pool(4)
+
+
+def test_groups_that_overlap_and_lack_rank_0(hp_platform, rank_pool):
+    found = rank_pool(4).run(rank_programs.total_of_pairs, hp_platform.name)
+    assert found == [[11.0], [11.0, 110.0, 1010.0], [110.0, 1100.0], [1100.0, 1010.0]]
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("kill", "rank 1 of 3 was killed by SIGKILL"),
+        ("raise", "rank 1 of 3 failed: ValueError: the loss is no number"),
+    ],
+)
+def test_a_rank_that_leaves_while_others_wait_for_it_is_reported_at_once(hp_platform, how, message):
+    with RankPool(hp_platform, 3) as pool:
+        pids = pool.run("os:getpid")
+        start = time.monotonic()
+        with pytest.raises(LaunchError, match=f"^{message}"):
+            pool.run(rank_programs.fail_while_others_wait, hp_platform.name, 1, how)
+        assert time.monotonic() - start < SECONDS
+        assert not [pid for pid in pids if _exists(pid)]
+        assert pool.run(rank_programs.total, hp_platform.name) == [[6.0] * 3] * 3
+
+
+def _exists(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
