@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
@@ -24,9 +22,13 @@ def hp_grouped_matmul(platform: Platform) -> GroupedMatmul | None:
 def torch_grouped_matmul(x: torch.Tensor, weight: torch.Tensor, sizes: GroupSizes) -> torch.Tensor:
     """`F.grouped_mm`, or the loop for what it refuses (float64, odd widths, no row or no group at all)."""
     if not _fits(x, weight):
-        return loop_grouped_matmul(x, weight, sizes)
+        looped: torch.Tensor = loop_grouped_matmul(x, weight, sizes)
+        return looped
     product = F.grouped_mm(x.contiguous(), weight.transpose(1, 2), offs=sizes.offsets)
-    return _ContiguousGradient.apply(product) if product.requires_grad else product
+    if product.requires_grad:
+        # The backward refuses a gradient with expanded strides, such as a sum's.
+        product.register_hook(torch.Tensor.contiguous)  # type: ignore[no-untyped-call]
+    return product
 
 
 def _fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -41,15 +43,3 @@ def _fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
         and x.shape[0] > 0
         and all(width > 0 and width % _STRIDE_BYTES == 0 for width in widths)
     )
-
-
-class _ContiguousGradient(torch.autograd.Function):
-    """The identity; `grouped_mm`'s backward refuses a gradient with expanded strides."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad.contiguous()

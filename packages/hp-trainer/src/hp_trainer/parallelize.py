@@ -111,7 +111,7 @@ def _block_plan(block: DecoderBlock) -> dict[str, ParallelStyle]:
     }
     if block.feed_forward is not None:
         plan |= _feed_forward_plan("feed_forward")
-    elif block.moe.shared_experts is not None:
+    if block.moe is not None and block.moe.shared_experts is not None:
         plan |= _feed_forward_plan("moe.shared_experts")
     return plan
 

@@ -159,14 +159,14 @@ class DecoderBlock(nn.Module):
         self.attention_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.attention = Attention(config)
         self.ffn_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.feed_forward = FeedForward(config.hidden_size, config.intermediate_size) if dense else None
-        self.moe = None if dense else _moe(config)
+        self.feed_forward: Any = FeedForward(config.hidden_size, config.intermediate_size) if dense else None
+        self.moe: Any = None if dense else _moe(config)
 
     def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
         """`[batch, length, hidden]` -> the same."""
         x = self.ops.add(x, self.attention(self.attention_norm(x), rotation))
-        network = self.feed_forward if self.moe is None else self.moe
-        return self.ops.add(x, network(self.ffn_norm(x)))
+        inside = self.ffn_norm(x)
+        return self.ops.add(x, self.feed_forward(inside) if self.moe is None else self.moe(inside))
 
 
 class MoEDecoder(nn.Module):
