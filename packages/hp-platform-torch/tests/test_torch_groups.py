@@ -7,6 +7,7 @@ import torch
 import torch_rank_functions as on_rank
 
 from hp_dtensor.exceptions import LaunchError, PlatformError
+from hp_dtensor.launch import RankPool
 from hp_dtensor.platform import DTYPE_NAMES
 from hp_platform_torch.platform import TorchPlatform
 
@@ -113,6 +114,12 @@ def test_a_dead_peer_fails_the_next_collective(three_ranks):
     with pytest.raises(LaunchError, match="rank 1"):
         three_ranks.run(on_rank.die_or_wait, 1, timeout_seconds=60)
     assert three_ranks.run(on_rank.world_facts)[0][:2] == (0, 3), "the pool starts new ranks"
+
+
+def test_a_peer_that_hangs_is_waited_for_as_long_as_asked():
+    with RankPool("torch", 2, timeout_seconds=6) as pool:
+        waited, _ = pool.run(on_rank.wait_for_a_peer_that_hangs, 12, timeout_seconds=60)
+    assert 5 < waited < 11
 
 
 def test_an_error_on_a_rank_is_told(two_ranks):

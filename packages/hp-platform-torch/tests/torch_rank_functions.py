@@ -182,6 +182,20 @@ def die_or_wait(victim):
         raise RuntimeError(f"failed after {time.monotonic() - start:.0f} s: {error}") from error
 
 
+def wait_for_a_peer_that_hangs(seconds):
+    """Rank 1 does not come; how long rank 0's collective waits."""
+    world = current_world(PLATFORM)
+    world.all.barrier()
+    if world.rank == 1:
+        time.sleep(seconds)
+        return None
+    start = time.monotonic()
+    try:
+        world.all.all_reduce(torch.ones(4))
+    except RuntimeError:
+        return time.monotonic() - start
+
+
 def differentiable_gather():
     """Gradients of an all-gather whose users differ per rank, through torch's autograd on real ranks."""
     from hp_dtensor import collectives

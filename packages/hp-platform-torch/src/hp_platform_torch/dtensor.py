@@ -30,12 +30,13 @@ Handler = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any
 LocalOperations = torch._C.DisableTorchFunctionSubclass
 _intercepting = torch._C._is_torch_function_enabled
 
-_local_shape = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
-_local_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
-_set_local_grad = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
-_local_data = torch.Tensor.data.__get__  # type: ignore[attr-defined]
-_set_local_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_local_dtype = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
+_plain: Any = torch.Tensor
+_local_shape = _plain.shape.__get__
+_local_grad = _plain.grad.__get__
+_set_local_grad = _plain.grad.__set__
+_local_data = _plain.data.__get__
+_set_local_data = _plain.data.__set__
+_local_dtype = _plain.dtype.__get__
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 CACHE_SIZE = 4096
