@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from hp_dtensor.exceptions import HPError
+from hp_trainer.exceptions import StoppedError
 
 if TYPE_CHECKING:
     from hp_trainer.checkpoint import Checkpoint
@@ -38,6 +39,8 @@ commands:
   layouts     list every parallel layout for a number of ranks, and why others cannot be used
 
 hp-train starts launch.local_ranks ranks on this machine. Started by torchrun, msrun or srun it is one of theirs.
+Ctrl-C and SIGTERM end the training after the step under way, with a checkpoint; a second one ends it at once.
+Exit code: 0 done, 1 failed, 2 bad input, 130 stopped by Ctrl-C, 143 by SIGTERM.
 
 Every setting of the YAML file is an option too (--section.setting=value, or with a space); the command line wins.
 settings, with what they take and their default:"""
@@ -53,16 +56,25 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code: 0, 1 for a failure while running, 2 for bad input."""
+    """Run the command; returns its exit code.
+
+    0: all done. 1: it failed while running. 2: bad input. 128 + n: stopped by signal n (130 for Ctrl-C, 143 for
+    SIGTERM), training after the step under way and with a checkpoint of it.
+    """
     given = list(sys.argv[1:] if arguments is None else arguments)
+    from hp_trainer.signals import Interrupted, interruptible
+
     try:
-        return _dispatch(given)
+        with interruptible():
+            return _dispatch(given)
     except BrokenPipeError:
         # The reader of our output has gone (`hp-train --help | head`); Python would complain again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except KeyboardInterrupt:
-        return _fail("stopped", 130)
+    except Interrupted as interrupted:
+        return _fail(f"stopped by {interrupted.signal.name}", 128 + interrupted.signal)
+    except StoppedError as stopped:
+        return _fail(str(stopped), 128 + stopped.signal)
     except HPError as error:
         return _fail(str(error), 2 if isinstance(error, ValueError) else 1)
 

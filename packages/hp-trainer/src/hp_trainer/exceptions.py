@@ -76,6 +76,18 @@ class TrainingError(HPError, RuntimeError):
     """Training cannot go on, such as with a loss that is no finite number."""
 
 
+class StoppedError(HPError, RuntimeError):
+    """A run that was asked to stop by a signal, and did.
+
+    Attributes:
+        signal: number of the signal.
+    """
+
+    def __init__(self, message: str, signal: int) -> None:
+        super().__init__(message)
+        self.signal = signal
+
+
 class CheckpointError(HPError, ValueError):
     """A checkpoint that is missing, damaged, or of another model; names the file and the tensor."""
 

@@ -34,7 +34,7 @@ def generate(
         opened = Checkpoint(storage_of(run, config), checkpoint)
         opened.check_model(to_plain(config.model))
         load_state(platform, model, None, opened)
-        sampler = Sampler(config.generate, config.training.sequence_length)
+        sampler = Sampler(config.generate, config.training.sequence_length, tokenizer.separator)
         return [
             tokenizer.decode(sampler.extend(platform, model, tokenizer.encode(prompt).tolist())) for prompt in prompts
         ]
@@ -45,19 +45,23 @@ class Sampler:
 
     Args:
         window: tokens that the model is shown at most.
+        end: the token that ends a text, never part of it; None: a text ends when it is long enough.
     """
 
-    def __init__(self, config: GenerateConfig, window: int) -> None:
-        self.config, self.window = config, window
+    def __init__(self, config: GenerateConfig, window: int, end: int | None = None) -> None:
+        self.config, self.window, self.end = config, window, end
         self._random = np.random.default_rng(config.seed)
 
     def extend(self, platform: Platform, model: Model, tokens: list[int]) -> list[int]:
-        """`tokens` and `max_new_tokens` more; an empty prompt begins with a line end."""
+        """`tokens` and up to `max_new_tokens` more; an empty prompt begins with a line end."""
         tokens = list(tokens) or [ord("\n")]
         for _ in range(self.config.max_new_tokens):
             shown = np.array([tokens[-self.window :]], np.int64)
             logits = platform.to_numpy(model(platform.from_numpy(shown)))[0, -1]
-            tokens.append(self.pick(logits.astype(np.float64)))
+            token = self.pick(logits.astype(np.float64))
+            if token == self.end:
+                break
+            tokens.append(token)
         return tokens
 
     def pick(self, logits: np.ndarray) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -13,9 +15,11 @@ from hp_dtensor.selection import get_platform
 from hp_trainer._exchange import coordinator
 from hp_trainer.checkpoint import Storage
 from hp_trainer.config import ParallelConfig, TrainerConfig
-from hp_trainer.exceptions import RunFolderError
+from hp_trainer.data import Dataset
+from hp_trainer.exceptions import DataError, RunFolderError, StoppedError
 from hp_trainer.plugins import Registries, registries
 from hp_trainer.run_folder import RunFolder
+from hp_trainer.signals import Interrupted
 
 T = TypeVar("T")
 
@@ -33,16 +37,31 @@ def is_first_process() -> bool:
 
 
 def begin_run(path: Path, config: TrainerConfig, registered: Registries | None = None) -> RunFolder:
-    """Make the run folder and prepare the data in it; done by one process.
+    """Make the run folder and prepare the data in it; done by one process. Nothing of it is left when that fails.
 
     Raises:
         RunFolderError: the folder holds something.
-        DataError: the data cannot be read.
+        DataError: the data cannot be read, or are too few for a sample.
     """
     registered = registered if registered is not None else registries()
     run = RunFolder.create(path, config)
-    registered.datasets.get(config.data.name).build(config.data.options).prepare(run.data)
+    try:
+        source = registered.datasets.get(config.data.name).build(config.data.options)
+        source.prepare(run.data)
+        _check_data(source.open(run.data, config.training.sequence_length), config)
+    except BaseException:
+        shutil.rmtree(path, ignore_errors=True)
+        raise
     return run
+
+
+def _check_data(dataset: Dataset, config: TrainerConfig) -> None:
+    if config.training.eval_interval is not None and not len(dataset.evaluation):
+        raise DataError(
+            f"no sample is left to evaluate with every training.eval_interval={config.training.eval_interval} steps, "
+            f"of training.sequence_length={config.training.sequence_length}; keep more text for evaluation "
+            "(data.eval_fraction), or set training.eval_interval=null"
+        )
 
 
 def storage_of(run: RunFolder, config: TrainerConfig, registered: Registries | None = None) -> Storage:
@@ -64,28 +83,32 @@ def train(config: TrainerConfig, prepare: Callable[[], tuple[Path, str | None]])
 
     Raises:
         LaunchError: a local rank failed.
+        StoppedError: a signal ended the run before its last step.
         HPError: what `prepare` or, where this process is a rank, the training raises.
     """
     platform = get_platform(config.platform)
     if is_launched():
         world = from_environment(platform, config.launch.timeout_seconds)
         folder, checkpoint = coordinator(world.all, "preparing the run", lambda: _as_text(prepare()), RunFolderError)
-        train_rank(folder, checkpoint, platform.name)
+        ended_by = train_rank(folder, checkpoint, platform.name)
         platform.disconnect()
-        return Path(folder)
-    path, checkpoint = prepare()
-    arguments = (str(path), checkpoint, platform.name)
-    if world_size_of(config) == 1:
-        train_rank(*arguments)
+        path = Path(folder)
     else:
-        _start(train_rank, arguments, config, platform, RunFolder(path).logs)
+        path, checkpoint = prepare()
+        arguments = (str(path), checkpoint, platform.name)
+        if world_size_of(config) == 1:
+            ended_by = train_rank(*arguments)
+        else:
+            ended_by = _start(train_rank, arguments, config, platform, RunFolder(path).logs)
+    if ended_by is not None:
+        raise StoppedError(_how_far(RunFolder(path), config, ended_by), ended_by)
     return path
 
 
 def write_samples(run: RunFolder, config: TrainerConfig) -> list[str]:
     """What the finished run's model writes after each configured prompt, also kept in `samples.txt`.
 
-    Nothing where the run was stopped before its last step.
+    Nothing where its checkpoint is not of the last step.
     """
     from hp_trainer._files import write_atomically
     from hp_trainer.checkpoint import open_latest
@@ -110,28 +133,47 @@ def generate(run: RunFolder, config: TrainerConfig, prompts: Sequence[str], chec
     return texts
 
 
-def train_rank(folder: str, checkpoint: str | None, platform: str) -> None:
-    """One rank's part; its world is connected."""
+def train_rank(folder: str, checkpoint: str | None, platform: str) -> int | None:
+    """One rank's part; its world is connected. Returns the signal that ended it early, if one did."""
     from hp_trainer.loop import train as train_loop
 
     run = RunFolder.open(Path(folder))
-    train_loop(run, run.load_config().config, get_platform(platform), checkpoint)
+    return train_loop(run, run.load_config().config, get_platform(platform), checkpoint)
 
 
 def _start(
-    target: Callable[..., object],
+    target: Callable[..., int | None],
     arguments: Sequence[object],
     config: TrainerConfig,
     platform: Platform,
     logs: Path,
-) -> None:
-    launch(
-        target,
-        arguments,
-        num_ranks=world_size_of(config),
-        platform=platform,
-        log_dir=logs,
-        timeout_seconds=config.launch.timeout_seconds,
+) -> int | None:
+    try:
+        ended_by: list[int | None] = launch(
+            target,
+            arguments,
+            num_ranks=world_size_of(config),
+            platform=platform,
+            log_dir=logs,
+            timeout_seconds=config.launch.timeout_seconds,
+            stop_seconds=config.launch.stop_seconds,
+        )
+    except Interrupted as interrupted:
+        # The ranks have ended by now, in their own time.
+        return int(interrupted.signal)
+    return ended_by[0]
+
+
+def _how_far(run: RunFolder, config: TrainerConfig, number: int) -> str:
+    """What a stopped run has come to, and how to go on."""
+    from hp_trainer.checkpoint import find_latest
+
+    name, newest = signal.Signals(number).name, find_latest(storage_of(run, config), content=False).checkpoint
+    if newest is None:
+        return f"stopped by {name} before the first checkpoint of {run.path}"
+    return (
+        f"stopped by {name}; {newest.folder} holds what was trained, of {config.training.steps} steps. "
+        f"Go on with `hp-train resume {run.path}`"
     )
 
 

@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from hp_dtensor.clip import clip_grad_norm_
+from hp_dtensor.clip import clip_grad_norm_, total_norm
 from hp_dtensor.init import init_parameters
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.platform import Platform
 from hp_dtensor.world import current_world
+from hp_trainer._exchange import all_ranks
 from hp_trainer.checkpoint import Checkpoint, Storage, save_checkpoint
 from hp_trainer.config import TrainerConfig, to_plain
 from hp_trainer.data import Batch, BatchReader, Dataset
@@ -34,7 +35,7 @@ from hp_trainer.state import load_state, num_parameters, state_parts
 Tensor = Any
 
 
-def train(run: RunFolder, config: TrainerConfig, platform: Platform, checkpoint: str | None) -> None:
+def train(run: RunFolder, config: TrainerConfig, platform: Platform, checkpoint: str | None) -> int | None:
     """Train until the last step, or until a rank is asked to stop; there is a checkpoint of where it ended.
 
     Args:
@@ -42,14 +43,17 @@ def train(run: RunFolder, config: TrainerConfig, platform: Platform, checkpoint:
         platform: its world is the job.
         checkpoint: folder in the run's storage to go on from; None: from the beginning.
 
+    Returns:
+        The signal that ended the run before its last step, the same on every rank; None: it is done.
+
     Raises:
-        TrainingError: the loss is no finite number.
+        TrainingError: the loss or the norm of its gradient is no finite number.
         CheckpointError: the checkpoint is of another model or of other data, or damaged.
     """
     trainer = Trainer(run, config, platform)
     if checkpoint is not None:
         trainer.resume(checkpoint)
-    trainer.run()
+    return trainer.run()
 
 
 @dataclass
@@ -82,8 +86,8 @@ class Trainer:
 
     # The run -------------------------------------------------------------------------------------------------
 
-    def run(self) -> None:
-        """Every step from here to the last, with evaluations and checkpoints in between."""
+    def run(self) -> int | None:
+        """Every step from here to the last, with evaluations and checkpoints in between; returns as `train`."""
         record = self._run_record()
         with ExitStack() as stack:
             stop = stack.enter_context(stop_requests())
@@ -92,17 +96,18 @@ class Trainer:
                 tracker.start(record)
             try:
                 self.hooks.before_run(record)
-                self._steps(stop)
+                ended_by = self._steps(stop)
                 self.hooks.after_run(record)
             except Exception as error:
                 self.hooks.on_error(ErrorRecord(during="training", step=self.progress.step, error=error))
                 raise
+        return ended_by
 
-    def _steps(self, stop: StopRequest) -> None:
+    def _steps(self, stop: StopRequest) -> int | None:
         config, stopping = self.config, False
         saved_at = self.progress.step if self.progress.step else None
         while self.progress.step < config.training.steps and not stopping:
-            stopping = self.train_step(stop.is_made)
+            stopping = self.train_step(stop)
             step = self.progress.step
             if _is_due(step, config.training.eval_interval):
                 self.evaluate()
@@ -111,8 +116,9 @@ class Trainer:
                 saved_at = step
         if saved_at != self.progress.step:
             self.save()
+        return self._signal(stop) if self.progress.step < config.training.steps else None
 
-    def train_step(self, stop: bool = False) -> bool:
+    def train_step(self, stop: StopRequest) -> bool:
         """One optimizer step; returns whether any rank was asked to stop."""
         started, step = time.perf_counter(), self.progress.step + 1
         rate = self.learning_rate(step)
@@ -121,12 +127,9 @@ class Trainer:
         before = StepRecord(step=step, learning_rate=rate, tokens=batch.global_tokens, samples=samples)
         self.hooks.before_step(before)
         loss, stopping = self._agree(self._accumulate_gradients(batch), stop)
-        if not math.isfinite(loss):
-            raise TrainingError(
-                f"the loss of step {step} is {loss}; nothing was updated. Lower optimizer.lr or "
-                "training.clip_norm, or resume from an earlier checkpoint with another training.seed"
-            )
+        _check_finite("loss", loss, step)
         norm = self._clip()
+        _check_finite("norm of the gradient", norm, step)
         self.optimizer.step(rate)
         self.optimizer.zero_grad()
         self.model.after_optimizer_step()
@@ -136,7 +139,7 @@ class Trainer:
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of optimizer step `step` (from 1)."""
-        factor = learning_rate_factor(self.config.lr_schedule, step, self.config.training.steps)
+        factor = learning_rate_factor(self.config.lr_schedule, step - 1, self.config.training.steps)
         return float(self.config.optimizer.options.lr) * factor
 
     def evaluate(self) -> float:
@@ -152,7 +155,7 @@ class Trainer:
                     part = self._loss_sum(micro)
                     total = part if total is None else self.platform.ops.add(total, part)
             assert total is not None
-            loss, _ = self._agree(self.platform.ops.div(total, tokens), False)
+            loss, _ = self._agree(self.platform.ops.div(total, tokens), StopRequest())
         seconds = time.perf_counter() - started
         record = EvaluationRecord(step=self.progress.step, loss=loss, tokens=tokens, seconds=seconds)
         for tracker in self.trackers:
@@ -179,25 +182,33 @@ class Trainer:
         inputs, targets = (self.platform.from_numpy(np.ascontiguousarray(x)) for x in (batch.inputs, batch.targets))
         return self.model(inputs, targets)
 
-    def _agree(self, loss: Tensor, stop: bool) -> tuple[float, bool]:
+    def _agree(self, loss: Tensor, stop: StopRequest) -> tuple[float, bool]:
         """(sum of the loss over all tokens, whether any rank wants to stop), in one all-reduce over the world.
 
         Ranks that hold the same tokens each contribute their fraction of the loss.
         """
         world, ops = self.mesh.world, self.platform.ops
         share = self.mesh["loss"].size() / world.size
-        flag = self.platform.from_numpy(np.array([float(stop)], np.float32))
+        flag = self.platform.from_numpy(np.array([float(stop.is_made)], np.float32))
         both = ops.cat([ops.reshape(ops.mul(loss, share), (1,)), flag], 0)
         world.all.all_reduce(both)
         total, votes = self.platform.to_numpy(both).tolist()
         return float(total), votes > 0
 
-    def _clip(self) -> float | None:
+    def _signal(self, stop: StopRequest) -> int:
+        """The signal that some rank received."""
+        numbers = all_ranks(self.mesh.world.all, "stopping", lambda: int(stop.signal or 0), TrainingError)
+        return int(max(numbers))
+
+    def _clip(self) -> float:
+        """The norm of the gradient before clipping."""
+        parameters = [parameter for _, parameter in self.platform.named_parameters(self.model)]
         limit = self.config.training.clip_norm
         if limit is None:
-            return None
-        parameters = [parameter for _, parameter in self.platform.named_parameters(self.model)]
-        norm = clip_grad_norm_(parameters, limit, platform=self.platform)
+            grads = [grad for p in parameters if (grad := self.platform.get_grad(p)) is not None]
+            norm = total_norm(grads, 2.0, self.platform)
+        else:
+            norm = clip_grad_norm_(parameters, limit, platform=self.platform)
         return float(self.platform.to_numpy(norm))
 
     # Checkpoints ---------------------------------------------------------------------------------------------
@@ -224,27 +235,30 @@ class Trainer:
         """Go on from a checkpoint, whatever layout, number of ranks or platform wrote it."""
         checkpoint = Checkpoint(self.storage, folder)
         checkpoint.check_model(to_plain(self.config.model))
-        if checkpoint.state["dataset"] != self.dataset.fingerprint:
-            raise CheckpointError(
-                f"{folder} was trained on other data than the run folder holds now (fingerprint "
-                f"{checkpoint.state['dataset']}, found {self.dataset.fingerprint})"
-            )
+        self._check_data(checkpoint)
         load_state(self.platform, self.model, self.optimizer, checkpoint)
         self.optimizer.num_steps = int(checkpoint.state["optimizer_steps"])
         self.progress = Progress(checkpoint.step, int(checkpoint.state["samples"]))
+
+    def _check_data(self, checkpoint: Checkpoint) -> None:
+        saved, found = checkpoint.state.get("dataset", {}), self.dataset.fingerprint
+        differ = [name for name in {**saved, **found} if saved.get(name) != found.get(name)]
+        if differ:
+            told = ", ".join(f"{name} is {saved.get(name)!r} there and {found.get(name)!r} here" for name in differ)
+            raise CheckpointError(f"{checkpoint.folder} was trained on other data than {self.run_folder.data}: {told}")
 
     def _state(self) -> dict[str, Any]:
         return {
             "samples": self.progress.samples,
             "optimizer_steps": self.optimizer.num_steps,
-            "dataset": self.dataset.fingerprint,
+            "dataset": dict(self.dataset.fingerprint),
             "platform": self.platform.name,
             "parallel": self.dims.summary(),
         }
 
     # Records -------------------------------------------------------------------------------------------------
 
-    def _report_step(self, before: StepRecord, loss: float, norm: float | None, seconds: float) -> None:
+    def _report_step(self, before: StepRecord, loss: float, norm: float, seconds: float) -> None:
         record = StepRecord(
             step=before.step,
             learning_rate=before.learning_rate,
@@ -310,6 +324,14 @@ def build_optimizer(config: TrainerConfig, platform: Platform, model: Any) -> Op
     named = [(name, p) for name, p in platform.named_parameters(model) if platform.requires_grad(p)]
     optimizer: Optimizer = entry.build(named, config.optimizer.options, platform)
     return optimizer
+
+
+def _check_finite(what: str, value: float, step: int) -> None:
+    if not math.isfinite(value):
+        raise TrainingError(
+            f"the {what} of step {step} is {value}; this step changed nothing. Go on from the last checkpoint with a "
+            "lower optimizer.lr or training.clip_norm, or with training.dtype=float32 if it is another"
+        )
 
 
 def _is_due(step: int, interval: int | None) -> bool:

@@ -1,14 +1,27 @@
-"""Asking a run to stop: SIGINT and SIGTERM end it after the step under way, with a checkpoint."""
+"""Signals: a run that trains ends after the step under way, with a checkpoint; anything else ends at once."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupted(KeyboardInterrupt):
+    """A stop signal came, Ctrl-C or another.
+
+    Attributes:
+        signal: which one.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.signal = signal.Signals(number)
 
 
 class StopRequest:
@@ -21,23 +34,50 @@ class StopRequest:
     def is_made(self) -> bool:
         return self.signal is not None
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
+    def make(self, number: int) -> None:
         self.signal = signal.Signals(number)
 
 
 @contextlib.contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """Turn the stop signals into a request inside the block; the handlers there before come back after it.
+    """Turn the stop signals into a request inside the block; a second one is for the handlers there before.
 
     Outside the main thread signals cannot be handled, and no request is ever made.
     """
     request = StopRequest()
+    with contextlib.ExitStack() as stack:
+
+        def receive(number: int, frame: FrameType | None) -> None:
+            request.make(number)
+            # Who asks twice does not want to wait.
+            stack.close()
+
+        stack.enter_context(_handled(receive))
+        yield request
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Inside the block every stop signal raises `Interrupted`, as Ctrl-C raises its base class elsewhere."""
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        raise Interrupted(number)
+
+    with _handled(receive):
+        yield
+
+
+@contextlib.contextmanager
+def _handled(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+    """The stop signals handled by `handler`; those that are ignored, as SIGHUP under nohup, stay so."""
     if threading.current_thread() is not threading.main_thread():
-        yield request
+        yield
         return
-    before = {number: signal.signal(number, request._receive) for number in STOP_SIGNALS}
+    wanted = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in wanted}
     try:
-        yield request
+        yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, old in before.items():
+            # None: installed outside Python, cannot be put back.
+            signal.signal(number, signal.SIG_DFL if old is None else old)

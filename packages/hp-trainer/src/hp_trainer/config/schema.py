@@ -122,6 +122,9 @@ class LaunchConfig:
         None, help="ranks to start here; null: one, or those that torchrun or msrun started", minimum=1
     )
     timeout_seconds: float = setting(300.0, help="longest wait for the other ranks to join", above=0)
+    stop_seconds: float = setting(
+        120.0, help="longest wait for the step under way and its checkpoint after Ctrl-C or SIGTERM", above=0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

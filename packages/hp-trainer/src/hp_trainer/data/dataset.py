@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -29,6 +29,10 @@ class Tokenizer(Protocol):
 
     vocab_size: int
 
+    @property
+    def separator(self) -> int | None:
+        """The token between documents; None where there is none."""
+
     def encode(self, text: str) -> np.ndarray: ...
 
     def decode(self, tokens: list[int]) -> str: ...
@@ -39,13 +43,14 @@ class Dataset:
     """Samples to train on and to evaluate with, disjoint.
 
     Attributes:
-        fingerprint: changes when a sample does; a resumed run must find the same.
+        fingerprint: facts by name (JSON values), of which one changes when a sample does; a resumed run must find
+            the same.
     """
 
     train: Samples
     evaluation: Samples
     tokenizer: Tokenizer
-    fingerprint: str
+    fingerprint: Mapping[str, Any]
 
 
 class DatasetSource(ABC):

@@ -88,7 +88,8 @@ class TextSource(DatasetSource):
                 f"{sequence_length + 1} (training.sequence_length + 1): use more text or shorter samples"
             )
         evaluation = TokenSamples(corpus.tokens[split:], sequence_length)
-        return Dataset(train, evaluation, ByteTokenizer(), f"{corpus.info.sha256}-{split}-{sequence_length}")
+        fingerprint = {"text": corpus.info.sha256, "training tokens": split, "sequence length": sequence_length}
+        return Dataset(train, evaluation, ByteTokenizer(), fingerprint)
 
     def tokenizer(self) -> ByteTokenizer:
         return ByteTokenizer()

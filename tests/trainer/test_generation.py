@@ -1,0 +1,135 @@
+"""A trained model writes text: the same for the same seed, after any prompt."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from training_runs import FOUR_RANKS, newest
+
+from hp_dtensor.exceptions import LaunchError
+from hp_dtensor.testing import run_ranks
+from hp_trainer import launching, loop
+from hp_trainer.config import GenerateConfig
+from hp_trainer.exceptions import CheckpointError
+from hp_trainer.generation import Sampler, generate
+
+
+@pytest.fixture
+def trained(lab):
+    """A run on a text of digits, which a few steps teach to go on counting."""
+    lab.text.write_text("0123456789" * 400)
+    return lab.run("run", FOUR_RANKS["folded"], 4, training__steps=40, optimizer__lr=2e-2, checkpoint__interval=None)
+
+
+def written(lab, run, prompts, **settings):
+    config = lab.config(FOUR_RANKS["folded"], training__steps=40, **settings)
+    return generate(run, config, lab.platform, prompts, newest(run).folder)
+
+
+def test_what_was_learnt_is_written(lab, trained):
+    greedy = {"generate__temperature": 0, "generate__max_new_tokens": 20}
+    window = lab.config().training.sequence_length
+    long = "0123456789" * 10
+    assert len(long) > window
+    # One after the other, an empty prompt, more than the model is shown, and text that it has never seen.
+    assert written(lab, trained, ["345", long], **greedy) == ["345" + "67890123456789012345", long + "0123456789" * 2]
+    empty, foreign = written(lab, trained, ["", "naïve ☃ 012"], **greedy)
+    assert empty.startswith("\n")
+    assert len(empty) == 21
+    assert foreign.startswith("naïve ☃ 012")
+    assert written(lab, trained, ["345"], **greedy) == written(lab, trained, ["345"], **greedy, generate__seed=5)
+
+
+def test_draws_depend_on_the_seed_alone(lab, trained):
+    hot = {"generate__temperature": 2.0, "generate__top_k": None, "generate__max_new_tokens": 30}
+    first = written(lab, trained, ["01", "01"], **hot)
+    assert written(lab, trained, ["01", "01"], **hot) == first
+    assert first[0] != first[1], "each prompt has draws of its own"
+    assert written(lab, trained, ["01", "01"], **hot, generate__seed=1) != first
+    assert written(lab, trained, ["01"], **(hot | {"generate__top_k": 1})) == written(
+        lab, trained, ["01"], **(hot | {"generate__temperature": 0})
+    )
+
+
+def test_samples_are_kept_with_a_finished_run(lab, trained):
+    settings = {"generate__prompts": "['01', '']", "generate__max_new_tokens": 4, "generate__temperature": 0}
+    config = lab.config(training__steps=40, **settings)
+    texts = launching.write_samples(trained, config)
+    assert texts[0] == "012345"
+    kept = trained.samples_file.read_text()
+    assert kept.startswith("after 40 steps")
+    assert all(text in kept for text in texts)
+    trained.samples_file.unlink()
+    assert launching.write_samples(trained, lab.config(training__steps=41, **settings)) == []
+    assert not trained.samples_file.exists()
+
+
+def test_bytes_of_the_command_line_that_are_no_text_are_a_prompt_too(lab, trained):
+    (text,) = written(lab, trained, [b"\xff12".decode(errors="surrogateescape")], generate__max_new_tokens=3)
+    assert text.startswith("\ufffd12")
+
+
+def test_a_model_of_another_checkpoint_is_refused(lab, trained):
+    config = lab.config(FOUR_RANKS["folded"], model__num_experts=8)
+    with pytest.raises(CheckpointError, match="num_experts is 4 there and 8 here"):
+        generate(trained, config, lab.platform, ["a"], newest(trained).folder)
+
+
+# How a token is drawn ----------------------------------------------------------------------------------------
+
+
+def draws(logits, count=4000, **options):
+    sampler = Sampler(GenerateConfig(**options), window=4)
+    return np.bincount([sampler.pick(np.array(logits)) for _ in range(count)], minlength=len(logits)) / count
+
+
+def test_tokens_are_drawn_by_their_probability():
+    logits = [0.0, 1.0, 2.0, -math.inf]
+    expected = np.exp(logits) / np.exp(logits).sum()
+    # Three standard deviations of a frequency over 4000 draws are below 0.024.
+    np.testing.assert_allclose(draws(logits, temperature=1.0, top_k=None), expected, atol=0.025)
+    cold = np.exp(np.array(logits) * 2) / np.exp(np.array(logits) * 2).sum()
+    np.testing.assert_allclose(draws(logits, temperature=0.5, top_k=None), cold, atol=0.025)
+
+
+def test_only_the_likeliest_are_drawn():
+    found = draws([0.0, 1.0, 2.0, 1.5], temperature=5.0, top_k=2)
+    assert found[0] == found[1] == 0
+    assert min(found[2:]) > 0.3
+    assert draws([0.0, 3.0, 1.0], temperature=0.0)[1] == 1
+
+
+class Counting:
+    """A model that always goes on to the next number, and notes what it was shown."""
+
+    def __init__(self, platform):
+        self.platform = platform
+        self.shown = []
+
+    def __call__(self, ids):
+        ids = self.platform.to_numpy(ids)
+        self.shown.append(ids[0].tolist())
+        logits = np.zeros((1, ids.shape[1], 10), np.float32)
+        logits[0, -1, (ids[0, -1] + 1) % 10] = 100.0
+        return self.platform.from_numpy(logits)
+
+
+def test_the_model_is_shown_the_last_tokens_and_the_end_is_not_written(lab):
+    model = Counting(lab.platform)
+    sampler = Sampler(GenerateConfig(max_new_tokens=50), window=3, end=8)
+    assert sampler.extend(lab.platform, model, [1, 2, 3, 4]) == [1, 2, 3, 4, 5, 6, 7]
+    assert model.shown == [[2, 3, 4], [3, 4, 5], [4, 5, 6], [5, 6, 7]]
+    assert Sampler(GenerateConfig(max_new_tokens=0), window=3).extend(lab.platform, model, [1]) == [1]
+
+
+def test_a_damaged_checkpoint_is_refused_by_name(lab, trained):
+    folder = newest(trained).folder
+    shard = next((trained.checkpoints / folder).glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    config = trained.load_config().config
+    with pytest.raises(LaunchError, match=rf"{shard.name}.*checksum"):
+        run_ranks(loop.train, 4, lab.platform, trained, config, lab.platform, folder)

@@ -1,0 +1,287 @@
+"""`hp-train` with real ranks: what it writes, and how it ends when it is stopped, killed or started by a launcher."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from training_runs import CONFIG
+
+from hp_trainer.checkpoint import LocalStorage, find_latest
+from hp_trainer.config import load_config
+from hp_trainer.metrics import read_metrics
+from hp_trainer.run_folder import RunFolder
+
+pytestmark = pytest.mark.real_ranks
+
+START_SECONDS = 150  # to import a framework and join, on a busy machine
+END_SECONDS = 60
+
+LAUNCHERS_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MS_ROLE")
+
+
+class Command:
+    """A running `hp-train`, and all the processes that it has started."""
+
+    def __init__(self, folder: Path, platform: str, *arguments: str, launcher: tuple[str, ...] = ()) -> None:
+        # A variable of its own marks the processes of this command, wherever they are moved to.
+        self.mark = f"HP_TEST_COMMAND={folder}-{time.monotonic_ns()}"
+        name, value = self.mark.split("=")
+        environment = {key: text for key, text in os.environ.items() if key not in LAUNCHERS_VARIABLES}
+        self.process = subprocess.Popen(
+            [sys.executable, *(launcher or ("-m", "hp_trainer")), *arguments],
+            cwd=folder,
+            env=environment | {"HP_PLATFORM": platform, "OMP_NUM_THREADS": "1", name: value},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def finish(self, seconds: float = START_SECONDS) -> tuple[int, str, str]:
+        """(exit code, output, errors) of a command that ends by itself."""
+        out, err = self.process.communicate(timeout=seconds)
+        return self.process.returncode, out, err
+
+    def processes(self) -> list[int]:
+        """Every process that carries the mark and is not a zombie."""
+        return [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if self._is_ours(pid)]
+
+    def rank(self, rank: int) -> int:
+        """The process of a rank."""
+        found = [pid for pid in self.processes() if f"RANK={rank}" in _environment(pid)]
+        assert len(found) == 1, found
+        return found[0]
+
+    def kill_everything(self) -> None:
+        for pid in self.processes():
+            os.kill(pid, signal.SIGKILL)
+        self.process.communicate()
+
+    def _is_ours(self, pid: int) -> bool:
+        return self.mark in _environment(pid)
+
+
+def _environment(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
+    except OSError:
+        return []
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A working directory with a text and a configuration of four steps on two ranks."""
+    letters = np.random.default_rng(3).choice(list("abcdefgh \n"), 4000)
+    (tmp_path / "corpus.txt").write_text("".join(letters))
+    (tmp_path / "run.yaml").write_text(CONFIG.format(text="corpus.txt"))
+    return tmp_path
+
+
+@pytest.fixture
+def hp_train(folder: Path, hp_platform) -> Iterator[Callable[..., Command]]:
+    """Starts `hp-train` in the folder; whatever it leaves running fails the test, and is killed."""
+    started: list[Command] = []
+
+    def start(*arguments: str, launcher: tuple[str, ...] = ()) -> Command:
+        started.append(Command(folder, hp_platform.name, *arguments, launcher=launcher))
+        return started[-1]
+
+    yield start
+    left = {pid: Path(f"/proc/{pid}/cmdline").read_text() for command in started for pid in command.processes()}
+    for command in started:
+        command.kill_everything()
+    assert left == {}, "processes were left running"
+
+
+TWO_RANKS = ("--launch.local_ranks=2", "--parallel.dp_shard=2", "--parallel.ep=2")
+ENDLESS = ("--training.steps=100000", "--lr_schedule.kind=constant", "--checkpoint.interval=5", "--checkpoint.keep=3")
+
+
+def wait_for_step(run: Path, step: int, command: Command) -> None:
+    """Return when the metrics say that `step` is done."""
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if any(event["event"] == "step" and event["step"] >= step for event in read_metrics(run / "metrics.jsonl")):
+            return
+        if command.process.poll() is not None:
+            break
+        time.sleep(0.05)
+    code = command.process.poll()
+    command.kill_everything()
+    pytest.fail(f"step {step} was not reached; exit code {code}")
+
+
+def steps_of(run: Path) -> list[int]:
+    return [event["step"] for event in read_metrics(run / "metrics.jsonl") if event["event"] == "step"]
+
+
+def newest_step(run: Path) -> int:
+    checkpoint = find_latest(LocalStorage(run / "checkpoints")).checkpoint
+    assert checkpoint is not None
+    return checkpoint.step
+
+
+def assert_resumes(hp_train, run: Path, *overrides: str) -> None:
+    """Four more steps by `hp-train resume` end the run well."""
+    first = newest_step(run)
+    code, out, err = hp_train("resume", str(run), f"--training.steps={first + 4}", *overrides).finish()
+    assert code == 0, err
+    assert f"step {first + 4}/{first + 4}" in out
+    assert steps_of(run) == list(range(1, first + 5))
+    assert newest_step(run) == first + 4
+
+
+def test_a_run_from_the_command_to_the_samples(folder, hp_train):
+    arguments = ("--generate.prompts=['ab', 'ü']", "--generate.max_new_tokens=5", "--training.eval_interval=3")
+    trackers = "--metrics.trackers=[jsonl, progress, loss_curve]"
+    code, out, err = hp_train("run.yaml", "--run.folder=out", *TWO_RANKS, *arguments, trackers).finish()
+    assert code == 0, err
+    run = RunFolder.open(folder / "out")
+    assert steps_of(run.path) == [1, 2, 3, 4, 5, 6]
+    assert run.loss_picture.read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step-00000003", "step-00000006"]
+    assert (run.logs / "rank1.log").is_file()
+    assert "parameters, 2 ranks on" in out
+    assert re.search(r"step 6/6  loss \d\.\d{4}  [\d,]+ tokens/s  lr \S+  left 0:00", out)
+    assert "step 3: evaluation loss" in out
+    samples = run.samples_file.read_text()
+    assert "\nab" in samples
+    assert "\nü" in samples
+    assert "run folder: out" in out
+    # The resolved configuration is a configuration: the same run again, elsewhere.
+    config = load_config(run.config_file).config
+    assert (config.launch.local_ranks, config.training.eval_interval, config.run.folder) == (2, 3, "out")
+    code, out, err = hp_train("generate", "out", "--prompt", "naïve", "--generate.temperature=0").finish()
+    assert code == 0, err
+    assert out.startswith("naïve")
+    again = hp_train("run.yaml", "--run.folder=out").finish()
+    assert again[0] == 2
+    assert "holds the run" in again[2]
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_a_stopped_run_ends_in_order_and_goes_on(folder, hp_train, sign):
+    command = hp_train("run.yaml", "--run.folder=out", *TWO_RANKS, *ENDLESS)
+    run = folder / "out"
+    wait_for_step(run, 7, command)
+    # As a terminal does, to all that is in the foreground.
+    os.killpg(command.process.pid, sign)
+    code, _, err = command.finish(END_SECONDS)
+    assert code == 128 + sign
+    done = steps_of(run)[-1]
+    assert newest_step(run) == done, "the step under way was finished and saved"
+    assert err == (
+        f"hp-train: stopped by {sign.name}; step-{done:08} holds what was trained, of 100000 steps. "
+        "Go on with `hp-train resume out`\n"
+    )
+    assert command.processes() == []
+    assert_resumes(hp_train, run, *TWO_RANKS)
+
+
+def test_a_run_in_one_process_stops_the_same_way(folder, hp_train):
+    command = hp_train("run.yaml", "--run.folder=out", *ENDLESS)
+    wait_for_step(folder / "out", 3, command)
+    os.kill(command.process.pid, signal.SIGTERM)
+    code, _, err = command.finish(END_SECONDS)
+    assert code == 128 + signal.SIGTERM
+    assert "stopped by SIGTERM; step-" in err
+    assert newest_step(folder / "out") == steps_of(folder / "out")[-1]
+
+
+def test_a_signal_before_training_ends_at_once(folder, hp_train):
+    command = hp_train("run.yaml", "--run.folder=out", *TWO_RANKS)
+    deadline = time.monotonic() + START_SECONDS
+    while not (folder / "out" / "run.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    command.process.send_signal(signal.SIGINT)
+    code, _, err = command.finish(END_SECONDS)
+    assert code == 128 + signal.SIGINT
+    assert err.startswith("hp-train: stopped by SIGINT")
+    assert "Traceback" not in err
+
+
+def test_a_killed_rank_is_named_and_the_checkpoint_before_goes_on(folder, hp_train):
+    command = hp_train("run.yaml", "--run.folder=out", *TWO_RANKS, *ENDLESS)
+    run = folder / "out"
+    wait_for_step(run, 7, command)
+    killed = time.monotonic()
+    os.kill(command.rank(1), signal.SIGKILL)
+    code, _, err = command.finish(END_SECONDS)
+    assert time.monotonic() - killed < 15
+    assert code == 1
+    assert "rank 1 of 2 was killed by SIGKILL" in err
+    assert command.processes() == []
+    assert newest_step(run) % 5 == 0
+    assert_resumes(hp_train, run, "--launch.local_ranks=1", "--parallel.dp_shard=-1", "--parallel.ep=1")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_two_machines_of_torchrun_train_one_model(folder, hp_train):
+    pytest.importorskip("torch")
+    port = free_port()
+    expected = hp_train("run.yaml", "--run.folder=one").finish()
+    assert expected[0] == 0, expected[2]
+    machines = [
+        hp_train(
+            "run.yaml",
+            "--run.folder=out",
+            "--parallel.tp=2",
+            "--parallel.ep=4",
+            "--parallel.etp=1",
+            launcher=(
+                *("-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}", "--nproc-per-node=2"),
+                *("--master-addr=127.0.0.1", f"--master-port={port}", "-m", "hp_trainer"),
+            ),
+        )
+        for node in range(2)
+    ]
+    ended = [machine.finish() for machine in machines]
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    run = folder / "out"
+    assert "4 ranks on torch" in ended[0][1]
+    assert ended[1][1] == "", "the second machine has no rank 0"
+    losses = [
+        [e["loss"] for e in read_metrics(f / "metrics.jsonl") if e["event"] == "step"] for f in (run, folder / "one")
+    ]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=2e-5)
+    index = json.loads((run / "checkpoints" / "step-00000006" / "index.json").read_text())
+    assert len(index["shard_bytes"]) == 4
+    assert index["state"]["samples"] == 48
+    assert_resumes(hp_train, run, "--parallel.tp=1", "--parallel.ep=1")
+
+
+# Bad input -----------------------------------------------------------------------------------------------------
+
+
+BAD = {
+    "too little text": (("--data.path=short.txt",), "one sample takes 17"),
+    "nothing to evaluate with": (("--training.eval_interval=2", "--data.eval_fraction=0"), "no sample is left to eval"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "told"), BAD.values(), ids=BAD)
+def test_data_that_will_not_do_are_refused_before_any_rank_starts(folder, hp_train, arguments, told):
+    (folder / "short.txt").write_text("short")
+    before = set(itertools.chain(folder.iterdir()))
+    code, out, err = hp_train("run.yaml", "--run.folder=out", *TWO_RANKS, *arguments).finish()
+    assert (code, out) == (2, "")
+    assert told in err
+    assert "Traceback" not in err
+    assert set(folder.iterdir()) == before, "nothing is left of a run that could not begin"
