@@ -10,7 +10,7 @@ from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import MixedOperandsError, PlacementError, ShardShapeError
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard
-from hp_dtensor.redistribute import plan_redistribute
+from hp_dtensor.redistribute import plan_between
 from hp_dtensor.spec import TensorSpec
 
 Tensor = Any
@@ -44,7 +44,7 @@ def distribute_tensor(
     whole = target.with_placements(_replicated(device_mesh))
     if device_mesh.get_coordinate() is None:
         return platform.wrap(platform.empty((0,) * target.ndim, tensor.dtype), target)
-    return platform.wrap(plan_redistribute(whole, target, platform.itemsize(target.dtype)).run(tensor), target)
+    return platform.wrap(plan_between(whole, target, platform.itemsize(target.dtype)).run(tensor), target)
 
 
 def from_local(
@@ -112,11 +112,11 @@ def redistribute_to(x: Any, target: TensorSpec) -> Any:
     if source is target:
         return x
     platform = source.mesh.platform
-    plan = plan_redistribute(source, target, platform.itemsize(source.dtype))
+    plan = plan_between(source, target, platform.itemsize(source.dtype))
     local = platform.unwrap(x)
     result = platform.wrap(plan.run(local), target)
-    if len(plan.steps) == 1 and plan.steps[0].name == "all_gather" and platform.requires_grad(local):
-        result._gathered_from = (local, plan.steps[0])
+    if platform.requires_grad(local):
+        result._redistributed_from = (local, plan)
     return result
 
 
@@ -155,9 +155,9 @@ def vary(x: Any, axes: tuple[int, ...]) -> Tensor:
 
 def _varying_view(x: Any, local: Tensor, axes: tuple[int, ...]) -> Tensor:
     mesh = x.spec.mesh
-    source = x.__dict__.get("_gathered_from")
-    if source is not None and axes == (source[1].axis,):
-        return source[1].run_varying(source[0], local, mesh)
+    source, plan = x.__dict__.get("_redistributed_from", (None, None))
+    if plan is not None and plan.varies_cheaply(axes):
+        return plan.run_varying(source, local, axes)
     return collectives.vary(local, [mesh.get_group(axis) for axis in axes])
 
 
@@ -170,7 +170,7 @@ def _with_grad_plan(platform: Any, local: Tensor, comes: TensorSpec, wanted: Ten
     """`local` whose gradient, arriving as `comes`, is redistributed to `wanted`."""
     if comes is wanted:
         return local
-    plan = plan_redistribute(comes, wanted, platform.itemsize(comes.dtype))
+    plan = plan_between(comes, wanted, platform.itemsize(comes.dtype))
     return platform.linear_map(local, lambda t: t, plan.run)
 
 

@@ -1,7 +1,8 @@
-"""How one mesh axis holds a tensor: replicated, sharded, ragged, or as partial results."""
+"""How one mesh axis holds a tensor: replicated, sharded (in chunk order, strided, ragged), or as partial results."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -23,6 +24,10 @@ class Placement:
 
     def is_partial(self, op: str | None = None) -> bool:
         return False
+
+    def parts(self, size: int, ranks: int) -> list[list[tuple[int, int]]]:
+        """Per rank of the axis the (start, stop) ranges of a dimension of `size` that it holds, ascending."""
+        raise PlacementError(f"{self!r} cuts no dimension")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +62,43 @@ class Shard(Placement):
         start = min(chunk * rank, size)
         return start, min(chunk, size - start)
 
+    def parts(self, size: int, ranks: int) -> list[list[tuple[int, int]]]:
+        chunk = -(-size // ranks)
+        return [[(min(chunk * i, size), min(chunk * (i + 1), size))] for i in range(ranks)]
+
     def __repr__(self) -> str:
         return f"Shard({self.dim})"
+
+
+@dataclass(frozen=True, slots=True)
+class StridedShard(Placement):
+    """Dimension `dim` is cut as if `split_factor` shards of a later mesh axis had been cut first.
+
+    The dimension is cut in chunk order into `split_factor` chunks, each of those into one piece per rank;
+    rank i holds the i-th piece of every chunk, in order. With `Shard(dim)` on a later axis of `split_factor`
+    ranks, that later axis cuts the dimension first. (torch's `_StridedShard`.)
+    """
+
+    dim: int
+    split_factor: int
+    symbol: ClassVar[str] = "Strided"
+
+    def __post_init__(self) -> None:
+        if self.split_factor < 1:
+            raise PlacementError(f"StridedShard: split_factor must be >= 1, got {self.split_factor}")
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        return dim is None or dim == self.dim
+
+    def parts(self, size: int, ranks: int) -> list[list[tuple[int, int]]]:
+        result: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+        for [(begin, end)] in Shard(self.dim).parts(size, self.split_factor):
+            for rank, [(start, stop)] in enumerate(Shard(self.dim).parts(end - begin, ranks)):
+                result[rank].append((begin + start, begin + stop))
+        return result
+
+    def __repr__(self) -> str:
+        return f"StridedShard({self.dim}, split_factor={self.split_factor})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +128,11 @@ class RaggedShard(Placement):
                 f"it has {len(self.units)} parts that sum to {sum(self.units)}"
             )
         return sum(self.units[:rank]), self.units[rank]
+
+    def parts(self, size: int, ranks: int) -> list[list[tuple[int, int]]]:
+        self.interval(size, ranks, 0)
+        stops = list(itertools.accumulate(self.units))
+        return [[(stop - unit, stop)] for stop, unit in zip(stops, self.units, strict=True)]
 
     def __repr__(self) -> str:
         return f"RaggedShard({self.dim}, {self.units})"

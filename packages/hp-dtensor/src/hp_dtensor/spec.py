@@ -10,7 +10,10 @@ from typing import Any
 
 from hp_dtensor.exceptions import PlacementError
 from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard
+from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
+
+Ranges = tuple[tuple[int, int], ...]
+"""Ascending disjoint (start, stop) ranges of one dimension."""
 
 
 class TensorSpec:
@@ -52,10 +55,15 @@ class TensorSpec:
         """(offset, shape) in the global tensor of the shard at a mesh coordinate (default: this rank's).
 
         A rank outside the mesh holds an empty box.
+
+        Raises:
+            PlacementError: a strided shard that is not contiguous; `ranges` gives its parts.
         """
         where = self.mesh.get_coordinate() if coordinate is None else coordinate
         if where is None:
             return (0,) * self.ndim, (0,) * self.ndim
+        if any(isinstance(placement, StridedShard) for placement in self.placements):
+            return self._box_of_ranges(where)
         offset, shape = [0] * self.ndim, list(self.shape)
         for axis, placement in enumerate(self.placements):
             if isinstance(placement, (Shard, RaggedShard)):
@@ -63,6 +71,30 @@ class TensorSpec:
                 offset[placement.dim] += start
                 shape[placement.dim] = length
         return tuple(offset), tuple(shape)
+
+    def ranges(self, coordinate: Sequence[int] | None = None) -> tuple[Ranges, ...]:
+        """Per dimension the (start, stop) ranges of the global tensor that the shard consists of, ascending.
+
+        A rank outside the mesh holds none.
+        """
+        where = self.mesh.get_coordinate() if coordinate is None else coordinate
+        if where is None:
+            return ((),) * self.ndim
+        held: list[Ranges] = [((0, size),) for size in self.shape]
+        for axis, placement in enumerate(self.placements):
+            if isinstance(placement, (Shard, RaggedShard, StridedShard)):
+                dim = placement.dim
+                held[dim] = split_ranges(held[dim], placement, self.mesh.shape[axis])[where[axis]]
+        return tuple(held)
+
+    def _box_of_ranges(self, coordinate: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        held = self.ranges(coordinate)
+        if any(len(ranges) > 1 for ranges in held):
+            raise PlacementError(
+                f"the shard at {tuple(coordinate)} of {self!r} is not contiguous; TensorSpec.ranges gives its parts"
+            )
+        boxes = [ranges[0] if ranges else (0, 0) for ranges in held]
+        return tuple(start for start, _ in boxes), tuple(stop - start for start, stop in boxes)
 
     def num_replicas(self) -> int:
         """How many ranks of the mesh hold the same shard."""
@@ -98,9 +130,48 @@ def _intern(key: tuple[Any, ...]) -> Any:
             return found
         spec = object.__new__(TensorSpec)
         spec.mesh, spec.placements, spec.shape, spec.dtype = mesh, placements, shape, dtype
-        spec.local_shape = spec.box()[1]
+        spec.local_shape = _local_shape(spec)
         _interned[key] = spec
         return spec
+
+
+def _local_shape(spec: TensorSpec) -> tuple[int, ...]:
+    if any(isinstance(placement, StridedShard) for placement in spec.placements):
+        return tuple(sum(stop - start for start, stop in ranges) for ranges in spec.ranges())
+    return spec.box()[1]
+
+
+def split_ranges(ranges: Ranges, placement: Placement, ranks: int) -> list[Ranges]:
+    """What each of `ranks` ranks gets of ascending disjoint (start, stop) ranges; adjacent results are joined."""
+    size = sum(stop - start for start, stop in ranges)
+    return [
+        join_ranges([piece for part in parts for piece in _take(ranges, *part)])
+        for parts in placement.parts(size, ranks)
+    ]
+
+
+def join_ranges(ranges: Sequence[tuple[int, int]]) -> Ranges:
+    """Ascending ranges without the empty ones, adjacent ones as one."""
+    result: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        if start == stop:
+            continue
+        if result and result[-1][1] == start:
+            result[-1] = (result[-1][0], stop)
+        else:
+            result.append((start, stop))
+    return tuple(result)
+
+
+def _take(ranges: Ranges, begin: int, end: int) -> list[tuple[int, int]]:
+    """The elements at positions [begin, end) of what `ranges` list."""
+    result, passed = [], 0
+    for start, stop in ranges:
+        low, high = max(begin - passed, 0), min(end - passed, stop - start)
+        if low < high:
+            result.append((start + low, start + high))
+        passed += stop - start
+    return result
 
 
 def normalize_placements(mesh: DeviceMesh, placements: Sequence[Placement], ndim: int) -> tuple[Placement, ...]:
@@ -118,7 +189,7 @@ def normalize_placements(mesh: DeviceMesh, placements: Sequence[Placement], ndim
             problems.append(
                 f"placement {axis} is a {type(placement).__name__}, expected Shard, Replicate, Partial, ..."
             )
-        elif isinstance(placement, (Shard, RaggedShard)) and not -ndim <= placement.dim < ndim:
+        elif isinstance(placement, (Shard, RaggedShard, StridedShard)) and not -ndim <= placement.dim < ndim:
             problems.append(
                 f"placement {axis}: {placement} cuts dimension {placement.dim} of a {ndim}-dimensional tensor"
             )
@@ -134,6 +205,8 @@ def _non_negative(placement: Placement, ndim: int) -> Placement:
         return Shard(placement.dim + ndim)
     if isinstance(placement, RaggedShard) and placement.dim < 0:
         return RaggedShard(placement.dim + ndim, placement.units)
+    if isinstance(placement, StridedShard) and placement.dim < 0:
+        return StridedShard(placement.dim + ndim, placement.split_factor)
     return placement
 
 
@@ -145,6 +218,8 @@ def describe(placement: Placement) -> str:
         return f"S({placement.dim})"
     if isinstance(placement, Partial):
         return f"P({placement.op})"
+    if isinstance(placement, StridedShard):
+        return f"Strided({placement.dim}; {placement.split_factor})"
     if isinstance(placement, RaggedShard):
         return f"Ragged({placement.dim}; {','.join(map(str, placement.units))})"
     return repr(placement)

@@ -1,6 +1,8 @@
-"""From placements to placements: planning (`planner`) and running (`steps`) redistributions."""
+"""From placements to placements: planning and running redistributions; see README.md."""
 
-from hp_dtensor.redistribute.planner import plan_redistribute
-from hp_dtensor.redistribute.steps import RedistributePlan, Step
+from hp_dtensor.redistribute.costs import CostModel
+from hp_dtensor.redistribute.plan import RedistributePlan
+from hp_dtensor.redistribute.planner import plan_between, plan_redistribute
+from hp_dtensor.redistribute.steps import Step
 
-__all__ = ["RedistributePlan", "Step", "plan_redistribute"]
+__all__ = ["CostModel", "RedistributePlan", "Step", "plan_between", "plan_redistribute"]

@@ -1,151 +1,329 @@
-"""Plans redistributions: reduce before gather, all-to-all instead of gather and slice, innermost shards first.
-
-Several shards of one tensor dimension nest in mesh-axis order, so an axis may be gathered only when no later
-axis cuts the same dimension, and sliced only when none does yet.
-"""
+"""Plans redistributions: what is asked is brought to the search's terms, what it finds becomes steps."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from hp_dtensor.exceptions import PlacementError
-from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard
-from hp_dtensor.redistribute.steps import RedistributePlan, Step
+from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
+from hp_dtensor.redistribute import steps
+from hp_dtensor.redistribute.costs import DEFAULT_COSTS, CostModel
+from hp_dtensor.redistribute.cuts import Placements, cuts_of, product
+from hp_dtensor.redistribute.ownership import Ownership
+from hp_dtensor.redistribute.plan import RedistributePlan, Stage
+from hp_dtensor.redistribute.search import REPLICATE, SUM, Move, Problem, cheapest_moves
+from hp_dtensor.redistribute.volume import least_volume
 from hp_dtensor.spec import TensorSpec
 
-REPLICATE = Replicate()
+LINEAR = ("sum", "avg")
+
+
+def plan_redistribute(
+    mesh: DeviceMesh,
+    source: Sequence[Placement],
+    target: Sequence[Placement],
+    shape: Sequence[int],
+    itemsize: int = 4,
+    costs: CostModel = DEFAULT_COSTS,
+) -> RedistributePlan:
+    """The cheapest steps from `source` to `target`; communicates nothing and needs no processes.
+
+    Args:
+        mesh: also one of a fake world.
+        source, target: one placement per mesh axis.
+        shape: the global shape.
+        itemsize: bytes per element.
+        costs: latency and bandwidth, and whether bytes or seconds count first.
+
+    Returns:
+        A plan with `steps`, `wire_bytes` (sent per rank, the mean over ranks), `seconds`; `print` explains it.
+
+    Raises:
+        PlacementError: placements that do not fit mesh or shape, or a redistribution that does not exist.
+    """
+    return plan_between(TensorSpec(mesh, source, shape, None), TensorSpec(mesh, target, shape, None), itemsize, costs)
 
 
 @functools.lru_cache(maxsize=4096)
-def plan_redistribute(source: TensorSpec, target: TensorSpec, itemsize: int = 4) -> RedistributePlan:
-    """The steps from `source` to `target`, cached.
-
-    Args:
-        itemsize: bytes per element, for the byte counts.
-
-    Raises:
-        PlacementError: the specs have different meshes or shapes, or a rank outside the mesh asks.
-    """
+def plan_between(
+    source: TensorSpec, target: TensorSpec, itemsize: int = 4, costs: CostModel = DEFAULT_COSTS
+) -> RedistributePlan:
+    """The plan from one spec to another of the same mesh and shape, cached."""
     if source.mesh != target.mesh:
         raise PlacementError(
-            f"cannot redistribute between meshes: {source.mesh.describe()} -> {target.mesh.describe()}"
+            f"cannot plan between meshes: {source.mesh.describe()} -> {target.mesh.describe()}; use redistribute"
         )
     if source.shape != target.shape:
         raise PlacementError(f"cannot redistribute between shapes: {list(source.shape)} -> {list(target.shape)}")
-    return _Planner(source, target, itemsize).plan()
+    stages = [_Planner(first, second, itemsize, costs).stage() for first, second in _stages(source, target)]
+    return RedistributePlan(source, target, itemsize, tuple(stages))
+
+
+# Partial results of different kinds -----------------------------------------------------------------------
+
+
+def _stages(source: TensorSpec, target: TensorSpec) -> Iterator[tuple[TensorSpec, TensorSpec]]:
+    """Cut in two where one kind of partial results must be reduced before another kind is made."""
+    kinds = _kinds(source), _kinds(target)
+    if source is target:
+        return
+    for spec, found in zip((source, target), kinds, strict=True):
+        if len(found) > 1:
+            raise PlacementError(
+                f"{spec.describe_placements()}: partial {' and '.join(sorted(found))} in one tensor have no common "
+                "order of reduction; redistribute one axis before the other becomes partial"
+            )
+    if kinds[0] and kinds[1] and kinds[0] != kinds[1]:
+        middle = target.with_placements([REPLICATE if p.is_partial() else p for p in target.placements])
+        yield source, middle
+        yield middle, target
+    else:
+        yield source, target
+
+
+def _kinds(spec: TensorSpec) -> set[str]:
+    ops = {p.op for n, p in zip(spec.mesh.shape, spec.placements, strict=True) if isinstance(p, Partial) and n > 1}
+    return {"sum" if op in LINEAR else op for op in ops}
+
+
+def _average_factor(source: TensorSpec, target: TensorSpec) -> float:
+    """What values are multiplied with where averages become sums or sums averages."""
+    up = math.prod(n for n, p in zip(target.mesh.shape, target.placements, strict=True) if p == Partial("avg"))
+    down = math.prod(n for n, p in zip(source.mesh.shape, source.placements, strict=True) if p == Partial("avg"))
+    return up / down
 
 
 class _Planner:
-    def __init__(self, source: TensorSpec, target: TensorSpec, itemsize: int) -> None:
-        self.source, self.target, self.itemsize = source, target, itemsize
-        self.mesh = source.mesh
-        self.current = list(source.placements)
-        self.steps: list[Step] = []
+    """One stage: the search's moves as steps, with ragged shards and averages around them."""
 
-    def plan(self) -> RedistributePlan:
-        self._reduce()
-        self._unshard()
-        self._shard()
-        assert tuple(self.current) == self.target.placements
-        return RedistributePlan(self.source, self.target, tuple(self.steps))
+    def __init__(self, source: TensorSpec, target: TensorSpec, itemsize: int, costs: CostModel) -> None:
+        self.source, self.target, self.itemsize, self.costs = source, target, itemsize, costs
+        self.mesh, self.shape = source.mesh, source.shape
+        self.mesh_shape = self.mesh.shape
+        self.names = self.mesh.mesh_dim_names
+        self.op = next(iter(_kinds(source) | _kinds(target)), "sum")
+        self.factor = 1.0 if self.op != "sum" else _average_factor(source, target)
 
-    def _reduce(self) -> None:
-        for axis, placement in enumerate(self.current):
-            wanted = self.target.placements[axis]
-            if not isinstance(placement, Partial) or placement == wanted:
-                continue
-            if placement.op == "sum" and self._may_become(axis, wanted):
-                self._step("reduce_scatter", axis, wanted)
+    def stage(self) -> Stage:
+        first, last = self._plain(self.source.placements), self._plain(self.target.placements, self.source.placements)
+        found: list[steps.Step] = []
+        if first != last:
+            before, middle, after = _around_ragged(self.mesh_shape, first, last)
+            for a, b in before:
+                found.append(self._on_own_line(a, b))
+            found += [self._step(move) for move in self._moves(*middle)]
+            for a, b in after:
+                found.append(self._on_own_line(a, b))
+        if self.factor != 1.0:
+            found.append(self._scale(last))
+        return Stage(self.source, self.target, tuple(found), self.op, self.factor, self.itemsize)
+
+    def _plain(self, placements: Placements, before: Placements | None = None) -> Placements:
+        """Axes of one rank count as replicated, averages as sums, and new partial max or min as replicated."""
+        result: list[Placement] = []
+        for axis, placement in enumerate(placements):
+            if self.mesh_shape[axis] == 1:
+                result.append(REPLICATE)
+            elif isinstance(placement, Partial):
+                result.append(self._plain_partial(placement, before[axis] if before is not None else placement))
             else:
-                self._step("all_reduce", axis, REPLICATE)
+                result.append(placement)
+        return tuple(result)
 
-    def _unshard(self) -> None:
-        while (axis := self._next_to_unshard()) is not None:
-            wanted = self.target.placements[axis]
-            if self._may_become(axis, wanted) and wanted.dim != self.current[axis].dim:  # type: ignore[attr-defined]
-                self._step("all_to_all", axis, wanted)
-            else:
-                self._step("all_gather", axis, REPLICATE)
+    def _plain_partial(self, placement: Partial, before: Placement) -> Placement:
+        if placement.op in LINEAR:
+            return SUM
+        if before == placement:
+            return placement
+        if placement.op == "product":
+            raise PlacementError(
+                f"cannot make {placement} of {self.source.describe_placements()}; only sum, avg, max and min"
+            )
+        return REPLICATE
 
-    def _shard(self) -> None:
-        for axis, wanted in enumerate(self.target.placements):
-            if self.current[axis] == wanted:
-                continue
-            if isinstance(wanted, Partial):
-                if wanted.op != "sum":
-                    raise PlacementError(f"cannot make {wanted} from {self.source.describe_placements()}; only sums")
-                self._step("as_partial", axis, wanted)
-            else:
-                self._step("slice", axis, wanted)
+    # Moves and steps -------------------------------------------------------------------------------------
 
-    def _next_to_unshard(self) -> int | None:
-        """The last axis whose shard must go: it is the innermost of its dimension. All-to-alls come first."""
-        candidates = [axis for axis in reversed(range(self.mesh.ndim)) if self._must_unshard(axis)]
-        innermost = [axis for axis in candidates if self._is_innermost(axis)]
-        for axis in innermost:
-            if self._may_become(axis, self.target.placements[axis]):
-                return axis
-        return innermost[0] if innermost else None
-
-    def _must_unshard(self, axis: int) -> bool:
-        """Whether this axis' shard is not the target's, or an outer one of its dimension is not yet."""
-        placement = self.current[axis]
-        if not isinstance(placement, (Shard, RaggedShard)):
-            return False
-        if placement != self.target.placements[axis]:
-            return True
-        return any(
-            self.current[outer] != self.target.placements[outer]
-            and (self.current[outer].is_shard(placement.dim) or self.target.placements[outer].is_shard(placement.dim))
-            for outer in range(axis)
-        )
-
-    def _is_innermost(self, axis: int) -> bool:
-        dim = self.current[axis].dim  # type: ignore[attr-defined]
-        return not any(self.current[later].is_shard(dim) for later in range(axis + 1, self.mesh.ndim))
-
-    def _may_become(self, axis: int, wanted: Placement) -> bool:
-        """Whether `axis` can take the target's shard now: outer axes of that dimension are final, inner ones free."""
-        if not isinstance(wanted, (Shard, RaggedShard)):
-            return False
-        dim = wanted.dim
-        outer_final = all(
-            self.current[outer] == self.target.placements[outer]
-            for outer in range(axis)
-            if self.current[outer].is_shard(dim) or self.target.placements[outer].is_shard(dim)
-        )
-        inner_free = not any(self.current[later].is_shard(dim) for later in range(axis + 1, self.mesh.ndim))
-        return outer_final and inner_free
-
-    def _step(self, name: str, axis: int, wanted: Placement) -> None:
-        before = self._spec(self.current)
-        without = self._spec([*self.current[:axis], REPLICATE, *self.current[axis + 1 :]])
-        lengths_source = self._lengths(without, axis, self.current[axis])
-        lengths_target = self._lengths(without, axis, wanted)
-        nbytes = math.prod(before.local_shape) * self.itemsize
-        wire = _wire_bytes(name, nbytes, self.mesh.shape[axis])
-        self.steps.append(Step(name, axis, self.current[axis], wanted, lengths_source, lengths_target, wire))
-        self.current[axis] = wanted
-
-    def _spec(self, placements: Sequence[Placement]) -> TensorSpec:
-        return TensorSpec(self.mesh, placements, self.source.shape, self.source.dtype)
-
-    def _lengths(self, without: TensorSpec, axis: int, placement: Placement) -> tuple[int, ...]:
-        if not isinstance(placement, (Shard, RaggedShard)):
+    def _moves(self, source: Placements, target: Placements) -> tuple[Move, ...]:
+        if source == target:
             return ()
-        size, ranks = without.local_shape[placement.dim], self.mesh.shape[axis]
-        return tuple(placement.interval(size, ranks, rank)[1] for rank in range(ranks))
+        if 0 in self.shape:
+            return (Move("slice", (), source, target, 0),)
+        uneven = frozenset(p.dim for p in (*source, *target) if isinstance(p, RaggedShard))
+        first, last = _without_ragged(source), _without_ragged(target)
+        small = _smallest_alike(self.shape, self.mesh_shape, first, last, uneven)
+        nbytes = math.prod(self.shape) * self.itemsize
+        moves = _found_moves(
+            small, self.mesh_shape, first, last, self.op == "sum", uneven, self.costs, self.names, nbytes.bit_length()
+        )
+        back = {first: source, last: target} if uneven else {}
+        scale, unit = math.prod(self.shape), math.prod(small)
+        return tuple(
+            Move(
+                move.name,
+                move.axes,
+                _restored(move.source, source, back),
+                _restored(move.target, source, back),
+                move.elements * scale // unit,
+                move.volume,
+            )
+            for move in moves
+        )
+
+    def _step(self, move: Move) -> steps.Step:
+        wire_bytes = move.elements * self.itemsize / self.mesh.size()
+        return self._make(move, wire_bytes)
+
+    def _make(self, move: Move, wire_bytes: float) -> steps.Step:
+        seconds = self.costs.seconds(move.name, [self.names[a] for a in move.axes], wire_bytes)
+        kind = _STEPS.get(move.name, steps.Exchange)
+        step = kind(move.name, self.mesh, move.axes, move.source, move.target, wire_bytes, seconds)
+        if isinstance(step, (steps.ReduceScatter, steps.AllReduce, steps.ReduceToOwners)):
+            step.op = self.op
+        if isinstance(step, (steps.Exchange, steps.ReduceToOwners)):
+            step.ownership = Ownership(self.shape, self.mesh_shape, move.source, move.target, move.volume)
+        return step
+
+    def _scale(self, placements: Placements) -> steps.Step:
+        step = steps.Scale("scale", self.mesh, (), placements, placements, 0.0, 0.0)
+        step.factor = self.factor
+        return step
+
+    def _on_own_line(self, source: Placements, target: Placements) -> steps.Step:
+        """A step on one axis, planned with what this rank's line knows: ragged parts may differ on other lines."""
+        (axis,) = (a for a, (s, t) in enumerate(zip(source, target, strict=True)) if s != t)
+        around = [REPLICATE if a == axis else p for a, p in enumerate(source)]
+        shape = self.source.with_placements(around).local_shape
+        pair = (source[axis],), (target[axis],)
+        volume = least_volume(shape, (self.mesh_shape[axis],), *pair)
+        reduces = bool(volume.reduced)
+        name = "reduce_to_owners" if reduces else "exchange" if volume.total else "slice"
+        axes = (axis,) if volume.total else ()
+        if reduces:
+            volume = type(volume)(volume.reducing, volume.moving, (axis,), ())
+        move = Move(name, axes, source, target, volume.total, volume if reduces else None)
+        return self._make(move, volume.total * self.itemsize / self.mesh_shape[axis])
 
 
-def _wire_bytes(name: str, nbytes: int, ranks: int) -> float:
-    """Bytes a rank sends for a collective whose local input has `nbytes`."""
-    match name:
-        case "all_gather":
-            return nbytes * (ranks - 1)
-        case "reduce_scatter" | "all_to_all":
-            return nbytes * (ranks - 1) / ranks
-        case "all_reduce":
-            return 2 * nbytes * (ranks - 1) / ranks
-    return 0.0
+_STEPS: dict[str, type[steps.Step]] = {
+    "all_gather": steps.AllGather,
+    "all_reduce": steps.AllReduce,
+    "reduce_scatter": steps.ReduceScatter,
+    "reduce_to_owners": steps.ReduceToOwners,
+}
+
+
+@functools.lru_cache(maxsize=4096)
+def _found_moves(
+    shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    source: Placements,
+    target: Placements,
+    linear: bool,
+    uneven: frozenset[int],
+    costs: CostModel,
+    names: tuple[str, ...],
+    size_class: int,
+) -> tuple[Move, ...]:
+    """The moves for all tensors that are cut alike and have at most 2**size_class bytes and more than half of that."""
+    scale = 2.0**size_class / max(math.prod(shape), 1) / math.prod(mesh_shape)
+
+    def seconds(name: str, axes: tuple[int, ...], elements: int) -> float:
+        return costs.seconds(name, [names[a] for a in axes], elements * scale)
+
+    problem = Problem(shape, mesh_shape, target, linear, seconds, uneven)
+    return cheapest_moves(problem, source, costs.minimize == "bytes")
+
+
+def _smallest_alike(
+    shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    source: Placements,
+    target: Placements,
+    uneven: frozenset[int],
+) -> tuple[int, ...]:
+    """The smallest shape that is cut in the same proportions: all such shapes share one plan."""
+    every = math.prod(
+        n for n, s, t in zip(mesh_shape, source, target, strict=True) if not (s == t and s.is_replicate())
+    )
+    if any(s.is_partial() for s in source):
+        every = math.prod(mesh_shape)
+    result = []
+    for dim, size in enumerate(shape):
+        cut = (*cuts_of(source, dim), *cuts_of(target, dim))
+        unit = product(mesh_shape, sorted({axis for axis, _ in cut}))
+        unit *= math.prod(p.split_factor for _, p in cut if isinstance(p, StridedShard))
+        result.append(size if dim in uneven or size % unit else unit * math.gcd(size // unit, every))
+    return tuple(result)
+
+
+def _without_ragged(placements: Placements) -> Placements:
+    return tuple(Shard(p.dim) if isinstance(p, RaggedShard) else p for p in placements)
+
+
+def _restored(state: Placements, source: Placements, back: dict[Placements, Placements]) -> Placements:
+    """A state of the search with the ragged shards that stood still in place again."""
+    if state in back:
+        return back[state]
+    return tuple(p if isinstance(p, RaggedShard) else now for p, now in zip(source, state, strict=True))
+
+
+# Ragged shards --------------------------------------------------------------------------------------------
+
+_Links = list[tuple[Placements, Placements]]
+
+
+def _around_ragged(
+    mesh_shape: tuple[int, ...], source: Placements, target: Placements
+) -> tuple[_Links, tuple[Placements, Placements], _Links]:
+    """(steps before, the pair to plan freely, steps after).
+
+    Ragged parts are known on an axis' own line only, so an axis that is ragged now or then, and does not
+    stand still, leaves and takes that form in steps of its own.
+    """
+    moving = _moving(mesh_shape, source, target)
+    ragged = [a for a in moving if isinstance(source[a], RaggedShard) or isinstance(target[a], RaggedShard)]
+    if not ragged:
+        return [], (source, target), []
+    if len(moving) == 1:
+        return [(source, target)], (target, target), []
+    before = _unragged(source, target, moving)
+    after = _unragged(target, source, moving)
+    first, last = (before[-1][1] if before else source), (after[-1][1] if after else target)
+    return before, (first, last), [(b, a) for a, b in reversed(after)]
+
+
+def _moving(mesh_shape: tuple[int, ...], source: Placements, target: Placements) -> list[int]:
+    """The axes that differ, and those whose part of a dimension depends on one that does."""
+    differ = [a for a, (s, t) in enumerate(zip(source, target, strict=True)) if s != t]
+    dims = {
+        p.dim: min(a for a in differ if source[a].is_shard(p.dim) or target[a].is_shard(p.dim))
+        for a in differ
+        for p in (source[a], target[a])
+        if isinstance(p, (Shard, StridedShard, RaggedShard))
+    }
+    return [
+        a
+        for a, p in enumerate(source)
+        if a in differ or (isinstance(p, (Shard, StridedShard, RaggedShard)) and a > dims.get(p.dim, len(mesh_shape)))
+    ]
+
+
+def _unragged(placements: Placements, other: Placements, moving: Sequence[int]) -> _Links:
+    """From `placements` to others without ragged shards on the moving axes, one axis at a time, innermost first."""
+    dims = {p.dim: a for a in reversed(moving) if isinstance(p := placements[a], RaggedShard)}
+    links: _Links = []
+    now = placements
+    for axis in reversed(range(len(placements))):
+        placement = now[axis]
+        if not isinstance(placement, (Shard, StridedShard, RaggedShard)) or axis < dims.get(placement.dim, len(now)):
+            continue
+        outermost = axis == dims[placement.dim]
+        to_shard = outermost and not other[axis].is_replicate()
+        new: Placement = Shard(placement.dim) if to_shard else Replicate()
+        after = (*now[:axis], new, *now[axis + 1 :])
+        links.append((now, after))
+        now = after
+    return links

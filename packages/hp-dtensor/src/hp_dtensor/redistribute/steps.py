@@ -1,99 +1,254 @@
-"""The collectives a redistribution consists of: each changes the placement of one mesh axis."""
+"""The steps of a plan: each acts on this rank's local data; gradients are the plan's business."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
-from hp_dtensor import collectives
+from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.placements import Placement
-from hp_dtensor.spec import TensorSpec, describe
+from hp_dtensor.platform import Platform
+from hp_dtensor.redistribute.cuts import Placements
+from hp_dtensor.redistribute.messages import Messages, Region, exchange_messages, reduction_regions
+from hp_dtensor.redistribute.ownership import Ownership
+from hp_dtensor.world import ProcessGroup
 
 Tensor = Any
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One collective on one mesh axis.
+class Step(ABC):
+    """One collective, or one change of the local data alone.
 
     Attributes:
-        name: `all_gather`, `slice`, `all_reduce`, `reduce_scatter`, `all_to_all` or `as_partial`.
-        axis: the mesh axis.
-        source, target: its placement before and after.
-        lengths_source, lengths_target: per rank of the axis, the extent of the sharded dimension.
-        wire_bytes: bytes that this rank sends to others.
+        name: `slice`, `scale`, `all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all` (one axis from one
+            dimension to another), `exchange` (each rank receives what it lacks), `reduce_to_owners`.
+        axes: the mesh axes whose ranks communicate, or whose placement changes.
+        source, target: placements before and after, one per mesh axis.
+        wire_bytes: sent per rank, the mean over ranks.
+        seconds: by the cost model.
     """
 
-    name: str
-    axis: int
-    source: Placement
-    target: Placement
-    lengths_source: tuple[int, ...]
-    lengths_target: tuple[int, ...]
-    wire_bytes: float
+    __slots__ = ("__dict__", "axes", "mesh", "name", "seconds", "source", "target", "wire_bytes")
 
-    def run(self, local: Tensor, mesh: DeviceMesh) -> Tensor:
-        """The step on this rank's local tensor; differentiable."""
-        group = mesh.get_group(self.axis)
-        source, target = self.source, self.target
-        match self.name:
-            case "all_gather":
-                return collectives.all_gather(local, group, source.dim, self.lengths_source)  # type: ignore[attr-defined]
-            case "slice":
-                return collectives.local_slice(local, group, target.dim, self.lengths_target)  # type: ignore[attr-defined]
-            case "all_reduce":
-                return collectives.all_reduce(local, group, source.op)  # type: ignore[attr-defined]
-            case "reduce_scatter":
-                return collectives.reduce_scatter(local, group, target.dim, self.lengths_target)  # type: ignore[attr-defined]
-            case "all_to_all":
-                return collectives.all_to_all(
-                    local,
-                    group,
-                    target.dim,  # type: ignore[attr-defined]
-                    self.lengths_target,
-                    source.dim,  # type: ignore[attr-defined]
-                    self.lengths_source,
-                )
-        assert self.name == "as_partial"
-        return collectives.as_partial(local, group)
+    def __init__(
+        self,
+        name: str,
+        mesh: DeviceMesh,
+        axes: tuple[int, ...],
+        source: Placements,
+        target: Placements,
+        wire_bytes: float,
+        seconds: float,
+    ) -> None:
+        self.name, self.mesh, self.axes, self.source, self.target = name, mesh, axes, source, target
+        self.wire_bytes, self.seconds = wire_bytes, seconds
 
-    def run_varying(self, local: Tensor, gathered: Tensor, mesh: DeviceMesh) -> Tensor:
-        """The result of an all-gather step, at hand as `gathered`, for a use that differs per rank."""
-        assert self.name == "all_gather"
-        group = mesh.get_group(self.axis)
-        return collectives.regather_varying(local, gathered, group, self.source.dim, self.lengths_source)  # type: ignore[attr-defined]
+    @abstractmethod
+    def run(self, local: Tensor) -> Tensor:
+        """The step on this rank's local tensor, as data; the result is a tensor of its own."""
 
-
-@dataclass(frozen=True, slots=True)
-class RedistributePlan:
-    """The steps from one spec to another.
-
-    Attributes:
-        wire_bytes: sent per rank, for this rank's shards.
-    """
-
-    source: TensorSpec
-    target: TensorSpec
-    steps: tuple[Step, ...]
+    @functools.cached_property
+    def group(self) -> ProcessGroup:
+        return group_over(self.mesh, self.axes)
 
     @property
-    def wire_bytes(self) -> float:
-        return math.fsum(step.wire_bytes for step in self.steps)
+    def platform(self) -> Platform:
+        return self.mesh.platform
+
+    @property
+    def coordinate(self) -> tuple[int, ...]:
+        coordinate = self.mesh.get_coordinate()
+        assert coordinate is not None
+        return coordinate
+
+
+def group_over(mesh: DeviceMesh, axes: Sequence[int]) -> ProcessGroup:
+    """The group of the ranks that differ from this one on `axes` only, in mesh order."""
+    if len(axes) == 1:
+        return mesh.get_group(axes[0])
+    return mesh.world.group([mesh.rank_at(member) for member in members_over(mesh, axes)])
+
+
+def members_over(mesh: DeviceMesh, axes: Sequence[int]) -> list[tuple[int, ...]]:
+    """The coordinates of that group's ranks."""
+    here = mesh.get_coordinate()
+    assert here is not None
+    return list(itertools.product(*(range(n) if a in axes else (here[a],) for a, n in enumerate(mesh.shape))))
+
+
+class AllGather(Step):
+    """Equal shards, innermost in their dimensions, become whole on every rank of the axes."""
 
     def run(self, local: Tensor) -> Tensor:
-        """`local` (plain) redistributed; differentiable."""
-        for step in self.steps:
-            local = step.run(local, self.source.mesh)
-        return local
+        platform, n = self.platform, self.group.size
+        x = platform.contiguous(local)
+        flat = platform.empty((n * x.shape[0], *x.shape[1:]), x.dtype, platform.device_of(x))
+        self.group.all_gather_into(flat, x)
+        return _digits_to_dims(platform, flat, tuple(x.shape), self._digits)
 
-    def __str__(self) -> str:
-        names = self.source.mesh.mesh_dim_names
-        head = f"{self.source.describe_placements()} -> {self.target.describe_placements()}"
-        lines = [
-            f"  {step.name} on {names[step.axis]}: {describe(step.source)} -> {describe(step.target)}, "
-            f"{step.wire_bytes:.0f} bytes"
-            for step in self.steps
-        ]
-        return "\n".join([f"{head}: {self.wire_bytes:.0f} bytes per rank", *lines])
+    @functools.cached_property
+    def _digits(self) -> list[tuple[int, int]]:
+        return [(self.source[a].dim, self.mesh.shape[a]) for a in self.axes]  # type: ignore[attr-defined]
+
+
+class ReduceScatter(Step):
+    """Partial results become equal shards, innermost in their dimensions."""
+
+    op = "sum"
+
+    def run(self, local: Tensor) -> Tensor:
+        platform, n = self.platform, self.group.size
+        x, shape = _dims_to_digits(platform, local, self._digits)
+        output = platform.empty(shape, local.dtype, platform.device_of(local))
+        self.group.reduce_scatter_into(output, platform.ops.reshape(x, (n * shape[0], *shape[1:])), self.op)
+        return output
+
+    @functools.cached_property
+    def _digits(self) -> list[tuple[int, int]]:
+        return [(self.target[a].dim, self.mesh.shape[a]) for a in self.axes]  # type: ignore[attr-defined]
+
+
+class AllReduce(Step):
+    """Partial results are reduced on every rank of the axes."""
+
+    op = "sum"
+
+    def run(self, local: Tensor) -> Tensor:
+        result = self.platform.contiguous(self.platform.ops.clone(local))
+        self.group.all_reduce(result, self.op)
+        return result
+
+
+class Exchange(Step):
+    """Each rank receives exactly what it lacks; without axes, a change of the local data alone.
+
+    Args:
+        ownership: who holds what before; see there.
+    """
+
+    ownership: Ownership
+
+    def run(self, local: Tensor) -> Tensor:
+        messages, platform = self._messages, self.platform
+        received = {}
+        if messages.own is not None:
+            region, labels = messages.own
+            received[labels] = region.of(platform, local)
+        if self.axes:
+            received |= self._communicate(local)
+        result = messages.assemble(platform, received, local)
+        return platform.ops.clone(result) if messages.own is not None and _is_one_piece(messages) else result
+
+    def _communicate(self, local: Tensor) -> dict[Any, Tensor]:
+        platform, messages = self.platform, self._messages
+        sends: list[Tensor | None] = [None] * self.group.size
+        receives: list[Tensor | None] = [None] * self.group.size
+        for peer, region in messages.sends.items():
+            sends[self._index[peer]] = _fit(platform, region.of(platform, local))
+        received = {}
+        for peer, (shape, labels) in messages.receives.items():
+            received[labels] = receives[self._index[peer]] = platform.empty(
+                shape, local.dtype, platform.device_of(local)
+            )
+        self.group.exchange(sends, receives)
+        return received
+
+    @functools.cached_property
+    def _messages(self) -> Messages:
+        return exchange_messages(self.ownership, self.coordinate)
+
+    @functools.cached_property
+    def _index(self) -> dict[tuple[int, ...], int]:
+        return {member: i for i, member in enumerate(members_over(self.mesh, self.axes))}
+
+
+class ReduceToOwners(Step):
+    """Partial results go to the one rank of the axes that will own them, which sums them up in rank order."""
+
+    ownership: Ownership
+    op = "sum"
+
+    def run(self, local: Tensor) -> Tensor:
+        platform, rank = self.platform, self.group.rank
+        sends = [None if region is None else _fit(platform, region.of(platform, local)) for region in self._regions]
+        mine = self._regions[rank]
+        shape = (0,) if mine is None else mine.shape
+        device = platform.device_of(local)
+        receives = [None if mine is None else platform.empty(shape, local.dtype, device) for _ in sends]
+        receives[rank], sends[rank] = sends[rank], None
+        self.group.exchange(sends, [None if j == rank else x for j, x in enumerate(receives)])
+        if mine is None:
+            return platform.zeros((), local.dtype, device)
+        return functools.reduce(_reduction(platform, self.op), receives)
+
+    @functools.cached_property
+    def _regions(self) -> list[Region | None]:
+        regions = reduction_regions(self.ownership, self.coordinate)
+        return [regions[member] for member in members_over(self.mesh, self.axes)]
+
+
+class Scale(Step):
+    """Averages become sums, or sums averages."""
+
+    factor = 1.0
+
+    def run(self, local: Tensor) -> Tensor:
+        platform = self.platform
+        if not platform.is_floating(local.dtype):
+            raise CapabilityError(
+                f"the reduction 'avg' needs a floating-point tensor, got {platform.dtype_name(local.dtype)}; "
+                "reduce with 'sum' and divide"
+            )
+        return platform.ops.mul(local, self.factor)
+
+
+def _reduction(platform: Platform, op: str) -> Any:
+    ops = platform.ops
+    return {"max": ops.maximum, "min": ops.minimum, "product": ops.mul}.get(op, ops.add)
+
+
+def _fit(platform: Platform, x: Tensor) -> Tensor:
+    return platform.contiguous(x)
+
+
+def _is_one_piece(messages: Messages) -> bool:
+    return messages.pieces is not None and all(len(pieces) == 1 for pieces in messages.pieces)
+
+
+def _digits_to_dims(platform: Platform, flat: Tensor, shape: tuple[int, ...], digits: Sequence[Any]) -> Tensor:
+    """Ranks' blocks of `shape`, one after the other, put where their digits (dim, number) say."""
+    if all(dim == 0 for dim, _ in digits):
+        return flat
+    counts = [n for _, n in digits]
+    x = platform.ops.reshape(flat, (*counts, *shape))
+    order, sizes = [], []
+    for dim, size in enumerate(shape):
+        mine = [i for i, (d, _) in enumerate(digits) if d == dim]
+        order += [*mine, len(counts) + dim]
+        sizes.append(size * math.prod(counts[i] for i in mine))
+    return platform.contiguous(platform.ops.reshape(platform.ops.permute(x, order), sizes))
+
+
+def _dims_to_digits(platform: Platform, x: Tensor, digits: Sequence[Any]) -> tuple[Tensor, tuple[int, ...]]:
+    """(a copy with the ranks' blocks one after the other, a block's shape)."""
+    expanded: list[int] = []
+    block: list[int] = []
+    where: dict[int, int] = {}
+    for dim, size in enumerate(x.shape):
+        for i, (d, n) in enumerate(digits):
+            if d == dim:
+                where[i] = len(expanded)
+                expanded.append(n)
+                size //= n
+        block.append(len(expanded))
+        expanded.append(size)
+    order = [*(where[i] for i in range(len(digits))), *block]
+    shape = tuple(expanded[i] for i in block)
+    x = platform.ops.reshape(x, expanded)
+    if [i for i in order if expanded[i] > 1] == [i for i in range(len(order)) if expanded[i] > 1]:
+        x = platform.ops.clone(x)  # else the permutation copies
+    return platform.contiguous(platform.ops.permute(x, order)), shape

@@ -10,7 +10,7 @@ import numpy as np
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Partial, Placement, Replicate, Shard
 from hp_dtensor.platform import Platform
-from hp_dtensor.redistribute import plan_redistribute
+from hp_dtensor.redistribute import plan_between
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.testing.rule_proof import Report, local_part
 
@@ -64,7 +64,7 @@ class _Proof:
         return part
 
     def _plan(self, source: Placements, target: Placements) -> Any:
-        return plan_redistribute(self._spec(source), self._spec(target))
+        return plan_between(self._spec(source), self._spec(target))
 
     def _spec(self, placements: Placements) -> TensorSpec:
         return TensorSpec(self.mesh, placements, self.shape, "float32")

@@ -1,0 +1,57 @@
+"""What a step costs: bytes on the wire first, seconds by latency and bandwidth next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+AxisValues = tuple[tuple[str, float], ...]
+
+_ROUNDS = {"slice": 0, "scale": 0, "all_reduce": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Latency and bandwidth of the mesh's axes.
+
+    Attributes:
+        latency: seconds that a collective takes at least; a number, or a mapping from axis names (`default`
+            for the others). A collective over several axes takes the largest.
+        bandwidth: bytes per second that a rank sends; as `latency`, several axes have the smallest.
+        minimize: `bytes`: fewest bytes, among those the least time; `seconds`: the least time.
+    """
+
+    latency: float | Mapping[str, float] | AxisValues = 10e-6
+    bandwidth: float | Mapping[str, float] | AxisValues = 50e9
+    minimize: Literal["bytes", "seconds"] = "bytes"
+
+    def __post_init__(self) -> None:
+        for name in ("latency", "bandwidth"):
+            values = getattr(self, name)
+            if isinstance(values, Mapping):
+                object.__setattr__(self, name, tuple(sorted(values.items())))
+            numbers = [values] if isinstance(values, (int, float)) else dict(values).values()
+            if any(value < 0 or (value == 0 and name == "bandwidth") for value in numbers):
+                raise ValueError(f"CostModel.{name} must be positive, got {values}")
+        if self.minimize not in ("bytes", "seconds"):
+            raise ValueError(f"CostModel.minimize must be 'bytes' or 'seconds', got {self.minimize!r}")
+
+    def seconds(self, name: str, axes: Iterable[str], wire_bytes: float) -> float:
+        """The time of a step over named axes in which a rank sends `wire_bytes` on average."""
+        axes = list(axes)
+        if not axes:
+            return 0.0
+        latency = max(_value(self.latency, axis, 10e-6) for axis in axes)
+        bandwidth = min(_value(self.bandwidth, axis, 50e9) for axis in axes)
+        return latency * _ROUNDS.get(name, 1) + wire_bytes / bandwidth
+
+
+def _value(values: float | Mapping[str, float] | AxisValues, axis: str, default: float) -> float:
+    if isinstance(values, (int, float)):
+        return values
+    by_name = dict(values)
+    return by_name.get(axis, by_name.get("default", default))
+
+
+DEFAULT_COSTS = CostModel()

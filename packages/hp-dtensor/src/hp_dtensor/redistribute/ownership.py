@@ -1,0 +1,196 @@
+"""Which rank holds an element before it moves, and which rank sends it to whom.
+
+Before a direct exchange every element has one owner among the ranks that differ on the axes with an owner's
+digit; the other axes hold replicas. A receiver with several replicas to choose from takes the one on its own
+line, or, where several receivers want the same from the same owners, they take turns: both are arithmetic
+that sender and receiver do alike.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+from hp_dtensor.placements import Shard
+from hp_dtensor.redistribute.cuts import Placements, Segment, cuts_of, overlaps, segments
+from hp_dtensor.redistribute.volume import Volume
+from hp_dtensor.spec import Ranges, join_ranges, split_ranges
+
+Coordinate = tuple[int, ...]
+Row = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+"""(start, stop, the owner's digits, the target's digits) of one dimension."""
+
+
+class Ownership:
+    """Owners between a source and a target.
+
+    Args:
+        volume: how a reduction was divided; None: the source holds complete values.
+
+    Attributes:
+        owner_axes: per dimension, the axes whose coordinates tell the owner.
+        target_axes: per dimension, the axes that the target cuts it with.
+        moving: the axes on which owner and receiver may differ.
+        only_first: axes of which only coordinate 0 owns anything (they could not be cut).
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        mesh_shape: tuple[int, ...],
+        source: Placements,
+        target: Placements,
+        volume: Volume | None = None,
+    ) -> None:
+        self.shape, self.mesh_shape, self.source, self.target = shape, mesh_shape, source, target
+        divided = (*volume.reduced, *volume.divided) if volume is not None else ()
+        self.reduced = volume.reduced if volume is not None else ()
+        self._from_target = frozenset(a for a in divided if target[a].is_shard())
+        self._cut = tuple(sorted(a for a in divided if a not in self._from_target)) if shape else ()
+        self._cut_dim = max(range(len(shape)), key=lambda dim: shape[dim], default=0)
+        self.only_first = frozenset(divided) - self._from_target if not shape else frozenset[int]()
+        self.target_axes = tuple(tuple(a for a, _ in cuts_of(target, dim)) for dim in range(len(shape)))
+        self.owner_axes = tuple(self._owner_axes(dim) for dim in range(len(shape)))
+        owned = {axis for axes in self.owner_axes for axis in axes} | self.only_first
+        self.owned = frozenset(owned)
+        self.moving = tuple(a for a in range(len(mesh_shape)) if mesh_shape[a] > 1 and not self._is_inert(a))
+        moving = set(self.moving)
+        self._free = [a for a in self.moving if a not in owned and not target[a].is_replicate()]
+        self._takers = [a for a in self.moving if a in owned and target[a].is_replicate()]
+        self.both_free = frozenset(a for a in moving if a not in owned and target[a].is_replicate())
+
+    def _owner_axes(self, dim: int) -> tuple[int, ...]:
+        axes = [a for a, _ in cuts_of(self.source, dim)]
+        axes += [a for a, _ in cuts_of(self.target, dim) if a in self._from_target]
+        return (*axes, *(self._cut if dim == self._cut_dim else ()))
+
+    def _is_inert(self, axis: int) -> bool:
+        """Whether every rank gets all it lacks from ranks with its own coordinate on the axis."""
+        source, target = self.source[axis], self.target[axis]
+        if axis in self.owned and not (source.is_shard() and target.is_shard()):
+            return False
+        if not source.is_shard():
+            return source == target
+        if source != target:
+            return False
+        dim = source.dim  # type: ignore[attr-defined]
+        outer = [[cut for cut in cuts_of(p, dim) if cut[0] <= axis] for p in (self.source, self.target)]
+        return outer[0] == outer[1]
+
+    def rows_wanted(self, coordinate: Coordinate) -> list[list[Row]]:
+        """Per dimension what the rank at `coordinate` will hold, whoever owns it."""
+        fixed = self._fixed(coordinate, self.moving)
+        return self._rows(fixed, dict(enumerate(coordinate)) if not self._cut else fixed)
+
+    def rows_owned(self, coordinate: Coordinate) -> list[list[Row]]:
+        """Per dimension what the rank at `coordinate` owns, whoever wants it."""
+        fixed = self._fixed(coordinate, self.moving)
+        if self._cut:
+            return self._rows(fixed, fixed)
+        own = dict(enumerate(coordinate))
+        return self._rows(own, fixed | {a: own[a] for a in self._from_target})
+
+    def rows_partial(self, coordinate: Coordinate) -> list[list[Row]]:
+        """Per dimension the partial results of a rank that its line over the reduced axes will own."""
+        fixed = self._fixed(coordinate, self.reduced)
+        return self._rows(fixed, {a: c for a, c in fixed.items() if a in self._from_target or self._is_inert(a)})
+
+    def _fixed(self, coordinate: Coordinate, moving: Sequence[int]) -> dict[int, int]:
+        return {a: c for a, c in enumerate(coordinate) if a not in moving}
+
+    def _rows(self, source: Mapping[int, int], target: Mapping[int, int]) -> list[list[Row]]:
+        """The segments of ranks with the given coordinates in the source and in the target."""
+        result = []
+        for dim, size in enumerate(self.shape):
+            first = segments(size, cuts_of(self.source, dim), self.mesh_shape, source)
+            second = segments(size, cuts_of(self.target, dim), self.mesh_shape, target)
+            result.append(self._labelled(dim, first, second, source))
+        return result
+
+    def _labelled(
+        self, dim: int, first: Sequence[Segment], second: Sequence[Segment], fixed: Mapping[int, int]
+    ) -> list[Row]:
+        where = [i for i, a in enumerate(self.target_axes[dim]) if a in self._from_target]
+        rows = [(start, stop, (*s, *(t[i] for i in where)), t) for start, stop, s, t in overlaps(first, second)]
+        if dim != self._cut_dim or not self._cut:
+            return rows
+        return self._cut_rows(rows, fixed)
+
+    def _cut_rows(self, rows: Sequence[Row], fixed: Mapping[int, int]) -> list[Row]:
+        """What each owner would hold, cut evenly over the axes that nothing else divides."""
+        held: dict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
+        for start, stop, owner, _ in rows:
+            held[owner].append((start, stop))
+        parts = [(join_ranges(ranges), owner) for owner, ranges in held.items()]
+        for axis in self._cut:
+            parts = [
+                (part, (*owner, i))
+                for ranges, owner in parts
+                for i, part in enumerate(split_ranges(ranges, Shard(0), self.mesh_shape[axis]))
+                if fixed.get(axis, i) == i
+            ]
+        owners = sorted((start, stop, owner) for ranges, owner in parts for start, stop in ranges)
+        targets = [(start, stop, target) for start, stop, _, target in rows]
+        return overlaps(owners, targets)
+
+    def source_ranges(self, coordinate: Coordinate) -> list[Ranges]:
+        """Per dimension what the source places on the rank at `coordinate`."""
+        fixed = dict(enumerate(coordinate))
+        held = [
+            segments(size, cuts_of(self.source, dim), self.mesh_shape, fixed) for dim, size in enumerate(self.shape)
+        ]
+        return [join_ranges([(start, stop) for start, stop, _ in parts]) for parts in held]
+
+    # Senders and receivers -------------------------------------------------------------------------------
+
+    def owns(self, coordinate: Coordinate, owner: Mapping[int, int]) -> bool:
+        """Whether the rank at `coordinate` holds what the owners with these digits hold."""
+        return all(coordinate[a] == digit for a, digit in owner.items()) and self.holds_any(coordinate)
+
+    def holds_any(self, coordinate: Coordinate) -> bool:
+        return all(coordinate[a] == 0 for a in self.only_first)
+
+    def wants_any(self, coordinate: Coordinate) -> bool:
+        """Of replicas that become partial results only the first takes part."""
+        return all(
+            coordinate[a] == 0
+            for a in self.moving
+            if self.target[a].is_partial() and (a not in self.owned or a in self.only_first)
+        )
+
+    def sender(self, receiver: Coordinate, owner: Mapping[int, int]) -> Coordinate:
+        """The rank that sends to `receiver` what owners with these digits hold."""
+        result = list(receiver)
+        for axis, digit in owner.items():
+            result[axis] = digit
+        for axis in self.only_first:
+            result[axis] = 0
+        replicas = math.prod(self.mesh_shape[a] for a in self._free)
+        takers = math.prod(self.mesh_shape[a] for a in self._takers)
+        if 1 < replicas <= takers:
+            turn = self._index(receiver, self._takers) % replicas
+            for axis in reversed(self._free):
+                turn, result[axis] = divmod(turn, self.mesh_shape[axis])
+        return tuple(result)
+
+    def receivers(self, sender: Coordinate, wanted: Mapping[int, int]) -> Iterator[Coordinate]:
+        """The ranks at the target's digits `wanted` that `sender` may have to serve."""
+        choices: list[Sequence[int]] = []
+        for axis, own in enumerate(sender):
+            if axis in wanted:
+                choices.append((wanted[axis],))
+            elif axis not in self.moving or axis in self.both_free:
+                choices.append((own,))
+            elif self.target[axis].is_partial():
+                choices.append((own if axis in self.owned and axis not in self.only_first else 0,))
+            else:
+                choices.append(range(self.mesh_shape[axis]))
+        return itertools.product(*choices)
+
+    def _index(self, coordinate: Coordinate, axes: Sequence[int]) -> int:
+        index = 0
+        for axis in axes:
+            index = index * self.mesh_shape[axis] + coordinate[axis]
+        return index

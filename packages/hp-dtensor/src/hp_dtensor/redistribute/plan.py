@@ -1,0 +1,210 @@
+"""A redistribution ready to run, with its gradient.
+
+The gradient of a value has the placements that follow from the value's (R -> R, S -> S, P -> R), so the
+backward of a redistribution is the redistribution of the gradient from the target's to the source's: one
+rule for every plan, whatever its steps.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from hp_dtensor.placements import Partial, Placement, Replicate
+from hp_dtensor.platform import Platform
+from hp_dtensor.redistribute.steps import Step, group_over
+from hp_dtensor.spec import TensorSpec, describe
+
+Tensor = Any
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Steps with one gradient rule.
+
+    Attributes:
+        op: how partial results are reduced (`sum` also for averages).
+        factor: by which averages differ from the sums that the steps compute.
+    """
+
+    source: TensorSpec
+    target: TensorSpec
+    steps: tuple[Step, ...]
+    op: str
+    factor: float
+    itemsize: int
+
+    def run(self, local: Tensor) -> Tensor:
+        platform = self.source.mesh.platform
+        if self._selected:
+            return self._run_selecting(platform, local)
+        if not self.steps and not self._backward.steps:
+            return local
+        return platform.linear_map(local, self.run_data, self.run_backward)
+
+    def run_data(self, local: Tensor) -> Tensor:
+        """Without gradient."""
+        for step in self.steps:
+            local = step.run(local)
+        return local
+
+    def run_backward(self, grad: Tensor) -> Tensor:
+        """The gradient of the stage's input from that of its output."""
+        grad = self._backward.run_data(grad)
+        factor = self.factor * self._repeated
+        return grad if factor == 1.0 else self.source.mesh.platform.ops.mul(grad, factor)
+
+    @functools.cached_property
+    def _backward(self) -> RedistributePlan:
+        return _plan(*_grad_specs(self.source, self.target), self.itemsize)
+
+    @functools.cached_property
+    def _repeated(self) -> int:
+        """Over how many ranks a value was repeated as partial max or min, each of which gets its share."""
+        pairs = zip(self.source.mesh.shape, self.source.placements, self.target.placements, strict=True)
+        return math.prod(n for n, s, t in pairs if s != t and t in (Partial("max"), Partial("min")))
+
+    # Reductions that select -------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _selected(self) -> tuple[int, ...]:
+        """The axes reduced by max, min or product."""
+        if self.op == "sum":
+            return ()
+        pairs = enumerate(zip(self.source.mesh.shape, self.source.placements, self.target.placements, strict=True))
+        return tuple(a for a, (n, s, t) in pairs if n > 1 and s.is_partial() and s != t)
+
+    def _run_selecting(self, platform: Platform, local: Tensor) -> Tensor:
+        kept: list[Tensor] = []
+
+        def forward(x: Tensor) -> Tensor:
+            kept[:] = [x, self.run_data(x)]
+            return kept[1]
+
+        return platform.custom_function(forward, lambda grad: [self._grad_of_selected(platform, grad, *kept)], local)
+
+    def _grad_of_selected(self, platform: Platform, grad: Tensor, x: Tensor, result: Tensor) -> Tensor:
+        """To those that won, equally where several did; of a product, the others' product."""
+        ops = platform.ops
+        whole = self.source.with_placements(
+            [Replicate() if a in self._selected else p for a, p in enumerate(self.source.placements)]
+        )
+        back = _plan(self.target, whole, self.itemsize)
+        grad, result = back.run_data(grad), back.run_data(result)
+        if self.op == "product":
+            return ops.div(ops.mul(grad, result), x)
+        winners = ops.cast(ops.eq(x, result), x.dtype)
+        number = platform.contiguous(ops.clone(winners))
+        group_over(self.source.mesh, self._selected).all_reduce(number)
+        return ops.div(ops.mul(grad, winners), number)
+
+
+@dataclass(frozen=True)
+class RedistributePlan:
+    """The steps from one spec to another; `print` explains it."""
+
+    source: TensorSpec
+    target: TensorSpec
+    itemsize: int
+    stages: tuple[Stage, ...] = field(repr=False)
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        return tuple(step for stage in self.stages for step in stage.steps)
+
+    @property
+    def wire_bytes(self) -> float:
+        """Sent per rank, the mean over the mesh's ranks."""
+        return math.fsum(step.wire_bytes for step in self.steps)
+
+    @property
+    def seconds(self) -> float:
+        """By the cost model."""
+        return math.fsum(step.seconds for step in self.steps)
+
+    def run(self, local: Tensor) -> Tensor:
+        """This rank's `local` (plain) redistributed; differentiable."""
+        if self._is_elsewhere:
+            return local
+        for stage in self.stages:
+            local = stage.run(local)
+        return local
+
+    def run_data(self, local: Tensor) -> Tensor:
+        """As `run`, without gradient."""
+        if self._is_elsewhere:
+            return local
+        for stage in self.stages:
+            local = stage.run_data(local)
+        return local
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        """Whether this rank is outside the mesh and holds nothing."""
+        return self.source.mesh.get_coordinate() is None
+
+    # A use of the result that differs per rank --------------------------------------------------------------
+
+    def varies_cheaply(self, axes: tuple[int, ...]) -> bool:
+        """Whether `run_varying` saves something: on one of `axes` the source is sharded and the target is not."""
+        return (
+            all(not isinstance(p, Partial) for p in (*self.source.placements, *self.target.placements))
+            and all(self.target.placements[a].is_replicate() for a in axes)
+            and any(self.source.placements[a].is_shard() for a in axes)
+        )
+
+    def run_varying(self, local: Tensor, result: Tensor, axes: tuple[int, ...]) -> Tensor:
+        """The plan's `result`, at hand, for a use that differs between the ranks of `axes`.
+
+        Nothing is communicated forward; the gradient goes straight to the source's placements, which for an
+        all-gather is one reduce-scatter.
+        """
+        platform = self.source.mesh.platform
+        # Taken by the first call and not kept: the node outlives it, and a second derivative runs the plan anew.
+        at_hand = [platform.detach(result)]
+        comes = self.target.with_placements(
+            [Partial() if a in axes else p for a, p in enumerate(self.target.placements)]
+        )
+        back = _plan(comes, self.source, self.itemsize)
+        return platform.linear_map(local, lambda x: at_hand.pop() if at_hand else self.run_data(x), back.run_data)
+
+    def __str__(self) -> str:
+        names = self.source.mesh.mesh_dim_names
+        lines = [
+            f"{self.source.describe_placements()} -> {self.target.describe_placements()}: "
+            f"{self.wire_bytes:.0f} bytes per rank, {self.seconds * 1e6:.0f} us"
+        ]
+        for step in self.steps:
+            over = f" over {'+'.join(names[a] for a in step.axes)}" if step.axes else ""
+            lines.append(f"  {step.name}{over}: {_changes(names, step)}, {step.wire_bytes:.0f} bytes")
+        return "\n".join(lines if self.steps else [*lines, "  nothing to do"])
+
+
+def _changes(names: tuple[str, ...], step: Step) -> str:
+    changes = [
+        f"{name}:{describe(s)}->{describe(t)}"
+        for name, s, t in zip(names, step.source, step.target, strict=True)
+        if s != t
+    ]
+    return " ".join(changes) or "in place"
+
+
+def _grad_specs(source: TensorSpec, target: TensorSpec) -> tuple[TensorSpec, TensorSpec]:
+    """(the gradient's spec as it comes, as it is wanted); an axis that stays partial max or min stands still."""
+
+    def placed(spec: TensorSpec) -> TensorSpec:
+        result: list[Placement] = []
+        for s, t, p in zip(source.placements, target.placements, spec.placements, strict=True):
+            stands_still = s == t and isinstance(s, Partial) and s.op not in ("sum", "avg")
+            result.append(p if stands_still or not isinstance(p, Partial) else Replicate())
+        return spec.with_placements(result)
+
+    return placed(target), placed(source)
+
+
+def _plan(source: TensorSpec, target: TensorSpec, itemsize: int) -> RedistributePlan:
+    from hp_dtensor.redistribute.planner import plan_between
+
+    return plan_between(source, target, itemsize)

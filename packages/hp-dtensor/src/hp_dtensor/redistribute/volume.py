@@ -1,0 +1,83 @@
+"""The fewest elements that any sequence of messages must move, and how a reduction is divided to need no more.
+
+Only sums of several contributions and copies are needed: an element that n ranks contribute to takes n - 1
+messages to reach a reducer, and one more for every further rank (or group of ranks that will hold it as
+partial results) that wants it. A reducer that wants the element saves one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from hp_dtensor.redistribute.cuts import Placements, agreeing, product
+
+
+@dataclass(frozen=True, slots=True)
+class Volume:
+    """Elements that all ranks together send.
+
+    Attributes:
+        reducing: to sum up partial results.
+        moving: to bring what is then complete to where it is wanted.
+        reduced: the axes that are summed over.
+        divided: further axes whose replicas divide the reduction among them.
+    """
+
+    reducing: int
+    moving: int
+    reduced: tuple[int, ...]
+    divided: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        return self.reducing + self.moving
+
+
+def least_volume(
+    shape: Sequence[int], mesh_shape: Sequence[int], source: Placements, target: Placements, linear: bool = True
+) -> Volume:
+    """The fewest elements for one redistribution.
+
+    Args:
+        linear: partial results are sums, so that an axis may also be reduced on the way to partial again.
+    """
+    agree = agreeing(shape, mesh_shape, source, target)
+    kept = [a for a, (s, t) in enumerate(zip(source, target, strict=True)) if s.is_partial() and t.is_partial()]
+    choices = _subsets(kept) if linear else iter([()])
+    return min(
+        (_volume(math.prod(shape), mesh_shape, source, target, agree, anyway) for anyway in choices),
+        key=lambda volume: volume.total,
+    )
+
+
+def _subsets(axes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    return itertools.chain.from_iterable(itertools.combinations(axes, n) for n in range(len(axes) + 1))
+
+
+def _volume(
+    elements: int,
+    mesh_shape: Sequence[int],
+    source: Placements,
+    target: Placements,
+    agree: int,
+    anyway: Sequence[int],
+) -> Volume:
+    """With the axes `anyway` reduced although both source and target are partial on them."""
+    pairs = list(enumerate(zip(source, target, strict=True)))
+    reduced = tuple(a for a, (s, t) in pairs if s.is_partial() and (a in anyway or not t.is_partial()))
+    lines = math.prod(mesh_shape[a] for a, (s, t) in pairs if s.is_partial() and t.is_partial() and a not in reduced)
+    wanting = product(mesh_shape, [a for a, (_, t) in pairs if t.is_replicate()])
+    both = [a for a, (s, t) in pairs if s.is_replicate() and t.is_replicate()]
+    parts = product(mesh_shape, reduced)
+    if parts == 1:
+        return Volume(0, lines * (elements * wanting - agree * product(mesh_shape, both)), reduced, ())
+    divided = [a for a, (s, t) in pairs if s.is_replicate() and not t.is_replicate()]
+    if parts > 2 or agree < elements:
+        divided += both
+        both = []
+    replicas = product(mesh_shape, both)
+    reducing = lines * replicas * elements * (parts - 1)
+    return Volume(reducing, lines * (elements * wanting - replicas * agree), reduced, tuple(divided))
