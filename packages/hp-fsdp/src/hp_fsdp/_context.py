@@ -31,6 +31,12 @@ class ForwardPass:
         self.used: list[ParameterGroup] = []
         self.left: list[ParameterGroup] = []
 
+    def end(self) -> None:
+        """Let go of the tensors: their autograd nodes hold the records, which the collector could not free."""
+        del self.token
+        for record in self.records:
+            record.unsharded.clear()
+
     def leave(self, group: ParameterGroup) -> None:
         if group in self.left:
             self.left.remove(group)
@@ -101,9 +107,8 @@ class Context:
             return outputs
         if group is self.root and outputs and self._pass.records:
             outputs = self.storage.join(self._pass.token, outputs)
-        if group.buffers:
-            for tensor in outputs:
-                self.storage.on_gradient(tensor, partial(self._reach, group, self._pass))
+        if outputs and group.buffers:
+            outputs = self.storage.before_backward(outputs, partial(self._reach, group, self._pass))
         if is_last_module:
             self._pass.leave(group)
             group.conceal()
@@ -117,6 +122,7 @@ class Context:
         for group in self.groups:
             group.conceal()
             group.record = None
+        self._pass.end()
         self._pass = ForwardPass(self.storage.anchor())
 
     def _end_pass(self) -> None:
@@ -125,6 +131,7 @@ class Context:
             if group.state is GroupState.GATHERING or not self.platform.is_grad_enabled():
                 group.reshard()
         self._expected = self._pass.used
+        self._pass.end()
         # A module called on its own before the next pass begins a chain of its own.
         self._pass = ForwardPass(self.storage.anchor())
 
@@ -132,7 +139,7 @@ class Context:
         if not self.platform.is_grad_enabled() or (self._backward is not None and group.record is not None):
             group.expose()
             return
-        if group.record is None:
+        if group.record is None or not group.record.unsharded:
             self._record(group)
         group.expose(group.record.unsharded if group.record is not None else None)
 
@@ -286,4 +293,5 @@ class Context:
             group.record = None
             for buffer in group.buffers:
                 buffer.forget_gradients()
+        self._pass.end()
         self._pass = ForwardPass(self.storage.anchor())
