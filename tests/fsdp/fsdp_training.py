@@ -41,22 +41,34 @@ class Block(nn.Module):
         return self.ops.add(x, self.ops.mul(self.out(self.down(y)), self.scale))
 
 
+class Bypass(nn.Module):
+    """Adds a linear map of its input, or its input itself and leaves its parameters alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(DIM, DIM)
+
+    def forward(self, x, use):
+        return self.ops.add(x, self.map(x) if use else x)
+
+
 class Net(nn.Module):
     """Residual blocks between an embedding and a head that may share its table.
 
     Args:
         tied: the head uses the embedding's table.
         twice: the first block runs a second time at the end.
-        branch: a further block beside the others; ranks that are told so leave it out of their loss.
+        branch: what ranks that are told so leave out: "beside", a further block whose output goes into the loss
+            or does not; "bypass", a module at the end that uses its parameters or does not.
     """
 
-    def __init__(self, num_blocks: int, tied: bool, twice: bool, branch: bool) -> None:
+    def __init__(self, num_blocks: int, tied: bool, twice: bool, branch: str | None) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, DIM)
         self.blocks = nn.ModuleList([Block() for _ in range(num_blocks)])
         self.head = nn.Linear(DIM, VOCABULARY)
         self.twice = twice
-        self.branch = Block() if branch else None
+        self.branch = {"beside": Block, "bypass": Bypass, None: lambda: None}[branch]()
         if tied:
             self.head.weight = self.embed.weight
 
@@ -64,7 +76,9 @@ class Net(nn.Module):
         x = self.embed(ids)
         for block in self.blocks:
             x = block(x)
-        if self.branch is not None:
+        if isinstance(self.branch, Bypass):
+            x = self.branch(x, use_branch)
+        if isinstance(self.branch, Block):
             beside = self.branch(x)
             x = self.ops.add(x, beside) if use_branch else x
         if self.twice:
@@ -80,7 +94,8 @@ class Case:
         mesh: sizes of (shard,) or (replicate, shard).
         tp: ranks over which the matrices of blocks are cut before; they see the same samples.
         frozen: name parts of parameters that require no gradient.
-        branch_ranks: ranks whose loss uses the branch; None: there is no branch.
+        branch: see `Net`.
+        branch_ranks: ranks whose loss uses the branch.
         accumulate: micro-batches per step.
         sync: "every" micro-batch reduces, or only the "last" one.
         group_list: the blocks form one group.
@@ -94,7 +109,8 @@ class Case:
     tied: bool = False
     twice: bool = False
     frozen: tuple[str, ...] = ()
-    branch_ranks: tuple[int, ...] | None = None
+    branch: str | None = None
+    branch_ranks: tuple[int, ...] = ()
     accumulate: int = 1
     sync: str = "every"
     all_reduce: str = "every"
@@ -127,7 +143,7 @@ class Result:
 def build(platform, case):
     """The model with its initial values, before sharding."""
     with nn.building(platform):
-        model = Net(case.num_blocks, case.tied, case.twice, case.branch_ranks is not None)
+        model = Net(case.num_blocks, case.tied, case.twice, case.branch)
     for name, parameter in platform.named_parameters(model):
         if any(part in name for part in case.frozen):
             platform.set_requires_grad(parameter, False)
@@ -167,8 +183,7 @@ def micro_loss(platform, model, case, rank, step, micro):
     rng = numpy.random.default_rng([rank, step, micro])
     ids = rng.integers(0, VOCABULARY, (3, LENGTH + 1))
     inputs, targets = (platform.from_numpy(numpy.ascontiguousarray(part)) for part in (ids[:, :-1], ids[:, 1:]))
-    use = case.branch_ranks is None or rank in case.branch_ranks
-    logits = model(inputs, use) if case.branch_ranks is not None else model(inputs)
+    logits = model(inputs, rank in case.branch_ranks)
     flat = platform.ops.cast(platform.ops.reshape(logits, (-1, VOCABULARY)), platform.dtype("float32"))
     loss = platform.ops.cross_entropy(flat, platform.ops.reshape(targets, (-1,)))
     ranks = case.num_data_ranks if case.gradient_sum else 1
@@ -217,12 +232,14 @@ def train_reference(case: Case) -> Result:
     model = build(platform, case)
     step, result = AdamW(platform), Result()
     for index in range(case.steps):
+        total = None
         for micro in range(case.accumulate):
             for rank in range(case.num_data_ranks):
                 loss = micro_loss(platform, model, case, rank, index, micro)
                 if rank == 0:
                     result.losses.append(float(platform.to_numpy(loss)))
-                platform.backward(loss if case.gradient_sum else platform.ops.div(loss, case.num_data_ranks))
+                total = loss if total is None else platform.ops.add(total, loss)
+        platform.backward(total if case.gradient_sum else platform.ops.div(total, case.num_data_ranks))
         result.grads = whole_grads(platform, model)
         step(model)
     result.weights = {name: whole(platform, p) for name, p in platform.named_parameters(model)}

@@ -85,6 +85,13 @@ class FlatBuffer:
         """An uninitialised flat tensor on the mesh's device."""
         return self.platform.empty((numel,), dtype, self.device)
 
+    def _as(self, flat: Tensor, dtype: DType) -> Tensor:
+        """`flat` itself where it has the dtype already."""
+        if flat.dtype == dtype:
+            return flat
+        with self.platform.no_grad():
+            return self.platform.ops.cast(flat, dtype)
+
     def _fill_shard(self, originals: Sequence[Original]) -> Tensor:
         shard = self.platform.zeros((self.layout.shard_numel,), self.dtype, self.device)
         for index, original in enumerate(originals):
@@ -123,8 +130,7 @@ class FlatBuffer:
         if self.layout.num_shards == 1:
             self.platform.copy_(self._gather_target, self.shard)
             return
-        with self.platform.no_grad():
-            self._gather_source = self.platform.ops.cast(self.shard, self.param_dtype)
+        self._gather_source = self._as(self.shard, self.param_dtype)
         self._gathering = self.shard_group.all_gather_into(self._gather_target, self._gather_source, async_op=True)
 
     def wait_gather(self) -> None:
@@ -204,8 +210,7 @@ class FlatBuffer:
 
     def store(self, reduced: Tensor) -> None:
         """Make a reduced flat shard the gradients of the sharded parameters, or add it to those they have."""
-        with self.platform.no_grad():
-            flat = self.platform.ops.cast(reduced, self.dtype)
+        flat = self._as(reduced, self.dtype)
         for parameter in self.parameters:
             if not self.platform.requires_grad(parameter.sharded):
                 continue

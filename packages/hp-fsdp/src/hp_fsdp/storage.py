@@ -112,6 +112,13 @@ class ParameterStorage(ABC):
     def on_gradient(self, tensor: Tensor, hook: Callable[[], None]) -> None:
         """Call `hook` whenever the gradient of `tensor` is known, before it goes further back."""
 
+    def before_backward(self, tensors: Sequence[Tensor], hook: Callable[[], None]) -> list[Tensor]:
+        """The same tensors; `hook` is called (once or more) before the first gradient goes back from them, and
+        after every `gather_node` made later in forward that autograd could run by then."""
+        for tensor in tensors:
+            self.on_gradient(tensor, hook)
+        return list(tensors)
+
     @abstractmethod
     def at_end_of_backward(self, callback: Callable[[], None]) -> None:
         """Call `callback` once the running backward is through; only to be called during one."""

@@ -119,17 +119,32 @@ class MindSporeParameterStorage(ParameterStorage):
         return token, outputs
 
     def join(self, token: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-        arm()
-        joined = _Join.apply(token, *(unwrap(x) for x in tensors))
-        return [
-            wrap(y, x._spec) if isinstance(x, MindSporeDTensor) else y for x, y in zip(tensors, joined, strict=True)
-        ]
+        return _identity(tensors, _Join, token)
+
+    def before_backward(self, tensors: Sequence[Tensor], hook: Callable[[], None]) -> list[Tensor]:
+        # A hook on the tensor would be called as soon as its gradient is there, before nodes that wait for their turn.
+        return _identity(tensors, _Watch, hook)
 
     def on_gradient(self, tensor: Tensor, hook: Callable[[], None]) -> None:
         tensor.register_hook(lambda grad: hook())
 
     def at_end_of_backward(self, callback: Callable[[], None]) -> None:
         executor.queue_backward_final_callback(callback)
+
+
+def _identity(tensors: Sequence[Tensor], node: type[_Function], argument: Any) -> list[Tensor]:
+    """The same tensors behind one autograd node."""
+    arm()
+    behind = node.apply(argument, *(unwrap(x) for x in tensors))
+    return [wrap(y, x._spec) if isinstance(x, MindSporeDTensor) else y for x, y in zip(tensors, behind, strict=True)]
+
+
+def _token_grad(token: Tensor) -> Tensor | None:
+    """A gradient for a token: MindSpore does not run nodes to which none comes. The anchor needs none."""
+    if token._is_leaf:
+        return None
+    with GradMode(False):
+        return mint.zeros((1,), dtype=token.dtype)
 
 
 class _Gather(_Function):
@@ -139,21 +154,37 @@ class _Gather(_Function):
     def forward(ctx: Any, token: Tensor, views: list[Tensor], backward: Callable[[Gradients], None]) -> Any:
         ctx.set_materialize_grads(False)
         ctx.complete = backward
+        ctx.token_grad = _token_grad(token)
         return token.data, *(view.data for view in views)
 
     @staticmethod
     def backward(ctx: Any, token: Tensor | None, *grads: Tensor | None) -> Any:
         with GradMode(False):
             ctx.complete(grads)
-        return None, None, None
+        return ctx.token_grad, None, None
 
 
 class _Join(_Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, *tensors: Tensor) -> Any:
         ctx.set_materialize_grads(False)
+        ctx.token_grad = _token_grad(token)
         return tuple(x.view(x.shape) for x in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return ctx.token_grad, *grads
+
+
+class _Watch(_Function):
+    @staticmethod
+    def forward(ctx: Any, hook: Callable[[], None], *tensors: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.hook = hook
+        return tuple(x.view(x.shape) for x in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        with GradMode(False):
+            ctx.hook()
         return None, *grads
