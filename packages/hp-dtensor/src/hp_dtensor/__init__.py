@@ -9,53 +9,116 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from hp_dtensor.api import distribute_tensor, from_local, full_tensor, replicate_like
+    from hp_dtensor.clip import clip_grad_norm_
+    from hp_dtensor.debug import CommDebugMode, explicit_redistribution
     from hp_dtensor.dtensor import DTensor
+    from hp_dtensor.factories import empty, full, manual_seed, ones, rand, randn, zeros
+    from hp_dtensor.init import init_parameters
+    from hp_dtensor.layout import Layout
+    from hp_dtensor.local_map import custom_shard, local_map
     from hp_dtensor.mesh import DeviceMesh, init_device_mesh
-    from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard
+    from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
     from hp_dtensor.platform import Platform
     from hp_dtensor.plugins import hookimpl
     from hp_dtensor.redistribute import plan_redistribute
     from hp_dtensor.selection import get_platform
+    from hp_dtensor.shard import ShardingPlan, parallelize_value_and_grad, shard_module
     from hp_dtensor.spec import TensorSpec
+    from hp_dtensor.styles import (
+        ColwiseParallel,
+        ParallelStyle,
+        PrepareModuleInput,
+        PrepareModuleInputOutput,
+        PrepareModuleOutput,
+        RowwiseParallel,
+        SequenceParallel,
+        distribute_module,
+        parallelize_module,
+    )
     from hp_dtensor.world import ProcessGroup, World, current_world, fake_world, record_collectives
 
 _HOMES = {
     "api": ("distribute_tensor", "from_local", "full_tensor", "replicate_like"),
+    "clip": ("clip_grad_norm_",),
+    "debug": ("CommDebugMode", "explicit_redistribution"),
     "dtensor": ("DTensor",),
+    "factories": ("empty", "full", "manual_seed", "ones", "rand", "randn", "zeros"),
+    "init": ("init_parameters",),
+    "layout": ("Layout",),
+    "local_map": ("custom_shard", "local_map"),
     "mesh": ("DeviceMesh", "init_device_mesh"),
-    "placements": ("Partial", "Placement", "RaggedShard", "Replicate", "Shard"),
+    "placements": ("Partial", "Placement", "RaggedShard", "Replicate", "Shard", "StridedShard"),
     "platform": ("Platform",),
     "plugins": ("hookimpl",),
     "redistribute": ("plan_redistribute",),
     "selection": ("get_platform",),
+    "shard": ("ShardingPlan", "parallelize_value_and_grad", "shard_module"),
     "spec": ("TensorSpec",),
+    "styles": (
+        "ColwiseParallel",
+        "ParallelStyle",
+        "PrepareModuleInput",
+        "PrepareModuleInputOutput",
+        "PrepareModuleOutput",
+        "RowwiseParallel",
+        "SequenceParallel",
+        "distribute_module",
+        "parallelize_module",
+    ),
     "world": ("ProcessGroup", "World", "current_world", "fake_world", "record_collectives"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "ColwiseParallel",
+    "CommDebugMode",
     "DTensor",
     "DeviceMesh",
+    "Layout",
+    "ParallelStyle",
     "Partial",
     "Placement",
     "Platform",
+    "PrepareModuleInput",
+    "PrepareModuleInputOutput",
+    "PrepareModuleOutput",
     "ProcessGroup",
     "RaggedShard",
     "Replicate",
+    "RowwiseParallel",
+    "SequenceParallel",
     "Shard",
+    "ShardingPlan",
+    "StridedShard",
     "TensorSpec",
     "World",
+    "clip_grad_norm_",
     "current_world",
+    "custom_shard",
+    "distribute_module",
     "distribute_tensor",
+    "empty",
+    "explicit_redistribution",
     "fake_world",
     "from_local",
+    "full",
     "full_tensor",
     "get_platform",
     "hookimpl",
     "init_device_mesh",
+    "init_parameters",
+    "local_map",
+    "manual_seed",
+    "ones",
+    "parallelize_module",
+    "parallelize_value_and_grad",
     "plan_redistribute",
+    "rand",
+    "randn",
     "record_collectives",
     "replicate_like",
+    "shard_module",
+    "zeros",
 ]
 
 

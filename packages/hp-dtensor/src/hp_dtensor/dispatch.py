@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hp_dtensor import api
+from hp_dtensor.debug import check_explicit
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import MixedOperandsError, ShardingRuleError
 from hp_dtensor.mesh import DeviceMesh
@@ -81,12 +82,14 @@ def plan_for(platform: Platform, name: str, args: tuple[Any, ...], kwargs: Mappi
 class Move:
     """What happens to one tensor argument before the local operation."""
 
+    operation: str
     location: Location
     target: TensorSpec | None
     vary: tuple[int, ...]
 
     def apply(self, x: Any) -> Any:
         if self.target is not None:
+            check_explicit(self.operation, self.location, x.spec, self.target)
             x = api.redistribute_to(x, self.target)
         return api.vary(x, self.vary) if self.vary else x
 
@@ -225,7 +228,7 @@ def _make_plan(
         platform,
         mesh,
         registration,
-        _moves(located, chosen),
+        _moves(name, located, chosen),
         _replacements(rule, mesh, outputs, specs[0].dtype),
         outputs,
         _local_function(rule, cut_axes),
@@ -274,7 +277,7 @@ def _mean_bytes(platform: Platform, spec: TensorSpec) -> float:
     return math.prod(spec.shape) * platform.itemsize(spec.dtype) / math.prod(cut)
 
 
-def _moves(located: list[tuple[Location, Any]], chosen: list[Strategy]) -> tuple[Move, ...]:
+def _moves(operation: str, located: list[tuple[Location, Any]], chosen: list[Strategy]) -> tuple[Move, ...]:
     moves = []
     for index, (location, x) in enumerate(located):
         placements = tuple(strategy.inputs[index] for strategy in chosen)
@@ -285,7 +288,7 @@ def _moves(located: list[tuple[Location, Any]], chosen: list[Strategy]) -> tuple
             if not strategy.is_replicated and strategy.inputs[index].is_replicate() and x.spec.mesh.shape[axis] > 1
         )
         if target is not x.spec or vary:
-            moves.append(Move(location, target if target is not x.spec else None, vary))
+            moves.append(Move(operation, location, target if target is not x.spec else None, vary))
     return tuple(moves)
 
 

@@ -40,6 +40,10 @@ class MixedOperandsError(HPError, ValueError):
     """
 
 
+class ImplicitRedistributionError(HPError, RuntimeError):
+    """An operation would have communicated to bring an input to a placement, where that was forbidden."""
+
+
 class PlanError(HPError, ValueError):
     """A sharding plan with one or more problems; the message lists all of them."""
 

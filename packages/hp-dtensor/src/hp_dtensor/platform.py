@@ -12,6 +12,8 @@ from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from hp_dtensor.exceptions import CapabilityError
+
 if TYPE_CHECKING:
     import numpy
 
@@ -297,6 +299,10 @@ class Platform(ABC):
 
     @abstractmethod
     def manual_seed(self, seed: int) -> None: ...
+
+    def random(self, distribution: str, shape: Sequence[int], dtype: DType) -> Tensor:
+        """A whole tensor from the default generator: `"uniform"` in [0, 1) or standard `"normal"`."""
+        raise CapabilityError(f"platform {self.name!r} draws no random tensors; use hp_dtensor.init.init_parameters")
 
     def synchronize(self) -> None:
         """Wait until the device has done all that was asked of it (nothing on CPU)."""

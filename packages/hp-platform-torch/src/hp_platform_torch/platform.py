@@ -277,6 +277,10 @@ class TorchPlatform(Platform):
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
+    def random(self, distribution: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        draw = {"uniform": torch.rand, "normal": torch.randn}[distribution]
+        return draw(tuple(shape), dtype=dtype, device=self.device)
+
     def rank_state(self) -> torch.Tensor:
         """The CPU generator's state: every simulated rank draws its own numbers."""
         return torch.get_rng_state()

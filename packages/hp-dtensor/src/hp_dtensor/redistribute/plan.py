@@ -14,7 +14,7 @@ from typing import Any
 
 from hp_dtensor.placements import Partial, Placement, Replicate
 from hp_dtensor.platform import Platform
-from hp_dtensor.redistribute.steps import Step, group_over
+from hp_dtensor.redistribute.steps import Step, group_over, scaled
 from hp_dtensor.spec import TensorSpec, describe
 
 Tensor = Any
@@ -26,14 +26,14 @@ class Stage:
 
     Attributes:
         op: how partial results are reduced (`sum` also for averages).
-        factor: by which averages differ from the sums that the steps compute.
+        factors: (times, divided by): how averages differ from the sums that the steps compute.
     """
 
     source: TensorSpec
     target: TensorSpec
     steps: tuple[Step, ...]
     op: str
-    factor: float
+    factors: tuple[int, int]
     itemsize: int
 
     def run(self, local: Tensor) -> Tensor:
@@ -53,8 +53,8 @@ class Stage:
     def run_backward(self, grad: Tensor) -> Tensor:
         """The gradient of the stage's input from that of its output."""
         grad = self._backward.run_data(grad)
-        factor = self.factor * self._repeated
-        return grad if factor == 1.0 else self.source.mesh.platform.ops.mul(grad, factor)
+        up, down = self.factors
+        return scaled(self.source.mesh.platform, grad, up * self._repeated, down)
 
     @functools.cached_property
     def _backward(self) -> RedistributePlan:

@@ -89,11 +89,14 @@ def _kinds(spec: TensorSpec) -> set[str]:
     return {"sum" if op in LINEAR else op for op in ops}
 
 
-def _average_factor(source: TensorSpec, target: TensorSpec) -> float:
-    """What values are multiplied with where averages become sums or sums averages."""
-    up = math.prod(n for n, p in zip(target.mesh.shape, target.placements, strict=True) if p == Partial("avg"))
-    down = math.prod(n for n, p in zip(source.mesh.shape, source.placements, strict=True) if p == Partial("avg"))
-    return up / down
+def _average_factors(source: TensorSpec, target: TensorSpec) -> tuple[int, int]:
+    """(times, divided by) where averages become sums or sums averages; what is whole counts as a sum."""
+    up, down = (
+        math.prod(n for n, p in zip(spec.mesh.shape, spec.placements, strict=True) if p == Partial("avg"))
+        for spec in (target, source)
+    )
+    common = math.gcd(up, down)
+    return up // common, down // common
 
 
 class _Planner:
@@ -105,7 +108,7 @@ class _Planner:
         self.mesh_shape = self.mesh.shape
         self.names = self.mesh.mesh_dim_names
         self.op = next(iter(_kinds(source) | _kinds(target)), "sum")
-        self.factor = 1.0 if self.op != "sum" else _average_factor(source, target)
+        self.factors = _average_factors(source, target) if self.op == "sum" else (1, 1)
 
     def stage(self) -> Stage:
         first, last = self._plain(self.source.placements), self._plain(self.target.placements, self.source.placements)
@@ -117,9 +120,9 @@ class _Planner:
             found += [self._step(move) for move in self._moves(*middle)]
             for a, b in after:
                 found.append(self._on_own_line(a, b))
-        if self.factor != 1.0:
+        if self.factors != (1, 1):
             found.append(self._scale(last))
-        return Stage(self.source, self.target, tuple(found), self.op, self.factor, self.itemsize)
+        return Stage(self.source, self.target, tuple(found), self.op, self.factors, self.itemsize)
 
     def _plain(self, placements: Placements, before: Placements | None = None) -> Placements:
         """Axes of one rank count as replicated, averages as sums, and new partial max or min as replicated."""
@@ -188,7 +191,7 @@ class _Planner:
 
     def _scale(self, placements: Placements) -> steps.Step:
         step = steps.Scale("scale", self.mesh, (), placements, placements, 0.0, 0.0)
-        step.factor = self.factor
+        step.up, step.down = self.factors
         return step
 
     def _on_own_line(self, source: Placements, target: Placements) -> steps.Step:

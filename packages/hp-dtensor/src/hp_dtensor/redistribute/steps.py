@@ -192,9 +192,9 @@ class ReduceToOwners(Step):
 
 
 class Scale(Step):
-    """Averages become sums, or sums averages."""
+    """Averages become sums, or sums averages: times `up`, divided by `down`."""
 
-    factor = 1.0
+    up, down = 1, 1
 
     def run(self, local: Tensor) -> Tensor:
         platform = self.platform
@@ -203,7 +203,13 @@ class Scale(Step):
                 f"the reduction 'avg' needs a floating-point tensor, got {platform.dtype_name(local.dtype)}; "
                 "reduce with 'sum' and divide"
             )
-        return platform.ops.mul(local, self.factor)
+        return scaled(platform, local, self.up, self.down)
+
+
+def scaled(platform: Platform, x: Tensor, up: int, down: int) -> Tensor:
+    if up != 1:
+        x = platform.ops.mul(x, up)
+    return x if down == 1 else platform.ops.div(x, down)
 
 
 def _reduction(platform: Platform, op: str) -> Any:

@@ -1,8 +1,10 @@
-"""Proof of redistribution by brute force: every pair of placements, values and gradients exact."""
+"""Proof of redistribution by brute force: every pair of placements, values, gradients and bytes exact."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,24 +14,56 @@ from hp_dtensor.placements import Partial, Placement, Replicate, Shard
 from hp_dtensor.platform import Platform
 from hp_dtensor.redistribute import plan_between
 from hp_dtensor.spec import TensorSpec
-from hp_dtensor.testing.rule_proof import Report, local_part
+from hp_dtensor.world import record_collectives
 
 Placements = tuple[Placement, ...]
+Array = np.ndarray[Any, Any]
 
 
-def prove_redistribution(platform: Platform, mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> Report:
-    """Try every pair of placements (replicated, partial sum, every shard, on every axis) of a tensor of `shape`.
+@dataclass
+class RedistributionReport:
+    """What a proof found on one rank.
 
-    Values are integers, so every comparison is exact.
+    Attributes:
+        tried: number of pairs.
+        wrong: the problems, one line each.
+        promised, sent: per pair the bytes that the plan promises (mean over ranks) and that this rank sent.
+    """
+
+    tried: int = 0
+    wrong: list[str] = field(default_factory=list)
+    promised: list[float] = field(default_factory=list)
+    sent: list[float] = field(default_factory=list)
+
+
+def prove_redistribution(
+    platform: Platform,
+    mesh_shape: tuple[int, ...],
+    shape: tuple[int, ...],
+    more: Sequence[Placement] = (),
+    limit: int | None = None,
+    flattened: bool = False,
+) -> RedistributionReport:
+    """Try pairs of placements (replicated, partial sum, every shard and `more`, on every axis) of a tensor.
+
+    Values are integers, so every comparison is exact. To be called on every rank of a world of the mesh's size.
+
+    Args:
+        more: further placements; those that do not fit an axis or a dimension there are left out.
+        limit: at most so many pairs, spread evenly; None: all.
+        flattened: the mesh's axes are also known flattened, by a name of their own.
     """
     names = tuple(f"a{i}" for i in range(len(mesh_shape)))
-    proof = _Proof(platform, DeviceMesh("cpu", mesh_shape, mesh_dim_names=names, platform=platform), shape)
-    options: list[Placement] = [Replicate(), Partial(), *(Shard(d) for d in range(len(shape)))]
-    report = Report(0, [], [])
-    every = list(itertools.product(options, repeat=len(mesh_shape)))
-    for source, target in itertools.product(every, every):
-        report.tried += 1
-        report.wrong += [f"{source} -> {target}: {problem}" for problem in proof.problems(source, target)]
+    mesh = DeviceMesh("cpu", mesh_shape, mesh_dim_names=names, platform=platform)
+    if flattened:
+        mesh.flatten("all")
+    proof = _Proof(platform, mesh, shape)
+    pairs = list(itertools.product(proof.all_placements(more), repeat=2))
+    if limit is not None and len(pairs) > limit:
+        pairs = [pairs[i * len(pairs) // limit] for i in range(limit)]
+    report = RedistributionReport()
+    for source, target in pairs:
+        proof.check(source, target, report)
     return report
 
 
@@ -39,32 +73,82 @@ class _Proof:
         self.array = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
         self.weight = self.array[..., ::-1].copy() + 1
 
-    def problems(self, source: Placements, target: Placements) -> list[str]:
-        """Whether `source` -> `target` -> replicated gives the whole tensor, and its gradient the source's part."""
-        platform = self.platform
-        x = platform.from_numpy(local_part(self.array, self.mesh, source))
+    def all_placements(self, more: Sequence[Placement]) -> list[Placements]:
+        options = [Replicate(), Partial(), *(Shard(d) for d in range(len(self.shape))), *more]
+        return [some for some in itertools.product(options, repeat=self.mesh.ndim) if self._fits(some)]
+
+    def _fits(self, placements: Placements) -> bool:
+        """Whether every rank can hold its part (ragged parts must sum up on every line)."""
+        try:
+            spec = self._spec(placements)
+            for coordinate in itertools.product(*map(range, self.mesh.shape)):
+                spec.ranges(coordinate)
+        except ValueError:
+            return False
+        return True
+
+    def check(self, source: Placements, target: Placements, report: RedistributionReport) -> None:
+        """Whether `source` -> `target` -> replicated gives each rank its part, and its gradient the source's part."""
+        platform, plan = self.platform, self._plan(source, target)
+        x = platform.from_numpy(self._local(source))
         platform.set_requires_grad(x, True)
-        y = self._plan(source, target).run(x)
+        with record_collectives() as log:
+            y = plan.run(x)
         full = self._plan(target, (Replicate(),) * self.mesh.ndim).run(y)
         weighted = platform.ops.sum(platform.ops.mul(full, platform.from_numpy(self.weight)))
         (grad,) = platform.grad([weighted], [x])
+        report.tried += 1
+        report.promised.append(plan.wire_bytes)
+        report.sent.append(log.wire_bytes())
+        report.wrong += [
+            f"{source} -> {target} rank {self.mesh.world.rank}: {problem}\n{plan}"
+            for problem in self._problems(source, target, y, full, grad)
+        ]
+
+    def _problems(self, source: Placements, target: Placements, y: Any, full: Any, grad: Any) -> list[str]:
+        to_numpy = self.platform.to_numpy
         found = []
         if tuple(y.shape) != self._spec(target).local_shape:
             found.append(f"local shape {tuple(y.shape)}, expected {self._spec(target).local_shape}")
-        if not np.array_equal(platform.to_numpy(full), self.array):
-            found.append("wrong values")
-        if not np.array_equal(platform.to_numpy(grad), self._part_of_weight(source)):
-            found.append("wrong gradient")
+        elif not any(p.is_partial() for p in target) and not np.array_equal(to_numpy(y), self._local(target)):
+            found.append(f"wrong local values {to_numpy(y).tolist()}, expected {self._local(target).tolist()}")
+        if not np.array_equal(to_numpy(full), self.array):
+            found.append("wrong values after replication")
+        if not np.array_equal(to_numpy(grad), self._gradient(source)):
+            found.append(f"wrong gradient {to_numpy(grad).tolist()}, expected {self._gradient(source).tolist()}")
         return found
 
-    def _part_of_weight(self, source: Placements) -> np.ndarray:
-        """The gradient's placement is the source's with partial replaced by replicated."""
-        offset, shape = self._spec(source).box()
-        part: np.ndarray = self.weight[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
-        return part
+    def _local(self, placements: Placements) -> Array:
+        """This rank's part; partial axes hold uneven contributions that differ per rank."""
+        part = self._part(self.array, placements)
+        coordinate = self.mesh.get_coordinate()
+        assert coordinate is not None
+        for axis, placement in enumerate(placements):
+            if isinstance(placement, Partial):
+                part = _contribution(part, placement.op, coordinate[axis], self.mesh.shape[axis])
+        return np.ascontiguousarray(part, dtype=np.float32)
+
+    def _gradient(self, placements: Placements) -> Array:
+        """The weights' part, of which each contribution to an average has its share."""
+        ranks = [n for n, p in zip(self.mesh.shape, placements, strict=True) if p == Partial("avg")]
+        return self._part(self.weight, placements) / np.float32(np.prod(ranks, initial=1.0))
+
+    def _part(self, array: Array, placements: Placements) -> Array:
+        for dim, ranges in enumerate(self._spec(placements).ranges()):
+            indices = [i for start, stop in ranges for i in range(start, stop)]
+            array = np.take(array, indices, axis=dim)
+        return array
 
     def _plan(self, source: Placements, target: Placements) -> Any:
-        return plan_between(self._spec(source), self._spec(target))
+        return plan_between(self._spec(source), self._spec(target), self.array.itemsize)
 
     def _spec(self, placements: Placements) -> TensorSpec:
         return TensorSpec(self.mesh, placements, self.shape, "float32")
+
+
+def _contribution(part: Array, op: str, rank: int, ranks: int) -> Array:
+    """All but the first rank are off by different amounts; the first makes up for them."""
+    offset = ranks * (ranks - 1) / 2 if rank == 0 else -rank
+    if op == "avg" or rank == 0:
+        return part + np.float32(offset)
+    return np.full_like(part, offset)
