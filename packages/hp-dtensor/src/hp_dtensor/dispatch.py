@@ -364,8 +364,8 @@ def _replace_static(
 def _replace(args: list[Any], kwargs: dict[str, Any], location: Location, change: Callable[[Any], Any]) -> None:
     where: Any = args if isinstance(location[0], int) else kwargs
     if len(location) == 2:
-        items = list(where[location[0]])
-        items[location[1]] = change(items[location[1]])  # type: ignore[call-overload]
+        items: Any = list(where[location[0]])
+        items[location[1]] = change(items[location[1]])
         where[location[0]] = items
     else:
         where[location[0]] = change(where[location[0]])
@@ -373,7 +373,8 @@ def _replace(args: list[Any], kwargs: dict[str, Any], location: Location, change
 
 def _locate_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[Location, Any]]:
     located: list[tuple[Location, Any]] = []
-    for place, value in (*enumerate(args), *kwargs.items()):
+    places: tuple[tuple[int | str, Any], ...] = (*enumerate(args), *kwargs.items())
+    for place, value in places:
         if isinstance(value, DTensor):
             located.append(((place,), value))
         elif isinstance(value, (tuple, list)):

@@ -85,7 +85,7 @@ def _channels(call: OpCall, order: str, out: int, into: int, kernel: Sizes, posi
     weight_out = channel_out if groups == 1 or not transposed else ("cg",)
     weight = (weight_in, weight_out) if transposed else (weight_out, weight_in)
     inputs: tuple[Dims, ...] = ((*batch, channel_in, *names["p"]), (*weight, *names["k"]))
-    terms = (frozenset({0, 1}),)
+    terms: tuple[frozenset[int], ...] = (frozenset({0, 1}),)
     if len(call.tensors) == 3:
         inputs, terms = (*inputs, (channel_out,)), (*terms, frozenset({2}))
     return Factorization(

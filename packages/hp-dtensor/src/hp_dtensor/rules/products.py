@@ -5,7 +5,7 @@ from __future__ import annotations
 from hp_dtensor.rules.factors import Dims, Factorization
 from hp_dtensor.rules.registry import OpCall, RuleRegistry, broadcast_shape
 
-BOTH = (frozenset({0, 1}),)
+BOTH: tuple[frozenset[int], ...] = (frozenset({0, 1}),)
 
 
 def register(registry: RuleRegistry) -> None:
