@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from hp_dtensor.exceptions import PlacementError
 from hp_dtensor.mesh import DeviceMesh
@@ -161,19 +162,26 @@ class _Planner:
         moves = _found_moves(
             small, self.mesh_shape, first, last, self.op == "sum", uneven, self.costs, self.names, nbytes.bit_length()
         )
-        back = {first: source, last: target} if uneven else {}
         scale, unit = math.prod(self.shape), math.prod(small)
-        return tuple(
-            Move(
-                move.name,
-                move.axes,
-                _restored(move.source, source, back),
-                _restored(move.target, source, back),
-                move.elements * scale // unit,
-                move.volume,
-            )
-            for move in moves
-        )
+        back = {first: source, last: target} if uneven else {}
+        scaled = [replace(move, elements=move.elements * scale // unit) for move in moves]
+        return tuple(self._with_ragged(move, source, back) for move in scaled) if uneven else tuple(scaled)
+
+    def _with_ragged(self, move: Move, source: Placements, back: dict[Placements, Placements]) -> Move:
+        first, last = _restored(move.source, source, back), _restored(move.target, source, back)
+        elements = move.elements
+        if move.name in ("exchange", "all_to_all") and move.volume is None:
+            elements = self._exact_volume(first, last, elements)
+        return replace(move, source=first, target=last, elements=elements)
+
+    def _exact_volume(self, source: Placements, target: Placements, otherwise: int) -> int:
+        """Elements that all ranks send, where ragged parts are the same on every line; else `otherwise`."""
+        still = [s == t and not s.is_shard() for s, t in zip(source, target, strict=True)]
+        ranks = [1 if alone else n for n, alone in zip(self.mesh_shape, still, strict=True)]
+        try:
+            return least_volume(self.shape, ranks, source, target).total * self.mesh.size() // math.prod(ranks)
+        except PlacementError:
+            return otherwise
 
     def _step(self, move: Move) -> steps.Step:
         wire_bytes = move.elements * self.itemsize / self.mesh.size()
@@ -207,7 +215,9 @@ class _Planner:
         if reduces:
             volume = type(volume)(volume.reducing, volume.moving, (axis,), ())
         move = Move(name, axes, source, target, volume.total, volume if reduces else None)
-        return self._make(move, volume.total * self.itemsize / self.mesh_shape[axis])
+        lines = self.mesh.size() // self.mesh_shape[axis]
+        elements = self._exact_volume(source, target, volume.total * lines)
+        return self._make(move, elements * self.itemsize / self.mesh.size())
 
 
 _STEPS: dict[str, type[steps.Step]] = {

@@ -90,9 +90,7 @@ def _edges(
             yield from _reduction(mesh_shape, held, state, arrival, differ[0])
 
 
-def _covers(
-    mesh_shape: Sequence[int], now: list[frozenset[int]], then: list[frozenset[int]], axis: int
-) -> bool:
+def _covers(mesh_shape: Sequence[int], now: list[frozenset[int]], then: list[frozenset[int]], axis: int) -> bool:
     """Whether the ranks along `axis` together hold all that each of them will hold as partial results."""
     return all(frozenset().union(*(now[r] for r in line)) >= then[line[0]] for line in _lines(mesh_shape, axis))
 
