@@ -1,0 +1,67 @@
+"""A third party's platform, which knows only `hp_dtensor.platform.Platform`, passes the suite that we ship."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).parents[1] / "numpy_platform"
+SUITE = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs", "hp_dtensor.testing.conformance"]
+
+
+@pytest.fixture
+def environment(tmp_path):
+    """Variables with which another Python finds the platform, as if it were installed."""
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    folder = tmp_path / "hp_platform_numpy-0.1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 0.1.0\n")
+    groups = [
+        "\n".join([f"[{group}]", *(f"{name} = {module}" for name, module in points.items())])
+        for group, points in project["entry-points"].items()
+    ]
+    (folder / "entry_points.txt").write_text("\n".join(groups) + "\n")
+    path = [str(PROJECT / "src"), str(tmp_path), *filter(None, sys.path)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "HP_LOAD_PLUGINS": "numpy", "OMP_NUM_THREADS": "1"}
+
+
+def test_the_conformance_suite(environment, tmp_path):
+    command = [sys.executable, *SUITE, "--hp-platform=numpy", "--hp-ranks=simulated"]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    passed = int(re.search(r"(\d+) passed", done.stdout).group(1))
+    assert passed > 400, done.stdout[-500:]
+    assert "skipped" not in done.stdout
+
+
+def test_a_platform_that_is_wrong_does_not_pass(environment, tmp_path):
+    """The suite finds a wrong gradient and a wrong collective."""
+    (tmp_path / "wrong.py").write_text(WRONG)
+    chosen = ["-p", "wrong", "-k", "silu or check_rows"]
+    command = [sys.executable, *SUITE, "--hp-platform=numpy", "--hp-ranks=simulated", *chosen]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 1, done.stdout[-5000:] + done.stderr[-2000:]
+    failed = set(re.findall(r"FAILED .*::(.+\])", done.stdout))
+    assert failed == {
+        "test_values_and_gradients[silu [2, 3]]",
+        *(f"test_duals[{size} simulated-check_rows]" for size in (2, 3, 5)),
+    }
+
+
+WRONG = """
+import numpy as np
+from hp_dtensor import collectives
+from hp_platform_numpy import kernels
+
+kernels.silu = kernels._unary(lambda x: x * kernels._sigmoid(x), lambda x, r: kernels._sigmoid(x) + r)
+right = collectives.all_to_all_rows_data
+collectives.all_to_all_rows_data = lambda x, group, leaving, arriving: group.platform.ops.mul(
+    right(x, group, leaving, arriving), 1.0 + (group.rank == 1)
+)
+"""

@@ -1,0 +1,450 @@
+"""The `ops` namespace on plain tensors. Each gradient is written beside its value; composed ones need none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hp_platform_numpy.tape import Node, is_recording
+from hp_platform_numpy.tensor import FLOATING, Array, Tensor
+
+Number = int | float | bool
+Operand = Tensor | Number
+Link = tuple[Tensor, Callable[[Array], Array]]
+"""A parent and how the gradient of the result becomes its own."""
+
+
+def record(data: Any, dtype: str, *links: Link) -> Tensor:
+    """A result, in the tape where a floating parent needs a gradient."""
+    made = Tensor(data, dtype)
+    wanted = [(parent, vjp) for parent, vjp in links if parent.requires_grad]
+    if wanted and is_recording() and dtype in FLOATING:
+        made.node = Node([p for p, _ in wanted], lambda g: [np.asarray(vjp(g[0])) for _, vjp in wanted])
+        made.requires_grad = True
+    return made
+
+
+def _data(x: Operand) -> Any:
+    return x.data if isinstance(x, Tensor) else x
+
+
+def _common(x: Operand, y: Operand) -> str:
+    """The dtype of a result; numbers take that of the tensor, but a fraction makes an integer tensor float32."""
+    tensors = [v.dtype for v in (x, y) if isinstance(v, Tensor)]
+    if len(tensors) == 1:
+        number = y if isinstance(x, Tensor) else x
+        return "float32" if isinstance(number, float) and tensors[0] not in FLOATING else tensors[0]
+    if tensors[0] == tensors[1]:
+        return tensors[0]
+    floating = [dtype for dtype in tensors if dtype in FLOATING]
+    if len(floating) == 1:
+        return floating[0]
+    return np.result_type(*("float32" if dtype == "bfloat16" else dtype for dtype in tensors)).name
+
+
+def _sum_to(gradient: Array, shape: tuple[int, ...]) -> Array:
+    """Undo broadcasting."""
+    extra = gradient.ndim - len(shape)
+    axes = (*range(extra), *(i + extra for i, n in enumerate(shape) if n == 1 and gradient.shape[i + extra] != 1))
+    return gradient.sum(axes).reshape(shape)
+
+
+def _axis(x: Tensor, dim: int | Sequence[int] | None) -> tuple[int, ...]:
+    if dim is None:
+        return tuple(range(x.data.ndim))
+    dims = (dim,) if isinstance(dim, int) else tuple(dim)
+    return tuple(d % x.data.ndim for d in dims)
+
+
+# Creation ------------------------------------------------------------------------------------------------
+
+
+def zeros(shape: Sequence[int], dtype: str) -> Tensor:
+    return full(shape, 0, dtype)
+
+
+def ones(shape: Sequence[int], dtype: str) -> Tensor:
+    return full(shape, 1, dtype)
+
+
+def full(shape: Sequence[int], value: Number, dtype: str) -> Tensor:
+    return Tensor(np.full(tuple(shape), value), dtype)
+
+
+def arange(end: int, dtype: str) -> Tensor:
+    return Tensor(np.arange(end), dtype)
+
+
+def zeros_like(x: Tensor) -> Tensor:
+    return Tensor(np.zeros_like(x.data), x.dtype)
+
+
+def ones_like(x: Tensor) -> Tensor:
+    return Tensor(np.ones_like(x.data), x.dtype)
+
+
+# Pointwise -----------------------------------------------------------------------------------------------
+
+
+def _binary(
+    value: Callable[[Any, Any], Array],
+    left: Callable[[Array, Any, Any, Array], Array],
+    right: Callable[[Array, Any, Any, Array], Array],
+) -> Callable[[Operand, Operand], Tensor]:
+    """`left` and `right` give the operands' gradients from (gradient, x, y, result)."""
+
+    def operation(x: Operand, y: Operand) -> Tensor:
+        a, b, dtype = _data(x), _data(y), _common(x, y)
+        result = np.asarray(value(a, b))
+        links: list[Link] = []
+        if isinstance(x, Tensor):
+            links.append((x, lambda g: _sum_to(np.asarray(left(g, a, b, result)), a.shape)))
+        if isinstance(y, Tensor):
+            links.append((y, lambda g: _sum_to(np.asarray(right(g, a, b, result)), b.shape)))
+        return record(result, dtype, *links)
+
+    return operation
+
+
+def _share(wins: Array, ties: Array) -> Array:
+    return wins + 0.5 * ties
+
+
+add = _binary(np.add, lambda g, x, y, r: g, lambda g, x, y, r: g)
+sub = _binary(np.subtract, lambda g, x, y, r: g, lambda g, x, y, r: -g)
+mul = _binary(np.multiply, lambda g, x, y, r: g * y, lambda g, x, y, r: g * x)
+div = _binary(np.divide, lambda g, x, y, r: g / y, lambda g, x, y, r: -g * r / y)
+pow_ = _binary(np.power, lambda g, x, y, r: g * y * np.power(x, y - 1), lambda g, x, y, r: g * r * np.log(x))
+maximum = _binary(
+    np.maximum, lambda g, x, y, r: g * _share(x > y, x == y), lambda g, x, y, r: g * _share(y > x, x == y)
+)
+minimum = _binary(
+    np.minimum, lambda g, x, y, r: g * _share(x < y, x == y), lambda g, x, y, r: g * _share(y < x, x == y)
+)
+
+
+def _to_bool(value: Callable[..., Array]) -> Callable[..., Tensor]:
+    return lambda *operands: Tensor(value(*map(_data, operands)), "bool")
+
+
+def _unary(value: Callable[[Array], Array], slope: Callable[[Array, Array], Array]) -> Callable[[Tensor], Tensor]:
+    """`slope(x, result)` is the derivative."""
+
+    def operation(x: Tensor) -> Tensor:
+        result = np.asarray(value(x.data))
+        return record(result, x.dtype, (x, lambda g: g * slope(x.data, result)))
+
+    return operation
+
+
+_erf = np.vectorize(math.erf, otypes=[np.float64])
+_phi = math.sqrt(0.5)
+
+
+def _sigmoid(x: Array) -> Array:
+    return 1 / (1 + np.exp(-x))
+
+
+def _gelu_slope(x: Array, result: Array) -> Array:
+    return 0.5 * (1 + _erf(x * _phi)) + x * np.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
+
+
+neg = _unary(np.negative, lambda x, r: np.full_like(x, -1))
+exp = _unary(np.exp, lambda x, r: r)
+log = _unary(np.log, lambda x, r: 1 / x)
+sqrt = _unary(np.sqrt, lambda x, r: 0.5 / r)
+rsqrt = _unary(lambda x: 1 / np.sqrt(x), lambda x, r: -0.5 * r / x)
+abs_ = _unary(np.abs, lambda x, r: np.sign(x))
+sin = _unary(np.sin, lambda x, r: np.cos(x))
+cos = _unary(np.cos, lambda x, r: -np.sin(x))
+tanh = _unary(np.tanh, lambda x, r: 1 - r**2)
+sigmoid = _unary(_sigmoid, lambda x, r: r * (1 - r))
+relu = _unary(lambda x: np.maximum(x, 0), lambda x, r: x > 0)
+silu = _unary(lambda x: x * _sigmoid(x), lambda x, r: _sigmoid(x) + r * (1 - _sigmoid(x)))
+gelu = _unary(lambda x: x * 0.5 * (1 + _erf(x * _phi)), _gelu_slope)
+square = _unary(np.square, lambda x, r: 2 * x)
+clone = _unary(np.copy, lambda x, r: np.ones_like(x))
+
+
+def clamp(x: Tensor, min: Number | None = None, max: Number | None = None) -> Tensor:
+    result = np.clip(x.data, min, max)
+    return record(result, x.dtype, (x, lambda g: g * (result == x.data)))
+
+
+def where(condition: Tensor, x: Operand, y: Operand) -> Tensor:
+    a, b, chosen = _data(x), _data(y), condition.data
+    links: list[Link] = []
+    if isinstance(x, Tensor):
+        links.append((x, lambda g: _sum_to(np.where(chosen, g, 0), a.shape)))
+    if isinstance(y, Tensor):
+        links.append((y, lambda g: _sum_to(np.where(chosen, 0, g), b.shape)))
+    return record(np.where(chosen, a, b), _common(x, y), *links)
+
+
+def masked_fill(x: Tensor, mask: Tensor, value: Number) -> Tensor:
+    return where(mask, value, x)
+
+
+def cast(x: Tensor, dtype: str) -> Tensor:
+    return record(x.data.astype("float32" if dtype == "bfloat16" else dtype), dtype, (x, lambda g: g))
+
+
+# Reductions ----------------------------------------------------------------------------------------------
+
+
+def sum_(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+    axes, shape = _axis(x, dim), x.data.shape
+    dtype = x.dtype if x.dtype in FLOATING else "int64"
+    result = x.data.sum(axes, keepdims=True)
+    kept = result.shape
+    spread = lambda g: np.broadcast_to(g.reshape(kept), shape)  # noqa: E731
+    return record(result if keepdim else result.squeeze(axes), dtype, (x, spread))
+
+
+def mean(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+    count = math.prod(x.data.shape[axis] for axis in _axis(x, dim))
+    return div(sum_(x, dim, keepdim), float(count))
+
+
+def _extreme(reduce: Callable[..., Array]) -> Callable[..., Tensor]:
+    def operation(x: Tensor, dim: int | Sequence[int], keepdim: bool = False) -> Tensor:
+        axes = _axis(x, dim)
+        result = reduce(x.data, axis=axes, keepdims=True)
+        hits = x.data == result
+        spread = lambda g: g.reshape(result.shape) * hits / hits.sum(axes, keepdims=True)  # noqa: E731
+        return record(result if keepdim else result.squeeze(axes), x.dtype, (x, spread))
+
+    return operation
+
+
+amax, amin = _extreme(np.max), _extreme(np.min)
+
+
+def argmax(x: Tensor, dim: int) -> Tensor:
+    return Tensor(x.data.argmax(dim), "int64")
+
+
+def logsumexp(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
+    result = _logsumexp(x.data, dim)
+    weights = np.exp(x.data - result)
+    spread = lambda g: g.reshape(result.shape) * weights  # noqa: E731
+    return record(result if keepdim else result.squeeze(dim), x.dtype, (x, spread))
+
+
+def _logsumexp(data: Array, dim: int) -> Array:
+    top = data.max(dim, keepdims=True, initial=-np.inf)
+    return top + np.log(np.exp(data - top).sum(dim, keepdims=True))
+
+
+def cumsum(x: Tensor, dim: int) -> Tensor:
+    dtype = x.dtype if x.dtype in FLOATING else "int64"
+    return record(x.data.cumsum(dim), dtype, (x, lambda g: np.flip(np.flip(g, dim).cumsum(dim), dim)))
+
+
+# Products ------------------------------------------------------------------------------------------------
+
+
+def matmul(x: Tensor, y: Tensor) -> Tensor:
+    a, b = x.data, y.data
+    if b.ndim == 1:
+        return squeeze(matmul(x, unsqueeze(y, 1)), -1)
+    if a.ndim == 1:
+        return squeeze(matmul(unsqueeze(x, 0), y), -2)
+    return record(
+        a @ b,
+        _common(x, y),
+        (x, lambda g: _sum_to(g @ b.swapaxes(-1, -2), a.shape)),
+        (y, lambda g: _sum_to(a.swapaxes(-1, -2) @ g, b.shape)),
+    )
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    result = matmul(x, transpose(weight, 0, 1))
+    return result if bias is None else add(result, bias)
+
+
+def scaled_dot_product_attention(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, enable_gqa: bool = False
+) -> Tensor:
+    if enable_gqa:
+        groups = query.data.shape[1] // key.data.shape[1]
+        key, value = repeat_interleave(key, groups, 1), repeat_interleave(value, groups, 1)
+    scores = mul(matmul(query, transpose(key, -1, -2)), query.data.shape[-1] ** -0.5)
+    if is_causal:
+        scores = masked_fill(scores, Tensor(~np.tri(*scores.data.shape[-2:], dtype=bool)), -np.inf)
+    return matmul(softmax(scores, -1), value)
+
+
+# Normalization, losses, tables ---------------------------------------------------------------------------
+
+
+def softmax(x: Tensor, dim: int) -> Tensor:
+    result = np.exp(x.data - _logsumexp(x.data, dim))
+    return record(result, x.dtype, (x, lambda g: result * (g - (g * result).sum(dim, keepdims=True))))
+
+
+def log_softmax(x: Tensor, dim: int) -> Tensor:
+    result = x.data - _logsumexp(x.data, dim)
+    return record(result, x.dtype, (x, lambda g: g - np.exp(result) * g.sum(dim, keepdims=True)))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    scale = rsqrt(add(mean(square(x), -1, True), eps))
+    return mul(mul(x, scale), weight)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    losses = neg(squeeze(gather(log_softmax(logits, -1), 1, unsqueeze(targets, 1)), 1))
+    return losses if reduction == "none" else {"mean": mean, "sum": sum_}[reduction](losses)
+
+
+def embedding(ids: Tensor, weight: Tensor) -> Tensor:
+    return getitem(weight, ids)
+
+
+# Shapes --------------------------------------------------------------------------------------------------
+
+
+def _view(x: Tensor, result: Array, back: Callable[[Array], Array]) -> Tensor:
+    return record(result, x.dtype, (x, back))
+
+
+def reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
+    return _view(x, x.data.reshape(tuple(shape)), lambda g: g.reshape(x.data.shape))
+
+
+def transpose(x: Tensor, dim0: int, dim1: int) -> Tensor:
+    return _view(x, x.data.swapaxes(dim0, dim1), lambda g: g.swapaxes(dim0, dim1))
+
+
+def permute(x: Tensor, dims: Sequence[int]) -> Tensor:
+    return _view(x, x.data.transpose(tuple(dims)), lambda g: g.transpose(np.argsort(dims)))
+
+
+def unsqueeze(x: Tensor, dim: int) -> Tensor:
+    return _view(x, np.expand_dims(x.data, dim), lambda g: g.reshape(x.data.shape))
+
+
+def squeeze(x: Tensor, dim: int | Sequence[int]) -> Tensor:
+    axes = tuple(axis for axis in _axis(x, dim) if x.data.shape[axis] == 1)
+    return _view(x, x.data.squeeze(axes), lambda g: g.reshape(x.data.shape))
+
+
+def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
+    extra = len(shape) - x.data.ndim
+    wanted = tuple(x.data.shape[i - extra] if n == -1 else n for i, n in enumerate(shape))
+    return _view(x, np.broadcast_to(x.data, wanted), lambda g: _sum_to(g, x.data.shape))
+
+
+def cat(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    stops = np.cumsum([x.data.shape[dim] for x in tensors])[:-1]
+    links = [(x, lambda g, i=i: np.split(g, stops, dim)[i]) for i, x in enumerate(tensors)]
+    return record(np.concatenate([x.data for x in tensors], dim), tensors[0].dtype, *links)
+
+
+def stack(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    return cat([unsqueeze(x, dim) for x in tensors], dim)
+
+
+def narrow(x: Tensor, dim: int, start: int, length: int) -> Tensor:
+    where = [slice(None)] * x.data.ndim
+    where[dim] = slice(start, start + length)
+    return getitem(x, tuple(where))
+
+
+def split(x: Tensor, sizes: Sequence[int], dim: int = 0) -> tuple[Tensor, ...]:
+    starts = np.cumsum([0, *sizes[:-1]]).tolist()
+    return tuple(narrow(x, dim, start, size) for start, size in zip(starts, sizes, strict=True))
+
+
+def chunk(x: Tensor, chunks: int, dim: int) -> tuple[Tensor, ...]:
+    size = x.data.shape[dim]
+    piece = -(-size // chunks)
+    return split(x, [min(piece, size - start) for start in range(0, size, piece)] if size else [0] * chunks, dim)
+
+
+def repeat_interleave(x: Tensor, repeats: int, dim: int) -> Tensor:
+    dim %= x.data.ndim
+    shape = x.data.shape
+    tall = (*shape[: dim + 1], repeats, *shape[dim + 1 :])
+    return _view(x, x.data.repeat(repeats, dim), lambda g: g.reshape(tall).sum(dim + 1))
+
+
+# Selection -----------------------------------------------------------------------------------------------
+
+
+def getitem(x: Tensor, index: Any) -> Tensor:
+    where = tuple(map(_data, index)) if isinstance(index, tuple) else _data(index)
+
+    def back(g: Array) -> Array:
+        whole = np.zeros(x.data.shape, g.dtype)
+        np.add.at(whole, where, g)
+        return whole
+
+    return _view(x, x.data[where], back)
+
+
+def index_select(x: Tensor, dim: int, index: Tensor) -> Tensor:
+    return getitem(x, (*(slice(None),) * (dim % x.data.ndim), index))
+
+
+def gather(x: Tensor, dim: int, index: Tensor) -> Tensor:
+    where = list(np.indices(index.data.shape, sparse=True))
+    where[dim] = index.data
+    return getitem(x, tuple(where))
+
+
+def index_put(x: Tensor, index: Tensor, values: Tensor) -> Tensor:
+    rows = index.data
+    result = x.data.copy()
+    result[rows] = values.data
+
+    def rest(g: Array) -> Array:
+        kept = g.copy()
+        kept[rows] = 0
+        return kept
+
+    return record(result, x.dtype, (x, rest), (values, lambda g: g[rows]))
+
+
+def topk(x: Tensor, k: int, dim: int = -1) -> tuple[Tensor, Tensor]:
+    order = np.argsort(-x.data, dim, kind="stable")
+    indices = narrow(Tensor(order), dim, 0, k)
+    return gather(x, dim, indices), indices
+
+
+def argsort(x: Tensor, dim: int, stable: bool = True, descending: bool = False) -> Tensor:
+    return Tensor(np.argsort(-x.data if descending else x.data, dim, kind="stable"), "int64")
+
+
+def bincount(x: Tensor, minlength: int) -> Tensor:
+    return Tensor(np.bincount(x.data, minlength=minlength), "int64")
+
+
+def one_hot(x: Tensor, num_classes: int) -> Tensor:
+    return Tensor(x.data[..., None] == np.arange(num_classes), "int64")
+
+
+_COMPARISONS = {
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "logical_and": np.logical_and,
+    "logical_or": np.logical_or,
+    "logical_not": np.logical_not,
+    "isfinite": np.isfinite,
+}
+_OTHER_NAMES = {"pow": pow_, "abs": abs_, "sum": sum_, "bmm": matmul}
+
+
+def kernel(name: str) -> Callable[..., Any]:
+    """The function of an operation's name."""
+    if name in _COMPARISONS:
+        return _to_bool(_COMPARISONS[name])
+    return _OTHER_NAMES[name] if name in _OTHER_NAMES else globals()[name]

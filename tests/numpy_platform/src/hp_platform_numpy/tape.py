@@ -1,0 +1,98 @@
+"""Reverse-mode differentiation: nodes in the order of their making, walked backwards."""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from hp_platform_numpy.tensor import Tensor
+
+Array = np.ndarray
+Backward = Callable[[list[Array | None]], Sequence[Array | None]]
+
+_numbers = itertools.count()
+
+
+class _State(threading.local):
+    """Whether this thread records; simulated ranks are threads."""
+
+    def __init__(self) -> None:
+        self.recording = True
+
+
+_state = _State()
+
+
+def is_recording() -> bool:
+    return _state.recording
+
+
+@contextlib.contextmanager
+def recording(flag: bool) -> Iterator[None]:
+    before, _state.recording = _state.recording, flag
+    try:
+        yield
+    finally:
+        _state.recording = before
+
+
+class Node:
+    """An operation: `backward` takes a gradient or None per output and gives one per parent."""
+
+    def __init__(self, parents: Sequence[Tensor], backward: Backward, num_outputs: int = 1) -> None:
+        self.parents = parents
+        self.backward = backward
+        self.num_outputs = num_outputs
+        self.number = next(_numbers)
+
+
+class Walk:
+    """One walk from outputs to leaves: `leaves` with their gradients by identity, and those of `inner` tensors."""
+
+    def __init__(self, inner: Sequence[Tensor] = ()) -> None:
+        self.leaves: dict[int, tuple[Tensor, Array]] = {}
+        self._inner: dict[tuple[int, int], Array | None] = {}
+        self._wanted = {x.node.number for x in inner if x.node is not None}
+        self._waiting: dict[int, tuple[Node, list[Array | None]]] = {}
+        self._queue: list[int] = []
+
+    def run(self, outputs: Sequence[Tensor], gradients: Sequence[Array]) -> None:
+        for x, gradient in zip(outputs, gradients, strict=True):
+            self._give(x, gradient)
+        with recording(False):
+            while self._queue:
+                self._visit(-heapq.heappop(self._queue))
+
+    def gradient_of(self, x: Tensor) -> Array | None:
+        """Of a leaf, or of an inner tensor that was asked for."""
+        if x.node is None:
+            return self.leaves[id(x)][1] if id(x) in self.leaves else None
+        return self._inner.get((x.node.number, x.index))
+
+    def _visit(self, number: int) -> None:
+        node, gradients = self._waiting.pop(number)
+        if number in self._wanted:
+            self._inner.update({(number, index): gradient for index, gradient in enumerate(gradients)})
+        for parent, gradient in zip(node.parents, node.backward(gradients), strict=True):
+            if gradient is not None and parent.requires_grad:
+                self._give(parent, gradient)
+
+    def _give(self, x: Tensor, gradient: Array) -> None:
+        if x.node is None:
+            before = self.leaves.get(id(x))
+            self.leaves[id(x)] = (x, gradient if before is None else before[1] + gradient)
+            return
+        number = x.node.number
+        if number not in self._waiting:
+            self._waiting[number] = (x.node, [None] * x.node.num_outputs)
+            heapq.heappush(self._queue, -number)
+        slots = self._waiting[number][1]
+        slot = slots[x.index]
+        slots[x.index] = gradient if slot is None else slot + gradient
