@@ -152,21 +152,19 @@ def build(platform, case):
 
 
 def shard(model, mesh, case):
-    options = {
-        "mp_policy": MixedPrecisionPolicy(**case.policy),
-        "reshard_after_forward": case.reshard_after_forward,
-    }
+    """Each block a group, or all blocks one, and the rest the root's; only the root casts its output."""
+    inner = {"mp_policy": MixedPrecisionPolicy(**{**case.policy, "output_dtype": None})}
+    inner["reshard_after_forward"] = case.reshard_after_forward
     if case.group_list:
-        fully_shard(list(model.blocks), mesh, **options)
+        fully_shard(list(model.blocks), mesh, **inner)
     else:
         for block in model.blocks:
-            fully_shard(block, mesh, **options)
+            fully_shard(block, mesh, **inner)
     if model.branch is not None:
-        fully_shard(model.branch, mesh, **options)
-    fully_shard(model, mesh, **options)
-    for module in sharded_modules(model):
-        if case.gradient_sum:
-            module.set_reduce_op_type("sum")
+        fully_shard(model.branch, mesh, **inner)
+    fully_shard(model, mesh, **{**inner, "mp_policy": MixedPrecisionPolicy(**case.policy)})
+    if case.gradient_sum:
+        model.set_reduce_op_type("sum")
     return model
 
 

@@ -114,6 +114,8 @@ class Context:
             group.conceal()
             if self._frees_after_forward(group, bool(outputs)):
                 group.reshard()
+            else:
+                group.kept_after_forward = True
         if group is self.root:
             self._end_pass()
         return outputs
@@ -122,6 +124,9 @@ class Context:
         for group in self.groups:
             group.conceal()
             group.record = None
+            # A forward without a backward, or a backward that left it, has kept what may be out of date by now.
+            if group.kept_after_forward and (group.reshard_after_backward or group.gradient_sync):
+                group.reshard()
         self._pass.end()
         self._pass = ForwardPass(self.storage.anchor())
 

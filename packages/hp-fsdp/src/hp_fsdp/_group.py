@@ -51,6 +51,7 @@ class ParameterGroup:
         name: how errors call it.
         state: where the full parameters are.
         exposed: whether the modules hold the unsharded parameters instead of the sharded ones.
+        kept_after_forward: whether the last forward left the full parameters for a backward.
         record: the current forward pass's use, until its backward; None outside.
         gradient_sync: reduce gradients after backward; else accumulate them unsharded.
         reshard_after_forward: None: unless it is the root's.
@@ -71,6 +72,7 @@ class ParameterGroup:
         self.buffers = list(buffers)
         self.state = GroupState.SHARDED
         self.exposed = False
+        self.kept_after_forward = False
         self.record: GatherRecord | None = None
         self.gradient_sync = True
         self.reshard_after_forward = reshard_after_forward
@@ -112,6 +114,7 @@ class ParameterGroup:
             for buffer in self.buffers:
                 buffer.release()
             self.state = GroupState.SHARDED
+            self.kept_after_forward = False
 
     @property
     def held_bytes(self) -> int:

@@ -1,0 +1,570 @@
+"""What the engine does beside getting the numbers right: collectives, copies, memory, states, errors."""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+from fsdp_training import AdamW, Block, Case, build, held_bytes, micro_loss, shard, sharded_modules, whole, whole_grads
+
+from hp_dtensor import nn
+from hp_dtensor.dtensor import DTensor
+from hp_dtensor.mesh import init_device_mesh
+from hp_dtensor.placements import RaggedShard, Replicate
+from hp_dtensor.testing.simulated import run_ranks
+from hp_dtensor.world import ProcessGroup, current_world, record_collectives
+from hp_fsdp import (
+    FSDPModule,
+    FSDPStateError,
+    FullyShardError,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+
+
+def mesh_of(platform, *sizes):
+    names = ("shard",) if len(sizes) == 1 else ("replicate", "shard")
+    return init_device_mesh("cpu", sizes, mesh_dim_names=names, platform=platform)
+
+
+def sharded(platform, case):
+    model = build(platform, case)
+    return shard(model, mesh_of(platform, *case.mesh), case)
+
+
+def buffers(model):
+    return [buffer for module in sharded_modules(model) for buffer in module._fsdp.group.buffers]
+
+
+def step(platform, model, case, index=0):
+    """Forward and backward; the loss."""
+    loss = micro_loss(platform, model, case, current_world(platform).rank, index, 0)
+    platform.backward(loss)
+    return loss
+
+
+def address(platform, x):
+    """Where the data of a plain tensor lies."""
+    return platform.unwrap(x).data_ptr()
+
+
+# Collectives, copies, memory ------------------------------------------------------------------------------
+
+
+def test_collectives_of_a_step(hp_platform):
+    """Each group is gathered once before forward, the inner ones again for backward, and reduced once."""
+    case = Case((2,), num_blocks=3)
+
+    def rank():
+        model = sharded(hp_platform, case)
+        step(hp_platform, model, case)
+        with record_collectives() as log:
+            step(hp_platform, model, case)
+        sizes = [4 * buffer.layout.shard_numel for buffer in buffers(model)]
+        *blocks, root = sorted(sizes, key=lambda size: size == sizes[0])
+        gathered = [record.wire_bytes for record in log.records if record.name == "all_gather"]
+        assert sorted(gathered) == sorted([root, *blocks, *blocks])
+        assert log.count("reduce_scatter") == 4
+        assert log.wire_bytes("reduce_scatter") == root + sum(blocks)
+        assert log.count() == 7 + 4
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def test_replicas_only_gather_nothing(hp_platform):
+    case = Case((2, 1))
+
+    def rank():
+        model = sharded(hp_platform, case)
+        with record_collectives() as log:
+            step(hp_platform, model, case)
+        assert {record.name for record in log.records} == {"all_reduce"}
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def test_the_shard_is_what_is_gathered_and_parameters_are_views_of_the_result(hp_platform, monkeypatch):
+    case = Case((2,), num_blocks=1)
+    sent, received = {}, {}
+    gather = ProcessGroup.all_gather_into
+
+    def watched(self, output, x, async_op=False):
+        sent.setdefault(self.rank, []).append(address(hp_platform, x))
+        received.setdefault(self.rank, []).append(address(hp_platform, output))
+        return gather(self, output, x, async_op)
+
+    monkeypatch.setattr(ProcessGroup, "all_gather_into", watched)
+
+    def rank():
+        model = sharded(hp_platform, case)
+        block = model.blocks[0]
+        (buffer,) = block._fsdp.group.buffers
+        block.unshard()
+        me = current_world(hp_platform).rank
+        assert sent[me] == [address(hp_platform, buffer.shard)]
+        places = zip(buffer.parameters, buffer.layout.offsets, strict=True)
+        for parameter, offset in places:
+            module, attribute = parameter.owners[0]
+            assert address(hp_platform, getattr(module, attribute)) == received[me][0] + 4 * offset
+        block.reshard()
+        for parameter in buffer.parameters:
+            if 0 not in parameter.local_shape:
+                inside = address(hp_platform, parameter.sharded) - address(hp_platform, buffer.shard)
+                assert inside == 4 * parameter.start
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def test_gradients_are_views_of_one_reduced_shard(hp_platform):
+    case = Case((2,), num_blocks=1)
+
+    def rank():
+        model = sharded(hp_platform, case)
+        step(hp_platform, model, case)
+        (buffer,) = model.blocks[0]._fsdp.group.buffers
+        held = [p for p in buffer.parameters if 0 not in p.local_shape]
+        begin = {address(hp_platform, hp_platform.get_grad(p.sharded)) - 4 * p.start for p in held}
+        assert len(begin) == 1
+        for parameter in held:
+            grad = hp_platform.get_grad(parameter.sharded)
+            assert isinstance(grad, DTensor)
+            assert grad.placements == parameter.sharded.placements
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def test_full_parameters_are_freed_and_at_most_two_inner_groups_are_whole(hp_platform):
+    case = Case((2,), num_blocks=5)
+
+    def rank():
+        model = sharded(hp_platform, case)
+        seen = []
+        for block in model.blocks:
+            hp_platform.add_forward_hook(block.out, lambda *_: seen.append(held_bytes(model)))
+        for _ in range(2):
+            step(hp_platform, model, case)
+            assert held_bytes(model) == [0] * 6
+        assert len(seen) == 10
+        for held in seen:
+            assert held[0] > 0
+            assert sum(1 for size in held[1:] if size) in (1, 2)
+        with hp_platform.no_grad():
+            micro_loss(hp_platform, model, case, 0, 0, 0)
+        assert held_bytes(model) == [0] * 6
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def test_prefetching_survives_another_order_of_calls(hp_platform):
+    class Reordered(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([Block() for _ in range(3)])
+
+        def forward(self, x, order):
+            for index in order:
+                x = self.blocks[index](x)
+            return x
+
+    def rank():
+        with nn.building(hp_platform):
+            model = Reordered()
+        for block in model.blocks:
+            fully_shard(block, mesh_of(hp_platform, 2))
+        fully_shard(model, mesh_of(hp_platform, 2))
+        x = hp_platform.from_numpy(numpy.ones((2, 5), numpy.float32))
+        for order in [(0, 1, 2), (2, 1, 0), (1,), (0, 0, 2)]:
+            hp_platform.backward(hp_platform.ops.sum(model(x, order)))
+            assert held_bytes(model) == [0] * 4
+
+    run_ranks(rank, 2, hp_platform)
+
+
+# Parameters -----------------------------------------------------------------------------------------------
+
+
+def test_the_user_sees_ragged_dtensors_outside_and_plain_tensors_inside(hp_platform):
+    case = Case((2, 2))
+
+    def rank():
+        model = sharded(hp_platform, case)
+        inside = []
+        hp_platform.add_forward_hook(model.blocks[0].up, lambda m, *_: inside.append(m.weight))
+        names = [name for name, _ in hp_platform.named_parameters(build(hp_platform, case))]
+        step(hp_platform, model, case)
+        assert isinstance(model, FSDPModule)
+        assert type(inside[0]) is type(hp_platform.zeros((1,), hp_platform.dtype("float32")))
+        assert tuple(inside[0].shape) == (11, 5)
+        assert [name for name, _ in hp_platform.named_parameters(model)] == names
+        weight = model.blocks[0].up.weight
+        assert tuple(weight.shape) == (11, 5)
+        assert isinstance(weight, hp_platform.Parameter)
+        replicate, ragged = weight.placements
+        assert isinstance(replicate, Replicate)
+        assert isinstance(ragged, RaggedShard)
+        assert sum(ragged.units) == 11
+        assert weight.device_mesh.mesh_dim_names == ("replicate", "shard")
+
+    run_ranks(rank, 4, hp_platform)
+
+
+def test_loading_values_before_and_after_the_first_forward(hp_platform):
+    case = Case((2,), num_blocks=1)
+
+    def load(model, seed):
+        for name, parameter in hp_platform.named_parameters(model):
+            whole_value = numpy.random.default_rng([seed, len(name)]).normal(size=tuple(parameter.shape))
+            offset, shape = parameter.spec.box()
+            box = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+            value = hp_platform.from_numpy(whole_value[box].astype(numpy.float32))
+            hp_platform.copy_(hp_platform.unwrap(parameter), value)
+
+    def rank():
+        model, plain = sharded(hp_platform, case), build(hp_platform, case)
+        for seed in (1, 2):
+            load(model, seed)
+            values = {name: whole(hp_platform, p) for name, p in hp_platform.named_parameters(model)}
+            for name, parameter in hp_platform.named_parameters(plain):
+                hp_platform.copy_(parameter, hp_platform.from_numpy(values[name]))
+            expected = micro_loss(hp_platform, plain, case, 0, 0, 0)
+            loss = micro_loss(hp_platform, model, case, 0, 0, 0)
+            numpy.testing.assert_allclose(hp_platform.to_numpy(loss), hp_platform.to_numpy(expected), rtol=1e-6)
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def test_unshard_and_reshard_by_hand(hp_platform):
+    case = Case((2,), num_blocks=1)
+
+    def rank():
+        model = sharded(hp_platform, case)
+        expected = whole(hp_platform, model.blocks[0].up.weight)
+        handle = model.blocks[0].unshard(async_op=True)
+        handle.wait()
+        found = hp_platform.to_numpy(hp_platform.ops.clone(hp_platform.detach(model.blocks[0].up.weight)))
+        numpy.testing.assert_array_equal(found, expected)
+        step(hp_platform, model, case)
+        assert held_bytes(model) == [0, 0]
+        model.unshard()
+        model.reshard()
+        assert isinstance(model.head.weight, DTensor)
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def test_other_entry_points(hp_platform):
+    class TwoDoors(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(5, 3)
+
+        def forward(self, x):
+            return self.linear(x)
+
+        def encode(self, x):
+            return self.ops.mul(self.linear(x), 2.0)
+
+    def rank():
+        with nn.building(hp_platform):
+            model = TwoDoors()
+        fully_shard(model, mesh_of(hp_platform, 2))
+        register_fsdp_forward_method(model, "encode")
+        x = hp_platform.from_numpy(numpy.ones((2, 5), numpy.float32))
+        hp_platform.backward(hp_platform.ops.sum(model.encode(x)))
+        numpy.testing.assert_array_equal(whole(hp_platform, hp_platform.get_grad(model.linear.weight)), 4.0)
+        assert held_bytes(model) == [0]
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def test_explicit_prefetching(hp_platform):
+    case = Case((2,), num_blocks=3)
+
+    def rank():
+        model = sharded(hp_platform, case)
+        model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1], model.blocks[2]])
+        model.blocks[2].set_modules_to_backward_prefetch([model.blocks[1], model.blocks[0]])
+        held = []
+        hp_platform.add_forward_hook(model.blocks[0].up, lambda *_: held.append(held_bytes(model)))
+        step(hp_platform, model, case)
+        assert all(held[0])
+        assert held_bytes(model) == [0] * 4
+
+    run_ranks(rank, 2, hp_platform)
+
+
+# Mixed precision ------------------------------------------------------------------------------------------
+
+
+def low_precision(platform):
+    """MindSpore computes in bfloat16 on Ascend only."""
+    return "bfloat16" if platform.name == "torch" else "float16"
+
+
+def test_mixed_precision(hp_platform, monkeypatch):
+    low = low_precision(hp_platform)
+    case = Case((2,), policy={"param_dtype": low, "reduce_dtype": "float32", "output_dtype": "float32"})
+    reduced = []
+    scatter = ProcessGroup.reduce_scatter_into
+
+    def watched(self, output, x, op="sum", async_op=False):
+        reduced.append(x.dtype)
+        return scatter(self, output, x, op, async_op)
+
+    monkeypatch.setattr(ProcessGroup, "reduce_scatter_into", watched)
+
+    def rank():
+        model, plain = sharded(hp_platform, case), build(hp_platform, case)
+        inside = []
+        hp_platform.add_forward_hook(
+            model.blocks[1].up, lambda m, args, kwargs, y: inside.extend([m.weight, args[0], y])
+        )
+        loss = step(hp_platform, model, case)
+        assert {x.dtype for x in inside} == {hp_platform.dtype(low)}
+        for _, parameter in hp_platform.named_parameters(model):
+            assert parameter.dtype == hp_platform.dtype("float32")
+            assert hp_platform.get_grad(parameter).dtype == hp_platform.dtype("float32")
+        expected = micro_loss(hp_platform, plain, case, current_world(hp_platform).rank, 0, 0)
+        # bfloat16 has 8 bits.
+        numpy.testing.assert_allclose(hp_platform.to_numpy(loss), hp_platform.to_numpy(expected), rtol=2e-2)
+        for other in range(2):
+            each = micro_loss(hp_platform, plain, case, other, 0, 0)
+            hp_platform.backward(hp_platform.ops.div(each, 2))
+        wanted, found = whole_grads(hp_platform, plain), whole_grads(hp_platform, model)
+        for name in ("blocks.0.up.weight", "head.weight"):
+            scale = numpy.abs(wanted[name]).max()
+            assert numpy.abs(found[name] - wanted[name]).max() < 0.1 * scale, name
+
+    run_ranks(rank, 2, hp_platform)
+    assert set(reduced) == {hp_platform.dtype("float32")}
+
+
+def test_the_unscaled_sum_of_low_precision_gradients_does_not_overflow(hp_platform):
+    """Two gradients of 60000 have a mean that float16 holds and a sum that it does not."""
+
+    def rank():
+        with nn.building(hp_platform):
+            model = nn.Linear(1, 2)
+        fully_shard(model, mesh_of(hp_platform, 2), mp_policy=MixedPrecisionPolicy(reduce_dtype="float16"))
+        x = hp_platform.from_numpy(numpy.full((1, 1), 60000.0, numpy.float32))
+        hp_platform.backward(hp_platform.ops.sum(model(x)))
+        numpy.testing.assert_array_equal(whole(hp_platform, hp_platform.get_grad(model.weight)), 60000.0)
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def test_mindspore_refuses_bfloat16_on_cpu(hp_platform):
+    if hp_platform.name != "mindspore":
+        pytest.skip("torch computes in bfloat16 on CPU")
+    with nn.building(hp_platform):
+        model = nn.Linear(2, 2)
+    with pytest.raises(NotImplementedError, match="float16"):
+        fully_shard(model, mesh_of(hp_platform, 1), mp_policy=MixedPrecisionPolicy("bfloat16"))
+    assert not isinstance(model, FSDPModule)
+
+
+# Gradients ------------------------------------------------------------------------------------------------
+
+
+def test_divide_factor_and_sum(hp_platform):
+    def rank():
+        with nn.building(hp_platform):
+            model = nn.Linear(3, 1)
+        fully_shard(model, mesh_of(hp_platform, 2, 2))
+        me = current_world(hp_platform).rank
+        x = hp_platform.from_numpy(numpy.full((1, 3), me + 1.0, numpy.float32))
+
+        def grad():
+            hp_platform.set_grad(model.weight, None)
+            hp_platform.backward(hp_platform.ops.sum(model(x)))
+            return whole(hp_platform, hp_platform.get_grad(model.weight)).tolist()
+
+        assert grad() == [[2.5] * 3]
+        model.set_gradient_divide_factor(5.0)
+        assert grad() == [[2.0] * 3]
+        model.set_reduce_op_type("sum")
+        assert grad() == [[10.0] * 3]
+
+    run_ranks(rank, 4, hp_platform)
+
+
+def test_accumulating_without_reduction_communicates_only_to_gather(hp_platform):
+    case = Case((2,), num_blocks=2)
+
+    def rank():
+        model = sharded(hp_platform, case)
+        model.set_requires_gradient_sync(False)
+        with record_collectives() as log:
+            step(hp_platform, model, case)
+        assert log.count("reduce_scatter") == 0
+        assert all(hp_platform.get_grad(p) is None for _, p in hp_platform.named_parameters(model))
+        model.set_reshard_after_backward(False)
+        step(hp_platform, model, case, 1)
+        with record_collectives() as log:
+            step(hp_platform, model, case, 2)
+        # All groups were left whole, and the inner ones are freed in forward only.
+        assert log.count("all_gather") == 2
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def test_several_forwards_before_their_backwards(hp_platform):
+    case = Case((2,), num_blocks=2)
+
+    def rank():
+        model, plain = sharded(hp_platform, case), build(hp_platform, case)
+        me = current_world(hp_platform).rank
+        losses = [micro_loss(hp_platform, model, case, me, 0, micro) for micro in range(3)]
+        for loss in losses:
+            hp_platform.backward(loss)
+        assert held_bytes(model) == [0] * 3
+        total = None
+        for other in range(2):
+            for micro in range(3):
+                loss = hp_platform.ops.div(micro_loss(hp_platform, plain, case, other, 0, micro), 2)
+                total = loss if total is None else hp_platform.ops.add(total, loss)
+        hp_platform.backward(total)
+        expected = whole_grads(hp_platform, plain)
+        for name, grad in whole_grads(hp_platform, model).items():
+            if expected[name] is not None:
+                numpy.testing.assert_allclose(grad, expected[name], rtol=2e-5, atol=2e-6)
+
+    run_ranks(rank, 2, hp_platform)
+
+
+# Errors ---------------------------------------------------------------------------------------------------
+
+
+class Faulty(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+        self.fail = False
+
+    def forward(self, x):
+        y = self.linear(x)
+        if self.fail:
+            raise ArithmeticError("on purpose")
+        return y
+
+
+def test_the_next_step_works_after_an_exception_in_forward(hp_platform):
+    def rank():
+        with nn.building(hp_platform):
+            model = nn.ModuleList([Faulty(), Faulty()])
+            model.forward = lambda x: model[1](model[0](x))
+        for each in model:
+            fully_shard(each, mesh_of(hp_platform, 2))
+        x = hp_platform.from_numpy(numpy.ones((1, 5), numpy.float32))
+        model[1].fail = True
+        with pytest.raises(ArithmeticError):
+            model[1](model[0](x))
+        model[1].fail = False
+        for each in model:
+            each.reset()
+        assert held_bytes(model) == [0, 0]
+        hp_platform.backward(hp_platform.ops.sum(model[1](model[0](x))))
+        assert held_bytes(model) == [0, 0]
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def test_resharding_what_is_in_use_names_both_states(hp_platform):
+    def rank():
+        with nn.building(hp_platform):
+            model = nn.Linear(2, 2)
+        fully_shard(model, mesh_of(hp_platform, 1))
+        group = model._fsdp.group
+        group.unshard()
+        group.expose()
+        with pytest.raises(FSDPStateError, match=r"Linear.*'unsharded'.*'sharded'"):
+            group.reshard()
+        model.reshard()
+
+    run_ranks(rank, 1, hp_platform)
+
+
+def test_all_problems_are_reported_and_nothing_is_changed(hp_platform):
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.good = self.parameter((3,))
+            self.scalar = self.parameter(())
+            self.count = self.parameter((3,), dtype="int32", requires_grad=False)
+
+    with nn.building(hp_platform):
+        model = Odd()
+    with pytest.raises(FullyShardError) as caught:
+        fully_shard(model, mesh_of(hp_platform, 1))
+    assert "scalar is a scalar" in str(caught.value)
+    assert "count is of" in str(caught.value)
+    assert not isinstance(model, FSDPModule)
+    assert not isinstance(model.good, DTensor)
+
+
+def test_parameters_shared_between_groups(hp_platform):
+    with nn.building(hp_platform):
+        model = build(hp_platform, Case((1,), tied=True))
+    fully_shard(model.embed, mesh_of(hp_platform, 1))
+    with pytest.raises(FullyShardError, match=r"head\.weight is the same parameter as weight of another group"):
+        fully_shard(model, mesh_of(hp_platform, 1))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p, m: fully_shard(object(), m), "expected a module of platform"),
+        (lambda p, m: fully_shard([], m), "at least one module"),
+        (lambda p, m: fully_shard(m, "cpu"), "expected a DeviceMesh, got str"),
+        (
+            lambda p, m: fully_shard(
+                object(), init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("a", "b", "c"), platform=p)
+            ),
+            "expected 1 axis",
+        ),
+    ],
+)
+def test_wrong_arguments(hp_platform, make, message):
+    with pytest.raises(FullyShardError, match=message):
+        make(hp_platform, mesh_of(hp_platform, 1))
+
+
+def test_a_module_is_sharded_once(hp_platform):
+    with nn.building(hp_platform):
+        model = nn.Linear(2, 2)
+    fully_shard(model, mesh_of(hp_platform, 1))
+    with pytest.raises(FullyShardError, match="has been through fully_shard already"):
+        fully_shard(model, mesh_of(hp_platform, 1))
+    with pytest.raises(FullyShardError, match="has not been through fully_shard"):
+        register_fsdp_forward_method(object(), "encode")
+
+
+def test_ignored_parameters_stay(hp_platform):
+    case = Case((2,), num_blocks=1)
+
+    def rank():
+        model = build(hp_platform, case)
+        ignored = model.head.weight
+        fully_shard(model, mesh_of(hp_platform, 2), ignored_params=[ignored])
+        step(hp_platform, model, case)
+        assert model.head.weight is ignored
+        assert not isinstance(hp_platform.get_grad(ignored), DTensor)
+        assert isinstance(model.embed.weight, DTensor)
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def test_two_identical_runs_are_bitwise_identical(hp_platform):
+    case = Case((2,), num_blocks=2)
+
+    def rank():
+        model = sharded(hp_platform, case)
+        optimizer = AdamW(hp_platform)
+        for index in range(3):
+            step(hp_platform, model, case, index)
+            optimizer(model)
+        return {name: whole(hp_platform, p) for name, p in hp_platform.named_parameters(model)}
+
+    first, second = (run_ranks(rank, 2, hp_platform)[0] for _ in range(2))
+    for name, value in first.items():
+        numpy.testing.assert_array_equal(value, second[name])
