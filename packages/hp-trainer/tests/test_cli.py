@@ -70,6 +70,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
         return path
 
     monkeypatch.setattr(launching, "train", train)
+    monkeypatch.setattr(launching, "write_samples", lambda run, config: ["def main", "import os"])
     return found
 
 
@@ -92,7 +93,8 @@ def test_a_good_configuration_is_prepared_once(work: Path, prepared: list, capsy
     assert (path, checkpoint) == (Path("out"), None)
     assert RunFolder.open(path).load_config().config == config
     assert (path / "data" / "corpus.json").is_file()
-    assert capsys.readouterr().out == "done: out\n"
+    line = "-" * 80
+    assert capsys.readouterr().out == f"{line}\ndef main\n{line}\nimport os\n{line}\nrun folder: out\n"
 
 
 def test_without_a_folder_the_run_is_named_after_the_file(work: Path, prepared: list) -> None:

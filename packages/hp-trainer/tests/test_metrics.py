@@ -16,6 +16,7 @@ from hp_trainer.metrics import (
     draw_loss_curve,
     read_metrics,
 )
+from hp_trainer.metrics.loss_curve import running_means
 from hp_trainer.metrics.progress import format_seconds
 from hp_trainer.plugins import Registries
 from hp_trainer.records import CheckpointRecord, EvaluationRecord, RunRecord, StepRecord
@@ -127,6 +128,12 @@ def test_the_loss_curve_is_a_picture_of_the_whole_run(tmp_path: Path, run) -> No
     lines.finish()
     LossCurveTracker(tmp_path / "metrics.jsonl", tmp_path / "loss.png").finish()
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_curve_is_smoothed_over_the_steps_before() -> None:
+    points = [(3, 4.0), (4, 2.0), (6, 0.0), (7, 1.0)]
+    assert running_means(points, 1) == points
+    assert running_means(points, 3) == [(3, 4.0), (4, 3.0), (6, 2.0), (7, 1.0)]
 
 
 def test_no_step_draws_no_picture(tmp_path: Path) -> None:

@@ -60,6 +60,7 @@ def launch(
     with held_signals(stopper.stop):
         try:
             ranks.start()
+            stopper.started = True
             results = ranks.run(name, tuple(args), None)
             ranks.stop()
         except LaunchError:
@@ -74,10 +75,16 @@ def launch(
 
 
 class _Stopper:
-    """Passes the first signal on to the ranks, and kills them at the second or when their time is up."""
+    """Passes the first signal on to the ranks, and kills them at the second or when their time is up.
+
+    Attributes:
+        started: the ranks run the program. Before that they have nothing to end in order, and SIGTERM ends an
+            interpreter that is starting without a word about it.
+    """
 
     def __init__(self, ranks: LocalRanks, seconds: float) -> None:
         self.stopping = False
+        self.started = False
         self._ranks = ranks
         self._timer = threading.Timer(seconds, ranks.signal, [signal.SIGKILL])
         self._timer.daemon = True
@@ -87,7 +94,7 @@ class _Stopper:
             self._ranks.signal(signal.SIGKILL)
             return
         self.stopping = True
-        self._ranks.signal(number)
+        self._ranks.signal(number if self.started else signal.SIGTERM)
         self._timer.start()
 
     def cancel(self) -> None:

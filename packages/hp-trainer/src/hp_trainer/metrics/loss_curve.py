@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from hp_trainer.metrics.jsonl import read_metrics
 from hp_trainer.metrics.tracker import Tracker
+
+Point = tuple[int, float]  # step, loss
 
 
 class LossCurveTracker(Tracker):
@@ -27,9 +30,11 @@ class LossCurveTracker(Tracker):
 
 
 def draw_loss_curve(events: list[dict[str, Any]], picture: Path) -> None:
-    """Write the PNG of training and evaluation loss over steps; nothing where there is no finite loss."""
+    """Write the PNG of training and evaluation loss over steps; nothing where there is no finite loss.
+
+    The training loss is drawn as it is, faintly, and as its mean over the last steps.
+    """
     train = _points(events, "step")
-    evaluation = _points(events, "evaluation")
     if not train:
         return
     # Figure and canvas by hand: pyplot would choose a backend for the whole process.
@@ -38,18 +43,45 @@ def draw_loss_curve(events: list[dict[str, Any]], picture: Path) -> None:
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    axes.plot(*zip(*train, strict=True), label="training", linewidth=1)
-    if evaluation:
-        axes.plot(*zip(*evaluation, strict=True), label="evaluation", marker="o")
-    axes.set(xlabel="step", ylabel="loss (nats per token)")
-    axes.grid(alpha=0.3)
-    axes.legend()
+    _draw(figure.add_subplot(), train, _points(events, "evaluation"))
+    figure.suptitle(_title(events), fontsize="medium")
     temporary = picture.with_name(f"{picture.name}.incomplete")
     figure.savefig(temporary, format="png", dpi=120)
     temporary.replace(picture)
 
 
-def _points(events: list[dict[str, Any]], kind: str) -> list[tuple[int, float]]:
+def _points(events: list[dict[str, Any]], kind: str) -> list[Point]:
     pairs = [(event["step"], event["loss"]) for event in events if event.get("event") == kind]
     return [(step, loss) for step, loss in pairs if isinstance(loss, (int, float)) and math.isfinite(loss)]
+
+
+def _draw(axes: Any, train: list[Point], evaluation: list[Point]) -> None:
+    axes.plot(*zip(*train, strict=True), color="tab:blue", linewidth=0.8, alpha=0.35)
+    window = max(1, len(train) // 30)
+    smooth = running_means(train, window)
+    label = "training" if window == 1 else f"training, mean over {window} steps"
+    axes.plot(*zip(*smooth, strict=True), color="tab:blue", linewidth=1.8, label=label)
+    if evaluation:
+        axes.plot(*zip(*evaluation, strict=True), "o--", color="tab:orange", linewidth=1, label="evaluation")
+        step, loss = evaluation[-1]
+        axes.annotate(f"{loss:.3f}", (step, loss), (0, -14), textcoords="offset points", ha="center")
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+
+
+def running_means(points: list[Point], window: int) -> list[Point]:
+    """Each point with the mean of the last `window` losses up to it, of fewer at the beginning."""
+    losses = [loss for _, loss in points]
+    ends = range(1, len(points) + 1)
+    return [(points[end - 1][0], fmean(losses[max(0, end - window) : end])) for end in ends]
+
+
+def _title(events: list[dict[str, Any]]) -> str:
+    """What was trained, and where; of the last start."""
+    starts = [event for event in events if event.get("event") == "start"]
+    if not starts:
+        return ""
+    start = starts[-1]
+    ranks = "1 rank" if start["world_size"] == 1 else f"{start['world_size']} ranks"
+    return f"{start['num_parameters'] / 1e6:.2f} million parameters, {ranks} on {start['platform']}"

@@ -32,9 +32,10 @@ class ProgressTracker(Tracker):
         self._steps = run.config.training.steps
         self._first_step = run.first_step
         self._began = time.monotonic()
+        ranks = "1 rank" if run.world_size == 1 else f"{run.world_size} ranks"
         self._say(
-            f"{run.config.model.name}: {run.num_parameters:,} parameters, {run.world_size} ranks on "
-            f"{run.platform}, run folder {run.folder}"
+            f"{run.config.model.name}: {run.num_parameters:,} parameters, {ranks} on {run.platform}, "
+            f"run folder {run.folder}"
         )
         if self._stream.isatty():
             self._open_bar()
