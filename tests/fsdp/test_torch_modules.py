@@ -1,0 +1,159 @@
+"""`fully_shard` on modules, optimizers and checkpointing that are torch's own."""
+
+from __future__ import annotations
+
+import pytest
+
+from hp_dtensor.mesh import init_device_mesh
+from hp_dtensor.testing.simulated import run_ranks
+from hp_dtensor.world import current_world, record_collectives
+from hp_fsdp import MixedPrecisionPolicy, fully_shard
+
+torch = pytest.importorskip("torch")
+checkpoint = pytest.importorskip("torch.utils.checkpoint").checkpoint
+
+
+@pytest.fixture(autouse=True)
+def _on_torch(hp_platform):
+    if hp_platform.name != "torch":
+        pytest.skip("torch's own modules")
+
+
+class Block(torch.nn.Module):
+    """A gated MLP; its middle may be recomputed in backward."""
+
+    def __init__(self, recompute, reentrant):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(5, 11), torch.nn.Linear(11, 5)
+        self.gate = torch.nn.Parameter(torch.ones(5))
+        self.recompute, self.reentrant = recompute, reentrant
+
+    def middle(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+    def forward(self, x):
+        if self.recompute == "inside":
+            return x * self.gate + checkpoint(self.middle, x, use_reentrant=self.reentrant)
+        return x * self.gate + self.middle(x)
+
+
+class Net(torch.nn.Module):
+    def __init__(self, recompute=None, reentrant=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = torch.nn.Linear(5, 5)
+        self.blocks = torch.nn.ModuleList(Block(recompute, reentrant) for _ in range(3))
+        self.recompute, self.reentrant = recompute, reentrant
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            around = self.recompute == "around"
+            x = checkpoint(block, x, use_reentrant=self.reentrant) if around else block(x)
+        return x
+
+
+def shard_net(platform, net, **options):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",), platform=platform)
+    for block in net.blocks:
+        fully_shard(block, mesh, **options)
+    return fully_shard(net, mesh, **options)
+
+
+def batch(rank):
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(rank))
+
+
+def reference_grads():
+    net = Net()
+    for rank in range(2):
+        ((net(batch(rank)) ** 2).mean() / 2).backward()
+    return {name: parameter.grad for name, parameter in net.named_parameters()}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("where", ["inside", "around"])
+def test_activation_checkpointing_costs_no_further_collective(hp_platform, where, reentrant):
+    expected = reference_grads()
+
+    def rank():
+        net = shard_net(hp_platform, Net(where, reentrant))
+        for _ in range(2):
+            net.zero_grad()
+            with record_collectives() as log:
+                (net(batch(current_world(hp_platform).rank)) ** 2).mean().backward()
+        assert log.count("all_gather") == 4 + 3
+        assert log.count("reduce_scatter") == 4
+        assert [block._fsdp.group.held_bytes for block in net.blocks] == [0, 0, 0]
+        for name, parameter in net.named_parameters():
+            torch.testing.assert_close(parameter.grad.full_tensor(), expected[name])
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def test_an_interrupted_backward_is_noticed(hp_platform):
+    expected = reference_grads()
+
+    def rank():
+        net = shard_net(hp_platform, Net())
+        out = net(batch(current_world(hp_platform).rank))
+
+        def fail(grad):
+            raise ArithmeticError("on purpose")
+
+        net.blocks[1].register_full_backward_hook(lambda *_: fail(None))
+        handle = next(iter(net.blocks[1]._backward_hooks))
+        with pytest.raises(ArithmeticError):
+            (net(batch(0)) ** 2).mean().backward()
+        del net.blocks[1]._backward_hooks[handle], out
+        net.zero_grad()
+        (net(batch(current_world(hp_platform).rank)) ** 2).mean().backward()
+        for name, parameter in net.named_parameters():
+            torch.testing.assert_close(parameter.grad.full_tensor(), expected[name])
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def test_optimizer_clipping_and_state_dict_of_torch(hp_platform):
+    def train(net, ranks):
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=True)
+        for _ in range(3):
+            optimizer.zero_grad()
+            for rank in ranks:
+                ((net(batch(rank)) ** 2).mean() * (1 if len(ranks) == 1 else 1 / len(ranks))).backward()
+            optimizer.step()
+        return net
+
+    expected = dict(train(Net(), [0, 1]).named_parameters())
+
+    def rank():
+        net = train(shard_net(hp_platform, Net()), [current_world(hp_platform).rank])
+        other = shard_net(hp_platform, Net())
+        other.load_state_dict(net.state_dict())
+        for name, parameter in other.named_parameters():
+            torch.testing.assert_close(parameter.full_tensor(), expected[name])
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def test_meta_parameters_become_zeros_of_their_shards(hp_platform):
+    def rank():
+        with torch.device("meta"):
+            net = Net()
+        shard_net(hp_platform, net)
+        assert all(not parameter.is_meta for parameter in net.parameters())
+        assert net(batch(0)).shape == (4, 5)
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def test_bfloat16_parameters_with_float32_reduction(hp_platform):
+    def rank():
+        policy = MixedPrecisionPolicy(param_dtype="bfloat16", reduce_dtype="float32", output_dtype="float32")
+        net = shard_net(hp_platform, Net(), mp_policy=policy)
+        out = net(batch(0))
+        assert out.dtype == torch.float32
+        out.sum().backward()
+        assert {parameter.grad.dtype for parameter in net.parameters()} == {torch.float32}
+
+    run_ranks(rank, 2, hp_platform)
