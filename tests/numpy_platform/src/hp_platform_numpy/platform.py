@@ -74,7 +74,7 @@ class NumpyPlatform(Platform):
 
     def from_bits(self, array: Array, dtype: str, device: Any = None) -> Tensor:
         if dtype == "bfloat16":
-            return Tensor((array.astype(np.uint32) << 16).view(np.float32), dtype)
+            return Tensor(np.asarray(array.astype(np.uint32) << 16, np.uint32).view(np.float32), dtype)
         return Tensor(array.view(dtype))
 
     def copy_(self, target: Tensor, source: Tensor) -> None:
