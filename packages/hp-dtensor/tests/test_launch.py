@@ -18,7 +18,7 @@ from hp_dtensor.exceptions import LaunchError, PlatformError
 from hp_dtensor.launch import RankPool, launch
 
 pytestmark = pytest.mark.usefixtures("array_plugin")
-SECONDS = 15.0  # for what takes milliseconds on an idle machine
+SECONDS = 40.0  # for what takes milliseconds on an idle machine; ranks that are not stopped wait for 60
 
 
 def wait_for(condition):

@@ -77,15 +77,14 @@ class Output:
     folder: Path | None = None
     terminal: bool = True
 
-    @contextlib.contextmanager
-    def open(self, rank: int) -> Iterator[IO[bytes] | None]:
+    def file_of(self, rank: int) -> IO[bytes] | None:
+        """The open file of a rank; None for the terminal."""
         if rank == 0 and self.terminal:
-            yield None
-        elif self.folder is None:
-            yield tempfile.TemporaryFile()  # noqa: SIM115, kept open by the _Process
-        else:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            yield (self.folder / f"rank{rank}.log").open("w+b")
+            return None
+        if self.folder is None:
+            return tempfile.TemporaryFile()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return (self.folder / f"rank{rank}.log").open("w+b")
 
 
 @dataclass(slots=True)
@@ -167,8 +166,9 @@ class LocalRanks:
     # Internals -------------------------------------------------------------------------------------------
 
     def _spawn(self, rank: int) -> _Process:
+        output = self.output.file_of(rank)
         ours, theirs = Pipe()
-        with self.output.open(rank) as output, theirs:
+        with theirs:
             fd = theirs.fileno()
             is_main = threading.current_thread() is threading.main_thread()
             path = json.dumps([entry or os.getcwd() for entry in sys.path])

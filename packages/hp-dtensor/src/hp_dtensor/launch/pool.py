@@ -22,7 +22,7 @@ class RankPool:
         timeout_seconds: for joining the job, and for each collective where the platform can limit that.
     """
 
-    def __init__(self, platform: Platform | str | None, num_ranks: int, timeout_seconds: float = 60.0) -> None:
+    def __init__(self, platform: Platform | str | None, num_ranks: int, timeout_seconds: float = 120.0) -> None:
         self.platform = get_platform(platform)
         self.num_ranks = num_ranks
         self._timeout_seconds = timeout_seconds

@@ -78,6 +78,7 @@ class SimulatedGroup(ProcessGroup):
     """A group of simulated ranks; the last rank to come to a collective does it for all."""
 
     platform: Platform
+    backend = "simulated"
 
     def __init__(self, ranks: tuple[int, ...], rank: int, job: _Job) -> None:
         super().__init__(ranks, rank, job.platform)
@@ -164,7 +165,7 @@ class _Job:
         self._meetings: dict[tuple[int, ...], dict[int, _Call]] = {}
         self._turns = [threading.Semaphore(0) for _ in range(size)]
         self._states = [platform.rank_state()] * size
-        self._running: int | None = None
+        self._running: tuple[int, int] | None = None  # (rank, thread)
         self._finished = threading.Event()
 
     def serve(self, timeout_seconds: float) -> None:
@@ -176,7 +177,7 @@ class _Job:
             self.error = LaunchError("interrupted")
             raise
         if not in_time:
-            self.error = LaunchError(self._late(timeout_seconds), self._running)
+            self.error = self._late(timeout_seconds)
             raise self.error
 
     def run(self, rank: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -224,7 +225,7 @@ class _Job:
 
     def _take_turn(self, rank: int) -> None:
         self._turns[rank].acquire()
-        self._running = rank
+        self._running = rank, threading.get_ident()
         self.platform.set_rank_state(self._states[rank])
         if self.error is not None:
             raise _Aborted
@@ -270,12 +271,11 @@ class _Job:
         missing = [other for i, other in enumerate(call.ranks) if i not in here]
         return f"waits in {call.describe()} of group {call.ranks} for {_ranks(missing)}"
 
-    def _late(self, seconds: float) -> str:
-        rank = self._running
-        thread = next((t for t in threading.enumerate() if t.name == f"rank {rank}"), None)
-        frame = sys._current_frames().get(thread.ident or 0) if thread is not None else None
-        stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
-        return f"the ranks did not finish within {seconds:g} s; rank {rank} is running:\n{stack}"
+    def _late(self, seconds: float) -> LaunchError:
+        assert self._running is not None
+        rank, thread = self._running
+        stack = "".join(traceback.format_stack(sys._current_frames().get(thread)))
+        return LaunchError(f"the ranks did not finish within {seconds:g} s; rank {rank} is running:\n{stack}", rank)
 
 
 def _ranks(ranks: Sequence[int]) -> str:
