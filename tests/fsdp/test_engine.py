@@ -248,6 +248,12 @@ def test_unshard_and_reshard_by_hand(hp_platform):
         model.unshard()
         model.reshard()
         assert isinstance(model.head.weight, DTensor)
+        model.blocks[0].unshard()
+        x = hp_platform.from_numpy(numpy.ones((1, 5), numpy.float32))
+        hp_platform.set_grad(model.blocks[0].scale, None)
+        hp_platform.backward(hp_platform.ops.sum(model.blocks[0](x)))
+        assert hp_platform.get_grad(model.blocks[0].scale) is not None
+        assert held_bytes(model) == [0, 0]
 
     run_ranks(rank, 2, hp_platform)
 
@@ -327,9 +333,8 @@ def test_mixed_precision(hp_platform, monkeypatch):
         expected = micro_loss(hp_platform, plain, case, current_world(hp_platform).rank, 0, 0)
         # bfloat16 has 8 bits.
         numpy.testing.assert_allclose(hp_platform.to_numpy(loss), hp_platform.to_numpy(expected), rtol=2e-2)
-        for other in range(2):
-            each = micro_loss(hp_platform, plain, case, other, 0, 0)
-            hp_platform.backward(hp_platform.ops.div(each, 2))
+        both = [micro_loss(hp_platform, plain, case, other, 0, 0) for other in range(2)]
+        hp_platform.backward(hp_platform.ops.div(hp_platform.ops.add(*both), 2))
         wanted, found = whole_grads(hp_platform, plain), whole_grads(hp_platform, model)
         for name in ("blocks.0.up.weight", "head.weight"):
             scale = numpy.abs(wanted[name]).max()

@@ -22,6 +22,7 @@ class ForwardPass:
             of them, in the reverse order on every rank.
         records: uses with autograd nodes, in that order.
         used: groups in the order in which their forwards began (with repetitions).
+        began: position in `used` of each group's first forward.
         left: groups in the order in which their forwards ended last.
     """
 
@@ -29,6 +30,7 @@ class ForwardPass:
         self.token = token
         self.records: list[GatherRecord] = []
         self.used: list[ParameterGroup] = []
+        self.began: dict[ParameterGroup, int] = {}
         self.left: list[ParameterGroup] = []
 
     def end(self) -> None:
@@ -42,21 +44,19 @@ class ForwardPass:
             self.left.remove(group)
         self.left.append(group)
 
-    def after(self, group: ParameterGroup) -> list[ParameterGroup]:
-        """Groups whose forwards began and ended after this one's, the last first: so backward meets them."""
-        if group not in self.left:
-            return []
-        began = self.used.index(group)
-        later = reversed(self.left[self.left.index(group) + 1 :])
-        return [other for other in later if self.used.index(other) > began]
-
 
 class BackwardRun:
     """One backward: which passes it goes through and which of their groups it has reached."""
 
     def __init__(self) -> None:
-        self.passes: list[ForwardPass] = []
         self.reached: set[tuple[ParameterGroup, ForwardPass | None]] = set()
+        self.to_come: dict[ForwardPass, list[ParameterGroup]] = {}
+
+    def next_groups(self, forward_pass: ForwardPass) -> list[ParameterGroup]:
+        """Groups not reached yet, the next one last: backward meets them in the reverse order of their ends."""
+        if forward_pass not in self.to_come:
+            self.to_come[forward_pass] = list(forward_pass.left)
+        return self.to_come[forward_pass]
 
 
 class Context:
@@ -92,11 +92,14 @@ class Context:
         if group is self.root and self._backward is None:
             self._begin_pass()
         group.unshard()
-        if not group.exposed:
+        if self._backward is not None:
+            if not group.exposed:
+                self._expose(group)
+        elif not group.entered:
+            group.entered = True
             self._expose(group)
-            if self._backward is None:
-                self._prefetch_next(group)
-                self._watch_frozen(group, inputs)
+            self._prefetch_next(group)
+            self._watch_frozen(group, inputs)
 
     def leave(self, group: ParameterGroup, outputs: list[Tensor], is_last_module: bool) -> list[Tensor]:
         """After the forward of one of `group`'s modules, which gave `outputs` that require gradients.
@@ -167,6 +170,7 @@ class Context:
 
     def _prefetch_next(self, group: ParameterGroup) -> None:
         position = len(self._pass.used)
+        self._pass.began.setdefault(group, position)
         self._pass.used.append(group)
         if group.forward_prefetch is not None:
             following = group.forward_prefetch
@@ -200,10 +204,20 @@ class Context:
         if (group, forward_pass) in run.reached:
             return
         if forward_pass is not None and self.is_last_backward:
-            for other in forward_pass.after(group):
-                if (other, forward_pass) not in run.reached:
-                    self._pass_over(other, forward_pass, run)
+            self._pass_over_until(group, forward_pass, run)
         self._enter_backward(group, forward_pass, run)
+
+    def _pass_over_until(self, group: ParameterGroup, forward_pass: ForwardPass, run: BackwardRun) -> None:
+        to_come = run.next_groups(forward_pass)
+        if group not in to_come:
+            return
+        while to_come[-1] is not group:
+            other = to_come[-1]
+            # A group whose forward began before this one's encloses it, and may still be reached.
+            if forward_pass.began[other] > forward_pass.began[group]:
+                self._pass_over(other, forward_pass, run)
+            else:
+                to_come.pop()
 
     def _pass_over(self, group: ParameterGroup, forward_pass: ForwardPass, run: BackwardRun) -> None:
         """The loss of this rank does not use a group; those of others may, so it takes part all the same."""
@@ -220,9 +234,7 @@ class Context:
         if not group.exposed:
             group.expose()
         if forward_pass is not None:
-            if forward_pass not in run.passes:
-                run.passes.append(forward_pass)
-            self._prefetch_previous(group, forward_pass)
+            self._prefetch_previous(group, run.next_groups(forward_pass))
 
     def _begin_backward(self) -> BackwardRun:
         if self._backward is None:
@@ -230,14 +242,15 @@ class Context:
             self.storage.at_end_of_backward(self._end_backward)
         return self._backward
 
-    def _prefetch_previous(self, group: ParameterGroup, forward_pass: ForwardPass) -> None:
+    def _prefetch_previous(self, group: ParameterGroup, to_come: list[ParameterGroup]) -> None:
+        position = to_come.index(group) if group in to_come else -1
         if group.backward_prefetch is not None:
             for other in group.backward_prefetch:
                 other.start_unshard()
-        elif group in forward_pass.left:
-            position = forward_pass.left.index(group)
-            if position > 0:
-                forward_pass.left[position - 1].start_unshard()
+        elif position > 0:
+            to_come[position - 1].start_unshard()
+        if position >= 0:
+            del to_come[position]
 
     def _complete(self, record: GatherRecord, buffer: FlatBuffer, grads: Gradients) -> None:
         """Autograd has all gradients of a buffer's parameters.
@@ -280,7 +293,7 @@ class Context:
 
     def _complete_rest(self, run: BackwardRun) -> None:
         """Groups that the loss does not reach even through the token, because it bypasses the root's output."""
-        for forward_pass in run.passes:
+        for forward_pass in run.to_come:
             for record in reversed(forward_pass.records):
                 self._complete_with_zeros(record)
 

@@ -51,6 +51,7 @@ class ParameterGroup:
         name: how errors call it.
         state: where the full parameters are.
         exposed: whether the modules hold the unsharded parameters instead of the sharded ones.
+        entered: whether the forward of one of its modules has begun, and not that of all ended.
         kept_after_forward: whether the last forward left the full parameters for a backward.
         record: the current forward pass's use, until its backward; None outside.
         gradient_sync: reduce gradients after backward; else accumulate them unsharded.
@@ -72,6 +73,7 @@ class ParameterGroup:
         self.buffers = list(buffers)
         self.state = GroupState.SHARDED
         self.exposed = False
+        self.entered = False
         self.kept_after_forward = False
         self.record: GatherRecord | None = None
         self.gradient_sync = True
@@ -132,6 +134,7 @@ class ParameterGroup:
 
     def conceal(self) -> None:
         """Put the sharded parameters back into the modules."""
+        self.entered = False
         if self.exposed:
             for buffer in self.buffers:
                 self._put(buffer, [parameter.sharded for parameter in buffer.parameters])

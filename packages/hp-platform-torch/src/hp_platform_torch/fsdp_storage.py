@@ -33,9 +33,8 @@ class TorchParameterStorage(ParameterStorage):
     def view(self, buffer: Tensor, start: int, shape: Sequence[int]) -> Tensor:
         shape = tuple(shape)
         strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-        with torch.no_grad():
-            alias = torch.empty(0, dtype=buffer.dtype, device=buffer.device)
-            return alias.set_(buffer.untyped_storage(), start, shape, strides)
+        alias = torch.empty(0, dtype=buffer.dtype, device=buffer.device)
+        return alias.set_(buffer.untyped_storage(), start, shape, strides)
 
     part = view
 
