@@ -54,36 +54,37 @@ def linear_map(x: Tensor, forward: Map, backward: Map) -> Tensor:
     """See `Platform.linear_map`."""
     if is_recording(x):
         arm()
-        return _LinearMap.apply(x, forward, backward, x._is_leaf)
+        return _LinearMap.apply(x, forward, backward)
     with GradMode(False):
         return forward(x)
 
 
 class _LinearMap(_Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: Map, backward: Map, is_leaf: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, forward: Map, backward: Map) -> Tensor:
         ctx.maps = forward, backward
-        ctx.is_leaf = is_leaf
         return forward(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         forward, backward = ctx.maps
         result = linear_map(grad, backward, forward) if executor.enable_grad() else backward(grad)
-        return (fresh(result) if ctx.is_leaf and result is grad else result), None, None, None
+        return result, None, None
 
 
-def fresh(x: Tensor) -> Tensor:
-    """`x` as a tensor of its own.
+def accumulate_safely(leaf: Tensor) -> None:
+    """Have `leaf` accumulate gradients that are contiguous and its own.
 
-    A leaf accumulates a gradient tensor that others use too through the Clone kernel, which the CPU lacks.
+    MindSpore adds a gradient to an accumulated one as if both were contiguous, which that of a transposed
+    weight is not; and one that others use too it copies with a kernel that the CPU lacks.
     """
-    return mint.mul(x, 1)
+    if leaf._requires_grad and leaf._is_leaf and "_accumulates_safely" not in leaf.__dict__:
+        leaf._grad_node.register_prehook(_own_gradient)
+        leaf._accumulates_safely = True
 
 
-def fresh_leaf(x: Any) -> Any:
-    """`x`, whose gradient the operation passes on as it comes: not a leaf itself (see `fresh`)."""
-    return fresh(x) if isinstance(x, Tensor) and x._is_leaf and is_recording(x) else x
+def _own_gradient(grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(mint.mul(grad, 1) for grad in grads)
 
 
 def custom_function(forward: Callable[..., Any], backward: Callable[..., Any], *inputs: Any) -> Any:
@@ -139,19 +140,26 @@ def backward(loss: Tensor, gradient: Tensor | None, retain_graph: bool) -> None:
 def grad(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], output_grads: Sequence[Tensor | None] | None
 ) -> list[Tensor | None]:
-    """Gradients of `inputs`; None where one is unused."""
+    """Gradients of `inputs`; None where one is unused.
+
+    MindSpore finds no gradient of a leaf, or of anything further up, in a run that is also asked for the result
+    of an operation; so each of those gets a run of its own.
+    """
     grads = output_grads if output_grads is not None else [None] * len(outputs)
+    seeds = tuple(_output_grad(y, g) for y, g in zip(outputs, grads, strict=True))
+    leaves = [i for i, x in enumerate(inputs) if x._is_leaf]
+    runs = ([leaves] if leaves else []) + [[i] for i, x in enumerate(inputs) if not x._is_leaf]
+    found: list[Tensor | None] = [None] * len(inputs)
     arm()
-    found = _run_backward(
-        tuple(outputs),
-        tuple(_output_grad(y, g) for y, g in zip(outputs, grads, strict=True)),
-        False,
-        False,
-        tuple(inputs),
-        allow_unreachable=True,
-        accumulate_grad=False,
-    )
-    return list(found)
+    for wanted in runs:
+        keep_graph = wanted is not runs[-1]
+        chosen = tuple(inputs[i] for i in wanted)
+        results = _run_backward(
+            tuple(outputs), seeds, keep_graph, False, chosen, allow_unreachable=True, accumulate_grad=False
+        )
+        for i, result in zip(wanted, results, strict=True):
+            found[i] = result
+    return found
 
 
 def _output_grad(output: Tensor, gradient: Tensor | None) -> Tensor:

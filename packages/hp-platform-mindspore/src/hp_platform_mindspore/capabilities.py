@@ -11,8 +11,7 @@ WITHOUT_BOOL = tuple(name for name in DTYPE_NAMES if name != "bool")
 # The operations whose CPU kernels, forward and backward, take bfloat16. The others go through float32.
 BFLOAT16_ON_CPU = frozenset(
     """
-    zeros ones full arange zeros_like ones_like add sub mul div neg clone cast cat split chunk transpose permute
-    reshape unsqueeze squeeze expand
+    zeros ones full arange zeros_like neg clone cast cat split chunk transpose permute reshape unsqueeze squeeze
     """.split()
 )
 

@@ -26,7 +26,7 @@ from hp_dtensor.exceptions import CapabilityError, MixedOperandsError, Placement
 from hp_dtensor.spec import TensorSpec
 from hp_platform_mindspore import kernels
 from hp_platform_mindspore.memory import host_view, share
-from hp_platform_mindspore.operation_names import canonical
+from hp_platform_mindspore.operation_names import caller, canonical
 
 
 class _Depth(threading.local):
@@ -86,11 +86,7 @@ class MindSporeDTensor(DTensor, Tensor):
         if operation is not None:
             return operation(*new_args, **new_kwargs)
 
-        def primitive(*_: Any, **__: Any) -> Any:
-            with LocalOperations():
-                return func(*_unwrapped(args), **(kwargs or {}))
-
-        return dispatch.dispatch(platform, name, primitive, new_args, new_kwargs)
+        return dispatch.dispatch(platform, name, unwrapping(caller(func, args)), new_args, new_kwargs)
 
     # The global view -------------------------------------------------------------------------------------
 

@@ -20,9 +20,9 @@ from mindspore import Tensor
 from mindspore.communication.management import _init_with_store
 from mindspore.mint.distributed import distributed as _distributed
 
-from hp_dtensor.exceptions import CollectiveError, PlatformError
+from hp_dtensor.exceptions import CapabilityError, PlatformError
 from hp_dtensor.world import DONE, NoCommunicationGroup, ProcessGroup, Work, World
-from hp_platform_mindspore.memory import NAMES, decode, encode, host_view, share
+from hp_platform_mindspore.memory import FLOATING, NAMES, decode, encode, host_view, share
 
 if TYPE_CHECKING:
     from hp_platform_mindspore.platform import MindSporePlatform
@@ -126,7 +126,7 @@ class HostGroup(ProcessGroup):
     platform: MindSporePlatform
 
     def _all_reduce(self, x: Tensor, op: str, async_op: bool) -> Work:
-        reduction = self._reduction(x, op)
+        reduction = reduction_of(x, op)
         values = host_view(x)
         flat = np.ascontiguousarray(values).reshape(-1)
         if flat.nbytes <= SMALL_BYTES:
@@ -150,7 +150,7 @@ class HostGroup(ProcessGroup):
         return DONE
 
     def _reduce_scatter_into(self, output: Tensor, x: Tensor, op: str, async_op: bool) -> Work:
-        reduction = self._reduction(x, op)
+        reduction = reduction_of(x, op)
         flat = np.ascontiguousarray(host_view(x)).reshape(-1)
         values = host_view(output)
         parts = self._swap(np.split(flat, self.size), [values.size] * self.size)
@@ -229,15 +229,6 @@ class HostGroup(ProcessGroup):
         for work in works:
             work.wait()
 
-    def _reduction(self, x: Tensor, op: str) -> Reduction:
-        """How arrays of the dtype of `x`, one per rank, become one."""
-        name = NAMES[x.dtype]
-        if name == "bool" and op not in ("max", "min"):
-            raise CollectiveError(
-                f"{op} of bool in group {self.ranks}: expected a numeric dtype (or max or min, which mean any and all)"
-            )
-        return _reduce_bfloat16(op) if name == "bfloat16" else _reduce_in_rank_order(op)
-
 
 class _Contiguous:
     """A tensor's memory as a flat contiguous array to receive into; stored back where the tensor has gaps."""
@@ -257,6 +248,24 @@ class _Contiguous:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if error is None:
             self.store()
+
+
+def reduction_of(x: Tensor, op: str) -> Reduction:
+    """How arrays of the dtype of `x`, one per rank, become one. Sums and products of bool mean any and all.
+
+    Raises:
+        CapabilityError: the average of a dtype that is not floating-point.
+    """
+    check_average(x, op)
+    return _reduce_bfloat16(op) if NAMES[x.dtype] == "bfloat16" else _reduce_in_rank_order(op)
+
+
+def check_average(x: Tensor, op: str) -> None:
+    """Refuse averages that are no numbers of the dtype."""
+    if op == "avg" and x.dtype not in FLOATING:
+        raise CapabilityError(
+            f"the reduction 'avg' needs a floating-point tensor, got {x.dtype}; reduce with 'sum' and divide"
+        )
 
 
 def _reduce_in_rank_order(op: str) -> Reduction:

@@ -14,7 +14,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, ops
 
-from hp_platform_mindspore.autograd import fresh_leaf
+from hp_platform_mindspore.autograd import custom_function
 from hp_platform_mindspore.empty import filled, is_empty, nothing, with_zero_gradient_if_empty
 from hp_platform_mindspore.memory import HOST_DTYPES, encode, numbers, share
 
@@ -52,12 +52,12 @@ def _made(values: np.ndarray[Any, Any], dtype: Any) -> Tensor:
 
 @with_zero_gradient_if_empty
 def add(x: Any, y: Any) -> Tensor:
-    return fresh_leaf(x) + fresh_leaf(y)
+    return x + y
 
 
 @with_zero_gradient_if_empty
 def sub(x: Any, y: Any) -> Tensor:
-    return fresh_leaf(x) - fresh_leaf(y)
+    return x - y
 
 
 @with_zero_gradient_if_empty
@@ -73,6 +73,20 @@ def div(x: Any, y: Any) -> Tensor:
 @with_zero_gradient_if_empty
 def power(x: Any, y: Any) -> Tensor:
     return x**y
+
+
+def maximum(x: Any, y: Any) -> Tensor:
+    return _of_nothing(x, y) if is_empty(x, y) else mint.maximum(x, y)
+
+
+def minimum(x: Any, y: Any) -> Tensor:
+    return _of_nothing(x, y) if is_empty(x, y) else mint.minimum(x, y)
+
+
+def _of_nothing(x: Any, y: Any) -> Tensor:
+    """Empty, of the operands' common shape."""
+    operands = [t for t in (x, y) if isinstance(t, Tensor)]
+    return filled(0, np.broadcast_shapes(*(t.shape for t in operands)), *operands)
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -298,8 +312,8 @@ def getitem(x: Tensor, index: Any) -> Tensor:
 
 
 def index_put(x: Tensor, index: Tensor, values: Tensor) -> Tensor:
-    if not index.size:
-        return clone(x)
+    if is_empty(index):
+        return custom_function(lambda t, v: clone(t), lambda g: [g, ops.zeros_like(values)], x, values)
     return ops.tensor_scatter_update(x, mint.unsqueeze(index, -1), values)
 
 
@@ -344,6 +358,8 @@ CPU: dict[str, Callable[..., Any]] = {
     "mul": mul,
     "div": div,
     "pow": power,
+    "maximum": maximum,
+    "minimum": minimum,
     "gelu": gelu,
     "silu": F.silu,
     "relu": F.relu,
@@ -391,7 +407,7 @@ CPU: dict[str, Callable[..., Any]] = {
         logical_not transpose unsqueeze narrow
     """.split()
 }
-CPU |= {name: with_zero_gradient_if_empty(getattr(mint, name)) for name in ("maximum", "minimum", "where")}
+CPU |= {"where": with_zero_gradient_if_empty(mint.where)}
 
 
 # On Ascend the kernels exist, and a value must not go through the host --------------------------------------

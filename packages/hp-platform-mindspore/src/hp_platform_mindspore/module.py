@@ -39,15 +39,20 @@ class _ParameterMeta(type):
 
     def __call__(cls, tensor: Tensor, requires_grad: bool = True, name: str | None = None) -> ms.Parameter:
         data = detached(tensor)
-        if type(data) is not Tensor:
-            return ms.Parameter(data, name=name, requires_grad=requires_grad)
-        # mindspore.Parameter copies a plain tensor unless nobody else refers to it.
-        parameter = Tensor.__new__(ms.Parameter._get_base_class(Tensor))
-        Tensor.__init__(parameter, data)
-        parameter.init_mode = None
-        parameter.is_default_input_init = False
-        ms.Parameter.__init__(parameter, data, name, requires_grad)
+        make = _sharing_parameter if type(data) is Tensor else ms.Parameter
+        parameter = make(data, name, requires_grad)
+        autograd.accumulate_safely(parameter)
         return parameter
+
+
+def _sharing_parameter(data: Tensor, name: str | None, requires_grad: bool) -> ms.Parameter:
+    """mindspore.Parameter itself copies a plain tensor, unless nobody else refers to it."""
+    parameter = Tensor.__new__(ms.Parameter._get_base_class(Tensor))
+    Tensor.__init__(parameter, data)
+    parameter.init_mode = None
+    parameter.is_default_input_init = False
+    ms.Parameter.__init__(parameter, data, name, requires_grad)
+    return parameter
 
 
 class Parameter(metaclass=_ParameterMeta):

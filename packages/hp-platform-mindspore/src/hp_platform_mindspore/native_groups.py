@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import mindspore as ms
 import mindspore.mint.distributed as dist
 import numpy as np
 from mindspore import Tensor, mint
 
-from hp_dtensor.exceptions import CollectiveError
 from hp_dtensor.world import DONE, ProcessGroup, Work
+from hp_platform_mindspore.groups import check_average
 
 if TYPE_CHECKING:
     from hp_platform_mindspore.platform import MindSporePlatform
@@ -104,8 +103,7 @@ class NativeGroup(ProcessGroup):
     def _average(self, x: Tensor, op: str) -> Callable[[], None] | None:
         if op != "avg":
             return None
-        if x.dtype not in (ms.float32, ms.float16, ms.bfloat16):
-            raise CollectiveError(f"avg of {x.dtype} in group {self.ranks}: expected a floating-point dtype")
+        check_average(x, op)
         return lambda: self.platform.copy_(x, x / self.size)
 
     def _started(self, handle: Any, async_op: bool, finish: Callable[[], None] | None = None) -> Work:

@@ -109,6 +109,12 @@ def _first_two(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     return args[:2], {}
 
 
+def _matmul(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    x, y, *transposed = args
+    x, y = (t.transpose(-2, -1) if flag else t for t, flag in zip((x, y), (*transposed, False, False), strict=False))
+    return (x, y), {}
+
+
 def _gather(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     x, index, dim, *_ = args
     return (x, dim, index), {}
@@ -154,6 +160,9 @@ ADAPTED: dict[str, tuple[str, Adapter]] = {
     "ReduceMean": ("mean", _by_axis),
     "Max": ("amax", _all_of),
     "Min": ("amin", _all_of),
+    "MatMul": ("matmul", _matmul),
+    "BatchMatMul": ("matmul", _matmul),
+    "BiasAdd": ("add", _first_two),
     "Argmax": ("argmax", _first_two),
     "CumSum": ("cumsum", _first_two),
     "Gather": ("index_select", _gather),
@@ -173,11 +182,21 @@ ADAPTED: dict[str, tuple[str, Adapter]] = {
 
 def canonical(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> tuple[str, Arguments]:
     """torch's name and arguments of a primitive's call; an unknown primitive keeps its own."""
-    if len(args) == 3 and isinstance(args[1], str):
-        # Primitives of the older kind come as (primitive, name, arguments).
-        args = tuple(args[2])
-    given = dict(kwargs or {})
+    given = tuple(args[2]) if _is_older_kind(args) else tuple(args)
     if name in ADAPTED:
         known, adapt = ADAPTED[name]
-        return known, adapt(tuple(args), given)
-    return SAME_ARGUMENTS.get(name, name), (tuple(args), given)
+        return known, adapt(given, dict(kwargs or {}))
+    return SAME_ARGUMENTS.get(name, name), (given, dict(kwargs or {}))
+
+
+def caller(func: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
+    """`func` as a function of the arguments that `canonical` gives, for an operation with the same arguments."""
+    if not _is_older_kind(args):
+        return func
+    primitive, name, _ = args
+    return lambda *given: func(primitive, name, given)
+
+
+def _is_older_kind(args: tuple[Any, ...]) -> bool:
+    """Primitives of the older kind come as (primitive, name, arguments)."""
+    return len(args) == 3 and isinstance(args[1], str)

@@ -198,6 +198,7 @@ class MindSporePlatform(Platform):
             x.requires_grad = flag
         else:
             x.requires_grad_(flag)
+        autograd.accumulate_safely(x)
 
     def get_grad(self, x: Tensor) -> Tensor | None:
         return x.grad if isinstance(x, dtensor.MindSporeDTensor) else x._grad
@@ -234,8 +235,7 @@ class MindSporePlatform(Platform):
         if not self.capabilities.host_memory:
             return super().scale_(tensors, factor)
         scale = numbers(factor)
-        # Gradients of reshaped leaves that were added share their memory; an empty one shares its neighbour's address.
-        for x in {x.data_ptr(): x for x in tensors if math.prod(x._shape)}.values():
+        for x in tensors:
             scaled = numbers(x) * scale.astype(np.float32 if x.dtype == ms.bfloat16 else HOST_DTYPES[x.dtype])
             store(x, scaled)
 

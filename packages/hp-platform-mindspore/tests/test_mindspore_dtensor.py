@@ -1,0 +1,329 @@
+"""A DTensor is a MindSpore tensor: attributes, operators, gradients, parameters; on simulated ranks."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, mint, nn, ops
+
+from hp_dtensor.api import distribute_tensor, from_local
+from hp_dtensor.dtensor import DTensor
+from hp_dtensor.exceptions import CapabilityError, MixedOperandsError, PlacementError, ShardingRuleError
+from hp_dtensor.mesh import init_device_mesh
+from hp_dtensor.placements import Partial, Replicate, Shard
+from hp_dtensor.spec import TensorSpec
+from hp_dtensor.testing import run_ranks
+from hp_platform_mindspore.dtensor import MindSporeDTensor
+
+F = mint.nn.functional
+WHOLE = np.arange(15, dtype=np.float32).reshape(5, 3) - 4
+
+
+def on_ranks(platform, fn, size=2):
+    """`fn(mesh)` on simulated ranks of a mesh of one axis; the results by rank."""
+
+    def program():
+        return fn(init_device_mesh("cpu", (size,), mesh_dim_names=("dp",), platform=platform))
+
+    return run_ranks(program, size, platform)
+
+
+@pytest.fixture
+def mesh(platform):
+    """A mesh of this process alone."""
+    return init_device_mesh("cpu", (1,), mesh_dim_names=("dp",), platform=platform)
+
+
+def sharded(mesh, whole=WHOLE, placement=None):
+    return distribute_tensor(Tensor(whole), mesh, [placement or Shard(0)], source_rank=None)
+
+
+# What it is ----------------------------------------------------------------------------------------------
+
+
+def test_shapes_are_global_and_the_data_local(platform):
+    def facts(mesh):
+        x = sharded(mesh)
+        return (x.shape, x.ndim, x.dim(), x.size, x.numel(), len(x), x.nbytes), (x.local_shape, x.to_local().shape)
+
+    for rank, (shape, local) in enumerate(on_ranks(platform, facts)):
+        assert shape == ((5, 3), 2, 2, 15, 15, 5, 60)
+        assert local == ((3 - rank, 3), (3 - rank, 3))
+
+
+def test_it_is_made_by_functions_only():
+    with pytest.raises(TypeError, match="distribute_tensor"):
+        MindSporeDTensor(Tensor([1.0]))
+
+
+def test_its_text_shows_placements_and_local_data(platform, mesh):
+    x = sharded(mesh, WHOLE[:1])
+    assert repr(x) == "DTensor([1, 3], Float32, (dp:S(0)) on mesh (dp=1), local=[[-4., -3., -2.]])"
+    assert str(platform.Parameter(x)).startswith("Parameter of DTensor([1, 3]")
+
+
+def test_wrap_and_unwrap_share_storage_and_leave_their_input_alone(platform, mesh):
+    local = platform.from_numpy(np.ones((2, 3), np.float32))
+    x = platform.wrap(local, TensorSpec(mesh, [Shard(0)], (2, 3), local.dtype))
+    assert type(local) is Tensor
+    assert type(platform.unwrap(x)) is Tensor
+    assert platform.unwrap(local) is local
+    assert isinstance(x, DTensor)
+    platform.to_numpy(x)[0, 0] = 7
+    assert local.asnumpy()[0, 0] == 7
+
+
+def test_values_are_those_of_the_whole(platform):
+    def values(mesh):
+        x = sharded(mesh)
+        one = sharded(mesh, np.array([2.5], np.float32), Replicate())
+        partial = from_local(Tensor(np.array([1.0], np.float32)), mesh, [Partial()], shape=(1,))
+        return x.asnumpy().tolist(), np.asarray(x).tolist(), x.tolist(), one.item(), float(partial), bool(one)
+
+    for found in on_ranks(platform, values):
+        assert found == (WHOLE.tolist(), WHOLE.tolist(), WHOLE.tolist(), 2.5, 2.0, True)
+
+
+# Operations called directly ------------------------------------------------------------------------------
+
+PRIMITIVES = {
+    "x + y": lambda x: x + x,
+    "x + 1": lambda x: x + 1,
+    "1 - x": lambda x: 1 - x,
+    "add with alpha": lambda x: mint.add(x, x, alpha=2),
+    "x * 2": lambda x: 2 * x,
+    "1 / x": lambda x: 1 / (x + 10),
+    "x ** 2": lambda x: x**2,
+    "-x": lambda x: -x,
+    "abs": lambda x: abs(x),
+    "exp": lambda x: x.exp(),
+    "silu": lambda x: F.silu(x),
+    "clamp": lambda x: x.clamp(min=0.0),
+    "maximum": lambda x: mint.maximum(x, -x),
+    "compare": lambda x: x > 0,
+    "where": lambda x: mint.where(x > 0, x, -x),
+    "masked_fill": lambda x: x.masked_fill(x > 0, 0.0),
+    "cast": lambda x: x.astype(ms.float16),
+    "sum": lambda x: x.sum(),
+    "sum(0)": lambda x: x.sum(0),
+    "mint.sum": lambda x: mint.sum(x, dim=0, keepdim=True),
+    "sum(axis)": lambda x: x.sum(axis=1),
+    "mean": lambda x: x.mean(-1, True),
+    "amax": lambda x: mint.amax(x, 1),
+    "max": lambda x: mint.max(x),
+    "cumsum": lambda x: ops.cumsum(x, 1),
+    "softmax": lambda x: F.softmax(x, -1),
+    "log_softmax": lambda x: ops.log_softmax(x, -1),
+    "logsumexp": lambda x: ops.logsumexp(x, 1),
+    "matmul": lambda x: x @ x.T,
+    "linear": lambda x: F.linear(x, x),
+    "reshape": lambda x: x.reshape(-1, 1),
+    "reshape tuple": lambda x: mint.reshape(x, (3, 5)),
+    "view": lambda x: x.view(15),
+    "flatten": lambda x: mint.flatten(x),
+    "transpose": lambda x: mint.transpose(x, 0, 1),
+    "permute": lambda x: x.permute(1, 0),
+    "T": lambda x: x.T,
+    "t": lambda x: x.t(),
+    "unsqueeze": lambda x: x.unsqueeze(1),
+    "squeeze": lambda x: mint.unsqueeze(x, 0).squeeze(),
+    "broadcast_to": lambda x: mint.broadcast_to(x, (2, 5, 3)),
+    "expand": lambda x: x.expand((2, 5, 3)),
+    "cat": lambda x: mint.cat([x, x], 1),
+    "split": lambda x: mint.split(x, [1, 2], 1)[1],
+    "split evenly": lambda x: mint.split(x, 2, 1)[1],
+    "chunk": lambda x: mint.chunk(x, 2, 1)[0],
+    "narrow": lambda x: mint.narrow(x, 1, 1, 2),
+    "unbind": lambda x: x.unbind(1)[2],
+    "flip": lambda x: mint.flip(x, (1,)),
+    "topk": lambda x: ops.topk(x, 2)[0],
+    "x[0]": lambda x: x[0],
+    "x[:, 1:]": lambda x: x[:, 1:],
+    "x[..., None, -1]": lambda x: x[..., None, -1],
+    "zeros_like": lambda x: ops.zeros_like(x),
+    "stop_gradient": lambda x: ops.stop_gradient(x),
+    "iteration": lambda x: list(x)[3],
+}
+
+
+@pytest.mark.parametrize("name", PRIMITIVES)
+def test_primitives_are_intercepted(platform, name):
+    function = PRIMITIVES[name]
+    expected = function(Tensor(WHOLE))
+
+    def program(mesh):
+        results = []
+        for placement in (Shard(0), Shard(1), Replicate()):
+            result = function(sharded(mesh, WHOLE, placement))
+            assert isinstance(result, MindSporeDTensor)
+            assert result.shape == expected.shape
+            results.append((str(result.dtype), result.asnumpy()))
+        return results
+
+    for dtype, found in (pair for results in on_ranks(platform, program) for pair in results):
+        assert dtype == str(expected.dtype)
+        np.testing.assert_allclose(found, expected.asnumpy(), rtol=1e-6, atol=1e-6)
+
+
+def test_cells_of_mindspore_run_on_dtensors(platform):
+    layer = nn.Dense(3, 2)
+    expected = layer(Tensor(WHOLE)).asnumpy()
+
+    def program(mesh):
+        twin = copy.deepcopy(layer)
+        for name in ("weight", "bias"):
+            parameter = distribute_tensor(getattr(layer, name).data, mesh, [Shard(0)], source_rank=None)
+            platform.set_parameter(twin, name, platform.Parameter(parameter))
+        return twin(sharded(mesh)).asnumpy()
+
+    for found in on_ranks(platform, program):
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_indexing_outside_the_rules_is_refused(mesh):
+    with pytest.raises(MixedOperandsError, match="getitem: a plain tensor"):
+        sharded(mesh)[Tensor([0, 1])]
+    with pytest.raises(ShardingRuleError, match="index_select or gather"):
+        sharded(mesh)[[0, 1], 0]
+    with pytest.raises(CapabilityError, match="index_put"):
+        sharded(mesh)[0] = 1.0
+
+
+def test_mixed_operands_are_refused(platform, mesh):
+    with pytest.raises(MixedOperandsError, match="a plain tensor of shape"):
+        sharded(mesh) + Tensor(WHOLE)
+    with pytest.raises(MixedOperandsError, match="linear: a plain tensor"):
+        platform.ops.linear(Tensor(WHOLE), sharded(mesh))
+
+
+def test_in_place_arithmetic_is_refused(mesh):
+    """It would change nothing, silently."""
+    x = sharded(mesh)
+    for change in (lambda: x.add_(1), lambda: x.mul_(2), lambda: x.__iadd__(x)):
+        with pytest.raises(CapabilityError, match=r"in-place arithmetic .* platform\.copy_"):
+            change()
+
+
+def test_an_operation_without_a_rule_is_named(mesh):
+    with pytest.raises(ShardingRuleError, match="'Triu' has no sharding rule"):
+        mint.triu(sharded(mesh))
+
+
+def test_local_operations(platform, mesh):
+    x = sharded(mesh)
+    with platform.local_op():
+        assert type(x + x) is Tensor
+        assert type(platform.ops.cat([x, x], 0)) is Tensor
+        assert type(platform.ops.sum(x)) is Tensor
+    assert isinstance(x + x, DTensor)
+    with pytest.raises(ZeroDivisionError), platform.local_op():
+        raise ZeroDivisionError
+    assert isinstance(x + x, DTensor)
+
+
+def test_copies_into_dtensors(platform):
+    def program(mesh):
+        x, y = sharded(mesh), sharded(mesh, WHOLE * 2, Replicate())
+        x.copy_(y)
+        with pytest.raises(MixedOperandsError, match="copy_ into a DTensor"):
+            x.copy_(Tensor(WHOLE))
+        return x.asnumpy()
+
+    for found in on_ranks(platform, program):
+        np.testing.assert_array_equal(found, WHOLE * 2)
+
+
+# Gradients and parameters --------------------------------------------------------------------------------
+
+
+def test_parameters_are_leaves_with_dtensor_gradients(platform):
+    def program(mesh):
+        w = platform.Parameter(sharded(mesh))
+        assert isinstance(w, (ms.Parameter, DTensor))
+        assert w.shape == (5, 3)
+        x = sharded(mesh, np.ones((2, 3), np.float32), Replicate())
+        losses = [platform.ops.sum(platform.ops.square(platform.ops.linear(x, w))) for _ in range(2)]
+        for loss in losses:
+            loss.full_tensor()
+            platform.backward(loss)
+        assert w.grad is w.grad
+        assert platform.get_grad(w) is w.grad
+        assert w.grad.placements == (Shard(0),)
+        grad = w.grad.asnumpy()
+        w.grad = None
+        assert w.grad is None
+        return grad
+
+    expected = 2 * 2 * 2 * np.repeat(WHOLE.sum(1, keepdims=True), 3, 1)
+    for grad in on_ranks(platform, program):
+        np.testing.assert_allclose(grad, expected, rtol=1e-6)
+
+
+def test_a_replicated_parameter_gets_the_whole_gradient(platform):
+    """An operation that mixes it with shards is local; its gradient is summed over the ranks."""
+
+    def program(mesh):
+        w = platform.Parameter(sharded(mesh, np.ones((2, 3), np.float32), Replicate()))
+        loss = (F.linear(sharded(mesh), w) ** 2).sum().full_tensor()
+        platform.backward(loss)
+        return w.grad.placements, platform.to_numpy(w.grad)
+
+    plain = platform.Parameter(Tensor(np.ones((2, 3), np.float32)))
+    platform.backward((F.linear(Tensor(WHOLE), plain) ** 2).sum())
+    for placements, grad in on_ranks(platform, program):
+        assert placements == (Replicate(),)
+        np.testing.assert_allclose(grad, plain._grad.asnumpy(), rtol=1e-6)
+
+
+def test_gradients_that_do_not_fit_are_refused(mesh):
+    x = sharded(mesh)
+    with pytest.raises(PlacementError, match=r"must be \[5, 3\], got \[2\]"):
+        x.grad = Tensor(np.zeros(2, np.float32))
+    with pytest.raises(PlacementError, match="redistribute it first"):
+        x.grad = sharded(mesh, WHOLE, Shard(1))
+
+
+def test_gradients_of_inputs(platform):
+    def program(mesh):
+        x = sharded(mesh)
+        platform.set_requires_grad(x, True)
+        y = x * x
+        (dy, dx) = platform.grad([y.sum().full_tensor()], [y, x])
+        assert x.grad is None
+        assert dx.placements == (Shard(0),)
+        return dy.asnumpy(), dx.asnumpy()
+
+    for dy, dx in on_ranks(platform, program):
+        np.testing.assert_array_equal(dy, np.ones((5, 3)))
+        np.testing.assert_array_equal(dx, 2 * WHOLE)
+
+
+def test_a_parameter_of_a_shard_shares_its_storage(platform):
+    def program(mesh):
+        flat = np.zeros(20, np.float32)
+        rows = 3 - mesh.get_local_rank()
+        local = platform.from_numpy(flat[2 : 2 + rows * 3].reshape(rows, 3))
+        w = platform.Parameter(platform.wrap(local, sharded(mesh).spec), requires_grad=True)
+        platform.copy_(w, sharded(mesh))
+        return flat[2:].tolist()
+
+    for rank, flat in enumerate(on_ranks(platform, program)):
+        values = WHOLE[:3] if rank == 0 else WHOLE[3:]
+        assert flat == values.reshape(-1).tolist() + [0.0] * (18 - values.size)
+
+
+def test_copies_are_independent_and_pickling_is_refused(platform, mesh):
+    w = platform.Parameter(sharded(mesh))
+    twin = copy.deepcopy(w)
+    platform.copy_(w, sharded(mesh, WHOLE * 0))
+    assert isinstance(twin, (ms.Parameter, DTensor))
+    assert twin.placements == w.placements
+    np.testing.assert_array_equal(twin.asnumpy(), WHOLE)
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        pickle.dumps(w)
+    with pytest.raises(RuntimeError, match="only leaf tensors"):
+        copy.deepcopy(w * 2)

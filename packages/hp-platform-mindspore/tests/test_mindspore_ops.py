@@ -1,0 +1,184 @@
+"""Operations in low precision and on nothing; float32 against NumPy is the conformance suite's."""
+
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor
+
+from hp_dtensor.testing.conformance.operation_cases import cases
+
+CASES = cases()
+# Two units in the last place of the largest number: each of a few operations rounds once.
+TOLERANCES = {"float16": 2e-3, "bfloat16": 1.6e-2}
+# Sums whose terms the dtype rounds before they are added.
+LOOSER = {
+    "div": 4,
+    "scaled_dot_product_attention": 2,
+    "rms_norm": 2,
+    "cumsum": 2,
+    "gelu": 2,
+    "silu": 2,
+    "pow": 2,
+    "matmul": 2,
+}
+
+
+def _operands(platform, case, dtype):
+    operands = []
+    for array in case.operands:
+        if array.dtype != np.float64:
+            operands.append(platform.from_numpy(array.copy()))
+            continue
+        x = platform.ops.cast(platform.from_numpy(array.astype(np.float32)), platform.dtype(dtype))
+        platform.set_requires_grad(x, case.differentiable)
+        operands.append(x)
+    return operands
+
+
+def _numbers(platform, x):
+    return platform.to_numpy(platform.ops.cast(x, ms.float32))
+
+
+def _run(platform, case, dtype):
+    """Outputs and gradients as float32 arrays, from operands that the low dtype has rounded."""
+    operands = _operands(platform, case, dtype)
+    result = case.call(platform.ops, *operands)
+    outputs = list(result) if isinstance(result, (tuple, list)) else [result]
+    leaves = [x for x in operands if platform.requires_grad(x)]
+    floating = [y for y in outputs if platform.requires_grad(y)]
+    if floating:
+        seeds = [platform.ops.ones(y.shape, y.dtype) for y in floating]
+        gradients = platform.grad(floating, leaves, seeds)
+        assert all(g.dtype == x.dtype for g, x in zip(gradients, leaves, strict=True))
+    else:
+        gradients = []
+    return outputs, [_numbers(platform, x) for x in (*floating, *gradients)]
+
+
+def _rounded(platform, case, dtype):
+    """The case with operands that the dtype can hold, so that only the operation rounds."""
+    arrays = []
+    for array in case.operands:
+        if array.dtype == np.float64:
+            low = platform.ops.cast(platform.from_numpy(array.astype(np.float32)), platform.dtype(dtype))
+            array = _numbers(platform, low).astype(np.float64)
+        arrays.append(array)
+    return type(case)(case.name, case.label, tuple(arrays), case.call, case.reference, case.differentiable)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("case", CASES, ids=[case.id for case in CASES])
+def test_low_precision_is_float32_rounded(platform, case, dtype):
+    case = _rounded(platform, case, dtype)
+    _, expected = _run(platform, case, "float32")
+    outputs, found = _run(platform, case, dtype)
+    for y in outputs:
+        assert not platform.is_floating(y.dtype) or platform.dtype_name(y.dtype) == dtype or not case.differentiable
+    for got, wanted in zip(found, expected, strict=True):
+        scale = max(1.0, np.abs(wanted).max(initial=0)) * LOOSER.get(case.name, 1)
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=TOLERANCES[dtype] * scale)
+
+
+# Nothing -------------------------------------------------------------------------------------------------
+
+EMPTY = {
+    "add": (lambda o, x, y: o.add(x, y), [(2, 0, 3), (2, 1, 3)], (2, 0, 3)),
+    "mul by a row": (lambda o, x, y: o.mul(x, y), [(0, 3), (3,)], (0, 3)),
+    "div": (lambda o, x, y: o.div(x, y), [(3, 1), (1, 0)], (3, 0)),
+    "maximum": (lambda o, x, y: o.maximum(x, y), [(0, 3), (1, 3)], (0, 3)),
+    "exp": (lambda o, x: o.exp(x), [(0, 2)], (0, 2)),
+    "clamp": (lambda o, x: o.clamp(x, 0.0, 1.0), [(0, 2)], (0, 2)),
+    "clone": (lambda o, x: o.clone(x), [(2, 0)], (2, 0)),
+    "sum of all": (lambda o, x: o.sum(x), [(0, 3)], ()),
+    "sum over nothing": (lambda o, x: o.sum(x, 0), [(0, 3)], (3,)),
+    "sum, kept": (lambda o, x: o.sum(x, (0, 1), True), [(0, 3)], (1, 1)),
+    "sum of nothing": (lambda o, x: o.sum(x, 1), [(0, 3)], (0,)),
+    "mean of nothing": (lambda o, x: o.mean(x, 1), [(0, 3)], (0,)),
+    "cumsum": (lambda o, x: o.cumsum(x, 0), [(0, 3)], (0, 3)),
+    "logsumexp": (lambda o, x: o.logsumexp(x, 1), [(0, 3)], (0,)),
+    "softmax": (lambda o, x: o.softmax(x, -1), [(0, 3)], (0, 3)),
+    "amax": (lambda o, x: o.amax(x, 1), [(0, 3)], (0,)),
+    "matmul of no rows": (lambda o, x, y: o.matmul(x, y), [(0, 3), (3, 2)], (0, 2)),
+    "matmul over nothing": (lambda o, x, y: o.matmul(x, y), [(2, 0), (0, 3)], (2, 3)),
+    "matrix by vector": (lambda o, x, y: o.matmul(x, y), [(3, 0), (0,)], (3,)),
+    "batches": (lambda o, x, y: o.bmm(x, y), [(0, 2, 3), (0, 3, 4)], (0, 2, 4)),
+    "linear": (lambda o, x, w, b: o.linear(x, w, b), [(0, 3), (2, 3), (2,)], (0, 2)),
+    "linear to nothing": (lambda o, x, w: o.linear(x, w), [(2, 3), (0, 3)], (2, 0)),
+    "linear over nothing": (lambda o, x, w, b: o.linear(x, w, b), [(4, 0), (2, 0), (2,)], (4, 2)),
+    "attention": (
+        lambda o, q, k, v: o.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
+        [(0, 4, 3, 2), (0, 2, 3, 2), (0, 2, 3, 2)],
+        (0, 4, 3, 2),
+    ),
+    "rms_norm": (lambda o, x, w: o.rms_norm(x, w, 1e-5), [(0, 3), (3,)], (0, 3)),
+    "reshape": (lambda o, x: o.reshape(x, (3, 0, 2)), [(0, 3)], (3, 0, 2)),
+    "expand": (lambda o, x: o.expand(x, (4, 0, 3)), [(0, 1)], (4, 0, 3)),
+    "expand to nothing": (lambda o, x: o.expand(x, (0, 3)), [(1, 3)], (0, 3)),
+    "repeat_interleave": (lambda o, x: o.repeat_interleave(x, 2, 1), [(0, 3)], (0, 6)),
+    "cat": (lambda o, x, y: o.cat([x, y], 1), [(0, 1), (0, 2)], (0, 3)),
+    "cat with some": (lambda o, x, y: o.cat([x, y], 0), [(0, 2), (3, 2)], (3, 2)),
+    "stack": (lambda o, x, y: o.stack([x, y], 1), [(0, 2), (0, 2)], (0, 2, 2)),
+    "narrow": (lambda o, x: o.narrow(x, 1, 1, 0), [(2, 3)], (2, 0)),
+    "index_select": (lambda o, x: o.index_select(x, 0, _ids()), [(3, 2)], (0, 2)),
+    "gather": (lambda o, x: o.gather(x, 1, _ids(2, 0)), [(2, 3)], (2, 0)),
+    "embedding": (lambda o, w: o.embedding(_ids(0, 4), w), [(5, 2)], (0, 4, 2)),
+    "index_put": (lambda o, x, v: o.index_put(x, _ids(), v), [(3, 2), (0, 2)], (3, 2)),
+    "cross_entropy": (lambda o, x: o.cross_entropy(x, _ids(), "sum"), [(0, 4)], ()),
+    "cross_entropy of each": (lambda o, x: o.cross_entropy(x, _ids(), "none"), [(0, 4)], (0,)),
+    "topk": (lambda o, x: o.topk(x, 2, 1)[0], [(0, 3)], (0, 2)),
+    "transpose": (lambda o, x: o.transpose(x, 0, 1), [(0, 3)], (3, 0)),
+    "where": (lambda o, x, y: o.where(o.gt(x, 0.0), x, y), [(0, 3), (1, 3)], (0, 3)),
+    "masked_fill": (lambda o, x: o.masked_fill(x, o.gt(x, 0.0), 1.0), [(0, 3)], (0, 3)),
+}
+
+
+def _ids(*shape):
+    return Tensor.from_numpy(np.zeros(shape or (0,), np.int64))
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_operations_on_nothing(platform, name):
+    function, shapes, expected = EMPTY[name]
+    leaves = [platform.from_numpy(np.ones(shape, np.float32)) for shape in shapes]
+    for x in leaves:
+        platform.set_requires_grad(x, True)
+    result = function(platform.ops, *leaves)
+    assert tuple(result.shape) == expected
+    values = platform.to_numpy(result)
+    if name == "cat with some" or name == "index_put" or name == "linear over nothing":
+        assert (values == 1).all()
+    else:
+        assert (values == 0).all()
+    gradients = platform.grad([result], leaves, [platform.ops.ones(expected, ms.float32)])
+    for x, gradient in zip(leaves, gradients, strict=True):
+        assert tuple(gradient.shape) == tuple(x.shape)
+    sums = [float(platform.to_numpy(g).sum()) for g in gradients]
+    count = {"cat with some": [0, 6], "index_put": [6, 0], "linear over nothing": [0, 0, 8]}
+    assert sums == count.get(name, [0] * len(leaves))
+
+
+def test_indices_into_nothing_are_refused(platform):
+    with pytest.raises(IndexError, match=r"shape \[0, 2\], which holds no element"):
+        platform.ops.embedding(Tensor(np.array([0])), platform.zeros((0, 2), ms.float32))
+
+
+# Order ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("descending", [False, True])
+def test_equal_elements_keep_their_order(platform, descending):
+    x = Tensor(np.array([[3, 1, 3, 1, 2], [0, 0, 0, 0, 0]], np.float32))
+    found = platform.to_numpy(platform.ops.argsort(x, 1, descending=descending))
+    assert found.dtype == np.int64
+    assert found.tolist() == [[0, 2, 4, 1, 3] if descending else [1, 3, 4, 0, 2], [0, 1, 2, 3, 4]]
+    values, indices = platform.ops.topk(x, 3, 1)
+    assert indices.asnumpy().tolist() == [[0, 2, 4], [0, 1, 2]]
+    assert values.asnumpy().tolist() == [[3, 3, 2], [0, 0, 0]]
+
+
+@pytest.mark.parametrize("size", [0, 1, 4, 5])
+def test_chunks_are_those_of_torch(platform, size):
+    sizes = [piece.shape[0] for piece in platform.ops.chunk(platform.zeros((size, 2), ms.float32), 3, 0)]
+    assert sizes == {0: [0, 0, 0], 1: [1], 4: [2, 2], 5: [2, 2, 1]}[size]

@@ -1,0 +1,134 @@
+"""AdamW against its definition in float64, on plain tensors and on shards."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import mindspore as ms
+import numpy as np
+import pytest
+
+from hp_dtensor.api import distribute_tensor
+from hp_dtensor.mesh import init_device_mesh
+from hp_dtensor.placements import Replicate, Shard
+from hp_dtensor.testing import run_ranks
+from hp_platform_mindspore.optimizers import AdamW
+
+OPTIONS = SimpleNamespace(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+SHAPES = {"matrix": (5, 3), "vector": (4,), "scalar": ()}
+RATES = [0.1, 0.05, 0.2, 0.1, 0.01]
+
+
+def values(step):
+    rng = np.random.default_rng(step)
+    return {name: rng.normal(size=shape) for name, shape in SHAPES.items()}
+
+
+def expected():
+    """arXiv 1711.05101, algorithm 2, with bias correction, in float64."""
+    (beta1, beta2), eps, decay = OPTIONS.betas, OPTIONS.eps, OPTIONS.weight_decay
+    parameters = values(0)
+    first = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    second = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    for step, rate in enumerate(RATES, 1):
+        for name, grad in values(step).items():
+            first[name] = beta1 * first[name] + (1 - beta1) * grad
+            second[name] = beta2 * second[name] + (1 - beta2) * grad**2
+            update = first[name] / (1 - beta1**step) / (np.sqrt(second[name] / (1 - beta2**step)) + eps)
+            parameters[name] = parameters[name] * (1 - rate * decay) - rate * update
+    return parameters, first, second
+
+
+def train(platform, parameters, place, optimizer=None, start=0):
+    optimizer = optimizer or AdamW(parameters.items(), OPTIONS, platform)
+    for step in range(start + 1, len(RATES) + 1):
+        for name, grad in values(step).items():
+            platform.set_grad(parameters[name], place(name, grad))
+        optimizer.step(RATES[step - 1])
+        optimizer.zero_grad()
+        assert all(platform.get_grad(parameter) is None for parameter in parameters.values())
+    return optimizer
+
+
+def test_five_steps(platform):
+    def place(name, array):
+        return platform.from_numpy(array.astype(np.float32))
+
+    parameters = {name: platform.Parameter(place(name, array)) for name, array in values(0).items()}
+    addresses = {name: parameter.data_ptr() for name, parameter in parameters.items()}
+    optimizer = train(platform, parameters, place)
+    assert optimizer.num_steps == len(RATES)
+    wanted, first, second = expected()
+    for name, parameter in parameters.items():
+        assert parameter.data_ptr() == addresses[name]
+        np.testing.assert_allclose(parameter.asnumpy(), wanted[name], rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(optimizer.state()[name]["exp_avg"].asnumpy(), first[name], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(optimizer.state()[name]["exp_avg_sq"].asnumpy(), second[name], rtol=1e-5)
+
+
+def test_shards_are_updated_as_the_whole(platform):
+    def program():
+        mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("dp",), platform=platform)
+
+        def place(name, array):
+            placement = Shard(0) if array.ndim else Replicate()
+            whole = platform.from_numpy(array.astype(np.float32))
+            return distribute_tensor(whole, mesh, [placement], source_rank=None)
+
+        parameters = {name: platform.Parameter(place(name, array)) for name, array in values(0).items()}
+        optimizer = train(platform, parameters, place)
+        state = optimizer.state()["matrix"]["exp_avg"]
+        assert state.placements == (Shard(0),)
+        return {name: parameter.asnumpy() for name, parameter in parameters.items()}, state.asnumpy()
+
+    wanted, first, _ = expected()
+    for parameters, exp_avg in run_ranks(program, 3, platform):
+        for name, found in parameters.items():
+            np.testing.assert_allclose(found, wanted[name], rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(exp_avg, first["matrix"], rtol=1e-5, atol=1e-6)
+
+
+def test_training_goes_on_from_loaded_state(platform):
+    def place(name, array):
+        return platform.from_numpy(array.astype(np.float32))
+
+    parameters = {name: platform.Parameter(place(name, array)) for name, array in values(0).items()}
+    before = AdamW(parameters.items(), OPTIONS, platform)
+    assert all((slot.asnumpy() == 0).all() for slots in before.state().values() for slot in slots.values())
+    for name, grad in values(1).items():
+        platform.set_grad(parameters[name], place(name, grad))
+    before.step(RATES[0])
+    after = AdamW(parameters.items(), OPTIONS, platform)
+    for name, slots in before.state().items():
+        for slot, value in slots.items():
+            platform.copy_(after.state()[name][slot], value)
+    after.num_steps = before.num_steps
+    train(platform, parameters, place, after, start=1)
+    for name, wanted in expected()[0].items():
+        np.testing.assert_allclose(parameters[name].asnumpy(), wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_parameters_without_a_gradient_stay(platform):
+    parameter = platform.Parameter(platform.from_numpy(np.ones(3, np.float32)))
+    AdamW([("w", parameter)], OPTIONS, platform).step(0.1)
+    np.testing.assert_array_equal(parameter.asnumpy(), [1, 1, 1])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_low_precision(platform, dtype):
+    start, grad = np.array([1.0, -2.0]), np.array([0.5, 0.25])
+    dtype = platform.dtype(dtype)
+    parameter = platform.Parameter(platform.ops.cast(platform.from_numpy(start), dtype))
+    platform.set_grad(parameter, platform.ops.cast(platform.from_numpy(grad), dtype))
+    AdamW([("w", parameter)], OPTIONS, platform).step(0.1)
+    found = platform.ops.cast(platform.detach(parameter), ms.float32).asnumpy()
+    np.testing.assert_allclose(found, start * 0.99 - 0.1, rtol=1e-2)
+
+
+def test_the_trainer_finds_it(platform):
+    pytest.importorskip("hp_trainer")
+    from hp_trainer.plugins import registries
+
+    entry = registries().optimizers.get("adamw", "mindspore")
+    optimizer = entry.build([("w", platform.Parameter(platform.zeros((2,), ms.float32)))], entry.options(), platform)
+    assert isinstance(optimizer, AdamW)
