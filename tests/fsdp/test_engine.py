@@ -9,7 +9,8 @@ from fsdp_training import AdamW, Block, Case, build, held_bytes, micro_loss, sha
 from hp_dtensor import nn
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.mesh import init_device_mesh
-from hp_dtensor.placements import RaggedShard, Replicate
+from hp_dtensor.placements import RaggedShard, Replicate, Shard
+from hp_dtensor.styles import place_parameter
 from hp_dtensor.testing.simulated import run_ranks
 from hp_dtensor.world import ProcessGroup, current_world, record_collectives
 from hp_fsdp import (
@@ -573,3 +574,51 @@ def test_two_identical_runs_are_bitwise_identical(hp_platform):
     first, second = (run_ranks(rank, 2, hp_platform)[0] for _ in range(2))
     for name, value in first.items():
         numpy.testing.assert_array_equal(value, second[name])
+
+
+def test_experts_on_a_mesh_of_their_own(hp_platform):
+    """Expert weights cut over ep are sharded over efsdp, everything else over all ranks."""
+
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = self.parameter((5, 3))
+
+        def forward(self, x):
+            return self.ops.mul(self.weight.to_local(), x)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.dense = nn.Linear(3, 3)
+            self.experts = Experts()
+
+        def forward(self, x, factor):
+            return self.ops.sum(self.dense(x)), self.ops.sum(self.experts(factor))
+
+    values = numpy.arange(15, dtype=numpy.float32).reshape(5, 3)
+
+    def rank():
+        me = current_world(hp_platform).rank
+        dense = init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",), platform=hp_platform)
+        sparse = dense.unflatten("fsdp", (2, 2), ("efsdp", "ep"))
+        with nn.building(hp_platform):
+            model = Model()
+        hp_platform.copy_(model.experts.weight, hp_platform.from_numpy(values))
+        place_parameter(model.experts, "weight", sparse["ep"], [Shard(0)])
+        fully_shard(model.experts, sparse["efsdp"])
+        fully_shard(model, dense)
+        weight = model.experts.weight
+        assert weight.device_mesh.mesh_dim_names == ("ep", "efsdp")
+        numpy.testing.assert_array_equal(whole(hp_platform, weight), values)
+        x = hp_platform.from_numpy(numpy.full((1, 3), me + 1.0, numpy.float32))
+        of_dense, of_experts = model(x, hp_platform.from_numpy(numpy.full((1,), me + 1.0, numpy.float32)))
+        with record_collectives() as log:
+            hp_platform.backward(hp_platform.ops.add(of_dense, of_experts))
+        assert {record.group for record in log.records} == {dense.ranks(), sparse.ranks_along("efsdp")}
+        numpy.testing.assert_array_equal(whole(hp_platform, hp_platform.get_grad(model.dense.weight)), 2.5)
+        # Ranks 0 and 2 hold the first three rows, 1 and 3 the others; each mean is over its two ranks.
+        expected = numpy.repeat([[2.0], [3.0]], (3, 2), axis=0) * numpy.ones((1, 3))
+        numpy.testing.assert_array_equal(whole(hp_platform, hp_platform.get_grad(weight)), expected)
+
+    run_ranks(rank, 4, hp_platform)
