@@ -9,10 +9,13 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from hp_dtensor.api import distribute_tensor, from_local, full_tensor, replicate_like
+    from hp_dtensor.checks import check_mode
     from hp_dtensor.clip import clip_grad_norm_
+    from hp_dtensor.current_mesh import get_current_mesh
     from hp_dtensor.debug import CommDebugMode, explicit_redistribution
     from hp_dtensor.dtensor import DTensor
     from hp_dtensor.factories import empty, full, manual_seed, ones, rand, randn, zeros
+    from hp_dtensor.implicit import SkipDTensorDispatch, implicit_replication
     from hp_dtensor.init import init_parameters
     from hp_dtensor.layout import Layout
     from hp_dtensor.local_map import custom_shard, local_map
@@ -20,6 +23,14 @@ if TYPE_CHECKING:
     from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
     from hp_dtensor.platform import Platform
     from hp_dtensor.plugins import hookimpl
+    from hp_dtensor.process_groups import (
+        destroy_process_group,
+        get_backend,
+        get_group_local_rank,
+        get_process_group_ranks,
+        init_process_group,
+        split_group,
+    )
     from hp_dtensor.redistribute import plan_redistribute
     from hp_dtensor.selection import get_platform
     from hp_dtensor.shard import ShardingPlan, parallelize_value_and_grad, shard_module
@@ -39,10 +50,13 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "api": ("distribute_tensor", "from_local", "full_tensor", "replicate_like"),
+    "checks": ("check_mode",),
     "clip": ("clip_grad_norm_",),
+    "current_mesh": ("get_current_mesh",),
     "debug": ("CommDebugMode", "explicit_redistribution"),
     "dtensor": ("DTensor",),
     "factories": ("empty", "full", "manual_seed", "ones", "rand", "randn", "zeros"),
+    "implicit": ("SkipDTensorDispatch", "implicit_replication"),
     "init": ("init_parameters",),
     "layout": ("Layout",),
     "local_map": ("custom_shard", "local_map"),
@@ -50,6 +64,14 @@ _HOMES = {
     "placements": ("Partial", "Placement", "RaggedShard", "Replicate", "Shard", "StridedShard"),
     "platform": ("Platform",),
     "plugins": ("hookimpl",),
+    "process_groups": (
+        "destroy_process_group",
+        "get_backend",
+        "get_group_local_rank",
+        "get_process_group_ranks",
+        "init_process_group",
+        "split_group",
+    ),
     "redistribute": ("plan_redistribute",),
     "selection": ("get_platform",),
     "shard": ("ShardingPlan", "parallelize_value_and_grad", "shard_module"),
@@ -89,12 +111,15 @@ __all__ = [
     "SequenceParallel",
     "Shard",
     "ShardingPlan",
+    "SkipDTensorDispatch",
     "StridedShard",
     "TensorSpec",
     "World",
+    "check_mode",
     "clip_grad_norm_",
     "current_world",
     "custom_shard",
+    "destroy_process_group",
     "distribute_module",
     "distribute_tensor",
     "empty",
@@ -103,10 +128,16 @@ __all__ = [
     "from_local",
     "full",
     "full_tensor",
+    "get_backend",
+    "get_current_mesh",
+    "get_group_local_rank",
     "get_platform",
+    "get_process_group_ranks",
     "hookimpl",
+    "implicit_replication",
     "init_device_mesh",
     "init_parameters",
+    "init_process_group",
     "local_map",
     "manual_seed",
     "ones",
@@ -118,6 +149,7 @@ __all__ = [
     "record_collectives",
     "replicate_like",
     "shard_module",
+    "split_group",
     "zeros",
 ]
 

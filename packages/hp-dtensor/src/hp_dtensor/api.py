@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hp_dtensor import collectives
+from hp_dtensor import checks, collectives
+from hp_dtensor.current_mesh import get_current_mesh
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import MixedOperandsError, PlacementError, ShardShapeError
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard
-from hp_dtensor.redistribute import plan_between
+from hp_dtensor.redistribute import RedistributePlan, plan_between
 from hp_dtensor.spec import TensorSpec
 
 Tensor = Any
@@ -18,7 +19,7 @@ Tensor = Any
 
 def distribute_tensor(
     tensor: Tensor,
-    device_mesh: DeviceMesh,
+    device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
     *,
     source_rank: int | None = 0,
@@ -28,6 +29,7 @@ def distribute_tensor(
     Args:
         tensor: the whole tensor, plain, on every rank.
         placements: default: replicated on every axis.
+        device_mesh: default: the current one (`with mesh:`).
         source_rank: mesh coordinate (on every axis) whose data counts; it is broadcast. None: every rank
             already has the same data, and nothing is communicated.
 
@@ -38,8 +40,12 @@ def distribute_tensor(
     if isinstance(tensor, DTensor):
         raise MixedOperandsError("distribute_tensor takes a plain tensor, got a DTensor; use its redistribute()")
     platform = device_mesh.platform
+    device_mesh = device_mesh if device_mesh is not None else get_current_mesh()
     target = TensorSpec(device_mesh, placements or _replicated(device_mesh), tuple(tensor.shape), tensor.dtype)
     if source_rank is not None and device_mesh.get_coordinate() is not None:
+    checks.check_created("distribute_tensor", target)
+    if source_rank is None and checks.is_checking() and not platform.is_meta(tensor):
+        checks.check_replicated("distribute_tensor without source_rank", tensor, device_mesh)
         tensor = _broadcast(tensor, device_mesh, source_rank)
     whole = target.with_placements(_replicated(device_mesh))
     if device_mesh.get_coordinate() is None:
@@ -49,26 +55,38 @@ def distribute_tensor(
 
 def from_local(
     local: Tensor,
-    device_mesh: DeviceMesh,
-    placements: Sequence[Placement],
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
     *,
     shape: Sequence[int] | None = None,
     grad_placements: Sequence[Placement] | None = None,
 ) -> Any:
-    """A DTensor whose shard on this rank is `local`; nothing is communicated.
+    run_check: bool = False,
+    """A DTensor whose shard on this rank is `local`; no tensor is communicated.
 
     Args:
         shape: the global shape; default: every rank's shard is as large as this one.
+        device_mesh: default: the current one (`with mesh:`).
+        placements: default: replicated.
         grad_placements: placements to which the gradient is brought before it reaches `local`; default:
             what follows from `placements` (R -> R, S -> S, P -> R).
 
+        run_check: exchange shapes and fingerprints of values between all ranks of the mesh: without `shape` the
+            global one is what all shards, also uneven ones, sum to, and replicas must be equal. Every rank
+            must say the same. Always done in `check_mode`.
     Raises:
-        ShardShapeError: `local` is not the shard that `placements` give for `shape`.
+        ShardShapeError: `local` is not the shard that `placements` give for `shape`; with `run_check`, on every
+            rank, naming those whose shards do not fit.
+        RankMismatchError: with `run_check`: replicas or dtypes differ; names the ranks.
     """
     if isinstance(local, DTensor):
         raise MixedOperandsError("from_local takes a plain local tensor, got a DTensor")
     platform = device_mesh.platform
+    device_mesh = device_mesh if device_mesh is not None else get_current_mesh()
+    placements = placements if placements is not None else _replicated(device_mesh)
     global_shape = tuple(shape) if shape is not None else _even_global_shape(local, device_mesh, placements)
+    if run_check or checks.is_checking():
+        shape = checks.global_shape(local, device_mesh, placements, shape)
     spec = TensorSpec(device_mesh, placements, global_shape, local.dtype)
     if tuple(local.shape) != spec.local_shape:
         raise ShardShapeError(
@@ -113,8 +131,10 @@ def redistribute_to(x: Any, target: TensorSpec) -> Any:
         return x
     platform = source.mesh.platform
     plan = plan_between(source, target, platform.itemsize(source.dtype))
+    checks.check_moved(source, target)
     local = platform.unwrap(x)
-    result = platform.wrap(plan.run(local), target)
+    moved = plan.run(local)
+    result = platform.wrap(moved, target)
     if platform.requires_grad(local):
         result._redistributed_from = (local, plan)
     return result
@@ -138,7 +158,8 @@ def replicate_like(x: Tensor, reference: Any) -> Any:
 def vary(x: Any, axes: tuple[int, ...]) -> Tensor:
     """The varying view of `x` on `axes` as a plain local tensor: its gradient is summed over those axes.
 
-    One view serves all users of `x`; the view of something just gathered reduces straight to its source.
+    One view serves all users of `x`, until `x` is written in place; the view of something just gathered reduces
+    straight to its source.
     """
     platform = x.spec.mesh.platform
     local = platform.unwrap(x)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hp_dtensor import api
+from hp_dtensor import api, implicit
 from hp_dtensor.debug import check_explicit
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import MixedOperandsError, ShardingRuleError
@@ -56,6 +56,8 @@ def dispatch(
         ShardingRuleError: the operation has no rule, or its rule refuses these specs.
         MixedOperandsError: plain tensors or other meshes among the arguments.
     """
+    if implicit.is_replicating():
+        args, kwargs = implicit.lifted(platform, name, args, kwargs)
     return plan_for(platform, name, args, kwargs).run(func, args, kwargs)
 
 
@@ -63,6 +65,8 @@ def plan_for(platform: Platform, name: str, args: tuple[Any, ...], kwargs: Mappi
     """The cached plan of a call."""
     registration = rule_registry().get(name)
     if registration is None:
+        if implicit.is_replicating():
+            return implicit.GatheringPlan(platform, name, _no_rule(name, args, kwargs))  # type: ignore[return-value]
         raise ShardingRuleError(_no_rule(name, args, kwargs))
     key = (
         name,

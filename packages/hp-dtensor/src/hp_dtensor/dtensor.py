@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.placements import Placement
+from hp_dtensor.placements import Placement, Replicate
 from hp_dtensor.spec import TensorSpec
 
 Tensor = Any
@@ -40,16 +40,19 @@ class DTensor:
     @staticmethod
     def from_local(
         local: Tensor,
-        device_mesh: DeviceMesh,
-        placements: Sequence[Placement],
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
         *,
         shape: Sequence[int] | None = None,
         grad_placements: Sequence[Placement] | None = None,
+        run_check: bool = False,
     ) -> Any:
         """See `hp_dtensor.api.from_local`."""
         from hp_dtensor import api
 
-        return api.from_local(local, device_mesh, placements, shape=shape, grad_placements=grad_placements)
+        return api.from_local(
+            local, device_mesh, placements, shape=shape, grad_placements=grad_placements, run_check=run_check
+        )
 
     def to_local(self, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The plain local tensor, in the autograd graph.
@@ -68,6 +71,12 @@ class DTensor:
         from hp_dtensor import api
 
         return api.redistribute(self, device_mesh, placements)
+
+    def reduce_partial(self) -> Any:
+        """The same tensor with every partial axis reduced to a replicated one, the others as they are."""
+        from hp_dtensor import api
+
+        return api.redistribute(self, None, [Replicate() if p.is_partial() else p for p in self.placements])
 
     def full_tensor(self) -> Tensor:
         """The whole tensor as a plain one on every rank; differentiable."""

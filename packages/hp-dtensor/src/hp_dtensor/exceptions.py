@@ -40,6 +40,10 @@ class MixedOperandsError(HPError, ValueError):
     """
 
 
+class RankMismatchError(HPError, ValueError):
+    """Ranks that should make the same tensor, or hold the same values, do not; the message names them."""
+
+
 class ImplicitRedistributionError(HPError, RuntimeError):
     """An operation would have communicated to bring an input to a placement, where that was forbidden."""
 

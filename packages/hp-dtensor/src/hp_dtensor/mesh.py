@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hp_dtensor import current_mesh
 from hp_dtensor.exceptions import MeshError
 from hp_dtensor.world import ProcessGroup, World, current_world
 
@@ -193,6 +194,10 @@ class DeviceMesh:
             raise MeshError(f"mesh {self.describe()} has {self.ndim} axes; say which group is meant")
         return self.world.group(self.ranks_along(0 if axis is None else axis))
 
+    def get_all_groups(self) -> list[ProcessGroup]:
+        """The process groups of this rank's lines, one per axis."""
+        return [self.get_group(axis) for axis in range(self.ndim)]
+
     # Other meshes of the same ranks ----------------------------------------------------------------------
 
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
@@ -282,6 +287,20 @@ class DeviceMesh:
         """Short form, such as `(dp=2, tp=4)`."""
         return "(" + ", ".join(f"{axis.name}={axis.size}" for axis in self.axes) + ")"
 
+    def __enter__(self) -> DeviceMesh:
+        """Make this the current mesh of the thread; see `hp_dtensor.get_current_mesh`."""
+        current_mesh.enter(self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        current_mesh.leave()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        platform = self.world.platform
+        name = None if platform is None else platform.name
+        where = (self.device_type, self.axes, self._base, self._ranks, self._aliases)
+        return _restore, (name, self.world.size, *where)
+
     def __copy__(self) -> DeviceMesh:
         return self
 
@@ -322,6 +341,30 @@ def init_device_mesh(
     mesh = DeviceMesh(device_type, mesh_shape, mesh_dim_names=mesh_dim_names, platform=platform)
     if mesh.size() != mesh.world.size:
         raise MeshError(f"mesh {mesh.describe()} has {mesh.size()} ranks, the world has {mesh.world.size}")
+    return mesh
+
+
+def _restore(
+    platform: str | None,
+    world_size: int,
+    device_type: str,
+    axes: tuple[MeshAxis, ...],
+    base: int,
+    ranks: tuple[int, ...] | None,
+    aliases: dict[str, MeshAxis],
+) -> DeviceMesh:
+    """A pickled mesh, of the same ranks, in the world of the process that reads it.
+
+    Raises:
+        MeshError: that world has another size.
+    """
+    from hp_dtensor.selection import get_platform
+
+    world = current_world(None if platform is None else get_platform(platform))
+    if world.size != world_size:
+        raise MeshError(f"a mesh of a world of {world_size} ranks was read in a world of {world.size}")
+    mesh = object.__new__(DeviceMesh)
+    mesh._setup(device_type, axes, base, ranks, world, aliases)
     return mesh
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import threading
 from abc import ABC, abstractmethod
@@ -85,10 +86,13 @@ class ProcessGroup(ABC):
     underscored ones, which are only called for two ranks or more.
 
     Attributes:
+        backend: what it communicates by: `gloo`, `nccl`, ..., or `none`.
         ranks: global ranks, ascending in group order.
         rank: this process's index in `ranks`.
         platform: the platform that owns the tensors (None in a fake world).
     """
+
+    backend: str = "none"
 
     def __init__(self, ranks: Sequence[int], rank: int, platform: Platform | None) -> None:
         self.ranks = tuple(ranks)
@@ -306,7 +310,13 @@ def current_world(platform: Platform | None = None) -> World:
     if _local.worlds:
         return _local.worlds[-1]
     world = platform.world if platform is not None else None
-    return world if world is not None else SilentWorld(0, 1, platform)
+    return world if world is not None else _alone(platform)
+
+
+@functools.cache
+def _alone(platform: Platform | None) -> World:
+    """One rank alone: the same world whenever it is asked for, so that its meshes are equal."""
+    return SilentWorld(0, 1, platform)
 
 
 @contextlib.contextmanager

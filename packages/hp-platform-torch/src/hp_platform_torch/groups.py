@@ -104,6 +104,7 @@ class TorchGroup(ProcessGroup):
         self, ranks: tuple[int, ...], rank: int, platform: Platform, connect: Callable[[str], dist.Backend]
     ) -> None:
         super().__init__(ranks, rank, platform)
+        self.backend = BACKEND_NAMES[platform.device_types[0]]
         self._connect = connect
         self._connections: dict[str, Any] = {}
 
@@ -263,6 +264,7 @@ def _hccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.B
     return ProcessGroupHCCL(store, rank, size, options)
 
 
+BACKEND_NAMES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 _BACKENDS = {"cpu": _gloo, "cuda": _nccl, "npu": _hccl}
 
 
@@ -340,8 +342,7 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 def _backend_names() -> str:
     """A backend for each kind of device here, such as `cpu:gloo,cuda:nccl`."""
-    names = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
-    return ",".join(f"{device}:{names[device]}" for device in device_types())
+    return ",".join(f"{device}:{BACKEND_NAMES[device]}" for device in device_types())
 
 
 def device_types() -> tuple[str, ...]:
