@@ -11,7 +11,7 @@ from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import MixedOperandsError, PlacementError, ShardShapeError
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard
-from hp_dtensor.redistribute import RedistributePlan, plan_between
+from hp_dtensor.redistribute import plan_between
 from hp_dtensor.spec import TensorSpec
 
 Tensor = Any
@@ -28,8 +28,8 @@ def distribute_tensor(
 
     Args:
         tensor: the whole tensor, plain, on every rank.
-        placements: default: replicated on every axis.
         device_mesh: default: the current one (`with mesh:`).
+        placements: default: replicated on every axis.
         source_rank: mesh coordinate (on every axis) whose data counts; it is broadcast. None: every rank
             already has the same data, and nothing is communicated.
 
@@ -39,13 +39,13 @@ def distribute_tensor(
     """
     if isinstance(tensor, DTensor):
         raise MixedOperandsError("distribute_tensor takes a plain tensor, got a DTensor; use its redistribute()")
-    platform = device_mesh.platform
     device_mesh = device_mesh if device_mesh is not None else get_current_mesh()
+    platform = device_mesh.platform
     target = TensorSpec(device_mesh, placements or _replicated(device_mesh), tuple(tensor.shape), tensor.dtype)
-    if source_rank is not None and device_mesh.get_coordinate() is not None:
     checks.check_created("distribute_tensor", target)
     if source_rank is None and checks.is_checking() and not platform.is_meta(tensor):
         checks.check_replicated("distribute_tensor without source_rank", tensor, device_mesh)
+    if source_rank is not None and device_mesh.get_coordinate() is not None:
         tensor = _broadcast(tensor, device_mesh, source_rank)
     whole = target.with_placements(_replicated(device_mesh))
     if device_mesh.get_coordinate() is None:
@@ -60,20 +60,20 @@ def from_local(
     *,
     shape: Sequence[int] | None = None,
     grad_placements: Sequence[Placement] | None = None,
-) -> Any:
     run_check: bool = False,
+) -> Any:
     """A DTensor whose shard on this rank is `local`; no tensor is communicated.
 
     Args:
-        shape: the global shape; default: every rank's shard is as large as this one.
         device_mesh: default: the current one (`with mesh:`).
         placements: default: replicated.
+        shape: the global shape; default: every rank's shard is as large as this one.
         grad_placements: placements to which the gradient is brought before it reaches `local`; default:
             what follows from `placements` (R -> R, S -> S, P -> R).
-
         run_check: exchange shapes and fingerprints of values between all ranks of the mesh: without `shape` the
             global one is what all shards, also uneven ones, sum to, and replicas must be equal. Every rank
             must say the same. Always done in `check_mode`.
+
     Raises:
         ShardShapeError: `local` is not the shard that `placements` give for `shape`; with `run_check`, on every
             rank, naming those whose shards do not fit.
@@ -81,12 +81,12 @@ def from_local(
     """
     if isinstance(local, DTensor):
         raise MixedOperandsError("from_local takes a plain local tensor, got a DTensor")
-    platform = device_mesh.platform
     device_mesh = device_mesh if device_mesh is not None else get_current_mesh()
     placements = placements if placements is not None else _replicated(device_mesh)
-    global_shape = tuple(shape) if shape is not None else _even_global_shape(local, device_mesh, placements)
+    platform = device_mesh.platform
     if run_check or checks.is_checking():
         shape = checks.global_shape(local, device_mesh, placements, shape)
+    global_shape = tuple(shape) if shape is not None else _even_global_shape(local, device_mesh, placements)
     spec = TensorSpec(device_mesh, placements, global_shape, local.dtype)
     if tuple(local.shape) != spec.local_shape:
         raise ShardShapeError(
@@ -130,11 +130,10 @@ def redistribute_to(x: Any, target: TensorSpec) -> Any:
     if source is target:
         return x
     platform = source.mesh.platform
-    plan = plan_between(source, target, platform.itemsize(source.dtype))
     checks.check_moved(source, target)
+    plan = plan_between(source, target, platform.itemsize(source.dtype))
     local = platform.unwrap(x)
-    moved = plan.run(local)
-    result = platform.wrap(moved, target)
+    result = platform.wrap(plan.run(local), target)
     if platform.requires_grad(local):
         result._redistributed_from = (local, plan)
     return result
@@ -158,8 +157,7 @@ def replicate_like(x: Tensor, reference: Any) -> Any:
 def vary(x: Any, axes: tuple[int, ...]) -> Tensor:
     """The varying view of `x` on `axes` as a plain local tensor: its gradient is summed over those axes.
 
-    One view serves all users of `x`, until `x` is written in place; the view of something just gathered reduces
-    straight to its source.
+    One view serves all users of `x`; the view of something just gathered reduces straight to its source.
     """
     platform = x.spec.mesh.platform
     local = platform.unwrap(x)
