@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from hp_dtensor import checks, collectives
@@ -11,7 +12,7 @@ from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import MixedOperandsError, PlacementError, ShardShapeError
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard
-from hp_dtensor.redistribute import plan_between
+from hp_dtensor.redistribute import RedistributePlan, plan_between
 from hp_dtensor.spec import TensorSpec
 
 Tensor = Any
@@ -133,9 +134,10 @@ def redistribute_to(x: Any, target: TensorSpec) -> Any:
     checks.check_moved(source, target)
     plan = plan_between(source, target, platform.itemsize(source.dtype))
     local = platform.unwrap(x)
-    result = platform.wrap(plan.run(local), target)
+    moved = plan.run(local)
+    result = platform.wrap(moved, target)
     if platform.requires_grad(local):
-        result._redistributed_from = (local, plan)
+        result._redistributed_from = _Source(local, plan, platform.version(local), platform.version(moved))
     return result
 
 
@@ -157,26 +159,53 @@ def replicate_like(x: Tensor, reference: Any) -> Any:
 def vary(x: Any, axes: tuple[int, ...]) -> Tensor:
     """The varying view of `x` on `axes` as a plain local tensor: its gradient is summed over those axes.
 
-    One view serves all users of `x`; the view of something just gathered reduces straight to its source.
+    One view serves all users of `x`, until `x` is written in place; the view of something just gathered reduces
+    straight to its source.
     """
     platform = x.spec.mesh.platform
     local = platform.unwrap(x)
     if not (platform.is_grad_enabled() and platform.requires_grad(local)):
         return local
+    version = platform.version(local)
     views = x.__dict__.setdefault("_varying_views", {})
-    if axes not in views:
+    made_at, view = views.get(axes, (None, None))
+    if made_at != version:
         view = _varying_view(x, local, axes)
-        if platform.is_leaf(x):
-            return view
-        views[axes] = view
-    return views[axes]
+        if not platform.is_leaf(x):
+            views[axes] = version, view
+    return view
+
+
+def forget_source(x: Any) -> None:
+    """From now on gradients of `x` come through `x` itself, not past it to what it was gathered from.
+
+    For whoever wants to see or change the gradient of `x` (hooks), or replaces its data.
+    """
+    x.__dict__.pop("_redistributed_from", None)
+    x.__dict__.pop("_varying_views", None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What a DTensor was redistributed from, by which plan, and the versions of both when that happened."""
+
+    local: Tensor
+    plan: RedistributePlan
+    version: int
+    result_version: int
 
 
 def _varying_view(x: Any, local: Tensor, axes: tuple[int, ...]) -> Tensor:
     mesh = x.spec.mesh
-    source, plan = x.__dict__.get("_redistributed_from", (None, None))
-    if plan is not None and plan.varies_cheaply(axes):
-        return plan.run_varying(source, local, axes)
+    platform = mesh.platform
+    source: _Source | None = x.__dict__.get("_redistributed_from")
+    if (
+        source is not None
+        and source.plan.varies_cheaply(axes)
+        and source.result_version == platform.version(local)
+        and source.version == platform.version(source.local)
+    ):
+        return source.plan.run_varying(source.local, local, axes)
     return collectives.vary(local, [mesh.get_group(axis) for axis in axes])
 
 

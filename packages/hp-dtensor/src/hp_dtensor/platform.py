@@ -213,6 +213,13 @@ class Platform(ABC):
     def is_leaf(self, x: Tensor) -> bool:
         """Whether `x` was made by the user, not by a recorded operation."""
 
+    def version(self, x: Tensor) -> int:
+        """How often the storage of a plain tensor has been written in place, as far as autograd counts that.
+
+        What was derived from `x` and kept is good only as long as the number stays the same.
+        """
+        return 0
+
     @abstractmethod
     def set_requires_grad(self, x: Tensor, flag: bool) -> None: ...
 

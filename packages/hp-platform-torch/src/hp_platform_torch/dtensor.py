@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from hp_dtensor import dispatch
-from hp_dtensor.api import grad_spec
+from hp_dtensor.api import forget_source, grad_spec
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import MixedOperandsError, PlacementError
 from hp_dtensor.placements import Replicate
@@ -306,6 +306,7 @@ class TorchDTensor(DTensor, torch.Tensor):
     def data(self, value: Tensor) -> None:
         if _intercepting() and not isinstance(value, TorchDTensor):
             raise MixedOperandsError("data of a DTensor: expected a DTensor, got a plain tensor; distribute it first")
+        forget_source(self)
         with LocalOperations():
             _set_local_data(self, value)
         if isinstance(value, TorchDTensor):

@@ -196,6 +196,9 @@ class TorchPlatform(Platform):
     def is_leaf(self, x: Tensor) -> bool:
         return x.is_leaf
 
+    def version(self, x: Tensor) -> int:
+        return x._version
+
     def set_requires_grad(self, x: Tensor, flag: bool) -> None:
         x.requires_grad_(flag)
 

@@ -10,7 +10,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hp_dtensor import dispatch
-from hp_dtensor.api import grad_spec
+from hp_dtensor.api import forget_source, grad_spec
 from hp_dtensor.exceptions import MixedOperandsError, ShardingRuleError
 from hp_dtensor.placements import Partial
 from hp_dtensor.spec import TensorSpec
@@ -30,7 +30,7 @@ Tensor = torch.Tensor
 
 # Answered by the local tensor, the result returned as it is.
 _LOCAL_NAMES = """
-    requires_grad_ retain_grad register_post_accumulate_grad_hook is_contiguous stride storage_offset data_ptr
+    requires_grad_ register_post_accumulate_grad_hook is_contiguous stride storage_offset data_ptr
     element_size is_floating_point is_complex is_signed is_inference is_conj is_neg is_pinned is_shared
     share_memory_ get_device untyped_storage storage record_stream has_names _is_view _is_zerotensor
     is_tensor is_distributed detach_ _typed_storage _has_compatible_shallow_copy_type
@@ -99,11 +99,12 @@ def _root(output: Tensor, gradient: Tensor | None) -> tuple[Tensor, Tensor | Non
     """(output, its gradient) as plain local tensors."""
     if not isinstance(output, TorchDTensor):
         return output, unwrap(gradient) if gradient is not None else None
-    if any(isinstance(p, Partial) and p.op != "sum" for p in output._spec.placements):
-        output = replicated(output)  # only of a sum every contribution has the gradient of the whole
     if isinstance(gradient, TorchDTensor):
         gradient = unwrap(gradient.redistribute(None, grad_spec(output._spec).placements))
-    return unwrap(output), gradient
+    with torch.enable_grad():  # reentrant checkpoints drive a backward from within a backward
+        if any(isinstance(p, Partial) and p.op != "sum" for p in output._spec.placements):
+            output = replicated(output)  # only of a sum every contribution has the gradient of the whole
+        return unwrap(output), gradient
 
 
 def _edge(x: Any) -> Any:
@@ -144,6 +145,7 @@ def _listed(value: Any) -> list[Any]:
 def _register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The hook gets, and may return, the gradient as a DTensor."""
     x, hook = inspect.signature(func).bind(*args, **kwargs).args
+    forget_source(x)
     spec = grad_spec(x._spec)
 
     def on_dtensor(grad: Tensor) -> Tensor | None:
@@ -152,6 +154,11 @@ def _register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
 
     with LocalOperations():
         return func(x, on_dtensor)
+
+
+def _retain_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    forget_source(args[0])
+    _locally(func, args, kwargs)
 
 
 def _detach(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TorchDTensor:
@@ -245,6 +252,7 @@ _HANDLERS: dict[Callable[..., Any], Handler] = {
     torch.detach: _detach,
     torch.numel: _number_of_elements,
     torch.Tensor.register_hook: _register_hook,
+    torch.Tensor.retain_grad: _retain_grad,
     torch.Tensor.view_as: _like_other("view"),
     torch.Tensor.reshape_as: _like_other("reshape"),
     torch.Tensor.expand_as: _like_other("expand"),

@@ -1,0 +1,114 @@
+"""Varying views are kept on tensors: what changes a tensor, or looks at its gradient, must not meet an old view."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from hp_dtensor import DeviceMesh, Replicate, Shard, distribute_tensor, get_platform
+from hp_dtensor.testing import run_ranks
+
+Tensor = torch.Tensor
+Gather = Callable[[Tensor], Tensor]
+GENERATOR = torch.Generator().manual_seed(5)
+X = torch.randn(4, 6, generator=GENERATOR)
+WEIGHT = torch.randn(6, 4, generator=GENERATOR)
+
+
+def written_between_uses(x: Tensor, w: Tensor, gather: Gather) -> Tensor:
+    y = gather(x * 1.0)
+    first = y @ w
+    y.mul_(2.0)
+    return first.sin().sum() + (y @ w).sin().sum()
+
+
+def written_after_gathering(x: Tensor, w: Tensor, gather: Gather) -> Tensor:
+    y = gather(x * 1.0)
+    y.mul_(2.0)
+    return (y @ w).sin().sum()
+
+
+def written_through_a_view(x: Tensor, w: Tensor, gather: Gather) -> Tensor:
+    y = gather(x * 1.0)
+    first = y @ w
+    y.transpose(0, 1).mul_(2.0)
+    return first.sin().sum() + (y @ w).sin().sum()
+
+
+def source_written_after_gathering(x: Tensor, w: Tensor, gather: Gather) -> Tensor:
+    source = x * 1.0
+    y = gather(source) * 1.0 if gather(source) is source else gather(source)
+    source.mul_(2.0)
+    return (y @ w).sin().sum()
+
+
+def hook_that_changes_the_gradient(x: Tensor, w: Tensor, gather: Gather) -> Tensor:
+    y = gather(x * 1.0)
+    y.register_hook(lambda grad: grad * 3.0)
+    return (y @ w).sin().sum()
+
+
+def used_under_no_grad_before(x: Tensor, w: Tensor, gather: Gather) -> Tensor:
+    y = gather(x * 1.0)
+    with torch.no_grad():
+        y @ w
+    return (y @ w).sin().sum()
+
+
+def checkpointed(x: Tensor, w: Tensor, gather: Gather) -> Tensor:
+    return checkpoint(lambda y: ((y @ w).sin() * (y @ w)).sum(), gather(x * 1.0), use_reentrant=False)
+
+
+def checkpointed_reentrant(x: Tensor, w: Tensor, gather: Gather) -> Tensor:
+    return checkpoint(lambda y: ((y @ w).sin() * (y @ w)).sum(), gather(x * 1.0), use_reentrant=True)
+
+
+PROGRAMS = (
+    written_between_uses,
+    written_after_gathering,
+    written_through_a_view,
+    source_written_after_gathering,
+    hook_that_changes_the_gradient,
+    used_under_no_grad_before,
+    checkpointed,
+    checkpointed_reentrant,
+)
+
+
+def _gradient(program: Callable[..., Tensor], placement: Any) -> Tensor:
+    mesh = DeviceMesh("cpu", (2,), platform=get_platform("torch"))
+    x = distribute_tensor(X, mesh, (placement,)).requires_grad_()
+    w = distribute_tensor(WEIGHT, mesh, (Shard(1),))
+    program(x, w, lambda t: t.redistribute(placements=[Replicate()])).full_tensor().backward()
+    return x.grad.full_tensor()
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0)], ids=str)
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_gradient_is_that_of_one_device(program: Callable[..., Tensor], placement: Any) -> None:
+    x = X.clone().requires_grad_()
+    program(x, WEIGHT, lambda t: t).backward()
+    for grad in run_ranks(_gradient, 2, "torch", program, placement):
+        torch.testing.assert_close(grad, x.grad, rtol=1e-5, atol=1e-5)
+
+
+def _watched() -> tuple[Tensor, Tensor, bool]:
+    mesh = DeviceMesh("cpu", (2,), platform=get_platform("torch"))
+    x = distribute_tensor(X, mesh, (Shard(0),)).requires_grad_()
+    w = distribute_tensor(WEIGHT, mesh, (Shard(1),))
+    y = x.redistribute(placements=[Replicate()])
+    y.retain_grad()
+    (y @ w).sum().full_tensor().backward()
+    y.data = distribute_tensor(X * 2, mesh, (Replicate(),))
+    return y.grad.full_tensor(), (y @ w).full_tensor(), y.grad is y.grad
+
+
+def test_a_gathered_tensor_retains_its_gradient_and_takes_new_data() -> None:
+    for grad, product, stable in run_ranks(_watched, 2, "torch"):
+        torch.testing.assert_close(grad, torch.ones(4, 4) @ WEIGHT.T)
+        torch.testing.assert_close(product, 2 * X @ WEIGHT)
+        assert stable
