@@ -240,6 +240,17 @@ def _like_other(method: str) -> Handler:
     return handler
 
 
+def _equal(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """`torch.equal`; every rank must call it, as it communicates."""
+    x, y = inspect.signature(lambda input, other: None).bind(*args, **kwargs).args
+    return x.shape == y.shape and bool((x == y).all())
+
+
+def _allclose(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """`torch.allclose`; every rank must call it, as it communicates."""
+    return bool(torch.isclose(*args, **kwargs).all())
+
+
 def _number_of_elements(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     x = args[0] if args else kwargs["input"]
     return x.numel()
@@ -251,6 +262,10 @@ _HANDLERS: dict[Callable[..., Any], Handler] = {
     torch.Tensor.detach: _detach,
     torch.detach: _detach,
     torch.numel: _number_of_elements,
+    torch.equal: _equal,
+    torch.Tensor.equal: _equal,
+    torch.allclose: _allclose,
+    torch.Tensor.allclose: _allclose,
     torch.Tensor.register_hook: _register_hook,
     torch.Tensor.retain_grad: _retain_grad,
     torch.Tensor.view_as: _like_other("view"),
