@@ -37,6 +37,12 @@ class CostModel:
         if self.minimize not in ("bytes", "seconds"):
             raise ValueError(f"CostModel.minimize must be 'bytes' or 'seconds', got {self.minimize!r}")
 
+    @property
+    def depends_on_size(self) -> bool:
+        """Whether tensors of different sizes that are cut alike may have different cheapest plans."""
+        same_everywhere = isinstance(self.latency, (int, float)) and isinstance(self.bandwidth, (int, float))
+        return self.minimize == "seconds" or not same_everywhere
+
     def seconds(self, name: str, axes: Iterable[str], wire_bytes: float) -> float:
         """The time of a step over named axes in which a rank sends `wire_bytes` on average."""
         axes = list(axes)

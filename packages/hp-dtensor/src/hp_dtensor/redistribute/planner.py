@@ -158,9 +158,9 @@ class _Planner:
         uneven = frozenset(p.dim for p in (*source, *target) if isinstance(p, RaggedShard))
         first, last = _without_ragged(source), _without_ragged(target)
         small = _smallest_alike(self.shape, self.mesh_shape, first, last, uneven)
-        nbytes = math.prod(self.shape) * self.itemsize
+        size_class = (math.prod(self.shape) * self.itemsize).bit_length() if self.costs.depends_on_size else 0
         moves = _found_moves(
-            small, self.mesh_shape, first, last, self.op == "sum", uneven, self.costs, self.names, nbytes.bit_length()
+            small, self.mesh_shape, first, last, self.op == "sum", uneven, self.costs, self.names, size_class
         )
         scale, unit = math.prod(self.shape), math.prod(small)
         back = {first: source, last: target} if uneven else {}

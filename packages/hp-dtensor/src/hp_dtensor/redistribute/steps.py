@@ -134,6 +134,7 @@ class Exchange(Step):
 
     def run(self, local: Tensor) -> Tensor:
         messages, platform = self._messages, self.platform
+        assert self.axes or not messages.receives, f"{self.source} -> {self.target} needs communication"
         received = {}
         if messages.own is not None:
             region, labels = messages.own

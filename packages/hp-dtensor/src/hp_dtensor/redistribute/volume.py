@@ -12,7 +12,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hp_dtensor.redistribute.cuts import Placements, agreeing, product
+from hp_dtensor.redistribute.agreement import agreeing
+from hp_dtensor.redistribute.cuts import Placements, product
 
 
 @dataclass(frozen=True, slots=True)
