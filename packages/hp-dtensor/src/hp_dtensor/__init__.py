@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         distribute_module,
         parallelize_module,
     )
+    from hp_dtensor.visualize import draw_sharding, print_sharding, visualize_sharding
     from hp_dtensor.world import ProcessGroup, World, current_world, fake_world, record_collectives
 
 _HOMES = {
@@ -87,6 +88,7 @@ _HOMES = {
         "distribute_module",
         "parallelize_module",
     ),
+    "visualize": ("draw_sharding", "print_sharding", "visualize_sharding"),
     "world": ("ProcessGroup", "World", "current_world", "fake_world", "record_collectives"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -122,6 +124,7 @@ __all__ = [
     "destroy_process_group",
     "distribute_module",
     "distribute_tensor",
+    "draw_sharding",
     "empty",
     "explicit_redistribution",
     "fake_world",
@@ -144,12 +147,14 @@ __all__ = [
     "parallelize_module",
     "parallelize_value_and_grad",
     "plan_redistribute",
+    "print_sharding",
     "rand",
     "randn",
     "record_collectives",
     "replicate_like",
     "shard_module",
     "split_group",
+    "visualize_sharding",
     "zeros",
 ]
 

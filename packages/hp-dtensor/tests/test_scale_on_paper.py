@@ -1,0 +1,82 @@
+"""A million ranks on paper: the cost of meshes does not depend on their size, and planning stays under a second."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+
+import pytest
+
+from hp_dtensor import DeviceMesh, Replicate, Shard, TensorSpec, fake_world, plan_redistribute
+from hp_dtensor.redistribute import planner
+from hp_dtensor.world import ProcessGroup
+
+NAMES = ("pp", "dp", "cp", "tp")
+SMALL, LARGE = (1, 2, 2, 2), (16, 64, 32, 32)
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+MOVES = [
+    ((R, S0, R, S0), (R, R, R, S0)),
+    ((S0, S0, R, S1), (S0, R, R, S1)),
+    ((R, S0, S0, S0), (R, R, R, S1)),
+    ((R, S0, R, S1), (R, S1, R, S0)),
+    ((S0, R, S0, R), (R, S0, R, S0)),
+]
+
+
+def all_meshes(shape):
+    """A mesh with every sub-mesh and flattened axis, coordinates asked for."""
+    mesh = DeviceMesh("cpu", shape, mesh_dim_names=NAMES)
+    made = [mesh]
+    for length in range(1, 5):
+        for names in itertools.combinations(NAMES, length):
+            made.append(mesh[names])
+            if length > 1:
+                made.append(mesh.flatten("_".join(names), names))
+    return [(part.shape, part.get_coordinate()) for part in made]
+
+
+def calls(function, *args):
+    """How many Python calls a function takes."""
+    count = 0
+
+    def profile(frame, event, arg):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(profile)
+    try:
+        function(*args)
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_meshes_cost_the_same_for_eight_and_for_a_million_ranks():
+    with fake_world(8, rank=5):
+        all_meshes(SMALL)
+        small = calls(all_meshes, SMALL)
+    with fake_world(1_048_576, rank=777_777):
+        large = calls(all_meshes, LARGE)
+    assert large <= small * 1.1
+
+
+@pytest.mark.parametrize("rank", [0, 777_777, 1_048_575])
+def test_a_model_is_placed_and_planned_in_under_a_second(rank, monkeypatch):
+    """Process time, with everything planned anew, and no group of ranks made."""
+    monkeypatch.setattr(ProcessGroup, "__init__", lambda *args: pytest.fail("planning made a process group"))
+    for cached in vars(planner).values():
+        if hasattr(cached, "cache_clear"):
+            cached.cache_clear()
+    with fake_world(1_048_576, rank):
+        start = time.process_time()
+        all_meshes(LARGE)
+        mesh = DeviceMesh("cpu", LARGE, mesh_dim_names=NAMES)
+        steps = 0
+        for i, (source, target) in zip(range(1000), itertools.cycle(MOVES), strict=False):
+            shape = (4096 * (1 + i % 50) + (i % 5 == 0), 4096 * (1 + i % 7))
+            specs = TensorSpec(mesh, source, shape, None), TensorSpec(mesh, target, shape, None)
+            steps += len(plan_redistribute(mesh, specs[0].placements, specs[1].placements, shape, 2).steps)
+        elapsed = time.process_time() - start
+    assert steps >= 1000
+    assert elapsed < 1.0
