@@ -6,19 +6,20 @@ steady state an operation costs a dictionary look-up, the local operation and a 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hp_dtensor import api, implicit
 from hp_dtensor.debug import check_explicit
 from hp_dtensor.dtensor import DTensor
-from hp_dtensor.exceptions import MixedOperandsError, ShardingRuleError
+from hp_dtensor.exceptions import HPError, MixedOperandsError, ShardingRuleError
 from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.placements import Placement
-from hp_dtensor.platform import Platform
+from hp_dtensor.placements import Placement, RaggedShard, Shard
+from hp_dtensor.platform import DTYPE_NAMES, Platform
 from hp_dtensor.rules.cost import cheapest
 from hp_dtensor.rules.factors import Factorization, Strategy, strategies
 from hp_dtensor.rules.registry import REQUIRED, OpCall, Registration, RuleRegistry
@@ -133,6 +134,7 @@ class OpPlan:
         in_place: the first argument is the result.
     """
 
+    operation: str
     platform: Platform
     mesh: DeviceMesh
     registration: Registration
@@ -201,9 +203,17 @@ class OpPlan:
         if spec is None or spec.dtype != local.dtype:
             placements, shape = self.outputs[index]
             spec = self.specs[index] = TensorSpec(self.mesh, placements, shape, local.dtype)
-            got = self.platform.local_shape(local)
-            assert got == spec.local_shape, f"the rule gives a local shape {spec.local_shape}, the operation {got}"
+            self._check_shape(local, spec)
         return self.platform.adopt(local, spec)
+
+    def _check_shape(self, local: Any, spec: TensorSpec) -> None:
+        got = self.platform.local_shape(local)
+        if got != spec.local_shape:
+            raise ShardingRuleError(
+                f"{self.operation}: the sharding rule expects a result {list(spec.local_shape)} on this rank, the "
+                f"operation gave {list(got)}; the rule does not cover this form of the call. Write it in another "
+                "way, or run it on local tensors (to_local, local_map)."
+            )
 
 
 # Making plans --------------------------------------------------------------------------------------------
@@ -216,19 +226,22 @@ def _make_plan(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> OpPlan:
-    located = _locate_tensors(args, kwargs)
+    located = _locate_tensors(args, dict(sorted(kwargs.items(), key=lambda item: registration.position(item[0]))))
     specs = tuple(x.spec for _, x in located)
     _check_one_mesh(name, specs)
     mesh = specs[0].mesh
     arguments = {key: _specs_of(value) for key, value in bind(registration, args, kwargs).items()}
     call = OpCall(name, arguments, specs)
     rule = registration.rule(call)
+    if _makes_integers(platform, specs, args, kwargs):
+        rule = replace(rule, terms=None)
     chosen = _choose_strategies(platform, rule, call, registration)
     outputs = tuple(
         (tuple(strategy.outputs[i] for strategy in chosen), rule.output_shape(i)) for i in range(len(rule.outputs))
     )
     cut_axes = _cut_axes(chosen)
     return OpPlan(
+        name,
         platform,
         mesh,
         registration,
@@ -237,9 +250,29 @@ def _make_plan(
         outputs,
         _local_function(rule, cut_axes),
         rule.sizes,
-        {factor: _span(mesh, rule.sizes[factor], axes) for factor, axes in cut_axes.items()},
+        {factor: _span(mesh, rule.sizes[factor], axes, chosen) for factor, axes in cut_axes.items()},
         cut_axes,
     )
+
+
+def _makes_integers(
+    platform: Platform, specs: tuple[TensorSpec, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether floating-point data is rounded to a dtype among the arguments: then the operation is not linear."""
+    if not any(platform.is_floating(spec.dtype) for spec in specs):
+        return False
+    wanted = [value for value in (*args, *kwargs.values()) if type(value) in _dtype_classes(platform)]
+    return any(not platform.is_floating(dtype) for dtype in wanted)
+
+
+@functools.cache
+def _dtype_classes(platform: Platform) -> frozenset[type]:
+    """The classes of a platform's dtypes, less those of ordinary values."""
+    classes = set()
+    for name in DTYPE_NAMES:
+        with contextlib.suppress(ValueError, HPError):
+            classes.add(type(platform.dtype(name)))
+    return frozenset(classes - {str, int, type})
 
 
 def _choose_strategies(
@@ -247,14 +280,26 @@ def _choose_strategies(
 ) -> list[Strategy]:
     """One strategy per mesh axis, earlier axes first, since they cut first."""
     chosen: list[Strategy] = []
-    cut: dict[str, int] = {}
+    cut: dict[str, float] = {}
     nbytes = [_mean_bytes(platform, spec) for spec in call.tensors]
     for axis, ranks in enumerate(call.tensors[0].mesh.shape):
-        strategy = _choose(rule, call, registration, axis, cut, nbytes)
+        strategy = _choose(rule, call, registration, axis, cut, nbytes, _untouched(call, chosen))
         chosen.append(strategy)
         if strategy.factor is not None:
-            cut[strategy.factor] = cut.get(strategy.factor, 1) * ranks
+            parts = math.inf if isinstance(strategy.kind, RaggedShard) else ranks
+            cut[strategy.factor] = cut.get(strategy.factor, 1) * parts
     return chosen
+
+
+def _untouched(call: OpCall, chosen: list[Strategy]) -> list[bool]:
+    """Per tensor whether earlier axes cut it as they do now, so that ragged units on later ones still fit."""
+    return [
+        all(
+            strategy.inputs[index] == placement or not (strategy.inputs[index].is_shard() or placement.is_shard())
+            for strategy, placement in zip(chosen, spec.placements, strict=False)
+        )
+        for index, spec in enumerate(call.tensors)
+    ]
 
 
 def _choose(
@@ -262,12 +307,13 @@ def _choose(
     call: OpCall,
     registration: Registration,
     axis: int,
-    cut: Mapping[str, int],
+    cut: Mapping[str, float],
     nbytes: list[float],
+    untouched: list[bool],
 ) -> Strategy:
     ranks = call.tensors[0].mesh.shape[axis]
     current = [spec.placements[axis] for spec in call.tensors]
-    found = strategies(rule, current, ranks, cut)
+    found = strategies(rule, current, ranks, cut, untouched)
     if registration.in_place:
         found = [strategy for strategy in found if strategy.inputs[0] == strategy.outputs[0] == current[0]]
         if not found:
@@ -322,13 +368,13 @@ def _local_function(rule: Factorization, cut_axes: Mapping[str, Any]) -> Callabl
     return None
 
 
-def _span(mesh: DeviceMesh, size: int, axes: tuple[int, ...]) -> tuple[int, int]:
-    """(start, length) of this rank's part of a factor cut in chunk order over `axes`."""
-    from hp_dtensor.placements import Shard
-
+def _span(mesh: DeviceMesh, size: int, axes: tuple[int, ...], chosen: list[Strategy]) -> tuple[int, int]:
+    """(start, length) of this rank's part of a factor cut over `axes`."""
     coordinate, start, length = mesh.get_coordinate(), 0, size
     for axis in axes:
-        offset, length = Shard(0).interval(length, mesh.shape[axis], coordinate[axis] if coordinate else 0)
+        kind = chosen[axis].kind
+        assert isinstance(kind, (Shard, RaggedShard))
+        offset, length = kind.interval(length, mesh.shape[axis], coordinate[axis] if coordinate else 0)
         start += offset
     return start, length
 
@@ -338,7 +384,7 @@ def _span(mesh: DeviceMesh, size: int, axes: tuple[int, ...]) -> tuple[int, int]
 
 def bind(registration: Registration, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments by parameter name, with the signature's defaults; further keyword arguments as they are."""
-    bound = dict(kwargs)
+    bound = {_parameter_name(registration, keyword): value for keyword, value in kwargs.items()}
     for index, parameter in enumerate(registration.parameters):
         if index < len(args):
             collapse = parameter.variadic and not isinstance(args[index], (tuple, list))
@@ -361,8 +407,14 @@ def _replace_static(
                 *([] if parameter.variadic else args[index + 1 :]),
             ]
         else:
-            kwargs[parameter.name] = replaced[parameter.name]
+            given = [keyword for keyword in kwargs if registration.position(keyword) == index]
+            kwargs[given[0] if given else parameter.name] = replaced[parameter.name]
     return args
+
+
+def _parameter_name(registration: Registration, keyword: str) -> str:
+    position = registration.position(keyword)
+    return registration.parameters[position].name if position < len(registration.parameters) else keyword
 
 
 def _replace(args: list[Any], kwargs: dict[str, Any], location: Location, change: Callable[[Any], Any]) -> None:
@@ -390,7 +442,8 @@ def _specs_of(value: Any) -> Any:
     if isinstance(value, DTensor):
         return value.spec
     if isinstance(value, (tuple, list)):
-        return tuple(_specs_of(item) for item in value)
+        items = [_specs_of(item) for item in value]
+        return items if type(value) is list else tuple(items)
     return value
 
 
@@ -400,8 +453,8 @@ def _key(platform: Platform, name: str, value: Any, by_type: bool) -> Any:
     kind = type(value)
     if kind is int or kind is float or kind is bool:
         return kind if by_type else (kind, value)
-    if kind is tuple or kind is list:
-        return tuple([_key(platform, name, item, by_type) for item in value])
+    if kind is tuple or kind is list:  # told apart: as an index they mean different things
+        return kind, *[_key(platform, name, item, by_type) for item in value]
     if kind is dict:
         return tuple([(key, _key(platform, name, item, by_type)) for key, item in value.items()])
     if kind is slice:

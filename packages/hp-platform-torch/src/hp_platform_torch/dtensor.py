@@ -97,7 +97,8 @@ class Operation:
         if kind is int or kind is float or kind is bool:
             return kind if self.by_type else (kind, value)
         if kind is tuple or kind is list or kind is torch.Size:
-            return tuple([x._spec if type(x) is TorchDTensor else self.static_key(x) for x in value])
+            items = [x._spec if type(x) is TorchDTensor else self.static_key(x) for x in value]
+            return tuple(items) if kind is tuple else (kind, *items)  # as an index a list means something else
         if kind is slice:
             return slice, value.start, value.stop, value.step
         if kind in _KEPT_BY_VALUE:

@@ -61,17 +61,25 @@ class Factorization:
                 return index
         return None
 
-    def splittable(self, factor: str, parts: int) -> bool:
-        """Whether `factor` may be cut into `parts`: outermost wherever it is merged, and then evenly."""
+    def splittable(self, factor: str) -> bool:
+        """Whether `factor` may be cut at all: it is outermost wherever it is merged."""
         if factor in self.fixed or self._lost(factor):
             return False
+        return all(dim[0] == factor for dim in self._merged(factor))
+
+    def splits_in_chunks(self, factor: str, parts: float) -> bool:
+        """Whether a splittable factor may be cut in chunk order into `parts`: evenly where it is merged."""
         size = self.sizes[factor]
         if factor in self.nonempty and -(-size // parts) * (parts - 1) >= size:
             return False
-        merged = [dim for dims in (*self.inputs, *self.outputs) for dim in dims if factor in dim and len(dim) > 1]
-        if any(dim[0] != factor for dim in merged):
-            return False
-        return not merged or size % parts == 0
+        return not self._merged(factor) or size % parts == 0
+
+    def elements_inside(self, dim: Dim, factor: str) -> int:
+        """Elements of a dimension per element of its outermost factor."""
+        return math.prod(self.sizes[other] for other in dim if other != factor)
+
+    def _merged(self, factor: str) -> list[Dim]:
+        return [dim for dims in (*self.inputs, *self.outputs) for dim in dims if factor in dim and len(dim) > 1]
 
     def _lost(self, factor: str) -> bool:
         kept = all(self.dim_of(dims, factor) is not None for dims in self.outputs)
@@ -80,18 +88,22 @@ class Factorization:
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """What one mesh axis does in an operation: the placements that inputs must have and outputs get."""
+    """What one mesh axis does in an operation: the placements that inputs must have and outputs get.
+
+    `kind` says how it cuts `factor`, as a placement of dimension 0.
+    """
 
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
     factor: str | None = None
+    kind: Placement | None = None
 
     def keeping(self, ignored: frozenset[int], current: Sequence[Placement]) -> Strategy:
         """The same with the ignored inputs as they are."""
         if not ignored:
             return self
         inputs = tuple(current[i] if i in ignored else placement for i, placement in enumerate(self.inputs))
-        return Strategy(inputs, self.outputs, self.factor)
+        return Strategy(inputs, self.outputs, self.factor, self.kind)
 
     @property
     def is_replicated(self) -> bool:
@@ -99,19 +111,29 @@ class Strategy:
 
 
 def strategies(
-    rule: Factorization, current: Sequence[Placement], ranks: int, cut_already: Mapping[str, int]
+    rule: Factorization,
+    current: Sequence[Placement],
+    ranks: int,
+    cut_already: Mapping[str, float],
+    untouched: Sequence[bool],
 ) -> list[Strategy]:
     """Every way for an axis to take part, given what its inputs are now.
 
     Args:
         ranks: of this axis.
-        cut_already: factor -> number of parts that earlier axes cut it into.
+        cut_already: factor -> number of parts that earlier axes cut it into, infinite where these are ragged.
+        untouched: per input whether earlier axes leave it cut as it is; only then may it stay ragged here.
     """
     found = [_replicated(rule)]
     for factor in rule.sizes:
         worth_it = rule.sizes[factor] > 1 or _is_cut(rule, factor, current)
-        if worth_it and rule.splittable(factor, ranks * cut_already.get(factor, 1)):
-            found += _cut(rule, factor, current)
+        if worth_it and rule.splittable(factor):
+            kinds: list[Placement] = []
+            if rule.splits_in_chunks(factor, ranks * cut_already.get(factor, 1)):
+                kinds.append(Shard(0))
+            usable = [p if same else REPLICATE for p, same in zip(current, untouched, strict=True)]
+            kinds += _ragged_kinds(rule, factor, usable, nested=factor in cut_already)
+            found += _cut(rule, factor, kinds)
     found += _partial_inputs(rule)
     return found
 
@@ -128,24 +150,40 @@ def _replicated(rule: Factorization) -> Strategy:
     return Strategy((REPLICATE,) * len(rule.inputs), (REPLICATE,) * len(rule.outputs))
 
 
-def _cut(rule: Factorization, factor: str, current: Sequence[Placement]) -> list[Strategy]:
-    """Cut a factor in chunk order, or in the ragged way that some input has it cut already."""
-    kinds: list[Placement] = [Shard(0)]
+def _ragged_kinds(rule: Factorization, factor: str, current: Sequence[Placement], nested: bool) -> list[Placement]:
+    """The ragged ways in which some input has a factor cut already, in elements of the factor.
+
+    Where earlier axes cut the factor too (`nested`), units differ between ranks, and no choice may depend on them.
+    """
+    kinds: list[Placement] = []
     for dims, placement in zip(rule.inputs, current, strict=True):
         dim = rule.dim_of(dims, factor)
-        if isinstance(placement, RaggedShard) and dim == placement.dim and len(dims[dim]) == 1:
-            kinds.append(placement)
-    result = []
-    for kind in dict.fromkeys(kinds):
-        inputs = _cut_inputs(rule, factor, kind)
-        if inputs is not None:
-            outputs = tuple(_cut_output(rule, factor, kind, dims) for dims in rule.outputs)
-            result.append(Strategy(inputs, outputs, factor))
-    return result
+        if not isinstance(placement, RaggedShard) or dim is None or dim != placement.dim:
+            continue
+        inside = rule.elements_inside(dims[dim], factor)
+        if inside == 0 or (nested and (inside > 1 or factor in rule.nonempty)):
+            continue
+        empty = factor in rule.nonempty and 0 in placement.units
+        if not empty and all(unit % inside == 0 for unit in placement.units):
+            kinds.append(RaggedShard(0, tuple(unit // inside for unit in placement.units)))
+    return kinds
 
 
-def _cut_inputs(rule: Factorization, factor: str, kind: Placement) -> tuple[Placement, ...] | None:
-    placements = [_on_dim(kind, rule.dim_of(dims, factor)) for dims in rule.inputs]
+def _cut(rule: Factorization, factor: str, kinds: Sequence[Placement]) -> list[Strategy]:
+    """Cut a factor in each of the given ways."""
+    return [
+        Strategy(
+            _cut_inputs(rule, factor, kind),
+            tuple(_cut_output(rule, factor, kind, dims) for dims in rule.outputs),
+            factor,
+            kind,
+        )
+        for kind in dict.fromkeys(kinds)
+    ]
+
+
+def _cut_inputs(rule: Factorization, factor: str, kind: Placement) -> tuple[Placement, ...]:
+    placements = [_on_dim(rule, kind, factor, dims) for dims in rule.inputs]
     if factor not in rule.reduced or rule.reduced[factor] != "sum" or factor in rule.complete:
         return tuple(placements)
     for term in rule.terms or ():
@@ -155,16 +193,20 @@ def _cut_inputs(rule: Factorization, factor: str, kind: Placement) -> tuple[Plac
 
 
 def _cut_output(rule: Factorization, factor: str, kind: Placement, dims: Dims) -> Placement:
-    dim = rule.dim_of(dims, factor)
-    if dim is not None:
-        return _on_dim(kind, dim)
+    if rule.dim_of(dims, factor) is not None:
+        return _on_dim(rule, kind, factor, dims)
     return REPLICATE if factor in rule.complete else Partial(rule.reduced[factor])
 
 
-def _on_dim(kind: Placement, dim: int | None) -> Placement:
+def _on_dim(rule: Factorization, kind: Placement, factor: str, dims: Dims) -> Placement:
+    """The placement of one tensor when a factor is cut."""
+    dim = rule.dim_of(dims, factor)
     if dim is None:
         return REPLICATE
-    return RaggedShard(dim, kind.units) if isinstance(kind, RaggedShard) else Shard(dim)
+    if not isinstance(kind, RaggedShard):
+        return Shard(dim)
+    inside = rule.elements_inside(dims[dim], factor)
+    return RaggedShard(dim, tuple(unit * inside for unit in kind.units))
 
 
 def _partial_inputs(rule: Factorization) -> list[Strategy]:

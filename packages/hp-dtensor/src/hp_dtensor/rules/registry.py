@@ -66,6 +66,12 @@ class Registration:
     in_place: bool = False
     by_type: bool = False
 
+    def position(self, keyword: str) -> int:
+        """The position of the parameter that a keyword names; after all of them for one that names none."""
+        names = [parameter.name for parameter in self.parameters]
+        name = keyword if keyword in names else KEYWORD_SYNONYMS.get(keyword, keyword)
+        return names.index(name) if name in names else len(names)
+
 
 class RuleRegistry:
     """Rules by canonical (torch) operation name."""
@@ -97,6 +103,19 @@ class RuleRegistry:
         """All operations that have a rule, sorted."""
         return tuple(sorted(self._registrations))
 
+
+KEYWORD_SYNONYMS = {
+    "axis": "dim",
+    "keepdims": "keepdim",
+    "axis0": "dim0",
+    "axis1": "dim1",
+    "size": "shape",
+    "sizes": "repeats",
+    "split_size": "sizes",
+    "split_size_or_sections": "sizes",
+    "indices_or_sections": "sizes",
+}
+"""Other names of parameters in frameworks' signatures; they count where an operation has no parameter of that name."""
 
 _DEFAULTS = {"None": None, "False": False, "True": True}
 
