@@ -1,8 +1,9 @@
-"""One training step under hp_fsdp, torch's `fully_shard` and DDP, in turns, on two gloo ranks of one thread each.
+"""One training step under hp_fsdp, torch's `fully_shard` and DDP, on two gloo ranks of one thread each.
 
     python benchmarks/fsdp_step.py [--layers 8] [--rounds 7]
 
-Prints the median step time of each and the ratios; a transformer of about 25 million parameters.
+A transformer of about 25 million parameters. Prints the median step time of each contender, measured in turns in
+the same processes, and the largest resident memory of each, measured in processes of its own; both as ratios.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
+import socket
 import statistics
 import time
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,6 +23,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 VOCABULARY = 8192
+WARM_UP = 2
 
 
 class Block(nn.Module):
@@ -83,35 +88,54 @@ def ddp(model: Transformer) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model)
 
 
-def rank_main(rank: int, size: int, port: int, options: argparse.Namespace, results: object) -> None:
+CONTENDERS: dict[str, Callable[[Transformer], nn.Module]] = {"ours": ours, "fsdp2": fsdp2, "ddp": ddp}
+
+
+def rank_main(rank: int, port: int, names: Sequence[str], options: argparse.Namespace, results: object) -> None:
+    """One rank: every contender takes each step in turn; rank 0 reports times, losses and its peak memory."""
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=size)
-    contenders = {}
-    for wrap in (ours, fsdp2, ddp):
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    trained = {}
+    for name in names:
         torch.manual_seed(0)
-        model = wrap(Transformer(options.layers, options.dim))
-        contenders[wrap.__name__] = model, torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    losses: dict[str, list[float]] = {name: [] for name in contenders}
-    for step in range(options.rounds + 2):
+        model = CONTENDERS[name](Transformer(options.layers, options.dim))
+        trained[name] = model, torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    losses: dict[str, list[float]] = {name: [] for name in names}
+    for step in range(options.rounds + WARM_UP):
         generator = torch.Generator().manual_seed(1000 * rank + step)
         ids = torch.randint(0, VOCABULARY, (options.batch, options.length + 1), generator=generator)
-        for name, (model, optimizer) in contenders.items():
+        for name, (model, optimizer) in trained.items():
             dist.barrier()
             start = time.perf_counter()
-            logits = model(ids[:, :-1])
-            loss = cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+            loss = cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            if step >= 2:
+            if step >= WARM_UP:
                 times[name].append(time.perf_counter() - start)
             losses[name].append(loss.item())
     if rank == 0:
-        results.put((times, losses, sum(p.numel() for p in Transformer(options.layers, options.dim).parameters())))
+        results.put((times, losses, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def run(
+    names: Sequence[str], options: argparse.Namespace
+) -> tuple[dict[str, list[float]], dict[str, list[float]], int]:
+    """Both ranks with these contenders: (seconds, losses, peak bytes) of rank 0."""
+    context = torch.multiprocessing.get_context("spawn")
+    results, port = context.SimpleQueue(), _free_port()
+    ranks = [context.Process(target=rank_main, args=(rank, port, names, options, results)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    if any(process.exitcode for process in ranks):
+        raise SystemExit("a rank failed; its error is above")
+    return results.get()
 
 
 def main() -> None:
@@ -122,29 +146,24 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
-    context = torch.multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
-    port = _free_port()
-    ranks = [context.Process(target=rank_main, args=(r, 2, port, options, results)) for r in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    if any(process.exitcode for process in ranks):
-        raise SystemExit("a rank failed")
-    times, losses, num_parameters = results.get()
-    medians = {name: statistics.median(values) for name, values in times.items()}
+    times, losses, _ = run(list(CONTENDERS), options)
+    seconds = {name: statistics.median(values) for name, values in times.items()}
+    options.rounds = 1
+    peak = {name: run([name], options)[2] for name in CONTENDERS}
+    num_parameters = sum(p.numel() for p in Transformer(options.layers, options.dim).parameters())
+    print(f"{num_parameters / 1e6:.1f} M parameters, 2 gloo ranks; in brackets what ours takes of it")
+    for name in CONTENDERS:
+        step, memory = seconds[name], peak[name]
+        print(
+            f"{name:6s} {step * 1e3:8.1f} ms ({seconds['ours'] / step:4.2f})"
+            f" {memory / 2**20:8.0f} MiB ({peak['ours'] / memory:4.2f})"
+        )
     worst = max(abs(a - b) for a, b in zip(losses["ours"], losses["fsdp2"], strict=True))
-    print(f"{num_parameters / 1e6:.1f} M parameters, 2 gloo ranks, {options.rounds} rounds")
-    for name, seconds in medians.items():
-        print(f"{name:6s} {seconds * 1e3:8.1f} ms   {medians['ours'] / seconds:5.2f} (ours / {name})")
     print(f"largest difference of a loss between ours and fsdp2: {worst:.1e}")
-    print(json.dumps({name: round(seconds, 5) for name, seconds in medians.items()}))
+    print(json.dumps({"seconds": seconds, "peak_bytes": peak}))
 
 
 def _free_port() -> int:
-    import socket
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
