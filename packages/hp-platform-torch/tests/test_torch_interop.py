@@ -1,0 +1,39 @@
+"""To and from torch's own DTensors on real ranks: no copies, shared groups, distributed checkpoints."""
+
+from __future__ import annotations
+
+import torch_interop_ranks as on_rank
+
+
+def test_tensors_come_and_go_without_a_copy(two_ranks):
+    assert two_ranks.run(on_rank.there_and_back) == [True, True]
+
+
+def test_gradients_flow_through_torchs_operations(two_ranks):
+    assert two_ranks.run(on_rank.gradients) == [True, True]
+
+
+def test_torchs_tensors_take_part_in_our_operations(two_ranks):
+    assert two_ranks.run(on_rank.their_tensor_in_our_operations) == [True, True]
+
+
+def test_process_groups_are_shared(three_ranks):
+    expected = ([4.0, 4.0], [4.0, 4.0], [0, 2], (3,))
+    assert three_ranks.run(on_rank.groups_are_shared) == [expected, None, expected]
+
+
+def test_a_mesh_of_two_axes(two_ranks):
+    assert two_ranks.run(on_rank.two_axes) == [True, True]
+
+
+def test_what_torch_does_not_have_is_refused(two_ranks):
+    for message in two_ranks.run(on_rank.refusals):
+        assert message == (
+            "torch's DTensor has no placement like RaggedShard(0, (5, 2)); "
+            "redistribute to Shard(0) or Replicate() first"
+        )
+    assert "need real ranks of torch.distributed" in two_ranks.run(on_rank.simulated_mesh_is_refused)[0]
+
+
+def test_a_distributed_checkpoint_goes_into_another_layout(two_ranks, tmp_path):
+    assert two_ranks.run(on_rank.checkpoint, str(tmp_path)) == [[True] * 5] * 2

@@ -1,0 +1,145 @@
+"""What real ranks do with torch's own DTensors; see test_torch_interop.py."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.tensor import DeviceMesh as TorchMesh
+from torch.distributed.tensor import Partial as TorchPartial
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor import distribute_tensor as torch_distribute
+
+from hp_dtensor import (
+    DeviceMesh,
+    Partial,
+    RaggedShard,
+    Replicate,
+    Shard,
+    ShardingPlan,
+    distribute_tensor,
+    from_local,
+    init_device_mesh,
+    shard_module,
+)
+from hp_dtensor.exceptions import MeshError, PlacementError
+from hp_platform_torch.interop import (
+    from_torch_dtensor,
+    from_torch_mesh,
+    to_torch_dtensor,
+    to_torch_mesh,
+    to_torch_state_dict,
+)
+
+WHOLE = torch.arange(35.0).view(7, 5)
+
+
+def one_axis():
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",), platform="torch")
+
+
+def there_and_back():
+    """Every placement that both have: memory, values, placements."""
+    mesh = one_axis()
+    for placement in (Replicate(), Shard(0), Shard(1)):
+        x = distribute_tensor(WHOLE.clone(), mesh, [placement], source_rank=None)
+        theirs = to_torch_dtensor(x)
+        ours = from_torch_dtensor(theirs)
+        assert torch.equal(theirs.full_tensor(), WHOLE)
+        assert theirs.to_local().data_ptr() == x.to_local().data_ptr() == ours.to_local().data_ptr()
+        assert ours.spec is x.spec
+    partial = from_local(torch.full((2,), float(mesh.world.rank + 1)), mesh, [Partial()])
+    return to_torch_dtensor(partial).full_tensor().tolist() == partial.full_tensor().tolist()
+
+
+def gradients():
+    """Through both conversions and torch's own operations in between."""
+    mesh = one_axis()
+    w = distribute_tensor(WHOLE.clone(), mesh, [Shard(0)], source_rank=None).requires_grad_()
+    ours = from_torch_dtensor(to_torch_dtensor(w) * 3.0)
+    (ours * ours).sum().backward()
+    return torch.equal(w.grad.full_tensor(), 18 * WHOLE)
+
+
+def their_tensor_in_our_operations():
+    torch_mesh = TorchMesh("cpu", torch.arange(dist.get_world_size()), mesh_dim_names=("dp",))
+    x = from_torch_dtensor(torch_distribute(WHOLE, torch_mesh, [TorchShard(0)]))
+    y = from_torch_dtensor(torch_distribute(WHOLE, torch_mesh, [TorchReplicate()]))
+    partial = from_torch_dtensor(torch_distribute(WHOLE, torch_mesh, [TorchPartial()]))
+    assert x.device_mesh == y.device_mesh == from_torch_mesh(torch_mesh)
+    return ((x @ y.T).sum() + partial.sum()).item() == (WHOLE @ WHOLE.T).sum().item() + WHOLE.sum().item()
+
+
+def groups_are_shared():
+    """On three ranks: a group of two of them, ours in torch and torch's in ours."""
+    rank = dist.get_rank()
+    created = dist.new_group([0, 2])
+    world = one_axis().world
+    if rank == 1:
+        return None
+    lower = DeviceMesh("cpu", (2,), mesh_dim_names=("dp",), ranks=(0, 2), world=world)
+    theirs = to_torch_mesh(lower)
+    assert to_torch_mesh(lower) is theirs
+    assert theirs.get_group()._get_backend(torch.device("cpu")) is lower.get_group().connection("cpu")
+    x = torch.full((2,), float(rank + 1))
+    dist.all_reduce(x, group=theirs.get_group())
+    back = from_torch_mesh(TorchMesh.from_group(created, "cpu"))
+    y = torch.full((2,), float(rank + 1))
+    back.get_group().all_reduce(y)
+    total = to_torch_dtensor(from_local(torch.ones(2 - rank // 2), lower, [Shard(0)], shape=(3,)))
+    return x.tolist(), y.tolist(), dist.get_process_group_ranks(theirs.get_group()), total.shape
+
+
+def two_axes():
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("pp", "tp"), platform="torch")
+    x = distribute_tensor(WHOLE, mesh, [Shard(0), Shard(1)], source_rank=None)
+    theirs = to_torch_dtensor(x)
+    assert theirs.device_mesh.mesh_dim_names == ("pp", "tp")
+    return torch.equal(theirs.full_tensor(), WHOLE)
+
+
+def refusals():
+    mesh = one_axis()
+    ragged = from_local(torch.ones((5, 2)[mesh.world.rank], 2), mesh, [RaggedShard(0, (5, 2))])
+    in_order = from_local(torch.ones((4, 3)[mesh.world.rank], 2), mesh, [RaggedShard(0, (4, 3))])
+    assert to_torch_dtensor(in_order).placements == (TorchShard(0),)
+    try:
+        to_torch_dtensor(ragged)
+    except PlacementError as error:
+        return str(error)
+
+
+def simulated_mesh_is_refused():
+    from hp_dtensor.testing import run_ranks
+
+    def convert():
+        try:
+            to_torch_mesh(init_device_mesh("cpu", (2,), platform="torch"))
+        except MeshError as error:
+            return str(error)
+
+    return run_ranks(convert, 2, "torch")[0]
+
+
+def _model(seed, placements):
+    torch.manual_seed(seed)
+    mesh = one_axis()
+    plan = {"0.weight": (placements[0],), "0.bias": (placements[0],), "1.weight": (placements[1],)}
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3, bias=False), nn.LayerNorm(3))
+    return shard_module(model, mesh, ShardingPlan(plan))
+
+
+def checkpoint(folder):
+    """Saved by torch.distributed.checkpoint, read into a model of another layout; weights before and after."""
+    saved, read = _model(0, (Shard(0), Shard(1))), _model(1, (Replicate(), Shard(0)))
+    dcp.save({"model": to_torch_state_dict(saved.state_dict())}, checkpoint_id=folder)
+    state = {"model": to_torch_state_dict(read.state_dict())}
+    dcp.load(state, checkpoint_id=folder)
+    same = []
+    for p, q in zip(saved.parameters(), read.parameters(), strict=True):
+        whole = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in (p, q)]
+        same.append(torch.equal(*whole))
+    return same
