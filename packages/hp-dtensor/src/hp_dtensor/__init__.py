@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hp_dtensor.layout import Layout
     from hp_dtensor.local_map import custom_shard, local_map
     from hp_dtensor.mesh import DeviceMesh, init_device_mesh
+    from hp_dtensor.meta import init_empty_weights, init_on_device, materialize
     from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
     from hp_dtensor.platform import Platform
     from hp_dtensor.plugins import hookimpl
@@ -62,6 +63,7 @@ _HOMES = {
     "layout": ("Layout",),
     "local_map": ("custom_shard", "local_map"),
     "mesh": ("DeviceMesh", "init_device_mesh"),
+    "meta": ("init_empty_weights", "init_on_device", "materialize"),
     "placements": ("Partial", "Placement", "RaggedShard", "Replicate", "Shard", "StridedShard"),
     "platform": ("Platform",),
     "plugins": ("hookimpl",),
@@ -139,10 +141,13 @@ __all__ = [
     "hookimpl",
     "implicit_replication",
     "init_device_mesh",
+    "init_empty_weights",
+    "init_on_device",
     "init_parameters",
     "init_process_group",
     "local_map",
     "manual_seed",
+    "materialize",
     "ones",
     "parallelize_module",
     "parallelize_value_and_grad",

@@ -29,6 +29,10 @@ class ShardShapeError(HPError, ValueError):
     """A local shard whose shape is not the one its placements give."""
 
 
+class MetaTensorError(HPError, ValueError):
+    """A tensor without data where data is needed; names it."""
+
+
 class ShardingRuleError(HPError, NotImplementedError):
     """An operation without a sharding rule, or one that its rule refuses for these placements."""
 

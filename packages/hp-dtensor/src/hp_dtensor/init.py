@@ -17,6 +17,7 @@ from typing import Any
 import numpy
 
 from hp_dtensor.dtensor import DTensor
+from hp_dtensor.exceptions import MetaTensorError
 from hp_dtensor.nn import Module
 from hp_dtensor.platform import Platform
 from hp_dtensor.selection import get_platform
@@ -83,8 +84,14 @@ def init_parameters(module: Any, initializer: Initializer, seed: int, platform: 
         initializer: (dotted name, global shape) -> how to draw it.
         seed: any integer; the same seed gives the same values everywhere.
         platform: default: the module's own where it is a `hp_dtensor.nn.Module`, else the selected one.
+
+    Raises:
+        MetaTensorError: parameters without data, all of them listed.
     """
     chosen = platform or (module.platform if isinstance(module, Module) else get_platform())
+    without_data = [name for name, parameter in chosen.named_parameters(module) if chosen.is_meta(parameter)]
+    if without_data:
+        raise MetaTensorError(f"parameters have no data: {', '.join(without_data)}; call materialize(module) first")
     with chosen.no_grad():
         for name, parameter in chosen.named_parameters(module):
             _fill(chosen, parameter, initializer(name, tuple(parameter.shape)), stream_key(seed, name))

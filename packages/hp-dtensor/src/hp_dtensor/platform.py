@@ -161,6 +161,16 @@ class Platform(ABC):
     def is_meta(self, x: Tensor) -> bool:
         """Whether `x` has a shape but no data."""
 
+    def default_device(self, device: Any) -> AbstractContextManager[None]:
+        """Inside the block, tensors of this thread for which no device is named are made on `device`.
+
+        `"meta"` gives tensors that have a shape but no data.
+
+        Raises:
+            CapabilityError: the framework has no such device.
+        """
+        raise CapabilityError(f"platform {self.name!r} cannot make tensors on {device!r} instead of its own device")
+
     # Autograd --------------------------------------------------------------------------------------------
 
     @abstractmethod

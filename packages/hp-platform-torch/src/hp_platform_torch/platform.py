@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -35,7 +37,7 @@ class TorchPlatform(Platform):
     `HP_DEVICE` (`cpu`, `cuda`, `npu`) limits it to one kind of device where it could use several.
 
     Attributes:
-        device: this rank's default device.
+        device: this rank's default device, or that of `default_device` around it.
     """
 
     name = "torch"
@@ -46,10 +48,19 @@ class TorchPlatform(Platform):
 
     def __init__(self) -> None:
         self.device_types = _device_types()
+        self._devices = threading.local()
         self.device = torch.device(self.device_types[0], 0) if self.device_types[0] != "cpu" else torch.device("cpu")
         self.ops = build_ops(lambda: self.device)
         self._owns_process_group = False
         self._connections = 0
+
+    @property
+    def device(self) -> torch.device:
+        return getattr(self._devices, "chosen", None) or self._own_device
+
+    @device.setter
+    def device(self, device: torch.device) -> None:
+        self._own_device = device
 
     # Processes -------------------------------------------------------------------------------------------
 
@@ -159,6 +170,16 @@ class TorchPlatform(Platform):
 
     def is_meta(self, x: Tensor) -> bool:
         return x.is_meta
+
+    @contextlib.contextmanager
+    def default_device(self, device: Any) -> Iterator[None]:
+        before = getattr(self._devices, "chosen", None)
+        self._devices.chosen = torch.device(device)
+        try:
+            with self._devices.chosen:
+                yield
+        finally:
+            self._devices.chosen = before
 
     # Autograd --------------------------------------------------------------------------------------------
 

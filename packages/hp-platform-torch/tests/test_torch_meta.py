@@ -1,0 +1,51 @@
+"""torch's own modules on the meta device: no tensor with data is larger than a shard until the end."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hp_dtensor import (
+    Shard,
+    ShardingPlan,
+    init_device_mesh,
+    init_empty_weights,
+    init_parameters,
+    materialize,
+    shard_module,
+)
+from hp_dtensor.init import Normal
+from hp_dtensor.testing import run_ranks
+
+
+class _Largest(TorchDispatchMode):
+    """The most elements that any tensor with data had that an operation gave."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(x, torch.Tensor) and not x.is_meta:
+                self.numel = max(self.numel, x.numel())
+        return result
+
+
+def test_a_torch_module_gets_its_shards_only():
+    def run():
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+        with _Largest() as seen:
+            with init_empty_weights("torch"):
+                model = nn.Sequential(nn.Linear(64, 128), nn.LayerNorm(128), nn.Linear(128, 64, dtype=torch.bfloat16))
+            plan = {"0.weight": (Shard(0),), "0.bias": (Shard(0),), "2.weight": (Shard(1),)}
+            shard_module(model, mesh, ShardingPlan(plan))
+            materialize(model)
+            init_parameters(model, lambda name, shape: Normal(0.02), seed=1)
+        assert model[2].weight.dtype == torch.bfloat16
+        return seen.numel, model[0].weight.full_tensor()
+
+    results = run_ranks(run, 4, "torch")
+    assert [numel for numel, _ in results] == [64 * 128 // 4] * 4
+    assert all(torch.equal(whole, results[0][1]) for _, whole in results)
+    assert results[0][1].std().item() > 0.018
