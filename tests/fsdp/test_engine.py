@@ -622,3 +622,32 @@ def test_experts_on_a_mesh_of_their_own(hp_platform):
         numpy.testing.assert_array_equal(whole(hp_platform, hp_platform.get_grad(weight)), expected)
 
     run_ranks(rank, 4, hp_platform)
+
+
+@pytest.mark.parametrize(
+    ("shape", "tp", "dim"),
+    [((3, 2), 2, 0), ((2, 6), 4, 1), ((4, 3, 2), 4, 1), ((1, 5), 1, 1), ((3, 0), 1, 0), ((0, 3), 1, 1), ((1,), 2, 0)],
+)
+def test_parameters_are_cut_along_the_first_dimension_of_which_ranks_hold_more_than_one(hp_platform, shape, tp, dim):
+    """Every rank cuts the same one, also a rank that holds nothing of the parameter before."""
+
+    class One(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = self.parameter(shape)
+
+    values = numpy.arange(numpy.prod(shape), dtype=numpy.float32).reshape(shape)
+
+    def rank():
+        mesh = init_device_mesh("cpu", (2, tp), mesh_dim_names=("dp", "tp"), platform=hp_platform)
+        with nn.building(hp_platform):
+            model = One()
+        hp_platform.copy_(model.weight, hp_platform.from_numpy(values))
+        if tp > 1:
+            place_parameter(model, "weight", mesh["tp"], [Shard(0)])
+        fully_shard(model, mesh["dp"])
+        ragged = model.weight.placements[-1]
+        assert ragged.dim == dim
+        numpy.testing.assert_array_equal(whole(hp_platform, model.weight), values)
+
+    run_ranks(rank, 2 * tp, hp_platform)

@@ -10,7 +10,7 @@ from typing import Any
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import HPError
 from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.placements import Placement, RaggedShard, Replicate
+from hp_dtensor.placements import Placement, RaggedShard, Replicate, Shard
 from hp_dtensor.platform import Platform
 from hp_dtensor.spec import TensorSpec
 from hp_fsdp.layout import Block
@@ -50,8 +50,12 @@ class Original:
 
     @property
     def cut_dim(self) -> int:
-        """The dimension that is cut: the first one longer than 1, so that a cut leaves contiguous parts."""
-        return next((dim for dim, size in enumerate(self.local_shape) if size > 1), 0)
+        """The dimension that is cut: the first one longer than 1, so that a cut leaves contiguous parts.
+
+        The same on every rank: what counts is the longest part that any rank has.
+        """
+        longest = _longest_local_shape(self.spec) if self.spec is not None else self.local_shape
+        return next((dim for dim, size in enumerate(longest) if size > 1), 0)
 
     @property
     def row_numel(self) -> int:
@@ -62,6 +66,16 @@ class Original:
         return Block(math.prod(self.local_shape), math.lcm(max(1, self.row_numel), alignment))
 
 
+def _longest_local_shape(spec: TensorSpec) -> list[int]:
+    shape = list(spec.shape)
+    for size, placement in zip(spec.mesh.shape, spec.placements, strict=True):
+        if isinstance(placement, Shard):
+            shape[placement.dim] = -(-shape[placement.dim] // size)
+        elif isinstance(placement, RaggedShard):
+            shape[placement.dim] = max(placement.units)
+    return shape
+
+
 def sharded_spec(original: Original, mesh: DeviceMesh, pieces: Sequence[int]) -> TensorSpec:
     """The spec of the sharded parameter: the original's axes, then `mesh`'s, the last one ragged.
 
@@ -69,6 +83,8 @@ def sharded_spec(original: Original, mesh: DeviceMesh, pieces: Sequence[int]) ->
         pieces: elements of the local tensor that each rank of the last axis of `mesh` holds.
     """
     rows = tuple(piece // max(1, original.row_numel) for piece in pieces)
+    if math.prod(original.local_shape) == 0:
+        rows = (original.local_shape[original.cut_dim], *rows[1:])
     added: tuple[Placement, ...] = (Replicate(),) * (mesh.ndim - 1) + (RaggedShard(original.cut_dim, rows),)
     if original.spec is None:
         return TensorSpec(mesh, added, original.local_shape, original.tensor.dtype)
