@@ -12,7 +12,7 @@ from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import MixedOperandsError, PlacementError, ShardShapeError
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard
-from hp_dtensor.redistribute import RedistributePlan, plan_between
+from hp_dtensor.redistribute import RedistributePlan, group_over, plan_between
 from hp_dtensor.spec import TensorSpec
 
 Tensor = Any
@@ -206,7 +206,7 @@ def _varying_view(x: Any, local: Tensor, axes: tuple[int, ...]) -> Tensor:
         and source.version == platform.version(source.local)
     ):
         return source.plan.run_varying(source.local, local, axes)
-    return collectives.vary(local, [mesh.get_group(axis) for axis in axes])
+    return collectives.vary(local, [group_over(mesh, axes)])
 
 
 def grad_spec(spec: TensorSpec) -> TensorSpec:

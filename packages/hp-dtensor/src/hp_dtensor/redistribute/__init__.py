@@ -3,6 +3,6 @@
 from hp_dtensor.redistribute.costs import CostModel
 from hp_dtensor.redistribute.plan import RedistributePlan
 from hp_dtensor.redistribute.planner import plan_between, plan_redistribute
-from hp_dtensor.redistribute.steps import Step
+from hp_dtensor.redistribute.steps import Step, group_over
 
-__all__ = ["CostModel", "RedistributePlan", "Step", "plan_between", "plan_redistribute"]
+__all__ = ["CostModel", "RedistributePlan", "Step", "group_over", "plan_between", "plan_redistribute"]

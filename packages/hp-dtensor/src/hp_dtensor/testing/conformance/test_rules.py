@@ -1,4 +1,4 @@
-"""Every sharding rule against the unsharded operation, and every redistribution against the whole tensor."""
+"""Every sharding rule against the unsharded operation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 import pytest
 
 from hp_dtensor.platform import Platform
-from hp_dtensor.testing.redistribution_proof import prove_redistribution
 from hp_dtensor.testing.rule_proof import prove
 from hp_dtensor.testing.rule_samples import SAMPLES, Sample
 from hp_dtensor.testing.simulated import run_ranks
@@ -22,13 +21,3 @@ def test_rule_gives_the_unsharded_result_and_gradients(hp_platform: Platform, sa
         assert reports[0].tried
         assert [problem for report in reports for problem in report.wrong] == []
         assert reports[0].refused == []
-
-
-@pytest.mark.parametrize(("mesh_shape", "shape"), [((2,), (5, 3)), ((3,), (2, 4)), ((2, 2), (5, 3))])
-def test_redistribution_keeps_values_and_gradients(
-    hp_platform: Platform, mesh_shape: tuple[int, ...], shape: tuple[int, ...]
-) -> None:
-    size = math.prod(mesh_shape)
-    reports = run_ranks(prove_redistribution, size, hp_platform, hp_platform, mesh_shape, shape)
-    assert reports[0].tried == (2 + len(shape)) ** (2 * len(mesh_shape))
-    assert [problem for report in reports for problem in report.wrong] == []

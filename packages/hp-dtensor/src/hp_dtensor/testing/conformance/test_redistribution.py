@@ -1,0 +1,169 @@
+"""Every redistribution against the whole tensor: values, gradients, and the bytes that were promised."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hp_dtensor.api import from_local, redistribute_to
+from hp_dtensor.dispatch import dispatch
+from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
+from hp_dtensor.platform import Platform
+from hp_dtensor.redistribute import plan_between
+from hp_dtensor.spec import TensorSpec
+from hp_dtensor.testing.redistribution_proof import RedistributionReport, prove_redistribution
+from hp_dtensor.testing.simulated import run_ranks
+from hp_dtensor.world import record_collectives
+
+Tensor = Any
+R, P = Replicate(), Partial()
+
+CASES: list[tuple[tuple[int, ...], tuple[int, ...], tuple[Placement, ...], int | None]] = [
+    ((2,), (5, 3), (), None),
+    ((3,), (2, 4), (), None),
+    ((4,), (6,), (RaggedShard(0, (3, 0, 2, 1)), StridedShard(0, 2), Partial("avg")), None),
+    ((2, 2), (5, 3), (), None),
+    ((2, 2), (0, 2), (), 40),
+    ((2, 1), (4, 2), (), 60),
+    ((2, 2), (4, 4), (StridedShard(0, 2), Partial("avg")), 150),
+    ((2, 3), (7,), (StridedShard(0, 2), RaggedShard(0, (3, 4)), RaggedShard(0, (2, 2, 3))), 150),
+    ((2, 2), (4, 3), (RaggedShard(0, (3, 1)), RaggedShard(1, (1, 2)), RaggedShard(0, (2, 0))), 150),
+    ((2, 2, 2), (5, 3), (), 60),
+    ((2, 2, 2), (8, 4), (StridedShard(0, 2),), 60),
+]
+
+
+def _check(reports: Sequence[RedistributionReport]) -> None:
+    assert [problem for report in reports for problem in report.wrong] == []
+    assert reports[0].tried
+    sent = np.mean([report.sent for report in reports], axis=0)
+    np.testing.assert_allclose(sent, np.mean([report.promised for report in reports], axis=0), atol=1e-6)
+
+
+@pytest.mark.parametrize(("mesh_shape", "shape", "more", "limit"), CASES)
+def test_redistribution_keeps_values_and_gradients_and_sends_what_it_promised(
+    hp_platform: Platform,
+    mesh_shape: tuple[int, ...],
+    shape: tuple[int, ...],
+    more: tuple[Placement, ...],
+    limit: int | None,
+) -> None:
+    size = math.prod(mesh_shape)
+    _check(run_ranks(prove_redistribution, size, hp_platform, hp_platform, mesh_shape, shape, more, limit))
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (5, 3)])
+def test_a_flattened_mesh_changes_nothing(hp_platform: Platform, shape: tuple[int, ...]) -> None:
+    """torch gives wrong data here: nested shards of which the inner ones are uneven (pytorch/pytorch#194457)."""
+    _check(run_ranks(prove_redistribution, 4, hp_platform, hp_platform, (2, 2), shape, (), 120, True))
+
+
+# Reductions other than sums ---------------------------------------------------------------------------------
+
+
+def _select(platform: Platform, op: str, target: Sequence[Placement]) -> tuple[np.ndarray, ...]:
+    """(result as a whole, gradient of this rank's contribution), by `weight` at each element."""
+    mesh = DeviceMesh("cpu", (2, 2), mesh_dim_names=("a", "b"), platform=platform)
+    x = platform.from_numpy(_contributions()[mesh.world.rank])
+    platform.set_requires_grad(x, True)
+    specs = [TensorSpec(mesh, p, (5, 3), x.dtype) for p in ((Partial(op), Partial(op)), target, (R, R))]
+    y = plan_between(specs[1], specs[2]).run(plan_between(specs[0], specs[1]).run(x))
+    loss = platform.ops.sum(platform.ops.mul(y, platform.from_numpy(_weight())))
+    (grad,) = platform.grad([loss], [x])
+    return platform.to_numpy(y), platform.to_numpy(grad)
+
+
+def _contributions() -> np.ndarray:
+    values = np.arange(1, 61, dtype=np.float32).reshape(4, 5, 3) * 7 % 5 + 1
+    return np.ascontiguousarray(values, dtype=np.float32)
+
+
+def _weight() -> np.ndarray:
+    return np.arange(15, dtype=np.float32).reshape(5, 3) + 1
+
+
+@pytest.mark.parametrize("target", [(R, R), (Shard(0), R), (Shard(1), Shard(0)), (R, Shard(1))])
+@pytest.mark.parametrize("op", ["max", "min", "product"])
+def test_selecting_reductions_and_their_gradients(hp_platform: Platform, op: str, target: Sequence[Placement]) -> None:
+    parts = _contributions()
+    whole = {"max": np.max, "min": np.min, "product": np.prod}[op](parts, axis=0)
+    won = parts == whole
+    for rank, (value, grad) in enumerate(run_ranks(_select, 4, hp_platform, hp_platform, op, target)):
+        np.testing.assert_array_equal(value, whole)
+        share = whole / parts[rank] if op == "product" else won[rank] / won.sum(axis=0)
+        np.testing.assert_allclose(grad, _weight() * share, rtol=1e-6)
+
+
+def _repeated(platform: Platform, op: str) -> tuple[np.ndarray, ...]:
+    mesh = DeviceMesh("cpu", (3,), mesh_dim_names=("a",), platform=platform)
+    x = platform.from_numpy(_weight()[mesh.world.rank : mesh.world.rank + 1])
+    platform.set_requires_grad(x, True)
+    specs = [TensorSpec(mesh, (p,), (3, 3), x.dtype) for p in (Shard(0), Partial(op), R)]
+    y = plan_between(specs[1], specs[2]).run(plan_between(specs[0], specs[1]).run(x))
+    (grad,) = platform.grad([platform.ops.sum(platform.ops.mul(y, y))], [x])
+    return platform.to_numpy(y), platform.to_numpy(grad)
+
+
+@pytest.mark.parametrize("op", ["sum", "avg", "max", "min"])
+def test_a_value_becomes_partial_and_whole_again(hp_platform: Platform, op: str) -> None:
+    for rank, (value, grad) in enumerate(run_ranks(_repeated, 3, hp_platform, hp_platform, op)):
+        np.testing.assert_array_equal(value, _weight()[:3])
+        np.testing.assert_allclose(grad, 2 * _weight()[rank : rank + 1], rtol=1e-6)
+
+
+def _average_of_integers(platform: Platform) -> None:
+    mesh = DeviceMesh("cpu", (2,), mesh_dim_names=("a",), platform=platform)
+    x = platform.from_numpy(np.arange(4))
+    specs = [TensorSpec(mesh, (p,), (4,), x.dtype) for p in (Partial("avg"), R)]
+    with pytest.raises(NotImplementedError, match="the reduction 'avg' needs a floating-point tensor, got int64"):
+        plan_between(*specs).run(x)
+
+
+def test_averages_of_integers_are_refused(hp_platform: Platform) -> None:
+    run_ranks(_average_of_integers, 2, hp_platform, hp_platform)
+
+
+# Uses that differ per rank ----------------------------------------------------------------------------------
+
+
+def _varying_gradient(platform: Platform, source: Sequence[Placement]) -> tuple[list[str], np.ndarray, np.ndarray]:
+    """A weight gathered for rows that are sharded: its gradient is summed over the rows' ranks."""
+    mesh = DeviceMesh("cpu", (2, 2), mesh_dim_names=("a", "b"), platform=platform)
+    whole = np.arange(24, dtype=np.float32).reshape(6, 4)
+    spec = TensorSpec(mesh, source, whole.shape, platform.dtype("float32"))
+    part = whole[tuple(slice(o, o + n) for o, n in zip(*spec.box(), strict=True))]
+    weight = platform.from_numpy(np.ascontiguousarray(part))
+    platform.set_requires_grad(weight, True)
+    rows = np.arange(8, dtype=np.float32).reshape(2, 4) + mesh.world.rank
+    x = from_local(platform.from_numpy(rows), mesh, (Shard(0), Shard(0)))
+    gathered = redistribute_to(from_local(weight, mesh, source, shape=whole.shape), spec.with_placements((R, R)))
+    y = dispatch(platform, "linear", platform.ops.linear, (x, gathered), {})
+    loss = platform.ops.sum(platform.unwrap(y))
+    with record_collectives() as log:
+        (grad,) = platform.grad([loss], [weight])
+    all_rows = np.concatenate([np.arange(8, dtype=np.float32).reshape(2, 4) + r for r in range(4)])
+    expected = np.broadcast_to(all_rows.sum(0), whole.shape)
+    part = expected[tuple(slice(o, o + n) for o, n in zip(*spec.box(), strict=True))]
+    return [record.name for record in log.records], platform.to_numpy(grad), part
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ((Shard(0), R), ["reduce_scatter", "all_gather"]),
+        ((Shard(0), Shard(1)), ["reduce_scatter"]),
+        ((Shard(1), Shard(1)), ["reduce_scatter"]),
+        ((R, R), ["all_reduce"]),
+    ],
+)
+def test_what_was_gathered_for_differing_uses_reduces_straight_to_its_source(
+    hp_platform: Platform, source: Sequence[Placement], expected: list[str]
+) -> None:
+    for names, grad, part in run_ranks(_varying_gradient, 4, hp_platform, hp_platform, source):
+        np.testing.assert_array_equal(grad, part)
+        assert names == expected
