@@ -204,7 +204,7 @@ def peer_dies_quietly():
     world = current_world(PLATFORM)
     start = time.monotonic()
     if world.rank == 1:
-        time.sleep(10)
+        time.sleep(12)
         return None
     try:
         world.all.all_reduce(_tensor("float32", np.ones(4)))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hp_dtensor.exceptions import LaunchError
-from hp_dtensor.launch import RankPool
+from hp_dtensor.launch import RankPool, launch
 from hp_dtensor.platform import DTYPE_NAMES
 
 FLOATING = ("float64", "float32", "float16", "bfloat16")
@@ -132,4 +132,10 @@ def test_a_rank_that_does_not_come_is_given_up_on(monkeypatch):
     with RankPool("mindspore", 2) as pool:
         waited, _ = pool.run(on_rank.peer_dies_quietly, timeout_seconds=60)
     assert waited is not None
-    assert waited < 9
+    assert waited < 10
+
+
+def test_ranks_start_and_end_without_a_word(capfd):
+    assert launch("mindspore_rank_functions:world_facts", num_ranks=2, platform="mindspore")[1][:2] == (1, 2)
+    captured = capfd.readouterr()
+    assert (captured.out, captured.err) == ("", "")

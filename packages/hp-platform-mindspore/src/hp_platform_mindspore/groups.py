@@ -9,6 +9,7 @@ ones where those exist. Groups then need no start-up of their own.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import reduce
@@ -23,6 +24,7 @@ from mindspore.mint.distributed import distributed as _distributed
 from hp_dtensor.exceptions import CapabilityError, PlatformError
 from hp_dtensor.world import DONE, NoCommunicationGroup, ProcessGroup, Work, World
 from hp_platform_mindspore.memory import FLOATING, NAMES, decode, encode, host_view, share
+from hp_platform_mindspore.quiet import end_without_messages
 
 if TYPE_CHECKING:
     from hp_platform_mindspore.platform import MindSporePlatform
@@ -32,6 +34,7 @@ Reduction = Callable[[Sequence[Array]], Array]
 
 MCCL_WORLD = "mccl_world_group"
 TIMEOUT_VARIABLE = "MS_CPU_COMM_OP_TIMEOUT"
+READY_KEY = "hp_dtensor/ready"
 
 # Up to this size one round of messages beats reduce-scatter and all-gather (measured with 2 and 4 ranks).
 SMALL_BYTES = 1 << 16
@@ -110,11 +113,18 @@ def _join(
     # Their default group is HCCL's whatever the backend; isend and irecv look ranks up with it.
     for function in (_distributed.get_cache_group_rank, _distributed.get_cache_group_size):
         function.__defaults__ = (MCCL_WORLD,)
-    _wait_for_all()
+    _wait_for_all(store, size, timeout_seconds)
+    end_without_messages()
 
 
-def _wait_for_all() -> None:
-    """Rank 0 comes out of the start seconds before its peers can receive; the native all-reduce waits for them."""
+def _wait_for_all(store: Any, size: int, timeout_seconds: float) -> None:
+    """Rank 0 comes out of the start seconds before its peers can receive, and the first collective connects them."""
+    deadline = time.monotonic() + timeout_seconds
+    store.add(READY_KEY, 1)
+    while store.add(READY_KEY, 0) < size:
+        if time.monotonic() > deadline:
+            raise RuntimeError("not every rank was ready in time")
+        time.sleep(0.005)
     one = share(np.ones(1, np.float32))
     dist.all_reduce(one)
     one.asnumpy()
