@@ -1,4 +1,4 @@
-"""Forms of torch calls that are easily mistaken: keywords, lists, dtypes, ragged shards; the one-device result counts."""
+"""Torch calls in forms that are easily mistaken: keywords, lists, dtypes, options, ragged shards."""
 
 from __future__ import annotations
 
@@ -46,6 +46,23 @@ CALLS: dict[str, tuple[Call, tuple[Tensor, ...]]] = {
     "unflatten": (lambda x: x.view(4, 3), (floats(12),)),
     "repeat_interleave": (lambda x: x.repeat_interleave(2, dim=0), (floats(4, 3),)),
     "embedding": (F.embedding, (integers(7, 4), floats(7, 3))),
+    "to another's dtype": (lambda x, y: x.to(y), (floats(5, 4), integers(4, 3))),
+    "type_as": (lambda x, y: x.type_as(y), (floats(5, 4), floats(3))),
+    "rounded quotient": (lambda x: torch.div(x, 0.7, rounding_mode="floor"), (floats(5, 4),)),
+    "mean in double": (lambda x: x.mean(0, dtype=torch.float64), (floats(3, 4),)),
+    "mean of integers": (lambda x: x.mean(0, dtype=torch.float32), (integers(9, 3, 4),)),
+    "amax of integers": (lambda x: x.amax(0), (integers(9, 3, 4),)),
+    "amin of truth values": (lambda x: x.amin(0), (integers(2, 3, 4).bool(),)),
+    "norm of an order": (lambda x: x.norm(1, 0), (floats(4, 2),)),
+    "std of a sample or not": (lambda x: x.std(False) + x.std(0, False) + x.var(1, True, True), (floats(2, 2),)),
+    "var_mean": (lambda x: torch.var_mean(x, 0, False)[0], (floats(4, 2),)),
+    "median of everything": (lambda x: x.median(), (floats(5, 3),)),
+    "mode": (lambda x: x.mode()[0], (integers(3, 5, 3),)),
+    "softmax of a number": (lambda x: x.reshape(()).softmax(0) + x.sum().cumsum(0), (floats(1),)),
+    "weighted mean": (
+        lambda x, y: F.mse_loss(x, y, weight=y.abs()) + F.huber_loss(x, y, weight=x.abs()),
+        (floats(5, 4), floats(4, 5).T.contiguous()),
+    ),
     "cross entropy": (lambda x, t: F.cross_entropy(x, t, ignore_index=2), (floats(5, 7), integers(7, 5))),
 }
 
@@ -87,6 +104,80 @@ def check(call: Call, *tensors: Tensor, **tolerance: float) -> None:
 def test_result_is_that_of_one_device_whatever_the_placements(name: str) -> None:
     call, tensors = CALLS[name]
     check(call, *tensors)
+
+
+LOW_PRECISION: dict[str, tuple[Call, tuple[Tensor, ...]]] = {
+    "float16 mean of a large sum": (lambda x: x.mean(), (floats(400, 500, dtype=torch.float16) + 100,)),
+    "bfloat16 count of rows": (F.cross_entropy, (floats(4100, 3, dtype=torch.bfloat16), integers(3, 4100))),
+    "float16 sum over classes": (F.cross_entropy, (floats(2, 70000, dtype=torch.float16) / 100, integers(9, 2))),
+}
+
+
+@pytest.mark.parametrize("name", LOW_PRECISION)
+def test_half_precision_holds_sums_and_counts(name: str) -> None:
+    call, tensors = LOW_PRECISION[name]
+    check(call, *tensors, **HALF_TOLERANCE)
+
+
+REFUSED: dict[str, tuple[Call, Tensor, str]] = {
+    "where alone": (lambda x: torch.where(x > 0), floats(4), "depends on data of all ranks"),
+    "one_hot of unknown size": (F.one_hot, integers(3, 4), "num_classes must be given"),
+    "view as a dtype": (lambda x: x.view(torch.int32), floats(5, 4), "expected a shape of integers"),
+    "softmax of no dimension": (lambda x: F.softmax(x, dim=None), floats(5, 4), "it needs one dimension"),
+    "attention without heads": (lambda x: F.scaled_dot_product_attention(x, x, x), floats(2, 3, 2), "[batch, heads"),
+    "renormalized table": (
+        lambda w: F.embedding(distribute_tensor(integers(4, 3), w.device_mesh, None), w, max_norm=1.0),
+        floats(4, 2),
+        "max_norm has no rule",
+    ),
+    "filling a partial tensor": (
+        lambda x: from_local(x.to_local(), x.device_mesh, (Partial(),)).uniform_(),
+        floats(4, 2),
+        "would have to change the placement",
+    ),
+}
+
+
+def _refusal(call: Call, x: Tensor) -> str:
+    mesh = DeviceMesh("cpu", (2,), platform=get_platform("torch"))
+    with pytest.raises(ShardingRuleError) as refusal:
+        call(distribute_tensor(x, mesh, (Replicate(),)))
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_rule_is_refused_on_every_rank(name: str) -> None:
+    call, x, message = REFUSED[name]
+    for refusal in run_ranks(_refusal, 2, "torch", call, x):
+        assert message in refusal
+
+
+def _padded_gradient() -> Tensor:
+    mesh = DeviceMesh("cpu", (2,), platform=get_platform("torch"))
+    table = distribute_tensor(floats(7, 3), mesh, (Shard(0),)).requires_grad_()
+    ids = distribute_tensor(torch.tensor([0, 2, 2, 6]), mesh, (Replicate(),))
+    F.embedding(ids, table, padding_idx=-5).sum().full_tensor().backward()
+    return table.grad.full_tensor()
+
+
+def test_the_padding_row_of_a_cut_table_gets_no_gradient() -> None:
+    table = floats(7, 3).requires_grad_()
+    F.embedding(torch.tensor([0, 2, 2, 6]), table, padding_idx=-5).sum().backward()
+    for grad in run_ranks(_padded_gradient, 2, "torch"):
+        assert torch.equal(grad, table.grad)
+
+
+def _alpha_dropout() -> Tensor:
+    mesh = DeviceMesh("cpu", (2,), platform=get_platform("torch"))
+    torch.manual_seed(3)
+    return F.alpha_dropout(distribute_tensor(floats(5, 4), mesh, (Shard(0),)), 0.5, True).full_tensor()
+
+
+def test_alpha_dropout_draws_the_numbers_of_one_device() -> None:
+    torch.manual_seed(3)
+    expected = F.alpha_dropout(floats(5, 4), 0.5, True)
+    for got in run_ranks(_alpha_dropout, 2, "torch"):
+        torch.testing.assert_close(got, expected)
 
 
 def _indexed() -> str:

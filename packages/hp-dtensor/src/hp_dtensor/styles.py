@@ -122,12 +122,15 @@ class _LinearStyle(ParallelStyle):
         for name, _ in list(device_mesh.platform.named_parameters(module, recurse=False)):
             place_parameter(module, name, device_mesh, (placements.get(name, Replicate()),))
 
-    def _hook(self, module: Module, mesh: DeviceMesh, desired_input: Placement) -> None:
+    def _hook(self, module: Module, mesh: DeviceMesh, given_input: Placement, desired_input: Placement) -> None:
         platform = mesh.platform
         _hook_inputs(
             platform,
             module,
-            lambda m, args, kwargs: ((bring(args[0], mesh, self.input_layout, desired_input), *args[1:]), kwargs),
+            lambda m, args, kwargs: (
+                (bring(_first_input(m, args), mesh, given_input, desired_input), *args[1:]),
+                kwargs,
+            ),
         )
         platform.add_forward_hook(module, lambda m, args, kwargs, output: self._output(output, mesh))
 
@@ -157,7 +160,7 @@ class ColwiseParallel(_LinearStyle):
     def apply(self, module: Module, device_mesh: DeviceMesh) -> Module:
         table = hasattr(module, "embedding_dim")
         self._place(module, device_mesh, {"weight": Shard(1)} if table else {"weight": Shard(0), "bias": Shard(0)})
-        self._hook(module, device_mesh, Replicate())
+        self._hook(module, device_mesh, self.input_layout, Replicate())
         return module
 
 
@@ -182,10 +185,9 @@ class RowwiseParallel(_LinearStyle):
 
     def apply(self, module: Module, device_mesh: DeviceMesh) -> Module:
         table = hasattr(module, "embedding_dim")
-        if table and self._given_input is None:
-            self.input_layout = Replicate()
+        given = Replicate() if table and self._given_input is None else self.input_layout
         self._place(module, device_mesh, {"weight": Shard(0)} if table else {"weight": Shard(1)})
-        self._hook(module, device_mesh, Replicate() if table else Shard(-1))
+        self._hook(module, device_mesh, given, Replicate() if table else Shard(-1))
         return module
 
 
@@ -206,7 +208,7 @@ class SequenceParallel(ParallelStyle):
             return output.to_local() if self.use_local_output else output
 
         def cut_input(m: Module, args: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-            return (bring(args[0], mesh, self.placement, self.placement), *args[1:])
+            return (bring(_first_input(m, args), mesh, self.placement, self.placement), *args[1:])
 
         return distribute_module(module, device_mesh, None, cut_input, local_output)
 
@@ -320,6 +322,15 @@ class PrepareModuleInputOutput(ParallelStyle):
 
     def apply(self, module: Module, device_mesh: DeviceMesh) -> Module:
         return self.outputs.apply(self.inputs.apply(module, device_mesh), device_mesh)
+
+
+def _first_input(module: Module, args: tuple[Any, ...]) -> Any:
+    if not args:
+        raise PlanError(
+            f"{type(module).__name__}: a tensor-parallel style takes the module's first positional argument as its "
+            "input, but the module was called with keyword arguments only; pass the input by position"
+        )
+    return args[0]
 
 
 def bring(x: Any, mesh: DeviceMesh, given: Placement, desired: Placement) -> Any:

@@ -15,9 +15,11 @@ Tensor = Any
 
 
 def register(registry: RuleRegistry) -> None:
-    registry.register("mse_loss l1_loss", "input target size_average=None reduce=None reduction=mean", _loss)
+    registry.register(
+        "mse_loss l1_loss", "input target size_average=None reduce=None reduction=mean weight=None", _loss
+    )
     registry.register("smooth_l1_loss", "input target size_average=None reduce=None reduction=mean beta=1.0", _loss)
-    registry.register("huber_loss", "input target reduction=mean delta=1.0", _loss)
+    registry.register("huber_loss", "input target reduction=mean delta=1.0 weight=None", _loss)
     registry.register("soft_margin_loss", "input target size_average=None reduce=None reduction=mean", _loss)
     registry.register(
         "binary_cross_entropy", "input target weight=None size_average=None reduce=None reduction=mean", _loss
@@ -46,6 +48,8 @@ def _loss(call: OpCall) -> Factorization:
         return Factorization(inputs, (dims,), sizes)
     if call["reduction"] == "sum":
         return Factorization(inputs, ((),), sizes, reduced=dict.fromkeys(sizes, "sum"))
+    if call.arguments.get("weight") is not None and not call.name.startswith("binary"):
+        return Factorization(inputs, ((),), sizes)  # a mean by the sum of the weights: everything whole
     count = shape[0] if call["reduction"] == "batchmean" else math.prod(shape)
 
     def part_of_mean(local: LocalCall) -> Tensor:

@@ -19,7 +19,11 @@ def register(registry: RuleRegistry) -> None:
     registry.register("rms_norm", "input normalized_shape weight=None eps=None", _norm)
     registry.register("layer_norm", "input normalized_shape weight=None bias=None eps=1e-5", _norm)
     registry.register("group_norm", "input num_groups weight=None bias=None eps=1e-5", _group_norm)
-    registry.register("embedding", "input weight padding_idx=None", _embedding)
+    registry.register(
+        "embedding",
+        "input weight padding_idx=None max_norm=None norm_type=2.0 scale_grad_by_freq=False sparse=False",
+        _embedding,
+    )
     registry.register(
         "scaled_dot_product_attention",
         "query key value attn_mask=None dropout_p=0.0 is_causal=False scale=None enable_gqa=False",
@@ -52,6 +56,9 @@ def _group_norm(call: OpCall) -> Factorization:
 
 def _embedding(call: OpCall) -> Factorization:
     """Ids of any shape, table `[vocabulary, width]`; a cut vocabulary gives partial rows."""
+    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if call[option]:
+            raise call.refuse(f"{option} has no rule: each rank would do it with its own ids")
     ids, table = (spec.shape for spec in call.tensors)
     dims, sizes = names_for("d", ids)
     sizes = sizes | {"vocabulary": table[0], "width": table[1]}
@@ -75,6 +82,10 @@ def _embedding_of_part(call: LocalCall) -> Tensor:
         return ops.matmul(nothing, table)
     own, inside = _own_ids(ops, ids, start, length)
     rows = ops.embedding(own, table)
+    padding = call.arguments["padding_idx"]
+    if padding is not None:  # its row gets no gradient
+        is_padding = ops.unsqueeze(ops.eq(ids, padding % call.sizes["vocabulary"]), -1)
+        rows = ops.where(is_padding, call.platform.detach(rows), rows)
     return ops.mul(rows, ops.cast(ops.unsqueeze(inside, -1), rows.dtype))
 
 
@@ -90,6 +101,8 @@ def _attention(call: OpCall) -> Factorization:
     if len(call.tensors) != 3 or call["dropout_p"]:
         raise call.refuse("attention of DTensors takes no mask tensor and no dropout so far")
     query, key, value = (spec.shape for spec in call.tensors)
+    if {len(query), len(key), len(value)} != {4} or not query[0] == key[0] == value[0] or key[1:3] != value[1:3]:
+        raise call.refuse("attention of DTensors takes [batch, heads, length, width] of one batch size")
     groups = query[1] // max(key[1], 1)
     sizes = {
         "batch": query[0],
@@ -128,30 +141,33 @@ def _cross_entropy(call: OpCall) -> Factorization:
 
 
 def _cross_entropy_of_part(call: LocalCall) -> Tensor:
-    ops = call.platform.ops
-    targets = call.arguments["target"]
+    """In float32 for half-precision logits too, which hold neither the sum over classes nor the count of rows."""
+    platform, ops = call.platform, call.platform.ops
+    logits, targets = call.arguments["input"], call.arguments["target"]
+    dtype = logits.dtype
+    if platform.itemsize(dtype) < 4:
+        logits = ops.cast(logits, platform.dtype("float32"))
     valid = ops.cast(ops.ne(targets, call.arguments["ignore_index"]), targets.dtype)
-    losses = _row_losses(call, ops.mul(targets, valid))
+    losses = _row_losses(call, logits, ops.mul(targets, valid))
     mask = ops.cast(valid, losses.dtype)
     losses = ops.mul(losses, mask)
     if call.arguments["reduction"] == "none":
-        return losses
+        return ops.cast(losses, dtype)
     total = ops.sum(losses)
-    if call.arguments["reduction"] == "sum":
-        return total
-    count = ops.sum(mask)
-    for group in call.groups.get("rows", ()):
-        count = collectives.all_reduce_data(count, group)
-    return ops.div(total, count)
+    if call.arguments["reduction"] == "mean":
+        count = ops.sum(mask)
+        for group in call.groups.get("rows", ()):
+            count = collectives.all_reduce_data(count, group)
+        total = ops.div(total, count)
+    return ops.cast(total, dtype)
 
 
-def _row_losses(call: LocalCall, targets: Tensor) -> Tensor:
+def _row_losses(call: LocalCall, logits: Tensor, targets: Tensor) -> Tensor:
     """logsumexp(logits) - sum of probability * logits per row, classes cut over `groups` (as Megatron-LM does).
 
     The probability is 1 for the target, less and spread over all classes with label smoothing.
     """
-    ops, platform = call.platform.ops, call.platform
-    logits = call.arguments["input"]
+    ops = call.platform.ops
     groups: Sequence[Any] = call.groups.get("classes", ())
     start, length = call.spans.get("classes", (0, logits.shape[1]))
     highest = _row_maxima(call, logits, groups)
@@ -170,7 +186,7 @@ def _row_losses(call: LocalCall, targets: Tensor) -> Tensor:
     for group in groups:
         total = collectives.all_reduce(total, group)
         picked = collectives.all_reduce(picked, group)
-    return platform.ops.sub(ops.log(total), picked)
+    return ops.sub(ops.log(total), picked)
 
 
 def _row_maxima(call: LocalCall, logits: Tensor, groups: Sequence[Any]) -> Tensor:

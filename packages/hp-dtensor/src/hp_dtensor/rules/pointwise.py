@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hp_dtensor.rules.factors import Dims, Factorization
-from hp_dtensor.rules.registry import OpCall, Rule, RuleRegistry, broadcast_shape
+from hp_dtensor.rules.registry import OpCall, Rule, RuleRegistry, broadcast_shape, names_for
 from hp_dtensor.spec import TensorSpec
 
 NONLINEAR = (
@@ -18,7 +20,7 @@ NONLINEAR = (
     "nextafter isclose float_power fmax fmin ldexp bitwise_left_shift bitwise_right_shift int long bool "
     "short byte"
 )
-LINEAR_UNARY = "neg clone detach contiguous positive to cast float double half bfloat16 type_as alias"
+LINEAR_UNARY = "neg clone detach contiguous positive cast float double half bfloat16 alias"
 NO_IN_PLACE = frozenset(
     "isfinite isnan isinf zeros_like ones_like empty_like full_like maximum minimum fmax fmin isclose signbit "
     "int long bool short byte gelu mish softplus softsign softshrink hardshrink tanhshrink selu celu logsigmoid "
@@ -30,10 +32,11 @@ def register(registry: RuleRegistry) -> None:
     nonlinear, unary = pointwise(None), pointwise("unary")
     registry.register(NONLINEAR, "input", nonlinear, by_type=True)
     registry.register(LINEAR_UNARY, "input", unary)
+    registry.register("to type_as type", "input other=None", _converted)
     registry.register("add sub", "input other", pointwise("add"), by_type=True)
     registry.register("mul", "input other", pointwise("mul"), by_type=True)
     registry.register("div true_divide", "input other", pointwise("div"), by_type=True)
-    registry.register("where", "condition input other", pointwise("where"), by_type=True)
+    registry.register("where", "condition input=None other=None", _where, by_type=True)
     written = " ".join(f"{name}_" for name in NONLINEAR.split() if name not in NO_IN_PLACE)
     registry.register(f"{written} fill_", "input", nonlinear, in_place=True, by_type=True)
     registry.register("neg_ zero_", "input", unary, in_place=True)
@@ -54,15 +57,41 @@ def pointwise(linearity: str | None) -> Rule:
         sizes = {f"d{i}": size for i, size in enumerate(shape)}
         inputs = tuple(_aligned(spec.shape, shape) for spec in call.tensors)
         output: Dims = tuple((f"d{i}",) for i in range(len(shape)))
-        terms = None if _divides_a_number(call, linearity) else _terms(linearity, len(call.tensors))
+        terms = None if _is_no_division(call, linearity) else _terms(linearity, len(call.tensors))
         return Factorization(inputs, (output,), sizes, terms=terms)
 
     return rule
 
 
-def _divides_a_number(call: OpCall, linearity: str | None) -> bool:
-    """`2 / x` is not linear in x."""
-    return linearity == "div" and not isinstance(call["input"], TensorSpec)
+def _is_no_division(call: OpCall, linearity: str | None) -> bool:
+    """`2 / x` is not linear in x, and no quotient is that is rounded."""
+    return linearity == "div" and (
+        not isinstance(call["input"], TensorSpec) or call.arguments.get("rounding_mode") is not None
+    )
+
+
+def _where(call: OpCall) -> Factorization:
+    if call["other"] is None:
+        raise call.refuse("the shape of its result depends on data of all ranks; call it on full_tensor()")
+    return pointwise("where")(call)
+
+
+def _converted(call: OpCall) -> Factorization:
+    """To a dtype, or to that of another tensor, whose shape and placements do not matter."""
+    rule = pointwise("unary")(OpCall(call.name, call.arguments, call.tensors[:1]))
+    if len(call.tensors) == 1:
+        return rule
+    first, other = call.tensors
+    dims, sizes = names_for("other", other.shape)
+    rounded = first.mesh.platform.is_floating(first.dtype) and not other.mesh.platform.is_floating(other.dtype)
+    return replace(
+        rule,
+        inputs=(*rule.inputs, dims),
+        sizes={**rule.sizes, **sizes},
+        fixed=frozenset(sizes),
+        ignored=frozenset({1}),
+        terms=None if rounded else rule.terms,
+    )
 
 
 def _aligned(shape: tuple[int, ...], output: tuple[int, ...]) -> Dims:

@@ -20,12 +20,16 @@ LINEAR = (frozenset({0}),)
 
 
 def register(registry: RuleRegistry) -> None:
-    registry.register("dropout dropout1d dropout2d dropout3d feature_dropout alpha_dropout", "input", _rule(_masked))
+    registry.register("dropout dropout1d dropout2d dropout3d feature_dropout", "input", _rule(_masked))
+    registry.register("alpha_dropout feature_alpha_dropout", "input", _whole)
     registry.register("rand_like randn_like", "input", _rule(_drawn, linear=False))
     registry.register(
-        "uniform_ normal_ exponential_ log_normal_ cauchy_ geometric_ random_", "input", _rule(_filled), in_place=True
+        "uniform_ normal_ exponential_ log_normal_ cauchy_ geometric_ random_",
+        "input",
+        _rule(_filled, linear=False),
+        in_place=True,
     )
-    registry.register("kaiming_uniform_ kaiming_normal_", "tensor", _rule(_filled), in_place=True)
+    registry.register("kaiming_uniform_ kaiming_normal_", "tensor", _rule(_filled, linear=False), in_place=True)
     registry.register("bernoulli multinomial", "input", _refuse)
 
 
@@ -65,6 +69,12 @@ def _part(call: LocalCall, whole: Tensor) -> Tensor:
     for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
         whole = call.platform.ops.narrow(whole, dim, start, length)
     return whole
+
+
+def _whole(call: OpCall) -> Factorization:
+    """What is dropped gets a value of its own, so that the result is no product with a mask."""
+    dims, sizes = names_for("d", call.tensors[0].shape)
+    return Factorization((dims,), (dims,), sizes, fixed=frozenset(sizes))
 
 
 def _refuse(call: OpCall) -> Factorization:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from hp_dtensor.rules.factors import Dims, Factorization
 from hp_dtensor.rules.pointwise import pointwise
@@ -23,15 +26,18 @@ def register(registry: RuleRegistry) -> None:
     registry.register("amin", "input dim=None keepdim=False", _reduction("min"))
     registry.register("argmax argmin", "input dim=None keepdim=False", _reduction(None))
     registry.register("max min", "input dim=None keepdim=False", _max)
-    registry.register("median mode", "input dim keepdim=False", _with_indices)
+    registry.register("median", "input dim=None keepdim=False", _max)
+    registry.register("mode", "input dim=-1 keepdim=False", _with_indices)
     registry.register("aminmax", "input dim=None keepdim=False", _with_indices)
     registry.register("count_nonzero nansum nanmean", "input dim=None keepdim=False", _reduction(None))
-    registry.register("var_mean std_mean", "input dim=None keepdim=False", _with_indices)
-    registry.register("logsumexp std var norm all any prod", "input dim=None keepdim=False", _reduction(None))
+    registry.register("logsumexp all any prod", "input dim=None keepdim=False", _reduction(None))
+    registry.register("norm", "input p=fro dim=None keepdim=False", _reduction(None))
+    registry.register("std var", "input dim=None unbiased=True keepdim=False", _spread(1))
+    registry.register("var_mean std_mean", "input dim=None unbiased=True keepdim=False", _spread(2))
     registry.register("cumsum", "input dim", _along(linear=True))
     registry.register("cumprod logcumsumexp", "input dim", _along(linear=False))
     registry.register("cummax cummin", "input dim", _along(linear=False, outputs=2))
-    registry.register("softmax log_softmax softmin", "input dim", _along(linear=False))
+    registry.register("softmax log_softmax softmin", "input dim=None", _along(linear=False))
     registry.register("glu", "input dim=-1", _glu)
 
 
@@ -39,6 +45,8 @@ def reduced_dims(call: OpCall, ndim: int) -> tuple[int, ...]:
     """The dimensions a call reduces, non-negative; all of them when it names none."""
     dim = call["dim"]
     if dim is None or dim == () or dim == []:
+        if dim is not None and call.name in ("all", "any"):
+            raise call.refuse("no dimensions to reduce; frameworks differ in what that means")
         return tuple(range(ndim))
     dims = (dim,) if isinstance(dim, int) else tuple(dim)
     if any(not -ndim <= d < max(ndim, 1) for d in dims):
@@ -55,7 +63,7 @@ def _reduction(op: str | None) -> Rule:
         gone = reduced_dims(call, spec.ndim)
         output = _kept(dims, gone, bool(call["keepdim"]))
         factors = [f"d{i}" for i in gone]
-        if op is None:
+        if op is None or spec.mesh.platform.dtype_name(spec.dtype) == "bool":  # groups do not reduce truth values
             return Factorization((dims,), (output,), sizes, fixed=frozenset(factors))
         terms = LINEAR if op == "sum" else None
         local = {} if op == "sum" else dict.fromkeys(factors, _extreme_of_part(call.name, op, gone, call["keepdim"]))
@@ -64,15 +72,30 @@ def _reduction(op: str | None) -> Rule:
     return rule
 
 
+def _spread(outputs: int) -> Rule:
+    """Standard deviation or variance: `x.std(False)` is `x.std(unbiased=False)`."""
+
+    def rule(call: OpCall) -> Factorization:
+        if isinstance(call["dim"], bool):
+            call = OpCall(call.name, {**call.arguments, "dim": None}, call.tensors)
+        whole = _reduction(None)(call)
+        return replace(whole, outputs=whole.outputs * outputs)
+
+    return rule
+
+
 def _extreme_of_part(name: str, op: str, gone: tuple[int, ...], keepdim: bool) -> Callable[[LocalCall], Any]:
     """amax or amin of a part that may be empty: then the value that never wins, still in the autograd graph."""
 
     def reduce(call: LocalCall) -> Any:
-        ops, x = call.platform.ops, call.arguments["input"]
+        platform, ops, x = call.platform, call.platform.ops, call.arguments["input"]
         if all(x.shape[i] for i in gone):
             return getattr(ops, name)(x, gone, bool(keepdim))
         nothing = ops.sum(x, gone, bool(keepdim))
-        return ops.add(nothing, float("-inf" if op == "max" else "inf"))
+        if platform.is_floating(x.dtype):
+            return ops.add(nothing, float("-inf" if op == "max" else "inf"))
+        limits = np.iinfo(platform.dtype_name(x.dtype))
+        return ops.full(tuple(nothing.shape), int(limits.min if op == "max" else limits.max), x.dtype)
 
     return reduce
 
@@ -84,10 +107,14 @@ def _mean(call: OpCall) -> Factorization:
     factors = [f"d{i}" for i in gone]
     count = math.prod(sizes[f] for f in factors)
 
-    def scaled_sum(local: Any) -> Any:
-        arguments = local.arguments
-        total = local.platform.ops.sum(arguments["input"], gone if gone else None, bool(arguments["keepdim"]))
-        return local.platform.ops.mul(total, 1.0 / count)
+    def part_of_mean(local: LocalCall) -> Any:
+        """The mean of this rank's part in its share; not its sum, which may overflow half precision."""
+        ops, x = local.platform.ops, local.arguments["input"]
+        mine = math.prod(x.shape[i] for i in gone)
+        if mine or not count:
+            return ops.mul(local.on(x), mine / count if count else 1.0)
+        wanted = local.arguments.get("dtype")
+        return ops.sum(x if wanted is None else ops.cast(x, wanted), gone, bool(local.arguments["keepdim"]))
 
     return Factorization(
         (dims,),
@@ -95,7 +122,7 @@ def _mean(call: OpCall) -> Factorization:
         sizes,
         reduced=dict.fromkeys(factors, "sum"),
         terms=LINEAR,
-        local=dict.fromkeys(factors, scaled_sum),
+        local=dict.fromkeys(factors, part_of_mean),
     )
 
 
@@ -104,7 +131,7 @@ def _kept(dims: Dims, gone: tuple[int, ...], keepdim: bool) -> Dims:
 
 
 def _max(call: OpCall) -> Factorization:
-    """Of everything, along a dimension (with indices), or of two tensors element by element."""
+    """max, min, median: of everything, along a dimension (with indices), or of two tensors element by element."""
     if len(call.tensors) == 2:
         return pointwise(None)(call)
     if call["dim"] is None:
@@ -134,8 +161,9 @@ def _along(linear: bool, outputs: int = 1) -> Rule:
     def rule(call: OpCall) -> Factorization:
         (spec,) = call.tensors
         dims, sizes = names_for("d", spec.shape)
-        (dim,) = reduced_dims(call, spec.ndim)
-        terms = LINEAR if linear else None
-        return Factorization((dims,), (dims,) * outputs, sizes, fixed=frozenset({f"d{dim}"}), terms=terms)
+        if not isinstance(call["dim"], int):
+            raise call.refuse(f"it needs one dimension, got dim={call['dim']!r}")
+        fixed = frozenset(f"d{dim}" for dim in reduced_dims(call, spec.ndim))
+        return Factorization((dims,), (dims,) * outputs, sizes, fixed=fixed, terms=LINEAR if linear else None)
 
     return rule

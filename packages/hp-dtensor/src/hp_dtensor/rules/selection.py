@@ -24,7 +24,7 @@ def register(registry: RuleRegistry) -> None:
     registry.register("topk", "input k dim=-1", _topk)
     registry.register("sort", "input dim=-1 descending=False", _sort)
     registry.register("argsort", "input dim=-1 descending=False", _argsort)
-    registry.register("one_hot", "input num_classes", _one_hot)
+    registry.register("one_hot", "input num_classes=-1", _one_hot)
     registry.register("bincount", "input weights=None minlength=0", _bincount)
 
 
@@ -164,6 +164,8 @@ def _gather(call: OpCall) -> Factorization:
 def _index_select(call: OpCall) -> Factorization:
     shape, index = (spec.shape for spec in call.tensors)
     dim = _dim(call, call["dim"])
+    if len(index) != 1:
+        raise call.refuse(f"its index must have one dimension, got {list(index)}")
     dims, sizes = names_for("d", shape)
     output = (*dims[:dim], ("x",), *dims[dim + 1 :])
     return Factorization(
@@ -188,6 +190,8 @@ def _argsort(call: OpCall) -> Factorization:
 
 
 def _one_hot(call: OpCall) -> Factorization:
+    if call["num_classes"] < 0:
+        raise call.refuse("num_classes must be given: otherwise it depends on data of all ranks")
     dims, sizes = names_for("d", call.tensors[0].shape)
     return Factorization(
         (dims,),

@@ -103,6 +103,8 @@ def _dims_between(
 
 def resolve_shape(call: OpCall, shape: Sequence[int], count: int) -> tuple[int, ...]:
     """`shape` with its -1 filled in for `count` elements."""
+    if any(not isinstance(size, int) for size in shape):
+        raise call.refuse(f"expected a shape of integers, got {list(shape)}; to change the dtype, cast")
     known = math.prod(size for size in shape if size != -1)
     if list(shape).count(-1) == 1 and known and count % known == 0:
         return tuple(count // known if size == -1 else size for size in shape)
