@@ -1,0 +1,217 @@
+"""Write docs/operations.md, the table of operations with sharding rules, from the registry itself.
+
+python tools/operations_page.py            write the page
+python tools/operations_page.py --check    say whether it is current
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from hp_dtensor.dispatch import bind
+from hp_dtensor.exceptions import ShardingRuleError
+from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor.placements import Replicate
+from hp_dtensor.rules import Factorization, OpCall, RuleRegistry, register_builtin_rules
+from hp_dtensor.rules.registry import REQUIRED, Parameter, Registration
+from hp_dtensor.spec import TensorSpec
+from hp_dtensor.world import SilentWorld
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "operations.md"
+
+TENSORS = (
+    "input other weight bias target tensor mat1 mat2 batch1 batch2 query key value condition index src source".split()
+)
+TENSORS += ["boundaries", "sorted_sequence"]
+# Shapes to try for the tensors of a call, most telling first.
+SHAPES = (
+    ((4, 6),), ((4, 6), (4, 6)), ((4, 6), (6, 2)), ((4, 6), (2, 6)), ((4, 6), (4,)), ((4,), (4, 6)), ((4,), (6,)),
+    ((4, 6), (6,)), ((6,), (6,)), ((2, 4, 6), (2, 6, 4)), ((4, 6), (2, 6), (2,)), ((2,), (4, 6), (6, 2)), ((4, 6),
+    (6,), (6,)), ((4, 6), (6, 4), (4, 4)), ((2, 4, 4), (2, 4, 6), (2, 6, 4)), ((4, 6), (4, 6), (4, 6)), ((4, 6),
+    (2,), (2, 6)), ((2, 4, 6, 8), (2, 4, 6, 8), (2, 4, 6, 8)), ((2, 4, 9), (8, 4, 3)), ((2, 4, 9, 9), (8, 4, 3, 3)),
+    ((2, 4, 9, 9, 9), (8, 4, 3, 3, 3)), ((2, 4, 9), (4, 8, 3)), ((2, 4, 9, 9), (4, 8, 3, 3)), ((2, 4, 9, 9, 9), (4,
+    8, 3, 3, 3)), ((2, 4, 9, 9),), ((2, 4, 9, 9, 9),), ((2, 4, 9),),
+)  # fmt: skip
+STATIC: dict[str, Any] = {
+    "dim": 1, "dim0": 0, "dim1": 1, "dims": (1, 0), "shape": (24,), "sizes": 2, "start": 0, "length": 2, "k": 2,
+    "chunks": 2, "repeats": 2, "num_classes": 3, "minlength": 3, "normalized_shape": 6, "num_groups": 2, "size": 3,
+    "step": 1, "pad": (1, 1), "shifts": 1, "fill_value": 0.0, "data": 1.0, "dimension": 1, "kernel_size": 3,
+    "output_size": 3, "value": 0.0,
+}  # fmt: skip
+SPECIAL: dict[str, dict[str, Any]] = {
+    "einsum": {"equation": "ij,jk->ik", "operands": ((4, 6), (6, 2))},
+    "getitem": {"input": (4, 6), "index": (0, slice(None))},
+    "expand": {"input": (4, 1), "shape": (4, 6)},
+    "broadcast_to": {"input": (4, 1), "shape": (4, 6)},
+    "unflatten": {"input": (4, 6), "dim": 1, "sizes": (2, 3)},
+    "squeeze": {"input": (4, 1, 6)},
+    "repeat": {"input": (4, 6), "repeats": (1, 2)},
+    "tile": {"input": (4, 6), "repeats": (1, 2)},
+    "roll": {"input": (4, 6), "shifts": 1, "dims": 1},
+    "flip": {"input": (4, 6), "dims": (1,)},
+    "split": {"input": (4, 6), "sizes": 3, "dim": 1},
+    "group_norm": {"input": (2, 4, 6), "num_groups": 2},
+    "cat": {"tensors": ((4, 6), (4, 6)), "dim": 1},
+    "concat": {"tensors": ((4, 6), (4, 6)), "dim": 1},
+    "stack": {"tensors": ((4, 6), (4, 6)), "dim": 1},
+    "index_put": {"input": (4, 6), "indices": ((2,),), "values": (2, 6)},
+    "index_put_": {"input": (4, 6), "indices": ((2,),), "values": (2, 6)},
+    "embedding": {"input": (4,), "weight": (6, 2)},
+    "index_select": {"input": (4, 6), "dim": 1, "index": (2,)},
+    "index_fill": {"input": (4, 6), "dim": 1, "index": (2,), "value": 0.0},
+}
+SPECIAL |= {
+    f"scatter{end}": {"input": (4, 6), "dim": 1, "index": (4, 2), "src": (4, 2)} for end in ("", "_", "_add", "_add_")
+}
+SPECIAL |= {
+    name: {"input": (4, 6), "other": (4, 6)} for name in ("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_")
+}
+SPECIAL |= {
+    f"{loss}_loss": {"input": (4, 6), "target": (4, 6)} for loss in ("mse", "l1", "smooth_l1", "huber", "soft_margin")
+}
+SPECIAL |= {name: {"input": (4, 6), "target": (4, 6)} for name in ("binary_cross_entropy", "kl_div")}
+SPECIAL |= {
+    f"{kind}_pool{n}d": {"input": (2, 4, *(9,) * n), "kernel_size": 3, "output_size": 3}
+    for kind in ("max", "avg", "adaptive_avg")
+    for n in (1, 2, 3)
+}
+SPECIAL |= {
+    "bincount": {"input": (6,), "minlength": 3},
+    "one_hot": {"input": (4,), "num_classes": 3},
+    "where": {"condition": (4, 6), "input": (4, 6), "other": (4, 6)},
+    "rms_norm": {"input": (4, 6), "normalized_shape": 6, "weight": (6,)},
+    "layer_norm": {"input": (4, 6), "normalized_shape": 6, "weight": (6,), "bias": (6,)},
+}
+
+HEADER = """# Operations
+
+Operations on DTensors that have a sharding rule, by their canonical (torch) name; the page is written by
+`tools/operations_page.py`. A platform's own functions, methods and operators are mapped to these names. Anything
+else is refused with an error that says what to do instead; plugins add rules through the hook `hp_sharding_rules`.
+
+**Dimensions** shows one call: the dimensions of each tensor, before the arrow the arguments, behind it the results.
+The same name is the same dimension; `(a b)` is one dimension made of two, `1` one of a single element that is
+broadcast. **May be cut**: a mesh axis may cut these. `sum`, `max` or `min` behind a name: results are then partial
+in that way, and reduced when they are needed. All other dimensions are made whole first, where they are cut; so is
+everything for operations where the column is empty. **Partial** operands (sums) stay as they are where the column
+says so, by number of the tensor: `1`; `1, 2` are alternatives, `1 + 2` means in both at once. Everything else is
+reduced first, also sums that are rounded to integers.
+
+"""
+
+
+def mesh() -> DeviceMesh:
+    """Two ranks on a platform of which only dtypes are asked."""
+    platform = SimpleNamespace(dtype_name=str, is_floating=lambda dtype: dtype == "float32")
+    return DeviceMesh("cpu", (2,), world=SilentWorld(0, 2, platform))  # type: ignore[arg-type]
+
+
+def is_shape(value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(size, int) for size in value)
+
+
+def with_specs(name: str, value: Any, on: DeviceMesh) -> Any:
+    """Shapes of tensor arguments as specs."""
+    if name in ("operands", "tensors", "indices"):
+        return tuple(TensorSpec(on, (Replicate(),), shape, "float32") for shape in value)
+    tensor = name in TENSORS or name == "values"
+    return TensorSpec(on, (Replicate(),), value, "float32") if tensor and is_shape(value) else value
+
+
+def calls(name: str, registration: Registration, on: DeviceMesh) -> Iterator[OpCall]:
+    """Calls to try, until the rule takes one."""
+    if name in SPECIAL:
+        yield call_of(name, registration, SPECIAL[name], on)
+        return
+    tensors = [p for p in registration.parameters if p.name in TENSORS and not (p.name == "value" and name == "pad")]
+    required = [p for p in tensors if p.default is REQUIRED]
+    for shapes in SHAPES:
+        for chosen in (required, tensors[: len(shapes)]):
+            if len(chosen) == len(shapes):
+                given = {p.name: shape for p, shape in zip(chosen, shapes, strict=True)}
+                static = {p.name: STATIC[p.name] for p in registration.parameters if wants_value(p, given)}
+                yield call_of(name, registration, {**static, **given}, on)
+
+
+def wants_value(parameter: Parameter, given: dict[str, Any]) -> bool:
+    needed = parameter.default is REQUIRED or parameter.name == "dim"
+    return needed and parameter.name in STATIC and parameter.name not in given
+
+
+def call_of(name: str, registration: Registration, values: dict[str, Any], on: DeviceMesh) -> OpCall:
+    arguments = bind(registration, (), {key: with_specs(key, value, on) for key, value in values.items()})
+    order = [p.name for p in registration.parameters if p.name in arguments]
+    listed = itertools.chain.from_iterable(x if isinstance(x, tuple) else (x,) for x in map(arguments.get, order))
+    return OpCall(name, arguments, tuple(x for x in listed if isinstance(x, TensorSpec)))
+
+
+def factorization(name: str, registration: Registration, on: DeviceMesh) -> Factorization | None:
+    """What the rule says of the first call that it takes; None for an operation that is always refused."""
+    for call in calls(name, registration, on):
+        try:
+            return registration.rule(call)
+        except (ShardingRuleError, ValueError, IndexError, KeyError, TypeError, AttributeError):
+            continue
+    return None
+
+
+def dims(tensor: tuple[tuple[str, ...], ...]) -> str:
+    return " ".join("1" if not dim else dim[0] if len(dim) == 1 else f"({' '.join(dim)})" for dim in tensor) or "()"
+
+
+def row(rule: Factorization) -> str:
+    shown = f"`{', '.join(map(dims, rule.inputs))} -> {', '.join(dict.fromkeys(map(dims, rule.outputs)))}`"
+    cut = [f for f in rule.sizes if rule.splittable(f) and any(f in dim for t in rule.inputs for dim in t)]
+    named = [f"{f} ({rule.reduced[f]})" if f in rule.reduced and f not in rule.complete else f for f in cut]
+    terms = [", ".join(str(i + 1) for i in sorted(term)) for term in rule.terms or ()]
+    partial = " + ".join(f"({t})" if len(terms) > 1 and "," in t else t for t in terms) if all(terms) else ""
+    return f"{shown} | {', '.join(named)} | {partial} |"
+
+
+def page() -> str:
+    registry, on = RuleRegistry(), mesh()
+    register_builtin_rules(registry)
+    alike: dict[tuple[str, str], list[str]] = defaultdict(list)
+    refused = []
+    for name in registry.names():
+        registration = registry.get(name)
+        assert registration is not None
+        rule = factorization(name, registration, on)
+        if rule is None:
+            refused.append(name)
+        else:
+            alike[signature(registration), row(rule)].append(name)
+    lines = ["| Operations | Arguments | Dimensions | May be cut | Partial |", "|---|---|---|---|---|"]
+    for (arguments, rest), names in sorted(alike.items(), key=lambda item: item[1]):
+        lines.append(f"| {', '.join(f'`{name}`' for name in names)} | `{arguments}` | {rest}")
+    listed = ", ".join(f"`{name}`" for name in refused)
+    return HEADER + "\n".join(lines) + f"\n\nKnown and refused, with the way out in the error: {listed}.\n"
+
+
+def signature(registration: Registration) -> str:
+    return ", ".join(
+        f"{'*' if p.variadic else ''}{p.name}{'' if p.default is REQUIRED else f'={p.default}'}"
+        for p in registration.parameters
+    )
+
+
+def main() -> int:
+    """Write or check the page; 1 when it is not current."""
+    text = page()
+    if "--check" not in sys.argv[1:]:
+        PAGE.write_text(text)
+        return 0
+    if PAGE.exists() and PAGE.read_text() == text:
+        return 0
+    print(f"{PAGE.name} is not what the sharding rules say; run python tools/operations_page.py")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
