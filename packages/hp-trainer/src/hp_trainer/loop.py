@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -132,9 +132,10 @@ class Trainer:
         _check_finite("norm of the gradient", norm, step)
         self.optimizer.step(rate)
         self.optimizer.zero_grad()
-        self.model.after_optimizer_step()
+        metrics = dict(self.model.after_optimizer_step())
         self.progress = Progress(step, samples)
-        self._report_step(before, loss, norm, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        self._report_step(replace(before, loss=loss, gradient_norm=norm, seconds=seconds, metrics=metrics))
         return stopping
 
     def learning_rate(self, step: int) -> float:
@@ -258,16 +259,7 @@ class Trainer:
 
     # Records -------------------------------------------------------------------------------------------------
 
-    def _report_step(self, before: StepRecord, loss: float, norm: float, seconds: float) -> None:
-        record = StepRecord(
-            step=before.step,
-            learning_rate=before.learning_rate,
-            tokens=before.tokens,
-            samples=before.samples,
-            loss=loss,
-            gradient_norm=norm,
-            seconds=seconds,
-        )
+    def _report_step(self, record: StepRecord) -> None:
         self._last = record
         for tracker in self.trackers:
             tracker.step(record)

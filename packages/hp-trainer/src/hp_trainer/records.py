@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,6 +45,7 @@ class StepRecord:
         tokens: tokens of the global batch.
         samples: samples of the run read so far, this step included.
         seconds: wall time of the step; None before it.
+        metrics: what the model tells of the step, by name; empty before it.
     """
 
     step: int
@@ -53,6 +55,7 @@ class StepRecord:
     loss: float | None = None
     gradient_norm: float | None = None
     seconds: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def tokens_per_second(self) -> float | None:

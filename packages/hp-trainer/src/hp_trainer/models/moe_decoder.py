@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
 from hp_dtensor import nn
@@ -226,9 +227,18 @@ class MoEDecoder(nn.Module):
         parallelize(self, dims, mesh, training, reshard_after_forward=reshard_after_forward)
 
     def after_optimizer_step(self) -> Mapping[str, float]:
-        """Moves the expert biases; returns the worst load of any block, as its excess over the mean."""
-        loads = update_expert_bias(self)
-        return {"max_load_violation": max(load.max_violation for load in loads.values())} if loads else {}
+        """Moves the expert biases; returns how unevenly the step's tokens went to the experts.
+
+        `max_load_violation`: the largest load of any block over the mean one, less 1. `load_variation`: standard
+        deviation of a block's loads over their mean, the mean over the blocks.
+        """
+        loads = update_expert_bias(self).values()
+        if not loads:
+            return {}
+        return {
+            "max_load_violation": max(load.max_violation for load in loads),
+            "load_variation": fmean(load.coefficient_of_variation for load in loads),
+        }
 
 
 def build_moe_decoder(options: MoEDecoderConfig, platform: Platform) -> MoEDecoder:
