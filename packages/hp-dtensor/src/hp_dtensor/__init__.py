@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hp_dtensor.local_map import custom_shard, local_map
     from hp_dtensor.mesh import DeviceMesh, init_device_mesh
     from hp_dtensor.meta import init_empty_weights, init_on_device, materialize
+    from hp_dtensor.muon import Muon, MuonOptions
     from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
     from hp_dtensor.platform import Platform
     from hp_dtensor.plugins import hookimpl
@@ -64,6 +65,7 @@ _HOMES = {
     "local_map": ("custom_shard", "local_map"),
     "mesh": ("DeviceMesh", "init_device_mesh"),
     "meta": ("init_empty_weights", "init_on_device", "materialize"),
+    "muon": ("Muon", "MuonOptions"),
     "placements": ("Partial", "Placement", "RaggedShard", "Replicate", "Shard", "StridedShard"),
     "platform": ("Platform",),
     "plugins": ("hookimpl",),
@@ -101,6 +103,8 @@ __all__ = [
     "DTensor",
     "DeviceMesh",
     "Layout",
+    "Muon",
+    "MuonOptions",
     "ParallelStyle",
     "Partial",
     "Placement",
