@@ -81,7 +81,6 @@ class Environment:
         wheels: wheel files to install as well.
         fingerprint: what else, when it changes, makes the environment stale (the wheels' own metadata, say).
         borrowed: site-packages folders of other environments that this one sees too, after its own.
-        fallbacks: pip options, each tried in turn when no matching release is found without them.
         constraints: pip constraints, e.g. where siblings are to be taken from if something requires them.
     """
 
@@ -90,7 +89,6 @@ class Environment:
     wheels: tuple[Path, ...] = ()
     fingerprint: str = ""
     borrowed: tuple[Path, ...] = ()
-    fallbacks: tuple[tuple[str, ...], ...] = ()
     constraints: tuple[str, ...] = ()
 
     def prepare(self, folder: str | os.PathLike[str], *, fresh: bool = False) -> Path:
@@ -124,12 +122,9 @@ class Environment:
             (folder / "constraints.txt").write_text("\n".join(self.constraints) + "\n")
             wanted = ["--constraint", str(folder / "constraints.txt"), *wanted]
         print(f"[setup] {self.name}: installing {self._summary()}", flush=True)
-        for source in ((), *self.fallbacks):
-            output = _pip(python, [*source, *wanted])
-            if output is None:
-                return
-            if not re.search(r"No matching distribution found", output):
-                break
+        output = _pip(python, wanted)
+        if output is None:
+            return
         sys.stderr.write(output)
         raise SetupError(f"pip could not install {self._summary()}: {explain_pip_failure(output)}")
 

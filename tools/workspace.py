@@ -6,7 +6,6 @@ import functools
 import os
 import shutil
 import subprocess
-import sys
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,18 +31,10 @@ COMPONENTS = PACKAGES[:4]
 _BUILD = ("hatchling>=1.26", "editables")
 
 
-def _torch_requirement() -> str:
-    # Elsewhere than on Linux, the plain release is the CPU build; on Linux it brings gigabytes of CUDA.
-    return os.environ.get("HP_TORCH", "torch==2.13.0+cpu" if sys.platform == "linux" else "torch==2.13.0")
-
-
-# The frameworks as tested. A mirror may hold torch's CPU build; PyTorch's own index does.
+# The frameworks as tested. The plain release of torch also matches its CPU build, and pip prefers that where an index
+# that it is configured with has it; else, on Linux, it brings gigabytes of CUDA.
 FRAMEWORKS = {
-    "torch": Environment(
-        "torch",
-        requirements=(_torch_requirement(), "numpy>=1.22"),
-        fallbacks=(("--extra-index-url", "https://download.pytorch.org/whl/cpu"),),
-    ),
+    "torch": Environment("torch", requirements=(os.environ.get("HP_TORCH", "torch==2.13.0"), "numpy>=1.22")),
     "mindspore": Environment("mindspore", requirements=("mindspore==2.10.0", "numpy<2")),
 }
 

@@ -95,26 +95,6 @@ def test_an_unreachable_index_is_named_as_the_cause(tmp_path, unreachable_index,
     assert "Connection refused" in capfd.readouterr().err
 
 
-def test_a_fallback_is_tried_only_when_the_release_is_missing(tmp_path, monkeypatch):
-    tried = []
-
-    def pip(python, arguments):
-        tried.append(arguments)
-        return None if "--extra-index-url" in arguments else answer
-
-    monkeypatch.setattr(environments, "_pip", pip)
-    wanted = Environment("a", requirements=("torch==1",), fallbacks=(("--extra-index-url", "https://x"),))
-    answer = "ERROR: No matching distribution found for torch==1"
-    wanted.prepare(tmp_path / "a")
-    assert tried == [["torch==1"], ["--extra-index-url", "https://x", "torch==1"]]
-
-    tried.clear()
-    answer = "OSError: [Errno 28] No space left on device"
-    with pytest.raises(SetupError, match="the disk is full"):
-        wanted.prepare(tmp_path / "b")
-    assert tried == [["torch==1"]]
-
-
 def test_a_python_without_venv_is_told_what_to_install(tmp_path, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ensurepip" else find(name))
