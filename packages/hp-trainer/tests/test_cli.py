@@ -247,7 +247,7 @@ def test_what_a_run_began_with_cannot_change(work: Path, error) -> None:
     (work / "other.txt").write_text("other")
     text = error("resume", "out", "--training.seed=1", "--data.path=other.txt", "--training.sequence_length=16")
     assert text.startswith("hp-train: out/config.yaml: 3 problems\n")
-    assert ": data: is fixed when a run begins\n" in text
+    assert "--data.path: data.path: is fixed when a run begins\n" in text
     assert "--training.seed: training.seed: is fixed when a run begins\n    expected: 0\n    got: 1\n" in text
     assert "--training.sequence_length: training.sequence_length: is fixed when a run begins\n" in text
 

@@ -11,14 +11,14 @@ from types import SimpleNamespace
 
 from hp_dtensor.plugins import plugin_manager
 from hp_trainer._divisors import join_choices
-from hp_trainer.config import LoadedConfig, TrainerConfig
+from hp_trainer.config import LoadedConfig, TrainerConfig, to_plain
 from hp_trainer.exceptions import ParallelDimsError, Problem, RegistryError
 from hp_trainer.parallel_dims import DEGREES, ParallelDims, degrees_from_config, find_model_problems
 from hp_trainer.plugins import Registries
 from hp_trainer.run_folder import RunFolder
 
 # What decides which samples a step reads, and what the weights mean: fixed when a run begins.
-_FIXED = ("model", "data", "training.seed", "training.sequence_length")
+_FIXED = ("model.", "data.", "training.seed", "training.sequence_length")
 
 
 def check_new_run(loaded: LoadedConfig, folder: Path, world_size: int, registered: Registries) -> list[Problem]:
@@ -52,7 +52,9 @@ def training_problems(dims: ParallelDims, config: TrainerConfig) -> Iterator[Pro
                 hint=f"parallel.{name}=1",
             )
     for problem in dims.model_problems(config.model.options, config.training.sequence_length):
-        yield problem.within("parallel")
+        # What `ParallelDims` calls seq_len has another name in the file.
+        hint = problem.hint.replace("seq_len=", "training.sequence_length=")
+        yield dataclasses.replace(problem, hint=hint).within("parallel")
     yield from _batch_problems(dims, config)
 
 
@@ -144,20 +146,21 @@ def _data_problems(config: TrainerConfig, registered: Registries) -> Iterator[Pr
 
 
 def _changed(before: TrainerConfig, after: TrainerConfig) -> Iterator[Problem]:
-    for path in _FIXED:
-        was, now = _at(before, path), _at(after, path)
-        if was != now:
+    was, now = _settings(to_plain(before)), _settings(to_plain(after))
+    for path in {**was, **now}:
+        if was.get(path) != now.get(path) and path.startswith(_FIXED):
             yield Problem(
                 path=path,
                 what="is fixed when a run begins",
-                expected=str(was),
-                got=str(now),
+                expected=str(was.get(path)),
+                got=str(now.get(path)),
                 hint="a new run with `hp-train CONFIG`",
             )
 
 
-def _at(config: TrainerConfig, path: str) -> object:
-    value: object = config
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
+def _settings(tree: object, path: str = "") -> dict[str, object]:
+    """The leaves of a plain configuration by dotted path."""
+    if not isinstance(tree, dict):
+        return {path: tree}
+    inner = {name: f"{path}.{name}" if path else name for name in tree}
+    return {leaf: value for name in tree for leaf, value in _settings(tree[name], inner[name]).items()}
