@@ -104,8 +104,8 @@ class Case:
 
     mesh: tuple[int, ...]
     tp: int = 1
-    steps: int = 5
-    num_blocks: int = 3
+    steps: int = 3
+    num_blocks: int = 2
     tied: bool = False
     twice: bool = False
     frozen: tuple[str, ...] = ()

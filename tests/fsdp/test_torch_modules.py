@@ -6,11 +6,12 @@ import pytest
 
 from hp_dtensor.mesh import init_device_mesh
 from hp_dtensor.testing.simulated import run_ranks
-from hp_dtensor.world import current_world, record_collectives
+from hp_dtensor.world import DONE, ProcessGroup, current_world, record_collectives
 from hp_fsdp import MixedPrecisionPolicy, fully_shard
 
 torch = pytest.importorskip("torch")
 checkpoint = pytest.importorskip("torch.utils.checkpoint").checkpoint
+TorchDispatchMode = pytest.importorskip("torch.utils._python_dispatch").TorchDispatchMode
 
 
 @pytest.fixture(autouse=True)
@@ -155,5 +156,60 @@ def test_bfloat16_parameters_with_float32_reduction(hp_platform):
         assert out.dtype == torch.float32
         out.sum().backward()
         assert {parameter.grad.dtype for parameter in net.parameters()} == {torch.float32}
+
+    run_ranks(rank, 2, hp_platform)
+
+
+class CopyCounter(TorchDispatchMode):
+    """Counts operations that move data from one buffer to another."""
+
+    MOVES = ("copy_", "_to_copy", "clone", "cat", "split_with_sizes_copy", "_chunk_cat")
+
+    def __init__(self):
+        super().__init__()
+        self.moves = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name in self.MOVES or name.startswith("_foreach_copy"):
+            self.moves.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_is_copied_but_each_gradient_once(hp_platform, monkeypatch):
+    """Between shard and collective, and between collective and parameters; collectives themselves are left out."""
+    for name in ("all_gather_into", "reduce_scatter_into"):
+        monkeypatch.setattr(ProcessGroup, name, lambda self, output, x, *rest, **options: DONE)
+
+    def rank():
+        net = shard_net(hp_platform, Net())
+        x = batch(0)
+        for _ in range(2):
+            net.zero_grad()
+            with CopyCounter() as forward:
+                loss = net(x).sum()
+            with CopyCounter() as backward:
+                loss.backward()
+        assert forward.moves == []
+        assert backward.moves == ["copy_"] * len(list(net.parameters()))
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def test_mixed_precision_casts_the_shard_once_per_gather(hp_platform, monkeypatch):
+    for name in ("all_gather_into", "reduce_scatter_into"):
+        monkeypatch.setattr(ProcessGroup, name, lambda self, output, x, *rest, **options: DONE)
+
+    def rank():
+        policy = MixedPrecisionPolicy(param_dtype="bfloat16", reduce_dtype="float32")
+        net = shard_net(hp_platform, Net(), mp_policy=policy)
+        x = batch(0).bfloat16()
+        with CopyCounter() as forward:
+            loss = net(x).sum()
+        assert forward.moves == ["_to_copy"] * 4
+        with CopyCounter() as backward:
+            loss.backward()
+        assert backward.moves.count("_to_copy") == 3
+        assert backward.moves.count("copy_") == len(list(net.parameters()))
 
     run_ranks(rank, 2, hp_platform)
