@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +12,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from hp_dtensor import DeviceMesh, Replicate, Shard, distribute_tensor, get_platform
+from hp_dtensor.exceptions import ShardingRuleError
 from hp_dtensor.testing import run_ranks
+from hp_platform_torch.dtensor import forget_plans
 
 Tensor = torch.Tensor
 Gather = Callable[[Tensor], Tensor]
@@ -112,3 +116,40 @@ def test_a_gathered_tensor_retains_its_gradient_and_takes_new_data() -> None:
         torch.testing.assert_close(grad, torch.ones(4, 4) @ WEIGHT.T)
         torch.testing.assert_close(product, 2 * X @ WEIGHT)
         assert stable
+
+
+def _written_slices() -> list[str]:
+    mesh = DeviceMesh("cpu", (2,), platform=get_platform("torch"))
+    x = distribute_tensor(X, mesh, (Shard(0),)).clone()
+    x[:, 1:].zero_()
+    assert torch.equal(x.full_tensor()[:, 1:], torch.zeros(4, 5)), "columns are whole: a view on every rank"
+    messages = []
+    for piece in (x[1:], x.split(2)[0], x.unbind(0)[1]):
+        with pytest.raises(ShardingRuleError) as refusal:
+            piece.zero_()
+        messages.append(str(refusal.value))
+    x[1:].clone().zero_()
+    return messages
+
+
+def test_writing_a_slice_that_had_to_be_gathered_is_refused() -> None:
+    for messages in run_ranks(_written_slices, 2, "torch"):
+        assert messages[0] == (
+            "zero_ on the result of getitem, which is a copy: the dimension that getitem takes apart was cut, so the "
+            "tensor was redistributed first, and writing does not reach it. Clone the result to write it alone, or "
+            "redistribute the tensor before getitem."
+        )
+        assert all("does not reach it" in message for message in messages)
+
+
+def _used_world() -> weakref.ref[Any]:
+    mesh = DeviceMesh("cpu", (2,), platform=get_platform("torch"))
+    distribute_tensor(X, mesh, (Shard(0),)) @ distribute_tensor(WEIGHT, mesh, (Shard(1),))
+    return weakref.ref(mesh.world)
+
+
+def test_forgotten_plans_free_the_world_of_a_job() -> None:
+    worlds = run_ranks(_used_world, 2, "torch")
+    forget_plans()
+    gc.collect()
+    assert [world() for world in worlds] == [None, None]

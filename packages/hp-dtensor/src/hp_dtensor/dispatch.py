@@ -20,6 +20,7 @@ from hp_dtensor.exceptions import HPError, MixedOperandsError, ShardingRuleError
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Placement, RaggedShard, Shard
 from hp_dtensor.platform import DTYPE_NAMES, Platform
+from hp_dtensor.redistribute import plan_between
 from hp_dtensor.rules.cost import cheapest
 from hp_dtensor.rules.factors import Factorization, Strategy, strategies
 from hp_dtensor.rules.registry import REQUIRED, OpCall, Registration, RuleRegistry
@@ -81,6 +82,12 @@ def plan_for(platform: Platform, name: str, args: tuple[Any, ...], kwargs: Mappi
             _plans.clear()
         _plans[key] = plan
     return plan
+
+
+def forget_plans() -> None:
+    """Drop every cached plan, and with them the meshes and worlds they hold; for platforms that leave a job."""
+    _plans.clear()
+    plan_between.cache_clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +156,8 @@ class OpPlan:
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the call on `args` and `kwargs`, which have the structure the plan was made for."""
+        if self.registration.in_place:
+            self._check_reaches_original(self._first(args, kwargs))
         if self.moves or self.replaced or self.local is not None:
             return self._run_changed(func, args, dict(kwargs))
         with self.platform.local_op():
@@ -169,7 +178,23 @@ class OpPlan:
             new_args = _replace_static(self.registration, new_args, kwargs, self.replaced)
         with self.platform.local_op():
             result = func(*new_args, **kwargs)
-        return first if self.registration.in_place else self._wrap(result)
+        if self.registration.in_place:
+            return first
+        wrapped = self._wrap(result)
+        if self.registration.view and any(move.target is not None for move in self.moves):
+            for x in wrapped if isinstance(wrapped, (tuple, list)) else (wrapped,):
+                x._copied_by = self.operation
+        return wrapped
+
+    def _check_reaches_original(self, first: Any) -> None:
+        """Refuse to write what is a view on one device and a copy here: the original would not change."""
+        view = first.__dict__.get("_copied_by")
+        if view is not None:
+            raise ShardingRuleError(
+                f"{self.operation} on the result of {view}, which is a copy: the dimension that {view} takes apart was "
+                f"cut, so the tensor was redistributed first, and writing does not reach it. Clone the result to write "
+                f"it alone, or redistribute the tensor before {view}."
+            )
 
     def _local_call(self, func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> LocalCall:
         unwrap = self.platform.unwrap

@@ -135,7 +135,7 @@ class Operation:
 
         result = plan.run(recorded, args, kwargs)
         entry = _Entry(plan)
-        if type(result) is TorchDTensor and seen and not plan.moves and plan.local is None:
+        if type(result) is TorchDTensor and seen and not plan.moves and plan.local is None and not self.in_place:
             self._run_directly_next_time(entry, result._spec, args, *seen[0])
         if len(self.plans) >= CACHE_SIZE:
             self.plans.clear()
@@ -186,6 +186,7 @@ _operations = _Operations()
 
 def forget_plans() -> None:
     """Drop every cached plan, and with them the meshes that they hold."""
+    dispatch.forget_plans()
     for operation in _operations.values():
         operation.plans.clear()
 

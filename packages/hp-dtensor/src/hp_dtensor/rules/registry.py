@@ -59,12 +59,14 @@ class Registration:
         parameters: in positional order.
         in_place: the first argument is written and returned.
         by_type: scalars count by type only, so that changing values do not fill the cache.
+        view: its results share the storage of the first argument.
     """
 
     rule: Rule
     parameters: tuple[Parameter, ...]
     in_place: bool = False
     by_type: bool = False
+    view: bool = False
 
     def position(self, keyword: str) -> int:
         """The position of the parameter that a keyword names; after all of them for one that names none."""
@@ -80,7 +82,14 @@ class RuleRegistry:
         self._registrations: dict[str, Registration] = {}
 
     def register(
-        self, names: str, signature: str, rule: Rule, *, in_place: bool = False, by_type: bool = False
+        self,
+        names: str,
+        signature: str,
+        rule: Rule,
+        *,
+        in_place: bool = False,
+        by_type: bool = False,
+        view: bool = False,
     ) -> None:
         """Register one rule for the space-separated `names`.
 
@@ -90,7 +99,7 @@ class RuleRegistry:
         Raises:
             ValueError: a name has a rule already.
         """
-        registration = Registration(rule, _parse_signature(signature), in_place, by_type)
+        registration = Registration(rule, _parse_signature(signature), in_place, by_type, view)
         for name in names.split():
             if name in self._registrations:
                 raise ValueError(f"operation {name!r} has a sharding rule already")

@@ -11,14 +11,14 @@ from hp_dtensor.rules.views import LINEAR, _dim
 
 
 def register(registry: RuleRegistry) -> None:
-    registry.register("narrow", "input dim start length", _narrow)
-    registry.register("select", "input dim index", _select)
-    registry.register("getitem", "input index", _getitem)
+    registry.register("narrow", "input dim start length", _narrow, view=True)
+    registry.register("select", "input dim index", _select, view=True)
+    registry.register("getitem", "input index", _getitem, view=True)
     registry.register("cat concat", "tensors dim=0", _cat)
     registry.register("stack", "tensors dim=0", _stack)
-    registry.register("split", "input sizes dim=0", _split)
-    registry.register("chunk", "input chunks dim=0", _chunk)
-    registry.register("unbind", "input dim=0", _unbind)
+    registry.register("split", "input sizes dim=0", _split, view=True)
+    registry.register("chunk", "input chunks dim=0", _chunk, view=True)
+    registry.register("unbind", "input dim=0", _unbind, view=True)
     registry.register("gather", "input dim index", _gather)
     registry.register("index_select", "input dim index", _index_select)
     registry.register("topk", "input k dim=-1", _topk)
