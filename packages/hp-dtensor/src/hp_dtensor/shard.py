@@ -17,7 +17,7 @@ from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Placement
 from hp_dtensor.platform import Platform
 from hp_dtensor.spec import normalize_placements
-from hp_dtensor.styles import place_parameter
+from hp_dtensor.styles import parameter_owners, place_parameter
 
 Tensor = Any
 Module = Any
@@ -58,8 +58,9 @@ class ShardingPlan:
 def shard_module(model: ModuleOrFunction, device_mesh: DeviceMesh, sharding_plan: ShardingPlan) -> ModuleOrFunction:
     """Apply a plan to a module (in place, also returned) or to a function (a wrapped one is returned).
 
-    Named parameters become DTensor parameters; DTensor arguments and outputs of the named modules are
-    redistributed; arguments that are no DTensor pass through unchanged. The same for one rank as for many.
+    Named parameters become DTensor parameters, tied ones under all their names; DTensor arguments and outputs of the
+    named modules are redistributed; arguments that are no DTensor pass through unchanged. The same for one rank as
+    for many.
 
     Raises:
         TypeError: `sharding_plan` is no `ShardingPlan`.
@@ -71,8 +72,12 @@ def shard_module(model: ModuleOrFunction, device_mesh: DeviceMesh, sharding_plan
     if not isinstance(model, platform.Module):
         return _shard_function(model, device_mesh, sharding_plan)
     resolved = _Resolver(model, device_mesh, sharding_plan).resolve()
-    for module, name, placements in resolved.parameters:
-        place_parameter(module, name, device_mesh, placements)
+    for owners, placements in resolved.parameters:
+        (first, name), *others = owners
+        place_parameter(first, name, device_mesh, placements)
+        placed = dict(platform.named_parameters(first, recurse=False))[name]
+        for module, other in others:
+            platform.set_parameter(module, other, placed)
     for module, boundary in resolved.boundaries.values():
         _hook(platform, module, boundary)
     return model
@@ -115,7 +120,7 @@ class _Boundary:
 
 @dataclass
 class _Resolved:
-    parameters: list[tuple[Module, str, tuple[Placement, ...]]] = field(default_factory=list)
+    parameters: list[tuple[list[tuple[Module, str]], tuple[Placement, ...]]] = field(default_factory=list)
     boundaries: dict[str, tuple[Module, _Boundary]] = field(default_factory=dict)
 
 
@@ -127,6 +132,8 @@ class _Resolver:
         platform = mesh.platform
         self.modules = dict(platform.named_modules(model))
         self.parameters = dict(platform.named_parameters(model, remove_duplicate=False))
+        self.owners = parameter_owners(platform, model)
+        self.placed: dict[int, tuple[str, tuple[Placement, ...]]] = {}
         self.problems: list[str] = []
         self.resolved = _Resolved()
 
@@ -159,8 +166,13 @@ class _Resolver:
         except ValueError as error:
             self.problems.append(f"plan[{name!r}]: {error}")
             return
-        path, _, key = name.rpartition(".")
-        self.resolved.parameters.append((self.modules[path], key, placements))
+        identity = id(self.parameters[name])
+        first, known = self.placed.setdefault(identity, (name, placements))
+        if known != placements:
+            self.problems.append(f"plan[{name!r}]: the same parameter as {first!r}, which is placed in another way")
+        elif first == name:
+            owners = [(module, key) for _, module, key in self.owners[identity]]
+            self.resolved.parameters.append((owners, placements))
 
     def _boundary(self, key: str, suffix: str) -> _Boundary | None:
         path, _, last = key.rpartition(".")

@@ -36,16 +36,24 @@ def parallelize_module(
 ) -> Module:
     """Apply a style to `module`, or styles to its sub-modules by dotted name; names may have `*` and `?`.
 
+    A parameter that several modules own stays one parameter.
+
     Raises:
         MeshError: the mesh is not one-dimensional.
-        PlanError: names that match no module, all of them listed.
+        PlanError: names that match no module, all of them listed; owners of a tied parameter that have no style,
+            or styles that place it in different ways.
     """
     if device_mesh.ndim != 1:
         raise MeshError(f"parallelize_module needs a 1-D mesh, got {device_mesh.describe()}; slice it: mesh['tp']")
     if isinstance(plan, ParallelStyle):
         return plan.apply(module, device_mesh)
-    for target, style in _resolve(module, device_mesh.platform, plan):
+    platform = device_mesh.platform
+    found = _resolve(module, platform, plan)
+    tied = [owners for owners in parameter_owners(platform, module).values() if len(owners) > 1]
+    _check_ties_covered(tied, [target for target, _ in found])
+    for target, style in found:
         style.apply(target, device_mesh)
+    _tie_again(platform, tied)
     return module
 
 
@@ -100,8 +108,53 @@ def distribute_module(
     return module
 
 
+def parameter_owners(platform: Platform, module: Module) -> dict[int, list[tuple[str, Module, str]]]:
+    """Identity of each parameter -> (path, owning module, its name there), several of them for tied parameters."""
+    owners: dict[int, list[tuple[str, Module, str]]] = {}
+    for path, submodule in platform.named_modules(module):
+        for name, parameter in platform.named_parameters(submodule, recurse=False):
+            owners.setdefault(id(parameter), []).append((path, submodule, name))
+    return owners
+
+
+def _dotted(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _check_ties_covered(tied: list[list[tuple[str, Module, str]]], styled: list[Module]) -> None:
+    """A tied parameter is styled through all its owners or through none."""
+    problems = []
+    for owners in tied:
+        names = {_dotted(path, name): any(module is target for target in styled) for path, module, name in owners}
+        if any(names.values()) and not all(names.values()):
+            inside = ", ".join(name for name, covered in names.items() if covered)
+            outside = ", ".join(name for name, covered in names.items() if not covered)
+            problems.append(f"{inside} is the same parameter as {outside}, whose module has no style")
+    if problems:
+        raise PlanError(f"tied parameters: {'; '.join(problems)}. Give every owner a style.")
+
+
+def _tie_again(platform: Platform, tied: list[list[tuple[str, Module, str]]]) -> None:
+    """Make parameters that were one before their modules were styled one again."""
+    for owners in tied:
+        placed = [dict(platform.named_parameters(module, recurse=False))[name] for _, module, name in owners]
+        if not isinstance(placed[0], DTensor):
+            continue
+        if any(x.spec is not placed[0].spec for x in placed[1:]):
+            named = ", ".join(
+                f"{_dotted(path, name)} {x.spec.describe_placements()}"
+                for (path, _, name), x in zip(owners, placed, strict=True)
+            )
+            raise PlanError(f"the styles place one tied parameter in different ways: {named}")
+        for _, module, name in owners[1:]:
+            platform.set_parameter(module, name, placed[0])
+
+
 def place_parameter(module: Module, name: str, device_mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
-    """Replace a directly owned plain parameter by a DTensor parameter; every rank must hold the same values."""
+    """Replace a directly owned plain parameter by a DTensor parameter; every rank must hold the same values.
+
+    A parameter that several modules own is replaced in this one only.
+    """
     platform = device_mesh.platform
     old = dict(platform.named_parameters(module, recurse=False))[name]
     with platform.no_grad():

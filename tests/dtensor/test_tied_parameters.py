@@ -1,0 +1,115 @@
+"""A parameter that two modules own stays one parameter when it is placed, and a style may serve several modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hp_dtensor import (
+    ColwiseParallel,
+    DeviceMesh,
+    Replicate,
+    RowwiseParallel,
+    Shard,
+    ShardingPlan,
+    nn,
+    parallelize_module,
+    shard_module,
+)
+from hp_dtensor.exceptions import PlanError
+from hp_dtensor.platform import Platform
+from hp_dtensor.testing import run_ranks
+
+VOCABULARY, WIDTH = 7, 4
+
+
+class Tied(nn.Module):
+    """An embedding whose table is also the weight of the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, ids: Any) -> Any:
+        return self.head(self.table(ids))
+
+
+def make(platform: Platform) -> Any:
+    with nn.building(platform):
+        model = Tied()
+    values = np.random.default_rng(0).uniform(-1, 1, (VOCABULARY, WIDTH)).astype(np.float32)
+    with platform.no_grad():
+        platform.copy_(model.table.weight, platform.from_numpy(values))
+    platform.set_parameter(model.head, "weight", model.table.weight)
+    return model
+
+
+def run(platform: Platform, model: Any) -> np.ndarray:
+    """The gradient of the table after one step on a fixed batch."""
+    logits = model(platform.from_numpy(np.array([0, 3, 6, 3])))
+    loss = platform.ops.sum(platform.ops.square(logits))
+    platform.backward(loss.full_tensor() if hasattr(loss, "full_tensor") else loss)
+    grad = platform.get_grad(model.table.weight)
+    return platform.to_numpy(grad.full_tensor() if hasattr(grad, "full_tensor") else grad)
+
+
+def _parallelized(platform: Platform) -> np.ndarray:
+    mesh, model = DeviceMesh("cpu", (2,), platform=platform), make(platform)
+    parallelize_module(model, mesh, {"table": RowwiseParallel(), "head": ColwiseParallel()})
+    assert model.head.weight is model.table.weight
+    return run(platform, model)
+
+
+def test_styles_keep_a_tied_parameter_one(hp_platform: Platform) -> None:
+    expected = run(hp_platform, make(hp_platform))
+    for grad in run_ranks(_parallelized, 2, hp_platform, hp_platform):
+        np.testing.assert_allclose(grad, expected, rtol=1e-5, atol=1e-5)
+
+
+def _sharded(platform: Platform) -> list[str]:
+    mesh, model = DeviceMesh("cpu", (2,), platform=platform), make(platform)
+    plans = ({"table.weight": (Shard(0),), "head.weight": (Shard(1),)}, {"head.weight": (Shard(0),)})
+    with pytest.raises(PlanError) as contradiction:
+        shard_module(model, mesh, ShardingPlan(plan=plans[0]))
+    shard_module(model, mesh, ShardingPlan(plan=plans[1]))
+    assert model.head.weight is model.table.weight
+    assert model.table.weight.placements == (Shard(0),)
+    return [str(contradiction.value)]
+
+
+def test_a_plan_names_a_tied_parameter_under_any_name(hp_platform: Platform) -> None:
+    for messages in run_ranks(_sharded, 2, hp_platform, hp_platform):
+        assert "the same parameter as 'table.weight', which is placed in another way" in messages[0]
+
+
+def _one_owner_only(platform: Platform) -> str:
+    mesh, model = DeviceMesh("cpu", (2,), platform=platform), make(platform)
+    with pytest.raises(PlanError) as refusal:
+        parallelize_module(model, mesh, {"table": RowwiseParallel()})
+    assert not hasattr(model.table.weight, "placements")
+    return str(refusal.value)
+
+
+def test_styling_one_owner_of_a_tied_parameter_is_refused(hp_platform: Platform) -> None:
+    assert run_ranks(_one_owner_only, 2, hp_platform, hp_platform)[0] == (
+        "tied parameters: table.weight is the same parameter as head.weight, whose module has no style. "
+        "Give every owner a style."
+    )
+
+
+def _shared_style(platform: Platform) -> Any:
+    mesh, style = DeviceMesh("cpu", (2,), platform=platform), RowwiseParallel()
+    with nn.building(platform):
+        table, down = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, 3, bias=False)
+    style.apply(table, mesh)
+    style.apply(down, mesh)
+    rows = platform.from_numpy(np.ones((5, WIDTH // 2), np.float32))
+    return down(rows).shape, down(rows).placements
+
+
+def test_one_style_serves_an_embedding_and_a_linear_layer(hp_platform: Platform) -> None:
+    for shape, placements in run_ranks(_shared_style, 2, hp_platform, hp_platform):
+        assert (tuple(shape), placements) == ((5, 3), (Replicate(),))
