@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hp_dtensor import checks, collectives
 from hp_dtensor.current_mesh import get_current_mesh
 from hp_dtensor.dtensor import DTensor
-from hp_dtensor.exceptions import MixedOperandsError, PlacementError, ShardShapeError
+from hp_dtensor.exceptions import MixedOperandsError, ShardShapeError
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard
-from hp_dtensor.redistribute import RedistributePlan, group_over, plan_between
+from hp_dtensor.redistribute import RedistributePlan, group_over, plan_across, plan_between
 from hp_dtensor.spec import TensorSpec
 
 Tensor = Any
@@ -110,31 +110,85 @@ def to_local(x: Any, grad_placements: Sequence[Placement] | None = None) -> Tens
     return _with_grad_plan(platform, local, spec.with_placements(tuple(grad_placements)), grad_spec(spec))
 
 
-def redistribute(x: Any, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None) -> Any:
-    """`x` with other placements on the same mesh; differentiable.
+def redistribute(
+    x: Any,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    async_op: bool = False,
+) -> Any:
+    """`x` with other placements, on its own or on another mesh of the same world; differentiable.
+
+    To another mesh every rank of both makes the call, and its backward communicates between them too. A rank
+    outside the mesh of `x` passes an empty `x`; one outside the other mesh gets an empty result.
+
+    Args:
+        placements: default: replicated on every axis.
+        async_op: return a `PendingDTensor` whose `wait()` gives the result; `x` must not be written before.
 
     Raises:
-        PlacementError: another mesh, or placements that do not fit.
+        PlacementError: placements that do not fit, or a mesh of another world.
     """
     source: TensorSpec = x.spec
-    if device_mesh is not None and device_mesh != source.mesh:
-        raise PlacementError(
-            f"redistribute to another mesh is not supported yet: {source.mesh.describe()} -> {device_mesh.describe()}"
-        )
-    target = source.with_placements(tuple(placements) if placements is not None else _replicated(source.mesh))
+    mesh = device_mesh if device_mesh is not None else source.mesh
+    wanted = tuple(placements) if placements is not None else _replicated(mesh)
+    target = TensorSpec(mesh, wanted, source.shape, source.dtype)
+    if async_op:
+        return _start_redistribute(x, target)
     return redistribute_to(x, target)
 
 
 def redistribute_to(x: Any, target: TensorSpec) -> Any:
-    """`x` as `target`, which has the same mesh and shape."""
+    """`x` as `target`, which has the same shape."""
     source: TensorSpec = x.spec
     if source is target:
         return x
     platform = source.mesh.platform
+    local = platform.unwrap(x)
+    if source.mesh != target.mesh:
+        return platform.wrap(plan_across(source, target, platform.itemsize(source.dtype)).run(local), target)
     checks.check_moved(source, target)
     plan = plan_between(source, target, platform.itemsize(source.dtype))
-    local = platform.unwrap(x)
     moved = plan.run(local)
+    return _remembering(local, plan, moved, target)
+
+
+class PendingDTensor:
+    """A redistribution under way.
+
+    Attributes:
+        spec: that of the result.
+    """
+
+    def __init__(self, spec: TensorSpec, finish: Callable[[], Any]) -> None:
+        self.spec = spec
+        self._finish: Callable[[], Any] | None = finish
+        self._result: Any = None
+
+    def wait(self) -> Any:
+        """The DTensor, once its communication is over; the same one every time."""
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            self._result = finish()
+        return self._result
+
+
+def _start_redistribute(x: Any, target: TensorSpec) -> PendingDTensor:
+    source: TensorSpec = x.spec
+    if source is target or source.mesh != target.mesh:
+        result = redistribute_to(x, target)
+        return PendingDTensor(target, lambda: result)
+    platform = source.mesh.platform
+    checks.check_moved(source, target)
+    local = platform.unwrap(x)
+    plan = plan_between(source, target, platform.itemsize(source.dtype))
+    finish = plan.start(local)
+    return PendingDTensor(target, lambda: _remembering(local, plan, finish(), target))
+
+
+def _remembering(local: Tensor, plan: RedistributePlan, moved: Tensor, target: TensorSpec) -> Any:
+    """The result as a DTensor that knows what it came from, for gradients of uses that differ per rank."""
+    platform = target.mesh.platform
     result = platform.wrap(moved, target)
     if platform.requires_grad(local):
         result._redistributed_from = _Source(local, plan, platform.version(local), platform.version(moved))

@@ -66,11 +66,17 @@ class DTensor:
 
         return api.to_local(self, grad_placements)
 
-    def redistribute(self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None) -> Any:
-        """The same tensor with other placements; differentiable."""
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        async_op: bool = False,
+    ) -> Any:
+        """The same tensor with other placements, also on another mesh; see `hp_dtensor.api.redistribute`."""
         from hp_dtensor import api
 
-        return api.redistribute(self, device_mesh, placements)
+        return api.redistribute(self, device_mesh, placements, async_op=async_op)
 
     def reduce_partial(self) -> Any:
         """The same tensor with every partial axis reduced to a replicated one, the others as they are."""

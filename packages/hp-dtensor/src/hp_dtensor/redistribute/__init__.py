@@ -1,8 +1,18 @@
 """From placements to placements: planning and running redistributions; see README.md."""
 
+from hp_dtensor.redistribute.across import AcrossPlan, plan_across
 from hp_dtensor.redistribute.costs import CostModel
 from hp_dtensor.redistribute.plan import RedistributePlan
 from hp_dtensor.redistribute.planner import plan_between, plan_redistribute
 from hp_dtensor.redistribute.steps import Step, group_over
 
-__all__ = ["CostModel", "RedistributePlan", "Step", "group_over", "plan_between", "plan_redistribute"]
+__all__ = [
+    "AcrossPlan",
+    "CostModel",
+    "RedistributePlan",
+    "Step",
+    "group_over",
+    "plan_across",
+    "plan_between",
+    "plan_redistribute",
+]

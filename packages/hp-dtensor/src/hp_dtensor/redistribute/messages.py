@@ -119,7 +119,7 @@ def reduction_regions(ownership: Ownership, me: Coordinate) -> dict[Coordinate, 
     result: dict[Coordinate, Region | None] = {}
     for member in itertools.product(*choices):
         ranges = [_held(ownership, member, dim, dim_rows) for dim, dim_rows in enumerate(rows)]
-        region = Region(tuple(_runs(part, held) for part, held in zip(ranges, whole, strict=True)))
+        region = Region(tuple(runs_in(part, held) for part, held in zip(ranges, whole, strict=True)))
         result[member] = region if ownership.holds_any(member) else None
     return result
 
@@ -146,7 +146,7 @@ def _sends(
                 continue
             if region is None:
                 ranges = [join_ranges(by[target]) for by, target in zip(wanted, targets, strict=True)]
-                region = Region(tuple(_runs(r, h) for r, h in zip(ranges, held, strict=True)))
+                region = Region(tuple(runs_in(r, h) for r, h in zip(ranges, held, strict=True)))
             result[receiver] = region
     return result
 
@@ -191,11 +191,11 @@ def _stays(ownership: Ownership, me: Coordinate, rows: Sequence[Sequence[Row]], 
         owner = tuple(me[a] for a in ownership.owner_axes[dim])
         target = tuple(me[a] for a in ownership.target_axes[dim])
         ranges = join_ranges([(start, stop) for start, stop, o, t in dim_rows if o == owner and t == target])
-        result.append(_runs(ranges, held[dim]))
+        result.append(runs_in(ranges, held[dim]))
     return Region(tuple(result))
 
 
-def _runs(ranges: Ranges, held: Ranges) -> Runs:
+def runs_in(ranges: Ranges, held: Ranges) -> Runs:
     """Where `ranges`, which `held` contains, lie in a local tensor that holds `held`."""
     result: list[tuple[int, int]] = []
     passed = i = 0

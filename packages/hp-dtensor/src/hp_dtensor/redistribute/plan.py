@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +44,23 @@ class Stage:
         if not self.steps and not self._backward.steps:
             return local
         return platform.linear_map(local, self.run_data, self.run_backward)
+
+    def start(self, local: Tensor) -> Callable[[], Tensor]:
+        """Begin the steps; the function returned waits for the last one and gives the result, differentiable."""
+        platform = self.source.mesh.platform
+        if self._selected or not self.steps:
+            result = self.run(local)
+            return lambda: result
+        with platform.no_grad():
+            data = platform.detach(local)
+            for step in self.steps[:-1]:
+                data = step.run(data)
+            under_way = [self.steps[-1].start(data)]
+
+        def forward(x: Tensor) -> Tensor:
+            return under_way.pop()() if under_way else self.run_data(x)
+
+        return lambda: platform.linear_map(local, forward, self.run_backward)
 
     def run_data(self, local: Tensor) -> Tensor:
         """Without gradient."""
@@ -131,6 +149,18 @@ class RedistributePlan:
         for stage in self.stages:
             local = stage.run(local)
         return local
+
+    def start(self, local: Tensor) -> Callable[[], Tensor]:
+        """Begin what `run` does; the function returned waits and gives its result, differentiable.
+
+        The last step goes on by itself where the plan's last stage is linear; what comes before is done first.
+        """
+        if self._is_elsewhere or not self.stages:
+            return lambda: local
+        *first, last = self.stages
+        for stage in first:
+            local = stage.run(local)
+        return last.start(local)
 
     def run_data(self, local: Tensor) -> Tensor:
         """As `run`, without gradient."""

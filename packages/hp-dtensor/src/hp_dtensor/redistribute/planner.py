@@ -206,7 +206,9 @@ class _Planner:
         """A step on one axis, planned with what this rank's line knows: ragged parts may differ on other lines."""
         (axis,) = (a for a, (s, t) in enumerate(zip(source, target, strict=True)) if s != t)
         around = [REPLICATE if a == axis else p for a, p in enumerate(source)]
-        shape = self.source.with_placements(around).local_shape
+        where = self.mesh.get_coordinate() or (0,) * self.mesh.ndim
+        held = self.source.with_placements(around).ranges(where)
+        shape = [sum(stop - start for start, stop in ranges) for ranges in held]
         pair = (source[axis],), (target[axis],)
         volume = least_volume(shape, (self.mesh_shape[axis],), *pair)
         reduces = bool(volume.reduced)

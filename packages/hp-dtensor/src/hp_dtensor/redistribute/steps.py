@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hp_dtensor.exceptions import CapabilityError
@@ -15,7 +15,7 @@ from hp_dtensor.platform import Platform
 from hp_dtensor.redistribute.cuts import Placements
 from hp_dtensor.redistribute.messages import Messages, Region, exchange_messages, reduction_regions
 from hp_dtensor.redistribute.ownership import Ownership
-from hp_dtensor.world import ProcessGroup
+from hp_dtensor.world import ProcessGroup, Work
 
 Tensor = Any
 
@@ -51,6 +51,11 @@ class Step(ABC):
     def run(self, local: Tensor) -> Tensor:
         """The step on this rank's local tensor, as data; the result is a tensor of its own."""
 
+    def start(self, local: Tensor) -> Callable[[], Tensor]:
+        """Begin the step; the function returned waits for it and gives the result. `local` must not change before."""
+        result = self.run(local)
+        return lambda: result
+
     @functools.cached_property
     def group(self) -> ProcessGroup:
         return group_over(self.mesh, self.axes)
@@ -84,11 +89,17 @@ class AllGather(Step):
     """Equal shards, innermost in their dimensions, become whole on every rank of the axes."""
 
     def run(self, local: Tensor) -> Tensor:
+        return self._begin(local, False)()
+
+    def start(self, local: Tensor) -> Callable[[], Tensor]:
+        return self._begin(local, True)
+
+    def _begin(self, local: Tensor, async_op: bool) -> Callable[[], Tensor]:
         platform, n = self.platform, self.group.size
         x = platform.contiguous(local)
         flat = platform.empty((n * x.shape[0], *x.shape[1:]), x.dtype, platform.device_of(x))
-        self.group.all_gather_into(flat, x)
-        return _digits_to_dims(platform, flat, tuple(x.shape), self._digits)
+        work = self.group.all_gather_into(flat, x, async_op)
+        return _after(work, lambda: _digits_to_dims(platform, flat, tuple(x.shape), self._digits))
 
     @functools.cached_property
     def _digits(self) -> list[tuple[int, int]]:
@@ -101,11 +112,18 @@ class ReduceScatter(Step):
     op = "sum"
 
     def run(self, local: Tensor) -> Tensor:
+        return self._begin(local, False)()
+
+    def start(self, local: Tensor) -> Callable[[], Tensor]:
+        return self._begin(local, True)
+
+    def _begin(self, local: Tensor, async_op: bool) -> Callable[[], Tensor]:
         platform, n = self.platform, self.group.size
         x, shape = _dims_to_digits(platform, local, self._digits)
         output = platform.empty(shape, local.dtype, platform.device_of(local))
-        self.group.reduce_scatter_into(output, platform.ops.reshape(x, (n * shape[0], *shape[1:])), self.op)
-        return output
+        blocks = platform.ops.reshape(x, (n * shape[0], *shape[1:]))
+        work = self.group.reduce_scatter_into(output, blocks, self.op, async_op)
+        return _after(work, lambda: output)
 
     @functools.cached_property
     def _digits(self) -> list[tuple[int, int]]:
@@ -118,9 +136,14 @@ class AllReduce(Step):
     op = "sum"
 
     def run(self, local: Tensor) -> Tensor:
+        return self._begin(local, False)()
+
+    def start(self, local: Tensor) -> Callable[[], Tensor]:
+        return self._begin(local, True)
+
+    def _begin(self, local: Tensor, async_op: bool) -> Callable[[], Tensor]:
         result = self.platform.contiguous(self.platform.ops.clone(local))
-        self.group.all_reduce(result, self.op)
-        return result
+        return _after(self.group.all_reduce(result, self.op, async_op), lambda: result)
 
 
 class Exchange(Step):
@@ -133,30 +156,60 @@ class Exchange(Step):
     ownership: Ownership
 
     def run(self, local: Tensor) -> Tensor:
-        messages, platform = self._messages, self.platform
-        assert self.axes or not messages.receives, f"{self.source} -> {self.target} needs communication"
+        platform, messages = self.platform, self._messages
         received = {}
+        if self.axes:
+            sends: list[Tensor | None] = [None] * self.group.size
+            receives: list[Tensor | None] = [None] * self.group.size
+            for peer, region in messages.sends.items():
+                sends[self._index[peer]] = platform.contiguous(region.of(platform, local))
+            for peer, (shape, labels) in messages.receives.items():
+                received[labels] = platform.empty(shape, local.dtype, platform.device_of(local))
+                receives[self._index[peer]] = received[labels]
+            self.group.exchange(sends, receives)
+        return self._assemble(local, received)
+
+    def start(self, local: Tensor) -> Callable[[], Tensor]:
+        """As one variable all-to-all of flat messages, which can go on by itself."""
+        if not self.axes:
+            return super().start(local)
+        platform, messages, group = self.platform, self._messages, self.group
+        leaving, arriving = [0] * group.size, [0] * group.size
+        for peer, region in messages.sends.items():
+            leaving[self._index[peer]] = math.prod(region.shape)
+        for peer, (shape, _) in messages.receives.items():
+            arriving[self._index[peer]] = math.prod(shape)
+        sent = self._flat(local)
+        flat = platform.empty((sum(arriving),), local.dtype, platform.device_of(local))
+        work = group.all_to_all_into(flat, sent, arriving, leaving, True)
+
+        def finish() -> Tensor:
+            received, passed = {}, 0
+            for _, (shape, labels) in sorted(messages.receives.items(), key=lambda item: self._index[item[0]]):
+                part = platform.ops.narrow(flat, 0, passed, math.prod(shape))
+                received[labels] = platform.ops.reshape(platform.ops.clone(part), shape)
+                passed += math.prod(shape)
+            return self._assemble(local, received)
+
+        return _after(work, finish)
+
+    def _flat(self, local: Tensor) -> Tensor:
+        """All messages that leave, one after the other."""
+        platform, sends = self.platform, self._messages.sends
+        order = sorted(sends, key=lambda peer: self._index[peer])
+        parts = [platform.ops.reshape(platform.contiguous(sends[peer].of(platform, local)), (-1,)) for peer in order]
+        if not parts:
+            return platform.empty((0,), local.dtype, platform.device_of(local))
+        return platform.contiguous(platform.ops.cat(parts, 0))
+
+    def _assemble(self, local: Tensor, received: dict[Any, Tensor]) -> Tensor:
+        platform, messages = self.platform, self._messages
+        assert self.axes or not messages.receives, f"{self.source} -> {self.target} needs communication"
         if messages.own is not None:
             region, labels = messages.own
             received[labels] = region.of(platform, local)
-        if self.axes:
-            received |= self._communicate(local)
         result = messages.assemble(platform, received, local)
         return platform.ops.clone(result) if messages.own is not None and _is_one_piece(messages) else result
-
-    def _communicate(self, local: Tensor) -> dict[Any, Tensor]:
-        platform, messages = self.platform, self._messages
-        sends: list[Tensor | None] = [None] * self.group.size
-        receives: list[Tensor | None] = [None] * self.group.size
-        for peer, region in messages.sends.items():
-            sends[self._index[peer]] = _fit(platform, region.of(platform, local))
-        received = {}
-        for peer, (shape, labels) in messages.receives.items():
-            received[labels] = receives[self._index[peer]] = platform.empty(
-                shape, local.dtype, platform.device_of(local)
-            )
-        self.group.exchange(sends, receives)
-        return received
 
     @functools.cached_property
     def _messages(self) -> Messages:
@@ -175,7 +228,9 @@ class ReduceToOwners(Step):
 
     def run(self, local: Tensor) -> Tensor:
         platform, rank = self.platform, self.group.rank
-        sends = [None if region is None else _fit(platform, region.of(platform, local)) for region in self._regions]
+        sends = [
+            None if region is None else platform.contiguous(region.of(platform, local)) for region in self._regions
+        ]
         mine = self._regions[rank]
         shape = (0,) if mine is None else mine.shape
         device = platform.device_of(local)
@@ -213,13 +268,17 @@ def scaled(platform: Platform, x: Tensor, up: int, down: int) -> Tensor:
     return x if down == 1 else platform.ops.div(x, down)
 
 
+def _after(work: Work, finish: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def wait() -> Tensor:
+        work.wait()
+        return finish()
+
+    return wait
+
+
 def _reduction(platform: Platform, op: str) -> Any:
     ops = platform.ops
     return {"max": ops.maximum, "min": ops.minimum, "product": ops.mul}.get(op, ops.add)
-
-
-def _fit(platform: Platform, x: Tensor) -> Tensor:
-    return platform.contiguous(x)
 
 
 def _is_one_piece(messages: Messages) -> bool:

@@ -119,31 +119,35 @@ class _Proof:
         return found
 
     def _local(self, placements: Placements) -> Array:
-        """This rank's part; partial axes hold uneven contributions that differ per rank."""
-        part = self._part(self.array, placements)
-        coordinate = self.mesh.get_coordinate()
-        assert coordinate is not None
-        for axis, placement in enumerate(placements):
-            if isinstance(placement, Partial):
-                part = _contribution(part, placement.op, coordinate[axis], self.mesh.shape[axis])
-        return np.ascontiguousarray(part, dtype=np.float32)
+        return local_values(self.array, self.mesh, placements)
 
     def _gradient(self, placements: Placements) -> Array:
         """The weights' part, of which each contribution to an average has its share."""
         ranks = [n for n, p in zip(self.mesh.shape, placements, strict=True) if p == Partial("avg")]
-        return self._part(self.weight, placements) / np.float32(np.prod(ranks, initial=1.0))
-
-    def _part(self, array: Array, placements: Placements) -> Array:
-        for dim, ranges in enumerate(self._spec(placements).ranges()):
-            indices = [i for start, stop in ranges for i in range(start, stop)]
-            array = np.take(array, indices, axis=dim)
-        return array
+        return _part(self.weight, self.mesh, placements) / np.float32(np.prod(ranks, initial=1.0))
 
     def _plan(self, source: Placements, target: Placements) -> Any:
         return plan_between(self._spec(source), self._spec(target), self.array.itemsize)
 
     def _spec(self, placements: Placements) -> TensorSpec:
         return TensorSpec(self.mesh, placements, self.shape, "float32")
+
+
+def local_values(array: Array, mesh: DeviceMesh, placements: Sequence[Placement]) -> Array:
+    """This rank's part of a whole array; partial axes hold uneven contributions that differ per rank."""
+    part = _part(array, mesh, placements)
+    coordinate = mesh.get_coordinate()
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Partial) and coordinate is not None:
+            part = _contribution(part, placement.op, coordinate[axis], mesh.shape[axis])
+    return np.ascontiguousarray(part, dtype=array.dtype)
+
+
+def _part(array: Array, mesh: DeviceMesh, placements: Sequence[Placement]) -> Array:
+    for dim, ranges in enumerate(TensorSpec(mesh, placements, array.shape, "float32").ranges()):
+        indices = [i for start, stop in ranges for i in range(start, stop)]
+        array = np.take(array, np.array(indices, dtype=np.int64), axis=dim)
+    return array
 
 
 def _contribution(part: Array, op: str, rank: int, ranks: int) -> Array:

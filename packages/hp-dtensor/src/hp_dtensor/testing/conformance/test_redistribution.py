@@ -16,6 +16,8 @@ from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Sh
 from hp_dtensor.platform import Platform
 from hp_dtensor.redistribute import plan_between
 from hp_dtensor.spec import TensorSpec
+from hp_dtensor.testing.conformance import redistribution_programs
+from hp_dtensor.testing.conformance.ranks import Ranks
 from hp_dtensor.testing.redistribution_proof import RedistributionReport, prove_redistribution
 from hp_dtensor.testing.simulated import run_ranks
 from hp_dtensor.world import record_collectives
@@ -61,6 +63,27 @@ def test_redistribution_keeps_values_and_gradients_and_sends_what_it_promised(
 def test_a_flattened_mesh_changes_nothing(hp_platform: Platform, shape: tuple[int, ...]) -> None:
     """torch gives wrong data here: nested shards of which the inner ones are uneven (pytorch/pytorch#194457)."""
     _check(run_ranks(prove_redistribution, 4, hp_platform, hp_platform, (2, 2), shape, (), 120, True))
+
+
+# On ranks of every kind, later, and between meshes --------------------------------------------------------------
+
+
+def test_every_step_works(ranks: Ranks) -> None:
+    ranks.run(redistribution_programs.every_step_works)
+
+
+def test_an_asynchronous_redistribution_is_the_same_redistribution(ranks: Ranks) -> None:
+    ranks.run(redistribution_programs.started_and_waited_for)
+
+
+@pytest.mark.parametrize("size", [4, 5, 7])
+def test_redistribution_between_meshes(hp_platform: Platform, size: int) -> None:
+    """Overlapping, and with no rank in common."""
+    run_ranks(redistribution_programs.between_meshes, size, hp_platform, hp_platform)
+
+
+def test_redistribution_between_views_of_the_same_ranks(hp_platform: Platform) -> None:
+    run_ranks(redistribution_programs.between_views_of_the_same_ranks, 4, hp_platform, hp_platform)
 
 
 # Reductions other than sums ---------------------------------------------------------------------------------

@@ -1,0 +1,238 @@
+"""Redistribution from one mesh to another of the same world, by one direct exchange between their ranks.
+
+Each mesh first does within itself what only it can: reduce partial results and undo ragged shards before, the
+reverse after. A rank of either mesh takes part, also one that is in only one of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hp_dtensor.exceptions import PlacementError
+from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard
+from hp_dtensor.redistribute.messages import Region, runs_in
+from hp_dtensor.redistribute.plan import RedistributePlan
+from hp_dtensor.redistribute.planner import plan_between
+from hp_dtensor.spec import Ranges, TensorSpec
+
+Tensor = Any
+
+
+@dataclass(frozen=True)
+class AcrossPlan:
+    """From a spec on one mesh to a spec on another.
+
+    Attributes:
+        before, after: the plans within the source's and within the target's mesh.
+        ranks: the global ranks of both meshes, ascending.
+    """
+
+    source: TensorSpec
+    target: TensorSpec
+    itemsize: int
+    before: RedistributePlan
+    after: RedistributePlan
+    ranks: tuple[int, ...]
+
+    @property
+    def wire_bytes(self) -> float:
+        """Sent per rank, the mean over the ranks of both meshes."""
+        within = [plan.wire_bytes * plan.source.mesh.size() for plan in (self.before, self.after)]
+        return (sum(within) + self._elements * self.itemsize) / len(self.ranks)
+
+    def run(self, local: Tensor) -> Tensor:
+        """This rank's `local` (plain; empty outside the source's mesh) redistributed; differentiable.
+
+        The backward communicates too: the gradient must flow on every rank of both meshes.
+        """
+        platform = self.source.mesh.platform
+        return platform.linear_map(local, self.run_data, lambda grad: self._backward.run_data(grad))
+
+    def run_data(self, local: Tensor) -> Tensor:
+        """As `run`, without gradient."""
+        if self.source.mesh.world.rank not in self.ranks:
+            return local
+        return self.after.run_data(self._exchange(self.before.run_data(local)))
+
+    @functools.cached_property
+    def _backward(self) -> AcrossPlan:
+        return plan_across(_grad_spec(self.target), _grad_spec(self.source), self.itemsize)
+
+    def _exchange(self, local: Tensor) -> Tensor:
+        world, platform = self.source.mesh.world, self.source.mesh.platform
+        group = world.group(self.ranks)
+        device = platform.device_of(local)
+        sends = [None if region is None else platform.contiguous(region.of(platform, local)) for region in self._sends]
+        received: dict[int, Tensor] = {}
+        receives: list[Tensor | None] = [None] * group.size
+        for rank, region in self._receives.items():
+            received[rank] = receives[rank] = platform.empty(region.shape, local.dtype, device)
+        if group.size > 1:
+            group.exchange(
+                [None if j == group.rank else x for j, x in enumerate(sends)],
+                [None if j == group.rank else x for j, x in enumerate(receives)],
+            )
+        if group.rank in received:
+            received[group.rank] = sends[group.rank]
+        return self._assembled(received, local)
+
+    def _assembled(self, received: dict[int, Tensor], like: Tensor) -> Tensor:
+        """The parts put together: along each dimension they are cut at the same places everywhere."""
+        platform, shape = self.source.mesh.platform, self.after.source.local_shape
+        if 0 in shape:
+            return platform.empty(shape, like.dtype, platform.device_of(like))
+        owners = {region.runs: rank for rank, region in self._receives.items()}
+        cuts = [sorted({runs[dim] for runs in owners}) for dim in range(len(shape))]
+        pieces = [sorted((run, i) for i, runs in enumerate(cut) for run in runs) for cut in cuts]
+        return self._build(received, owners, cuts, pieces, ())
+
+    def _build(
+        self, received: dict[int, Tensor], owners: dict[Any, int], cuts: list[Any], pieces: list[Any], chosen: Any
+    ) -> Tensor:
+        platform, dim = self.source.mesh.platform, len(chosen)
+        if dim < len(cuts):
+            parts = [self._build(received, owners, cuts, pieces, (*chosen, piece)) for piece in pieces[dim]]
+            return parts[0] if len(parts) == 1 else platform.ops.cat(parts, dim)
+        runs = tuple(cuts[d][i] for d, (_, i) in enumerate(chosen))
+        within = []
+        for (offset, length), some in zip((run for run, _ in chosen), runs, strict=True):
+            within.append(((sum(n for start, n in some if start < offset), length),))
+        return platform.ops.clone(Region(tuple(within)).of(platform, received[owners[runs]]))
+
+    # Who sends what --------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _sends(self) -> list[Region | None]:
+        """For each rank of the group the region of this rank's part that it gets."""
+        source, me = self.before.target, self.source.mesh.world.rank
+        result: list[Region | None] = [None] * len(self.ranks)
+        if source.mesh.get_coordinate() is None:
+            return result
+        held = source.ranges()
+        for receiver, wanted in self._wanting.items():
+            common = tuple(_common(a, b) for a, b in zip(wanted, held, strict=True))
+            if all(common) and me == self._sender(receiver, source.mesh.get_coordinate()):
+                runs = tuple(runs_in(part, whole) for part, whole in zip(common, held, strict=True))
+                result[self.ranks.index(receiver)] = Region(runs)
+        return result
+
+    @functools.cached_property
+    def _receives(self) -> dict[int, Region]:
+        """Index of the sending rank in the group -> the region of this rank's result."""
+        me = self.source.mesh.world.rank
+        wanted = self._wanting.get(me)
+        result: dict[int, Region] = {}
+        for coordinate, held in self._owners if wanted is not None else ():
+            assert wanted is not None
+            common = tuple(_common(a, b) for a, b in zip(wanted, held, strict=True))
+            if all(common):
+                runs = tuple(runs_in(part, whole) for part, whole in zip(common, wanted, strict=True))
+                result[self.ranks.index(self._sender(me, coordinate))] = Region(runs)
+        return result
+
+    @functools.cached_property
+    def _elements(self) -> int:
+        """That all ranks together receive from others."""
+        total = 0
+        for receiver, wanted in self._wanting.items():
+            for coordinate, held in self._owners:
+                if self._sender(receiver, coordinate) != receiver:
+                    total += math.prod(_length(_common(a, b)) for a, b in zip(wanted, held, strict=True))
+        return total
+
+    @functools.cached_property
+    def _wanting(self) -> dict[int, tuple[Ranges, ...]]:
+        """What each rank of the target's mesh will hold; ranks with nothing are left out."""
+        spec = self.after.source
+        held = {spec.mesh.rank_at(where): spec.ranges(where) for where in _coordinates(spec.mesh.shape)}
+        return {rank: ranges for rank, ranges in held.items() if all(ranges)}
+
+    @functools.cached_property
+    def _owners(self) -> list[tuple[tuple[int, ...], tuple[Ranges, ...]]]:
+        """Coordinates in the source's mesh, one for each different part, and the parts."""
+        spec = self.before.target
+        choices = [
+            range(n) if p.is_shard() else range(1) for n, p in zip(spec.mesh.shape, spec.placements, strict=True)
+        ]
+        return [(where, spec.ranges(where)) for where in itertools.product(*choices)]
+
+    def _sender(self, receiver: int, owner: Sequence[int] | None) -> int:
+        """Of the ranks that hold what `owner` holds, the receiver itself, else one by turns."""
+        assert owner is not None
+        spec = self.before.target
+        replicas = [
+            range(n) if p.is_replicate() else (owner[a],)
+            for a, (n, p) in enumerate(zip(spec.mesh.shape, spec.placements, strict=True))
+        ]
+        ranks = [spec.mesh.rank_at(where) for where in itertools.product(*replicas)]
+        return receiver if receiver in ranks else ranks[self.ranks.index(receiver) % len(ranks)]
+
+    def __str__(self) -> str:
+        meshes = f"{self.source.mesh.describe()} -> {self.target.mesh.describe()}"
+        return (
+            f"{meshes}: {self.wire_bytes:.0f} bytes per rank\n{self.before}\n"
+            f"exchange between {len(self.ranks)} ranks: {self._elements * self.itemsize / len(self.ranks):.0f} bytes\n"
+            f"{self.after}"
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def plan_across(source: TensorSpec, target: TensorSpec, itemsize: int = 4) -> AcrossPlan:
+    """The plan from one mesh to another. Its cost grows with the numbers of ranks of both.
+
+    Raises:
+        PlacementError: different shapes, or meshes of different worlds.
+    """
+    if source.shape != target.shape:
+        raise PlacementError(f"cannot redistribute between shapes: {list(source.shape)} -> {list(target.shape)}")
+    if source.mesh.world is not target.mesh.world:
+        raise PlacementError(
+            f"cannot redistribute between worlds: {source.mesh.describe()} -> {target.mesh.describe()}"
+        )
+    before = plan_between(source, _movable(source, divide=True), itemsize)
+    after = plan_between(_movable(target, divide=False), target, itemsize)
+    ranks = tuple(sorted({*source.mesh.ranks(), *target.mesh.ranks()}))
+    return AcrossPlan(source, target, itemsize, before, after, ranks)
+
+
+def _movable(spec: TensorSpec, divide: bool) -> TensorSpec:
+    """Without partial results (reduced to shards where that is even, if `divide`) and ragged shards."""
+    result: list[Placement] = []
+    for axis, placement in enumerate(spec.placements):
+        if isinstance(placement, RaggedShard):
+            result.append(Shard(placement.dim))
+        elif isinstance(placement, Partial):
+            result.append(_divided(spec, axis) if divide else Replicate())
+        else:
+            result.append(placement)
+    return spec.with_placements(result)
+
+
+def _divided(spec: TensorSpec, axis: int) -> Placement:
+    for dim, size in enumerate(spec.shape):
+        if size % spec.mesh.shape[axis] == 0 and not any(p.is_shard(dim) for p in spec.placements):
+            return Shard(dim)
+    return Replicate()
+
+
+def _grad_spec(spec: TensorSpec) -> TensorSpec:
+    return spec.with_placements([Replicate() if p.is_partial() else p for p in spec.placements])
+
+
+def _coordinates(mesh_shape: Sequence[int]) -> list[tuple[int, ...]]:
+    return list(itertools.product(*map(range, mesh_shape)))
+
+
+def _common(first: Ranges, second: Ranges) -> Ranges:
+    """The intersection of two lists of ascending ranges."""
+    pairs = ((max(a, c), min(b, d)) for a, b in first for c, d in second)
+    return tuple((start, stop) for start, stop in pairs if start < stop)
+
+
+def _length(ranges: Ranges) -> int:
+    return sum(stop - start for start, stop in ranges)
