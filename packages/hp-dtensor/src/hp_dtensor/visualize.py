@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 from hp_dtensor.checks import name_ranks
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import PlacementError
+from hp_dtensor.placements import Partial
 from hp_dtensor.spec import TensorSpec
 
 Boundary = tuple[int, int]
@@ -118,7 +118,7 @@ def draw_sharding(x: TensorSpec | Any, path: str, dims: Sequence[int] = (0, 1)) 
 
 def _held(spec: TensorSpec, dims: tuple[int, ...]) -> dict[int, tuple[Sequence[Boundary], Sequence[Boundary]]]:
     """Per rank the ranges of the two shown dimensions, nothing where its shard is empty."""
-    held = {}
+    held: dict[int, tuple[Sequence[Boundary], Sequence[Boundary]]] = {}
     for coordinate in itertools.product(*map(range, spec.mesh.shape)):
         ranges = spec.ranges(coordinate)
         if spec.ndim and not all(any(start < stop for start, stop in dim) for dim in ranges):
@@ -178,12 +178,11 @@ def _notes(picture: ShardingPicture) -> list[str]:
     partial = [
         f"{name} ({placement.op})"
         for name, placement in zip(spec.mesh.mesh_dim_names, spec.placements, strict=True)
-        if placement.is_partial()
+        if isinstance(placement, Partial)
     ]
     if partial:
         notes.append(f"partial results along {', '.join(partial)}: a cell's value is their reduction")
-    hidden = [dim for dim in range(spec.ndim) if dim not in picture.dims and math.prod(spec.shape)]
-    cut = sorted({p.dim for p in spec.placements if p.is_shard()} & set(hidden))  # type: ignore[attr-defined]
+    cut = [d for d in range(spec.ndim) if d not in picture.dims and any(p.is_shard(d) for p in spec.placements)]
     if cut:
         notes.append(f"dimensions {cut} are cut too, and not shown")
     return notes
