@@ -15,6 +15,8 @@ from hp_dtensor import nn as hp_nn
 from hp_dtensor.exceptions import PlatformError
 from hp_dtensor.ops import OP_NAMES
 from hp_dtensor.platform import DTYPE_NAMES
+from hp_dtensor.testing import run_ranks
+from hp_dtensor.world import current_world
 from hp_platform_mindspore import plugin
 from hp_platform_mindspore.capabilities import ASCEND, BFLOAT16_ON_CPU, CPU
 from hp_platform_mindspore.kernels import CPU as CPU_KERNELS
@@ -156,12 +158,47 @@ def test_a_copy_of_another_size_is_refused(platform):
         platform.copy_(platform.zeros((2,), ms.float32), platform.zeros((3,), ms.float32))
 
 
-def test_copies_are_not_recorded(platform):
+def test_copies_are_not_recorded_but_noticed(platform):
     x = platform.Parameter(platform.from_numpy(np.ones(2, np.float32)))
-    y = platform.ops.mul(x, x)
+    before = platform.version(x)
+    y = platform.ops.sum(platform.ops.mul(x, x))
     platform.copy_(x, platform.from_numpy(np.full(2, 5, np.float32)))
-    platform.backward(platform.ops.sum(y))
-    np.testing.assert_array_equal(x._grad.asnumpy(), [10, 10])  # the saved operand is the parameter itself
+    assert platform.is_leaf(x)
+    assert platform.version(x) > before
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        platform.backward(y)
+
+
+def test_random_numbers_repeat_from_a_seed(platform):
+    def draw():
+        platform.manual_seed(3)
+        return [platform.random(kind, (500,), ms.float32).asnumpy() for kind in ("uniform", "normal")]
+
+    uniform, normal = draw()
+    for again, first in zip(draw(), (uniform, normal), strict=True):
+        np.testing.assert_array_equal(again, first)
+    assert (uniform >= 0).all()
+    assert (uniform < 1).all()
+    assert abs(uniform.mean() - 0.5) < 0.05
+    assert abs(normal.std() - 1) < 0.1
+    assert platform.random("normal", (), ms.bfloat16).dtype == ms.bfloat16
+
+
+def test_simulated_ranks_draw_their_own_numbers(platform):
+    def program():
+        group = current_world(platform).all
+        platform.manual_seed(group.rank)
+        found = []
+        for _ in range(3):
+            group.barrier()
+            found.append(platform.random("uniform", (2,), ms.float32).asnumpy().tolist())
+        return found
+
+    def alone(rank):
+        platform.manual_seed(rank)
+        return [platform.random("uniform", (2,), ms.float32).asnumpy().tolist() for _ in range(3)]
+
+    assert run_ranks(program, 3, platform) == [alone(rank) for rank in range(3)]
 
 
 def test_host_memory_outlives_the_tensor(platform):

@@ -11,6 +11,7 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, nn
+from mindspore._c_expression import _unsafe_set_version_counter
 from mindspore.common.hook_handle import HookHandle
 from mindspore.graph.api import _pynative_executor as executor
 
@@ -46,6 +47,7 @@ class MindSporePlatform(Platform):
         self.capabilities = _choose_device()
         self.device_types = ("cpu",) if self.capabilities is CPU else (self.capabilities.device_type, "cpu")
         self.ops = build_ops(self)
+        self._generator = np.random.Generator(np.random.Philox())
         autograd.arm()
 
     # Processes -------------------------------------------------------------------------------------------
@@ -81,13 +83,15 @@ class MindSporePlatform(Platform):
     def collective_dtypes(self, reducing: bool) -> tuple[str, ...]:
         return self.capabilities.reduced_dtypes if reducing else self.capabilities.moved_dtypes
 
-    def rank_state(self) -> tuple[bool, bool]:
-        return executor.grad_flag(), executor.enable_grad()
+    def rank_state(self) -> tuple[bool, bool, Any]:
+        """The two grad flags, and the state of the generator: every simulated rank draws its own numbers."""
+        return executor.grad_flag(), executor.enable_grad(), self._generator.bit_generator.state
 
-    def set_rank_state(self, state: tuple[bool, bool]) -> None:
-        grad_flag, enabled = state
+    def set_rank_state(self, state: tuple[bool, bool, Any]) -> None:
+        grad_flag, enabled, generator = state
         executor.set_grad_flag(grad_flag)
         executor.set_enable_grad(enabled)
+        self._generator.bit_generator.state = generator
 
     # Dtypes and plain tensors ----------------------------------------------------------------------------
 
@@ -135,6 +139,7 @@ class MindSporePlatform(Platform):
             raise ValueError(f"copy_: expected a source of shape {list(target._shape)}, got {list(source._shape)}")
         if self.capabilities.host_memory:
             copy(target, source)
+            _unsafe_set_version_counter([target], [target._version + 1])
         else:
             with autograd.GradMode(False), dtensor.LocalOperations():
                 target.copy_(mint.reshape(source, target._shape))
@@ -192,6 +197,9 @@ class MindSporePlatform(Platform):
 
     def is_leaf(self, x: Tensor) -> bool:
         return x._is_leaf
+
+    def version(self, x: Tensor) -> int:
+        return x._version
 
     def set_requires_grad(self, x: Tensor, flag: bool) -> None:
         if isinstance(x, ms.Parameter):
@@ -275,7 +283,12 @@ class MindSporePlatform(Platform):
 
     def manual_seed(self, seed: int) -> None:
         ms.set_seed(seed % 2**32)
-        ms.manual_seed(seed)
+        ms.manual_seed(seed % 2**32)
+        self._generator = np.random.Generator(np.random.Philox(seed % 2**64))
+
+    def random(self, distribution: str, shape: Sequence[int], dtype: Any) -> Tensor:
+        draw = {"uniform": self._generator.random, "normal": self._generator.standard_normal}[distribution]
+        return self.ops.cast(share(np.asarray(draw(tuple(shape), np.float32))), dtype)
 
     def synchronize(self) -> None:
         ms.runtime.synchronize()
