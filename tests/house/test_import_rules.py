@@ -67,10 +67,10 @@ def declared(requirements):
 def allowed(package, path):
     """The top-level modules that the file `path` (relative to the package) may import."""
     metadata = project(package)
+    extras = metadata.get("optional-dependencies", {})
     names = {package, *sys.stdlib_module_names, *declared(metadata["dependencies"])}
+    names |= {name for title, extra in extras.items() if title != "testing" for name in declared(extra)}
     if package in PLATFORMS:
-        extras = metadata.get("optional-dependencies", {}).values()
-        names |= {name for extra in extras for name in declared(extra)}
         names |= {component for component, part in SERVED.items() if serves(path.parts[0], part)}
     elif package == "hp_dtensor" and path.parts[0] == "testing":
         names.add("pytest")
