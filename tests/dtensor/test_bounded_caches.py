@@ -45,14 +45,14 @@ def _grown(platform: Platform) -> list[dict[str, int]]:
     whole = platform.from_numpy(np.ones((4, 4), np.float32))
     weight = platform.Parameter(distribute_tensor(whole, mesh, (Replicate(),), source_rank=None))
     sizes = []
-    for first in (0, 600, 1200):
-        _steps(platform, weight, mesh, first, 600)
+    for first in (0, 200, 400):
+        _steps(platform, weight, mesh, first, 200)
         sizes.append(_sizes(mesh))
     return sizes
 
 
 def test_caches_of_changing_shapes_are_bounded(hp_platform: Platform, monkeypatch) -> None:
-    """With small limits, so that a thousand shapes pass them many times."""
+    """With small limits, so that six hundred shapes pass them many times."""
     monkeypatch.setattr(dispatching, "CACHE_SIZE", LIMIT)
     _limit_platform(hp_platform, monkeypatch)
     _forget(hp_platform)

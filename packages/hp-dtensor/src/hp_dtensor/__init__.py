@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from hp_dtensor.checks import check_mode
     from hp_dtensor.clip import clip_grad_norm_
     from hp_dtensor.current_mesh import get_current_mesh
-    from hp_dtensor.debug import CommDebugMode, explicit_redistribution
+    from hp_dtensor.debug import CommDebugMode, explicit_redistribution, loss_parallel
     from hp_dtensor.dtensor import DTensor
     from hp_dtensor.factories import empty, full, manual_seed, ones, rand, randn, zeros
     from hp_dtensor.implicit import SkipDTensorDispatch, implicit_replication
@@ -56,7 +56,7 @@ _HOMES = {
     "checks": ("check_mode",),
     "clip": ("clip_grad_norm_",),
     "current_mesh": ("get_current_mesh",),
-    "debug": ("CommDebugMode", "explicit_redistribution"),
+    "debug": ("CommDebugMode", "explicit_redistribution", "loss_parallel"),
     "dtensor": ("DTensor",),
     "factories": ("empty", "full", "manual_seed", "ones", "rand", "randn", "zeros"),
     "implicit": ("SkipDTensorDispatch", "implicit_replication"),
@@ -150,6 +150,7 @@ __all__ = [
     "init_parameters",
     "init_process_group",
     "local_map",
+    "loss_parallel",
     "manual_seed",
     "materialize",
     "ones",

@@ -105,6 +105,7 @@ class CommDebugMode:
 class _Checking(threading.local):
     def __init__(self) -> None:
         self.depth = 0
+        self.losses = 0
 
 
 _checking = _Checking()
@@ -125,9 +126,25 @@ def explicit_redistribution() -> Iterator[None]:
         _checking.depth -= 1
 
 
+@contextlib.contextmanager
+def loss_parallel() -> Iterator[None]:
+    """Inside the block, `cross_entropy` of logits cut over classes raises instead of gathering them.
+
+    torch needs such a block to keep them cut. Here they stay cut anyway; the block says that they must.
+
+    Raises:
+        ImplicitRedistributionError: from a `cross_entropy` that would communicate its logits.
+    """
+    _checking.losses += 1
+    try:
+        yield
+    finally:
+        _checking.losses -= 1
+
+
 def check_explicit(operation: str, location: tuple[int | str, ...], source: TensorSpec, target: TensorSpec) -> None:
     """Refuse what an operation would do to one of its inputs, where only explicit redistribution is allowed."""
-    if not _checking.depth:
+    if not (_checking.depth or (_checking.losses and operation == "cross_entropy")):
         return
     plan = plan_between(source, target, source.mesh.platform.itemsize(source.dtype))
     if not plan.wire_bytes:

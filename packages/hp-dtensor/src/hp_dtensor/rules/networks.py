@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hp_dtensor import collectives
+from hp_dtensor.rules import weighted_cross_entropy
 from hp_dtensor.rules.factors import Factorization
 from hp_dtensor.rules.registry import OpCall, RuleRegistry, names_for
 
@@ -127,8 +128,12 @@ def _attention(call: OpCall) -> Factorization:
 def _cross_entropy(call: OpCall) -> Factorization:
     """Logits `[rows, classes]` and class indices `[rows]`; rows and classes may both be cut."""
     logits, targets = call.tensors[0].shape, call.tensors[1].shape
-    if len(logits) != 2 or targets != logits[:1] or len(call.tensors) != 2:
-        raise call.refuse("cross_entropy of DTensors takes logits [rows, classes], class indices [rows], no weights")
+    if call["weight"] is not None or len(targets) == 2:
+        return weighted_cross_entropy.rule(call)
+    if len(logits) != 2 or targets != logits[:1]:
+        raise call.refuse(
+            "cross_entropy of DTensors takes logits [rows, classes] and targets [rows] or [rows, classes]"
+        )
     whole = call["reduction"] == "none"
     return Factorization(
         ((("rows",), ("classes",)), (("rows",),)),
