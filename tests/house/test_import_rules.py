@@ -69,7 +69,8 @@ def allowed(package, path):
     metadata = project(package)
     extras = metadata.get("optional-dependencies", {})
     names = {package, *sys.stdlib_module_names, *declared(metadata["dependencies"])}
-    names |= {name for title, extra in extras.items() if title != "testing" for name in declared(extra)}
+    optional = {name for title, extra in extras.items() if title != "testing" for name in declared(extra)}
+    names |= optional if package in PLATFORMS else optional - {*FRAMEWORKS, *PLATFORMS}
     if package in PLATFORMS:
         names |= {component for component, part in SERVED.items() if serves(path.parts[0], part)}
     elif package == "hp_dtensor" and path.parts[0] == "testing":
