@@ -11,7 +11,7 @@ import pytest
 
 from hp_dtensor.exceptions import PlacementError
 from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.placements import Partial, RaggedShard, Replicate, Shard
+from hp_dtensor.placements import Partial, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.world import fake_world
 
@@ -176,3 +176,39 @@ def test_placements_that_cannot_be():
         PlacementError, match="reduction 'mean' is unknown; expected one of sum, avg, max, min, product"
     ):
         Partial("mean")
+
+
+@pytest.mark.parametrize("size", [0, 1, 5, 8, 12, 13])
+def test_strided_shards_take_a_piece_of_every_chunk(size):
+    whole = np.arange(size)
+    for ranks, factor in itertools.product((1, 2, 3), (1, 2, 4)):
+        pieces = [chunks(chunk, 0, ranks) for chunk in chunks(whole, 0, factor)]
+        for rank in range(ranks):
+            mesh = mesh_of((ranks,), rank)
+            spec = TensorSpec(mesh, (StridedShard(0, factor),), (size,), "float32")
+            held_here = [i for start, stop in spec.ranges()[0] for i in range(start, stop)]
+            expected = np.concatenate([piece[rank] for piece in pieces])
+            assert held_here == expected.tolist()
+            assert spec.local_shape == expected.shape
+
+
+def test_a_strided_shard_and_a_later_one_are_cut_right_to_left():
+    """What FSDP over tensor parallelism makes: the later axis cuts first, and the shard is contiguous."""
+    for rank in range(6):
+        mesh = mesh_of((2, 3), rank)
+        spec = TensorSpec(mesh, (StridedShard(-1, 3), Shard(1)), (1, 12), "float32")
+        i, j = divmod(rank, 3)
+        assert spec.box() == ((0, 4 * j + 2 * i), (1, 2))
+
+
+def test_a_strided_shard_with_gaps_has_no_box():
+    spec = TensorSpec(mesh_of((2,)), (StridedShard(0, 2),), (8,), "float32")
+    with pytest.raises(PlacementError, match=r"not contiguous; TensorSpec.ranges gives its parts"):
+        spec.box()
+    assert spec.ranges() == (((0, 2), (4, 6)),)
+    assert spec.describe_placements() == "(a:Strided(0; 2))"
+
+
+def test_split_factors_are_positive():
+    with pytest.raises(PlacementError, match="split_factor must be >= 1, got 0"):
+        StridedShard(0, 0)

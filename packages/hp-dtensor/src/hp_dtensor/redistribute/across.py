@@ -15,7 +15,17 @@ from typing import Any
 
 from hp_dtensor.exceptions import PlacementError
 from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard
-from hp_dtensor.redistribute.messages import Region, runs_in
+from hp_dtensor.redistribute.parts import (
+    Part,
+    Received,
+    Recipe,
+    Region,
+    Runs,
+    Zeros,
+    recipe_over,
+    runs_in,
+    size_of,
+)
 from hp_dtensor.redistribute.plan import RedistributePlan
 from hp_dtensor.redistribute.planner import plan_between
 from hp_dtensor.spec import Ranges, TensorSpec
@@ -68,7 +78,7 @@ class AcrossPlan:
         group = world.group(self.ranks)
         device = platform.device_of(local)
         sends = [None if region is None else platform.contiguous(region.of(platform, local)) for region in self._sends]
-        received: dict[int, Tensor] = {}
+        received: Received = {}
         receives: list[Tensor | None] = [None] * group.size
         for rank, region in self._receives.items():
             received[rank] = receives[rank] = platform.empty(region.shape, local.dtype, device)
@@ -79,30 +89,20 @@ class AcrossPlan:
             )
         if group.rank in received:
             received[group.rank] = sends[group.rank]
-        return self._assembled(received, local)
+        return platform.ops.clone(self._recipe.make(platform, received, local))
 
-    def _assembled(self, received: dict[int, Tensor], like: Tensor) -> Tensor:
-        """The parts put together: along each dimension they are cut at the same places everywhere."""
-        platform, shape = self.source.mesh.platform, self.after.source.local_shape
+    @functools.cached_property
+    def _recipe(self) -> Recipe:
+        """How the parts are put together: along each dimension they are cut at the same places everywhere."""
+        shape = self.after.source.local_shape
         if 0 in shape:
-            return platform.empty(shape, like.dtype, platform.device_of(like))
+            return Zeros(shape)
         owners = {region.runs: rank for rank, region in self._receives.items()}
-        cuts = [sorted({runs[dim] for runs in owners}) for dim in range(len(shape))]
-        pieces = [sorted((run, i) for i, runs in enumerate(cut) for run in runs) for cut in cuts]
-        return self._build(received, owners, cuts, pieces, ())
-
-    def _build(
-        self, received: dict[int, Tensor], owners: dict[Any, int], cuts: list[Any], pieces: list[Any], chosen: Any
-    ) -> Tensor:
-        platform, dim = self.source.mesh.platform, len(chosen)
-        if dim < len(cuts):
-            parts = [self._build(received, owners, cuts, pieces, (*chosen, piece)) for piece in pieces[dim]]
-            return parts[0] if len(parts) == 1 else platform.ops.cat(parts, dim)
-        runs = tuple(cuts[d][i] for d, (_, i) in enumerate(chosen))
-        within = []
-        for (offset, length), some in zip((run for run, _ in chosen), runs, strict=True):
-            within.append(((sum(n for start, n in some if start < offset), length),))
-        return platform.ops.clone(Region(tuple(within)).of(platform, received[owners[runs]]))
+        pieces = [
+            sorted((run, runs) for runs in {regions[dim] for regions in owners} for run in runs)
+            for dim in range(len(shape))
+        ]
+        return recipe_over(pieces, functools.partial(_cell, owners))
 
     # Who sends what --------------------------------------------------------------------------------------
 
@@ -118,7 +118,7 @@ class AcrossPlan:
             common = tuple(_common(a, b) for a, b in zip(wanted, held, strict=True))
             if all(common) and me == self._sender(receiver, source.mesh.get_coordinate()):
                 runs = tuple(runs_in(part, whole) for part, whole in zip(common, held, strict=True))
-                result[self.ranks.index(receiver)] = Region(runs)
+                result[self.ranks.index(receiver)] = Region(runs, [size_of(whole) for whole in held])
         return result
 
     @functools.cached_property
@@ -132,7 +132,8 @@ class AcrossPlan:
             common = tuple(_common(a, b) for a, b in zip(wanted, held, strict=True))
             if all(common):
                 runs = tuple(runs_in(part, whole) for part, whole in zip(common, wanted, strict=True))
-                result[self.ranks.index(self._sender(me, coordinate))] = Region(runs)
+                sizes = [size_of(whole) for whole in wanted]
+                result[self.ranks.index(self._sender(me, coordinate))] = Region(runs, sizes)
         return result
 
     @functools.cached_property
@@ -142,7 +143,7 @@ class AcrossPlan:
         for receiver, wanted in self._wanting.items():
             for coordinate, held in self._owners:
                 if self._sender(receiver, coordinate) != receiver:
-                    total += math.prod(_length(_common(a, b)) for a, b in zip(wanted, held, strict=True))
+                    total += math.prod(size_of(_common(a, b)) for a, b in zip(wanted, held, strict=True))
         return total
 
     @functools.cached_property
@@ -234,5 +235,8 @@ def _common(first: Ranges, second: Ranges) -> Ranges:
     return tuple((start, stop) for start, stop in pairs if start < stop)
 
 
-def _length(ranges: Ranges) -> int:
-    return sum(stop - start for start, stop in ranges)
+def _cell(owners: dict[tuple[Runs, ...], int], chosen: tuple[tuple[tuple[int, int], Runs], ...]) -> Recipe:
+    """The part of a message that fills one run per dimension of the result."""
+    within = [((sum(n for start, n in runs if start < offset), length),) for (offset, length), runs in chosen]
+    sizes = [sum(length for _, length in runs) for _, runs in chosen]
+    return Part(owners[tuple(runs for _, runs in chosen)], Region(within, sizes))

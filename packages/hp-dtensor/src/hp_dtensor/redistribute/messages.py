@@ -2,40 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from hp_dtensor.platform import Platform
 from hp_dtensor.redistribute.ownership import Coordinate, Ownership, Row
+from hp_dtensor.redistribute.parts import Part, Recipe, Region, Zeros, recipe_over, runs_in, size_of
 from hp_dtensor.spec import Ranges, join_ranges
 
-Tensor = Any
-Runs = tuple[tuple[int, int], ...]
-"""(offset, length) pairs along one dimension of a local tensor."""
 Label = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """A part of a local tensor: along each dimension some runs."""
-
-    runs: tuple[Runs, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(sum(length for _, length in runs) for runs in self.runs)
-
-    def of(self, platform: Platform, x: Tensor) -> Tensor:
-        """That part of `x`; may share its storage."""
-        for dim, runs in enumerate(self.runs):
-            if runs == ((0, x.shape[dim]),):
-                continue
-            pieces = [platform.ops.narrow(x, dim, offset, length) for offset, length in runs or ((0, 0),)]
-            x = pieces[0] if len(pieces) == 1 else platform.ops.cat(pieces, dim)
-        return x
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,42 +30,15 @@ class Messages:
 
     Attributes:
         sends: region of the local tensor for each receiving rank.
-        receives: shape and labels of what comes from each rank.
-        own: the region that stays here, with its labels; None if nothing does.
-        pieces: how the result is put together along each dimension; None: it is all zeros.
-        shape: of the result.
+        receives: shape of what comes from each rank.
+        own: the region that stays here; None if nothing does.
+        recipe: how the result is put together from what came from each rank and what stayed.
     """
 
     sends: dict[Coordinate, Region]
-    receives: dict[Coordinate, tuple[tuple[int, ...], tuple[Label, ...]]]
-    own: tuple[Region, tuple[Label, ...]] | None
-    pieces: tuple[tuple[Piece, ...], ...] | None
-    shape: tuple[int, ...]
-
-    def assemble(self, platform: Platform, received: dict[tuple[Label, ...], Tensor], like: Tensor) -> Tensor:
-        """The result of all messages by their labels; a tensor of its own."""
-        if self.pieces is None or 0 in self.shape:
-            return platform.zeros(self.shape, like.dtype, platform.device_of(like))
-        return self._build(platform, received, like, ())
-
-    def _build(
-        self, platform: Platform, received: dict[tuple[Label, ...], Tensor], like: Tensor, chosen: tuple[Piece, ...]
-    ) -> Tensor:
-        assert self.pieces is not None
-        dim = len(chosen)
-        if dim == len(self.shape):
-            return _cell(platform, received, like, chosen)
-        parts = [self._build(platform, received, like, (*chosen, piece)) for piece in self.pieces[dim]]
-        return parts[0] if len(parts) == 1 else platform.ops.cat(parts, dim)
-
-
-def _cell(
-    platform: Platform, received: dict[tuple[Label, ...], Tensor], like: Tensor, chosen: tuple[Piece, ...]
-) -> Tensor:
-    labels = tuple(piece.label for piece in chosen if piece.label is not None)
-    if len(labels) < len(chosen):
-        return platform.zeros([piece.length for piece in chosen], like.dtype, platform.device_of(like))
-    return Region(tuple(((piece.offset, piece.length),) for piece in chosen)).of(platform, received[labels])
+    receives: dict[Coordinate, tuple[int, ...]]
+    own: Region | None
+    recipe: Recipe
 
 
 def exchange_messages(ownership: Ownership, me: Coordinate) -> Messages:
@@ -97,29 +47,41 @@ def exchange_messages(ownership: Ownership, me: Coordinate) -> Messages:
     held = tuple(_held(ownership, me, dim, dim_rows) for dim, dim_rows in enumerate(owned))
     pieces = tuple(_pieces(ownership, me, dim, dim_rows) for dim, dim_rows in enumerate(rows))
     shape = tuple(sum(piece.length for piece in parts) for parts in pieces)
-    if not ownership.wants_any(me):
-        return Messages(_sends(ownership, me, owned, held), {}, None, None, shape)
-    receives: dict[Coordinate, tuple[tuple[int, ...], tuple[Label, ...]]] = {}
+    sends = _sends(ownership, me, owned, held)
+    if not ownership.wants_any(me) or 0 in shape:
+        return Messages(sends, {}, None, Zeros(shape))
+    found: dict[tuple[Label, ...], tuple[Coordinate, tuple[int, ...]]] = {}
     own = None
     for labels in itertools.product(*(_labels(parts) for parts in pieces)):
         owner = _by_axis(ownership.owner_axes, labels)
         if ownership.owns(me, owner):
-            own = _stays(ownership, me, owned, held), labels
+            own = _stays(ownership, me, owned, held)
+            found[labels] = me, own.shape
         else:
-            lengths = tuple(_length(parts, label) for parts, label in zip(pieces, labels, strict=True))
-            receives[ownership.sender(me, owner)] = lengths, labels
-    return Messages(_sends(ownership, me, owned, held), receives, own, pieces, shape)
+            sizes = tuple(_length(parts, label) for parts, label in zip(pieces, labels, strict=True))
+            found[labels] = ownership.sender(me, owner), sizes
+    receives = {sender: sizes for sender, sizes in found.values() if sender != me}
+    return Messages(sends, receives, own, recipe_over(pieces, functools.partial(_cell, found)))
+
+
+def _cell(found: dict[tuple[Label, ...], tuple[Coordinate, tuple[int, ...]]], chosen: tuple[Piece, ...]) -> Recipe:
+    labels = tuple(piece.label for piece in chosen if piece.label is not None)
+    if len(labels) < len(chosen):
+        return Zeros(tuple(piece.length for piece in chosen))
+    sender, sizes = found[labels]
+    return Part(sender, Region([((piece.offset, piece.length),) for piece in chosen], sizes))
 
 
 def reduction_regions(ownership: Ownership, me: Coordinate) -> dict[Coordinate, Region | None]:
     """For each rank of this one's line over the reduced axes, the part of the partial results that it will own."""
     rows = ownership.rows_partial(me)
     whole = ownership.source_ranges(me)
+    sizes = [size_of(ranges) for ranges in whole]
     choices = [range(n) if a in ownership.reduced else (me[a],) for a, n in enumerate(ownership.mesh_shape)]
     result: dict[Coordinate, Region | None] = {}
     for member in itertools.product(*choices):
         ranges = [_held(ownership, member, dim, dim_rows) for dim, dim_rows in enumerate(rows)]
-        region = Region(tuple(runs_in(part, held) for part, held in zip(ranges, whole, strict=True)))
+        region = Region([runs_in(part, held) for part, held in zip(ranges, whole, strict=True)], sizes)
         result[member] = region if ownership.holds_any(member) else None
     return result
 
@@ -146,7 +108,8 @@ def _sends(
                 continue
             if region is None:
                 ranges = [join_ranges(by[target]) for by, target in zip(wanted, targets, strict=True)]
-                region = Region(tuple(runs_in(r, h) for r, h in zip(ranges, held, strict=True)))
+                runs = [runs_in(part, whole) for part, whole in zip(ranges, held, strict=True)]
+                region = Region(runs, [size_of(whole) for whole in held])
             result[receiver] = region
     return result
 
@@ -192,29 +155,7 @@ def _stays(ownership: Ownership, me: Coordinate, rows: Sequence[Sequence[Row]], 
         target = tuple(me[a] for a in ownership.target_axes[dim])
         ranges = join_ranges([(start, stop) for start, stop, o, t in dim_rows if o == owner and t == target])
         result.append(runs_in(ranges, held[dim]))
-    return Region(tuple(result))
-
-
-def runs_in(ranges: Ranges, held: Ranges) -> Runs:
-    """Where `ranges`, which `held` contains, lie in a local tensor that holds `held`."""
-    result: list[tuple[int, int]] = []
-    passed = i = 0
-    for start, stop in ranges:
-        while i < len(held) and held[i][1] <= start:
-            passed += held[i][1] - held[i][0]
-            i += 1
-        while start < stop:
-            low, high = held[i]
-            offset, length = passed + start - low, min(stop, high) - start
-            if result and sum(result[-1]) == offset:
-                result[-1] = (result[-1][0], result[-1][1] + length)
-            else:
-                result.append((offset, length))
-            start += length
-            if start < stop:
-                passed += high - low
-                i += 1
-    return tuple(result)
+    return Region(result, [size_of(ranges) for ranges in held])
 
 
 def _by_axis(axes: Sequence[Sequence[int]], digits: Sequence[Sequence[int]]) -> dict[int, int]:

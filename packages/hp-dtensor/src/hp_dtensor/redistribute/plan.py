@@ -146,6 +146,9 @@ class RedistributePlan:
         """This rank's `local` (plain) redistributed; differentiable."""
         if self._is_elsewhere:
             return local
+        platform = self.source.mesh.platform
+        if platform.is_meta(local):
+            return platform.empty(self.target.local_shape, local.dtype, platform.device_of(local))
         for stage in self.stages:
             local = stage.run(local)
         return local
@@ -213,6 +216,8 @@ class RedistributePlan:
 
 
 def _changes(names: tuple[str, ...], step: Step) -> str:
+    if step.name == "reduce_to_owners" and step.source != step.target:
+        return " ".join(f"{names[a]}:{describe(step.source[a])} summed" for a in step.axes)
     changes = [
         f"{name}:{describe(s)}->{describe(t)}"
         for name, s, t in zip(names, step.source, step.target, strict=True)

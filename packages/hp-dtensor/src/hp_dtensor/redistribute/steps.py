@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,8 +14,9 @@ from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.platform import Platform
 from hp_dtensor.redistribute.cuts import Placements
-from hp_dtensor.redistribute.messages import Messages, Region, exchange_messages, reduction_regions
+from hp_dtensor.redistribute.messages import Messages, exchange_messages, reduction_regions
 from hp_dtensor.redistribute.ownership import Ownership
+from hp_dtensor.redistribute.parts import Part, Received, Region
 from hp_dtensor.world import ProcessGroup, Work
 
 Tensor = Any
@@ -156,64 +158,74 @@ class Exchange(Step):
     ownership: Ownership
 
     def run(self, local: Tensor) -> Tensor:
-        platform, messages = self.platform, self._messages
-        received = {}
-        if self.axes:
-            sends: list[Tensor | None] = [None] * self.group.size
-            receives: list[Tensor | None] = [None] * self.group.size
-            for peer, region in messages.sends.items():
-                sends[self._index[peer]] = platform.contiguous(region.of(platform, local))
-            for peer, (shape, labels) in messages.receives.items():
-                received[labels] = platform.empty(shape, local.dtype, platform.device_of(local))
-                receives[self._index[peer]] = received[labels]
-            self.group.exchange(sends, receives)
+        if not self.axes:
+            return self._assemble(local, {})
+        platform = self.platform
+        sends: list[Tensor | None] = [None] * self.group.size
+        receives: list[Tensor | None] = [None] * self.group.size
+        for i, region in self._leaving:
+            sends[i] = platform.contiguous(region.of(platform, local))
+        received: Received = {}
+        device = platform.device_of(local)
+        for i, peer, shape in self._arriving:
+            received[peer] = receives[i] = platform.empty(shape, local.dtype, device)
+        self.group.exchange(sends, receives)
         return self._assemble(local, received)
 
     def start(self, local: Tensor) -> Callable[[], Tensor]:
         """As one variable all-to-all of flat messages, which can go on by itself."""
         if not self.axes:
             return super().start(local)
-        platform, messages, group = self.platform, self._messages, self.group
+        platform, group = self.platform, self.group
         leaving, arriving = [0] * group.size, [0] * group.size
-        for peer, region in messages.sends.items():
-            leaving[self._index[peer]] = math.prod(region.shape)
-        for peer, (shape, _) in messages.receives.items():
-            arriving[self._index[peer]] = math.prod(shape)
-        sent = self._flat(local)
+        for i, region in self._leaving:
+            leaving[i] = math.prod(region.shape)
+        for i, _, shape in self._arriving:
+            arriving[i] = math.prod(shape)
         flat = platform.empty((sum(arriving),), local.dtype, platform.device_of(local))
-        work = group.all_to_all_into(flat, sent, arriving, leaving, True)
-
-        def finish() -> Tensor:
-            received, passed = {}, 0
-            for _, (shape, labels) in sorted(messages.receives.items(), key=lambda item: self._index[item[0]]):
-                part = platform.ops.narrow(flat, 0, passed, math.prod(shape))
-                received[labels] = platform.ops.reshape(platform.ops.clone(part), shape)
-                passed += math.prod(shape)
-            return self._assemble(local, received)
-
-        return _after(work, finish)
+        work = group.all_to_all_into(flat, self._flat(local), arriving, leaving, True)
+        return _after(work, lambda: self._assemble(local, self._unpacked(flat)))
 
     def _flat(self, local: Tensor) -> Tensor:
         """All messages that leave, one after the other."""
-        platform, sends = self.platform, self._messages.sends
-        order = sorted(sends, key=lambda peer: self._index[peer])
-        parts = [platform.ops.reshape(platform.contiguous(sends[peer].of(platform, local)), (-1,)) for peer in order]
+        platform = self.platform
+        parts = [platform.contiguous(region.of(platform, local)) for _, region in self._leaving]
         if not parts:
             return platform.empty((0,), local.dtype, platform.device_of(local))
-        return platform.contiguous(platform.ops.cat(parts, 0))
+        return platform.contiguous(platform.ops.cat([platform.ops.reshape(part, (-1,)) for part in parts], 0))
 
-    def _assemble(self, local: Tensor, received: dict[Any, Tensor]) -> Tensor:
+    def _unpacked(self, flat: Tensor) -> Received:
+        platform, passed = self.platform, 0
+        received: Received = {}
+        for _, peer, shape in self._arriving:
+            part = platform.ops.narrow(flat, 0, passed, math.prod(shape))
+            received[peer] = platform.ops.reshape(platform.ops.clone(part), shape)
+            passed += math.prod(shape)
+        return received
+
+    def _assemble(self, local: Tensor, received: Received) -> Tensor:
         platform, messages = self.platform, self._messages
-        assert self.axes or not messages.receives, f"{self.source} -> {self.target} needs communication"
         if messages.own is not None:
-            region, labels = messages.own
-            received[labels] = region.of(platform, local)
-        result = messages.assemble(platform, received, local)
-        return platform.ops.clone(result) if messages.own is not None and _is_one_piece(messages) else result
+            received[self.coordinate] = messages.own.of(platform, local)
+        result = messages.recipe.make(platform, received, local)
+        # One part may be a view of the local tensor, or that itself.
+        return platform.ops.clone(result) if type(messages.recipe) is Part else result
 
     @functools.cached_property
     def _messages(self) -> Messages:
-        return exchange_messages(self.ownership, self.coordinate)
+        messages = exchange_messages(self.ownership, self.coordinate)
+        assert self.axes or not messages.receives, f"{self.source} -> {self.target} needs communication"
+        return messages
+
+    @functools.cached_property
+    def _leaving(self) -> list[tuple[int, Region]]:
+        """(rank in the group, region) in the group's order."""
+        return sorted(((self._index[peer], region) for peer, region in self._messages.sends.items()), key=_first)
+
+    @functools.cached_property
+    def _arriving(self) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+        """(rank in the group, its coordinate, shape) in the group's order."""
+        return sorted(((self._index[peer], peer, shape) for peer, shape in self._messages.receives.items()), key=_first)
 
     @functools.cached_property
     def _index(self) -> dict[tuple[int, ...], int]:
@@ -281,8 +293,7 @@ def _reduction(platform: Platform, op: str) -> Any:
     return {"max": ops.maximum, "min": ops.minimum, "product": ops.mul}.get(op, ops.add)
 
 
-def _is_one_piece(messages: Messages) -> bool:
-    return messages.pieces is not None and all(len(pieces) == 1 for pieces in messages.pieces)
+_first = operator.itemgetter(0)
 
 
 def _digits_to_dims(platform: Platform, flat: Tensor, shape: tuple[int, ...], digits: Sequence[Any]) -> Tensor:

@@ -71,7 +71,7 @@ class _Proof:
     def __init__(self, platform: Platform, mesh: DeviceMesh, shape: tuple[int, ...]) -> None:
         self.platform, self.mesh, self.shape = platform, mesh, shape
         self.array = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
-        self.weight = self.array[..., ::-1].copy() + 1
+        self.weight = np.flip(self.array).copy() + 1
 
     def all_placements(self, more: Sequence[Placement]) -> list[Placements]:
         options = [Replicate(), Partial(), *(Shard(d) for d in range(len(self.shape))), *more]
@@ -140,7 +140,7 @@ def local_values(array: Array, mesh: DeviceMesh, placements: Sequence[Placement]
     for axis, placement in enumerate(placements):
         if isinstance(placement, Partial) and coordinate is not None:
             part = _contribution(part, placement.op, coordinate[axis], mesh.shape[axis])
-    return np.ascontiguousarray(part, dtype=array.dtype)
+    return np.ascontiguousarray(part, dtype=array.dtype).reshape(part.shape)  # 0-d arrays become 1-d
 
 
 def _part(array: Array, mesh: DeviceMesh, placements: Sequence[Placement]) -> Array:

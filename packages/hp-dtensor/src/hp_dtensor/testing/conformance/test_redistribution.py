@@ -30,6 +30,7 @@ CASES: list[tuple[tuple[int, ...], tuple[int, ...], tuple[Placement, ...], int |
     ((3,), (2, 4), (), None),
     ((4,), (6,), (RaggedShard(0, (3, 0, 2, 1)), StridedShard(0, 2), Partial("avg")), None),
     ((2, 2), (5, 3), (), None),
+    ((2, 2), (), (Partial("avg"),), None),
     ((2, 2), (0, 2), (), 40),
     ((2, 1), (4, 2), (), 60),
     ((2, 2), (4, 4), (StridedShard(0, 2), Partial("avg")), 150),
