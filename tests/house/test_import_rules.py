@@ -160,20 +160,16 @@ def test_the_rules_allow(package, path, line):
 
 
 IMPORT = """
-import sys, time
-start = time.perf_counter()
+import sys
+before = set(sys.modules)
 import hp_dtensor
-seconds = time.perf_counter() - start
-heavy = sorted({"numpy", "torch", "mindspore", "pytest"} & set(sys.modules))
-print(f"{seconds:.4f}", *heavy)
+print(*sorted(set(sys.modules) - before))
 """
 
 
-def test_import_of_hp_dtensor_takes_tens_of_milliseconds_and_brings_nothing_heavy():
-    runs = [
-        subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True).stdout.split()
-        for _ in range(5)
-    ]
-    assert all(heavy == [] for _, *heavy in runs), runs
-    fastest = min(float(seconds) for seconds, *_ in runs)
-    assert fastest < 0.1, f"import hp_dtensor took {fastest * 1000:.0f} ms at best of 5"
+def test_import_of_hp_dtensor_brings_itself_and_little_of_the_standard_library():
+    done = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True)
+    brought = done.stdout.split()
+    assert "hp_dtensor" in brought
+    assert {module.split(".")[0] for module in brought} <= {"hp_dtensor", *sys.stdlib_module_names}
+    assert len(brought) < 60
