@@ -1,0 +1,68 @@
+"""The comparison of losses tells a rounding from a mistake, and says what is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent.parent / "loss_parity.py"
+
+
+@pytest.fixture(scope="module")
+def parity():
+    spec = importlib.util.spec_from_file_location("loss_parity", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["loss_parity"] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["loss_parity"]
+
+
+def steps(parity, *losses, loads=(0.1, 0.2, 0.3, 0.4)):
+    return [parity.Step(loss, load) for loss, load in zip(losses, loads, strict=True)]
+
+
+def test_roundings_agree_and_anything_larger_does_not(parity):
+    expected = steps(parity, 4.0, 3.0, 2.0, 1.0)
+    near = parity.Comparison.of(expected, steps(parity, 4.0, 3.0, 2.0 * (1 + 1e-6), 1.0))
+    assert near.agrees
+    assert str(near) == "agrees: 1.0e-06"
+    far = parity.Comparison.of(expected, steps(parity, 4.0, 3.0, 2.0, 1.0 - 2e-5))
+    assert not far.agrees
+    assert str(far) == "DISAGREES: 2.0e-05"
+
+
+@pytest.mark.parametrize(
+    ("losses", "told"),
+    [
+        ((4.0, 3.00001, 2.0, 1.0005), "agrees: 3.3e-06 up to step 2, where a token chose another expert, then 5.0e-04"),
+        ((4.0, 3.0, 2.0, 1.1), "DISAGREES: 0.0e+00 up to step 2, where a token chose another expert, then 1.0e-01"),
+        ((4.0, 3.001, 2.0, 1.0), "DISAGREES: 3.3e-04 up to step 2, where a token chose another expert, then 0.0e+00"),
+    ],
+)
+def test_after_another_choice_of_experts_more_is_allowed_but_not_in_its_step(parity, losses, told):
+    got = steps(parity, *losses, loads=(0.1, 0.21, 0.3, 0.4))
+    assert str(parity.Comparison.of(steps(parity, 4.0, 3.0, 2.0, 1.0), got)) == told
+
+
+def test_the_table_has_a_line_per_step_and_a_column_per_run(parity):
+    runs = [steps(parity, 4.0, 3.0, 2.0, 1.0 + i / 1000) for i in range(len(parity.LAYOUTS))]
+    lines = parity.table(runs).splitlines()
+    assert lines[1].split("  ")[0] == "step"
+    assert lines[-1].split() == ["4", "1.000000", "1.001000", "1.002000", "1.003000", "1.004000"]
+
+
+@pytest.mark.parametrize(("python", "told"), [(sys.executable, "does not have the platform"), ("/none", "interpreter")])
+def test_an_interpreter_without_the_platform_is_named(hp_platform, python, told):
+    other = {"torch": "mindspore", "mindspore": "torch"}[hp_platform.name]
+    pythons = {hp_platform.name: sys.executable, other: python}
+    command = [sys.executable, str(SCRIPT), *(f"--{name}={path}" for name, path in pythons.items())]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(f"loss_parity: --{other}={python} ")
+    assert told in ended.stderr
+    assert "Traceback" not in ended.stderr
