@@ -133,6 +133,8 @@ def _wait_for_all(store: Any, size: int, timeout_seconds: float) -> None:
 class HostGroup(ProcessGroup):
     """Collectives composed of transfers of bytes between host buffers."""
 
+    backend = "mccl"
+
     platform: MindSporePlatform
 
     def _all_reduce(self, x: Tensor, op: str, async_op: bool) -> Work:

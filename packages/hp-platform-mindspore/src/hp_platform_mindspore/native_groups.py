@@ -35,6 +35,8 @@ class Pending:
 class NativeGroup(ProcessGroup):
     """A group with HCCL's collectives, asynchronous ones included."""
 
+    backend = "hccl"
+
     platform: MindSporePlatform
 
     def __init__(self, ranks: Sequence[int], rank: int, platform: MindSporePlatform) -> None:
