@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard
+from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.rules.factors import Strategy
 
 INFINITE = float("inf")
@@ -33,11 +33,11 @@ def move_bytes(source: Placement, target: Placement, nbytes: float, ranks: int) 
     match source, target:
         case (Partial(), Replicate()):
             return 2 * nbytes * (ranks - 1) / ranks
-        case (Partial(), Shard() | RaggedShard()):
+        case (Partial(), Shard() | RaggedShard() | StridedShard()):
             return nbytes * (ranks - 1) / ranks
-        case (Shard() | RaggedShard(), Shard() | RaggedShard()):
+        case (Shard() | RaggedShard() | StridedShard(), Shard() | RaggedShard() | StridedShard()):
             return nbytes * (ranks - 1) / ranks
-        case (Shard() | RaggedShard(), _):
+        case (Shard() | RaggedShard() | StridedShard(), _):
             return nbytes * (ranks - 1)
         case (Replicate(), Partial()) if target == Partial("sum"):
             return 0.0

@@ -94,3 +94,30 @@ def between_views_of_the_same_ranks(platform: Platform) -> None:
         y = x.redistribute(flat, (Shard(0),))
     assert log.wire_bytes() == 0
     np.testing.assert_array_equal(platform.to_numpy(y.to_local()), platform.to_numpy(x.to_local()))
+
+
+def ragged_parts_that_differ_between_lines(platform: Platform) -> None:
+    """Ranks of other axes do not know this line's parts; no plan may need them."""
+    mesh = DeviceMesh("cpu", (2, 2), mesh_dim_names=("a", "b"), platform=platform)
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    for outer, parts in ((Shard(0), ((1, 3), (3, 0))), (Shard(1), ((7, 0), (2, 5))), (R, ((6, 1), (0, 7)))):
+        ragged = RaggedShard(0, parts[coordinate[0]])
+        others: list[Sequence[Placement]] = [(R, R), (R, Shard(0)), (Shard(0), Shard(0)), (Shard(1), Shard(0))]
+        others += [(outer, R), (outer, Shard(0)), (outer, Shard(1)), (P, R), (R, P), (StridedShard(0, 2), Shard(1))]
+        for other in others:
+            for source, target in (((outer, ragged), other), (other, (outer, ragged))):
+                _check_pair(platform, mesh, source, target)
+
+
+def _check_pair(platform: Platform, mesh: DeviceMesh, source: Sequence[Placement], target: Sequence[Placement]) -> None:
+    local = platform.from_numpy(local_values(WHOLE, mesh, source))
+    platform.set_requires_grad(local, True)
+    y = from_local(local, mesh, source, shape=WHOLE.shape).redistribute(placements=target)
+    if not any(p.is_partial() for p in target):
+        np.testing.assert_array_equal(platform.to_numpy(y.to_local()), local_values(WHOLE, mesh, target))
+    full = y.full_tensor()
+    np.testing.assert_array_equal(platform.to_numpy(full), WHOLE)
+    (grad,) = platform.grad([platform.ops.sum(platform.ops.mul(full, platform.from_numpy(WHOLE + 1)))], [local])
+    placed = [R if p.is_partial() else p for p in source]
+    np.testing.assert_array_equal(platform.to_numpy(grad), local_values(WHOLE + 1, mesh, placed))

@@ -83,6 +83,10 @@ def test_redistribution_between_meshes(hp_platform: Platform, size: int) -> None
     run_ranks(redistribution_programs.between_meshes, size, hp_platform, hp_platform)
 
 
+def test_ragged_parts_may_differ_between_lines(hp_platform: Platform) -> None:
+    run_ranks(redistribution_programs.ragged_parts_that_differ_between_lines, 4, hp_platform, hp_platform)
+
+
 def test_redistribution_between_views_of_the_same_ranks(hp_platform: Platform) -> None:
     run_ranks(redistribution_programs.between_views_of_the_same_ranks, 4, hp_platform, hp_platform)
 
