@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         init_process_group,
         split_group,
     )
-    from hp_dtensor.redistribute import plan_redistribute
+    from hp_dtensor.redistribute import CostModel, plan_redistribute
     from hp_dtensor.selection import get_platform
     from hp_dtensor.shard import ShardingPlan, parallelize_value_and_grad, shard_module
     from hp_dtensor.spec import TensorSpec
@@ -77,7 +77,7 @@ _HOMES = {
         "init_process_group",
         "split_group",
     ),
-    "redistribute": ("plan_redistribute",),
+    "redistribute": ("CostModel", "plan_redistribute"),
     "selection": ("get_platform",),
     "shard": ("ShardingPlan", "parallelize_value_and_grad", "shard_module"),
     "spec": ("TensorSpec",),
@@ -100,6 +100,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "ColwiseParallel",
     "CommDebugMode",
+    "CostModel",
     "DTensor",
     "DeviceMesh",
     "Layout",
