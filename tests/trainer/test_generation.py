@@ -20,11 +20,11 @@ from hp_trainer.generation import Sampler, generate
 def trained(lab):
     """A run on a text of digits, which a few steps teach to go on counting."""
     lab.text.write_text("0123456789" * 400)
-    return lab.run("run", FOUR_RANKS["folded"], 4, training__steps=40, optimizer__lr=2e-2, checkpoint__interval=None)
+    return lab.run("run", {}, 1, training__steps=40, optimizer__lr=2e-2, checkpoint__interval=None)
 
 
 def written(lab, run, prompts, **settings):
-    config = lab.config(FOUR_RANKS["folded"], training__steps=40, **settings)
+    config = lab.config({}, training__steps=40, **settings)
     return generate(run, config, lab.platform, prompts, newest(run).folder)
 
 
@@ -46,7 +46,8 @@ def test_draws_depend_on_the_seed_alone(lab, trained):
     hot = {"generate__temperature": 2.0, "generate__top_k": None, "generate__max_new_tokens": 30}
     first = written(lab, trained, ["01", "01"], **hot)
     assert written(lab, trained, ["01", "01"], **hot) == first
-    assert first[0] != first[1], "each prompt has draws of its own"
+    assert first[0] != first[1], "each text has draws of its own"
+    assert written(lab, trained, ["01"], **hot) == first[:1], "a text does not depend on those beside it"
     assert written(lab, trained, ["01", "01"], **hot, generate__seed=1) != first
     assert written(lab, trained, ["01"], **(hot | {"generate__top_k": 1})) == written(
         lab, trained, ["01"], **(hot | {"generate__temperature": 0})
@@ -81,8 +82,8 @@ def test_a_model_of_another_checkpoint_is_refused(lab, trained):
 
 
 def draws(logits, count=4000, **options):
-    sampler = Sampler(GenerateConfig(**options), window=4)
-    return np.bincount([sampler.pick(np.array(logits)) for _ in range(count)], minlength=len(logits)) / count
+    sampler, random = Sampler(GenerateConfig(**options), window=4), np.random.default_rng(0)
+    return np.bincount([sampler.pick(np.array(logits), random) for _ in range(count)], minlength=len(logits)) / count
 
 
 def test_tokens_are_drawn_by_their_probability():
@@ -102,7 +103,7 @@ def test_only_the_likeliest_are_drawn():
 
 
 class Counting:
-    """A model that always goes on to the next number, and notes what it was shown."""
+    """A causal model that always goes on to the next number, and notes what it was shown."""
 
     def __init__(self, platform):
         self.platform = platform
@@ -110,18 +111,22 @@ class Counting:
 
     def __call__(self, ids):
         ids = self.platform.to_numpy(ids)
-        self.shown.append(ids[0].tolist())
-        logits = np.zeros((1, ids.shape[1], 10), np.float32)
-        logits[0, -1, (ids[0, -1] + 1) % 10] = 100.0
-        return self.platform.from_numpy(logits)
+        self.shown.append(ids.tolist())
+        return self.platform.from_numpy(np.eye(10, dtype=np.float32)[(ids + 1) % 10] * 100)
 
 
-def test_the_model_is_shown_the_last_tokens_and_the_end_is_not_written(lab):
+def test_the_model_is_shown_the_last_tokens_of_every_text_and_the_end_is_not_written(lab):
     model = Counting(lab.platform)
     sampler = Sampler(GenerateConfig(max_new_tokens=50), window=3, end=8)
-    assert sampler.extend(lab.platform, model, [1, 2, 3, 4]) == [1, 2, 3, 4, 5, 6, 7]
-    assert model.shown == [[2, 3, 4], [3, 4, 5], [4, 5, 6], [5, 6, 7]]
-    assert Sampler(GenerateConfig(max_new_tokens=0), window=3).extend(lab.platform, model, [1]) == [1]
+    written = sampler.extend(lab.platform, model, [[1, 2, 3, 4], [6], [4, 5]])
+    assert written == [[1, 2, 3, 4, 5, 6, 7], [6, 7], [4, 5, 6, 7]]
+    assert model.shown == [
+        [[2, 3, 4], [6, 0, 0], [4, 5, 0]],
+        [[3, 4, 5], [6, 7, 0], [4, 5, 6]],
+        [[4, 5, 6], [5, 6, 7]],
+        [[5, 6, 7]],
+    ]
+    assert Sampler(GenerateConfig(max_new_tokens=0), window=3).extend(lab.platform, model, [[1]]) == [[1]]
 
 
 def test_a_damaged_checkpoint_is_refused_by_name(lab, trained):
