@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import importlib.util
 import json
 import os
@@ -80,7 +81,8 @@ class Environment:
         requirements: what pip is asked for, in pip's own notation.
         wheels: wheel files to install as well.
         fingerprint: what else, when it changes, makes the environment stale (the wheels' own metadata, say).
-        borrowed: site-packages folders of other environments that this one sees too, after its own.
+        borrowed: site-packages folders of other environments that this one sees too, after its own; their
+            commands become its own.
         constraints: pip constraints, e.g. where siblings are to be taken from if something requires them.
     """
 
@@ -109,6 +111,8 @@ class Environment:
             start = time.monotonic()
             _make(folder)
             site_packages(folder).joinpath("borrowed.pth").write_text("".join(f"{site}\n" for site in self.borrowed))
+            for site in self.borrowed:
+                _borrow_commands(site.parents[2] / "bin", folder / "bin")
             self._install(python, folder, ["--no-compile"] if fresh else [])
             (folder / STAMP).write_text(stamp)
             print(f"[setup] {self.name}: ready after {time.monotonic() - start:.0f} s", flush=True)
@@ -133,6 +137,7 @@ class Environment:
 
     def _stamp(self) -> str:
         contents = {
+            "made by": hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
             "python": f"{sys.version} {os.path.realpath(sys.executable)}",
             "requirements": self.requirements,
             "constraints": self.constraints,
@@ -146,6 +151,17 @@ class Environment:
 def site_packages(folder: str | os.PathLike[str]) -> Path:
     """Return the site-packages folder of the environment in `folder`."""
     return Path(sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)}))
+
+
+def _borrow_commands(lender: Path, borrower: Path) -> None:
+    """Copy the commands that pip wrote into folder `lender`, to run with the interpreter in folder `borrower`."""
+    for command in lender.iterdir():
+        content = command.read_bytes()
+        first, separator, rest = content.partition(b"\n")
+        if first == b"#!" + os.fsencode(lender / "python"):
+            own = borrower / command.name
+            own.write_bytes(b"#!" + os.fsencode(borrower / "python") + separator + rest)
+            own.chmod(0o755)
 
 
 def _make(folder: Path) -> None:

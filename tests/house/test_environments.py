@@ -86,6 +86,16 @@ def test_a_borrowed_environment_is_seen_and_its_change_noticed(tmp_path, made):
     assert made == ["lender", "borrower", "lender", "borrower"]
 
 
+def test_a_borrowed_command_runs_in_the_borrower(tmp_path):
+    lender = Environment("lender").prepare(tmp_path / "lender")
+    command = lender.with_name("where")
+    command.write_text(f"#!{lender}\nimport sys; print(sys.prefix)\n")
+    site = environments.site_packages(tmp_path / "lender")
+    borrower = Environment("borrower", borrowed=(site,)).prepare(tmp_path / "borrower")
+    done = subprocess.run([borrower.with_name("where")], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(tmp_path / "borrower")
+
+
 def test_an_unreachable_index_is_named_as_the_cause(tmp_path, unreachable_index, capfd):
     with pytest.raises(SetupError) as caught:
         Environment("a", requirements=("some-requirement==1.0",)).prepare(tmp_path / "a")
