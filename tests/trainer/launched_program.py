@@ -29,7 +29,7 @@ class NoOptions:
     pass
 
 
-def note_rank(folder: str, checkpoint: str | None, platform: str) -> None:
+def note_rank(folder: str, checkpoint: str | None, platform: str, samples: bool) -> None:
     """Stands in for training."""
     world = get_platform(platform).world
     rank, size = (0, 1) if world is None else (world.rank, world.size)
@@ -48,6 +48,7 @@ def known() -> Registries:
 
 def main(folder: str, local_ranks: str, *, fail: bool) -> None:
     launching.train_rank = note_rank
+    launching.write_samples = lambda run, config: []
     config = parse_config(CONFIG.format(local_ranks=local_ranks), registered=known()).config
 
     def prepare() -> tuple[Path, str]:

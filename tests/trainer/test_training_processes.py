@@ -190,7 +190,7 @@ def test_a_stopped_run_ends_in_order_and_goes_on(folder, hp_train, sign):
     done = steps_of(run)[-1]
     assert newest_step(run) == done, "the step under way was finished and saved"
     assert err == (
-        f"hp-train: stopped by {sign.name}; step-{done:08} holds what was trained, of 100000 steps. "
+        f"hp-train: stopped by {sign.name}; the newest checkpoint is of step {done} of 100000. "
         "Go on with `hp-train resume out`\n"
     )
     assert command.processes() == []
@@ -203,7 +203,7 @@ def test_a_run_in_one_process_stops_the_same_way(folder, hp_train):
     os.kill(command.process.pid, signal.SIGTERM)
     code, _, err = command.finish(END_SECONDS)
     assert code == 128 + signal.SIGTERM
-    assert "stopped by SIGTERM; step-" in err
+    assert "stopped by SIGTERM; the newest checkpoint is of step " in err
     assert newest_step(folder / "out") == steps_of(folder / "out")[-1]
 
 

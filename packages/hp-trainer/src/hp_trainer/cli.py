@@ -272,13 +272,14 @@ def _latest(run: RunFolder, config: TrainerConfig) -> Checkpoint:
 
 def _done(path: Path, config: TrainerConfig) -> int:
     """Show what the model writes, and where everything is."""
-    from hp_trainer.launching import is_first_process, write_samples
+    from hp_trainer.launching import is_first_process
     from hp_trainer.run_folder import RunFolder
 
     if is_first_process():
-        for text in write_samples(RunFolder.open(path), config):
-            print(f"{'-' * 80}\n{text}")
-        print(f"{'-' * 80}\nrun folder: {path}")
+        samples = RunFolder(path).samples_file
+        if config.generate.prompts and samples.is_file():
+            print(samples.read_text(encoding="utf-8"), end="")
+        print(f"run folder: {path}")
     return 0
 
 

@@ -1,8 +1,9 @@
-"""Text from a trained model: one rank, the whole model, token by token."""
+"""Texts from a trained model: one rank, the whole model, token by token."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,9 +36,17 @@ def generate(
         opened.check_model(to_plain(config.model))
         load_state(platform, model, None, opened)
         sampler = Sampler(config.generate, config.training.sequence_length, tokenizer.separator)
-        return [
-            tokenizer.decode(sampler.extend(platform, model, tokenizer.encode(prompt).tolist())) for prompt in prompts
-        ]
+        begun = [tokenizer.encode(prompt).tolist() for prompt in prompts]
+        return [tokenizer.decode(tokens) for tokens in sampler.extend(platform, model, begun)]
+
+
+@dataclass
+class Text:
+    """A text that is being written; its draws depend on its place among the texts and on no other text."""
+
+    tokens: list[int]
+    random: np.random.Generator
+    ended: bool = False
 
 
 class Sampler:
@@ -50,21 +59,38 @@ class Sampler:
 
     def __init__(self, config: GenerateConfig, window: int, end: int | None = None) -> None:
         self.config, self.window, self.end = config, window, end
-        self._random = np.random.default_rng(config.seed)
 
-    def extend(self, platform: Platform, model: Model, tokens: list[int]) -> list[int]:
-        """`tokens` and up to `max_new_tokens` more; an empty prompt begins with a line end."""
-        tokens = list(tokens) or [ord("\n")]
+    def extend(self, platform: Platform, model: Model, begun: Sequence[list[int]]) -> list[list[int]]:
+        """Each text and up to `max_new_tokens` more, all of them written side by side.
+
+        A text without a token begins with a line end.
+        """
+        texts = [
+            Text(list(tokens) or [ord("\n")], np.random.default_rng((self.config.seed, place)))
+            for place, tokens in enumerate(begun)
+        ]
         for _ in range(self.config.max_new_tokens):
-            shown = np.array([tokens[-self.window :]], np.int64)
-            logits = platform.to_numpy(model(platform.from_numpy(shown)))[0, -1]
-            token = self.pick(logits.astype(np.float64))
-            if token == self.end:
+            growing = [text for text in texts if not text.ended]
+            if not growing:
                 break
-            tokens.append(token)
-        return tokens
+            for text, logits in zip(growing, self._logits(platform, model, growing), strict=True):
+                token = self.pick(logits, text.random)
+                text.ended = token == self.end
+                if not text.ended:
+                    text.tokens.append(token)
+        return [text.tokens for text in texts]
 
-    def pick(self, logits: np.ndarray) -> int:
+    def _logits(self, platform: Platform, model: Model, texts: list[Text]) -> list[np.ndarray]:
+        """What the model expects after each text: float64 `[vocab_size]`."""
+        shown = [text.tokens[-self.window :] for text in texts]
+        # Shorter rows are filled up at the end, which does not reach back: the model is causal.
+        ids = np.zeros((len(shown), max(map(len, shown))), np.int64)
+        for row, tokens in zip(ids, shown, strict=True):
+            row[: len(tokens)] = tokens
+        logits = platform.to_numpy(model(platform.from_numpy(ids)))
+        return [row[len(tokens) - 1].astype(np.float64) for row, tokens in zip(logits, shown, strict=True)]
+
+    def pick(self, logits: np.ndarray, random: np.random.Generator) -> int:
         """One token by temperature among the `top_k` likeliest; the likeliest at temperature 0."""
         if self.config.temperature == 0:
             return int(np.argmax(logits))
@@ -73,4 +99,4 @@ class Sampler:
             threshold = np.sort(scaled)[-self.config.top_k]
             scaled = np.where(scaled >= threshold, scaled, -np.inf)
         weights = np.exp(scaled - scaled.max())
-        return int(self._random.choice(len(weights), p=weights / weights.sum()))
+        return int(random.choice(len(weights), p=weights / weights.sum()))

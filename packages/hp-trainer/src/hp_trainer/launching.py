@@ -12,6 +12,7 @@ from typing import TypeVar
 from hp_dtensor.launch import from_environment, is_launched, launch, rank_environment
 from hp_dtensor.platform import Platform
 from hp_dtensor.selection import get_platform
+from hp_dtensor.world import current_world
 from hp_trainer._exchange import coordinator
 from hp_trainer.checkpoint import Storage
 from hp_trainer.config import ParallelConfig, TrainerConfig
@@ -90,12 +91,14 @@ def train(config: TrainerConfig, prepare: Callable[[], tuple[Path, str | None]])
     if is_launched():
         world = from_environment(platform, config.launch.timeout_seconds)
         folder, checkpoint = coordinator(world.all, "preparing the run", lambda: _as_text(prepare()), RunFolderError)
-        ended_by = train_rank(folder, checkpoint, platform.name)
+        ended_by = train_rank(folder, checkpoint, platform.name, False)
         platform.disconnect()
         path = Path(folder)
+        if ended_by is None and is_first_process():
+            write_samples(RunFolder(path), config)
     else:
         path, checkpoint = prepare()
-        arguments = (str(path), checkpoint, platform.name)
+        arguments = (str(path), checkpoint, platform.name, True)
         if world_size_of(config) == 1:
             ended_by = train_rank(*arguments)
         else:
@@ -106,7 +109,7 @@ def train(config: TrainerConfig, prepare: Callable[[], tuple[Path, str | None]])
 
 
 def write_samples(run: RunFolder, config: TrainerConfig) -> list[str]:
-    """What the finished run's model writes after each configured prompt, also kept in `samples.txt`.
+    """What the finished run's model writes after each configured prompt, kept in `samples.txt`.
 
     Nothing where its checkpoint is not of the last step.
     """
@@ -133,12 +136,21 @@ def generate(run: RunFolder, config: TrainerConfig, prompts: Sequence[str], chec
     return texts
 
 
-def train_rank(folder: str, checkpoint: str | None, platform: str) -> int | None:
-    """One rank's part; its world is connected. Returns the signal that ended it early, if one did."""
+def train_rank(folder: str, checkpoint: str | None, platform: str, samples: bool) -> int | None:
+    """One rank's part; its world is connected. Returns the signal that ended it early, if one did.
+
+    Args:
+        samples: rank 0 writes the samples of a finished run. Where ranks were started here this is the process that
+            has the right number of threads for it.
+    """
     from hp_trainer.loop import train as train_loop
 
-    run = RunFolder.open(Path(folder))
-    return train_loop(run, run.load_config().config, get_platform(platform), checkpoint)
+    run, chosen = RunFolder.open(Path(folder)), get_platform(platform)
+    config = run.load_config().config
+    ended_by = train_loop(run, config, chosen, checkpoint)
+    if samples and ended_by is None and current_world(chosen).rank == 0:
+        write_samples(run, config)
+    return ended_by
 
 
 def _start(
@@ -172,7 +184,7 @@ def _how_far(run: RunFolder, config: TrainerConfig, number: int) -> str:
     if newest is None:
         return f"stopped by {name} before the first checkpoint of {run.path}"
     return (
-        f"stopped by {name}; {newest.folder} holds what was trained, of {config.training.steps} steps. "
+        f"stopped by {name}; the newest checkpoint is of step {newest.step} of {config.training.steps}. "
         f"Go on with `hp-train resume {run.path}`"
     )
 
