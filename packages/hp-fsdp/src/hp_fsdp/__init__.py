@@ -1,6 +1,7 @@
 """Fully sharded data parallelism: one differentiable all-gather per group of parameters."""
 
 from hp_fsdp._fully_shard import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method
+from hp_fsdp.communication import Communication, CommunicationRegistry
 from hp_fsdp.exceptions import FSDPStateError, FullyShardError
 from hp_fsdp.policies import MixedPrecisionPolicy
 from hp_fsdp.storage import ParameterStorage, get_storage
@@ -8,6 +9,8 @@ from hp_fsdp.storage import ParameterStorage, get_storage
 __version__ = "0.1.0"
 
 __all__ = [
+    "Communication",
+    "CommunicationRegistry",
     "FSDPModule",
     "FSDPStateError",
     "FullyShardError",

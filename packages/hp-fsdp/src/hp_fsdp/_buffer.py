@@ -10,6 +10,7 @@ from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.world import ProcessGroup, Work
 from hp_fsdp._parameters import TAKEN_ATTRIBUTE, Original, sharded_spec
+from hp_fsdp.communication import Communication
 from hp_fsdp.layout import FlatLayout
 from hp_fsdp.policies import MixedPrecisionPolicy
 from hp_fsdp.storage import Gradients, ParameterStorage
@@ -58,7 +59,9 @@ class FlatBuffer:
         originals: Sequence[Original],
         layout: FlatLayout,
         policy: MixedPrecisionPolicy,
+        communication: Communication,
     ) -> None:
+        self.communication = communication
         self.storage = storage
         self.platform = storage.platform
         self.layout = layout
@@ -77,7 +80,6 @@ class FlatBuffer:
         if not self.is_whole:
             storage.release(self.full)
         self._gathering: Work | None = None
-        self._gather_source: Tensor | None = None
         self.gradients: Tensor | None = None
         self.partial_shard: Tensor | None = None
 
@@ -130,13 +132,12 @@ class FlatBuffer:
         if self.layout.num_shards == 1:
             self.platform.copy_(self._gather_target, self.shard)
             return
-        self._gather_source = self._as(self.shard, self.param_dtype)
-        self._gathering = self.shard_group.all_gather_into(self._gather_target, self._gather_source, async_op=True)
+        self._gathering = self.communication.all_gather(self._gather_target, self.shard, self.shard_group)
 
     def wait_gather(self) -> None:
         if self._gathering is not None:
             self._gathering.wait()
-            self._gathering = self._gather_source = None
+            self._gathering = None
 
     def release(self) -> None:
         """Free the full buffer."""

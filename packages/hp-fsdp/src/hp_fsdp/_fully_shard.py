@@ -12,6 +12,7 @@ from hp_fsdp._buffer import FlatBuffer
 from hp_fsdp._group import ParameterGroup
 from hp_fsdp._hooks import ModuleState, state_of, states_below
 from hp_fsdp._parameters import STATE_ATTRIBUTE, Original, collect, problems_of
+from hp_fsdp.communication import Communication, get_communication
 from hp_fsdp.exceptions import FullyShardError
 from hp_fsdp.layout import plan_buffers
 from hp_fsdp.policies import MixedPrecisionPolicy
@@ -30,6 +31,7 @@ def fully_shard(
     reshard_after_forward: bool | None = None,
     mp_policy: MixedPrecisionPolicy = FULL_PRECISION,
     ignored_params: Collection[Tensor] = (),
+    communication: str | Communication = "default",
 ) -> Any:
     """Shard the parameters of a module, or of several as one group, over a data-parallel mesh, in place.
 
@@ -45,6 +47,8 @@ def fully_shard(
             None: yes, except for the root's own.
         mp_policy: dtypes of computation and communication.
         ignored_params: parameters that stay as they are.
+        communication: how the group is gathered and reduced: a name that a plugin has registered, or a
+            `Communication`; "default": the process group's own collectives.
 
     Returns:
         `module`; the class of each module gains `FSDPModule`.
@@ -60,9 +64,10 @@ def fully_shard(
     storage = get_storage(platform)
     policy = mp_policy.resolve(platform)
     _check_dtypes(storage, policy)
+    transport = get_communication(communication, platform)
     originals = collect(platform, modules, ignored_params)
     _check_parameters(originals, mesh)
-    group = _make_group(storage, mesh, modules, originals, policy, reshard_after_forward)
+    group = _make_group(storage, mesh, modules, originals, policy, transport, reshard_after_forward)
     ModuleState(storage, modules, group, policy).install()
     for each in modules:
         each.__class__ = _with_methods(type(each))  # type: ignore[arg-type]
@@ -75,12 +80,13 @@ def _make_group(
     modules: Sequence[Module],
     originals: Sequence[Original],
     policy: MixedPrecisionPolicy,
+    communication: Communication,
     reshard_after_forward: bool | None,
 ) -> ParameterGroup:
     buffers = [
         buffer
         for alike in _alike(storage.platform, originals)
-        for buffer in _make_buffers(storage, mesh, alike, policy)
+        for buffer in _make_buffers(storage, mesh, alike, policy, communication)
     ]
     name = ", ".join(type(module).__name__ for module in modules)
     group = ParameterGroup(name, storage, buffers, reshard_after_forward)
@@ -99,13 +105,17 @@ def _alike(platform: Platform, originals: Sequence[Original]) -> list[list[Origi
 
 
 def _make_buffers(
-    storage: ParameterStorage, mesh: DeviceMesh, originals: Sequence[Original], policy: MixedPrecisionPolicy
+    storage: ParameterStorage,
+    mesh: DeviceMesh,
+    originals: Sequence[Original],
+    policy: MixedPrecisionPolicy,
+    communication: Communication,
 ) -> Iterator[FlatBuffer]:
     dtypes = {originals[0].tensor.dtype, policy.param_dtype or originals[0].tensor.dtype}
     itemsize = min(storage.platform.itemsize(dtype) for dtype in dtypes)
     blocks = [original.block(itemsize) for original in originals]
     for indices, layout in plan_buffers(blocks, mesh.shape[-1]):
-        yield FlatBuffer(storage, mesh, [originals[i] for i in indices], layout, policy)
+        yield FlatBuffer(storage, mesh, [originals[i] for i in indices], layout, policy, communication)
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:
@@ -233,6 +243,13 @@ class FSDPModule:
         for group in self._groups(recurse):
             group.reduce_options.op = op
             group.reduce_options.divide_factor = None
+
+    def set_communication(self, communication: str | Communication, *, recurse: bool = True) -> None:
+        """How the groups are gathered and reduced from now on; see `fully_shard`."""
+        transport = get_communication(communication, self._fsdp.platform)
+        for group in self._groups(recurse):
+            for buffer in group.buffers:
+                buffer.communication = transport
 
     def reset(self) -> None:
         """Back to the resting state after an exception in forward or backward; unreduced gradients are lost."""

@@ -54,7 +54,7 @@ class Reduction:
         if buffer.shard_group.size == 1:
             return self._full, DONE
         shard = buffer.new_buffer(buffer.layout.shard_numel, buffer.reduce_dtype)
-        return shard, buffer.shard_group.reduce_scatter_into(shard, self._full, "sum", async_op=True)
+        return shard, buffer.communication.reduce_scatter(shard, self._full, buffer.shard_group)
 
     def advance(self) -> None:
         """Wait for the reduce-scatter, free the full gradients, and begin the all-reduce."""
@@ -68,7 +68,7 @@ class Reduction:
             buffer.partial_shard = self._shard
         elif self._all_reduce:
             assert buffer.replicate_group is not None
-            self._work = buffer.replicate_group.all_reduce(self._shard, "sum", async_op=True)
+            self._work = buffer.communication.all_reduce(self._shard, buffer.replicate_group)
 
     def finish(self) -> None:
         """Wait, scale, and store the gradients."""

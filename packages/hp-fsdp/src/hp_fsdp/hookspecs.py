@@ -8,6 +8,7 @@ import pluggy
 
 if TYPE_CHECKING:
     from hp_dtensor.platform import Platform
+    from hp_fsdp.communication import CommunicationRegistry
     from hp_fsdp.storage import ParameterStorage
 
 hookspec = pluggy.HookspecMarker("hp")
@@ -19,4 +20,13 @@ def hp_fsdp_parameter(platform: Platform) -> ParameterStorage | None:
 
     Returns the platform's implementation of sharded parameters, or None where `platform` is not this
     plugin's. Since 0.1.
+    """
+
+
+@hookspec
+def hp_fsdp_communication(registry: CommunicationRegistry) -> None:
+    """Called once, when the first `fully_shard` resolves its communication.
+
+    Adds named ways of gathering and reducing with `registry.add(name, factory)`, to be chosen by
+    `fully_shard(..., communication=name)`. Since 0.1.
     """

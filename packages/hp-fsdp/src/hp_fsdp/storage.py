@@ -135,7 +135,7 @@ def get_storage(platform: Platform) -> ParameterStorage:
     Raises:
         PlatformError: no plugin of the entry-point group `hp_fsdp` serves it.
     """
-    found: ParameterStorage | None = _plugin_manager().hook.hp_fsdp_parameter(platform=platform)
+    found: ParameterStorage | None = plugin_manager().hook.hp_fsdp_parameter(platform=platform)
     if found is None:
         raise PlatformError(
             f"no plugin gives sharded parameters for platform {platform.name!r} (entry-point group 'hp_fsdp', "
@@ -145,7 +145,8 @@ def get_storage(platform: Platform) -> ParameterStorage:
 
 
 @functools.cache
-def _plugin_manager() -> Any:
+def plugin_manager() -> Any:
+    """The plugins of the entry-point group `hp_fsdp`, loaded on first use."""
     from hp_fsdp import hookspecs
 
     return create_plugin_manager("hp_fsdp", hookspecs)
