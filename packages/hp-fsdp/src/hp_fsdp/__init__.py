@@ -1,6 +1,7 @@
 """Fully sharded data parallelism: one differentiable all-gather per group of parameters."""
 
-from hp_fsdp._fully_shard import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method
+from hp_fsdp._fully_shard import fully_shard
+from hp_fsdp._module import FSDPModule, HSDPModule, UnshardHandle, register_fsdp_forward_method
 from hp_fsdp.communication import Communication, CommunicationRegistry
 from hp_fsdp.exceptions import FSDPStateError, FullyShardError
 from hp_fsdp.policies import MixedPrecisionPolicy
@@ -14,6 +15,7 @@ __all__ = [
     "FSDPModule",
     "FSDPStateError",
     "FullyShardError",
+    "HSDPModule",
     "MixedPrecisionPolicy",
     "ParameterStorage",
     "UnshardHandle",

@@ -1,0 +1,156 @@
+"""What `fully_shard` adds to a module."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from hp_fsdp._group import ParameterGroup
+from hp_fsdp._hooks import ModuleState, state_of, states_below
+from hp_fsdp._parameters import STATE_ATTRIBUTE
+from hp_fsdp.communication import Communication, get_communication
+from hp_fsdp.exceptions import FullyShardError
+
+Module = Any
+
+
+@functools.cache
+def with_methods(cls: type) -> type:
+    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+
+
+class FSDPModule:
+    """Mixed into the class of every module that has been through `fully_shard`."""
+
+    @property
+    def _fsdp(self) -> ModuleState:
+        state: ModuleState = self.__dict__[STATE_ATTRIBUTE]
+        return state
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise TypeError(f"{type(self).__name__}: a sharded module cannot be copied; copy it before fully_shard")
+
+    def _groups(self, recurse: bool) -> list[ParameterGroup]:
+        states = states_below(self._fsdp.platform, self) if recurse else [self._fsdp]
+        return [state.group for state in states]
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather the group's parameters and put them into the modules.
+
+        Args:
+            async_op: return at once; the handle's `wait` does the rest.
+        """
+        group = self._fsdp.group
+        group.start_unshard()
+        handle = UnshardHandle(group)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free the group's full parameters and put the sharded ones back into the modules."""
+        self._fsdp.group.conceal()
+        self._fsdp.group.reshard()
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients, or accumulates them unsharded without communication."""
+        for group in self._groups(recurse):
+            group.gradient_sync = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backward also reduces over the replicate axis, or accumulates reduced shards."""
+        for group in self._groups(recurse):
+            group.reduce_options.all_reduce = requires_all_reduce
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """False: another backward through the same forward follows, so unused parameters may still be used."""
+        if self._fsdp.context is not None:
+            self._fsdp.context.is_last_backward = is_last_backward
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, *, recurse: bool = True) -> None:
+        """Whether full parameters are freed after forward."""
+        for group in self._groups(recurse):
+            group.reshard_after_forward = reshard_after_forward
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether full parameters are freed after a backward that does not reduce (one that does always frees)."""
+        for group in self._groups(recurse):
+            group.reshard_after_backward = reshard_after_backward
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[Module]) -> None:
+        """Gather these modules' groups before this one's forward, instead of the next in recorded order."""
+        self._fsdp.group.forward_prefetch = [_state_of(module).group for module in modules]
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[Module]) -> None:
+        """Gather these modules' groups before this one's backward, instead of the previous in recorded order."""
+        self._fsdp.group.backward_prefetch = [_state_of(module).group for module in modules]
+
+    def set_gradient_divide_factor(self, factor: float, *, recurse: bool = False) -> None:
+        """What the sum of gradients over all data-parallel ranks is divided by; default: their number."""
+        for group in self._groups(recurse):
+            group.reduce_options.divide_factor = float(factor)
+
+    def set_reduce_op_type(self, op: str, *, recurse: bool = True) -> None:
+        """ "avg" or "sum" over the data-parallel ranks."""
+        if op not in ("avg", "sum"):
+            raise FullyShardError(f"set_reduce_op_type: expected 'avg' or 'sum', got {op!r}")
+        for group in self._groups(recurse):
+            group.reduce_options.op = op
+            group.reduce_options.divide_factor = None
+
+    def set_communication(self, communication: str | Communication, *, recurse: bool = True) -> None:
+        """How the groups are gathered and reduced from now on; see `fully_shard`."""
+        transport = get_communication(communication, self._fsdp.platform)
+        for group in self._groups(recurse):
+            for buffer in group.buffers:
+                buffer.communication = transport
+
+    def reset(self) -> None:
+        """Back to the resting state after an exception in forward or backward; unreduced gradients are lost."""
+        if self._fsdp.context is not None:
+            self._fsdp.context.reset()
+
+
+HSDPModule = FSDPModule
+
+
+class UnshardHandle:
+    """A gather under way."""
+
+    def __init__(self, group: ParameterGroup) -> None:
+        self._group = group
+
+    def wait(self) -> None:
+        """Return when the modules hold their full parameters."""
+        self._group.unshard()
+        if not self._group.exposed:
+            self._group.expose()
+
+
+def register_fsdp_forward_method(module: Module, name: str) -> None:
+    """Let `module.<name>(...)`, like its forward, run on gathered parameters.
+
+    Raises:
+        FullyShardError: `module` has not been through `fully_shard`, or has no such method.
+    """
+    state = _state_of(module)
+    method = getattr(module, name, None)
+    if not callable(method):
+        raise FullyShardError(f"register_fsdp_forward_method: {type(module).__name__} has no method {name!r}")
+
+    @functools.wraps(method)
+    def sharded(*args: Any, **kwargs: Any) -> Any:
+        changed = state.before_forward(module, args, kwargs)
+        args, kwargs = changed if changed is not None else (args, kwargs)
+        return state.after_forward(module, args, kwargs, method(*args, **kwargs))
+
+    object.__setattr__(module, name, sharded)
+
+
+def _state_of(module: Module) -> ModuleState:
+    state = state_of(module)
+    if state is None:
+        raise FullyShardError(f"{type(module).__name__} has not been through fully_shard")
+    return state
