@@ -100,6 +100,7 @@ class Case:
         sync: "every" micro-batch reduces, or only the "last" one.
         group_list: the blocks form one group.
         gradient_sum: gradients are summed over ranks, and the loss divided by their number instead.
+        options: further arguments of `fully_shard`, for every group.
     """
 
     mesh: tuple[int, ...]
@@ -118,6 +119,7 @@ class Case:
     gradient_sum: bool = False
     reshard_after_forward: bool | None = None
     policy: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def num_data_ranks(self) -> int:
@@ -154,7 +156,7 @@ def build(platform, case):
 def shard(model, mesh, case):
     """Each block a group, or all blocks one, and the rest the root's; only the root casts its output."""
     inner = {"mp_policy": MixedPrecisionPolicy(**{**case.policy, "output_dtype": None})}
-    inner["reshard_after_forward"] = case.reshard_after_forward
+    inner |= {"reshard_after_forward": case.reshard_after_forward, **case.options}
     if case.group_list:
         fully_shard(list(model.blocks), mesh, **inner)
     else:

@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.world import ProcessGroup, Work
-from hp_fsdp._parameters import TAKEN_ATTRIBUTE, Original, sharded_spec
+from hp_fsdp._parameters import TAKEN_ATTRIBUTE, DataParallel, Original, sharded_spec
 from hp_fsdp.communication import Communication
 from hp_fsdp.layout import FlatLayout
 from hp_fsdp.policies import MixedPrecisionPolicy
@@ -55,7 +54,7 @@ class FlatBuffer:
     def __init__(
         self,
         storage: ParameterStorage,
-        mesh: DeviceMesh,
+        parallel: DataParallel,
         originals: Sequence[Original],
         layout: FlatLayout,
         policy: MixedPrecisionPolicy,
@@ -65,18 +64,18 @@ class FlatBuffer:
         self.storage = storage
         self.platform = storage.platform
         self.layout = layout
-        self.device = mesh.device_type
+        self.device = parallel.mesh.device_type
         self.dtype: DType = originals[0].tensor.dtype
         self.param_dtype: DType = policy.param_dtype or self.dtype
         self.reduce_dtype: DType = policy.reduce_dtype or self.param_dtype
-        self.shard_group: ProcessGroup = mesh.get_group(mesh.ndim - 1)
-        self.replicate_group: ProcessGroup | None = mesh.get_group(0) if mesh.ndim == 2 else None
+        self.shard_group: ProcessGroup = parallel.shard_group
+        self.replicate_group: ProcessGroup | None = parallel.replicate_group
         self.shard = self._fill_shard(originals)
         # One shard without a cast is the full buffer: nothing to gather, nothing to free.
         self.is_whole = layout.num_shards == 1 and self.param_dtype == self.dtype
         self.full = self.shard if self.is_whole else self.new_buffer(layout.numel, self.param_dtype)
         self._gather_target = storage.gather_target(self.full)
-        self.parameters = [self._manage(index, original, mesh) for index, original in enumerate(originals)]
+        self.parameters = [self._manage(index, original, parallel) for index, original in enumerate(originals)]
         if not self.is_whole:
             storage.release(self.full)
         self._gathering: Work | None = None
@@ -108,8 +107,8 @@ class FlatBuffer:
                 self.platform.copy_(self.storage.part(shard, start, (numel,)), piece)
         return shard
 
-    def _manage(self, index: int, original: Original, mesh: DeviceMesh) -> ManagedParameter:
-        spec = sharded_spec(original, mesh, self.layout.pieces(index))
+    def _manage(self, index: int, original: Original, parallel: DataParallel) -> ManagedParameter:
+        spec = sharded_spec(original, parallel, self.layout.pieces(index))
         start, _ = self.layout.piece(index, self.shard_group.rank)
         requires_grad = self.platform.requires_grad(original.tensor)
         local = self.storage.part(self.shard, start, spec.local_shape)
@@ -144,6 +143,12 @@ class FlatBuffer:
         self.wait_gather()
         if not self.is_whole:
             self.storage.release(self.full)
+
+    def own_part(self) -> tuple[Tensor, Tensor]:
+        """(this rank's part of the full buffer, the shard as it was gathered to there); equal until one is written."""
+        numel = self.layout.shard_numel
+        held = self.storage.part(self.full, self.shard_group.rank * numel, (numel,))
+        return held, self._as(self.shard, self.param_dtype)
 
     @property
     def held_bytes(self) -> int:
@@ -221,3 +226,18 @@ class FlatBuffer:
                 self.storage.set_local_grad(parameter.sharded, grad, parameter.sharded.spec)
             else:
                 self.storage.add_(present, grad)
+
+
+def stale_buffers(storage: ParameterStorage, buffers: Sequence[FlatBuffer]) -> set[FlatBuffer]:
+    """Those whose full parameters are out of date, on this rank or on another that shares the shards.
+
+    One wait for the device, and one exchange of a byte per buffer for each group of ranks; all its ranks must ask.
+    """
+    held = [buffer for buffer in buffers if not buffer.is_whole]
+    changed = storage.differ([buffer.own_part() for buffer in held])
+    stale = {buffer for buffer, differs in zip(held, changed, strict=True) if differs}
+    for group in dict.fromkeys(buffer.shard_group for buffer in held if buffer.shard_group.size > 1):
+        sharing = [buffer for buffer in held if buffer.shard_group is group]
+        flags = group.all_gather_bytes(bytes(buffer in stale for buffer in sharing))
+        stale.update(buffer for buffer, *anywhere in zip(sharing, *flags, strict=True) if any(anywhere))
+    return stale

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from hp_fsdp._buffer import FlatBuffer
+from hp_fsdp._buffer import FlatBuffer, stale_buffers
 from hp_fsdp._group import GatherRecord, GroupState, ParameterGroup
 from hp_fsdp._reduction import Reducer
 from hp_fsdp.storage import Gradients, ParameterStorage
@@ -76,6 +76,7 @@ class Context:
         self.is_last_backward = True
         self._reducer = Reducer()
         self._pass = ForwardPass(storage.anchor())
+        self._in_pass = False
         self._expected: Sequence[ParameterGroup] = ()
         self._backward: BackwardRun | None = None
 
@@ -91,6 +92,8 @@ class Context:
             self.reset()
         if group is self.root and self._backward is None:
             self._begin_pass()
+        elif not self._in_pass and not group.entered and self._backward is None:
+            self._refresh([group])
         group.unshard()
         if self._backward is not None:
             if not group.exposed:
@@ -128,15 +131,28 @@ class Context:
             group.conceal()
             group.record = None
             # A forward without a backward, or a backward that left it, has kept what may be out of date by now.
-            if group.kept_after_forward and (group.reshard_after_backward or group.gradient_sync):
+            if group.kept_after_forward and self._frees_after_backward(group):
                 group.reshard()
+        self._refresh(self.groups)
         self._pass.end()
         self._pass = ForwardPass(self.storage.anchor())
+        self._in_pass = True
+
+    def _refresh(self, groups: Sequence[ParameterGroup]) -> None:
+        """Gather again what was kept whole since parameters changed, by whomever, on any rank."""
+        held = [group for group in groups if group.state is GroupState.UNSHARDED]
+        if held:
+            stale = stale_buffers(self.storage, [buffer for group in held for buffer in group.buffers])
+            for group in held:
+                group.refresh([buffer for buffer in group.buffers if buffer in stale])
 
     def _end_pass(self) -> None:
+        self._in_pass = False
         for group in self.groups:
             group.conceal()
-            if group.state is GroupState.GATHERING or not self.platform.is_grad_enabled():
+            if group.keeps_full:
+                group.finish_gathering()
+            elif group.state is GroupState.GATHERING or not self.platform.is_grad_enabled():
                 group.reshard()
         self._expected = self._pass.used
         self._pass.end()
@@ -160,6 +176,8 @@ class Context:
             self._pass.records.append(group.record)
 
     def _frees_after_forward(self, group: ParameterGroup, has_outputs: bool) -> bool:
+        if group.keeps_full:
+            return False
         if not self.platform.is_grad_enabled():
             return True
         if not has_outputs:
@@ -269,13 +287,17 @@ class Context:
             if group.record is record:
                 group.record = None
             self._free_after_backward(group)
-        if group.gradient_sync:
-            self._reducer.start(buffer, group.reduce_options)
+        if group.gradient_sync or group.shards_every_gradient:
+            self._reducer.start(buffer, group.reduce_options, is_last=group.gradient_sync)
 
     def _free_after_backward(self, group: ParameterGroup) -> None:
         group.conceal()
-        if group.reshard_after_backward:
+        if group.reshard_after_backward and not group.keeps_full:
             group.reshard()
+
+    def _frees_after_backward(self, group: ParameterGroup) -> bool:
+        """After a reduction the optimizer changes the shards: what was gathered before is out of date."""
+        return not group.keeps_full and (group.reshard_after_backward or group.gradient_sync)
 
     def _end_backward(self) -> None:
         run = self._backward
@@ -286,8 +308,7 @@ class Context:
         self._reducer.drain()
         for group in self.groups:
             group.conceal()
-            # After a reduction the optimizer changes the shards: what was gathered before is out of date.
-            if group.reshard_after_backward or group.gradient_sync:
+            if self._frees_after_backward(group):
                 group.reshard()
         self._backward = None
 
@@ -305,6 +326,7 @@ class Context:
         """Back to the resting state after an exception in forward or backward; unreduced gradients are lost."""
         self._reducer.drop()
         self._backward = None
+        self._in_pass = False
         for group in self.groups:
             group.conceal()
             group.reshard()

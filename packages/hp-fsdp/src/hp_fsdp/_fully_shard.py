@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from hp_dtensor.mesh import DeviceMesh
@@ -11,7 +11,7 @@ from hp_fsdp._buffer import FlatBuffer
 from hp_fsdp._group import ParameterGroup
 from hp_fsdp._hooks import ModuleState, state_of
 from hp_fsdp._module import with_methods
-from hp_fsdp._parameters import Original, collect, problems_of
+from hp_fsdp._parameters import DataParallel, Original, collect, problems_of
 from hp_fsdp.communication import Communication, get_communication
 from hp_fsdp.exceptions import FullyShardError
 from hp_fsdp.layout import plan_buffers
@@ -22,15 +22,19 @@ Tensor = Any
 Module = Any
 
 FULL_PRECISION = MixedPrecisionPolicy()
+BYTES_PER_KB = 1024
 
 
 def fully_shard(
     module: Module | Sequence[Module],
     mesh: DeviceMesh,
     *,
+    zero_stage: int = 3,
     reshard_after_forward: bool | None = None,
     mp_policy: MixedPrecisionPolicy = FULL_PRECISION,
     ignored_params: Collection[Tensor] = (),
+    replicate_params: Collection[Tensor] = (),
+    threshold: float = 0,
     communication: str | Communication = "default",
 ) -> Any:
     """Shard the parameters of a module, or of several as one group, over a data-parallel mesh, in place.
@@ -43,10 +47,26 @@ def fully_shard(
     Args:
         module: a module of the mesh's platform, or a list that forms one group.
         mesh: 1-D (shard) or 2-D (replicate, shard). Groups of one model may have different meshes.
+        zero_stage: what is sharded over the last axis of `mesh` (arXiv 1910.02054). For n ranks there, P bytes of
+            parameters, and forward and backward of one of m micro-batches in a step:
+            0, nothing: every rank holds parameters, gradients and optimizer state whole; sends 2P (all-reduce).
+            1, optimizer state: parameters stay whole, P, next to the shard, P/n; gathered once per step, P/m.
+              Gradients that `set_requires_gradient_sync(False)` accumulates are whole, P, and are reduced with
+              those of the last micro-batch, P.
+            2, gradients too: as 1, but each backward reduce-scatters its gradients, P, group by group, and what
+              accumulates is a shard, P/n, also under `set_requires_gradient_sync(False)`.
+            3, parameters too: P/n, and the groups in use; gathered for forward and again for backward, 2P, and
+              reduce-scattered in each backward, P (except under `set_requires_gradient_sync(False)`, which
+              accumulates them whole without communication, as torch's does).
+            Below 3, full parameters are compared with the shards at the beginning of each forward, and gathered
+            again where any rank's changed, by whatever means.
         reshard_after_forward: free the full parameters after forward and gather them again for backward;
-            None: yes, except for the root's own.
+            None: yes, except for the root's own. Only with `zero_stage` 3.
         mp_policy: dtypes of computation and communication.
-        ignored_params: parameters that stay as they are.
+        ignored_params: parameters that stay as they are; their gradients are this rank's own.
+        replicate_params: parameters that every rank keeps whole; their gradients are reduced, those of the group in
+            one all-reduce per dtype.
+        threshold: in KB (1024 bytes) of the parameter on one rank; smaller ones are replicated likewise.
         communication: how the group is gathered and reduced: a name that a plugin has registered, or a
             `Communication`; "default": the process group's own collectives.
 
@@ -58,6 +78,7 @@ def fully_shard(
         CapabilityError: the platform cannot compute in the policy's dtypes.
     """
     modules: list[Any] = list(module) if isinstance(module, (list, tuple)) else [module]
+    _check_settings(zero_stage, reshard_after_forward, threshold)
     _check_mesh(mesh)
     platform = mesh.platform
     _check_modules(platform, modules)
@@ -67,7 +88,9 @@ def fully_shard(
     transport = get_communication(communication, platform)
     originals = collect(platform, modules, ignored_params)
     _check_parameters(originals, mesh)
-    group = _make_group(storage, mesh, modules, originals, policy, transport, reshard_after_forward)
+    whole = _whole_parameters(platform, originals, replicate_params, threshold) if zero_stage > 0 else originals
+    buffers = _make_buffers(storage, mesh, originals, whole, policy, transport)
+    group = _make_group(storage, modules, buffers, reshard_after_forward, zero_stage)
     ModuleState(storage, modules, group, policy).install()
     for each in modules:
         each.__class__ = with_methods(type(each))  # type: ignore[arg-type]
@@ -76,46 +99,65 @@ def fully_shard(
 
 def _make_group(
     storage: ParameterStorage,
-    mesh: DeviceMesh,
     modules: Sequence[Module],
-    originals: Sequence[Original],
-    policy: MixedPrecisionPolicy,
-    communication: Communication,
+    buffers: Iterable[FlatBuffer],
     reshard_after_forward: bool | None,
+    zero_stage: int,
 ) -> ParameterGroup:
-    buffers = [
-        buffer
-        for alike in _alike(storage.platform, originals)
-        for buffer in _make_buffers(storage, mesh, alike, policy, communication)
-    ]
     name = ", ".join(type(module).__name__ for module in modules)
-    group = ParameterGroup(name, storage, buffers, reshard_after_forward)
+    group = ParameterGroup(name, storage, list(buffers), reshard_after_forward, zero_stage)
     group.exposed = True
     group.conceal()
     return group
-
-
-def _alike(platform: Platform, originals: Sequence[Original]) -> list[list[Original]]:
-    """Parameters that may share a buffer: of one dtype, and all trainable or all frozen."""
-    kinds: dict[Any, list[Original]] = {}
-    for original in originals:
-        key = original.tensor.dtype, platform.requires_grad(original.tensor)
-        kinds.setdefault(key, []).append(original)
-    return list(kinds.values())
 
 
 def _make_buffers(
     storage: ParameterStorage,
     mesh: DeviceMesh,
     originals: Sequence[Original],
+    whole: Sequence[Original],
     policy: MixedPrecisionPolicy,
     communication: Communication,
 ) -> Iterator[FlatBuffer]:
-    dtypes = {originals[0].tensor.dtype, policy.param_dtype or originals[0].tensor.dtype}
-    itemsize = min(storage.platform.itemsize(dtype) for dtype in dtypes)
-    blocks = [original.block(itemsize) for original in originals]
-    for indices, layout in plan_buffers(blocks, mesh.shape[-1]):
-        yield FlatBuffer(storage, mesh, [originals[i] for i in indices], layout, policy, communication)
+    """Parameters share a buffer that are of one dtype, all trainable or all frozen, all sharded or all whole."""
+    kinds: dict[Any, list[Original]] = {}
+    for original in originals:
+        parallel = DataParallel(mesh, shards=all(original is not other for other in whole))
+        key = original.tensor.dtype, storage.platform.requires_grad(original.tensor), parallel
+        kinds.setdefault(key, []).append(original)
+    for (dtype, _, parallel), alike in kinds.items():
+        itemsize = min(storage.platform.itemsize(kind) for kind in (dtype, policy.param_dtype or dtype))
+        blocks = [original.block(itemsize) for original in alike]
+        for indices, layout in plan_buffers(blocks, parallel.num_shards):
+            yield FlatBuffer(storage, parallel, [alike[i] for i in indices], layout, policy, communication)
+
+
+def _whole_parameters(
+    platform: Platform, originals: Sequence[Original], replicated: Collection[Tensor], threshold: float
+) -> list[Original]:
+    """Those that every rank keeps whole."""
+    ids = {id(parameter) for parameter in replicated}
+    return [
+        original
+        for original in originals
+        if id(original.tensor) in ids
+        or original.longest_numel * platform.itemsize(original.tensor.dtype) < threshold * BYTES_PER_KB
+    ]
+
+
+def _check_settings(zero_stage: int, reshard_after_forward: bool | None, threshold: float) -> None:
+    problems = []
+    if isinstance(zero_stage, bool) or zero_stage not in (0, 1, 2, 3):
+        problems.append(f"zero_stage: expected 0, 1, 2 or 3, got {zero_stage!r}")
+    elif zero_stage < 3 and reshard_after_forward:
+        problems.append(
+            f"reshard_after_forward={reshard_after_forward!r} frees parameters, which zero_stage={zero_stage} keeps "
+            "whole; use zero_stage=3, or leave reshard_after_forward out"
+        )
+    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not threshold >= 0:
+        problems.append(f"threshold: expected KB, a number that is not negative, got {threshold!r}")
+    if problems:
+        raise FullyShardError("; ".join(problems))
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:

@@ -55,6 +55,7 @@ class ParameterGroup:
         kept_after_forward: whether the last forward left the full parameters for a backward.
         record: the current forward pass's use, until its backward; None outside.
         gradient_sync: reduce gradients after backward; else accumulate them unsharded.
+        zero_stage: 3 shards parameters, and frees them between uses; below that full parameters are kept.
         reshard_after_forward: None: unless it is the root's.
         reshard_after_backward: free the full parameters once the gradients are complete.
         reduce_options: how gradients are reduced.
@@ -67,6 +68,7 @@ class ParameterGroup:
         storage: ParameterStorage,
         buffers: Sequence[FlatBuffer],
         reshard_after_forward: bool | None,
+        zero_stage: int,
     ) -> None:
         self.name = name
         self.storage = storage
@@ -77,6 +79,7 @@ class ParameterGroup:
         self.kept_after_forward = False
         self.record: GatherRecord | None = None
         self.gradient_sync = True
+        self.zero_stage = zero_stage
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
         self.reduce_options = ReduceOptions()
@@ -117,6 +120,28 @@ class ParameterGroup:
                 buffer.release()
             self.state = GroupState.SHARDED
             self.kept_after_forward = False
+
+    def refresh(self, stale: Sequence[FlatBuffer]) -> None:
+        """Gather again, of a group that is unsharded, what its shards have changed under."""
+        for buffer in stale:
+            buffer.start_gather()
+        for buffer in stale:
+            buffer.wait_gather()
+
+    def finish_gathering(self) -> None:
+        """Wait for a gather that has begun."""
+        if self.state is GroupState.GATHERING:
+            self.unshard()
+
+    @property
+    def shards_every_gradient(self) -> bool:
+        """Whether gradients are reduce-scattered in each backward, also in one that does not complete them."""
+        return self.zero_stage == 2
+
+    @property
+    def keeps_full(self) -> bool:
+        """Whether full parameters stay when nobody computes with them."""
+        return self.zero_stage < 3
 
     @property
     def held_bytes(self) -> int:

@@ -71,7 +71,11 @@ class FSDPModule:
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, *, recurse: bool = True) -> None:
         """Whether full parameters are freed after forward."""
-        for group in self._groups(recurse):
+        groups = self._groups(recurse)
+        whole = [f"{group.name} (zero_stage {group.zero_stage})" for group in groups if group.keeps_full]
+        if reshard_after_forward and whole:
+            raise FullyShardError(f"set_reshard_after_forward(True): {', '.join(whole)} keep their full parameters")
+        for group in groups:
             group.reshard_after_forward = reshard_after_forward
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:

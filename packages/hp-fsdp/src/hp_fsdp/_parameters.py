@@ -13,6 +13,7 @@ from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Placement, RaggedShard, Replicate, Shard
 from hp_dtensor.platform import Platform
 from hp_dtensor.spec import TensorSpec
+from hp_dtensor.world import ProcessGroup
 from hp_fsdp.layout import Block
 
 Tensor = Any
@@ -22,6 +23,31 @@ STATE_ATTRIBUTE = "_hp_fsdp_state"
 TAKEN_ATTRIBUTE = "_hp_fsdp_taken_by"
 # Blocks start at multiples of this many bytes, which vectorised kernels and tensor cores want.
 ALIGNMENT_BYTES = 16
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """Where the parameters of a buffer go: the last axis of `mesh` shards them, unless every rank keeps them whole."""
+
+    mesh: DeviceMesh
+    shards: bool
+
+    @property
+    def num_shards(self) -> int:
+        return self.mesh.shape[-1] if self.shards else 1
+
+    @property
+    def shard_group(self) -> ProcessGroup:
+        """The ranks that hold one shard each; of one rank where nothing is sharded."""
+        world = self.mesh.world
+        return self.mesh.get_group(self.mesh.ndim - 1) if self.shards else world.group((world.rank,))
+
+    @property
+    def replicate_group(self) -> ProcessGroup | None:
+        """The ranks that hold the same shard; None when there is one such rank for want of an axis."""
+        if not self.shards:
+            return self.mesh.world.group(self.mesh.ranks()) if self.mesh.size() > 1 else None
+        return self.mesh.get_group(0) if self.mesh.ndim == 2 else None
 
 
 @dataclass(slots=True)
@@ -54,8 +80,16 @@ class Original:
 
         The same on every rank: what counts is the longest part that any rank has.
         """
-        longest = _longest_local_shape(self.spec) if self.spec is not None else self.local_shape
-        return next((dim for dim, size in enumerate(longest) if size > 1), 0)
+        return next((dim for dim, size in enumerate(self._longest_shape) if size > 1), 0)
+
+    @property
+    def longest_numel(self) -> int:
+        """Elements of the longest part that any rank has."""
+        return math.prod(self._longest_shape)
+
+    @property
+    def _longest_shape(self) -> Sequence[int]:
+        return _longest_local_shape(self.spec) if self.spec is not None else self.local_shape
 
     @property
     def row_numel(self) -> int:
@@ -76,20 +110,27 @@ def _longest_local_shape(spec: TensorSpec) -> list[int]:
     return shape
 
 
-def sharded_spec(original: Original, mesh: DeviceMesh, pieces: Sequence[int]) -> TensorSpec:
-    """The spec of the sharded parameter: the original's axes, then `mesh`'s, the last one ragged.
+def sharded_spec(original: Original, parallel: DataParallel, pieces: Sequence[int]) -> TensorSpec:
+    """The spec of the sharded parameter: the original's axes, then the mesh's, the last one ragged if it shards.
 
     Args:
-        pieces: elements of the local tensor that each rank of the last axis of `mesh` holds.
+        pieces: elements of the local tensor that each rank of the last axis of the mesh holds.
     """
-    rows = tuple(piece // max(1, original.row_numel) for piece in pieces)
-    if math.prod(original.local_shape) == 0:
-        rows = (original.local_shape[original.cut_dim], *rows[1:])
-    added: tuple[Placement, ...] = (Replicate(),) * (mesh.ndim - 1) + (RaggedShard(original.cut_dim, rows),)
+    mesh = parallel.mesh
+    added: tuple[Placement, ...] = (Replicate(),) * mesh.ndim
+    if parallel.shards:
+        added = (*added[1:], RaggedShard(original.cut_dim, _rows(original, pieces)))
     if original.spec is None:
         return TensorSpec(mesh, added, original.local_shape, original.tensor.dtype)
     joined = original.spec.mesh.concatenate(mesh)
     return TensorSpec(joined, original.spec.placements + added, original.spec.shape, original.tensor.dtype)
+
+
+def _rows(original: Original, pieces: Sequence[int]) -> tuple[int, ...]:
+    rows = tuple(piece // max(1, original.row_numel) for piece in pieces)
+    if math.prod(original.local_shape) == 0:
+        rows = (original.local_shape[original.cut_dim], *rows[1:])
+    return rows
 
 
 def collect(platform: Platform, modules: Sequence[Module], ignored: Collection[Tensor]) -> list[Original]:

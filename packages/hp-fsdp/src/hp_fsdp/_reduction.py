@@ -34,12 +34,15 @@ class ReduceOptions:
 
 
 class Reduction:
-    """One flat buffer's reduce-scatter, then its all-reduce, then its gradients."""
+    """One flat buffer's reduce-scatter, then its all-reduce, then its gradients.
 
-    def __init__(self, buffer: FlatBuffer, options: ReduceOptions) -> None:
+    When it is not the last of a step, the reduced shard waits in the buffer for the next one.
+    """
+
+    def __init__(self, buffer: FlatBuffer, options: ReduceOptions, is_last: bool) -> None:
         self._buffer = buffer
-        self._all_reduce = options.all_reduce and buffer.replicate_group is not None
-        self._waits_for_more = not options.all_reduce and buffer.replicate_group is not None
+        self._all_reduce = is_last and options.all_reduce and buffer.replicate_group is not None
+        self._waits_for_more = not is_last or (not options.all_reduce and buffer.replicate_group is not None)
         num_replicas = buffer.replicate_group.size if buffer.replicate_group is not None else 1
         factor = options.factor(buffer.shard_group.size * num_replicas)
         self._before, self._after = _split_factor(factor, buffer)
@@ -86,10 +89,10 @@ class Reducer:
     def __init__(self) -> None:
         self._running: list[Reduction] = []
 
-    def start(self, buffer: FlatBuffer, options: ReduceOptions) -> None:
+    def start(self, buffer: FlatBuffer, options: ReduceOptions, is_last: bool = True) -> None:
         if self._running:
             self._running[-1].advance()
-        self._running.append(Reduction(buffer, options))
+        self._running.append(Reduction(buffer, options, is_last))
 
     def drain(self) -> None:
         """Finish all; the gradients are then there."""

@@ -66,6 +66,10 @@ class ParameterStorage(ABC):
     def zero_(self, target: Tensor) -> None:
         """Fill with zeros in place."""
 
+    @abstractmethod
+    def differ(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[bool]:
+        """Whether the two tensors, of one dtype and size, differ in any bit, for each pair; waits for the device."""
+
     # Parameters ------------------------------------------------------------------------------------------
 
     @abstractmethod

@@ -80,6 +80,12 @@ class MindSporeParameterStorage(ParameterStorage):
             with GradMode(False):
                 target.zero_()
 
+    def differ(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[bool]:
+        if self._on_host:
+            return [not np.array_equal(host_view(a).view(np.uint8), host_view(b).view(np.uint8)) for a, b in pairs]
+        with GradMode(False):
+            return [bool(mint.ne(a, b).any()) for a, b in pairs]
+
     # Parameters ------------------------------------------------------------------------------------------
 
     def parameter(self, local: Tensor, spec: TensorSpec, requires_grad: bool) -> Tensor:

@@ -59,6 +59,12 @@ class TorchParameterStorage(ParameterStorage):
         with torch.no_grad():
             target.zero_()
 
+    def differ(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[bool]:
+        if not pairs:
+            return []
+        with torch.no_grad():
+            return torch.stack([torch.ne(_bits(a), _bits(b)).any() for a, b in pairs]).tolist()  # type: ignore[no-any-return]
+
     # Parameters ------------------------------------------------------------------------------------------
 
     def parameter(self, local: Tensor, spec: TensorSpec, requires_grad: bool) -> Tensor:
@@ -113,6 +119,10 @@ class TorchParameterStorage(ParameterStorage):
 
     def is_backward_running(self) -> bool:
         return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize])
 
 
 class _Gather(torch.autograd.Function):
