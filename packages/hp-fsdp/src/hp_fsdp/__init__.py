@@ -3,8 +3,16 @@
 from hp_fsdp._fully_shard import fully_shard
 from hp_fsdp._module import FSDPModule, HSDPModule, UnshardHandle, register_fsdp_forward_method
 from hp_fsdp.communication import Communication, CommunicationRegistry
-from hp_fsdp.exceptions import FSDPStateError, FullyShardError
+from hp_fsdp.exceptions import FSDPStateError, FullyShardError, StateDictError
+from hp_fsdp.full_parameters import full_parameters, summon_full_params
 from hp_fsdp.policies import MixedPrecisionPolicy
+from hp_fsdp.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from hp_fsdp.storage import ParameterStorage, get_storage
 
 __version__ = "0.1.0"
@@ -18,8 +26,16 @@ __all__ = [
     "HSDPModule",
     "MixedPrecisionPolicy",
     "ParameterStorage",
+    "StateDictError",
+    "StateDictOptions",
     "UnshardHandle",
+    "full_parameters",
     "fully_shard",
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
     "get_storage",
     "register_fsdp_forward_method",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
+    "summon_full_params",
 ]

@@ -88,6 +88,8 @@ class Context:
 
     def enter(self, group: ParameterGroup, inputs: Callable[[], Iterable[Tensor]]) -> None:
         """Before the forward of one of `group`'s modules, called with tensors `inputs()`."""
+        if group.summoned:
+            group.start_unshard()
         if self._backward is not None and not self.storage.is_backward_running():
             self.reset()
         if group is self.root and self._backward is None:

@@ -59,6 +59,8 @@ class ParameterGroup:
         reshard_after_forward: None: unless it is the root's.
         reshard_after_backward: free the full parameters once the gradients are complete.
         reduce_options: how gradients are reduced.
+        summoned: how many `summon_full_params` show whole parameters now.
+        summoned_buffers: what they show views of, per buffer.
         forward_prefetch, backward_prefetch: groups to gather ahead, instead of the next in recorded order.
     """
 
@@ -85,12 +87,23 @@ class ParameterGroup:
         self.reduce_options = ReduceOptions()
         self.forward_prefetch: list[ParameterGroup] | None = None
         self.backward_prefetch: list[ParameterGroup] | None = None
+        self.summoned = 0
+        self.summoned_buffers: list[Tensor] = []
         self._set_parameter = storage.platform.set_parameter
 
     # States ----------------------------------------------------------------------------------------------
 
     def start_unshard(self) -> None:
-        """Begin to gather, unless that has been done."""
+        """Begin to gather, unless that has been done.
+
+        Raises:
+            FSDPStateError: inside `summon_full_params`.
+        """
+        if self.summoned:
+            raise FSDPStateError(
+                f"group {self.name}: forward, backward and unshard() are refused inside summon_full_params, "
+                "whose parameters autograd does not see; leave the block first"
+            )
         if self.state is GroupState.SHARDED:
             for buffer in self.buffers:
                 buffer.start_gather()

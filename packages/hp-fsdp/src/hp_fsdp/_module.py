@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hp_fsdp._group import ParameterGroup
 from hp_fsdp._hooks import ModuleState, state_of, states_below
 from hp_fsdp._parameters import STATE_ATTRIBUTE
+from hp_fsdp._state import sharded_parameters
 from hp_fsdp.communication import Communication, get_communication
-from hp_fsdp.exceptions import FullyShardError
+from hp_fsdp.exceptions import FullyShardError, StateDictError
+from hp_fsdp.state_dict import IncompatibleKeys, StateDictOptions, set_model_state_dict
 
 Module = Any
 
@@ -110,6 +112,25 @@ class FSDPModule:
         for group in self._groups(recurse):
             for buffer in group.buffers:
                 buffer.communication = transport
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As the framework's own: DTensors that share the parameters' memory, also while they are unsharded."""
+        with sharded_parameters(self._fsdp.platform, self):
+            return super().state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> IncompatibleKeys:
+        """Load DTensors of any layout, full tensors or this rank's shards; see `set_model_state_dict`.
+
+        Every rank calls it. Load hooks that modules have registered are not run.
+
+        Raises:
+            StateDictError: on every rank; nothing has been changed.
+        """
+        if assign:
+            raise StateDictError("load_state_dict(assign=True) would replace the sharded parameters; leave assign out")
+        return set_model_state_dict(self, state_dict, options=StateDictOptions(strict=strict))
 
     def reset(self) -> None:
         """Back to the resting state after an exception in forward or backward; unreduced gradients are lost."""

@@ -11,3 +11,7 @@ class FullyShardError(HPError, ValueError):
 
 class FSDPStateError(HPError, RuntimeError):
     """An operation on a group in a state that does not allow it; names the group and both states."""
+
+
+class StateDictError(HPError, RuntimeError, ValueError):
+    """A state dict that does not fit the model or optimizer; lists all keys and problems, and nothing has changed."""

@@ -1,0 +1,213 @@
+"""An optimizer's state by parameter name, of the two kinds of optimizers there are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from hp_dtensor.dtensor import DTensor
+from hp_dtensor.platform import Platform
+from hp_dtensor.spec import TensorSpec
+from hp_dtensor.world import ProcessGroup
+from hp_fsdp import _state
+from hp_fsdp._full import copy_of
+from hp_fsdp.exceptions import StateDictError
+
+Tensor = Any
+Named = dict[str, Any]
+Match = tuple[_state.Problems, Named, Named]
+
+
+class OptimizerView(Protocol):
+    """State by parameter name."""
+
+    def slots(self) -> dict[str, Named]:
+        """Of each parameter that has state: slot name to value."""
+
+    def hyperparameters(self) -> Named:
+        """What else belongs to the state."""
+
+    def match(self, state_dict: Mapping[str, Any]) -> Match:
+        """(problems, tensors that say what each value must look like, values) by `<parameter>.<slot>`."""
+
+    def load(self, state_dict: Mapping[str, Any], values: Named) -> None:
+        """Take over a state that fits."""
+
+
+def view_of(platform: Platform, optimizer: Any, parameters: Mapping[str, Tensor]) -> OptimizerView:
+    """The view of an optimizer over a model's parameters.
+
+    Raises:
+        StateDictError: it is of neither kind, or has parameters that the model has not.
+    """
+    if callable(getattr(optimizer, "state", None)) and hasattr(optimizer, "num_steps"):
+        return NamedOptimizerView(platform, optimizer)
+    if hasattr(optimizer, "param_groups") and isinstance(getattr(optimizer, "state", None), Mapping):
+        return GroupedOptimizerView(platform, optimizer, parameters)
+    expected = "an optimizer with param_groups and state, or with state() and num_steps"
+    raise StateDictError(f"expected {expected}, got {type(optimizer).__name__}")
+
+
+class NamedOptimizerView:
+    """An optimizer that names its parameters itself (`hp_trainer.optimizers.Optimizer`)."""
+
+    def __init__(self, platform: Platform, optimizer: Any) -> None:
+        self._platform = platform
+        self._optimizer = optimizer
+
+    def slots(self) -> dict[str, Named]:
+        return {name: dict(slots) for name, slots in self._optimizer.state().items()}
+
+    def hyperparameters(self) -> Named:
+        return {"num_steps": self._optimizer.num_steps}
+
+    def match(self, state_dict: Mapping[str, Any]) -> Match:
+        targets, values = _flat(self.slots()), _flat(state_dict.get("state", {}))
+        problems = _state.Problems([k for k in targets if k not in values], [k for k in values if k not in targets])
+        if not isinstance(state_dict.get("num_steps"), int):
+            problems.others.append(f"num_steps: expected an int, got {state_dict.get('num_steps')!r}")
+        return problems, targets, values
+
+    def load(self, state_dict: Mapping[str, Any], values: Named) -> None:
+        for name, target in _flat(self.slots()).items():
+            if name in values:
+                _state.copy_into(self._platform, target, values[name])
+        self._optimizer.num_steps = int(state_dict["num_steps"])
+
+
+class GroupedOptimizerView:
+    """An optimizer with `param_groups` and `state` by parameter, as those of torch.optim."""
+
+    def __init__(self, platform: Platform, optimizer: Any, parameters: Mapping[str, Tensor]) -> None:
+        self._platform = platform
+        self._optimizer = optimizer
+        self._named: dict[int, str] = {}
+        for name, parameter in parameters.items():
+            self._named.setdefault(id(parameter), name)
+        self._first = {name: self._named[id(parameter)] for name, parameter in parameters.items()}
+        unknown = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in self._named]
+        if unknown:
+            raise StateDictError(
+                f"{len(unknown)} parameters of the optimizer are not the model's, the first of shape "
+                f"{list(unknown[0].shape)}; make the optimizer after fully_shard, from the same model"
+            )
+
+    def _parameters(self) -> dict[str, Tensor]:
+        return {self._named[id(p)]: p for group in self._optimizer.param_groups for p in group["params"]}
+
+    def slots(self) -> dict[str, Named]:
+        state = self._optimizer.state
+        return {name: dict(state[p]) for name, p in self._parameters().items() if state.get(p)}
+
+    def hyperparameters(self) -> Named:
+        groups = []
+        for group in self._optimizer.param_groups:
+            groups.append({**group, "params": [self._named[id(p)] for p in group["params"]]})
+        return {"param_groups": groups}
+
+    def match(self, state_dict: Mapping[str, Any]) -> Match:
+        parameters, present = self._parameters(), self.slots()
+        state = {self._first.get(name, name): slots for name, slots in state_dict.get("state", {}).items()}
+        saved_names = [name for group in state_dict.get("param_groups", ()) for name in group["params"]]
+        saved = [self._first.get(name, name) for name in saved_names]
+        problems = _state.Problems(
+            [name for name in parameters if name not in saved],
+            [name for name in dict.fromkeys((*saved, *state)) if name not in parameters],
+        )
+        problems.others += self._group_problems(state_dict)
+        values = _flat({name: slots for name, slots in state.items() if name in parameters})
+        targets = {}
+        for name, slots in state.items():
+            for slot, value in slots.items():
+                target = present.get(name, {}).get(slot, parameters.get(name))
+                if name in parameters and isinstance(value, self._platform.Tensor) and len(value.shape):
+                    targets[f"{name}.{slot}"] = target
+        return problems, targets, values
+
+    def _group_problems(self, state_dict: Mapping[str, Any]) -> list[str]:
+        problems = []
+        for number, group in enumerate(self._optimizer.param_groups):
+            names = [self._named[id(p)] for p in group["params"]]
+            found = self._saved_groups(state_dict, names)
+            if len(found) > 1:
+                problems.append(f"param_groups[{number}]: its parameters are in groups {found} of the state dict")
+        return problems
+
+    def _saved_groups(self, state_dict: Mapping[str, Any], names: list[str]) -> list[int]:
+        return [
+            number
+            for number, group in enumerate(state_dict.get("param_groups", ()))
+            if any(self._first.get(name, name) in names for name in group["params"])
+        ]
+
+    def load(self, state_dict: Mapping[str, Any], values: Named) -> None:
+        indices = {name: index for index, name in enumerate(self._parameters())}
+        state: dict[int, Named] = {}
+        for name, slots in state_dict.get("state", {}).items():
+            name = self._first.get(name, name)
+            if name in indices:
+                parameter = self._parameters()[name]
+                state[indices[name]] = {slot: self._placed(values[f"{name}.{slot}"], parameter) for slot in slots}
+        groups = [self._merged(state_dict, group, indices) for group in self._optimizer.param_groups]
+        self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    def _merged(self, state_dict: Mapping[str, Any], group: Named, indices: Mapping[str, int]) -> Named:
+        names = [self._named[id(p)] for p in group["params"]]
+        saved = [state_dict["param_groups"][number] for number in self._saved_groups(state_dict, names)]
+        return {**group, **(saved[0] if saved else {}), "params": [indices[name] for name in names]}
+
+    def _placed(self, value: Any, parameter: Tensor) -> Any:
+        """A slot as the optimizer keeps it: laid out as the parameter where it is as large."""
+        platform = self._platform
+        if not isinstance(value, platform.Tensor):
+            return value
+        spec = _state.spec_of(parameter)
+        shapes = (tuple(parameter.shape), None if spec is None else spec.local_shape)
+        if spec is None or not len(value.shape) or tuple(value.shape) not in shapes:
+            return value if isinstance(value, DTensor) else copy_of(platform, value)
+        with platform.no_grad():
+            local = platform.contiguous(platform.ops.clone(_state.as_local(platform, value, spec)))
+            return platform.wrap(local, TensorSpec(spec.mesh, spec.placements, spec.shape, local.dtype))
+
+
+def _flat(state: Mapping[str, Mapping[str, Any]]) -> Named:
+    return {f"{name}.{slot}": value for name, slots in state.items() for slot, value in slots.items()}
+
+
+# From one rank -------------------------------------------------------------------------------------------
+
+
+def taken_apart(platform: Platform, ranks: ProcessGroup, state_dict: Mapping[str, Any]) -> tuple[Named, Named]:
+    """(the first rank's tensors by `<parameter>.<slot>`, all else of its state dict, on every rank).
+
+    Raises:
+        StateDictError: on every rank: what is no tensor cannot be sent as JSON.
+    """
+    tensors: Named = {}
+    answer: Named = {}
+    if ranks.rank == 0:
+        flat = _flat(state_dict.get("state", {}))
+        tensors = {key: value for key, value in flat.items() if isinstance(value, platform.Tensor)}
+        rest = {
+            "names": [[f"{name}.{slot}", name] for name, slots in state_dict["state"].items() for slot in slots],
+            "numbers": {key: value for key, value in flat.items() if key not in tensors},
+            "others": {key: value for key, value in state_dict.items() if key != "state"},
+        }
+        try:
+            answer = {"rest": rest, "json": json.dumps(rest)}
+        except TypeError as error:
+            answer = {"error": f"broadcast_from_rank0 of an optimizer's state: {error}"}
+    sent = answer.get("json", json.dumps({"error": answer.get("error")}))
+    received: Named = json.loads(ranks.all_gather_bytes(sent.encode())[0])
+    if received.get("error"):
+        raise StateDictError(received["error"])
+    return tensors, received
+
+
+def put_together(values: Named, rest: Mapping[str, Any]) -> Named:
+    """The state dict again, from tensors and the rest."""
+    state: dict[str, Named] = {}
+    for key, name in rest["names"]:
+        state.setdefault(name, {})[key[len(name) + 1 :]] = values[key] if key in values else rest["numbers"][key]
+    return {"state": state, **rest["others"]}

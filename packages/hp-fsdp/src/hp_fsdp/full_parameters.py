@@ -1,0 +1,148 @@
+"""Whole parameters for a while: all of a module's in a context, or one after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from hp_dtensor.dtensor import DTensor
+from hp_dtensor.platform import Platform
+from hp_fsdp import _state
+from hp_fsdp._buffer import FlatBuffer, ManagedParameter
+from hp_fsdp._full import gather_full
+from hp_fsdp._group import ParameterGroup
+from hp_fsdp._hooks import state_of
+from hp_fsdp.exceptions import FSDPStateError
+from hp_fsdp.state_dict import _platform_of
+from hp_fsdp.storage import ParameterStorage, get_storage
+
+Tensor = Any
+Module = Any
+
+
+@contextlib.contextmanager
+def summon_full_params(module: Module, *, recurse: bool = True, writeback: bool = True) -> Iterator[None]:
+    """Inside the block the modules hold whole parameters, in their own dtype, outside of autograd's sight.
+
+    Every rank calls it. What is written into the parameters in place counts after the block: of each
+    parameter, every rank keeps its own rows of what it has written, so all ranks must write the same. An
+    exception in the block leaves the shards as they were. Blocks may be nested. A tensor-parallel parameter is
+    whole on its data-parallel axes, as the module computes with it. Forward and backward are refused inside.
+
+    Args:
+        recurse: also the groups of modules below.
+        writeback: False: what is written is lost.
+
+    Raises:
+        FSDPStateError: on every rank: a group is in use by a forward or backward, or ranks disagree.
+    """
+    platform = _platform_of(module)
+    own = state_of(module)
+    groups = _state.groups_below(platform, module) if recurse else [own.group] if own is not None else []
+    _check(platform, type(module).__name__, groups, writeback)
+    summoned = [_Summoned(get_storage(platform), group) for group in groups]
+    try:
+        for each in summoned:
+            each.show()
+        yield
+        if writeback:
+            for each in summoned:
+                each.write_back()
+    finally:
+        for each in reversed(summoned):
+            each.hide()
+    if writeback:
+        _state.gather_again(groups)
+
+
+def full_parameters(module: Module) -> Iterator[tuple[str, Tensor]]:
+    """Name and whole value of each parameter, one after the other; every rank iterates.
+
+    At most one whole parameter exists at a time: the memory of a tensor given here is freed when the next one
+    is asked for. Copy what is to stay, NumPy arrays of it too. Tied parameters come once.
+    """
+    storage = get_storage(_platform_of(module))
+    seen: set[int] = set()
+    for name, parameter in _state.named_parameters(storage.platform, module).items():
+        if id(parameter) in seen:
+            continue
+        seen.add(id(parameter))
+        if not isinstance(parameter, DTensor):
+            yield name, storage.platform.detach(parameter)
+            continue
+        full = gather_full(storage, parameter)
+        try:
+            yield name, full
+        finally:
+            # Torch refuses where a NumPy array looks into the memory, which then lives as long as that.
+            with contextlib.suppress(RuntimeError):
+                storage.release(full)
+
+
+def _check(platform: Platform, module: str, groups: list[ParameterGroup], writeback: bool) -> None:
+    busy = [group.name for group in groups if group.exposed and not group.summoned]
+    tensors = [p.sharded for group in groups for buffer in group.buffers for p in buffer.parameters]
+    fact = [f"{module}, {len(groups)} groups, writeback={writeback}", busy]
+    ranks = _state.ranks_of(platform, tensors)
+    answers = [json.loads(data) for data in ranks.all_gather_bytes(json.dumps(fact).encode())]
+    used = sorted({name for _, names in answers for name in names})
+    if used:
+        raise FSDPStateError(
+            f"summon_full_params: groups {', '.join(used)} hold unsharded parameters already, for a forward, a "
+            "backward or by unshard(); reshard() them first"
+        )
+    if len({told for told, _ in answers}) > 1:
+        told = "; ".join(f"rank {rank}: {each}" for rank, (each, _) in zip(ranks.ranks, answers, strict=True))
+        raise FSDPStateError(f"summon_full_params: ranks summon different parameters ({told}); all must do the same")
+
+
+class _Summoned:
+    """One group's parameters, whole."""
+
+    def __init__(self, storage: ParameterStorage, group: ParameterGroup) -> None:
+        self._storage = storage
+        self._group = group
+        self._is_shown = False
+
+    def show(self) -> None:
+        """Gather into buffers of their own, in the parameters' own dtype, and put views of them into the modules."""
+        if not self._group.summoned:
+            full = [self._gather(buffer) for buffer in self._group.buffers]
+            self._group.expose([self._views(*pair) for pair in zip(self._group.buffers, full, strict=True)])
+            self._group.summoned_buffers = full
+        self._group.summoned += 1
+        self._is_shown = True
+
+    def _gather(self, buffer: FlatBuffer) -> Tensor:
+        full = buffer.new_buffer(buffer.layout.numel, buffer.dtype)
+        buffer.shard_group.all_gather_into(full, buffer.shard)
+        return full
+
+    def _views(self, buffer: FlatBuffer, full: Tensor) -> list[Tensor]:
+        pairs = zip(buffer.layout.offsets, buffer.parameters, strict=True)
+        return [self._view(full, offset, parameter) for offset, parameter in pairs]
+
+    def _view(self, full: Tensor, offset: int, parameter: ManagedParameter) -> Tensor:
+        spec = parameter.full_spec
+        if spec is not None:
+            return self._storage.parameter(self._storage.part(full, offset, spec.local_shape), spec, False)
+        view = self._storage.part(full, offset, tuple(parameter.view.shape))
+        return self._storage.platform.Parameter(view, requires_grad=False)
+
+    def write_back(self) -> None:
+        """This rank's part of each buffer into its shard."""
+        for buffer, full in zip(self._group.buffers, self._group.summoned_buffers, strict=True):
+            numel = buffer.layout.shard_numel
+            part = self._storage.part(full, buffer.shard_group.rank * numel, (numel,))
+            self._storage.platform.copy_(buffer.shard, part)
+
+    def hide(self) -> None:
+        """Put the sharded parameters back, unless an outer block goes on."""
+        if not self._is_shown:
+            return
+        self._group.summoned -= 1
+        if not self._group.summoned:
+            self._group.conceal()
+            self._group.summoned_buffers = []

@@ -1,0 +1,330 @@
+"""State dicts of models and optimizers: into other layouts, in any form, all problems at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+import pytest
+from fsdp_training import VOCABULARY, Case, Net, build, shard, whole
+
+from hp_dtensor import nn
+from hp_dtensor.dtensor import DTensor
+from hp_dtensor.init import Normal, init_parameters
+from hp_dtensor.mesh import init_device_mesh
+from hp_dtensor.placements import Replicate
+from hp_dtensor.styles import ColwiseParallel, RowwiseParallel, parallelize_module
+from hp_dtensor.testing.simulated import run_ranks
+from hp_dtensor.world import current_world
+from hp_fsdp import (
+    StateDictError,
+    StateDictOptions,
+    fully_shard,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True, rank0_only=True)
+SHARES = 4
+
+
+def make_optimizer(platform, model, kind):
+    """An optimizer that users of the framework would take, and a function that steps it."""
+    if platform.name == "torch":
+        import torch
+
+        choices = {
+            "foreach": lambda: torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.0, foreach=True),
+            "fused": lambda: torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.0, fused=True),
+            "sgd": lambda: torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9),
+        }
+        optimizer = choices[kind]()
+        return optimizer, optimizer.step, optimizer.zero_grad
+    from hp_platform_mindspore.optimizers import AdamW
+    from hp_trainer.config import AdamWConfig
+
+    optimizer = AdamW(platform.named_parameters(model), AdamWConfig(lr=0.02, weight_decay=0.0), platform)
+    return optimizer, lambda: optimizer.step(0.02), optimizer.zero_grad
+
+
+def laid_out(platform, layout):
+    """A model in one of the layouts of the chain, and which shares of the data this rank has."""
+    case = Case((1,), tied=layout != "tp", num_blocks=1)
+    model, rank = build(platform, case), current_world(platform).rank
+    if layout == "plain":
+        return model, range(SHARES)
+    if layout == "tp":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"), platform=platform)
+        cut = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel(use_local_output=True)}
+        parallelize_module(model, mesh["tp"], cut)
+        return shard(model, mesh["shard"], case), range(rank // 2, SHARES, 2)
+    sizes = {"fsdp": (2,), "hsdp": (2, 2)}[layout]
+    names = ("replicate", "shard")[-len(sizes) :]
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names, platform=platform)
+    return shard(model, mesh, case), range(rank, SHARES, mesh.size())
+
+
+def train_step(platform, model, shares, step, index):
+    """One optimizer step on the same global batch whatever the layout."""
+    for share in shares:
+        rng = numpy.random.default_rng([share, index])
+        ids = rng.integers(0, VOCABULARY, (2, 5))
+        inputs, targets = (platform.from_numpy(numpy.ascontiguousarray(x)) for x in (ids[:, :-1], ids[:, 1:]))
+        logits = platform.ops.reshape(model(inputs), (-1, VOCABULARY))
+        loss = platform.ops.cross_entropy(logits, platform.ops.reshape(targets, (-1,)))
+        platform.backward(platform.ops.div(loss, len(shares)))
+    step()
+
+
+def run_part(platform, layout, kind, state, first, last):
+    """Load, train steps [first, last), and give the full states back from rank 0."""
+    model, shares = laid_out(platform, layout)
+    optimizer, step, zero_grad = make_optimizer(platform, model, kind)
+    if state is not None:
+        weights, slots = state
+        if layout == "tp":  # untied there: the head has the table's values
+            assert {"embed.weight", "head.weight"} <= weights.keys()
+        only_first = StateDictOptions(broadcast_from_rank0=layout == "hsdp")
+        mine = weights if layout != "hsdp" or current_world(platform).rank == 0 else {}
+        set_model_state_dict(model, mine, options=only_first)
+        set_optimizer_state_dict(model, optimizer, slots, options=only_first)
+    for index in range(first, last):
+        train_step(platform, model, shares, step, index)
+        zero_grad()
+    return get_model_state_dict(model, options=FULL), get_optimizer_state_dict(model, optimizer, options=FULL)
+
+
+@pytest.mark.parametrize("kind", ["foreach", "fused", "sgd"])
+def test_training_goes_on_in_another_layout_and_number_of_ranks(hp_platform, kind):
+    """FSDP on 2 ranks, HSDP on 2 x 2, no sharding on one, and back to FSDP on 2, against one rank throughout."""
+    if hp_platform.name != "torch" and kind != "foreach":
+        pytest.skip("one optimizer")
+    state = None
+    for number, (layout, size) in enumerate([("fsdp", 2), ("hsdp", 4), ("plain", 1), ("fsdp", 2)]):
+        results = run_ranks(run_part, size, hp_platform, hp_platform, layout, kind, state, 2 * number, 2 * number + 2)
+        state = results[0]
+        assert all(not any(rest) for rest in results[1:])
+    expected, _ = run_part(hp_platform, "plain", kind, None, 0, 8)
+    assert state[0].keys() == expected.keys()
+    for name, value in expected.items():
+        # float32 sums in another order, through AdamW's division by the root of the second moment.
+        numpy.testing.assert_allclose(hp_platform.to_numpy(state[0][name]), hp_platform.to_numpy(value), atol=2e-4)
+
+
+def test_training_goes_on_tensor_parallel(hp_platform):
+    """From one rank to tensor parallel x FSDP and back: every layout has untied weights here."""
+
+    def part(layout, state, first, last):
+        case = Case((1,), num_blocks=1)
+        if layout == "tp":
+            model, shares = laid_out(hp_platform, "tp")
+        else:
+            model, shares = build(hp_platform, case), range(SHARES)
+        optimizer, step, zero_grad = make_optimizer(hp_platform, model, "foreach")
+        if state is not None:
+            set_model_state_dict(model, state[0])
+            set_optimizer_state_dict(model, optimizer, state[1])
+        for index in range(first, last):
+            train_step(hp_platform, model, shares, step, index)
+            zero_grad()
+        return get_model_state_dict(model, options=FULL), get_optimizer_state_dict(model, optimizer, options=FULL)
+
+    full = StateDictOptions(full_state_dict=True)
+    state = part("plain", None, 0, 2)
+    state = run_ranks(part, 4, hp_platform, "tp", state, 2, 4)[0]
+    state = part("plain", state, 4, 6)
+    expected, _ = part("plain", None, 0, 6)
+    assert full.strict
+    for name, value in expected.items():
+        numpy.testing.assert_allclose(hp_platform.to_numpy(state[0][name]), hp_platform.to_numpy(value), atol=2e-4)
+
+
+# Loading in every form ------------------------------------------------------------------------------------
+
+
+def _model(platform, tied=True):
+    """Tied weights, an ignored parameter and a buffer."""
+    with nn.building(platform):
+        model = Net(1, tied, False, None)
+    model.register_buffer("seen", platform.from_numpy(numpy.zeros(3, numpy.float32)))
+    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("shard",), platform=platform)
+    init_parameters(model, lambda name, shape: Normal(1.0), seed=1)
+    fully_shard(model.blocks[0], mesh, ignored_params=[model.blocks[0].norm.weight])
+    return fully_shard(model, mesh)
+
+
+def _values(platform, model):
+    """New whole values of everything, as plain tensors."""
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    rng = numpy.random.default_rng(5)
+    new = {name: rng.standard_normal(tuple(x.shape)).astype(numpy.float32) for name, x in sorted(state.items())}
+    if "head.weight" in new:
+        new["head.weight"] = new["embed.weight"]
+    return new
+
+
+def _in_form(platform, model, name, value, form):
+    target = dict(platform.named_parameters(model, remove_duplicate=False)).get(name)
+    if not isinstance(target, DTensor) or form == "full":
+        return platform.from_numpy(value.copy())
+    spec = target.spec
+    if form == "local":
+        start, size = spec.box()
+        index = tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))
+        return platform.from_numpy(numpy.ascontiguousarray(value[index]))
+    from hp_dtensor.api import distribute_tensor
+
+    return distribute_tensor(platform.from_numpy(value.copy()), spec.mesh, [Replicate()] * spec.mesh.ndim)
+
+
+def _check_loaded(platform, model, new):
+    found = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    for name, value in new.items():
+        numpy.testing.assert_array_equal(platform.to_numpy(found[name]), value, err_msg=name)
+
+
+def _forward(platform, model):
+    ids = platform.from_numpy(numpy.arange(4).reshape(1, 4))
+    return platform.to_numpy(model(ids)).copy()
+
+
+@pytest.mark.parametrize("moment", ["first", "after a forward", "unsharded"])
+def test_full_local_and_distributed_values_are_loaded(hp_platform, moment):
+    def rank():
+        model = _model(hp_platform)
+        new = _values(hp_platform, model)
+        if moment == "after a forward":
+            before = _forward(hp_platform, model)
+        if moment == "unsharded":
+            model.unshard()
+        forms = ("full", "local", "dtensor")
+        state = {
+            name: _in_form(hp_platform, model, name, value, forms[i % 3]) for i, (name, value) in enumerate(new.items())
+        }
+        result = model.load_state_dict(state)
+        assert result.missing_keys == result.unexpected_keys == []
+        _check_loaded(hp_platform, model, new)
+        assert dict(model.state_dict()).keys() == new.keys()
+        assert isinstance(model.state_dict()["embed.weight"], DTensor)
+        if moment == "unsharded":
+            assert not isinstance(model.embed.weight, DTensor)
+            shown = hp_platform.to_numpy(hp_platform.ops.clone(model.embed.weight))
+            numpy.testing.assert_array_equal(shown, new["embed.weight"])
+            model.reshard()
+        after = _forward(hp_platform, model)
+        if moment == "after a forward":
+            assert not numpy.array_equal(before, after)
+        fresh = _model(hp_platform)
+        fresh.load_state_dict(model.state_dict())
+        numpy.testing.assert_array_equal(_forward(hp_platform, fresh), after)
+
+    run_ranks(rank, 3, hp_platform)
+
+
+def test_one_name_of_a_tied_parameter_is_enough_and_non_strict_loading_reports(hp_platform):
+    def rank():
+        model = _model(hp_platform)
+        new = _values(hp_platform, model)
+        state = {name: hp_platform.from_numpy(value) for name, value in new.items() if name != "head.weight"}
+        assert model.load_state_dict(state) == ([], [])
+        _check_loaded(hp_platform, model, new)
+        some = {"head.weight": state["embed.weight"], "other": state["seen"]}
+        missing, unexpected = model.load_state_dict(some, strict=False)
+        assert unexpected == ["other"]
+        assert "seen" in missing
+        assert not {"embed.weight", "head.weight"} & set(missing)
+
+    run_ranks(rank, 3, hp_platform)
+
+
+def test_every_problem_is_reported_on_every_rank_and_nothing_is_changed(hp_platform):
+    def rank():
+        me = current_world(hp_platform).rank
+        model = _model(hp_platform)
+        before = {n: hp_platform.to_numpy(x).copy() for n, x in _full(model).items()}
+        state: dict[str, Any] = {n: hp_platform.from_numpy(x + 1) for n, x in before.items()}
+        del state["blocks.0.down.weight"]
+        state["surplus"] = state["seen"]
+        state["blocks.0.up.weight"] = hp_platform.from_numpy(numpy.zeros((4, 4), numpy.float32))
+        state["blocks.0.norm.weight"] = [1.0]
+        if me == 1:
+            state["seen"] = hp_platform.from_numpy(numpy.zeros(2, numpy.float32))
+        with pytest.raises(StateDictError) as caught:
+            model.load_state_dict(state)
+        told = str(caught.value)
+        for expected in (
+            "missing keys: blocks.0.down.weight",
+            "unexpected keys: surplus",
+            "blocks.0.up.weight: expected the full shape [11, 5] or this rank's",
+            "got [4, 4]",
+            "blocks.0.norm.weight: expected a tensor, got list",
+            "seen: expected the full shape [3], got [2] (on rank 1)",
+            "nothing has been changed",
+        ):
+            assert expected in told
+        with pytest.raises(StateDictError, match="assign"):
+            model.load_state_dict(state, assign=True)
+        for name, value in _full(model).items():
+            numpy.testing.assert_array_equal(hp_platform.to_numpy(value), before[name])
+
+    run_ranks(rank, 3, hp_platform)
+
+
+def test_ranks_that_pass_other_kinds_of_values_are_told(hp_platform):
+    def rank():
+        model = _model(hp_platform)
+        state = _full(model)
+        if current_world(hp_platform).rank == 2:
+            state["embed.weight"] = model.embed.weight
+        with pytest.raises(StateDictError, match="other DTensors, or plain tensors instead, on other ranks"):
+            model.load_state_dict(state)
+
+    run_ranks(rank, 3, hp_platform)
+
+
+def _full(model):
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+
+
+def test_a_full_state_dict_is_a_copy_and_a_sharded_one_is_not(hp_platform):
+    def rank(size):
+        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("shard",), platform=hp_platform)
+        with nn.building(hp_platform):
+            model = nn.Linear(3, 2, bias=True)
+        init_parameters(model, lambda name, shape: Normal(1.0), seed=1)
+        fully_shard(model, mesh)
+        full, sharded = _full(model), get_model_state_dict(model)
+        hp_platform.copy_(
+            hp_platform.unwrap(model.weight), hp_platform.ops.zeros(model.weight.spec.local_shape, model.weight.dtype)
+        )
+        if size == 1:
+            assert numpy.abs(hp_platform.to_numpy(full["weight"])).sum() > 0
+        assert not numpy.abs(whole(hp_platform, sharded["weight"])).sum()
+
+    for size in (1, 2):
+        run_ranks(rank, size, hp_platform, size)
+
+
+def test_problems_of_an_optimizers_state_dict(hp_platform):
+    def rank():
+        model = _model(hp_platform, tied=False)
+        optimizer, step, _ = make_optimizer(hp_platform, model, "foreach")
+        train_step(hp_platform, model, [current_world(hp_platform).rank], step, 0)
+        state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+        name = "blocks.0.up.weight"
+        before = hp_platform.to_numpy(state["state"][name]["exp_avg"]).copy()
+        wrong = {**state, "state": {n: dict(slots) for n, slots in state["state"].items()}}
+        wrong["state"][name]["exp_avg"] = hp_platform.from_numpy(numpy.zeros((2, 2), numpy.float32))
+        wrong["state"]["elsewhere"] = wrong["state"].pop("head.weight")
+        with pytest.raises(
+            StateDictError, match=r"(?s)elsewhere.*blocks\.0\.up\.weight\.exp_avg: expected the full shape"
+        ):
+            set_optimizer_state_dict(model, optimizer, wrong)
+        again = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+        numpy.testing.assert_array_equal(hp_platform.to_numpy(again["state"][name]["exp_avg"]), before)
+        with pytest.raises(StateDictError, match="expected an optimizer with param_groups"):
+            get_optimizer_state_dict(model, object())
+
+    run_ranks(rank, 3, hp_platform)
