@@ -44,6 +44,7 @@ CASES = {
     "optimizer state sharded": Case((2, 2), accumulate=2, sync="last", options={"zero_stage": 1}, frozen=("up",)),
     "gradients sharded": Case((3,), accumulate=2, sync="last", options={"zero_stage": 2}),
     "small parameters replicated": Case((2,), tp=2, accumulate=2, sync="last", options={"threshold": 0.1}),
+    "kept among two ranks after forward": Case((4,), twice=True, reshard_after_forward=2),
     "root freed too": Case((2,), reshard_after_forward=True, tied=True),
 }
 

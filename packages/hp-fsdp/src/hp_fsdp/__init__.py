@@ -5,6 +5,7 @@ from hp_fsdp._module import FSDPModule, HSDPModule, UnshardHandle, register_fsdp
 from hp_fsdp.communication import Communication, CommunicationRegistry
 from hp_fsdp.exceptions import FSDPStateError, FullyShardError, StateDictError
 from hp_fsdp.full_parameters import full_parameters, summon_full_params
+from hp_fsdp.memory import MemoryMeter, MemoryUse, memory_use
 from hp_fsdp.policies import MixedPrecisionPolicy
 from hp_fsdp.state_dict import (
     StateDictOptions,
@@ -24,6 +25,8 @@ __all__ = [
     "FSDPStateError",
     "FullyShardError",
     "HSDPModule",
+    "MemoryMeter",
+    "MemoryUse",
     "MixedPrecisionPolicy",
     "ParameterStorage",
     "StateDictError",
@@ -34,6 +37,7 @@ __all__ = [
     "get_model_state_dict",
     "get_optimizer_state_dict",
     "get_storage",
+    "memory_use",
     "register_fsdp_forward_method",
     "set_model_state_dict",
     "set_optimizer_state_dict",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -64,6 +65,7 @@ class FlatBuffer:
         self.storage = storage
         self.platform = storage.platform
         self.layout = layout
+        self._world = parallel.mesh.world
         self.device = parallel.mesh.device_type
         self.dtype: DType = originals[0].tensor.dtype
         self.param_dtype: DType = policy.param_dtype or self.dtype
@@ -81,6 +83,8 @@ class FlatBuffer:
         self._gathering: Work | None = None
         self.gradients: Tensor | None = None
         self.partial_shard: Tensor | None = None
+        self._kept_part: Tensor | None = None
+        self._on_allocation: Callable[[], None] | None = None
 
     def new_buffer(self, numel: int, dtype: DType) -> Tensor:
         """An uninitialised flat tensor on the mesh's device."""
@@ -124,25 +128,49 @@ class FlatBuffer:
     # Gathering -------------------------------------------------------------------------------------------
 
     def start_gather(self) -> None:
-        """Begin to fill the full buffer from all shards; reads the shard buffer itself, or its one cast."""
+        """Begin to fill the full buffer from all shards, or from the parts that a few ranks kept of it."""
         if self.is_whole:
             return
         self.storage.refill(self.full)
+        self.note_allocation()
         if self.layout.num_shards == 1:
             self.platform.copy_(self._gather_target, self.shard)
-            return
+        elif self._kept_part is not None:
+            group = self._neighbours(self.full.shape[0] // self._kept_part.shape[0])
+            self._gathering = group.all_gather_into(self._gather_target, self._kept_part, async_op=True)
+        else:
+            self._start_gather_from_shards()
+
+    def _start_gather_from_shards(self) -> None:
         self._gathering = self.communication.all_gather(self._gather_target, self.shard, self.shard_group)
 
     def wait_gather(self) -> None:
         if self._gathering is not None:
             self._gathering.wait()
-            self._gathering = None
+            self._gathering = self._kept_part = None
 
     def release(self) -> None:
         """Free the full buffer."""
         self.wait_gather()
+        self._kept_part = None
         if not self.is_whole:
             self.storage.release(self.full)
+
+    def release_but_part(self, num_parts: int) -> None:
+        """Free the full buffer; `num_parts` consecutive ranks keep one equal part of it each."""
+        kept = None
+        if self.layout.num_shards > 1:
+            numel = self.layout.numel // num_parts
+            kept = self.new_buffer(numel, self.param_dtype)
+            self.platform.copy_(kept, self.storage.part(self.full, self._neighbours(num_parts).rank * numel, (numel,)))
+        self.release()
+        self._kept_part = kept
+        self.note_allocation()
+
+    def _neighbours(self, size: int) -> ProcessGroup:
+        """The `size` consecutive ranks of the shard axis among which this one is."""
+        first = self.shard_group.rank // size * size
+        return self._world.group(self.shard_group.ranks[first : first + size])
 
     def own_part(self) -> tuple[Tensor, Tensor]:
         """(this rank's part of the full buffer, the shard as it was gathered to there); equal until one is written."""
@@ -152,8 +180,41 @@ class FlatBuffer:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that the full buffer holds beyond the shard."""
-        return 0 if self.is_whole else self.storage.held_bytes(self.full)
+        """Bytes that the full buffer, or the part kept of it, holds beyond the shard."""
+        if self.is_whole:
+            return 0
+        part = self.storage.held_bytes(self._kept_part) if self._kept_part is not None else 0
+        return self.storage.held_bytes(self.full) + part
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of this rank's shard."""
+        return self.storage.held_bytes(self.shard)
+
+    @property
+    def unreduced_bytes(self) -> int:
+        """Bytes of full gradients that wait for a reduction."""
+        return self.storage.held_bytes(self.gradients) if self.gradients is not None else 0
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Bytes of the sharded parameters' gradients, and of a reduced shard that waits for another reduction."""
+        grads = [self.storage.local_grad(parameter.sharded) for parameter in self.parameters]
+        waiting = self.storage.held_bytes(self.partial_shard) if self.partial_shard is not None else 0
+        return waiting + sum(
+            math.prod(parameter.local_shape) * self.platform.itemsize(grad.dtype)
+            for parameter, grad in zip(self.parameters, grads, strict=True)
+            if grad is not None
+        )
+
+    def on_allocation(self, callback: Callable[[], None] | None) -> None:
+        """Call `callback` whenever a buffer has been allocated, from now on."""
+        self._on_allocation = callback
+
+    def note_allocation(self) -> None:
+        """Tell a memory meter that there is a buffer more."""
+        if self._on_allocation is not None:
+            self._on_allocation()
 
     # Into the autograd graph -----------------------------------------------------------------------------
 
@@ -187,6 +248,7 @@ class FlatBuffer:
         fresh = self.gradients is None
         if fresh:
             self.gradients = self.new_buffer(self.layout.numel, self.reduce_dtype)
+            self.note_allocation()
             self._zero(self.layout.gaps())
         given = dict(zip(indices, grads, strict=True))
         for index, parameter in enumerate(self.parameters):

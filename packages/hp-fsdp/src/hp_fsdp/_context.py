@@ -22,6 +22,8 @@ class ForwardPass:
             of them, in the reverse order on every rank.
         records: uses with autograd nodes, in that order.
         used: groups in the order in which their forwards began (with repetitions).
+        cursor: position in the recorded order up to which this pass has come.
+        ahead: groups gathered ahead in that order and not used yet.
         began: position in `used` of each group's first forward.
         left: groups in the order in which their forwards ended last.
     """
@@ -30,6 +32,8 @@ class ForwardPass:
         self.token = token
         self.records: list[GatherRecord] = []
         self.used: list[ParameterGroup] = []
+        self.cursor = 0
+        self.ahead: list[ParameterGroup] = []
         self.began: dict[ParameterGroup, int] = {}
         self.left: list[ParameterGroup] = []
 
@@ -65,7 +69,6 @@ class Context:
     Attributes:
         root: the group whose forward is a whole pass.
         groups: all, the root's included.
-        is_last_backward: whether gradients that autograd did not deliver count as zero at the end of backward.
     """
 
     def __init__(self, storage: ParameterStorage, root: ParameterGroup, groups: Iterable[ParameterGroup]) -> None:
@@ -73,7 +76,6 @@ class Context:
         self.platform = storage.platform
         self.root = root
         self.groups = list(groups)
-        self.is_last_backward = True
         self._reducer = Reducer()
         self._pass = ForwardPass(storage.anchor())
         self._in_pass = False
@@ -83,6 +85,11 @@ class Context:
     @property
     def in_backward(self) -> bool:
         return self._backward is not None
+
+    @property
+    def reducing_bytes(self) -> int:
+        """Bytes of gradients under reduction."""
+        return self._reducer.held_bytes
 
     # Forward ---------------------------------------------------------------------------------------------
 
@@ -120,10 +127,7 @@ class Context:
         if is_last_module:
             self._pass.leave(group)
             group.conceal()
-            if self._frees_after_forward(group, bool(outputs)):
-                group.reshard()
-            else:
-                group.kept_after_forward = True
+            self._reshard_after_forward(group, bool(outputs))
         if group is self.root:
             self._end_pass()
         return outputs
@@ -177,7 +181,17 @@ class Context:
         if group.record is not None:
             self._pass.records.append(group.record)
 
-    def _frees_after_forward(self, group: ParameterGroup, has_outputs: bool) -> bool:
+    def _reshard_after_forward(self, group: ParameterGroup, has_outputs: bool) -> None:
+        wanted = self._frees_after_forward(group, has_outputs)
+        if wanted is True:
+            group.reshard()
+            return
+        if wanted:
+            group.reshard_to(wanted)
+        group.kept_after_forward = True
+
+    def _frees_after_forward(self, group: ParameterGroup, has_outputs: bool) -> bool | int:
+        """Whether to free full parameters now, or over how many ranks to keep them."""
         if group.keeps_full:
             return False
         if not self.platform.is_grad_enabled():
@@ -189,17 +203,35 @@ class Context:
         return group is not self.root if wanted is None else wanted
 
     def _prefetch_next(self, group: ParameterGroup) -> None:
-        position = len(self._pass.used)
-        self._pass.began.setdefault(group, position)
+        self._pass.began.setdefault(group, len(self._pass.used))
         self._pass.used.append(group)
+        following = self._following(group)
         if group.forward_prefetch is not None:
-            following = group.forward_prefetch
-        elif position + 1 < len(self._expected) and self._expected[position] is group:
-            following = [self._expected[position + 1]]
-        else:
+            for other in group.forward_prefetch:
+                other.start_unshard()
             return
         for other in following:
-            other.start_unshard()
+            if other.state is not GroupState.UNSHARDED and other not in self._pass.ahead:
+                other.start_unshard()
+                self._pass.ahead.append(other)
+
+    def _following(self, group: ParameterGroup) -> Sequence[ParameterGroup]:
+        """The groups that the recorded order expects after `group`; what it had expected instead is freed."""
+        ahead, cursor = self._pass.ahead, self._pass.cursor
+        if group in ahead:
+            ahead.remove(group)
+        if cursor < len(self._expected) and self._expected[cursor] is group:
+            found = cursor
+        else:
+            found = next((i for i in range(cursor, len(self._expected)) if self._expected[i] is group), -1)
+            for other in ahead:
+                if other.state is GroupState.GATHERING:
+                    other.reshard()
+            ahead.clear()
+        if found < 0:
+            return ()
+        self._pass.cursor = found + 1
+        return self._expected[found + 1 : found + 1 + group.prefetch_depth]
 
     def _watch_frozen(self, group: ParameterGroup, inputs: Callable[[], Iterable[Tensor]]) -> None:
         """Free a group without trainable parameters in backward when the gradients of its inputs are known."""
@@ -223,7 +255,7 @@ class Context:
         run = self._begin_backward()
         if (group, forward_pass) in run.reached:
             return
-        if forward_pass is not None and self.is_last_backward:
+        if forward_pass is not None and self.root.is_last_backward:
             self._pass_over_until(group, forward_pass, run)
         self._enter_backward(group, forward_pass, run)
 
@@ -267,8 +299,9 @@ class Context:
         if group.backward_prefetch is not None:
             for other in group.backward_prefetch:
                 other.start_unshard()
-        elif position > 0:
-            to_come[position - 1].start_unshard()
+        else:
+            for other in reversed(to_come[max(0, position - group.prefetch_depth) : max(0, position)]):
+                other.start_unshard()
         if position >= 0:
             del to_come[position]
 
@@ -282,6 +315,8 @@ class Context:
         if buffer not in record.waiting and all(grad is None for grad in grads):
             return  # passed over already
         self._reach(group, record.forward_pass)  # type: ignore[arg-type]
+        if buffer.gradients is None:
+            self._reducer.make_room(group.max_gradient_buffers)
         buffer.collect(record.indices[buffer], grads)
         if buffer in record.waiting:
             record.waiting.remove(buffer)
@@ -305,7 +340,7 @@ class Context:
         run = self._backward
         if run is None:
             return
-        if self.is_last_backward:
+        if self.root.is_last_backward:
             self._complete_rest(run)
         self._reducer.drain()
         for group in self.groups:

@@ -12,6 +12,7 @@ from hp_fsdp._group import ParameterGroup
 from hp_fsdp._hooks import ModuleState, state_of
 from hp_fsdp._module import with_methods
 from hp_fsdp._parameters import DataParallel, Original, collect, problems_of
+from hp_fsdp._settings import check_settings
 from hp_fsdp.communication import Communication, get_communication
 from hp_fsdp.exceptions import FullyShardError
 from hp_fsdp.layout import plan_buffers
@@ -30,7 +31,7 @@ def fully_shard(
     mesh: DeviceMesh,
     *,
     zero_stage: int = 3,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
     mp_policy: MixedPrecisionPolicy = FULL_PRECISION,
     ignored_params: Collection[Tensor] = (),
     replicate_params: Collection[Tensor] = (),
@@ -61,7 +62,9 @@ def fully_shard(
             Below 3, full parameters are compared with the shards at the beginning of each forward, and gathered
             again where any rank's changed, by whatever means.
         reshard_after_forward: free the full parameters after forward and gather them again for backward;
-            None: yes, except for the root's own. Only with `zero_stage` 3.
+            None: yes, except for the root's own. A number k that divides the shard axis: each k consecutive
+            ranks of that axis keep the parameters among them, P/k, and gather them for backward from each other
+            only; so 1 means False, and the size of the axis True. Only with `zero_stage` 3.
         mp_policy: dtypes of computation and communication.
         ignored_params: parameters that stay as they are; their gradients are this rank's own.
         replicate_params: parameters that every rank keeps whole; their gradients are reduced, those of the group in
@@ -78,8 +81,8 @@ def fully_shard(
         CapabilityError: the platform cannot compute in the policy's dtypes.
     """
     modules: list[Any] = list(module) if isinstance(module, (list, tuple)) else [module]
-    _check_settings(zero_stage, reshard_after_forward, threshold)
     _check_mesh(mesh)
+    reshard_after_forward = check_settings(mesh, zero_stage, reshard_after_forward, threshold)
     platform = mesh.platform
     _check_modules(platform, modules)
     storage = get_storage(platform)
@@ -90,7 +93,7 @@ def fully_shard(
     _check_parameters(originals, mesh)
     whole = _whole_parameters(platform, originals, replicate_params, threshold) if zero_stage > 0 else originals
     buffers = _make_buffers(storage, mesh, originals, whole, policy, transport)
-    group = _make_group(storage, modules, buffers, reshard_after_forward, zero_stage)
+    group = _make_group(storage, modules, buffers, reshard_after_forward, zero_stage, mesh.shape[-1])
     ModuleState(storage, modules, group, policy).install()
     for each in modules:
         each.__class__ = with_methods(type(each))  # type: ignore[arg-type]
@@ -101,11 +104,12 @@ def _make_group(
     storage: ParameterStorage,
     modules: Sequence[Module],
     buffers: Iterable[FlatBuffer],
-    reshard_after_forward: bool | None,
+    reshard_after_forward: bool | int | None,
     zero_stage: int,
+    num_shards: int,
 ) -> ParameterGroup:
     name = ", ".join(type(module).__name__ for module in modules)
-    group = ParameterGroup(name, storage, list(buffers), reshard_after_forward, zero_stage)
+    group = ParameterGroup(name, storage, list(buffers), reshard_after_forward, zero_stage, num_shards)
     group.exposed = True
     group.conceal()
     return group
@@ -143,21 +147,6 @@ def _whole_parameters(
         if id(original.tensor) in ids
         or original.longest_numel * platform.itemsize(original.tensor.dtype) < threshold * BYTES_PER_KB
     ]
-
-
-def _check_settings(zero_stage: int, reshard_after_forward: bool | None, threshold: float) -> None:
-    problems = []
-    if isinstance(zero_stage, bool) or zero_stage not in (0, 1, 2, 3):
-        problems.append(f"zero_stage: expected 0, 1, 2 or 3, got {zero_stage!r}")
-    elif zero_stage < 3 and reshard_after_forward:
-        problems.append(
-            f"reshard_after_forward={reshard_after_forward!r} frees parameters, which zero_stage={zero_stage} keeps "
-            "whole; use zero_stage=3, or leave reshard_after_forward out"
-        )
-    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not threshold >= 0:
-        problems.append(f"threshold: expected KB, a number that is not negative, got {threshold!r}")
-    if problems:
-        raise FullyShardError("; ".join(problems))
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:

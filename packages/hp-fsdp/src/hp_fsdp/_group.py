@@ -23,6 +23,7 @@ class GroupState(Enum):
     SHARDED = "sharded"
     GATHERING = "gathering"
     UNSHARDED = "unsharded"
+    SHARDED_AFTER_FORWARD = "sharded over fewer ranks after forward"
 
 
 class GatherRecord:
@@ -54,13 +55,18 @@ class ParameterGroup:
         entered: whether the forward of one of its modules has begun, and not that of all ended.
         kept_after_forward: whether the last forward left the full parameters for a backward.
         record: the current forward pass's use, until its backward; None outside.
+        num_shards: ranks of the shard axis.
+        is_last_backward: of a root: whether gradients that autograd did not deliver count as zero at the end of
+            backward.
         gradient_sync: reduce gradients after backward; else accumulate them unsharded.
         zero_stage: 3 shards parameters, and frees them between uses; below that full parameters are kept.
-        reshard_after_forward: None: unless it is the root's.
+        reshard_after_forward: None: unless it is the root's; a number above 1: to so many ranks.
         reshard_after_backward: free the full parameters once the gradients are complete.
         reduce_options: how gradients are reduced.
         summoned: how many `summon_full_params` show whole parameters now.
         summoned_buffers: what they show views of, per buffer.
+        prefetch_depth: groups to gather ahead in recorded order.
+        max_gradient_buffers: full gradient buffers that may be held at once.
         forward_prefetch, backward_prefetch: groups to gather ahead, instead of the next in recorded order.
     """
 
@@ -69,8 +75,9 @@ class ParameterGroup:
         name: str,
         storage: ParameterStorage,
         buffers: Sequence[FlatBuffer],
-        reshard_after_forward: bool | None,
+        reshard_after_forward: bool | int | None,
         zero_stage: int,
+        num_shards: int,
     ) -> None:
         self.name = name
         self.storage = storage
@@ -80,11 +87,15 @@ class ParameterGroup:
         self.entered = False
         self.kept_after_forward = False
         self.record: GatherRecord | None = None
+        self.num_shards = num_shards
         self.gradient_sync = True
+        self.is_last_backward = True
         self.zero_stage = zero_stage
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
         self.reduce_options = ReduceOptions()
+        self.prefetch_depth = 1
+        self.max_gradient_buffers = 1
         self.forward_prefetch: list[ParameterGroup] | None = None
         self.backward_prefetch: list[ParameterGroup] | None = None
         self.summoned = 0
@@ -104,7 +115,7 @@ class ParameterGroup:
                 f"group {self.name}: forward, backward and unshard() are refused inside summon_full_params, "
                 "whose parameters autograd does not see; leave the block first"
             )
-        if self.state is GroupState.SHARDED:
+        if self.state in (GroupState.SHARDED, GroupState.SHARDED_AFTER_FORWARD):
             for buffer in self.buffers:
                 buffer.start_gather()
             self.state = GroupState.GATHERING
@@ -123,16 +134,27 @@ class ParameterGroup:
         Raises:
             FSDPStateError: the modules are computing with them.
         """
-        if self.exposed:
-            raise FSDPStateError(
-                f"group {self.name}: reshard() in state {self.state.value!r} while its modules hold the "
-                f"unsharded parameters; expected state {GroupState.SHARDED.value!r} or a group not in use"
-            )
+        self._check_unused()
         if self.state is not GroupState.SHARDED:
             for buffer in self.buffers:
                 buffer.release()
             self.state = GroupState.SHARDED
             self.kept_after_forward = False
+
+    def reshard_to(self, num_ranks: int) -> None:
+        """Free the full parameters, but keep them among each `num_ranks` consecutive ranks for the backward."""
+        self._check_unused()
+        if self.state is GroupState.UNSHARDED:
+            for buffer in self.buffers:
+                buffer.release_but_part(num_ranks)
+            self.state = GroupState.SHARDED_AFTER_FORWARD
+
+    def _check_unused(self) -> None:
+        if self.exposed:
+            raise FSDPStateError(
+                f"group {self.name}: reshard() in state {self.state.value!r} while its modules hold the "
+                f"unsharded parameters; expected state {GroupState.SHARDED.value!r} or a group not in use"
+            )
 
     def refresh(self, stale: Sequence[FlatBuffer]) -> None:
         """Gather again, of a group that is unsharded, what its shards have changed under."""

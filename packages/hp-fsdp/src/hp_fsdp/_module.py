@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hp_fsdp._group import ParameterGroup
 from hp_fsdp._hooks import ModuleState, state_of, states_below
 from hp_fsdp._parameters import STATE_ATTRIBUTE
+from hp_fsdp._settings import reshard_problems, reshard_size
 from hp_fsdp._state import sharded_parameters
 from hp_fsdp.communication import Communication, get_communication
 from hp_fsdp.exceptions import FullyShardError, StateDictError
@@ -68,17 +70,27 @@ class FSDPModule:
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """False: another backward through the same forward follows, so unused parameters may still be used."""
-        if self._fsdp.context is not None:
-            self._fsdp.context.is_last_backward = is_last_backward
+        for group in self._groups(recurse=True):
+            group.is_last_backward = is_last_backward
 
-    def set_reshard_after_forward(self, reshard_after_forward: bool, *, recurse: bool = True) -> None:
-        """Whether full parameters are freed after forward."""
+    def set_reshard_after_forward(self, reshard_after_forward: bool | int, *, recurse: bool = True) -> None:
+        """Whether full parameters are freed after forward, or over how many ranks they are kept; see `fully_shard`.
+
+        Raises:
+            FullyShardError: a group's `zero_stage` keeps its parameters, or its shard axis has no such part.
+        """
         groups = self._groups(recurse)
-        whole = [f"{group.name} (zero_stage {group.zero_stage})" for group in groups if group.keeps_full]
-        if reshard_after_forward and whole:
-            raise FullyShardError(f"set_reshard_after_forward(True): {', '.join(whole)} keep their full parameters")
+        problems = [
+            f"group {group.name} of zero_stage={group.zero_stage} keeps its full parameters"
+            for group in groups
+            if reshard_after_forward and group.keeps_full
+        ]
         for group in groups:
-            group.reshard_after_forward = reshard_after_forward
+            problems += [f"group {group.name}: {p}" for p in reshard_problems(reshard_after_forward, group.num_shards)]
+        if problems:
+            raise FullyShardError(f"set_reshard_after_forward({reshard_after_forward!r}): " + "; ".join(problems))
+        for group in groups:
+            group.reshard_after_forward = reshard_size(reshard_after_forward, group.num_shards)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether full parameters are freed after a backward that does not reduce (one that does always frees)."""
@@ -93,10 +105,44 @@ class FSDPModule:
         """Gather these modules' groups before this one's backward, instead of the previous in recorded order."""
         self._fsdp.group.backward_prefetch = [_state_of(module).group for module in modules]
 
+    def set_buffers_in_flight(
+        self, *, gathered_ahead: int | None = None, gradients: int | None = None, recurse: bool = True
+    ) -> None:
+        """Limits on what is held for the sake of overlap.
+
+        Args:
+            gathered_ahead: groups whose full parameters are gathered before they are needed, in recorded order
+                (default 1; 0: none; prefetch lists are taken as they are).
+            gradients: buffers of full gradients, including the one being written, before a reduction must have
+                finished (default 1: a reduction runs during the backward of one further group).
+
+        Raises:
+            FullyShardError: a number that is none, or below 0 or 1.
+        """
+        problems = [
+            f"{name}: expected a number from {least}, got {number!r}"
+            for name, number, least in (("gathered_ahead", gathered_ahead, 0), ("gradients", gradients, 1))
+            if number is not None and (type(number) is not int or number < least)
+        ]
+        if problems:
+            raise FullyShardError("set_buffers_in_flight: " + "; ".join(problems))
+        for group in self._groups(recurse):
+            group.prefetch_depth = group.prefetch_depth if gathered_ahead is None else gathered_ahead
+            group.max_gradient_buffers = group.max_gradient_buffers if gradients is None else gradients
+
+    def set_gradient_scaling_factor(self, factor: float, *, recurse: bool = True) -> None:
+        """What every reduced gradient is multiplied by, besides the mean or sum that it is; default 1.
+
+        Raises:
+            FullyShardError: a factor that is no positive finite number.
+        """
+        for group in self._groups(recurse):
+            group.reduce_options.scaling_factor = _positive("set_gradient_scaling_factor", factor)
+
     def set_gradient_divide_factor(self, factor: float, *, recurse: bool = False) -> None:
         """What the sum of gradients over all data-parallel ranks is divided by; default: their number."""
         for group in self._groups(recurse):
-            group.reduce_options.divide_factor = float(factor)
+            group.reduce_options.divide_factor = _positive("set_gradient_divide_factor", factor)
 
     def set_reduce_op_type(self, op: str, *, recurse: bool = True) -> None:
         """ "avg" or "sum" over the data-parallel ranks."""
@@ -152,6 +198,12 @@ class UnshardHandle:
         self._group.unshard()
         if not self._group.exposed:
             self._group.expose()
+
+
+def _positive(method: str, factor: float) -> float:
+    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
+        raise FullyShardError(f"{method}: expected a positive finite number, got {factor!r}")
+    return float(factor)
 
 
 def register_fsdp_forward_method(module: Module, name: str) -> None:

@@ -21,16 +21,20 @@ class ReduceOptions:
         divide_factor: what the sum over all ranks is divided by; None: the number of ranks for `op` "avg", 1
             for "sum".
         op: "avg" or "sum".
+        scaling_factor: what the result is multiplied by.
     """
 
     all_reduce: bool = True
     divide_factor: float | None = None
     op: str = "avg"
+    scaling_factor: float = 1.0
 
     def factor(self, num_ranks: int) -> float:
-        if self.divide_factor is not None:
-            return self.divide_factor
-        return float(num_ranks) if self.op == "avg" else 1.0
+        """What the sum over all ranks is divided by in the end."""
+        divisor = self.divide_factor
+        if divisor is None:
+            divisor = float(num_ranks) if self.op == "avg" else 1.0
+        return divisor / self.scaling_factor
 
 
 class Reduction:
@@ -46,6 +50,7 @@ class Reduction:
         num_replicas = buffer.replicate_group.size if buffer.replicate_group is not None else 1
         factor = options.factor(buffer.shard_group.size * num_replicas)
         self._before, self._after = _split_factor(factor, buffer)
+        self._shard: Tensor = None
         self._shard, self._work = self._scatter()
 
     def _scatter(self) -> tuple[Tensor, Work]:
@@ -57,6 +62,7 @@ class Reduction:
         if buffer.shard_group.size == 1:
             return self._full, DONE
         shard = buffer.new_buffer(buffer.layout.shard_numel, buffer.reduce_dtype)
+        buffer.note_allocation()
         return shard, buffer.communication.reduce_scatter(shard, self._full, buffer.shard_group)
 
     def advance(self) -> None:
@@ -73,6 +79,12 @@ class Reduction:
             assert buffer.replicate_group is not None
             self._work = buffer.communication.all_reduce(self._shard, buffer.replicate_group)
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the full gradients, while they are reduced, and of the reduced shard."""
+        held = {id(x): x for x in (self._full, self._shard) if x is not None and x is not self._buffer.partial_shard}
+        return sum(self._buffer.storage.held_bytes(x) for x in held.values())
+
     def finish(self) -> None:
         """Wait, scale, and store the gradients."""
         self._work.wait()
@@ -84,27 +96,36 @@ class Reduction:
 
 
 class Reducer:
-    """Reductions under way: at most one reduce-scatter, so at most one full gradient buffer that waits."""
+    """Reductions under way, of which the last few still hold full gradient buffers."""
 
     def __init__(self) -> None:
         self._running: list[Reduction] = []
+        self._num_advanced = 0
+
+    def make_room(self, max_full: int) -> None:
+        """Wait until fewer than `max_full` full gradient buffers are held: one more is about to be."""
+        while len(self._running) - self._num_advanced >= max_full:
+            self._running[self._num_advanced].advance()
+            self._num_advanced += 1
 
     def start(self, buffer: FlatBuffer, options: ReduceOptions, is_last: bool = True) -> None:
-        if self._running:
-            self._running[-1].advance()
         self._running.append(Reduction(buffer, options, is_last))
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(reduction.held_bytes for reduction in self._running)
 
     def drain(self) -> None:
         """Finish all; the gradients are then there."""
-        if self._running:
-            self._running[-1].advance()
-        running, self._running = self._running, []
+        self.make_room(1)
+        running, self._running, self._num_advanced = self._running, [], 0
         for reduction in running:
             reduction.finish()
 
     def drop(self) -> None:
         """Forget what is under way, after an error."""
         self._running.clear()
+        self._num_advanced = 0
 
 
 def _split_factor(factor: float, buffer: FlatBuffer) -> tuple[float, float]:

@@ -1,0 +1,54 @@
+"""Checks of what `fully_shard` and the methods of `FSDPModule` are told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hp_dtensor.mesh import DeviceMesh
+from hp_fsdp.exceptions import FullyShardError
+
+
+def check_settings(
+    mesh: DeviceMesh, zero_stage: int, reshard_after_forward: bool | int | None, threshold: float
+) -> bool | int | None:
+    """`reshard_after_forward` as `reshard_size` gives it.
+
+    Raises:
+        FullyShardError: listing every setting that is none, or does not go with another.
+    """
+    problems = []
+    if isinstance(zero_stage, bool) or zero_stage not in (0, 1, 2, 3):
+        problems.append(f"zero_stage: expected 0, 1, 2 or 3, got {zero_stage!r}")
+    elif zero_stage < 3 and reshard_after_forward:
+        problems.append(
+            f"reshard_after_forward={reshard_after_forward!r} frees parameters, which zero_stage={zero_stage} keeps "
+            "whole; use zero_stage=3, or leave reshard_after_forward out"
+        )
+    problems += reshard_problems(reshard_after_forward, mesh.shape[-1])
+    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not threshold >= 0:
+        problems.append(f"threshold: expected KB, a number that is not negative, got {threshold!r}")
+    if problems:
+        raise FullyShardError("; ".join(problems))
+    return reshard_size(reshard_after_forward, mesh.shape[-1])
+
+
+def reshard_problems(wanted: Any, num_shards: int) -> list[str]:
+    """Why parameters sharded over `num_shards` ranks cannot be resharded so after forward."""
+    if wanted is None or isinstance(wanted, bool):
+        return []
+    if not isinstance(wanted, int):
+        return [f"reshard_after_forward: expected a bool, a number of ranks or None, got {wanted!r}"]
+    if wanted < 1 or num_shards % wanted:
+        divisors = ", ".join(str(k) for k in range(1, num_shards + 1) if num_shards % k == 0)
+        return [
+            f"reshard_after_forward={wanted}: the shard axis of {num_shards} ranks does not fall into groups of so "
+            f"many; expected one of {divisors}, or a bool"
+        ]
+    return []
+
+
+def reshard_size(wanted: bool | int | None, num_shards: int) -> bool | int | None:
+    """The number of ranks that share full parameters after forward; False and True for one and for all."""
+    if wanted is None or isinstance(wanted, bool):
+        return wanted
+    return {1: False, num_shards: True}.get(wanted, wanted)

@@ -1,0 +1,99 @@
+"""The project's own memory meter: what the engine's buffers hold, counted by the engine, on any device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from hp_fsdp._hooks import ModuleState, state_of, states_below
+from hp_fsdp.exceptions import FullyShardError
+
+Module = Any
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Bytes that the groups of a module hold on this rank; activations and optimizer state are not theirs.
+
+    Attributes:
+        shards: sharded parameters, padding included.
+        full: full parameters beyond the shards, and parts of them kept after forward.
+        full_gradients: gradients not reduced yet, and reductions under way with their results.
+        sharded_gradients: reduced gradients, those that wait for a further reduction included.
+    """
+
+    shards: int
+    full: int
+    full_gradients: int
+    sharded_gradients: int
+
+    @property
+    def total(self) -> int:
+        return self.shards + self.full + self.full_gradients + self.sharded_gradients
+
+
+def memory_use(module: Module) -> MemoryUse:
+    """What the groups of `module`, and of the modules below it, hold now.
+
+    Raises:
+        FullyShardError: neither has been through `fully_shard`.
+    """
+    return _use(_states(module))
+
+
+class MemoryMeter:
+    """Within the block, the largest total that the groups of a module hold at once, and when the most of each kind.
+
+    Counts at every allocation of the engine, so nothing escapes; costs a walk over the groups each time.
+
+    Attributes:
+        peak: bytes of the largest total so far.
+        at_peak: what they consisted of.
+    """
+
+    def __init__(self, module: Module) -> None:
+        self._states = _states(module)
+        self.at_peak = _use(self._states)
+
+    @property
+    def peak(self) -> int:
+        return self.at_peak.total
+
+    def __enter__(self) -> MemoryMeter:
+        self._watch(True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._watch(False)
+
+    def _watch(self, on: bool) -> None:
+        for state in self._states:
+            for buffer in state.group.buffers:
+                buffer.on_allocation(self._sample if on else None)
+
+    def _sample(self) -> None:
+        now = _use(self._states)
+        if now.total > self.at_peak.total:
+            self.at_peak = now
+
+
+def _states(module: Module) -> list[ModuleState]:
+    own = state_of(module)
+    if own is None:
+        raise FullyShardError(f"{type(module).__name__} has not been through fully_shard")
+    return states_below(own.platform, module)
+
+
+def _use(states: list[ModuleState]) -> MemoryUse:
+    buffers = [buffer for state in states for buffer in state.group.buffers]
+    contexts = {id(state.context): state.context for state in states if state.context is not None}
+    return MemoryUse(
+        shards=sum(buffer.shard_bytes for buffer in buffers),
+        full=sum(buffer.held_bytes for buffer in buffers),
+        full_gradients=sum(buffer.unreduced_bytes for buffer in buffers)
+        + sum(context.reducing_bytes for context in contexts.values()),
+        sharded_gradients=sum(buffer.reduced_bytes for buffer in buffers),
+    )

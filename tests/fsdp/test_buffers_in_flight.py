@@ -1,0 +1,219 @@
+"""What is gathered when, what is held at most, and over which ranks: prefetching, limits, resharding to fewer ranks."""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+from fsdp_training import DIM, Block, Case, build, held_bytes, micro_loss, shard, sharded_modules
+
+from hp_dtensor import nn
+from hp_dtensor.mesh import init_device_mesh
+from hp_dtensor.testing.simulated import run_ranks
+from hp_dtensor.world import current_world, record_collectives
+from hp_fsdp import FullyShardError, MemoryMeter, fully_shard, memory_use
+
+
+def mesh_of(platform, *sizes):
+    names = ("shard",) if len(sizes) == 1 else ("replicate", "shard")
+    return init_device_mesh("cpu", sizes, mesh_dim_names=names, platform=platform)
+
+
+def sharded(platform, case):
+    return shard(build(platform, case), mesh_of(platform, *case.mesh), case)
+
+
+def loss_of(platform, model, case, index=0):
+    return micro_loss(platform, model, case, current_world(platform).rank, index, 0)
+
+
+def step(platform, model, case, index=0):
+    platform.backward(loss_of(platform, model, case, index))
+
+
+class Ordered(nn.Module):
+    """Calls its blocks in the order asked for."""
+
+    def __init__(self, num_blocks):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(num_blocks)])
+
+    def forward(self, x, order):
+        for index in order:
+            x = self.blocks[index](x)
+        return x
+
+
+def ordered(platform, num_blocks):
+    with nn.building(platform):
+        model = Ordered(num_blocks)
+    for block in model.blocks:
+        fully_shard(block, mesh_of(platform, 2))
+    return fully_shard(model, mesh_of(platform, 2)), platform.from_numpy(numpy.ones((2, DIM), numpy.float32))
+
+
+def count_held(platform, model, seen):
+    """Note how many inner groups are whole whenever a block computes."""
+    for block in model.blocks:
+        platform.add_forward_hook(block.out, lambda *_: seen.append(sum(size > 0 for size in held_bytes(model)[1:])))
+
+
+def test_gathers_when_the_order_of_calls_changes(hp_platform):
+    """One gather for nothing where the order is another than recorded; the next pass follows the new one."""
+
+    def rank():
+        model, x = ordered(hp_platform, 4)
+        seen = []
+        count_held(hp_platform, model, seen)
+        gathers = []
+        for order in [(0, 1, 2, 3), (0, 1, 2, 3), (0, 2, 3), (0, 2, 3), (3, 2, 0), (3, 2, 0)]:
+            with record_collectives() as log:
+                loss = hp_platform.ops.sum(model(x, order))
+            gathers.append(log.count("all_gather") - len(order))
+            hp_platform.backward(loss)
+            assert held_bytes(model) == [0] * 5
+        assert gathers == [0, 0, 1, 0, 1, 0]
+        assert max(seen) == 2
+
+    run_ranks(rank, 2, hp_platform)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_as_many_groups_are_gathered_ahead_as_asked_for(hp_platform, depth):
+    def rank():
+        model, x = ordered(hp_platform, 5)
+        model.set_buffers_in_flight(gathered_ahead=depth)
+        hp_platform.backward(hp_platform.ops.sum(model(x, range(5))))
+        forward, backward = [], []
+        count_held(hp_platform, model, forward)
+
+        def note(module, args, kwargs, output):
+            output.register_hook(lambda grad: backward.append(sum(size > 0 for size in held_bytes(model)[1:])))
+
+        for block in model.blocks:
+            hp_platform.add_forward_hook(block.up, note)
+        hp_platform.backward(hp_platform.ops.sum(model(x, range(5))))
+        assert forward == [min(1 + depth, 5 - index) for index in range(5)]
+        assert backward == [min(1 + depth, 1 + index) for index in reversed(range(5))]
+
+    run_ranks(rank, 2, hp_platform)
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_full_gradient_buffers_are_as_many_as_allowed(hp_platform, limit):
+    case = Case((2,), num_blocks=4)
+
+    def rank():
+        model = sharded(hp_platform, case)
+        model.set_buffers_in_flight(gradients=limit)
+        block = max(4 * b.layout.numel for each in model.blocks for b in each._fsdp.group.buffers)
+        seen = []
+
+        def note():
+            buffers = [b for module in sharded_modules(model) for b in module._fsdp.group.buffers]
+            use = memory_use(model)
+            shards = sum(4 * b.layout.shard_numel for b in buffers)
+            seen.append((use.full_gradients, shards))
+
+        for module in sharded_modules(model):
+            for buffer in module._fsdp.group.buffers:
+                buffer.on_allocation(note)
+        step(hp_platform, model, case)
+        shards = seen[0][1]
+        most = max(held for held, _ in seen)
+        # Beside them only reduced shards.
+        assert (limit - 1) * block < most <= limit * block + shards
+
+    run_ranks(rank, 2, hp_platform)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"gathered_ahead": -1, "gradients": 0},
+            "gathered_ahead: expected a number from 0, got -1; gradients: .* from 1",
+        ),
+        ({"gathered_ahead": 1.5}, "got 1.5"),
+    ],
+)
+def test_limits_that_are_none(hp_platform, options, message):
+    model = fully_shard(build(hp_platform, Case((1,))), mesh_of(hp_platform, 1))
+    with pytest.raises(FullyShardError, match=message):
+        model.set_buffers_in_flight(**options)
+
+
+def test_peak_memory_is_the_shards_two_groups_and_one_gradient_buffer(hp_platform):
+    """The bound that the README states, and that less would not do."""
+    case = Case((4,), num_blocks=6)
+
+    def rank():
+        model = sharded(hp_platform, case)
+        for index in range(3):
+            with MemoryMeter(model) as meter:
+                step(hp_platform, model, case, index)
+            sizes = [sum(4 * b.layout.numel for b in m._fsdp.group.buffers) for m in sharded_modules(model)]
+            root, largest = sizes[0], max(sizes[1:])
+            sharded_state = 2 * memory_use(model).shards
+            assert meter.peak <= sharded_state + root + 2 * largest + max(root, largest)
+            assert meter.peak >= memory_use(model).shards + root + 2 * largest
+            rest = memory_use(model)
+            assert (rest.full, rest.full_gradients) == (0, 0)
+            for _, parameter in hp_platform.named_parameters(model):
+                hp_platform.set_grad(parameter, None)
+        assert memory_use(model).total == memory_use(model).shards
+
+    run_ranks(rank, 4, hp_platform)
+
+
+# Resharding to fewer ranks --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("low", [False, True])
+def test_a_few_neighbours_keep_the_parameters_for_backward(hp_platform, low):
+    """Half of the bytes of a full group stay on each rank, and backward gathers from the neighbour only."""
+    policy = {"param_dtype": "float16", "output_dtype": "float32"} if low else {}
+    case = Case((4,), num_blocks=2, reshard_after_forward=2, policy=policy)
+
+    def rank():
+        model = sharded(hp_platform, case)
+        itemsize = 2 if low else 4
+        full = [itemsize * b.layout.numel for m in sharded_modules(model) for b in m._fsdp.group.buffers]
+        for index in range(2):
+            loss = loss_of(hp_platform, model, case, index)
+            assert held_bytes(model) == [size // 2 for size in full]
+            with record_collectives() as log:
+                hp_platform.backward(loss)
+            gathers = [record for record in log.records if record.name == "all_gather"]
+            neighbours = (0, 1) if current_world(hp_platform).rank < 2 else (2, 3)
+            assert {record.group for record in gathers} == {neighbours}
+            assert sorted(record.wire_bytes for record in gathers) == sorted(size // 2 for size in full)
+            assert held_bytes(model) == [0] * 3
+        loss_of(hp_platform, model, case)
+        # What a forward without a backward has kept is not used by the next.
+        with record_collectives() as log:
+            loss_of(hp_platform, model, case)
+        assert {record.group for record in log.records} == {(0, 1, 2, 3)}
+
+    run_ranks(rank, 4, hp_platform)
+
+
+@pytest.mark.parametrize(("wanted", "expected"), [(1, False), (4, True), (2, 2), (None, None)])
+def test_the_whole_axis_means_true_and_one_rank_false(hp_platform, wanted, expected):
+    def rank():
+        model = fully_shard(build(hp_platform, Case((4,))), mesh_of(hp_platform, 4), reshard_after_forward=wanted)
+        assert model._fsdp.group.reshard_after_forward is expected
+        model.set_reshard_after_forward(2)
+        assert model._fsdp.group.reshard_after_forward == 2
+        with pytest.raises(FullyShardError, match=r"group Net: reshard_after_forward=3: .* expected one of 1, 2, 4"):
+            model.set_reshard_after_forward(3)
+
+    run_ranks(rank, 4, hp_platform)
+
+
+@pytest.mark.parametrize(("wanted", "message"), [(2, "expected one of 1, 3, or a bool"), ("2", "a number of ranks")])
+def test_groups_into_which_the_shard_axis_does_not_fall(hp_platform, wanted, message):
+    def rank():
+        with pytest.raises(FullyShardError, match=message):
+            fully_shard(build(hp_platform, Case((3,))), mesh_of(hp_platform, 3), reshard_after_forward=wanted)
+
+    run_ranks(rank, 3, hp_platform)
