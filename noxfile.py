@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nox
@@ -22,6 +23,7 @@ from environments import Environment, SetupError  # noqa: E402
 nox.needs_version = ">=2025.5"
 nox.options.error_on_external_run = False
 nox.options.sessions = [
+    "environments",
     "lint",
     "import_rules",
     "house",
@@ -35,7 +37,10 @@ nox.options.sessions = [
 ]
 # By name only: `main` is the other command of the README, `loss_parity` trains five times, `bench` measures.
 
-TEST_TOOLS = ("pytest>=8", "pytest-timeout>=2.3")
+CORES = len(os.sched_getaffinity(0))
+WORKERS = min(4, CORES)  # more of them import a framework for too few tests each
+
+TEST_TOOLS = ("pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6")
 MAIN_CONFIG = "examples/moe_small.yaml"
 
 # One thread a rank: several ranks share the machine's cores.
@@ -73,27 +78,60 @@ def session(function: Callable[..., None]) -> Callable[..., None]:
     return nox.session(python=False)(guarded)
 
 
-def run(session: nox.Session, python: Path, *arguments: str, **variables: str) -> None:
-    """Run an environment's interpreter in the repository's root, its commands first on the path."""
+def run(session: nox.Session, python: Path, *arguments: str, silent: bool = False, **variables: str) -> str:
+    """Run an environment's interpreter in the repository's root, its commands first on the path.
+
+    With `silent`, return what it printed; that of a failure is shown in any case.
+    """
     path = os.pathsep.join([str(python.parent), os.environ.get("PATH", os.defpath)])
-    session.run(
+    output = session.run(
         str(python),
         *arguments,
+        silent=silent,
         env={**QUIET, "PATH": path, **variables},
         # Ctrl-C reaches the ranks by itself; give them the time to end in order.
         interrupt_timeout=30,
         terminate_timeout=10,
     )
+    return output if isinstance(output, str) else ""
 
 
 def pytest(session: nox.Session, python: Path, *arguments: str, **variables: str) -> None:
-    """Run pytest with the repository's configuration; no test at all is a failure."""
-    run(session, python, "-m", "pytest", "-c", "pyproject.toml", "--rootdir", ".", *arguments, **variables)
+    """Run pytest with the repository's configuration; no test at all is a failure.
+
+    All tests are spread over the cores. Where the session's arguments choose some, one process runs them, so that
+    what comes first is seen first and a debugger can be used.
+    """
+    spread = () if session.posargs else (f"--numprocesses={WORKERS}", "--dist=loadgroup")
+    command = ("-m", "pytest", "-c", "pyproject.toml", "--rootdir", ".", *spread, *arguments, *session.posargs)
+    run(session, python, *command, **variables)
+
+
+def at_once(function: Callable[..., str], cases: Iterable[tuple[object, ...]]) -> None:
+    """Call `function` with each of `cases`, as many at a time as there are cores; print what each returns."""
+    with ThreadPoolExecutor(CORES) as pool:
+        for output in pool.map(lambda case: function(*case), cases):
+            print(output, end="", flush=True)
 
 
 def full(framework: str) -> Path:
     """Return the interpreter of the environment that holds every package but the other platform."""
     return workspace.development(framework, ("hp-trainer", f"hp-platform-{framework}"), TEST_TOOLS)
+
+
+def components() -> Path:
+    """Return the interpreter of the environment with every component package and no framework."""
+    return workspace.development("components", workspace.COMPONENTS, (*TEST_TOOLS, "mypy==2.4.1", "types-PyYAML"))
+
+
+def for_tests(package: str) -> Path:
+    """Return the interpreter of the environment for a package's own tests."""
+    return workspace.for_tests(package, TEST_TOOLS)
+
+
+def ruff() -> Path:
+    """Return the interpreter of the environment that holds ruff."""
+    return Environment("ruff", requirements=("ruff==0.17.5",)).prepare(workspace.NOX_FOLDER / "lint")
 
 
 def house_tools() -> Path:
@@ -103,9 +141,23 @@ def house_tools() -> Path:
 
 
 @session
+def environments(session: nox.Session) -> None:
+    """The environments of the sessions below, several made at a time; without this, each is made when needed."""
+
+    def made(make: Callable[..., Path], *names: str) -> str:
+        make(*names)
+        return ""
+
+    workspace.wheels("editable")
+    frameworks = [(full, each) for each in workspace.FRAMEWORKS]
+    packages = [(for_tests, each) for each in workspace.PACKAGES]
+    at_once(made, [*frameworks, (components,), *packages, (ruff,), (house_tools,)])
+
+
+@session
 def lint(session: nox.Session) -> None:
     """Style: ruff's rules and its format."""
-    python = Environment("ruff", requirements=("ruff==0.17.5",)).prepare(workspace.NOX_FOLDER / "lint")
+    python = ruff()
     run(session, python, "-m", "ruff", "check", *session.posargs)
     run(session, python, "-m", "ruff", "format", "--check")
 
@@ -113,30 +165,26 @@ def lint(session: nox.Session) -> None:
 @session
 def types(session: nox.Session) -> None:
     """Types: mypy, strict, over the component packages, without any framework installed."""
-    tools = ("mypy==2.4.1", "types-PyYAML", *TEST_TOOLS)
-    python = workspace.development("types", workspace.COMPONENTS, tools)
-    run(session, python, "-m", "mypy", *(f"packages/{name}/src" for name in workspace.COMPONENTS))
+    run(session, components(), "-m", "mypy", *(f"packages/{name}/src" for name in workspace.COMPONENTS))
 
 
 @session
 def import_rules(session: nox.Session) -> None:
     """Import rules: no framework in a component, no platform in another, a light `import hp_dtensor`."""
-    python = workspace.development("components", workspace.COMPONENTS, TEST_TOOLS)
-    pytest(session, python, "tests/house/test_import_rules.py", *session.posargs)
+    pytest(session, components(), "tests/house/test_import_rules.py")
 
 
 @session
 def house(session: nox.Session) -> None:
     """The house itself: `run.py`, the environments, the list of sessions."""
-    python = house_tools()
-    pytest(session, python, "tests/house", "--ignore", "tests/house/test_import_rules.py", *session.posargs)
+    pytest(session, house_tools(), "tests/house", "--ignore", "tests/house/test_import_rules.py")
 
 
 @session
 @nox.parametrize("package", workspace.PACKAGES, ids=workspace.PACKAGES)
 def tests(session: nox.Session, package: str) -> None:
     """A package's own tests, in an environment with only what that package and its tests need."""
-    pytest(session, workspace.for_tests(package), f"packages/{package}/tests", *session.posargs)
+    pytest(session, for_tests(package), f"packages/{package}/tests")
 
 
 def cross(session: nox.Session, platform: str) -> None:
@@ -144,7 +192,7 @@ def cross(session: nox.Session, platform: str) -> None:
     python = full(platform)
     conformance = ("--pyargs", "hp_dtensor.testing.conformance")
     tests = ("tests", "--ignore", "tests/house", *served_tests(platform))
-    for selected in [session.posargs] if session.posargs else [conformance, tests]:
+    for selected in [()] if session.posargs else [conformance, tests]:
         pytest(session, python, *selected, HP_PLATFORM=platform)
 
 
@@ -170,31 +218,37 @@ def cross_mindspore(session: nox.Session) -> None:
 @session
 def subsets(session: nox.Session) -> None:
     """Wheels built, and every sensible subset installed and used alone, each in a fresh environment."""
-    for name, wanted in SUBSETS.items():
-        if session.posargs and name not in session.posargs:
-            continue
-        python = workspace.released(name, wanted)
-        run(session, python, "-I", "tools/check_subset.py", *workspace.closure(wanted))
+    workspace.wheels("standard")
+    chosen = {name: wanted for name, wanted in SUBSETS.items() if not session.posargs or name in session.posargs}
+    at_once(functools.partial(check_subset, session), chosen.items())
 
 
-def check_floors(session: nox.Session, name: str) -> None:
-    """Install a package with its oldest siblings; run its tests too if any of them is not today's."""
-    oldest = workspace.floor_wheels(name)
-    python = workspace.released(f"floor-{name}", (name,), oldest)
-    run(session, python, "-I", "tools/check_subset.py", *workspace.closure((name,)))
+def check_subset(
+    session: nox.Session, name: str, wanted: tuple[str, ...], siblings: dict[str, Path] | None = None
+) -> str:
+    """Install packages as a user would, and return what the check of that environment printed."""
+    python = workspace.released(name, wanted, siblings)
+    return run(session, python, "-I", "tools/check_subset.py", *workspace.closure(wanted), silent=True)
+
+
+def check_floor_tests(session: nox.Session, name: str, oldest: dict[str, Path]) -> None:
+    """Run a package's tests with its oldest siblings, if any of them is not today's."""
     if oldest.items() <= workspace.wheels("standard").items():
         return
     siblings, others = workspace.test_requirements(name)
-    python = workspace.released(f"floor-tests-{name}", (name, *siblings), oldest, others)
+    python = workspace.released(f"floor-tests-{name}", (name, *siblings), oldest, (*others, *TEST_TOOLS))
     pytest(session, python, f"packages/{name}/tests")
 
 
 @session
 def floors(session: nox.Session) -> None:
     """Each package with its siblings at the oldest version that it allows."""
-    for name, package in workspace.packages().items():
-        if package.siblings:
-            check_floors(session, name)
+    oldest = {name: workspace.floor_wheels(name) for name, package in workspace.packages().items() if package.siblings}
+    workspace.wheels("standard")
+    cases = [(f"floor-{name}", (name,), wheels) for name, wheels in oldest.items()]
+    at_once(functools.partial(check_subset, session), cases)
+    for name, wheels in oldest.items():
+        check_floor_tests(session, name, wheels)
 
 
 @session

@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 STAMP = "stamp.json"
+# Read once: an edit while sessions run must not take environments away from those that use them.
+_MADE_BY = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 _ADVICE = (
     (
@@ -113,14 +115,14 @@ class Environment:
             site_packages(folder).joinpath("borrowed.pth").write_text("".join(f"{site}\n" for site in self.borrowed))
             for site in self.borrowed:
                 _borrow_commands(site.parents[2] / "bin", folder / "bin")
-            self._install(python, folder, ["--no-compile"] if fresh else [])
+            self._install(python, folder)
             (folder / STAMP).write_text(stamp)
             print(f"[setup] {self.name}: ready after {time.monotonic() - start:.0f} s", flush=True)
         return python
 
-    def _install(self, python: Path, folder: Path, options: list[str]) -> None:
-        wanted = [*options, *self.requirements, *map(str, self.wheels)]
-        if not self.requirements and not self.wheels:
+    def _install(self, python: Path, folder: Path) -> None:
+        wanted = [*self.requirements, *map(str, self.wheels)]
+        if not wanted:
             return
         if self.constraints:
             (folder / "constraints.txt").write_text("\n".join(self.constraints) + "\n")
@@ -137,7 +139,7 @@ class Environment:
 
     def _stamp(self) -> str:
         contents = {
-            "made by": hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
+            "made by": _MADE_BY,
             "python": f"{sys.version} {os.path.realpath(sys.executable)}",
             "requirements": self.requirements,
             "constraints": self.constraints,
@@ -189,9 +191,16 @@ def _pip(python: Path, arguments: list[str]) -> str | None:
         if _running_pip_is_usable()
         else [str(python), "-m", "pip"]
     )
-    options = ["install", "--disable-pip-version-check", "--no-input", "--retries", "3", "--quiet"]
+    # Python compiles what it imports, a small part of what is installed: pip would compile all of it.
+    options = ["install", "--disable-pip-version-check", "--no-input", "--no-compile", "--quiet"]
     # Capturing keeps a mirror's warnings out of the way of a run that succeeds.
-    done = subprocess.run([*pip, *options, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(
+        [*pip, *options, *arguments],
+        env={"PIP_RETRIES": "3", **os.environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     return None if done.returncode == 0 else done.stdout
 
 

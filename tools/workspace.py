@@ -139,10 +139,10 @@ def development(name: str, wanted: tuple[str, ...], requirements: tuple[str, ...
     return environment.prepare(NOX_FOLDER / name)
 
 
-def for_tests(name: str) -> Path:
-    """Return the interpreter of an environment with package `name`, its needs and its tests' needs."""
+def for_tests(name: str, tools: tuple[str, ...]) -> Path:
+    """Return the interpreter of an environment with package `name`, its needs, its tests' needs and `tools`."""
     siblings, others = test_requirements(name)
-    return development(f"tests-{name}", (name, *siblings), others)
+    return development(f"tests-{name}", (name, *siblings), tuple(dict.fromkeys((*others, *tools))))
 
 
 def test_requirements(name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -16,6 +16,7 @@ UNREACHABLE = {
     "PIP_EXTRA_INDEX_URL": "",
     "PIP_FIND_LINKS": "",
     "PIP_CONFIG_FILE": os.devnull,
+    "PIP_RETRIES": "1",
 }
 
 
