@@ -35,7 +35,8 @@ nox.options.sessions = [
     "floors",
     "docs",
 ]
-# By name only: `main` is the other command of the README, `loss_parity` trains five times, `bench` measures.
+# By name only: `main` is the other command of the README, `loss_parity` trains five times, `bench` measures,
+# `proof` takes hours.
 
 CORES = len(os.sched_getaffinity(0))
 WORKERS = min(4, CORES)  # more of them import a framework for too few tests each
@@ -274,6 +275,14 @@ def loss_parity(session: nox.Session) -> None:
         str(mindspore),
         *session.posargs,
     )
+
+
+@session
+@nox.parametrize("platform", ("torch", "mindspore"), ids=("torch", "mindspore"))
+def proof(session: nox.Session, platform: str) -> None:
+    """The full-size proofs, `proof_*.py` beside the tests, on each framework; arguments go to pytest."""
+    found = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/*/proof_*.py"))
+    pytest(session, full(platform), *found, *session.posargs, HP_PLATFORM=platform)
 
 
 @session

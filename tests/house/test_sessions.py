@@ -7,7 +7,7 @@ import sys
 import pytest
 import workspace
 
-NOT_BY_DEFAULT = {"bench", "loss_parity", "main"}
+NOT_BY_DEFAULT = {"bench", "loss_parity", "main", "proof(mindspore)", "proof(torch)"}
 
 
 @pytest.fixture(scope="module")
