@@ -129,6 +129,18 @@ def test_the_model_is_shown_the_last_tokens_of_every_text_and_the_end_is_not_wri
     assert Sampler(GenerateConfig(max_new_tokens=0), window=3).extend(lab.platform, model, [[1]]) == [[1]]
 
 
+def test_logits_without_a_token_are_never_drawn(lab):
+    model = Counting(lab.platform)
+    sampler = Sampler(GenerateConfig(max_new_tokens=3, temperature=0), window=3, vocab_size=6)
+    ((*_, third, last),) = sampler.extend(lab.platform, model, [[3]])
+    assert third < 6
+    assert last < 6
+    run = lab.run("wide", model__vocab_size=300, training__steps=1)
+    # Hardly trained, the model would choose any of its 300 logits, of which 256 are bytes.
+    config = run.load_config([("generate.max_new_tokens", "40"), ("generate.temperature", "5")]).config
+    assert generate(run, config, lab.platform, ["a"], newest(run).folder)[0].startswith("a")
+
+
 def test_a_damaged_checkpoint_is_refused_by_name(lab, trained):
     folder = newest(trained).folder
     shard = next((trained.checkpoints / folder).glob("*.safetensors"))

@@ -196,6 +196,39 @@ def test_the_folder_of_another_run_is_refused(work: Path, error) -> None:
     assert f"run.yaml:9: run.folder: holds the run {run.run_id}\n" in error("run.yaml")
 
 
+def test_what_the_system_refuses_is_told_without_a_traceback(work: Path, prepared: list, capsys) -> None:
+    (work / "corpus").write_text("a file, not a folder")
+    assert cli.main(["run.yaml", "--run.folder=corpus/run"]) == 1
+    assert capsys.readouterr().err == f"hp-train: [Errno 20] Not a directory: '{Path('corpus/run')}'\n"
+
+
+def test_variables_of_a_launcher_that_make_no_sense_are_told(
+    work: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    assert cli.main(["run.yaml"]) == 1
+    assert "MASTER_ADDR is not set" in capsys.readouterr().err
+
+
+def test_each_rank_of_a_launcher_tells_what_only_it_may_have_found(
+    work: Path, prepared: list, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["run.yaml", "--parallel.tp=3"]) == 2
+    assert capsys.readouterr().err == "", "rank 0 finds the same"
+    assert cli.main(["resume", "nothing"]) == 2
+    assert capsys.readouterr().err.startswith("hp-train: rank 1: nothing holds no run")
+    # The folder and the data are looked at by the rank that prepares the run, when the others can hear of it.
+    monkeypatch.setenv("RANK", "0")
+    (work / "corpus.txt").unlink()
+    monkeypatch.setattr(launching, "train", lambda config, prepare: prepare())
+    assert cli.main(["run.yaml"]) == 2
+    assert "does not exist" in capsys.readouterr().err
+
+
 def test_a_file_that_is_not_there_is_told(work: Path, error) -> None:
     assert error("nope.yaml").startswith("hp-train: nope.yaml: 1 problem\nnope.yaml: cannot be read\n")
 

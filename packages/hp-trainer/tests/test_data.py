@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -82,6 +83,18 @@ def test_a_corpus_says_what_it_holds(texts: Path, tmp_path: Path) -> None:
     assert (built.tokens, built.documents, built.origin, built.vocab_size) == (13, 3, "here", 256)
     again = build_corpus(tmp_path / "d", find_text_files(texts), origin="there")
     assert again.sha256 == built.sha256
+
+
+def test_what_is_no_regular_file_is_left_out(texts: Path) -> None:
+    os.mkfifo(texts / "a" / "pipe.py")  # to read it would wait for a writer
+    (texts / "gone.py").symlink_to(texts / "nothing")
+    assert [path.name for path in find_text_files(texts, (".py",))] == [
+        "b.py",
+        "empty.py",
+        "latin.py",
+        "binary.py",
+        "z.py",
+    ]
 
 
 def test_no_text_and_no_path_are_errors_that_leave_nothing(texts: Path, tmp_path: Path) -> None:

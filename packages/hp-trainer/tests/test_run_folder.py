@@ -66,3 +66,25 @@ def test_a_folder_without_a_run_cannot_be_opened(tmp_path: Path) -> None:
 def test_the_default_folder_is_named_after_the_configuration_and_the_time() -> None:
     when = datetime(2026, 3, 4, 5, 6, 7)
     assert default_run_folder(Path("examples/moe.yaml"), when) == Path("runs/moe-20260304-050607")
+
+
+def test_of_two_runs_that_begin_at_once_one_gets_the_folder(
+    tmp_path: Path, config: TrainerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = RunFolder.create(tmp_path / "a", config)
+    monkeypatch.setattr(RunFolder, "check_new", lambda path: None)  # as both saw it
+    with pytest.raises(RunFolderError, match="was taken by another run"):
+        RunFolder.create(tmp_path / "a", config)
+    assert RunFolder.open(tmp_path / "a").run_id == first.run_id
+
+
+def test_nothing_is_left_of_a_run_folder_that_could_not_be_written(
+    tmp_path: Path, config: TrainerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("hp_trainer.run_folder.write_atomically", full)
+    with pytest.raises(OSError, match="No space left"):
+        RunFolder.create(tmp_path / "a", config)
+    assert list(tmp_path.iterdir()) == []

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from hp_dtensor.exceptions import HPError
-from hp_trainer.exceptions import StoppedError
+from hp_dtensor.exceptions import HPError, LaunchError
+from hp_trainer.exceptions import ProblemsError, StoppedError
 
 if TYPE_CHECKING:
     from hp_trainer.checkpoint import Checkpoint
@@ -75,8 +75,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(f"stopped by {interrupted.signal.name}", 128 + interrupted.signal)
     except StoppedError as stopped:
         return _fail(str(stopped), 128 + stopped.signal)
+    except (ProblemsError, UsageError) as error:
+        return _fail(str(error), 2)
     except HPError as error:
-        return _fail(str(error), 2 if isinstance(error, ValueError) else 1)
+        return _fail(str(error), 2 if isinstance(error, ValueError) else 1, every_rank=True)
+    except OSError as error:
+        # The system's own words name the file; a traceback would hide them.
+        return _fail(str(error), 1, every_rank=True)
 
 
 def _dispatch(given: list[str]) -> int:
@@ -93,12 +98,19 @@ def _dispatch(given: list[str]) -> int:
     return _train(given)
 
 
-def _fail(message: str, code: int) -> int:
-    from hp_trainer.launching import is_first_process
+def _fail(message: str, code: int, *, every_rank: bool = False) -> int:
+    """Tell what went wrong; of a launcher's ranks, one tells what they all find in what they were given."""
+    from hp_dtensor.launch import rank_environment
 
-    # Ranks of a launcher find the same mistakes; one of them tells.
-    if is_first_process():
+    try:
+        found = rank_environment()
+    except LaunchError:
+        # That is what the message is about.
+        found = None
+    if found is None or found.rank == 0:
         print(f"hp-train: {message}", file=sys.stderr)
+    elif every_rank:
+        print(f"hp-train: rank {found.rank}: {message}", file=sys.stderr)
     return code
 
 
@@ -114,16 +126,28 @@ def _train(given: list[str]) -> int:
 
     wanted = loaded.config.run.folder
     folder = default_run_folder(Path(options.config)) if wanted is None else Path(wanted)
+    from hp_dtensor.launch import is_launched
     from hp_trainer import launching
     from hp_trainer.plugins import registries
-    from hp_trainer.preflight import check_new_run
+    from hp_trainer.preflight import check_new_run, check_settings
 
     world_size = launching.world_size_of(loaded.config)
-    if launching.is_first_process():
+
+    def check() -> None:
         _refuse(check_new_run(loaded, folder, world_size, registries()), options.config)
+
+    def prepare() -> tuple[Path, str | None]:
+        if is_launched():
+            check()
+        return launching.begin_run(folder, config).path, None
+
+    # Of a launcher's ranks one looks at folder and data, when the others can learn from it what it finds.
+    if is_launched():
+        _refuse(check_settings(loaded, world_size, registries()), options.config)
+    else:
+        check()
     config = _resolved(loaded.config, folder)
-    path = launching.train(config, lambda: (launching.begin_run(folder, config).path, None))
-    return _done(path, config)
+    return _done(launching.train(config, prepare), config)
 
 
 def _resume(given: list[str]) -> int:

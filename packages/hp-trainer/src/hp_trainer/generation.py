@@ -35,7 +35,9 @@ def generate(
         opened = Checkpoint(storage_of(run, config), checkpoint)
         opened.check_model(to_plain(config.model))
         load_state(platform, model, None, opened)
-        sampler = Sampler(config.generate, config.training.sequence_length, tokenizer.separator)
+        sampler = Sampler(
+            config.generate, config.training.sequence_length, tokenizer.separator, vocab_size=tokenizer.vocab_size
+        )
         begun = [tokenizer.encode(prompt).tolist() for prompt in prompts]
         return [tokenizer.decode(tokens) for tokens in sampler.extend(platform, model, begun)]
 
@@ -55,10 +57,13 @@ class Sampler:
     Args:
         window: tokens that the model is shown at most.
         end: the token that ends a text, never part of it; None: a text ends when it is long enough.
+        vocab_size: tokens that there are; a model may have more logits, which are never drawn. None: as many.
     """
 
-    def __init__(self, config: GenerateConfig, window: int, end: int | None = None) -> None:
-        self.config, self.window, self.end = config, window, end
+    def __init__(
+        self, config: GenerateConfig, window: int, end: int | None = None, vocab_size: int | None = None
+    ) -> None:
+        self.config, self.window, self.end, self.vocab_size = config, window, end, vocab_size
 
     def extend(self, platform: Platform, model: Model, begun: Sequence[list[int]]) -> list[list[int]]:
         """Each text and up to `max_new_tokens` more, all of them written side by side.
@@ -81,14 +86,15 @@ class Sampler:
         return [text.tokens for text in texts]
 
     def _logits(self, platform: Platform, model: Model, texts: list[Text]) -> list[np.ndarray]:
-        """What the model expects after each text: float64 `[vocab_size]`."""
+        """What the model expects after each text: float64 `[vocab_size]` each."""
         shown = [text.tokens[-self.window :] for text in texts]
         # Shorter rows are filled up at the end, which does not reach back: the model is causal.
         ids = np.zeros((len(shown), max(map(len, shown))), np.int64)
         for row, tokens in zip(ids, shown, strict=True):
             row[: len(tokens)] = tokens
         logits = platform.to_numpy(model(platform.from_numpy(ids)))
-        return [row[len(tokens) - 1].astype(np.float64) for row, tokens in zip(logits, shown, strict=True)]
+        last = [row[len(tokens) - 1] for row, tokens in zip(logits, shown, strict=True)]
+        return [row[: self.vocab_size].astype(np.float64) for row in last]
 
     def pick(self, logits: np.ndarray, random: np.random.Generator) -> int:
         """One token by temperature among the `top_k` likeliest; the likeliest at temperature 0."""

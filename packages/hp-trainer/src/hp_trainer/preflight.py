@@ -21,6 +21,11 @@ from hp_trainer.run_folder import RunFolder
 _FIXED = ("model.", "data.", "training.seed", "training.sequence_length")
 
 
+def check_settings(loaded: LoadedConfig, world_size: int, registered: Registries) -> list[Problem]:
+    """What of `check_new_run` is in the configuration alone, so that every process finds the same."""
+    return loaded.locate(list(_run_problems(loaded.config, world_size, registered)))
+
+
 def check_new_run(loaded: LoadedConfig, folder: Path, world_size: int, registered: Registries) -> list[Problem]:
     """Everything that would keep a new run in `folder` from training on `world_size` ranks."""
     config = loaded.config

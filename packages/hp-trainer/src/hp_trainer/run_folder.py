@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import shutil
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -53,23 +54,30 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, config: TrainerConfig) -> RunFolder:
-        """Make the folder of a new run and write its configuration.
+        """Make the folder of a new run and write its configuration. Nothing of it is left when that fails.
 
         Raises:
             RunFolderError: the folder holds another run, or something else.
         """
         reason = cls.check_new(path)
         if reason is not None:
-            raise RunFolderError(
-                f"run folder {path} {reason}; choose another with --run.folder=..., delete it, or go on with "
-                f"`hp-train resume {path}`"
-            )
+            raise _taken(path, reason)
+        path.mkdir(parents=True, exist_ok=True)
+        try:
+            # Of two runs that begin at once in the same folder, one gets it.
+            mark = (path / _MARK).open("x", encoding="utf-8")
+        except FileExistsError:
+            raise _taken(path, "was taken by another run at this moment") from None
         folder = cls(path)
-        for inner in (path, folder.data, folder.checkpoints, folder.logs):
-            inner.mkdir(parents=True, exist_ok=True)
-        folder.write_config(config)
-        mark = {"id": new_run_id(), "created": datetime.now(UTC).isoformat(timespec="seconds")}
-        write_atomically(path / _MARK, json.dumps(mark, indent=2) + "\n")
+        try:
+            with mark:
+                json.dump({"id": new_run_id(), "created": datetime.now(UTC).isoformat(timespec="seconds")}, mark)
+            for inner in (folder.data, folder.checkpoints, folder.logs):
+                inner.mkdir(exist_ok=True)
+            folder.write_config(config)
+        except BaseException:
+            shutil.rmtree(path, ignore_errors=True)
+            raise
         return folder
 
     @classmethod
@@ -110,6 +118,13 @@ def default_run_folder(config_file: Path, now: datetime | None = None) -> Path:
 
 def new_run_id() -> str:
     return secrets.token_hex(6)
+
+
+def _taken(path: Path, reason: str) -> RunFolderError:
+    return RunFolderError(
+        f"run folder {path} {reason}; choose another with --run.folder=..., delete it, or go on with "
+        f"`hp-train resume {path}`"
+    )
 
 
 def _read_mark(path: Path) -> dict[str, Any]:

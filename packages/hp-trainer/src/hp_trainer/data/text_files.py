@@ -20,7 +20,8 @@ def standard_library() -> Path:
 def find_text_files(path: Path, suffixes: tuple[str, ...] = ()) -> Iterator[Path]:
     """Candidate files below `path` (or `path` itself), in an order that depends on their names alone.
 
-    Hidden files and folders, installed packages and caches are left out; links to folders are not followed.
+    Hidden files and folders, installed packages and caches are left out, and so is what is no regular file (reading
+    a pipe would never end); links to folders are not followed.
 
     Args:
         path: a file or a folder.
@@ -37,7 +38,8 @@ def find_text_files(path: Path, suffixes: tuple[str, ...] = ()) -> Iterator[Path
     for folder, folders, files in os.walk(path):
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in _SKIPPED_FOLDERS)
         for name in sorted(files):
-            if not name.startswith(".") and (not suffixes or name.endswith(suffixes)):
+            wanted = not name.startswith(".") and (not suffixes or name.endswith(suffixes))
+            if wanted and Path(folder, name).is_file():
                 yield Path(folder, name)
 
 

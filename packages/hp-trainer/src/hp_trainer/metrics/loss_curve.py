@@ -46,8 +46,11 @@ def draw_loss_curve(events: list[dict[str, Any]], picture: Path) -> None:
     _draw(figure.add_subplot(), train, _points(events, "evaluation"))
     figure.suptitle(_title(events), fontsize="medium")
     temporary = picture.with_name(f"{picture.name}.incomplete")
-    figure.savefig(temporary, format="png", dpi=120)
-    temporary.replace(picture)
+    try:
+        figure.savefig(temporary, format="png", dpi=120)
+        temporary.replace(picture)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _points(events: list[dict[str, Any]], kind: str) -> list[Point]:
