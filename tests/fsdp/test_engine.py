@@ -466,9 +466,6 @@ def test_the_next_step_works_after_an_exception_in_forward(hp_platform):
         with pytest.raises(ArithmeticError):
             model[1](model[0](x))
         model[1].fail = False
-        for each in model:
-            each.reset()
-        assert held_bytes(model) == [0, 0]
         hp_platform.backward(hp_platform.ops.sum(model[1](model[0](x))))
         assert held_bytes(model) == [0, 0]
 

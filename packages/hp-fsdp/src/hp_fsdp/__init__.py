@@ -3,7 +3,7 @@
 from hp_fsdp._fully_shard import fully_shard
 from hp_fsdp._module import FSDPModule, HSDPModule, UnshardHandle, register_fsdp_forward_method
 from hp_fsdp.communication import Communication, CommunicationRegistry
-from hp_fsdp.exceptions import FSDPStateError, FullyShardError, StateDictError
+from hp_fsdp.exceptions import CallOrderError, FSDPStateError, FullyShardError, StateDictError
 from hp_fsdp.full_parameters import full_parameters, summon_full_params
 from hp_fsdp.memory import MemoryMeter, MemoryUse, memory_use
 from hp_fsdp.policies import MixedPrecisionPolicy
@@ -19,6 +19,7 @@ from hp_fsdp.storage import ParameterStorage, get_storage
 __version__ = "0.1.0"
 
 __all__ = [
+    "CallOrderError",
     "Communication",
     "CommunicationRegistry",
     "FSDPModule",

@@ -83,6 +83,7 @@ class FlatBuffer:
         self._gathering: Work | None = None
         self.gradients: Tensor | None = None
         self.partial_shard: Tensor | None = None
+        self._pending_versions: list[int] = []
         self._kept_part: Tensor | None = None
         self._on_allocation: Callable[[], None] | None = None
 
@@ -271,6 +272,20 @@ class FlatBuffer:
         self.gradients = self.partial_shard = None
         for parameter in self.parameters:
             self.storage.take_grad(parameter.leaf)
+
+    def note_pending(self) -> None:
+        """Remember in which state the parameters are to which gradients belong that wait for more."""
+        self._pending_versions = self._versions()
+
+    @property
+    def is_pending_out_of_date(self) -> bool:
+        """Whether parameters were changed, as far as the platform counts that, while gradients waited for more."""
+        pending = self.gradients is not None or self.partial_shard is not None
+        return pending and self._pending_versions != self._versions()
+
+    def _versions(self) -> list[int]:
+        with self.platform.local_op():
+            return [self.platform.version(parameter.sharded) for parameter in self.parameters]
 
     def _zero(self, intervals: Any) -> None:
         for offset, numel in intervals:

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+from hp_dtensor.world import current_world
 from hp_fsdp._buffer import FlatBuffer, stale_buffers
 from hp_fsdp._group import GatherRecord, GroupState, ParameterGroup
 from hp_fsdp._reduction import Reducer
+from hp_fsdp.exceptions import FSDPStateError
 from hp_fsdp.storage import Gradients, ParameterStorage
 
 Tensor = Any
@@ -103,6 +105,7 @@ class Context:
             self._begin_pass()
         elif not self._in_pass and not group.entered and self._backward is None:
             self._refresh([group])
+        group.check_order("calls")
         group.unshard()
         if self._backward is not None:
             if not group.exposed:
@@ -133,6 +136,7 @@ class Context:
         return outputs
 
     def _begin_pass(self) -> None:
+        self._check_pending()
         for group in self.groups:
             group.conceal()
             group.record = None
@@ -143,6 +147,29 @@ class Context:
         self._pass.end()
         self._pass = ForwardPass(self.storage.anchor())
         self._in_pass = True
+
+    def fail(self, group: ParameterGroup) -> None:
+        """A forward of `group` ended with an exception; that of the root is the end of all."""
+        if self._backward is not None:
+            return
+        self._in_pass = self._in_pass and group is not self.root
+        for each in self.groups if group is self.root else [group]:
+            each.conceal()
+            each.reshard()
+            each.record = None
+
+    def _check_pending(self) -> None:
+        if not self.platform.is_grad_enabled():
+            return
+        late = [group.name for group in self.groups if any(buffer.is_pending_out_of_date for buffer in group.buffers)]
+        if late:
+            rank = current_world(self.platform).rank
+            raise FSDPStateError(
+                f"rank {rank}: the parameters of {', '.join(late)} were changed while gradients that "
+                "backward had accumulated waited for their reduction; the step was taken without them. Call "
+                "set_requires_gradient_sync(True) (and set_requires_all_reduce(True)) before the last backward of a "
+                "step, or reset() to drop them"
+            )
 
     def _refresh(self, groups: Sequence[ParameterGroup]) -> None:
         """Gather again what was kept whole since parameters changed, by whomever, on any rank."""
@@ -282,6 +309,7 @@ class Context:
 
     def _enter_backward(self, group: ParameterGroup, forward_pass: ForwardPass | None, run: BackwardRun) -> None:
         run.reached.add((group, forward_pass))
+        group.check_order("begins the backward of")
         group.unshard()
         if not group.exposed:
             group.expose()
@@ -324,7 +352,10 @@ class Context:
             if group.record is record:
                 group.record = None
             self._free_after_backward(group)
+        if not group.gradient_sync:
+            buffer.note_pending()
         if group.gradient_sync or group.shards_every_gradient:
+            group.check_order("reduces the gradients of")
             self._reducer.start(buffer, group.reduce_options, is_last=group.gradient_sync)
 
     def _free_after_backward(self, group: ParameterGroup) -> None:

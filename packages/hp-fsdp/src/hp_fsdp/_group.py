@@ -7,9 +7,11 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
+from hp_dtensor.checks import is_checking, name_ranks
+from hp_dtensor.world import ProcessGroup
 from hp_fsdp._buffer import FlatBuffer
 from hp_fsdp._reduction import ReduceOptions
-from hp_fsdp.exceptions import FSDPStateError
+from hp_fsdp.exceptions import CallOrderError, FSDPStateError
 from hp_fsdp.storage import Gradients, ParameterStorage
 
 Tensor = Any
@@ -43,6 +45,19 @@ class GatherRecord:
         self.unsharded: list[list[Tensor]] = []
         self.indices: dict[FlatBuffer, list[int]] = {}
         self.waiting: list[FlatBuffer] = []
+
+
+def check_same_action(group: ProcessGroup, action: str) -> None:
+    """Raise `CallOrderError` on every rank of `group` unless all of them give the same `action`."""
+    actions: dict[bytes, list[int]] = {}
+    for rank, said in zip(group.ranks, group.all_gather_bytes(action.encode()), strict=True):
+        actions.setdefault(said, []).append(rank)
+    if len(actions) > 1:
+        each = "; ".join(f"{name_ranks(ranks)} {said.decode()}" for said, ranks in actions.items())
+        raise CallOrderError(
+            f"ranks call modules in different orders: {each}. Every rank must run the same forwards and backwards; "
+            "a module that some ranks do not need must be called there all the same, and its output left out"
+        )
 
 
 class ParameterGroup:
@@ -116,6 +131,7 @@ class ParameterGroup:
                 "whose parameters autograd does not see; leave the block first"
             )
         if self.state in (GroupState.SHARDED, GroupState.SHARDED_AFTER_FORWARD):
+            self.check_order("gathers")
             for buffer in self.buffers:
                 buffer.start_gather()
             self.state = GroupState.GATHERING
@@ -127,6 +143,16 @@ class ParameterGroup:
             for buffer in self.buffers:
                 buffer.wait_gather()
             self.state = GroupState.UNSHARDED
+
+    def check_order(self, action: str) -> None:
+        """In `check_mode`: every rank that shares the shards now does this with this group.
+
+        Raises:
+            CallOrderError: on all of them, naming what each does.
+        """
+        if is_checking():
+            for ranks in dict.fromkeys(buffer.shard_group for buffer in self.buffers):
+                check_same_action(ranks, f"{action} {self.name}")
 
     def reshard(self) -> None:
         """Free the full parameters.

@@ -65,6 +65,12 @@ class ModuleState:
         watched = self.context.leave(self.group, outputs, self._is_last(module))
         return _replace(output, self.platform.Tensor, outputs, watched)
 
+    def forward_failed(self) -> None:
+        """A forward of these modules has ended with an exception."""
+        self._to_come = list(self.modules)
+        if self.context is not None:
+            self.context.fail(self.group)
+
     def _is_last(self, module: Module) -> bool:
         """Whether every module of the group has now been called, in any order."""
         if any(other is module for other in self._to_come):
@@ -88,11 +94,28 @@ class ModuleState:
 
     def _become_root(self) -> Context:
         """Make one context for all groups below these modules: the first forward from outside is the root's."""
+        self._name_groups()
         states = dict.fromkeys([self, *(s for module in self.modules for s in states_below(self.platform, module))])
         context = Context(self.storage, self.group, (state.group for state in states))
         for state in states:
             state.context = context
         return context
+
+    def _name_groups(self) -> None:
+        """Call the groups below by the places of their modules."""
+        places: dict[ModuleState, list[str]] = {}
+        for module in self.modules:
+            for name, each in self.platform.named_modules(module):
+                state = state_of(each)
+                if state is not None and name:
+                    places.setdefault(state, []).append(f"{name} ({_original_name(each)})")
+        for state, names in places.items():
+            state.group.name = ", ".join(names)
+
+
+def _original_name(module: Module) -> str:
+    """The class that the module had before `fully_shard`."""
+    return next(cls.__name__ for cls in type(module).__mro__[1:] if not hasattr(cls, "unshard"))
 
 
 def states_below(platform: Platform, module: Module) -> list[ModuleState]:

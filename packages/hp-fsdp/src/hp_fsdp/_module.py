@@ -32,6 +32,13 @@ class FSDPModule:
         state: ModuleState = self.__dict__[STATE_ATTRIBUTE]
         return state
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        except BaseException:
+            self._fsdp.forward_failed()
+            raise
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise TypeError(f"{type(self).__name__}: a sharded module cannot be copied; copy it before fully_shard")
 
@@ -179,7 +186,10 @@ class FSDPModule:
         return set_model_state_dict(self, state_dict, options=StateDictOptions(strict=strict))
 
     def reset(self) -> None:
-        """Back to the resting state after an exception in forward or backward; unreduced gradients are lost."""
+        """Back to the resting state at once, and drop gradients that wait for a reduction.
+
+        After an exception in backward the next forward does it by itself; one in forward needs nothing.
+        """
         if self._fsdp.context is not None:
             self._fsdp.context.reset()
 
@@ -219,9 +229,13 @@ def register_fsdp_forward_method(module: Module, name: str) -> None:
 
     @functools.wraps(method)
     def sharded(*args: Any, **kwargs: Any) -> Any:
-        changed = state.before_forward(module, args, kwargs)
-        args, kwargs = changed if changed is not None else (args, kwargs)
-        return state.after_forward(module, args, kwargs, method(*args, **kwargs))
+        try:
+            changed = state.before_forward(module, args, kwargs)
+            args, kwargs = changed if changed is not None else (args, kwargs)
+            return state.after_forward(module, args, kwargs, method(*args, **kwargs))
+        except BaseException:
+            state.forward_failed()
+            raise
 
     object.__setattr__(module, name, sharded)
 

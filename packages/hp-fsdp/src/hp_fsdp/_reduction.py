@@ -75,6 +75,7 @@ class Reduction:
             buffer.partial_shard = None
         if self._waits_for_more:
             buffer.partial_shard = self._shard
+            buffer.note_pending()
         elif self._all_reduce:
             assert buffer.replicate_group is not None
             self._work = buffer.communication.all_reduce(self._shard, buffer.replicate_group)

@@ -197,6 +197,8 @@ def copy_into(platform: Platform, target: Tensor, value: Tensor) -> None:
 def gather_again(groups: Collection[ParameterGroup]) -> None:
     """Fill the full parameters of groups that are unsharded now: their shards have changed."""
     for group in groups:
+        if group.state is GroupState.SHARDED_AFTER_FORWARD:
+            group.reshard()
         if group.state is not GroupState.SHARDED:
             for buffer in group.buffers:
                 buffer.wait_gather()

@@ -13,5 +13,9 @@ class FSDPStateError(HPError, RuntimeError):
     """An operation on a group in a state that does not allow it; names the group and both states."""
 
 
+class CallOrderError(HPError, RuntimeError):
+    """Ranks gather or reduce different groups at the same time; names ranks and groups. Found in `check_mode`."""
+
+
 class StateDictError(HPError, RuntimeError, ValueError):
     """A state dict that does not fit the model or optimizer; lists all keys and problems, and nothing has changed."""

@@ -1,0 +1,180 @@
+"""What goes wrong says so, on the rank and in the module where it does, and the next step works."""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+from fsdp_training import DIM, Block, Case, build, held_bytes, micro_loss, shard, sharded_modules, whole_grads
+
+from hp_dtensor import nn
+from hp_dtensor.checks import check_mode
+from hp_dtensor.exceptions import LaunchError
+from hp_dtensor.mesh import DeviceMesh, init_device_mesh
+from hp_dtensor.testing.simulated import run_ranks
+from hp_dtensor.world import current_world
+from hp_fsdp import CallOrderError, FSDPStateError, FullyShardError, fully_shard, memory_use
+
+CASE = Case((2,), num_blocks=3)
+
+
+def mesh_of(platform, *sizes):
+    names = ("shard",) if len(sizes) == 1 else ("replicate", "shard")
+    return init_device_mesh("cpu", sizes, mesh_dim_names=names, platform=platform)
+
+
+def sharded(platform, case=CASE):
+    return shard(build(platform, case), mesh_of(platform, *case.mesh), case)
+
+
+def step(platform, model, index=0):
+    platform.backward(micro_loss(platform, model, CASE, current_world(platform).rank, index, 0))
+
+
+def expected_grads(platform):
+    """Of two ranks' batches."""
+    model = build(platform, CASE)
+    losses = [micro_loss(platform, model, CASE, rank, 0, 0) for rank in range(2)]
+    platform.backward(platform.ops.div(platform.ops.add(*losses), 2))
+    return whole_grads(platform, model)
+
+
+def check_next_step(platform, model, parameters, expected):
+    """One more step gives the right gradients, once, and leaves nothing behind."""
+    for parameter in parameters:
+        platform.set_grad(parameter, None)
+    step(platform, model)
+    for name, grad in whole_grads(platform, model).items():
+        if expected[name] is not None:
+            numpy.testing.assert_allclose(grad, expected[name], rtol=2e-5, atol=2e-6, err_msg=name)
+    assert held_bytes(model) == [0] * len(held_bytes(model))
+    assert memory_use(model).full_gradients == 0
+
+
+class Trap:
+    """A hook of forward that raises in forward, or when the gradient of its output is known."""
+
+    def __init__(self, where):
+        self.where = where
+        self.is_set = True
+
+    def __call__(self, module, args, kwargs, output):
+        if self.is_set and self.where == "forward":
+            raise ArithmeticError("on purpose")
+        if self.is_set:
+            output.register_hook(self.fail)
+
+    def fail(self, grad):
+        raise ArithmeticError("on purpose")
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_step_after_an_exception_works(hp_platform, where, stage):
+    """Without `reset`, twice in a row, in the midst of groups that are whole, prefetched or reduced."""
+    expected = expected_grads(hp_platform)
+
+    def rank():
+        case = Case((2,), num_blocks=3, options={"zero_stage": stage})
+        model = sharded(hp_platform, case)
+        parameters = [parameter for _, parameter in hp_platform.named_parameters(model)]
+        trap = Trap(where)
+        hp_platform.add_forward_hook(model.blocks[1].down, trap)
+        for _ in range(2):
+            trap.is_set = True
+            with pytest.raises(ArithmeticError, match="on purpose"):
+                step(hp_platform, model)
+            trap.is_set = False
+            if where == "forward":
+                assert held_bytes(model) == [0] * 4
+            if stage == 3:
+                check_next_step(hp_platform, model, parameters, expected)
+            else:
+                step(hp_platform, model)
+        trap.is_set = True
+        with pytest.raises(ArithmeticError, match="on purpose"):
+            step(hp_platform, model)
+        model.reset()
+        assert held_bytes(model) == [0] * 4
+        assert memory_use(model).full_gradients == 0
+
+    run_ranks(rank, 2, hp_platform)
+
+
+class Either(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Block(), Block()
+
+    def forward(self, x, swapped):
+        blocks = (self.second, self.first) if swapped else (self.first, self.second)
+        return blocks[1](blocks[0](x))
+
+
+def test_ranks_that_call_modules_in_different_orders_are_named(hp_platform):
+    def rank():
+        with nn.building(hp_platform):
+            model = Either()
+        for block in (model.first, model.second):
+            fully_shard(block, mesh_of(hp_platform, 3))
+        fully_shard(model, mesh_of(hp_platform, 3))
+        x = hp_platform.from_numpy(numpy.ones((2, DIM), numpy.float32))
+        with check_mode():
+            hp_platform.backward(hp_platform.ops.sum(model(x, False)))
+            model(x, current_world(hp_platform).rank == 1)
+
+    with pytest.raises(LaunchError) as caught:
+        run_ranks(rank, 3, hp_platform)
+    cause = caught.value.__cause__
+    assert isinstance(cause, CallOrderError)
+    assert "ranks 0, 2 calls first (Block)" in str(cause)
+    assert "rank 1 calls second (Block)" in str(cause)
+
+
+def test_a_step_without_the_gradients_that_wait_is_noticed(hp_platform):
+    """Where writes are counted: MindSpore does not count those through host memory."""
+    if hp_platform.name == "mindspore":
+        pytest.skip("no versions of host memory")
+
+    def rank():
+        model = sharded(hp_platform)
+        model.set_requires_gradient_sync(False)
+        step(hp_platform, model)
+        step(hp_platform, model, 1)
+        weight = model.blocks[2].up.weight
+        hp_platform.copy_(weight, hp_platform.zeros(hp_platform.local_shape(weight), weight.dtype))
+        with pytest.raises(FSDPStateError, match=r"rank \d: the parameters of blocks\.2 \(Block\) were changed"):
+            step(hp_platform, model)
+        with hp_platform.no_grad():
+            micro_loss(hp_platform, model, CASE, 0, 0, 0)
+        model.reset()
+        model.set_requires_gradient_sync(True)
+        step(hp_platform, model)
+        assert memory_use(model).full_gradients == 0
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def test_groups_are_called_by_their_places(hp_platform):
+    def rank():
+        model = sharded(hp_platform)
+        step(hp_platform, model)
+        names = [module._fsdp.group.name for module in sharded_modules(model)]
+        assert names == ["Net", "blocks.0 (Block)", "blocks.1 (Block)", "blocks.2 (Block)"]
+        group = model.blocks[1]._fsdp.group
+        group.unshard()
+        group.expose()
+        with pytest.raises(FSDPStateError, match=r"blocks\.1 \(Block\).*'unsharded'.*'sharded'"):
+            group.reshard()
+        model.blocks[1].reshard()
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def test_a_rank_outside_the_mesh_is_named(hp_platform):
+    def rank():
+        mesh = DeviceMesh("cpu", (2,), mesh_dim_names=("shard",), ranks=[0, 1], platform=hp_platform)
+        if current_world(hp_platform).rank == 2:
+            with pytest.raises(FullyShardError, match=r"rank 2 is outside mesh \(shard=2\)"):
+                fully_shard(build(hp_platform, CASE), mesh)
+
+    run_ranks(rank, 3, hp_platform)
