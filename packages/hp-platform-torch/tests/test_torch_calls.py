@@ -141,7 +141,7 @@ REFUSED: dict[str, tuple[Call, Tensor, str]] = {
 def _refusal(call: Call, x: Tensor) -> str:
     mesh = DeviceMesh("cpu", (2,), platform=get_platform("torch"))
     with pytest.raises(ShardingRuleError) as refusal:
-        call(distribute_tensor(x, mesh, (Replicate(),)))
+        call(distribute_tensor(x, mesh, (Shard(0),)))
     return str(refusal.value)
 
 
@@ -184,14 +184,15 @@ def _indexed() -> str:
     mesh = DeviceMesh("cpu", (2,), platform=get_platform("torch"))
     x = distribute_tensor(floats(5, 4), mesh, (Replicate(),))
     assert x[0, 1].shape == ()
+    assert x[[0, 1]].shape == (2, 4)
     with pytest.raises(ShardingRuleError) as refusal:
-        x[[0, 1]]
+        x.redistribute(None, (Shard(0),))[[0, 1]]
     return str(refusal.value)
 
 
 def test_a_list_as_index_is_not_taken_for_a_tuple() -> None:
     for message in run_ranks(_indexed, 2, "torch"):
-        assert "only integers, slices, None and ... index a DTensor" in message
+        assert "only integers, slices, None, ... and DTensors of positions" in message
 
 
 def _nested() -> list[Tensor]:

@@ -111,10 +111,17 @@ def test_lists_of_partial_tensors_are_refused(mesh):
 
 
 def test_norms_of_lists_point_to_clipping(mesh):
+    with pytest.raises(ShardingRuleError, match=r"hp_dtensor\.clip_grad_norm_"):
+        torch._foreach_norm([_on(mesh, Shard(0))])
+
+
+def test_clipping_of_torch_has_the_norm_of_the_whole(mesh):
     parameter = torch.nn.Parameter(_on(mesh, Shard(0)))
     parameter.grad = _on(mesh, Shard(0))
-    with pytest.raises(ShardingRuleError, match=r"hp_dtensor\.clip_grad_norm_"):
-        torch.nn.utils.clip_grad_norm_([parameter], 1.0)
+    whole = parameter.grad.full_tensor().clone()
+    norm = torch.nn.utils.clip_grad_norm_([parameter], 1.0)
+    torch.testing.assert_close(norm.full_tensor(), whole.norm())
+    torch.testing.assert_close(parameter.grad.full_tensor(), whole / (whole.norm() + 1e-6))
 
 
 def test_lists_of_results_are_dtensors(mesh):

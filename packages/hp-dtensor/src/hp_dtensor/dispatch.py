@@ -23,7 +23,7 @@ from hp_dtensor.platform import DTYPE_NAMES, Platform
 from hp_dtensor.redistribute import plan_between
 from hp_dtensor.rules.cost import cheapest
 from hp_dtensor.rules.factors import Factorization, Strategy, strategies
-from hp_dtensor.rules.registry import REQUIRED, OpCall, Registration, RuleRegistry
+from hp_dtensor.rules.registry import HARMLESS_KEYWORDS, REQUIRED, OpCall, Registration, RuleRegistry
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.world import ProcessGroup
 
@@ -77,7 +77,7 @@ def plan_for(platform: Platform, name: str, args: tuple[Any, ...], kwargs: Mappi
     )
     plan = _plans.get(key)
     if plan is None:
-        plan = _make_plan(platform, name, registration, args, kwargs)
+        plan = _plan_or_whole(platform, name, registration, args, kwargs)
         if len(_plans) >= CACHE_SIZE:
             _plans.clear()
         _plans[key] = plan
@@ -111,23 +111,28 @@ class LocalCall:
     """What a rule's own local function works on, in place of the operation.
 
     Attributes:
+        name: the operation.
         arguments: by parameter name, tensors local and plain.
         spans: cut factor -> (start, length) of this rank's part.
+        lengths: cut factor -> per group, the lengths of its ranks' parts.
         groups: cut factor -> the groups over which it is cut, outermost first.
         sizes: factor -> its global size.
         box: (offset, shape) of this rank's part of the first output.
         shape: global shape of the first output.
-        on: `on(x)` runs the operation itself with its first argument replaced by the plain tensor `x`.
+        on: `on(x, **static)` runs the operation itself with its first argument replaced by the plain tensor `x`,
+            and static ones by name.
     """
 
     platform: Platform
+    name: str
     arguments: Mapping[str, Any]
     spans: Mapping[str, tuple[int, int]]
+    lengths: Mapping[str, tuple[tuple[int, ...], ...]]
     groups: Mapping[str, tuple[ProcessGroup, ...]]
     sizes: Mapping[str, int]
     box: tuple[tuple[int, ...], tuple[int, ...]]
     shape: tuple[int, ...]
-    on: Callable[[Tensor], Any]
+    on: Callable[..., Any]
 
 
 @dataclass(slots=True)
@@ -138,7 +143,7 @@ class OpPlan:
         moves: tensor arguments to redistribute or to take a varying view of.
         replaced: static arguments with a local value.
         outputs: placements and global shape per output.
-        in_place: the first argument is the result.
+        view: results share the storage of the first argument.
     """
 
     operation: str
@@ -151,7 +156,9 @@ class OpPlan:
     local: Callable[[LocalCall], Any] | None
     sizes: Mapping[str, int]
     spans: Mapping[str, tuple[int, int]]
+    lengths: Mapping[str, tuple[tuple[int, ...], ...]]
     cut_axes: Mapping[str, tuple[int, ...]]
+    view: bool
     specs: list[TensorSpec | None] = field(default_factory=list)
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -162,7 +169,12 @@ class OpPlan:
             return self._run_changed(func, args, dict(kwargs))
         with self.platform.local_op():
             result = func(*args, **kwargs)
-        return self._first(args, kwargs) if self.registration.in_place else self._wrap(result)
+        if self.registration.in_place:
+            return self._first(args, kwargs)
+        wrapped = self._wrap(result)
+        if self.view and "_copied_by" in self._first(args, kwargs).__dict__:
+            self._mark_copies(wrapped, self._first(args, kwargs)._copied_by)
+        return wrapped
 
     def _first(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return args[0] if args else kwargs[self.registration.parameters[0].name]
@@ -181,10 +193,16 @@ class OpPlan:
         if self.registration.in_place:
             return first
         wrapped = self._wrap(result)
-        if self.registration.view and any(move.target is not None for move in self.moves):
-            for x in wrapped if isinstance(wrapped, (tuple, list)) else (wrapped,):
-                x._copied_by = self.operation
+        if self.view and any(move.target is not None for move in self.moves):
+            self._mark_copies(wrapped, self.operation)
+        elif self.view and "_copied_by" in first.__dict__:
+            self._mark_copies(wrapped, first._copied_by)
         return wrapped
+
+    @staticmethod
+    def _mark_copies(wrapped: Any, made_by: str) -> None:
+        for x in wrapped if isinstance(wrapped, (tuple, list)) else (wrapped,):
+            x._copied_by = made_by
 
     def _check_reaches_original(self, first: Any) -> None:
         """Refuse to write what is a view on one device and a copy here: the original would not change."""
@@ -202,18 +220,27 @@ class OpPlan:
             name: unwrap(value) if isinstance(value, DTensor) else value
             for name, value in bind(self.registration, tuple(args), kwargs).items()
         }
-        groups = {factor: tuple(self.mesh.get_group(axis) for axis in axes) for factor, axes in self.cut_axes.items()}
+        inside = self.mesh.get_coordinate() is not None  # a rank outside the mesh works on nothing, alone
+        groups = {
+            factor: tuple(self.mesh.get_group(axis) for axis in axes if inside)
+            for factor, axes in self.cut_axes.items()
+        }
         placements, shape = self.outputs[0]
         box = TensorSpec(self.mesh, placements, shape, None).box()
         rest = [unwrap(x) if isinstance(x, DTensor) else x for x in args[1:]]
         named = {name: unwrap(x) if isinstance(x, DTensor) else x for name, x in kwargs.items()}
 
-        def on(x: Tensor) -> Any:
-            if args:
-                return func(x, *rest, **named)
-            return func(**{**named, self.registration.parameters[0].name: x})
+        def on(x: Tensor, **static: Any) -> Any:
+            given, by_name = [x, *rest] if args else [], dict(named)
+            if not args:
+                by_name[self.registration.parameters[0].name] = x
+            if static:
+                given = _replace_static(self.registration, given, by_name, static)
+            return func(*given, **by_name)
 
-        return LocalCall(self.platform, bound, self.spans, groups, self.sizes, box, shape, on)
+        return LocalCall(
+            self.platform, self.operation, bound, self.spans, self.lengths, groups, self.sizes, box, shape, on
+        )
 
     def _wrap(self, result: Any) -> Any:
         if isinstance(result, (tuple, list)):
@@ -241,6 +268,20 @@ class OpPlan:
             )
 
 
+def _plan_or_whole(
+    platform: Platform, name: str, registration: Registration, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """A plan; for an operation whose shapes depend on data, and whose data all ranks have, one that makes none."""
+    try:
+        return _make_plan(platform, name, registration, args, kwargs)
+    except ShardingRuleError as error:
+        tensors = [x.spec for _, x in _locate_tensors(args, kwargs)]
+        if not registration.data_dependent or not all(spec.is_replicated() for spec in tensors):
+            raise
+        _check_one_mesh(name, tuple(tensors))
+        return implicit.GatheringPlan(platform, name, str(error), always=True)
+
+
 # Making plans --------------------------------------------------------------------------------------------
 
 
@@ -257,6 +298,7 @@ def _make_plan(
     mesh = specs[0].mesh
     arguments = {key: _specs_of(value) for key, value in bind(registration, args, kwargs).items()}
     call = OpCall(name, arguments, specs)
+    _check_known(registration, call, args)
     rule = registration.rule(call)
     if _makes_integers(platform, specs, args, kwargs):
         rule = replace(rule, terms=None)
@@ -276,7 +318,9 @@ def _make_plan(
         _local_function(rule, cut_axes),
         rule.sizes,
         {factor: _span(mesh, rule.sizes[factor], axes, chosen) for factor, axes in cut_axes.items()},
+        {factor: _lengths(mesh, rule.sizes[factor], axes, chosen) for factor, axes in cut_axes.items()},
         cut_axes,
+        registration.view and len(specs) == 1,
     )
 
 
@@ -343,6 +387,11 @@ def _choose(
         found = [strategy for strategy in found if strategy.inputs[0] == strategy.outputs[0] == current[0]]
         if not found:
             raise call.refuse(f"in place it would have to change the placement {current[0]} of its first argument")
+    if rule.written:
+        found = [strategy for strategy in found if all(strategy.inputs[i] == current[i] for i in rule.written)]
+        if not found:
+            placed = ", ".join(str(current[i]) for i in sorted(rule.written))
+            raise call.refuse(f"it would have to change the placements {placed} of tensors that it writes")
     return cheapest(found, current, nbytes, ranks).keeping(rule.ignored, current)
 
 
@@ -396,12 +445,25 @@ def _local_function(rule: Factorization, cut_axes: Mapping[str, Any]) -> Callabl
 def _span(mesh: DeviceMesh, size: int, axes: tuple[int, ...], chosen: list[Strategy]) -> tuple[int, int]:
     """(start, length) of this rank's part of a factor cut over `axes`."""
     coordinate, start, length = mesh.get_coordinate(), 0, size
+    if coordinate is None:
+        return 0, 0
     for axis in axes:
         kind = chosen[axis].kind
         assert isinstance(kind, (Shard, RaggedShard))
-        offset, length = kind.interval(length, mesh.shape[axis], coordinate[axis] if coordinate else 0)
+        offset, length = kind.interval(length, mesh.shape[axis], coordinate[axis])
         start += offset
     return start, length
+
+
+def _lengths(mesh: DeviceMesh, size: int, axes: tuple[int, ...], chosen: list[Strategy]) -> tuple[tuple[int, ...], ...]:
+    """Per axis the lengths of the parts of its ranks, of a factor cut over `axes`; none outside the mesh."""
+    coordinate, found = mesh.get_coordinate(), []
+    for axis in axes if coordinate else ():
+        kind = chosen[axis].kind
+        assert isinstance(kind, (Shard, RaggedShard))
+        found.append(tuple(kind.interval(size, mesh.shape[axis], rank)[1] for rank in range(mesh.shape[axis])))
+        size = found[-1][coordinate[axis]] if coordinate else 0
+    return tuple(found)
 
 
 # Arguments -----------------------------------------------------------------------------------------------
@@ -417,6 +479,20 @@ def bind(registration: Registration, args: tuple[Any, ...], kwargs: Mapping[str,
         elif parameter.name not in bound and parameter.default is not REQUIRED:
             bound[parameter.name] = parameter.default
     return bound
+
+
+def _check_known(registration: Registration, call: OpCall, args: tuple[Any, ...]) -> None:
+    """Refuse arguments that the rule does not know, as they may change what it says."""
+    if registration.open:
+        return
+    parameters = registration.parameters
+    positional = [parameter for parameter in parameters if not parameter.keyword]
+    unknown = [repr(name) for name in call.arguments if name not in {p.name for p in parameters} | HARMLESS_KEYWORDS]
+    if len(args) > len(positional) and not any(parameter.variadic for parameter in positional):
+        unknown.append(f"{len(args)} positional ones where it knows {len(positional)}")
+    if unknown:
+        known = ", ".join(parameter.name for parameter in parameters)
+        raise call.refuse(f"its rule does not know the arguments {', '.join(unknown)} (only {known})")
 
 
 def _replace_static(
@@ -447,7 +523,7 @@ def _replace(args: list[Any], kwargs: dict[str, Any], location: Location, change
     if len(location) == 2:
         items: Any = list(where[location[0]])
         items[location[1]] = change(items[location[1]])
-        where[location[0]] = items
+        where[location[0]] = tuple(items) if isinstance(where[location[0]], tuple) else items
     else:
         where[location[0]] = change(where[location[0]])
 

@@ -92,14 +92,18 @@ def lifted(
 
 
 class GatheringPlan:
-    """Runs an operation that has no rule on whole operands; it has the face of a plan of `dispatch`."""
+    """Runs an operation that has no rule on whole operands; it has the face of a plan of `dispatch`.
+
+    Args:
+        always: outside `implicit_replication` too, for operands that are whole.
+    """
 
     moves: tuple[Any, ...] = ()
     replaced: Mapping[str, Any] = {}
     outputs: tuple[Any, ...] = ()
 
-    def __init__(self, platform: Platform, name: str, refusal: str) -> None:
-        self.platform, self.name, self.refusal = platform, name, refusal
+    def __init__(self, platform: Platform, name: str, refusal: str, always: bool = False) -> None:
+        self.platform, self.name, self.refusal, self.always = platform, name, refusal, always
 
     def local(self, *_: Any) -> Any:
         """Never called; that it is there says that the operation must come to `run` each time."""
@@ -107,7 +111,7 @@ class GatheringPlan:
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The operation on whole operands, its tensor results as replicated DTensors."""
         mesh = _mesh_of((args, tuple(kwargs.values())))
-        if not is_replicating() or mesh is None:
+        if not (self.always or is_replicating()) or mesh is None:
             raise ShardingRuleError(self.refusal)
         if self.name.endswith("_"):
             raise ShardingRuleError(

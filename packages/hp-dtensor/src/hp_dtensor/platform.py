@@ -240,6 +240,15 @@ class Platform(ABC):
     @abstractmethod
     def set_grad(self, x: Tensor, grad: Tensor | None) -> None: ...
 
+    # Operations ------------------------------------------------------------------------------------------
+
+    def operation(self, name: str) -> Callable[..., Any] | None:
+        """The framework's own function for an operation that sharding rules name, with torch's order of arguments.
+
+        None where the framework has none that works here. The default knows those of `ops`.
+        """
+        return getattr(self.ops, name, None)
+
     # DTensor ---------------------------------------------------------------------------------------------
 
     @abstractmethod

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+import torch.nn.functional as F
+
 # Operators whose name is not the method's own between underscores.
 _OPERATORS = {
     "truediv": "div",
@@ -39,6 +42,7 @@ _SYNONYMS = {
     "swapdims": "transpose",
     "split_with_sizes": "split",
     "special_expit": "sigmoid",
+    "_threshold": "threshold",
 }
 
 _PROPERTIES = {"T": "t", "mT": "mT"}
@@ -73,3 +77,14 @@ def canonical_name(func: Callable[..., Any]) -> tuple[str, bool]:
     in_place = in_place or (name.endswith("_") and not name.startswith("_"))
     stem = name.rstrip("_")
     return _SYNONYMS.get(stem, stem) + ("_" if in_place else ""), reflected
+
+
+def function_named(name: str) -> Callable[..., Any] | None:
+    """torch's function of a canonical name, else its method or property; None where there is none."""
+    for owner in (F, torch, torch.Tensor, torch.nn.init, torch.linalg):
+        found = getattr(owner, name.removeprefix("linalg_") if owner is torch.linalg else name, None)
+        if callable(found):
+            return found
+    accessed = {"numpy_T": "T"}.get(name, name)
+    is_property = hasattr(getattr(torch.Tensor, accessed, None), "__get__")
+    return (lambda x: getattr(x, accessed)) if is_property else None

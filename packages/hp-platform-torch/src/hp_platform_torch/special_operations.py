@@ -14,6 +14,7 @@ from hp_dtensor.api import forget_source, grad_spec
 from hp_dtensor.exceptions import MixedOperandsError, ShardingRuleError
 from hp_dtensor.placements import Partial
 from hp_dtensor.spec import TensorSpec
+from hp_platform_torch.decompositions import DECOMPOSED
 from hp_platform_torch.dtensor import (
     Handler,
     LocalOperations,
@@ -51,6 +52,9 @@ def handler_of(func: Callable[..., Any]) -> Handler | None:
         return _locally
     if name in _CLIPPING and dispatch.rule_registry().get(name) is None:
         return _refuse_norm
+    decomposed = DECOMPOSED.get(func)
+    if decomposed is not None:
+        return lambda func, args, kwargs: decomposed(*args, **kwargs)
     return _HANDLERS.get(func)
 
 

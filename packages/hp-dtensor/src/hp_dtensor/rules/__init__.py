@@ -1,7 +1,10 @@
 """Sharding rules: tables of operations as factors, and the engine that reads them (see README.md)."""
 
 from hp_dtensor.rules import (
+    advanced,
+    batch_norm,
     convolutions,
+    cross_entropy,
     einsum,
     losses,
     networks,
@@ -9,6 +12,7 @@ from hp_dtensor.rules import (
     products,
     random,
     reductions,
+    scans,
     scattering,
     selection,
     views,
@@ -22,7 +26,8 @@ __all__ = ["Factorization", "OpCall", "RuleRegistry", "register_builtin_rules"]
 def register_builtin_rules(registry: RuleRegistry) -> None:
     """Register every rule of this package."""
     tables = (
-        pointwise, reductions, products, einsum, views, selection, scattering, networks, convolutions, losses, random
+        pointwise, reductions, scans, products, einsum, views, selection, advanced, scattering, networks, batch_norm,
+        cross_entropy, convolutions, losses, random,
     )  # fmt: skip
     for table in tables:
         table.register(registry)

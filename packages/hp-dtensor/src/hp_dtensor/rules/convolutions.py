@@ -15,12 +15,17 @@ def register(registry: RuleRegistry) -> None:
     registry.register("conv1d conv2d conv3d", conv, _convolution)
     transposed = "input weight bias=None stride=1 padding=0 output_padding=0 groups=1 dilation=1"
     registry.register("conv_transpose1d conv_transpose2d conv_transpose3d", transposed, _transposed_convolution)
-    pool = "input kernel_size stride=None padding=0 dilation=1 ceil_mode=False"
+    pool = "input kernel_size stride=None padding=0 dilation=1 ceil_mode=False return_indices=False"
     registry.register("max_pool1d max_pool2d max_pool3d", pool, _pool("dilation"))
-    average = "input kernel_size stride=None padding=0 ceil_mode=False"
+    average = "input kernel_size stride=None padding=0 ceil_mode=False count_include_pad=True divisor_override=None"
     registry.register("avg_pool1d avg_pool2d avg_pool3d", average, _pool(None))
+    for kind, signature in (("avg", "input output_size"), ("max", "input output_size return_indices=False")):
+        registry.register(" ".join(f"adaptive_{kind}_pool{n}d" for n in (1, 2, 3)), signature, _adaptive_pool)
+    registry.register("instance_norm", "input ...", _instance_norm)
     registry.register(
-        "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d", "input output_size", _adaptive_pool
+        "interpolate",
+        "input size=None scale_factor=None mode=nearest align_corners=None recompute_scale_factor=None antialias=False",
+        _interpolate,
     )
 
 
@@ -106,17 +111,34 @@ def _pool(dilated: str | None) -> Rule:
         stride = kernel if call["stride"] in (None, ()) else _spatial(call["stride"], count)
         padding = _spatial(call["padding"], count)
         dilation = _spatial(call[dilated], count) if dilated else (1,) * count
-        if call["ceil_mode"]:
-            raise call.refuse("pooling with ceil_mode has no rule")
-        positions = tuple(
-            (size + 2 * pad - d * (k - 1) - 1) // s + 1
-            for size, pad, d, k, s in zip(
-                call.tensors[0].shape[-count:], padding, dilation, kernel, stride, strict=True
-            )
-        )
-        return _positions_whole(call, positions)
+        options = zip(call.tensors[0].shape[-count:], kernel, stride, padding, dilation, strict=True)
+        return _positions_whole(call, tuple(_windows(*option, bool(call["ceil_mode"])) for option in options))
 
     return rule
+
+
+def _windows(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil: bool) -> int:
+    """How many windows a dimension has; with `ceil` also one that reaches beyond its end but starts within it."""
+    covered = size + 2 * padding - dilation * (kernel - 1) - 1
+    count = (covered + (stride - 1 if ceil else 0)) // stride + 1
+    return count - 1 if ceil and (count - 1) * stride >= size + padding else count
+
+
+def _instance_norm(call: OpCall) -> Factorization:
+    """Every channel of every image by itself, `[batch, channels, ...]`."""
+    tensors = [call.arguments.get(name) for name in ("running_mean", "running_var", "weight", "bias")]
+    if len(call.tensors) != 1 or any(tensor is not None for tensor in tensors):
+        raise call.refuse("it takes no statistics and no weights; multiply by weights and add the bias after it")
+    return _positions_whole(call, call.tensors[0].shape[2:])
+
+
+def _interpolate(call: OpCall) -> Factorization:
+    positions = call.tensors[0].shape[2:]
+    if call["size"] is not None:
+        return _positions_whole(call, _spatial(call["size"], len(positions)))
+    factor = call["scale_factor"]
+    factors = [factor] * len(positions) if isinstance(factor, (int, float)) else list(factor)
+    return _positions_whole(call, tuple(int(n * f) for n, f in zip(positions, factors, strict=True)))
 
 
 def _adaptive_pool(call: OpCall) -> Factorization:
@@ -136,4 +158,5 @@ def _positions_whole(call: OpCall, positions: Sizes) -> Factorization:
     before = tuple((f"p{i}",) for i in range(count))
     after = tuple((f"q{i}",) for i in range(count))
     cut = frozenset(sizes) - fixed
-    return Factorization(((*leading, *before),), ((*leading, *after),), sizes, fixed=fixed, nonempty=cut)
+    outputs = ((*leading, *after),) * (2 if call.arguments.get("return_indices") else 1)
+    return Factorization(((*leading, *before),), outputs, sizes, fixed=fixed, nonempty=cut)

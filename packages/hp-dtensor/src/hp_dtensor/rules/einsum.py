@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hp_dtensor.rules.factors import Dims, Factorization
 from hp_dtensor.rules.registry import OpCall, RuleRegistry
 
@@ -11,25 +13,45 @@ def register(registry: RuleRegistry) -> None:
 
 
 def _einsum(call: OpCall) -> Factorization:
-    """Letters are factors; those the output lacks are summed. `...` and repeated letters are refused."""
-    equation = call["equation"].replace(" ", "")
-    left, arrow, right = equation.partition("->")
+    """Letters are factors; those the output lacks are summed, those repeated in one operand must be whole."""
+    left, arrow, right = call["equation"].replace(" ", "").partition("->")
     terms = left.split(",")
-    if "." in equation or any(len(set(term)) != len(term) for term in (*terms, right)):
-        raise call.refuse("an equation with ... or with a letter repeated in one operand has no rule")
+    if len(terms) != len(call.tensors):
+        raise call.refuse(f"equation {call['equation']!r} does not fit its {len(call.tensors)} operands")
     if not arrow:
-        right = "".join(sorted(letter for letter in set(left) if letter.isalpha() and left.count(letter) == 1))
-    if len(terms) != len(call.tensors) or any(len(t) != s.ndim for t, s in zip(terms, call.tensors, strict=True)):
-        raise call.refuse(f"equation {equation!r} does not fit its operands")
+        once = sorted(letter for letter in set(left) if letter.isalpha() and left.count(letter) == 1)
+        right = ("..." if "..." in left else "") + "".join(once)
+    extra = max(spec.ndim - len(term.replace("...", "")) for term, spec in zip(terms, call.tensors, strict=True))
+    named = [_names(term, spec.ndim) for term, spec in zip(terms, call.tensors, strict=True)]
     sizes: dict[str, int] = {}
-    for term, spec in zip(terms, call.tensors, strict=True):
-        for letter, size in zip(term, spec.shape, strict=True):
-            if sizes.setdefault(letter, size) != size:
-                raise call.refuse(f"{letter!r} has sizes {sizes[letter]} and {size}")
-    summed = {letter: "sum" for letter in sizes if letter not in right}
-    inputs = tuple(_dims(term) for term in terms)
-    return Factorization(inputs, (_dims(right),), sizes, reduced=summed, terms=(frozenset(range(len(terms))),))
+    for names, spec in zip(named, call.tensors, strict=True):
+        _add_sizes(call, names, spec.shape, sizes)
+    output = _names(right, len(right.replace("...", "")) + (extra if "..." in right else 0))
+    inputs = tuple(
+        tuple(() if spec.shape[i] == 1 != sizes[name] else (name,) for i, name in enumerate(names))
+        for names, spec in zip(named, call.tensors, strict=True)
+    )
+    summed = {name: "sum" for name in sizes if name not in output}
+    repeated = frozenset(name for names in named for name in names if names.count(name) > 1)
+    result: Dims = tuple((name,) for name in output)
+    return Factorization(
+        inputs, (result,), sizes, fixed=repeated, reduced=summed, terms=(frozenset(range(len(terms))),)
+    )
 
 
-def _dims(letters: str) -> Dims:
-    return tuple((letter,) for letter in letters)
+def _names(term: str, ndim: int) -> list[str]:
+    """A factor per dimension; those that `...` stands for are named from the last."""
+    before, dots, after = term.partition("...")
+    between = ndim - len(before) - len(after) if dots else 0
+    return [*before, *(f".{i}" for i in range(between, 0, -1)), *after]
+
+
+def _add_sizes(call: OpCall, names: Sequence[str], shape: Sequence[int], sizes: dict[str, int]) -> None:
+    if len(names) != len(shape):
+        raise call.refuse(f"equation {call['equation']!r} does not fit its operands")
+    for name, size in zip(names, shape, strict=True):
+        known = sizes.setdefault(name, size)
+        if known == 1 != size:
+            sizes[name] = size
+        elif size not in (1, known):
+            raise call.refuse(f"{name!r} has sizes {known} and {size}")

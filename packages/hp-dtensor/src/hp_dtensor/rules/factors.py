@@ -37,6 +37,7 @@ class Factorization:
         nonempty: factors that may be cut only if every rank gets some of them.
         ignored: inputs (by index) of which only dtype and device count; they stay as they are.
         localize: static arguments to use on this rank, from the local shapes of the outputs.
+        written: inputs (by index) that the operation writes besides giving its outputs; they must stay as they are.
     """
 
     inputs: tuple[Dims, ...]
@@ -50,6 +51,7 @@ class Factorization:
     nonempty: frozenset[str] = frozenset()
     ignored: frozenset[int] = frozenset()
     localize: Callable[[Sequence[tuple[int, ...]]], Mapping[str, Any]] | None = None
+    written: frozenset[int] = frozenset()
 
     def output_shape(self, output: int) -> tuple[int, ...]:
         return tuple(math.prod(self.sizes[f] for f in dim) for dim in self.outputs[output])
@@ -90,24 +92,26 @@ class Factorization:
 class Strategy:
     """What one mesh axis does in an operation: the placements that inputs must have and outputs get.
 
-    `kind` says how it cuts `factor`, as a placement of dimension 0.
+    `kind` says how it cuts `factor`, as a placement of dimension 0; `whole` that every rank does the same, whatever
+    the placements of inputs that do not count.
     """
 
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
     factor: str | None = None
     kind: Placement | None = None
+    whole: bool = False
 
     def keeping(self, ignored: frozenset[int], current: Sequence[Placement]) -> Strategy:
         """The same with the ignored inputs as they are."""
         if not ignored:
             return self
         inputs = tuple(current[i] if i in ignored else placement for i, placement in enumerate(self.inputs))
-        return Strategy(inputs, self.outputs, self.factor, self.kind)
+        return Strategy(inputs, self.outputs, self.factor, self.kind, self.is_replicated)
 
     @property
     def is_replicated(self) -> bool:
-        return all(placement.is_replicate() for placement in (*self.inputs, *self.outputs))
+        return self.whole or all(placement.is_replicate() for placement in (*self.inputs, *self.outputs))
 
 
 def strategies(

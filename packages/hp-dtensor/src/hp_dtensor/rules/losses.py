@@ -30,11 +30,6 @@ def register(registry: RuleRegistry) -> None:
         _loss,
     )
     registry.register("kl_div", "input target size_average=None reduce=None reduction=mean log_target=False", _loss)
-    registry.register(
-        "nll_loss",
-        "input target weight=None size_average=None ignore_index=-100 reduce=None reduction=mean",
-        _nll,
-    )
 
 
 def _loss(call: OpCall) -> Factorization:
@@ -67,16 +62,3 @@ def _loss(call: OpCall) -> Factorization:
         reduced=dict.fromkeys(sizes, "sum"),
         local=dict.fromkeys(sizes, part_of_mean),
     )
-
-
-def _nll(call: OpCall) -> Factorization:
-    """Log-probabilities `[rows, classes]`; rows may be cut except for a mean, which counts them."""
-    shape = call.tensors[0].shape
-    if len(shape) != 2 or len(call.tensors) != 2:
-        raise call.refuse("nll_loss of DTensors takes log-probabilities [rows, classes], class indices, no weights")
-    sizes = {"rows": shape[0], "classes": shape[1]}
-    inputs = ((("rows",), ("classes",)), (("rows",),))
-    if call["reduction"] == "none":
-        return Factorization(inputs, ((("rows",),),), sizes, fixed=frozenset({"classes"}))
-    reduced = {"rows": "sum"} if call["reduction"] == "sum" else {}
-    return Factorization(inputs, ((),), sizes, fixed=frozenset({"classes"}), reduced=reduced)

@@ -23,27 +23,28 @@ NONLINEAR = (
 LINEAR_UNARY = "neg clone detach contiguous positive cast float double half bfloat16 alias"
 NO_IN_PLACE = frozenset(
     "isfinite isnan isinf zeros_like ones_like empty_like full_like maximum minimum fmax fmin isclose signbit "
-    "int long bool short byte gelu mish softplus softsign softshrink hardshrink tanhshrink selu celu logsigmoid "
+    "int long bool short byte gelu mish softplus softsign softshrink hardshrink tanhshrink logsigmoid "
     "log_sigmoid logaddexp logaddexp2".split()
 )
 
 
 def register(registry: RuleRegistry) -> None:
     nonlinear, unary = pointwise(None), pointwise("unary")
-    registry.register(NONLINEAR, "input", nonlinear, by_type=True)
-    registry.register(LINEAR_UNARY, "input", unary)
-    registry.register("to type_as type", "input other=None", _converted)
-    registry.register("add sub", "input other", pointwise("add"), by_type=True)
-    registry.register("mul", "input other", pointwise("mul"), by_type=True)
-    registry.register("div true_divide", "input other", pointwise("div"), by_type=True)
-    registry.register("where", "condition input=None other=None", _where, by_type=True)
+    registry.register(NONLINEAR, "input ...", nonlinear, by_type=True)
+    registry.register(LINEAR_UNARY, "input ...", unary)
+    registry.register("to type_as type", "input other=None ...", _converted)
+    registry.register("add sub", "input other ...", pointwise("add"), by_type=True)
+    registry.register("mul", "input other ...", pointwise("mul"), by_type=True)
+    registry.register("div true_divide", "input other ...", pointwise("div"), by_type=True)
+    registry.register("where", "condition input=None other=None", _where, by_type=True, data_dependent=True)
     written = " ".join(f"{name}_" for name in NONLINEAR.split() if name not in NO_IN_PLACE)
-    registry.register(f"{written} fill_", "input", nonlinear, in_place=True, by_type=True)
+    registry.register(f"{written} fill_", "input ...", nonlinear, in_place=True, by_type=True)
     registry.register("neg_ zero_", "input", unary, in_place=True)
-    registry.register("add_ sub_", "input other", pointwise("add"), in_place=True, by_type=True)
+    registry.register("add_ sub_", "input other ...", pointwise("add"), in_place=True, by_type=True)
     registry.register("mul_", "input other", pointwise("mul"), in_place=True, by_type=True)
-    registry.register("div_", "input other", pointwise("div"), in_place=True, by_type=True)
-    registry.register("copy_", "input other", pointwise("copy"), in_place=True)
+    registry.register("div_", "input other ...", pointwise("div"), in_place=True, by_type=True)
+    registry.register("prelu", "input weight", _prelu)
+    registry.register("copy_", "input other non_blocking=False", pointwise("copy"), in_place=True)
 
 
 def pointwise(linearity: str | None) -> Rule:
@@ -70,9 +71,19 @@ def _is_no_division(call: OpCall, linearity: str | None) -> bool:
     )
 
 
+def _prelu(call: OpCall) -> Factorization:
+    """A slope for each channel (dimension 1), or one for all."""
+    shape, weight = (spec.shape for spec in call.tensors)
+    dims, sizes = names_for("d", shape)
+    channels = dims[1:2] if weight[0] != 1 and len(shape) > 1 else ((),) if weight[0] == 1 else dims[:1]
+    return Factorization((dims, channels), (dims,), sizes)
+
+
 def _where(call: OpCall) -> Factorization:
     if call["other"] is None:
-        raise call.refuse("the shape of its result depends on data of all ranks; call it on full_tensor()")
+        raise call.refuse(
+            "the shape of its result depends on data of all ranks; make it whole first: redistribute to Replicate()"
+        )
     return pointwise("where")(call)
 
 

@@ -12,6 +12,7 @@ def register(registry: RuleRegistry) -> None:
     registry.register("matmul bmm mm mv dot", "input other", _matmul)
     registry.register("linear", "input weight bias=None", _linear)
     registry.register("outer ger", "input other", _outer)
+    registry.register("cdist", "input other p=2.0 compute_mode=None", _distances)
     registry.register("addmm", "input mat1 mat2 beta=1 alpha=1", _with_addend)
     registry.register("baddbmm", "input batch1 batch2 beta=1 alpha=1", _with_addend)
 
@@ -77,6 +78,17 @@ def _with_addend(call: OpCall) -> Factorization:
         reduced=product.reduced,
         terms=(frozenset({0}), frozenset({1, 2})),
     )
+
+
+def _distances(call: OpCall) -> Factorization:
+    """`... m k, ... n k -> ... m n`, the coordinates whole."""
+    left, right = (spec.shape for spec in call.tensors)
+    if left[:-2] != right[:-2] or left[-1] != right[-1]:
+        raise call.refuse("its tensors must have one batch shape and one number of coordinates")
+    batch: Dims = tuple((f"b{i}",) for i in range(len(left) - 2))
+    sizes = {f"b{i}": size for i, size in enumerate(left[:-2])} | {"m": left[-2], "n": right[-2], "k": left[-1]}
+    inputs = ((*batch, ("m",), ("k",)), (*batch, ("n",), ("k",)))
+    return Factorization(inputs, ((*batch, ("m",), ("n",)),), sizes, fixed=frozenset({"k"}))
 
 
 def _outer(call: OpCall) -> Factorization:

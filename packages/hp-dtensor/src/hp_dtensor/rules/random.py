@@ -20,17 +20,19 @@ LINEAR = (frozenset({0}),)
 
 
 def register(registry: RuleRegistry) -> None:
-    registry.register("dropout dropout1d dropout2d dropout3d feature_dropout", "input", _rule(_masked))
-    registry.register("alpha_dropout feature_alpha_dropout", "input", _whole)
-    registry.register("rand_like randn_like", "input", _rule(_drawn, linear=False))
+    registry.register("dropout dropout1d dropout2d dropout3d feature_dropout", "input ...", _rule(_masked))
+    registry.register("alpha_dropout feature_alpha_dropout", "input ...", _whole)
+    registry.register("rand_like randn_like", "input ...", _rule(_drawn, linear=False))
     registry.register(
         "uniform_ normal_ exponential_ log_normal_ cauchy_ geometric_ random_",
-        "input",
+        "input ...",
         _rule(_filled, linear=False),
         in_place=True,
     )
-    registry.register("kaiming_uniform_ kaiming_normal_", "tensor", _rule(_filled, linear=False), in_place=True)
-    registry.register("bernoulli multinomial", "input", _refuse)
+    registry.register("kaiming_uniform_ kaiming_normal_", "tensor ...", _rule(_filled, linear=False), in_place=True)
+    registry.register("bernoulli", "input ...", _whole)
+    registry.register("multinomial", "input num_samples replacement=False", _multinomial)
+    registry.register("bernoulli_", "input p=0.5", _rule(_filled, linear=False), in_place=True)
 
 
 def _rule(local: Callable[[LocalCall], Any], linear: bool = True) -> Rule:
@@ -72,10 +74,14 @@ def _part(call: LocalCall, whole: Tensor) -> Tensor:
 
 
 def _whole(call: OpCall) -> Factorization:
-    """What is dropped gets a value of its own, so that the result is no product with a mask."""
+    """Every rank draws for the whole: what is dropped gets a value of its own, or it depends on all probabilities."""
     dims, sizes = names_for("d", call.tensors[0].shape)
     return Factorization((dims,), (dims,), sizes, fixed=frozenset(sizes))
 
 
-def _refuse(call: OpCall) -> Factorization:
-    raise call.refuse("its numbers depend on all probabilities; call it on full_tensor()")
+def _multinomial(call: OpCall) -> Factorization:
+    """Every rank draws for the whole."""
+    dims, sizes = names_for("d", call.tensors[0].shape)
+    output = (*dims[:-1], ("drawn",))
+    sizes = sizes | {"drawn": call["num_samples"]}
+    return Factorization((dims,), (output,), sizes, fixed=frozenset(sizes))

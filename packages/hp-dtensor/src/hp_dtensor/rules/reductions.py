@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from hp_dtensor.rules import parts
 from hp_dtensor.rules.factors import Dims, Factorization
 from hp_dtensor.rules.pointwise import pointwise
 from hp_dtensor.rules.registry import OpCall, Rule, RuleRegistry, names_for
@@ -20,24 +20,25 @@ LINEAR = (frozenset({0}),)
 
 
 def register(registry: RuleRegistry) -> None:
-    registry.register("sum", "input dim=None keepdim=False", _reduction("sum"))
-    registry.register("mean", "input dim=None keepdim=False", _mean)
-    registry.register("amax", "input dim=None keepdim=False", _reduction("max"))
-    registry.register("amin", "input dim=None keepdim=False", _reduction("min"))
-    registry.register("argmax argmin", "input dim=None keepdim=False", _reduction(None))
-    registry.register("max min", "input dim=None keepdim=False", _max)
-    registry.register("median", "input dim=None keepdim=False", _max)
+    dims, typed = "input dim=None keepdim=False", "input dim=None keepdim=False * dtype=None"
+    registry.register("sum nansum", typed, _reduction("sum"))
+    registry.register("mean", typed, _mean)
+    registry.register("count_nonzero", "input dim=None", _reduction("sum"))
+    registry.register("amax amin", dims, _extremes)
+    registry.register("aminmax", "input * dim=None keepdim=False", _extremes)
+    registry.register("max min", dims, _max)
+    registry.register("argmax argmin", dims, _position)
+    registry.register("median nanmedian", dims, _median)
     registry.register("mode", "input dim=-1 keepdim=False", _with_indices)
-    registry.register("aminmax", "input dim=None keepdim=False", _with_indices)
-    registry.register("count_nonzero nansum nanmean", "input dim=None keepdim=False", _reduction(None))
-    registry.register("logsumexp all any prod", "input dim=None keepdim=False", _reduction(None))
-    registry.register("norm", "input p=fro dim=None keepdim=False", _reduction(None))
-    registry.register("std var", "input dim=None unbiased=True keepdim=False", _spread(1))
-    registry.register("var_mean std_mean", "input dim=None unbiased=True keepdim=False", _spread(2))
-    registry.register("cumsum", "input dim", _along(linear=True))
-    registry.register("cumprod logcumsumexp", "input dim", _along(linear=False))
-    registry.register("cummax cummin", "input dim", _along(linear=False, outputs=2))
-    registry.register("softmax log_softmax softmin", "input dim=None", _along(linear=False))
+    registry.register("kthvalue", "input k dim=-1 keepdim=False", _with_indices)
+    registry.register("quantile nanquantile", "input q dim=None keepdim=False * interpolation=linear", _quantile)
+    registry.register("nanmean", typed, _reduction(None))
+    registry.register("logsumexp", dims, _merged)
+    registry.register("prod", typed, _merged)
+    registry.register("norm", "input p=fro dim=None keepdim=False * dtype=None", _norm)
+    registry.register("linalg_vector_norm", "input p=2 dim=None keepdim=False * dtype=None", _norm)
+    registry.register("all any", dims, _truth)
+    registry.register("std var std_mean var_mean", "input dim=None unbiased=True keepdim=False * correction=1", _spread)
     registry.register("glu", "input dim=-1", _glu)
 
 
@@ -55,49 +56,85 @@ def reduced_dims(call: OpCall, ndim: int) -> tuple[int, ...]:
 
 
 def _reduction(op: str | None) -> Rule:
-    """A reduction whose partial results `op` combines; None: reduced dimensions must be whole."""
+    """A reduction whose results of parts `op` combines; None: reduced dimensions must be whole."""
 
     def rule(call: OpCall) -> Factorization:
-        (spec,) = call.tensors
-        dims, sizes = names_for("d", spec.shape)
-        gone = reduced_dims(call, spec.ndim)
-        output = _kept(dims, gone, bool(call["keepdim"]))
-        factors = [f"d{i}" for i in gone]
-        if op is None or spec.mesh.platform.dtype_name(spec.dtype) == "bool":  # groups do not reduce truth values
-            return Factorization((dims,), (output,), sizes, fixed=frozenset(factors))
-        terms = LINEAR if op == "sum" else None
-        local = {} if op == "sum" else dict.fromkeys(factors, _extreme_of_part(call.name, op, gone, call["keepdim"]))
-        return Factorization((dims,), (output,), sizes, reduced=dict.fromkeys(factors, op), terms=terms, local=local)
+        whole = _whole(call)
+        factors = _gone_factors(call)
+        if op is None:
+            return whole
+        linear = op == "sum" and call.name == "sum"
+        return replace(whole, fixed=frozenset(), reduced=dict.fromkeys(factors, op), terms=LINEAR if linear else None)
 
     return rule
 
 
-def _spread(outputs: int) -> Rule:
+def _whole(call: OpCall) -> Factorization:
+    """Every reduced dimension uncut."""
+    (spec,) = call.tensors
+    dims, sizes = names_for("d", spec.shape)
+    output = _kept(dims, reduced_dims(call, spec.ndim), bool(call.arguments.get("keepdim")))
+    return Factorization((dims,), (output,), sizes, fixed=frozenset(_gone_factors(call)))
+
+
+def _gone_factors(call: OpCall) -> list[str]:
+    return [f"d{i}" for i in reduced_dims(call, call.tensors[0].ndim)]
+
+
+def _by_parts(call: OpCall, make: Callable[[tuple[int, ...], bool], Any], outputs: int = 1) -> Factorization:
+    """Reduced dimensions may be cut: `make(dims, keepdim)` is what the ranks do, and its result is whole."""
+    whole, factors = _whole(call), _gone_factors(call)
+    whole = replace(whole, outputs=whole.outputs * outputs)
+    if any(whole.sizes[factor] == 0 for factor in factors):
+        return whole
+    local = make(reduced_dims(call, call.tensors[0].ndim), bool(call["keepdim"]))
+    return replace(whole, fixed=frozenset(), complete=frozenset(factors), local=dict.fromkeys(factors, local))
+
+
+def _is_bool(call: OpCall) -> bool:
+    spec = call.tensors[0]
+    return bool(spec.mesh.platform.dtype_name(spec.dtype) == "bool")
+
+
+def _is_floating(call: OpCall) -> bool:
+    spec = call.tensors[0]
+    return spec.mesh.platform.is_floating(spec.dtype)
+
+
+def _extremes(call: OpCall) -> Factorization:
+    which = {"amax": ["max"], "max": ["max"], "aminmax": ["min", "max"]}.get(call.name, ["min"])
+    if _is_bool(call):  # groups do not reduce truth values
+        return replace(_whole(call), outputs=_whole(call).outputs * len(which))
+    return _by_parts(call, functools.partial(parts.extremes, which), outputs=len(which))
+
+
+def _merged(call: OpCall) -> Factorization:
+    if not _is_floating(call):
+        return _whole(call)
+    return _by_parts(call, parts.merged)
+
+
+def _norm(call: OpCall) -> Factorization:
+    """Of order 0 norms of parts are counts, of which another norm of order 0 is not the sum."""
+    if call["p"] in ("nuc", 0, 0.0) or call["p"] is None:
+        return _whole(call)
+    return _by_parts(call, parts.merged)
+
+
+def _truth(call: OpCall) -> Factorization:
+    return _by_parts(call, functools.partial(parts.truth, call.name))
+
+
+def _spread(call: OpCall) -> Factorization:
     """Standard deviation or variance: `x.std(False)` is `x.std(unbiased=False)`."""
-
-    def rule(call: OpCall) -> Factorization:
-        if isinstance(call["dim"], bool):
-            call = OpCall(call.name, {**call.arguments, "dim": None}, call.tensors)
-        whole = _reduction(None)(call)
-        return replace(whole, outputs=whole.outputs * outputs)
-
-    return rule
-
-
-def _extreme_of_part(name: str, op: str, gone: tuple[int, ...], keepdim: bool) -> Callable[[LocalCall], Any]:
-    """amax or amin of a part that may be empty: then the value that never wins, still in the autograd graph."""
-
-    def reduce(call: LocalCall) -> Any:
-        platform, ops, x = call.platform, call.platform.ops, call.arguments["input"]
-        if all(x.shape[i] for i in gone):
-            return getattr(ops, name)(x, gone, bool(keepdim))
-        nothing = ops.sum(x, gone, bool(keepdim))
-        if platform.is_floating(x.dtype):
-            return ops.add(nothing, float("-inf" if op == "max" else "inf"))
-        limits = np.iinfo(platform.dtype_name(x.dtype))
-        return ops.full(tuple(nothing.shape), int(limits.min if op == "max" else limits.max), x.dtype)
-
-    return reduce
+    if isinstance(call["dim"], bool):
+        call = OpCall(call.name, {**call.arguments, "dim": None, "unbiased": call["dim"]}, call.tensors)
+    correction = call["correction"] if call["unbiased"] else 0
+    return _by_parts(
+        call,
+        lambda gone, keepdim: parts.spread(call.name, gone, keepdim, 1 if correction is None else correction),
+        outputs=2 if call.name.endswith("mean") else 1,
+    )
 
 
 def _mean(call: OpCall) -> Factorization:
@@ -131,18 +168,40 @@ def _kept(dims: Dims, gone: tuple[int, ...], keepdim: bool) -> Dims:
 
 
 def _max(call: OpCall) -> Factorization:
-    """max, min, median: of everything, along a dimension (with indices), or of two tensors element by element."""
+    """Of everything, along a dimension (with positions), or of two tensors element by element."""
     if len(call.tensors) == 2:
         return pointwise(None)(call)
     if call["dim"] is None:
-        return _reduction(None)(call)
-    return _with_indices(call)
+        return _extremes(call)
+    return _candidates(call, parts.best_of_parts, outputs=2)
+
+
+def _position(call: OpCall) -> Factorization:
+    return _whole(call) if call["dim"] is None else _candidates(call, parts.position_of_best, outputs=1)
+
+
+def _candidates(call: OpCall, make: Callable[[int, bool], Any], outputs: int) -> Factorization:
+    (dim,) = reduced_dims(call, call.tensors[0].ndim) or (None,)
+    if dim is None or _is_bool(call) or not parts.candidates_are_fewer(call, dim, 1):
+        return replace(_whole(call), outputs=_whole(call).outputs * outputs)
+    return _by_parts(call, lambda gone, keepdim: make(gone[0], keepdim), outputs)
+
+
+def _median(call: OpCall) -> Factorization:
+    """Of everything, or along a dimension, with positions."""
+    return _whole(call) if call["dim"] is None else _with_indices(call)
 
 
 def _with_indices(call: OpCall) -> Factorization:
     """Two results, values and where they were found."""
-    rule = _reduction(None)(call)
-    return Factorization(rule.inputs, rule.outputs * 2, rule.sizes, fixed=rule.fixed)
+    rule = _whole(call)
+    return replace(rule, outputs=rule.outputs * 2)
+
+
+def _quantile(call: OpCall) -> Factorization:
+    if not isinstance(call["q"], (int, float)):
+        raise call.refuse("q must be a number")
+    return replace(_whole(call), nonempty=frozenset(_whole(call).sizes))
 
 
 def _glu(call: OpCall) -> Factorization:
@@ -153,17 +212,3 @@ def _glu(call: OpCall) -> Factorization:
     output = (*dims[:dim], ("half",), *dims[dim + 1 :])
     sizes = sizes | {"half": spec.shape[dim] // 2}
     return Factorization((dims,), (output,), sizes, fixed=frozenset({f"d{dim}", "half"}))
-
-
-def _along(linear: bool, outputs: int = 1) -> Rule:
-    """An operation along one dimension, which must be whole, that keeps the shape."""
-
-    def rule(call: OpCall) -> Factorization:
-        (spec,) = call.tensors
-        dims, sizes = names_for("d", spec.shape)
-        if not isinstance(call["dim"], int):
-            raise call.refuse(f"it needs one dimension, got dim={call['dim']!r}")
-        fixed = frozenset(f"d{dim}" for dim in reduced_dims(call, spec.ndim))
-        return Factorization((dims,), (dims,) * outputs, sizes, fixed=fixed, terms=LINEAR if linear else None)
-
-    return rule

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,11 +41,17 @@ class OpCall:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of an operation; `variadic`: `x.view(2, 3)` means `x.view((2, 3))`."""
+    """One parameter of an operation.
+
+    Attributes:
+        variadic: `x.view(2, 3)` means `x.view((2, 3))`.
+        keyword: it is given by keyword only.
+    """
 
     name: str
     default: Any = REQUIRED
     variadic: bool = False
+    keyword: bool = False
 
 
 Rule = Callable[[OpCall], Factorization]
@@ -60,6 +66,9 @@ class Registration:
         in_place: the first argument is written and returned.
         by_type: scalars count by type only, so that changing values do not fill the cache.
         view: its results share the storage of the first argument.
+        open: further arguments are the local operation's own affair.
+        data_dependent: the shapes of its results may depend on data, so the rule may refuse; on replicated
+            arguments it runs all the same.
     """
 
     rule: Rule
@@ -67,6 +76,8 @@ class Registration:
     in_place: bool = False
     by_type: bool = False
     view: bool = False
+    open: bool = False
+    data_dependent: bool = False
 
     def position(self, keyword: str) -> int:
         """The position of the parameter that a keyword names; after all of them for one that names none."""
@@ -90,16 +101,23 @@ class RuleRegistry:
         in_place: bool = False,
         by_type: bool = False,
         view: bool = False,
+        data_dependent: bool = False,
     ) -> None:
         """Register one rule for the space-separated `names`.
 
         Args:
-            signature: parameters in order, such as `"input dim=None keepdim=False"` or `"input *shape"`.
+            signature: parameters in order, such as `"input dim=None keepdim=False"` or `"input *shape"`; behind a
+                `*` those given by keyword only. A last word `...` takes any further arguments, which then must
+                not change what the rule says; without it a call that has any is refused.
+            in_place, by_type, view, data_dependent: see `Registration`.
 
         Raises:
             ValueError: a name has a rule already.
         """
-        registration = Registration(rule, _parse_signature(signature), in_place, by_type, view)
+        words = signature.split()
+        takes_more = words[-1] == "..."
+        parameters = _parse_signature(words[:-1] if takes_more else words)
+        registration = Registration(rule, parameters, in_place, by_type, view, takes_more, data_dependent)
         for name in names.split():
             if name in self._registrations:
                 raise ValueError(f"operation {name!r} has a sharding rule already")
@@ -126,15 +144,22 @@ KEYWORD_SYNONYMS = {
 }
 """Other names of parameters in frameworks' signatures; they count where an operation has no parameter of that name."""
 
+HARMLESS_KEYWORDS = frozenset({"out", "inplace", "layout", "device", "memory_format", "requires_grad", "_stacklevel"})
+"""Keywords that say where and how a result is made; they change neither its values nor its shape."""
+
 _DEFAULTS = {"None": None, "False": False, "True": True}
 
 
-def _parse_signature(signature: str) -> tuple[Parameter, ...]:
-    parameters = []
-    for word in signature.split():
+def _parse_signature(words: Sequence[str]) -> tuple[Parameter, ...]:
+    parameters: list[Parameter] = []
+    keyword = False
+    for word in words:
+        if word == "*":
+            keyword = True
+            continue
         name, equals, default = word.partition("=")
         value = REQUIRED if not equals else _DEFAULTS[default] if default in _DEFAULTS else _literal(default)
-        parameters.append(Parameter(name.lstrip("*"), value, name.startswith("*")))
+        parameters.append(Parameter(name.lstrip("*"), value, name.startswith("*"), keyword))
     return tuple(parameters)
 
 

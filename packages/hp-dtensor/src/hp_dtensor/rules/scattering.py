@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hp_dtensor.rules.advanced import DATA_DEPENDENT
 from hp_dtensor.rules.factors import Dim, Dims, Factorization
 from hp_dtensor.rules.registry import OpCall, Rule, RuleRegistry, names_for
 from hp_dtensor.rules.views import LINEAR, _dim
@@ -11,11 +12,18 @@ from hp_dtensor.rules.views import LINEAR, _dim
 
 def register(registry: RuleRegistry) -> None:
     for names, in_place in (("scatter scatter_add", False), ("scatter_ scatter_add_", True)):
-        registry.register(names, "input dim index src", _scatter, in_place=in_place)
+        registry.register(names, "input dim index src=None * value=None reduce=None", _scatter, in_place=in_place)
     for names, in_place in (("index_add index_copy", False), ("index_add_ index_copy_", True)):
-        registry.register(names, "input dim index source", _index_write, in_place=in_place)
-    registry.register("index_fill", "input dim index value", _index_fill)
-    registry.register("index_put", "input indices values accumulate=False", _index_put)
+        registry.register(names, "input dim index source * alpha=1", _index_write, in_place=in_place)
+    for names, in_place in (("index_fill", False), ("index_fill_", True)):
+        registry.register(names, "input dim index value", _index_fill, in_place=in_place)
+    for names, in_place in (("index_put", False), ("index_put_", True)):
+        registry.register(names, "input indices values accumulate=False", _index_put, in_place=in_place)
+    for names, in_place in (("scatter_reduce", False), ("scatter_reduce_", True)):
+        registry.register(names, "input dim index src reduce include_self=True", _scatter, in_place=in_place)
+    for names, in_place in (("index_reduce", False), ("index_reduce_", True)):
+        registry.register(names, "input dim index source reduce * include_self=True", _index_write, in_place=in_place)
+    registry.register("diag_embed", "input offset=0 dim1=-2 dim2=-1", _diag_embed)
     registry.register("take_along_dim", "input index dim", _take_along_dim)
     registry.register("tril triu", "input diagonal=0", _last_two_whole)
     registry.register("tril_ triu_", "input diagonal=0", _last_two_whole, in_place=True)
@@ -24,9 +32,11 @@ def register(registry: RuleRegistry) -> None:
     registry.register("repeat tile", "input *repeats", _repeat)
     registry.register("diagonal", "input offset=0 dim1=0 dim2=1", _diagonal, view=True)
     registry.register("unfold", "input dimension size step", _unfold, view=True)
-    registry.register("searchsorted", "sorted_sequence input", _sorted_whole(0))
-    registry.register("bucketize", "input boundaries", _sorted_whole(1))
-    registry.register("masked_select nonzero unique", "input", _data_dependent)
+    registry.register("searchsorted", "sorted_sequence input * out_int32=False right=False side=None", _sorted_whole(0))
+    registry.register("bucketize", "input boundaries * out_int32=False right=False", _sorted_whole(1))
+    registry.register(
+        "masked_select nonzero argwhere unique unique_consecutive", "input ...", _data_dependent, data_dependent=True
+    )
 
 
 def _keep_shape(call: OpCall, whole: Sequence[int], linear: bool = True) -> Factorization:
@@ -177,5 +187,16 @@ def _sorted_whole(which: int) -> Rule:
     return rule
 
 
+def _diag_embed(call: OpCall) -> Factorization:
+    shape = call.tensors[0].shape
+    dims, sizes = names_for("d", shape)
+    if {call["dim1"], call["dim2"]} - {-2, -1} or call["dim1"] == call["dim2"]:
+        raise call.refuse("it puts the diagonal into the last two dimensions only; transpose its result")
+    length = shape[-1] + abs(call["offset"])
+    output = (*dims[:-1], ("row",), ("column",))
+    fixed = frozenset({dims[-1][0], "row", "column"})
+    return Factorization((dims,), (output,), sizes | {"row": length, "column": length}, fixed=fixed, terms=LINEAR)
+
+
 def _data_dependent(call: OpCall) -> Factorization:
-    raise call.refuse("the shape of its result depends on data of all ranks; call it on full_tensor()")
+    raise call.refuse(DATA_DEPENDENT)

@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from hp_dtensor.rules.factors import Dim, Dims, Factorization
+from hp_dtensor import collectives
+from hp_dtensor.rules import parts
+from hp_dtensor.rules.factors import Dims, Factorization
+from hp_dtensor.rules.ids import check_ids, own_ids
 from hp_dtensor.rules.registry import OpCall, RuleRegistry, names_for
 from hp_dtensor.rules.views import LINEAR, _dim
+
+if TYPE_CHECKING:
+    from hp_dtensor.dispatch import LocalCall
 
 
 def register(registry: RuleRegistry) -> None:
     registry.register("narrow", "input dim start length", _narrow, view=True)
     registry.register("select", "input dim index", _select, view=True)
-    registry.register("getitem", "input index", _getitem, view=True)
     registry.register("cat concat", "tensors dim=0", _cat)
     registry.register("stack", "tensors dim=0", _stack)
     registry.register("split", "input sizes dim=0", _split, view=True)
     registry.register("chunk", "input chunks dim=0", _chunk, view=True)
     registry.register("unbind", "input dim=0", _unbind, view=True)
-    registry.register("gather", "input dim index", _gather)
+    registry.register("gather", "input dim index * sparse_grad=False", _gather)
     registry.register("index_select", "input dim index", _index_select)
-    registry.register("topk", "input k dim=-1", _topk)
-    registry.register("sort", "input dim=-1 descending=False", _sort)
-    registry.register("argsort", "input dim=-1 descending=False", _argsort)
-    registry.register("one_hot", "input num_classes=-1", _one_hot)
-    registry.register("bincount", "input weights=None minlength=0", _bincount)
+    registry.register("topk", "input k dim=-1 largest=True sorted=True", _topk)
+    registry.register("sort", "input dim=-1 descending=False * stable=False", _sort)
+    registry.register("argsort", "input dim=-1 descending=False * stable=False", _argsort)
+    registry.register("one_hot", "input num_classes=-1", _one_hot, data_dependent=True)
+    registry.register("bincount", "input weights=None minlength=0", _bincount, data_dependent=True)
 
 
 def _changed(call: OpCall, dim: int, lengths: Sequence[int], **options: Any) -> Factorization:
@@ -46,43 +53,6 @@ def _select(call: OpCall) -> Factorization:
     dims, sizes = names_for("d", call.tensors[0].shape)
     dim = _dim(call, call["dim"])
     return Factorization((dims,), ((*dims[:dim], *dims[dim + 1 :]),), sizes, fixed=frozenset({f"d{dim}"}), terms=LINEAR)
-
-
-def _getitem(call: OpCall) -> Factorization:
-    """Basic indexing: integers, slices, None and Ellipsis."""
-    shape = call.tensors[0].shape
-    dims, sizes = names_for("d", shape)
-    output: list[Dim] = []
-    fixed = set()
-    position = 0
-    for item in _expanded_index(call, len(shape)):
-        if item is None:
-            output.append(())
-            continue
-        if isinstance(item, int):
-            fixed.add(f"d{position}")
-        elif item == slice(None):
-            output.append(dims[position])
-        else:
-            sizes[f"o{position}"] = len(range(*item.indices(shape[position])))
-            fixed |= {f"d{position}", f"o{position}"}
-            output.append((f"o{position}",))
-        position += 1
-    return Factorization((dims,), (tuple(output),), sizes, fixed=frozenset(fixed), terms=LINEAR)
-
-
-def _expanded_index(call: OpCall, ndim: int) -> list[Any]:
-    index = call["index"] if isinstance(call["index"], tuple) else (call["index"],)
-    if any(not (item is None or item is Ellipsis or type(item) in (int, slice)) for item in index):
-        raise call.refuse("only integers, slices, None and ... index a DTensor so far; use index_select or gather")
-    used = sum(item is not None and item is not Ellipsis for item in index)
-    if used > ndim:
-        raise call.refuse(f"{used} indices for a {ndim}-dimensional tensor")
-    rest = [slice(None)] * (ndim - used)
-    if Ellipsis in index:
-        where = index.index(Ellipsis)
-        return [*index[:where], *rest, *index[where + 1 :]]
-    return [*index, *rest]
 
 
 def _cat(call: OpCall) -> Factorization:
@@ -158,7 +128,8 @@ def _gather(call: OpCall) -> Factorization:
         fixed |= {f"d{i}"} if i != dim else set()
         fixed |= {f"x{i}"}
         index_dims.append((f"x{i}",))
-    return Factorization((dims, tuple(index_dims)), (tuple(index_dims),), sizes, fixed=frozenset(fixed), terms=LINEAR)
+    rule = Factorization((dims, tuple(index_dims)), (tuple(index_dims),), sizes, fixed=frozenset(fixed), terms=LINEAR)
+    return _picked_by_owners(call, rule, dim)
 
 
 def _index_select(call: OpCall) -> Factorization:
@@ -168,15 +139,66 @@ def _index_select(call: OpCall) -> Factorization:
         raise call.refuse(f"its index must have one dimension, got {list(index)}")
     dims, sizes = names_for("d", shape)
     output = (*dims[:dim], ("x",), *dims[dim + 1 :])
-    return Factorization(
+    rule = Factorization(
         (dims, (("x",),)), (output,), sizes | {"x": index[0]}, fixed=frozenset({f"d{dim}"}), terms=LINEAR
+    )
+    return _picked_by_owners(call, rule, dim)
+
+
+def _picked_by_owners(call: OpCall, rule: Factorization, dim: int) -> Factorization:
+    """The rule with the dimension cut where few are picked: each rank gives those that it has, zeros otherwise."""
+    shape, index = (spec.shape for spec in call.tensors)
+    picked = index[dim] if len(index) > 1 or call.name != "index_select" else index[0]
+    platform = call.tensors[0].mesh.platform
+    if 2 * picked > shape[dim] or platform.dtype_name(call.tensors[0].dtype) == "bool":
+        return rule
+    factor = f"d{dim}"
+    return replace(
+        rule, fixed=rule.fixed - {factor}, reduced={factor: "sum"}, local={factor: functools.partial(_own_picked, dim)}
     )
 
 
+def _own_picked(dim: int, call: LocalCall) -> Any:
+    platform, ops = call.platform, call.platform.ops
+    x, index, size = call.arguments["input"], call.arguments["index"], call.sizes[f"d{dim}"]
+    start, length = call.spans[f"d{dim}"]
+    if not length:
+        check_ids(platform, index, size)
+        return ops.cast(_zeros_picked(call, dim), x.dtype)
+    own, inside = own_ids(ops, index, start, length, size)
+    rows = call.on(x, index=own)
+    if call.name == "index_select":
+        inside = ops.reshape(inside, (-1, *[1] * (len(x.shape) - dim - 1)))
+    if platform.is_floating(rows.dtype):
+        return ops.masked_fill(rows, ops.logical_not(inside), 0.0)  # which may be infinite
+    return ops.mul(rows, ops.cast(inside, rows.dtype))
+
+
+def _zeros_picked(call: LocalCall, dim: int) -> Any:
+    """What a rank that holds nothing of the dimension picks, in the graph of the input."""
+    ops, index = call.platform.ops, call.arguments["index"]
+    zeros = ops.sum(call.arguments["input"], dim, True)
+    shape = list(zeros.shape)
+    shape[dim] = index.shape[0]
+    if call.name == "gather":
+        shape = list(index.shape)
+        for other, length in enumerate(shape):
+            zeros = zeros if other == dim else ops.narrow(zeros, other, 0, length)
+    return ops.expand(zeros, tuple(shape))
+
+
 def _topk(call: OpCall) -> Factorization:
-    dim = _dim(call, call["dim"])
-    rule = _changed(call, dim, [call["k"]])
-    return Factorization(rule.inputs, rule.outputs * 2, rule.sizes, fixed=rule.fixed)
+    """Along a cut dimension the best of each part, then of these, where that is fewer bytes."""
+    if not call.tensors[0].shape:
+        raise call.refuse("a tensor of no dimension")
+    dim, k = _dim(call, call["dim"]), call["k"]
+    rule = _changed(call, dim, [k])
+    rule = replace(rule, outputs=rule.outputs * 2)
+    if k > call.tensors[0].shape[dim] or not parts.candidates_are_fewer(call, dim, k):
+        return rule
+    factor = frozenset({f"d{dim}"})
+    local = {f"d{dim}": parts.first_k_of_parts(dim, k)}
+    return replace(rule, fixed=rule.fixed - factor, complete=factor, local=local)
 
 
 def _sort(call: OpCall) -> Factorization:
@@ -202,13 +224,30 @@ def _one_hot(call: OpCall) -> Factorization:
 
 
 def _bincount(call: OpCall) -> Factorization:
+    (spec,) = call.tensors[:1]
+    if spec.is_replicated():
+        raise call.refuse("the number of bins depends on data")  # which all ranks have: it runs as on one device
     if not call["minlength"] or call["weights"] is not None:
-        raise call.refuse("bincount of a DTensor needs minlength, which must exceed every value, and no weights")
-    dims, sizes = names_for("d", call.tensors[0].shape)
+        raise call.refuse("bincount of a cut DTensor needs minlength, which must exceed every value, and no weights")
+    dims, sizes = names_for("d", spec.shape)
     return Factorization(
         (dims,),
         ((("bins",),),),
         sizes | {"bins": call["minlength"]},
         fixed=frozenset({"bins"}),
         reduced=dict.fromkeys(sizes, "sum"),
+        local=dict.fromkeys(sizes, functools.partial(_bins_of_part, call)),
     )
+
+
+def _bins_of_part(refused: OpCall, call: LocalCall) -> Any:
+    """Every rank learns of a value beyond the bins, wherever it is."""
+    platform, bins = call.platform, call.sizes["bins"]
+    counts = call.on(call.arguments["input"])
+    most = platform.ops.full((), int(counts.shape[0]), platform.dtype("int64"))
+    for group in call.groups["d0"]:
+        most = collectives.all_reduce_data(most, group, "max")
+    highest = int(platform.to_numpy(most)) - 1
+    if highest >= bins:
+        raise refused.refuse(f"a value {highest} is beyond minlength={bins}")
+    return counts

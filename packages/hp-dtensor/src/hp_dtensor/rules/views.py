@@ -25,10 +25,12 @@ def register(registry: RuleRegistry) -> None:
     registry.register("unsqueeze", "input dim", _unsqueeze, view=True)
     registry.register("squeeze", "input dim=None", _squeeze, view=True)
     registry.register("expand broadcast_to", "input *shape", _expand, view=True)
-    registry.register("repeat_interleave", "input repeats dim=None", _repeat_interleave)
-    registry.register("new_zeros new_ones new_empty", "input *size", _new)
-    registry.register("new_full", "input size fill_value", _new)
-    registry.register("new_tensor", "input data", _new_scalar)
+    registry.register(
+        "repeat_interleave", "input repeats dim=None * output_size=None", _repeat_interleave, data_dependent=True
+    )
+    registry.register("new_zeros new_ones new_empty", "input *size * dtype=None", _new)
+    registry.register("new_full", "input size fill_value * dtype=None", _new)
+    registry.register("new_tensor", "input data * dtype=None", _new_scalar)
     registry.register("flip", "input *dims", _flip)
 
 

@@ -20,6 +20,7 @@ class Sample:
         integers: tensor argument -> number of different values, for arguments that hold indices.
         positive: values above zero only (logarithms, roots).
         gradients: whether its outputs are differentiable.
+        may_refuse: what the message says where this operation may be refused for some placements.
     """
 
     name: str
@@ -28,6 +29,11 @@ class Sample:
     integers: dict[int, int] | None = None
     positive: bool = False
     gradients: bool = True
+    may_refuse: str = ""
+
+
+IN_PLACE = "in place it would have to change"
+"""`may_refuse` of operations that write their first argument."""
 
 
 def _unary(name: str, positive: bool = False) -> Sample:
