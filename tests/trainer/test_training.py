@@ -113,6 +113,27 @@ def test_mixed_precision(lab, dtype):
     assert {tensor.dtype for tensor in newest(run).index.tensors.values()} == {"float32"}
 
 
+def test_float16_skips_steps_that_overflow_and_goes_on_as_if_uninterrupted(lab):
+    settings = {
+        "model__num_hidden_layers": 1,
+        "training__sequence_length": 8,
+        "training__dtype": "float16",
+        "training__loss_scaling__init_scale": 2.0**28,
+        "training__loss_scaling__growth_interval": 2,
+        "training__loss_scaling__backoff_factor": 2.0**-8,
+    }
+    whole = lab.run("whole", {}, 1, **settings)
+    scales = [event["metrics"]["loss_scale"] for event in events(whole, "step")]
+    assert scales[0] == 2.0**20  # the first step overflowed
+    assert events(whole, "step")[0]["gradient_norm"] == "inf"
+    assert newest(whole).state["optimizer_steps"] < STEPS == newest(whole).step
+    resumed = lab.resume(lab.interrupted_copy(whole, "resumed"), {}, 1, **settings)
+    assert losses(resumed) == losses(whole)
+    assert [event["metrics"]["loss_scale"] for event in events(resumed, "step")] == scales
+    assert newest(resumed).state["loss_scaling"] == newest(whole).state["loss_scaling"]
+    assert_equal_tensors(tensors(resumed), tensors(whole))
+
+
 # Interrupted runs --------------------------------------------------------------------------------------------
 
 

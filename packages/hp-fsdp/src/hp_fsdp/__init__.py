@@ -3,8 +3,9 @@
 from hp_fsdp._fully_shard import fully_shard
 from hp_fsdp._module import FSDPModule, HSDPModule, UnshardHandle, register_fsdp_forward_method
 from hp_fsdp.communication import Communication, CommunicationRegistry
-from hp_fsdp.exceptions import CallOrderError, FSDPStateError, FullyShardError, StateDictError
+from hp_fsdp.exceptions import CallOrderError, FSDPStateError, FullyShardError, LossScalingError, StateDictError
 from hp_fsdp.full_parameters import full_parameters, summon_full_params
+from hp_fsdp.grad_scaler import GradScaler
 from hp_fsdp.memory import MemoryMeter, MemoryUse, memory_use
 from hp_fsdp.policies import MixedPrecisionPolicy
 from hp_fsdp.state_dict import (
@@ -25,7 +26,9 @@ __all__ = [
     "FSDPModule",
     "FSDPStateError",
     "FullyShardError",
+    "GradScaler",
     "HSDPModule",
+    "LossScalingError",
     "MemoryMeter",
     "MemoryUse",
     "MixedPrecisionPolicy",

@@ -19,3 +19,7 @@ class CallOrderError(HPError, RuntimeError):
 
 class StateDictError(HPError, RuntimeError, ValueError):
     """A state dict that does not fit the model or optimizer; lists all keys and problems, and nothing has changed."""
+
+
+class LossScalingError(HPError, RuntimeError, ValueError):
+    """A `GradScaler` with factors that make no sense, used out of order, or with no scale that helps."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -69,6 +70,18 @@ class ParameterStorage(ABC):
     @abstractmethod
     def differ(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[bool]:
         """Whether the two tensors, of one dtype and size, differ in any bit, for each pair; waits for the device."""
+
+    def unscale_(self, tensors: Sequence[Tensor], factor: float) -> Tensor:
+        """Multiply floating-point tensors (empty ones too) in place; a 0-d float32 tensor on the platform's
+        device: 1 if an element is not finite then, else 0."""
+        ops, float32 = self.platform.ops, self.platform.dtype("float32")
+        found = self.platform.zeros((), float32)
+        for x in tensors:
+            if math.prod(x.shape):
+                self.scale_(x, factor)
+                wrong = ops.cast(ops.logical_not(ops.isfinite(ops.reshape(x, (-1,)))), float32)
+                found = ops.maximum(found, ops.amax(wrong, 0))
+        return found
 
     # Parameters ------------------------------------------------------------------------------------------
 

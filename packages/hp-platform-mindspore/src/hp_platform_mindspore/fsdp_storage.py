@@ -90,6 +90,15 @@ class MindSporeParameterStorage(ParameterStorage):
         with GradMode(False):
             return [bool(mint.ne(a, b).any()) for a, b in pairs]
 
+    def unscale_(self, tensors: Sequence[Tensor], factor: float) -> Tensor:
+        if not self._on_host:
+            return super().unscale_(tensors, factor)
+        finite = True
+        for x in tensors:
+            self.scale_(x, factor)
+            finite = finite and bool(np.isfinite(host_view(x)).all())
+        return share(np.array(0.0 if finite else 1.0, np.float32))
+
     # Parameters ------------------------------------------------------------------------------------------
 
     def parameter(self, local: Tensor, spec: TensorSpec, requires_grad: bool) -> Tensor:

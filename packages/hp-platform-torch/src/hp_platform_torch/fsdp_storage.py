@@ -65,6 +65,22 @@ class TorchParameterStorage(ParameterStorage):
         with torch.no_grad():
             return torch.stack([torch.ne(_bits(a), _bits(b)).any() for a, b in pairs]).tolist()  # type: ignore[no-any-return]
 
+    def unscale_(self, tensors: Sequence[Tensor], factor: float) -> Tensor:
+        """In one fused operation per device for float32; torch has none for float16 on CPU."""
+        found = torch.zeros((), device=self.platform.device)  # type: ignore[attr-defined]
+        fused: dict[torch.device, list[Tensor]] = {}
+        others = []
+        for x in tensors:
+            (fused.setdefault(x.device, []) if x.dtype == torch.float32 else others).append(x)
+        with torch.no_grad():
+            for device, together in fused.items():
+                here = torch.zeros(1, device=device)
+                torch._amp_foreach_non_finite_check_and_unscale_(
+                    together, here, torch.full((1,), factor, device=device)
+                )
+                found = torch.maximum(found, here.to(found.device).squeeze(0))
+            return torch.maximum(found, super().unscale_(others, factor)) if others else found
+
     # Parameters ------------------------------------------------------------------------------------------
 
     def parameter(self, local: Tensor, spec: TensorSpec, requires_grad: bool) -> Tensor:

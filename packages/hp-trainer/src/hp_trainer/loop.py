@@ -16,6 +16,7 @@ from hp_dtensor.init import init_parameters
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.platform import Platform
 from hp_dtensor.world import current_world
+from hp_fsdp import GradScaler
 from hp_trainer._exchange import all_ranks
 from hp_trainer.checkpoint import Checkpoint, Storage, save_checkpoint
 from hp_trainer.config import TrainerConfig, to_plain
@@ -74,6 +75,7 @@ class Trainer:
         self.dataset = open_dataset(run, config)
         self.model = build_model(config, platform, self.dims, self.mesh)
         self.optimizer = build_optimizer(config, platform, self.model)
+        self.scaler = build_scaler(config, platform)
         self.storage: Storage = storage_of(run, config)
         self.progress = Progress()
         self._last = StepRecord(step=0, learning_rate=0.0, tokens=0, samples=0)
@@ -128,11 +130,10 @@ class Trainer:
         self.hooks.before_step(before)
         loss, stopping = self._agree(self._accumulate_gradients(batch), stop)
         _check_finite("loss", loss, step)
-        norm = self._clip()
-        _check_finite("norm of the gradient", norm, step)
-        self.optimizer.step(rate)
-        self.optimizer.zero_grad()
+        norm = self._update(step, rate)
         metrics = dict(self.model.after_optimizer_step())
+        if self.scaler.is_enabled():
+            metrics["loss_scale"] = self.scaler.get_scale()
         self.progress = Progress(step, samples)
         seconds = time.perf_counter() - started
         self._report_step(replace(before, loss=loss, gradient_norm=norm, seconds=seconds, metrics=metrics))
@@ -166,6 +167,17 @@ class Trainer:
 
     # One step ------------------------------------------------------------------------------------------------
 
+    def _update(self, step: int, rate: float) -> float:
+        """Clip and take the optimizer's step; returns the norm, infinite where float16 overflowed: no step then."""
+        self.scaler.unscale_(parameter for _, parameter in self.platform.named_parameters(self.model))
+        norm = math.inf if self.scaler.found_inf else self._clip()
+        if not self.scaler.found_inf:
+            _check_finite("norm of the gradient", norm, step)
+        self.scaler.step(self.optimizer, rate)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        return norm
+
     def _accumulate_gradients(self, batch: Batch) -> Tensor:
         """Forward and backward of every micro-batch; returns this rank's part of the global mean loss."""
         ops, total = self.platform.ops, None
@@ -173,7 +185,7 @@ class Trainer:
         for index, micro in enumerate(parts):
             self.model.set_requires_gradient_sync(index == len(parts) - 1)
             loss = ops.div(self._loss_sum(micro), batch.global_tokens)
-            self.platform.backward(loss)
+            self.platform.backward(self.scaler.scale(loss))
             loss = self.platform.detach(loss)
             total = loss if total is None else ops.add(total, loss)
         return total
@@ -239,6 +251,8 @@ class Trainer:
         self._check_data(checkpoint)
         load_state(self.platform, self.model, self.optimizer, checkpoint)
         self.optimizer.num_steps = int(checkpoint.state["optimizer_steps"])
+        if checkpoint.state.get("loss_scaling"):
+            self.scaler.load_state_dict(checkpoint.state["loss_scaling"])
         self.progress = Progress(checkpoint.step, int(checkpoint.state["samples"]))
 
     def _check_data(self, checkpoint: Checkpoint) -> None:
@@ -252,6 +266,7 @@ class Trainer:
         return {
             "samples": self.progress.samples,
             "optimizer_steps": self.optimizer.num_steps,
+            "loss_scaling": self.scaler.state_dict(),
             "dataset": dict(self.dataset.fingerprint),
             "platform": self.platform.name,
             "parallel": self.dims.summary(),
@@ -316,6 +331,19 @@ def build_optimizer(config: TrainerConfig, platform: Platform, model: Any) -> Op
     named = [(name, p) for name, p in platform.named_parameters(model) if platform.requires_grad(p)]
     optimizer: Optimizer = entry.build(named, config.optimizer.options, platform)
     return optimizer
+
+
+def build_scaler(config: TrainerConfig, platform: Platform) -> GradScaler:
+    """The loss scaling of float16; disabled for other dtypes."""
+    scaling = config.training.loss_scaling
+    return GradScaler(
+        scaling.init_scale,
+        scaling.growth_factor,
+        scaling.backoff_factor,
+        scaling.growth_interval,
+        enabled=scaling.enabled and config.training.dtype == "float16",
+        platform=platform,
+    )
 
 
 def _check_finite(what: str, value: float, step: int) -> None:

@@ -20,6 +20,23 @@ class RunConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LossScalingConfig:
+    """Dynamic loss scaling, which float16 needs (Micikevicius et al., 2018, "Mixed precision training")."""
+
+    enabled: bool = setting(True, help="scale the loss where training.dtype is float16")
+    init_scale: float = setting(65536.0, help="first factor on the loss", above=0)
+    growth_factor: float = setting(2.0, help="factor on the scale after growth_interval good steps", minimum=1)
+    backoff_factor: float = setting(0.5, help="factor on the scale after a skipped step, below 1", above=0)
+    growth_interval: int = setting(2000, help="steps without overflow before the scale grows", minimum=1)
+
+    def check(self) -> Iterator[Problem]:
+        if self.backoff_factor >= 1:
+            yield Problem(
+                path="backoff_factor", what="out of range", expected="a number < 1", got=str(self.backoff_factor)
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     """How long and on how much."""
 
@@ -34,6 +51,7 @@ class TrainingConfig:
     reduce_dtype: Literal["float32", "bfloat16", "float16"] = setting(
         "float32", help="dtype in which gradients are summed over ranks"
     )
+    loss_scaling: LossScalingConfig = section(LossScalingConfig, help="loss scaling of float16")
     clip_norm: float | None = setting(1.0, help="largest global 2-norm of gradients; null: no limit", above=0)
     eval_interval: int | None = setting(None, help="steps between evaluations; null: none", minimum=1)
     eval_batches: int = setting(4, help="global batches per evaluation", minimum=1)

@@ -1,0 +1,213 @@
+"""Dynamic loss scaling for float16, agreed over all ranks and layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from hp_dtensor.platform import Platform
+from hp_dtensor.selection import get_platform
+from hp_dtensor.world import ProcessGroup, current_world
+from hp_fsdp._full import local_of
+from hp_fsdp.exceptions import LossScalingError
+from hp_fsdp.storage import get_storage
+
+Tensor = Any
+
+# Below this, gradients that still overflow are not finite for another reason.
+SMALLEST_SCALE = 2.0**-24
+
+
+class GradScaler:
+    """Multiplies the loss so that float16 gradients do not vanish; names and meanings of `torch.amp.GradScaler`.
+
+    Where a gradient on any rank is not finite, every rank skips the step and the scale shrinks; after
+    `growth_interval` steps without that it grows. Gradients of any layout count, on ranks with empty shards too;
+    one number is reduced per `unscale_`.
+
+    ```python
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)  # only where gradients are clipped
+    clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    ```
+
+    Args:
+        enabled: False: every method does nothing but step.
+        process_group: the ranks that train together; default: all. Each of them calls the same methods.
+        platform: default: the one installed or named by HP_PLATFORM.
+
+    Raises:
+        LossScalingError: factors or an interval that make no sense.
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        *,
+        enabled: bool = True,
+        process_group: ProcessGroup | None = None,
+        platform: Platform | None = None,
+    ) -> None:
+        _check(init_scale, growth_factor, backoff_factor, growth_interval)
+        self._scale = float(init_scale)
+        self._growth_factor = float(growth_factor)
+        self._backoff_factor = float(backoff_factor)
+        self._growth_interval = growth_interval
+        self._growth_tracker = 0
+        self._enabled = enabled
+        self._platform = platform if platform is not None else get_platform()
+        self._process_group = process_group
+        self._found: dict[int, bool] = {}
+
+    def is_enabled(self) -> bool:
+        return self._enabled
+
+    def get_scale(self) -> float:
+        """What losses are multiplied by now; 1 when disabled."""
+        return self._scale if self._enabled else 1.0
+
+    @property
+    def found_inf(self) -> bool:
+        """Whether some rank found a gradient that is not finite since the last `update`."""
+        return any(self._found.values())
+
+    def scale(self, outputs: Any) -> Any:
+        """A loss (or a list, tuple or dict of them) multiplied by the scale."""
+        if not self._enabled:
+            return outputs
+        if isinstance(outputs, (list, tuple)):
+            return type(outputs)(self.scale(each) for each in outputs)
+        if isinstance(outputs, Mapping):
+            return {key: self.scale(each) for key, each in outputs.items()}
+        return self._platform.ops.mul(outputs, self._scale)
+
+    def unscale_(self, optimizer: Any) -> None:
+        """Divide gradients by the scale in place, and find out on all ranks together whether they are finite.
+
+        Args:
+            optimizer: with `param_groups`; or the parameters themselves.
+
+        Raises:
+            LossScalingError: called twice for the same optimizer before `update`.
+        """
+        if not self._enabled:
+            return
+        key = id(optimizer) if hasattr(optimizer, "param_groups") else 0
+        if key in self._found:
+            raise LossScalingError("unscale_() has been called for this optimizer since the last update()")
+        self._found[key] = self._unscale(_parameters_of(optimizer))
+
+    def _unscale(self, parameters: Iterable[Tensor]) -> bool:
+        platform = self._platform
+        grads = [grad for parameter in parameters if (grad := platform.get_grad(parameter)) is not None]
+        with platform.no_grad():
+            found = get_storage(platform).unscale_([local_of(platform, grad) for grad in grads], 1.0 / self._scale)
+            group = self._process_group or current_world(platform).all
+            group.all_reduce(found, "max")
+        return float(platform.to_numpy(found)) > 0
+
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """`optimizer.step(*args, **kwargs)`, unless some rank found a gradient that is not finite.
+
+        Unscales first where that has not been done. The decision is the same on every rank.
+
+        Raises:
+            LossScalingError: the optimizer has no `param_groups` and `unscale_` has not been called.
+        """
+        if not self._enabled:
+            return optimizer.step(*args, **kwargs)
+        named = hasattr(optimizer, "param_groups")
+        if named and id(optimizer) not in self._found and 0 not in self._found:
+            self.unscale_(optimizer)
+        if not self._found:
+            raise LossScalingError(
+                f"step() of a {type(optimizer).__name__}, which has no param_groups: call unscale_(parameters) first"
+            )
+        found = self._found.get(id(optimizer), self._found.get(0, self.found_inf))
+        return None if found else optimizer.step(*args, **kwargs)
+
+    def update(self, new_scale: float | None = None) -> None:
+        """After the step: shrink or grow the scale, or set it.
+
+        Raises:
+            LossScalingError: nothing has been unscaled, or gradients are not finite at any scale.
+        """
+        if not self._enabled:
+            return
+        if new_scale is not None:
+            _check(new_scale, self._growth_factor, self._backoff_factor, self._growth_interval)
+            self._scale = float(new_scale)
+        elif not self._found:
+            raise LossScalingError("update() without unscale_() or step() before it")
+        elif self.found_inf:
+            self._shrink()
+        else:
+            self._growth_tracker += 1
+            if self._growth_tracker == self._growth_interval:
+                self._scale *= self._growth_factor
+                self._growth_tracker = 0
+        self._found.clear()
+
+    def _shrink(self) -> None:
+        self._scale *= self._backoff_factor
+        self._growth_tracker = 0
+        if self._scale < SMALLEST_SCALE:
+            raise LossScalingError(
+                f"gradients are not finite at a loss scale of {self._scale:g} either; the model or its input is "
+                "not, whatever the scale"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that `update` depends on, as JSON values; empty when disabled."""
+        if not self._enabled:
+            return {}
+        return {
+            "scale": self._scale,
+            "growth_factor": self._growth_factor,
+            "backoff_factor": self._backoff_factor,
+            "growth_interval": self._growth_interval,
+            "_growth_tracker": self._growth_tracker,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from `state_dict()`.
+
+        Raises:
+            LossScalingError: it is empty or lacks an entry; nothing has been changed.
+        """
+        if not self._enabled:
+            return
+        missing = [key for key in self.state_dict() if key not in state_dict]
+        if missing:
+            raise LossScalingError(
+                f"load_state_dict: missing {', '.join(missing)}; was the scaler saved while disabled?"
+            )
+        values = [state_dict[key] for key in ("scale", "growth_factor", "backoff_factor", "growth_interval")]
+        _check(*values)
+        self._scale, self._growth_factor, self._backoff_factor = (float(value) for value in values[:3])
+        self._growth_interval = int(values[3])
+        self._growth_tracker = int(state_dict["_growth_tracker"])
+
+
+def _parameters_of(optimizer: Any) -> list[Tensor]:
+    groups = getattr(optimizer, "param_groups", None)
+    return list(optimizer) if groups is None else [p for group in groups for p in group["params"]]
+
+
+def _check(scale: float, growth_factor: float, backoff_factor: float, growth_interval: int) -> None:
+    problems = []
+    if not scale > 0:
+        problems.append(f"scale: expected a number above 0, got {scale}")
+    if not growth_factor >= 1:
+        problems.append(f"growth_factor: expected a number of at least 1, got {growth_factor}")
+    if not 0 < backoff_factor < 1:
+        problems.append(f"backoff_factor: expected a number between 0 and 1, got {backoff_factor}")
+    if not growth_interval >= 1:
+        problems.append(f"growth_interval: expected an int of at least 1, got {growth_interval}")
+    if problems:
+        raise LossScalingError("GradScaler: " + "; ".join(problems))
