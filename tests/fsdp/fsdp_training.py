@@ -15,7 +15,7 @@ from hp_dtensor import nn
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.init import Normal, init_parameters
 from hp_dtensor.mesh import init_device_mesh
-from hp_dtensor.placements import Replicate
+from hp_dtensor.placements import Replicate, Shard
 from hp_dtensor.selection import get_platform
 from hp_dtensor.styles import ColwiseParallel, RowwiseParallel, parallelize_module
 from hp_dtensor.world import current_world, record_collectives
@@ -168,6 +168,11 @@ def shard(model, mesh, case):
     if case.gradient_sum:
         model.set_reduce_op_type("sum")
     return model
+
+
+def cut_last_dim(parameter):
+    """A `shard_placement_fn`."""
+    return Shard(len(parameter.shape) - 1)
 
 
 def sharded_modules(model):

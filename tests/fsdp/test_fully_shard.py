@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy
 import pytest
-from fsdp_training import Case, train_reference, train_sharded
+from fsdp_training import Case, cut_last_dim, train_reference, train_sharded
 
 from hp_dtensor.testing.simulated import run_ranks
 
@@ -44,6 +44,8 @@ CASES = {
     "optimizer state sharded": Case((2, 2), accumulate=2, sync="last", options={"zero_stage": 1}, frozen=("up",)),
     "gradients sharded": Case((3,), accumulate=2, sync="last", options={"zero_stage": 2}),
     "small parameters replicated": Case((2,), tp=2, accumulate=2, sync="last", options={"threshold": 0.1}),
+    "cut along the last dimension": Case((3,), tied=True, options={"shard_placement_fn": cut_last_dim}),
+    "last dimension, tensor parallel": Case((2,), tp=2, accumulate=2, options={"shard_placement_fn": cut_last_dim}),
     "kept among two ranks after forward": Case((4,), twice=True, reshard_after_forward=2),
     "root freed too": Case((2,), reshard_after_forward=True, tied=True),
 }

@@ -7,7 +7,7 @@ from hp_fsdp.exceptions import CallOrderError, FSDPStateError, FullyShardError, 
 from hp_fsdp.full_parameters import full_parameters, summon_full_params
 from hp_fsdp.grad_scaler import GradScaler
 from hp_fsdp.memory import MemoryMeter, MemoryUse, memory_use
-from hp_fsdp.policies import MixedPrecisionPolicy
+from hp_fsdp.policies import MixedPrecisionPolicy, ShardPlacementResult
 from hp_fsdp.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -33,6 +33,7 @@ __all__ = [
     "MemoryUse",
     "MixedPrecisionPolicy",
     "ParameterStorage",
+    "ShardPlacementResult",
     "StateDictError",
     "StateDictOptions",
     "UnshardHandle",

@@ -13,7 +13,7 @@ from hp_fsdp._parameters import TAKEN_ATTRIBUTE, DataParallel, Original, sharded
 from hp_fsdp.communication import Communication
 from hp_fsdp.layout import FlatLayout
 from hp_fsdp.policies import MixedPrecisionPolicy
-from hp_fsdp.storage import Gradients, ParameterStorage
+from hp_fsdp.storage import Gradients, ParameterStorage, moved_to_front
 
 Tensor = Any
 Module = Any
@@ -33,6 +33,7 @@ class ManagedParameter:
         leaf: the unsharded parameter outside the graph of a forward: without gradients, and for recomputation.
         start: of this rank's piece in the shard, in elements.
         local_shape: of that piece.
+        first_dim: the dimension that is outermost in the buffers.
     """
 
     name: str
@@ -43,6 +44,7 @@ class ManagedParameter:
     leaf: Tensor
     start: int
     local_shape: tuple[int, ...]
+    first_dim: int
 
 
 class FlatBuffer:
@@ -105,8 +107,11 @@ class FlatBuffer:
             if numel == 0 or self.platform.is_meta(original.tensor):
                 continue
             with self.platform.no_grad(), self.platform.local_op():
-                local = self.platform.contiguous(self.platform.detach(self.platform.unwrap(original.tensor)))
-                flat = self.platform.ops.reshape(local, (-1,))
+                local = self.platform.detach(self.platform.unwrap(original.tensor))
+                if original.first_dim:
+                    dims = moved_to_front(range(len(local.shape)), original.first_dim)
+                    local = self.platform.ops.permute(local, dims)
+                flat = self.platform.ops.reshape(self.platform.contiguous(local), (-1,))
                 first = sum(self.layout.pieces(index)[: self.shard_group.rank])
                 piece = self.platform.contiguous(self.platform.ops.narrow(flat, 0, first, numel))
                 self.platform.copy_(self.storage.part(shard, start, (numel,)), piece)
@@ -116,14 +121,15 @@ class FlatBuffer:
         spec = sharded_spec(original, parallel, self.layout.pieces(index))
         start, _ = self.layout.piece(index, self.shard_group.rank)
         requires_grad = self.platform.requires_grad(original.tensor)
-        local = self.storage.part(self.shard, start, spec.local_shape)
-        view = self.storage.view(self.full, self.layout.offsets[index], original.local_shape)
+        first_dim = original.first_dim
+        local = self.storage.part(self.shard, start, spec.local_shape, first_dim)
+        view = self.storage.view(self.full, self.layout.offsets[index], original.local_shape, first_dim)
         leaf = view if original.spec is None else self.platform.wrap(view, original.spec)
         self.platform.set_requires_grad(leaf, requires_grad)
         sharded = self.storage.parameter(local, spec, requires_grad)
         setattr(original.tensor, TAKEN_ATTRIBUTE, original.name)
         return ManagedParameter(
-            original.name, original.owners, sharded, original.spec, view, leaf, start, spec.local_shape
+            original.name, original.owners, sharded, original.spec, view, leaf, start, spec.local_shape, first_dim
         )
 
     # Gathering -------------------------------------------------------------------------------------------
@@ -264,7 +270,7 @@ class FlatBuffer:
             if fresh:
                 self._zero([(offset, numel)])
             return
-        part = self.storage.part(self.gradients, offset, tuple(grad.shape))
+        part = self.storage.part(self.gradients, offset, tuple(grad.shape), self.parameters[index].first_dim)
         (self.platform.copy_ if fresh else self.storage.add_)(part, grad)
 
     def forget_gradients(self) -> None:
@@ -297,7 +303,7 @@ class FlatBuffer:
         for parameter in self.parameters:
             if not self.platform.requires_grad(parameter.sharded):
                 continue
-            grad = self.storage.part(flat, parameter.start, parameter.local_shape)
+            grad = self.storage.part(flat, parameter.start, parameter.local_shape, parameter.first_dim)
             present = self.storage.local_grad(parameter.sharded)
             if present is None:
                 self.storage.set_local_grad(parameter.sharded, grad, parameter.sharded.spec)

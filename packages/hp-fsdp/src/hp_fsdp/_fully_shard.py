@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -11,7 +12,8 @@ from hp_fsdp._buffer import FlatBuffer
 from hp_fsdp._group import ParameterGroup
 from hp_fsdp._hooks import ModuleState, state_of
 from hp_fsdp._module import with_methods
-from hp_fsdp._parameters import DataParallel, Original, collect, problems_of
+from hp_fsdp._parameters import DataParallel, Original, collect
+from hp_fsdp._placement import ShardPlacementFunction, place
 from hp_fsdp._settings import check_settings
 from hp_fsdp.communication import Communication, get_communication
 from hp_fsdp.exceptions import FullyShardError
@@ -32,6 +34,7 @@ def fully_shard(
     *,
     zero_stage: int = 3,
     reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: ShardPlacementFunction | None = None,
     mp_policy: MixedPrecisionPolicy = FULL_PRECISION,
     ignored_params: Collection[Tensor] = (),
     replicate_params: Collection[Tensor] = (),
@@ -65,6 +68,11 @@ def fully_shard(
             None: yes, except for the root's own. A number k that divides the shard axis: each k consecutive
             ranks of that axis keep the parameters among them, P/k, and gather them for backward from each other
             only; so 1 means False, and the size of the axis True. Only with `zero_stage` 3.
+        shard_placement_fn: called with each parameter; gives the dimension to cut, `Shard(dim)` (sizes need not
+            divide), or a `ShardPlacementResult` with a mesh for this parameter alone, or None: the first dimension
+            longer than 1. A parameter cut along a later dimension lies with that one outermost in the buffer, and
+            modules compute with a strided view of it; so do optimizers with its shard. Whole rows of the
+            dimension go to each rank, as they fit into the buffer: the placement is a `RaggedShard`.
         mp_policy: dtypes of computation and communication.
         ignored_params: parameters that stay as they are; their gradients are this rank's own.
         replicate_params: parameters that every rank keeps whole; their gradients are reduced, those of the group in
@@ -81,7 +89,6 @@ def fully_shard(
         CapabilityError: the platform cannot compute in the policy's dtypes.
     """
     modules: list[Any] = list(module) if isinstance(module, (list, tuple)) else [module]
-    _check_mesh(mesh)
     reshard_after_forward = check_settings(mesh, zero_stage, reshard_after_forward, threshold)
     platform = mesh.platform
     _check_modules(platform, modules)
@@ -90,10 +97,10 @@ def fully_shard(
     _check_dtypes(storage, policy)
     transport = get_communication(communication, platform)
     originals = collect(platform, modules, ignored_params)
-    _check_parameters(originals, mesh)
-    whole = _whole_parameters(platform, originals, replicate_params, threshold) if zero_stage > 0 else originals
-    buffers = _make_buffers(storage, mesh, originals, whole, policy, transport)
-    group = _make_group(storage, modules, buffers, reshard_after_forward, zero_stage, mesh.shape[-1])
+    place(originals, mesh, shard_placement_fn, reshard_after_forward)
+    whole = _whole_parameters(platform, originals, replicate_params, threshold if zero_stage else math.inf)
+    buffers = _make_buffers(storage, originals, whole, policy, transport)
+    group = _make_group(storage, modules, buffers, reshard_after_forward, zero_stage)
     ModuleState(storage, modules, group, policy).install()
     for each in modules:
         each.__class__ = with_methods(type(each))  # type: ignore[arg-type]
@@ -106,10 +113,9 @@ def _make_group(
     buffers: Iterable[FlatBuffer],
     reshard_after_forward: bool | int | None,
     zero_stage: int,
-    num_shards: int,
 ) -> ParameterGroup:
     name = ", ".join(type(module).__name__ for module in modules)
-    group = ParameterGroup(name, storage, list(buffers), reshard_after_forward, zero_stage, num_shards)
+    group = ParameterGroup(name, storage, list(buffers), reshard_after_forward, zero_stage)
     group.exposed = True
     group.conceal()
     return group
@@ -117,16 +123,16 @@ def _make_group(
 
 def _make_buffers(
     storage: ParameterStorage,
-    mesh: DeviceMesh,
     originals: Sequence[Original],
-    whole: Sequence[Original],
+    whole: Collection[int],
     policy: MixedPrecisionPolicy,
     communication: Communication,
 ) -> Iterator[FlatBuffer]:
-    """Parameters share a buffer that are of one dtype, all trainable or all frozen, all sharded or all whole."""
+    """Parameters share a buffer that are of one dtype and mesh, and alike in being trainable and in `whole`."""
     kinds: dict[Any, list[Original]] = {}
     for original in originals:
-        parallel = DataParallel(mesh, shards=all(original is not other for other in whole))
+        assert original.mesh is not None
+        parallel = DataParallel(original.mesh, shards=id(original.tensor) not in whole)
         key = original.tensor.dtype, storage.platform.requires_grad(original.tensor), parallel
         kinds.setdefault(key, []).append(original)
     for (dtype, _, parallel), alike in kinds.items():
@@ -138,27 +144,14 @@ def _make_buffers(
 
 def _whole_parameters(
     platform: Platform, originals: Sequence[Original], replicated: Collection[Tensor], threshold: float
-) -> list[Original]:
-    """Those that every rank keeps whole."""
-    ids = {id(parameter) for parameter in replicated}
-    return [
-        original
+) -> set[int]:
+    """The ids of those that every rank keeps whole."""
+    small = (
+        original.tensor
         for original in originals
-        if id(original.tensor) in ids
-        or original.longest_numel * platform.itemsize(original.tensor.dtype) < threshold * BYTES_PER_KB
-    ]
-
-
-def _check_mesh(mesh: DeviceMesh) -> None:
-    if not isinstance(mesh, DeviceMesh):
-        raise FullyShardError(f"mesh: expected a DeviceMesh, got {type(mesh).__name__}")
-    if mesh.ndim not in (1, 2):
-        raise FullyShardError(
-            f"mesh: expected 1 axis (shard) or 2 (replicate, shard), got {mesh.describe()}; "
-            'pick the data-parallel ones, such as mesh["dp_replicate", "dp_shard"]'
-        )
-    if mesh.get_coordinate() is None:
-        raise FullyShardError(f"mesh: rank {mesh.world.rank} is outside mesh {mesh.describe()}")
+        if original.longest_numel * platform.itemsize(original.tensor.dtype) < threshold * BYTES_PER_KB
+    )
+    return {id(parameter) for parameter in (*replicated, *small)}
 
 
 def _check_modules(platform: Platform, modules: Sequence[Module]) -> None:
@@ -182,9 +175,3 @@ def _check_dtypes(storage: ParameterStorage, policy: MixedPrecisionPolicy) -> No
     for dtype in (policy.param_dtype, policy.reduce_dtype, policy.output_dtype):
         if dtype is not None:
             storage.check_dtype(dtype)
-
-
-def _check_parameters(originals: Sequence[Original], mesh: DeviceMesh) -> None:
-    problems = [problem for original in originals for problem in problems_of(original, mesh)]
-    if problems:
-        raise FullyShardError("; ".join(problems))

@@ -70,7 +70,6 @@ class ParameterGroup:
         entered: whether the forward of one of its modules has begun, and not that of all ended.
         kept_after_forward: whether the last forward left the full parameters for a backward.
         record: the current forward pass's use, until its backward; None outside.
-        num_shards: ranks of the shard axis.
         is_last_backward: of a root: whether gradients that autograd did not deliver count as zero at the end of
             backward.
         gradient_sync: reduce gradients after backward; else accumulate them unsharded.
@@ -92,7 +91,6 @@ class ParameterGroup:
         buffers: Sequence[FlatBuffer],
         reshard_after_forward: bool | int | None,
         zero_stage: int,
-        num_shards: int,
     ) -> None:
         self.name = name
         self.storage = storage
@@ -102,7 +100,6 @@ class ParameterGroup:
         self.entered = False
         self.kept_after_forward = False
         self.record: GatherRecord | None = None
-        self.num_shards = num_shards
         self.gradient_sync = True
         self.is_last_backward = True
         self.zero_stage = zero_stage
@@ -198,6 +195,11 @@ class ParameterGroup:
     def shards_every_gradient(self) -> bool:
         """Whether gradients are reduce-scattered in each backward, also in one that does not complete them."""
         return self.zero_stage == 2
+
+    @property
+    def shard_counts(self) -> list[int]:
+        """Into how many shards its buffers are cut that are cut at all."""
+        return sorted({buffer.layout.num_shards for buffer in self.buffers if buffer.layout.num_shards > 1})
 
     @property
     def keeps_full(self) -> bool:

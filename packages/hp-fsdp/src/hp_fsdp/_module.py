@@ -93,11 +93,13 @@ class FSDPModule:
             if reshard_after_forward and group.keeps_full
         ]
         for group in groups:
-            problems += [f"group {group.name}: {p}" for p in reshard_problems(reshard_after_forward, group.num_shards)]
+            for num_shards in group.shard_counts:
+                wrong = reshard_problems(reshard_after_forward, num_shards)
+                problems += [f"group {group.name}: {problem}" for problem in wrong]
         if problems:
             raise FullyShardError(f"set_reshard_after_forward({reshard_after_forward!r}): " + "; ".join(problems))
         for group in groups:
-            group.reshard_after_forward = reshard_size(reshard_after_forward, group.num_shards)
+            group.reshard_after_forward = reshard_size(reshard_after_forward, max(group.shard_counts, default=1))
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether full parameters are freed after a backward that does not reduce (one that does always frees)."""

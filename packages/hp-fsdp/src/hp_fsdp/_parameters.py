@@ -58,11 +58,15 @@ class Original:
         name: dotted name below the first module of the group; the first one of a tied parameter.
         tensor: the parameter, plain or a DTensor.
         owners: every (module, attribute) that holds it.
+        chosen_dim: the dimension to cut that `shard_placement_fn` has named, if it has.
+        mesh: likewise, the mesh.
     """
 
     name: str
     tensor: Tensor
     owners: list[tuple[Module, str]] = field(default_factory=list)
+    chosen_dim: int | None = None
+    mesh: DeviceMesh | None = None
 
     @property
     def spec(self) -> TensorSpec | None:
@@ -76,11 +80,18 @@ class Original:
 
     @property
     def cut_dim(self) -> int:
-        """The dimension that is cut: the first one longer than 1, so that a cut leaves contiguous parts.
+        """The dimension that is cut: the one named, else the first one longer than 1, where parts are contiguous.
 
         The same on every rank: what counts is the longest part that any rank has.
         """
+        if self.chosen_dim is not None:
+            return self.chosen_dim
         return next((dim for dim, size in enumerate(self._longest_shape) if size > 1), 0)
+
+    @property
+    def first_dim(self) -> int:
+        """The dimension that is outermost in the flat buffer, so that what one rank holds is contiguous there."""
+        return self.cut_dim if any(size > 1 for size in self._longest_shape[: self.cut_dim]) else 0
 
     @property
     def longest_numel(self) -> int:
@@ -93,7 +104,8 @@ class Original:
 
     @property
     def row_numel(self) -> int:
-        return math.prod(self.local_shape[self.cut_dim + 1 :])
+        """Elements of the local tensor for each index of the dimension that is cut."""
+        return math.prod(self.local_shape[: self.cut_dim]) * math.prod(self.local_shape[self.cut_dim + 1 :])
 
     def block(self, itemsize: int) -> Block:
         alignment = max(1, ALIGNMENT_BYTES // itemsize)

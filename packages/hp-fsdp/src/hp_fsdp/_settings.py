@@ -11,12 +11,14 @@ from hp_fsdp.exceptions import FullyShardError
 def check_settings(
     mesh: DeviceMesh, zero_stage: int, reshard_after_forward: bool | int | None, threshold: float
 ) -> bool | int | None:
-    """`reshard_after_forward` as `reshard_size` gives it.
+    """`reshard_after_forward`, with False and True for groups of one and of all ranks.
 
     Raises:
         FullyShardError: listing every setting that is none, or does not go with another.
     """
-    problems = []
+    problems = mesh_problems(mesh)
+    if problems:
+        raise FullyShardError("; ".join(problems))
     if isinstance(zero_stage, bool) or zero_stage not in (0, 1, 2, 3):
         problems.append(f"zero_stage: expected 0, 1, 2 or 3, got {zero_stage!r}")
     elif zero_stage < 3 and reshard_after_forward:
@@ -30,6 +32,20 @@ def check_settings(
     if problems:
         raise FullyShardError("; ".join(problems))
     return reshard_size(reshard_after_forward, mesh.shape[-1])
+
+
+def mesh_problems(mesh: Any) -> list[str]:
+    """Why nothing can be sharded over `mesh`."""
+    if not isinstance(mesh, DeviceMesh):
+        return [f"mesh: expected a DeviceMesh, got {type(mesh).__name__}"]
+    if mesh.ndim not in (1, 2):
+        return [
+            f"mesh: expected 1 axis (shard) or 2 (replicate, shard), got {mesh.describe()}; "
+            'pick the data-parallel ones, such as mesh["dp_replicate", "dp_shard"]'
+        ]
+    if mesh.get_coordinate() is None:
+        return [f"mesh: rank {mesh.world.rank} is outside mesh {mesh.describe()}"]
+    return []
 
 
 def reshard_problems(wanted: Any, num_shards: int) -> list[str]:

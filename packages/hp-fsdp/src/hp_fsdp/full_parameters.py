@@ -127,8 +127,10 @@ class _Summoned:
     def _view(self, full: Tensor, offset: int, parameter: ManagedParameter) -> Tensor:
         spec = parameter.full_spec
         if spec is not None:
-            return self._storage.parameter(self._storage.part(full, offset, spec.local_shape), spec, False)
-        view = self._storage.part(full, offset, tuple(parameter.view.shape))
+            return self._storage.parameter(
+                self._storage.part(full, offset, spec.local_shape, parameter.first_dim), spec, False
+            )
+        view = self._storage.part(full, offset, tuple(parameter.view.shape), parameter.first_dim)
         return self._storage.platform.Parameter(view, requires_grad=False)
 
     def write_back(self) -> None:

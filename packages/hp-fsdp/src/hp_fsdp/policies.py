@@ -5,9 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor.placements import Shard
 from hp_dtensor.platform import Platform
 
 DType = Any
+
+
+@dataclass(frozen=True)
+class ShardPlacementResult:
+    """What a `shard_placement_fn` may say of one parameter.
+
+    Attributes:
+        placement: `Shard(dim)`: the dimension to cut; None: the first one longer than 1.
+        mesh: 1-D (shard) or 2-D (replicate, shard), instead of the group's; None: the group's.
+    """
+
+    placement: Shard | None = None
+    mesh: DeviceMesh | None = None
 
 
 @dataclass(frozen=True)

@@ -31,17 +31,20 @@ class ParameterStorage(ABC):
     # Memory ----------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def view(self, buffer: Tensor, start: int, shape: Sequence[int]) -> Tensor:
+    def view(self, buffer: Tensor, start: int, shape: Sequence[int], first_dim: int = 0) -> Tensor:
         """A leaf over part of a buffer, to compute with: it follows `release` and `refill`, and writing to
-        the buffer does not make autograd believe that it has changed."""
+        the buffer does not make autograd believe that it has changed.
+
+        Its elements lie in row-major order but for `first_dim`, which is outermost in memory.
+        """
 
     def gather_target(self, buffer: Tensor) -> Tensor:
         """The whole buffer as what an all-gather fills; see `view`."""
         return self.view(buffer, 0, (buffer.shape[0],))
 
     @abstractmethod
-    def part(self, buffer: Tensor, start: int, shape: Sequence[int]) -> Tensor:
-        """A leaf over part of a buffer that is never released, to read and to write in place."""
+    def part(self, buffer: Tensor, start: int, shape: Sequence[int], first_dim: int = 0) -> Tensor:
+        """A leaf over part of a buffer that is never released, to read and to write in place; see `view`."""
 
     @abstractmethod
     def release(self, buffer: Tensor) -> None:
@@ -143,6 +146,11 @@ class ParameterStorage(ABC):
     def is_backward_running(self) -> bool:
         """False only when it is certain that none is; so an interrupted backward is noticed."""
         return True
+
+
+def moved_to_front(items: Sequence[Any], index: int) -> list[Any]:
+    """The items with one of them first."""
+    return [items[index], *items[:index], *items[index + 1 :]] if index else list(items)
 
 
 @functools.cache

@@ -18,10 +18,10 @@ from mindspore.graph.api import _pynative_executor as executor
 from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform import Platform
 from hp_dtensor.spec import TensorSpec
-from hp_fsdp.storage import Gradients, ParameterStorage
+from hp_fsdp.storage import Gradients, ParameterStorage, moved_to_front
 from hp_platform_mindspore.autograd import GradMode, arm
 from hp_platform_mindspore.dtensor import MindSporeDTensor, unwrap, wrap
-from hp_platform_mindspore.memory import host_view, share
+from hp_platform_mindspore.memory import HOST_DTYPES, host_view, share
 
 
 class MindSporeParameterStorage(ParameterStorage):
@@ -39,18 +39,21 @@ class MindSporeParameterStorage(ParameterStorage):
 
     # Memory ----------------------------------------------------------------------------------------------
 
-    def view(self, buffer: Tensor, start: int, shape: Sequence[int]) -> Tensor:
+    def view(self, buffer: Tensor, start: int, shape: Sequence[int], first_dim: int = 0) -> Tensor:
         with GradMode(False):
-            return mint.narrow(buffer, 0, start, math.prod(shape)).view(tuple(shape))
+            stored = mint.narrow(buffer, 0, start, math.prod(shape)).view(tuple(moved_to_front(shape, first_dim)))
+            return _first_moved_to(stored, first_dim)
 
     def gather_target(self, buffer: Tensor) -> Tensor:
         # Collectives on views do nothing, and there is no version to protect: groups write through `data`.
         return buffer
 
-    def part(self, buffer: Tensor, start: int, shape: Sequence[int]) -> Tensor:
+    def part(self, buffer: Tensor, start: int, shape: Sequence[int], first_dim: int = 0) -> Tensor:
         if not self._on_host:
-            return self.view(buffer, start, shape)
-        return share(host_view(buffer)[start : start + math.prod(shape)].reshape(tuple(shape)))
+            return self.view(buffer, start, shape, first_dim)
+        stored = host_view(buffer)[start : start + math.prod(shape)].reshape(moved_to_front(shape, first_dim))
+        with GradMode(False):
+            return _first_moved_to(share(stored), first_dim)
 
     def release(self, buffer: Tensor) -> None:
         buffer.untyped_storage().resize_(0)
@@ -164,6 +167,15 @@ class MindSporeParameterStorage(ParameterStorage):
         if frame is None:
             self._started.backward = None
         return frame is not None
+
+
+def _first_moved_to(x: Tensor, dim: int) -> Tensor:
+    """A view of `x` in which its first dimension comes at `dim`."""
+    if dim == 0:
+        return x
+    if math.prod(x.shape) == 0:
+        return share(np.empty((*x.shape[1 : dim + 1], x.shape[0], *x.shape[dim + 1 :]), HOST_DTYPES[x.dtype]), x.dtype)
+    return mint.permute(x, (*range(1, dim + 1), 0, *range(dim + 1, len(x.shape))))
 
 
 class _Started(threading.local):

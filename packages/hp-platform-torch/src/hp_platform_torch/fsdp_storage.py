@@ -11,7 +11,7 @@ from torch.autograd import Variable
 from torch.autograd.function import once_differentiable
 
 from hp_dtensor.spec import TensorSpec
-from hp_fsdp.storage import Gradients, ParameterStorage
+from hp_fsdp.storage import Gradients, ParameterStorage, moved_to_front
 from hp_platform_torch.dtensor import LocalOperations, TorchDTensor, adopt
 
 Tensor = torch.Tensor
@@ -30,9 +30,11 @@ class TorchParameterStorage(ParameterStorage):
 
     # Memory ----------------------------------------------------------------------------------------------
 
-    def view(self, buffer: Tensor, start: int, shape: Sequence[int]) -> Tensor:
+    def view(self, buffer: Tensor, start: int, shape: Sequence[int], first_dim: int = 0) -> Tensor:
         shape = tuple(shape)
-        strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        stored = moved_to_front(shape, first_dim)
+        strides = [math.prod(stored[dim + 1 :]) for dim in range(len(shape))]
+        strides.insert(first_dim, strides.pop(0)) if first_dim else None
         alias = torch.empty(0, dtype=buffer.dtype, device=buffer.device)
         return alias.set_(buffer.untyped_storage(), start, shape, strides)
 

@@ -1,0 +1,146 @@
+"""`shard_placement_fn`: any dimension, any sizes, a mesh for one parameter."""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+from fsdp_training import Case, build, micro_loss, train_reference, whole, whole_grads
+
+from hp_dtensor import nn
+from hp_dtensor.mesh import init_device_mesh
+from hp_dtensor.placements import RaggedShard, Replicate, Shard
+from hp_dtensor.styles import place_parameter
+from hp_dtensor.testing.simulated import run_ranks
+from hp_dtensor.world import ProcessGroup, current_world
+from hp_fsdp import FullyShardError, ShardPlacementResult, fully_shard, summon_full_params
+
+SHAPE = (2, 3, 5)
+
+
+class One(nn.Module):
+    def __init__(self, shape=SHAPE):
+        super().__init__()
+        self.weight = self.parameter(shape)
+
+    def forward(self, x):
+        return self.ops.mul(self.weight, x)
+
+
+def mesh_of(platform, *sizes):
+    names = ("shard",) if len(sizes) == 1 else ("replicate", "shard")
+    return init_device_mesh("cpu", sizes, mesh_dim_names=names, platform=platform)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("dim", [0, 1, 2, -1])
+def test_values_and_gradients_of_any_dimension(hp_platform, dim, num_ranks):
+    """Sizes that the ranks do not divide, and ranks without a part."""
+    values = numpy.arange(numpy.prod(SHAPE), dtype=numpy.float32).reshape(SHAPE)
+
+    def rank():
+        me = current_world(hp_platform).rank
+        with nn.building(hp_platform):
+            model = One()
+        hp_platform.copy_(model.weight, hp_platform.from_numpy(values))
+        fully_shard(model, mesh_of(hp_platform, num_ranks), shard_placement_fn=lambda p: Shard(dim))
+        ragged = model.weight.placements[-1]
+        assert isinstance(ragged, RaggedShard)
+        assert ragged.dim == dim % 3
+        assert sum(ragged.units) == SHAPE[dim]
+        numpy.testing.assert_array_equal(whole(hp_platform, model.weight), values)
+        x = hp_platform.from_numpy(values * (me + 1))
+        for count in (1, 2):
+            hp_platform.backward(hp_platform.ops.sum(model(x)))
+            expected = values * numpy.mean(range(1, num_ranks + 1)) * count
+            numpy.testing.assert_array_equal(whole(hp_platform, hp_platform.get_grad(model.weight)), expected)
+        with summon_full_params(model):
+            numpy.testing.assert_array_equal(hp_platform.to_numpy(hp_platform.detach(model.weight)), values)
+        local = hp_platform.unwrap(model.weight)
+        hp_platform.copy_(local, hp_platform.from_numpy(hp_platform.to_numpy(local) * numpy.float32(2)))
+        numpy.testing.assert_array_equal(hp_platform.to_numpy(hp_platform.detach(model(x))), 2 * values**2 * (me + 1))
+
+    run_ranks(rank, num_ranks, hp_platform)
+
+
+def test_a_dimension_that_tensor_parallelism_has_cut_already(hp_platform):
+    values = numpy.arange(7 * 5, dtype=numpy.float32).reshape(5, 7)
+
+    def rank():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), platform=hp_platform)
+        with nn.building(hp_platform):
+            model = One((5, 7))
+        hp_platform.copy_(model.weight, hp_platform.from_numpy(values))
+        place_parameter(model, "weight", mesh["tp"], [Shard(1)])
+        fully_shard(model, mesh["dp"], shard_placement_fn=lambda p: Shard(1))
+        assert [p.dim for p in model.weight.placements] == [1, 1]
+        numpy.testing.assert_array_equal(whole(hp_platform, model.weight), values)
+
+    run_ranks(rank, 4, hp_platform)
+
+
+def test_shards_of_a_later_dimension_are_gathered_without_a_copy(hp_platform, monkeypatch):
+    """The parameter in computation lies in the gathered buffer itself, the shard in the buffer that is sent."""
+    seen = {}
+    gather = ProcessGroup.all_gather_into
+
+    def watched(self, output, x, async_op=False):
+        seen[self.rank] = hp_platform.unwrap(x).data_ptr(), hp_platform.unwrap(output).data_ptr()
+        return gather(self, output, x, async_op)
+
+    monkeypatch.setattr(ProcessGroup, "all_gather_into", watched)
+
+    def rank():
+        with nn.building(hp_platform):
+            model = One((6, 8))
+        fully_shard(model, mesh_of(hp_platform, 2), shard_placement_fn=lambda p: Shard(1))
+        shard = hp_platform.unwrap(model.weight).data_ptr()
+        model.unshard()
+        full = model.weight.data_ptr()
+        assert seen[current_world(hp_platform).rank] == (shard, full)
+        assert tuple(model.weight.stride()) == (1, 6)
+        model.reshard()
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def test_a_mesh_for_one_parameter(hp_platform):
+    """Some weights are sharded over pairs and replicated across them, the others over all four ranks."""
+    case = Case((4,), steps=1, num_blocks=1)
+    expected = train_reference(case).grads
+
+    def rank():
+        pairs = mesh_of(hp_platform, 2, 2)
+        everybody = pairs.flatten("all")
+
+        def choose(parameter):
+            if len(parameter.shape) < 2:
+                return None
+            return ShardPlacementResult(Shard(1), pairs) if parameter.shape[0] == 11 else ShardPlacementResult()
+
+        model = build(hp_platform, case)
+        fully_shard(model, everybody, shard_placement_fn=choose)
+        assert model.blocks[0].up.weight.placements[0] == Replicate()
+        assert model.blocks[0].up.weight.device_mesh is pairs
+        assert model.head.weight.device_mesh is everybody
+        loss = micro_loss(hp_platform, model, case, current_world(hp_platform).rank, 0, 0)
+        hp_platform.backward(loss)
+        for name, grad in whole_grads(hp_platform, model).items():
+            if expected[name] is not None:
+                numpy.testing.assert_allclose(grad, expected[name], rtol=2e-5, atol=2e-6, err_msg=name)
+
+    run_ranks(rank, 4, hp_platform)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        (Replicate(), r"weight: shard_placement_fn: expected Shard\(dim\), a ShardPlacementResult or None, got"),
+        (Shard(3), r"weight: shard_placement_fn: Shard\(.*3\) cuts a dimension that a parameter \[2, 3, 5\] lacks"),
+        (ShardPlacementResult(mesh="cpu"), "weight: shard_placement_fn: mesh: expected a DeviceMesh, got str"),
+    ],
+)
+def test_placements_that_are_none(hp_platform, chosen, message):
+    with nn.building(hp_platform):
+        model = One()
+    with pytest.raises(FullyShardError, match=message):
+        fully_shard(model, mesh_of(hp_platform, 1), shard_placement_fn=lambda p: chosen)
