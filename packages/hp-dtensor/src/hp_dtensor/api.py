@@ -12,7 +12,7 @@ from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import MixedOperandsError, ShardShapeError
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard
-from hp_dtensor.redistribute import RedistributePlan, group_over, plan_across, plan_between
+from hp_dtensor.redistribute import RedistributePlan, plan_across, plan_between
 from hp_dtensor.spec import TensorSpec
 
 Tensor = Any
@@ -216,17 +216,24 @@ def vary(x: Any, axes: tuple[int, ...]) -> Tensor:
     One view serves all users of `x`, until `x` is written in place; the view of something just gathered reduces
     straight to its source.
     """
-    platform = x.spec.mesh.platform
+    platform = x._spec.mesh.platform
     local = platform.unwrap(x)
     if not (platform.is_grad_enabled() and platform.requires_grad(local)):
         return local
+    return recorded_view(x, local, axes)
+
+
+def recorded_view(x: Any, local: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """`vary` where operations on `x`, whose local data is `local`, are recorded."""
+    platform = x._spec.mesh.platform
+    if platform.is_leaf(x):
+        return _varying_view(x, local, axes)
     version = platform.version(local)
     views = x.__dict__.setdefault("_varying_views", {})
     made_at, view = views.get(axes, (None, None))
     if made_at != version:
         view = _varying_view(x, local, axes)
-        if not platform.is_leaf(x):
-            views[axes] = version, view
+        views[axes] = version, view
     return view
 
 
@@ -250,7 +257,7 @@ class _Source:
 
 
 def _varying_view(x: Any, local: Tensor, axes: tuple[int, ...]) -> Tensor:
-    mesh = x.spec.mesh
+    mesh = x._spec.mesh
     platform = mesh.platform
     source: _Source | None = x.__dict__.get("_redistributed_from")
     if (
@@ -260,7 +267,7 @@ def _varying_view(x: Any, local: Tensor, axes: tuple[int, ...]) -> Tensor:
         and source.version == platform.version(source.local)
     ):
         return source.plan.run_varying(source.local, local, axes)
-    return collectives.vary(local, [group_over(mesh, axes)])
+    return collectives.vary(local, [mesh.group_over(axes)])
 
 
 def grad_spec(spec: TensorSpec) -> TensorSpec:

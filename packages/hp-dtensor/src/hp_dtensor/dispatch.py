@@ -206,7 +206,7 @@ class OpPlan:
 
     def _check_reaches_original(self, first: Any) -> None:
         """Refuse to write what is a view on one device and a copy here: the original would not change."""
-        view = first.__dict__.get("_copied_by")
+        view = first._copied_by
         if view is not None:
             raise ShardingRuleError(
                 f"{self.operation} on the result of {view}, which is a copy: the dimension that {view} takes apart was "

@@ -20,6 +20,8 @@ class DTensor:
     """
 
     _spec: TensorSpec
+    _copied_by: str | None = None
+    """The view operation that gave this tensor as a copy; writing it would not reach what it is a view of."""
 
     @property
     def spec(self) -> TensorSpec:

@@ -67,6 +67,7 @@ class DeviceMesh:
         "_aliases",
         "_base",
         "_coordinate",
+        "_groups",
         "_hash",
         "_ranks",
         "axes",
@@ -113,6 +114,7 @@ class DeviceMesh:
         self._ranks = ranks
         self._aliases = aliases
         self._coordinate = self._find_coordinate()
+        self._groups: dict[tuple[int, ...], ProcessGroup] = {}
         self._hash = hash((device_type, axes, base, ranks, id(world)))
 
     def _derive(self, axes: tuple[MeshAxis, ...], base: int) -> DeviceMesh:
@@ -192,7 +194,20 @@ class DeviceMesh:
             raise MeshError(f"rank {self.world.rank} is outside mesh {self.describe()} and has no group in it")
         if axis is None and self.ndim != 1:
             raise MeshError(f"mesh {self.describe()} has {self.ndim} axes; say which group is meant")
-        return self.world.group(self.ranks_along(0 if axis is None else axis))
+        return self.group_over((self.axis_index(0 if axis is None else axis),))
+
+    def group_over(self, axes: tuple[int, ...]) -> ProcessGroup:
+        """The group of the ranks that differ from this one on `axes` (numbers) only, in mesh order."""
+        found = self._groups.get(axes)
+        if found is None or found.is_closed:
+            found = self._groups[axes] = self.world.group([self.rank_at(member) for member in self.members_over(axes)])
+        return found
+
+    def members_over(self, axes: Sequence[int]) -> list[tuple[int, ...]]:
+        """The coordinates of that group's ranks."""
+        here = self._coordinate
+        assert here is not None
+        return list(itertools.product(*(range(n) if a in axes else (here[a],) for a, n in enumerate(self.shape))))
 
     def get_all_groups(self) -> list[ProcessGroup]:
         """The process groups of this rank's lines, one per axis."""

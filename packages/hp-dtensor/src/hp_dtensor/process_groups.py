@@ -66,9 +66,7 @@ def destroy_process_group(group: ProcessGroup | None = None, *, platform: Platfo
     if group is None:
         get_platform(platform).disconnect()
         return
-    world = current_world(group.platform)
-    if world._groups.get(group.ranks) is group:
-        del world._groups[group.ranks]
+    current_world(group.platform).release(group)
 
 
 def get_process_group_ranks(group: ProcessGroup | None = None) -> list[int]:

@@ -89,19 +89,18 @@ class ProcessGroup(ABC):
         backend: what it communicates by: `gloo`, `nccl`, ..., or `none`.
         ranks: global ranks, ascending in group order.
         rank: this process's index in `ranks`.
+        is_closed: it has been let go of, and its world makes another one.
         platform: the platform that owns the tensors (None in a fake world).
     """
 
     backend: str = "none"
+    is_closed = False
 
     def __init__(self, ranks: Sequence[int], rank: int, platform: Platform | None) -> None:
         self.ranks = tuple(ranks)
         self.rank = rank
+        self.size = len(self.ranks)
         self.platform = platform
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
 
     def all_reduce(self, x: Tensor, op: str = "sum", async_op: bool = False) -> Work:
         """Reduce `x` (any shape) over the group, in place."""
@@ -256,8 +255,17 @@ class World(ABC):
     @abstractmethod
     def _create_group(self, ranks: tuple[int, ...]) -> ProcessGroup: ...
 
+    def release(self, group: ProcessGroup) -> None:
+        """Let go of a group; it is made anew when it is asked for again."""
+        if self._groups.get(group.ranks) is group:
+            del self._groups[group.ranks]
+        group.is_closed = True
+
     def close(self) -> None:
         """Leave the job; collectives are refused afterwards."""
+        for group in self._groups.values():
+            group.is_closed = True
+        self._groups.clear()
 
 
 class NoCommunicationGroup(ProcessGroup):

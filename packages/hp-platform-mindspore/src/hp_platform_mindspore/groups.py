@@ -93,9 +93,6 @@ class MindSporeWorld(World):
             return NativeGroup(ranks, rank, self.platform)
         return HostGroup(ranks, rank, self.platform)
 
-    def close(self) -> None:
-        self._groups.clear()
-
 
 def _join(
     platform: MindSporePlatform, rank: int, size: int, address: str, timeout_seconds: float, local_rank: int

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from hp_dtensor import dispatch
-from hp_dtensor.api import forget_source, grad_spec
+from hp_dtensor.api import forget_source, grad_spec, recorded_view
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import MixedOperandsError, PlacementError
 from hp_dtensor.placements import Replicate
@@ -50,16 +50,26 @@ class _Entry:
     """A plan as it runs.
 
     Attributes:
-        spec: that of the result where the operation runs on local data without moves, else None.
+        spec: that of the result where the operation runs on local data without redistribution, else None.
         static: then, where the plan replaces static arguments, all arguments after the first tensor.
+        views: then, positions of arguments that take a varying view where they are recorded, and over which axes.
     """
 
-    __slots__ = ("plan", "spec", "static")
+    __slots__ = ("plan", "spec", "static", "views")
 
     def __init__(self, plan: dispatch.OpPlan) -> None:
         self.plan = plan
         self.spec: TensorSpec | None = None
         self.static: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
+        self.views: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+    def viewed(self, args: Sequence[Any]) -> Sequence[Any]:
+        """The arguments with varying views; inside `LocalOperations`."""
+        result = list(args)
+        for position, axes in self.views:
+            if result[position].requires_grad:
+                result[position] = recorded_view(result[position], result[position], axes)
+        return result
 
 
 class Operation:
@@ -135,7 +145,9 @@ class Operation:
 
         result = plan.run(recorded, args, kwargs)
         entry = _Entry(plan)
-        if type(result) is TorchDTensor and seen and not plan.moves and plan.local is None and not self.in_place:
+        views = _views_only(plan.moves)
+        if type(result) is TorchDTensor and seen and views is not None and plan.local is None:
+            entry.views = views
             self._run_directly_next_time(entry, result._spec, args, *seen[0])
         if len(self.plans) >= CACHE_SIZE:
             self.plans.clear()
@@ -150,10 +162,23 @@ class Operation:
         local_args: tuple[Any, ...],
         local_kwargs: Mapping[str, Any],
     ) -> None:
+        if self.in_place and (entry.plan.replaced or not args or any(position == 0 for position, _ in entry.views)):
+            return
         if not entry.plan.replaced:
             entry.spec = spec
         elif not self.by_type and args and local_args[0] is args[0] and _holds_no_tensor(local_args[1:], local_kwargs):
             entry.spec, entry.static = spec, (local_args[1:], local_kwargs)
+
+
+def _views_only(moves: Sequence[dispatch.Move]) -> tuple[tuple[int, tuple[int, ...]], ...] | None:
+    """(position, axes) per move where all of them are varying views of positional arguments, else None."""
+    found = []
+    for move in moves:
+        position, *inside = move.location
+        if move.target is not None or inside or not isinstance(position, int):
+            return None
+        found.append((position, move.vary))
+    return tuple(found)
 
 
 def _plain_where_constant(args: Sequence[Any]) -> list[Any]:
@@ -222,15 +247,20 @@ class TorchDTensor(DTensor, torch.Tensor):
         if entry is None:
             return operation.run_first(call, key, args, kwargs or {})
         spec = entry.spec
-        if spec is None:
+        if spec is None or (operation.in_place and args[0]._copied_by is not None):
             return entry.plan.run(call, args, kwargs or {})
         with LocalOperations():
+            given = args
+            if entry.views and torch.is_grad_enabled():
+                args = entry.viewed(args)
             if entry.static is not None:
                 result = call(args[0], *entry.static[0], **entry.static[1])
             elif kwargs:
                 result = call(*args, **kwargs)
             else:
                 result = call(*args)
+            if operation.in_place:
+                return given[0]
             if result.dtype is not spec.dtype:  # under autocast the same call has another result
                 spec = TensorSpec(spec.mesh, spec.placements, spec.shape, result.dtype)
         result.__class__ = TorchDTensor

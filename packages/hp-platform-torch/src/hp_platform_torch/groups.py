@@ -238,7 +238,7 @@ class TorchWorld(World):
 
     def close(self) -> None:
         self._closed = True
-        self._groups.clear()
+        super().close()
         self._store = None
 
 

@@ -4,14 +4,13 @@ from hp_dtensor.redistribute.across import AcrossPlan, plan_across
 from hp_dtensor.redistribute.costs import CostModel
 from hp_dtensor.redistribute.plan import RedistributePlan
 from hp_dtensor.redistribute.planner import plan_between, plan_redistribute
-from hp_dtensor.redistribute.steps import Step, group_over
+from hp_dtensor.redistribute.steps import Step
 
 __all__ = [
     "AcrossPlan",
     "CostModel",
     "RedistributePlan",
     "Step",
-    "group_over",
     "plan_across",
     "plan_between",
     "plan_redistribute",

@@ -15,7 +15,7 @@ from typing import Any
 
 from hp_dtensor.placements import Partial, Placement, Replicate
 from hp_dtensor.platform import Platform
-from hp_dtensor.redistribute.steps import Step, group_over, scaled
+from hp_dtensor.redistribute.steps import Step, scaled
 from hp_dtensor.spec import TensorSpec, describe
 
 Tensor = Any
@@ -115,7 +115,7 @@ class Stage:
             return ops.div(ops.mul(grad, result), x)
         winners = ops.cast(ops.eq(x, result), x.dtype)
         number = platform.contiguous(ops.clone(winners))
-        group_over(self.source.mesh, self._selected).all_reduce(number)
+        self.source.mesh.group_over(self._selected).all_reduce(number)
         return ops.div(ops.mul(grad, winners), number)
 
 

@@ -189,13 +189,27 @@ class _Planner:
 
     def _make(self, move: Move, wire_bytes: float) -> steps.Step:
         seconds = self.costs.seconds(move.name, [self.names[a] for a in move.axes], wire_bytes)
-        kind = _STEPS.get(move.name, steps.Exchange)
+        kind = steps.AllToAll if self._is_regular(move) else _STEPS.get(move.name, steps.Exchange)
         step = kind(move.name, self.mesh, move.axes, move.source, move.target, wire_bytes, seconds)
         if isinstance(step, (steps.ReduceScatter, steps.AllReduce, steps.ReduceToOwners)):
             step.op = self.op
         if isinstance(step, (steps.Exchange, steps.ReduceToOwners)):
             step.ownership = Ownership(self.shape, self.mesh_shape, move.source, move.target, move.volume)
         return step
+
+    def _is_regular(self, move: Move) -> bool:
+        """Whether an all-to-all cuts both its dimensions into equal parts, inside all other cuts."""
+        changed = tuple(a for a, (s, t) in enumerate(zip(move.source, move.target, strict=True)) if s != t)
+        if move.name != "all_to_all" or changed != move.axes:
+            return False
+        return all(self._is_even_inside(placements, *move.axes) for placements in (move.source, move.target))
+
+    def _is_even_inside(self, placements: Placements, axis: int) -> bool:
+        """Whether the dimension that `axis` cuts is cut in chunk order, evenly, and by this axis last."""
+        dim: int = placements[axis].dim  # type: ignore[attr-defined]
+        cuts = cuts_of(placements, dim)
+        parts = product(self.mesh_shape, [a for a, _ in cuts])
+        return cuts[-1][0] == axis and all(type(p) is Shard for _, p in cuts) and self.shape[dim] % parts == 0
 
     def _scale(self, placements: Placements) -> steps.Step:
         step = steps.Scale("scale", self.mesh, (), placements, placements, 0.0, 0.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import operator
 from abc import ABC, abstractmethod
@@ -58,9 +57,9 @@ class Step(ABC):
         result = self.run(local)
         return lambda: result
 
-    @functools.cached_property
+    @property
     def group(self) -> ProcessGroup:
-        return group_over(self.mesh, self.axes)
+        return self.mesh.group_over(self.axes)
 
     @property
     def platform(self) -> Platform:
@@ -71,20 +70,6 @@ class Step(ABC):
         coordinate = self.mesh.get_coordinate()
         assert coordinate is not None
         return coordinate
-
-
-def group_over(mesh: DeviceMesh, axes: Sequence[int]) -> ProcessGroup:
-    """The group of the ranks that differ from this one on `axes` only, in mesh order."""
-    if len(axes) == 1:
-        return mesh.get_group(axes[0])
-    return mesh.world.group([mesh.rank_at(member) for member in members_over(mesh, axes)])
-
-
-def members_over(mesh: DeviceMesh, axes: Sequence[int]) -> list[tuple[int, ...]]:
-    """The coordinates of that group's ranks."""
-    here = mesh.get_coordinate()
-    assert here is not None
-    return list(itertools.product(*(range(n) if a in axes else (here[a],) for a, n in enumerate(mesh.shape))))
 
 
 class AllGather(Step):
@@ -146,6 +131,27 @@ class AllReduce(Step):
     def _begin(self, local: Tensor, async_op: bool) -> Callable[[], Tensor]:
         result = self.platform.contiguous(self.platform.ops.clone(local))
         return _after(self.group.all_reduce(result, self.op, async_op), lambda: result)
+
+
+class AllToAll(Step):
+    """Equal shards of one dimension, innermost there, become equal shards of another, innermost there too."""
+
+    def run(self, local: Tensor) -> Tensor:
+        return self._begin(local, False)()
+
+    def start(self, local: Tensor) -> Callable[[], Tensor]:
+        return self._begin(local, True)
+
+    def _begin(self, local: Tensor, async_op: bool) -> Callable[[], Tensor]:
+        platform, (axis,) = self.platform, self.axes
+        n = self.mesh.shape[axis]
+        leaves, comes = [(self.target[axis].dim, n)], [(self.source[axis].dim, n)]  # type: ignore[attr-defined]
+        blocks, shape = _dims_to_digits(platform, local, leaves)
+        sent = platform.ops.reshape(blocks, (n * shape[0], *shape[1:]))
+        flat = platform.empty((n * shape[0], *shape[1:]), local.dtype, platform.device_of(local))
+        rows = (shape[0],) * n
+        work = self.group.all_to_all_into(flat, sent, rows, rows, async_op)
+        return _after(work, lambda: _digits_to_dims(platform, flat, shape, comes))
 
 
 class Exchange(Step):
@@ -229,7 +235,7 @@ class Exchange(Step):
 
     @functools.cached_property
     def _index(self) -> dict[tuple[int, ...], int]:
-        return {member: i for i, member in enumerate(members_over(self.mesh, self.axes))}
+        return {member: i for i, member in enumerate(self.mesh.members_over(self.axes))}
 
 
 class ReduceToOwners(Step):
@@ -256,7 +262,7 @@ class ReduceToOwners(Step):
     @functools.cached_property
     def _regions(self) -> list[Region | None]:
         regions = reduction_regions(self.ownership, self.coordinate)
-        return [regions[member] for member in members_over(self.mesh, self.axes)]
+        return [regions[member] for member in self.mesh.members_over(self.axes)]
 
 
 class Scale(Step):
