@@ -28,6 +28,7 @@ Handler = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any
 
 # What torch's own tensor subclasses use (see README.md on torch internals).
 LocalOperations = torch._C.DisableTorchFunctionSubclass
+run_locally = torch._C._disabled_torch_function_impl  # (function, types, args): as inside LocalOperations
 _intercepting = torch._C._is_torch_function_enabled
 
 _plain: Any = torch.Tensor
@@ -51,7 +52,8 @@ class _Entry:
 
     Attributes:
         spec: that of the result where the operation runs on local data without redistribution, else None.
-        static: then, where the plan replaces static arguments, all arguments after the first tensor.
+        static: then, where the plan replaces static arguments, all arguments after the first tensor, the named
+            ones None where there are none.
         views: then, positions of arguments that take a varying view where they are recorded, and over which axes.
     """
 
@@ -60,16 +62,17 @@ class _Entry:
     def __init__(self, plan: dispatch.OpPlan) -> None:
         self.plan = plan
         self.spec: TensorSpec | None = None
-        self.static: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
+        self.static: tuple[tuple[Any, ...], Mapping[str, Any] | None] | None = None
         self.views: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
-    def viewed(self, args: Sequence[Any]) -> Sequence[Any]:
-        """The arguments with varying views; inside `LocalOperations`."""
+    def viewed(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """The arguments with varying views."""
         result = list(args)
-        for position, axes in self.views:
-            if result[position].requires_grad:
-                result[position] = recorded_view(result[position], result[position], axes)
-        return result
+        with LocalOperations():
+            for position, axes in self.views:
+                if result[position].requires_grad:
+                    result[position] = recorded_view(result[position], result[position], axes)
+        return tuple(result)
 
 
 class Operation:
@@ -167,7 +170,7 @@ class Operation:
         if not entry.plan.replaced:
             entry.spec = spec
         elif not self.by_type and args and local_args[0] is args[0] and _holds_no_tensor(local_args[1:], local_kwargs):
-            entry.spec, entry.static = spec, (local_args[1:], local_kwargs)
+            entry.spec, entry.static = spec, (local_args[1:], local_kwargs or None)
 
 
 def _views_only(moves: Sequence[dispatch.Move]) -> tuple[tuple[int, tuple[int, ...]], ...] | None:
@@ -198,6 +201,12 @@ def _holds_no_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 _KEPT_BY_VALUE = frozenset({type(None), type(...), str, torch.dtype, torch.device, torch.memory_format, torch.layout})
+
+
+def locally(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The handler of what the local tensor answers, the result returned as it is."""
+    with LocalOperations():
+        return func(*args, **kwargs)
 
 
 class _Operations(dict[Callable[..., Any], Operation]):
@@ -232,6 +241,8 @@ class TorchDTensor(DTensor, torch.Tensor):
     ) -> Any:
         operation = _operations[func]
         if operation.handler is not None:
+            if operation.handler is locally and not kwargs:
+                return run_locally(func, (), args)
             return operation.handler(func, args, kwargs or {})
         if operation.reflected:
             args = args[::-1]
@@ -239,7 +250,7 @@ class TorchDTensor(DTensor, torch.Tensor):
         try:
             key = tuple([x._spec if type(x) is TorchDTensor else operation.static_key(x) for x in args])
             if kwargs:
-                key += (*kwargs, operation.static_key(tuple(kwargs.values())))
+                key += (*kwargs, *[x._spec if type(x) is TorchDTensor else operation.static_key(x) for x in kwargs.values()])
         except _Uncached:
             platform = _first_spec(args, kwargs or {}).mesh.platform
             return dispatch.dispatch(platform, operation.name, call, args, kwargs or {})
@@ -249,20 +260,17 @@ class TorchDTensor(DTensor, torch.Tensor):
         spec = entry.spec
         if spec is None or (operation.in_place and args[0]._copied_by is not None):
             return entry.plan.run(call, args, kwargs or {})
-        with LocalOperations():
-            given = args
-            if entry.views and torch.is_grad_enabled():
-                args = entry.viewed(args)
-            if entry.static is not None:
-                result = call(args[0], *entry.static[0], **entry.static[1])
-            elif kwargs:
-                result = call(*args, **kwargs)
-            else:
-                result = call(*args)
-            if operation.in_place:
-                return given[0]
-            if result.dtype is not spec.dtype:  # under autocast the same call has another result
-                spec = TensorSpec(spec.mesh, spec.placements, spec.shape, result.dtype)
+        local_args = entry.viewed(args) if entry.views and torch.is_grad_enabled() else args
+        if entry.static is not None:
+            result = run_locally(call, (), (args[0], *entry.static[0]), entry.static[1])
+        elif kwargs:
+            result = run_locally(call, (), local_args, kwargs)
+        else:
+            result = run_locally(call, (), local_args)
+        if operation.in_place:
+            return args[0]
+        if result.dtype is not spec.dtype:  # under autocast the same call has another result
+            spec = TensorSpec(spec.mesh, spec.placements, spec.shape, result.dtype)
         result.__class__ = TorchDTensor
         result._spec = spec
         return result
@@ -302,16 +310,17 @@ class TorchDTensor(DTensor, torch.Tensor):
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self.unbind(0))
 
-    def __hash__(self) -> int:
-        return id(self)
+    __hash__ = object.__hash__  # torch's is the same in Python
+
+    # Optimizers ask for each parameter; `wrap` takes no tensor of which one of these is true.
+    is_sparse = is_sparse_csr = is_quantized = is_mkldnn = is_nested = False
 
     # Gradients -------------------------------------------------------------------------------------------
 
     @property
     def grad(self) -> Any:
         """The accumulated gradient: a DTensor placed as this one, replicated where this one is partial."""
-        with LocalOperations():
-            local = _local_grad(self)
+        local = run_locally(_local_grad, (), (self,))
         if local is None or type(local) is TorchDTensor or not _intercepting():
             return local
         # Autograd made it and nobody else holds it: it becomes the DTensor itself, the same at every access.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from hp_platform_torch.dtensor import (
     TorchDTensor,
     _with_dtype,
     adopt,
+    locally,
     replicated,
     unwrap,
     wrap,
@@ -44,12 +46,12 @@ def handler_of(func: Callable[..., Any]) -> Handler | None:
     """The handler of a function; None where a sharding rule decides."""
     accessed = property_of(func)
     if accessed is not None:
-        return None if accessed in _TENSOR_VALUED_PROPERTIES else _locally
+        return None if accessed in _TENSOR_VALUED_PROPERTIES else locally
     name = getattr(func, "__name__", "")
     if name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
         return _on_lists
     if name in _LOCAL:
-        return _locally
+        return locally
     if name in _CLIPPING and dispatch.rule_registry().get(name) is None:
         return _refuse_norm
     decomposed = DECOMPOSED.get(func)
@@ -63,11 +65,6 @@ def _refuse_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappin
         f"{func.__name__} would see local shards only; for gradient clipping use hp_dtensor.clip_grad_norm_, "
         "otherwise full_tensor() or to_local()"
     )
-
-
-def _locally(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    with LocalOperations():
-        return func(*args, **kwargs)
 
 
 # Autograd ------------------------------------------------------------------------------------------------
@@ -162,7 +159,7 @@ def _register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
 
 def _retain_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     forget_source(args[0])
-    _locally(func, args, kwargs)
+    locally(func, args, kwargs)
 
 
 def _detach(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TorchDTensor:
@@ -192,7 +189,10 @@ def _on_lists(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
     if name.endswith("_") or results is None:
         return results
     return type(results)(
-        adopt(x, _with_dtype(spec, x.dtype)) if spec is not None else x for x, spec in zip(results, specs, strict=True)
+        [
+            x if spec is None else adopt(x, spec if x.dtype is spec.dtype else _with_dtype(spec, x.dtype))
+            for x, spec in zip(results, specs, strict=True)
+        ]
     )
 
 
@@ -204,15 +204,25 @@ _REDUCING_LISTS = frozenset(
 
 def _common_specs(name: str, lists: Sequence[Sequence[Tensor]]) -> list[TensorSpec | None]:
     """The spec at each position of the lists, after checking that they agree there."""
-    specs = [[getattr(x, "_spec", None) for x in tensors] for tensors in lists]
+    specs = [_specs_of(tensors) for tensors in lists]
     first = specs[0]
     for spec in set(first):
-        if spec is not None and any(isinstance(p, Partial) for p in spec.placements):
+        if spec is not None and any(p.is_partial() for p in spec.placements):
             raise ShardingRuleError(f"{name}: tensor {first.index(spec)} is partial ({spec!r}); redistribute it first")
     for tensors, others in zip(lists[1:], specs[1:], strict=True):
         if others != first:
             _check_positions(name, first, tensors, others)
     return first
+
+
+def _specs_of(tensors: Sequence[Tensor]) -> list[TensorSpec | None]:
+    try:
+        return list(map(_spec, tensors))
+    except AttributeError:
+        return [getattr(x, "_spec", None) for x in tensors]
+
+
+_spec = operator.attrgetter("_spec")
 
 
 def _check_positions(
