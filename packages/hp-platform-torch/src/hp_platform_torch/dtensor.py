@@ -250,7 +250,10 @@ class TorchDTensor(DTensor, torch.Tensor):
         try:
             key = tuple([x._spec if type(x) is TorchDTensor else operation.static_key(x) for x in args])
             if kwargs:
-                key += (*kwargs, *[x._spec if type(x) is TorchDTensor else operation.static_key(x) for x in kwargs.values()])
+                key += (
+                    *kwargs,
+                    *[x._spec if type(x) is TorchDTensor else operation.static_key(x) for x in kwargs.values()],
+                )
         except _Uncached:
             platform = _first_spec(args, kwargs or {}).mesh.platform
             return dispatch.dispatch(platform, operation.name, call, args, kwargs or {})

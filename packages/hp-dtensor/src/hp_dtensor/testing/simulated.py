@@ -58,9 +58,10 @@ def run_ranks(
         job.platform.set_rank_state(before)
     for thread in threads:
         thread.join()
-    if job.error is not None:
-        raise job.error
-    return job.results
+    error, results = job.close()
+    if error is not None:
+        raise error
+    return results
 
 
 class SimulatedWorld(World):
@@ -179,6 +180,12 @@ class _Job:
         if not in_time:
             self.error = self._late(timeout_seconds)
             raise self.error
+
+    def close(self) -> tuple[Exception | None, list[Any]]:
+        """What came of it, kept here no longer: caches of plans know meshes, and so this job, for a long time."""
+        error, results = self.error, self.results
+        self.error, self.results, self._states = None, [], []
+        return error, results
 
     def run(self, rank: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         """The life of one rank's thread."""
