@@ -1,9 +1,17 @@
 """Fully sharded data parallelism: one differentiable all-gather per group of parameters."""
 
 from hp_fsdp._fully_shard import fully_shard
+from hp_fsdp._hsdp import HSDPCell, hsdp, hsdp_sync_stream
 from hp_fsdp._module import FSDPModule, HSDPModule, UnshardHandle, register_fsdp_forward_method
 from hp_fsdp.communication import Communication, CommunicationRegistry
-from hp_fsdp.exceptions import CallOrderError, FSDPStateError, FullyShardError, LossScalingError, StateDictError
+from hp_fsdp.exceptions import (
+    CallOrderError,
+    FSDPStateError,
+    FullyShardError,
+    HSDPError,
+    LossScalingError,
+    StateDictError,
+)
 from hp_fsdp.full_parameters import full_parameters, summon_full_params
 from hp_fsdp.grad_scaler import GradScaler
 from hp_fsdp.memory import MemoryMeter, MemoryUse, memory_use
@@ -27,6 +35,8 @@ __all__ = [
     "FSDPStateError",
     "FullyShardError",
     "GradScaler",
+    "HSDPCell",
+    "HSDPError",
     "HSDPModule",
     "LossScalingError",
     "MemoryMeter",
@@ -42,6 +52,8 @@ __all__ = [
     "get_model_state_dict",
     "get_optimizer_state_dict",
     "get_storage",
+    "hsdp",
+    "hsdp_sync_stream",
     "memory_use",
     "register_fsdp_forward_method",
     "set_model_state_dict",

@@ -373,12 +373,17 @@ class Context:
             return
         if self.root.is_last_backward:
             self._complete_rest(run)
-        self._reducer.drain()
+        if not self.root.defers_reduction:
+            self.finish_reductions()
         for group in self.groups:
             group.conceal()
             if self._frees_after_backward(group):
                 group.reshard()
         self._backward = None
+
+    def finish_reductions(self) -> None:
+        """Wait for all reductions under way; the gradients are then there."""
+        self._reducer.drain()
 
     def _complete_rest(self, run: BackwardRun) -> None:
         """Groups that the loss does not reach even through the token, because it bypasses the root's output."""

@@ -39,6 +39,7 @@ def fully_shard(
     ignored_params: Collection[Tensor] = (),
     replicate_params: Collection[Tensor] = (),
     threshold: float = 0,
+    bucket_size: float | None = None,
     communication: str | Communication = "default",
 ) -> Any:
     """Shard the parameters of a module, or of several as one group, over a data-parallel mesh, in place.
@@ -78,6 +79,9 @@ def fully_shard(
         replicate_params: parameters that every rank keeps whole; their gradients are reduced, those of the group in
             one all-reduce per dtype.
         threshold: in KB (1024 bytes) of the parameter on one rank; smaller ones are replicated likewise.
+        bucket_size: in KB of the parameters on one rank; a group of more is gathered and reduced by several
+            collectives, each of whole parameters of at most so much together (0: one for each parameter);
+            None: by one.
         communication: how the group is gathered and reduced: a name that a plugin has registered, or a
             `Communication`; "default": the process group's own collectives.
 
@@ -89,7 +93,7 @@ def fully_shard(
         CapabilityError: the platform cannot compute in the policy's dtypes.
     """
     modules: list[Any] = list(module) if isinstance(module, (list, tuple)) else [module]
-    reshard_after_forward = check_settings(mesh, zero_stage, reshard_after_forward, threshold)
+    reshard_after_forward = check_settings(mesh, zero_stage, reshard_after_forward, threshold, bucket_size)
     platform = mesh.platform
     _check_modules(platform, modules)
     storage = get_storage(platform)
@@ -99,7 +103,7 @@ def fully_shard(
     originals = collect(platform, modules, ignored_params)
     place(originals, mesh, shard_placement_fn, reshard_after_forward)
     whole = _whole_parameters(platform, originals, replicate_params, threshold if zero_stage else math.inf)
-    buffers = _make_buffers(storage, originals, whole, policy, transport)
+    buffers = _make_buffers(storage, originals, whole, policy, transport, bucket_size)
     group = _make_group(storage, modules, buffers, reshard_after_forward, zero_stage)
     ModuleState(storage, modules, group, policy).install()
     for each in modules:
@@ -127,6 +131,7 @@ def _make_buffers(
     whole: Collection[int],
     policy: MixedPrecisionPolicy,
     communication: Communication,
+    bucket_size: float | None,
 ) -> Iterator[FlatBuffer]:
     """Parameters share a buffer that are of one dtype and mesh, and alike in being trainable and in `whole`."""
     kinds: dict[Any, list[Original]] = {}
@@ -137,9 +142,24 @@ def _make_buffers(
         kinds.setdefault(key, []).append(original)
     for (dtype, _, parallel), alike in kinds.items():
         itemsize = min(storage.platform.itemsize(kind) for kind in (dtype, policy.param_dtype or dtype))
-        blocks = [original.block(itemsize) for original in alike]
-        for indices, layout in plan_buffers(blocks, parallel.num_shards):
-            yield FlatBuffer(storage, parallel, [alike[i] for i in indices], layout, policy, communication)
+        for bucket in _buckets(storage.platform, alike, bucket_size):
+            blocks = [original.block(itemsize) for original in bucket]
+            for indices, layout in plan_buffers(blocks, parallel.num_shards):
+                yield FlatBuffer(storage, parallel, [bucket[i] for i in indices], layout, policy, communication)
+
+
+def _buckets(platform: Platform, alike: Sequence[Original], bucket_size: float | None) -> list[list[Original]]:
+    """Parameters in order, cut into runs of at most `bucket_size` KB, or one parameter each."""
+    buckets: list[list[Original]] = []
+    room = 0.0
+    for original in alike:
+        size = original.longest_numel * platform.itemsize(original.tensor.dtype)
+        if not buckets or size > room:
+            buckets.append([])
+            room = math.inf if bucket_size is None else bucket_size * BYTES_PER_KB
+        buckets[-1].append(original)
+        room -= size
+    return buckets
 
 
 def _whole_parameters(

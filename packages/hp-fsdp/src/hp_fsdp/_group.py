@@ -72,6 +72,7 @@ class ParameterGroup:
         record: the current forward pass's use, until its backward; None outside.
         is_last_backward: of a root: whether gradients that autograd did not deliver count as zero at the end of
             backward.
+        defers_reduction: of a root: whether `Context.finish_reductions` waits for reductions, not the end of backward.
         gradient_sync: reduce gradients after backward; else accumulate them unsharded.
         zero_stage: 3 shards parameters, and frees them between uses; below that full parameters are kept.
         reshard_after_forward: None: unless it is the root's; a number above 1: to so many ranks.
@@ -102,6 +103,7 @@ class ParameterGroup:
         self.record: GatherRecord | None = None
         self.gradient_sync = True
         self.is_last_backward = True
+        self.defers_reduction = False
         self.zero_stage = zero_stage
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True

@@ -20,8 +20,12 @@ Module = Any
 
 
 @functools.cache
-def with_methods(cls: type) -> type:
-    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+def with_methods(cls: type, mixin: type | None = None) -> type:
+    """`cls` with the methods of `mixin` (default: `FSDPModule`), its own name behind the mixin's first four letters."""
+    mixin = mixin or FSDPModule
+    if issubclass(cls, mixin):
+        return cls
+    return type(f"{mixin.__name__[:4]}{cls.__name__}", (mixin, cls), {"__module__": cls.__module__})
 
 
 class FSDPModule:

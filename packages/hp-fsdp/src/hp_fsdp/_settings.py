@@ -9,7 +9,11 @@ from hp_fsdp.exceptions import FullyShardError
 
 
 def check_settings(
-    mesh: DeviceMesh, zero_stage: int, reshard_after_forward: bool | int | None, threshold: float
+    mesh: DeviceMesh,
+    zero_stage: int,
+    reshard_after_forward: bool | int | None,
+    threshold: float,
+    bucket_size: float | None,
 ) -> bool | int | None:
     """`reshard_after_forward`, with False and True for groups of one and of all ranks.
 
@@ -27,8 +31,9 @@ def check_settings(
             "whole; use zero_stage=3, or leave reshard_after_forward out"
         )
     problems += reshard_problems(reshard_after_forward, mesh.shape[-1])
-    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not threshold >= 0:
-        problems.append(f"threshold: expected KB, a number that is not negative, got {threshold!r}")
+    for name, size in (("threshold", threshold), ("bucket_size", 0 if bucket_size is None else bucket_size)):
+        if isinstance(size, bool) or not isinstance(size, (int, float)) or not size >= 0:
+            problems.append(f"{name}: expected KB, a number that is not negative, got {size!r}")
     if problems:
         raise FullyShardError("; ".join(problems))
     return reshard_size(reshard_after_forward, mesh.shape[-1])

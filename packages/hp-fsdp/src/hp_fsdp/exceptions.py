@@ -9,6 +9,10 @@ class FullyShardError(HPError, ValueError):
     """`fully_shard` called with modules, a mesh or options that do not fit; the message lists all problems."""
 
 
+class HSDPError(FullyShardError):
+    """`hsdp` or a method of `HSDPCell` called with what does not fit, or before `hsdp`; lists all problems."""
+
+
 class FSDPStateError(HPError, RuntimeError):
     """An operation on a group in a state that does not allow it; names the group and both states."""
 

@@ -1,0 +1,380 @@
+"""`hsdp`: every argument, what each rejects, the methods of `HSDPCell`, and training as on one rank."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy
+import pytest
+from fsdp_training import AdamW, Case, build, micro_loss, train_reference, whole, whole_grads
+
+from hp_dtensor import nn
+from hp_dtensor.mesh import init_device_mesh
+from hp_dtensor.placements import RaggedShard, Replicate, Shard
+from hp_dtensor.styles import place_parameter
+from hp_dtensor.testing.simulated import run_ranks
+from hp_dtensor.world import current_world, record_collectives
+from hp_fsdp import FSDPModule, HSDPCell, HSDPError, fully_shard, hsdp, hsdp_sync_stream, memory_use
+
+# float32: the same sums in another order, over three optimizer steps.
+CLOSE = {"rtol": 2e-5, "atol": 2e-6}
+
+
+def linear(platform, rows=4, columns=4):
+    with nn.building(platform):
+        return nn.Linear(columns, rows)
+
+
+def ones(platform, *shape):
+    return platform.from_numpy(numpy.ones(shape, numpy.float32))
+
+
+def shard_all(model, **options):
+    """Each block a cell, and the rest the model's own."""
+    for block in model.blocks:
+        hsdp(block, **options)
+    return hsdp(model, **options)
+
+
+# Arguments ------------------------------------------------------------------------------------------------
+
+REJECTED = [
+    ("shard_size", 1.0),
+    ("shard_size", "2"),
+    ("shard_size", True),
+    ("shard_size", 0),
+    ("shard_size", -2),
+    ("shard_size", 2),  # of one rank
+    ("threshold", 1.5),
+    ("threshold", None),
+    ("threshold", -1),
+    ("optimizer_level", "level0"),
+    ("optimizer_level", "LEVEL1"),
+    ("optimizer_level", 1),
+    ("optimizer_level", None),
+    ("enable_grad_accumulation", 1),
+    ("enable_grad_accumulation", None),
+    ("use_eager_hook", "yes"),
+    ("use_eager_hook", 0),
+    ("grad_scale", 1),
+    ("grad_scale", "1.0"),
+    ("grad_scale", 0.0),
+    ("grad_scale", float("nan")),
+    ("reduce_dtype", "float"),
+    ("reduce_dtype", float),
+    ("reduce_dtype", 32),
+    ("reduce_dtype", "int32"),
+    ("comm_async", 0),
+    ("comm_async", None),
+    ("comm_fusion", "all"),
+    ("comm_fusion", 1),
+    ("bucket_size", 1.0),
+    ("bucket_size", False),
+    ("bucket_size", -2),
+    ("mesh", "cpu"),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), REJECTED, ids=lambda x: repr(x))
+def test_wrong_values_are_rejected_by_name_and_change_nothing(hp_platform, name, value):
+    cell = linear(hp_platform)
+    before, weight = type(cell), cell.weight
+    with pytest.raises(ValueError, match=name) as caught:
+        hsdp(cell, **{name: value})
+    assert isinstance(caught.value, HSDPError)
+    assert repr(value) in str(caught.value) or name == "mesh" or value == 2
+    assert type(cell) is before
+    assert cell.weight is weight
+
+
+def test_all_wrong_values_are_reported_together(hp_platform):
+    with pytest.raises(ValueError) as caught:
+        hsdp(object(), shard_size=0, threshold=-1, optimizer_level="zero", comm_fusion=3)
+    for part in ("cell: expected a module", "shard_size", "threshold", "optimizer_level", "comm_fusion"):
+        assert part in str(caught.value)
+
+
+def test_a_mesh_of_two_axes_is_rejected(hp_platform):
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"), platform=hp_platform)
+    with pytest.raises(ValueError, match="one axis of data-parallel ranks"):
+        hsdp(linear(hp_platform), mesh=mesh)
+
+
+def test_graph_mode_hooks_are_refused(hp_platform):
+    cell = linear(hp_platform)
+    with pytest.raises(NotImplementedError, match="use_eager_hook=False"):
+        hsdp(cell, use_eager_hook=False)
+    assert not isinstance(cell, HSDPCell)
+
+
+def test_the_object_stays_and_its_class_gains_hsdp_cell(hp_platform):
+    cell = linear(hp_platform)
+    kind = type(cell)
+    assert hsdp(cell) is cell
+    assert isinstance(cell, kind)
+    assert isinstance(cell, HSDPCell)
+    assert isinstance(cell, FSDPModule)
+    assert type(cell).__name__ == "HSDPLinear"
+    with pytest.raises(ValueError, match="already"):
+        hsdp(cell)
+
+
+@pytest.mark.parametrize(("shard_size", "sizes"), [(-1, (4,)), (4, (4,)), (2, (2, 2)), (1, (4, 1))])
+def test_shard_size_ranks_share_a_parameter_and_the_others_replicate_it(hp_platform, shard_size, sizes):
+    def rank():
+        cell = hsdp(linear(hp_platform, rows=6), shard_size, threshold=0)
+        assert cell.weight.device_mesh.shape == sizes
+        *replicated, ragged = cell.weight.placements
+        assert all(isinstance(placement, Replicate) for placement in replicated)
+        assert isinstance(ragged, RaggedShard)
+        assert len(ragged.units) == sizes[-1]
+
+    run_ranks(rank, 4, hp_platform)
+
+
+def test_a_shard_size_that_does_not_divide_the_ranks_names_those_that_do(hp_platform):
+    def rank():
+        with pytest.raises(ValueError, match=r"shard_size=4 does not divide the 6 .* one of 1, 2, 3, 6"):
+            hsdp(linear(hp_platform), 4)
+
+    run_ranks(rank, 6, hp_platform)
+
+
+def test_threshold_is_in_kilobytes(hp_platform):
+    """A parameter of exactly 1 KB is sharded by a threshold of 1, one of 4 bytes less is not."""
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.exactly, self.less = self.parameter((256,)), self.parameter((255,))
+
+    def rank():
+        with nn.building(hp_platform):
+            cell = hsdp(Two(), threshold=1)
+        assert isinstance(cell.exactly.placements[0], RaggedShard)
+        assert isinstance(cell.less.placements[0], Replicate)
+        with nn.building(hp_platform):
+            default = hsdp(Two())
+        assert isinstance(default.exactly.placements[0], Replicate)
+
+    run_ranks(rank, 2, hp_platform)
+
+
+@pytest.mark.parametrize(
+    ("options", "collectives"),
+    [
+        ({}, 3),
+        ({"comm_fusion": True}, 1),
+        ({"comm_fusion": True, "bucket_size": 0}, 3),
+        ({"comm_fusion": True, "bucket_size": 2}, 2),
+        ({"comm_fusion": False, "bucket_size": 2}, 3),
+    ],
+    ids=str,
+)
+def test_fusion_and_buckets_decide_how_many_collectives_there_are(hp_platform, options, collectives):
+    class Three(nn.Module):
+        """Of 1 KB each."""
+
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = (self.parameter((256,)) for _ in range(3))
+
+        def forward(self, x):
+            return self.ops.add(self.ops.add(self.ops.mul(self.a, x), self.b), self.c)
+
+    def rank():
+        with nn.building(hp_platform):
+            cell = hsdp(Three(), threshold=0, optimizer_level="level3", **options)
+        with record_collectives() as log:
+            hp_platform.backward(hp_platform.ops.sum(cell(ones(hp_platform, 256))))
+        assert log.count("all_gather") == collectives
+        assert log.count("reduce_scatter") == collectives
+        assert whole(hp_platform, hp_platform.get_grad(cell.c)).tolist() == [1.0] * 256
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def test_levels_decide_what_stays_whole(hp_platform):
+    def rank():
+        for level, keeps_weights in (("level1", True), ("level2", True), ("level3", False)):
+            model = shard_all(build(hp_platform, Case((2,))), threshold=0, optimizer_level=level)
+            model.set_requires_grad_sync(False)
+            hp_platform.backward(micro_loss(hp_platform, model, Case((2,)), 0, 0, 0))
+            use = memory_use(model)
+            assert (use.full > 0) == keeps_weights, level
+            assert (use.full_gradients == 0) == (level == "level2"), level
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def test_gradients_are_scaled_and_reduced_in_the_given_dtype(hp_platform):
+    def rank():
+        me = current_world(hp_platform).rank
+        x = hp_platform.from_numpy(numpy.full((1, 4), me + 1.0, numpy.float32))
+        for dtype in (None, "float16", hp_platform.dtype("float16")):
+            cell = hsdp(linear(hp_platform), threshold=0, grad_scale=0.5, reduce_dtype=dtype)
+            with record_collectives() as log:
+                hp_platform.backward(hp_platform.ops.sum(cell(x)))
+            assert whole(hp_platform, hp_platform.get_grad(cell.weight)).tolist() == [[0.75] * 4] * 4
+            assert log.wire_bytes("reduce_scatter") == 8 * (4 if dtype is None else 2)
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def test_tensor_parallel_parameters_need_the_data_parallel_mesh(hp_platform):
+    def rank():
+        world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), platform=hp_platform)
+        cell = linear(hp_platform)
+        place_parameter(cell, "weight", world["tp"], [Shard(1)])
+        with pytest.raises(ValueError, match="weight is a DTensor on mesh"):
+            hsdp(cell)
+        hsdp(cell, threshold=0, mesh=world["dp"])
+        assert cell.weight.device_mesh.mesh_dim_names == ("tp", "dp")
+
+    run_ranks(rank, 4, hp_platform)
+
+
+# Methods --------------------------------------------------------------------------------------------------
+
+
+def test_methods_refuse_wrong_values_and_cells_that_have_not_been_through_hsdp(hp_platform):
+    class Early(HSDPCell, nn.Module):
+        """A cell that is an `HSDPCell` before `hsdp`."""
+
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.linear(x)
+
+    with nn.building(hp_platform):
+        early, plain = Early(), nn.Linear(2, 2)
+    for call in (
+        lambda: early.set_requires_grad_sync(True),
+        lambda: early.zero_grads(),
+        lambda: early.set_forward_prefetch_cells([]),
+        lambda: early.set_backward_prefetch_cells([]),
+    ):
+        with pytest.raises(ValueError, match="call hsdp"):
+            call()
+    cell = hsdp(early)
+    with pytest.raises(ValueError, match="expected a bool, got 1"):
+        cell.set_requires_grad_sync(1)
+    for method in (cell.set_forward_prefetch_cells, cell.set_backward_prefetch_cells):
+        with pytest.raises(ValueError, match="expected a list"):
+            method(cell)
+        with pytest.raises(ValueError, match="number 1, Linear"):
+            method([cell, plain])
+        fully_shard(plain, init_device_mesh("cpu", (1,), mesh_dim_names=("dp",), platform=hp_platform))
+        with pytest.raises(ValueError, match="number 0, FSDPLinear"):
+            method([plain])
+        with nn.building(hp_platform):
+            plain = nn.Linear(2, 2)
+
+
+def test_accumulated_gradients_are_reduced_when_told_so(hp_platform):
+    def rank():
+        cell = hsdp(linear(hp_platform), threshold=0, enable_grad_accumulation=True)
+        x = ones(hp_platform, 1, 4)
+
+        def backward():
+            hp_platform.backward(hp_platform.ops.sum(cell(x)))
+
+        backward()
+        assert hp_platform.get_grad(cell.weight) is None
+        cell.set_requires_grad_sync(True)
+        backward()
+        assert whole(hp_platform, hp_platform.get_grad(cell.weight)).tolist() == [[2.0] * 4] * 4
+        cell.set_requires_grad_sync(False)
+        backward()
+        cell.zero_grads()
+        assert hp_platform.get_grad(cell.weight) is None
+        cell.set_requires_grad_sync(True)
+        backward()
+        assert whole(hp_platform, hp_platform.get_grad(cell.weight)).tolist() == [[1.0] * 4] * 4
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def test_asynchronous_gradients_are_there_after_hsdp_sync_stream(hp_platform):
+    def rank():
+        model = shard_all(build(hp_platform, Case((2,))), threshold=0, comm_async=True)
+        hp_platform.backward(micro_loss(hp_platform, model, Case((2,)), 0, 0, 0))
+        grads = [hp_platform.get_grad(p) for _, p in hp_platform.named_parameters(model)]
+        assert grads == [None] * len(grads)
+        hsdp_sync_stream()
+        assert all(hp_platform.get_grad(p) is not None for _, p in hp_platform.named_parameters(model))
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def test_prefetch_cells_are_gathered_before_they_are_needed(hp_platform):
+    case = Case((2,), num_blocks=3)
+
+    def rank():
+        model = shard_all(build(hp_platform, case), threshold=0, optimizer_level="level3")
+        blocks = list(model.blocks)
+        blocks[0].set_forward_prefetch_cells(blocks[1:])
+        blocks[2].set_backward_prefetch_cells(blocks[:2])
+        held = []
+        hp_platform.add_forward_hook(
+            blocks[0].up, lambda *_: held.append([b._fsdp.group.held_bytes > 0 for b in blocks])
+        )
+        hp_platform.backward(micro_loss(hp_platform, model, case, 0, 0, 0))
+        assert held[0] == [True] * 3
+
+    run_ranks(rank, 2, hp_platform)
+
+
+# Training -------------------------------------------------------------------------------------------------
+
+
+def train(platform, case, **options):
+    """As `train_reference`, under `hsdp`."""
+    model = shard_all(build(platform, case), threshold=0, **options)
+    rank, step = current_world(platform).rank, AdamW(platform)
+    grads = {}
+    for index in range(case.steps):
+        for micro in range(case.accumulate):
+            model.set_requires_grad_sync(micro == case.accumulate - 1)
+            platform.backward(micro_loss(platform, model, case, rank, index, micro))
+        hsdp_sync_stream()
+        grads = whole_grads(platform, model)
+        step(model)
+        model.zero_grads()
+    return grads, {name: whole(platform, p) for name, p in platform.named_parameters(model)}
+
+
+@functools.cache
+def reference(num_ranks, **options):
+    return train_reference(Case((num_ranks,), **options))
+
+
+@pytest.mark.parametrize("comm_async", [False, True])
+@pytest.mark.parametrize("level", ["level1", "level2", "level3"])
+def test_training_equals_the_single_process(hp_platform, level, comm_async):
+    case = Case((4,), steps=3, accumulate=2)
+    expected = reference(4, steps=3, accumulate=2)
+    options = {"shard_size": 2, "optimizer_level": level, "comm_async": comm_async, "comm_fusion": comm_async}
+    for grads, weights in run_ranks(functools.partial(train, hp_platform, case, **options), 4, hp_platform):
+        for name, grad in expected.grads.items():
+            if grad is not None:
+                numpy.testing.assert_allclose(grads[name], grad, **CLOSE, err_msg=name)
+        for name, weight in expected.weights.items():
+            numpy.testing.assert_allclose(weights[name], weight, **CLOSE, err_msg=name)
+
+
+@pytest.mark.real_ranks
+def test_training_equals_the_single_process_on_real_ranks(rank_pool):
+    case = Case((2,), steps=2)
+    expected = reference(2, steps=2)
+    for _, weights in rank_pool(2).run("test_hsdp:train_on_real_rank", case):
+        for name, weight in expected.weights.items():
+            numpy.testing.assert_allclose(weights[name], weight, **CLOSE, err_msg=name)
+
+
+def train_on_real_rank(case):
+    from hp_dtensor.selection import get_platform
+
+    return train(get_platform(), case, optimizer_level="level2", comm_async=True)
