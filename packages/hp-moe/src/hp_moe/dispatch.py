@@ -13,6 +13,7 @@ import numpy
 from hp_dtensor.collectives import all_to_all_rows, all_to_all_rows_data
 from hp_dtensor.placements import Shard
 from hp_dtensor.platform import Platform
+from hp_dtensor.recompute import kept
 from hp_dtensor.world import ProcessGroup
 from hp_moe.exceptions import ExpertParallelError
 from hp_moe.plugins import plugin_manager
@@ -73,7 +74,7 @@ class LocalDispatcher(TokenDispatcher):
         sizes = GroupSizes(self.platform, routing.counts)
         if routing.is_expert_major:
             return Dispatched(x, sizes, routing.scores, None)
-        copies = RowCopies(self.platform, routing.experts, _numel(routing.experts))
+        copies = kept(lambda: RowCopies(self.platform, routing.experts, _numel(routing.experts)))
         scores = None if routing.scores is None else copies.pick(routing.scores)
         return Dispatched(copies.replicate(x), sizes, scores, copies)
 
@@ -87,7 +88,7 @@ class AllToAllDispatcher(TokenDispatcher):
     The copies for several experts of one rank are made there, and their results are summed there before they
     return, so a token crosses the wire once per rank and direction, not once per expert. Forward takes four
     all-to-alls (sizes; rows; expert numbers and scores; results) and waits for the device once, for the
-    sizes; backward takes three.
+    sizes; backward takes three. A recomputation (`hp_dtensor.recompute`) asks for the sizes no more.
 
     Args:
         group: the ranks that share the experts; rank i owns the i-th chunk, the last ones may own none.
@@ -103,13 +104,10 @@ class AllToAllDispatcher(TokenDispatcher):
         self.first, self.num_local = Shard(0).interval(num_experts, group.size, group.rank)
 
     def dispatch(self, x: Tensor, routing: Routing) -> Dispatched:
-        owners = self._owners(routing.experts)
-        keys = self._first_of_each_owner(owners)
-        sent, received, sizes = self._exchange_sizes(keys, routing.counts)
-        route = Route(RowCopies(self.platform, keys, sum(sent)), sent, received)
+        route, sizes = kept(lambda: self._route(routing))
         rows = self._send(route, x)
         experts, scores = self._send_choices(route, routing)
-        copies = RowCopies(self.platform, self._local_keys(experts), sum(sizes.host))
+        copies = kept(lambda: RowCopies(self.platform, self._local_keys(experts), sum(sizes.host)))
         return Dispatched(copies.replicate(rows), sizes, None if scores is None else copies.pick(scores), copies, route)
 
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
@@ -118,6 +116,11 @@ class AllToAllDispatcher(TokenDispatcher):
         assert route is not None
         returned = all_to_all_rows(copies.reduce(y), self.group, route.received, route.sent)
         return route.copies.reduce(returned)
+
+    def _route(self, routing: Routing) -> tuple[Route, GroupSizes]:
+        keys = self._first_of_each_owner(self._owners(routing.experts))
+        sent, received, sizes = self._exchange_sizes(keys, routing.counts)
+        return Route(RowCopies(self.platform, keys, sum(sent)), sent, received), sizes
 
     def _owners(self, experts: Tensor) -> Tensor:
         """The group rank of each expert number."""

@@ -8,6 +8,7 @@ from typing import Any
 from hp_dtensor import nn
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor.recompute import is_checkpointed, kept
 from hp_moe.exceptions import ExpertParallelError, MoEConfigError
 from hp_moe.experts import GroupedExperts
 from hp_moe.feed_forward import FeedForward
@@ -84,7 +85,7 @@ class MoE(nn.Module):
         self._check_gate(region.num_ranks)
         rows = self.ops.reshape(region.rows, (math.prod(region.rows.shape[:-1]), self.dim))
         scores, experts, counts = self.router(rows, self.expert_bias)
-        self._count(counts)
+        kept(lambda: self._count(counts))
         results = self.experts(rows, Routing(experts, counts, scores))
         routed = region.leave(self.ops.reshape(results, tuple(region.rows.shape)))
         return routed if self.shared_experts is None else self.ops.add(routed, self.shared_experts(x))
@@ -97,7 +98,7 @@ class MoE(nn.Module):
 
     def _count(self, counts: Tensor) -> None:
         # Forward passes that only evaluate do not train the bias.
-        if self.training and self.platform.is_grad_enabled():
+        if self.training and (self.platform.is_grad_enabled() or is_checkpointed()):
             self._counts[:] = [self.ops.add(self._counts[0], counts) if self._counts else counts]
 
     def _check_gate(self, num_ranks: int) -> None:

@@ -12,6 +12,7 @@ from hp_dtensor import nn
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.placements import Partial
 from hp_dtensor.platform import Platform
+from hp_dtensor.recompute import kept
 from hp_moe.exceptions import MoEConfigError
 
 Tensor = Any
@@ -94,21 +95,25 @@ class TokenChoiceTopKRouter(nn.Module):
             selected_experts: int64 `[tokens, top_k]`.
             num_tokens_per_expert: int64 `[num_experts]`.
         """
-        scores = self._scores(x)
-        platform, ops = self.platform, self.ops
-        choice = platform.detach(scores)
-        if expert_bias is not None:
-            choice = ops.add(choice, expert_bias)
-        if self.num_expert_groups is not None:
-            choice = self._within_best_groups(choice)
-        selected = ops.cast(ops.topk(choice, self.top_k, 1)[1], platform.dtype("int64"))
+        ops, scores = self.ops, self._scores(x)
+        selected, counts = kept(lambda: self._choose(self.platform.detach(scores), expert_bias))
         top_scores = ops.gather(scores, 1, selected)
         if self.route_norm:
             # The added constant keeps sigmoid scores that are all zero finite.
             top_scores = ops.div(top_scores, ops.add(ops.sum(top_scores, 1, keepdim=True), 1e-20))
         if self.route_scale != 1.0:
             top_scores = ops.mul(top_scores, self.route_scale)
-        return top_scores, selected, count_keys(platform, selected, self.num_experts)
+        return top_scores, selected, counts
+
+    def _choose(self, choice: Tensor, expert_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(experts of each token, tokens per expert), from scores `[tokens, num_experts]`."""
+        ops, platform = self.ops, self.platform
+        if expert_bias is not None:
+            choice = ops.add(choice, expert_bias)
+        if self.num_expert_groups is not None:
+            choice = self._within_best_groups(choice)
+        selected = ops.cast(ops.topk(choice, self.top_k, 1)[1], platform.dtype("int64"))
+        return selected, count_keys(platform, selected, self.num_experts)
 
     def _scores(self, x: Tensor) -> Tensor:
         """float32 `[tokens, num_experts]`."""

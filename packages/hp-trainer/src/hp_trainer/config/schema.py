@@ -52,6 +52,9 @@ class TrainingConfig:
         "float32", help="dtype in which gradients are summed over ranks"
     )
     loss_scaling: LossScalingConfig = section(LossScalingConfig, help="loss scaling of float16")
+    activation_checkpointing: bool = setting(
+        False, help="keep the input of each block alone and compute the block again in backward"
+    )
     clip_norm: float | None = setting(1.0, help="largest global 2-norm of gradients; null: no limit", above=0)
     eval_interval: int | None = setting(None, help="steps between evaluations; null: none", minimum=1)
     eval_batches: int = setting(4, help="global batches per evaluation", minimum=1)

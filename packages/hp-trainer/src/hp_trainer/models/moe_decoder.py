@@ -13,6 +13,7 @@ from hp_dtensor.api import replicate_like
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.init import Constant, Distribution, Normal
 from hp_dtensor.platform import Platform
+from hp_dtensor.recompute import checkpoint
 from hp_moe import FeedForward, MoE, update_expert_bias
 from hp_trainer.config import setting
 from hp_trainer.exceptions import Problem
@@ -175,11 +176,13 @@ class MoEDecoder(nn.Module):
 
     Attributes:
         head: None when the embedding is the head.
+        recomputes: in training, each block keeps its input alone and is computed again in backward.
     """
 
     def __init__(self, config: MoEDecoderConfig) -> None:
         super().__init__()
         self.config = config
+        self.recomputes = False
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
             [DecoderBlock(config, dense=i < config.num_dense_layers) for i in range(config.num_hidden_layers)]
@@ -193,7 +196,7 @@ class MoEDecoder(nn.Module):
         x = self.embed(ids)
         rotation = self._rotary.of_length(ids.shape[1], like=x)
         for layer in self.layers:
-            x = layer(x, rotation)
+            x = checkpoint(layer, x, rotation, platform=self.platform) if self.recomputes else layer(x, rotation)
         x = self.norm(x)
         logits = self.ops.linear(x, self.embed.weight) if self.head is None else self.head(x)
         logits = self.ops.cast(logits, self.platform.dtype("float32"))
@@ -225,6 +228,7 @@ class MoEDecoder(nn.Module):
         from hp_trainer.parallelize import parallelize
 
         parallelize(self, dims, mesh, training, reshard_after_forward=reshard_after_forward)
+        self.recomputes = training is not None and training.activation_checkpointing
 
     def after_optimizer_step(self) -> Mapping[str, float]:
         """Moves the expert biases; returns how unevenly the step's tokens went to the experts.

@@ -1,0 +1,47 @@
+"""Activation checkpointing changes what is kept, and nothing that is computed."""
+
+from __future__ import annotations
+
+import pytest
+from training_runs import FOUR_RANKS, events
+
+from hp_dtensor.testing import run_ranks
+from hp_dtensor.world import record_collectives
+from hp_trainer import loop
+
+SETTINGS = {"training__steps": 2, "checkpoint__interval": None, "model__num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    ("degrees", "world_size", "more"),
+    [
+        ({}, 1, {"training__micro_batch_size": 4, "training__eval_interval": 2}),
+        (FOUR_RANKS["folded"], 4, {"training__micro_batch_size": 2, "training__dtype": "float16"}),
+        (FOUR_RANKS["experts cut"] | {"reshard_after_forward": False}, 4, {}),
+    ],
+)
+def test_every_number_of_a_run_is_the_same(lab, degrees, world_size, more):
+    def numbers(name, flag):
+        run = lab.run(name, degrees, world_size, training__activation_checkpointing=flag, **SETTINGS, **more)
+        told = [{**event, "seconds": 0, "tokens_per_second": 0} for event in events(run, "step")]
+        return told, [event["loss"] for event in events(run, "evaluation")]
+
+    # Loads of the experts, counted once, are among the numbers.
+    kept, again = numbers("kept", False), numbers("again", True)
+    assert again == kept
+    assert kept[0][-1]["metrics"]["max_load_violation"] > 0
+
+
+def test_routing_is_not_agreed_on_again(lab):
+    def all_to_alls(flag):
+        run = lab.start(f"{flag}", {"dp_shard": 2, "ep": 2}, training__activation_checkpointing=flag, **SETTINGS)
+
+        def rank():
+            with record_collectives() as log:
+                loop.train(run, run.load_config().config, lab.platform, None)
+            return log.count("all_to_all")
+
+        return run_ranks(rank, 2, lab.platform)[0]
+
+    # Forward asks for sizes and sends rows, choices and results; backward sends three back; forward again asks nothing.
+    assert all_to_alls(True) * (4 + 3) == all_to_alls(False) * (4 + 3 + 3) > 0
