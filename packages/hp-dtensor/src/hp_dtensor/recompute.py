@@ -123,6 +123,4 @@ def _way_back(x: Tensor) -> Callable[[Tensor], Tensor]:
     """From a local tensor to one like `x`."""
     if not isinstance(x, DTensor):
         return lambda local: local
-    return functools.partial(
-        DTensor.from_local, device_mesh=x.device_mesh, placements=x.placements, shape=tuple(x.shape)
-    )
+    return functools.partial(DTensor.from_local, device_mesh=x.device_mesh, placements=x.placements, shape=x.spec.shape)
