@@ -1,0 +1,217 @@
+"""The example plugin: bytes on the wire, errors against their bounds, sums in float32, training."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+from fsdp_training import AdamW, Case, build, micro_loss, shard, whole_grads
+
+from hp_dtensor.exceptions import CapabilityError
+from hp_dtensor.mesh import init_device_mesh
+from hp_dtensor.testing.simulated import run_ranks
+from hp_dtensor.world import current_world, record_collectives
+from hp_fsdp import Communication, FullyShardError, fully_shard
+from hp_fsdp.communication import _registry
+from hp_fsdp.storage import plugin_manager
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "hp-fsdp-quantized" / "src"))
+
+from hp_fsdp_quantized import Float8, Int8, QuantizedCommunication, plugin
+
+NUMEL = 1000  # of a shard: three blocks of 256 and one of 232
+
+
+@pytest.fixture
+def registered():
+    """The plugin without its entry point."""
+    manager = plugin_manager()
+    manager.register(plugin, name="quantized")
+    _registry.cache_clear()
+    yield
+    manager.unregister(plugin)
+    _registry.cache_clear()
+
+
+def _codec(platform, name):
+    if name == "fp8" and platform.name != "torch":
+        pytest.skip("refused, see below")
+    return Int8() if name == "int8" else Float8()
+
+
+def _bound(name, values):
+    """The largest error of one quantization, element by element; a little more for the rounding of float32."""
+    padded = numpy.zeros(-(-values.size // 256) * 256)
+    padded[: values.size] = abs(values)
+    peaks = numpy.repeat(padded.reshape(-1, 256).max(1), 256)[: values.size]
+    if name == "int8":
+        return peaks / 254 * (1 + 1e-4)
+    return numpy.maximum(abs(values) / 16, peaks / 448 / 1024) * (1 + 1e-4)
+
+
+def _data(rank, size):
+    """Values over ten binary orders, different on every rank."""
+    rng = numpy.random.default_rng(rank)
+    return (rng.standard_normal(size) * 2.0 ** rng.integers(-10, 1, size)).astype(numpy.float32)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_a_gather_is_off_by_one_quantization_and_sends_a_byte_per_value(hp_platform, name, dtype):
+    codec = _codec(hp_platform, name)
+
+    def rank():
+        group = current_world(hp_platform).all
+        values = [_data(r, NUMEL) for r in range(3)]
+        output = hp_platform.empty((3 * NUMEL,), hp_platform.dtype(dtype))
+        with record_collectives() as log:
+            shard_ = hp_platform.from_numpy(values[group.rank])
+            QuantizedCommunication(hp_platform, codec).all_gather(output, shard_, group).wait()
+        assert log.wire_bytes() == 2 * (1024 + 4 * 4)
+        assert log.wire_bytes() < 0.261 * 2 * 4 * NUMEL
+        return hp_platform.to_numpy(output).astype(numpy.float64)
+
+    results = run_ranks(rank, 3, hp_platform)
+    for found in results:
+        numpy.testing.assert_array_equal(found, results[0])
+        for r, part in enumerate(found.reshape(3, NUMEL)):
+            exact = _data(r, NUMEL)
+            rounding = abs(exact) * 2.0**-11 + 2.0**-25 if dtype == "float16" else 0
+            assert (abs(part - exact) <= _bound(name, exact) + rounding).all()
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+@pytest.mark.parametrize("what", ["reduce_scatter", "all_reduce"])
+def test_a_reduction_is_off_by_one_quantization_per_rank(hp_platform, name, what):
+    """And by one more of the sum where that goes back to everybody."""
+    codec = _codec(hp_platform, name)
+    exact = [_data(r, 3 * NUMEL).astype(numpy.float64) for r in range(3)]
+
+    def rank():
+        group = current_world(hp_platform).all
+        quantized = QuantizedCommunication(hp_platform, codec)
+        mine = hp_platform.from_numpy(exact[group.rank].astype(numpy.float32))
+        with record_collectives() as log:
+            if what == "all_reduce":
+                quantized.all_reduce(mine, group).wait()
+                return hp_platform.to_numpy(mine).astype(numpy.float64), log.wire_bytes()
+            output = hp_platform.empty((NUMEL,), mine.dtype)
+            quantized.reduce_scatter(output, mine, group).wait()
+        return hp_platform.to_numpy(output).astype(numpy.float64), log.wire_bytes()
+
+    results = run_ranks(rank, 3, hp_platform)
+    total, bound = (
+        sum(exact),
+        numpy.concatenate([sum(_bound(name, x[i : i + NUMEL]) for x in exact) for i in (0, 1000, 2000)]),
+    )
+    if what == "reduce_scatter":
+        found = numpy.concatenate([values for values, _ in results])
+        assert {sent for _, sent in results} == {2 * (1024 + 16)}
+    else:
+        found = results[0][0]
+        assert all((values == found).all() for values, _ in results)
+        assert {sent for _, sent in results} == {2 * 2 * (1024 + 16)}
+        back = numpy.concatenate(
+            [_bound(name, abs(total[i : i + NUMEL]) + bound[i : i + NUMEL]) for i in (0, 1000, 2000)]
+        )
+        bound = bound + back
+    assert (abs(found - total) <= bound + 1e-6 * abs(total)).all()
+    assert abs(found - total).max() > 0
+
+
+def test_sums_are_in_float32(hp_platform):
+    """Whole numbers of steps of 256, so exact; the sums are beyond what int8 and float16 hold."""
+    size = 4
+
+    def rank():
+        group = current_world(hp_platform).all
+        values = numpy.tile([127.0, group.rank + 1.0], size * 128).astype(numpy.float32) * 256
+        output = hp_platform.empty((256,), hp_platform.dtype("float32"))
+        quantized = QuantizedCommunication(hp_platform, Int8())
+        quantized.reduce_scatter(output, hp_platform.from_numpy(values), group).wait()
+        return hp_platform.to_numpy(output)
+
+    for found in run_ranks(rank, size, hp_platform):
+        numpy.testing.assert_array_equal(found, numpy.tile([4 * 127 * 256.0, 10 * 256.0], 128))
+
+
+@pytest.mark.parametrize("bad", [numpy.inf, numpy.nan])
+def test_a_value_that_is_not_finite_stays_so(hp_platform, bad):
+    def rank():
+        group = current_world(hp_platform).all
+        values = numpy.ones(2 * NUMEL, numpy.float32)
+        if group.rank:
+            values[300] = bad
+        output = hp_platform.empty((NUMEL,), hp_platform.dtype("float32"))
+        QuantizedCommunication(hp_platform, Int8()).reduce_scatter(output, hp_platform.from_numpy(values), group).wait()
+        return numpy.isfinite(hp_platform.to_numpy(output))
+
+    first, second = run_ranks(rank, 2, hp_platform)
+    assert not first[300]
+    assert first[:256].all()
+    assert second.all()
+
+
+@pytest.mark.parametrize("sizes", [(2,), (2, 2)], ids=["fsdp", "hsdp"])
+def test_training_stays_close(hp_platform, registered, sizes):
+    """Five steps: losses within 1.5 percent of those with exact communication, and not equal to them."""
+    case = Case(sizes, num_blocks=1, policy={"param_dtype": "float16", "reduce_dtype": "float32"})
+
+    def rank(communication):
+        names = ("replicate", "shard")[-len(sizes) :]
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names, platform=hp_platform)
+        model = shard(build(hp_platform, case), mesh, case)
+        if communication == "int8":
+            model.set_communication("int8")
+        step, losses = AdamW(hp_platform), []
+        for index in range(5):
+            with record_collectives() as log:
+                loss = micro_loss(hp_platform, model, case, current_world(hp_platform).rank, index, 0)
+                losses.append(float(hp_platform.to_numpy(loss)))
+                hp_platform.backward(loss)
+            step(model)
+        return losses, {record.name for record in log.records}
+
+    exact = run_ranks(rank, case.size, hp_platform, "default")
+    close = run_ranks(rank, case.size, hp_platform, "int8")
+    assert close[0][1] == {"all_gather", "all_to_all"}
+    for (losses, _), (expected, _) in zip(close, exact, strict=True):
+        numpy.testing.assert_allclose(losses, expected, rtol=1.5e-2)
+        assert losses != expected
+
+
+def test_parts_can_be_chosen_and_gradients_are_within_their_bound(hp_platform, registered):
+    """Exact gathers, so that only the reduction differs: by at most 1/254 of the largest gradient, twice."""
+    case = Case((2,), num_blocks=1)
+
+    def rank(communication):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",), platform=hp_platform)
+        model = build(hp_platform, case)
+        fully_shard(model, mesh, communication=communication(hp_platform))
+        hp_platform.backward(micro_loss(hp_platform, model, case, current_world(hp_platform).rank, 0, 0))
+        return whole_grads(hp_platform, model)
+
+    exact = run_ranks(rank, 2, hp_platform, Communication)[0]
+    found = run_ranks(rank, 2, hp_platform, lambda p: QuantizedCommunication(p, Int8(), gather=False))[0]
+    largest = max(abs(grad).max() for grad in exact.values())
+    # Of either rank; the ranks' own gradients are at most this much larger than their mean here.
+    assert max(abs(found[name] - exact[name]).max() for name in exact) <= 4 * largest / 254
+    assert any((found[name] != exact[name]).any() for name in exact)
+
+
+def test_unknown_names_and_missing_capabilities_are_told(hp_platform, registered):
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",), platform=hp_platform)
+    model = build(hp_platform, Case((1,), num_blocks=1))
+    with pytest.raises(
+        FullyShardError, match=r"expected one of 'default', 'fp8', 'int8' or a Communication, got 'int4'"
+    ):
+        fully_shard(model, mesh, communication="int4")
+    with pytest.raises(FullyShardError, match="expected a name or a Communication, got int"):
+        fully_shard(model, mesh, communication=8)
+    with pytest.raises(FullyShardError, match="registered twice"):
+        plugin.hp_fsdp_communication(_registry())
+    if hp_platform.name != "torch":
+        with pytest.raises(CapabilityError, match=r"float8_e4m3fn; use Int8\(\)"):
+            fully_shard(model, mesh, communication="fp8")
