@@ -167,7 +167,9 @@ class GroupedOptimizerView:
         if spec is None or not len(value.shape) or tuple(value.shape) not in shapes:
             return value if isinstance(value, DTensor) else copy_of(platform, value)
         with platform.no_grad():
-            local = platform.contiguous(platform.ops.clone(_state.as_local(platform, value, spec)))
+            # As the optimizer makes it: with the strides that the parameter has in its buffer.
+            local = platform.ops.cast(platform.ops.zeros_like(platform.unwrap(parameter)), value.dtype)
+            platform.copy_(local, _state.as_local(platform, value, spec))
             return platform.wrap(local, TensorSpec(spec.mesh, spec.placements, spec.shape, local.dtype))
 
 
