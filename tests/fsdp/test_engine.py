@@ -391,7 +391,76 @@ def test_divide_factor_and_sum(hp_platform):
         model.set_reduce_op_type("sum")
         assert grad() == [[10.0] * 3]
 
+        model.set_gradient_scaling_factor(0.5)
+        assert grad() == [[5.0] * 3]
+        model.set_reduce_op_type("avg")
+        assert grad() == [[1.25] * 3]
+        for wrong in (0, -1.0, "2", True, float("inf")):
+            with pytest.raises(FullyShardError, match="expected a positive finite number"):
+                model.set_gradient_scaling_factor(wrong)
+
     run_ranks(rank, 4, hp_platform)
+
+
+def test_freezing_and_thawing_between_steps(hp_platform):
+    """What is frozen for a step has no gradient in it, also where that is a whole group; the rest are right."""
+    case = Case((2,), num_blocks=2)
+
+    def rank():
+        model, plain = sharded(hp_platform, case), build(hp_platform, case)
+        for frozen in (("blocks.0.up", "head"), ("blocks.1", "norm"), ()):
+            for each in (model, plain):
+                for name, parameter in hp_platform.named_parameters(each):
+                    hp_platform.set_grad(parameter, None)
+                    hp_platform.set_requires_grad(parameter, not name.startswith(frozen))
+            step(hp_platform, model, case)
+            losses = [micro_loss(hp_platform, plain, case, other, 0, 0) for other in range(2)]
+            hp_platform.backward(hp_platform.ops.div(hp_platform.ops.add(*losses), 2))
+            expected, found = whole_grads(hp_platform, plain), whole_grads(hp_platform, model)
+            for name in ("embed.weight", "blocks.0.up.weight", "blocks.1.out.bias", "head.weight"):
+                if name.startswith(frozen):
+                    assert found[name] is None
+                else:
+                    numpy.testing.assert_allclose(found[name], expected[name], rtol=2e-5, atol=2e-6)
+            assert held_bytes(model) == [0] * 3
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def test_gradients_wider_than_their_parameters(hp_platform):
+    """Two bfloat16 gradients whose sum bfloat16 rounds: 256 + 1."""
+    policy = MixedPrecisionPolicy(reduce_dtype="float32", grad_dtype="float32")
+    low = low_precision(hp_platform)
+
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = self.parameter((2, 1), dtype=low)
+
+        def forward(self, x):
+            return self.ops.mul(self.weight, x)
+
+    def rank():
+        with nn.building(hp_platform):
+            model = Scale()
+        if hp_platform.name != "torch":
+            with pytest.raises(NotImplementedError, match="grad_dtype: on mindspore a gradient has its parameter's"):
+                fully_shard(model, mesh_of(hp_platform, 2), mp_policy=policy)
+            assert not isinstance(model, FSDPModule)
+            return
+        fully_shard(model, mesh_of(hp_platform, 2), mp_policy=policy).set_reduce_op_type("sum")
+        value = 256.0 if current_world(hp_platform).rank == 0 else 1.0
+        x = hp_platform.ops.cast(
+            hp_platform.from_numpy(numpy.full((1, 1), value, numpy.float32)), hp_platform.dtype(low)
+        )
+        for count in (1, 2):
+            hp_platform.backward(hp_platform.ops.sum(model(x)))
+            grad = hp_platform.get_grad(model.weight)
+            assert grad.dtype == hp_platform.dtype("float32")
+            numpy.testing.assert_array_equal(whole(hp_platform, grad), 257.0 * count)
+        assert model.weight.dtype == hp_platform.dtype(low)
+
+    run_ranks(rank, 2, hp_platform)
 
 
 def test_accumulating_without_reduction_communicates_only_to_gather(hp_platform):

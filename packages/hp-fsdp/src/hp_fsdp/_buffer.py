@@ -72,6 +72,7 @@ class FlatBuffer:
         self.dtype: DType = originals[0].tensor.dtype
         self.param_dtype: DType = policy.param_dtype or self.dtype
         self.reduce_dtype: DType = policy.reduce_dtype or self.param_dtype
+        self.grad_dtype: DType = policy.grad_dtype or self.dtype
         self.shard_group: ProcessGroup = parallel.shard_group
         self.replicate_group: ProcessGroup | None = parallel.replicate_group
         self.shard = self._fill_shard(originals)
@@ -127,6 +128,8 @@ class FlatBuffer:
         leaf = view if original.spec is None else self.platform.wrap(view, original.spec)
         self.platform.set_requires_grad(leaf, requires_grad)
         sharded = self.storage.parameter(local, spec, requires_grad)
+        if self.grad_dtype != self.dtype:
+            self.storage.set_grad_dtype(sharded, self.grad_dtype)
         setattr(original.tensor, TAKEN_ATTRIBUTE, original.name)
         return ManagedParameter(
             original.name, original.owners, sharded, original.spec, view, leaf, start, spec.local_shape, first_dim
@@ -299,7 +302,7 @@ class FlatBuffer:
 
     def store(self, reduced: Tensor) -> None:
         """Make a reduced flat shard the gradients of the sharded parameters, or add it to those they have."""
-        flat = self._as(reduced, self.dtype)
+        flat = self._as(reduced, self.grad_dtype)
         for parameter in self.parameters:
             if not self.platform.requires_grad(parameter.sharded):
                 continue

@@ -98,9 +98,9 @@ def fully_shard(
     _check_modules(platform, modules)
     storage = get_storage(platform)
     policy = mp_policy.resolve(platform)
-    _check_dtypes(storage, policy)
     transport = get_communication(communication, platform)
     originals = collect(platform, modules, ignored_params)
+    _check_dtypes(storage, policy, originals)
     place(originals, mesh, shard_placement_fn, reshard_after_forward)
     whole = _whole_parameters(platform, originals, replicate_params, threshold if zero_stage else math.inf)
     buffers = _make_buffers(storage, originals, whole, policy, transport, bucket_size)
@@ -191,7 +191,9 @@ def _check_modules(platform: Platform, modules: Sequence[Module]) -> None:
         raise FullyShardError("; ".join(problems))
 
 
-def _check_dtypes(storage: ParameterStorage, policy: MixedPrecisionPolicy) -> None:
+def _check_dtypes(storage: ParameterStorage, policy: MixedPrecisionPolicy, originals: Sequence[Original]) -> None:
     for dtype in (policy.param_dtype, policy.reduce_dtype, policy.output_dtype):
         if dtype is not None:
             storage.check_dtype(dtype)
+    if policy.grad_dtype is not None and any(original.tensor.dtype != policy.grad_dtype for original in originals):
+        storage.check_grad_dtype(policy.grad_dtype)

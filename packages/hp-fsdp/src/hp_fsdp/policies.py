@@ -1,4 +1,4 @@
-"""What `fully_shard` may be told about dtypes."""
+"""What `fully_shard` may be told about dtypes and places."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ShardPlacementResult:
 class MixedPrecisionPolicy:
     """Dtypes of computation and communication; names as torch's `MixedPrecisionPolicy`.
 
-    The sharded parameters, their gradients and the optimizer's state keep the parameters' own dtype.
+    The sharded parameters and the optimizer's state keep the parameters' own dtype.
 
     Attributes:
         param_dtype: of the gathered parameters and so of the computation; None: as they are. The shard is
@@ -37,6 +37,8 @@ class MixedPrecisionPolicy:
         reduce_dtype: in which gradients are accumulated and reduced; None: `param_dtype`.
         output_dtype: to which floating-point outputs of the module's forward are cast; None: not at all.
         cast_forward_inputs: cast floating-point inputs of the module's forward to `param_dtype`.
+        grad_dtype: of the reduced gradients that the optimizer sees; None: the parameters' own. Float32 here and in
+            `reduce_dtype` keeps the sum of bfloat16 parameters' gradients unrounded; the optimizer must take it.
 
     Dtypes are the platform's, or names such as "bfloat16".
     """
@@ -45,6 +47,7 @@ class MixedPrecisionPolicy:
     reduce_dtype: DType | str | None = None
     output_dtype: DType | str | None = None
     cast_forward_inputs: bool = True
+    grad_dtype: DType | str | None = None
 
     def resolve(self, platform: Platform) -> MixedPrecisionPolicy:
         """The same policy with the platform's dtypes in place of names."""

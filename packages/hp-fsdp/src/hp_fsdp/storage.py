@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hp_dtensor.exceptions import PlatformError
+from hp_dtensor.exceptions import CapabilityError, PlatformError
 from hp_dtensor.platform import Platform
 from hp_dtensor.plugins import create_plugin_manager
 from hp_dtensor.spec import TensorSpec
@@ -106,6 +106,16 @@ class ParameterStorage(ABC):
 
     def check_dtype(self, dtype: DType) -> None:
         """Raise `CapabilityError` when the platform cannot compute in `dtype` on its device."""
+
+    def check_grad_dtype(self, dtype: DType) -> None:
+        """Raise `CapabilityError` when a parameter cannot have gradients of another dtype than its own."""
+        raise CapabilityError(
+            f"grad_dtype: on {self.platform.name} a gradient has its parameter's dtype; keep the parameters in float32 "
+            "and compute in a lower one (MixedPrecisionPolicy(param_dtype=...))"
+        )
+
+    def set_grad_dtype(self, parameter: Tensor, dtype: DType) -> None:
+        """Let `set_local_grad` take gradients of `dtype`; called only where `check_grad_dtype` raises nothing."""
 
     # Autograd --------------------------------------------------------------------------------------------
 

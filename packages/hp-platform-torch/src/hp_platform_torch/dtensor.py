@@ -52,8 +52,8 @@ class _Entry:
 
     Attributes:
         spec: that of the result where the operation runs on local data without redistribution, else None.
-        static: then, where the plan replaces static arguments, all arguments after the first tensor, the named
-            ones None where there are none.
+        static: then, where the plan replaces static arguments, all arguments after the first tensor, by
+            position and by name.
         views: then, positions of arguments that take a varying view where they are recorded, and over which axes.
     """
 
@@ -62,7 +62,7 @@ class _Entry:
     def __init__(self, plan: dispatch.OpPlan) -> None:
         self.plan = plan
         self.spec: TensorSpec | None = None
-        self.static: tuple[tuple[Any, ...], Mapping[str, Any] | None] | None = None
+        self.static: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.views: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     def viewed(self, args: Sequence[Any]) -> tuple[Any, ...]:
@@ -170,7 +170,7 @@ class Operation:
         if not entry.plan.replaced:
             entry.spec = spec
         elif not self.by_type and args and local_args[0] is args[0] and _holds_no_tensor(local_args[1:], local_kwargs):
-            entry.spec, entry.static = spec, (local_args[1:], local_kwargs or None)
+            entry.spec, entry.static = spec, (local_args[1:], dict(local_kwargs))
 
 
 def _views_only(moves: Sequence[dispatch.Move]) -> tuple[tuple[int, tuple[int, ...]], ...] | None:

@@ -108,6 +108,13 @@ class TorchParameterStorage(ParameterStorage):
                 _set_grad(leaf, None)
         return grad  # type: ignore[no-any-return]
 
+    def check_grad_dtype(self, dtype: torch.dtype) -> None:
+        return
+
+    def set_grad_dtype(self, parameter: Tensor, dtype: torch.dtype) -> None:
+        with LocalOperations():
+            parameter.grad_dtype = dtype
+
     # Autograd --------------------------------------------------------------------------------------------
 
     def anchor(self) -> Tensor:
