@@ -202,6 +202,16 @@ def test_what_the_system_refuses_is_told_without_a_traceback(work: Path, prepare
     assert capsys.readouterr().err == f"hp-train: [Errno 20] Not a directory: '{Path('corpus/run')}'\n"
 
 
+def test_a_full_disk_is_told_with_what_to_do(work: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(config, prepare) -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(launching, "train", full)
+    assert cli.main(["run.yaml"]) == 1
+    told = capsys.readouterr().err
+    assert told == "hp-train: [Errno 28] No space left on device; free some space, then run the same command again\n"
+
+
 def test_variables_of_a_launcher_that_make_no_sense_are_told(
     work: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,6 +359,7 @@ def test_layouts_of_a_configuration_leave_out_what_it_cannot_do(work: Path, caps
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ([], "give a CONFIG or a command; `hp-train --help` tells more"),
         (["layouts"], "layouts needs a CONFIG, or a --world-size without settings"),
         (["layouts", "--world-size=0"], "--world-size must be at least 1, got 0"),
         (["layouts", "--world-size=x"], "argument --world-size: invalid int value: 'x'"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import errno
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -80,14 +81,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except HPError as error:
         return _fail(str(error), 2 if isinstance(error, ValueError) else 1, every_rank=True)
     except OSError as error:
-        # The system's own words name the file; a traceback would hide them.
-        return _fail(str(error), 1, every_rank=True)
+        # The system's own words say what and where; a traceback would hide them.
+        advice = "; free some space, then run the same command again" if error.errno == errno.ENOSPC else ""
+        return _fail(f"{error}{advice}", 1, every_rank=True)
 
 
 def _dispatch(given: list[str]) -> int:
-    if not given or "--help" in given or "-h" in given:
+    if not given:
+        raise UsageError(f"give a CONFIG or a command; `hp-train --help` tells more\n{USAGE}")
+    if "--help" in given or "-h" in given:
         print(help_text())
-        return 0 if given else 2
+        return 0
     if given[0] in _COMMANDS:
         return _COMMANDS[given[0]](given[1:])
     if given == ["--version"]:

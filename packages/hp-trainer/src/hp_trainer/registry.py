@@ -40,6 +40,7 @@ class Registry:
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
+        self.a_kind = f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
         self._entries: dict[tuple[str, str | None], Entry] = {}
         self._plugin = "hp_trainer"
 

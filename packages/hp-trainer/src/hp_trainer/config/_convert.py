@@ -138,7 +138,7 @@ class Converter:
         if isinstance(value, Scalar) and value.tag == "str":
             value = Section(value.source, {"name": value}, {"name": value.source})
         if not isinstance(value, Section):
-            return self._wrong(value, path, f"the name of a {registry.kind}, or a section with it")
+            return self._wrong(value, path, f"the name of {registry.a_kind}, or a section with it")
         name = self._component_name(registry, value, path, default)
         if name is INVALID:
             return INVALID
@@ -148,7 +148,7 @@ class Converter:
     def _component_name(self, registry: Registry, tree: Section, path: str, default: str | None) -> Any:
         value, path = tree.items.get("name"), _join(path, "name")
         if value is None and default is None:
-            self._add(path, "missing", tree.source, expected=f"the name of a {registry.kind}")
+            self._add(path, "missing", tree.source, expected=f"the name of {registry.a_kind}")
             return INVALID
         name = default if value is None else self._value(str, value, path, Limits())
         if name is INVALID or name in registry.names():

@@ -62,7 +62,7 @@ def _component_options(
     if annotation is not Component:
         yield Option(path, "a list of names", _yaml(field.metadata["default_name"]), text)
         return
-    yield Option(f"{path}.name", f"the name of a {registry.kind}", field.metadata["default_name"], text)
+    yield Option(f"{path}.name", f"the name of {registry.a_kind}", field.metadata["default_name"], text)
     for name in registry.names():
         yield from _options(registered, registry.options(name), path, f"{path}.name={name}")
 
