@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from hp_dtensor.keeping import Kept
 from hp_dtensor.platform import Platform
 from hp_dtensor.world import ProcessGroup
 
@@ -208,14 +209,15 @@ def _all_reduce_selecting(x: Tensor, group: ProcessGroup, op: str) -> Tensor:
     """max, min or product over ranks, with the gradient of the single-device reduction."""
     platform = _platform(group)
     ops = platform.ops
-    kept: list[Tensor] = []
+    kept: list[Kept] = []
 
     def forward(t: Tensor) -> Tensor:
-        kept[:] = [t, all_reduce_data(t, group, op)]
-        return kept[1]
+        result = all_reduce_data(t, group, op)
+        kept[:] = [Kept(platform, t, result)]
+        return result
 
     def backward(g: Tensor) -> list[Tensor]:
-        data, result = kept
+        data, result = kept[0].tensors
         if op == "product":
             return [ops.div(ops.mul(g, result), data)]
         winners = ops.cast(ops.eq(data, result), data.dtype)

@@ -192,7 +192,7 @@ class Platform(ABC):
     ) -> Any:
         """General autograd node. `forward(*inputs)` returns a tensor or a tuple of tensors; `backward(*grads)`
         gets one gradient or None per output and returns one gradient or None per input. Neither is recorded;
-        values needed in backward are kept by the closure."""
+        values needed in backward are kept by the closure, in a `hp_dtensor.keeping.Kept`."""
 
     @abstractmethod
     def backward(self, loss: Tensor, gradient: Tensor | None = None, retain_graph: bool = False) -> None:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import numpy
 
+from hp_dtensor.keeping import Kept
 from hp_dtensor.platform import Platform
 from hp_moe.plugins import plugin_manager
 
@@ -61,6 +62,7 @@ def loop_grouped_matmul(x: Tensor, weight: Tensor, sizes: GroupSizes) -> Tensor:
     """`grouped_matmul` as one product per group that has rows; works on every platform and dtype."""
     ops = sizes.platform.ops
     bounds = _bounds(sizes.host)
+    kept = Kept(sizes.platform, x, weight)
 
     def forward(x: Tensor, weight: Tensor) -> Tensor:
         products = [
@@ -70,6 +72,7 @@ def loop_grouped_matmul(x: Tensor, weight: Tensor, sizes: GroupSizes) -> Tensor:
         return _cat(sizes.platform, products, (0, weight.shape[1]), x.dtype)
 
     def backward(grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = kept.tensors
         to_x = [ops.matmul(_rows(ops, grad, bound), _matrix(ops, weight, group)) for group, bound in bounds]
         to_weight = [ops.zeros(tuple(weight.shape[1:]), weight.dtype)] * len(sizes.host)
         for group, bound in bounds:

@@ -219,7 +219,7 @@ class TorchPlatform(Platform):
         return x.is_leaf
 
     def version(self, x: Tensor) -> int:
-        return x._version
+        return 0 if x.is_inference() else x._version
 
     def set_requires_grad(self, x: Tensor, flag: bool) -> None:
         x.requires_grad_(flag)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from hp_dtensor.keeping import Kept
 from hp_dtensor.placements import Partial, Placement, Replicate
 from hp_dtensor.platform import Platform
 from hp_dtensor.redistribute.steps import Step, scaled
@@ -95,13 +96,17 @@ class Stage:
         return tuple(a for a, (n, s, t) in pairs if n > 1 and s.is_partial() and s != t)
 
     def _run_selecting(self, platform: Platform, local: Tensor) -> Tensor:
-        kept: list[Tensor] = []
+        kept: list[Kept] = []
 
         def forward(x: Tensor) -> Tensor:
-            kept[:] = [x, self.run_data(x)]
-            return kept[1]
+            result = self.run_data(x)
+            kept[:] = [Kept(platform, x, result)]
+            return result
 
-        return platform.custom_function(forward, lambda grad: [self._grad_of_selected(platform, grad, *kept)], local)
+        def backward(grad: Tensor) -> list[Tensor]:
+            return [self._grad_of_selected(platform, grad, *kept[0].tensors)]
+
+        return platform.custom_function(forward, backward, local)
 
     def _grad_of_selected(self, platform: Platform, grad: Tensor, x: Tensor, result: Tensor) -> Tensor:
         """To those that won, equally where several did; of a product, the others' product."""

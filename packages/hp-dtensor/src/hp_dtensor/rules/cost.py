@@ -37,6 +37,8 @@ def move_bytes(source: Placement, target: Placement, nbytes: float, ranks: int) 
             return nbytes * (ranks - 1) / ranks
         case (Shard() | RaggedShard() | StridedShard(), Shard() | RaggedShard() | StridedShard()):
             return nbytes * (ranks - 1) / ranks
+        case (Shard() | RaggedShard() | StridedShard(), Partial()):
+            return 2 * nbytes * (ranks - 1)  # nothing is sent now, and all of it when the result is made whole
         case (Shard() | RaggedShard() | StridedShard(), _):
             return nbytes * (ranks - 1)
         case (Replicate(), Partial()) if target == Partial("sum"):

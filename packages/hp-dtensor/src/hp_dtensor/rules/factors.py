@@ -74,7 +74,11 @@ class Factorization:
         size = self.sizes[factor]
         if factor in self.nonempty and -(-size // parts) * (parts - 1) >= size:
             return False
-        return not self._merged(factor) or size % parts == 0
+        return not self.merges(factor) or size % parts == 0
+
+    def merges(self, factor: str) -> bool:
+        """Whether a dimension consists of this factor and others."""
+        return bool(self._merged(factor))
 
     def elements_inside(self, dim: Dim, factor: str) -> int:
         """Elements of a dimension per element of its outermost factor."""
@@ -136,8 +140,8 @@ def strategies(
             if rule.splits_in_chunks(factor, ranks * cut_already.get(factor, 1)):
                 kinds.append(Shard(0))
             usable = [p if same else REPLICATE for p, same in zip(current, untouched, strict=True)]
-            kinds += _ragged_kinds(rule, factor, usable, nested=factor in cut_already)
-            found += _cut(rule, factor, kinds)
+            kinds += _ragged_kinds(rule, factor, usable, ranks, nested=factor in cut_already)
+            found += _cut(rule, factor, kinds, current)
     found += _partial_inputs(rule)
     return found
 
@@ -154,30 +158,40 @@ def _replicated(rule: Factorization) -> Strategy:
     return Strategy((REPLICATE,) * len(rule.inputs), (REPLICATE,) * len(rule.outputs))
 
 
-def _ragged_kinds(rule: Factorization, factor: str, current: Sequence[Placement], nested: bool) -> list[Placement]:
+def _ragged_kinds(
+    rule: Factorization, factor: str, current: Sequence[Placement], ranks: int, nested: bool
+) -> list[Placement]:
     """The ragged ways in which some input has a factor cut already, in elements of the factor.
+
+    Uneven chunks of a dimension are ragged ones of another into which it is merged.
 
     Where earlier axes cut the factor too (`nested`), units differ between ranks, and no choice may depend on them.
     """
     kinds: list[Placement] = []
     for dims, placement in zip(rule.inputs, current, strict=True):
         dim = rule.dim_of(dims, factor)
-        if not isinstance(placement, RaggedShard) or dim is None or dim != placement.dim:
+        if not isinstance(placement, (Shard, RaggedShard)) or dim is None or dim != placement.dim:
             continue
         inside = rule.elements_inside(dims[dim], factor)
-        if inside == 0 or (nested and (inside > 1 or factor in rule.nonempty)):
+        in_chunks = isinstance(placement, Shard)
+        if inside == 0 or (nested and (in_chunks or inside > 1 or factor in rule.nonempty)):
             continue
-        empty = factor in rule.nonempty and 0 in placement.units
-        if not empty and all(unit % inside == 0 for unit in placement.units):
-            kinds.append(RaggedShard(0, tuple(unit // inside for unit in placement.units)))
+        units = placement.units if isinstance(placement, RaggedShard) else _chunks(rule.sizes[factor] * inside, ranks)
+        empty = factor in rule.nonempty and 0 in units
+        if not empty and all(unit % inside == 0 for unit in units):
+            kinds.append(RaggedShard(0, tuple(unit // inside for unit in units)))
     return kinds
 
 
-def _cut(rule: Factorization, factor: str, kinds: Sequence[Placement]) -> list[Strategy]:
+def _chunks(size: int, ranks: int) -> tuple[int, ...]:
+    return tuple(Shard(0).interval(size, ranks, rank)[1] for rank in range(ranks))
+
+
+def _cut(rule: Factorization, factor: str, kinds: Sequence[Placement], current: Sequence[Placement]) -> list[Strategy]:
     """Cut a factor in each of the given ways."""
     return [
         Strategy(
-            _cut_inputs(rule, factor, kind),
+            _cut_inputs(rule, factor, kind, current),
             tuple(_cut_output(rule, factor, kind, dims) for dims in rule.outputs),
             factor,
             kind,
@@ -186,8 +200,10 @@ def _cut(rule: Factorization, factor: str, kinds: Sequence[Placement]) -> list[S
     ]
 
 
-def _cut_inputs(rule: Factorization, factor: str, kind: Placement) -> tuple[Placement, ...]:
-    placements = [_on_dim(rule, kind, factor, dims) for dims in rule.inputs]
+def _cut_inputs(
+    rule: Factorization, factor: str, kind: Placement, current: Sequence[Placement]
+) -> tuple[Placement, ...]:
+    placements = [_on_dim(rule, kind, factor, dims, now) for dims, now in zip(rule.inputs, current, strict=True)]
     if factor not in rule.reduced or rule.reduced[factor] != "sum" or factor in rule.complete:
         return tuple(placements)
     for term in rule.terms or ():
@@ -202,15 +218,18 @@ def _cut_output(rule: Factorization, factor: str, kind: Placement, dims: Dims) -
     return REPLICATE if factor in rule.complete else Partial(rule.reduced[factor])
 
 
-def _on_dim(rule: Factorization, kind: Placement, factor: str, dims: Dims) -> Placement:
-    """The placement of one tensor when a factor is cut."""
+def _on_dim(rule: Factorization, kind: Placement, factor: str, dims: Dims, now: Placement | None = None) -> Placement:
+    """The placement of one tensor, which is placed as `now`, when a factor is cut."""
     dim = rule.dim_of(dims, factor)
     if dim is None:
         return REPLICATE
     if not isinstance(kind, RaggedShard):
         return Shard(dim)
     inside = rule.elements_inside(dims[dim], factor)
-    return RaggedShard(dim, tuple(unit * inside for unit in kind.units))
+    units = tuple(unit * inside for unit in kind.units)
+    ragged = RaggedShard(dim, units)
+    in_chunks = rule.merges(factor) and units == _chunks(sum(units), len(units))
+    return Shard(dim) if in_chunks and now != ragged else ragged
 
 
 def _partial_inputs(rule: Factorization) -> list[Strategy]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hp_dtensor import collectives
+from hp_dtensor.keeping import Kept
 from hp_dtensor.world import ProcessGroup
 
 if TYPE_CHECKING:
@@ -111,17 +112,17 @@ def extremes(which: Sequence[str], gone: Sequence[int], keepdim: bool) -> Local:
 def _extreme(call: LocalCall, op: str, gone: Sequence[int], keepdim: bool) -> Tensor:
     platform, ops, x = call.platform, call.platform.ops, call.arguments["input"]
     groups = groups_of(call, gone)
-    kept: list[Tensor] = []
+    kept: list[Kept] = []
 
     def forward(data: Tensor) -> Tensor:
         whole = extreme_of_part(call, data, op, gone)
         for group in groups:
             whole = collectives.all_reduce_data(whole, group, op)
-        kept[:] = [data, whole]
+        kept[:] = [Kept(platform, data, whole)]
         return without(call, whole, gone, keepdim)
 
     def backward(grad: Tensor) -> list[Tensor]:
-        data, whole = kept
+        data, whole = kept[0].tensors
         winners = ops.cast(ops.eq(data, whole), grad.dtype)
         count = ops.sum(winners, tuple(gone), True)
         for group in groups:
