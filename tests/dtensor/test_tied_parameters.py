@@ -10,6 +10,7 @@ import pytest
 from hp_dtensor import (
     ColwiseParallel,
     DeviceMesh,
+    PrepareModuleInputOutput,
     Replicate,
     RowwiseParallel,
     Shard,
@@ -95,9 +96,53 @@ def _one_owner_only(platform: Platform) -> str:
 
 def test_styling_one_owner_of_a_tied_parameter_is_refused(hp_platform: Platform) -> None:
     assert run_ranks(_one_owner_only, 2, hp_platform, hp_platform)[0] == (
-        "tied parameters: table.weight is the same parameter as head.weight, whose module has no style. "
-        "Give every owner a style."
+        "parallelize_module:\n  table.weight is the same parameter as head.weight, whose module has no style; "
+        "give every owner a style"
     )
+
+
+def _wrong_plans(platform: Platform) -> list[str]:
+    mesh = DeviceMesh("cpu", (2,), platform=platform)
+    plans: list[Any] = [
+        {"up": ColwiseParallel(), "*": ColwiseParallel(), "down": 3},
+        {"up": ColwiseParallel(), "*": RowwiseParallel()},
+        {"up": ColwiseParallel(), "norm": _Odd()},
+    ]
+    messages = []
+    for plan in plans:
+        with nn.building(platform):
+            model = nn.Module()
+            model.up, model.down, model.norm = nn.Linear(4, 6), nn.Linear(6, 4), nn.RMSNorm(4)
+        with pytest.raises(PlanError) as refusal:
+            parallelize_module(model, mesh, plan)
+        assert not any(hasattr(p, "placements") for _, p in platform.named_parameters(model)), "nothing has changed"
+        messages.append(str(refusal.value))
+    return messages
+
+
+class _Odd(ColwiseParallel):
+    def _cut(self, module: Any) -> Any:
+        return {"weight": Shard(3)}
+
+
+def test_a_plan_of_styles_is_checked_before_anything_changes(hp_platform: Platform) -> None:
+    no_style, twice, odd = run_ranks(_wrong_plans, 2, hp_platform, hp_platform)[0]
+    assert "'down' has a int, expected a ParallelStyle" in no_style
+    assert "two styles place up.weight" in twice
+    assert "RowwiseParallel of norm.weight: placement 0" in twice
+    assert "_Odd of norm.weight: placement 0" in odd
+    assert "dimension 3 of a 1-dimensional tensor" in odd
+
+
+def test_inputs_and_outputs_may_be_prepared_without_layouts(hp_platform: Platform) -> None:
+    def run() -> tuple[int, ...]:
+        mesh = DeviceMesh("cpu", (2,), platform=hp_platform)
+        with nn.building(hp_platform):
+            module = nn.Linear(4, 4)
+        parallelize_module(module, mesh, PrepareModuleInputOutput())
+        return tuple(module(hp_platform.from_numpy(np.ones((2, 4), np.float32))).shape)
+
+    assert run_ranks(run, 2, hp_platform) == [(2, 4)] * 2
 
 
 def _shared_style(platform: Platform) -> Any:

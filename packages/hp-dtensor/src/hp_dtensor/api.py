@@ -9,7 +9,7 @@ from typing import Any
 from hp_dtensor import checks, collectives
 from hp_dtensor.current_mesh import get_current_mesh
 from hp_dtensor.dtensor import DTensor
-from hp_dtensor.exceptions import MixedOperandsError, ShardShapeError
+from hp_dtensor.exceptions import GradientPathError, MixedOperandsError, ShardShapeError
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard
 from hp_dtensor.redistribute import RedistributePlan, plan_across, plan_between
@@ -240,10 +240,46 @@ def recorded_view(x: Any, local: Tensor, axes: tuple[int, ...]) -> Tensor:
 def forget_source(x: Any) -> None:
     """From now on gradients of `x` come through `x` itself, not past it to what it was gathered from.
 
-    For whoever wants to see or change the gradient of `x` (hooks), or replaces its data.
+    For whoever replaces the data of `x`; see `observe_gradient`.
     """
     x.__dict__.pop("_redistributed_from", None)
     x.__dict__.pop("_varying_views", None)
+
+
+def observe_gradient(x: Any) -> None:
+    """`forget_source` for whoever wants to see or change the gradient of `x`: hooks, `retain_grad`.
+
+    Raises:
+        GradientPathError: `x` has been used already in a way whose gradient goes past it.
+    """
+    if shortcut_views(x):
+        raise GradientPathError(
+            f"a hook on {x.spec!r}, which was redistributed and then used differently per rank: that gradient goes "
+            "straight to what it came from, and the hook would not see it. Register it before the first use."
+        )
+    forget_source(x)
+
+
+def shortcut_views(x: Any) -> list[tuple[tuple[int, ...], Tensor]]:
+    """(axes, view) of the varying views of `x` as it is now whose gradients go past it, and are partial there."""
+    source: _Source | None = x.__dict__.get("_redistributed_from")
+    if source is None:
+        return []
+    version = x._spec.mesh.platform.version(x)
+    views = x.__dict__.get("_varying_views", {})
+    return [
+        (axes, view) for axes, (made_at, view) in views.items() if made_at == version and _has_shortcut(x, source, axes)
+    ]
+
+
+def with_shortcuts(x: Any, grad: Tensor | None, past: Sequence[tuple[tuple[int, ...], Tensor | None]]) -> Tensor | None:
+    """The gradient (plain) of `x` from that which came through it and those of its `shortcut_views`."""
+    mesh = x._spec.mesh
+    for axes, part in past:
+        if part is not None:
+            summed = collectives.all_reduce(part, mesh.group_over(axes))
+            grad = summed if grad is None else mesh.platform.ops.add(grad, summed)
+    return grad
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,16 +294,19 @@ class _Source:
 
 def _varying_view(x: Any, local: Tensor, axes: tuple[int, ...]) -> Tensor:
     mesh = x._spec.mesh
-    platform = mesh.platform
     source: _Source | None = x.__dict__.get("_redistributed_from")
-    if (
-        source is not None
-        and source.plan.varies_cheaply(axes)
-        and source.result_version == platform.version(local)
-        and source.version == platform.version(source.local)
-    ):
+    if source is not None and _has_shortcut(x, source, axes):
         return source.plan.run_varying(source.local, local, axes)
     return collectives.vary(local, [mesh.group_over(axes)])
+
+
+def _has_shortcut(x: Any, source: _Source, axes: tuple[int, ...]) -> bool:
+    version = x._spec.mesh.platform.version
+    return (
+        source.plan.varies_cheaply(axes)
+        and source.result_version == version(x)
+        and source.version == version(source.local)
+    )
 
 
 def grad_spec(spec: TensorSpec) -> TensorSpec:

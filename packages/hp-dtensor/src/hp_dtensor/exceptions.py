@@ -44,6 +44,10 @@ class MixedOperandsError(HPError, ValueError):
     """
 
 
+class GradientPathError(HPError, RuntimeError):
+    """A gradient is asked for where it does not pass; the message says where it does."""
+
+
 class RankMismatchError(HPError, ValueError):
     """Ranks that should make the same tensor, or hold the same values, do not; the message names them."""
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from hp_dtensor import api
 from hp_dtensor.dtensor import DTensor
-from hp_dtensor.exceptions import MeshError, PlanError
+from hp_dtensor.exceptions import MeshError, PlacementError, PlanError
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Placement, Replicate, Shard
 from hp_dtensor.platform import Platform
-from hp_dtensor.spec import TensorSpec
+from hp_dtensor.spec import TensorSpec, normalize_placements
 
 Tensor = Any
 Module = Any
@@ -25,6 +25,10 @@ PartitionFn = Callable[[str, Module, DeviceMesh], None]
 
 class ParallelStyle(ABC):
     """How one module is laid out over a 1-D mesh."""
+
+    def placements(self, module: Module, platform: Platform) -> Mapping[str, Placement]:
+        """How `apply` will place parameters, by dotted name; whole plans are checked with it before they begin."""
+        return {}
 
     @abstractmethod
     def apply(self, module: Module, device_mesh: DeviceMesh) -> Module:
@@ -40,18 +44,19 @@ def parallelize_module(
 
     Raises:
         MeshError: the mesh is not one-dimensional.
-        PlanError: names that match no module, all of them listed; owners of a tied parameter that have no style,
-            or styles that place it in different ways.
+        PlanError: all that is wrong with the plan, before anything is changed: names that match no module;
+            parameters that two styles place, that are DTensors already or that have no such dimension; owners of a
+            tied parameter that have no style, or styles that place it in different ways.
     """
     if device_mesh.ndim != 1:
         raise MeshError(f"parallelize_module needs a 1-D mesh, got {device_mesh.describe()}; slice it: mesh['tp']")
-    if isinstance(plan, ParallelStyle):
-        return plan.apply(module, device_mesh)
     platform = device_mesh.platform
-    found = _resolve(module, platform, plan)
+    found = _resolve(module, platform, {"": plan} if isinstance(plan, ParallelStyle) else plan)
     tied = [owners for owners in parameter_owners(platform, module).values() if len(owners) > 1]
-    _check_ties_covered(tied, [target for target, _ in found])
-    for target, style in found:
+    problems = [*_placement_problems(platform, device_mesh, found), *_uncovered_ties(platform, tied, found)]
+    if problems:
+        raise PlanError("parallelize_module:\n  " + "\n  ".join(problems))
+    for _, target, style in found:
         style.apply(target, device_mesh)
     _tie_again(platform, tied)
     return module
@@ -59,18 +64,51 @@ def parallelize_module(
 
 def _resolve(
     module: Module, platform: Platform, plan: Mapping[str, ParallelStyle]
-) -> list[tuple[Module, ParallelStyle]]:
+) -> list[tuple[str, Module, ParallelStyle]]:
+    """(path, module, style) for every match; a module may be matched by several patterns."""
     modules = dict(platform.named_modules(module))
-    found, missing = [], []
+    found, missing, wrong = [], [], []
     for pattern, style in plan.items():
+        if not isinstance(style, ParallelStyle):
+            wrong.append(f"{pattern!r} has a {type(style).__name__}, expected a ParallelStyle")
         names = [name for name in modules if _matches(name, pattern)]
-        found += [(modules[name], style) for name in names]
+        found += [(name, modules[name], style) for name in names]
         if not names:
             missing.append(pattern)
     if missing:
         known = ", ".join(sorted(name for name in modules if name)[:20])
-        raise PlanError(f"no module matches {', '.join(map(repr, missing))}; modules: {known}")
+        wrong.append(f"no module matches {', '.join(map(repr, missing))}; modules: {known}")
+    if wrong:
+        raise PlanError("parallelize_module: " + "; ".join(wrong))
     return found
+
+
+def _placement_problems(
+    platform: Platform, mesh: DeviceMesh, found: Sequence[tuple[str, Module, ParallelStyle]]
+) -> list[str]:
+    """What is wrong with how the styles place parameters, and where two of them place the same one."""
+    problems = []
+    placed: dict[int, tuple[str, Placement]] = {}
+    owners: set[tuple[int, str]] = set()
+    for path, module, style in found:
+        parameters = dict(platform.named_parameters(module))
+        for name, placement in style.placements(module, platform).items():
+            where, parameter = _dotted(path, name), parameters[name]
+            if isinstance(parameter, DTensor):
+                problems.append(f"{where} is a DTensor already, placed {parameter.spec.describe_placements()}")
+                continue
+            try:
+                (placement,) = normalize_placements(mesh, (placement,), len(parameter.shape))
+            except PlacementError as error:
+                problems.append(f"{type(style).__name__} of {where}: {error}")
+                continue
+            first, known = placed.setdefault(id(parameter), (where, placement))
+            if (id(parameter), where) in owners:
+                problems.append(f"two styles place {where}; give its module one pattern")
+            elif known != placement:
+                problems.append(f"{where} is the same parameter as {first}: placed {placement} and {known}")
+            owners.add((id(parameter), where))
+    return problems
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -121,17 +159,24 @@ def _dotted(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _check_ties_covered(tied: list[list[tuple[str, Module, str]]], styled: list[Module]) -> None:
+def _uncovered_ties(
+    platform: Platform, tied: list[list[tuple[str, Module, str]]], found: Sequence[tuple[str, Module, ParallelStyle]]
+) -> list[str]:
     """A tied parameter is styled through all its owners or through none."""
     problems = []
+    styled = {_dotted(path, name) for path, module, style in found for name in style.placements(module, platform)}
     for owners in tied:
-        names = {_dotted(path, name): any(module is target for target in styled) for path, module, name in owners}
+        names = {
+            _dotted(path, name): _dotted(path, name) in styled or any(module is other for _, other, _ in found)
+            for path, module, name in owners
+        }
         if any(names.values()) and not all(names.values()):
             inside = ", ".join(name for name, covered in names.items() if covered)
             outside = ", ".join(name for name, covered in names.items() if not covered)
-            problems.append(f"{inside} is the same parameter as {outside}, whose module has no style")
-    if problems:
-        raise PlanError(f"tied parameters: {'; '.join(problems)}. Give every owner a style.")
+            problems.append(
+                f"{inside} is the same parameter as {outside}, whose module has no style; give every owner a style"
+            )
+    return problems
 
 
 def _tie_again(platform: Platform, tied: list[list[tuple[str, Module, str]]]) -> None:
@@ -140,12 +185,6 @@ def _tie_again(platform: Platform, tied: list[list[tuple[str, Module, str]]]) ->
         placed = [dict(platform.named_parameters(module, recurse=False))[name] for _, module, name in owners]
         if not isinstance(placed[0], DTensor):
             continue
-        if any(x.spec is not placed[0].spec for x in placed[1:]):
-            named = ", ".join(
-                f"{_dotted(path, name)} {x.spec.describe_placements()}"
-                for (path, _, name), x in zip(owners, placed, strict=True)
-            )
-            raise PlanError(f"the styles place one tied parameter in different ways: {named}")
         for _, module, name in owners[1:]:
             platform.set_parameter(module, name, placed[0])
 
@@ -171,9 +210,17 @@ class _LinearStyle(ParallelStyle):
         self.output_layout = output_layout
         self.use_local_output = use_local_output
 
-    def _place(self, module: Module, device_mesh: DeviceMesh, placements: Mapping[str, Placement]) -> None:
-        for name, _ in list(device_mesh.platform.named_parameters(module, recurse=False)):
-            place_parameter(module, name, device_mesh, (placements.get(name, Replicate()),))
+    @abstractmethod
+    def _cut(self, module: Module) -> Mapping[str, Placement]:
+        """The parameters that are not replicated."""
+
+    def placements(self, module: Module, platform: Platform) -> Mapping[str, Placement]:
+        cut = self._cut(module)
+        return {name: cut.get(name, Replicate()) for name, _ in platform.named_parameters(module, recurse=False)}
+
+    def _place(self, module: Module, device_mesh: DeviceMesh) -> None:
+        for name, placement in self.placements(module, device_mesh.platform).items():
+            place_parameter(module, name, device_mesh, (placement,))
 
     def _hook(self, module: Module, mesh: DeviceMesh, given_input: Placement, desired_input: Placement) -> None:
         platform = mesh.platform
@@ -210,9 +257,11 @@ class ColwiseParallel(_LinearStyle):
     ) -> None:
         super().__init__(input_layouts or Replicate(), output_layouts or Shard(-1), use_local_output)
 
+    def _cut(self, module: Module) -> Mapping[str, Placement]:
+        return {"weight": Shard(1)} if _is_table(module) else {"weight": Shard(0), "bias": Shard(0)}
+
     def apply(self, module: Module, device_mesh: DeviceMesh) -> Module:
-        table = hasattr(module, "embedding_dim")
-        self._place(module, device_mesh, {"weight": Shard(1)} if table else {"weight": Shard(0), "bias": Shard(0)})
+        self._place(module, device_mesh)
         self._hook(module, device_mesh, self.input_layout, Replicate())
         return module
 
@@ -236,10 +285,13 @@ class RowwiseParallel(_LinearStyle):
         super().__init__(input_layouts or Shard(-1), output_layouts or Replicate(), use_local_output)
         self._given_input = input_layouts
 
+    def _cut(self, module: Module) -> Mapping[str, Placement]:
+        return {"weight": Shard(0)} if _is_table(module) else {"weight": Shard(1)}
+
     def apply(self, module: Module, device_mesh: DeviceMesh) -> Module:
-        table = hasattr(module, "embedding_dim")
+        table = _is_table(module)
         given = Replicate() if table and self._given_input is None else self.input_layout
-        self._place(module, device_mesh, {"weight": Shard(0)} if table else {"weight": Shard(1)})
+        self._place(module, device_mesh)
         self._hook(module, device_mesh, given, Replicate() if table else Shard(-1))
         return module
 
@@ -255,6 +307,9 @@ class SequenceParallel(ParallelStyle):
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
         self.placement = Shard(sequence_dim)
         self.use_local_output = use_local_output
+
+    def placements(self, module: Module, platform: Platform) -> Mapping[str, Placement]:
+        return {name: Replicate() for name, x in platform.named_parameters(module) if not isinstance(x, DTensor)}
 
     def apply(self, module: Module, device_mesh: DeviceMesh) -> Module:
         def local_output(m: Module, output: Any, mesh: DeviceMesh) -> Any:
@@ -331,7 +386,7 @@ class PrepareModuleOutput(ParallelStyle):
     """Bring a module's outputs from what they are to what its users want; arguments as `PrepareModuleInput`."""
 
     def __init__(
-        self, *, output_layouts: Layouts, desired_output_layouts: Layouts, use_local_output: bool = False
+        self, *, output_layouts: Layouts = None, desired_output_layouts: Layouts = None, use_local_output: bool = False
     ) -> None:
         self.given, self.desired = _as_tuple(output_layouts), _as_tuple(desired_output_layouts)
         self.use_local_output = use_local_output
@@ -348,6 +403,8 @@ class PrepareModuleOutput(ParallelStyle):
         return module
 
     def _outputs(self, output: Any, mesh: DeviceMesh) -> Any:
+        if not self.given:
+            return output
         several = isinstance(output, (tuple, list))
         values = output if several else (output,)
         if len(values) != len(self.given):
@@ -368,13 +425,38 @@ class PrepareModuleInputOutput(ParallelStyle):
     """`PrepareModuleInput` and `PrepareModuleOutput` in one; takes the arguments of both, with
     `use_local_input` for the input's."""
 
-    def __init__(self, *, use_local_input: bool = False, use_local_output: bool = False, **layouts: Any) -> None:
-        outputs = {key: layouts.pop(key) for key in ("output_layouts", "desired_output_layouts")}
-        self.inputs = PrepareModuleInput(**layouts, use_local_output=use_local_input)
-        self.outputs = PrepareModuleOutput(**outputs, use_local_output=use_local_output)
+    def __init__(
+        self,
+        *,
+        input_layouts: Layouts = None,
+        desired_input_layouts: Layouts = None,
+        input_kwarg_layouts: Mapping[str, Placement] | None = None,
+        desired_input_kwarg_layouts: Mapping[str, Placement] | None = None,
+        use_local_input: bool = False,
+        output_layouts: Layouts = None,
+        desired_output_layouts: Layouts = None,
+        use_local_output: bool = False,
+    ) -> None:
+        self.inputs = PrepareModuleInput(
+            input_layouts=input_layouts,
+            desired_input_layouts=desired_input_layouts,
+            input_kwarg_layouts=input_kwarg_layouts,
+            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
+            use_local_output=use_local_input,
+        )
+        self.outputs = PrepareModuleOutput(
+            output_layouts=output_layouts,
+            desired_output_layouts=desired_output_layouts,
+            use_local_output=use_local_output,
+        )
 
     def apply(self, module: Module, device_mesh: DeviceMesh) -> Module:
         return self.outputs.apply(self.inputs.apply(module, device_mesh), device_mesh)
+
+
+def _is_table(module: Module) -> bool:
+    """Whether this is an embedding."""
+    return hasattr(module, "embedding_dim")
 
 
 def _first_input(module: Module, args: tuple[Any, ...]) -> Any:

@@ -20,7 +20,7 @@ from mindspore._c_expression import NoFallbackGuard
 from mindspore.graph.api import _pynative_executor as executor
 
 from hp_dtensor import dispatch
-from hp_dtensor.api import grad_spec
+from hp_dtensor.api import grad_spec, observe_gradient
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import CapabilityError, MixedOperandsError, PlacementError
 from hp_dtensor.spec import TensorSpec
@@ -154,6 +154,20 @@ class MindSporeDTensor(DTensor, Tensor):
     def backward(self, gradient: Tensor | None = None, retain_graph: bool = False) -> None:
         """Accumulate gradients; a partial result needs no reduction first, each rank drives its own part."""
         self._spec.mesh.platform.backward(self, gradient, retain_graph)
+
+    def register_hook(self, hook: Callable[[Any], Any]) -> Any:
+        """The hook gets, and may return, the gradient as a DTensor.
+
+        Raises:
+            GradientPathError: the gradient goes past this tensor already.
+        """
+        observe_gradient(self)
+
+        def on_dtensor(grad: Tensor) -> Tensor | None:
+            changed = hook(wrap_gradient(self, grad))
+            return None if changed is None else unwrap(changed)
+
+        return Tensor.register_hook(self, on_dtensor)
 
     @property
     def data(self) -> Any:

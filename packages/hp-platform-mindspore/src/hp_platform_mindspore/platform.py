@@ -15,6 +15,8 @@ from mindspore._c_expression import _unsafe_set_version_counter
 from mindspore.common.hook_handle import HookHandle
 from mindspore.graph.api import _pynative_executor as executor
 
+from hp_dtensor.api import shortcut_views, with_shortcuts
+from hp_dtensor.dispatch import forget_plans
 from hp_dtensor.exceptions import PlatformError
 from hp_dtensor.platform import Platform, Removable
 from hp_dtensor.spec import TensorSpec
@@ -73,6 +75,7 @@ class MindSporePlatform(Platform):
         world, self.world = self.world, None
         if world is not None:
             world.close()
+        forget_plans()
 
     def environment(self, local_rank: int, local_size: int) -> dict[str, str]:
         """Errors only in the log, and the cores of this machine divided among its ranks, unless set by the user."""
@@ -177,7 +180,14 @@ class MindSporePlatform(Platform):
         output_grads: Sequence[Tensor | None] | None = None,
     ) -> list[Tensor | None]:
         given = None if output_grads is None else [None if g is None else dtensor.unwrap(g) for g in output_grads]
-        found = autograd.grad([_in_graph(y) for y in outputs], inputs, given)
+        past = [shortcut_views(x) if isinstance(x, dtensor.MindSporeDTensor) else [] for x in inputs]
+        views = [view for several in past for _, view in several]
+        grads = autograd.grad([_in_graph(y) for y in outputs], [*inputs, *views], given)
+        rest = iter(grads[len(inputs) :])
+        found = [
+            with_shortcuts(x, g, [(axes, next(rest)) for axes, _ in several]) if several else g
+            for x, several, g in zip(inputs, past, grads, strict=False)
+        ]
         return [
             g if g is None or not isinstance(x, dtensor.MindSporeDTensor) else dtensor.wrap_gradient(x, g)
             for x, g in zip(inputs, found, strict=True)

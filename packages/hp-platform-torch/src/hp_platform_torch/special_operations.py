@@ -11,8 +11,8 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hp_dtensor import dispatch
-from hp_dtensor.api import forget_source, grad_spec
-from hp_dtensor.exceptions import MixedOperandsError, ShardingRuleError
+from hp_dtensor.api import grad_spec, observe_gradient, shortcut_views, with_shortcuts
+from hp_dtensor.exceptions import GradientPathError, MixedOperandsError, ShardingRuleError
 from hp_dtensor.placements import Partial
 from hp_dtensor.spec import TensorSpec
 from hp_platform_torch.decompositions import DECOMPOSED
@@ -80,7 +80,7 @@ def backward(
     """See `TorchDTensor.backward`. Interception stays on, so that hooks and recomputation see DTensors."""
     root, seed = _root(loss, gradient)
     if inputs is not None:
-        inputs = [_edge(x) for x in ((inputs,) if isinstance(inputs, Tensor) else inputs)]
+        inputs = [_accumulating(x) for x in ((inputs,) if isinstance(inputs, Tensor) else inputs)]
     torch.autograd.backward(root, seed, retain_graph, create_graph, inputs=inputs)
 
 
@@ -92,7 +92,7 @@ def _backward_of_several(func: Callable[..., Any], args: tuple[Any, ...], kwargs
     seeds = [None] * len(outputs) if seeds is None else _listed(seeds)
     roots = [_root(output, seed) for output, seed in zip(outputs, seeds, strict=True)]
     inputs = call.pop("inputs", None)
-    inputs = None if inputs is None else [_edge(x) for x in _listed(inputs)]
+    inputs = None if inputs is None else [_accumulating(x) for x in _listed(inputs)]
     func([root for root, _ in roots], [seed for _, seed in roots], inputs=inputs, **call)
 
 
@@ -106,6 +106,16 @@ def _root(output: Tensor, gradient: Tensor | None) -> tuple[Tensor, Tensor | Non
         if any(isinstance(p, Partial) and p.op != "sum" for p in output._spec.placements):
             output = replicated(output)  # only of a sum every contribution has the gradient of the whole
         return unwrap(output), gradient
+
+
+def _accumulating(x: Any) -> Any:
+    """`_edge` of a tensor that is to get a `grad`."""
+    if isinstance(x, TorchDTensor) and shortcut_views(x):
+        raise GradientPathError(
+            f"backward with {x._spec!r} among its inputs: part of its gradient goes straight to what it was "
+            "redistributed from; use torch.autograd.grad"
+        )
+    return _edge(x)
 
 
 def _edge(x: Any) -> Any:
@@ -124,13 +134,27 @@ def _autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
     seeds = [None] * len(outputs) if seeds is None else _listed(seeds)
     roots = [_root(output, seed) for output, seed in zip(outputs, seeds, strict=True)]
     materialize = call.pop("materialize_grads", False)
+    past = [shortcut_views(x) if isinstance(x, TorchDTensor) else [] for x in inputs]
+    allow_unused = True if materialize or any(past) else call.get("allow_unused")
     grads = func(
         [root for root, _ in roots],
-        [_edge(x) for x in inputs],
+        [*map(_edge, inputs), *(view for views in past for _, view in views)],
         [seed for _, seed in roots],
-        **{**call, "allow_unused": True if materialize else call.get("allow_unused")},
+        **{**call, "allow_unused": allow_unused},
     )
-    return tuple(_gradient_of(x, grad, materialize) for x, grad in zip(inputs, grads, strict=True))
+    found = _joined(inputs, past, grads)
+    if None in [g if g is None else 0 for g in found] and not materialize and not call.get("allow_unused"):
+        raise RuntimeError(f"torch.autograd.grad: input {[g is None for g in found].index(True)} is unused")
+    return tuple(_gradient_of(x, grad, materialize) for x, grad in zip(inputs, found, strict=True))
+
+
+def _joined(inputs: Sequence[Any], past: Sequence[Any], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """One gradient per input of those through it and, further on in `grads`, those that went past it."""
+    rest = iter(grads[len(inputs) :])
+    return [
+        with_shortcuts(x, grad, [(axes, next(rest)) for axes, _ in views]) if views else grad
+        for x, views, grad in zip(inputs, past, grads, strict=False)
+    ]
 
 
 def _gradient_of(x: Any, grad: Tensor | None, materialize: bool) -> Tensor | None:
@@ -146,7 +170,7 @@ def _listed(value: Any) -> list[Any]:
 def _register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The hook gets, and may return, the gradient as a DTensor."""
     x, hook = inspect.signature(func).bind(*args, **kwargs).args
-    forget_source(x)
+    observe_gradient(x)
     spec = grad_spec(x._spec)
 
     def on_dtensor(grad: Tensor) -> Tensor | None:
@@ -158,7 +182,7 @@ def _register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
 
 
 def _retain_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    forget_source(args[0])
+    observe_gradient(args[0])
     locally(func, args, kwargs)
 
 
