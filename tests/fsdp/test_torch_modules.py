@@ -7,7 +7,7 @@ import pytest
 from hp_dtensor.mesh import init_device_mesh
 from hp_dtensor.testing.simulated import run_ranks
 from hp_dtensor.world import DONE, ProcessGroup, current_world, record_collectives
-from hp_fsdp import MixedPrecisionPolicy, fully_shard
+from hp_fsdp import FSDPStateError, MixedPrecisionPolicy, fully_shard
 
 torch = pytest.importorskip("torch")
 checkpoint = pytest.importorskip("torch.utils.checkpoint").checkpoint
@@ -144,6 +144,38 @@ def test_meta_parameters_become_zeros_of_their_shards(hp_platform):
         shard_net(hp_platform, net)
         assert all(not parameter.is_meta for parameter in net.parameters())
         assert net(batch(0)).shape == (4, 5)
+
+    run_ranks(rank, 2, hp_platform)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_parameters_that_torch_gives_new_memory_are_taken_in(hp_platform, stage):
+    """The usual way from meta: `to_empty` and initialisation after `fully_shard`."""
+    expected = Net()
+
+    def rank():
+        with torch.device("meta"):
+            net = Net()
+        shard_net(hp_platform, net, zero_stage=stage)
+        before = dict(net.named_parameters())
+        net(batch(0))
+        net.to_empty(device="cpu")
+        with torch.no_grad():
+            for name, parameter in net.named_parameters():
+                assert parameter is before[name]
+                mine, wanted = hp_platform.unwrap(parameter), dict(expected.named_parameters())[name]
+                offset, shape = parameter.spec.box()
+                mine.copy_(wanted[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))])
+        torch.testing.assert_close(net(batch(0)), expected(batch(0)))
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.zero_()
+        assert not net(batch(0)).any()
+        net.double()
+        with pytest.raises(FSDPStateError, match=r"blocks\.0 \(Block\) on rank \d: .* is torch.float64 on cpu now, expected"):
+            net.blocks[0](batch(0))
+        with pytest.raises(FSDPStateError, match="Convert or move a module before fully_shard"):
+            net(batch(0))
 
     run_ranks(rank, 2, hp_platform)
 

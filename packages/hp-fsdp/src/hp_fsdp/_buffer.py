@@ -83,6 +83,8 @@ class FlatBuffer:
         self.parameters = [self._manage(index, original, parallel) for index, original in enumerate(originals)]
         if not self.is_whole:
             storage.release(self.full)
+        itemsize = self.platform.itemsize(self.dtype)
+        self._places = [(p, p.start * itemsize) for p in self.parameters if 0 not in p.local_shape]
         self._gathering: Work | None = None
         self.gradients: Tensor | None = None
         self.partial_shard: Tensor | None = None
@@ -134,6 +136,27 @@ class FlatBuffer:
         return ManagedParameter(
             original.name, original.owners, sharded, original.spec, view, leaf, start, spec.local_shape, first_dim
         )
+
+    def attach(self) -> list[str]:
+        """Take in what has replaced the data of sharded parameters; what cannot be, and why.
+
+        Torch's `Module.to`, `to_empty` and the like give parameters new memory, of which the shard knows nothing.
+        """
+        with self.platform.local_op():
+            base = self.storage.address(self.shard)
+            moved = [p for p, offset in self._places if self.storage.address(p.sharded) != base + offset]
+        return [problem for parameter in moved for problem in self._attach(parameter)]
+
+    def _attach(self, parameter: ManagedParameter) -> list[str]:
+        replaced = self.platform.unwrap(parameter.sharded)
+        where = str(self.platform.device_of(replaced))
+        expected = str(self.platform.device_of(self.shard))
+        if replaced.dtype != self.dtype or where != expected:
+            return [f"{parameter.name} is {replaced.dtype} on {where} now, expected {self.dtype} on {expected}"]
+        local = self.storage.part(self.shard, parameter.start, parameter.local_shape, parameter.first_dim)
+        self.platform.copy_(local, replaced)
+        self.storage.put_data(parameter.sharded, local)
+        return []
 
     # Gathering -------------------------------------------------------------------------------------------
 

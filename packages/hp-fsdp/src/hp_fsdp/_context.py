@@ -104,6 +104,7 @@ class Context:
         if group is self.root and self._backward is None:
             self._begin_pass()
         elif not self._in_pass and not group.entered and self._backward is None:
+            group.attach()
             self._refresh([group])
         group.check_order("calls")
         group.unshard()
@@ -138,6 +139,7 @@ class Context:
     def _begin_pass(self) -> None:
         self._check_pending()
         for group in self.groups:
+            group.attach()
             group.conceal()
             group.record = None
             # A forward without a backward, or a backward that left it, has kept what may be out of date by now.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from hp_dtensor.mesh import DeviceMesh
@@ -101,28 +101,17 @@ def fully_shard(
     transport = get_communication(communication, platform)
     originals = collect(platform, modules, ignored_params)
     _check_dtypes(storage, policy, originals)
-    place(originals, mesh, shard_placement_fn, reshard_after_forward)
+    name = ", ".join(type(module).__name__ for module in modules)
+    place(originals, mesh, shard_placement_fn, reshard_after_forward, name)
     whole = _whole_parameters(platform, originals, replicate_params, threshold if zero_stage else math.inf)
     buffers = _make_buffers(storage, originals, whole, policy, transport, bucket_size)
-    group = _make_group(storage, modules, buffers, reshard_after_forward, zero_stage)
+    group = ParameterGroup(name, storage, list(buffers), reshard_after_forward, zero_stage)
+    group.exposed = True
+    group.conceal()
     ModuleState(storage, modules, group, policy).install()
     for each in modules:
         each.__class__ = with_methods(type(each))  # type: ignore[arg-type]
     return module
-
-
-def _make_group(
-    storage: ParameterStorage,
-    modules: Sequence[Module],
-    buffers: Iterable[FlatBuffer],
-    reshard_after_forward: bool | int | None,
-    zero_stage: int,
-) -> ParameterGroup:
-    name = ", ".join(type(module).__name__ for module in modules)
-    group = ParameterGroup(name, storage, list(buffers), reshard_after_forward, zero_stage)
-    group.exposed = True
-    group.conceal()
-    return group
 
 
 def _make_buffers(

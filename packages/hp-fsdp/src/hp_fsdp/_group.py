@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from hp_dtensor.checks import is_checking, name_ranks
-from hp_dtensor.world import ProcessGroup
+from hp_dtensor.world import ProcessGroup, current_world
 from hp_fsdp._buffer import FlatBuffer
 from hp_fsdp._reduction import ReduceOptions
 from hp_fsdp.exceptions import CallOrderError, FSDPStateError
@@ -116,6 +116,24 @@ class ParameterGroup:
         self.summoned_buffers: list[Tensor] = []
         self._set_parameter = storage.platform.set_parameter
 
+    @property
+    def place(self) -> str:
+        """Which group, and where, for errors."""
+        return f"group {self.name} on rank {current_world(self.storage.platform).rank}"
+
+    def attach(self) -> None:
+        """See `FlatBuffer.attach`.
+
+        Raises:
+            FSDPStateError: listing the parameters whose dtype or device has been changed.
+        """
+        problems = [problem for buffer in self.buffers for problem in buffer.attach()]
+        if problems:
+            raise FSDPStateError(
+                f"{self.place}: {'; '.join(problems)}. Convert or move a module before fully_shard; for another "
+                "dtype of computation use MixedPrecisionPolicy(param_dtype=...)"
+            )
+
     # States ----------------------------------------------------------------------------------------------
 
     def start_unshard(self) -> None:
@@ -126,7 +144,7 @@ class ParameterGroup:
         """
         if self.summoned:
             raise FSDPStateError(
-                f"group {self.name}: forward, backward and unshard() are refused inside summon_full_params, "
+                f"{self.place}: forward, backward and unshard() are refused inside summon_full_params, "
                 "whose parameters autograd does not see; leave the block first"
             )
         if self.state in (GroupState.SHARDED, GroupState.SHARDED_AFTER_FORWARD):
@@ -177,7 +195,7 @@ class ParameterGroup:
     def _check_unused(self) -> None:
         if self.exposed:
             raise FSDPStateError(
-                f"group {self.name}: reshard() in state {self.state.value!r} while its modules hold the "
+                f"{self.place}: reshard() in state {self.state.value!r} while its modules hold the "
                 f"unsharded parameters; expected state {GroupState.SHARDED.value!r} or a group not in use"
             )
 

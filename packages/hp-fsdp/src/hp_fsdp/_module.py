@@ -57,6 +57,7 @@ class FSDPModule:
             async_op: return at once; the handle's `wait` does the rest.
         """
         group = self._fsdp.group
+        group.attach()
         group.start_unshard()
         handle = UnshardHandle(group)
         if async_op:

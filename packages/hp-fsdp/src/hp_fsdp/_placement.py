@@ -20,8 +20,12 @@ def place(
     mesh: DeviceMesh,
     choose: ShardPlacementFunction | None,
     reshard_after_forward: bool | int | None,
+    where: str,
 ) -> None:
     """Give every parameter its mesh and the dimension to cut.
+
+    Args:
+        where: how errors call the group.
 
     Raises:
         FullyShardError: listing every parameter that cannot be sharded so.
@@ -35,7 +39,7 @@ def place(
         if not wrong:
             problems += problems_of(original, original.mesh)
     if problems:
-        raise FullyShardError("; ".join(problems))
+        raise FullyShardError(f"{where}, rank {mesh.world.rank}: {'; '.join(problems)}")
 
 
 def _choose(original: Original, mesh: DeviceMesh, chosen: Any, reshard_after_forward: bool | int | None) -> list[str]:

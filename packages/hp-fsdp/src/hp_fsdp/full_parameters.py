@@ -109,6 +109,7 @@ class _Summoned:
     def show(self) -> None:
         """Gather into buffers of their own, in the parameters' own dtype, and put views of them into the modules."""
         if not self._group.summoned:
+            self._group.attach()
             full = [self._gather(buffer) for buffer in self._group.buffers]
             self._group.expose([self._views(*pair) for pair in zip(self._group.buffers, full, strict=True)])
             self._group.summoned_buffers = full

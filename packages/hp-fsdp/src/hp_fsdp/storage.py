@@ -86,11 +86,25 @@ class ParameterStorage(ABC):
                 found = ops.maximum(found, ops.amax(wrong, 0))
         return found
 
+    @abstractmethod
+    def address(self, x: Tensor) -> int:
+        """Where the data of a tensor, or of a DTensor's shard, begins; called within `platform.local_op`."""
+
     # Parameters ------------------------------------------------------------------------------------------
 
     @abstractmethod
     def parameter(self, local: Tensor, spec: TensorSpec, requires_grad: bool) -> Tensor:
         """A DTensor parameter over the memory of `local`, which comes from `part` and is used for nothing else."""
+
+    def put_data(self, parameter: Tensor, local: Tensor) -> None:
+        """Have a DTensor parameter, whose data has been replaced, lie in the memory of `local` again.
+
+        Raises:
+            CapabilityError: not on this platform.
+        """
+        raise CapabilityError(
+            f"on {self.platform.name} the data of a sharded parameter cannot be replaced; write into it in place"
+        )
 
     @abstractmethod
     def local_grad(self, parameter: Tensor) -> Tensor | None:

@@ -102,6 +102,9 @@ class MindSporeParameterStorage(ParameterStorage):
             finite = finite and bool(np.isfinite(host_view(x)).all())
         return share(np.array(0.0 if finite else 1.0, np.float32))
 
+    def address(self, x: Tensor) -> int:
+        return int(x.data_ptr())
+
     # Parameters ------------------------------------------------------------------------------------------
 
     def parameter(self, local: Tensor, spec: TensorSpec, requires_grad: bool) -> Tensor:

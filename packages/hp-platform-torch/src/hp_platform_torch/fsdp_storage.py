@@ -83,6 +83,9 @@ class TorchParameterStorage(ParameterStorage):
                 found = torch.maximum(found, here.to(found.device).squeeze(0))
             return torch.maximum(found, super().unscale_(others, factor)) if others else found
 
+    def address(self, x: Tensor) -> int:
+        return x.data_ptr()
+
     # Parameters ------------------------------------------------------------------------------------------
 
     def parameter(self, local: Tensor, spec: TensorSpec, requires_grad: bool) -> Tensor:
@@ -91,6 +94,10 @@ class TorchParameterStorage(ParameterStorage):
         parameter = adopt(local, spec)
         parameter._is_param = True  # type: ignore[attr-defined]
         return parameter
+
+    def put_data(self, parameter: Tensor, local: Tensor) -> None:
+        with LocalOperations():
+            parameter.data = local
 
     def local_grad(self, parameter: Tensor) -> Tensor | None:
         with LocalOperations():
