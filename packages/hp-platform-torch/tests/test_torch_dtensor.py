@@ -213,6 +213,26 @@ def test_autocast_changes_the_dtype_of_a_kept_plan(mesh):
     assert (x @ x).dtype == torch.float32
 
 
+@pytest.mark.parametrize("name", ["matmul", "softmax", "layer_norm", "cross_entropy", "nll_loss", "mse_loss", "einsum"])
+def test_autocast_gives_the_dtype_that_it_gives_plain_tensors(mesh, name):
+    targets = torch.tensor([0, 2, 1, 0])
+    calls = {
+        "matmul": lambda x, t: x @ x,
+        "softmax": lambda x, t: (x @ x).softmax(-1),
+        "layer_norm": lambda x, t: torch.nn.functional.layer_norm(x @ x, (4,)),
+        "cross_entropy": lambda x, t: torch.nn.functional.cross_entropy(x @ x, t),
+        "nll_loss": lambda x, t: torch.nn.functional.nll_loss((x @ x).log_softmax(-1), t),
+        "mse_loss": lambda x, t: torch.nn.functional.mse_loss(x @ x, x),
+        "einsum": lambda x, t: torch.einsum("ij,jk->ik", x, x),
+    }
+    plain = torch.arange(16.0).view(4, 4) / 16
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = calls[name](plain, targets)
+        found = calls[name](sharded(mesh, plain), sharded(mesh, targets, Replicate()))
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found.full_tensor(), expected)
+
+
 def test_results_of_several_tensors(mesh):
     x = sharded(mesh, WHOLE, Replicate())
     values, indices = torch.topk(x, 2, 1)

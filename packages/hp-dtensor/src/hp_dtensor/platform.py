@@ -223,6 +223,10 @@ class Platform(ABC):
     def is_leaf(self, x: Tensor) -> bool:
         """Whether `x` was made by the user, not by a recorded operation."""
 
+    def loss_dtype(self, x: Tensor) -> Any:
+        """The dtype of a loss of logits `x`: theirs, unless a region of automatic mixed precision makes it wider."""
+        return x.dtype
+
     def version(self, x: Tensor) -> int:
         """How often the storage of a plain tensor has been written in place, as far as autograd counts that.
 

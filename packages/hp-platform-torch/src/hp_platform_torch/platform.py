@@ -218,6 +218,10 @@ class TorchPlatform(Platform):
     def is_leaf(self, x: Tensor) -> bool:
         return x.is_leaf
 
+    def loss_dtype(self, x: Tensor) -> torch.dtype:
+        is_wider = x.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled(x.device.type)
+        return torch.float32 if is_wider else x.dtype
+
     def version(self, x: Tensor) -> int:
         return 0 if x.is_inference() else x._version
 

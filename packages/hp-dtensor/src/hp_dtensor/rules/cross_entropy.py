@@ -213,7 +213,7 @@ def _over_classes(call: LocalCall, x: Tensor) -> Tensor:
 
 def _reduced(call: LocalCall, losses: Tensor, weights: Tensor | None) -> Tensor:
     """`losses` by the call's reduction; a mean is over rows, or over the weights of the targets."""
-    ops, dtype = call.platform.ops, call.arguments["input"].dtype
+    ops, dtype = call.platform.ops, call.platform.loss_dtype(call.arguments["input"])
     if call.arguments["reduction"] == "none":
         return ops.cast(losses, dtype)
     total = ops.sum(losses)
