@@ -130,6 +130,21 @@ def test_ranks_that_call_modules_in_different_orders_are_named(hp_platform):
     assert "rank 1 calls second (Block)" in str(cause)
 
 
+def test_modules_of_one_class_called_on_their_own_are_told_apart(hp_platform):
+    def rank():
+        with nn.building(hp_platform):
+            linears = [nn.Linear(3, outputs) for outputs in (5, 40)]
+        for linear in linears:
+            fully_shard(linear, mesh_of(hp_platform, 3))
+        x = hp_platform.from_numpy(numpy.ones((2, 3), numpy.float32))
+        with check_mode():
+            linears[current_world(hp_platform).rank == 1](x)
+
+    with pytest.raises(LaunchError) as caught:
+        run_ranks(rank, 3, hp_platform)
+    assert isinstance(caught.value.__cause__, CallOrderError)
+
+
 def test_a_step_without_the_gradients_that_wait_is_noticed(hp_platform):
     """Where writes are counted: MindSpore does not count those through host memory."""
     if hp_platform.name == "mindspore":

@@ -169,7 +169,9 @@ class ParameterGroup:
         """
         if is_checking():
             for ranks in dict.fromkeys(buffer.shard_group for buffer in self.buffers):
-                check_same_action(ranks, f"{action} {self.name}")
+                # The sizes too: modules of one class have one name until a model around them has been called.
+                elements = sum(buffer.layout.numel for buffer in self.buffers)
+                check_same_action(ranks, f"{action} {self.name} of {elements} elements")
 
     def reshard(self) -> None:
         """Free the full parameters.
