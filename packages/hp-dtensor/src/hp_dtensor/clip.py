@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy
+
 from hp_dtensor.dtensor import DTensor
-from hp_dtensor.exceptions import MeshError
+from hp_dtensor.exceptions import MeshError, RankMismatchError
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.platform import Platform
 from hp_dtensor.selection import get_platform
@@ -28,8 +30,8 @@ def clip_grad_norm_(
     """Scale all gradients so that their joint norm is at most `max_norm`; returns the norm before that.
 
     Every rank of the world calls it with its own shards. Plain parameters count as equal on all ranks, and a
-    DTensor on a smaller mesh, such as `mesh["tp"]`, as one of equal ones that tile the world. One all-reduce of one
-    number; no host synchronization.
+    DTensor on a smaller mesh, such as `mesh["tp"]`, as one of equal ones that tile the world. One all-reduce of
+    three numbers; no host synchronization on devices that have a queue.
 
     Args:
         norm_type: 2 or infinity.
@@ -41,6 +43,8 @@ def clip_grad_norm_(
 
     Raises:
         MeshError: a parameter whose mesh does not tile those ranks, or that this rank is outside of.
+        RankMismatchError: without `copies_over`, ranks have gradients of different shapes, so that each would
+            count as copied to ranks that have it not. On devices with a queue the norm is NaN instead.
     """
     if norm_type not in (2.0, math.inf):
         raise ValueError(f"clip_grad_norm_: norm_type must be 2 or inf, got {norm_type}")
@@ -64,11 +68,11 @@ def total_norm(
     _check_tiling(tensors, holders, world)
     with platform.no_grad():
         if norm_type == math.inf:
-            return _reduce(world, _largest(platform, tensors), "max")
+            return _reduce(platform, world, _largest(platform, tensors), "max", tensors, copies_over)
         total = platform.zeros((), platform.dtype("float32"))
         for distinct, locals_ in _by_distinct_shards(platform, tensors).items():
             total = ops.add(total, ops.mul(platform.sum_of_squares(locals_), distinct / holders))
-        return ops.sqrt(_reduce(world, total, "sum"))
+        return ops.sqrt(_reduce(platform, world, total, "sum", tensors, copies_over))
 
 
 def _check_tiling(tensors: Iterable[Tensor], holders: int, world: World) -> None:
@@ -107,9 +111,41 @@ def _largest(platform: Platform, tensors: Iterable[Tensor]) -> Tensor:
     return largest
 
 
-def _reduce(world: World, x: Tensor, op: str) -> Tensor:
-    world.all.all_reduce(x, op)
-    return x
+def _reduce(
+    platform: Platform, world: World, x: Tensor, op: str, tensors: Sequence[Tensor], copies_over: DeviceMesh | None
+) -> Tensor:
+    """`x` reduced over all ranks, together with two numbers by which ranks know that they reduce the same."""
+    mark = 0.0 if copies_over is not None else _mark(tensors, world.size)
+    marks = (mark, -mark) if op == "max" else (mark, mark * mark)
+    both = platform.ops.cat([platform.ops.reshape(x, (1,)), _on_device(platform, x, marks)], 0)
+    world.all.all_reduce(both, op)
+    total, first, second = (platform.ops.reshape(part, ()) for part in platform.ops.split(both, [1, 1, 1], 0))
+    if op == "max":
+        same = platform.ops.eq(first, platform.ops.neg(second))
+    else:
+        # The mean of the squares is the square of the mean where all are equal; whole numbers, so exact.
+        same = platform.ops.eq(platform.ops.mul(second, float(world.size)), platform.ops.mul(first, first))
+    if str(platform.device_of(both)).startswith("cpu") and not bool(platform.to_numpy(same)):
+        raise RankMismatchError(
+            f"clip_grad_norm_: rank {world.rank} has {len(tensors)} gradients whose number or shapes are not those of "
+            "the other ranks. Where ranks hold different modules (pipeline stages), pass the mesh of those that hold "
+            "the same ones as copies_over; otherwise give every rank the same parameters, and unused ones zeros"
+        )
+    return platform.ops.where(same, total, platform.ops.mul(total, math.nan))
+
+
+def _on_device(platform: Platform, like: Tensor, values: Sequence[float]) -> Tensor:
+    return platform.from_numpy(numpy.array(values, numpy.float32), platform.device_of(like))
+
+
+def _mark(tensors: Sequence[Tensor], size: int) -> float:
+    """A small whole number that depends on the tensors' global shapes and the sizes of their meshes.
+
+    Sums of `size` of its squares are exact in float32.
+    """
+    # Hashes of tuples of integers are the same in every process.
+    facts = tuple((tuple(x.shape), x.spec.mesh.shape if isinstance(x, DTensor) else ()) for x in tensors)
+    return float(hash(facts) % max(2, math.isqrt((1 << 24) // size)))
 
 
 def _local(platform: Platform, x: Tensor) -> Tensor:

@@ -1,0 +1,119 @@
+"""One norm over every kind of layout in one model, and over stages that hold different modules."""
+
+from __future__ import annotations
+
+import math
+
+import numpy
+import pytest
+from fsdp_training import Case, build, micro_loss, shard, whole
+
+from hp_dtensor import nn
+from hp_dtensor.clip import clip_grad_norm_
+from hp_dtensor.exceptions import LaunchError, RankMismatchError
+from hp_dtensor.mesh import init_device_mesh
+from hp_dtensor.placements import Shard
+from hp_dtensor.styles import ColwiseParallel, RowwiseParallel, parallelize_module, place_parameter
+from hp_dtensor.testing.simulated import run_ranks
+from hp_dtensor.world import current_world, record_collectives
+from hp_fsdp import fully_shard
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = self.parameter((5, 3))
+
+    def forward(self, x):
+        return self.ops.mul(self.weight.to_local(), x)
+
+
+def _norm(values, norm_type):
+    return float(numpy.linalg.norm(numpy.concatenate([x.ravel() for x in values]).astype(numpy.float64), norm_type))
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_fsdp_tensor_and_expert_parallel_replicated_frozen_and_unused_parameters(hp_platform, norm_type):
+    """What each rank clips by is the norm of the whole gradients, each element counted once."""
+    case = Case((2,), tp=2, num_blocks=1, frozen=("norm",), branch="beside")
+
+    def rank():
+        me = current_world(hp_platform).rank
+        world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"), platform=hp_platform)
+        model = build(hp_platform, case)
+        cut = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel(use_local_output=True)}
+        parallelize_module(model, world["tp"], cut)
+        kept = [model.blocks[0].out.weight, model.blocks[0].scale]
+        fully_shard(model.blocks[0], world["shard"], replicate_params=kept)
+        fully_shard(model, world["shard"], ignored_params=[model.head.weight])
+        with nn.building(hp_platform):
+            experts = Experts()
+        place_parameter(experts, "weight", world["tp"], [Shard(0)])  # the tp ranks as ep
+        fully_shard(experts, world["shard"])
+        loss = micro_loss(hp_platform, model, case, 0, 0, 0)  # the same data: the ignored weight has one gradient
+        x = hp_platform.from_numpy(numpy.full((1, 3), 1.0 + me // 2, numpy.float32))
+        hp_platform.backward(hp_platform.ops.add(loss, hp_platform.ops.sum(experts(x))))
+        parameters = [p for module in (model, experts) for _, p in hp_platform.named_parameters(module)]
+        grads = [hp_platform.get_grad(p) for p in parameters]
+        before = [whole(hp_platform, grad) for grad in grads if grad is not None]
+        assert len(before) < len(grads)
+        assert any(not x.any() for x in before)  # unused
+        with record_collectives() as log:
+            norm = float(hp_platform.to_numpy(clip_grad_norm_(parameters, 0.25, norm_type)))
+        assert [record.name for record in log.records] == ["all_reduce"]
+        assert norm == pytest.approx(_norm(before, norm_type), rel=1e-5)
+        after = [whole(hp_platform, grad) for p in parameters if (grad := hp_platform.get_grad(p)) is not None]
+        for old, new in zip(before, after, strict=True):
+            numpy.testing.assert_allclose(new, old * min(1, 0.25 / norm), rtol=1e-4, atol=1e-7)
+
+    run_ranks(rank, 4, hp_platform)
+
+
+def _stage(platform, sizes):
+    """A linear map of this stage's own, sharded over the stage's ranks, with gradients; and its mesh."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "shard"), platform=platform)
+    stage = mesh.get_local_rank("pp")
+    with nn.building(platform):
+        model = nn.Linear(3, sizes[stage], bias=True)
+    fully_shard(model, mesh["shard"])
+    platform.backward(platform.ops.sum(model(platform.from_numpy(numpy.full((1, 3), stage + 1.0, numpy.float32)))))
+    return [p for _, p in platform.named_parameters(model)], mesh["shard"]
+
+
+@pytest.mark.parametrize("sizes", [(5, 2), (4, 4)])
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_stages_that_hold_different_modules(hp_platform, sizes, norm_type):
+    expected = [numpy.full(3 * size, stage + 1.0) for stage, size in enumerate(sizes)] + [numpy.ones(sum(sizes))]
+
+    def rank():
+        parameters, stage = _stage(hp_platform, sizes)
+        norm = clip_grad_norm_(parameters, 1.0, norm_type, copies_over=stage)
+        assert float(hp_platform.to_numpy(norm)) == pytest.approx(_norm(expected, norm_type), rel=1e-6)
+
+    run_ranks(rank, 4, hp_platform)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_different_modules_are_not_taken_for_copies(hp_platform, norm_type):
+    def rank():
+        parameters, _ = _stage(hp_platform, (5, 2))
+        clip_grad_norm_(parameters, 1.0, norm_type)
+
+    with pytest.raises(LaunchError, match="pass the mesh of those that hold the same ones as copies_over") as caught:
+        run_ranks(rank, 4, hp_platform)
+    assert isinstance(caught.value.__cause__, RankMismatchError)
+
+
+def test_copies_on_meshes_beside_count_once(hp_platform):
+    """Tensor parallel on two of four ranks each; the other two hold the same."""
+    case = Case((1,), num_blocks=1)
+
+    def rank():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), platform=hp_platform)
+        model = shard(build(hp_platform, case), mesh["tp"], case)
+        hp_platform.backward(micro_loss(hp_platform, model, case, 0, 0, 0))
+        parameters = [p for _, p in hp_platform.named_parameters(model)]
+        expected = _norm([whole(hp_platform, hp_platform.get_grad(p)) for p in parameters], 2)
+        assert float(hp_platform.to_numpy(clip_grad_norm_(parameters, 1.0))) == pytest.approx(expected, rel=1e-5)
+
+    run_ranks(rank, 4, hp_platform)
