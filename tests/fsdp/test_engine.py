@@ -7,6 +7,7 @@ import pytest
 from fsdp_training import AdamW, Block, Case, build, held_bytes, micro_loss, shard, sharded_modules, whole, whole_grads
 
 from hp_dtensor import nn
+from hp_dtensor.checks import check_mode
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.mesh import init_device_mesh
 from hp_dtensor.placements import RaggedShard, Replicate, Shard
@@ -714,6 +715,8 @@ def test_parameters_are_cut_along_the_first_dimension_of_which_ranks_hold_more_t
         fully_shard(model, mesh["dp"])
         ragged = model.weight.placements[-1]
         assert ragged.dim == dim
-        numpy.testing.assert_array_equal(whole(hp_platform, model.weight), values)
+        # Ranks that hold other rows from before have other layouts, to which `check_mode` does not object.
+        with check_mode():
+            numpy.testing.assert_array_equal(whole(hp_platform, model.weight), values)
 
     run_ranks(rank, 2 * tp, hp_platform)

@@ -18,8 +18,8 @@ from typing import Any
 
 from hp_dtensor.exceptions import PlacementError, RankMismatchError, ShardShapeError
 from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.placements import Placement
-from hp_dtensor.spec import TensorSpec, normalize_placements
+from hp_dtensor.placements import Placement, RaggedShard
+from hp_dtensor.spec import TensorSpec, describe, normalize_placements
 
 Tensor = Any
 Coordinate = tuple[int, ...]
@@ -64,14 +64,24 @@ def check_created(what: str, spec: TensorSpec) -> None:
         RankMismatchError: naming the ranks that differ.
     """
     if is_checking():
-        _check_equal(spec.mesh, what, f"{list(spec.shape)} {spec.dtype} {spec.describe_placements()}")
+        _check_equal(spec.mesh, what, f"{list(spec.shape)} {spec.dtype} {_describe_alike(spec)}")
 
 
 def check_moved(source: TensorSpec, target: TensorSpec) -> None:
     """In `check_mode`: every rank of the mesh makes the same redistribution; raises as `check_created`."""
     if is_checking():
-        fact = f"{list(source.shape)} {source.dtype} {source.describe_placements()} to {target.describe_placements()}"
+        fact = f"{list(source.shape)} {source.dtype} {_describe_alike(source)} to {_describe_alike(target)}"
         _check_equal(source.mesh, "redistribute", fact)
+
+
+def _describe_alike(spec: TensorSpec) -> str:
+    """The placements as every rank must have them: how many rows go where may depend on what another axis has cut."""
+    cut = [p for p in spec.placements if p.is_shard() or isinstance(p, RaggedShard)]
+    if len(cut) < 2:
+        return spec.describe_placements()
+    named = zip(spec.mesh.mesh_dim_names, spec.placements, strict=True)
+    short = [f"{name}:{f'Ragged({p.dim})' if isinstance(p, RaggedShard) else describe(p)}" for name, p in named]
+    return f"({', '.join(short)})"
 
 
 def check_replicated(what: str, x: Tensor, mesh: DeviceMesh) -> None:
