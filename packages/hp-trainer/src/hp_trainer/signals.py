@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType
-from typing import Any
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+from hp_dtensor.launch.signals import handled_signals
 
 
 class Interrupted(KeyboardInterrupt):
@@ -52,7 +50,7 @@ def stop_requests() -> Iterator[StopRequest]:
             # Who asks twice does not want to wait.
             stack.close()
 
-        stack.enter_context(_handled(receive))
+        stack.enter_context(handled_signals(receive))
         yield request
 
 
@@ -63,21 +61,5 @@ def interruptible() -> Iterator[None]:
     def receive(number: int, frame: FrameType | None) -> None:
         raise Interrupted(number)
 
-    with _handled(receive):
+    with handled_signals(receive):
         yield
-
-
-@contextlib.contextmanager
-def _handled(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
-    """The stop signals handled by `handler`; those that are ignored, as SIGHUP under nohup, stay so."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    wanted = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, handler) for number in wanted}
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            # None: installed outside Python, cannot be put back.
-            signal.signal(number, signal.SIG_DFL if old is None else old)

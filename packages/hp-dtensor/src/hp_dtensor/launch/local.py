@@ -10,8 +10,8 @@ from typing import Any
 
 from hp_dtensor.exceptions import LaunchError
 from hp_dtensor.launch._processes import LocalRanks, Output
-from hp_dtensor.launch._signals import held_signals
 from hp_dtensor.launch._targets import target_name
+from hp_dtensor.launch.signals import held_signals
 from hp_dtensor.platform import Platform
 from hp_dtensor.selection import get_platform
 
