@@ -40,13 +40,17 @@ CASES = {
     "tensor parallel": Case((2,), tp=2),
     "uneven shards of uneven tensor parallel": Case((3,), tp=2, accumulate=3, sync="last"),
     "tensor parallel, replicas": Case((2, 2), tp=3),
-    "nothing sharded": Case((3,), accumulate=2, sync="last", options={"zero_stage": 0}),
-    "optimizer state sharded": Case((2, 2), accumulate=2, sync="last", options={"zero_stage": 1}, frozen=("up",)),
-    "gradients sharded": Case((3,), accumulate=2, sync="last", options={"zero_stage": 2}),
-    "small parameters replicated": Case((2,), tp=2, accumulate=2, sync="last", options={"threshold": 0.1}),
+    "nothing sharded": Case((3,), steps=2, accumulate=2, sync="last", options={"zero_stage": 0}),
+    "optimizer state sharded": Case(
+        (2, 2), steps=2, accumulate=2, sync="last", options={"zero_stage": 1}, frozen=("up",)
+    ),
+    "gradients sharded": Case((3,), steps=2, accumulate=2, sync="last", options={"zero_stage": 2}),
+    "small parameters replicated": Case((2,), steps=2, tp=2, accumulate=2, sync="last", options={"threshold": 0.1}),
     "cut along the last dimension": Case((3,), tied=True, options={"shard_placement_fn": cut_last_dim}),
-    "last dimension, tensor parallel": Case((2,), tp=2, accumulate=2, options={"shard_placement_fn": cut_last_dim}),
-    "kept among two ranks after forward": Case((4,), twice=True, reshard_after_forward=2),
+    "last dimension, tensor parallel": Case(
+        (2,), steps=2, tp=2, accumulate=2, options={"shard_placement_fn": cut_last_dim}
+    ),
+    "kept among two ranks after forward": Case((4,), steps=2, twice=True, reshard_after_forward=2),
     "root freed too": Case((2,), reshard_after_forward=True, tied=True),
 }
 

@@ -169,6 +169,9 @@ def test_settings_that_do_not_fit(hp_platform, options, message):
     model = build(hp_platform, Case((1,)))
     with pytest.raises(FullyShardError, match=message):
         fully_shard(model, mesh_of(hp_platform, 1), **options)
+    head = [model.head.weight]
+    with pytest.raises(FullyShardError, match="1 parameters are in both"):
+        fully_shard(model, mesh_of(hp_platform, 1), ignored_params=head, replicate_params=head)
     fully_shard(model, mesh_of(hp_platform, 1), zero_stage=1)
     with pytest.raises(FullyShardError, match="group Net of zero_stage=1 keeps its full parameters"):
         model.set_reshard_after_forward(True)

@@ -99,6 +99,9 @@ def fully_shard(
     storage = get_storage(platform)
     policy = mp_policy.resolve(platform)
     transport = get_communication(communication, platform)
+    both = {id(parameter) for parameter in ignored_params} & {id(parameter) for parameter in replicate_params}
+    if both:
+        raise FullyShardError(f"ignored_params and replicate_params: {len(both)} parameters are in both; choose one")
     originals = collect(platform, modules, ignored_params)
     _check_dtypes(storage, policy, originals)
     name = ", ".join(type(module).__name__ for module in modules)
