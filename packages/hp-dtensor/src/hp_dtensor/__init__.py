@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hp_dtensor.implicit import SkipDTensorDispatch, implicit_replication
     from hp_dtensor.init import init_parameters
     from hp_dtensor.layout import Layout
-    from hp_dtensor.local_map import custom_shard, local_map
+    from hp_dtensor.local_regions import custom_shard, local_map
     from hp_dtensor.mesh import DeviceMesh, init_device_mesh
     from hp_dtensor.meta import init_empty_weights, init_on_device, materialize
     from hp_dtensor.muon import Muon, MuonOptions
@@ -62,7 +62,7 @@ _HOMES = {
     "implicit": ("SkipDTensorDispatch", "implicit_replication"),
     "init": ("init_parameters",),
     "layout": ("Layout",),
-    "local_map": ("custom_shard", "local_map"),
+    "local_regions": ("custom_shard", "local_map"),
     "mesh": ("DeviceMesh", "init_device_mesh"),
     "meta": ("init_empty_weights", "init_on_device", "materialize"),
     "muon": ("Muon", "MuonOptions"),

@@ -9,11 +9,11 @@ from typing import Any
 from hp_dtensor import checks, collectives
 from hp_dtensor.current_mesh import get_current_mesh
 from hp_dtensor.dtensor import DTensor
-from hp_dtensor.exceptions import GradientPathError, MixedOperandsError, ShardShapeError
+from hp_dtensor.exceptions import GradientPathError, MeshError, MixedOperandsError, PlacementError, ShardShapeError
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard
 from hp_dtensor.redistribute import RedistributePlan, plan_across, plan_between
-from hp_dtensor.spec import TensorSpec
+from hp_dtensor.spec import TensorSpec, normalize_placements
 
 Tensor = Any
 
@@ -40,9 +40,9 @@ def distribute_tensor(
     """
     if isinstance(tensor, DTensor):
         raise MixedOperandsError("distribute_tensor takes a plain tensor, got a DTensor; use its redistribute()")
-    device_mesh = device_mesh if device_mesh is not None else get_current_mesh()
+    device_mesh, chosen = _where("distribute_tensor", tensor, device_mesh, placements)
     platform = device_mesh.platform
-    target = TensorSpec(device_mesh, placements or _replicated(device_mesh), tuple(tensor.shape), tensor.dtype)
+    target = TensorSpec(device_mesh, chosen, tuple(tensor.shape), tensor.dtype)
     checks.check_created("distribute_tensor", target)
     if source_rank is None and checks.is_checking() and not platform.is_meta(tensor):
         checks.check_replicated("distribute_tensor without source_rank", tensor, device_mesh)
@@ -82,21 +82,23 @@ def from_local(
     """
     if isinstance(local, DTensor):
         raise MixedOperandsError("from_local takes a plain local tensor, got a DTensor")
-    device_mesh = device_mesh if device_mesh is not None else get_current_mesh()
-    placements = placements if placements is not None else _replicated(device_mesh)
+    device_mesh, given = _where("from_local", local, device_mesh, placements)
     platform = device_mesh.platform
+    placements = normalize_placements(device_mesh, given, len(local.shape))
     if run_check or checks.is_checking():
         shape = checks.global_shape(local, device_mesh, placements, shape)
     global_shape = tuple(shape) if shape is not None else _even_global_shape(local, device_mesh, placements)
     spec = TensorSpec(device_mesh, placements, global_shape, local.dtype)
     if tuple(local.shape) != spec.local_shape:
+        outside = device_mesh.get_coordinate() is None
         raise ShardShapeError(
             f"from_local: the shard on rank {device_mesh.world.rank} of a tensor {list(global_shape)} placed "
             f"{spec.describe_placements()} must be {list(spec.local_shape)}, got {list(local.shape)}"
+            + (f"; this rank is outside mesh {device_mesh.describe()} and holds nothing of it" if outside else "")
         )
     if grad_placements is not None:
-        derived, wanted = grad_spec(spec), spec.with_placements(tuple(grad_placements))
-        local = _with_grad_plan(platform, local, derived, wanted)
+        wanted = spec.with_placements(placements_on("from_local", device_mesh, grad_placements))
+        local = _with_grad_plan(platform, local, grad_spec(spec), wanted)
     return platform.wrap(local, spec)
 
 
@@ -107,7 +109,8 @@ def to_local(x: Any, grad_placements: Sequence[Placement] | None = None) -> Tens
     local = platform.unwrap(x)
     if grad_placements is None:
         return local
-    return _with_grad_plan(platform, local, spec.with_placements(tuple(grad_placements)), grad_spec(spec))
+    comes = spec.with_placements(placements_on("to_local", spec.mesh, grad_placements))
+    return _with_grad_plan(platform, local, comes, grad_spec(spec))
 
 
 def redistribute(
@@ -131,7 +134,7 @@ def redistribute(
     """
     source: TensorSpec = x.spec
     mesh = device_mesh if device_mesh is not None else source.mesh
-    wanted = tuple(placements) if placements is not None else _replicated(mesh)
+    wanted = placements_on("redistribute", mesh, placements)
     target = TensorSpec(mesh, wanted, source.shape, source.dtype)
     if async_op:
         return _start_redistribute(x, target)
@@ -196,7 +199,17 @@ def _remembering(local: Tensor, plan: RedistributePlan, moved: Tensor, target: T
 
 
 def full_tensor(x: Any) -> Tensor:
-    """The whole tensor, plain, on every rank; differentiable."""
+    """The whole tensor, plain, on every rank; differentiable.
+
+    Raises:
+        MeshError: this rank is outside the mesh and would get nothing.
+    """
+    mesh = x.spec.mesh
+    if mesh.get_coordinate() is None:
+        raise MeshError(
+            f"full_tensor: rank {mesh.world.rank} is outside mesh {mesh.describe()}, whose ranks hold {x.spec!r}; "
+            "redistribute it to a mesh of all ranks that need it"
+        )
     return to_local(redistribute(x))
 
 
@@ -320,6 +333,36 @@ def _with_grad_plan(platform: Any, local: Tensor, comes: TensorSpec, wanted: Ten
         return local
     plan = plan_between(comes, wanted, platform.itemsize(comes.dtype))
     return platform.linear_map(local, lambda t: t, plan.run)
+
+
+def _where(
+    what: str, tensor: Any, mesh: DeviceMesh | None, placements: Sequence[Placement] | None
+) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """The mesh and placements that are meant, after checking that mesh and tensor are such."""
+    mesh = mesh if mesh is not None else get_current_mesh()
+    if not isinstance(mesh, DeviceMesh):
+        raise MeshError(f"{what}: device_mesh must be a DeviceMesh, got {mesh!r}")
+    if not isinstance(tensor, mesh.platform.Tensor):
+        raise MixedOperandsError(
+            f"{what}: expected a tensor of platform {mesh.platform.name!r}, got {type(tensor).__name__}"
+        )
+    return mesh, placements_on(what, mesh, placements)
+
+
+def placements_on(what: str, mesh: DeviceMesh, placements: Sequence[Placement] | None) -> tuple[Placement, ...]:
+    """The placements given, by default replicated ones.
+
+    Raises:
+        PlacementError: a single placement, or something else that is no sequence.
+    """
+    if placements is None:
+        return _replicated(mesh)
+    if not isinstance(placements, Sequence) or isinstance(placements, str):
+        raise PlacementError(
+            f"{what}: placements must be a tuple with one placement for each of the axes {mesh.describe()}, "
+            f"got {placements!r}"
+        )
+    return tuple(placements)
 
 
 def _replicated(mesh: DeviceMesh) -> tuple[Placement, ...]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hp_dtensor.api import placements_on
 from hp_dtensor.checks import check_created
 from hp_dtensor.current_mesh import get_current_mesh
 from hp_dtensor.exceptions import PlacementError
 from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.placements import Placement, Replicate
+from hp_dtensor.placements import Placement
 from hp_dtensor.platform import Platform
 from hp_dtensor.spec import TensorSpec
 
@@ -111,7 +112,7 @@ def _make(
 ) -> Any:
     mesh = device_mesh if device_mesh is not None else get_current_mesh()
     platform = mesh.platform
-    chosen = tuple(placements) if placements is not None else (Replicate(),) * mesh.ndim
+    chosen = placements_on("a factory", mesh, placements)
     if any(placement.is_partial() for placement in chosen):
         raise PlacementError(f"a factory cannot make partial results, got {list(chosen)}; use DTensor.from_local")
     spec = TensorSpec(mesh, chosen, _flat(shape), platform.dtype(dtype) if isinstance(dtype, str) else dtype)

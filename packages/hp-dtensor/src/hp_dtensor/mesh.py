@@ -89,7 +89,7 @@ class DeviceMesh:
         shape = tuple(mesh_shape)
         names = tuple(mesh_dim_names) if mesh_dim_names is not None else tuple(f"axis{i}" for i in range(len(shape)))
         world = world if world is not None else current_world(platform)
-        _check_new_mesh(shape, names, ranks, world)
+        _check_new_mesh(device_type, shape, names, ranks, world)
         strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
         axes = tuple(
             MeshAxis(name, (size,), (stride,)) for name, size, stride in zip(names, shape, strides, strict=True)
@@ -383,8 +383,16 @@ def _restore(
     return mesh
 
 
-def _check_new_mesh(shape: tuple[int, ...], names: tuple[str, ...], ranks: Sequence[int] | None, world: World) -> None:
+def _check_new_mesh(
+    device_type: str, shape: tuple[int, ...], names: tuple[str, ...], ranks: Sequence[int] | None, world: World
+) -> None:
+    if not all(isinstance(size, int) for size in shape):
+        raise MeshError(f"mesh_shape must be a tuple of ints, got {shape!r}")
     problems = []
+    platform = world.platform
+    if platform is not None and device_type not in platform.device_types:
+        known = ", ".join(platform.device_types)
+        problems.append(f"platform {platform.name!r} has no device {device_type!r} here, only {known}")
     if not shape or any(size < 1 for size in shape):
         problems.append(f"a mesh needs at least one axis and sizes >= 1, got shape {shape}")
     if len(names) != len(shape):

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from hp_dtensor.exceptions import PlacementError
+from hp_dtensor.exceptions import PlacementError, ShardShapeError
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 
@@ -123,6 +123,8 @@ _lock = threading.Lock()
 def _intern(key: tuple[Any, ...]) -> Any:
     mesh, placements, shape, dtype = key
     placements = normalize_placements(mesh, placements, len(shape))
+    if any(size < 0 for size in shape):
+        raise ShardShapeError(f"a tensor has sizes of at least 0, got {list(shape)}")
     key = (mesh, placements, shape, dtype)
     with _lock:
         found = _interned.get(key)

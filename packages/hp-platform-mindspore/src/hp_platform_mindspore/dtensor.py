@@ -58,6 +58,21 @@ def is_local() -> bool:
     return _depth.value > 0
 
 
+def _reflected(name: str) -> Callable[[Any, Any], Any]:
+    """The operator of a DTensor on the right of what is no DTensor."""
+    of_tensor = getattr(Tensor, name, None)
+
+    def operate(self: Any, other: Any) -> Any:
+        if not is_local() and isinstance(other, Tensor) and other.ndim:
+            raise MixedOperandsError(
+                f"{name}: a plain tensor of shape {list(other.shape)} among DTensors. Say how it is placed: "
+                "distribute_tensor, DTensor.from_local, or replicate_like for a constant that is equal on all ranks."
+            )
+        return NotImplemented if of_tensor is None else of_tensor(self, other)
+
+    return operate
+
+
 class MindSporeDTensor(DTensor, Tensor):
     """The local shard as a tensor, with a spec. Made by `wrap`; users call `distribute_tensor` or `from_local`."""
 
@@ -87,6 +102,13 @@ class MindSporeDTensor(DTensor, Tensor):
             return operation(*new_args, **new_kwargs)
 
         return dispatch.dispatch(platform, name, unwrapping(caller(func, args)), new_args, new_kwargs)
+
+    # MindSpore looks for the interception on the left operand; Python asks the right one's class first.
+    __radd__ = _reflected("__radd__")
+    __rsub__ = _reflected("__rsub__")
+    __rmul__ = _reflected("__rmul__")
+    __rtruediv__ = _reflected("__rtruediv__")
+    __rmatmul__ = _reflected("__rmatmul__")
 
     # The global view -------------------------------------------------------------------------------------
 

@@ -1,0 +1,134 @@
+"""Mistakes are errors that say what is wrong, on the rank that makes them, before anything is communicated."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+import hp_dtensor
+from hp_dtensor import (
+    DeviceMesh,
+    DTensor,
+    Partial,
+    RaggedShard,
+    Replicate,
+    Shard,
+    custom_shard,
+    distribute_tensor,
+    exceptions,
+    init_device_mesh,
+    local_map,
+    record_collectives,
+    zeros,
+)
+from hp_dtensor.platform import Platform
+from hp_dtensor.testing import run_ranks
+
+R, S0 = Replicate(), Shard(0)
+Case = tuple[Callable[[], Any], str, str]
+"""(what is done, the error, what it says)."""
+
+
+def _operands(platform: Platform) -> Iterator[Case]:
+    ops, plain, mesh = platform.ops, _plain(platform), _mesh(platform)
+    x = distribute_tensor(plain, mesh, (S0, R), source_rank=None)
+    y = distribute_tensor(plain, mesh["dp"], (S0,), source_rank=None)
+    yield lambda: x + y, "MixedOperandsError", "add: operands on different meshes: .*dp=2, tp=2.* and .*dp=2"
+    yield lambda: ops.cat([x, y], 0), "MixedOperandsError", "cat: operands on different meshes"
+    yield lambda: x + plain, "MixedOperandsError", "plain tensor of shape .4, 4. among DTensors. Say how it is placed"
+    yield lambda: plain + x, "MixedOperandsError", "plain tensor of shape .4, 4. among DTensors"
+    yield lambda: ops.matmul(plain, x), "MixedOperandsError", "matmul: a plain tensor"
+    yield lambda: ops.cat([x, plain], 0), "MixedOperandsError", "cat: a plain tensor"
+    yield lambda: x.redistribute(placements=(Shard(5), R)), "PlacementError", "dimension 5 of a 2-dimensional"
+    yield lambda: x.redistribute(placements=S0), "PlacementError", "redistribute: placements must be a tuple"
+    yield lambda: x.to_local(grad_placements=(S0,)), "PlacementError", "expected 2 placements"
+    yield lambda: x.to_local(grad_placements=S0), "PlacementError", "to_local: placements must be a tuple"
+    yield lambda: local_map(abs, [[S0, R]], [[S0, R], [S0, R]])(x), "PlacementError", "2 in_placements for 1 positional"
+    yield (
+        lambda: custom_shard(lambda a, b: a, mesh, [S0, R], [[S0, R], [S0, R]])(x, plain),
+        "PlacementError",
+        "argument 1 has placements .* but is no DTensor",
+    )
+
+
+def _creation(platform: Platform) -> Iterator[Case]:
+    plain, mesh = _plain(platform), _mesh(platform)
+    x = distribute_tensor(plain, mesh, (S0, R), source_rank=None)
+    for make in (distribute_tensor, DTensor.from_local):
+        yield lambda make=make: make(plain, mesh, (Shard(2), R)), "PlacementError", "dimension 2 of a 2-dimensional"
+        yield lambda make=make: make(plain, mesh, (S0,)), "PlacementError", "expected 2 placements for mesh .*, got 1"
+        yield lambda make=make: make(plain, mesh, S0), "PlacementError", "a tuple with one placement for each"
+        yield lambda make=make: make(plain, mesh, ("S0", R)), "PlacementError", "placement 0 is a str"
+        yield lambda make=make: make(plain, "dp", (S0,)), "MeshError", "device_mesh must be a DeviceMesh, got 'dp'"
+        yield lambda make=make: make(plain), "MeshError", "no mesh was given and there is no current one"
+        yield lambda make=make: make([1.0], mesh, (S0, R)), "MixedOperandsError", f"'{platform.name}', got list"
+        yield lambda make=make: make(x, mesh, (S0, R)), "MixedOperandsError", "takes a plain"
+    yield lambda: distribute_tensor(plain, mesh, (RaggedShard(0, (1, 2)), R)), "PlacementError", "parts that sum to 3"
+    yield lambda: zeros(4, device_mesh=mesh, placements=(Partial(), R)), "PlacementError", "cannot make partial"
+    yield lambda: zeros(-4, device_mesh=mesh), "ShardShapeError", "sizes of at least 0, got .-4."
+    yield (
+        lambda: DTensor.from_local(plain, mesh, (S0, R), shape=(4, 4)),
+        "ShardShapeError",
+        "must be .2, 4., got .4, 4.",
+    )
+    yield (
+        lambda: DTensor.from_local(plain, mesh, (Partial(), Partial("max"))).redistribute(placements=(R, R)),
+        "PlacementError",
+        "no common order of reduction; redistribute one axis before",
+    )
+
+
+def _meshes(platform: Platform) -> Iterator[Case]:
+    """On ranks 2 and 3 of four."""
+    half = DeviceMesh("cpu", (2,), ranks=(0, 1), platform=platform)
+    outside = distribute_tensor(_plain(platform), half, (S0,), source_rank=None)
+    yield lambda: DTensor.from_local(_plain(platform), half, (S0,)), "ShardShapeError", "this rank is outside mesh"
+    yield lambda: outside.full_tensor(), "MeshError", "full_tensor: rank . is outside mesh"
+    yield lambda: half.get_group(), "MeshError", "rank . is outside mesh"
+    yield lambda: DeviceMesh("cpu", (3, 2), platform=platform), "MeshError", "6 ranks, the world only 4"
+    yield lambda: init_device_mesh("cpu", (8,), platform=platform), "MeshError", "8 ranks, the world only 4"
+    yield lambda: init_device_mesh("cpu", (2,), platform=platform), "MeshError", "has 2 ranks, the world has 4"
+    yield lambda: DeviceMesh("cpu", (2,), ranks=(0, 9), platform=platform), "MeshError", "ranks .9. are outside"
+    yield lambda: DeviceMesh("cpu", (2,), ranks=(1, 1), platform=platform), "MeshError", "ranks repeat"
+    yield lambda: DeviceMesh("cpu", "22", platform=platform), "MeshError", "must be a tuple of ints"
+    yield lambda: DeviceMesh("toaster", (4,), platform=platform), "MeshError", "has no device 'toaster' here, only"
+    yield lambda: _mesh(platform)["pp"], "MeshError", "has no axis 'pp'; axes: dp, tp"
+
+
+def _plain(platform: Platform) -> Any:
+    return platform.from_numpy(np.ones((4, 4), np.float32))
+
+
+def _mesh(platform: Platform) -> DeviceMesh:
+    return DeviceMesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), platform=platform)
+
+
+def _mistakes(platform: Platform) -> list[str]:
+    if _mesh(platform).get_local_rank("dp") == 0:
+        return []
+    wrong = []
+    for cases in (_operands, _creation, _meshes):
+        for number, (mistake, error, message) in enumerate(cases(platform)):
+            where = f"{cases.__name__} {number} ({message})"
+            with record_collectives() as log:
+                try:
+                    wrong.append(f"{where}: no error but {mistake()}")
+                except exceptions.HPError as raised:
+                    if type(raised).__name__ != error or not re.search(message, str(raised)):
+                        wrong.append(f"{where}: {raised!r}, expected {error}")
+            if log.count():
+                wrong.append(f"{where}: communicated {log.records}")
+    return wrong
+
+
+def test_mistakes_are_errors_before_anything_is_communicated(hp_platform: Platform) -> None:
+    for wrong in run_ranks(_mistakes, 4, hp_platform, hp_platform):
+        assert not wrong, "\n".join(wrong)
+
+
+def test_public_names_are_no_modules() -> None:
+    modules = [name for name in hp_dtensor.__all__ if type(getattr(hp_dtensor, name)).__name__ == "module"]
+    assert not modules
