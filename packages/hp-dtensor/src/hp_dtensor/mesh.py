@@ -389,10 +389,9 @@ def _check_new_mesh(
     if not all(isinstance(size, int) for size in shape):
         raise MeshError(f"mesh_shape must be a tuple of ints, got {shape!r}")
     problems = []
-    platform = world.platform
-    if platform is not None and device_type not in platform.device_types:
-        known = ", ".join(platform.device_types)
-        problems.append(f"platform {platform.name!r} has no device {device_type!r} here, only {known}")
+    known = getattr(world.platform, "device_types", None)  # platforms that only plan may leave it out
+    if known and device_type not in known:
+        problems.append(f"the platform has no device {device_type!r} here, only {', '.join(known)}")
     if not shape or any(size < 1 for size in shape):
         problems.append(f"a mesh needs at least one axis and sizes >= 1, got shape {shape}")
     if len(names) != len(shape):
