@@ -6,7 +6,7 @@ import math
 
 import numpy
 import pytest
-from fsdp_training import VOCABULARY, Case, build, micro_loss, shard, whole
+from fsdp_training import VOCABULARY, Case, build, cut_last_dim, micro_loss, shard, whole
 
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import LaunchError
@@ -39,10 +39,11 @@ def _everything(platform, model):
     return {name: whole(platform, x) for name, x in platform.named_parameters(model)}
 
 
+@pytest.mark.parametrize("options", [{}, {"zero_stage": 1, "threshold": 0.1}, {"shard_placement_fn": cut_last_dim}])
 @pytest.mark.parametrize("size", [1, 3])
-def test_whole_parameters_are_shown_and_what_is_written_counts(hp_platform, size):
+def test_whole_parameters_are_shown_and_what_is_written_counts(hp_platform, size, options):
     def rank():
-        model = _sharded(hp_platform, size, policy={"param_dtype": "float16"})
+        model = _sharded(hp_platform, size, policy={"param_dtype": "float16"}, options=options)
         before = _everything(hp_platform, model)
         objects = dict(hp_platform.named_parameters(model))
         with summon_full_params(model):
@@ -56,6 +57,8 @@ def test_whole_parameters_are_shown_and_what_is_written_counts(hp_platform, size
         assert all(x is objects[name] for name, x in hp_platform.named_parameters(model))
         for name, value in _everything(hp_platform, model).items():
             numpy.testing.assert_array_equal(value, before[name] + numpy.float32(1))
+        for name, value in full_parameters(model):
+            numpy.testing.assert_array_equal(_host(hp_platform, value), before[name] + numpy.float32(1))
         with summon_full_params(model.blocks[0], writeback=False):
             hp_platform.copy_(model.blocks[0].scale, hp_platform.zeros((1,), hp_platform.dtype("float32")))
         numpy.testing.assert_array_equal(whole(hp_platform, model.blocks[0].scale), before["blocks.0.scale"] + 1)
