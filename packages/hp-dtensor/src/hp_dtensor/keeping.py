@@ -19,7 +19,7 @@ class Kept:
     def __init__(self, platform: Platform, *tensors: Tensor) -> None:
         self._platform = platform
         self._tensors = [platform.detach(x) for x in tensors]
-        self._versions = [platform.version(x) for x in tensors]
+        self._versions = [platform.version(x) for x in self._tensors]
 
     @property
     def tensors(self) -> list[Tensor]:
