@@ -7,6 +7,7 @@ program calls on a DTensor directly (`x + y`, `mint.matmul`, `x.sum()`).
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from typing import Any, NoReturn
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, mint
+from mindspore import Tensor, mint, ops
 from mindspore._c_expression import NoFallbackGuard
 from mindspore.graph.api import _pynative_executor as executor
 
@@ -88,6 +89,9 @@ class MindSporeDTensor(DTensor, Tensor):
         """Nothing: the data came with `__new__`."""
 
     def __fallback__(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func.name == "typeof":  # MindSpore asks for it in some of its functions
+            with LocalOperations():
+                return func(*args, **(kwargs or {}))
         name, (new_args, new_kwargs) = canonical(func.name, args, kwargs)
         platform = self._spec.mesh.platform
         if func.name.startswith("Inplace") and name != "copy_":
@@ -97,7 +101,9 @@ class MindSporeDTensor(DTensor, Tensor):
             )
         if name == "copy_":
             return _copy_(platform, *new_args)
-        operation = getattr(platform.ops, name, None)
+        if name == "getitem":
+            return new_args[0][new_args[1]]
+        operation = platform.own_operation(name)
         if operation is not None:
             return operation(*new_args, **new_kwargs)
 
@@ -299,6 +305,30 @@ def unwrapping(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _getitem = unwrapping(kernels.getitem)
+
+
+def intercept_lists() -> None:
+    """MindSpore looks for tensor subclasses among arguments but not, in primitives of the older kind, in lists.
+
+    `check_elim`, which it asks before it runs a primitive, may give the result itself.
+    """
+    for primitive, name in ((ops.operations.Stack, "stack"), (ops.operations.AddN, "addn")):
+        if not hasattr(primitive.check_elim, "__wrapped__"):
+            primitive.check_elim = _of_list(primitive.check_elim, name)
+
+
+def _of_list(own: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def check_elim(self: Any, *args: Any) -> tuple[bool, Any]:
+        tensors = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
+        found = next((x for x in tensors if isinstance(x, MindSporeDTensor)), None)
+        if found is None or is_local():
+            return own(self, *args)
+        if name == "stack":
+            return True, found._spec.mesh.platform.ops.stack(list(tensors), self.axis)
+        return True, functools.reduce(lambda x, y: x + y, tensors)
+
+    return check_elim
 
 
 def _copy_(platform: Any, target: MindSporeDTensor, source: Any, *_: Any) -> MindSporeDTensor:

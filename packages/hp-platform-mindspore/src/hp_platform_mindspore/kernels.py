@@ -149,8 +149,8 @@ def amin(x: Tensor, dim: int | Sequence[int], keepdim: bool = False) -> Tensor:
     return mint.amin(x, dim if isinstance(dim, int) else tuple(dim), keepdim)
 
 
-def argmax(x: Tensor, dim: int) -> Tensor:
-    return share(np.asarray(np.argmax(numbers(x), axis=dim), np.int64))
+def argmax(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
+    return share(np.asarray(np.argmax(numbers(x), axis=dim, keepdims=keepdim), np.int64))
 
 
 def logsumexp(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
@@ -312,7 +312,7 @@ def getitem(x: Tensor, index: Any) -> Tensor:
 
 
 def index_put(x: Tensor, index: Tensor, values: Tensor) -> Tensor:
-    if is_empty(index):
+    if is_empty(index, x):
         return custom_function(lambda t, v: clone(t), lambda g: [g, ops.zeros_like(values)], x, values)
     return ops.tensor_scatter_update(x, mint.unsqueeze(index, -1), values)
 

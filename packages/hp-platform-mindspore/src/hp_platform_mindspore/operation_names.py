@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mindspore import Tensor
+
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 SAME_ARGUMENTS: dict[str, str] = {
@@ -81,6 +83,48 @@ SAME_ARGUMENTS: dict[str, str] = {
     "GatherD": "gather",
     "IndexSelect": "index_select",
     "InplaceCopy": "copy_",
+    **{
+        name: name.lower()
+        for name in """
+            Expm1 Erfc Sinh Cosh Asinh Acosh Atanh Atan Asin Tan Sinc Softsign Floor Ceil Trunc ReLU6 Elu SeLU CeLU Mish
+            Softplus Log1p Lgamma Digamma Sign IsInf Round Erfinv Logit Atan2 Fmax Hypot Xlogy IsClose Heaviside
+            NextAfter Lerp Addcmul Addcdiv PReLU GLU Cdist Tile Triu Diagonal Scatter LogAddExp LogAddExp2
+        """.split()
+    },
+    "ACos": "acos",
+    "BesselI0": "i0",
+    "HSwish": "hardswish",
+    "HSigmoid": "hardsigmoid",
+    "HShrink": "hardshrink",
+    "SoftShrink": "softshrink",
+    "Mod": "fmod",
+    "FmodTensor": "fmod",
+    "FmodScalar": "fmod",
+    "LessScalar": "lt",
+    "EqScalar": "eq",
+    "NeScalar": "ne",
+    "GreaterScalar": "gt",
+    "GreaterEqualScalar": "ge",
+    "LessEqualScalar": "le",
+    "BitwiseOr": "bitwise_or",
+    "BitwiseXor": "bitwise_xor",
+    "LeftShift": "bitwise_left_shift",
+    "RightShift": "bitwise_right_shift",
+    "LogicalXor": "logical_xor",
+    "NanToNum": "nan_to_num",
+    "EmptyLike": "empty_like",
+    "Narrow": "narrow",
+    "NewZeros": "new_zeros",
+    "NewOnes": "new_ones",
+    "NewEmpty": "new_empty",
+    "ProdExt": "prod",
+    "Nansum": "nansum",
+    "ReduceAll": "all",
+    "ReduceAny": "any",
+    "AnyExt": "any",
+    "MaxDim": "max",
+    "MinDim": "min",
+    "Ger": "outer",
 }
 
 
@@ -148,6 +192,70 @@ def _all_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     return args[:1], {"dim": tuple(range(args[0].ndim))}
 
 
+def _axis_as_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    return (args[0], int(args[1].asnumpy())), {}
+
+
+def _spread(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    x, dims, unbiased, keepdim = args
+    return (x, tuple(dims) or None, unbiased, keepdim), {}
+
+
+def _pad(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    x, pads, value = args
+    return (x, tuple(pads)), {"value": float(value.asnumpy())}
+
+
+def _searched(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    boundaries, x, sorter, _, right = args
+    if sorter is not None:
+        raise TypeError("searchsorted of DTensors takes no sorter")
+    return (boundaries, x), {"right": right}
+
+
+def _slice(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    x, begin, size = args
+    return (x, tuple(slice(b, b + n) for b, n in zip(begin, size, strict=True))), {}
+
+
+def _strided_slice(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    x, begin, end, strides, *masks = args
+    if any(masks):
+        raise TypeError("StridedSlice with masks on a DTensor: index it with [ ] instead")
+    return (x, tuple(slice(*item) for item in zip(begin, end, strides, strict=True))), {}
+
+
+def _equal_pieces(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    x, dim, count = args
+    return (x, [x.shape[dim] // count] * count, dim), {}
+
+
+_REDUCTIONS = {0: "sum", 1: "mean", 2: "none"}
+
+
+def _loss(*names: str) -> Adapter:
+    """`loss(input, target, *names, reduction)`."""
+
+    def adapt(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        x, target, *values, reduction = args
+        given = {name: value for name, value in zip(names, values, strict=True) if value is not None}
+        return (x, target), {"reduction": _REDUCTIONS[reduction], **given}
+
+    return adapt
+
+
+def _likelihood(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """MindSpore makes weights of one for a call that gives none."""
+    x, target, weight, reduction, ignore_index = args
+    plain = type(weight) is Tensor and bool((weight.asnumpy() == 1).all())
+    options = {"reduction": _REDUCTIONS[reduction], "ignore_index": ignore_index}
+    return (x, target), options if plain else {"weight": weight, **options}
+
+
+def _all_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    return args, kwargs
+
+
 Adapter = Callable[[tuple[Any, ...], dict[str, Any]], Arguments]
 
 ADAPTED: dict[str, tuple[str, Adapter]] = {
@@ -177,12 +285,34 @@ ADAPTED: dict[str, tuple[str, Adapter]] = {
     "TransposeView": ("permute", _variadic),
     "DeprecatedTranspose": ("permute", _variadic),
     "Squeeze": ("squeeze", _squeeze),
+    "Argmin": ("argmin", _first_two),
+    "CumProd": ("cumprod", _first_two),
+    "CumulativeLogsumexp": ("logcumsumexp", _axis_as_tensor),
+    "ReduceStd": ("std_mean", _spread),
+    "PadV3": ("pad", _pad),
+    "SearchSorted": ("searchsorted", _searched),
+    "Slice": ("getitem", _slice),
+    "StridedSlice": ("getitem", _strided_slice),
+    "Split": ("split", _equal_pieces),
+    "SmoothL1Loss": ("smooth_l1_loss", _loss("beta")),
+    "BinaryCrossEntropy": ("binary_cross_entropy", _loss("weight")),
+    "BCEWithLogitsLoss": ("binary_cross_entropy_with_logits", _loss("weight", "pos_weight")),
+    "NLLLoss": ("nll_loss", _likelihood),
+    "StackExt": ("stack", _first_two),
+    "Stack": ("stack", _first_two),
+    "Unstack": ("unbind", _first_two),
+    "Sort": ("sort", _all_arguments),
 }
+
+ATTRIBUTES: dict[str, tuple[str, ...]] = {"Unstack": ("axis",), "Sort": ("axis", "descending"), "Stack": ("axis",)}
+"""Attributes of primitives of the older kind that are arguments here, behind the tensors."""
 
 
 def canonical(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> tuple[str, Arguments]:
     """torch's name and arguments of a primitive's call; an unknown primitive keeps its own."""
-    given = tuple(args[2]) if _is_older_kind(args) else tuple(args)
+    given = tuple(args)
+    if _is_older_kind(args):
+        given = (*args[2], *(getattr(args[0], attribute) for attribute in ATTRIBUTES.get(name, ())))
     if name in ADAPTED:
         known, adapt = ADAPTED[name]
         return known, adapt(given, dict(kwargs or {}))

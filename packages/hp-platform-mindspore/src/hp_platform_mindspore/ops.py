@@ -19,6 +19,7 @@ from hp_dtensor.dtensor import DTensor
 from hp_dtensor.ops import OP_NAMES
 from hp_platform_mindspore.capabilities import Capabilities
 from hp_platform_mindspore.dtensor import is_local, unwrapping
+from hp_platform_mindspore.functions import FOUND, KERNELS, NATIVE_KERNELS
 from hp_platform_mindspore.kernels import CPU, NATIVE
 
 if TYPE_CHECKING:
@@ -31,6 +32,14 @@ def build_ops(platform: MindSporePlatform) -> SimpleNamespace:
     """The namespace of a platform, from the kernels that its device has."""
     kernels = kernels_of(platform.capabilities)
     return SimpleNamespace(**{name: _intercepting(platform, name, kernels[name]) for name in OP_NAMES})
+
+
+def build_functions(platform: MindSporePlatform) -> dict[str, Function]:
+    """What `Platform.operation` finds beyond `ops`, by name."""
+    direct = platform.capabilities.bfloat16_operations
+    kernels = NATIVE_KERNELS if platform.capabilities.native_operations else KERNELS
+    made = {name: kernel if direct is None else _through_float32(kernel) for name, kernel in kernels.items()}
+    return FOUND | {name: _intercepting(platform, name, kernel) for name, kernel in made.items()}
 
 
 def kernels_of(capabilities: Capabilities) -> dict[str, Function]:
@@ -114,8 +123,13 @@ def _attention(
     return run, (query, key, value), {"is_causal": is_causal, "enable_gqa": enable_gqa}
 
 
+def _index_put(run: Function, x: Any, index: Any, values: Any) -> Adapted:
+    return lambda x, indices, values: run(x, indices[0], values), (x, (index,), values), {}
+
+
 _ADAPTED: dict[str, Callable[..., Adapted]] = {
     "rms_norm": _rms_norm,
+    "index_put": _index_put,
     "argsort": _argsort,
     "bincount": _bincount,
     "cross_entropy": _cross_entropy,

@@ -23,9 +23,10 @@ from hp_dtensor.spec import TensorSpec
 from hp_dtensor.world import World
 from hp_platform_mindspore import autograd, dtensor, module
 from hp_platform_mindspore.capabilities import ASCEND, CPU, Capabilities
+from hp_platform_mindspore.functions import KERNELS
 from hp_platform_mindspore.groups import MindSporeWorld
 from hp_platform_mindspore.memory import DTYPES, FLOATING, HOST_DTYPES, NAMES, copy, host_view, numbers, share, store
-from hp_platform_mindspore.ops import build_ops
+from hp_platform_mindspore.ops import build_functions, build_ops
 
 Removable.register(HookHandle)
 
@@ -49,6 +50,8 @@ class MindSporePlatform(Platform):
         self.capabilities = _choose_device()
         self.device_types = ("cpu",) if self.capabilities is CPU else (self.capabilities.device_type, "cpu")
         self.ops = build_ops(self)
+        dtensor.intercept_lists()
+        self.functions = build_functions(self)
         self._generator = np.random.Generator(np.random.Philox())
         autograd.arm()
 
@@ -226,6 +229,13 @@ class MindSporePlatform(Platform):
             x.grad = grad
         else:
             x._grad = grad
+
+    def operation(self, name: str) -> Callable[..., Any] | None:
+        return super().operation(name) or self.functions.get(name)
+
+    def own_operation(self, name: str) -> Callable[..., Any] | None:
+        """An operation with a kernel of ours under a canonical name; None where MindSpore's own is called."""
+        return getattr(self.ops, name, None) or (self.functions[name] if name in KERNELS else None)
 
     # DTensor ---------------------------------------------------------------------------------------------
 

@@ -81,6 +81,8 @@ def canonical_name(func: Callable[..., Any]) -> tuple[str, bool]:
 
 def function_named(name: str) -> Callable[..., Any] | None:
     """torch's function of a canonical name, else its method or property; None where there is none."""
+    if name == "unfold":  # torch.nn.functional's is another operation
+        return torch.Tensor.unfold
     for owner in (F, torch, torch.Tensor, torch.nn.init, torch.linalg):
         found = getattr(owner, name.removeprefix("linalg_") if owner is torch.linalg else name, None)
         if callable(found):

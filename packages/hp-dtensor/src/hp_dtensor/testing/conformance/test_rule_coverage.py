@@ -1,0 +1,28 @@
+"""Every rule has a sample, and a few placements of each sample are tried; `nox -s proof` tries all of them."""
+
+from __future__ import annotations
+
+from hp_dtensor import dispatch
+from hp_dtensor.platform import Platform
+from hp_dtensor.testing import network_samples, operation_samples, rule_samples
+from hp_dtensor.testing.rule_proof import is_there, prove
+from hp_dtensor.testing.simulated import run_ranks
+
+RANKS = 3
+PLACEMENTS_PER_SAMPLE = 3
+
+
+def test_every_rule_has_a_sample_that_holds(hp_platform: Platform) -> None:
+    """On a platform that has the operation at all."""
+    dispatch.forget_plans()
+    more = [*operation_samples.SAMPLES, *network_samples.SAMPLES]
+    samples = [sample for sample in more if is_there(hp_platform, sample)]
+    reports = run_ranks(prove, RANKS, hp_platform, hp_platform, (RANKS,), samples, PLACEMENTS_PER_SAMPLE)
+    assert [problem for report in reports for problem in report.wrong] == []
+    assert reports[0].refused == []
+    run_ranks(prove, 2, hp_platform, hp_platform, (2,), rule_samples.SAMPLES, 1)
+    run = {key[0] for key in dispatch._plans}
+    names = dispatch.rule_registry().names()
+    there = [name for name in names if hp_platform.operation(name) is not None]
+    print(f"{len(names)} rules, {len(there)} on {hp_platform.name}, {len(run & set(names))} of them with samples")
+    assert [name for name in there if name not in run] == []

@@ -1,0 +1,298 @@
+"""MindSpore's operations beyond `platform.ops`, by canonical (torch) name and with torch's order of arguments.
+
+`KERNELS` work on plain tensors; DTensors reach them through dispatch, from these functions as well as from the
+primitives that MindSpore's own functions are made of. `FOUND` are MindSpore's own, which consist of such primitives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from mindspore import Tensor, mint, ops
+
+from hp_platform_mindspore import kernels
+from hp_platform_mindspore.empty import filled, is_empty
+from hp_platform_mindspore.kernels import Dims, gather, total
+from hp_platform_mindspore.memory import numbers, share
+
+F = mint.nn.functional
+
+
+def prod(x: Tensor, dim: int | None = None, keepdim: bool = False, dtype: Any = None) -> Tensor:
+    x = x if dtype is None else x.astype(dtype)
+    if is_empty(x):
+        return filled(1, kernels._reduced_shape(x, dim, keepdim), x)
+    return mint.prod(x) if dim is None else mint.prod(x, dim, keepdim)
+
+
+def nansum(x: Tensor, dim: Dims = None, keepdim: bool = False, dtype: Any = None) -> Tensor:
+    x = x if dtype is None else x.astype(dtype)
+    return total(x, dim, keepdim) if is_empty(x) else mint.nansum(x, dim, keepdim)
+
+
+def every(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
+    return share(np.asarray(numbers(x).astype(bool).all(axis=_axes(dim), keepdims=keepdim)))
+
+
+def some(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
+    return share(np.asarray(numbers(x).astype(bool).any(axis=_axes(dim), keepdims=keepdim)))
+
+
+def _axes(dim: Dims) -> Any:
+    return dim if dim is None or isinstance(dim, int) else tuple(dim)
+
+
+def count_nonzero(x: Tensor, dim: Dims = None) -> Tensor:
+    return share(np.asarray(np.count_nonzero(numbers(x), axis=_axes(dim)), np.int64))
+
+
+def extreme(name: str) -> Callable[..., Any]:
+    """`max` or `min`: of everything, along a dimension with positions, or of two tensors."""
+    own = getattr(mint, name)
+    position = np.argmax if name == "max" else np.argmin
+
+    def found(x: Tensor, dim: Any = None, keepdim: bool = False) -> Any:
+        if dim is None:
+            return own(x)
+        if isinstance(dim, Tensor):
+            return kernels.maximum(x, dim) if name == "max" else kernels.minimum(x, dim)
+        where = share(np.asarray(np.expand_dims(position(numbers(x), axis=dim), dim), np.int64))
+        values = gather(x, dim, where)
+        return (values, where) if keepdim else (mint.squeeze(values, dim), mint.squeeze(where, dim))
+
+    return found
+
+
+def argmin(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    return share(np.asarray(np.argmin(numbers(x), axis=dim, keepdims=keepdim), np.int64))
+
+
+def norm(x: Tensor, p: Any = "fro", dim: Dims = None, keepdim: bool = False, dtype: Any = None) -> Tensor:
+    """Of an order; the gradient at 0 is 0."""
+    x = x if dtype is None else x.astype(dtype)
+    p = 2.0 if p == "fro" else float(p)
+    dims = tuple(range(x.ndim)) if dim is None else dim
+    if math.isinf(p):
+        return (kernels.amax if p > 0 else kernels.amin)(mint.abs(x), dims, keepdim)
+    if p == 0:
+        return total((x != 0).astype(x.dtype), dims, keepdim)
+    if p == 1:
+        return total(mint.abs(x), dims, keepdim)
+    powers = total(x * x if p == 2 else mint.abs(x) ** p, dims, keepdim)
+    nothing = powers == 0
+    safe = kernels.masked_fill(powers, nothing, 1.0)
+    return kernels.masked_fill(mint.sqrt(safe) if p == 2 else safe ** (1.0 / p), nothing, 0.0)
+
+
+def spread(name: str) -> Callable[..., Any]:
+    """Standard deviation or variance, with the mean where the name has it."""
+
+    def found(
+        x: Tensor, dim: Any = None, unbiased: bool = True, keepdim: bool = False, correction: float | None = 1
+    ) -> Any:
+        if isinstance(dim, bool):
+            dim, unbiased = None, dim
+        dims = tuple(range(x.ndim)) if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
+        count = math.prod(x.shape[d] for d in dims)
+        degrees = count - ((1 if correction is None else correction) if unbiased else 0)
+        mean = kernels.mean(x, dims, True)
+        centered = x - mean
+        squares = total(centered * centered, dims, keepdim)
+        result = squares / degrees if degrees > 0 else squares * math.nan
+        if name.startswith("std"):
+            nothing = result == 0
+            result = kernels.masked_fill(mint.sqrt(kernels.masked_fill(result, nothing, 1.0)), nothing, 0.0)
+        return (result, kernels.mean(x, dims, keepdim)) if name.endswith("mean") else result
+
+    return found
+
+
+def cumprod(x: Tensor, dim: int, dtype: Any = None) -> Tensor:
+    x = x if dtype is None else x.astype(dtype)
+    return mint.cumprod(x, dim) if x.size else kernels.clone(x)
+
+
+def logcumsumexp(x: Tensor, dim: int) -> Tensor:
+    return ops.logcumsumexp(x, dim) if x.size else kernels.clone(x)
+
+
+def softmin(x: Tensor, dim: int, dtype: Any = None) -> Tensor:
+    return F.softmax(-(x if dtype is None else x.astype(dtype)), dim)
+
+
+def sort(x: Tensor, dim: int = -1, descending: bool = False, stable: bool = False) -> tuple[Tensor, Tensor]:
+    order = kernels.argsort(x, dim, True, descending)
+    return gather(x, dim, order), order
+
+
+def roll(x: Tensor, shifts: Any, dims: Any = None) -> Tensor:
+    if dims is None:
+        return mint.reshape(roll(mint.reshape(x, (-1,)), shifts, 0), tuple(x.shape))
+    pairs = [(shifts, dims)] if isinstance(dims, int) else list(zip(shifts, dims, strict=True))
+    for shift, dim in pairs:
+        size = x.shape[dim]
+        cut = -shift % size if size else 0
+        x = mint.cat([mint.narrow(x, dim, cut, size - cut), mint.narrow(x, dim, 0, cut)], dim) if cut else x
+    return x
+
+
+def triangle(name: str) -> Callable[..., Tensor]:
+    cut = getattr(np, name)
+
+    def kept(x: Tensor, diagonal: int = 0) -> Tensor:
+        mask = cut(np.ones(tuple(x.shape[-2:]), np.bool_), diagonal)
+        return kernels.masked_fill(x, share(~mask), 0.0)
+
+    return kept
+
+
+def pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
+    return ops.pad(x, tuple(pad), mode, value)
+
+
+def unbind(x: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
+    return tuple(mint.squeeze(piece, dim) for piece in mint.split(x, 1, dim)) if x.shape[dim] else ()
+
+
+def group_norm(x: Tensor, groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Tensor:
+    parts = mint.reshape(x, (x.shape[0], groups, math.prod(x.shape[1:]) // groups))
+    channel = (1, -1, *[1] * (x.ndim - 2))
+    return _affine(mint.reshape(_normalized(parts, (2,), eps), tuple(x.shape)), weight, bias, channel)
+
+
+def layer_norm(x: Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Tensor:
+    count = 1 if isinstance(normalized_shape, int) else len(normalized_shape)
+    dims = tuple(range(x.ndim - count, x.ndim))
+    return _affine(_normalized(x, dims, eps), weight, bias, tuple(x.shape[-count:]))
+
+
+def instance_norm(x: Tensor, *, eps: float = 1e-5) -> Tensor:
+    return _normalized(x, tuple(range(2, x.ndim)), eps)
+
+
+def batch_norm(
+    x: Tensor,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    channel = (1, -1, *[1] * (x.ndim - 2))
+    if training:
+        if running_mean is not None or running_var is not None:
+            raise NotImplementedError("batch_norm on one rank with running statistics: MindSpore's cells do that")
+        result = _normalized(x, (0, *range(2, x.ndim)), eps)
+    else:
+        mean, variance = mint.reshape(running_mean, channel), mint.reshape(running_var, channel)
+        result = (x - mean) * mint.rsqrt(variance + eps)
+    return _affine(result, weight, bias, channel)
+
+
+def _normalized(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
+    centered = x - kernels.mean(x, dims, True)
+    return kernels.mul(centered, mint.rsqrt(kernels.mean(kernels.mul(centered, centered), dims, True) + eps))
+
+
+def _affine(x: Tensor, weight: Any, bias: Any, shape: tuple[int, ...]) -> Tensor:
+    x = x if weight is None else kernels.mul(x, mint.reshape(weight, shape))
+    return x if bias is None else kernels.add(x, mint.reshape(bias, shape))
+
+
+def nll_loss(
+    x: Tensor, target: Tensor, weight: Any = None, *, ignore_index: int = -100, reduction: str = "mean"
+) -> Tensor:
+    valid = (target != ignore_index).astype(target.dtype)
+    target = target * valid
+    weights = valid.astype(x.dtype)
+    if weight is not None:
+        weights = weights * ops.gather(weight, target, 0)
+    losses = -mint.squeeze(gather(x, 1, mint.unsqueeze(target, 1)), 1) * weights
+    if reduction == "none":
+        return losses
+    return total(losses) / total(weights) if reduction == "mean" else total(losses)
+
+
+def _reducing(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A loss of MindSpore's, whose further arguments are keywords."""
+
+    def loss(x: Tensor, target: Tensor, weight: Any = None, *, reduction: str = "mean", **more: Any) -> Tensor:
+        given = more if weight is None else {"weight": weight, **more}
+        losses = own(x, target, reduction="none", **given)  # whose mean has a wrong gradient on parts
+        return losses if reduction == "none" else (total if reduction == "sum" else kernels.mean)(losses)
+
+    return loss
+
+
+KERNELS: dict[str, Callable[..., Any]] = {
+    "prod": prod,
+    "nansum": nansum,
+    "all": every,
+    "any": some,
+    "count_nonzero": count_nonzero,
+    "max": extreme("max"),
+    "min": extreme("min"),
+    "argmin": argmin,
+    "norm": norm,
+    "linalg_vector_norm": lambda x, p=2, dim=None, keepdim=False: norm(x, p, dim, keepdim),
+    **{name: spread(name) for name in ("std", "var", "std_mean", "var_mean")},
+    "cumprod": cumprod,
+    "logcumsumexp": logcumsumexp,
+    "softmin": softmin,
+    "sort": sort,
+    "roll": roll,
+    "tril": triangle("tril"),
+    "triu": triangle("triu"),
+    "pad": pad,
+    "unbind": unbind,
+    "select": lambda x, dim, index: mint.squeeze(mint.narrow(x, dim, index % x.shape[dim], 1), dim),
+    "group_norm": group_norm,
+    "layer_norm": layer_norm,
+    "instance_norm": instance_norm,
+    "batch_norm": batch_norm,
+    "nll_loss": nll_loss,
+    "scatter": mint.scatter,
+    "searchsorted": lambda boundaries, x, right=False: mint.searchsorted(boundaries, x, right=right),
+    "bucketize": lambda x, boundaries, right=False: mint.searchsorted(boundaries, x, right=right),
+    "binary_cross_entropy": _reducing(F.binary_cross_entropy),
+    "binary_cross_entropy_with_logits": _reducing(F.binary_cross_entropy_with_logits),
+    "smooth_l1_loss": _reducing(F.smooth_l1_loss),
+    "dot": lambda x, y: kernels.matmul(x, y),
+    "outer": lambda x, y: mint.unsqueeze(x, 1) * mint.unsqueeze(y, 0),
+}
+
+NATIVE_KERNELS: dict[str, Callable[..., Any]] = KERNELS | {
+    name: getattr(mint, name)
+    for name in "all any count_nonzero max min argmin prod norm std var cumprod roll tril triu".split()
+}
+"""Where the kernels exist, a value must not go through the host."""
+
+_OF_MINT = """
+    expm1 erf erfc sinh cosh tan sinc floor ceil trunc log1p reciprocal isnan isinf sign round atanh erfinv fmod
+    remainder
+    xlogy bitwise_and logical_xor isclose floor_divide nan_to_num lerp cdist ravel t swapaxes concat hstack dstack tile
+    flip diff
+"""
+_OF_OPS = """
+    exp2 asinh atan deg2rad rad2deg softsign tanhshrink logsigmoid frac i0 positive relu6 elu selu celu mish
+    softplus hardtanh log2 log10 lgamma digamma sgn signbit acos asin acosh atan2 fmax logaddexp2 hypot
+    true_divide bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift heaviside nextafter ldexp
+    addcmul addcdiv type_as mm mv inner addmm addmv addr addbmm baddbmm adjoint movedim moveaxis
+    fliplr flipud rot90 diagonal vstack column_stack atleast_2d mse_loss l1_loss huber_loss tensor_split hsplit vsplit
+"""
+_OF_F = "hardswish hardsigmoid hardshrink softshrink prelu glu broadcast_to"
+_METHODS = "float double int long short bool byte half bfloat16 contiguous to type view new_zeros new_ones new_empty"
+
+FOUND: dict[str, Callable[..., Any]] = {
+    **{name: getattr(mint, name) for name in _OF_MINT.split()},
+    **{name: getattr(ops, name) for name in _OF_OPS.split()},
+    **{name: getattr(F, name) for name in _OF_F.split()},
+    **{name: (lambda x, *args, name=name: getattr(x, name)(*args)) for name in _METHODS.split()},
+    "flatten": mint.flatten,
+    "detach": ops.stop_gradient,
+}

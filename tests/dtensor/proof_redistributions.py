@@ -1,0 +1,54 @@
+"""Every redistribution in full size: all pairs of placements on 2-D and 3-D meshes, also of uneven and empty shards.
+
+`nox -s proof`. Values, gradients and bytes are compared; with and without a flattened alias of the mesh.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from hp_dtensor.placements import Partial, Placement, RaggedShard, StridedShard
+from hp_dtensor.platform import Platform
+from hp_dtensor.testing import run_ranks
+from hp_dtensor.testing.redistribution_proof import prove_redistribution
+
+MORE: tuple[Placement, ...] = (StridedShard(0, 2), Partial("avg"), RaggedShard(0, (3, 1)), RaggedShard(1, (1, 2)))
+CASES: list[tuple[tuple[int, ...], tuple[int, ...], tuple[Placement, ...], bool]] = [
+    *(((2, 2), shape, (), flat) for shape in ((6, 4), (5, 3), (2, 4), (1, 3), (0, 2)) for flat in (False, True)),
+    *(((2, 2), shape, MORE, False) for shape in ((4, 3), (8, 3))),
+    *(((2, 3), shape, (), flat) for shape in ((6, 4), (5, 3), (7, 2)) for flat in (False, True)),
+    *(((3, 2), shape, (), flat) for shape in ((6, 4), (5, 3)) for flat in (False, True)),
+    *(((2, 2, 2), shape, (), flat) for shape in ((8, 4), (5, 3), (3, 2)) for flat in (False, True)),
+]
+
+
+@pytest.fixture(scope="module")
+def counted() -> Iterator[list[int]]:
+    """Cases tried; printed at the end with the time they took."""
+    cases: list[int] = []
+    started = time.monotonic()
+    yield cases
+    print(f"\nproof of redistributions: {sum(cases)} pairs, {time.monotonic() - started:.0f} s")
+
+
+@pytest.mark.parametrize(("mesh_shape", "shape", "more", "flattened"), CASES)
+def test_every_pair_keeps_values_and_gradients_and_sends_what_it_promised(
+    hp_platform: Platform,
+    counted: list[int],
+    mesh_shape: tuple[int, ...],
+    shape: tuple[int, ...],
+    more: tuple[Placement, ...],
+    flattened: bool,
+) -> None:
+    arguments = (hp_platform, mesh_shape, shape, more, None, flattened)
+    size = math.prod(mesh_shape)
+    reports = run_ranks(prove_redistribution, size, hp_platform, *arguments, timeout_seconds=3600)
+    counted.append(reports[0].tried)
+    assert [problem for report in reports for problem in report.wrong] == []
+    sent = np.mean([report.sent for report in reports], axis=0)
+    np.testing.assert_allclose(sent, np.mean([report.promised for report in reports], axis=0), atol=1e-6)
