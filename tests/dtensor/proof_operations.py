@@ -29,7 +29,8 @@ def _forms_of_torch() -> list[Sample]:
     if importlib.util.find_spec("torch") is None:
         return []
     spec = importlib.util.spec_from_file_location("torch_forms", FORMS)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return list(module.SAMPLES)

@@ -24,10 +24,15 @@ from hp_dtensor import dispatch
 from hp_dtensor.api import grad_spec, observe_gradient
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import CapabilityError, MixedOperandsError, PlacementError
+from hp_dtensor.rules.pointwise import LINEAR_UNARY, NONLINEAR
 from hp_dtensor.spec import TensorSpec
 from hp_platform_mindspore import kernels
+from hp_platform_mindspore.empty import unless_empty
 from hp_platform_mindspore.memory import host_view, share
 from hp_platform_mindspore.operation_names import caller, canonical
+
+POINTWISE = frozenset(f"{NONLINEAR} {LINEAR_UNARY}".split())
+TRUTH_VALUED = frozenset("isnan isinf isclose logical_xor signbit lt le gt ge eq ne".split())
 
 
 class _Depth(threading.local):
@@ -107,7 +112,10 @@ class MindSporeDTensor(DTensor, Tensor):
         if operation is not None:
             return operation(*new_args, **new_kwargs)
 
-        return dispatch.dispatch(platform, name, unwrapping(caller(func, args)), new_args, new_kwargs)
+        kernel = caller(func, args)
+        if name in POINTWISE:
+            kernel = unless_empty(kernel, name in TRUTH_VALUED)
+        return dispatch.dispatch(platform, name, unwrapping(kernel), new_args, new_kwargs)
 
     # MindSpore looks for the interception on the left operand; Python asks the right one's class first.
     __radd__ = _reflected("__radd__")

@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import mindspore as ms
+import numpy as np
 from mindspore import Tensor, mint, ops
 
 from hp_platform_mindspore.autograd import custom_function
@@ -48,6 +50,20 @@ def with_zero_gradient_if_empty(kernel: Callable[..., Any]) -> Callable[..., Any
         if is_empty(*args):
             return constant(functools.partial(kernel, **kwargs), *args)
         return kernel(*args, **kwargs)
+
+    return guarded
+
+
+def unless_empty(kernel: Callable[..., Any], truth_valued: bool) -> Callable[..., Any]:
+    """A pointwise `kernel`, which on an empty tensor may stop the process, not run on one."""
+
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        if not is_empty(*args):
+            return kernel(*args, **kwargs)
+        tensors = [x for x in args if isinstance(x, Tensor)]
+        shape = np.broadcast_shapes(*(x.shape for x in tensors))
+        result = filled(0, shape, *tensors)
+        return result.astype(ms.bool_) if truth_valued else result
 
     return guarded
 

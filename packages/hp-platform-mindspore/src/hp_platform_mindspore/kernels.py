@@ -97,8 +97,9 @@ def square(x: Tensor) -> Tensor:
     return x * x
 
 
+@with_zero_gradient_if_empty
 def clamp(x: Tensor, min: Number | None = None, max: Number | None = None) -> Tensor:
-    return mint.clamp(x, min, max)
+    return mul(x, 1) if is_empty(x) else mint.clamp(x, min, max)
 
 
 @with_zero_gradient_if_empty

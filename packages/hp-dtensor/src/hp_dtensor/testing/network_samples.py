@@ -9,6 +9,14 @@ from hp_dtensor.testing.operation_samples import MATRIX, _call, _sample
 from hp_dtensor.testing.rule_samples import IN_PLACE, Sample
 
 _NETWORKS = (
+    _sample(
+        "embedding_bag",
+        lambda ops, i, w: ops.embedding_bag(i, w),
+        (3, 2),
+        (7, 4),
+        integers={0: 7},
+        may_refuse="bags may reach over ranks",
+    ),
     _sample("layer_norm", lambda ops, x, w, b: ops.layer_norm(x, (4,), w, b), (2, 5, 4), (4,), (4,)),
     _sample("group_norm", lambda ops, x, w, b: ops.group_norm(x, 2, w, b), (3, 4, 5), (4,), (4,)),
     _sample("instance_norm", lambda ops, x: ops.instance_norm(x), (3, 4, 5)),

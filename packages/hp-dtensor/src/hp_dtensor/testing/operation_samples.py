@@ -106,7 +106,7 @@ _IN_PLACE = (
         _in_place(f"{name}_")
         for name in """
             exp sin cos tan tanh sigmoid relu silu abs neg square exp2 expm1 erf erfc sinh cosh atan sinc deg2rad
-            rad2deg floor ceil trunc frac round i0 sign relu6 elu celu leaky_relu hardtanh hardswish
+            rad2deg floor ceil trunc frac round i0 sign relu6 elu celu selu leaky_relu hardtanh hardswish
             hardsigmoid zero nan_to_num
         """.split()
     ),
@@ -326,6 +326,21 @@ _SELECTION = (
         )
         for name in ("scatter", "scatter_add")
     ),
+    _sample(
+        "scatter_reduce_", lambda ops, x, i, y: ops.scatter_reduce_(ops.clone(x), 0, i, y, "amax"),
+        MATRIX, (3, 4), (3, 4), integers={1: 5}, may_refuse=IN_PLACE,
+    ),
+    _sample(
+        "index_reduce_", lambda ops, x, i, y: ops.index_reduce_(ops.clone(x), 0, i, y, "amax"),
+        MATRIX, (3,), (3, 4), integers={1: 5}, may_refuse=IN_PLACE,
+    ),
+    *(
+        _sample(name, lambda ops, x, name=name: getattr(ops, name)(x), (7,), integers={0: 3}, gradients=False,
+                may_refuse="depends on data")
+        for name in ("nonzero", "argwhere", "unique", "unique_consecutive")
+    ),
+    _sample("masked_select", lambda ops, x: ops.masked_select(x, ops.gt(x, 0.0)), may_refuse="depends on data"),
+    _sample("getitem by a mask", lambda ops, x: x[ops.gt(x, 0.0)], may_refuse="depends on data"),
     *(
         _sample(
             f"{name}_",

@@ -59,7 +59,14 @@ def _reshape(source: tuple[int, ...], target: tuple[int, ...]) -> Sample:
 
 
 SAMPLES: tuple[Sample, ...] = (
-    *(_unary(name) for name in ("neg", "exp", "tanh", "sigmoid", "silu", "abs", "sin", "cos", "square", "clone")),
+    *(
+        _unary(name)
+        for name in ("neg", "exp", "tanh", "sigmoid", "silu", "abs", "sin", "cos", "square", "clone", "relu", "gelu")
+    ),
+    *(_binary(name, (5, 4), (5, 4), gradients=False) for name in ("ne", "le", "ge", "logical_and", "logical_or")),
+    Sample("cast", ((5, 4),), lambda ops, x: ops.cast(x, x.dtype)),
+    Sample("isfinite", ((5, 4),), lambda ops, x: ops.isfinite(x), gradients=False),
+    Sample("pow", ((5, 4),), lambda ops, x: ops.pow(x, 3.0)),
     *(_unary(name, positive=True) for name in ("log", "sqrt", "rsqrt")),
     Sample("scalar add", ((5, 4),), lambda ops, x: ops.add(x, 2.0)),
     Sample("scalar mul", ((5, 4),), lambda ops, x: ops.mul(x, 3.0)),
