@@ -120,7 +120,7 @@ def logcumsumexp(x: Tensor, dim: int) -> Tensor:
 
 
 def softmin(x: Tensor, dim: int, dtype: Any = None) -> Tensor:
-    return F.softmax(-(x if dtype is None else x.astype(dtype)), dim)
+    return kernels.softmax(-(x if dtype is None else x.astype(dtype)), dim)
 
 
 def sort(x: Tensor, dim: int = -1, descending: bool = False, stable: bool = False) -> tuple[Tensor, Tensor]:
@@ -139,6 +139,11 @@ def roll(x: Tensor, shifts: Any, dims: Any = None) -> Tensor:
     return x
 
 
+def flip(x: Tensor, *dims: Any) -> Tensor:
+    listed = dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
+    return kernels.clone(x) if is_empty(x) else mint.flip(x, tuple(listed))
+
+
 def triangle(name: str) -> Callable[..., Tensor]:
     cut = getattr(np, name)
 
@@ -147,6 +152,16 @@ def triangle(name: str) -> Callable[..., Tensor]:
         return kernels.masked_fill(x, share(~mask), 0.0)
 
     return kept
+
+
+def scatter(x: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
+    if is_empty(x, index):
+        return kernels.add(x, filled(0, x.shape, src))
+    return mint.scatter(x, dim, index, src)
+
+
+def prelu(x: Tensor, weight: Tensor) -> Tensor:
+    return filled(0, x.shape, x, weight) if is_empty(x, weight) else F.prelu(x, weight)
 
 
 def pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
@@ -171,27 +186,6 @@ def layer_norm(x: Tensor, normalized_shape: Any, weight: Any = None, bias: Any =
 
 def instance_norm(x: Tensor, *, eps: float = 1e-5) -> Tensor:
     return _normalized(x, tuple(range(2, x.ndim)), eps)
-
-
-def batch_norm(
-    x: Tensor,
-    running_mean: Any,
-    running_var: Any,
-    weight: Any = None,
-    bias: Any = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
-    channel = (1, -1, *[1] * (x.ndim - 2))
-    if training:
-        if running_mean is not None or running_var is not None:
-            raise NotImplementedError("batch_norm on one rank with running statistics: MindSpore's cells do that")
-        result = _normalized(x, (0, *range(2, x.ndim)), eps)
-    else:
-        mean, variance = mint.reshape(running_mean, channel), mint.reshape(running_var, channel)
-        result = (x - mean) * mint.rsqrt(variance + eps)
-    return _affine(result, weight, bias, channel)
 
 
 def _normalized(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
@@ -246,6 +240,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "softmin": softmin,
     "sort": sort,
     "roll": roll,
+    "flip": flip,
     "tril": triangle("tril"),
     "triu": triangle("triu"),
     "pad": pad,
@@ -254,9 +249,9 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "group_norm": group_norm,
     "layer_norm": layer_norm,
     "instance_norm": instance_norm,
-    "batch_norm": batch_norm,
     "nll_loss": nll_loss,
-    "scatter": mint.scatter,
+    "scatter": scatter,
+    "prelu": prelu,
     "searchsorted": lambda boundaries, x, right=False: mint.searchsorted(boundaries, x, right=right),
     "bucketize": lambda x, boundaries, right=False: mint.searchsorted(boundaries, x, right=right),
     "binary_cross_entropy": _reducing(F.binary_cross_entropy),
@@ -276,7 +271,7 @@ _OF_MINT = """
     expm1 erf erfc sinh cosh tan sinc floor ceil trunc log1p reciprocal isnan isinf sign round atanh erfinv fmod
     remainder
     xlogy bitwise_and logical_xor isclose floor_divide nan_to_num lerp cdist ravel t swapaxes concat hstack dstack tile
-    flip diff
+    diff
 """
 _OF_OPS = """
     exp2 asinh atan deg2rad rad2deg softsign tanhshrink logsigmoid frac i0 positive relu6 elu selu celu mish
@@ -285,7 +280,7 @@ _OF_OPS = """
     addcmul addcdiv type_as mm mv inner addmm addmv addr addbmm baddbmm adjoint movedim moveaxis
     fliplr flipud rot90 diagonal vstack column_stack atleast_2d mse_loss l1_loss huber_loss tensor_split hsplit vsplit
 """
-_OF_F = "hardswish hardsigmoid hardshrink softshrink prelu glu broadcast_to"
+_OF_F = "hardswish hardsigmoid hardshrink softshrink glu broadcast_to"
 _METHODS = "float double int long short bool byte half bfloat16 contiguous to type view new_zeros new_ones new_empty"
 
 FOUND: dict[str, Callable[..., Any]] = {

@@ -95,7 +95,7 @@ class _Case:
         self.outputs = _outputs(sample.call(self.ops, *leaves))
         self.weights = [self._weight(rng, x) for x in self.outputs]
         self.grads = self._gradients(self.outputs, leaves)
-        self.expected = [platform.to_numpy(x) for x in self.outputs]
+        self.expected = [platform.to_numpy(x).copy() for x in self.outputs]
 
     def _values(self, rng: np.random.Generator, index: int, shape: tuple[int, ...]) -> np.ndarray:
         highest = (self.sample.integers or {}).get(index)
@@ -127,7 +127,7 @@ class _Case:
         for x, weight in zip(outputs, self.weights, strict=True):
             term = ops.sum(ops.mul(x, weight))
             loss = term if loss is None else ops.add(loss, term)
-        return [None if g is None else self.platform.to_numpy(g) for g in self.platform.grad([loss], wanted)]
+        return [None if g is None else self.platform.to_numpy(g).copy() for g in self.platform.grad([loss], wanted)]
 
     def all_placements(self) -> Iterator[tuple[tuple[Placement, ...], ...]]:
         per_tensor = []
