@@ -172,7 +172,7 @@ class OpPlan:
         if self.registration.in_place:
             return self._first(args, kwargs)
         wrapped = self._wrap(result)
-        if self.view and "_copied_by" in self._first(args, kwargs).__dict__:
+        if self.view and self._first(args, kwargs)._copied_by is not None:
             self._mark_copies(wrapped, self._first(args, kwargs)._copied_by)
         return wrapped
 
@@ -195,7 +195,7 @@ class OpPlan:
         wrapped = self._wrap(result)
         if self.view and any(move.target is not None for move in self.moves):
             self._mark_copies(wrapped, self.operation)
-        elif self.view and "_copied_by" in first.__dict__:
+        elif self.view and first._copied_by is not None:
             self._mark_copies(wrapped, first._copied_by)
         return wrapped
 

@@ -83,11 +83,12 @@ class Operation:
         call: runs it on arguments in canonical order.
         handler: does all there is to do, for functions that no rule is about.
         in_place: it writes and returns its first argument.
+        shares: it writes its first argument, or its result is a view of it.
         by_type: scalars count by their type only.
         plans: by specs and static arguments.
     """
 
-    __slots__ = ("by_type", "call", "handler", "in_place", "name", "plans", "reflected")
+    __slots__ = ("by_type", "call", "handler", "in_place", "name", "plans", "reflected", "shares")
 
     def __init__(self, func: Callable[..., Any]) -> None:
         from hp_platform_torch.special_operations import handler_of
@@ -98,6 +99,7 @@ class Operation:
         registration = dispatch.rule_registry().get(self.name) if self.handler is None else None
         self.by_type = registration is not None and registration.by_type
         self.in_place = registration is not None and registration.in_place
+        self.shares = self.in_place or (registration is not None and registration.view)
         self.plans: dict[tuple[Any, ...], _Entry] = {}
 
     def static_key(self, value: Any) -> Any:
@@ -261,7 +263,7 @@ class TorchDTensor(DTensor, torch.Tensor):
         if entry is None:
             return operation.run_first(call, key, args, kwargs or {})
         spec = entry.spec
-        if spec is None or (operation.in_place and args[0]._copied_by is not None):
+        if spec is None or (operation.shares and args and args[0]._copied_by is not None):
             return entry.plan.run(call, args, kwargs or {})
         local_args = entry.viewed(args) if entry.views and torch.is_grad_enabled() else args
         if entry.static is not None:

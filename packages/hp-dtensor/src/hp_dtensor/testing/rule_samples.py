@@ -63,7 +63,7 @@ SAMPLES: tuple[Sample, ...] = (
         _unary(name)
         for name in ("neg", "exp", "tanh", "sigmoid", "silu", "abs", "sin", "cos", "square", "clone", "relu", "gelu")
     ),
-    *(_binary(name, (5, 4), (5, 4), gradients=False) for name in ("ne", "le", "ge", "logical_and", "logical_or")),
+    *(_binary(name, (5, 4), (5, 4), gradients=False) for name in ("eq", "ne", "le", "ge", "logical_and", "logical_or")),
     Sample("cast", ((5, 4),), lambda ops, x: ops.cast(x, x.dtype)),
     Sample("isfinite", ((5, 4),), lambda ops, x: ops.isfinite(x), gradients=False),
     Sample("pow", ((5, 4),), lambda ops, x: ops.pow(x, 3.0)),
