@@ -15,7 +15,7 @@ from hp_fsdp.exceptions import (
 from hp_fsdp.full_parameters import full_parameters, summon_full_params
 from hp_fsdp.grad_scaler import GradScaler
 from hp_fsdp.memory import MemoryMeter, MemoryUse, memory_use
-from hp_fsdp.policies import MixedPrecisionPolicy, ShardPlacementResult
+from hp_fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, ShardPlacementResult
 from hp_fsdp.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -28,6 +28,7 @@ from hp_fsdp.storage import ParameterStorage, get_storage
 __version__ = "0.1.0"
 
 __all__ = [
+    "CPUOffloadPolicy",
     "CallOrderError",
     "Communication",
     "CommunicationRegistry",

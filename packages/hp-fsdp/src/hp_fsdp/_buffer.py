@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.world import ProcessGroup, Work
 from hp_fsdp._parameters import TAKEN_ATTRIBUTE, DataParallel, Original, sharded_spec
-from hp_fsdp.communication import Communication
+from hp_fsdp.communication import Communication, Holding
 from hp_fsdp.layout import FlatLayout
-from hp_fsdp.policies import MixedPrecisionPolicy
+from hp_fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy
 from hp_fsdp.storage import Gradients, ParameterStorage, moved_to_front
 
 Tensor = Any
@@ -62,6 +64,7 @@ class FlatBuffer:
         layout: FlatLayout,
         policy: MixedPrecisionPolicy,
         communication: Communication,
+        offload: CPUOffloadPolicy | None = None,
     ) -> None:
         self.communication = communication
         self.storage = storage
@@ -75,9 +78,11 @@ class FlatBuffer:
         self.grad_dtype: DType = policy.grad_dtype or self.dtype
         self.shard_group: ProcessGroup = parallel.shard_group
         self.replicate_group: ProcessGroup | None = parallel.replicate_group
+        away = offload is not None and parallel.shards and not storage.is_host(self.device)
+        self._offload = offload if away else None
         self.shard = self._fill_shard(originals)
         # One shard without a cast is the full buffer: nothing to gather, nothing to free.
-        self.is_whole = layout.num_shards == 1 and self.param_dtype == self.dtype
+        self.is_whole = layout.num_shards == 1 and self.param_dtype == self.dtype and not away
         self.full = self.shard if self.is_whole else self.new_buffer(layout.numel, self.param_dtype)
         self._gather_target = storage.gather_target(self.full)
         self.parameters = [self._manage(index, original, parallel) for index, original in enumerate(originals)]
@@ -103,8 +108,22 @@ class FlatBuffer:
         with self.platform.no_grad():
             return self.platform.ops.cast(flat, dtype)
 
+    def _zeros_like_shard(self, dtype: DType) -> Tensor:
+        """As large as the shard, where that lies."""
+        if self._offload is not None:
+            return self.storage.host_buffer(self.layout.shard_numel, dtype, self._offload.pin_memory)
+        return self.platform.zeros((self.layout.shard_numel,), dtype, self.device)
+
+    def shard_on_device(self) -> Tensor:
+        """The shard, or a copy where that is on the host; that is complete for work beside the computation."""
+        if self._offload is None:
+            return self.shard
+        copy = self.new_buffer(self.layout.shard_numel, self.dtype)
+        self.storage.to_device(copy, self.shard)
+        return copy
+
     def _fill_shard(self, originals: Sequence[Original]) -> Tensor:
-        shard = self.platform.zeros((self.layout.shard_numel,), self.dtype, self.device)
+        shard = self._zeros_like_shard(self.dtype)
         for index, original in enumerate(originals):
             start, numel = self.layout.piece(index, self.shard_group.rank)
             if numel == 0 or self.platform.is_meta(original.tensor):
@@ -175,7 +194,10 @@ class FlatBuffer:
             self._start_gather_from_shards()
 
     def _start_gather_from_shards(self) -> None:
-        self._gathering = self.communication.all_gather(self._gather_target, self.shard, self.shard_group)
+        with self.storage.beside_computation() if self._offload is not None else contextlib.nullcontext():
+            shard = self.shard_on_device()
+            gathering = self.communication.all_gather(self._gather_target, shard, self.shard_group)
+            self._gathering = Holding(gathering, shard)
 
     def wait_gather(self) -> None:
         if self._gathering is not None:
@@ -323,9 +345,22 @@ class FlatBuffer:
         for offset, numel in intervals:
             self.storage.zero_(self.storage.part(self.gradients, offset, (numel,)))
 
-    def store(self, reduced: Tensor) -> None:
-        """Make a reduced flat shard the gradients of the sharded parameters, or add it to those they have."""
+    def start_store(self, reduced: Tensor) -> Callable[[], None]:
+        """Begin to bring a reduced flat shard to where the gradients lie; the function returned does the rest."""
         flat = self._as(reduced, self.grad_dtype)
+        if self._offload is None:
+            return partial(self._store, flat)
+        host = self._zeros_like_shard(self.grad_dtype)
+        arriving = self.storage.to_host(host, flat)
+
+        def finish() -> None:
+            arriving.wait()
+            self._store(host)
+
+        return finish
+
+    def _store(self, flat: Tensor) -> None:
+        """Make a flat shard the gradients of the sharded parameters, or add it to those they have."""
         for parameter in self.parameters:
             if not self.platform.requires_grad(parameter.sharded):
                 continue

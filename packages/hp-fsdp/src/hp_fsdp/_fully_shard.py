@@ -18,7 +18,7 @@ from hp_fsdp._settings import check_settings
 from hp_fsdp.communication import Communication, get_communication
 from hp_fsdp.exceptions import FullyShardError
 from hp_fsdp.layout import plan_buffers
-from hp_fsdp.policies import MixedPrecisionPolicy
+from hp_fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy
 from hp_fsdp.storage import ParameterStorage, get_storage
 
 Tensor = Any
@@ -36,6 +36,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: ShardPlacementFunction | None = None,
     mp_policy: MixedPrecisionPolicy = FULL_PRECISION,
+    offload_policy: CPUOffloadPolicy | None = None,
     ignored_params: Collection[Tensor] = (),
     replicate_params: Collection[Tensor] = (),
     threshold: float = 0,
@@ -75,6 +76,7 @@ def fully_shard(
             modules compute with a strided view of it; so do optimizers with its shard. Whole rows of the
             dimension go to each rank, as they fit into the buffer: the placement is a `RaggedShard`.
         mp_policy: dtypes of computation and communication.
+        offload_policy: keep shards and gradients on the host; only with `zero_stage` 3.
         ignored_params: parameters that stay as they are; their gradients are this rank's own.
         replicate_params: parameters that every rank keeps whole; their gradients are reduced, those of the group in
             one all-reduce per dtype.
@@ -99,6 +101,7 @@ def fully_shard(
     storage = get_storage(platform)
     policy = mp_policy.resolve(platform)
     transport = get_communication(communication, platform)
+    _check_offload(storage, mesh, offload_policy, zero_stage)
     both = {id(parameter) for parameter in ignored_params} & {id(parameter) for parameter in replicate_params}
     if both:
         raise FullyShardError(f"ignored_params and replicate_params: {len(both)} parameters are in both; choose one")
@@ -107,7 +110,7 @@ def fully_shard(
     name = ", ".join(type(module).__name__ for module in modules)
     place(originals, mesh, shard_placement_fn, reshard_after_forward, name)
     whole = _whole_parameters(platform, originals, replicate_params, threshold if zero_stage else math.inf)
-    buffers = _make_buffers(storage, originals, whole, policy, transport, bucket_size)
+    buffers = _make_buffers(storage, originals, whole, policy, transport, bucket_size, offload_policy)
     group = ParameterGroup(name, storage, list(buffers), reshard_after_forward, zero_stage)
     group.exposed = True
     group.conceal()
@@ -117,6 +120,18 @@ def fully_shard(
     return module
 
 
+def _check_offload(
+    storage: ParameterStorage, mesh: DeviceMesh, policy: CPUOffloadPolicy | None, zero_stage: int
+) -> None:
+    if policy is None:
+        return
+    if not isinstance(policy, CPUOffloadPolicy):
+        raise FullyShardError(f"offload_policy: expected a CPUOffloadPolicy or None, got {type(policy).__name__}")
+    if zero_stage != 3:
+        raise FullyShardError(f"offload_policy: expected zero_stage=3, whose parameters are sharded, got {zero_stage}")
+    storage.check_offload(mesh.device_type)
+
+
 def _make_buffers(
     storage: ParameterStorage,
     originals: Sequence[Original],
@@ -124,6 +139,7 @@ def _make_buffers(
     policy: MixedPrecisionPolicy,
     communication: Communication,
     bucket_size: float | None,
+    offload: CPUOffloadPolicy | None,
 ) -> Iterator[FlatBuffer]:
     """Parameters share a buffer that are of one dtype and mesh, and alike in being trainable and in `whole`."""
     kinds: dict[Any, list[Original]] = {}
@@ -137,7 +153,9 @@ def _make_buffers(
         for bucket in _buckets(storage.platform, alike, bucket_size):
             blocks = [original.block(itemsize) for original in bucket]
             for indices, layout in plan_buffers(blocks, parallel.num_shards):
-                yield FlatBuffer(storage, parallel, [bucket[i] for i in indices], layout, policy, communication)
+                yield FlatBuffer(
+                    storage, parallel, [bucket[i] for i in indices], layout, policy, communication, offload
+                )
 
 
 def _buckets(platform: Platform, alike: Sequence[Original], bucket_size: float | None) -> list[list[Original]]:

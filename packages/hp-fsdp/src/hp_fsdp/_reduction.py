@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,14 +87,14 @@ class Reduction:
         held = {id(x): x for x in (self._full, self._shard) if x is not None and x is not self._buffer.partial_shard}
         return sum(self._buffer.storage.held_bytes(x) for x in held.values())
 
-    def finish(self) -> None:
-        """Wait, scale, and store the gradients."""
+    def finish(self) -> Callable[[], None]:
+        """Wait, scale, and begin to store the gradients; the function returned does the rest."""
         self._work.wait()
         if self._waits_for_more:
-            return
+            return lambda: None
         if self._after != 1.0:
             self._buffer.storage.scale_(self._shard, 1.0 / self._after)
-        self._buffer.store(self._shard)
+        return self._buffer.start_store(self._shard)
 
 
 class Reducer:
@@ -120,8 +121,8 @@ class Reducer:
         """Finish all; the gradients are then there."""
         self.make_room(1)
         running, self._running, self._num_advanced = self._running, [], 0
-        for reduction in running:
-            reduction.finish()
+        for store in [reduction.finish() for reduction in running]:
+            store()
 
     def drop(self) -> None:
         """Forget what is under way, after an error."""

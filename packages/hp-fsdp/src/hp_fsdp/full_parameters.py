@@ -118,7 +118,7 @@ class _Summoned:
 
     def _gather(self, buffer: FlatBuffer) -> Tensor:
         full = buffer.new_buffer(buffer.layout.numel, buffer.dtype)
-        buffer.shard_group.all_gather_into(full, buffer.shard)
+        buffer.shard_group.all_gather_into(full, buffer.shard_on_device())
         return full
 
     def _views(self, buffer: FlatBuffer, full: Tensor) -> list[Tensor]:

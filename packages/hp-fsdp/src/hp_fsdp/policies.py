@@ -26,6 +26,21 @@ class ShardPlacementResult:
 
 
 @dataclass(frozen=True)
+class CPUOffloadPolicy:
+    """Sharded parameters and their gradients in host memory, and so the optimizer's state and its step.
+
+    As torch's `CPUOffloadPolicy`. A shard is copied to the device when it is gathered, on a stream beside that of the
+    computation, and freed there afterwards; reduced gradients are copied back at the end of backward. Parameters that
+    every rank keeps whole stay on the device. Where the device is the host nothing is copied.
+
+    Attributes:
+        pin_memory: page-locked host memory, which copies need to run beside the computation.
+    """
+
+    pin_memory: bool = True
+
+
+@dataclass(frozen=True)
 class MixedPrecisionPolicy:
     """Dtypes of computation and communication; names as torch's `MixedPrecisionPolicy`.
 

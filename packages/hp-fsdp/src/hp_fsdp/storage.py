@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from hp_dtensor.exceptions import CapabilityError, PlatformError
 from hp_dtensor.platform import Platform
 from hp_dtensor.plugins import create_plugin_manager
 from hp_dtensor.spec import TensorSpec
+from hp_dtensor.world import DONE, Work
 
 Tensor = Any
 DType = Any
@@ -89,6 +92,36 @@ class ParameterStorage(ABC):
     @abstractmethod
     def address(self, x: Tensor) -> int:
         """Where the data of a tensor, or of a DTensor's shard, begins; called within `platform.local_op`."""
+
+    # Offload ---------------------------------------------------------------------------------------------
+
+    def is_host(self, device_type: str) -> bool:
+        """Whether tensors of a mesh's device lie in host memory anyway."""
+        return device_type == "cpu"
+
+    def check_offload(self, device_type: str) -> None:
+        """Raise `CapabilityError` when shards on this kind of device cannot live in host memory."""
+        if not self.is_host(device_type):
+            raise CapabilityError(
+                f"CPUOffloadPolicy: platform {self.platform.name!r} cannot keep shards of {device_type!r} on the host"
+            )
+
+    def host_buffer(self, numel: int, dtype: DType, pin_memory: bool) -> Tensor:
+        """A flat tensor of zeros in host memory."""
+        return self.platform.zeros((numel,), dtype, "cpu")
+
+    def beside_computation(self) -> AbstractContextManager[None]:
+        """Inside the block the device works on a queue of its own, after what has been asked of it so far."""
+        return contextlib.nullcontext()
+
+    def to_device(self, target: Tensor, host: Tensor) -> None:
+        """Begin to overwrite a device tensor with a host tensor; called `beside_computation`."""
+        self.platform.copy_(target, host)
+
+    def to_host(self, host: Tensor, source: Tensor) -> Work:
+        """Begin to overwrite a host tensor with a device tensor; the host may read it after `wait`."""
+        self.platform.copy_(host, source)
+        return DONE
 
     # Parameters ------------------------------------------------------------------------------------------
 

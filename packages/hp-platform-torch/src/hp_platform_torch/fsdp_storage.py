@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.autograd import Variable
 from torch.autograd.function import once_differentiable
 
 from hp_dtensor.spec import TensorSpec
+from hp_dtensor.world import Work
 from hp_fsdp.storage import Gradients, ParameterStorage, moved_to_front
 from hp_platform_torch.dtensor import LocalOperations, TorchDTensor, adopt
 
@@ -27,6 +29,8 @@ class TorchParameterStorage(ParameterStorage):
     per tensor and its views, so a view that an operation has saved stays at its version when the buffer is
     filled again through another one.
     """
+
+    _side: torch.Stream | None = None
 
     # Memory ----------------------------------------------------------------------------------------------
 
@@ -85,6 +89,41 @@ class TorchParameterStorage(ParameterStorage):
 
     def address(self, x: Tensor) -> int:
         return x.data_ptr()
+
+    # Offload ---------------------------------------------------------------------------------------------
+
+    def check_offload(self, device_type: str) -> None:
+        """Any accelerator that torch knows has streams and page-locked host memory."""
+
+    def host_buffer(self, numel: int, dtype: torch.dtype, pin_memory: bool) -> Tensor:
+        return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=pin_memory and torch.accelerator.is_available())
+
+    @contextlib.contextmanager
+    def beside_computation(self) -> Iterator[None]:
+        stream, current = self._side_stream(), torch.accelerator.current_stream()
+        stream.wait_stream(current)
+        torch.accelerator.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(current)
+
+    def to_device(self, target: Tensor, host: Tensor) -> None:
+        with torch.no_grad():
+            target.copy_(host, non_blocking=True)
+        # Its memory may be used for something else by the computation once nobody refers to it.
+        target.record_stream(torch.accelerator.current_stream())
+
+    def to_host(self, host: Tensor, source: Tensor) -> Work:
+        with self.beside_computation(), torch.no_grad():
+            host.copy_(source, non_blocking=True)
+            source.record_stream(torch.accelerator.current_stream())
+            return _Copied(torch.accelerator.current_stream().record_event())
+
+    def _side_stream(self) -> torch.Stream:
+        if self._side is None:
+            self._side = torch.Stream(torch.accelerator.current_accelerator())
+        return self._side
 
     # Parameters ------------------------------------------------------------------------------------------
 
@@ -155,6 +194,16 @@ class TorchParameterStorage(ParameterStorage):
 
 def _bits(x: Tensor) -> Tensor:
     return x.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize])
+
+
+class _Copied:
+    """A copy to the host."""
+
+    def __init__(self, event: torch.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        self._event.synchronize()
 
 
 class _Gather(torch.autograd.Function):
