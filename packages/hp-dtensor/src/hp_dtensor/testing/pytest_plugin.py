@@ -34,15 +34,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "real_ranks: starts processes")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where pytest-xdist spreads tests over processes, with `--dist=loadgroup`, only one of them has the real ranks."""
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            if "rank_pool" in getattr(item, "fixturenames", ()):
-                item.add_marker(pytest.mark.xdist_group("real ranks"))
-
-
 @pytest.fixture(scope="session")
 def hp_platform(pytestconfig: pytest.Config) -> Platform:
     """The platform under test."""
