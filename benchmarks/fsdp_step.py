@@ -1,9 +1,12 @@
 """One training step under hp_fsdp, torch's `fully_shard` and DDP, on two gloo ranks of one thread each.
 
-    python benchmarks/fsdp_step.py [--layers 8] [--rounds 7]
+    python benchmarks/fsdp_step.py [--size 25 | --size 100] [--rounds 7]
+    python benchmarks/fsdp_step.py --device cuda          # one rank: what sharding costs over the plain module
 
-A transformer of about 25 million parameters. Prints the median step time of each contender, measured in turns in
-the same processes, and the largest resident memory of each, measured in processes of its own; both as ratios.
+A transformer of about 25 or 100 million parameters. Prints the median step time of each contender, measured in
+turns in the same processes; what of the step is not the forward and backward of the plain module; and the largest
+resident memory of each, measured in processes of its own (on CUDA: allocated, by the device's own count). In
+brackets what ours takes of it.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -24,6 +28,8 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 VOCABULARY = 8192
 WARM_UP = 2
+# Millions of parameters: layers, width.
+SIZES = {25: (8, 416), 100: (12, 768)}
 
 
 class Block(nn.Module):
@@ -61,106 +67,144 @@ class Transformer(nn.Module):
         return self.head(self.norm(x))
 
 
-def ours(model: Transformer) -> nn.Module:
+def plain(model: Transformer, device: str) -> nn.Module:
+    return model
+
+
+def ours(model: Transformer, device: str) -> nn.Module:
     from hp_dtensor import get_platform, init_device_mesh
     from hp_fsdp import fully_shard
 
     platform = get_platform("torch")
     if platform.world is None:
         platform.connect(dist.get_rank(), dist.get_world_size(), "127.0.0.1:0")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",), platform=platform)
+    mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("shard",), platform=platform)
     for block in model.blocks:
         fully_shard(block, mesh)
     return fully_shard(model, mesh)
 
 
-def fsdp2(model: Transformer) -> nn.Module:
+def fsdp2(model: Transformer, device: str) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
-def ddp(model: Transformer) -> nn.Module:
+def ddp(model: Transformer, device: str) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model)
 
 
-CONTENDERS: dict[str, Callable[[Transformer], nn.Module]] = {"ours": ours, "fsdp2": fsdp2, "ddp": ddp}
+CONTENDERS: dict[str, Callable[[Transformer, str], nn.Module]] = {
+    "ours": ours,
+    "fsdp2": fsdp2,
+    "ddp": ddp,
+    "plain": plain,
+}
+
+
+@dataclass
+class Measured:
+    """Of each contender on rank 0: seconds of steps, and of their forwards and backwards; losses; and peak bytes."""
+
+    steps: dict[str, list[float]]
+    passes: dict[str, list[float]]
+    losses: dict[str, list[float]]
+    peak: int
+
+
+def clock(device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def peak_bytes(device: str) -> int:
+    return (
+        torch.cuda.max_memory_allocated()
+        if device == "cuda"
+        else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    )
 
 
 def rank_main(rank: int, port: int, names: Sequence[str], options: argparse.Namespace, results: object) -> None:
-    """One rank: every contender takes each step in turn; rank 0 reports times, losses and its peak memory."""
+    """One rank: every contender takes each step in turn."""
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    device = options.device
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", rank=rank, world_size=options.ranks)
+    measured = Measured({name: [] for name in names}, {name: [] for name in names}, {name: [] for name in names}, 0)
     trained = {}
     for name in names:
         torch.manual_seed(0)
-        model = CONTENDERS[name](Transformer(options.layers, options.dim))
+        model = CONTENDERS[name](Transformer(options.layers, options.dim).to(device), device)
         trained[name] = model, torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
-    times: dict[str, list[float]] = {name: [] for name in names}
-    losses: dict[str, list[float]] = {name: [] for name in names}
     for step in range(options.rounds + WARM_UP):
         generator = torch.Generator().manual_seed(1000 * rank + step)
-        ids = torch.randint(0, VOCABULARY, (options.batch, options.length + 1), generator=generator)
+        ids = torch.randint(0, VOCABULARY, (options.batch, options.length + 1), generator=generator).to(device)
         for name, (model, optimizer) in trained.items():
             dist.barrier()
-            start = time.perf_counter()
+            start = clock(device)
             loss = cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
             loss.backward()
+            middle = clock(device)
             optimizer.step()
             optimizer.zero_grad()
             if step >= WARM_UP:
-                times[name].append(time.perf_counter() - start)
-            losses[name].append(loss.item())
+                measured.steps[name].append(clock(device) - start)
+                measured.passes[name].append(middle - start)
+            measured.losses[name].append(loss.item())
+    measured.peak = peak_bytes(device)
     if rank == 0:
-        results.put((times, losses, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
+        results.put(measured)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def run(
-    names: Sequence[str], options: argparse.Namespace
-) -> tuple[dict[str, list[float]], dict[str, list[float]], int]:
-    """Both ranks with these contenders: (seconds, losses, peak bytes) of rank 0."""
+def run(names: Sequence[str], options: argparse.Namespace) -> Measured:
+    """All ranks with these contenders."""
     context = torch.multiprocessing.get_context("spawn")
     results, port = context.SimpleQueue(), _free_port()
-    ranks = [context.Process(target=rank_main, args=(rank, port, names, options, results)) for rank in range(2)]
-    for process in ranks:
+    ranks = range(options.ranks)
+    processes = [context.Process(target=rank_main, args=(rank, port, names, options, results)) for rank in ranks]
+    for process in processes:
         process.start()
-    for process in ranks:
+    for process in processes:
         process.join()
-    if any(process.exitcode for process in ranks):
+    if any(process.exitcode for process in processes):
         raise SystemExit("a rank failed; its error is above")
     return results.get()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--dim", type=int, default=416)
+    parser.add_argument("--size", type=int, choices=SIZES, default=25, help="millions of parameters")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
-    times, losses, _ = run(list(CONTENDERS), options)
-    seconds = {name: statistics.median(values) for name, values in times.items()}
+    options.layers, options.dim = SIZES[options.size]
+    options.ranks = 1 if options.device == "cuda" else 2
+    names = [name for name in CONTENDERS if options.ranks > 1 or name != "ddp"]
+    measured = run(names, options)
+    step = {name: statistics.median(values) for name, values in measured.steps.items()}
+    passes = {name: statistics.median(values) for name, values in measured.passes.items()}
     options.rounds = 1
-    peak = {name: run([name], options)[2] for name in CONTENDERS}
-    num_parameters = sum(p.numel() for p in Transformer(options.layers, options.dim).parameters())
-    print(f"{num_parameters / 1e6:.1f} M parameters, 2 gloo ranks; in brackets what ours takes of it")
-    for name in CONTENDERS:
-        step, memory = seconds[name], peak[name]
+    peak = {name: run([name], options).peak for name in names}
+    print(f"{options.size} M parameters, {options.ranks} ranks on {options.device}; in brackets what ours takes of it")
+    for name in names:
+        added = (passes[name] - passes["plain"]) / step[name]
         print(
-            f"{name:6s} {step * 1e3:8.1f} ms ({seconds['ours'] / step:4.2f})"
-            f" {memory / 2**20:8.0f} MiB ({peak['ours'] / memory:4.2f})"
+            f"{name:6s} {step[name] * 1e3:8.1f} ms ({step['ours'] / step[name]:4.2f}), not compute {added:5.1%},"
+            f" {peak[name] / 2**20:8.0f} MiB ({peak['ours'] / peak[name]:4.2f})"
         )
-    worst = max(abs(a - b) for a, b in zip(losses["ours"], losses["fsdp2"], strict=True))
+    worst = max(abs(a - b) for a, b in zip(measured.losses["ours"], measured.losses["fsdp2"], strict=True))
     print(f"largest difference of a loss between ours and fsdp2: {worst:.1e}")
-    print(json.dumps({"seconds": seconds, "peak_bytes": peak}))
+    print(json.dumps({"seconds": step, "forward_backward_seconds": passes, "peak_bytes": peak}))
 
 
 def _free_port() -> int:

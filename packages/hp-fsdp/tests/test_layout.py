@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-import time
 
 import pytest
 
@@ -131,12 +130,11 @@ def mixture_of_experts_layer(num_experts: int) -> tuple[Block, ...]:
     return tuple(Block(rows * row, math.lcm(row, 8)) for rows, row in shapes)
 
 
-def test_a_layout_of_61_layers_with_256_experts_is_planned_within_a_second() -> None:
+def test_a_layout_of_61_layers_with_256_experts_is_planned_once_and_pads_little() -> None:
+    """`benchmarks/fsdp_layout.py` has the time."""
     plan_layout.cache_clear()
-    start = time.perf_counter()
     layouts = [plan_buffers(mixture_of_experts_layer(256), 256) for _ in range(61)]
-    elapsed = time.perf_counter() - start
-    assert elapsed < 1.0
-    for buffers in layouts[:1]:
-        parameters = sum(block.numel for _, layout in buffers for block in layout.blocks)
-        assert sum(layout.padding for _, layout in buffers) <= parameters // 50
+    assert plan_layout.cache_info().misses == 1
+    assert all(len(buffers) == 1 for buffers in layouts)
+    parameters = sum(block.numel for _, layout in layouts[0] for block in layout.blocks)
+    assert sum(layout.padding for _, layout in layouts[0]) <= parameters // 50
