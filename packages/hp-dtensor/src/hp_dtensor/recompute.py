@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from hp_dtensor.dtensor import DTensor
+from hp_dtensor.keeping import Kept
 from hp_dtensor.platform import Platform
 
 Tensor = Any
@@ -31,12 +32,12 @@ def checkpoint(function: Callable[..., Tensor], x: Tensor, *args: Any, platform:
         args: what no gradient goes to.
 
     Raises:
-        RuntimeError: from backward, if the recomputation takes another number of decisions.
+        RuntimeError: from backward, if the recomputation takes another number of decisions, or `x` has been written.
     """
     local = x.to_local() if isinstance(x, DTensor) else x
     if not (platform.is_grad_enabled() and platform.requires_grad(local)):
         return function(x, *args)
-    enter, decisions = _way_back(x), _Decisions(_current.get())
+    enter, decisions, given = _way_back(x), _Decisions(_current.get()), Kept(platform, local)
     leave: list[Callable[[Tensor], Tensor]] = []
 
     def forward(local: Tensor) -> Tensor:
@@ -46,7 +47,7 @@ def checkpoint(function: Callable[..., Tensor], x: Tensor, *args: Any, platform:
         return platform.detach(platform.unwrap(y)) if isinstance(y, DTensor) else y
 
     def backward(grad: Tensor) -> Tensor | None:
-        again = platform.detach(local)
+        again = platform.detach(given.tensors[0])
         platform.set_requires_grad(again, True)
         with decisions.repeated(), platform.enable_grad():
             y = function(enter(again), *args)
