@@ -45,12 +45,16 @@ SAMPLES = [
 
 
 @pytest.fixture(scope="module")
-def counted() -> Iterator[list[int]]:
-    """Cases tried; printed at the end with the time they took."""
+def counted(request: pytest.FixtureRequest) -> Iterator[list[int]]:
+    """Cases tried; shown at the end with the time they took."""
     cases: list[int] = []
     started = time.monotonic()
     yield cases
-    print(f"\nproof of operations: {sum(cases)} cases of {len(cases)} calls, {time.monotonic() - started:.0f} s")
+    terminal = request.config.pluginmanager.getplugin("terminalreporter")
+    if terminal is not None:
+        terminal.write_line(
+            f"\nproof of operations: {sum(cases)} cases of {len(cases)} calls, {time.monotonic() - started:.0f} s"
+        )
 
 
 @pytest.mark.parametrize("mesh_shape", MESHES, ids=lambda shape: "x".join(map(str, shape)))

@@ -28,12 +28,14 @@ CASES: list[tuple[tuple[int, ...], tuple[int, ...], tuple[Placement, ...], bool]
 
 
 @pytest.fixture(scope="module")
-def counted() -> Iterator[list[int]]:
-    """Cases tried; printed at the end with the time they took."""
+def counted(request: pytest.FixtureRequest) -> Iterator[list[int]]:
+    """Cases tried; shown at the end with the time they took."""
     cases: list[int] = []
     started = time.monotonic()
     yield cases
-    print(f"\nproof of redistributions: {sum(cases)} pairs, {time.monotonic() - started:.0f} s")
+    terminal = request.config.pluginmanager.getplugin("terminalreporter")
+    if terminal is not None:
+        terminal.write_line(f"\nproof of redistributions: {sum(cases)} pairs, {time.monotonic() - started:.0f} s")
 
 
 @pytest.mark.parametrize(("mesh_shape", "shape", "more", "flattened"), CASES)
