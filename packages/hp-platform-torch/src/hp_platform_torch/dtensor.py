@@ -250,7 +250,14 @@ class TorchDTensor(DTensor, torch.Tensor):
             args = args[::-1]
         call = operation.call if _saved_tensor_hooks(True) is None else operation.call_with_plain
         try:
-            key = tuple([x._spec if type(x) is TorchDTensor else operation.static_key(x) for x in args])
+            if len(args) == 2:  # written out: the most frequent
+                x, y = args
+                key: tuple[Any, ...] = (
+                    x._spec if type(x) is TorchDTensor else operation.static_key(x),
+                    y._spec if type(y) is TorchDTensor else operation.static_key(y),
+                )
+            else:
+                key = tuple([x._spec if type(x) is TorchDTensor else operation.static_key(x) for x in args])
             if kwargs:
                 key += (
                     *kwargs,
