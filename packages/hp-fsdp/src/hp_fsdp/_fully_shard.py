@@ -57,24 +57,19 @@ def fully_shard(
             parameters, and forward and backward of one of m micro-batches in a step:
             0, nothing: every rank holds parameters, gradients and optimizer state whole; sends 2P (all-reduce).
             1, optimizer state: parameters stay whole, P, next to the shard, P/n; gathered once per step, P/m.
-              Gradients that `set_requires_gradient_sync(False)` accumulates are whole, P, and are reduced with
-              those of the last micro-batch, P.
+              Gradients that `set_requires_gradient_sync(False)` accumulates are whole, P; the last reduces them, P.
             2, gradients too: as 1, but each backward reduce-scatters its gradients, P, group by group, and what
               accumulates is a shard, P/n, also under `set_requires_gradient_sync(False)`.
             3, parameters too: P/n, and the groups in use; gathered for forward and again for backward, 2P, and
-              reduce-scattered in each backward, P (except under `set_requires_gradient_sync(False)`, which
-              accumulates them whole without communication, as torch's does).
-            Below 3, full parameters are compared with the shards at the beginning of each forward, and gathered
-            again where any rank's changed, by whatever means.
+              gradients reduce-scattered in each backward, P (`set_requires_gradient_sync(False)` as in 1).
+            Below 3, each forward compares full parameters with the shards first, and gathers what any rank changed.
         reshard_after_forward: free the full parameters after forward and gather them again for backward;
-            None: yes, except for the root's own. A number k that divides the shard axis: each k consecutive
-            ranks of that axis keep the parameters among them, P/k, and gather them for backward from each other
-            only; so 1 means False, and the size of the axis True. Only with `zero_stage` 3.
+            None: yes, except for the root's own. A number k that divides the shard axis: each k consecutive ranks
+            keep them among themselves, P/k, and gather from each other (1: False; all: True). In stage 3 only.
         shard_placement_fn: called with each parameter; gives the dimension to cut, `Shard(dim)` (sizes need not
             divide), or a `ShardPlacementResult` with a mesh for this parameter alone, or None: the first dimension
-            longer than 1. A parameter cut along a later dimension lies with that one outermost in the buffer, and
-            modules compute with a strided view of it; so do optimizers with its shard. Whole rows of the
-            dimension go to each rank, as they fit into the buffer: the placement is a `RaggedShard`.
+            longer than 1. Parameters cut along a later one, and their shards, are strided views of the buffers. Each
+            rank gets as many rows as fit: the placement is a `RaggedShard`.
         mp_policy: dtypes of computation and communication.
         offload_policy: keep shards and gradients on the host; only with `zero_stage` 3.
         ignored_params: parameters that stay as they are; their gradients are this rank's own.
@@ -102,9 +97,7 @@ def fully_shard(
     policy = mp_policy.resolve(platform)
     transport = get_communication(communication, platform)
     _check_offload(storage, mesh, offload_policy, zero_stage)
-    both = {id(parameter) for parameter in ignored_params} & {id(parameter) for parameter in replicate_params}
-    if both:
-        raise FullyShardError(f"ignored_params and replicate_params: {len(both)} parameters are in both; choose one")
+    _check_disjoint(ignored_params, replicate_params)
     originals = collect(platform, modules, ignored_params)
     _check_dtypes(storage, policy, originals)
     name = ", ".join(type(module).__name__ for module in modules)
@@ -182,6 +175,12 @@ def _whole_parameters(
         if original.longest_numel * platform.itemsize(original.tensor.dtype) < threshold * BYTES_PER_KB
     )
     return {id(parameter) for parameter in (*replicated, *small)}
+
+
+def _check_disjoint(ignored: Collection[Tensor], replicated: Collection[Tensor]) -> None:
+    both = {id(parameter) for parameter in ignored} & {id(parameter) for parameter in replicated}
+    if both:
+        raise FullyShardError(f"ignored_params and replicate_params: {len(both)} parameters are in both; choose one")
 
 
 def _check_modules(platform: Platform, modules: Sequence[Module]) -> None:
