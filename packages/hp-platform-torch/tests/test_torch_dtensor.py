@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from hp_dtensor.api import distribute_tensor
 from hp_dtensor.dtensor import DTensor
-from hp_dtensor.exceptions import MixedOperandsError, PlacementError, ShardingRuleError
+from hp_dtensor.exceptions import CapabilityError, MixedOperandsError, PlacementError, ShardingRuleError
 from hp_dtensor.mesh import init_device_mesh
 from hp_dtensor.placements import Partial, Replicate, Shard
 from hp_dtensor.spec import TensorSpec
@@ -239,6 +239,11 @@ def test_results_of_several_tensors(mesh):
     assert torch.equal(indices.full_tensor(), torch.topk(WHOLE, 2, 1).indices)
     assert [type(part) for part in x.split([2, 3])] == [TorchDTensor] * 2
     assert values.shape == (5, 2)
+
+
+def test_tensors_that_are_not_dense_are_refused(mesh):
+    with pytest.raises(CapabilityError, match="dense tensors, got a tensor that is torch"):
+        distribute_tensor(torch.eye(4).to_sparse(), mesh, (Shard(0),))
 
 
 def test_unknown_operations_name_themselves(mesh):

@@ -346,6 +346,7 @@ def _where(
         raise MixedOperandsError(
             f"{what}: expected a tensor of platform {mesh.platform.name!r}, got {type(tensor).__name__}"
         )
+    mesh.platform.check_dense(tensor)
     return mesh, placements_on(what, mesh, placements)
 
 

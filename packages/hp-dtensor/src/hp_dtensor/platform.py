@@ -255,6 +255,9 @@ class Platform(ABC):
 
     # DTensor ---------------------------------------------------------------------------------------------
 
+    def check_dense(self, x: Tensor) -> None:
+        """Raise `CapabilityError` for a plain tensor whose data is not an array of its shape (sparse, quantized)."""
+
     @abstractmethod
     def wrap(self, local: Tensor, spec: TensorSpec) -> Tensor:
         """`local` (plain, kept in the autograd graph) as a DTensor of `spec`, sharing storage."""

@@ -324,7 +324,7 @@ class TorchDTensor(DTensor, torch.Tensor):
 
     __hash__ = object.__hash__  # torch's is the same in Python
 
-    # Optimizers ask for each parameter; `wrap` takes no tensor of which one of these is true.
+    # Optimizers ask for each parameter; `check_dense` takes no tensor of which one of these is true.
     is_sparse = is_sparse_csr = is_quantized = is_mkldnn = is_nested = False
 
     # Gradients -------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hp_dtensor.exceptions import PlatformError
+from hp_dtensor.exceptions import CapabilityError, PlatformError
 from hp_dtensor.platform import DTYPE_NAMES, Platform, Removable
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.world import World
@@ -235,6 +235,11 @@ class TorchPlatform(Platform):
         x.grad = grad
 
     # DTensor ---------------------------------------------------------------------------------------------
+
+    def check_dense(self, x: Tensor) -> None:
+        if x.layout is not torch.strided or x.is_quantized:
+            kind = "quantized" if x.is_quantized else x.layout
+            raise CapabilityError(f"DTensors are made of dense tensors, got a tensor that is {kind}; convert it first")
 
     def wrap(self, local: Tensor, spec: TensorSpec) -> TorchDTensor:
         return dtensor.wrap(local, spec)
