@@ -14,21 +14,32 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hp_dtensor import api, implicit
+from hp_dtensor.arguments import (
+    Location,
+    bind,
+    check_known,
+    check_one_mesh,
+    key_of,
+    locate_tensors,
+    no_rule,
+    replace_at,
+    replace_static,
+    specs_of,
+)
 from hp_dtensor.debug import check_explicit
 from hp_dtensor.dtensor import DTensor
-from hp_dtensor.exceptions import HPError, MixedOperandsError, ShardingRuleError
+from hp_dtensor.exceptions import HPError, ShardingRuleError
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Placement, RaggedShard, Shard
 from hp_dtensor.platform import DTYPE_NAMES, Platform
 from hp_dtensor.redistribute import plan_between
 from hp_dtensor.rules.cost import cheapest
 from hp_dtensor.rules.factors import Factorization, Strategy, strategies
-from hp_dtensor.rules.registry import HARMLESS_KEYWORDS, REQUIRED, OpCall, Registration, RuleRegistry
+from hp_dtensor.rules.registry import OpCall, Registration, RuleRegistry
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.world import ProcessGroup
 
 Tensor = Any
-Location = tuple[int | str, ...]
 CACHE_SIZE = 16384
 
 _plans: dict[Any, OpPlan] = {}
@@ -68,12 +79,12 @@ def plan_for(platform: Platform, name: str, args: tuple[Any, ...], kwargs: Mappi
     registration = rule_registry().get(name)
     if registration is None:
         if implicit.is_replicating():
-            return implicit.GatheringPlan(platform, name, _no_rule(name, args, kwargs))  # type: ignore[return-value]
-        raise ShardingRuleError(_no_rule(name, args, kwargs))
+            return implicit.GatheringPlan(platform, name, no_rule(name, args, kwargs))  # type: ignore[return-value]
+        raise ShardingRuleError(no_rule(name, args, kwargs))
     key = (
         name,
-        _key(platform, name, args, registration.by_type),
-        _key(platform, name, kwargs, registration.by_type),
+        key_of(platform, name, args, registration.by_type),
+        key_of(platform, name, kwargs, registration.by_type),
     )
     plan = _plans.get(key)
     if plan is None:
@@ -182,12 +193,12 @@ class OpPlan:
     def _run_changed(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         first, new_args = self._first(args, kwargs), list(args)
         for move in self.moves:
-            _replace(new_args, kwargs, move.location, move.apply)
+            replace_at(new_args, kwargs, move.location, move.apply)
         if self.local is not None:
             result = self.local(self._local_call(func, new_args, kwargs))
             return first if self.registration.in_place else self._wrap(result)
         if self.replaced:
-            new_args = _replace_static(self.registration, new_args, kwargs, self.replaced)
+            new_args = replace_static(self.registration, new_args, kwargs, self.replaced)
         with self.platform.local_op():
             result = func(*new_args, **kwargs)
         if self.registration.in_place:
@@ -235,7 +246,7 @@ class OpPlan:
             if not args:
                 by_name[self.registration.parameters[0].name] = x
             if static:
-                given = _replace_static(self.registration, given, by_name, static)
+                given = replace_static(self.registration, given, by_name, static)
             return func(*given, **by_name)
 
         return LocalCall(
@@ -275,10 +286,10 @@ def _plan_or_whole(
     try:
         return _make_plan(platform, name, registration, args, kwargs)
     except ShardingRuleError as error:
-        tensors = [x.spec for _, x in _locate_tensors(args, kwargs)]
+        tensors = [x.spec for _, x in locate_tensors(args, kwargs)]
         if not registration.data_dependent or not all(spec.is_replicated() for spec in tensors):
             raise
-        _check_one_mesh(name, tuple(tensors))
+        check_one_mesh(name, tuple(tensors))
         return implicit.GatheringPlan(platform, name, str(error), always=True)
 
 
@@ -292,13 +303,13 @@ def _make_plan(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> OpPlan:
-    located = _locate_tensors(args, dict(sorted(kwargs.items(), key=lambda item: registration.position(item[0]))))
+    located = locate_tensors(args, dict(sorted(kwargs.items(), key=lambda item: registration.position(item[0]))))
     specs = tuple(x.spec for _, x in located)
-    _check_one_mesh(name, specs)
+    check_one_mesh(name, specs)
     mesh = specs[0].mesh
-    arguments = {key: _specs_of(value) for key, value in bind(registration, args, kwargs).items()}
+    arguments = {key: specs_of(value) for key, value in bind(registration, args, kwargs).items()}
     call = OpCall(name, arguments, specs)
-    _check_known(registration, call, args)
+    check_known(registration, call, args)
     rule = registration.rule(call)
     if _makes_integers(platform, specs, args, kwargs):
         rule = replace(rule, terms=None)
@@ -464,128 +475,3 @@ def _lengths(mesh: DeviceMesh, size: int, axes: tuple[int, ...], chosen: list[St
         found.append(tuple(kind.interval(size, mesh.shape[axis], rank)[1] for rank in range(mesh.shape[axis])))
         size = found[-1][coordinate[axis]] if coordinate else 0
     return tuple(found)
-
-
-# Arguments -----------------------------------------------------------------------------------------------
-
-
-def bind(registration: Registration, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments by parameter name, with the signature's defaults; further keyword arguments as they are."""
-    bound = {_parameter_name(registration, keyword): value for keyword, value in kwargs.items()}
-    for index, parameter in enumerate(registration.parameters):
-        if index < len(args):
-            collapse = parameter.variadic and not isinstance(args[index], (tuple, list))
-            bound[parameter.name] = tuple(args[index:]) if collapse else args[index]
-        elif parameter.name not in bound and parameter.default is not REQUIRED:
-            bound[parameter.name] = parameter.default
-    return bound
-
-
-def _check_known(registration: Registration, call: OpCall, args: tuple[Any, ...]) -> None:
-    """Refuse arguments that the rule does not know, as they may change what it says."""
-    if registration.open:
-        return
-    parameters = registration.parameters
-    positional = [parameter for parameter in parameters if not parameter.keyword]
-    unknown = [repr(name) for name in call.arguments if name not in {p.name for p in parameters} | HARMLESS_KEYWORDS]
-    if len(args) > len(positional) and not any(parameter.variadic for parameter in positional):
-        unknown.append(f"{len(args)} positional ones where it knows {len(positional)}")
-    if unknown:
-        known = ", ".join(parameter.name for parameter in parameters)
-        raise call.refuse(f"its rule does not know the arguments {', '.join(unknown)} (only {known})")
-
-
-def _replace_static(
-    registration: Registration, args: list[Any], kwargs: dict[str, Any], replaced: Mapping[str, Any]
-) -> list[Any]:
-    for index, parameter in enumerate(registration.parameters):
-        if parameter.name not in replaced:
-            continue
-        if index < len(args):
-            args = [
-                *args[:index],
-                replaced[parameter.name],
-                *([] if parameter.variadic else args[index + 1 :]),
-            ]
-        else:
-            given = [keyword for keyword in kwargs if registration.position(keyword) == index]
-            kwargs[given[0] if given else parameter.name] = replaced[parameter.name]
-    return args
-
-
-def _parameter_name(registration: Registration, keyword: str) -> str:
-    position = registration.position(keyword)
-    return registration.parameters[position].name if position < len(registration.parameters) else keyword
-
-
-def _replace(args: list[Any], kwargs: dict[str, Any], location: Location, change: Callable[[Any], Any]) -> None:
-    where: Any = args if isinstance(location[0], int) else kwargs
-    if len(location) == 2:
-        items: Any = list(where[location[0]])
-        items[location[1]] = change(items[location[1]])
-        where[location[0]] = tuple(items) if isinstance(where[location[0]], tuple) else items
-    else:
-        where[location[0]] = change(where[location[0]])
-
-
-def _locate_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[Location, Any]]:
-    located: list[tuple[Location, Any]] = []
-    places: tuple[tuple[int | str, Any], ...] = (*enumerate(args), *kwargs.items())
-    for place, value in places:
-        if isinstance(value, DTensor):
-            located.append(((place,), value))
-        elif isinstance(value, (tuple, list)):
-            located += [((place, i), item) for i, item in enumerate(value) if isinstance(item, DTensor)]
-    return located
-
-
-def _specs_of(value: Any) -> Any:
-    if isinstance(value, DTensor):
-        return value.spec
-    if isinstance(value, (tuple, list)):
-        items = [_specs_of(item) for item in value]
-        return items if type(value) is list else tuple(items)
-    return value
-
-
-def _key(platform: Platform, name: str, value: Any, by_type: bool) -> Any:
-    if isinstance(value, DTensor):
-        return value._spec
-    kind = type(value)
-    if kind is int or kind is float or kind is bool:
-        return kind if by_type else (kind, value)
-    if kind is tuple or kind is list:  # told apart: as an index they mean different things
-        return kind, *[_key(platform, name, item, by_type) for item in value]
-    if kind is dict:
-        return tuple([(key, _key(platform, name, item, by_type)) for key, item in value.items()])
-    if kind is slice:
-        return slice, value.start, value.stop, value.step
-    if isinstance(value, platform.Tensor):
-        return _plain_key(name, value)
-    return tuple(value) if isinstance(value, (tuple, list)) else value
-
-
-def _plain_key(name: str, value: Tensor) -> Any:
-    if len(value.shape) == 0:
-        return "plain scalar", value.dtype
-    raise MixedOperandsError(
-        f"{name}: a plain tensor of shape {list(value.shape)} among DTensors. Say how it is placed: "
-        "distribute_tensor, DTensor.from_local, or replicate_like for a constant that is equal on all ranks."
-    )
-
-
-def _check_one_mesh(name: str, specs: tuple[TensorSpec, ...]) -> None:
-    meshes = dict.fromkeys(spec.mesh for spec in specs)
-    if len(meshes) > 1:
-        listed = " and ".join(
-            f"{mesh.describe()} (rank {mesh.world.rank}, ranks from {mesh.rank_at([0] * mesh.ndim)})" for mesh in meshes
-        )
-        raise MixedOperandsError(f"{name}: operands on different meshes: {listed}. Redistribute one of them.")
-
-
-def _no_rule(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    specs = ", ".join(repr(x.spec) for _, x in _locate_tensors(args, kwargs))
-    return (
-        f"operation {name!r} has no sharding rule; called with {specs}. Redistribute and use to_local(), "
-        "wrap the region with local_map, or register a rule (hook hp_sharding_rules)."
-    )

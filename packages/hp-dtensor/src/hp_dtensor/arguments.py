@@ -1,0 +1,137 @@
+"""The arguments of an operation: by parameter name, their DTensors, and the key of the call's plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hp_dtensor.dtensor import DTensor
+from hp_dtensor.exceptions import MixedOperandsError
+from hp_dtensor.platform import Platform
+from hp_dtensor.rules.registry import HARMLESS_KEYWORDS, REQUIRED, OpCall, Registration
+from hp_dtensor.spec import TensorSpec
+
+Tensor = Any
+Location = tuple[int | str, ...]
+
+
+def bind(registration: Registration, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by parameter name, with the signature's defaults; further keyword arguments as they are."""
+    bound = {_parameter_name(registration, keyword): value for keyword, value in kwargs.items()}
+    for index, parameter in enumerate(registration.parameters):
+        if index < len(args):
+            collapse = parameter.variadic and not isinstance(args[index], (tuple, list))
+            bound[parameter.name] = tuple(args[index:]) if collapse else args[index]
+        elif parameter.name not in bound and parameter.default is not REQUIRED:
+            bound[parameter.name] = parameter.default
+    return bound
+
+
+def check_known(registration: Registration, call: OpCall, args: tuple[Any, ...]) -> None:
+    """Refuse arguments that the rule does not know, as they may change what it says."""
+    if registration.open:
+        return
+    parameters = registration.parameters
+    positional = [parameter for parameter in parameters if not parameter.keyword]
+    unknown = [repr(name) for name in call.arguments if name not in {p.name for p in parameters} | HARMLESS_KEYWORDS]
+    if len(args) > len(positional) and not any(parameter.variadic for parameter in positional):
+        unknown.append(f"{len(args)} positional ones where it knows {len(positional)}")
+    if unknown:
+        known = ", ".join(parameter.name for parameter in parameters)
+        raise call.refuse(f"its rule does not know the arguments {', '.join(unknown)} (only {known})")
+
+
+def replace_static(
+    registration: Registration, args: list[Any], kwargs: dict[str, Any], replaced: Mapping[str, Any]
+) -> list[Any]:
+    for index, parameter in enumerate(registration.parameters):
+        if parameter.name not in replaced:
+            continue
+        if index < len(args):
+            args = [
+                *args[:index],
+                replaced[parameter.name],
+                *([] if parameter.variadic else args[index + 1 :]),
+            ]
+        else:
+            given = [keyword for keyword in kwargs if registration.position(keyword) == index]
+            kwargs[given[0] if given else parameter.name] = replaced[parameter.name]
+    return args
+
+
+def _parameter_name(registration: Registration, keyword: str) -> str:
+    position = registration.position(keyword)
+    return registration.parameters[position].name if position < len(registration.parameters) else keyword
+
+
+def replace_at(args: list[Any], kwargs: dict[str, Any], location: Location, change: Callable[[Any], Any]) -> None:
+    where: Any = args if isinstance(location[0], int) else kwargs
+    if len(location) == 2:
+        items: Any = list(where[location[0]])
+        items[location[1]] = change(items[location[1]])
+        where[location[0]] = tuple(items) if isinstance(where[location[0]], tuple) else items
+    else:
+        where[location[0]] = change(where[location[0]])
+
+
+def locate_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[Location, Any]]:
+    located: list[tuple[Location, Any]] = []
+    places: tuple[tuple[int | str, Any], ...] = (*enumerate(args), *kwargs.items())
+    for place, value in places:
+        if isinstance(value, DTensor):
+            located.append(((place,), value))
+        elif isinstance(value, (tuple, list)):
+            located += [((place, i), item) for i, item in enumerate(value) if isinstance(item, DTensor)]
+    return located
+
+
+def specs_of(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        return value.spec
+    if isinstance(value, (tuple, list)):
+        items = [specs_of(item) for item in value]
+        return items if type(value) is list else tuple(items)
+    return value
+
+
+def key_of(platform: Platform, name: str, value: Any, by_type: bool) -> Any:
+    if isinstance(value, DTensor):
+        return value._spec
+    kind = type(value)
+    if kind is int or kind is float or kind is bool:
+        return kind if by_type else (kind, value)
+    if kind is tuple or kind is list:  # told apart: as an index they mean different things
+        return kind, *[key_of(platform, name, item, by_type) for item in value]
+    if kind is dict:
+        return tuple([(key, key_of(platform, name, item, by_type)) for key, item in value.items()])
+    if kind is slice:
+        return slice, value.start, value.stop, value.step
+    if isinstance(value, platform.Tensor):
+        return _plain_key(name, value)
+    return tuple(value) if isinstance(value, (tuple, list)) else value
+
+
+def _plain_key(name: str, value: Tensor) -> Any:
+    if len(value.shape) == 0:
+        return "plain scalar", value.dtype
+    raise MixedOperandsError(
+        f"{name}: a plain tensor of shape {list(value.shape)} among DTensors. Say how it is placed: "
+        "distribute_tensor, DTensor.from_local, or replicate_like for a constant that is equal on all ranks."
+    )
+
+
+def check_one_mesh(name: str, specs: tuple[TensorSpec, ...]) -> None:
+    meshes = dict.fromkeys(spec.mesh for spec in specs)
+    if len(meshes) > 1:
+        listed = " and ".join(
+            f"{mesh.describe()} (rank {mesh.world.rank}, ranks from {mesh.rank_at([0] * mesh.ndim)})" for mesh in meshes
+        )
+        raise MixedOperandsError(f"{name}: operands on different meshes: {listed}. Redistribute one of them.")
+
+
+def no_rule(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    specs = ", ".join(repr(x.spec) for _, x in locate_tensors(args, kwargs))
+    return (
+        f"operation {name!r} has no sharding rule; called with {specs}. Redistribute and use to_local(), "
+        "wrap the region with local_map, or register a rule (hook hp_sharding_rules)."
+    )
