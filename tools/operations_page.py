@@ -1,7 +1,8 @@
-"""Write docs/operations.md, the table of operations with sharding rules, from the registry itself.
+"""Write the tables of operations with sharding rules, from the registry itself.
 
-python tools/operations_page.py            write the page
-python tools/operations_page.py --check    say whether it is current
+python tools/operations_page.py                     write docs/operations.md
+python tools/operations_page.py torch               write docs/operations_torch.md: what that platform calls them
+python tools/operations_page.py [PLATFORM] --check  say whether the page is current
 """
 
 from __future__ import annotations
@@ -10,20 +11,23 @@ import itertools
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from hp_dtensor.dispatch import bind
+from hp_dtensor.arguments import bind
+from hp_dtensor.dispatch import rule_registry
 from hp_dtensor.exceptions import ShardingRuleError
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Replicate
 from hp_dtensor.rules import Factorization, OpCall, RuleRegistry, register_builtin_rules
 from hp_dtensor.rules.registry import REQUIRED, Parameter, Registration
+from hp_dtensor.selection import get_platform
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.world import SilentWorld
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "operations.md"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 TENSORS = (
     "input other weight bias target tensor mat1 mat2 batch1 batch2 query key value condition index src source".split()
@@ -92,8 +96,9 @@ SPECIAL |= {
 HEADER = """# Operations
 
 Operations on DTensors that have a sharding rule, by their canonical (torch) name; the page is written by
-`tools/operations_page.py`. A platform's own functions, methods and operators are mapped to these names. Anything
-else is refused with an error that says what to do instead; plugins add rules through the hook `hp_sharding_rules`.
+`tools/operations_page.py`. A platform's own functions, methods and operators are mapped to these names: those of
+[PyTorch](operations_torch.md) and of [MindSpore](operations_mindspore.md). Anything else is refused with an error
+that says what to do instead; plugins add rules through the hook `hp_sharding_rules`.
 
 **Dimensions** shows one call: the dimensions of each tensor, before the arrow the arguments, behind it the results.
 The same name is the same dimension; `(a b)` is one dimension made of two, `1` one of a single element that is
@@ -201,15 +206,51 @@ def signature(registration: Registration) -> str:
     )
 
 
+NAMES_HEADER = """# Operations of {title}
+
+What {title} {version} calls the operations that have a [sharding rule](operations.md), on DTensors of platform
+`{platform}`; written by `tools/operations_page.py {platform}`. {note}
+
+| Operation | Names |
+|---|---|
+"""
+TITLES = {"torch": "PyTorch", "mindspore": "MindSpore"}
+NOTES = {
+    "torch": "Operators are shown as methods between\nunderscores; functions composed of these work too.",
+    "mindspore": "Names with a path are MindSpore's functions and methods of that name; those without are the\n"
+    "primitives to which functions and methods lead, and which are intercepted. What is not here is not there, or\n"
+    "refused, on its CPU.",
+}
+
+
+def names_page(name: str) -> str:
+    """What a platform calls the operations that it has."""
+    platform = get_platform(name)
+    rows = {operation: platform.operation_names(operation) for operation in rule_registry().names()}
+    lines = [
+        f"| `{key}` | {', '.join(f'`{each}`' for each in names)} |" for key, names in sorted(rows.items()) if names
+    ]
+    text = NAMES_HEADER.format(title=TITLES[name], version=version(name), platform=name, note=NOTES[name])
+    return text + "\n".join(lines) + "\n"
+
+
+def version(name: str) -> str:
+    """The framework's version, without what says how it was built."""
+    return metadata.version(name).split("+")[0]
+
+
 def main() -> int:
-    """Write or check the page; 1 when it is not current."""
-    text = page()
+    """Write or check a page; 1 when it is not current."""
+    platforms = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
+    path = DOCS / (f"operations_{platforms[0]}.md" if platforms else "operations.md")
+    text = names_page(platforms[0]) if platforms else page()
     if "--check" not in sys.argv[1:]:
-        PAGE.write_text(text)
+        path.write_text(text)
         return 0
-    if PAGE.exists() and PAGE.read_text() == text:
+    if path.exists() and path.read_text() == text:
         return 0
-    print(f"{PAGE.name} is not what the sharding rules say; run python tools/operations_page.py")
+    command = " ".join(["python tools/operations_page.py", *platforms])
+    print(f"{path.name} is not what the sharding rules say; run {command}")
     return 1
 
 

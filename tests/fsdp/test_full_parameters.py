@@ -163,12 +163,12 @@ def test_a_tensor_parallel_parameter_is_whole_on_its_data_parallel_axes(hp_platf
 def test_one_whole_parameter_at_a_time(hp_platform, monkeypatch):
     """A gather allocates the whole once and nothing else, and frees the one before that the caller still has."""
     allocated = {}
-    empty = type(hp_platform).empty
+    empty = hp_platform.empty
 
-    def counted(self, shape, dtype, device=None):
+    def counted(shape, dtype, device=None):
         mine = allocated.setdefault(current_world(hp_platform).rank, [])
-        mine.append(math.prod(shape) * self.itemsize(dtype))
-        return empty(self, shape, dtype, device)
+        mine.append(math.prod(shape) * hp_platform.itemsize(dtype))
+        return empty(shape, dtype, device)
 
     def rank():
         model = _sharded(hp_platform)
@@ -187,7 +187,7 @@ def test_one_whole_parameter_at_a_time(hp_platform, monkeypatch):
         assert not expected
         assert sum(storage.held_bytes(x) for x in kept) == 0
 
-    monkeypatch.setattr(type(hp_platform), "empty", counted)
+    monkeypatch.setattr(hp_platform, "empty", counted)
     run_ranks(rank, 2, hp_platform)
 
 

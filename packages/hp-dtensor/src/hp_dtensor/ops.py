@@ -49,7 +49,7 @@ OP_SIGNATURES: dict[str, str] = {
     "mean": "(x, dim=None, keepdim=False)",
     "amax": "(x, dim, keepdim=False)",
     "amin": "(x, dim, keepdim=False)",
-    "argmax": "(x, dim)",
+    "argmax": "(x, dim, keepdim=False)",
     "logsumexp": "(x, dim, keepdim=False)",
     "cumsum": "(x, dim)",
     # products

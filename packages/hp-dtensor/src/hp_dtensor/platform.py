@@ -253,6 +253,10 @@ class Platform(ABC):
         """
         return getattr(self.ops, name, None)
 
+    def operation_names(self, name: str) -> list[str]:
+        """What users of the framework write for an operation that sharding rules name, sorted; for documentation."""
+        return []
+
     # DTensor ---------------------------------------------------------------------------------------------
 
     def check_dense(self, x: Tensor) -> None:

@@ -102,6 +102,10 @@ class ProcessGroup(ABC):
         self.size = len(self.ranks)
         self.platform = platform
 
+    def close(self) -> None:
+        """Let go of what the group holds; it is not used afterwards."""
+        self.is_closed = True
+
     def all_reduce(self, x: Tensor, op: str = "sum", async_op: bool = False) -> Work:
         """Reduce `x` (any shape) over the group, in place."""
         self._check_op(op)
@@ -259,12 +263,12 @@ class World(ABC):
         """Let go of a group; it is made anew when it is asked for again."""
         if self._groups.get(group.ranks) is group:
             del self._groups[group.ranks]
-        group.is_closed = True
+        group.close()
 
     def close(self) -> None:
         """Leave the job; collectives are refused afterwards."""
         for group in self._groups.values():
-            group.is_closed = True
+            group.close()
         self._groups.clear()
 
 

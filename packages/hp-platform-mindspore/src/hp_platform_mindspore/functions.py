@@ -291,3 +291,10 @@ FOUND: dict[str, Callable[..., Any]] = {
     "flatten": mint.flatten,
     "detach": ops.stop_gradient,
 }
+
+
+def names_of(name: str, function: Callable[..., Any]) -> list[str]:
+    """Where users find an operation: the function that is called for it, else those and the method of its name."""
+    places = (("mint", mint), ("mint.nn.functional", F), ("ops", ops), ("Tensor", Tensor))
+    having = [(f"mindspore.{path}.{name}", getattr(owner, name)) for path, owner in places if hasattr(owner, name)]
+    return [path for path, found in having if found is function] or [path for path, _ in having]

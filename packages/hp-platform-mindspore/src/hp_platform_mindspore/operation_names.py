@@ -308,6 +308,12 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {"Unstack": ("axis",), "Sort": ("axis",
 """Attributes of primitives of the older kind that are arguments here, behind the tensors."""
 
 
+def primitives_of(name: str) -> list[str]:
+    """The primitives that are taken for an operation: what error messages and profiles of MindSpore show."""
+    same = [primitive for primitive, known in SAME_ARGUMENTS.items() if known == name]
+    return sorted({*same, *(primitive for primitive, (known, _) in ADAPTED.items() if known == name)})
+
+
 def canonical(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> tuple[str, Arguments]:
     """torch's name and arguments of a primitive's call; an unknown primitive keeps its own."""
     given = tuple(args)

@@ -23,9 +23,10 @@ from hp_dtensor.spec import TensorSpec
 from hp_dtensor.world import World
 from hp_platform_mindspore import autograd, dtensor, module
 from hp_platform_mindspore.capabilities import ASCEND, CPU, Capabilities
-from hp_platform_mindspore.functions import KERNELS
+from hp_platform_mindspore.functions import KERNELS, names_of
 from hp_platform_mindspore.groups import MindSporeWorld
 from hp_platform_mindspore.memory import DTYPES, FLOATING, HOST_DTYPES, NAMES, copy, host_view, numbers, share, store
+from hp_platform_mindspore.operation_names import primitives_of
 from hp_platform_mindspore.ops import build_functions, build_ops
 
 Removable.register(HookHandle)
@@ -236,6 +237,10 @@ class MindSporePlatform(Platform):
     def own_operation(self, name: str) -> Callable[..., Any] | None:
         """An operation with a kernel of ours under a canonical name; None where MindSpore's own is called."""
         return getattr(self.ops, name, None) or (self.functions[name] if name in KERNELS else None)
+
+    def operation_names(self, name: str) -> list[str]:
+        function = self.operation(name)
+        return [] if function is None else names_of(name, function) + primitives_of(name)
 
     # DTensor ---------------------------------------------------------------------------------------------
 

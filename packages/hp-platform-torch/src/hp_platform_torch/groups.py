@@ -108,10 +108,17 @@ class TorchGroup(ProcessGroup):
         self._connect = connect
         self._connections: dict[str, Any] = {}
 
+    def close(self) -> None:
+        """End the backends' threads now: one that still works while Python shuts down aborts the process."""
+        super().close()
+        self._connections.clear()
+
     def connection(self, device_type: str) -> Any:
         """The backend that carries tensors of a device type."""
         found = self._connections.get(device_type)
         if found is None:
+            if self.is_closed:
+                raise CollectiveError(f"the group {self.ranks} has been released, or its job left; ask for it again")
             found = self._connections[device_type] = self._connect(device_type)
         return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -77,6 +78,30 @@ def canonical_name(func: Callable[..., Any]) -> tuple[str, bool]:
     in_place = in_place or (name.endswith("_") and not name.startswith("_"))
     stem = name.rstrip("_")
     return _SYNONYMS.get(stem, stem) + ("_" if in_place else ""), reflected
+
+
+def names_of(name: str) -> list[str]:
+    """Functions, methods and properties of torch that have a canonical name."""
+    return sorted(_names().get(name, ())) or [
+        f"{path}.{name}"
+        for path, owner in (
+            ("torch.Tensor", torch.Tensor),
+            ("torch.nn.functional", F),
+            ("torch.nn.init", torch.nn.init),
+        )
+        if hasattr(owner, name)
+    ]
+
+
+@functools.cache
+def _names() -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for functions in torch.overrides.get_overridable_functions().values():
+        for func in functions:
+            shown = torch.overrides.resolve_name(func)
+            if shown is not None and func is not F.unfold:  # another operation than Tensor.unfold
+                found.setdefault(canonical_name(func)[0], set()).add(shown.removesuffix(".__get__"))
+    return found
 
 
 def function_named(name: str) -> Callable[..., Any] | None:

@@ -22,7 +22,7 @@ from hp_dtensor.spec import TensorSpec
 from hp_dtensor.world import World
 from hp_platform_torch import autograd, dtensor, groups
 from hp_platform_torch.dtensor import LocalOperations, TorchDTensor
-from hp_platform_torch.operation_names import function_named
+from hp_platform_torch.operation_names import function_named, names_of
 from hp_platform_torch.ops import build_ops
 
 Tensor = torch.Tensor
@@ -246,6 +246,9 @@ class TorchPlatform(Platform):
 
     def operation(self, name: str) -> Callable[..., Any] | None:
         return super().operation(name) or function_named(name)
+
+    def operation_names(self, name: str) -> list[str]:
+        return names_of(name)
 
     def adopt(self, result: Tensor, spec: TensorSpec) -> TorchDTensor:
         return dtensor.adopt(result, spec)

@@ -66,6 +66,10 @@ def _rms_norm(run: Callable[..., Any], x: Any, weight: Any, eps: float) -> Any:
     return lambda x, shape, weight, eps: run(x, weight, eps), (x, (x.shape[-1],), weight, eps), {}
 
 
+def _index_put(run: Callable[..., Any], x: Any, index: Any, values: Any) -> Any:
+    return lambda x, indices, values: run(x, indices[0], values), (x, (index,), values), {}
+
+
 def _by_name(*names: str) -> Callable[..., Any]:
     """The arguments after the first `len(args) - len(names)` under their names."""
 
@@ -79,6 +83,7 @@ def _by_name(*names: str) -> Callable[..., Any]:
 _POSITIONAL = {("stable", "descending"): 2, ("minlength",): 1, ("reduction",): 2, ("is_causal", "enable_gqa"): 3}
 _ADAPTED: dict[str, Callable[..., Any]] = {
     "rms_norm": _rms_norm,
+    "index_put": _index_put,
     "argsort": _by_name("stable", "descending"),
     "bincount": _by_name("minlength"),
     "cross_entropy": _by_name("reduction"),

@@ -169,7 +169,13 @@ square = _unary(np.square, lambda x, r: 2 * x)
 clone = _unary(np.copy, lambda x, r: np.ones_like(x))
 
 
-def clamp(x: Tensor, min: Number | None = None, max: Number | None = None) -> Tensor:
+def clamp(x: Tensor, min: Operand | None = None, max: Operand | None = None) -> Tensor:
+    if isinstance(min, Tensor):
+        x, min = where(Tensor(x.data < min.data), min, x), None
+    if isinstance(max, Tensor):
+        x, max = where(Tensor(x.data > max.data), max, x), None
+    if min is None and max is None:
+        return x
     result = np.clip(x.data, min, max)
     return record(result, x.dtype, (x, lambda g: g * (result == x.data)))
 
@@ -223,8 +229,8 @@ def _extreme(reduce: Callable[..., Array]) -> Callable[..., Tensor]:
 amax, amin = _extreme(np.max), _extreme(np.min)
 
 
-def argmax(x: Tensor, dim: int) -> Tensor:
-    return Tensor(x.data.argmax(dim), "int64")
+def argmax(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
+    return Tensor(x.data.argmax(dim, keepdims=keepdim), "int64")
 
 
 def logsumexp(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
@@ -270,7 +276,7 @@ def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, enable_gqa: bool = False
 ) -> Tensor:
     if enable_gqa:
-        groups = query.data.shape[1] // key.data.shape[1]
+        groups = query.data.shape[1] // max(1, key.data.shape[1])  # a rank may have no heads
         key, value = repeat_interleave(key, groups, 1), repeat_interleave(value, groups, 1)
     scores = mul(matmul(query, transpose(key, -1, -2)), query.data.shape[-1] ** -0.5)
     if is_causal:

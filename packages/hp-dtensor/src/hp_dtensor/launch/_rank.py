@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
 import faulthandler
 import os
@@ -15,7 +17,7 @@ import traceback
 from dataclasses import dataclass
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
 from hp_dtensor.launch._targets import load_target
 from hp_dtensor.platform import Platform
@@ -98,12 +100,16 @@ def main(fd: int, parent: int, parent_is_main_thread: bool) -> None:
         platform = _join(link, setup)
     except BaseException as error:
         _report(link, "start", error)
-        raise SystemExit(1) from None
+        _leave(1)
+    link.send(None)
+    succeeded = False
     try:
-        link.send(None)
-        _serve(link)
+        succeeded = _serve(link)
+    except BaseException:
+        traceback.print_exc()
     finally:
         platform.disconnect()
+        _leave(0 if succeeded else 1)
 
 
 def _join(link: Link, setup: Setup) -> Platform:
@@ -117,14 +123,28 @@ def _join(link: Link, setup: Setup) -> Platform:
     return platform
 
 
-def _serve(link: Link) -> None:
+def _leave(code: int) -> NoReturn:
+    """End as processes of multiprocessing do: threads of frameworks may abort an interpreter that is taken down."""
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.current_thread():
+            thread.join()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def _serve(link: Link) -> bool:
+    """Whether all that was asked was done."""
     while (request := link.receive()) is not None:
         try:
             answer: Returned | Failed = Returned(_run(request))
             link.send(answer)
         except BaseException as error:
             _report(link, "run", error)
-            raise SystemExit(1) from None
+            return False
+    return True
 
 
 def _run(request: Run) -> Any:

@@ -182,9 +182,9 @@ _REDUCTIONS = (
         _sample(f"{name} positions", lambda ops, x, name=name: getattr(ops, name)(x, 0, True)[1], LONG, gradients=False)
         for name in ("max", "min", "median")
     ),
-    _sample("amax of ties", lambda ops, x: ops.amax(ops.mul(ops.gt(x, -1.0), x * 0.0 + 1.0), 0), LONG),
-    _sample("amin of ties", lambda ops, x: ops.amin(x * 0.0, (0, 1)), LONG),
-    _sample("max of ties", lambda ops, x: ops.max(x * 0.0)),
+    _sample("amax of ties", lambda ops, x: ops.amax(ops.mul(ops.gt(x, -1.0), ops.add(ops.mul(x, 0.0), 1.0)), 0), LONG),
+    _sample("amin of ties", lambda ops, x: ops.amin(ops.mul(x, 0.0), (0, 1)), LONG),
+    _sample("max of ties", lambda ops, x: ops.max(ops.mul(x, 0.0))),
     _sample("max of two", lambda ops, x, y: ops.max(x, y), MATRIX, MATRIX),
     _sample("min of two", lambda ops, x, y: ops.min(x, y), MATRIX, MATRIX),
     _sample("median", lambda ops, x: ops.median(x)),
