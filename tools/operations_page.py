@@ -46,7 +46,7 @@ STATIC: dict[str, Any] = {
     "dim": 1, "dim0": 0, "dim1": 1, "dims": (1, 0), "shape": (24,), "sizes": 2, "start": 0, "length": 2, "k": 2,
     "chunks": 2, "repeats": 2, "num_classes": 3, "minlength": 3, "normalized_shape": 6, "num_groups": 2, "size": 3,
     "step": 1, "pad": (1, 1), "shifts": 1, "fill_value": 0.0, "data": 1.0, "dimension": 1, "kernel_size": 3,
-    "output_size": 3, "value": 0.0,
+    "output_size": 3, "value": 0.0, "q": 0.5,
 }  # fmt: skip
 SPECIAL: dict[str, dict[str, Any]] = {
     "einsum": {"equation": "ij,jk->ik", "operands": ((4, 6), (6, 2))},
@@ -57,6 +57,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "squeeze": {"input": (4, 1, 6)},
     "repeat": {"input": (4, 6), "repeats": (1, 2)},
     "tile": {"input": (4, 6), "repeats": (1, 2)},
+    "select": {"input": (4, 6), "dim": 1, "index": 0},
     "roll": {"input": (4, 6), "shifts": 1, "dims": 1},
     "flip": {"input": (4, 6), "dims": (1,)},
     "split": {"input": (4, 6), "sizes": 3, "dim": 1},
@@ -113,7 +114,7 @@ reduced first, also sums that are rounded to integers.
 
 def mesh() -> DeviceMesh:
     """Two ranks on a platform of which only dtypes are asked."""
-    platform = SimpleNamespace(dtype_name=str, is_floating=lambda dtype: dtype == "float32")
+    platform = SimpleNamespace(dtype_name=str, is_floating=lambda dtype: dtype == "float32", itemsize=lambda dtype: 4)
     return DeviceMesh("cpu", (2,), world=SilentWorld(0, 2, platform))  # type: ignore[arg-type]
 
 

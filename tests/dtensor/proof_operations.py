@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from hp_dtensor.platform import Platform
-from hp_dtensor.testing import network_samples, operation_samples, rule_samples, run_ranks
+from hp_dtensor.testing import dimension_samples, network_samples, operation_samples, rule_samples, run_ranks
 from hp_dtensor.testing.rule_proof import is_there, prove
 from hp_dtensor.testing.rule_samples import Sample
 
@@ -39,6 +39,7 @@ def _forms_of_torch() -> list[Sample]:
 SAMPLES = [
     *rule_samples.SAMPLES,
     *operation_samples.SAMPLES,
+    *dimension_samples.SAMPLES,
     *network_samples.SAMPLES,
     *(_forms_of_torch()),
 ]

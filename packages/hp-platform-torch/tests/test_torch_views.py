@@ -122,24 +122,27 @@ def _written_slices() -> list[str]:
     mesh = DeviceMesh("cpu", (2,), platform=get_platform("torch"))
     x = distribute_tensor(X, mesh, (Shard(0),)).clone()
     x[:, 1:].zero_()
-    assert torch.equal(x.full_tensor()[:, 1:], torch.zeros(4, 5)), "columns are whole: a view on every rank"
+    x[1:].fill_(2.0)
+    expected = X.clone()
+    expected[:, 1:], expected[1:] = 0.0, 2.0
+    assert torch.equal(x.full_tensor(), expected), "columns are whole, and of rows each rank has its own: views"
     messages = []
-    for piece in (x[1:], x.split(2)[0], x.unbind(0)[1]):
+    for piece in (x[1], x.split(2)[0], x.unbind(0)[1]):
         with pytest.raises(ShardingRuleError) as refusal:
             piece.zero_()
         messages.append(str(refusal.value))
-    x[1:].clone().zero_()
+    x[1].clone().zero_()
     return messages
 
 
-def test_writing_a_slice_that_had_to_be_gathered_is_refused() -> None:
+def test_slices_are_written_and_copies_are_refused() -> None:
     for messages in run_ranks(_written_slices, 2, "torch"):
         assert messages[0] == (
-            "zero_ on the result of getitem, which is a copy: the dimension that getitem takes apart was cut, so the "
-            "tensor was redistributed first, and writing does not reach it. Clone the result to write it alone, or "
-            "redistribute the tensor before getitem."
+            "zero_ on the result of getitem, which is a copy: the dimension that getitem takes apart was cut, and "
+            "writing does not reach the tensor itself. Clone the result to write it alone, or redistribute the tensor "
+            "before getitem."
         )
-        assert all("does not reach it" in message for message in messages)
+        assert all("does not reach the tensor itself" in message for message in messages)
 
 
 def _used_world() -> weakref.ref[Any]:

@@ -9,7 +9,7 @@ empty ones are normal.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from hp_dtensor.keeping import Kept
 from hp_dtensor.platform import Platform
@@ -107,6 +107,30 @@ def all_to_all_rows(x: Tensor, group: ProcessGroup, input_rows: Lengths, output_
     )
 
 
+class RowMove(NamedTuple):
+    """So many rows from a row on of one rank's part, to a row on of another's (or the same rank's) new part."""
+
+    source: int
+    source_row: int
+    target: int
+    target_row: int
+    rows: int
+
+    def reversed(self) -> RowMove:
+        return RowMove(self.target, self.target_row, self.source, self.source_row, self.rows)
+
+
+def move_rows(x: Tensor, group: ProcessGroup, dim: int, moves: Sequence[RowMove]) -> Tensor:
+    """Each row of every rank to its place, along `dim`: a permutation of all rows, known to every rank.
+
+    Backward moves the gradients' rows back.
+    """
+    back = [move.reversed() for move in moves]
+    return _platform(group).linear_map(
+        x, lambda t: move_rows_data(t, group, dim, moves), lambda g: move_rows_data(g, group, dim, back)
+    )
+
+
 def as_partial(x: Tensor, group: ProcessGroup) -> Tensor:
     """R -> P(sum): the value on the group's first rank, zeros elsewhere; backward is the identity."""
     platform = _platform(group)
@@ -197,6 +221,30 @@ def all_to_all_rows_data(x: Tensor, group: ProcessGroup, input_rows: Lengths, ou
     output = _platform(group).empty((sum(output_rows), *x.shape[1:]), x.dtype)
     group.all_to_all_into(output, _fit(group, x), output_rows, input_rows)
     return output
+
+
+def move_rows_data(x: Tensor, group: ProcessGroup, dim: int, moves: Sequence[RowMove]) -> Tensor:
+    """Rows to their places; see `move_rows`."""
+    platform = _platform(group)
+    ops, me = platform.ops, group.rank
+    moves = sorted(moves, key=lambda move: move.target_row)
+    sends: list[Tensor | None] = [None] * group.size
+    receives: list[Tensor | None] = [None] * group.size
+    for other in {move.target for move in moves if move.source == me} - {me}:
+        rows = [ops.narrow(x, dim, m.source_row, m.rows) for m in moves if (m.source, m.target) == (me, other)]
+        sends[other] = _fit(group, rows[0] if len(rows) == 1 else ops.cat(rows, dim))
+    for other in {move.source for move in moves if move.target == me} - {me}:
+        count = sum(m.rows for m in moves if (m.source, m.target) == (other, me))
+        receives[other] = platform.empty(_with_length(x, dim, count), x.dtype)
+    if any(move.source != move.target for move in moves):
+        group.exchange(sends, receives)
+    taken = [0] * group.size
+    pieces = []
+    for move in (move for move in moves if move.target == me):
+        start = move.source_row if move.source == me else taken[move.source]
+        pieces.append(ops.narrow(x if move.source == me else receives[move.source], dim, start, move.rows))
+        taken[move.source] += move.rows
+    return ops.cat(pieces, dim) if pieces else ops.clone(ops.narrow(x, dim, 0, 0))
 
 
 def _all_reduce_over(x: Tensor, groups: Sequence[ProcessGroup]) -> Tensor:

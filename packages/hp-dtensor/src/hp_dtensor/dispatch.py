@@ -34,7 +34,7 @@ from hp_dtensor.placements import Placement, RaggedShard, Shard
 from hp_dtensor.platform import DTYPE_NAMES, Platform
 from hp_dtensor.redistribute import plan_between
 from hp_dtensor.rules.cost import cheapest
-from hp_dtensor.rules.factors import Factorization, Strategy, strategies
+from hp_dtensor.rules.factors import Factorization, Part, Strategy, parts_of, strategies
 from hp_dtensor.rules.registry import OpCall, Registration, RuleRegistry
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.world import ProcessGroup
@@ -127,6 +127,8 @@ class LocalCall:
         spans: cut factor -> (start, length) of this rank's part.
         lengths: cut factor -> per group, the lengths of its ranks' parts.
         groups: cut factor -> the groups over which it is cut, outermost first.
+        parts: cut factor that the rule wants `known` -> the group of all ranks over which it is cut, and the (start,
+            length) of each one's part.
         sizes: factor -> its global size.
         box: (offset, shape) of this rank's part of the first output.
         shape: global shape of the first output.
@@ -140,6 +142,7 @@ class LocalCall:
     spans: Mapping[str, tuple[int, int]]
     lengths: Mapping[str, tuple[tuple[int, ...], ...]]
     groups: Mapping[str, tuple[ProcessGroup, ...]]
+    parts: Mapping[str, tuple[ProcessGroup, tuple[Part, ...]]]
     sizes: Mapping[str, int]
     box: tuple[tuple[int, ...], tuple[int, ...]]
     shape: tuple[int, ...]
@@ -155,6 +158,7 @@ class OpPlan:
         replaced: static arguments with a local value.
         outputs: placements and global shape per output.
         view: results share the storage of the first argument.
+        copies: they would, but do not where `local` runs.
     """
 
     operation: str
@@ -168,8 +172,10 @@ class OpPlan:
     sizes: Mapping[str, int]
     spans: Mapping[str, tuple[int, int]]
     lengths: Mapping[str, tuple[tuple[int, ...], ...]]
+    parts: Mapping[str, tuple[Part, ...]]
     cut_axes: Mapping[str, tuple[int, ...]]
     view: bool
+    copies: bool
     specs: list[TensorSpec | None] = field(default_factory=list)
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -194,21 +200,23 @@ class OpPlan:
         first, new_args = self._first(args, kwargs), list(args)
         for move in self.moves:
             replace_at(new_args, kwargs, move.location, move.apply)
-        if self.local is not None:
-            result = self.local(self._local_call(func, new_args, kwargs))
-            return first if self.registration.in_place else self._wrap(result)
-        if self.replaced:
-            new_args = replace_static(self.registration, new_args, kwargs, self.replaced)
-        with self.platform.local_op():
-            result = func(*new_args, **kwargs)
+        result = self._run_local(func, new_args, kwargs)
         if self.registration.in_place:
             return first
         wrapped = self._wrap(result)
-        if self.view and any(move.target is not None for move in self.moves):
+        if self.copies or (self.view and any(move.target is not None for move in self.moves)):
             self._mark_copies(wrapped, self.operation)
         elif self.view and first._copied_by is not None:
             self._mark_copies(wrapped, first._copied_by)
         return wrapped
+
+    def _run_local(self, func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
+        if self.local is not None:
+            return self.local(self._local_call(func, args, kwargs))
+        if self.replaced:
+            args = replace_static(self.registration, args, kwargs, self.replaced)
+        with self.platform.local_op():
+            return func(*args, **kwargs)
 
     @staticmethod
     def _mark_copies(wrapped: Any, made_by: str) -> None:
@@ -221,8 +229,8 @@ class OpPlan:
         if view is not None:
             raise ShardingRuleError(
                 f"{self.operation} on the result of {view}, which is a copy: the dimension that {view} takes apart was "
-                f"cut, so the tensor was redistributed first, and writing does not reach it. Clone the result to write "
-                f"it alone, or redistribute the tensor before {view}."
+                f"cut, and writing does not reach the tensor itself. Clone the result to write it alone, or "
+                f"redistribute the tensor before {view}."
             )
 
     def _local_call(self, func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> LocalCall:
@@ -235,6 +243,9 @@ class OpPlan:
         groups = {
             factor: tuple(self.mesh.get_group(axis) for axis in axes if inside)
             for factor, axes in self.cut_axes.items()
+        }
+        parts = {
+            factor: (self.mesh.group_over(self.cut_axes[factor]), held) for factor, held in self.parts.items() if inside
         }
         placements, shape = self.outputs[0]
         box = TensorSpec(self.mesh, placements, shape, None).box()
@@ -250,7 +261,7 @@ class OpPlan:
             return func(*given, **by_name)
 
         return LocalCall(
-            self.platform, self.operation, bound, self.spans, self.lengths, groups, self.sizes, box, shape, on
+            self.platform, self.operation, bound, self.spans, self.lengths, groups, parts, self.sizes, box, shape, on
         )
 
     def _wrap(self, result: Any) -> Any:
@@ -318,20 +329,23 @@ def _make_plan(
         (tuple(strategy.outputs[i] for strategy in chosen), rule.output_shape(i)) for i in range(len(rule.outputs))
     )
     cut_axes = _cut_axes(chosen)
+    spans = {factor: _span(mesh, rule.sizes[factor], axes, chosen) for factor, axes in cut_axes.items()}
     return OpPlan(
         name,
         platform,
         mesh,
         registration,
         _moves(name, located, chosen),
-        _replacements(rule, mesh, outputs, specs[0].dtype),
+        _replacements(rule, mesh, outputs, specs[0].dtype, spans),
         outputs,
         _local_function(rule, cut_axes),
         rule.sizes,
-        {factor: _span(mesh, rule.sizes[factor], axes, chosen) for factor, axes in cut_axes.items()},
+        spans,
         {factor: _lengths(mesh, rule.sizes[factor], axes, chosen) for factor, axes in cut_axes.items()},
+        {factor: _all_parts(mesh, rule.sizes[factor], cut_axes[factor], chosen) for factor in rule.known & {*cut_axes}},
         cut_axes,
         registration.view and len(specs) == 1,
+        registration.view and any(strategy.factor in rule.reduced for strategy in chosen),
     )
 
 
@@ -361,14 +375,24 @@ def _choose_strategies(
     """One strategy per mesh axis, earlier axes first, since they cut first."""
     chosen: list[Strategy] = []
     cut: dict[str, float] = {}
+    mesh = call.tensors[0].mesh
+
+    def part_of(factor: str) -> Part:
+        return _span(mesh, rule.sizes[factor], _cut_axes(chosen).get(factor, ()), chosen)
+
     nbytes = [_mean_bytes(platform, spec) for spec in call.tensors]
-    for axis, ranks in enumerate(call.tensors[0].mesh.shape):
-        strategy = _choose(rule, call, registration, axis, cut, nbytes, _untouched(call, chosen))
+    for axis, ranks in enumerate(mesh.shape):
+        found = strategies(rule, _placed(call, axis), ranks, cut, _untouched(call, chosen), part_of)
+        strategy = _choose(rule, call, registration, axis, found, nbytes)
         chosen.append(strategy)
         if strategy.factor is not None:
             parts = math.inf if isinstance(strategy.kind, RaggedShard) else ranks
             cut[strategy.factor] = cut.get(strategy.factor, 1) * parts
     return chosen
+
+
+def _placed(call: OpCall, axis: int) -> list[Placement]:
+    return [spec.placements[axis] for spec in call.tensors]
 
 
 def _untouched(call: OpCall, chosen: list[Strategy]) -> list[bool]:
@@ -387,13 +411,10 @@ def _choose(
     call: OpCall,
     registration: Registration,
     axis: int,
-    cut: Mapping[str, float],
+    found: list[Strategy],
     nbytes: list[float],
-    untouched: list[bool],
 ) -> Strategy:
-    ranks = call.tensors[0].mesh.shape[axis]
-    current = [spec.placements[axis] for spec in call.tensors]
-    found = strategies(rule, current, ranks, cut, untouched)
+    ranks, current = call.tensors[0].mesh.shape[axis], _placed(call, axis)
     if registration.in_place:
         found = [strategy for strategy in found if strategy.inputs[0] == strategy.outputs[0] == current[0]]
         if not found:
@@ -432,10 +453,12 @@ def _replacements(
     mesh: DeviceMesh,
     outputs: tuple[tuple[tuple[Placement, ...], tuple[int, ...]], ...],
     dtype: Any,
+    spans: Mapping[str, Part],
 ) -> Mapping[str, Any]:
     if rule.localize is None:
         return {}
-    return rule.localize([TensorSpec(mesh, placements, shape, dtype).local_shape for placements, shape in outputs])
+    shapes = [TensorSpec(mesh, placements, shape, dtype).local_shape for placements, shape in outputs]
+    return rule.localize(shapes, spans)
 
 
 def _cut_axes(chosen: list[Strategy]) -> dict[str, tuple[int, ...]]:
@@ -475,3 +498,13 @@ def _lengths(mesh: DeviceMesh, size: int, axes: tuple[int, ...], chosen: list[St
         found.append(tuple(kind.interval(size, mesh.shape[axis], rank)[1] for rank in range(mesh.shape[axis])))
         size = found[-1][coordinate[axis]] if coordinate else 0
     return tuple(found)
+
+
+def _all_parts(mesh: DeviceMesh, size: int, axes: tuple[int, ...], chosen: list[Strategy]) -> tuple[Part, ...]:
+    """Every rank's part of a factor cut over `axes`, the first axis outermost."""
+    parts: list[Part] = [(0, size)]
+    for axis in axes:
+        kind = chosen[axis].kind
+        assert isinstance(kind, (Shard, RaggedShard))
+        parts = [each for part in parts for each in parts_of(kind, part, mesh.shape[axis])]
+    return tuple(parts)

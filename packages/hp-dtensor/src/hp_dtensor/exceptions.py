@@ -37,6 +37,10 @@ class ShardingRuleError(HPError, NotImplementedError):
     """An operation without a sharding rule, or one that its rule refuses for these placements."""
 
 
+class IndexOutOfRangeError(HPError, IndexError):
+    """A position that a dimension of the global shape does not have; raised before anything is communicated."""
+
+
 class MixedOperandsError(HPError, ValueError):
     """Plain and distributed tensors, or tensors of different meshes, in one operation.
 

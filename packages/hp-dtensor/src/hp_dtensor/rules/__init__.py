@@ -7,6 +7,7 @@ from hp_dtensor.rules import (
     cross_entropy,
     einsum,
     losses,
+    moves,
     networks,
     pointwise,
     products,
@@ -15,6 +16,7 @@ from hp_dtensor.rules import (
     scans,
     scattering,
     selection,
+    slices,
     views,
 )
 from hp_dtensor.rules.factors import Factorization
@@ -26,8 +28,8 @@ __all__ = ["Factorization", "OpCall", "RuleRegistry", "register_builtin_rules"]
 def register_builtin_rules(registry: RuleRegistry) -> None:
     """Register every rule of this package."""
     tables = (
-        pointwise, reductions, scans, products, einsum, views, selection, advanced, scattering, networks, batch_norm,
-        cross_entropy, convolutions, losses, random,
+        pointwise, reductions, scans, products, einsum, views, slices, moves, selection, advanced, scattering,
+        networks, batch_norm, cross_entropy, convolutions, losses, random,
     )  # fmt: skip
     for table in tables:
         table.register(registry)

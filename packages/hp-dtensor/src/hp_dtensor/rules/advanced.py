@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING, Any
 
-from hp_dtensor.rules.factors import Dim, Dims, Factorization
+from hp_dtensor.rules import slices
+from hp_dtensor.rules.factors import Dim, Dims, Factorization, Part
 from hp_dtensor.rules.registry import OpCall, RuleRegistry, broadcast_shape, names_for
 from hp_dtensor.spec import TensorSpec
 
@@ -60,31 +62,11 @@ def _getitem(call: OpCall) -> Factorization:
     if any(isinstance(item, TensorSpec) for item in items):
         return _by_positions(call, items)
     dims, sizes = names_for("d", shape)
-    output, fixed = _basic(items, dims, shape, sizes)
-    return Factorization((dims,), (tuple(output),), sizes, fixed=frozenset(fixed), terms=LINEAR)
-
-
-def _basic(items: list[Item], dims: Dims, shape: tuple[int, ...], sizes: dict[str, int]) -> tuple[list[Dim], set[str]]:
-    """Dimensions of the result, of which those of index tensors are `("tensor",)`, and the factors to be whole."""
-    output: list[Dim] = []
-    fixed = set()
-    position = 0
-    for item in items:
-        if item is None:
-            output.append(())
-            continue
-        if item == slice(None):
-            output.append(dims[position])
-        elif isinstance(item, slice):
-            sizes[f"o{position}"] = len(range(*item.indices(shape[position])))
-            fixed |= {f"d{position}", f"o{position}"}
-            output.append((f"o{position}",))
-        else:
-            fixed.add(f"d{position}")
-            if isinstance(item, TensorSpec):
-                output.append(("tensor",))
-        position += 1
-    return output, fixed
+    output, kept, picked = slices.basic(call, items, dims, sizes)
+    rule = Factorization(
+        (dims,), (output,), sizes, terms=LINEAR, localize=slices.localize_index(items, sizes, kept), kept=kept
+    )
+    return slices.from_owners(call, rule, picked, functools.partial(slices.picked_by_owners, items))
 
 
 def _by_positions(call: OpCall, items: list[Item]) -> Factorization:
@@ -97,7 +79,7 @@ def _by_positions(call: OpCall, items: list[Item]) -> Factorization:
         raise call.refuse(str(error)) from None
     shape = call.tensors[0].shape
     dims, sizes = names_for("d", shape)
-    output, fixed = _basic(items, dims, shape, sizes)
+    output, fixed = _sliced_to_new_factors(call, items, dims, sizes)
     names = tuple((f"x{i}",) for i in range(len(picked)))
     sizes |= {f"x{i}": size for i, size in enumerate(picked)}
     rest = [dim for dim in output if dim != ("tensor",)]
@@ -126,15 +108,27 @@ def _setitem(call: OpCall) -> Factorization:
     masks = [item for item in items if isinstance(item, TensorSpec)]
     if masks:
         return _where_true(call, items, value)
-    picked, _ = _basic(items, dims, target.shape, sizes)
+    picked, fixed = _sliced_to_new_factors(call, items, dims, sizes)
     kept = [dim for dim in picked if dim and dim[0].startswith("d")]
     inputs: tuple[Dims, ...] = (dims,)
-    fixed = {dim[0] for dim in picked if dim and not dim[0].startswith("d")}
     if value is not None:
         shape = tuple(math.prod(sizes[f] for f in dim) for dim in picked)
         inputs = (dims, _aligned(call, value.shape, shape, tuple(picked)))
     written = [name for (name,) in dims if (name,) not in kept]
+    fixed -= {name for (name,) in dims}
     return Factorization(inputs, (dims,), sizes, fixed=frozenset(fixed), local=dict.fromkeys(written, _assign_own_part))
+
+
+def _sliced_to_new_factors(
+    call: OpCall, items: list[Item], dims: Dims, sizes: dict[str, int]
+) -> tuple[list[Dim], set[str]]:
+    """The dimensions of what is picked, those that are sliced by factors of their own, and all factors that are
+    sliced or picked from, or come of it."""
+    output, kept, picked = slices.basic(call, items, dims, sizes)
+    names = {factor: f"o{factor}" for factor in kept}
+    sizes |= {names[factor]: len(positions) for factor, positions in kept.items()}
+    renamed: list[Dim] = [tuple(names.get(factor, factor) for factor in dim) for dim in output]
+    return renamed, {*kept, *names.values(), *picked}
 
 
 def _aligned(call: OpCall, shape: tuple[int, ...], whole: tuple[int, ...], names: Dims) -> Dims:
@@ -161,38 +155,13 @@ def _assign_own_part(call: LocalCall) -> Any:
     arguments = call.arguments
     x, value = arguments["input"], arguments["value"]
     given = arguments["index"] if isinstance(arguments["index"], tuple) else (arguments["index"],)
-    own = _own_index(call, _expanded(given, len(x.shape)))
-    if own is not None:
-        index, taken = own
+    index, taken = slices.own_index(_expanded(given, len(x.shape)), call.sizes, call.spans)
+    if slices.ELSEWHERE not in index:
         call.on(x, index=tuple(index), value=_part_of_value(call.platform.ops, value, taken))
     return x
 
 
-def _own_index(call: LocalCall, items: list[Item]) -> tuple[list[Item], list[tuple[int, int] | None]] | None:
-    """The index within this rank's part, and what to take of the value along each dimension; None: nothing."""
-    index: list[Item] = []
-    taken: list[tuple[int, int] | None] = []
-    position = 0
-    for item in items:
-        if item is None:
-            index.append(None)
-            taken.append(None)
-            continue
-        size = call.sizes[f"d{position}"]
-        start, length = call.spans.get(f"d{position}", (0, size))
-        position += 1
-        if isinstance(item, slice):
-            own, part = _own_slice(item, size, start, length)
-            index.append(own)
-            taken.append(None if item == slice(None) else part)
-        elif 0 <= item % size - start < length:
-            index.append(item % size - start)
-        else:
-            return None
-    return index, taken
-
-
-def _part_of_value(ops: Any, value: Any, taken: list[tuple[int, int] | None]) -> Any:
+def _part_of_value(ops: Any, value: Any, taken: list[Part | None]) -> Any:
     if not hasattr(value, "shape") or not len(value.shape):
         return value
     for dim, part in enumerate(taken[len(taken) - len(value.shape) :]):
@@ -206,13 +175,3 @@ def _expanded(index: tuple[Item, ...], ndim: int) -> list[Item]:
     rest = [slice(None)] * (ndim - used)
     where = next((i for i, item in enumerate(index) if item is Ellipsis), None)
     return [*index, *rest] if where is None else [*index[:where], *rest, *index[where + 1 :]]
-
-
-def _own_slice(item: slice, size: int, start: int, length: int) -> tuple[slice, tuple[int, int]]:
-    """A slice of a dimension within a part of it, and (start, length) of what it is of the slice."""
-    first, stop, step = item.indices(size)
-    count = len(range(first, stop, step))
-    low = min(count, max(0, -(-(start - first) // step)))
-    high = max(low, min(count, -(-(start + length - first) // step)))
-    begin = first + low * step - start
-    return slice(begin, begin + (high - low) * step if high > low else begin, step), (low, high - low)

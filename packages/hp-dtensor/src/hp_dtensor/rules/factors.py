@@ -7,6 +7,7 @@ every rank. `terms` says in which groups of inputs the operation is linear, henc
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,9 @@ from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Sh
 
 Dim = tuple[str, ...]
 Dims = tuple[Dim, ...]
+Part = tuple[int, int]
+"""(start, length) of a part of a dimension or factor."""
+_Kept = Callable[[Placement, int], Placement]
 REPLICATE = Replicate()
 SUM = Partial("sum")
 
@@ -36,8 +40,11 @@ class Factorization:
         complete: factors whose `local` function leaves outputs complete (replicated), not partial.
         nonempty: factors that may be cut only if every rank gets some of them.
         ignored: inputs (by index) of which only dtype and device count; they stay as they are.
-        localize: static arguments to use on this rank, from the local shapes of the outputs.
+        localize: static arguments to use on this rank, from the local shapes of the outputs and, of each factor that is
+            cut, the (start, length) of this rank's part.
         written: inputs (by index) that the operation writes besides giving its outputs; they must stay as they are.
+        kept: factor -> the positions of it that outputs have; cut, each rank keeps those in its part.
+        known: factors of which every rank must know every part; several axes may cut them in chunk order only.
     """
 
     inputs: tuple[Dims, ...]
@@ -50,11 +57,16 @@ class Factorization:
     complete: frozenset[str] = frozenset()
     nonempty: frozenset[str] = frozenset()
     ignored: frozenset[int] = frozenset()
-    localize: Callable[[Sequence[tuple[int, ...]]], Mapping[str, Any]] | None = None
+    localize: Callable[[Sequence[tuple[int, ...]], Mapping[str, Part]], Mapping[str, Any]] | None = None
     written: frozenset[int] = frozenset()
+    kept: Mapping[str, range] = field(default_factory=dict)
+    known: frozenset[str] = frozenset()
 
     def output_shape(self, output: int) -> tuple[int, ...]:
-        return tuple(math.prod(self.sizes[f] for f in dim) for dim in self.outputs[output])
+        return tuple(math.prod(self._output_size(f) for f in dim) for dim in self.outputs[output])
+
+    def _output_size(self, factor: str) -> int:
+        return len(self.kept[factor]) if factor in self.kept else self.sizes[factor]
 
     def dim_of(self, dims: Dims, factor: str) -> int | None:
         """The dimension that cutting `factor` cuts, or None where a tensor does not have it."""
@@ -124,6 +136,7 @@ def strategies(
     ranks: int,
     cut_already: Mapping[str, float],
     untouched: Sequence[bool],
+    part_of: Callable[[str], Part],
 ) -> list[Strategy]:
     """Every way for an axis to take part, given what its inputs are now.
 
@@ -131,6 +144,7 @@ def strategies(
         ranks: of this axis.
         cut_already: factor -> number of parts that earlier axes cut it into, infinite where these are ragged.
         untouched: per input whether earlier axes leave it cut as it is; only then may it stay ragged here.
+        part_of: what earlier axes leave to this rank of a factor.
     """
     found = [_replicated(rule)]
     for factor in rule.sizes:
@@ -141,9 +155,15 @@ def strategies(
                 kinds.append(Shard(0))
             usable = [p if same else REPLICATE for p, same in zip(current, untouched, strict=True)]
             kinds += _ragged_kinds(rule, factor, usable, ranks, nested=factor in cut_already)
-            found += _cut(rule, factor, kinds, current)
+            found += _cut(rule, factor, kinds, current, _keeping(rule, factor, ranks, cut_already, part_of))
     found += _partial_inputs(rule)
     return found
+
+
+def _keeping(
+    rule: Factorization, factor: str, ranks: int, cut_already: Mapping[str, float], part_of: Callable[[str], Part]
+) -> _Kept:
+    return lambda kind, dim: _kept_in_parts(rule.kept[factor], ranks, part_of(factor), factor in cut_already, kind, dim)
 
 
 def _is_cut(rule: Factorization, factor: str, current: Sequence[Placement]) -> bool:
@@ -174,7 +194,7 @@ def _ragged_kinds(
             continue
         inside = rule.elements_inside(dims[dim], factor)
         in_chunks = isinstance(placement, Shard)
-        if inside == 0 or (nested and (in_chunks or inside > 1 or factor in rule.nonempty)):
+        if inside == 0 or (nested and (in_chunks or inside > 1 or factor in rule.nonempty | rule.known)):
             continue
         units = placement.units if isinstance(placement, RaggedShard) else _chunks(rule.sizes[factor] * inside, ranks)
         empty = factor in rule.nonempty and 0 in units
@@ -187,12 +207,18 @@ def _chunks(size: int, ranks: int) -> tuple[int, ...]:
     return tuple(Shard(0).interval(size, ranks, rank)[1] for rank in range(ranks))
 
 
-def _cut(rule: Factorization, factor: str, kinds: Sequence[Placement], current: Sequence[Placement]) -> list[Strategy]:
-    """Cut a factor in each of the given ways."""
+def _cut(
+    rule: Factorization,
+    factor: str,
+    kinds: Sequence[Placement],
+    current: Sequence[Placement],
+    kept: _Kept,
+) -> list[Strategy]:
+    """Cut a factor in each of the given ways; `kept` places a dimension of which outputs have some positions only."""
     return [
         Strategy(
             _cut_inputs(rule, factor, kind, current),
-            tuple(_cut_output(rule, factor, kind, dims) for dims in rule.outputs),
+            tuple(_cut_output(rule, factor, kind, dims, kept) for dims in rule.outputs),
             factor,
             kind,
         )
@@ -212,10 +238,36 @@ def _cut_inputs(
     return tuple(placements)
 
 
-def _cut_output(rule: Factorization, factor: str, kind: Placement, dims: Dims) -> Placement:
-    if rule.dim_of(dims, factor) is not None:
-        return _on_dim(rule, kind, factor, dims)
-    return REPLICATE if factor in rule.complete else Partial(rule.reduced[factor])
+def _cut_output(rule: Factorization, factor: str, kind: Placement, dims: Dims, kept: _Kept) -> Placement:
+    dim = rule.dim_of(dims, factor)
+    if dim is None:
+        return REPLICATE if factor in rule.complete else Partial(rule.reduced[factor])
+    return kept(kind, dim) if factor in rule.kept else _on_dim(rule, kind, factor, dims)
+
+
+def parts_of(kind: Shard | RaggedShard, part: Part, ranks: int) -> list[Part]:
+    """What each rank of an axis gets of a part that the axis cuts."""
+    start, length = part
+    if isinstance(kind, RaggedShard):
+        starts = itertools.accumulate(kind.units, initial=start)
+        return list(zip(starts, kind.units, strict=False))
+    cuts = (kind.interval(length, ranks, rank) for rank in range(ranks))
+    return [(start + offset, count) for offset, count in cuts]
+
+
+def positions_within(kept: range, part: Part) -> Part:
+    """(number of the first, how many) of the positions that lie in a part."""
+    low, high = (min(len(kept), max(0, -(-(edge - kept.start) // kept.step))) for edge in (part[0], part[0] + part[1]))
+    return low, high - low
+
+
+def _kept_in_parts(positions: range, ranks: int, part: Part, nested: bool, kind: Any, dim: int) -> Placement:
+    """The placement of a dimension of which each rank keeps what it has of `positions`.
+
+    Where earlier axes cut it too (`nested`) units differ between ranks, so it is ragged by name everywhere.
+    """
+    units = tuple(positions_within(positions, each)[1] for each in parts_of(kind, part, ranks))
+    return Shard(dim) if not nested and units == _chunks(len(positions), ranks) else RaggedShard(dim, units)
 
 
 def _on_dim(rule: Factorization, kind: Placement, factor: str, dims: Dims, now: Placement | None = None) -> Placement:

@@ -1,4 +1,4 @@
-"""Writing by index, masks of positions, and moves along a dimension: the written dimension is whole."""
+"""Writing by index and masks of positions: the written dimension is whole."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ def register(registry: RuleRegistry) -> None:
     registry.register("take_along_dim", "input index dim", _take_along_dim)
     registry.register("tril triu", "input diagonal=0", _last_two_whole)
     registry.register("tril_ triu_", "input diagonal=0", _last_two_whole, in_place=True)
-    registry.register("roll", "input shifts dims=None", _roll)
     registry.register("pad", "input pad mode=constant value=None", _pad)
     registry.register("repeat tile", "input *repeats", _repeat)
     registry.register("diagonal", "input offset=0 dim1=0 dim2=1", _diagonal, view=True)
@@ -108,13 +107,6 @@ def _take_along_dim(call: OpCall) -> Factorization:
 def _last_two_whole(call: OpCall) -> Factorization:
     ndim = call.tensors[0].ndim
     return _keep_shape(call, range(ndim - 2, ndim))
-
-
-def _roll(call: OpCall) -> Factorization:
-    if call["dims"] is None or call["dims"] == ():
-        return _keep_shape(call, range(call.tensors[0].ndim))
-    dims = (call["dims"],) if isinstance(call["dims"], int) else call["dims"]
-    return _keep_shape(call, [_dim(call, dim) for dim in dims])
 
 
 def _pad(call: OpCall) -> Factorization:

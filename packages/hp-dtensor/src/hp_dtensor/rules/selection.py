@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 
 def register(registry: RuleRegistry) -> None:
-    registry.register("narrow", "input dim start length", _narrow, view=True)
-    registry.register("select", "input dim index", _select, view=True)
     registry.register("cat concat", "tensors dim=0", _cat)
     registry.register("stack", "tensors dim=0", _stack)
     registry.register("split", "input sizes dim=0", _split, view=True)
@@ -43,16 +41,6 @@ def _changed(call: OpCall, dim: int, lengths: Sequence[int], **options: Any) -> 
     fixed = frozenset({f"d{dim}", *names})
     all_sizes = {**sizes, **dict(zip(names, lengths, strict=True))}
     return Factorization((dims,), outputs, all_sizes, fixed=fixed, **options)
-
-
-def _narrow(call: OpCall) -> Factorization:
-    return _changed(call, _dim(call, call["dim"]), [call["length"]], terms=LINEAR)
-
-
-def _select(call: OpCall) -> Factorization:
-    dims, sizes = names_for("d", call.tensors[0].shape)
-    dim = _dim(call, call["dim"])
-    return Factorization((dims,), ((*dims[:dim], *dims[dim + 1 :]),), sizes, fixed=frozenset({f"d{dim}"}), terms=LINEAR)
 
 
 def _cat(call: OpCall) -> Factorization:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hp_dtensor.rules.factors import Dims, Factorization
+from hp_dtensor.rules.factors import Dims, Factorization, Part
 from hp_dtensor.rules.registry import OpCall, RuleRegistry, names_for
 
 LINEAR = (frozenset({0}),)
@@ -31,7 +31,6 @@ def register(registry: RuleRegistry) -> None:
     registry.register("new_zeros new_ones new_empty", "input *size * dtype=None", _new)
     registry.register("new_full", "input size fill_value * dtype=None", _new)
     registry.register("new_tensor", "input data * dtype=None", _new_scalar)
-    registry.register("flip", "input *dims", _flip)
 
 
 def _one(call: OpCall, inputs: Dims, output: Dims, sizes: Mapping[str, int], **options: Any) -> Factorization:
@@ -116,7 +115,7 @@ def resolve_shape(call: OpCall, shape: Sequence[int], count: int) -> tuple[int, 
     return tuple(shape)
 
 
-def _localize_shape(shapes: Sequence[tuple[int, ...]]) -> Mapping[str, Any]:
+def _localize_shape(shapes: Sequence[tuple[int, ...]], spans: Mapping[str, Part]) -> Mapping[str, Any]:
     return {"shape": shapes[0]}
 
 
@@ -148,7 +147,7 @@ def _unflatten(call: OpCall) -> Factorization:
     return _reshape_to(
         call,
         (*shape[:dim], *parts, *shape[dim + 1 :]),
-        lambda shapes: {"sizes": shapes[0][dim : dim + count]},
+        lambda shapes, spans: {"sizes": shapes[0][dim : dim + count]},
     )
 
 
@@ -207,7 +206,7 @@ def _squeeze(call: OpCall) -> Factorization:
 def _squeeze_named(shape: tuple[int, ...], gone: set[int]) -> Callable[..., Mapping[str, Any]]:
     """Name the dimensions: one whose local shard happens to have size 1 must stay."""
     ones = tuple(sorted(i for i in gone if shape[i] == 1))
-    return lambda shapes: {"dim": ones}
+    return lambda shapes, spans: {"dim": ones}
 
 
 def _expand(call: OpCall) -> Factorization:
@@ -246,8 +245,3 @@ def _new_scalar(call: OpCall) -> Factorization:
         raise call.refuse("new_tensor of data is ambiguous; use distribute_tensor")
     dims, sizes = names_for("d", call.tensors[0].shape)
     return _one(call, dims, (), sizes, ignored=frozenset({0}), terms=None)
-
-
-def _flip(call: OpCall) -> Factorization:
-    dims, sizes = names_for("d", call.tensors[0].shape)
-    return _one(call, dims, dims, sizes, fixed=frozenset(f"d{_dim(call, dim)}" for dim in call["dims"]))
