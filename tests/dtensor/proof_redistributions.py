@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -16,7 +15,9 @@ from hp_dtensor.placements import Partial, Placement, RaggedShard, StridedShard
 from hp_dtensor.platform import Platform
 from hp_dtensor.testing import run_ranks
 from hp_dtensor.testing.redistribution_proof import prove_redistribution
+from hp_dtensor.testing.shares import Share
 
+LONG = 7200
 MORE: tuple[Placement, ...] = (StridedShard(0, 2), Partial("avg"), RaggedShard(0, (3, 1)), RaggedShard(1, (1, 2)))
 CASES: list[tuple[tuple[int, ...], tuple[int, ...], tuple[Placement, ...], bool]] = [
     *(((2, 2), shape, (), flat) for shape in ((6, 4), (5, 3), (2, 4), (1, 3), (0, 2)) for flat in (False, True)),
@@ -27,30 +28,24 @@ CASES: list[tuple[tuple[int, ...], tuple[int, ...], tuple[Placement, ...], bool]
 ]
 
 
-@pytest.fixture(scope="module")
-def counted(request: pytest.FixtureRequest) -> Iterator[list[int]]:
-    """Cases tried; shown at the end with the time they took."""
-    cases: list[int] = []
-    started = time.monotonic()
-    yield cases
-    terminal = request.config.pluginmanager.getplugin("terminalreporter")
-    if terminal is not None:
-        terminal.write_line(f"\nproof of redistributions: {sum(cases)} pairs, {time.monotonic() - started:.0f} s")
-
-
+@pytest.mark.timeout(LONG)
 @pytest.mark.parametrize(("mesh_shape", "shape", "more", "flattened"), CASES)
 def test_every_pair_keeps_values_and_gradients_and_sends_what_it_promised(
     hp_platform: Platform,
-    counted: list[int],
+    hp_share: Share,
+    count_cases: Callable[..., None],
     mesh_shape: tuple[int, ...],
     shape: tuple[int, ...],
     more: tuple[Placement, ...],
     flattened: bool,
 ) -> None:
-    arguments = (hp_platform, mesh_shape, shape, more, None, flattened)
+    arguments = (hp_platform, mesh_shape, shape, more, None, flattened, hp_share)
     size = math.prod(mesh_shape)
-    reports = run_ranks(prove_redistribution, size, hp_platform, *arguments, timeout_seconds=3600)
-    counted.append(reports[0].tried)
-    assert [problem for report in reports for problem in report.wrong] == []
+    reports = run_ranks(prove_redistribution, size, hp_platform, *arguments, timeout_seconds=LONG)
+    wrong = [problem for report in reports for problem in report.wrong]
+    if not wrong:
+        label = f"redistributions on {hp_platform.name}, mesh {'x'.join(map(str, mesh_shape))}"
+        count_cases(f"{label}{' with a flattened alias' if flattened else ''}", reports[0].tried)
+    assert wrong == []
     sent = np.mean([report.sent for report in reports], axis=0)
     np.testing.assert_allclose(sent, np.mean([report.promised for report in reports], axis=0), atol=1e-6)

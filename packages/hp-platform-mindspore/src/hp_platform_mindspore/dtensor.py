@@ -32,7 +32,6 @@ from hp_platform_mindspore.memory import host_view, share
 from hp_platform_mindspore.operation_names import caller, canonical
 
 POINTWISE = frozenset(f"{NONLINEAR} {LINEAR_UNARY}".split())
-TRUTH_VALUED = frozenset("isnan isinf isclose logical_xor signbit lt le gt ge eq ne".split())
 
 
 class _Depth(threading.local):
@@ -114,7 +113,7 @@ class MindSporeDTensor(DTensor, Tensor):
 
         kernel = caller(func, args)
         if name in POINTWISE:
-            kernel = unless_empty(kernel, name in TRUTH_VALUED)
+            kernel = unless_empty(kernel, name)
         return dispatch.dispatch(platform, name, unwrapping(kernel), new_args, new_kwargs)
 
     # MindSpore looks for the interception on the left operand; Python asks the right one's class first.

@@ -17,6 +17,10 @@ from mindspore import Tensor, mint, ops
 from hp_platform_mindspore.autograd import custom_function
 from hp_platform_mindspore.memory import FLOATING
 
+TRUTH_VALUED = frozenset("isnan isinf isclose logical_xor signbit lt le gt ge eq ne".split())
+FLAT = frozenset("ceil round sign sgn floor_divide heaviside".split())
+"""Constant but for their steps: MindSpore gives no gradient at all, torch (and this platform) zeros."""
+
 
 def constant(forward: Callable[..., Any], *inputs: Any) -> Any:
     """`forward(*inputs)` in the autograd graph, where the result does not depend on the inputs' values."""
@@ -54,16 +58,21 @@ def with_zero_gradient_if_empty(kernel: Callable[..., Any]) -> Callable[..., Any
     return guarded
 
 
-def unless_empty(kernel: Callable[..., Any], truth_valued: bool) -> Callable[..., Any]:
-    """A pointwise `kernel`, which on an empty tensor may stop the process, not run on one."""
+def unless_empty(kernel: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The `kernel` of a pointwise operation, which on an empty tensor may stop the process, not run on one.
+
+    Whether there is a gradient must not depend on what a rank holds: collectives further up would wait for each other.
+    """
 
     def guarded(*args: Any, **kwargs: Any) -> Any:
         if not is_empty(*args):
-            return kernel(*args, **kwargs)
+            return constant(functools.partial(kernel, **kwargs), *args) if name in FLAT else kernel(*args, **kwargs)
         tensors = [x for x in args if isinstance(x, Tensor)]
         shape = np.broadcast_shapes(*(x.shape for x in tensors))
         result = filled(0, shape, *tensors)
-        return result.astype(ms.bool_) if truth_valued else result
+        if name == "detach":
+            return ops.stop_gradient(result)
+        return result.astype(ms.bool_) if name in TRUTH_VALUED else result
 
     return guarded
 

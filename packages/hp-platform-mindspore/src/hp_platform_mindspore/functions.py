@@ -165,6 +165,10 @@ def prelu(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
+    added = [before + after for before, after in zip(pad[::2], pad[1::2], strict=True)]
+    whole = [n + more for n, more in zip(x.shape, [0] * (x.ndim - len(added)) + added[::-1], strict=True)]
+    if is_empty(x) and (mode == "constant" or not math.prod(whole)):
+        return filled(value or 0, whole, x)
     return ops.pad(x, tuple(pad), mode, value)
 
 

@@ -5,14 +5,19 @@ Loaded by every pytest that finds hp-dtensor installed, so it imports nothing he
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
     from hp_dtensor.launch import RankPool
     from hp_dtensor.platform import Platform
+    from hp_dtensor.testing.shares import Share
+
+CASES = "hp_cases"
+"""The property of a report that holds [label, cases right, cases refused as declared]."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,10 +33,65 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="all",
         help="where the conformance suite runs collectives: simulated ranks, real processes, or all (default)",
     )
+    group.addoption(
+        "--hp-share",
+        metavar="N/M",
+        default="1/1",
+        help="of the cases of each proof only share N of M equal ones, to split it over machines (default: all)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "real_ranks: starts processes")
+
+
+def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
+    """With -v, what a proof counted."""
+    counts: list[Any] = [value for name, value in report.user_properties if name == CASES]
+    if report.when != "call" or not report.passed or not counts:
+        return None
+    _, right, refused = counts[0]
+    return "passed", ".", _counted(right, refused)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """The cases of all proofs by their label."""
+    everything = itertools.chain.from_iterable(terminalreporter.stats.values())
+    reports = (report for report in everything if getattr(report, "when", None) == "call")
+    properties = itertools.chain.from_iterable(report.user_properties for report in reports)
+    totals: dict[str, tuple[int, int]] = {}
+    for label, right, refused in (value for name, value in properties if name == CASES):
+        before = totals.get(label, (0, 0))
+        totals[label] = before[0] + right, before[1] + refused
+    if totals:
+        terminalreporter.section(f"cases of the proofs, share {config.getoption('--hp-share')}")
+    for label, (right, refused) in totals.items():
+        terminalreporter.write_line(f"{label}: {_counted(right, refused)}")
+
+
+def _counted(right: int, refused: int) -> str:
+    return f"{right:,} right" + (f", {refused:,} refused as declared" if refused else "")
+
+
+@pytest.fixture(scope="session")
+def hp_share(pytestconfig: pytest.Config) -> Share:
+    """The share of a proof's cases to run (`--hp-share`)."""
+    from hp_dtensor.testing.shares import Share
+
+    try:
+        return Share.parse(pytestconfig.getoption("--hp-share"))
+    except ValueError as error:
+        raise pytest.UsageError(f"--hp-share: {error}") from None
+
+
+@pytest.fixture
+def count_cases(record_property: Callable[[str, object], None]) -> Callable[..., None]:
+    """`count_cases(label, right, refused)`: cases that this test tried; the sums by label are shown at the end."""
+
+    def count(label: str, right: int, refused: int = 0) -> None:
+        record_property(CASES, [label, right, refused])
+
+    return count
 
 
 @pytest.fixture(scope="session")

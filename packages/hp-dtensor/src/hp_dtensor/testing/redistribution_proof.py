@@ -14,6 +14,7 @@ from hp_dtensor.placements import Partial, Placement, Replicate, Shard
 from hp_dtensor.platform import Platform
 from hp_dtensor.redistribute import plan_between
 from hp_dtensor.spec import TensorSpec
+from hp_dtensor.testing.shares import ALL, Share, chosen
 from hp_dtensor.world import record_collectives
 
 Placements = tuple[Placement, ...]
@@ -43,6 +44,7 @@ def prove_redistribution(
     more: Sequence[Placement] = (),
     limit: int | None = None,
     flattened: bool = False,
+    share: Share = ALL,
 ) -> RedistributionReport:
     """Try pairs of placements (replicated, partial sum, every shard and `more`, on every axis) of a tensor.
 
@@ -50,8 +52,9 @@ def prove_redistribution(
 
     Args:
         more: further placements; those that do not fit an axis or a dimension there are left out.
-        limit: at most so many pairs, spread evenly; None: all.
+        limit: at most so many pairs; None: all.
         flattened: the mesh's axes are also known flattened, by a name of their own.
+        share: which of the pairs.
     """
     names = tuple(f"a{i}" for i in range(len(mesh_shape)))
     mesh = DeviceMesh("cpu", mesh_shape, mesh_dim_names=names, platform=platform)
@@ -59,10 +62,8 @@ def prove_redistribution(
         mesh.flatten("all")
     proof = _Proof(platform, mesh, shape)
     pairs = list(itertools.product(proof.all_placements(more), repeat=2))
-    if limit is not None and len(pairs) > limit:
-        pairs = [pairs[i * len(pairs) // limit] for i in range(limit)]
     report = RedistributionReport()
-    for source, target in pairs:
+    for source, target in chosen(pairs, limit, share):
         proof.check(source, target, report)
     return report
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,11 @@ from hp_dtensor.placements import Partial, Placement, Replicate, Shard
 from hp_dtensor.platform import Platform
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.testing.rule_samples import Sample
+from hp_dtensor.testing.shares import ALL, Share, chosen
 from hp_dtensor.world import SilentWorld
 
 Tensor = Any
+Placements = tuple[Placement, ...]
 RTOL, ATOL = 2e-4, 2e-5
 """float32 through at most two dozen operations in another order of summation; values are of order one."""
 
@@ -53,34 +55,42 @@ def is_there(platform: Platform, sample: Sample) -> bool:
 
 @dataclass
 class Report:
-    """What a proof found: cases tried, refusals with their message, and wrong results."""
+    """What a proof found on one rank.
 
-    tried: int
-    refused: list[str]
-    wrong: list[str]
+    Attributes:
+        right: cases with the values and gradients of one device.
+        declared: cases refused as the sample says that they may be.
+        refused: other refusals, with their message.
+        wrong: wrong results, one line each.
+    """
+
+    right: int = 0
+    declared: int = 0
+    refused: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
 
 
-def prove(platform: Platform, mesh_shape: tuple[int, ...], samples: Sequence[Sample], limit: int | None) -> Report:
+def prove(
+    platform: Platform,
+    mesh_shape: tuple[int, ...],
+    samples: Sequence[Sample],
+    limit: int | None = None,
+    share: Share = ALL,
+) -> Report:
     """Run on every rank of a world of the mesh's size; all ranks return the same kind of report.
 
     Args:
-        limit: at most so many placement combinations per sample, spread evenly; None: all.
+        limit: at most so many placement combinations per sample; None: all.
+        share: which of them.
     """
     names = tuple(f"a{i}" for i in range(len(mesh_shape)))
     mesh = DeviceMesh("cpu", mesh_shape, mesh_dim_names=names, platform=platform)
-    report = Report(0, [], [])
+    report = Report()
     for sample in samples:
         case = _Case(platform, mesh, sample)
-        for placements in _spread(list(case.all_placements()), limit):
-            report.tried += 1
+        for placements in chosen(list(case.all_placements()), limit, share):
             case.check(placements, report)
     return report
-
-
-def _spread(items: list[Any], limit: int | None) -> list[Any]:
-    if limit is None or len(items) <= limit:
-        return items
-    return [items[i * len(items) // limit] for i in range(limit)]
 
 
 class _Case:
@@ -96,6 +106,8 @@ class _Case:
         self.weights = [self._weight(rng, x) for x in self.outputs]
         self.grads = self._gradients(self.outputs, leaves)
         self.expected = [platform.to_numpy(x).copy() for x in self.outputs]
+        self._locals: dict[tuple[int, Placements], np.ndarray] = {}
+        self._gradient_parts: dict[tuple[int, Placements], np.ndarray] = {}
 
     def _values(self, rng: np.random.Generator, index: int, shape: tuple[int, ...]) -> np.ndarray:
         highest = (self.sample.integers or {}).get(index)
@@ -129,7 +141,7 @@ class _Case:
             loss = term if loss is None else ops.add(loss, term)
         return [None if g is None else self.platform.to_numpy(g).copy() for g in self.platform.grad([loss], wanted)]
 
-    def all_placements(self) -> Iterator[tuple[tuple[Placement, ...], ...]]:
+    def all_placements(self) -> Iterator[tuple[Placements, ...]]:
         per_tensor = []
         for index, shape in enumerate(self.sample.shapes):
             options: list[Placement] = [Replicate(), *(Shard(d) for d in range(len(shape)))]
@@ -138,56 +150,67 @@ class _Case:
             per_tensor.append(list(itertools.product(options, repeat=self.mesh.ndim)))
         return itertools.product(*per_tensor)
 
-    def check(self, placements: tuple[tuple[Placement, ...], ...], report: Report) -> None:
+    def check(self, placements: tuple[Placements, ...], report: Report) -> None:
         described = f"{self.sample.name} {placements}"
-        leaves, sharded = [], []
-        for array, placed in zip(self.arrays, placements, strict=True):
-            local = self._leaf(local_part(array, self.mesh, placed, self.sample.positive))
-            leaves.append(local)
-            sharded.append(api.from_local(local, self.mesh, placed, shape=array.shape))
+        leaves = [self._leaf(self._local(i, placed)) for i, placed in enumerate(placements)]
+        sharded = [
+            api.from_local(leaf, self.mesh, placed, shape=array.shape)
+            for leaf, array, placed in zip(leaves, self.arrays, placements, strict=True)
+        ]
         try:
             outputs = _outputs(self.sample.call(self.ops, *sharded))
         except ShardingRuleError as error:
-            if not (self.sample.may_refuse and self.sample.may_refuse in str(error)):
+            if self.sample.may_refuse and self.sample.may_refuse in str(error):
+                report.declared += 1
+            else:
                 report.refused.append(f"{described}: {error}")
             return
-        if not all(isinstance(x, DTensor) for x in outputs):
-            report.wrong.append(f"{described}: an output is no DTensor")
-            return
-        full = [x.full_tensor() for x in outputs]
-        problems = [self._compare(a, self.platform.to_numpy(b)) for a, b in zip(self.expected, full, strict=True)]
-        grads = self._gradients(full, leaves)
-        problems += self._gradient_problems(grads, placements)
-        report.wrong += [f"{described} rank {self.mesh.world.rank}: {problem}" for problem in problems if problem]
+        problems = self._problems(outputs, leaves, placements)
+        report.right += not problems
+        report.wrong += [f"{described} rank {self.mesh.world.rank}: {problem}" for problem in problems]
 
-    def _gradient_problems(
-        self, grads: list[np.ndarray | None], placements: tuple[tuple[Placement, ...], ...]
-    ) -> list[str]:
+    def _problems(self, outputs: list[Tensor], leaves: list[Tensor], placements: tuple[Placements, ...]) -> list[str]:
+        if not all(isinstance(x, DTensor) for x in outputs):
+            return ["an output is no DTensor"]
+        full = [x.full_tensor() for x in outputs]
+        problems = [_compare(a, self.platform.to_numpy(b)) for a, b in zip(self.expected, full, strict=True)]
+        problems += self._gradient_problems(self._gradients(full, leaves), placements)
+        return [problem for problem in problems if problem]
+
+    def _gradient_problems(self, grads: list[np.ndarray | None], placements: tuple[Placements, ...]) -> list[str]:
         differentiable = [i for i, array in enumerate(self.arrays) if self._differentiable(array)]
         problems = []
         for index, got, whole in zip(differentiable, grads, self.grads, strict=False):
             if whole is None:
                 continue
-            spec = api.grad_spec(_numpy_spec(self.mesh, placements[index], whole))
-            offset, shape = spec.box()
-            part = whole[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
-            got = np.zeros_like(part) if got is None else got
-            problem = self._compare(part, got)
+            part = self._gradient_part(index, placements[index], whole)
+            problem = _compare(part, np.zeros_like(part) if got is None else got)
             problems.append(f"gradient of argument {index}: {problem}" if problem else "")
         return problems
 
-    @staticmethod
-    def _compare(expected: np.ndarray, got: np.ndarray) -> str:
-        if expected.shape != got.shape:
-            return f"shape {got.shape}, expected {expected.shape}"
-        if not np.allclose(got, expected, rtol=RTOL, atol=ATOL):
-            return f"off by up to {np.max(np.abs(got.astype(np.float64) - expected)):.3g}"
-        return ""
+    def _local(self, index: int, placed: Placements) -> np.ndarray:
+        """This rank's part of an argument, which many cases have in common."""
+        if (index, placed) not in self._locals:
+            self._locals[index, placed] = local_part(self.arrays[index], self.mesh, placed)
+        return self._locals[index, placed]
+
+    def _gradient_part(self, index: int, placed: Placements, whole: np.ndarray) -> np.ndarray:
+        if (index, placed) not in self._gradient_parts:
+            spec = api.grad_spec(_numpy_spec(self.mesh, placed, whole))
+            box = tuple(slice(o, o + n) for o, n in zip(*spec.box(), strict=True))
+            self._gradient_parts[index, placed] = whole[box]
+        return self._gradient_parts[index, placed]
 
 
-def local_part(
-    array: np.ndarray, mesh: DeviceMesh, placements: Sequence[Placement], positive: bool = False
-) -> np.ndarray:
+def _compare(expected: np.ndarray, got: np.ndarray) -> str:
+    if expected.shape != got.shape:
+        return f"shape {got.shape}, expected {expected.shape}"
+    if not np.array_equal(got, expected) and not np.allclose(got, expected, rtol=RTOL, atol=ATOL):
+        return f"off by up to {np.max(np.abs(got.astype(np.float64) - expected)):.3g}"
+    return ""
+
+
+def local_part(array: np.ndarray, mesh: DeviceMesh, placements: Sequence[Placement]) -> np.ndarray:
     """This rank's part of a whole array; partial axes hold uneven, rank-dependent contributions."""
     spec = _numpy_spec(mesh, placements, array)
     offset, shape = spec.box()

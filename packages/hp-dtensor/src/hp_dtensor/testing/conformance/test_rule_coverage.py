@@ -8,8 +8,8 @@ from hp_dtensor.testing import dimension_samples, network_samples, operation_sam
 from hp_dtensor.testing.rule_proof import is_there, prove
 from hp_dtensor.testing.simulated import run_ranks
 
-RANKS = 3
-PLACEMENTS_PER_SAMPLE = 3
+RANKS = 4  # of which the last holds nothing of five rows
+PLACEMENTS_PER_SAMPLE = 4
 
 
 def test_every_rule_has_a_sample_that_holds(hp_platform: Platform) -> None:
