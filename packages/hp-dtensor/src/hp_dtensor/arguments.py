@@ -7,6 +7,7 @@ from typing import Any
 
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import MixedOperandsError
+from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.platform import Platform
 from hp_dtensor.rules.registry import HARMLESS_KEYWORDS, REQUIRED, OpCall, Registration
 from hp_dtensor.spec import TensorSpec
@@ -123,10 +124,13 @@ def _plain_key(name: str, value: Tensor) -> Any:
 def check_one_mesh(name: str, specs: tuple[TensorSpec, ...]) -> None:
     meshes = dict.fromkeys(spec.mesh for spec in specs)
     if len(meshes) > 1:
-        listed = " and ".join(
-            f"{mesh.describe()} (rank {mesh.world.rank}, ranks from {mesh.rank_at([0] * mesh.ndim)})" for mesh in meshes
-        )
+        listed = " and ".join(map(_where, meshes))
         raise MixedOperandsError(f"{name}: operands on different meshes: {listed}. Redistribute one of them.")
+
+
+def _where(mesh: DeviceMesh) -> str:
+    platform = "" if mesh.world.platform is None else f"{mesh.world.platform.name}, "
+    return f"{mesh.describe()} ({platform}rank {mesh.world.rank}, ranks from {mesh.rank_at([0] * mesh.ndim)})"
 
 
 def no_rule(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:

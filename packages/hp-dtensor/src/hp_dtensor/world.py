@@ -318,9 +318,13 @@ class SilentWorld(World):
 
 
 def current_world(platform: Platform | None = None) -> World:
-    """The world of this thread: the innermost `use_world`, else the platform's, else one rank alone."""
-    if _local.worlds:
-        return _local.worlds[-1]
+    """The world of this thread: the innermost `use_world`, else the platform's, else one rank alone.
+
+    Worlds of another platform than the one asked for are passed over; those of none are anybody's.
+    """
+    for used in reversed(_local.worlds):
+        if platform is None or used.platform is None or used.platform is platform:
+            return used
     world = platform.world if platform is not None else None
     return world if world is not None else _alone(platform)
 
