@@ -40,6 +40,7 @@ nox.options.sessions = [
 
 CORES = len(os.sched_getaffinity(0))
 WORKERS = min(4, CORES)  # more of them import a framework for too few tests each
+SPREAD = (f"--numprocesses={WORKERS}", "--dist=worksteal")
 
 TEST_TOOLS = ("pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6")
 MAIN_CONFIG = "examples/moe_small.yaml"
@@ -104,7 +105,7 @@ def pytest(session: nox.Session, python: Path, *arguments: str, **variables: str
     together. Where the session's arguments choose some, one process runs them, so that
     what comes first is seen first and a debugger can be used.
     """
-    spread = () if session.posargs else (f"--numprocesses={WORKERS}", "--dist=worksteal")
+    spread = () if session.posargs else SPREAD
     command = ("-m", "pytest", "-c", "pyproject.toml", "--rootdir", ".", *spread, *arguments, *session.posargs)
     run(session, python, *command, **variables)
 
@@ -283,7 +284,7 @@ def loss_parity(session: nox.Session) -> None:
 def proof(session: nox.Session, platform: str) -> None:
     """The full-size proofs, `proof_*.py` beside the tests, on each framework; arguments go to pytest."""
     found = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/*/proof_*.py"))
-    pytest(session, full(platform), *found, *session.posargs, HP_PLATFORM=platform)
+    pytest(session, full(platform), *SPREAD, "--verbose", *found, HP_PLATFORM=platform)
 
 
 @session

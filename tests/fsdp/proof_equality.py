@@ -10,6 +10,7 @@ import pytest
 from equality_models import MODELS
 from equality_training import Case, all_layouts, check_equal, train, train_reference
 
+from hp_dtensor.testing.shares import chosen
 from hp_dtensor.testing.simulated import run_ranks
 
 REDUCED = ((1, "every"), (3, "every"), (3, "last"))
@@ -23,16 +24,34 @@ def cases(max_ranks, all_reduced):
                     yield Case(model, layout, exact, *reduced)
 
 
-@pytest.mark.parametrize("case", cases(8, REDUCED), ids=str)
-def test_simulated_ranks(hp_platform, case):
+SIMULATED, REAL = list(cases(8, REDUCED)), list(cases(4, REDUCED[::2]))
+
+
+@pytest.fixture
+def in_share(hp_share):
+    """`in_share(case, cases)`: skip the test of a case of another share."""
+
+    def check(case, all_cases):
+        if case not in chosen(all_cases, share=hp_share):
+            pytest.skip("of another share")
+
+    return check
+
+
+@pytest.mark.parametrize("case", SIMULATED, ids=str)
+def test_simulated_ranks(hp_platform, in_share, count_cases, case):
+    in_share(case, SIMULATED)
     expected = train_reference(case)
     for result in run_ranks(train, case.layout.size, hp_platform, case):
         check_equal(case, result, expected)
+    count_cases(f"layouts on {hp_platform.name}, simulated ranks", 1)
 
 
 @pytest.mark.real_ranks
-@pytest.mark.parametrize("case", cases(4, REDUCED[::2]), ids=str)
-def test_real_ranks(rank_pool, case):
+@pytest.mark.parametrize("case", REAL, ids=str)
+def test_real_ranks(hp_platform, rank_pool, in_share, count_cases, case):
+    in_share(case, REAL)
     expected = train_reference(case)
     for result in rank_pool(case.layout.size).run("equality_training:train", case):
         check_equal(case, result, expected)
+    count_cases(f"layouts on {hp_platform.name}, real ranks", 1)
