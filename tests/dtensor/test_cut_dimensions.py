@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,9 @@ from hp_dtensor import (
     Shard,
     distribute_tensor,
     explicit_redistribution,
+    from_local,
 )
+from hp_dtensor.exceptions import LaunchError
 from hp_dtensor.platform import Platform
 from hp_dtensor.testing import run_ranks
 from hp_dtensor.testing.rule_proof import Operations
@@ -135,3 +138,147 @@ def test_a_position_that_is_not_there_is_an_index_error_on_every_rank(
 def test_the_message_of_a_missing_position(hp_platform: Platform) -> None:
     (message, _), *_ = run_ranks(_refused, 4, hp_platform, hp_platform, (Shard(0),), lambda ops, x: x[2:, 4])
     assert message.startswith("getitem: index 4 is out of bounds for dimension 1 with size 4 of TensorSpec([10, 4]")
+
+
+IDS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "index_select": lambda ops, x, ids: ops.index_select(x, 0, ids),
+    "gather": lambda ops, x, ids: ops.gather(x, 0, ops.expand(ops.unsqueeze(ids, 1), (2, 4))),
+    "getitem": lambda ops, x, ids: x[ids],
+    "embedding": lambda ops, x, ids: ops.embedding(ids, x),
+}
+
+
+def _with_bad_id(platform: Platform, placement: Any, call: Callable[[Any, Any, Any], Any]) -> str:
+    mesh = DeviceMesh("cpu", (4,), platform=platform)
+    x = distribute_tensor(platform.from_numpy(ROWS), mesh, (placement,))
+    ids = distribute_tensor(platform.from_numpy(np.array([1, 10])), mesh, (Replicate(),))
+    with pytest.raises((IndexError, RuntimeError, ValueError)) as failure:
+        platform.to_numpy(call(Operations(platform), x, ids).full_tensor())
+    return type(failure.value).__name__
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=str)
+@pytest.mark.parametrize("name", IDS)
+def test_an_id_that_all_ranks_see_fails_on_all_of_them(hp_platform: Platform, name: str, placement: Any) -> None:
+    kinds = run_ranks(_with_bad_id, 4, hp_platform, hp_platform, placement, IDS[name])
+    assert len(set(kinds)) == 1
+
+
+def _with_own_bad_id(platform: Platform, call: Callable[[Any, Any, Any], Any]) -> None:
+    mesh = DeviceMesh("cpu", (2,), platform=platform)
+    x = distribute_tensor(platform.from_numpy(ROWS), mesh, (Replicate(),))
+    ids = distribute_tensor(platform.from_numpy(np.array([1, 10])), mesh, (Shard(0),))
+    platform.to_numpy(call(Operations(platform), x, ids).full_tensor())
+
+
+@pytest.mark.parametrize("name", ["index_select", "getitem", "embedding"])
+def test_an_id_that_one_rank_sees_ends_the_job_with_its_name(hp_platform: Platform, name: str) -> None:
+    with pytest.raises(LaunchError, match="rank 1 of 2 failed"):
+        run_ranks(_with_own_bad_id, 2, hp_platform, hp_platform, IDS[name])
+
+
+# What needs a dimension whole -----------------------------------------------------------------------------------
+
+WHOLE: dict[str, Callable[[Any, Any], Any]] = {
+    "sort": lambda ops, x: ops.sort(x, 0)[0],
+    "argsort": lambda ops, x: ops.argsort(x, 0),
+    "median": lambda ops, x: ops.median(x, 0)[0],
+    "nanmedian": lambda ops, x: ops.nanmedian(x, 0)[0],
+    "mode": lambda ops, x: ops.mode(x, 0)[0],
+    "kthvalue": lambda ops, x: ops.kthvalue(x, 3, 0)[0],
+    "quantile": lambda ops, x: ops.quantile(x, 0.3, 0),
+}
+
+
+def _made_whole(platform: Platform, array: np.ndarray, shape: tuple[int, ...], name: str) -> tuple[Any, float, Any]:
+    mesh = DeviceMesh("cpu", shape, platform=platform)
+    x = distribute_tensor(platform.from_numpy(array), mesh, (Shard(0),) * len(shape))
+    with record_collectives() as log:
+        result = WHOLE[name](Operations(platform), x)
+    plain = WHOLE[name](Operations(platform), platform.from_numpy(array))
+    same = np.array_equal(platform.to_numpy(result.full_tensor()), platform.to_numpy(plain))
+    return result.placements, log.wire_bytes(), same
+
+
+def _has(platform: Platform, name: str) -> bool:
+    return platform.operation(name) is not None
+
+
+@pytest.mark.parametrize("name", ["sort", "argsort", "median", "nanmedian", "mode", "kthvalue", "quantile"])
+def test_a_dimension_is_made_whole_by_cutting_another_one(hp_platform: Platform, name: str) -> None:
+    """Each rank sends three quarters of its part; gathered, it would be three times all of it."""
+    if not _has(hp_platform, name):
+        pytest.skip(f"{hp_platform.name} has no {name}")
+    array = np.random.default_rng(0).permutation(32).astype(np.float32).reshape(8, 4)
+    for placements, sent, same in run_ranks(_made_whole, 4, hp_platform, hp_platform, array, (4,), name):
+        assert placements == (Shard(1 if name in ("sort", "argsort") else 0),)
+        assert sent == array.nbytes // 4 * 3 // 4
+        assert same
+
+
+def test_a_dimension_cut_twice_is_made_whole_by_cutting_another_one(hp_platform: Platform) -> None:
+    if not _has(hp_platform, "sort"):
+        pytest.skip(f"{hp_platform.name} has no sort")
+    array = np.random.default_rng(0).permutation(32).astype(np.float32).reshape(8, 4)
+    for placements, sent, same in run_ranks(_made_whole, 4, hp_platform, hp_platform, array, (2, 2), "sort"):
+        assert placements == (Shard(1), Shard(1))
+        assert sent == array.nbytes // 4 * 3 // 4
+        assert same
+
+
+# Scans ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"])
+def test_scans_send_totals(hp_platform: Platform, name: str) -> None:
+    """One row of 4 values, for `cummax` with their positions (int64), to each of three ranks."""
+    if not _has(hp_platform, name):
+        pytest.skip(f"{hp_platform.name} has no {name}")
+    several = name in ("cummax", "cummin")
+
+    def call(ops: Any, x: Any) -> Any:
+        result = getattr(ops, name)(x, 0)
+        return result[0] if several else result
+
+    array = np.linspace(-1.0, 1.0, 64, dtype=np.float32).reshape(16, 4)
+    for placements, sent, _, _ in on_ranks(hp_platform, array, (Shard(0),), call):
+        assert placements == (Shard(0),)
+        assert sent == 3 * 4 * (ITEMSIZE + 8 * several)
+
+
+# Partial results of several kinds ---------------------------------------------------------------------------------
+
+KINDS = {"sum": np.sum, "avg": np.mean, "max": np.max, "min": np.min, "product": np.prod}
+PARTS = np.random.default_rng(3).permutation(24).reshape(4, 6).astype(np.float32) / 8 + 0.5
+
+
+def _mixed(platform: Platform, left: str, right: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    mesh = DeviceMesh("cpu", (2,), platform=platform)
+    rank, ops = mesh.world.rank, platform.ops
+    leaves = [platform.from_numpy(PARTS[rank].copy()), platform.from_numpy(PARTS[2 + rank].copy())]
+    for leaf in leaves:
+        platform.set_requires_grad(leaf, True)
+    x, y = (from_local(leaf, mesh, (Partial(op),)) for leaf, op in zip(leaves, (left, right), strict=True))
+    results = [f(x, y).full_tensor() for f in (ops.add, ops.mul, ops.maximum)]
+    grads = platform.grad([ops.sum(results[1])], leaves)
+    return [platform.to_numpy(platform.detach(r)) for r in results], [platform.to_numpy(g) for g in grads]
+
+
+@pytest.mark.parametrize(("left", "right"), list(itertools.product(KINDS, repeat=2)))
+def test_partial_results_of_two_kinds_meet(hp_platform: Platform, left: str, right: str) -> None:
+    """Each is reduced by its own kind; the gradient of a largest or smallest value is its holder's."""
+    x, y = KINDS[left](PARTS[:2], axis=0), KINDS[right](PARTS[2:], axis=0)
+    for rank, (results, grads) in enumerate(run_ranks(_mixed, 2, hp_platform, hp_platform, left, right)):
+        for result, expected in zip(results, (x + y, x * y, np.maximum(x, y)), strict=True):
+            np.testing.assert_allclose(result, expected, rtol=1e-5)
+        for grad, kind, whole, own, other in (
+            (grads[0], left, x, PARTS[rank], y),
+            (grads[1], right, y, PARTS[2 + rank], x),
+        ):
+            np.testing.assert_allclose(grad, other * _share(kind, whole, own), rtol=1e-5)
+
+
+def _share(kind: str, whole: np.ndarray, own: np.ndarray) -> Any:
+    """The derivative of a result by a rank's contribution."""
+    shares = {"sum": 1.0, "avg": 0.5, "product": whole / own}
+    return shares[kind] if kind in shares else (whole == own).astype(np.float32)

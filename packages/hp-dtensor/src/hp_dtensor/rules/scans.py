@@ -23,10 +23,9 @@ Tensor = Any
 def register(registry: RuleRegistry) -> None:
     registry.register("cumsum", "input dim * dtype=None", _along(_cumulated("add"), linear=True))
     registry.register("cumprod", "input dim * dtype=None", _along(_cumulated("mul")))
-    registry.register("logcumsumexp", "input dim", _along(None))
-    registry.register("cummax cummin", "input dim", _along(None, outputs=2))
-    registry.register("cumsum_", "input dim * dtype=None", _along(None), in_place=True)
-    registry.register("cumprod_", "input dim * dtype=None", _along(None), in_place=True)
+    registry.register("logcumsumexp", "input dim", _along(lambda call: _carried(call)[0]))
+    registry.register("cummax cummin", "input dim", _along(_carried, outputs=2))
+    registry.register("cumsum_ cumprod_", "input dim * dtype=None", _along(None), in_place=True)
     registry.register("softmax log_softmax softmin", "input dim=None dtype=None", _along(_softmax))
 
 
@@ -78,6 +77,53 @@ def _cumulated(combine: str) -> Callable[[LocalCall], Tensor]:
         return result
 
     return local
+
+
+def _carried(call: LocalCall) -> tuple[Tensor, ...]:
+    """What no operation of two results gives: the totals before each part are put in front of it, and scanned too."""
+    dim, ops, x = _dim_of(call), call.platform.ops, call.arguments["input"]
+    if not call.platform.is_floating(x.dtype):
+        x = call.platform.detach(x)
+    before = _totals_before(call, x, dim)
+    length, rows = x.shape[dim], before[0].shape[dim]
+    scanned = [ops.narrow(each, dim, rows, length) for each in _scanned(call, ops.cat([before[0], x], dim), dim)]
+    if len(scanned) == 1:
+        return tuple(scanned)
+    start = call.spans[f"d{dim}"][0]
+    values, where = scanned
+    positions = ops.add(where, start - rows)
+    if rows:
+        earlier = ops.gather(before[1], dim, ops.clamp(where, max=rows - 1))
+        positions = ops.where(ops.lt(where, rows), earlier, positions)
+    return values, positions
+
+
+def _totals_before(call: LocalCall, x: Tensor, dim: int) -> list[Tensor]:
+    """The totals, with their positions where the operation has any, of what lies before this part: of other parts
+    of the outermost cut first."""
+    ops, (start, length) = call.platform.ops, call.spans[f"d{dim}"]
+    totals = [ops.narrow(each, dim, max(0, length - 1), min(1, length)) for each in _scanned(call, x, dim)]
+    totals[1:] = [ops.add(where, start) for where in totals[1:]]
+    found = [[ops.narrow(total, dim, 0, 0) for total in totals]]
+    for _, group, lengths in lines(call, [dim]):
+        counts = [min(1, n) for n in lengths]
+        gathered = collectives.all_gather_varying(totals[0], group, dim, counts)
+        places = [collectives.gather_data(where, group, dim, counts) for where in totals[1:]]
+        running = _scanned(call, gathered, dim)
+        running[1:] = [ops.gather(place, dim, chosen) for place, chosen in zip(places, running[1:], strict=True)]
+        before = sum(counts[: group.rank])
+        found.insert(0, [ops.narrow(each, dim, max(0, before - 1), min(1, before)) for each in running])
+        totals = [ops.narrow(each, dim, max(0, sum(counts) - 1), min(1, sum(counts))) for each in running]
+    return [ops.cat(list(each), dim) for each in zip(*found, strict=True)]
+
+
+def _scanned(call: LocalCall, x: Tensor, dim: int) -> list[Tensor]:
+    """The operation on a tensor that may be empty."""
+    positions = call.name in ("cummax", "cummin")
+    if x.shape[dim]:
+        result = call.on(x)
+        return list(result) if positions else [result]
+    return [x, call.platform.ops.zeros(tuple(x.shape), call.platform.dtype("int64"))] if positions else [x]
 
 
 def _softmax(call: LocalCall) -> Tensor:

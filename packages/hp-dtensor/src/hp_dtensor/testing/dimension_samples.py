@@ -45,4 +45,23 @@ _MOVES = (
     _sample("flip of a slice", lambda ops, x: ops.flip(x[1:4], (0, 1))),
 )
 
-SAMPLES: tuple[Sample, ...] = (*_SLICES, *_MOVES)
+_SCANS = (
+    _sample("logcumsumexp rows", lambda ops, x: ops.logcumsumexp(x, 0)),
+    _sample("logcumsumexp flat", lambda ops, x: ops.logcumsumexp(ops.mul(x, 20.0), -1), FLAT),
+    _sample("logcumsumexp of a slice", lambda ops, x: ops.logcumsumexp(x[3:], 0), LONG),
+    *(
+        sample
+        for name in ("cummax", "cummin")
+        for sample in (
+            _sample(f"{name} values", lambda ops, x, name=name: getattr(ops, name)(x, 0)[0], LONG),
+            _sample(f"{name} positions", lambda ops, x, name=name: getattr(ops, name)(x, 0)[1], LONG, gradients=False),
+            _sample(f"{name} of ties", lambda ops, x, name=name: getattr(ops, name)(ops.floor(x), 0)[1], LONG,
+                    gradients=False),
+            _sample(f"{name} of integers", lambda ops, x, name=name: getattr(ops, name)(x, -1), FLAT, integers={0: 3},
+                    gradients=False),
+            _sample(f"{name} of a slice", lambda ops, x, name=name: getattr(ops, name)(x[1:5], 0)[0], LONG),
+        )
+    ),
+)  # fmt: skip
+
+SAMPLES: tuple[Sample, ...] = (*_SLICES, *_MOVES, *_SCANS)
