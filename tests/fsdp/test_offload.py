@@ -1,125 +1,197 @@
-"""Shards on the host: what is copied when, with host and device told apart by the test, as both are CPU memory here."""
+"""Shards and gradients on the host: what is copied when, and that numbers are those of no offload."""
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 
 import numpy
+import offload_device
 import pytest
 from fsdp_training import AdamW, Case, build, micro_loss, shard, sharded_modules, whole
 
 from hp_dtensor.mesh import init_device_mesh
 from hp_dtensor.testing.simulated import run_ranks
 from hp_dtensor.world import current_world
-from hp_fsdp import CPUOffloadPolicy, FullyShardError, fully_shard, get_storage, summon_full_params
+from hp_fsdp import Communication, CPUOffloadPolicy, FullyShardError, fully_shard, get_storage, summon_full_params
 
 CASES = {
-    "fsdp": Case((2,), num_blocks=2),
-    "hsdp, accumulated": Case((2, 2), num_blocks=1, accumulate=2, sync="last"),
+    "fsdp": Case((2,), num_blocks=3),
+    "hsdp, accumulated": Case((2, 2), num_blocks=1, accumulate=3, sync="last"),
+    "reduced each time": Case((2,), num_blocks=2, accumulate=3),
     "mixed precision": Case((2,), num_blocks=1, policy={"param_dtype": "float16", "reduce_dtype": "float32"}),
     "one rank": Case((1,), num_blocks=1),
 }
-
-
-class Counter:
-    """A device whose memory is not the host's, in place of a storage's functions."""
-
-    def __init__(self, storage):
-        self.storage, self.log = storage, []
-        self.is_beside = False
-
-    def is_host(self, device_type):
-        return False
-
-    def check_offload(self, device_type):
-        pass
-
-    def host_buffer(self, numel, dtype, pin_memory):
-        self.log.append(("host buffer", numel, pin_memory))
-        return self.storage.platform.zeros((numel,), dtype)
-
-    @contextlib.contextmanager
-    def beside_computation(self):
-        self.is_beside = True
-        yield
-        self.is_beside = False
-
-    def to_device(self, target, host):
-        self.log.append(("to device", target.shape[0], self.is_beside))
-        self.storage.platform.copy_(target, host)
-
-    def to_host(self, host, source):
-        self.log.append(("to host", source.shape[0], None))
-        counter = self
-
-        class Late:
-            def wait(self):
-                counter.log.append(("waited", source.shape[0], None))
-                counter.storage.platform.copy_(host, source)
-
-        return Late()
+WHOLE = CPUOffloadPolicy(pin_memory=True)
+PARAMETERS, GRADIENTS = CPUOffloadPolicy(gradients=False), CPUOffloadPolicy(parameters=False)
+STEPS = 5
 
 
 @pytest.fixture
-def counter(hp_platform, monkeypatch):
-    storage = get_storage(hp_platform)
-    counter = Counter(storage)
-    for name in ("is_host", "check_offload", "host_buffer", "beside_computation", "to_device", "to_host"):
-        monkeypatch.setattr(storage, name, getattr(counter, name), raising=True)
-    return counter
+def device(hp_platform, monkeypatch):
+    return offload_device.install(get_storage(hp_platform), monkeypatch)
 
 
-def _train(platform, case, policy, counter=None):
+class Logged(Communication):
+    """Puts reductions between the copies of the log."""
+
+    def __init__(self, platform, device):
+        super().__init__(platform)
+        self._device = device
+
+    def reduce_scatter(self, output, gradients, group):
+        self._device.log("reduce", output.shape[0])
+        return super().reduce_scatter(output, gradients, group)
+
+    def all_reduce(self, shard, group):
+        self._device.log("all-reduce", shard.shape[0])
+        return super().all_reduce(shard, group)
+
+
+def _model(platform, case, **options):
     names = ("shard",) if len(case.mesh) == 1 else ("replicate", "shard")
     mesh = init_device_mesh("cpu", case.mesh, mesh_dim_names=names, platform=platform)
-    used = Case(**{**vars(case), "options": {"offload_policy": policy}})
-    model = shard(build(platform, used), mesh, used)
+    used = dataclasses.replace(case, options={**case.options, **options})
+    return shard(build(platform, used), mesh, used)
+
+
+def _train(platform, case, policy, device=None):
+    """(weights, log of this rank's last step, elements of the shards, what lay where between backward and step)."""
+    options = {"communication": Logged(platform, device)} if device is not None else {}
+    model = _model(platform, case, offload_policy=policy, **options)
+    buffers = [b for module in sharded_modules(model) for b in module._fsdp.group.buffers]
     step, rank = AdamW(platform), current_world(platform).rank
-    for index in range(2):
-        current_world(platform).all.barrier()
-        if counter is not None:
-            counter.log.clear()
-        current_world(platform).all.barrier()
+    for index in range(STEPS):
+        begin = len(device.of_rank(rank)) if device is not None else 0
         for micro in range(case.accumulate):
             model.set_requires_gradient_sync(case.sync == "every" or micro == case.accumulate - 1)
             platform.backward(micro_loss(platform, model, case, rank, index, micro))
-        current_world(platform).all.barrier()
-        log = list(counter.log) if counter is not None else []
-        current_world(platform).all.barrier()
+        log = device.of_rank(rank)[begin:] if device is not None else []
+        places = {
+            (device.lies_on_host(b.shard), None if b.awaited.flat is None else device.lies_on_host(b.awaited.flat))
+            for b in (buffers if device is not None else ())
+        }
         step(model)
-    buffers = [b for module in sharded_modules(model) for b in module._fsdp.group.buffers]
-    sizes = [b.layout.shard_numel for b in buffers]
-    return {name: whole(platform, p) for name, p in platform.named_parameters(model)}, log, sizes
+    weights = {name: whole(platform, p) for name, p in platform.named_parameters(model)}
+    return weights, log, [b.layout.shard_numel for b in buffers], places
+
+
+def _compare(platform, device, case, policy):
+    expected = run_ranks(_train, case.size, platform, platform, case, None)
+    results = run_ranks(_train, case.size, platform, platform, case, policy, device)
+    for got, wanted in zip(results, expected, strict=True):
+        for key, value in wanted[0].items():
+            numpy.testing.assert_array_equal(got[0][key], value, err_msg=key)
+    return results[0][1:]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_numbers_are_the_same_and_each_gather_and_reduction_copies_once(hp_platform, counter, name):
+def test_numbers_are_the_same_and_each_gather_and_reduction_copies_once(hp_platform, device, name):
     case = CASES[name]
-    expected = run_ranks(_train, case.size, hp_platform, hp_platform, case, None)[0][0]
-    results = run_ranks(_train, case.size, hp_platform, hp_platform, case, CPUOffloadPolicy(pin_memory=True), counter)
-    weights, log, sizes = results[0]
-    for key, value in expected.items():
-        numpy.testing.assert_array_equal(weights[key], value, err_msg=key)
-    by_kind = {kind: [entry for entry in log if entry[0] == kind] for kind in ("to device", "to host", "host buffer")}
-    assert sorted(n for _, n, _ in by_kind["to host"]) == sorted(sizes * case.size)
-    assert all(pinned for *_, pinned in by_kind["host buffer"])
-    # No copy to the host is waited for before all have begun: per rank, one batch of copies, one batch of waits.
-    kinds = "".join({"to host": "c", "waited": "w"}.get(kind, "") for kind, *_ in log)
-    assert kinds == ("c" * len(sizes) + "w" * len(sizes)) * case.size
-    # Blocks are gathered for forward and backward, the root once; one rank's shard is copied into place directly.
-    gathers = case.accumulate * (2 * (len(sizes) - 1) + 1) if case.mesh[-1] > 1 else 0
-    assert len(by_kind["to device"]) == gathers * case.size
-    assert all(beside for *_, beside in by_kind["to device"])
+    log, sizes, places = _compare(hp_platform, device, case, WHOLE)
+    assert places == {(True, None)}
+    assert all(device.pinned)
+    reductions = case.accumulate if case.sync == "every" else 1
+    copied = [numel for kind, numel in log if kind == "to host"]
+    assert sorted(copied) == sorted(sizes * reductions)
+    # Blocks are gathered for forward and backward, the root once.
+    kinds = [kind for kind, _ in log]
+    assert kinds.count("to device") == case.accumulate * (2 * (len(sizes) - 1) + 1)
+
+
+@pytest.mark.parametrize("name", ["fsdp", "hsdp, accumulated"])
+@pytest.mark.parametrize("policy", [WHOLE, GRADIENTS], ids=["whole", "gradients"])
+def test_gradients_are_copied_while_the_backward_of_others_runs(hp_platform, device, name, policy):
+    if policy is GRADIENTS and hp_platform.name != "torch":
+        pytest.skip("gradients lie where their parameters do")
+    log, sizes, _ = _compare(hp_platform, device, CASES[name], policy)
+    kinds = [kind for kind, _ in log if kind in ("reduce", "all-reduce", "to host", "on host")]
+    count, last = len(sizes), len(kinds) - 1 - kinds[::-1].index("reduce")
+    # All but those of the last group, whose reduction has just begun, and of one whose all-reduce runs, are on the way.
+    on_the_way = kinds[:last].count("to host")
+    assert on_the_way == (count - 2 if "all-reduce" in kinds else count - 1)
+    assert "on host" not in kinds[:last]
+    assert kinds[-count:] == ["on host"] * count
+
+
+def test_shards_are_copied_one_group_ahead(hp_platform, device):
+    case = CASES["fsdp"]
+
+    def rank():
+        model = _model(hp_platform, case, offload_policy=WHOLE)
+        world = current_world(hp_platform)
+        for number, block in enumerate(model.blocks):
+            hp_platform.add_forward_pre_hook(block.up, lambda *args, n=number: device.log("forward", n))
+        for index in range(2):
+            world.all.barrier()
+            begin = len(device.of_rank(world.rank))
+            loss = micro_loss(hp_platform, model, case, world.rank, index, 0)
+            log = device.of_rank(world.rank)[begin:]
+            hp_platform.backward(loss)
+        return [kind for kind, _ in log]
+
+    # The root's, then each block's before the forward of the one that comes before it.
+    steps = ["to device", "to device", "to device", "forward", "to device", "forward", "forward"]
+    assert run_ranks(rank, 2, hp_platform) == [steps] * 2
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("policy", [PARAMETERS, GRADIENTS], ids=["parameters", "gradients"])
+def test_parameters_or_gradients_alone(hp_platform, device, name, policy):
+    if hp_platform.name != "torch":
+        pytest.skip("gradients lie where their parameters do")
+    log, _, places = _compare(hp_platform, device, CASES[name], policy)
+    assert places == {(policy.parameters, policy.gradients)}
+    kinds = [kind for kind, _ in log]
+    # Within forward and backward only what is on the host is copied; gradients come to their parameters in the step.
+    assert ("to device" in kinds) == policy.parameters
+    assert ("to host" in kinds) == policy.gradients
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_gradients_alone_in_other_stages(hp_platform, device, stage):
+    if hp_platform.name != "torch":
+        pytest.skip("gradients lie where their parameters do")
+    case = dataclasses.replace(CASES["reduced each time"], options={"zero_stage": stage})
+    _, _, places = _compare(hp_platform, device, case, GRADIENTS)
+    assert places == ({(False, True)} if stage else {(False, None)})
+
+
+def test_gradients_apart_can_be_looked_at_replaced_and_dropped(hp_platform, device):
+    if hp_platform.name != "torch":
+        pytest.skip("gradients lie where their parameters do")
+    case = CASES["fsdp"]
+
+    def rank(policy):
+        model = _model(hp_platform, case, offload_policy=policy)
+        parameters = dict(hp_platform.named_parameters(model))
+        hp_platform.backward(micro_loss(hp_platform, model, case, current_world(hp_platform).rank, 0, 0))
+        first, second, *_ = (p for n, p in parameters.items() if n.startswith("blocks.0."))
+        first.grad = None  # dropped before anybody has looked
+        hp_platform.backward(micro_loss(hp_platform, model, case, current_world(hp_platform).rank, 1, 0))
+        second.grad = second.grad * 2  # looked at and replaced: what comes is added to it
+        hp_platform.backward(micro_loss(hp_platform, model, case, current_world(hp_platform).rank, 2, 0))
+        found = {name: whole(hp_platform, p.grad) for name, p in parameters.items()}
+        for p in parameters.values():
+            p.grad = None
+        assert all(p.grad is None for p in parameters.values())
+        return found
+
+    expected = run_ranks(rank, 2, hp_platform, None)[0]
+    for policy in (PARAMETERS, GRADIENTS):
+        found = run_ranks(rank, 2, hp_platform, policy)[0]
+        for name, value in expected.items():
+            numpy.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
 def test_where_the_device_is_the_host_nothing_is_copied(hp_platform, monkeypatch):
     storage = get_storage(hp_platform)
-    for name in ("host_buffer", "to_device", "to_host"):
+    for name in ("host_buffer", "to_device", "to_host", "await_gradient"):
         monkeypatch.setattr(storage, name, lambda *args: pytest.fail("copied"))
-    run_ranks(_train, 2, hp_platform, hp_platform, CASES["fsdp"], CPUOffloadPolicy())
+    for policy in (WHOLE, PARAMETERS, GRADIENTS):
+        run_ranks(_train, 2, hp_platform, hp_platform, CASES["fsdp"], policy)
 
 
-def test_whole_parameters_are_gathered_from_the_host(hp_platform, counter):
+def test_whole_parameters_are_gathered_from_the_host(hp_platform, device):
     def rank():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",), platform=hp_platform)
         model = fully_shard(build(hp_platform, CASES["fsdp"]), mesh, offload_policy=CPUOffloadPolicy())
@@ -131,10 +203,13 @@ def test_whole_parameters_are_gathered_from_the_host(hp_platform, counter):
     run_ranks(rank, 2, hp_platform)
 
 
-def test_what_cannot_be_offloaded_is_refused(hp_platform):
+def test_what_cannot_be_offloaded_is_refused(hp_platform, device):
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",), platform=hp_platform)
     model = build(hp_platform, CASES["fsdp"])
-    with pytest.raises(FullyShardError, match="expected zero_stage=3"):
+    with pytest.raises(FullyShardError, match=r"expected zero_stage=3.*parameters=False"):
         fully_shard(model, mesh, offload_policy=CPUOffloadPolicy(), zero_stage=2)
     with pytest.raises(FullyShardError, match="expected a CPUOffloadPolicy or None, got bool"):
         fully_shard(model, mesh, offload_policy=True)
+    if hp_platform.name != "torch":
+        with pytest.raises(RuntimeError, match="gradients lie where their parameters do"):
+            fully_shard(model, mesh, offload_policy=GRADIENTS)

@@ -24,6 +24,7 @@ from hp_fsdp.state_dict import (
     set_optimizer_state_dict,
 )
 from hp_fsdp.storage import ParameterStorage, get_storage
+from hp_fsdp.streamed_optimizer import stream_optimizer
 
 __version__ = "0.1.0"
 
@@ -59,5 +60,6 @@ __all__ = [
     "register_fsdp_forward_method",
     "set_model_state_dict",
     "set_optimizer_state_dict",
+    "stream_optimizer",
     "summon_full_params",
 ]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.world import ProcessGroup, Work
+from hp_fsdp._offload import AwaitedGradients, Residence, arrived
 from hp_fsdp._parameters import TAKEN_ATTRIBUTE, DataParallel, Original, sharded_spec
 from hp_fsdp.communication import Communication, Holding
 from hp_fsdp.layout import FlatLayout
@@ -78,11 +77,13 @@ class FlatBuffer:
         self.grad_dtype: DType = policy.grad_dtype or self.dtype
         self.shard_group: ProcessGroup = parallel.shard_group
         self.replicate_group: ProcessGroup | None = parallel.replicate_group
-        away = offload is not None and parallel.shards and not storage.is_host(self.device)
-        self._offload = offload if away else None
+        self.residence = Residence(storage, self.device)
+        if offload is not None and parallel.shards and not storage.is_host(self.device):
+            self.residence = Residence(storage, self.device, offload.parameters, offload.gradients, offload.pin_memory)
+        self.awaited = AwaitedGradients(self.residence, self._zero_part, self._store)
         self.shard = self._fill_shard(originals)
         # One shard without a cast is the full buffer: nothing to gather, nothing to free.
-        self.is_whole = layout.num_shards == 1 and self.param_dtype == self.dtype and not away
+        self.is_whole = layout.num_shards == 1 and self.param_dtype == self.dtype and not self.residence.parameters
         self.full = self.shard if self.is_whole else self.new_buffer(layout.numel, self.param_dtype)
         self._gather_target = storage.gather_target(self.full)
         self.parameters = [self._manage(index, original, parallel) for index, original in enumerate(originals)]
@@ -108,22 +109,14 @@ class FlatBuffer:
         with self.platform.no_grad():
             return self.platform.ops.cast(flat, dtype)
 
-    def _zeros_like_shard(self, dtype: DType) -> Tensor:
-        """As large as the shard, where that lies."""
-        if self._offload is not None:
-            return self.storage.host_buffer(self.layout.shard_numel, dtype, self._offload.pin_memory)
-        return self.platform.zeros((self.layout.shard_numel,), dtype, self.device)
-
     def shard_on_device(self) -> Tensor:
-        """The shard, or a copy where that is on the host; that is complete for work beside the computation."""
-        if self._offload is None:
-            return self.shard
-        copy = self.new_buffer(self.layout.shard_numel, self.dtype)
-        self.storage.to_device(copy, self.shard)
-        return copy
+        """The shard, or a copy that the computation may read where that is on the host."""
+        flat, arriving = self.residence.to_device(self.shard) if self.residence.parameters else arrived(self.shard)
+        arriving.wait()
+        return flat
 
     def _fill_shard(self, originals: Sequence[Original]) -> Tensor:
-        shard = self._zeros_like_shard(self.dtype)
+        shard = self.residence.zeros(self.layout.shard_numel, self.dtype, self.residence.parameters)
         for index, original in enumerate(originals):
             start, numel = self.layout.piece(index, self.shard_group.rank)
             if numel == 0 or self.platform.is_meta(original.tensor):
@@ -172,7 +165,7 @@ class FlatBuffer:
         expected = str(self.platform.device_of(self.shard))
         if replaced.dtype != self.dtype or where != expected:
             return [f"{parameter.name} is {replaced.dtype} on {where} now, expected {self.dtype} on {expected}"]
-        local = self.storage.part(self.shard, parameter.start, parameter.local_shape, parameter.first_dim)
+        local = self.part_of(parameter, self.shard)
         self.platform.copy_(local, replaced)
         self.storage.put_data(parameter.sharded, local)
         return []
@@ -186,7 +179,7 @@ class FlatBuffer:
         self.storage.refill(self.full)
         self.note_allocation()
         if self.layout.num_shards == 1:
-            self.platform.copy_(self._gather_target, self.shard)
+            self._start_copy_of_shard()
         elif self._kept_part is not None:
             group = self._neighbours(self.full.shape[0] // self._kept_part.shape[0])
             self._gathering = group.all_gather_into(self._gather_target, self._kept_part, async_op=True)
@@ -194,10 +187,20 @@ class FlatBuffer:
             self._start_gather_from_shards()
 
     def _start_gather_from_shards(self) -> None:
-        with self.storage.beside_computation() if self._offload is not None else contextlib.nullcontext():
-            shard = self.shard_on_device()
+        if not self.residence.parameters:
+            self._gathering = self.communication.all_gather(self._gather_target, self.shard, self.shard_group)
+            return
+        with self.storage.beside_computation():
+            shard, _ = self.residence.to_device(self.shard)
             gathering = self.communication.all_gather(self._gather_target, shard, self.shard_group)
             self._gathering = Holding(gathering, shard)
+
+    def _start_copy_of_shard(self) -> None:
+        if not self.residence.parameters:
+            self.platform.copy_(self._gather_target, self.shard)
+            return
+        with self.storage.beside_computation():
+            self._gathering = self.storage.to_device(self._gather_target, self.shard)
 
     def wait_gather(self) -> None:
         if self._gathering is not None:
@@ -231,7 +234,7 @@ class FlatBuffer:
         """(this rank's part of the full buffer, the shard as it was gathered to there); equal until one is written."""
         numel = self.layout.shard_numel
         held = self.storage.part(self.full, self.shard_group.rank * numel, (numel,))
-        return held, self._as(self.shard, self.param_dtype)
+        return held, self._as(self.shard_on_device(), self.param_dtype)
 
     @property
     def held_bytes(self) -> int:
@@ -255,8 +258,8 @@ class FlatBuffer:
     def reduced_bytes(self) -> int:
         """Bytes of the sharded parameters' gradients, and of a reduced shard that waits for another reduction."""
         grads = [self.storage.local_grad(parameter.sharded) for parameter in self.parameters]
-        waiting = self.storage.held_bytes(self.partial_shard) if self.partial_shard is not None else 0
-        return waiting + sum(
+        waiting = [shard for shard in (self.partial_shard, self.awaited.flat) if shard is not None]
+        return sum(self.storage.held_bytes(shard) for shard in waiting) + sum(
             math.prod(parameter.local_shape) * self.platform.itemsize(grad.dtype)
             for parameter, grad in zip(self.parameters, grads, strict=True)
             if grad is not None
@@ -348,23 +351,33 @@ class FlatBuffer:
     def start_store(self, reduced: Tensor) -> Callable[[], None]:
         """Begin to bring a reduced flat shard to where the gradients lie; the function returned does the rest."""
         flat = self._as(reduced, self.grad_dtype)
-        if self._offload is None:
-            return partial(self._store, flat)
-        host = self._zeros_like_shard(self.grad_dtype)
-        arriving = self.storage.to_host(host, flat)
+        trainable = [p for p in self.parameters if self.platform.requires_grad(p.sharded)]
+        # What somebody has looked at lies with the parameters; what is added to it joins it.
+        apart = self.residence.is_apart and all(self.storage.local_grad(p.sharded) is None for p in trainable)
+        on_host = self.residence.gradients if apart else self.residence.parameters
+        flat, arriving = self.residence.to_host(flat) if on_host else arrived(flat)
 
         def finish() -> None:
             arriving.wait()
-            self._store(host)
+            if apart:
+                self.awaited.add(flat, trainable)
+            else:
+                self.awaited.fetch()
+                self._store(trainable, flat)
 
         return finish
 
-    def _store(self, flat: Tensor) -> None:
-        """Make a flat shard the gradients of the sharded parameters, or add it to those they have."""
-        for parameter in self.parameters:
-            if not self.platform.requires_grad(parameter.sharded):
-                continue
-            grad = self.storage.part(flat, parameter.start, parameter.local_shape, parameter.first_dim)
+    def part_of(self, parameter: ManagedParameter, flat: Tensor) -> Tensor:
+        """A parameter's part of a tensor laid out as the shard."""
+        return self.storage.part(flat, parameter.start, parameter.local_shape, parameter.first_dim)
+
+    def _zero_part(self, parameter: ManagedParameter, flat: Tensor) -> None:
+        self.storage.zero_(self.part_of(parameter, flat))
+
+    def _store(self, parameters: Sequence[ManagedParameter], flat: Tensor) -> None:
+        """Make a flat shard the gradients of sharded parameters, or add it to those they have."""
+        for parameter in parameters:
+            grad = self.part_of(parameter, flat)
             present = self.storage.local_grad(parameter.sharded)
             if present is None:
                 self.storage.set_local_grad(parameter.sharded, grad, parameter.sharded.spec)

@@ -71,7 +71,7 @@ def fully_shard(
             longer than 1. Parameters cut along a later one, and their shards, are strided views of the buffers. Each
             rank gets as many rows as fit: the placement is a `RaggedShard`.
         mp_policy: dtypes of computation and communication.
-        offload_policy: keep shards and gradients on the host; only with `zero_stage` 3.
+        offload_policy: keep shards (with `zero_stage` 3 only), gradients, or both on the host.
         ignored_params: parameters that stay as they are; their gradients are this rank's own.
         replicate_params: parameters that every rank keeps whole; their gradients are reduced, those of the group in
             one all-reduce per dtype.
@@ -120,9 +120,14 @@ def _check_offload(
         return
     if not isinstance(policy, CPUOffloadPolicy):
         raise FullyShardError(f"offload_policy: expected a CPUOffloadPolicy or None, got {type(policy).__name__}")
-    if zero_stage != 3:
-        raise FullyShardError(f"offload_policy: expected zero_stage=3, whose parameters are sharded, got {zero_stage}")
+    if zero_stage != 3 and policy.parameters:
+        raise FullyShardError(
+            f"offload_policy: expected zero_stage=3, whose parameters are sharded, got {zero_stage}; "
+            "CPUOffloadPolicy(parameters=False) offloads gradients in any stage"
+        )
     storage.check_offload(mesh.device_type)
+    if policy.parameters != policy.gradients and not storage.is_host(mesh.device_type):
+        storage.check_gradient_apart()
 
 
 def _make_buffers(

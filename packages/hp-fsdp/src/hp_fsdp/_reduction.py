@@ -52,6 +52,7 @@ class Reduction:
         factor = options.factor(buffer.shard_group.size * num_replicas)
         self._before, self._after = _split_factor(factor, buffer)
         self._shard: Tensor = None
+        self._store: Callable[[], None] | None = None
         self._shard, self._work = self._scatter()
 
     def _scatter(self) -> tuple[Tensor, Work]:
@@ -87,9 +88,25 @@ class Reduction:
         held = {id(x): x for x in (self._full, self._shard) if x is not None and x is not self._buffer.partial_shard}
         return sum(self._buffer.storage.held_bytes(x) for x in held.values())
 
+    @property
+    def is_copied_away(self) -> bool:
+        """Whether its gradients go to the host, which takes time beside the backward."""
+        return self._buffer.residence.gradients and self._store is None
+
+    @property
+    def is_communicating(self) -> bool:
+        return self._work is not DONE
+
     def finish(self) -> Callable[[], None]:
-        """Wait, scale, and begin to store the gradients; the function returned does the rest."""
-        self._work.wait()
+        """Wait, scale, and begin to store the gradients, unless that has been done; the function returned does the
+        rest."""
+        if self._store is None:
+            self._work.wait()
+            self._store = self._start_store()
+            self._shard = None
+        return self._store
+
+    def _start_store(self) -> Callable[[], None]:
         if self._waits_for_more:
             return lambda: None
         if self._after != 1.0:
@@ -105,10 +122,19 @@ class Reducer:
         self._num_advanced = 0
 
     def make_room(self, max_full: int) -> None:
-        """Wait until fewer than `max_full` full gradient buffers are held: one more is about to be."""
+        """Wait until fewer than `max_full` full gradient buffers are held: one more is about to be.
+
+        Gradients that go to the host begin to once they are reduced; an all-reduce gets the time until the next call.
+        """
+        copies = [reduction for reduction in self._running[: self._num_advanced] if reduction.is_copied_away]
         while len(self._running) - self._num_advanced >= max_full:
-            self._running[self._num_advanced].advance()
+            reduction = self._running[self._num_advanced]
+            reduction.advance()
             self._num_advanced += 1
+            if reduction.is_copied_away and not reduction.is_communicating:
+                copies.append(reduction)
+        for reduction in copies:
+            reduction.finish()
 
     def start(self, buffer: FlatBuffer, options: ReduceOptions, is_last: bool = True) -> None:
         self._running.append(Reduction(buffer, options, is_last))

@@ -27,17 +27,24 @@ class ShardPlacementResult:
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy:
-    """Sharded parameters and their gradients in host memory, and so the optimizer's state and its step.
+    """What lies in host memory between uses; torch's `CPUOffloadPolicy` when both do, as by default.
 
-    As torch's `CPUOffloadPolicy`. A shard is copied to the device when it is gathered, on a stream beside that of the
-    computation, and freed there afterwards; reduced gradients are copied back at the end of backward. Parameters that
-    every rank keeps whole stay on the device. Where the device is the host nothing is copied.
+    Parameters that every rank keeps whole stay on the device, and so do their gradients. Where the device is the host
+    nothing is copied. `stream_optimizer` does the same for the optimizer's state, which else lies where the parameters
+    do, as does the optimizer's step.
 
     Attributes:
         pin_memory: page-locked host memory, which copies need to run beside the computation.
+        parameters: sharded parameters; with `zero_stage=3` only. A shard is copied to the device when it is gathered,
+            one group ahead, on a stream beside that of the computation, and freed there afterwards.
+        gradients: reduced gradients. Those of a group are copied while the backward of the following ones runs. Where
+            parameters and gradients are apart, these are brought to the parameters, group by group, when somebody looks
+            at one (`parameter.grad`: an optimizer, clipping); until then they accumulate where they are.
     """
 
     pin_memory: bool = True
+    parameters: bool = True
+    gradients: bool = True
 
 
 @dataclass(frozen=True)

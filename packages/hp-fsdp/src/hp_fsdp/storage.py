@@ -114,14 +114,30 @@ class ParameterStorage(ABC):
         """Inside the block the device works on a queue of its own, after what has been asked of it so far."""
         return contextlib.nullcontext()
 
-    def to_device(self, target: Tensor, host: Tensor) -> None:
-        """Begin to overwrite a device tensor with a host tensor; called `beside_computation`."""
+    def to_device(self, target: Tensor, host: Tensor) -> Work:
+        """Begin to overwrite a device tensor with a host tensor; called `beside_computation`, which then may read it;
+        the computation after `wait`, which the host need not wait for."""
         self.platform.copy_(target, host)
+        return DONE
 
     def to_host(self, host: Tensor, source: Tensor) -> Work:
         """Begin to overwrite a host tensor with a device tensor; the host may read it after `wait`."""
         self.platform.copy_(host, source)
         return DONE
+
+    def check_gradient_apart(self) -> None:
+        """Raise `CapabilityError` where `await_gradient` is not implemented."""
+        raise CapabilityError(
+            f"CPUOffloadPolicy: on {self.platform.name} gradients lie where their parameters do; offload both or none"
+        )
+
+    def await_gradient(self, parameter: Tensor, fetch: Callable[[], None], drop: Callable[[], None]) -> None:
+        """A DTensor parameter without a gradient will have one: call `fetch`, which sets it, when somebody looks at the
+        gradient, and `drop` when somebody else sets it; neither after `await_no_gradient`."""
+        self.check_gradient_apart()
+
+    def await_no_gradient(self, parameter: Tensor) -> None:
+        """Undo `await_gradient`."""
 
     # Parameters ------------------------------------------------------------------------------------------
 
@@ -144,7 +160,7 @@ class ParameterStorage(ABC):
         """The gradient of a DTensor parameter as a plain local tensor that shares its memory."""
 
     @abstractmethod
-    def set_local_grad(self, parameter: Tensor, grad: Tensor, spec: TensorSpec) -> None:
+    def set_local_grad(self, parameter: Tensor, grad: Tensor | None, spec: TensorSpec) -> None:
         """Make the plain local tensor `grad`, without a copy, the gradient of a DTensor parameter of `spec`."""
 
     @abstractmethod

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -41,6 +41,13 @@ _local_dtype = _plain.dtype.__get__
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 CACHE_SIZE = 4096
+
+
+class AwaitedGradient(NamedTuple):
+    """What sets a gradient that lies elsewhere, when somebody looks at it, and what is called when it is replaced."""
+
+    fetch: Callable[[], None]
+    drop: Callable[[], None]
 
 
 class _Uncached(Exception):
@@ -329,10 +336,15 @@ class TorchDTensor(DTensor, torch.Tensor):
 
     # Gradients -------------------------------------------------------------------------------------------
 
+    _awaited_gradient: AwaitedGradient | None = None
+
     @property
     def grad(self) -> Any:
         """The accumulated gradient: a DTensor placed as this one, replicated where this one is partial."""
         local = run_locally(_local_grad, (), (self,))
+        if local is None and self._awaited_gradient is not None:
+            self._awaited_gradient.fetch()
+            local = run_locally(_local_grad, (), (self,))
         if local is None or type(local) is TorchDTensor or not _intercepting():
             return local
         # Autograd made it and nobody else holds it: it becomes the DTensor itself, the same at every access.
@@ -342,6 +354,8 @@ class TorchDTensor(DTensor, torch.Tensor):
     def grad(self, value: Tensor | None) -> None:
         if value is not None and _intercepting():
             value = _as_gradient(self, value)
+        if self._awaited_gradient is not None:
+            self._awaited_gradient.drop()
         with LocalOperations():
             _set_local_grad(self, value)
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.autograd import Variable
 from torch.autograd.function import once_differentiable
 
+from hp_dtensor.platform import Platform
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.world import Work
 from hp_fsdp.storage import Gradients, ParameterStorage, moved_to_front
-from hp_platform_torch.dtensor import LocalOperations, TorchDTensor, adopt
+from hp_platform_torch.dtensor import AwaitedGradient, LocalOperations, TorchDTensor, adopt
 
 Tensor = torch.Tensor
 
@@ -30,7 +32,9 @@ class TorchParameterStorage(ParameterStorage):
     filled again through another one.
     """
 
-    _side: torch.Stream | None = None
+    def __init__(self, platform: Platform) -> None:
+        super().__init__(platform)
+        self._streams: dict[str, torch.Stream] = {}
 
     # Memory ----------------------------------------------------------------------------------------------
 
@@ -98,9 +102,12 @@ class TorchParameterStorage(ParameterStorage):
     def host_buffer(self, numel: int, dtype: torch.dtype, pin_memory: bool) -> Tensor:
         return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=pin_memory and torch.accelerator.is_available())
 
+    def beside_computation(self) -> AbstractContextManager[None]:
+        return self._beside("to device")
+
     @contextlib.contextmanager
-    def beside_computation(self) -> Iterator[None]:
-        stream, current = self._side_stream(), torch.accelerator.current_stream()
+    def _beside(self, purpose: str) -> Iterator[None]:
+        stream, current = self._stream(purpose), torch.accelerator.current_stream()
         stream.wait_stream(current)
         torch.accelerator.set_stream(stream)
         try:
@@ -108,22 +115,33 @@ class TorchParameterStorage(ParameterStorage):
         finally:
             torch.accelerator.set_stream(current)
 
-    def to_device(self, target: Tensor, host: Tensor) -> None:
+    def to_device(self, target: Tensor, host: Tensor) -> Work:
         with torch.no_grad():
             target.copy_(host, non_blocking=True)
         # Its memory may be used for something else by the computation once nobody refers to it.
         target.record_stream(torch.accelerator.current_stream())
+        return _CopiedToDevice(target, torch.accelerator.current_stream().record_event())
 
     def to_host(self, host: Tensor, source: Tensor) -> Work:
-        with self.beside_computation(), torch.no_grad():
+        with self._beside("to host"), torch.no_grad():
             host.copy_(source, non_blocking=True)
             source.record_stream(torch.accelerator.current_stream())
-            return _Copied(torch.accelerator.current_stream().record_event())
+            return _CopiedToHost(torch.accelerator.current_stream().record_event())
 
-    def _side_stream(self) -> torch.Stream:
-        if self._side is None:
-            self._side = torch.Stream(torch.accelerator.current_accelerator())
-        return self._side
+    def _stream(self, purpose: str) -> torch.Stream:
+        """One for each direction of copies: they need not wait for each other."""
+        if purpose not in self._streams:
+            self._streams[purpose] = torch.Stream(torch.accelerator.current_accelerator())
+        return self._streams[purpose]
+
+    def check_gradient_apart(self) -> None:
+        return
+
+    def await_gradient(self, parameter: Tensor, fetch: Callable[[], None], drop: Callable[[], None]) -> None:
+        parameter._awaited_gradient = AwaitedGradient(fetch, drop)  # type: ignore[attr-defined]
+
+    def await_no_gradient(self, parameter: Tensor) -> None:
+        parameter._awaited_gradient = None  # type: ignore[attr-defined]
 
     # Parameters ------------------------------------------------------------------------------------------
 
@@ -142,7 +160,7 @@ class TorchParameterStorage(ParameterStorage):
         with LocalOperations():
             return _grad(parameter)  # type: ignore[no-any-return]
 
-    def set_local_grad(self, parameter: Tensor, grad: Tensor, spec: TensorSpec) -> None:
+    def set_local_grad(self, parameter: Tensor, grad: Tensor | None, spec: TensorSpec) -> None:
         # A DTensor's `grad` makes a DTensor of it when somebody looks.
         with LocalOperations():
             _set_grad(parameter, grad)
@@ -196,14 +214,27 @@ def _bits(x: Tensor) -> Tensor:
     return x.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize])
 
 
-class _Copied:
-    """A copy to the host."""
+class _CopiedToHost:
+    """A copy that the host waits for."""
 
     def __init__(self, event: torch.Event) -> None:
         self._event = event
 
     def wait(self) -> None:
         self._event.synchronize()
+
+
+class _CopiedToDevice:
+    """A copy that the computation waits for."""
+
+    def __init__(self, target: Tensor, event: torch.Event) -> None:
+        self._target = target
+        self._event = event
+
+    def wait(self) -> None:
+        stream = torch.accelerator.current_stream()
+        stream.wait_event(self._event)
+        self._target.record_stream(stream)
 
 
 class _Gather(torch.autograd.Function):

@@ -1,0 +1,311 @@
+"""An optimizer's step on the device, group by group, with what lies in host memory copied there and back beside it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from hp_dtensor.dtensor import DTensor
+from hp_dtensor.spec import TensorSpec
+from hp_dtensor.world import Work
+from hp_fsdp import _state
+from hp_fsdp._buffer import FlatBuffer, ManagedParameter
+from hp_fsdp._full import local_of
+from hp_fsdp._offload import Residence
+from hp_fsdp.exceptions import FullyShardError
+from hp_fsdp.state_dict import _platform_of
+from hp_fsdp.storage import get_storage
+
+Tensor = Any
+Module = Any
+Optimizer = Any
+Step = Callable[[Any], Any]
+SlotKey = tuple[str, Any]
+
+STEPS_ATTRIBUTE = "_hp_fsdp_streamed_step"
+
+
+def stream_optimizer(
+    optimizer: Optimizer, model: Module, *, offload_state: bool = True, pin_memory: bool = True
+) -> Optimizer:
+    """Have `optimizer.step()` update on the device, one buffer of `model` after another, in place.
+
+    Before each, what of it lies in host memory is copied to the device, one ahead: the optimizer's state, and what
+    `CPUOffloadPolicy` keeps there; afterwards parameters and state are copied back. The copies run beside the updates,
+    and two buffers' copies are held at once. Gradients that somebody looked at before are where they were brought then.
+    Numbers are those of the optimizer. Where the device is the host nothing is copied.
+
+    Args:
+        optimizer: with `param_groups` and `state` by parameter, as those of torch.optim, whose update of a parameter
+            depends on that parameter's gradient and state only (not LBFGS); its class gains the streaming step.
+        model: it, or modules below it, have been through `fully_shard`. Other parameters are updated where they are.
+        offload_state: keep state that is as large as its parameter in host memory; else where the update makes it, on
+            the device, also of parameters that lie on the host.
+        pin_memory: page-locked host memory for that state.
+
+    Returns:
+        `optimizer`.
+
+    Raises:
+        FullyShardError: not such an optimizer; already streamed; or somebody has replaced its `step`, as learning-rate
+            schedulers do, which come after.
+        CapabilityError: the platform cannot keep tensors of the model's device on the host.
+    """
+    platform = _platform_of(model)
+    storage = get_storage(platform)
+    _check(optimizer)
+    buffers = [buffer for group in _state.groups_below(platform, model) for buffer in group.buffers]
+    if not buffers:
+        raise FullyShardError(f"stream_optimizer: nothing in {type(model).__name__} has been through fully_shard")
+    for device in {buffer.device for buffer in buffers}:
+        storage.check_offload(device)
+    away = [buffer for buffer in buffers if not storage.is_host(buffer.device)]
+    parts = [_Part(optimizer, buffer, offload_state, pin_memory) for buffer in away]
+    setattr(optimizer, STEPS_ATTRIBUTE, _Steps(optimizer, parts))
+    optimizer.__class__ = _streamed(type(optimizer))  # type: ignore[arg-type]
+    if hasattr(optimizer, "_patch_step_function"):
+        optimizer._patch_step_function()  # torch's hooks around a step of this class
+    return optimizer
+
+
+def _check(optimizer: Optimizer) -> None:
+    if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "state"):
+        raise FullyShardError(
+            f"stream_optimizer: expected an optimizer with param_groups and state, got {type(optimizer).__name__}"
+        )
+    if hasattr(optimizer, STEPS_ATTRIBUTE):
+        raise FullyShardError(f"stream_optimizer: {type(optimizer).__name__} is streamed already")
+    if "step" in vars(optimizer):
+        raise FullyShardError(
+            f"stream_optimizer: the step of this {type(optimizer).__name__} has been replaced, as learning-rate "
+            "schedulers do; make them after stream_optimizer"
+        )
+
+
+@functools.cache
+def _streamed(cls: type) -> type:
+    """`cls` with a step that goes through the buffers."""
+
+    def step(self: Any, closure: Any = None) -> Any:
+        loss = closure() if closure is not None else None
+        getattr(self, STEPS_ATTRIBUTE).run(_unhooked(cls.step))  # type: ignore[attr-defined]
+        return loss
+
+    def load_state_dict(self: Any, state_dict: Any) -> None:
+        cls.load_state_dict(self, state_dict)  # type: ignore[attr-defined]
+        getattr(self, STEPS_ATTRIBUTE).put_away()
+
+    body = {"step": step, "load_state_dict": load_state_dict, "__module__": cls.__module__}
+    return type(f"Streamed{cls.__name__}", (cls,), body)
+
+
+def _unhooked(step: Any) -> Any:
+    """A step without torch's hooks around it, which the streaming step has already."""
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+class _Steps:
+    """The step of an optimizer as steps of the buffers, and one of the parameters that are in none."""
+
+    def __init__(self, optimizer: Optimizer, parts: list[_Part]) -> None:
+        self._optimizer = optimizer
+        self._parts = parts
+
+    def run(self, step: Step) -> None:
+        given = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        parts = [part for part in self._parts if part.has_gradients(given)]
+        try:
+            for number, part in enumerate(parts):
+                for ahead in parts[number : number + 2]:
+                    ahead.fetch()
+                part.put_in_place()
+                self._step(step, part.ids & given)
+                part.put_away()
+            self._step(step, given.difference(*(part.ids for part in self._parts)))
+        finally:
+            self.put_away()
+
+    def put_away(self) -> None:
+        """Bring to where it is kept what is not there: after a step, a failed one, or state that has been loaded."""
+        for part in self._parts:
+            part.put_away()
+        for part in self._parts:
+            part.settle()
+
+    def _step(self, step: Step, ids: Collection[int]) -> None:
+        """As if the optimizer had no other parameters."""
+        groups = self._optimizer.param_groups
+        everything = [group["params"] for group in groups]
+        try:
+            for group in groups:
+                group["params"] = [p for p in group["params"] if id(p) in ids]
+            self._optimizer.param_groups = [group for group in groups if group["params"]]
+            if self._optimizer.param_groups:
+                step(self._optimizer)
+        finally:
+            self._optimizer.param_groups = groups
+            for group, parameters in zip(groups, everything, strict=True):
+                group["params"] = parameters
+
+
+class _Part:
+    """What a step takes of one buffer: `fetch`, `put_in_place`, the step, `put_away`, `settle`.
+
+    Attributes:
+        ids: of its parameters.
+    """
+
+    def __init__(self, optimizer: Optimizer, buffer: FlatBuffer, offload_state: bool, pin_memory: bool) -> None:
+        self._optimizer = optimizer
+        self._buffer = buffer
+        self._storage = buffer.storage
+        self._platform = buffer.platform
+        self._state = _StateOnHost(buffer, pin_memory) if offload_state else None
+        self.ids = {id(parameter.sharded) for parameter in buffer.parameters}
+        self._is_in_place = False
+        self._arriving: list[Work] | None = None
+        self._leaving: list[Work] = []
+        self._shard: Tensor | None = None
+        self._gradients: Tensor | None = None
+        self._own_gradients: list[tuple[Tensor | None, Tensor | None]] = []
+
+    def has_gradients(self, given: Collection[int]) -> bool:
+        """Whether a step changes one of the parameters with ids `given`."""
+        if self._buffer.awaited.flat is not None:
+            return True
+        mine = [p.sharded for p in self._buffer.parameters if id(p.sharded) in given]
+        return any(self._storage.local_grad(parameter) is not None for parameter in mine)
+
+    def fetch(self) -> None:
+        """Begin to copy to the device, unless that has been done."""
+        if self._arriving is not None:
+            return
+        residence, awaited = self._buffer.residence, self._buffer.awaited.flat
+        self._arriving = self._state.fetch() if self._state is not None else []
+        if residence.parameters:
+            self._shard = self._bring(self._buffer.shard)
+            for parameter in self._buffer.parameters:
+                grad = self._storage.local_grad(parameter.sharded)
+                self._own_gradients.append((grad, None if grad is None else self._bring(grad)))
+        if awaited is not None:
+            self._gradients = self._bring(awaited) if residence.gradients else awaited
+
+    def _bring(self, x: Tensor) -> Tensor:
+        assert self._arriving is not None
+        x = local_of(self._platform, x)
+        with self._storage.beside_computation():
+            copy = self._platform.empty(tuple(x.shape), x.dtype, self._buffer.device)
+            self._arriving.append(self._storage.to_device(copy, x))
+        return copy
+
+    def put_in_place(self) -> None:
+        """Wait for the copies, and have parameters, gradients and state be on the device."""
+        assert self._arriving is not None
+        for arriving in self._arriving:
+            arriving.wait()
+        self._is_in_place = True
+        if self._shard is not None:
+            self._move_parameters(self._shard, [copy for _, copy in self._own_gradients])
+        if self._gradients is not None:
+            self._buffer.awaited.lend(self._gradients)
+        if self._state is not None:
+            self._state.put_in_place(self._optimizer)
+
+    def put_away(self) -> None:
+        """Begin to copy back what a step has changed, and have the rest be where it was."""
+        for arriving in self._arriving or ():
+            arriving.wait()
+        if self._state is not None:
+            self._leaving += self._state.put_away(self._optimizer)
+        if self._is_in_place and self._gradients is not None:
+            self._buffer.awaited.take_back()
+        if self._is_in_place and self._shard is not None:
+            self._leaving.append(self._storage.to_host(self._buffer.shard, self._shard))
+            self._move_parameters(self._buffer.shard, [own for own, _ in self._own_gradients])
+        self._arriving = self._shard = self._gradients = None
+        self._own_gradients.clear()
+        self._is_in_place = False
+
+    def settle(self) -> None:
+        """Wait until the host may read what has been copied back."""
+        for leaving in self._leaving:
+            leaving.wait()
+        self._leaving.clear()
+
+    def _move_parameters(self, flat: Tensor, grads: Sequence[Tensor | None]) -> None:
+        """Have the parameters be views of `flat`, with these gradients, which lie there too."""
+        for parameter, grad in zip(self._buffer.parameters, grads, strict=True):
+            self._storage.put_data(parameter.sharded, self._buffer.part_of(parameter, flat))
+            if grad is not None:
+                self._storage.set_local_grad(parameter.sharded, grad, parameter.sharded.spec)
+
+
+class _StateOnHost:
+    """A buffer's state of an optimizer: one flat tensor like the shard for each slot, such as `exp_avg`, and dtype."""
+
+    def __init__(self, buffer: FlatBuffer, pin_memory: bool) -> None:
+        self._buffer = buffer
+        self._storage = buffer.storage
+        self._platform = buffer.platform
+        self._residence = Residence(buffer.storage, buffer.device, pin_memory=pin_memory)
+        self._on_host: dict[SlotKey, Tensor] = {}
+        self._on_device: dict[SlotKey, Tensor] = {}
+        self._given: dict[tuple[int, SlotKey], Tensor] = {}
+
+    def fetch(self) -> list[Work]:
+        copies = {key: self._residence.to_device(host) for key, host in self._on_host.items()}
+        self._on_device = {key: copy for key, (copy, _) in copies.items()}
+        return [arriving for _, arriving in copies.values()]
+
+    def put_in_place(self, optimizer: Optimizer) -> None:
+        """Give the optimizer the copies on the device."""
+        self._give(optimizer, self._on_device)
+
+    def put_away(self, optimizer: Optimizer) -> list[Work]:
+        """Begin to copy back, also what the optimizer has made or been given since; it has what is on the host then."""
+        for parameter, _, key, value in self._values(optimizer):
+            if key not in self._on_device and not self._is_given(parameter, key, value):
+                self._on_device[key] = self._first_copy(key)
+        self._give(optimizer, self._on_device)
+        leaving = []
+        for key, copy in self._on_device.items():
+            if key not in self._on_host:
+                self._on_host[key] = self._residence.zeros(copy.shape[0], copy.dtype, on_host=True)
+            leaving.append(self._storage.to_host(self._on_host[key], copy))
+        self._give(optimizer, {key: self._on_host[key] for key in self._on_device}, copies=False)
+        self._on_device = {}
+        return leaving
+
+    def _first_copy(self, key: SlotKey) -> Tensor:
+        if key not in self._on_host:
+            return self._residence.zeros(self._buffer.layout.shard_numel, key[1], on_host=False)
+        copy, arriving = self._residence.to_device(self._on_host[key])
+        arriving.wait()
+        return copy
+
+    def _values(self, optimizer: Optimizer) -> Iterator[tuple[ManagedParameter, dict[str, Any], SlotKey, Tensor]]:
+        """State that is as large as its parameter."""
+        for parameter in self._buffer.parameters:
+            entry = optimizer.state.get(parameter.sharded, {})
+            for slot, value in list(entry.items()):
+                if not isinstance(value, self._platform.Tensor) or 0 in parameter.local_shape:
+                    continue
+                local = local_of(self._platform, value)
+                if tuple(local.shape) == parameter.local_shape:
+                    yield parameter, entry, (slot, local.dtype), value
+
+    def _is_given(self, parameter: ManagedParameter, key: SlotKey, value: Tensor) -> bool:
+        return self._given.get((id(parameter), key)) is value
+
+    def _give(self, optimizer: Optimizer, flats: Mapping[SlotKey, Tensor], copies: bool = True) -> None:
+        """Have the optimizer's state be views of `flats`; what is not ours is copied there first."""
+        for parameter, entry, key, value in self._values(optimizer):
+            if key in flats:
+                part = self._buffer.part_of(parameter, flats[key])
+                if copies and not self._is_given(parameter, key, value):
+                    self._platform.copy_(part, local_of(self._platform, value))
+                if isinstance(value, DTensor):
+                    spec = value.spec
+                    part = self._platform.wrap(part, TensorSpec(spec.mesh, spec.placements, spec.shape, key[1]))
+                entry[key[0]] = self._given[id(parameter), key] = part

@@ -1,0 +1,306 @@
+"""An optimizer's state on the host, alone or with parameters and gradients: numbers, places, order of copies."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy
+import offload_device
+import pytest
+from fsdp_training import Case, build, cut_last_dim, micro_loss, shard, sharded_modules, whole
+
+from hp_dtensor import clip_grad_norm_
+from hp_dtensor.mesh import init_device_mesh
+from hp_dtensor.testing.simulated import run_ranks
+from hp_dtensor.world import current_world
+from hp_fsdp import (
+    CPUOffloadPolicy,
+    FullyShardError,
+    GradScaler,
+    StateDictOptions,
+    fully_shard,
+    get_optimizer_state_dict,
+    get_storage,
+    set_optimizer_state_dict,
+    stream_optimizer,
+)
+
+torch = pytest.importorskip("torch")
+
+CASES = {
+    "fsdp": Case((2,), num_blocks=2),
+    "accumulated": Case((2,), num_blocks=2, accumulate=3, frozen=("blocks.0.up",)),
+    "hsdp, accumulated without communication": Case((2, 2), num_blocks=1, accumulate=3, sync="last"),
+    "mixed precision": Case((2,), num_blocks=1, policy={"param_dtype": "bfloat16", "reduce_dtype": "float32"}),
+    "another dimension": Case((3,), num_blocks=1, options={"shard_placement_fn": cut_last_dim}),
+    "one rank": Case((1,), num_blocks=1),
+}
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=0.1),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.02, fused=True),
+    "one by one": lambda p: torch.optim.Adam(p, lr=0.02, foreach=False, amsgrad=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "groups": lambda p: torch.optim.AdamW(
+        [{"params": [x for x in p if x.ndim > 1], "lr": 0.01}, {"params": [x for x in p if x.ndim == 1], "lr": 0.03}]
+    ),
+}
+STEPS = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Offload:
+    """What lies on the host; None: not offloaded and not streamed."""
+
+    parameters: bool = False
+    gradients: bool = False
+    state: bool = True
+
+    @property
+    def policy(self):
+        some = self.parameters or self.gradients
+        return CPUOffloadPolicy(parameters=self.parameters, gradients=self.gradients) if some else None
+
+
+ALL = [Offload(p, g, s) for p in (False, True) for g in (False, True) for s in (False, True)]
+
+
+@pytest.fixture
+def device(hp_platform, monkeypatch):
+    if hp_platform.name != "torch":
+        pytest.skip("torch's optimizers")
+    return offload_device.install(get_storage(hp_platform), monkeypatch)
+
+
+def _model(platform, case, policy):
+    names = ("shard",) if len(case.mesh) == 1 else ("replicate", "shard")
+    mesh = init_device_mesh("cpu", case.mesh, mesh_dim_names=names, platform=platform)
+    return shard(
+        build(platform, case), mesh, dataclasses.replace(case, options=case.options | {"offload_policy": policy})
+    )
+
+
+def _micro_batches(platform, model, case, index):
+    for micro in range(case.accumulate):
+        model.set_requires_gradient_sync(case.sync == "every" or micro == case.accumulate - 1)
+        yield micro_loss(platform, model, case, current_world(platform).rank, index, micro)
+
+
+def _train(platform, case, make, offload=None, clips=False):
+    model = _model(platform, case, offload.policy if offload is not None else None)
+    optimizer = make(list(model.parameters()))
+    if offload is not None:
+        assert stream_optimizer(optimizer, model, offload_state=offload.state) is optimizer
+    for index in range(STEPS):
+        for loss in _micro_batches(platform, model, case, index):
+            loss.backward()
+        if clips:
+            clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        grads = {n: whole(platform, p.grad) for n, p in model.named_parameters()}
+        optimizer.zero_grad()
+    state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))["state"]
+    weights = {n: whole(platform, p) for n, p in model.named_parameters()}
+    return weights, grads, {f"{n}.{s}": whole(platform, v) for n, e in state.items() for s, v in e.items()}
+
+
+def _assert_equal(results, expected):
+    for got, wanted in zip(results, expected, strict=True):
+        for found, right in zip(got, wanted, strict=True):
+            assert found.keys() == right.keys()
+            for name, value in right.items():
+                numpy.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+@pytest.mark.parametrize("offload", ALL, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_numbers_are_those_of_the_optimizer(hp_platform, device, name, offload):
+    case, make = CASES[name], OPTIMIZERS["adamw"]
+    expected = run_ranks(_train, case.size, hp_platform, hp_platform, case, make)
+    _assert_equal(run_ranks(_train, case.size, hp_platform, hp_platform, case, make, offload), expected)
+
+
+@pytest.mark.parametrize("offload", [Offload(), Offload(True, False, True), Offload(False, True, True)], ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_and_clipping(hp_platform, device, name, offload):
+    case, make = CASES["fsdp"], OPTIMIZERS[name]
+    expected = run_ranks(_train, case.size, hp_platform, hp_platform, case, make, None, True)
+    _assert_equal(run_ranks(_train, case.size, hp_platform, hp_platform, case, make, offload, True), expected)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_other_stages(hp_platform, device, stage):
+    case = dataclasses.replace(CASES["accumulated"], options={"zero_stage": stage})
+    expected = run_ranks(_train, 2, hp_platform, hp_platform, case, OPTIMIZERS["adamw"])
+    offload = Offload(gradients=True)
+    _assert_equal(run_ranks(_train, 2, hp_platform, hp_platform, case, OPTIMIZERS["adamw"], offload), expected)
+
+
+@pytest.mark.parametrize("offload", ALL, ids=str)
+def test_each_lies_where_it_should_between_steps(hp_platform, device, offload):
+    case = CASES["fsdp"]
+
+    def rank():
+        model = _model(hp_platform, case, offload.policy)
+        optimizer = stream_optimizer(OPTIMIZERS["adamw"](model.parameters()), model, offload_state=offload.state)
+        in_step = set()
+
+        def watch(optimizer, *args):
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    in_step.update(map(device.lies_on_host, (p, p.grad)))
+
+        inner = type(optimizer).__mro__[1]
+        step = inner.step.__wrapped__
+        for index in range(2):
+            for loss in _micro_batches(hp_platform, model, case, index):
+                loss.backward()
+            waiting = [b.awaited.flat for m in sharded_modules(model) for b in m._fsdp.group.buffers]
+            assert all((x is not None) == (offload.parameters != offload.gradients) for x in waiting)
+            optimizer._hp_fsdp_streamed_step.run(lambda o: (watch(o), step(o)))
+            assert in_step == {False}  # the update is on the device
+            for p in model.parameters():
+                if min(p.spec.local_shape):
+                    assert device.lies_on_host(p) == offload.parameters
+                    slots = [x for x in optimizer.state[p].values() if x.shape == p.shape]
+                    assert [device.lies_on_host(x) for x in slots] == [offload.state] * 2
+            optimizer.zero_grad()
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def test_state_is_copied_one_buffer_ahead_and_back_beside_the_updates(hp_platform, device):
+    case = CASES["fsdp"]
+
+    def rank():
+        model = _model(hp_platform, case, None)
+        optimizer = stream_optimizer(OPTIMIZERS["adamw"](model.parameters()), model)
+        rank = current_world(hp_platform).rank
+        for index in range(2):
+            for loss in _micro_batches(hp_platform, model, case, index):
+                loss.backward()
+            begin = len(device.of_rank(rank))
+            optimizer.step()
+        return [kind for kind, _ in device.of_rank(rank)[begin:]]
+
+    first, then = ["to device"] * 2, ["to device"] * 2 + ["on device"] * 2 + ["to host"] * 2
+    last = ["on device"] * 2 + ["to host"] * 2
+    assert run_ranks(rank, 2, hp_platform) == [first + then * 2 + last + ["on host"] * 6] * 2
+
+
+def test_a_state_dict_is_loaded_to_where_state_is_kept(hp_platform, device):
+    case = CASES["fsdp"]
+
+    def rank(offload):
+        model = _model(hp_platform, case, None)
+        make = OPTIMIZERS["adamw"]
+        optimizer = make(model.parameters())
+        if offload:
+            stream_optimizer(optimizer, model)
+        for index in range(4):
+            for loss in _micro_batches(hp_platform, model, case, index):
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if index == 1:
+                options = StateDictOptions(full_state_dict=True)
+                saved = get_optimizer_state_dict(model, optimizer, options=options)
+                optimizer = make(model.parameters())
+                if offload:
+                    stream_optimizer(optimizer, model)
+                set_optimizer_state_dict(model, optimizer, saved)
+        if offload:
+            kept = [x for p in model.parameters() for x in optimizer.state[p].values() if x.shape == p.shape]
+            assert all(device.lies_on_host(x) for x in kept if min(x.spec.local_shape))
+        return ({n: whole(hp_platform, p) for n, p in model.named_parameters()},)
+
+    _assert_equal(run_ranks(rank, 2, hp_platform, True), run_ranks(rank, 2, hp_platform, False))
+
+
+@pytest.mark.parametrize("offload", [None, Offload(), Offload(True, False, False), Offload(False, True, True)], ids=str)
+def test_loss_scaling_hooks_closures_and_schedules(hp_platform, device, offload):
+    case = CASES["fsdp"]
+
+    def rank(offload):
+        model = _model(hp_platform, case, offload.policy if offload is not None else None)
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        if offload is not None:
+            stream_optimizer(optimizer, model, offload_state=offload.state)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        calls = []
+        optimizer.register_step_pre_hook(lambda *args: calls.append("before"))
+        optimizer.register_step_post_hook(lambda *args: calls.append("after"))
+        scaler = GradScaler(init_scale=2.0**10, platform=hp_platform)
+        for index in range(2):
+            for loss in _micro_batches(hp_platform, model, case, index):
+                scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            schedule.step()
+            optimizer.zero_grad()
+
+        def closure():
+            (loss,) = _micro_batches(hp_platform, model, case, 2)
+            loss.backward()
+            return loss
+
+        assert float(optimizer.step(closure).detach()) > 0
+        assert calls == ["before", "after"] * 3
+        assert optimizer.param_groups[0]["lr"] == 0.005
+        return ({n: whole(hp_platform, p) for n, p in model.named_parameters()},)
+
+    _assert_equal(run_ranks(rank, 2, hp_platform, offload), run_ranks(rank, 2, hp_platform, None))
+
+
+def test_a_step_that_fails_leaves_everything_where_it_was(hp_platform, device):
+    case = CASES["one rank"]
+    offload = Offload(True, False, True)
+
+    def rank():
+        model = _model(hp_platform, case, offload.policy)
+        optimizer = stream_optimizer(OPTIMIZERS["adamw"](model.parameters()), model)
+        for loss in _micro_batches(hp_platform, model, case, 0):
+            loss.backward()
+        optimizer.param_groups[0]["betas"] = None
+        with pytest.raises(TypeError):
+            optimizer.step()
+        assert len(optimizer.param_groups[0]["params"]) == len(list(model.parameters()))
+        assert all(device.lies_on_host(p) for p in model.parameters())
+        optimizer.param_groups[0]["betas"] = (0.9, 0.999)
+        optimizer.step()
+        return ({n: whole(hp_platform, p) for n, p in model.named_parameters()},)
+
+    def expected():
+        model = _model(hp_platform, case, None)
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        for loss in _micro_batches(hp_platform, model, case, 0):
+            loss.backward()
+        optimizer.step()
+        return ({n: whole(hp_platform, p) for n, p in model.named_parameters()},)
+
+    _assert_equal(run_ranks(rank, 1, hp_platform), run_ranks(expected, 1, hp_platform))
+
+
+def test_where_the_device_is_the_host_the_step_is_the_optimizers(hp_platform):
+    if hp_platform.name != "torch":
+        pytest.skip("torch's optimizers")
+    case, make = CASES["fsdp"], OPTIMIZERS["adamw"]
+    expected = run_ranks(_train, 2, hp_platform, hp_platform, case, make)
+    _assert_equal(run_ranks(_train, 2, hp_platform, hp_platform, case, make, Offload(True, True, True)), expected)
+
+
+def test_what_cannot_be_streamed_is_refused(hp_platform, device):
+    model = build(hp_platform, CASES["fsdp"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with pytest.raises(FullyShardError, match=r"nothing in Net has been through fully_shard"):
+        stream_optimizer(optimizer, model)
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",), platform=hp_platform)
+    fully_shard(model, mesh)
+    with pytest.raises(FullyShardError, match="expected an optimizer with param_groups and state, got FSDPNet"):
+        stream_optimizer(model, model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(FullyShardError, match="make them after stream_optimizer"):
+        stream_optimizer(optimizer, model)
+    optimizer = stream_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+    with pytest.raises(FullyShardError, match="StreamedSGD is streamed already"):
+        stream_optimizer(optimizer, model)
