@@ -1,4 +1,11 @@
-"""What goes wrong in other libraries of sharded tensors, each by its public issue; here it must be right."""
+"""What goes wrong in other libraries of sharded tensors, each by its public issue; here it must be right.
+
+Elsewhere: needless gathers, pytorch/pytorch#167106 (`test_fewest_bytes.py`); objects kept per step, #178276, #181761,
+NVIDIA-NeMo/Automodel#2888 (`test_bounded_caches.py`); mistakes found before anything is sent, #124990
+(`test_bad_input.py`); random numbers of one device, #146190 (`test_torch_random.py`); one owner per matrix,
+pytorch/torchtitan#3502 (`test_muon.py`); shards that do not tile in a checkpoint, NVIDIA/Megatron-LM#6024
+(`test_checkpoint.py`); convolution backward, inference mode, `detach_` (`test_torch_known_failures.py`).
+"""
 
 from __future__ import annotations
 
@@ -100,6 +107,65 @@ def test_plain_and_distributed_operands_do_not_mix(hp_platform: Platform) -> Non
     message = on_ranks(hp_platform, program)
     assert "add: a plain tensor of shape [5, 4]" in message
     assert "distribute_tensor" in message
+
+
+def test_a_refused_operation_is_refused_again(hp_platform: Platform) -> None:
+    """A plain scalar in a list, and a result that is not as the rule says: not only the first time."""
+
+    def program(platform: Platform, mesh: DeviceMesh) -> None:
+        from hp_dtensor import dispatch
+
+        _, x = place(platform, mesh, MATRIX, (Shard(0),))
+        scalar = platform.ops.sum(x)
+        plain = platform.ops.sum(platform.from_numpy(MATRIX.copy()))
+        for _ in range(2):
+            with pytest.raises(MixedOperandsError, match=r"stack: a plain tensor of shape \[\] among DTensors"):
+                platform.ops.stack([plain, scalar], 0)
+            with pytest.raises(ShardingRuleError, match="exp: the sharding rule expects"):
+                dispatch.dispatch(platform, "exp", lambda _: platform.from_numpy(np.ones(7, np.float32)), (x,), {})
+
+    on_ranks(hp_platform, program)
+
+
+def test_a_partial_product_is_reduced_and_scattered_along_any_dimension(hp_platform: Platform) -> None:
+    """mindspore-ai/hyper-parallel#764: its reduce-scatter path crashed; here also unevenly, with its gradient."""
+
+    def program(platform: Platform, mesh: DeviceMesh) -> list[str]:
+        ops, wrong = platform.ops, []
+        for dim in (0, 1):
+            x, dx = place(platform, mesh, MATRIX, (Shard(1),))
+            _, dw = place(platform, mesh, MATRIX.T.copy(), (Shard(0),))
+            product = ops.matmul(dx, dw)
+            assert product.placements == (Partial(),)
+            y = product.redistribute(placements=(Shard(dim),))
+            (grad,) = platform.grad([ops.sum(ops.mul(y, y)).full_tensor()], [x])
+            expected = MATRIX @ MATRIX.T
+            grad = from_local(grad, mesh, (Shard(1),), shape=MATRIX.shape)
+            for name, got, wanted in (("value", y, expected), ("gradient", grad, 2 * expected @ MATRIX)):
+                if not np.allclose(whole(platform, got), wanted):
+                    wrong.append(f"{name}, dimension {dim}")
+        return wrong
+
+    assert on_ranks(hp_platform, program) == []
+
+
+def test_plain_and_distributed_parameters_are_clipped_together(hp_platform: Platform) -> None:
+    """pytorch/pytorch#134551: of a model that is parallel in part; plain gradients are equal on all ranks."""
+    from hp_dtensor import clip_grad_norm_
+
+    def program(platform: Platform, mesh: DeviceMesh) -> tuple[float, Array, Array]:
+        _, x = place(platform, mesh, MATRIX, (Shard(0),))
+        cut, plain = platform.Parameter(platform.detach(x)), platform.Parameter(platform.from_numpy(MATRIX.copy()))
+        platform.set_grad(cut, platform.ops.mul(platform.detach(x), 2.0))
+        platform.set_grad(plain, platform.from_numpy(MATRIX.copy()))
+        norm = float(platform.to_numpy(clip_grad_norm_([cut, plain], 1.0, platform=platform)))
+        return norm, whole(platform, platform.get_grad(cut)), platform.to_numpy(platform.get_grad(plain))
+
+    norm, cut, plain = on_ranks(hp_platform, program)
+    expected = float(np.sqrt(5 * (MATRIX**2).sum()))
+    assert norm == pytest.approx(expected, rel=1e-5)
+    np.testing.assert_allclose(cut, 2 * MATRIX / expected, rtol=1e-4)
+    np.testing.assert_allclose(plain, MATRIX / expected, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dim", [0, 1])

@@ -115,7 +115,19 @@ def key_of(platform: Platform, name: str, value: Any, by_type: bool) -> Any:
 def _plain_key(name: str, value: Tensor) -> Any:
     if len(value.shape) == 0:
         return "plain scalar", value.dtype
-    raise MixedOperandsError(
+    raise _mixed(name, value)
+
+
+def check_lists(platform: Platform, name: str, args: tuple[Any, ...]) -> None:
+    """Refuse plain scalars in a list of DTensors: there they are operands as the others, not factors."""
+    listed = args[0] if args and isinstance(args[0], (tuple, list)) else ()
+    plain = [x for x in listed if isinstance(x, platform.Tensor) and not isinstance(x, DTensor)]
+    if plain and any(isinstance(x, DTensor) for x in listed):
+        raise _mixed(name, plain[0])
+
+
+def _mixed(name: str, value: Tensor) -> MixedOperandsError:
+    return MixedOperandsError(
         f"{name}: a plain tensor of shape {list(value.shape)} among DTensors. Say how it is placed: "
         "distribute_tensor, DTensor.from_local, or replicate_like for a constant that is equal on all ranks."
     )

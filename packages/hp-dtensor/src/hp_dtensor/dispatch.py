@@ -18,6 +18,7 @@ from hp_dtensor.arguments import (
     Location,
     bind,
     check_known,
+    check_lists,
     check_one_mesh,
     key_of,
     locate_tensors,
@@ -276,8 +277,9 @@ class OpPlan:
         spec = self.specs[index]
         if spec is None or spec.dtype != local.dtype:
             placements, shape = self.outputs[index]
-            spec = self.specs[index] = TensorSpec(self.mesh, placements, shape, local.dtype)
+            spec = TensorSpec(self.mesh, placements, shape, local.dtype)
             self._check_shape(local, spec)
+            self.specs[index] = spec
         return self.platform.adopt(local, spec)
 
     def _check_shape(self, local: Any, spec: TensorSpec) -> None:
@@ -317,6 +319,7 @@ def _make_plan(
     located = locate_tensors(args, dict(sorted(kwargs.items(), key=lambda item: registration.position(item[0]))))
     specs = tuple(x.spec for _, x in located)
     check_one_mesh(name, specs)
+    check_lists(platform, name, args)
     mesh = specs[0].mesh
     arguments = {key: specs_of(value) for key, value in bind(registration, args, kwargs).items()}
     call = OpCall(name, arguments, specs)
