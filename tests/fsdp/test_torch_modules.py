@@ -247,3 +247,40 @@ def test_mixed_precision_casts_the_shard_once_per_gather(hp_platform, monkeypatc
         assert backward.moves.count("copy_") == len(list(net.parameters()))
 
     run_ranks(rank, 2, hp_platform)
+
+
+class Overlap(torch.autograd.Function):
+    """The product of two parameters, whose gradients are the parameters themselves and not copies."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.save_for_backward(x, y)
+        return torch.dot(x, y)
+
+    @staticmethod
+    def backward(ctx, grad):
+        assert grad == 1
+        x, y = ctx.saved_tensors
+        return y, x
+
+
+class Pair(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.x = torch.nn.Parameter(torch.arange(5.0))
+        self.y = torch.nn.Parameter(torch.arange(5.0) - 7)
+
+    def forward(self):
+        return Overlap.apply(self.x, self.y)
+
+
+def test_a_gradient_may_lie_in_the_memory_of_a_parameter(hp_platform):
+    def rank():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",), platform=hp_platform)
+        pair = fully_shard(Pair(), mesh)
+        pair().backward()
+        return pair.x.grad.full_tensor(), pair.y.grad.full_tensor()
+
+    for x_grad, y_grad in run_ranks(rank, 2, hp_platform):
+        assert torch.equal(x_grad, torch.arange(5.0) - 7)
+        assert torch.equal(y_grad, torch.arange(5.0))

@@ -100,7 +100,7 @@ class FlatBuffer:
 
     def new_buffer(self, numel: int, dtype: DType) -> Tensor:
         """An uninitialised flat tensor on the mesh's device."""
-        return self.platform.empty((numel,), dtype, self.device)
+        return self.storage.new_buffer(numel, dtype, self.device)
 
     def _as(self, flat: Tensor, dtype: DType) -> Tensor:
         """`flat` itself where it has the dtype already."""
@@ -314,6 +314,14 @@ class FlatBuffer:
             recomputed = self.storage.take_grad(parameter.leaf)
             if recomputed is not None:
                 self._collect_one(index, recomputed, fresh=False)
+
+    def outside_of_full(self, grads: Gradients) -> Gradients:
+        """Gradients that outlive the full buffer: one that lies in it, being a parameter itself, is copied."""
+        with self.platform.local_op():
+            begin = self.storage.address(self.full)
+            end = begin + self.held_bytes
+            inside = [grad is not None and begin <= self.storage.address(grad) < end for grad in grads]
+        return [self.platform.ops.clone(x) if copied else x for x, copied in zip(grads, inside, strict=True)]
 
     def _collect_one(self, index: int, grad: Tensor | None, fresh: bool) -> None:
         offset, numel = self.layout.offsets[index], self.layout.blocks[index].numel

@@ -347,13 +347,16 @@ class Context:
         self._reach(group, record.forward_pass)  # type: ignore[arg-type]
         if buffer.gradients is None:
             self._reducer.make_room(group.max_gradient_buffers)
-        buffer.collect(record.indices[buffer], grads)
         if buffer in record.waiting:
             record.waiting.remove(buffer)
         if not record.waiting:
             if group.record is record:
                 group.record = None
+            for each in group.buffers:
+                grads = each.outside_of_full(grads)
             self._free_after_backward(group)
+        # After the full parameters are gone: both never are there at once.
+        buffer.collect(record.indices[buffer], grads)
         if not group.gradient_sync:
             buffer.note_pending()
         if group.gradient_sync or group.shards_every_gradient:

@@ -33,6 +33,10 @@ class ParameterStorage(ABC):
 
     # Memory ----------------------------------------------------------------------------------------------
 
+    def new_buffer(self, numel: int, dtype: DType, device_type: str) -> Tensor:
+        """An uninitialised buffer on a mesh's device, to be freed soon."""
+        return self.platform.empty((numel,), dtype, device_type)
+
     @abstractmethod
     def view(self, buffer: Tensor, start: int, shape: Sequence[int], first_dim: int = 0) -> Tensor:
         """A leaf over part of a buffer, to compute with: it follows `release` and `refill`, and writing to

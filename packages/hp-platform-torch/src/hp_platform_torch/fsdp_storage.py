@@ -16,6 +16,7 @@ from hp_dtensor.platform import Platform
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.world import Work
 from hp_fsdp.storage import Gradients, ParameterStorage, moved_to_front
+from hp_platform_torch import host_memory
 from hp_platform_torch.dtensor import AwaitedGradient, LocalOperations, TorchDTensor, adopt
 
 Tensor = torch.Tensor
@@ -48,14 +49,24 @@ class TorchParameterStorage(ParameterStorage):
 
     part = view
 
+    def new_buffer(self, numel: int, dtype: torch.dtype, device_type: str) -> Tensor:
+        if device_type == "cpu":
+            return host_memory.allocate(numel, dtype)
+        return super().new_buffer(numel, dtype, device_type)
+
     def release(self, buffer: Tensor) -> None:
         buffer.untyped_storage().resize_(0)
 
     def refill(self, buffer: Tensor) -> None:
-        buffer.untyped_storage().resize_(buffer.numel() * buffer.itemsize)
+        storage, nbytes = buffer.untyped_storage(), buffer.numel() * buffer.itemsize
+        if buffer.device.type == "cpu":
+            host_memory.refill(storage, nbytes)
+        else:
+            storage.resize_(nbytes)
 
     def held_bytes(self, buffer: Tensor) -> int:
-        return buffer.untyped_storage().nbytes()
+        # Its storage may ask for more than what is ever touched.
+        return buffer.numel() * buffer.itemsize if buffer.untyped_storage().nbytes() else 0
 
     def add_(self, target: Tensor, x: Tensor) -> None:
         with torch.no_grad(), LocalOperations():

@@ -42,9 +42,9 @@ class Capabilities:
     """What a backend does by itself; the rest is composed.
 
     Attributes:
-        reduce_scatter: native; else an all-to-all whose parts are reduced here, in rank order. On gloo that
-            is faster than the native one at every size measured (2 to 4 ranks, 1 KB to 16 MB), and bfloat16
-            accumulates in float32.
+        reduce_scatter: native; else parts are sent to their ranks and reduced there, in rank order. On gloo that
+            is faster than the native one at every size measured (2 to 4 ranks, 1 KB to 16 MB), takes less memory
+            (none between two ranks), and bfloat16 accumulates in float32.
         as_bytes: dtypes that are moved as bytes.
         as_int32: dtypes that are reduced as int32.
     """
@@ -77,6 +77,18 @@ class _Then:
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
+
+
+class _All:
+    """Several works as one; each is waited for once, as gloo's point-to-point works can be."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        works, self._works = self._works, ()
+        for work in works:
+            work.wait()
 
 
 def _settle(work: Work | None, async_op: bool) -> Work:
@@ -147,17 +159,34 @@ class TorchGroup(ProcessGroup):
             return DONE
         _check_average(x, op)
         can = CAPABILITIES[x.device.type]
-        rows = x.view(self.size, -1)
-        if not can.reduce_scatter or x.dtype in can.as_int32:
-            received = torch.empty_like(rows)
-            counts = (1,) * self.size
-            work = self._all_to_all_into(received, rows, counts, counts, True)
-            return _settle(_Then(work, lambda: _reduce_rows(received, op, output)), async_op)
+        if not can.reduce_scatter:
+            return _settle(self._exchange_and_reduce(output.view(-1), x.view(self.size, -1), op), async_op)
+        as_int32 = x.dtype in can.as_int32
+        into, sent = (output.to(torch.int32), x.to(torch.int32)) if as_int32 else (output, x)
         options = _options(distributed_c10d.ReduceScatterOptions, async_op, reduceOp=REDUCE_OPS[op])
-        work = self.connection(x.device.type)._reduce_scatter_base(output.view(-1), rows.view(-1), options)
+        work = self.connection(x.device.type)._reduce_scatter_base(into.view(-1), sent.view(-1), options)
+        if as_int32:
+            work = _Then(work, lambda: output.copy_(into))
         if op == "avg":
             work = _Then(work, lambda: output.div_(self.size))
         return _settle(work, async_op)
+
+    def _exchange_and_reduce(self, output: Tensor, rows: Tensor, op: str) -> Work:
+        """Send each rank its row of `rows` `[ranks, elements]`; reduce what arrives, in rank order, into `output`."""
+        others = [j for j in range(self.size) if j != self.rank]
+        arriving = [output, *output.new_empty(self.size - 2, output.numel())]
+        connection = self.connection(rows.device.type)
+        works = [connection.recv([_movable(row)], j, 0) for j, row in zip(others, arriving, strict=True)]
+        works += [connection.send([_movable(rows[j])], j, 0) for j in others]
+
+        def reduce() -> None:
+            # The first two in either order; one of them is in `output`.
+            parts = {**dict(zip(others, arriving, strict=True)), self.rank: rows[self.rank]}
+            _reduce_into(output, [parts[j] for j in range(self.size) if parts[j] is not output], op)
+            if op == "avg":
+                output.div_(self.size)
+
+        return _Then(_All(works), reduce)
 
     def _all_to_all_into(
         self,
@@ -372,20 +401,19 @@ def _movable(x: Tensor) -> Tensor:
     return x.view(-1).view(torch.uint8).view(rows, x.numel() * x.element_size() // max(rows, 1))
 
 
-def _reduce_rows(rows: Tensor, op: str, output: Tensor) -> None:
-    """Reduce dim 0 of `rows` `[ranks, elements]`, in rank order, into `output` of as many elements."""
-    if op in ("max", "min"):
-        result = rows.amax(0) if op == "max" else rows.amin(0)
-    elif rows.dtype == torch.bool:
-        result = rows.any(0) if op == "sum" else rows.all(0)
-    elif op == "product":
-        result = rows.prod(0, dtype=rows.dtype)
-    else:
-        result = torch.sum(rows, 0, dtype=rows.dtype, out=output.view(-1))
-        if op == "avg":
-            result.div_(rows.shape[0])
-        return
-    output.copy_(result.view(output.shape))
+_COMBINE = {"sum": torch.add, "avg": torch.add, "max": torch.maximum, "min": torch.minimum, "product": torch.mul}
+_COMBINE_BOOL = {**_COMBINE, "sum": torch.logical_or, "product": torch.logical_and}
+
+
+def _reduce_into(output: Tensor, others: Sequence[Tensor], op: str) -> None:
+    """Combine `output` with `others` in turn; sums and products of several are rounded once."""
+    combine = (_COMBINE_BOOL if output.dtype == torch.bool else _COMBINE)[op]
+    is_rounded_once = len(others) == 1 or output.dtype not in (torch.bfloat16, torch.float16)
+    total = output if is_rounded_once else output.float()
+    for other in others:
+        combine(total, other, out=total)
+    if not is_rounded_once:
+        output.copy_(total)
 
 
 def _check_average(x: Tensor, op: str) -> None:
