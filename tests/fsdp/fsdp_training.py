@@ -170,6 +170,27 @@ def shard(model, mesh, case):
     return model
 
 
+def mesh_of(platform, *sizes):
+    names = ("shard",) if len(sizes) == 1 else ("replicate", "shard")
+    return init_device_mesh("cpu", sizes, mesh_dim_names=names, platform=platform)
+
+
+def sharded(platform, case):
+    return shard(build(platform, case), mesh_of(platform, *case.mesh), case)
+
+
+def loss_of(platform, model, case, index=0):
+    """Of this rank's samples in step `index`."""
+    return micro_loss(platform, model, case, current_world(platform).rank, index, 0)
+
+
+def step(platform, model, case, index=0):
+    """Forward and backward; the loss."""
+    loss = loss_of(platform, model, case, index)
+    platform.backward(loss)
+    return loss
+
+
 def cut_last_dim(parameter):
     """A `shard_placement_fn`."""
     return Shard(len(parameter.shape) - 1)

@@ -4,30 +4,12 @@ from __future__ import annotations
 
 import numpy
 import pytest
-from fsdp_training import DIM, Block, Case, build, held_bytes, micro_loss, shard, sharded_modules
+from fsdp_training import DIM, Block, Case, build, held_bytes, loss_of, mesh_of, sharded, sharded_modules, step
 
 from hp_dtensor import nn
-from hp_dtensor.mesh import init_device_mesh
 from hp_dtensor.testing.simulated import run_ranks
 from hp_dtensor.world import current_world, record_collectives
 from hp_fsdp import FullyShardError, MemoryMeter, fully_shard, memory_use
-
-
-def mesh_of(platform, *sizes):
-    names = ("shard",) if len(sizes) == 1 else ("replicate", "shard")
-    return init_device_mesh("cpu", sizes, mesh_dim_names=names, platform=platform)
-
-
-def sharded(platform, case):
-    return shard(build(platform, case), mesh_of(platform, *case.mesh), case)
-
-
-def loss_of(platform, model, case, index=0):
-    return micro_loss(platform, model, case, current_world(platform).rank, index, 0)
-
-
-def step(platform, model, case, index=0):
-    platform.backward(loss_of(platform, model, case, index))
 
 
 class Ordered(nn.Module):

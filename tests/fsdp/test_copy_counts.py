@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import numpy
 import pytest
-from fsdp_training import Case, build, micro_loss, shard, sharded_modules
+from fsdp_training import Case, build, mesh_of, micro_loss, shard, sharded_modules
 
 from hp_dtensor import nn
-from hp_dtensor.mesh import init_device_mesh
 from hp_dtensor.testing.simulated import run_ranks
 from hp_dtensor.world import DONE, ProcessGroup
 from hp_fsdp import Communication, MixedPrecisionPolicy, fully_shard, get_storage
@@ -83,7 +82,7 @@ def test_a_step_copies_nothing_but_each_gradient_once(hp_platform, monkeypatch, 
     case = Case(sizes, num_blocks=3)
 
     def rank():
-        model = shard(build(hp_platform, case), mesh_of(hp_platform, sizes), case)
+        model = shard(build(hp_platform, case), mesh_of(hp_platform, *sizes), case)
         silent = Silent(hp_platform, group_buffers(model))
         model.set_communication(silent)
         # What the model and the loss do themselves they do without sharding too.
@@ -107,7 +106,7 @@ def test_accumulated_gradients_are_added_once_where_they_wait(hp_platform, monke
     case = Case((2,))
 
     def rank():
-        model = shard(build(hp_platform, case), mesh_of(hp_platform, (2,)), case)
+        model = shard(build(hp_platform, case), mesh_of(hp_platform, *(2,)), case)
         model.set_communication(Silent(hp_platform, group_buffers(model)))
         model.set_requires_gradient_sync(False)
         counts = []
@@ -130,7 +129,7 @@ def test_mixed_precision_casts_each_shard_once_per_gather_and_each_reduced_shard
     def rank():
         with nn.building(hp_platform):
             model = nn.Linear(3, 7)
-        fully_shard(model, mesh_of(hp_platform, (2,)), mp_policy=MixedPrecisionPolicy("float16"))
+        fully_shard(model, mesh_of(hp_platform, *(2,)), mp_policy=MixedPrecisionPolicy("float16"))
         x = hp_platform.from_numpy(numpy.ones((1, 3), numpy.float16))
         loss, forward = counter.run(lambda: hp_platform.ops.sum(model(x)))
         _, backward = counter.run(hp_platform.backward, loss)
@@ -139,11 +138,6 @@ def test_mixed_precision_casts_each_shard_once_per_gather_and_each_reduced_shard
 
     counter = Counter(hp_platform, monkeypatch)
     run_ranks(rank, 2, hp_platform)
-
-
-def mesh_of(platform, sizes):
-    names = ("shard",) if len(sizes) == 1 else ("replicate", "shard")
-    return init_device_mesh("cpu", sizes, mesh_dim_names=names, platform=platform)
 
 
 def address(platform, x):

@@ -1,10 +1,22 @@
-"""What the engine does beside getting the numbers right: collectives, copies, memory, states, errors."""
+"""What the engine does beside getting the numbers right: collectives, copies, memory, states."""
 
 from __future__ import annotations
 
 import numpy
 import pytest
-from fsdp_training import AdamW, Block, Case, build, held_bytes, micro_loss, shard, sharded_modules, whole, whole_grads
+from fsdp_training import (
+    AdamW,
+    Block,
+    Case,
+    build,
+    held_bytes,
+    mesh_of,
+    micro_loss,
+    sharded,
+    sharded_modules,
+    step,
+    whole,
+)
 
 from hp_dtensor import nn
 from hp_dtensor.checks import check_mode
@@ -18,31 +30,13 @@ from hp_fsdp import (
     FSDPModule,
     FSDPStateError,
     FullyShardError,
-    MixedPrecisionPolicy,
     fully_shard,
     register_fsdp_forward_method,
 )
 
 
-def mesh_of(platform, *sizes):
-    names = ("shard",) if len(sizes) == 1 else ("replicate", "shard")
-    return init_device_mesh("cpu", sizes, mesh_dim_names=names, platform=platform)
-
-
-def sharded(platform, case):
-    model = build(platform, case)
-    return shard(model, mesh_of(platform, *case.mesh), case)
-
-
 def buffers(model):
     return [buffer for module in sharded_modules(model) for buffer in module._fsdp.group.buffers]
-
-
-def step(platform, model, case, index=0):
-    """Forward and backward; the loss."""
-    loss = micro_loss(platform, model, case, current_world(platform).rank, index, 0)
-    platform.backward(loss)
-    return loss
 
 
 def address(platform, x):
@@ -301,214 +295,7 @@ def test_explicit_prefetching(hp_platform):
     run_ranks(rank, 2, hp_platform)
 
 
-# Mixed precision ------------------------------------------------------------------------------------------
-
-
-def low_precision(platform):
-    """MindSpore computes in bfloat16 on Ascend only."""
-    return "bfloat16" if platform.name == "torch" else "float16"
-
-
-def test_mixed_precision(hp_platform, monkeypatch):
-    low = low_precision(hp_platform)
-    case = Case((2,), policy={"param_dtype": low, "reduce_dtype": "float32", "output_dtype": "float32"})
-    reduced = []
-    scatter = ProcessGroup.reduce_scatter_into
-
-    def watched(self, output, x, op="sum", async_op=False):
-        reduced.append(x.dtype)
-        return scatter(self, output, x, op, async_op)
-
-    monkeypatch.setattr(ProcessGroup, "reduce_scatter_into", watched)
-
-    def rank():
-        model, plain = sharded(hp_platform, case), build(hp_platform, case)
-        inside = []
-        hp_platform.add_forward_hook(
-            model.blocks[1].up, lambda m, args, kwargs, y: inside.extend([m.weight, args[0], y])
-        )
-        loss = step(hp_platform, model, case)
-        assert {x.dtype for x in inside} == {hp_platform.dtype(low)}
-        for _, parameter in hp_platform.named_parameters(model):
-            assert parameter.dtype == hp_platform.dtype("float32")
-            assert hp_platform.get_grad(parameter).dtype == hp_platform.dtype("float32")
-        expected = micro_loss(hp_platform, plain, case, current_world(hp_platform).rank, 0, 0)
-        # bfloat16 has 8 bits.
-        numpy.testing.assert_allclose(hp_platform.to_numpy(loss), hp_platform.to_numpy(expected), rtol=2e-2)
-        both = [micro_loss(hp_platform, plain, case, other, 0, 0) for other in range(2)]
-        hp_platform.backward(hp_platform.ops.div(hp_platform.ops.add(*both), 2))
-        wanted, found = whole_grads(hp_platform, plain), whole_grads(hp_platform, model)
-        for name in ("blocks.0.up.weight", "head.weight"):
-            scale = numpy.abs(wanted[name]).max()
-            assert numpy.abs(found[name] - wanted[name]).max() < 0.1 * scale, name
-
-    run_ranks(rank, 2, hp_platform)
-    assert set(reduced) == {hp_platform.dtype("float32")}
-
-
-def test_the_unscaled_sum_of_low_precision_gradients_does_not_overflow(hp_platform):
-    """Two gradients of 60000 have a mean that float16 holds and a sum that it does not."""
-
-    def rank():
-        with nn.building(hp_platform):
-            model = nn.Linear(1, 2)
-        fully_shard(model, mesh_of(hp_platform, 2), mp_policy=MixedPrecisionPolicy(reduce_dtype="float16"))
-        x = hp_platform.from_numpy(numpy.full((1, 1), 60000.0, numpy.float32))
-        hp_platform.backward(hp_platform.ops.sum(model(x)))
-        numpy.testing.assert_array_equal(whole(hp_platform, hp_platform.get_grad(model.weight)), 60000.0)
-
-    run_ranks(rank, 2, hp_platform)
-
-
-def test_mindspore_refuses_bfloat16_on_cpu(hp_platform):
-    if hp_platform.name != "mindspore":
-        pytest.skip("torch computes in bfloat16 on CPU")
-    with nn.building(hp_platform):
-        model = nn.Linear(2, 2)
-    with pytest.raises(NotImplementedError, match="float16"):
-        fully_shard(model, mesh_of(hp_platform, 1), mp_policy=MixedPrecisionPolicy("bfloat16"))
-    assert not isinstance(model, FSDPModule)
-
-
-# Gradients ------------------------------------------------------------------------------------------------
-
-
-def test_divide_factor_and_sum(hp_platform):
-    def rank():
-        with nn.building(hp_platform):
-            model = nn.Linear(3, 1)
-        fully_shard(model, mesh_of(hp_platform, 2, 2))
-        me = current_world(hp_platform).rank
-        x = hp_platform.from_numpy(numpy.full((1, 3), me + 1.0, numpy.float32))
-
-        def grad():
-            hp_platform.set_grad(model.weight, None)
-            hp_platform.backward(hp_platform.ops.sum(model(x)))
-            return whole(hp_platform, hp_platform.get_grad(model.weight)).tolist()
-
-        assert grad() == [[2.5] * 3]
-        model.set_gradient_divide_factor(5.0)
-        assert grad() == [[2.0] * 3]
-        model.set_reduce_op_type("sum")
-        assert grad() == [[10.0] * 3]
-
-        model.set_gradient_scaling_factor(0.5)
-        assert grad() == [[5.0] * 3]
-        model.set_reduce_op_type("avg")
-        assert grad() == [[1.25] * 3]
-        for wrong in (0, -1.0, "2", True, float("inf")):
-            with pytest.raises(FullyShardError, match="expected a positive finite number"):
-                model.set_gradient_scaling_factor(wrong)
-
-    run_ranks(rank, 4, hp_platform)
-
-
-def test_freezing_and_thawing_between_steps(hp_platform):
-    """What is frozen for a step has no gradient in it, also where that is a whole group; the rest are right."""
-    case = Case((2,), num_blocks=2)
-
-    def rank():
-        model, plain = sharded(hp_platform, case), build(hp_platform, case)
-        for frozen in (("blocks.0.up", "head"), ("blocks.1", "norm"), ()):
-            for each in (model, plain):
-                for name, parameter in hp_platform.named_parameters(each):
-                    hp_platform.set_grad(parameter, None)
-                    hp_platform.set_requires_grad(parameter, not name.startswith(frozen))
-            step(hp_platform, model, case)
-            losses = [micro_loss(hp_platform, plain, case, other, 0, 0) for other in range(2)]
-            hp_platform.backward(hp_platform.ops.div(hp_platform.ops.add(*losses), 2))
-            expected, found = whole_grads(hp_platform, plain), whole_grads(hp_platform, model)
-            for name in ("embed.weight", "blocks.0.up.weight", "blocks.1.out.bias", "head.weight"):
-                if name.startswith(frozen):
-                    assert found[name] is None
-                else:
-                    numpy.testing.assert_allclose(found[name], expected[name], rtol=2e-5, atol=2e-6)
-            assert held_bytes(model) == [0] * 3
-
-    run_ranks(rank, 2, hp_platform)
-
-
-def test_gradients_wider_than_their_parameters(hp_platform):
-    """Two bfloat16 gradients whose sum bfloat16 rounds: 256 + 1."""
-    policy = MixedPrecisionPolicy(reduce_dtype="float32", grad_dtype="float32")
-    low = low_precision(hp_platform)
-
-    class Scale(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = self.parameter((2, 1), dtype=low)
-
-        def forward(self, x):
-            return self.ops.mul(self.weight, x)
-
-    def rank():
-        with nn.building(hp_platform):
-            model = Scale()
-        if hp_platform.name != "torch":
-            with pytest.raises(NotImplementedError, match="grad_dtype: on mindspore a gradient has its parameter's"):
-                fully_shard(model, mesh_of(hp_platform, 2), mp_policy=policy)
-            assert not isinstance(model, FSDPModule)
-            return
-        fully_shard(model, mesh_of(hp_platform, 2), mp_policy=policy).set_reduce_op_type("sum")
-        value = 256.0 if current_world(hp_platform).rank == 0 else 1.0
-        x = hp_platform.ops.cast(
-            hp_platform.from_numpy(numpy.full((1, 1), value, numpy.float32)), hp_platform.dtype(low)
-        )
-        for count in (1, 2):
-            hp_platform.backward(hp_platform.ops.sum(model(x)))
-            grad = hp_platform.get_grad(model.weight)
-            assert grad.dtype == hp_platform.dtype("float32")
-            numpy.testing.assert_array_equal(whole(hp_platform, grad), 257.0 * count)
-        assert model.weight.dtype == hp_platform.dtype(low)
-
-    run_ranks(rank, 2, hp_platform)
-
-
-def test_accumulating_without_reduction_communicates_only_to_gather(hp_platform):
-    case = Case((2,), num_blocks=2)
-
-    def rank():
-        model = sharded(hp_platform, case)
-        model.set_requires_gradient_sync(False)
-        with record_collectives() as log:
-            step(hp_platform, model, case)
-        assert log.count("reduce_scatter") == 0
-        assert all(hp_platform.get_grad(p) is None for _, p in hp_platform.named_parameters(model))
-        model.set_reshard_after_backward(False)
-        step(hp_platform, model, case, 1)
-        with record_collectives() as log:
-            step(hp_platform, model, case, 2)
-        # All groups were left whole, and the inner ones are freed in forward only.
-        assert log.count("all_gather") == 2
-
-    run_ranks(rank, 2, hp_platform)
-
-
-def test_several_forwards_before_their_backwards(hp_platform):
-    case = Case((2,), num_blocks=2)
-
-    def rank():
-        model, plain = sharded(hp_platform, case), build(hp_platform, case)
-        me = current_world(hp_platform).rank
-        losses = [micro_loss(hp_platform, model, case, me, 0, micro) for micro in range(3)]
-        for loss in losses:
-            hp_platform.backward(loss)
-        assert held_bytes(model) == [0] * 3
-        total = None
-        for other in range(2):
-            for micro in range(3):
-                loss = hp_platform.ops.div(micro_loss(hp_platform, plain, case, other, 0, micro), 2)
-                total = loss if total is None else hp_platform.ops.add(total, loss)
-        hp_platform.backward(total)
-        expected = whole_grads(hp_platform, plain)
-        for name, grad in whole_grads(hp_platform, model).items():
-            if expected[name] is not None:
-                numpy.testing.assert_allclose(grad, expected[name], rtol=2e-5, atol=2e-6)
-
-    run_ranks(rank, 2, hp_platform)
-
-
-# Errors ---------------------------------------------------------------------------------------------------
+# Refusals and corners -------------------------------------------------------------------------------------
 
 
 class Faulty(nn.Module):

@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import numpy
 import pytest
-from fsdp_training import DIM, Block, Case, build, held_bytes, micro_loss, shard, sharded_modules, whole_grads
+from fsdp_training import (
+    DIM,
+    Block,
+    Case,
+    build,
+    held_bytes,
+    mesh_of,
+    micro_loss,
+    sharded,
+    sharded_modules,
+    step,
+    whole_grads,
+)
 
 from hp_dtensor import nn
 from hp_dtensor.checks import check_mode
 from hp_dtensor.exceptions import LaunchError
-from hp_dtensor.mesh import DeviceMesh, init_device_mesh
+from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.testing.simulated import run_ranks
 from hp_dtensor.world import current_world
 from hp_fsdp import CallOrderError, FSDPStateError, FullyShardError, fully_shard, memory_use
 
 CASE = Case((2,), num_blocks=3)
-
-
-def mesh_of(platform, *sizes):
-    names = ("shard",) if len(sizes) == 1 else ("replicate", "shard")
-    return init_device_mesh("cpu", sizes, mesh_dim_names=names, platform=platform)
-
-
-def sharded(platform, case=CASE):
-    return shard(build(platform, case), mesh_of(platform, *case.mesh), case)
-
-
-def step(platform, model, index=0):
-    platform.backward(micro_loss(platform, model, CASE, current_world(platform).rank, index, 0))
 
 
 def expected_grads(platform):
@@ -42,7 +41,7 @@ def check_next_step(platform, model, parameters, expected):
     """One more step gives the right gradients, once, and leaves nothing behind."""
     for parameter in parameters:
         platform.set_grad(parameter, None)
-    step(platform, model)
+    step(platform, model, CASE)
     for name, grad in whole_grads(platform, model).items():
         if expected[name] is not None:
             numpy.testing.assert_allclose(grad, expected[name], rtol=2e-5, atol=2e-6, err_msg=name)
@@ -82,17 +81,17 @@ def test_the_step_after_an_exception_works(hp_platform, where, stage):
         for _ in range(2):
             trap.is_set = True
             with pytest.raises(ArithmeticError, match="on purpose"):
-                step(hp_platform, model)
+                step(hp_platform, model, CASE)
             trap.is_set = False
             if where == "forward":
                 assert held_bytes(model) == [0] * 4
             if stage == 3:
                 check_next_step(hp_platform, model, parameters, expected)
             else:
-                step(hp_platform, model)
+                step(hp_platform, model, CASE)
         trap.is_set = True
         with pytest.raises(ArithmeticError, match="on purpose"):
-            step(hp_platform, model)
+            step(hp_platform, model, CASE)
         model.reset()
         assert held_bytes(model) == [0] * 4
         assert memory_use(model).full_gradients == 0
@@ -151,19 +150,19 @@ def test_a_step_without_the_gradients_that_wait_is_noticed(hp_platform):
         pytest.skip("no versions of host memory")
 
     def rank():
-        model = sharded(hp_platform)
+        model = sharded(hp_platform, CASE)
         model.set_requires_gradient_sync(False)
-        step(hp_platform, model)
-        step(hp_platform, model, 1)
+        step(hp_platform, model, CASE)
+        step(hp_platform, model, CASE, 1)
         weight = model.blocks[2].up.weight
         hp_platform.copy_(weight, hp_platform.zeros(hp_platform.local_shape(weight), weight.dtype))
         with pytest.raises(FSDPStateError, match=r"rank \d: the parameters of blocks\.2 \(Block\) were changed"):
-            step(hp_platform, model)
+            step(hp_platform, model, CASE)
         with hp_platform.no_grad():
             micro_loss(hp_platform, model, CASE, 0, 0, 0)
         model.reset()
         model.set_requires_gradient_sync(True)
-        step(hp_platform, model)
+        step(hp_platform, model, CASE)
         assert memory_use(model).full_gradients == 0
 
     run_ranks(rank, 2, hp_platform)
@@ -171,8 +170,8 @@ def test_a_step_without_the_gradients_that_wait_is_noticed(hp_platform):
 
 def test_groups_are_called_by_their_places(hp_platform):
     def rank():
-        model = sharded(hp_platform)
-        step(hp_platform, model)
+        model = sharded(hp_platform, CASE)
+        step(hp_platform, model, CASE)
         names = [module._fsdp.group.name for module in sharded_modules(model)]
         assert names == ["Net", "blocks.0 (Block)", "blocks.1 (Block)", "blocks.2 (Block)"]
         group = model.blocks[1]._fsdp.group

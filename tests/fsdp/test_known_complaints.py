@@ -16,20 +16,10 @@ import functools
 
 import numpy
 import pytest
-from fsdp_training import (
-    Block,
-    Case,
-    build,
-    held_bytes,
-    micro_loss,
-    train_reference,
-    whole,
-    whole_grads,
-)
+from fsdp_training import Block, Case, build, held_bytes, mesh_of, micro_loss, train_reference, whole, whole_grads
 
 from hp_dtensor import nn
 from hp_dtensor.clip import clip_grad_norm_
-from hp_dtensor.mesh import init_device_mesh
 from hp_dtensor.placements import Shard
 from hp_dtensor.recompute import checkpoint
 from hp_dtensor.testing.simulated import run_ranks
@@ -38,11 +28,6 @@ from hp_fsdp import Communication, ShardPlacementResult, fully_shard, register_f
 
 # float32: sums of a few hundred products in another order.
 CLOSE = {"rtol": 2e-5, "atol": 2e-6}
-
-
-def mesh_of(platform, *sizes):
-    names = ("shard",) if len(sizes) == 1 else ("replicate", "shard")
-    return init_device_mesh("cpu", sizes, mesh_dim_names=names, platform=platform)
 
 
 def assert_grads(platform, model, expected):

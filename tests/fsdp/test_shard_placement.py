@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy
 import pytest
-from fsdp_training import Case, build, micro_loss, train_reference, whole, whole_grads
+from fsdp_training import Case, build, mesh_of, micro_loss, train_reference, whole, whole_grads
 
 from hp_dtensor import nn
 from hp_dtensor.mesh import init_device_mesh
@@ -24,11 +24,6 @@ class One(nn.Module):
 
     def forward(self, x):
         return self.ops.mul(self.weight, x)
-
-
-def mesh_of(platform, *sizes):
-    names = ("shard",) if len(sizes) == 1 else ("replicate", "shard")
-    return init_device_mesh("cpu", sizes, mesh_dim_names=names, platform=platform)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
