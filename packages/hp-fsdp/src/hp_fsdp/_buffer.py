@@ -12,6 +12,7 @@ from hp_dtensor.world import ProcessGroup, Work
 from hp_fsdp._offload import AwaitedGradients, Residence, arrived
 from hp_fsdp._parameters import TAKEN_ATTRIBUTE, DataParallel, Original, sharded_spec
 from hp_fsdp.communication import Communication, Holding
+from hp_fsdp.exceptions import FSDPStateError
 from hp_fsdp.layout import FlatLayout
 from hp_fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy
 from hp_fsdp.storage import Gradients, ParameterStorage, moved_to_front
@@ -95,6 +96,7 @@ class FlatBuffer:
         self.gradients: Tensor | None = None
         self.partial_shard: Tensor | None = None
         self._pending_versions: list[int] = []
+        self._gathered_versions: list[int] | None = None
         self._kept_part: Tensor | None = None
         self._on_allocation: Callable[[], None] | None = None
 
@@ -176,6 +178,7 @@ class FlatBuffer:
         """Begin to fill the full buffer from all shards, or from the parts that a few ranks kept of it."""
         if self.is_whole:
             return
+        self._gathered_versions = self._versions()
         self.storage.refill(self.full)
         self.note_allocation()
         if self.layout.num_shards == 1:
@@ -204,8 +207,10 @@ class FlatBuffer:
 
     def wait_gather(self) -> None:
         if self._gathering is not None:
-            self._gathering.wait()
-            self._gathering = self._kept_part = None
+            # A gather that fails is over, too; what it reads is held until then.
+            gathering, self._gathering = self._gathering, None
+            gathering.wait()
+            self._kept_part = None
 
     def release(self) -> None:
         """Free the full buffer."""
@@ -235,6 +240,12 @@ class FlatBuffer:
         numel = self.layout.shard_numel
         held = self.storage.part(self.full, self.shard_group.rank * numel, (numel,))
         return held, self._as(self.shard_on_device(), self.param_dtype)
+
+    @property
+    def ranks(self) -> set[int]:
+        """Those with which it communicates."""
+        groups = [group for group in (self.shard_group, self.replicate_group) if group is not None]
+        return {rank for group in groups for rank in group.ranks}
 
     @property
     def held_bytes(self) -> int:
@@ -329,8 +340,15 @@ class FlatBuffer:
             if fresh:
                 self._zero([(offset, numel)])
             return
-        part = self.storage.part(self.gradients, offset, tuple(grad.shape), self.parameters[index].first_dim)
-        (self.platform.copy_ if fresh else self.storage.add_)(part, grad)
+        parameter = self.parameters[index]
+        part = self.storage.part(self.gradients, offset, tuple(grad.shape), parameter.first_dim)
+        try:
+            (self.platform.copy_ if fresh else self.storage.add_)(part, grad)
+        except RuntimeError as error:
+            raise FSDPStateError(
+                f"rank {self._world.rank}: the gradient of {parameter.name} cannot be reduced: {error}. It must be "
+                "dense (Embedding(sparse=False)); or leave the parameter out (ignored_params)"
+            ) from error
 
     def forget_gradients(self) -> None:
         """Drop what has been accumulated but not reduced."""
@@ -341,6 +359,11 @@ class FlatBuffer:
     def note_pending(self) -> None:
         """Remember in which state the parameters are to which gradients belong that wait for more."""
         self._pending_versions = self._versions()
+
+    @property
+    def is_written(self) -> bool:
+        """Whether a parameter has been written since the last gather, as far as the platform counts that."""
+        return self._gathered_versions != self._versions()
 
     @property
     def is_pending_out_of_date(self) -> bool:
@@ -396,11 +419,15 @@ class FlatBuffer:
 def stale_buffers(storage: ParameterStorage, buffers: Sequence[FlatBuffer]) -> set[FlatBuffer]:
     """Those whose full parameters are out of date, on this rank or on another that shares the shards.
 
-    One wait for the device, and one exchange of a byte per buffer for each group of ranks; all its ranks must ask.
+    One exchange of a byte per buffer for each group of ranks; all its ranks must ask. Of buffers that an operation has
+    written, as optimizers do, nothing else is asked. Not all writes are counted (`parameter.data`, kernels that get an
+    address): the others are compared bit by bit, which waits for the device.
     """
     held = [buffer for buffer in buffers if not buffer.is_whole]
-    changed = storage.differ([buffer.own_part() for buffer in held])
-    stale = {buffer for buffer, differs in zip(held, changed, strict=True) if differs}
+    stale = {buffer for buffer in held if buffer.is_written}
+    unsure = [buffer for buffer in held if buffer not in stale]
+    changed = storage.differ([buffer.own_part() for buffer in unsure])
+    stale.update(buffer for buffer, differs in zip(unsure, changed, strict=True) if differs)
     for group in dict.fromkeys(buffer.shard_group for buffer in held if buffer.shard_group.size > 1):
         sharing = [buffer for buffer in held if buffer.shard_group is group]
         flags = group.all_gather_bytes(bytes(buffer in stale for buffer in sharing))

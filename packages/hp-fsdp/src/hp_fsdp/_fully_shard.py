@@ -62,7 +62,7 @@ def fully_shard(
               accumulates is a shard, P/n, also under `set_requires_gradient_sync(False)`.
             3, parameters too: P/n, and the groups in use; gathered for forward and again for backward, 2P, and
               gradients reduce-scattered in each backward, P (`set_requires_gradient_sync(False)` as in 1).
-            Below 3, each forward compares full parameters with the shards first, and gathers what any rank changed.
+            Below 3, each forward first gathers again what any rank has written since.
         reshard_after_forward: free the full parameters after forward and gather them again for backward;
             None: yes, except for the root's own. A number k that divides the shard axis: each k consecutive ranks
             keep them among themselves, P/k, and gather from each other (1: False; all: True). In stage 3 only.
