@@ -24,7 +24,15 @@ from hp_dtensor.exceptions import LaunchError
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.testing.simulated import run_ranks
 from hp_dtensor.world import current_world
-from hp_fsdp import CallOrderError, FSDPStateError, FullyShardError, fully_shard, memory_use
+from hp_fsdp import (
+    CallOrderError,
+    Communication,
+    CommunicationError,
+    FSDPStateError,
+    FullyShardError,
+    fully_shard,
+    memory_use,
+)
 
 CASE = Case((2,), num_blocks=3)
 
@@ -127,6 +135,49 @@ def test_ranks_that_call_modules_in_different_orders_are_named(hp_platform):
     assert isinstance(cause, CallOrderError)
     assert "ranks 0, 2 calls first (Block)" in str(cause)
     assert "rank 1 calls second (Block)" in str(cause)
+
+
+class Broken(Communication):
+    """Collectives of one kind never end."""
+
+    def __init__(self, platform, kind):
+        super().__init__(platform)
+        self._kind = kind
+
+    def wait(self):
+        raise RuntimeError("Timed out waiting 1000ms for recv operation to complete")
+
+    def all_gather(self, output, shard, group):
+        return self if self._kind == "gather" else super().all_gather(output, shard, group)
+
+    def reduce_scatter(self, output, gradients, group):
+        return self if self._kind == "reduce" else super().reduce_scatter(output, gradients, group)
+
+
+@pytest.mark.parametrize(
+    ("kind", "action"),
+    [
+        ("gather", "state 'gathering': could not gather parameters"),
+        ("reduce", "state 'sharded': could not reduce grad"),
+    ],
+)
+def test_a_collective_that_times_out_names_group_rank_and_state(hp_platform, kind, action):
+    def rank():
+        model = sharded(hp_platform)
+        step(hp_platform, model)
+        model.blocks[1].set_communication(Broken(hp_platform, kind))
+        rank = current_world(hp_platform).rank
+        where = rf"group blocks\.1 \(Block\) on rank {rank}, {action}.* with ranks \[0, 1\]: Timed out .*check_mode"
+        with pytest.raises(Exception, match=where) as caught:
+            step(hp_platform, model)
+        error = caught.value
+        while not isinstance(error, CommunicationError):
+            error = error.__cause__ or error.__context__
+        model.blocks[1].set_communication("default")
+        model.reset()
+        step(hp_platform, model)
+
+    run_ranks(rank, 2, hp_platform)
 
 
 def test_modules_of_one_class_called_on_their_own_are_told_apart(hp_platform):

@@ -6,6 +6,7 @@ from hp_fsdp._module import FSDPModule, HSDPModule, UnshardHandle, register_fsdp
 from hp_fsdp.communication import Communication, CommunicationRegistry
 from hp_fsdp.exceptions import (
     CallOrderError,
+    CommunicationError,
     FSDPStateError,
     FullyShardError,
     HSDPError,
@@ -32,6 +33,7 @@ __all__ = [
     "CPUOffloadPolicy",
     "CallOrderError",
     "Communication",
+    "CommunicationError",
     "CommunicationRegistry",
     "FSDPModule",
     "FSDPStateError",

@@ -361,7 +361,7 @@ class Context:
             buffer.note_pending()
         if group.gradient_sync or group.shards_every_gradient:
             group.check_order("reduces the gradients of")
-            self._reducer.start(buffer, group.reduce_options, is_last=group.gradient_sync)
+            self._reducer.start(buffer, group.reduce_options, group.gradient_sync, group.naming_failures)
 
     def _free_after_backward(self, group: ParameterGroup) -> None:
         group.conceal()

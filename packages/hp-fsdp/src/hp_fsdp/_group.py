@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from functools import partial
 from typing import Any
 
 from hp_dtensor.checks import is_checking, name_ranks
+from hp_dtensor.exceptions import HPError
 from hp_dtensor.world import ProcessGroup, current_world
 from hp_fsdp._buffer import FlatBuffer
 from hp_fsdp._reduction import ReduceOptions
-from hp_fsdp.exceptions import CallOrderError, FSDPStateError
+from hp_fsdp.exceptions import CallOrderError, CommunicationError, FSDPStateError
 from hp_fsdp.storage import Gradients, ParameterStorage
 
 Tensor = Any
@@ -149,17 +151,39 @@ class ParameterGroup:
             )
         if self.state in (GroupState.SHARDED, GroupState.SHARDED_AFTER_FORWARD):
             self.check_order("gathers")
-            for buffer in self.buffers:
-                buffer.start_gather()
+            with self.naming_failures("gather parameters"):
+                for buffer in self.buffers:
+                    buffer.start_gather()
             self.state = GroupState.GATHERING
 
     def unshard(self) -> None:
         """Gather, and wait for it."""
         self.start_unshard()
         if self.state is GroupState.GATHERING:
-            for buffer in self.buffers:
-                buffer.wait_gather()
+            with self.naming_failures("gather parameters"):
+                for buffer in self.buffers:
+                    buffer.wait_gather()
             self.state = GroupState.UNSHARDED
+
+    @contextlib.contextmanager
+    def naming_failures(self, action: str) -> Iterator[None]:
+        """Say of a collective that fails in the block, by a timeout or otherwise, whose it is.
+
+        Raises:
+            CommunicationError: in place of the backend's error.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            # torch's OutOfMemoryError is one too: buffers are allocated here.
+            if isinstance(error, HPError) or "OutOfMemory" in type(error).__name__:
+                raise
+            ranks = sorted({rank for buffer in self.buffers for rank in buffer.ranks})
+            raise CommunicationError(
+                f"{self.place}, state {self.state.value!r}: could not {action} with ranks {ranks}: {error}. Either one "
+                "of them has ended, or ranks call modules in different orders, or not all of them; in "
+                "hp_dtensor.check_mode() (or with HP_CHECK=1) an error names who calls what"
+            ) from error
 
     def check_order(self, action: str) -> None:
         """In `check_mode`: every rank that shares the shards now does this with this group.
@@ -181,8 +205,9 @@ class ParameterGroup:
         """
         self._check_unused()
         if self.state is not GroupState.SHARDED:
-            for buffer in self.buffers:
-                buffer.release()
+            with self.naming_failures("gather parameters ahead"):
+                for buffer in self.buffers:
+                    buffer.release()
             self.state = GroupState.SHARDED
             self.kept_after_forward = False
 
@@ -203,10 +228,11 @@ class ParameterGroup:
 
     def refresh(self, stale: Sequence[FlatBuffer]) -> None:
         """Gather again, of a group that is unsharded, what its shards have changed under."""
-        for buffer in stale:
-            buffer.start_gather()
-        for buffer in stale:
-            buffer.wait_gather()
+        with self.naming_failures("gather changed parameters"):
+            for buffer in stale:
+                buffer.start_gather()
+            for buffer in stale:
+                buffer.wait_gather()
 
     def finish_gathering(self) -> None:
         """Wait for a gather that has begun."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from hp_dtensor.world import DONE, Work
 from hp_fsdp._buffer import FlatBuffer
 
 Tensor = Any
+Naming = Callable[[str], AbstractContextManager[None]]
 
 
 @dataclass(slots=True)
@@ -44,8 +46,9 @@ class Reduction:
     When it is not the last of a step, the reduced shard waits in the buffer for the next one.
     """
 
-    def __init__(self, buffer: FlatBuffer, options: ReduceOptions, is_last: bool) -> None:
+    def __init__(self, buffer: FlatBuffer, options: ReduceOptions, is_last: bool, naming_failures: Naming) -> None:
         self._buffer = buffer
+        self._naming_failures = naming_failures
         self._all_reduce = is_last and options.all_reduce and buffer.replicate_group is not None
         self._waits_for_more = not is_last or (not options.all_reduce and buffer.replicate_group is not None)
         num_replicas = buffer.replicate_group.size if buffer.replicate_group is not None else 1
@@ -53,7 +56,8 @@ class Reduction:
         self._before, self._after = _split_factor(factor, buffer)
         self._shard: Tensor = None
         self._store: Callable[[], None] | None = None
-        self._shard, self._work = self._scatter()
+        with naming_failures("reduce gradients"):
+            self._shard, self._work = self._scatter()
 
     def _scatter(self) -> tuple[Tensor, Work]:
         buffer = self._buffer
@@ -70,7 +74,7 @@ class Reduction:
     def advance(self) -> None:
         """Wait for the reduce-scatter, free the full gradients, and begin the all-reduce."""
         buffer = self._buffer
-        self._work.wait()
+        self._wait()
         self._full, self._work = None, DONE
         if buffer.partial_shard is not None:
             buffer.storage.add_(self._shard, buffer.partial_shard)
@@ -80,7 +84,12 @@ class Reduction:
             buffer.note_pending()
         elif self._all_reduce:
             assert buffer.replicate_group is not None
-            self._work = buffer.communication.all_reduce(self._shard, buffer.replicate_group)
+            with self._naming_failures("reduce gradients"):
+                self._work = buffer.communication.all_reduce(self._shard, buffer.replicate_group)
+
+    def _wait(self) -> None:
+        with self._naming_failures("reduce gradients"):
+            self._work.wait()
 
     @property
     def held_bytes(self) -> int:
@@ -101,7 +110,7 @@ class Reduction:
         """Wait, scale, and begin to store the gradients, unless that has been done; the function returned does the
         rest."""
         if self._store is None:
-            self._work.wait()
+            self._wait()
             self._store = self._start_store()
             self._shard = None
         return self._store
@@ -136,8 +145,8 @@ class Reducer:
         for reduction in copies:
             reduction.finish()
 
-    def start(self, buffer: FlatBuffer, options: ReduceOptions, is_last: bool = True) -> None:
-        self._running.append(Reduction(buffer, options, is_last))
+    def start(self, buffer: FlatBuffer, options: ReduceOptions, is_last: bool, naming_failures: Naming) -> None:
+        self._running.append(Reduction(buffer, options, is_last, naming_failures))
 
     @property
     def held_bytes(self) -> int:

@@ -21,6 +21,10 @@ class CallOrderError(HPError, RuntimeError):
     """Ranks gather or reduce different groups at the same time; names ranks and groups. Found in `check_mode`."""
 
 
+class CommunicationError(HPError, RuntimeError):
+    """A gather or reduction that failed or timed out; names the group, the rank and the state, and carries why."""
+
+
 class StateDictError(HPError, RuntimeError, ValueError):
     """A state dict that does not fit the model or optimizer; lists all keys and problems, and nothing has changed."""
 
