@@ -285,6 +285,56 @@ def test_ranks_that_pass_other_kinds_of_values_are_told(hp_platform):
     run_ranks(rank, 3, hp_platform)
 
 
+def test_load_hooks_are_run(hp_platform):
+    """Before: an inner module's key is renamed on loading; after: one says which missing keys do not matter."""
+
+    def rename(state_dict, prefix, *args):
+        for key in list(state_dict):
+            if key.startswith(prefix + "old_"):
+                state_dict[prefix + key[len(prefix) + 4 :]] = state_dict.pop(key)
+
+    def forgive(module, incompatible):
+        incompatible.missing_keys[:] = [key for key in incompatible.missing_keys if key != "seen"]
+
+    def rank():
+        model = _model(hp_platform)
+        up = model.blocks[0].up
+        up._load_state_dict_pre_hooks[1] = rename
+        new = _values(hp_platform, model)
+        state = {name.replace("0.up.", "0.up.old_"): hp_platform.from_numpy(value) for name, value in new.items()}
+        assert model.load_state_dict(state) == ([], [])
+        assert "blocks.0.up.old_weight" in state
+        _check_loaded(hp_platform, model, new)
+        mine = state if current_world(hp_platform).rank == 0 else {}
+        set_model_state_dict(model, mine, options=StateDictOptions(broadcast_from_rank0=True))
+        model._load_state_dict_post_hooks[1] = forgive
+        del state["seen"]
+        assert model.load_state_dict(state) == ([], [])
+        del state["embed.weight"], state["head.weight"]
+        with pytest.raises(
+            StateDictError, match=r"after its hooks; the rest has been loaded: missing keys: embed.weight"
+        ):
+            model.load_state_dict(state)
+
+    run_ranks(rank, 3, hp_platform)
+
+
+def test_a_module_that_loads_by_itself_is_refused(hp_platform):
+    def load(self, *args):
+        pytest.fail("called")
+
+    def rank():
+        model = _model(hp_platform)
+        up = model.blocks[0].up
+        up.__class__ = type("Special", (type(up),), {"_load_from_state_dict": load, "__module__": "theirs"})
+        with pytest.raises(
+            StateDictError, match=r"blocks\.0\.up \(Special\) loads by .*register_load_state_dict_pre_hook"
+        ):
+            model.load_state_dict(_full(model))
+
+    run_ranks(rank, 3, hp_platform)
+
+
 def _full(model):
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 

@@ -183,13 +183,16 @@ class FSDPModule:
     ) -> IncompatibleKeys:
         """Load DTensors of any layout, full tensors or this rank's shards; see `set_model_state_dict`.
 
-        Every rank calls it. Load hooks that modules have registered are not run.
+        Every rank calls it. Values are copied, also into parameters that were on the meta device before fully_shard.
 
         Raises:
             StateDictError: on every rank; nothing has been changed.
         """
         if assign:
-            raise StateDictError("load_state_dict(assign=True) would replace the sharded parameters; leave assign out")
+            raise StateDictError(
+                "load_state_dict(assign=True) would replace the sharded parameters; leave assign out: values are "
+                "copied, also into parameters that were on the meta device before fully_shard"
+            )
         return set_model_state_dict(self, state_dict, options=StateDictOptions(strict=strict))
 
     def reset(self) -> None:

@@ -139,7 +139,7 @@ def agree(group: ProcessGroup, what: str, sentences: list[str], moved: Collectio
             sentence if len(ranks) == group.size else f"{sentence} (on {name_ranks(ranks)})"
             for sentence, ranks in by_sentence.items()
         ]
-        raise StateDictError(f"{what}; nothing has been changed: " + "; ".join(told))
+        raise StateDictError(f"{what}: " + "; ".join(told))
 
 
 # Values of any layout ------------------------------------------------------------------------------------

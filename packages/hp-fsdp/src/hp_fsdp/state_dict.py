@@ -14,7 +14,7 @@ from hp_dtensor.dtensor import DTensor
 from hp_dtensor.platform import Platform
 from hp_dtensor.selection import get_platform
 from hp_dtensor.world import ProcessGroup
-from hp_fsdp import _optimizer_state, _state
+from hp_fsdp import _load_hooks, _optimizer_state, _state
 from hp_fsdp._full import copy_of, gather_full, to_host
 from hp_fsdp._hooks import state_of
 from hp_fsdp.exceptions import FSDPStateError, StateDictError
@@ -79,8 +79,13 @@ def set_model_state_dict(
     Every rank of the model calls it. A value may be a DTensor of any layout of this job, the full tensor, or
     this rank's shard; it is converted to the parameter's dtype. Of a tied parameter one name is enough.
 
+    Load hooks that modules have registered are called: those before loading with a copy of the state dict (with
+    `broadcast_from_rank0` on the first rank only), those after it with the incompatible keys. With `strict`, keys that
+    those leave are an error after loading.
+
     Raises:
-        StateDictError: on every rank, listing all keys and shapes that do not fit; nothing has been changed.
+        StateDictError: on every rank, listing all keys and shapes that do not fit, and modules with a
+            `_load_from_state_dict` of their own; nothing has been changed.
         FSDPStateError: inside `summon_full_params`.
     """
     platform = _platform_of(model)
@@ -91,13 +96,26 @@ def set_model_state_dict(
     targets = parameters | _state.persistent_buffers(platform, model)
     extra = _state.extra_states(platform, model)
     ranks = _state.ranks_of(platform, targets.values())
-    values = _broadcast(platform, ranks, state_dict, targets) if options.broadcast_from_rank0 else dict(state_dict)
+    values, objections = dict(state_dict), _load_hooks.own_loading(platform, model)
+    if not options.broadcast_from_rank0 or ranks.rank == 0:
+        values, from_hooks = _load_hooks.run_before(platform, model, state_dict)
+        objections += from_hooks
+    if options.broadcast_from_rank0:
+        values = _broadcast(platform, ranks, values, targets)
     missing = _missing(parameters, targets, values) + [key for key in extra if key not in values]
     problems = _state.Problems(missing, [key for key in values if key not in targets and key not in extra])
-    _load(platform, "load_state_dict", ranks, targets, values, problems, options.strict)
+    problems.others += objections
+    settled_by_hooks = _load_hooks.has_after(platform, model)
+    _load(platform, "load_state_dict", ranks, targets, values, problems, options.strict and not settled_by_hooks)
     for key in extra.keys() & values.keys():
         extra[key].set_extra_state(values[key])
     _state.gather_again(groups)
+    if settled_by_hooks:
+        _load_hooks.run_after(platform, model, IncompatibleKeys(problems.missing, problems.unexpected))
+        left = _state.Problems(problems.missing, problems.unexpected)
+        _state.agree(
+            ranks, "load_state_dict, after its hooks; the rest has been loaded", left.sentences(options.strict)
+        )
     return IncompatibleKeys(problems.missing, problems.unexpected)
 
 
@@ -207,7 +225,7 @@ def _check(
         if problem is not None:
             problems.others.append(problem)
     moved = [name for name in matched if isinstance(values[name], DTensor)]
-    _state.agree(ranks, what, problems.sentences(strict), moved)
+    _state.agree(ranks, f"{what}; nothing has been changed", problems.sentences(strict), moved)
 
 
 def _load(
