@@ -148,6 +148,51 @@ def test_meta_parameters_become_zeros_of_their_shards(hp_platform):
     run_ranks(rank, 2, hp_platform)
 
 
+def test_modules_that_come_from_meta_initialise_themselves_as_unsharded_ones(hp_platform):
+    """`to_empty`, then `reset_parameters` and `torch.nn.init`: the values of one device."""
+
+    def initialise(net):
+        torch.manual_seed(3)
+        for module in net.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        first = next(net.parameters())
+        torch.nn.init.normal_(first, 0.5, std=0.1)
+        torch.nn.init.constant_(list(net.parameters())[-1], 0.25)
+        return net
+
+    def make():
+        return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.LayerNorm(7), torch.nn.Embedding(3, 5))
+
+    expected = initialise(make())
+
+    def rank():
+        with torch.device("meta"):
+            net = make()
+        fully_shard(net, init_device_mesh("cpu", (2,), mesh_dim_names=("shard",), platform=hp_platform))
+        initialise(net.to_empty(device="cpu"))
+        for (name, mine), wanted in zip(net.named_parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(mine.full_tensor(), wanted.data, rtol=0, atol=0, msg=name)
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def test_a_backward_that_is_to_be_differentiated_is_refused(hp_platform):
+    net, x = Net(), batch(0).requires_grad_()
+    fully_shard(net, init_device_mesh("cpu", (1,), mesh_dim_names=("shard",), platform=hp_platform))
+    with pytest.raises(NotImplementedError, match="create_graph=True"):
+        torch.autograd.grad(net(x).sum(), x, create_graph=True)
+    (grad,) = torch.autograd.grad(net(x).sum(), x)
+    assert grad.any()
+
+
+def test_sparse_gradients_are_refused_by_name(hp_platform):
+    net = torch.nn.Sequential(torch.nn.Embedding(5, 3, sparse=True))
+    fully_shard(net, init_device_mesh("cpu", (1,), mesh_dim_names=("shard",), platform=hp_platform))
+    with pytest.raises(FSDPStateError, match=r"rank 0: the gradient of 0\.weight cannot be reduced: .*sparse=False"):
+        net(torch.tensor([1, 2])).sum().backward()
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_parameters_that_torch_gives_new_memory_are_taken_in(hp_platform, stage):
     """The usual way from meta: `to_empty` and initialisation after `fully_shard`."""

@@ -12,6 +12,7 @@ import torch
 from torch.autograd import Variable
 from torch.autograd.function import once_differentiable
 
+from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform import Platform
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.world import Work
@@ -215,6 +216,11 @@ class TorchParameterStorage(ParameterStorage):
             tensor.register_hook(lambda grad: hook())
 
     def at_end_of_backward(self, callback: Callable[[], None]) -> None:
+        if torch.is_grad_enabled():
+            raise CapabilityError(
+                "create_graph=True: a backward through modules of fully_shard frees what it gathers and cannot be "
+                "differentiated; take such gradients (a gradient penalty) through modules that are not sharded"
+            )
         Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
 
     def is_backward_running(self) -> bool:

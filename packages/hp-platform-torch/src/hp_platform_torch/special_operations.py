@@ -294,6 +294,18 @@ def _number_of_elements(func: Callable[..., Any], args: tuple[Any, ...], kwargs:
     return x.numel()
 
 
+def _initialize(method: str) -> Handler:
+    """torch passes on a function of `torch.nn.init` with keywords of its own: the method that it stands for."""
+
+    def handler(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        values = dict(kwargs)
+        x, generator = values.pop("tensor"), values.pop("generator", None)
+        with torch.no_grad():
+            return getattr(x, method)(*values.values(), **({} if generator is None else {"generator": generator}))
+
+    return handler
+
+
 _HANDLERS: dict[Callable[..., Any], Handler] = {
     torch.autograd.grad: _autograd_grad,
     torch.autograd.backward: _backward_of_several,
@@ -309,4 +321,7 @@ _HANDLERS: dict[Callable[..., Any], Handler] = {
     torch.Tensor.view_as: _like_other("view"),
     torch.Tensor.reshape_as: _like_other("reshape"),
     torch.Tensor.expand_as: _like_other("expand"),
+    torch.nn.init.uniform_: _initialize("uniform_"),
+    torch.nn.init.normal_: _initialize("normal_"),
+    torch.nn.init.constant_: _initialize("fill_"),
 }
