@@ -332,7 +332,11 @@ def _make_plan(
         (tuple(strategy.outputs[i] for strategy in chosen), rule.output_shape(i)) for i in range(len(rule.outputs))
     )
     cut_axes = _cut_axes(chosen)
-    spans = {factor: _span(mesh, rule.sizes[factor], axes, chosen) for factor, axes in cut_axes.items()}
+    where = mesh.get_coordinate()
+    spans = {
+        factor: _span(mesh, rule.sizes[factor], axes, chosen, where) if where else (0, 0)
+        for factor, axes in cut_axes.items()
+    }
     return OpPlan(
         name,
         platform,
@@ -381,7 +385,9 @@ def _choose_strategies(
     mesh = call.tensors[0].mesh
 
     def part_of(factor: str) -> Part:
-        return _span(mesh, rule.sizes[factor], _cut_axes(chosen).get(factor, ()), chosen)
+        """What earlier axes leave of it; a rank outside the mesh says what its first rank would."""
+        where = mesh.get_coordinate() or (0,) * mesh.ndim
+        return _span(mesh, rule.sizes[factor], _cut_axes(chosen).get(factor, ()), chosen, where)
 
     nbytes = [_mean_bytes(platform, spec) for spec in call.tensors]
     for axis, ranks in enumerate(mesh.shape):
@@ -479,11 +485,11 @@ def _local_function(rule: Factorization, cut_axes: Mapping[str, Any]) -> Callabl
     return None
 
 
-def _span(mesh: DeviceMesh, size: int, axes: tuple[int, ...], chosen: list[Strategy]) -> tuple[int, int]:
-    """(start, length) of this rank's part of a factor cut over `axes`."""
-    coordinate, start, length = mesh.get_coordinate(), 0, size
-    if coordinate is None:
-        return 0, 0
+def _span(
+    mesh: DeviceMesh, size: int, axes: tuple[int, ...], chosen: list[Strategy], coordinate: Sequence[int]
+) -> tuple[int, int]:
+    """(start, length) of the part at a coordinate of a factor cut over `axes`."""
+    start, length = 0, size
     for axis in axes:
         kind = chosen[axis].kind
         assert isinstance(kind, (Shard, RaggedShard))
