@@ -27,11 +27,14 @@ from hp_dtensor.exceptions import CapabilityError, MixedOperandsError, Placement
 from hp_dtensor.rules.pointwise import LINEAR_UNARY, NONLINEAR
 from hp_dtensor.spec import TensorSpec
 from hp_platform_mindspore import kernels
+from hp_platform_mindspore.composed_primitives import COMPOSED
 from hp_platform_mindspore.empty import unless_empty
+from hp_platform_mindspore.functions import FOUND
+from hp_platform_mindspore.in_place import SHARING, remember_sharing, set_item
 from hp_platform_mindspore.memory import host_view, share
-from hp_platform_mindspore.operation_names import caller, canonical
+from hp_platform_mindspore.operation_names import WITHOUT_KERNEL, caller, canonical, is_older_kind
 
-POINTWISE = frozenset(f"{NONLINEAR} {LINEAR_UNARY}".split())
+POINTWISE = frozenset(f"{NONLINEAR} {LINEAR_UNARY}".split()) - {"detach"}
 
 
 class _Depth(threading.local):
@@ -96,13 +99,12 @@ class MindSporeDTensor(DTensor, Tensor):
         if func.name == "typeof":  # MindSpore asks for it in some of its functions
             with LocalOperations():
                 return func(*args, **(kwargs or {}))
-        name, (new_args, new_kwargs) = canonical(func.name, args, kwargs)
         platform = self._spec.mesh.platform
-        if func.name.startswith("Inplace") and name != "copy_":
-            raise CapabilityError(
-                f"{func.name} on a DTensor: MindSpore's in-place arithmetic does not write to the tensor on CPU. "
-                "Use the operation that gives a new tensor, and platform.copy_ to store it."
-            )
+        composed = COMPOSED.get(func.name)
+        if composed is not None:
+            primitive, given = (args[0], args[2]) if is_older_kind(args) else (None, args)
+            return composed(platform.operations, tuple(given), primitive)
+        name, (new_args, new_kwargs) = canonical(func.name, args, kwargs)
         if name == "copy_":
             return _copy_(platform, *new_args)
         if name == "getitem":
@@ -110,11 +112,15 @@ class MindSporeDTensor(DTensor, Tensor):
         operation = platform.own_operation(name)
         if operation is not None:
             return operation(*new_args, **new_kwargs)
+        if func.name.startswith("Inplace"):
+            raise CapabilityError(
+                f"{func.name} on a DTensor: MindSpore's own does not write on CPU; use one that gives a new tensor"
+            )
 
-        kernel = caller(func, args)
+        kernel = FOUND[name] if func.name in WITHOUT_KERNEL else caller(func, args)
         if name in POINTWISE:
             kernel = unless_empty(kernel, name)
-        return dispatch.dispatch(platform, name, unwrapping(kernel), new_args, new_kwargs)
+        return dispatched(platform, name, unwrapping(kernel), new_args, new_kwargs)
 
     # MindSpore looks for the interception on the left operand; Python asks the right one's class first.
     __radd__ = _reflected("__radd__")
@@ -161,10 +167,16 @@ class MindSporeDTensor(DTensor, Tensor):
 
     def __getitem__(self, index: Any) -> Any:
         # MindSpore does not intercept basic indexing.
-        return dispatch.dispatch(self._spec.mesh.platform, "getitem", _getitem, (self, index), {})
+        return dispatched(self._spec.mesh.platform, "getitem", _getitem, (self, index), {})
 
-    def __setitem__(self, index: Any, value: Any) -> NoReturn:
-        raise CapabilityError("assignment to a part of a DTensor: use index_put or where, which give a new tensor")
+    def __setitem__(self, index: Any, value: Any) -> None:
+        platform = self._spec.mesh.platform
+
+        def store(_: Tensor, index: Any, value: Any) -> Tensor:
+            with LocalOperations():
+                return set_item(platform, self, _unwrapped(index), _unwrapped(value))
+
+        dispatch.dispatch(platform, "setitem", store, (self, index, value), {})
 
     # Gradients -------------------------------------------------------------------------------------------
 
@@ -302,13 +314,22 @@ def _unwrapped(value: Any) -> Any:
     return unwrap(value) if isinstance(value, DTensor) else value
 
 
-def unwrapping(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """`kernel` on the local data of DTensors among its arguments, lists included."""
+def unwrapping(kernel: Callable[..., Any], written: bool = False) -> Callable[..., Any]:
+    """`kernel` on the local data of DTensors among its arguments, lists included; of one that it writes, on itself."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        return kernel(*_unwrapped(args), **{name: _unwrapped(value) for name, value in kwargs.items()})
+        local = (*args[:1], *_unwrapped(args[1:])) if written else _unwrapped(args)
+        return kernel(*local, **{name: _unwrapped(value) for name, value in kwargs.items()})
 
     return run
+
+
+def dispatched(platform: Any, name: str, kernel: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+    """`hp_dtensor.dispatch`, with a note of results that share memory with the first argument."""
+    result = dispatch.dispatch(platform, name, kernel, args, kwargs)
+    if name in SHARING and args:
+        remember_sharing(args[0], result)
+    return result
 
 
 _getitem = unwrapping(kernels.getitem)
@@ -319,7 +340,11 @@ def intercept_lists() -> None:
 
     `check_elim`, which it asks before it runs a primitive, may give the result itself.
     """
-    for primitive, name in ((ops.operations.Stack, "stack"), (ops.operations.AddN, "addn")):
+    for primitive, name in (
+        (ops.operations.Stack, "stack"),
+        (ops.operations.AddN, "addn"),
+        (ops.operations.Einsum, "einsum"),
+    ):
         if not hasattr(primitive.check_elim, "__wrapped__"):
             primitive.check_elim = _of_list(primitive.check_elim, name)
 
@@ -333,6 +358,8 @@ def _of_list(own: Callable[..., Any], name: str) -> Callable[..., Any]:
             return own(self, *args)
         if name == "stack":
             return True, found._spec.mesh.platform.ops.stack(list(tensors), self.axis)
+        if name == "einsum":
+            return True, found._spec.mesh.platform.operation("einsum")(self.equation, *tensors)
         return True, functools.reduce(lambda x, y: x + y, tensors)
 
     return check_elim

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from mindspore import Tensor, mint, ops
 
-from hp_platform_mindspore import kernels
+from hp_platform_mindspore import kernels, ordering, pointwise, products, scattering, spatial
 from hp_platform_mindspore.empty import filled, is_empty
 from hp_platform_mindspore.kernels import Dims, gather, total
 from hp_platform_mindspore.memory import numbers, share
@@ -154,12 +154,6 @@ def triangle(name: str) -> Callable[..., Tensor]:
     return kept
 
 
-def scatter(x: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
-    if is_empty(x, index):
-        return kernels.add(x, filled(0, x.shape, src))
-    return mint.scatter(x, dim, index, src)
-
-
 def prelu(x: Tensor, weight: Tensor) -> Tensor:
     return filled(0, x.shape, x, weight) if is_empty(x, weight) else F.prelu(x, weight)
 
@@ -254,7 +248,6 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "layer_norm": layer_norm,
     "instance_norm": instance_norm,
     "nll_loss": nll_loss,
-    "scatter": scatter,
     "prelu": prelu,
     "searchsorted": lambda boundaries, x, right=False: mint.searchsorted(boundaries, x, right=right),
     "bucketize": lambda x, boundaries, right=False: mint.searchsorted(boundaries, x, right=right),
@@ -263,26 +256,39 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "smooth_l1_loss": _reducing(F.smooth_l1_loss),
     "dot": lambda x, y: kernels.matmul(x, y),
     "outer": lambda x, y: mint.unsqueeze(x, 1) * mint.unsqueeze(y, 0),
+    **pointwise.KERNELS,
+    **ordering.KERNELS,
+    **products.KERNELS,
+    **scattering.KERNELS,
+    **spatial.KERNELS,
 }
 
-NATIVE_KERNELS: dict[str, Callable[..., Any]] = KERNELS | {
-    name: getattr(mint, name)
-    for name in "all any count_nonzero max min argmin prod norm std var cumprod roll tril triu".split()
+_NATIVE = """
+    all any count_nonzero max min argmin prod norm std var cumprod roll tril triu einsum median kthvalue cummax cummin
+    bitwise_not logaddexp scatter scatter_add index_add masked_select nonzero unique_consecutive conv1d conv2d conv3d
+    conv_transpose2d avg_pool1d avg_pool2d avg_pool3d max_pool2d adaptive_avg_pool1d adaptive_avg_pool2d
+    adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d batch_norm interpolate
+"""
+_ON_HOST = {*ordering.KERNELS, *scattering.KERNELS, *spatial.KERNELS, *"copysign fmin bitwise_not".split()}
+
+NATIVE_KERNELS: dict[str, Callable[..., Any]] = {
+    **{name: kernel for name, kernel in KERNELS.items() if name not in _ON_HOST or name == "aminmax"},
+    **{name: getattr(F, name, None) or getattr(mint, name) for name in _NATIVE.split()},
 }
-"""Where the kernels exist, a value must not go through the host."""
+"""Where the kernels exist, a value must not go through the host; what is composed there has no place here."""
 
 _OF_MINT = """
     expm1 erf erfc sinh cosh tan sinc floor ceil trunc log1p reciprocal isnan isinf sign round atanh erfinv fmod
     remainder
-    xlogy bitwise_and logical_xor isclose floor_divide nan_to_num lerp cdist ravel t swapaxes concat hstack dstack tile
+    xlogy bitwise_and logical_xor isclose nan_to_num lerp cdist ravel t swapaxes concat hstack dstack tile
     diff
 """
 _OF_OPS = """
-    exp2 asinh atan deg2rad rad2deg softsign tanhshrink logsigmoid frac i0 positive relu6 elu selu celu mish
-    softplus hardtanh log2 log10 lgamma digamma sgn signbit acos asin acosh atan2 fmax logaddexp2 hypot
-    true_divide bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift heaviside nextafter ldexp
-    addcmul addcdiv type_as mm mv inner addmm addmv addr addbmm baddbmm adjoint movedim moveaxis
-    fliplr flipud rot90 diagonal vstack column_stack atleast_2d mse_loss l1_loss huber_loss tensor_split hsplit vsplit
+    exp2 asinh atan deg2rad rad2deg softsign tanhshrink frac i0 positive relu6 elu selu celu mish softplus hardtanh
+    log2 log10 lgamma digamma sgn signbit acos asin acosh atan2 fmax logaddexp2 hypot true_divide bitwise_or
+    bitwise_xor bitwise_left_shift bitwise_right_shift heaviside nextafter ldexp addcmul addcdiv type_as mm mv inner
+    addmm addmv addr addbmm baddbmm adjoint movedim moveaxis fliplr flipud rot90 vstack column_stack atleast_2d
+    tensor_split hsplit vsplit pixel_shuffle pixel_unshuffle kron
 """
 _OF_F = "hardswish hardsigmoid hardshrink softshrink glu broadcast_to"
 _METHODS = "float double int long short bool byte half bfloat16 contiguous to type view new_zeros new_ones new_empty"
@@ -293,12 +299,24 @@ FOUND: dict[str, Callable[..., Any]] = {
     **{name: getattr(F, name) for name in _OF_F.split()},
     **{name: (lambda x, *args, name=name: getattr(x, name)(*args)) for name in _METHODS.split()},
     "flatten": mint.flatten,
-    "detach": ops.stop_gradient,
 }
+
+
+NOT_ON_DTENSORS = frozenset(
+    """
+    mint.einsum ops.bernoulli ops.multinomial ops.rand_like ops.randn_like ops.full_like ops.scatter_add ops.bincount
+    ops.count_nonzero ops.threshold ops.diag_embed ops.unique ops.max_pool3d ops.adaptive_max_pool3d
+    """.split()
+)
+"""Functions that have an operation's name and refuse DTensors, mean something else, or make plain tensors."""
 
 
 def names_of(name: str, function: Callable[..., Any]) -> list[str]:
     """Where users find an operation: the function that is called for it, else those and the method of its name."""
     places = (("mint", mint), ("mint.nn.functional", F), ("ops", ops), ("Tensor", Tensor))
-    having = [(f"mindspore.{path}.{name}", getattr(owner, name)) for path, owner in places if hasattr(owner, name)]
+    having = [
+        (f"mindspore.{path}.{name}", getattr(owner, name))
+        for path, owner in places
+        if hasattr(owner, name) and f"{path}.{name}" not in NOT_ON_DTENSORS
+    ]
     return [path for path, found in having if found is function] or [path for path, _ in having]

@@ -66,8 +66,8 @@ def mul(x: Any, y: Any) -> Tensor:
 
 
 @with_zero_gradient_if_empty
-def div(x: Any, y: Any) -> Tensor:
-    return x / y
+def div(x: Any, y: Any, rounding_mode: str | None = None) -> Tensor:
+    return x / y if rounding_mode is None else x // y if rounding_mode == "floor" else mint.trunc(x / y)
 
 
 @with_zero_gradient_if_empty
@@ -158,7 +158,8 @@ def logsumexp(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
     return ops.logsumexp(x, dim, keepdim)
 
 
-def cumsum(x: Tensor, dim: int) -> Tensor:
+def cumsum(x: Tensor, dim: int, dtype: Any = None) -> Tensor:
+    x = x if dtype is None else cast(x, dtype)
     return ops.cumsum(x, dim) if x.size else clone(x)
 
 
@@ -168,6 +169,12 @@ def cumsum(x: Tensor, dim: int) -> Tensor:
 def matmul(x: Tensor, y: Tensor) -> Tensor:
     if is_empty(x, y):
         return filled(0, _product_shape(x.shape, y.shape), x, y)
+    # The gradient of matmul fails for [1, m, 1] times [1, 1, n], and has another shape than [1, 1, k] times [k, n].
+    if x.ndim == y.ndim == 3 and x.shape[0] == y.shape[0]:
+        return mint.bmm(x, y)
+    if x.ndim > 2 and y.ndim == 2:
+        rows = mint.reshape(x, (-1, x.shape[-1]))
+        return mint.reshape(mint.matmul(rows, y), (*x.shape[:-1], y.shape[-1]))
     return mint.matmul(x, y)
 
 
@@ -212,7 +219,8 @@ def softmax(x: Tensor, dim: int) -> Tensor:
     return mint.transpose(F.softmax(mint.transpose(x, dim, -1), -1), dim, -1)
 
 
-def log_softmax(x: Tensor, dim: int) -> Tensor:
+def log_softmax(x: Tensor, dim: int, dtype: Any = None) -> Tensor:
+    x = x if dtype is None else cast(x, dtype)
     return ops.log_softmax(x, dim)
 
 
@@ -321,9 +329,9 @@ def index_put(x: Tensor, index: Tensor, values: Tensor) -> Tensor:
     return ops.tensor_scatter_update(x, mint.unsqueeze(index, -1), values)
 
 
-def topk(x: Tensor, k: int, dim: int = -1) -> tuple[Tensor, Tensor]:
-    """The `k` largest, largest first; of equal ones the lower index."""
-    order = np.take(_order(x, dim, True), np.arange(k), axis=dim)
+def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Tensor, Tensor]:
+    """The `k` largest (or smallest), these first; of equal ones the lower index."""
+    order = np.take(_order(x, dim, largest), np.arange(k), axis=dim)
     indices = share(order)
     return gather(x, dim, indices), indices
 
@@ -417,8 +425,8 @@ CPU |= {"where": with_zero_gradient_if_empty(mint.where)}
 # On Ascend the kernels exist, and a value must not go through the host --------------------------------------
 
 
-def _native_topk(x: Tensor, k: int, dim: int = -1) -> tuple[Tensor, Tensor]:
-    values, indices = mint.topk(x, k, dim)
+def _native_topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Tensor, Tensor]:
+    values, indices = mint.topk(x, k, dim, largest, sorted)
     return values, indices
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,6 +32,9 @@ class Module(nn.Cell):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__} has no forward")
+
+
+_AUTOMATIC_NAME = re.compile(r"Parameter#?\d*$")
 
 
 class _ParameterMeta(type):
@@ -111,8 +115,14 @@ def named_buffers(module: nn.Cell) -> Iterator[tuple[str, Tensor]]:
 
 
 def set_parameter(module: nn.Cell, name: str, value: Tensor) -> None:
-    """Replace an own parameter by any tensor; Cell's assignment would write into the parameter instead."""
+    """Replace an own parameter by any tensor; Cell's assignment would write into the parameter instead.
+
+    A parameter without a name of its own gets that of the one it replaces: checkpoints of MindSpore go by it.
+    """
     if name not in module._params:
         owned = ", ".join(module._params) or "none"
         raise KeyError(f"{type(module).__name__} owns no parameter {name!r}; its own are: {owned}")
+    replaced = module._params[name]
+    if isinstance(value, ms.Parameter) and isinstance(replaced, ms.Parameter) and _AUTOMATIC_NAME.match(value.name):
+        value.name = replaced.name
     module._params[name] = value

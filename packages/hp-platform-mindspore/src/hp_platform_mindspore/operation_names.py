@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mindspore import Tensor
+from mindspore._c_expression import typing
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -125,6 +126,68 @@ SAME_ARGUMENTS: dict[str, str] = {
     "MaxDim": "max",
     "MinDim": "min",
     "Ger": "outer",
+    "Outer": "outer",
+    "BitwiseNot": "bitwise_not",
+    "BitwiseAndScalar": "bitwise_and",
+    "BitwiseOrScalar": "bitwise_or",
+    "BitwiseXorTensor": "bitwise_xor",
+    "BitwiseXorScalar": "bitwise_xor",
+    "FloorDivScalar": "floor_divide",
+    "RemainderScalarTensor": "remainder",
+    "Atan2Ext": "atan2",
+    "Conv1DExt": "conv1d",
+    "Conv2DExt": "conv2d",
+    "Conv3DExt": "conv3d",
+    "Conv1DPadding": "conv1d",
+    "Conv2DPadding": "conv2d",
+    "Conv3DPadding": "conv3d",
+    "ConvTranspose2D": "conv_transpose2d",
+    "AvgPool1D": "avg_pool1d",
+    "AvgPool2D": "avg_pool2d",
+    "AvgPool3DExt": "avg_pool3d",
+    "AdaptiveAvgPool1D": "adaptive_avg_pool1d",
+    "AdaptiveAvgPool2DExt": "adaptive_avg_pool2d",
+    "AdaptiveAvgPool3DExt": "adaptive_avg_pool3d",
+    "EluExt": "elu",
+    "SoftplusExt": "softplus",
+    "MishExt": "mish",
+    "LeakyReLUExt": "leaky_relu",
+    "Hardtanh": "hardtanh",
+    "Threshold": "threshold",
+    "GeluExt": "gelu",
+    "LogSumExp": "logsumexp",
+    "CountNonZero": "count_nonzero",
+    "MedianExt": "median",
+    "MedianDim": "median",
+    "Kthvalue": "kthvalue",
+    "Cummax": "cummax",
+    "Cummin": "cummin",
+    "CumminExt": "cummin",
+    "ArgMaxExt": "argmax",
+    "ArgMinExt": "argmin",
+    "TopkExt": "topk",
+    "ArgSort": "argsort",
+    "TrilExt": "tril",
+    "Roll": "roll",
+    "Repeat": "repeat",
+    "RepeatInterleaveInt": "repeat_interleave",
+    "IndexFillScalar": "index_fill",
+    "IndexFillTensor": "index_fill",
+    "ScatterAddExt": "scatter_add",
+    "MaskedSelect": "masked_select",
+    "NonZero": "nonzero",
+    "UniqueConsecutive": "unique_consecutive",
+    "Mm": "mm",
+    "Mv": "mv",
+    "Dot": "dot",
+    "SeLUExt": "selu",
+    "Log2": "log2",
+    "Log10": "log10",
+    "IsNan": "isnan",
+    "BitwiseAnd": "bitwise_and",
+    "Fmin": "fmin",
+    "SelectExtView": "select",
+    "SelectView": "select",
 }
 
 
@@ -244,12 +307,121 @@ def _loss(*names: str) -> Adapter:
     return adapt
 
 
-def _likelihood(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+def likelihood(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """MindSpore makes weights of one for a call that gives none."""
     x, target, weight, reduction, ignore_index = args
     plain = type(weight) is Tensor and bool((weight.asnumpy() == 1).all())
     options = {"reduction": _REDUCTIONS[reduction], "ignore_index": ignore_index}
     return (x, target), options if plain else {"weight": weight, **options}
+
+
+def _first(count: int) -> Adapter:
+    """Only the first arguments; behind them come seeds, or what is the same for all."""
+    return lambda args, kwargs: (args[:count], {})
+
+
+def _typed(*names: str) -> Adapter:
+    """Arguments after the tensor by name, the last of them a dtype, which is left out where there is none."""
+
+    def adapt(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        given = dict(zip(names, args[1:], strict=False)) | kwargs
+        wanted = given.pop(names[-1], None)
+        return args[:1], given if wanted is None else given | {"dtype": dtype_of(wanted)}
+
+    return adapt
+
+
+def dtype_of(value: Any) -> Any:
+    """Primitives get a dtype as its number."""
+    return typing.type_id_to_type(value) if isinstance(value, int) else value
+
+
+def _cast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    return (args[0], dtype_of(args[1])), {}
+
+
+def _sorted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    x, dim, descending, stable = args
+    return (x, dim, descending), {"stable": stable}
+
+
+def _counted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    x, weights, minlength = args
+    if weights is not None:
+        raise TypeError("bincount of DTensors takes no weights")
+    return (x,), {"minlength": minlength}
+
+
+def _hot(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    x, classes, on, off, axis = args
+    if (float(on), float(off), axis) != (1.0, 0.0, -1):
+        raise TypeError("one_hot of DTensors gives ones and zeros in a last dimension")
+    return (x, classes), {}
+
+
+def _constant_pad(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    x, pads, *value = args
+    return (x, tuple(pads)), {"value": float(value[0]) if value else 0.0}
+
+
+def _scaled_sum(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """`addmm` and its like: `beta` and `alpha` by name, where they are not 1."""
+    given = dict(zip(("beta", "alpha"), args[3:], strict=False)) | kwargs
+    return args[:3], {name: value for name, value in given.items() if value != 1}
+
+
+def _rounded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    mode = args[2] if len(args) > 2 else kwargs.get("rounding_mode")
+    known = {None: None, 0: None, 1: "trunc", 2: "floor", "trunc": "trunc", "floor": "floor"}[mode]
+    return args[:2], {} if known is None else {"rounding_mode": known}
+
+
+def _upsampled(mode: str) -> Adapter:
+    def adapt(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        x, size, scales, *align_corners = args
+        corners = {"align_corners": align_corners[0]} if align_corners else {}
+        return (x,), {"size": size, "scale_factor": scales, "mode": mode, **corners}
+
+    return adapt
+
+
+def _spread_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    given = dict(zip(("dim", "correction", "keepdim"), args[1:], strict=False)) | kwargs
+    return (args[0], given.get("dim")), {
+        "keepdim": given.get("keepdim", False),
+        "correction": given.get("correction", 1),
+    }
+
+
+def _divergence(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    x, target, reduction, *log_target = args
+    return (x, target), {"reduction": _REDUCTIONS[reduction], "log_target": bool(log_target and log_target[0])}
+
+
+def _put(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    x, *both = args[:3]
+    indices, values = both if isinstance(both[0], (tuple, list)) else both[::-1]
+    accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
+    return (x, tuple(indices), values), {"accumulate": bool(accumulate)}
+
+
+def _scaled_index(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    alpha = args[4] if len(args) > 4 else kwargs.get("alpha", 1)
+    return args[:4], {} if alpha == 1 else {"alpha": alpha}
+
+
+def _scattered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    x, dim, index, src, *reduce = args
+    how = {} if not reduce or reduce[0] in (0, "none") else {"reduce": {1: "add", 2: "multiply"}.get(*reduce[:1] * 2)}
+    if isinstance(src, Tensor):
+        return (x, dim, index, src), how
+    return (x, dim, index), {"value": src, **how}
+
+
+def _of_logits(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    x, target, weight, reduction, ignore_index, smoothing, *_ = args
+    options = {"reduction": _REDUCTIONS[reduction], "ignore_index": ignore_index, "label_smoothing": smoothing}
+    return (x, target), options if weight is None else {"weight": weight, **options}
 
 
 def _all_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -270,7 +442,6 @@ ADAPTED: dict[str, tuple[str, Adapter]] = {
     "Min": ("amin", _all_of),
     "MatMul": ("matmul", _matmul),
     "BatchMatMul": ("matmul", _matmul),
-    "BiasAdd": ("add", _first_two),
     "Argmax": ("argmax", _first_two),
     "CumSum": ("cumsum", _first_two),
     "Gather": ("index_select", _gather),
@@ -297,42 +468,130 @@ ADAPTED: dict[str, tuple[str, Adapter]] = {
     "SmoothL1Loss": ("smooth_l1_loss", _loss("beta")),
     "BinaryCrossEntropy": ("binary_cross_entropy", _loss("weight")),
     "BCEWithLogitsLoss": ("binary_cross_entropy_with_logits", _loss("weight", "pos_weight")),
-    "NLLLoss": ("nll_loss", _likelihood),
     "StackExt": ("stack", _first_two),
     "Stack": ("stack", _first_two),
     "Unstack": ("unbind", _first_two),
     "Sort": ("sort", _all_arguments),
+    "IndexAddExt": ("index_add", _scaled_index),
+    "IndexPut": ("index_put", _put),
+    "LinalgVectorNorm": ("linalg_vector_norm", _typed("p", "dim", "keepdim", "dtype")),
+    "Norm": ("norm", _typed("p", "dim", "keepdim", "dtype")),
+    "LogSoftmaxExt": ("log_softmax", _typed("dim", "dtype")),
+    "CumsumExt": ("cumsum", _typed("dim", "dtype")),
+    "FullLike": ("full_like", _typed("fill_value", "dtype")),
+    "NewFull": ("new_full", _typed("size", "fill_value", "dtype")),
+    "Cast": ("cast", _cast),
+    "SortExt": ("sort", _sorted),
+    "BincountExt": ("bincount", _counted),
+    "OneHotExt": ("one_hot", _hot),
+    "ConstantPadND": ("pad", _constant_pad),
+    "Tril": ("tril", _all_arguments),
+    **{name: (name.lower(), _scaled_sum) for name in ("Addmm", "Addmv", "Addbmm", "Baddbmm")},
+    "DivMod": ("div", _rounded),
+    "DivMods": ("div", _rounded),
+    "Scatter": ("scatter", _scattered),
+    "ScatterValue": ("scatter", _scattered),
+    "KLDiv": ("kl_div", _divergence),
+    "SoftMarginLoss": ("soft_margin_loss", _loss()),
+    "L1LossExt": ("l1_loss", _loss()),
+    "MSELossExt": ("mse_loss", _loss()),
+    "HuberLoss": ("huber_loss", _loss()),
+    "CrossEntropyLoss": ("cross_entropy", _of_logits),
+    "Std": ("std", _spread_of),
+    "Var": ("var", _spread_of),
+    "StdMean": ("std_mean", _spread_of),
+    "VarMean": ("var_mean", _spread_of),
+    "FuncDropoutExt": ("dropout", _first(3)),
+    "Dropout1dExt": ("dropout1d", _first(3)),
+    "Dropout2dExt": ("dropout2d", _first(3)),
+    "Dropout3dExt": ("dropout3d", _first(3)),
+    "RandLikeExt": ("rand_like", _first(1)),
+    "RandnLike": ("randn_like", _first(1)),
+    "BernoulliExt": ("bernoulli", _first(1)),
+    "MultinomialExt": ("multinomial", _first(3)),
+    **{f"UpsampleNearest{n}D": ("interpolate", _upsampled("nearest")) for n in (1, 2, 3)},
+    "UpsampleLinear1D": ("interpolate", _upsampled("linear")),
+    "UpsampleBilinear2D": ("interpolate", _upsampled("bilinear")),
+    "UpsampleTrilinear3D": ("interpolate", _upsampled("trilinear")),
+    "UpsampleBicubic2D": ("interpolate", _upsampled("bicubic")),
 }
 
-ATTRIBUTES: dict[str, tuple[str, ...]] = {"Unstack": ("axis",), "Sort": ("axis", "descending"), "Stack": ("axis",)}
+WRITING: dict[str, tuple[str, Adapter]] = {
+    "InplaceCopy": ("copy_", _all_arguments),
+    "InplaceFillScalar": ("fill_", _all_arguments),
+    "InplaceFillTensor": ("fill_", _all_arguments),
+    "InplaceFloorDivide": ("floor_divide_", _all_arguments),
+    "InplaceZero": ("zero_", _all_arguments),
+    "InplaceMaskedFillTensor": ("masked_fill_", _all_arguments),
+    "InplaceAddsExt": ("add_", _scaled_second),
+    "InplaceSubScalar": ("sub_", _scaled_second),
+    "InplaceFloorDivides": ("floor_divide_", _all_arguments),
+    "InplaceReLU": ("relu_", _all_arguments),
+    "InplaceScatterSrc": ("scatter_", _scattered),
+    "InplaceScatterValue": ("scatter_", _scattered),
+    "InplaceScatterSrcReduce": ("scatter_", _scattered),
+    "InplaceScatterValueReduce": ("scatter_", _scattered),
+    "InplaceScatterAdd": ("scatter_add_", _all_arguments),
+    "InplaceIndexCopy": ("index_copy_", _all_arguments),
+    "InplaceUniform": ("uniform_", _first(3)),
+    "InplaceNormal": ("normal_", _first(3)),
+    "InplaceExponential": ("exponential_", _first(2)),
+    "InplaceBernoulliScalar": ("bernoulli_", _first(2)),
+    "InplaceBernoulliTensor": ("bernoulli_", _first(2)),
+    "InplaceRandom": ("random_", _first(3)),
+}
+"""In-place primitives; others are called as the operation that they are the in-place form of."""
+
+ATTRIBUTES: dict[str, tuple[str, ...]] = {
+    "Unstack": ("axis",),
+    "Sort": ("axis", "descending"),
+    "Stack": ("axis",),
+    "Tril": ("diagonal",),
+}
 """Attributes of primitives of the older kind that are arguments here, behind the tensors."""
+
+
+WITHOUT_KERNEL = frozenset(
+    """
+    EluExt MishExt SoftplusExt SeLUExt Hardtanh Mm Mv Addmm Addmv Addbmm Baddbmm Log2 Log10 IsNan BitwiseAnd
+    BitwiseAndScalar BitwiseOrScalar BitwiseXorTensor BitwiseXorScalar RemainderScalarTensor Atan2Ext
+    """.split()
+)
+"""Primitives that the CPU lacks, of operations for which another one does."""
 
 
 def primitives_of(name: str) -> list[str]:
     """The primitives that are taken for an operation: what error messages and profiles of MindSpore show."""
     same = [primitive for primitive, known in SAME_ARGUMENTS.items() if known == name]
-    return sorted({*same, *(primitive for primitive, (known, _) in ADAPTED.items() if known == name)})
+    adapted = [primitive for primitive, (known, _) in (ADAPTED | WRITING).items() if known == name]
+    return sorted({*same, *adapted})
 
 
 def canonical(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> tuple[str, Arguments]:
     """torch's name and arguments of a primitive's call; an unknown primitive keeps its own."""
-    given = tuple(args)
-    if _is_older_kind(args):
+    given, named = tuple(args), dict(kwargs or {})
+    if is_older_kind(args):
         given = (*args[2], *(getattr(args[0], attribute) for attribute in ATTRIBUTES.get(name, ())))
+    if name in WRITING:
+        known, adapt = WRITING[name]
+        return known, adapt(given, named)
+    if name.startswith("Inplace"):
+        known, arguments = canonical(name.removeprefix("Inplace"), given, named)
+        return f"{known}_", arguments
     if name in ADAPTED:
         known, adapt = ADAPTED[name]
-        return known, adapt(given, dict(kwargs or {}))
-    return SAME_ARGUMENTS.get(name, name), (given, dict(kwargs or {}))
+        return known, adapt(given, named)
+    return SAME_ARGUMENTS.get(name, name), (given, named)
 
 
 def caller(func: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
     """`func` as a function of the arguments that `canonical` gives, for an operation with the same arguments."""
-    if not _is_older_kind(args):
+    if not is_older_kind(args):
         return func
     primitive, name, _ = args
     return lambda *given: func(primitive, name, given)
 
 
-def _is_older_kind(args: tuple[Any, ...]) -> bool:
+def is_older_kind(args: tuple[Any, ...]) -> bool:
     """Primitives of the older kind come as (primitive, name, arguments)."""
     return len(args) == 3 and isinstance(args[1], str)

@@ -14,13 +14,17 @@ from typing import TYPE_CHECKING, Any
 import mindspore as ms
 from mindspore import Tensor
 
-from hp_dtensor.dispatch import dispatch
+from hp_dtensor.dispatch import rule_registry
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.ops import OP_NAMES
+from hp_platform_mindspore import scattering
 from hp_platform_mindspore.capabilities import Capabilities
-from hp_platform_mindspore.dtensor import is_local, unwrapping
+from hp_platform_mindspore.dtensor import POINTWISE, dispatched, is_local, unwrapping
+from hp_platform_mindspore.empty import unless_empty
 from hp_platform_mindspore.functions import FOUND, KERNELS, NATIVE_KERNELS
+from hp_platform_mindspore.in_place import WRITTEN, writing
 from hp_platform_mindspore.kernels import CPU, NATIVE
+from hp_platform_mindspore.random_operations import random_operations
 
 if TYPE_CHECKING:
     from hp_platform_mindspore.platform import MindSporePlatform
@@ -35,11 +39,20 @@ def build_ops(platform: MindSporePlatform) -> SimpleNamespace:
 
 
 def build_functions(platform: MindSporePlatform) -> dict[str, Function]:
-    """What `Platform.operation` finds beyond `ops`, by name."""
+    """Kernels of ours beyond `ops`, by name: composed ones, random ones, and those that write their first argument."""
     direct = platform.capabilities.bfloat16_operations
-    kernels = NATIVE_KERNELS if platform.capabilities.native_operations else KERNELS
+    kernels = dict(NATIVE_KERNELS if platform.capabilities.native_operations else KERNELS)
+    kernels |= random_operations(platform.generator)
     made = {name: kernel if direct is None else _through_float32(kernel) for name, kernel in kernels.items()}
-    return FOUND | {name: _intercepting(platform, name, kernel) for name, kernel in made.items()}
+    found = {name: unless_empty(kernel, name) if name in POINTWISE else kernel for name, kernel in FOUND.items()}
+    out_of_place = {**found, **kernels_of(platform.capabilities), **made}
+    in_place = {
+        name: writing(platform, name, made.pop(name, None) or out_of_place[name[:-1]])
+        for name in rule_registry().names()
+        if name.endswith("_") and (name in made or name[:-1] in out_of_place)
+    }
+    in_place |= {name: writing(platform, name, kernel) for name, kernel in WRITTEN.items()}
+    return {name: _intercepting(platform, name, kernel) for name, kernel in {**made, **in_place}.items()}
 
 
 def kernels_of(capabilities: Capabilities) -> dict[str, Function]:
@@ -74,7 +87,7 @@ def _cast(x: Any, source: Any, target: Any) -> Any:
 
 
 def _intercepting(platform: MindSporePlatform, name: str, kernel: Function) -> Function:
-    local = unwrapping(kernel)
+    local = unwrapping(kernel, written=name.endswith("_"))
     adapt = _ADAPTED.get(name)
 
     @functools.wraps(kernel)
@@ -84,8 +97,8 @@ def _intercepting(platform: MindSporePlatform, name: str, kernel: Function) -> F
         if is_local():
             return local(*args, **kwargs)
         if adapt is not None:
-            return dispatch(platform, name, *adapt(local, *args, **kwargs))
-        return dispatch(platform, name, local, args, kwargs)
+            return dispatched(platform, name, *adapt(local, *args, **kwargs))
+        return dispatched(platform, name, local, args, kwargs)
 
     return operation
 
@@ -123,8 +136,12 @@ def _attention(
     return run, (query, key, value), {"is_causal": is_causal, "enable_gqa": enable_gqa}
 
 
-def _index_put(run: Function, x: Any, index: Any, values: Any) -> Adapted:
-    return lambda x, indices, values: run(x, indices[0], values), (x, (index,), values), {}
+def _index_put(run: Function, x: Any, index: Any, values: Any, accumulate: bool = False) -> Adapted:
+    """`ops` has one index for the first dimension, MindSpore's method a tuple of them."""
+    if isinstance(index, Tensor) and not accumulate:
+        return lambda x, indices, values: run(x, indices[0], values), (x, (index,), values), {}
+    indices = (index,) if isinstance(index, Tensor) else index
+    return unwrapping(scattering.index_put), (x, indices, values), {"accumulate": accumulate}
 
 
 _ADAPTED: dict[str, Callable[..., Adapted]] = {

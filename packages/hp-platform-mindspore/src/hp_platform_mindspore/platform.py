@@ -17,13 +17,13 @@ from mindspore.graph.api import _pynative_executor as executor
 
 from hp_dtensor.api import shortcut_views, with_shortcuts
 from hp_dtensor.dispatch import forget_plans
-from hp_dtensor.exceptions import PlatformError
+from hp_dtensor.exceptions import CapabilityError, PlatformError
 from hp_dtensor.platform import Platform, Removable
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.world import World
 from hp_platform_mindspore import autograd, dtensor, module
 from hp_platform_mindspore.capabilities import ASCEND, CPU, Capabilities
-from hp_platform_mindspore.functions import KERNELS, names_of
+from hp_platform_mindspore.functions import FOUND, names_of
 from hp_platform_mindspore.groups import MindSporeWorld
 from hp_platform_mindspore.memory import DTYPES, FLOATING, HOST_DTYPES, NAMES, copy, host_view, numbers, share, store
 from hp_platform_mindspore.operation_names import primitives_of
@@ -53,6 +53,7 @@ class MindSporePlatform(Platform):
         self.ops = build_ops(self)
         dtensor.intercept_lists()
         self.functions = build_functions(self)
+        self.operations = Operations(self)
         self._generator = np.random.Generator(np.random.Philox())
         autograd.arm()
 
@@ -232,11 +233,11 @@ class MindSporePlatform(Platform):
             x._grad = grad
 
     def operation(self, name: str) -> Callable[..., Any] | None:
-        return super().operation(name) or self.functions.get(name)
+        return self.own_operation(name) or FOUND.get(name)
 
     def own_operation(self, name: str) -> Callable[..., Any] | None:
         """An operation with a kernel of ours under a canonical name; None where MindSpore's own is called."""
-        return getattr(self.ops, name, None) or (self.functions[name] if name in KERNELS else None)
+        return getattr(self.ops, name, None) or self.functions.get(name)
 
     def operation_names(self, name: str) -> list[str]:
         function = self.operation(name)
@@ -311,12 +312,32 @@ class MindSporePlatform(Platform):
         ms.manual_seed(seed % 2**32)
         self._generator = np.random.Generator(np.random.Philox(seed % 2**64))
 
+    def generator(self) -> np.random.Generator:
+        """What random operations on the host draw from."""
+        return self._generator
+
     def random(self, distribution: str, shape: Sequence[int], dtype: Any) -> Tensor:
         draw = {"uniform": self._generator.random, "normal": self._generator.standard_normal}[distribution]
         return self.ops.cast(share(np.asarray(draw(tuple(shape), np.float32))), dtype)
 
     def synchronize(self) -> None:
         ms.runtime.synchronize()
+
+
+class Operations:
+    """All operations as attributes, by canonical name."""
+
+    def __init__(self, platform: MindSporePlatform) -> None:
+        self._platform = platform
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        function = self._platform.operation(name)
+        if function is None:
+            raise CapabilityError(f"MindSpore has no operation {name!r} here")
+        return function
+
+    def getitem(self, x: Tensor, index: Any) -> Tensor:
+        return x[index]
 
 
 def _in_graph(x: Tensor) -> Tensor:

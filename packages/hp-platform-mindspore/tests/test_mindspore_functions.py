@@ -1,0 +1,266 @@
+"""Operations beyond `platform.ops` on plain tensors: values and gradients are those of NumPy in float64."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+RNG = np.random.default_rng(5)
+
+
+def values(*shape):
+    return RNG.permutation(np.linspace(-2, 2, math.prod(shape))).reshape(shape)
+
+
+def windows(x, kernel, stride, pad, dilation, fill):
+    """(place of the window, its values) of an image `[batch, channels, positions...]`."""
+    count = len(kernel)
+    x = np.pad(x, [(0, 0), (0, 0), *[(pad, pad)] * count], constant_values=fill)
+    sizes = [(n - dilation * (k - 1) - 1) // stride + 1 for n, k in zip(x.shape[2:], kernel, strict=True)]
+    for place in itertools.product(*map(range, sizes)):
+        picked = tuple(
+            slice(i * stride, i * stride + dilation * (k - 1) + 1, dilation) for i, k in zip(place, kernel, strict=True)
+        )
+        yield place, sizes, x[(slice(None), slice(None), *picked)]
+
+
+def convolved(x, weight, bias, stride=1, pad=0, dilation=1, groups=1):
+    kernel, result = weight.shape[2:], None
+    for place, sizes, part in windows(x, kernel, stride, pad, dilation, 0.0):
+        if result is None:
+            result = np.zeros((len(x), len(weight), *sizes))
+        into, out = weight.shape[1], len(weight) // groups
+        for g in range(groups):
+            inside = part[:, g * into : (g + 1) * into].reshape(len(x), -1)
+            filters = weight[g * out : (g + 1) * out].reshape(out, -1)
+            result[(slice(None), slice(g * out, (g + 1) * out), *place)] = inside @ filters.T
+    return result + bias.reshape(-1, *[1] * len(kernel))
+
+
+def pooled(reduce, x, kernel, stride, pad, fill):
+    result = None
+    for place, sizes, part in windows(x, kernel, stride, pad, 1, fill):
+        if result is None:
+            result = np.zeros((*x.shape[:2], *sizes))
+        result[(slice(None), slice(None), *place)] = reduce(part, axis=tuple(range(2, x.ndim)))
+    return result
+
+
+def transposed(x, weight, stride, pad, extra):
+    """`conv_transpose1d` by its definition: every input adds its share of the output."""
+    result = np.zeros((len(x), weight.shape[1], (x.shape[2] - 1) * stride + weight.shape[2] + extra))
+    for i in range(x.shape[2]):
+        result[:, :, i * stride : i * stride + weight.shape[2]] += np.einsum("nc,cok->nok", x[:, :, i], weight)
+    return result[:, :, pad : result.shape[2] - pad]
+
+
+def added_at(x, index, source):
+    result = x.copy()
+    np.add.at(result, index, source)
+    return result
+
+
+def written_at(x, index, source):
+    result = x.copy()
+    result[index] = source
+    return result
+
+
+def normalized(x, axes):
+    return (x - x.mean(axes, keepdims=True)) / np.sqrt(x.var(axes, keepdims=True) + 1e-5)
+
+
+IDS = np.array([3, 0, 3])
+ROWS = np.array([[0, 3, 1, 1], [2, 3, 4, 1]])
+MATRIX = values(5, 4)
+
+CASES = {
+    "conv1d": (
+        [values(2, 4, 7), values(6, 2, 3), values(6)],
+        lambda f, x, w, b: f("conv1d")(x, w, b, 2, 1, 1, 2),
+        lambda x, w, b: convolved(x, w, b, 2, 1, 1, 2),
+    ),
+    "conv2d": (
+        [values(2, 3, 6, 5), values(4, 3, 2, 3), values(4)],
+        lambda f, x, w, b: f("conv2d")(x, w, b, 1, 1, 2),
+        lambda x, w, b: convolved(x, w, b, 1, 1, 2),
+    ),
+    "conv_transpose1d": (
+        [values(2, 3, 4), values(3, 2, 3)],
+        lambda f, x, w: f("conv_transpose1d")(x, w, None, 2, 1, 1),
+        lambda x, w: transposed(x, w, 2, 1, 1),
+    ),
+    "max_pool2d": (
+        [values(2, 2, 6, 5)],
+        lambda f, x: f("max_pool2d")(x, 3, 2, 1),
+        lambda x: pooled(np.max, x, (3, 3), 2, 1, -np.inf),
+    ),
+    "avg_pool2d": (
+        [values(2, 2, 6, 5)],
+        lambda f, x: f("avg_pool2d")(x, 3, 2, 1),
+        lambda x: pooled(np.mean, x, (3, 3), 2, 1, 0.0),
+    ),
+    "adaptive_avg_pool1d": (
+        [values(2, 2, 5)],
+        lambda f, x: f("adaptive_avg_pool1d")(x, 2),
+        lambda x: np.stack([x[..., :3].mean(-1), x[..., 2:].mean(-1)], -1),
+    ),
+    "adaptive_max_pool1d": (
+        [values(2, 2, 5)],
+        lambda f, x: f("adaptive_max_pool1d")(x, 2),
+        lambda x: np.stack([x[..., :3].max(-1), x[..., 2:].max(-1)], -1),
+    ),
+    "interpolate linear": (
+        [values(1, 1, 4)],
+        lambda f, x: f("interpolate")(x, 7, mode="linear", align_corners=True),
+        lambda x: np.interp(np.linspace(0, 3, 7), np.arange(4), x[0, 0])[None, None],
+    ),
+    "interpolate nearest": (
+        [values(2, 3, 2, 2)],
+        lambda f, x: f("interpolate")(x, scale_factor=2),
+        lambda x: x.repeat(2, 2).repeat(2, 3),
+    ),
+    "batch_norm": (
+        [values(4, 3, 2), values(3), values(3)],
+        lambda f, x, w, b: f("batch_norm")(x, None, None, w, b, True),
+        lambda x, w, b: normalized(x, (0, 2)) * w[:, None] + b[:, None],
+    ),
+    "group_norm": (
+        [values(2, 4, 3)],
+        lambda f, x: f("group_norm")(x, 2),
+        lambda x: normalized(x.reshape(2, 2, 6), (2,)).reshape(2, 4, 3),
+    ),
+    "einsum": (
+        [values(2, 3, 4), values(2, 4, 5)],
+        lambda f, x, y: f("einsum")("bij,bjk->kib", x, y),
+        lambda x, y: np.einsum("bij,bjk->kib", x, y),
+    ),
+    "einsum of three with a sum and an ellipsis": (
+        [values(2, 3, 4), values(4, 3), values(3)],
+        lambda f, x, y, z: f("einsum")("...ij,jk,i->...k", x, y, z),
+        lambda x, y, z: np.einsum("...ij,jk,i->...k", x, y, z),
+    ),
+    "einsum of a diagonal": (
+        [values(2, 3, 3)],
+        lambda f, x: f("einsum")("bii->bi", x),
+        lambda x: np.einsum("bii->bi", x),
+    ),
+    "index_add": (
+        [MATRIX, values(3, 4)],
+        lambda f, x, y: f("index_add")(x, 0, f.ids(IDS), y, alpha=2),
+        lambda x, y: added_at(x, IDS, 2 * y),
+    ),
+    "index_copy": (
+        [MATRIX, values(2, 4)],
+        lambda f, x, y: f("index_copy")(x, 0, f.ids(IDS[:2]), y),
+        lambda x, y: written_at(x, IDS[:2], y),
+    ),
+    "scatter_add": (
+        [MATRIX, values(2, 4)],
+        lambda f, x, y: f("scatter_add")(x, 0, f.ids(ROWS), y),
+        lambda x, y: added_at(x, (ROWS, np.arange(4)), y),
+    ),
+    "scatter": (
+        [MATRIX, values(2, 4)],
+        lambda f, x, y: f("scatter")(x, 0, f.ids(ROWS), y),
+        lambda x, y: written_at(x, (ROWS, np.arange(4)), y),
+    ),
+    "scatter_reduce mean": (
+        [MATRIX[:, :1], values(4, 1)],
+        lambda f, x, y: f("scatter_reduce")(x, 0, f.ids(np.array([[1], [1], [0], [1]])), y, "mean", include_self=False),
+        lambda x, y: written_at(x, [0, 1], np.stack([y[2], y[[0, 1, 3]].mean(0)])),
+    ),
+    "index_put": (
+        [MATRIX, values(3)],
+        lambda f, x, y: f("index_put_")(x * 1, (f.ids(IDS), f.ids(np.array([0, 1, 0]))), y, accumulate=True),
+        lambda x, y: added_at(x, (IDS, np.array([0, 1, 0])), y),
+    ),
+    "median": ([MATRIX], lambda f, x: f("median")(x, 0)[0], lambda x: np.median(x, 0)),
+    "quantile": ([MATRIX], lambda f, x: f("quantile")(x, 0.3, 1), lambda x: np.quantile(x, 0.3, axis=1)),
+    "cummax": ([MATRIX], lambda f, x: f("cummax")(x, 0)[0], lambda x: np.maximum.accumulate(x, 0)),
+    "kthvalue": ([MATRIX], lambda f, x: f("kthvalue")(x, 2, 1)[0], lambda x: np.sort(x, 1)[:, 1]),
+    "logsigmoid": ([MATRIX * 50], lambda f, x: f("logsigmoid")(x), lambda x: -np.logaddexp(0, -x)),
+    "logaddexp": ([MATRIX, values(4)], lambda f, x, y: f("logaddexp")(x, y), np.logaddexp),
+    "diag_embed": (
+        [values(2, 3)],
+        lambda f, x: f("diag_embed")(x, 1),
+        lambda x: np.stack([np.diag(row, 1) for row in x]),
+    ),
+    "diagonal": ([MATRIX], lambda f, x: f("diagonal")(x, -1), lambda x: np.diagonal(x, -1)),
+    "repeat": ([MATRIX], lambda f, x: f("repeat")(x, (2, 1, 3)), lambda x: np.tile(x, (2, 1, 3))),
+    "kl_div": (
+        [MATRIX, np.abs(values(5, 4)) + 0.1],
+        lambda f, x, y: f("kl_div")(x, y, reduction="batchmean"),
+        lambda x, y: (y * (np.log(y) - x)).sum() / 5,
+    ),
+}
+
+
+class Found:
+    """The platform's operations by name, and indices as its tensors."""
+
+    def __init__(self, platform):
+        self._platform = platform
+
+    def __call__(self, name):
+        return self._platform.operation(name)
+
+    def ids(self, array):
+        return self._platform.from_numpy(array.copy())
+
+
+def slopes(function, arrays, weight):
+    """Central differences of a weighted sum of results."""
+    for array in arrays:
+        slope = np.zeros_like(array)
+        for place in np.ndindex(array.shape):
+            kept = array[place]
+            sides = []
+            for step in (1e-6, -1e-6):
+                array[place] = kept + step
+                sides.append((function(*arrays) * weight).sum())
+            array[place] = kept
+            slope[place] = (sides[0] - sides[1]) / 2e-6
+        yield slope
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients(platform, name):
+    arrays, call, reference = CASES[name]
+    arrays = [array.copy() for array in arrays]
+    leaves = [platform.from_numpy(array.astype(np.float32)) for array in arrays]
+    for leaf in leaves:
+        platform.set_requires_grad(leaf, True)
+    with platform.enable_grad():
+        result = call(Found(platform), *leaves)
+    expected = reference(*arrays)
+    np.testing.assert_allclose(platform.to_numpy(result), expected, rtol=1e-4, atol=1e-5)
+    weight = np.linspace(0.5, 1.5, expected.size).reshape(expected.shape)
+    loss = platform.ops.sum(result * platform.from_numpy(weight.astype(np.float32)))
+    for found, slope in zip(platform.grad([loss], leaves), slopes(reference, arrays, weight), strict=True):
+        np.testing.assert_allclose(platform.to_numpy(found), slope, rtol=1e-3, atol=1e-4)  # float32 and differences
+
+
+def test_positions_of_pooling(platform):
+    """As torch: into the flattened image."""
+    image = platform.from_numpy(np.array([[[[1.0, 9, 2], [3, 4, 8]]]], np.float32))
+    found, places = platform.operation("max_pool2d")(image, 2, 1, return_indices=True)
+    assert platform.to_numpy(found).tolist() == [[[[9, 9]]]]
+    assert platform.to_numpy(places).tolist() == [[[[1, 1]]]]
+
+
+def test_running_statistics(platform):
+    x = values(4, 3, 2).astype(np.float32)
+    mean, variance = (platform.from_numpy(np.full(3, value, np.float32)) for value in (1.0, 2.0))
+    platform.operation("batch_norm")(platform.from_numpy(x), mean, variance, None, None, True, 0.25)
+    np.testing.assert_allclose(platform.to_numpy(mean), 0.75 + 0.25 * x.mean((0, 2)), rtol=1e-5)
+    np.testing.assert_allclose(platform.to_numpy(variance), 1.5 + 0.25 * x.var((0, 2), ddof=1), rtol=1e-5)
+
+
+def test_an_index_outside_is_an_error(platform):
+    x = platform.from_numpy(MATRIX.astype(np.float32))
+    with pytest.raises(IndexError, match="outside a dimension of 5"):
+        platform.operation("index_add")(x, 0, platform.from_numpy(np.array([5])), x[:1])
