@@ -11,7 +11,7 @@ from hp_dtensor.current_mesh import get_current_mesh
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import GradientPathError, MeshError, MixedOperandsError, PlacementError, ShardShapeError
 from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard
+from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.redistribute import RedistributePlan, plan_across, plan_between
 from hp_dtensor.spec import TensorSpec, normalize_placements
 
@@ -87,7 +87,7 @@ def from_local(
     placements = normalize_placements(device_mesh, given, len(local.shape))
     if run_check or checks.is_checking():
         shape = checks.global_shape(local, device_mesh, placements, shape)
-    global_shape = tuple(shape) if shape is not None else _even_global_shape(local, device_mesh, placements)
+    global_shape = tuple(shape) if shape is not None else even_global_shape(local.shape, device_mesh, placements)
     spec = TensorSpec(device_mesh, placements, global_shape, local.dtype)
     if tuple(local.shape) != spec.local_shape:
         outside = device_mesh.get_coordinate() is None
@@ -379,11 +379,12 @@ def _broadcast(tensor: Tensor, mesh: DeviceMesh, source: int) -> Tensor:
     return tensor
 
 
-def _even_global_shape(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[int, ...]:
-    shape = list(local.shape)
+def even_global_shape(local: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[int, ...]:
+    """The global shape where every rank's shard is `local`."""
+    shape = list(local)
     for axis, placement in reversed(list(enumerate(placements))):
         if isinstance(placement, RaggedShard):
             shape[placement.dim] = sum(placement.units)
-        elif isinstance(placement, Shard):
+        elif isinstance(placement, (Shard, StridedShard)):
             shape[placement.dim] *= mesh.shape[axis]
     return tuple(shape)

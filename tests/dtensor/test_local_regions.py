@@ -1,0 +1,99 @@
+"""`local_map` and `custom_shard`: placements stated at the border, global shapes that follow, counts that must fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hp_dtensor import DeviceMesh, Layout, Partial, Replicate, Shard, custom_shard, distribute_tensor, local_map
+from hp_dtensor.exceptions import PlacementError
+from hp_dtensor.platform import Platform
+from hp_dtensor.testing import run_ranks
+
+S0, S1, R = Shard(0), Shard(1), Replicate()
+WHOLE = np.arange(20, dtype=np.float32).reshape(5, 4)
+
+
+def on_ranks(platform: Platform, fn: Callable[[DeviceMesh, Any], Any], size: int = 2) -> list[Any]:
+    """`fn(mesh, x)` on simulated ranks of one axis, `x` cut over its 5 rows; the results by rank."""
+
+    def rank() -> Any:
+        mesh = DeviceMesh("cpu", (size,), mesh_dim_names=("dp",), platform=platform)
+        return fn(mesh, distribute_tensor(platform.from_numpy(WHOLE.copy()), mesh, [S0]))
+
+    return run_ranks(rank, size, platform)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+def test_uneven_and_empty_shards_keep_their_global_shape(hp_platform: Platform, size: int) -> None:
+    ops = hp_platform.ops
+
+    def rank(mesh: DeviceMesh, x: Any) -> list[np.ndarray]:
+        doubled = local_map(lambda t: ops.mul(t, 2), [S0])(x)
+        turned = local_map(lambda t: ops.permute(t, (1, 0)), [S1])(x)
+        summed = local_map(lambda t: ops.sum(t, dim=1), [S0])(x)
+        total = local_map(lambda t: ops.sum(t, dim=0), [Partial()])(x)
+        several = local_map(lambda t, n: (ops.mul(t, n), ops.mul(t, 0)), [[S0], [S0]], [[S0], None])(x, 3)
+        return [hp_platform.to_numpy(y.full_tensor()) for y in (doubled, turned, summed, total, *several)]
+
+    expected = [2 * WHOLE, WHOLE.T, WHOLE.sum(1), WHOLE.sum(0), 3 * WHOLE, 0 * WHOLE]
+    for found in on_ranks(hp_platform, rank, size):
+        for got, wanted in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(got, wanted)
+
+
+def test_a_size_that_cannot_be_known_is_refused(hp_platform: Platform) -> None:
+    """Twice as many rows: 6 of 10 on one rank, but the region sees only its own."""
+
+    def rank(mesh: DeviceMesh, x: Any) -> None:
+        with pytest.raises(PlacementError, match=r"output 0 \[[64], 4\] is cut along dimension 0 .*from_local"):
+            local_map(lambda t: hp_platform.ops.cat([t, t], 0), [S0])(x)
+
+    on_ranks(hp_platform, rank)
+
+
+def test_a_size_that_follows_from_even_parts(hp_platform: Platform) -> None:
+    def rank(mesh: DeviceMesh, x: Any) -> tuple[int, ...]:
+        even = x.redistribute(placements=[S1])
+        return tuple(local_map(lambda t: hp_platform.ops.cat([t, t], 1), [S1])(even).shape)
+
+    assert on_ranks(hp_platform, rank) == [(5, 8)] * 2
+
+
+def test_specifications_by_aliases_and_layouts(hp_platform: Platform) -> None:
+    def rank(mesh: DeviceMesh, x: Any) -> None:
+        layout = Layout.from_device_mesh(mesh)
+        for out, into in (
+            (("None", "dp"), (("None", "dp"),)),
+            (layout("None", "dp"), (layout("None", "dp"),)),
+            (((S1,),), ((S1,),)),
+        ):
+            y = custom_shard(lambda t: t, mesh, out, into)(x)
+            assert y.placements == (S1,)
+            np.testing.assert_array_equal(hp_platform.to_numpy(y.full_tensor()), WHOLE)
+
+    on_ranks(hp_platform, rank)
+
+
+WRONG: dict[str, tuple[Callable[..., Any], str]] = {
+    "one output more": (lambda f, x: local_map(f, [[S0], [S0]])(x), "gave 1 outputs, out_placements has 2"),
+    "bare placements": (lambda f, x: local_map(f, [S0], [S0])(x), r"in_placements\[0\] must be placements"),
+    "no tensor": (lambda f, x: local_map(lambda t: 3, [S0])(x), "output 0 has placements but is no tensor: int"),
+    "no DTensor": (lambda f, x: local_map(f, [S0], [[S0], [R]])(x, 3), "argument 1 has placements .* is no DTensor"),
+    "placed otherwise": (
+        lambda f, x: local_map(f, [S1], [[S1]], redistribute_inputs=False)(x),
+        r"argument 0 must be placed \[Shard\(1\)\], got \(dp:S\(0\)\)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), WRONG.values(), ids=WRONG)
+def test_what_does_not_fit_is_refused(hp_platform: Platform, call: Callable[..., Any], message: str) -> None:
+    def rank(mesh: DeviceMesh, x: Any) -> None:
+        with pytest.raises(PlacementError, match=message):
+            call(lambda t, *rest: t, x)
+
+    on_ranks(hp_platform, rank)
