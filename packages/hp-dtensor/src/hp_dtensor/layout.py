@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard
+from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 
 NOT_SHARDED = "None"
 AliasMap = tuple[str | tuple[str, ...], ...]
@@ -77,9 +77,13 @@ class Layout:
         if self._alias_map is not None:
             return self._alias_map
         dims: dict[int, list[str]] = {}
-        for name, placement in zip(self.alias_name, self.placements, strict=True):
-            if isinstance(placement, (Shard, RaggedShard)):
-                dims.setdefault(placement.dim, []).append(name)
+        sizes = dict(zip(self.alias_name, self.mesh_shape, strict=True))
+        for name, placement in reversed([*zip(self.alias_name, self.placements, strict=True)]):
+            if isinstance(placement, (Shard, StridedShard, RaggedShard)):
+                before, cut = 0, dims.setdefault(placement.dim, [])
+                while math.prod(sizes[one] for one in cut[:before]) < getattr(placement, "split_factor", 1):
+                    before += 1  # a strided axis cuts what these have cut
+                cut.insert(before, name)
         return tuple(_shortest(dims.get(dim, [])) for dim in range(max(dims, default=-1) + 1))
 
     @property
@@ -99,7 +103,7 @@ class Layout:
         for size, placement in zip(self.mesh_shape, self.placements, strict=True):
             if isinstance(placement, RaggedShard):
                 shape[placement.dim] = sum(placement.units)
-            elif isinstance(placement, Shard):
+            elif isinstance(placement, (Shard, StridedShard)):
                 shape[placement.dim] *= size
         return tuple(shape)
 
@@ -246,8 +250,6 @@ def placements_for(device_mesh: DeviceMesh, specification: Any) -> tuple[Placeme
 def _shard(dim: int, split: int) -> Placement:
     if split == 1:
         return Shard(dim)
-    from hp_dtensor.placements import StridedShard
-
     return StridedShard(dim, split)
 
 
@@ -277,6 +279,12 @@ def _check_aliases(mesh_shape: tuple[int, ...], alias_name: tuple[str, ...], ran
     problems += [f"alias {name!r} repeats" for name in sorted({n for n in alias_name if alias_name.count(n) > 1})]
     if NOT_SHARDED in alias_name:
         problems.append("'None' means not sharded and cannot be an alias")
+    problems += [
+        f"axis {name!r} has size {size}" for name, size in zip(alias_name, mesh_shape, strict=False) if size < 1
+    ]
+    repeated = sorted({rank for rank in rank_list if rank_list.count(rank) > 1}) if len(rank_list) < 4096 else []
+    if repeated:
+        problems.append(f"ranks {repeated} repeat in rank_list")
     if len(rank_list) != math.prod(mesh_shape):
         problems.append(f"a mesh of {math.prod(mesh_shape)} ranks got a rank_list of {len(rank_list)}")
     if problems:
