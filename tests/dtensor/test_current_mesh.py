@@ -69,9 +69,18 @@ def _groups(platform: Platform) -> tuple:
         None if part is None else (get_process_group_ranks(part), get_group_local_rank(part)),
         get_backend(groups[0]),
     )
-    one_axis = DeviceMesh.from_group(groups[1], "cpu", ("tp",))
+    one_axis = DeviceMesh.from_group(groups[1], "cpu", mesh_dim_names=("tp",))
     assert one_axis.get_group() is groups[1]
     assert (one_axis.size(), one_axis.get_local_rank()) == (2, mesh.get_local_rank("tp"))
+    both = DeviceMesh.from_group(groups, "cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+    assert (both, both.get_all_groups()) == (mesh, groups)
+    for wrong, message in (
+        ((groups[::-1], "cpu", [[0, 1], [2, 3]]), "the groups of rank"),
+        ((groups, "cpu"), "needs mesh: all ranks"),
+        (([0, 1], "cpu"), "takes a ProcessGroup, or one per axis"),
+    ):
+        with pytest.raises(MeshError, match=message):
+            DeviceMesh.from_group(*wrong)
     destroy_process_group(groups[0])
     assert mesh.get_group("dp") is not groups[0]
     return facts

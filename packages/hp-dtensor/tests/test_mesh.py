@@ -207,7 +207,9 @@ def test_a_line_of_a_large_mesh_costs_only_its_own_length():
         (lambda: DeviceMesh("cpu", (2,), ranks=(0, 1, 2)), "the shape holds 2 ranks, 3 were given"),
         (lambda: DeviceMesh("cpu", (2,), ranks=(1, 1)), "ranks repeat: [1, 1]"),
         (lambda: DeviceMesh("cpu", (2,), ranks=(1, 9)), "ranks [9] are outside the world of 8"),
-        (lambda: init_device_mesh("cpu", (2, 2)), "has 4 ranks, the world has 8"),
+        (lambda: init_device_mesh("cpu", (2, 2)), "has 4 ranks, the world has 8; for a mesh of some of them use"),
+        (lambda: init_device_mesh("cpu", 8), "mesh_shape must be a tuple of ints, got 8"),
+        (lambda: DeviceMesh("cpu", (8,), mesh_dim_names="dp"), "mesh_dim_names must be a tuple of names, got 'dp'"),
     ],
 )
 def test_meshes_that_cannot_be(make, message):
@@ -230,6 +232,7 @@ def test_all_problems_of_a_mesh_come_at_once():
     [
         (lambda m: m["x"], "mesh (a=2, b=4) has no axis 'x'; axes: a, b, aliases: all"),
         (lambda m: m["a", "a"], "an axis is named twice"),
+        (lambda m: m[0], "sliced by names of axes, got 0; axes: a, b"),
         (lambda m: m["a", "all"], "axes 'all' and 'a' share ranks"),
         (lambda m: m.size("x"), "has no axis 'x'"),
         (lambda m: m.size(2), "has no axis 2"),

@@ -6,6 +6,7 @@ first, as in CuTe layouts, so that flattening axes that are not adjacent in rank
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -13,8 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hp_dtensor import current_mesh
-from hp_dtensor.exceptions import MeshError
-from hp_dtensor.world import ProcessGroup, World, current_world
+from hp_dtensor.exceptions import MeshError, PlatformError
+from hp_dtensor.world import ProcessGroup, World, alone, current_world
 
 if TYPE_CHECKING:
     from hp_dtensor.platform import Platform
@@ -86,9 +87,10 @@ class DeviceMesh:
         world: World | None = None,
         platform: Platform | None = None,
     ) -> None:
-        shape = tuple(mesh_shape)
-        names = tuple(mesh_dim_names) if mesh_dim_names is not None else tuple(f"axis{i}" for i in range(len(shape)))
-        world = world if world is not None else current_world(platform)
+        shape = _listed("mesh_shape", "ints", mesh_shape)
+        default = [f"axis{i}" for i in range(len(shape))]
+        names = _listed("mesh_dim_names", "names", default if mesh_dim_names is None else mesh_dim_names)
+        world = world if world is not None else _world_here(platform)
         _check_new_mesh(device_type, shape, names, ranks, world)
         strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
         axes = tuple(
@@ -217,7 +219,9 @@ class DeviceMesh:
 
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
         """The sub-mesh of this rank along the named axes or aliases, in the order given."""
-        wanted = (names,) if isinstance(names, str) else tuple(names)
+        wanted = (names,) if isinstance(names, str) else names
+        if not isinstance(wanted, (tuple, list)) or not all(isinstance(name, str) for name in wanted):
+            raise MeshError(f"a mesh is sliced by names of axes, got {names!r}; axes: {', '.join(self.mesh_dim_names)}")
         axes = tuple(self._axis_named(name) for name in wanted)
         _check_disjoint(axes)
         return self._derive(axes, self._base_of(axes))
@@ -249,16 +253,48 @@ class DeviceMesh:
     @classmethod
     def from_group(
         cls,
-        group: ProcessGroup,
+        group: ProcessGroup | Sequence[ProcessGroup],
         device_type: str,
-        mesh_dim_names: Sequence[str] = ("axis0",),
+        mesh: Any = None,
+        *,
+        mesh_dim_names: Sequence[str] | None = None,
         world: World | None = None,
     ) -> DeviceMesh:
-        """The 1-D mesh of an existing group's ranks."""
-        world = world if world is not None else current_world(group.platform)
-        mesh = cls(device_type, (group.size,), mesh_dim_names=mesh_dim_names, ranks=group.ranks, world=world)
-        world._groups.setdefault(group.ranks, group)
-        return mesh
+        """A mesh that communicates through existing groups.
+
+        Args:
+            group: that of the only axis, or one per axis, each with this rank in it.
+            mesh: for several groups all ranks, as nested lists of the mesh's shape.
+
+        Raises:
+            MeshError: something else than groups, or groups that are not those of this rank in `mesh`.
+        """
+        import numpy as np
+
+        groups: list[Any] = list(group) if isinstance(group, (tuple, list)) else [group]
+        if not groups or not all(isinstance(one, ProcessGroup) for one in groups):
+            raise MeshError(f"from_group takes a ProcessGroup, or one per axis, got {group!r}")
+        if mesh is None and len(groups) > 1:
+            raise MeshError(f"from_group with {len(groups)} groups needs mesh: all ranks, as nested lists")
+        ranks = np.asarray(groups[0].ranks if mesh is None else mesh)
+        world = world if world is not None else current_world(groups[0].platform)
+        shape = tuple(map(int, ranks.shape))
+        made = cls(device_type, shape, mesh_dim_names=mesh_dim_names, ranks=ranks.ravel().tolist(), world=world)
+        made._use_groups(groups)
+        return made
+
+    def _use_groups(self, groups: Sequence[ProcessGroup]) -> None:
+        """Take an existing group for each axis."""
+        inside = self._coordinate is not None
+        lines = [tuple(map(self.rank_at, self.members_over((axis,)))) if inside else () for axis in range(self.ndim)]
+        if lines != [tuple(group.ranks) for group in groups]:
+            raise MeshError(
+                f"from_group: the groups of rank {self.world.rank} on mesh {self.describe()} are "
+                f"{[list(line) for line in lines]}, got {[list(group.ranks) for group in groups]}"
+            )
+        for axis, group in enumerate(groups):
+            self.world._groups.setdefault(group.ranks, group)
+            self._groups[(axis,)] = group
 
     # Internals -------------------------------------------------------------------------------------------
 
@@ -355,7 +391,10 @@ def init_device_mesh(
         platform = get_platform(platform)
     mesh = DeviceMesh(device_type, mesh_shape, mesh_dim_names=mesh_dim_names, platform=platform)
     if mesh.size() != mesh.world.size:
-        raise MeshError(f"mesh {mesh.describe()} has {mesh.size()} ranks, the world has {mesh.world.size}")
+        raise MeshError(
+            f"mesh {mesh.describe()} has {mesh.size()} ranks, the world has {mesh.world.size}; "
+            "for a mesh of some of them use DeviceMesh(device_type, mesh_shape, ranks=...)"
+        )
     return mesh
 
 
@@ -381,6 +420,24 @@ def _restore(
     mesh = object.__new__(DeviceMesh)
     mesh._setup(device_type, axes, base, ranks, world, aliases)
     return mesh
+
+
+def _world_here(platform: Platform | None) -> World:
+    """The current world; in a job of processes that of the selected platform, without its being named."""
+    world = current_world(platform)
+    if platform is not None or world is not alone(None):
+        return world
+    from hp_dtensor.selection import get_platform
+
+    with contextlib.suppress(PlatformError):  # without any platform one may plan all the same
+        return current_world(get_platform())
+    return world
+
+
+def _listed(what: str, kind: str, value: Any) -> tuple[Any, ...]:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise MeshError(f"{what} must be a tuple of {kind}, got {value!r}")
+    return tuple(value)
 
 
 def _check_new_mesh(

@@ -326,11 +326,11 @@ def current_world(platform: Platform | None = None) -> World:
         if platform is None or used.platform is None or used.platform is platform:
             return used
     world = platform.world if platform is not None else None
-    return world if world is not None else _alone(platform)
+    return world if world is not None else alone(platform)
 
 
 @functools.cache
-def _alone(platform: Platform | None) -> World:
+def alone(platform: Platform | None) -> World:
     """One rank alone: the same world whenever it is asked for, so that its meshes are equal."""
     return SilentWorld(0, 1, platform)
 
