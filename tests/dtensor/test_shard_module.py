@@ -10,6 +10,7 @@ from small_model import loss_of, make_data, make_model, reference
 
 from hp_dtensor import DeviceMesh, Replicate, Shard, distribute_tensor, replicate_like
 from hp_dtensor.clip import clip_grad_norm_
+from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import PlanError
 from hp_dtensor.platform import Platform
 from hp_dtensor.shard import ShardingPlan, parallelize_value_and_grad, shard_module
@@ -133,8 +134,18 @@ def _refused(platform: Platform) -> str:
     model = make_model(platform)
     before = {name: tuple(p.shape) for name, p in platform.named_parameters(model)}
     plan = ShardingPlan(
-        plan={"up.weigth": ("tp", "None"), "up.bias": ("dp", "tp"), "down.bias": (Shard(0),)},
-        input_plan={"up.inputs": ("dp",), "middle.input": ("dp",)},
+        plan={
+            "up.weigth": ("tp", "None"),
+            "up.bias": ("dp", "tp"),
+            "down.bias": (Shard(0),),
+            "down.weight": (Shard(2),) * 2,
+        },
+        input_plan={
+            "up.inputs": ("dp",),
+            "middle.input": ("dp",),
+            "input": {"y": ("dp",)},
+            "up.input": [("dp",), None, None],
+        },
         output_plan={"output": ("ep", "None")},
         return_local_tensor=["dwn"],
     )
@@ -149,13 +160,88 @@ def test_all_problems_of_a_plan_come_at_once(hp_platform: Platform) -> None:
     assert message == (
         "sharding plan:\n"
         "  there is no parameter 'up.weigth'; closest: up.weight, down.weight\n"
-        "  plan['up.bias']: placement 1: Shard(1) cuts dimension 1 of a 1-dimensional tensor\n"
+        "  plan['up.bias']: 2 alias names for 1 dimensions [7]\n"
         "  plan['down.bias']: expected 2 placements for mesh (dp=2, tp=1), got 1\n"
+        "  plan['down.weight']: placement 0: Shard(2) cuts dimension 2 of a 2-dimensional tensor; "
+        "placement 1: Shard(2) cuts dimension 2 of a 2-dimensional tensor\n"
         "  input_plan key 'up.inputs' must be 'input' or end in '.input'\n"
         "  input_plan key 'middle.input': there is no module 'middle'; there are: down, up\n"
+        "  input: there is no input 'y'; there are: x\n"
+        "  up.input: 3 specifications for the 1 inputs x\n"
         "  output: unknown alias 'ep'; known: dp, tp and 'None'\n"
         "  return_local_tensor 'dwn': there is no module 'dwn'; closest: down"
     )
+
+
+def _sharded_twice(platform: Platform) -> str:
+    mesh, plan = _mesh(platform, (1, 2)), ShardingPlan({"up.weight": ("tp", "None")})
+    model = shard_module(make_model(platform), mesh, plan)
+    with pytest.raises(PlanError) as refusal:
+        shard_module(model, mesh, ShardingPlan({"down.weight": ("None", "tp"), **plan.plan}))
+    assert not isinstance(dict(platform.named_parameters(model))["down.weight"], DTensor)
+    return str(refusal.value)
+
+
+def test_what_is_sharded_already_is_refused_by_name(hp_platform: Platform) -> None:
+    message = run_ranks(_sharded_twice, 2, hp_platform, hp_platform)[0]
+    assert message.startswith("sharding plan:\n  plan['up.weight']: is a DTensor already: TensorSpec(")
+
+
+def test_modules_whose_outputs_become_local_are_a_list() -> None:
+    with pytest.raises(TypeError, match="must be a list of module paths, got 'block'"):
+        ShardingPlan(return_local_tensor="block")
+
+
+def _local_outputs(platform: Platform) -> None:
+    mesh = _mesh(platform, (1, 2))
+    x = distribute_tensor(platform.from_numpy(np.ones((5, 2), np.float32)), mesh, (Replicate(), Shard(0)))
+    function = shard_module(lambda x: {"a": x, "b": [x, (x, 3)]}, mesh, ShardingPlan(return_local_tensor=[""]))
+    found = function(x)
+    tensors = [found["a"], found["b"][0], found["b"][1][0]]
+    assert not any(isinstance(tensor, DTensor) for tensor in tensors)
+    assert {tuple(tensor.shape) for tensor in tensors} == {tuple(x.local_shape)}
+    assert found["b"][1][1] == 3
+
+
+def test_nested_outputs_become_local(hp_platform: Platform) -> None:
+    run_ranks(_local_outputs, 2, hp_platform, hp_platform)
+
+
+LOSSES = {
+    "replicated": lambda ops, y: ops.sum(y).redistribute(),
+    "partial": lambda ops, y: ops.sum(y),
+    "sharded": lambda ops, y: ops.sum(y, dim=1),
+    "whole": lambda ops, y: y,
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_value_and_grad_of_a_loss_of_any_layout(hp_platform: Platform, loss: Any) -> None:
+    """A loss with more elements counts by their sum."""
+    rows, columns = np.arange(10, dtype=np.float32).reshape(5, 2), np.arange(6, dtype=np.float32).reshape(2, 3)
+
+    def rank() -> tuple[Any, Any]:
+        mesh = DeviceMesh("cpu", (2,), platform=hp_platform)
+        x, w = (
+            distribute_tensor(hp_platform.from_numpy(value.copy()), mesh, [placement])
+            for value, placement in ((rows, Shard(0)), (columns, Replicate()))
+        )
+        weight, ops = hp_platform.Parameter(w), hp_platform.ops
+        value, (grad,) = parallelize_value_and_grad(lambda x: loss(ops, ops.matmul(x, weight)), [weight])(x)
+        return hp_platform.to_numpy(value.full_tensor()).sum(), hp_platform.to_numpy(grad.full_tensor())
+
+    for value, grad in run_ranks(rank, 2, hp_platform):
+        assert value == (rows @ columns).sum()
+        np.testing.assert_array_equal(grad, np.repeat(rows.sum(0)[:, None], 3, 1))
+
+
+@pytest.mark.parametrize("outputs", [3.0, (), (3.0, 4.0)])
+def test_value_and_grad_of_no_tensor_is_refused(hp_platform: Platform, outputs: Any) -> None:
+    weight = hp_platform.from_numpy(np.ones(3, np.float32))
+    with pytest.raises(TypeError, match="fn must return tensors, got"):
+        parallelize_value_and_grad(lambda: outputs, [weight])()
+    with pytest.raises(TypeError, match="weights must be a list or tuple"):
+        parallelize_value_and_grad(lambda: outputs, weight)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hp_dtensor.exceptions import PlacementError
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Placement
 from hp_dtensor.platform import Platform
-from hp_dtensor.spec import TensorSpec
+from hp_dtensor.spec import TensorSpec, normalize_placements
 
 Tensor = Any
 DType = Any
@@ -112,7 +112,7 @@ def _make(
 ) -> Any:
     mesh = device_mesh if device_mesh is not None else get_current_mesh()
     platform = mesh.platform
-    chosen = placements_on("a factory", mesh, placements)
+    chosen = normalize_placements(mesh, placements_on("a factory", mesh, placements), len(_flat(shape)))
     if any(placement.is_partial() for placement in chosen):
         raise PlacementError(f"a factory cannot make partial results, got {list(chosen)}; use DTensor.from_local")
     spec = TensorSpec(mesh, chosen, _flat(shape), platform.dtype(dtype) if isinstance(dtype, str) else dtype)

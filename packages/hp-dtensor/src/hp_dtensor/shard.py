@@ -52,7 +52,10 @@ class ShardingPlan:
                 object.__setattr__(self, name, {})
             elif not isinstance(value, Mapping):
                 raise TypeError(f"ShardingPlan: {name} must be a dict, got {type(value).__name__}")
-        object.__setattr__(self, "return_local_tensor", tuple(self.return_local_tensor or ()))
+        paths = self.return_local_tensor or ()
+        if isinstance(paths, str) or not isinstance(paths, (tuple, list, set, frozenset)):
+            raise TypeError(f"ShardingPlan: return_local_tensor must be a list of module paths, got {paths!r}")
+        object.__setattr__(self, "return_local_tensor", tuple(paths))
 
 
 def shard_module(model: ModuleOrFunction, device_mesh: DeviceMesh, sharding_plan: ShardingPlan) -> ModuleOrFunction:
@@ -143,6 +146,8 @@ class _Resolver:
         for key, specification in self.plan.input_plan.items():
             if (boundary := self._boundary(key, "input")) is not None:
                 boundary.inputs = read_specifications(self.mesh, specification, key, self.problems)
+                module = self.modules[key.rpartition(".")[0]]
+                self.problems += _input_problems(key, boundary.inputs, _forward(module))
         for key, specification in self.plan.output_plan.items():
             if (boundary := self._boundary(key, "output")) is not None:
                 outputs = read_specifications(self.mesh, specification, key, self.problems)
@@ -158,8 +163,18 @@ class _Resolver:
         if name not in self.parameters:
             self.problems.append(_unknown("parameter", name, self.parameters))
             return
+        parameter = self.parameters[name]
+        if isinstance(parameter, DTensor):
+            self.problems.append(f"plan[{name!r}]: is a DTensor already: {parameter.spec!r}")
+            return
         placements = _read_one(self.mesh, specification, f"plan[{name!r}]", self.problems)
         if placements is None:
+            return
+        if is_aliases(specification) and len(specification) != len(parameter.shape):
+            self.problems.append(
+                f"plan[{name!r}]: {len(specification)} alias names for {len(parameter.shape)} dimensions "
+                f"{list(parameter.shape)}"
+            )
             return
         try:
             placements = normalize_placements(self.mesh, placements, len(self.parameters[name].shape))
@@ -233,6 +248,8 @@ def _redistributed(x: Any, placements: Any) -> Any:
 def _to_local(output: Any) -> Any:
     if isinstance(output, DTensor):
         return output.to_local()
+    if type(output) is dict:
+        return {name: _to_local(item) for name, item in output.items()}
     if isinstance(output, (tuple, list)):
         return type(output)(_to_local(item) for item in output)
     return output
@@ -240,10 +257,28 @@ def _to_local(output: Any) -> Any:
 
 def _hook(platform: Platform, module: Module, boundary: _Boundary) -> None:
     if boundary.inputs is not None:
-        names = _parameter_names(module.forward if hasattr(module, "forward") else module.construct)
+        names = _parameter_names(_forward(module))
         platform.add_forward_pre_hook(module, lambda m, args, kwargs: boundary.enter(args, kwargs, names))
     if boundary.outputs is not None or boundary.local_output:
         platform.add_forward_hook(module, lambda m, args, kwargs, output: boundary.leave(output))
+
+
+def _forward(module: Module) -> Callable[..., Any]:
+    forward: Callable[..., Any] = module.forward if hasattr(module, "forward") else module.construct
+    return forward
+
+
+def _input_problems(key: str, inputs: Any, function: Callable[..., Any]) -> list[str]:
+    """Specifications of inputs that the function does not have."""
+    parameters = inspect.signature(function).parameters
+    kinds = {parameter.kind for parameter in parameters.values()}
+    if isinstance(inputs, dict):
+        if inspect.Parameter.VAR_KEYWORD in kinds:
+            return []
+        return [f"{key}: {_unknown('input', name, parameters)}" for name in inputs if name not in parameters]
+    if len(inputs) > len(parameters) and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        return [f"{key}: {len(inputs)} specifications for the {len(parameters)} inputs {', '.join(parameters)}"]
+    return []
 
 
 def _parameter_names(function: Callable[..., Any]) -> list[str]:
@@ -258,6 +293,7 @@ def _shard_function(function: Callable[..., Any], mesh: DeviceMesh, plan: Shardi
     for key, specification in plan.input_plan.items():
         if key == "input":
             boundary.inputs = read_specifications(mesh, specification, key, problems)
+            problems += _input_problems(key, boundary.inputs, function)
         else:
             problems.append(f"input_plan key {key!r}: a function has only 'input'")
     for key, specification in plan.output_plan.items():
@@ -284,8 +320,8 @@ def parallelize_value_and_grad(
     """A function giving `(outputs, gradients of weights)`, as on one device whatever the layout.
 
     Args:
-        fn: returns a scalar, or several (tuple or list) of which the first drives the gradient unless
-            `sens` weights them all.
+        fn: returns a tensor, or several (tuple or list) of which the first drives the gradient unless
+            `sens` weights them all. One with more elements counts by their sum.
         sens: one float per output; only for several outputs.
 
     Raises:
@@ -293,6 +329,8 @@ def parallelize_value_and_grad(
             another length than the outputs.
     """
     _check_sens(sens)
+    if not isinstance(weights, (tuple, list)):
+        raise TypeError(f"parallelize_value_and_grad: weights must be a list or tuple, got {type(weights).__name__}")
 
     def value_and_grad(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, ...]]:
         outputs = fn(*args, **kwargs)
@@ -300,11 +338,7 @@ def parallelize_value_and_grad(
         losses = _losses(outputs if several else [outputs], several, sens)
         platform = _platform_of([*weights, *losses])
         whole = [x.full_tensor() if isinstance(x, DTensor) else x for x in losses]
-        factors = (
-            [None]
-            if sens is None
-            else [platform.ops.full(tuple(x.shape), s, x.dtype) for x, s in zip(whole, sens, strict=True)]
-        )
+        factors = [platform.ops.full(tuple(x.shape), s, x.dtype) for x, s in zip(whole, sens or [1.0], strict=True)]
         grads = platform.grad(whole, list(weights), factors)
         return outputs, tuple(_like(weight, grad) for weight, grad in zip(weights, grads, strict=True))
 
@@ -322,6 +356,9 @@ def _check_sens(sens: Any) -> None:
 
 
 def _losses(outputs: Sequence[Any], several: bool, sens: Any) -> list[Any]:
+    wrong = [type(x).__name__ for x in outputs if not hasattr(x, "dtype")]
+    if wrong or not outputs:
+        raise TypeError(f"parallelize_value_and_grad: fn must return tensors, got {', '.join(wrong) or 'nothing'}")
     if sens is None:
         return [outputs[0]]
     if not several:

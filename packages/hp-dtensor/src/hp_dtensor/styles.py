@@ -50,6 +50,8 @@ def parallelize_module(
     """
     if device_mesh.ndim != 1:
         raise MeshError(f"parallelize_module needs a 1-D mesh, got {device_mesh.describe()}; slice it: mesh['tp']")
+    if not isinstance(plan, (ParallelStyle, Mapping)):
+        raise PlanError(f"parallelize_module: the plan must be a ParallelStyle or a dict of them, got {plan!r}")
     platform = device_mesh.platform
     found = _resolve(module, platform, {"": plan} if isinstance(plan, ParallelStyle) else plan)
     tied = [owners for owners in parameter_owners(platform, module).values() if len(owners) > 1]
@@ -124,11 +126,11 @@ def distribute_module(
     input_fn: Callable[[Module, tuple[Any, ...], DeviceMesh], tuple[Any, ...] | None] | None = None,
     output_fn: Callable[[Module, Any, DeviceMesh], Any] | None = None,
 ) -> Module:
-    """Make every parameter of `module` a DTensor and hook its inputs and outputs.
+    """Make every parameter and buffer of `module` a DTensor and hook its inputs and outputs.
 
     Args:
         partition_fn: called as `partition_fn(name, submodule, mesh)` for every sub-module; places parameters.
-            Parameters it leaves plain are replicated.
+            Parameters and buffers that it leaves plain are replicated, with the values of the mesh's first rank.
         input_fn: `input_fn(module, args, mesh)` returns the positional arguments to call with.
         output_fn: `output_fn(module, output, mesh)` returns the output to give.
     """
@@ -139,11 +141,18 @@ def distribute_module(
         for key, parameter in list(platform.named_parameters(submodule, recurse=False)):
             if not isinstance(parameter, DTensor):
                 place_parameter(submodule, key, device_mesh, (Replicate(),) * device_mesh.ndim)
+        _replicate_buffers(submodule, device_mesh)
     if input_fn is not None:
         _hook_inputs(platform, module, lambda m, args, kwargs: (input_fn(m, args, device_mesh) or args, kwargs))
     if output_fn is not None:
         platform.add_forward_hook(module, lambda m, args, kwargs, output: output_fn(m, output, device_mesh))
     return module
+
+
+def _replicate_buffers(module: Module, mesh: DeviceMesh) -> None:
+    for name, buffer in list(mesh.platform.named_buffers(module)):
+        if "." not in name and not isinstance(buffer, DTensor):
+            setattr(module, name, api.distribute_tensor(buffer, mesh))
 
 
 def parameter_owners(platform: Platform, module: Module) -> dict[int, list[tuple[str, Module, str]]]:
@@ -190,14 +199,14 @@ def _tie_again(platform: Platform, tied: list[list[tuple[str, Module, str]]]) ->
 
 
 def place_parameter(module: Module, name: str, device_mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
-    """Replace a directly owned plain parameter by a DTensor parameter; every rank must hold the same values.
+    """Replace a directly owned plain parameter by a DTensor parameter with the values of the mesh's first rank.
 
     A parameter that several modules own is replaced in this one only.
     """
     platform = device_mesh.platform
     old = dict(platform.named_parameters(module, recurse=False))[name]
     with platform.no_grad():
-        local = api.distribute_tensor(platform.detach(old), device_mesh, placements, source_rank=None)
+        local = api.distribute_tensor(platform.detach(old), device_mesh, placements)
     new = platform.Parameter(local, requires_grad=platform.requires_grad(old))
     platform.set_parameter(module, name, new)
 

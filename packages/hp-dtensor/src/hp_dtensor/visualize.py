@@ -52,6 +52,8 @@ def sharding_picture(x: TensorSpec | Any, dims: Sequence[int] = (0, 1)) -> Shard
         PlacementError: dimensions that the tensor does not have, or more than 1024 cells.
     """
     spec: TensorSpec = x.spec if isinstance(x, DTensor) else x
+    if not isinstance(spec, TensorSpec):
+        raise TypeError(f"a picture of a sharding takes a DTensor or a TensorSpec, got {type(x).__name__}")
     shown = tuple(dim for dim in dims if -spec.ndim <= dim < spec.ndim)
     if len(dims) > 2 or (len(shown) < len(dims) and tuple(dims) != (0, 1)):
         raise PlacementError(f"a picture shows one or two of the {spec.ndim} dimensions, got {list(dims)}")
