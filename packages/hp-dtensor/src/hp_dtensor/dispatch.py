@@ -31,7 +31,7 @@ from hp_dtensor.debug import check_explicit
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import HPError, ShardingRuleError
 from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.placements import Placement, RaggedShard, Shard
+from hp_dtensor.placements import Placement, RaggedShard, Shard, StridedShard
 from hp_dtensor.platform import DTYPE_NAMES, Platform
 from hp_dtensor.redistribute import plan_between
 from hp_dtensor.rules.cost import cheapest
@@ -266,6 +266,8 @@ class OpPlan:
         )
 
     def _wrap(self, result: Any) -> Any:
+        if result is NotImplemented:  # an operator and an operand of a foreign type: Python asks that one
+            return result
         if isinstance(result, (tuple, list)):
             wrapped = [self._adopt(x, index) for index, x in enumerate(result)]
             return tuple(wrapped) if type(result) is tuple else type(result)(wrapped)
@@ -380,6 +382,9 @@ def _choose_strategies(
     platform: Platform, rule: Factorization, call: OpCall, registration: Registration
 ) -> list[Strategy]:
     """One strategy per mesh axis, earlier axes first, since they cut first."""
+    if _is_element_by_element(rule) and _are_strided_alike(call.tensors):
+        placements = call.tensors[0].placements
+        return [Strategy((p,) * len(rule.inputs), (p,) * len(rule.outputs)) for p in placements]
     chosen: list[Strategy] = []
     cut: dict[str, float] = {}
     mesh = call.tensors[0].mesh
@@ -398,6 +403,25 @@ def _choose_strategies(
             parts = math.inf if isinstance(strategy.kind, RaggedShard) else ranks
             cut[strategy.factor] = cut.get(strategy.factor, 1) * parts
     return chosen
+
+
+def _is_element_by_element(rule: Factorization) -> bool:
+    """Whether each element of the outputs comes of the inputs' at the same place, and of nothing else."""
+    dims = rule.inputs[0]
+    alike = all(other == dims for other in (*rule.inputs, *rule.outputs)) and all(len(dim) == 1 for dim in dims)
+    special = rule.fixed or rule.local or rule.localize or rule.kept or rule.ignored or rule.nonempty or rule.known
+    return alike and not special
+
+
+def _are_strided_alike(specs: Sequence[TensorSpec]) -> bool:
+    """Whether all are cut in one way, which has strided shards: factors know chunks and ragged parts only."""
+    first = specs[0]
+    strided = any(isinstance(p, StridedShard) for p in first.placements)
+    return (
+        strided
+        and not any(p.is_partial() for p in first.placements)
+        and all((spec.placements, spec.shape) == (first.placements, first.shape) for spec in specs)
+    )
 
 
 def _placed(call: OpCall, axis: int) -> list[Placement]:
