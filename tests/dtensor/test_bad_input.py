@@ -42,6 +42,8 @@ def _operands(platform: Platform) -> Iterator[Case]:
     yield lambda: plain + x, "MixedOperandsError", "plain tensor of shape .4, 4. among DTensors"
     yield lambda: ops.matmul(plain, x), "MixedOperandsError", "matmul: a plain tensor"
     yield lambda: ops.cat([x, plain], 0), "MixedOperandsError", "cat: a plain tensor"
+    scale = platform.Parameter(platform.from_numpy(np.array(2, np.float32)))
+    yield lambda: ops.mul(x, scale), "MixedOperandsError", "mul: a plain scalar that requires a gradient"
     yield lambda: x.redistribute(placements=(Shard(5), R)), "PlacementError", "dimension 5 of a 2-dimensional"
     yield lambda: x.redistribute(placements=S0), "PlacementError", "redistribute: placements must be a tuple"
     yield lambda: x.to_local(grad_placements=(S0,)), "PlacementError", "expected 2 placements"

@@ -108,12 +108,17 @@ def key_of(platform: Platform, name: str, value: Any, by_type: bool) -> Any:
     if kind is slice:
         return slice, value.start, value.stop, value.step
     if isinstance(value, platform.Tensor):
-        return _plain_key(name, value)
+        return _plain_key(platform, name, value)
     return tuple(value) if isinstance(value, (tuple, list)) else value
 
 
-def _plain_key(name: str, value: Tensor) -> Any:
+def _plain_key(platform: Platform, name: str, value: Tensor) -> Any:
     if len(value.shape) == 0:
+        if platform.is_grad_enabled() and platform.requires_grad(value):
+            raise MixedOperandsError(
+                f"{name}: a plain scalar that requires a gradient among DTensors: the gradient would be this rank's "
+                "part alone. Make it a DTensor: distribute_tensor for a parameter, replicate_like for a value."
+            )
         return "plain scalar", value.dtype
     raise _mixed(name, value)
 
