@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from hp_platform_torch.multihead_attention import multi_head_attention
+
 Tensor = torch.Tensor
 
 
@@ -113,7 +115,7 @@ def _inner(x: Tensor, y: Tensor) -> Tensor:
     return x * y if not x.dim() or not y.dim() else torch.tensordot(x, y, ([-1], [-1]))
 
 
-def _tensordot(x: Tensor, y: Tensor, dims: Any = 2, out: None = None) -> Tensor:
+def _tensordot(x: Tensor, y: Tensor, dims: Any = 2) -> Tensor:
     if isinstance(dims, int):
         dims = (list(range(x.dim() - dims, x.dim())), list(range(dims)))
     left, right = ([d] if isinstance(d, int) else list(d) for d in dims)
@@ -152,10 +154,28 @@ def _kron(x: Tensor, y: Tensor) -> Tensor:
     return product.reshape([a * b for a, b in zip(left.shape, right.shape, strict=True)])
 
 
+def _bilinear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    product = (_tensordot(x, weight, ([-1], [1])) * y.unsqueeze(-2)).sum(-1)
+    return product if bias is None else product + bias
+
+
+# Weights ---------------------------------------------------------------------------------------------------
+
+
+def _norm_except_dim(v: Tensor, pow: int = 2, dim: int = 0) -> Tensor:
+    if dim == -1:
+        return v.norm(pow)
+    return v.norm(pow, [d for d in range(v.dim()) if d != dim], keepdim=True)
+
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    return v * (g / _norm_except_dim(v, 2, dim))
+
+
 # Distances -------------------------------------------------------------------------------------------------
 
 
-def _normalize(input: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Tensor | None = None) -> Tensor:
+def _normalize(input: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12) -> Tensor:
     return input / input.norm(p, dim, keepdim=True).clamp_min(eps)
 
 
@@ -176,6 +196,11 @@ def _pixel_shuffle(x: Tensor, upscale_factor: int) -> Tensor:
     return moved.reshape(*x.shape[:-3], channels // r**2, height * r, width * r)
 
 
+def _channel_shuffle(x: Tensor, groups: int) -> Tensor:
+    channels, *space = x.shape[1:]
+    return x.reshape(x.shape[0], groups, channels // groups, *space).transpose(1, 2).reshape(x.shape)
+
+
 def _pixel_unshuffle(x: Tensor, downscale_factor: int) -> Tensor:
     r, (channels, height, width) = downscale_factor, x.shape[-3:]
     apart = x.reshape(*x.shape[:-3], channels, height // r, r, width // r, r)
@@ -184,9 +209,29 @@ def _pixel_unshuffle(x: Tensor, downscale_factor: int) -> Tensor:
     return moved.reshape(*x.shape[:-3], channels * r**2, height // r, width // r)
 
 
+def _contains(x: Tensor, element: Any) -> bool:
+    return bool((x == element).any())
+
+
+def _adjoint(x: Tensor) -> Tensor:
+    return x.mT.conj() if x.is_complex() else x.mT
+
+
+def _to_kind(kind: str) -> Callable[..., Any]:
+    def moved(x: Tensor, device: Any = None, non_blocking: bool = False, **options: Any) -> Tensor:
+        return x.to(kind if device is None else device, non_blocking=non_blocking, **options)
+
+    return moved
+
+
 _BY_NAME: dict[str, Callable[..., Any]] = {
+    "__contains__": _contains,
+    "__reversed__": lambda x: x.flip(0) if x.dim() else x,
+    "cpu": lambda x, **options: x.to("cpu", **options),
+    "cuda": _to_kind("cuda"),
+    "npu": _to_kind("npu"),
     "ravel": lambda x: x.flatten(),
-    "adjoint": lambda x: x.mT,
+    "adjoint": _adjoint,
     "movedim": _movedim,
     "moveaxis": _movedim,
     "fliplr": lambda x: x.flip(1),
@@ -214,6 +259,12 @@ _BY_NAME: dict[str, Callable[..., Any]] = {
     "addr": _addr,
     "addbmm": _addbmm,
     "kron": _kron,
+    "multi_head_attention_forward": multi_head_attention,
+    "vdot": torch.dot,
+    "bilinear": _bilinear,
+    "norm_except_dim": _norm_except_dim,
+    "_weight_norm": _weight_norm,
+    "channel_shuffle": _channel_shuffle,
     "normalize": _normalize,
     "cosine_similarity": _cosine_similarity,
     "pairwise_distance": _pairwise_distance,
@@ -226,5 +277,8 @@ DECOMPOSED: dict[Any, Callable[..., Any]] = {
     for name, function in _BY_NAME.items()
     for owner in (torch, torch.Tensor, F, torch._C._VariableFunctions)
     if hasattr(owner, name)
+} | {
+    torch.Tensor.mH.__get__: _adjoint,  # type: ignore[attr-defined]
+    torch.Tensor.H.__get__: _adjoint,  # type: ignore[attr-defined]
 }
 """torch's function or method -> what runs in its place on DTensors."""

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from hp_dtensor import dispatch
-from hp_dtensor.api import forget_source, grad_spec, recorded_view
+from hp_dtensor.api import forget_source, grad_spec, recorded_view, replicate_like
 from hp_dtensor.dtensor import DTensor
-from hp_dtensor.exceptions import MixedOperandsError, PlacementError
+from hp_dtensor.exceptions import MixedOperandsError, PlacementError, ShardingRuleError
 from hp_dtensor.placements import Replicate
 from hp_dtensor.spec import TensorSpec
 from hp_platform_torch.operation_names import canonical_name
@@ -147,7 +147,7 @@ class Operation:
         """Make the plan of a call, run it, and keep it together with how it ran."""
         if isinstance(kwargs.get("out"), Tensor):
             result = self.call(*args, **{name: value for name, value in kwargs.items() if name != "out"})
-            return kwargs["out"].copy_(result)
+            return kwargs["out"].copy_(replicate_like(result, kwargs["out"]))  # plain where only `out` is a DTensor
         plan = dispatch.plan_for(_first_spec(args, kwargs).mesh.platform, self.name, args, kwargs)
         seen: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = []
 
@@ -271,6 +271,8 @@ class TorchDTensor(DTensor, torch.Tensor):
                     *[x._spec if type(x) is TorchDTensor else operation.static_key(x) for x in kwargs.values()],
                 )
         except _Uncached:
+            if torch._C._are_functorch_transforms_active():
+                _refuse_transforms(operation.name)
             platform = _first_spec(args, kwargs or {}).mesh.platform
             return dispatch.dispatch(platform, operation.name, call, args, kwargs or {})
         entry = operation.plans.get(key)
@@ -320,6 +322,18 @@ class TorchDTensor(DTensor, torch.Tensor):
         return self.shape.numel()
 
     nelement = numel
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel() * self.element_size()
+
+    def type(self, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+        if dtype is None:
+            return run_locally(_plain.type, (), (self,))
+        return super().type(dtype, non_blocking=non_blocking, **kwargs)
+
+    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ShardingRuleError("set_ of a DTensor would leave its spec behind; use x.data = another DTensor")
 
     def __len__(self) -> int:
         if not self._spec.shape:
@@ -433,11 +447,12 @@ class TorchDTensor(DTensor, torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         with LocalOperations():
             local = torch.Tensor.__repr__(self.detach())
+            recorded = f", grad_fn=<{self.grad_fn.name()}>" if self.grad_fn else ", requires_grad=True"
         kind = "Parameter of DTensor" if getattr(self, "_is_param", False) else "DTensor"
         spec = self._spec
         return (
             f"{kind}({list(spec.shape)}, {spec.dtype}, {spec.describe_placements()} on mesh {spec.mesh.describe()}, "
-            f"local={local})"
+            f"local={local}{recorded if self.requires_grad else ''})"
         )
 
     # Copies ----------------------------------------------------------------------------------------------
@@ -455,6 +470,13 @@ class TorchDTensor(DTensor, torch.Tensor):
             twin._is_param = True
         if self.grad is not None:
             twin.grad = copy.deepcopy(self.grad, memo)
+        return twin
+
+    def __copy__(self) -> TorchDTensor:
+        """Another tensor over the same data, outside the graph."""
+        twin = adopt(unwrap(self.detach()), self._spec).requires_grad_(self.requires_grad)
+        if getattr(self, "_is_param", False):
+            twin._is_param = True
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -507,6 +529,13 @@ def _as_gradient(x: TorchDTensor, value: Tensor) -> TorchDTensor:
     ):
         raise PlacementError(f"grad of a DTensor: expected {wanted!r}, got {value._spec!r}; redistribute it first")
     return value
+
+
+def _refuse_transforms(name: str) -> NoReturn:
+    raise ShardingRuleError(
+        f"{name} of a DTensor and a tensor that torch.func transforms would give this rank's part alone. Use "
+        "torch.autograd.grad, or transform local tensors inside hp_dtensor.local_map."
+    )
 
 
 def _with_dtype(spec: TensorSpec, dtype: torch.dtype) -> TensorSpec:

@@ -20,7 +20,7 @@ from hp_dtensor.exceptions import CapabilityError, PlatformError
 from hp_dtensor.platform import DTYPE_NAMES, Platform, Removable
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.world import World
-from hp_platform_torch import autograd, dtensor, groups
+from hp_platform_torch import autograd, dtensor, entrances, groups
 from hp_platform_torch.dtensor import LocalOperations, TorchDTensor
 from hp_platform_torch.operation_names import function_named, names_of
 from hp_platform_torch.ops import build_ops
@@ -54,6 +54,7 @@ class TorchPlatform(Platform):
         self.ops = build_ops(lambda: self.device)
         self._owns_process_group = False
         self._connections = 0
+        entrances.guard()
 
     @property
     def device(self) -> torch.device:

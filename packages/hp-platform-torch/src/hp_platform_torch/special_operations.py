@@ -36,7 +36,7 @@ _LOCAL_NAMES = """
     requires_grad_ register_post_accumulate_grad_hook is_contiguous stride storage_offset data_ptr
     element_size is_floating_point is_complex is_signed is_inference is_conj is_neg is_pinned is_shared
     share_memory_ get_device untyped_storage storage record_stream has_names _is_view _is_zerotensor
-    is_tensor is_distributed detach_ _typed_storage _has_compatible_shallow_copy_type
+    is_tensor is_distributed detach_ _typed_storage _has_compatible_shallow_copy_type __dir__ result_type
 """
 _LOCAL = frozenset(_LOCAL_NAMES.split())
 _TENSOR_VALUED_PROPERTIES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
@@ -45,7 +45,7 @@ _TENSOR_VALUED_PROPERTIES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 def handler_of(func: Callable[..., Any]) -> Handler | None:
     """The handler of a function; None where a sharding rule decides."""
     accessed = property_of(func)
-    if accessed is not None:
+    if accessed is not None and func not in DECOMPOSED:
         return None if accessed in _TENSOR_VALUED_PROPERTIES else locally
     name = getattr(func, "__name__", "")
     if name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
@@ -56,8 +56,14 @@ def handler_of(func: Callable[..., Any]) -> Handler | None:
         return _refuse_norm
     decomposed = DECOMPOSED.get(func)
     if decomposed is not None:
-        return lambda func, args, kwargs: decomposed(*args, **kwargs)
+        return lambda func, args, kwargs: _run_decomposed(decomposed, args, kwargs)
     return _HANDLERS.get(func)
+
+
+def _run_decomposed(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    out = kwargs.get("out")
+    result = function(*args, **{name: value for name, value in kwargs.items() if name != "out"})
+    return result if out is None else out.copy_(result)
 
 
 def _refuse_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -200,6 +206,8 @@ def _detach(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
 def _on_lists(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """`_foreach_*` and `_fused_*`: one call on the local data of all tensors."""
     name = func.__name__
+    if name == "_amp_foreach_non_finite_check_and_unscale_":
+        return _unscale(func, *args, **kwargs)
     if name in _REDUCING_LISTS:
         return _refuse_norm(func, args, kwargs)
     lists = [
@@ -220,10 +228,18 @@ def _on_lists(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
     )
 
 
+def _unscale(func: Callable[..., Any], grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """What `torch.amp.GradScaler` does to gradients; `found_inf` is that of all ranks that hold parts of them."""
+    specs = [spec for spec in _common_specs(func.__name__, [grads]) if spec is not None]
+    with LocalOperations():
+        func(grads, found_inf, inv_scale)
+    for mesh in dict.fromkeys(spec.mesh for spec in specs):
+        if mesh.get_coordinate() is not None:
+            mesh.group_over(tuple(range(mesh.ndim))).all_reduce(found_inf, "max")
+
+
 _CLIPPING = frozenset({"linalg_vector_norm"})
-_REDUCING_LISTS = frozenset(
-    {"_foreach_norm", "_foreach_powsum", "_foreach_max", "_amp_foreach_non_finite_check_and_unscale_"}
-)
+_REDUCING_LISTS = frozenset({"_foreach_norm", "_foreach_powsum", "_foreach_max"})
 
 
 def _common_specs(name: str, lists: Sequence[Sequence[Tensor]]) -> list[TensorSpec | None]:

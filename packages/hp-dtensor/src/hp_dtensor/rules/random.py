@@ -1,7 +1,9 @@
 """Random operations: every rank draws the whole tensor's numbers and keeps its part.
 
 So the numbers are the single-device ones whatever the layout, on any generator (also torch's sequential one
-on CPU), and the generators of all ranks stay in step: seed them alike (`manual_seed`) and they remain alike.
+on CPU), and the generators of all ranks stay in step: seed them alike (`manual_seed`) and they remain alike. They are
+drawn in the order of a contiguous tensor; torch draws those of a transposed one in the order of its memory, which no
+rank knows of the whole.
 """
 
 from __future__ import annotations
