@@ -20,7 +20,7 @@ from fsdp_training import (
 
 from hp_dtensor import nn
 from hp_dtensor.checks import check_mode
-from hp_dtensor.exceptions import LaunchError
+from hp_dtensor.exceptions import LaunchError, MixedOperandsError
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.testing.simulated import run_ranks
 from hp_dtensor.world import current_world
@@ -137,6 +137,17 @@ def test_ranks_that_call_modules_in_different_orders_are_named(hp_platform):
     assert "rank 1 calls second (Block)" in str(cause)
 
 
+def test_a_part_called_outside_its_groups_forward_is_told_the_way(hp_platform):
+    def rank():
+        model = sharded(hp_platform, CASE)
+        step(hp_platform, model, CASE)
+        x = hp_platform.from_numpy(numpy.ones((2, DIM), numpy.float32))
+        with pytest.raises(MixedOperandsError, match="register_fsdp_forward_method"):
+            model.blocks[0].up(x)
+
+    run_ranks(rank, 2, hp_platform)
+
+
 class Broken(Communication):
     """Collectives of one kind never end."""
 
@@ -163,19 +174,19 @@ class Broken(Communication):
 )
 def test_a_collective_that_times_out_names_group_rank_and_state(hp_platform, kind, action):
     def rank():
-        model = sharded(hp_platform)
-        step(hp_platform, model)
+        model = sharded(hp_platform, CASE)
+        step(hp_platform, model, CASE)
         model.blocks[1].set_communication(Broken(hp_platform, kind))
         rank = current_world(hp_platform).rank
         where = rf"group blocks\.1 \(Block\) on rank {rank}, {action}.* with ranks \[0, 1\]: Timed out .*check_mode"
         with pytest.raises(Exception, match=where) as caught:
-            step(hp_platform, model)
+            step(hp_platform, model, CASE)
         error = caught.value
         while not isinstance(error, CommunicationError):
             error = error.__cause__ or error.__context__
         model.blocks[1].set_communication("default")
         model.reset()
-        step(hp_platform, model)
+        step(hp_platform, model, CASE)
 
     run_ranks(rank, 2, hp_platform)
 
