@@ -19,7 +19,7 @@ from hp_dtensor.testing.rule_samples import Sample
 from hp_dtensor.testing.shares import Share
 
 LONG = 7200
-MESHES = ((2,), (3,), (4,), (2, 2), (2, 3))
+MESHES = ((2,), (3,), (4,), (6,), (2, 2), (2, 3))
 FORMS = Path(__file__).parents[2] / "packages" / "hp-platform-torch" / "tests" / "test_torch_rules.py"
 
 

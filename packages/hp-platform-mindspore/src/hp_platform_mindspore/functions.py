@@ -166,6 +166,14 @@ def pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | No
     return ops.pad(x, tuple(pad), mode, value)
 
 
+def cdist(x: Tensor, y: Tensor, p: float = 2.0, compute_mode: str | None = None) -> Tensor:
+    """`compute_mode` chooses between ways of computing the same, of which there is one here."""
+    if is_empty(x, y):  # the kernel's backward leaves the other one's gradient unwritten
+        batch = np.broadcast_shapes(x.shape[:-2], y.shape[:-2])
+        return filled(0, (*batch, x.shape[-2], y.shape[-2]), x, y)
+    return mint.cdist(x, y, p)
+
+
 def unbind(x: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
     return tuple(mint.squeeze(piece, dim) for piece in mint.split(x, 1, dim)) if x.shape[dim] else ()
 
@@ -249,6 +257,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "instance_norm": instance_norm,
     "nll_loss": nll_loss,
     "prelu": prelu,
+    "cdist": cdist,
     "searchsorted": lambda boundaries, x, right=False: mint.searchsorted(boundaries, x, right=right),
     "bucketize": lambda x, boundaries, right=False: mint.searchsorted(boundaries, x, right=right),
     "binary_cross_entropy": _reducing(F.binary_cross_entropy),
@@ -280,7 +289,7 @@ NATIVE_KERNELS: dict[str, Callable[..., Any]] = {
 _OF_MINT = """
     expm1 erf erfc sinh cosh tan sinc floor ceil trunc log1p reciprocal isnan isinf sign round atanh erfinv fmod
     remainder
-    xlogy bitwise_and logical_xor isclose nan_to_num lerp cdist ravel t swapaxes concat hstack dstack tile
+    xlogy bitwise_and logical_xor isclose nan_to_num lerp ravel t swapaxes concat hstack dstack tile
     diff
 """
 _OF_OPS = """
