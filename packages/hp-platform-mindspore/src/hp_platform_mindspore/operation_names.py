@@ -216,6 +216,13 @@ def _first_two(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     return args[:2], {}
 
 
+def _scan(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    x, dim, *exclusive_or_reverse = args
+    if any(exclusive_or_reverse):
+        raise TypeError("a cumulative operation on a DTensor is neither exclusive nor reverse; flip its input instead")
+    return (x, dim), {}
+
+
 def _matmul(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     x, y, *transposed = args
     x, y = (t.transpose(-2, -1) if flag else t for t, flag in zip((x, y), (*transposed, False, False), strict=False))
@@ -223,7 +230,9 @@ def _matmul(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
 
 
 def _gather(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    x, index, dim, *_ = args
+    x, index, dim, *batch_dims = args
+    if any(batch_dims):
+        raise TypeError("gather of a DTensor takes no batch_dims; use gather_elements")
     return (x, dim, index), {}
 
 
@@ -443,7 +452,7 @@ ADAPTED: dict[str, tuple[str, Adapter]] = {
     "MatMul": ("matmul", _matmul),
     "BatchMatMul": ("matmul", _matmul),
     "Argmax": ("argmax", _first_two),
-    "CumSum": ("cumsum", _first_two),
+    "CumSum": ("cumsum", _scan),
     "Gather": ("index_select", _gather),
     "Embedding": ("embedding", _first_two),
     "SplitTensorView": ("split", _even_pieces),
@@ -457,7 +466,7 @@ ADAPTED: dict[str, tuple[str, Adapter]] = {
     "DeprecatedTranspose": ("permute", _variadic),
     "Squeeze": ("squeeze", _squeeze),
     "Argmin": ("argmin", _first_two),
-    "CumProd": ("cumprod", _first_two),
+    "CumProd": ("cumprod", _scan),
     "CumulativeLogsumexp": ("logcumsumexp", _axis_as_tensor),
     "ReduceStd": ("std_mean", _spread),
     "PadV3": ("pad", _pad),
