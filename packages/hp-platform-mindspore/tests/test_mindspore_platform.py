@@ -346,3 +346,13 @@ def test_environment_leaves_what_the_user_has_set(platform, monkeypatch):
     assert platform.environment(0, 2) == {"GLOG_v": "3"}
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert int(platform.environment(0, 1000)["OMP_NUM_THREADS"]) == 1
+
+
+def test_a_parameter_gets_the_name_of_the_one_it_replaces(platform):
+    """MindSpore's checkpoints go by names; a parameter with a name of its own keeps it."""
+    cell = ms.nn.SequentialCell(ms.mint.nn.Linear(3, 2))
+    old = cell[0].weight
+    platform.set_parameter(cell[0], "weight", platform.Parameter(old.data))
+    assert list(cell.parameters_dict()) == ["0.weight", "0.bias"]
+    platform.set_parameter(cell[0], "weight", platform.Parameter(old.data, name="mine"))
+    assert list(cell.parameters_dict()) == ["mine", "0.bias"]

@@ -81,6 +81,13 @@ def _reflected(name: str) -> Callable[[Any, Any], Any]:
     return operate
 
 
+def _refused(name: str, instead: str) -> Callable[..., NoReturn]:
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        raise CapabilityError(f"{name} of a DTensor {self._spec!r}: use {instead}")
+
+    return refuse
+
+
 class MindSporeDTensor(DTensor, Tensor):
     """The local shard as a tensor, with a spec. Made by `wrap`; users call `distribute_tensor` or `from_local`."""
 
@@ -177,6 +184,12 @@ class MindSporeDTensor(DTensor, Tensor):
                 return set_item(platform, self, _unwrapped(index), _unwrapped(value))
 
         dispatch.dispatch(platform, "setitem", store, (self, index, value), {})
+
+    # Methods that no primitive stands for, and that would work on the local part or make a plain tensor
+    cauchy = _refused("cauchy", "local_map")
+    fill = _refused("fill", "fill_ or mint.full_like")
+    isreal = _refused("isreal", "mint.ones_like")
+    set_ = _refused("set_", "copy_")
 
     # Gradients -------------------------------------------------------------------------------------------
 

@@ -1,0 +1,91 @@
+"""Nothing of MindSpore takes a cut DTensor for a plain tensor: all functions of mint and methods are called."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from mindspore import Tensor, mint
+
+from hp_dtensor.api import from_local
+from hp_dtensor.dtensor import DTensor
+from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor.placements import Shard
+from hp_dtensor.world import SilentWorld
+
+OPERATORS = """
+    add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv floordiv rfloordiv ifloordiv mod rmod imod pow
+    rpow matmul rmatmul and or xor invert neg pos abs eq ne lt le gt ge lshift rshift getitem iter len contains
+""".split()
+CRASHING = {"Tensor.assign_value", "Tensor.assign_value_cpp"}
+"""They stop the process when they are given what they do not expect; MindSpore calls them itself."""
+
+PLACES = (("mint", mint), ("mint.nn.functional", mint.nn.functional), ("mint.special", mint.special),
+          ("mint.linalg", mint.linalg))  # fmt: skip
+
+
+def cut(platform, whole):
+    """The first rank's part of an array whose rows are cut, on a mesh of two ranks that do not communicate."""
+    mesh = DeviceMesh("cpu", (2,), world=SilentWorld(0, 2, platform))
+    rows = -(-whole.shape[0] // 2)
+    return from_local(Tensor(whole[:rows].copy()), mesh, [Shard(0)], shape=whole.shape)
+
+
+def functions():
+    for path, owner in PLACES:
+        for name in sorted(vars(owner)):
+            if (
+                not name.startswith("_")
+                and callable(getattr(owner, name))
+                and not isinstance(getattr(owner, name), type)
+            ):
+                yield f"{path}.{name}", getattr(owner, name)
+    for name in sorted(dir(Tensor)):
+        if (not name.startswith("_") or name.strip("_") in OPERATORS) and callable(getattr(Tensor, name, None)):
+            yield f"Tensor.{name}", lambda x, *rest, name=name: getattr(x, name)(*rest)
+
+
+CALLS = dict(functions())
+
+
+def arguments(platform):
+    def numbers(*shape):
+        return cut(platform, np.linspace(0.5, 2.0, int(np.prod(shape)), dtype=np.float32).reshape(shape))
+
+    ids = cut(platform, np.array([0, 2, 1, 0, 2]))
+    rows = cut(platform, np.array([[0, 2, 1, 0]] * 5))
+    image = numbers(5, 2, 3, 4)
+    x = numbers(5, 4)
+    yield from itertools.product([x], [(), (1,), (0,), (2.0,), (x,), ((1,),), (0, 1), (1, 0, 2), (x > 1, 0.5), (x, x)])
+    yield from itertools.product([x], [(0, ids, x), (1, rows), (1, rows, x), (ids,), (1, ids), (0.0, 1.0), (None, 1)])
+    yield from itertools.product([image], [(2,), (numbers(3, 2, 2, 2),), (2, 1), (1, 2), ((1, 2),)])
+    yield from itertools.product([ids], [(), (3,), (numbers(7, 4),), (0,)])
+    yield from itertools.product([[x, x]], [(), (0,)])
+
+
+def tensors_of(result):
+    if isinstance(result, (tuple, list)):
+        return [x for item in result for x in tensors_of(item)]
+    return [result] if isinstance(result, Tensor) else []
+
+
+@pytest.fixture
+def recording_again(platform):
+    """Some of MindSpore's errors turn recording off for the process."""
+    state = platform.rank_state()
+    yield
+    with platform.enable_grad():
+        platform.set_rank_state(state)
+
+
+@pytest.mark.usefixtures("recording_again")
+@pytest.mark.parametrize("name", sorted(set(CALLS) - CRASHING))
+def test_results_are_dtensors_or_errors(platform, name):
+    for first, rest in arguments(platform):
+        try:
+            result = CALLS[name](first, *rest)
+        except Exception:
+            continue
+        plain = [x for x in tensors_of(result) if not isinstance(x, DTensor) and x.size]
+        assert not plain, f"{name}{rest} gave plain tensors of shapes {[x.shape for x in plain]}"
