@@ -45,8 +45,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "real_ranks: starts processes")
 
 
-def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
+def pytest_report_teststatus(report: pytest.CollectReport | pytest.TestReport) -> tuple[str, str, str] | None:
     """With -v, what a proof counted."""
+    if not isinstance(report, pytest.TestReport):  # a module that is skipped as a whole
+        return None
     counts: list[Any] = [value for name, value in report.user_properties if name == CASES]
     if report.when != "call" or not report.passed or not counts:
         return None
