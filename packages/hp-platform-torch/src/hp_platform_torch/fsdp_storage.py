@@ -104,7 +104,7 @@ class TorchParameterStorage(ParameterStorage):
             return torch.maximum(found, super().unscale_(others, factor)) if others else found
 
     def address(self, x: Tensor) -> int:
-        return x.data_ptr()
+        return x.data_ptr() if x.layout is torch.strided else 0  # a sparse gradient, refused later by name
 
     # Offload ---------------------------------------------------------------------------------------------
 
