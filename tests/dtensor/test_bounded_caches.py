@@ -73,9 +73,9 @@ def test_caches_of_changing_shapes_are_bounded(hp_platform: Platform, monkeypatc
 
 def _limit_platform(platform: Platform, monkeypatch) -> None:
     if platform.name == "torch":
-        from hp_platform_torch import dtensor
+        from hp_platform_torch import operations
 
-        monkeypatch.setattr(dtensor, "CACHE_SIZE", LIMIT)
+        monkeypatch.setattr(operations, "CACHE_SIZE", LIMIT)
 
 
 def _forget(platform: Platform) -> None:
@@ -83,9 +83,9 @@ def _forget(platform: Platform) -> None:
     for cached in _caches():
         cached.cache_clear()
     if platform.name == "torch":
-        from hp_platform_torch import dtensor
+        from hp_platform_torch import operations
 
-        dtensor.forget_plans()
+        operations.forget_plans()
 
 
 def test_every_cache_of_the_planner_has_a_limit() -> None:
@@ -170,9 +170,9 @@ def test_threads_share_the_caches(hp_platform: Platform, monkeypatch) -> None:
     """Each on tensors of its own, with caches so small that they are emptied all the time."""
     monkeypatch.setattr(dispatching, "CACHE_SIZE", 3)
     if hp_platform.name == "torch":
-        from hp_platform_torch import dtensor
+        from hp_platform_torch import operations
 
-        monkeypatch.setattr(dtensor, "CACHE_SIZE", 2)
+        monkeypatch.setattr(operations, "CACHE_SIZE", 2)
     _forget(hp_platform)
     mesh = DeviceMesh("cpu", (1,), platform=hp_platform)
     failures: list[str] = []

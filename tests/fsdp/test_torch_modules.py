@@ -137,6 +137,31 @@ def test_optimizer_clipping_and_state_dict_of_torch(hp_platform):
     run_ranks(rank, 2, hp_platform)
 
 
+def test_nothing_is_intercepted_in_steps_of_torchs_optimizers(hp_platform, monkeypatch):
+    cls = hp_platform.DTensor
+    real, stepping, seen = cls.__dict__["__torch_function__"].__func__, set(), []
+
+    def recorded(cls, func, types, args=(), kwargs=None):
+        if current_world(hp_platform).rank in stepping:
+            seen.append(func)
+        return real(cls, func, types, args, kwargs)
+
+    def rank():
+        net, rank = shard_net(hp_platform, Net()), current_world(hp_platform).rank
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True)
+        for step in range(3):
+            optimizer.zero_grad()
+            (net(batch(rank)) ** 2).mean().backward()
+            if step:
+                stepping.add(rank)
+            optimizer.step()
+            stepping.discard(rank)
+
+    monkeypatch.setattr(cls, "__torch_function__", classmethod(recorded))
+    run_ranks(rank, 2, hp_platform)
+    assert seen == []
+
+
 def test_meta_parameters_become_zeros_of_their_shards(hp_platform):
     def rank():
         with torch.device("meta"):

@@ -18,7 +18,7 @@ from hp_dtensor.mesh import init_device_mesh
 from hp_dtensor.placements import Partial, Replicate, Shard
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.testing import run_ranks
-from hp_platform_torch import dtensor
+from hp_platform_torch import operations
 from hp_platform_torch.dtensor import TorchDTensor
 
 WHOLE = torch.arange(15.0).view(5, 3) - 4
@@ -197,7 +197,7 @@ def test_other_dimensions_and_shapes_have_plans_of_their_own(mesh):
 def test_scalars_that_change_share_a_plan(mesh):
     x = sharded(mesh)
     _ = x * 0.5
-    plans = dtensor._operations[torch.Tensor.mul].plans
+    plans = operations.operations[torch.Tensor.mul].plans
     before = len(plans)
     for number in range(5):
         assert torch.equal((x * (number + 0.5)).full_tensor(), WHOLE * (number + 0.5))
@@ -493,6 +493,6 @@ def test_pickling_is_refused(mesh):
 
 def test_leaving_the_job_forgets_plans_and_meshes(platform, mesh):
     _ = sharded(mesh) + 1
-    assert any(operation.plans for operation in dtensor._operations.values())
-    dtensor.forget_plans()
-    assert not any(operation.plans for operation in dtensor._operations.values())
+    assert any(operation.plans for operation in operations.operations.values())
+    operations.forget_plans()
+    assert not any(operation.plans for operation in operations.operations.values())

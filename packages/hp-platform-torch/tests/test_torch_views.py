@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from hp_dtensor import DeviceMesh, Replicate, Shard, distribute_tensor, get_platform
 from hp_dtensor.exceptions import ShardingRuleError
 from hp_dtensor.testing import run_ranks
-from hp_platform_torch.dtensor import forget_plans
+from hp_platform_torch.operations import forget_plans
 
 Tensor = torch.Tensor
 Gather = Callable[[Tensor], Tensor]

@@ -16,19 +16,14 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from hp_dtensor import dispatch
-from hp_dtensor.api import forget_source, grad_spec, recorded_view, replicate_like
+from hp_dtensor.api import forget_source, grad_spec
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import MixedOperandsError, PlacementError, ShardingRuleError
 from hp_dtensor.placements import Replicate
 from hp_dtensor.spec import TensorSpec
-from hp_platform_torch.operation_names import canonical_name
+from hp_platform_torch.operations import LocalOperations, Uncached, first_spec, locally, operations, run_locally
 
 Tensor = torch.Tensor
-Handler = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
-
-# What torch's own tensor subclasses use (see README.md on torch internals).
-LocalOperations = torch._C.DisableTorchFunctionSubclass
-run_locally = torch._C._disabled_torch_function_impl  # (function, types, args): as inside LocalOperations
 _intercepting = torch._C._is_torch_function_enabled
 
 _plain: Any = torch.Tensor
@@ -40,198 +35,12 @@ _set_local_data = _plain.data.__set__
 _local_dtype = _plain.dtype.__get__
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
-CACHE_SIZE = 4096
-
 
 class AwaitedGradient(NamedTuple):
     """What sets a gradient that lies elsewhere, when somebody looks at it, and what is called when it is replaced."""
 
     fetch: Callable[[], None]
     drop: Callable[[], None]
-
-
-class _Uncached(Exception):
-    """An argument that no plan may be kept for; `dispatch` decides what to do with it."""
-
-
-class _Entry:
-    """A plan as it runs.
-
-    Attributes:
-        spec: that of the result where the operation runs on local data without redistribution, else None.
-        static: then, where the plan replaces static arguments, all arguments after the first tensor, by
-            position and by name.
-        views: then, positions of arguments that take a varying view where they are recorded, and over which axes.
-    """
-
-    __slots__ = ("plan", "spec", "static", "views")
-
-    def __init__(self, plan: dispatch.OpPlan) -> None:
-        self.plan = plan
-        self.spec: TensorSpec | None = None
-        self.static: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        self.views: tuple[tuple[int, tuple[int, ...]], ...] = ()
-
-    def viewed(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """The arguments with varying views."""
-        result = list(args)
-        with LocalOperations():
-            for position, axes in self.views:
-                if result[position].requires_grad:
-                    result[position] = recorded_view(result[position], result[position], axes)
-        return tuple(result)
-
-
-class Operation:
-    """One torch function as seen by `__torch_function__`.
-
-    Attributes:
-        name: canonical; what sharding rules are registered under.
-        call: runs it on arguments in canonical order.
-        handler: does all there is to do, for functions that no rule is about.
-        in_place: it writes and returns its first argument.
-        shares: it writes its first argument, or its result is a view of it.
-        by_type: scalars count by their type only.
-        plans: by specs and static arguments.
-    """
-
-    __slots__ = ("by_type", "call", "handler", "in_place", "name", "plans", "reflected", "shares")
-
-    def __init__(self, func: Callable[..., Any]) -> None:
-        from hp_platform_torch.special_operations import handler_of
-
-        self.name, self.reflected = canonical_name(func)
-        self.handler: Handler | None = handler_of(func)
-        self.call = (lambda x, y: func(y, x)) if self.reflected else func
-        registration = dispatch.rule_registry().get(self.name) if self.handler is None else None
-        self.by_type = registration is not None and registration.by_type
-        self.in_place = registration is not None and registration.in_place
-        self.shares = self.in_place or (registration is not None and registration.view)
-        self.plans: dict[tuple[Any, ...], _Entry] = {}
-
-    def static_key(self, value: Any) -> Any:
-        """What a plan depends on in an argument that is no DTensor.
-
-        Raises:
-            _Uncached: it is a plain tensor, or nothing that a plan may be kept for.
-        """
-        kind = type(value)
-        if kind is int or kind is float or kind is bool:
-            return kind if self.by_type else (kind, value)
-        if kind is tuple or kind is list or kind is torch.Size:
-            items = [x._spec if type(x) is TorchDTensor else self.static_key(x) for x in value]
-            return tuple(items) if kind is tuple else (kind, *items)  # as an index a list means something else
-        if kind is slice:
-            return slice, value.start, value.stop, value.step
-        if kind in _KEPT_BY_VALUE:
-            return value
-        raise _Uncached
-
-    def call_with_plain(self, *args: Any, **kwargs: Any) -> Any:
-        """`call` where hooks take the tensors that autograd saves, such as those of activation checkpointing.
-
-        A hook gets an argument that requires no gradient as the object it is. It would look at a DTensor now,
-        inside the operation, and see the local shape, and later, in backward, the global one.
-        """
-        first = args[:1] if self.in_place else ()
-        rest = args[len(first) :]
-        return self.call(*first, *_plain_where_constant(rest), **kwargs)
-
-    def run_first(
-        self,
-        call: Callable[..., Any],
-        key: tuple[Any, ...],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
-        """Make the plan of a call, run it, and keep it together with how it ran."""
-        if isinstance(kwargs.get("out"), Tensor):
-            result = self.call(*args, **{name: value for name, value in kwargs.items() if name != "out"})
-            return kwargs["out"].copy_(replicate_like(result, kwargs["out"]))  # plain where only `out` is a DTensor
-        plan = dispatch.plan_for(_first_spec(args, kwargs).mesh.platform, self.name, args, kwargs)
-        seen: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = []
-
-        def recorded(*local_args: Any, **local_kwargs: Any) -> Any:
-            seen.append((local_args, local_kwargs))
-            return call(*local_args, **local_kwargs)
-
-        result = plan.run(recorded, args, kwargs)
-        entry = _Entry(plan)
-        views = _views_only(plan.moves)
-        if type(result) is TorchDTensor and seen and views is not None and plan.local is None:
-            entry.views = views
-            self._run_directly_next_time(entry, result._spec, args, *seen[0])
-        if len(self.plans) >= CACHE_SIZE:
-            self.plans.clear()
-        self.plans[key] = entry
-        return result
-
-    def _run_directly_next_time(
-        self,
-        entry: _Entry,
-        spec: TensorSpec,
-        args: tuple[Any, ...],
-        local_args: tuple[Any, ...],
-        local_kwargs: Mapping[str, Any],
-    ) -> None:
-        if self.in_place and (entry.plan.replaced or not args or any(position == 0 for position, _ in entry.views)):
-            return
-        if not entry.plan.replaced:
-            entry.spec = spec
-        elif not self.by_type and args and local_args[0] is args[0] and _holds_no_tensor(local_args[1:], local_kwargs):
-            entry.spec, entry.static = spec, (local_args[1:], dict(local_kwargs))
-
-
-def _views_only(moves: Sequence[dispatch.Move]) -> tuple[tuple[int, tuple[int, ...]], ...] | None:
-    """(position, axes) per move where all of them are varying views of positional arguments, else None."""
-    found = []
-    for move in moves:
-        position, *inside = move.location
-        if move.target is not None or inside or not isinstance(position, int):
-            return None
-        found.append((position, move.vary))
-    return tuple(found)
-
-
-def _plain_where_constant(args: Sequence[Any]) -> list[Any]:
-    """Arguments with the DTensors among them that require no gradient as plain tensors; inside `LocalOperations`."""
-    return [
-        _plain_where_constant(x)
-        if isinstance(x, (tuple, list))
-        else x.as_subclass(Tensor)
-        if type(x) is TorchDTensor and not x.requires_grad
-        else x
-        for x in args
-    ]
-
-
-def _holds_no_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    return not any(isinstance(x, (Tensor, list)) for x in (*args, *kwargs.values()))
-
-
-_KEPT_BY_VALUE = frozenset({type(None), type(...), str, torch.dtype, torch.device, torch.memory_format, torch.layout})
-
-
-def locally(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The handler of what the local tensor answers, the result returned as it is."""
-    with LocalOperations():
-        return func(*args, **kwargs)
-
-
-class _Operations(dict[Callable[..., Any], Operation]):
-    def __missing__(self, func: Callable[..., Any]) -> Operation:
-        operation = self[func] = Operation(func)
-        return operation
-
-
-_operations = _Operations()
-
-
-def forget_plans() -> None:
-    """Drop every cached plan, and with them the meshes that they hold."""
-    dispatch.forget_plans()
-    for operation in _operations.values():
-        operation.plans.clear()
 
 
 class TorchDTensor(DTensor, torch.Tensor):
@@ -248,14 +57,16 @@ class TorchDTensor(DTensor, torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        operation = _operations[func]
+        operation = operations[func]
         if operation.handler is not None:
             if operation.handler is locally and not kwargs:
                 return run_locally(func, (), args)
             return operation.handler(func, args, kwargs or {})
         if operation.reflected:
             args = args[::-1]
-        call = operation.call if _saved_tensor_hooks(True) is None else operation.call_with_plain
+        call = operation.call
+        if operation.saves and _saved_tensor_hooks(True) is not None:
+            call = operation.call_with_plain
         try:
             if len(args) == 2:  # written out: the most frequent
                 x, y = args
@@ -270,10 +81,10 @@ class TorchDTensor(DTensor, torch.Tensor):
                     *kwargs,
                     *[x._spec if type(x) is TorchDTensor else operation.static_key(x) for x in kwargs.values()],
                 )
-        except _Uncached:
+        except Uncached:
             if torch._C._are_functorch_transforms_active():
                 _refuse_transforms(operation.name)
-            platform = _first_spec(args, kwargs or {}).mesh.platform
+            platform = first_spec(args, kwargs or {}).mesh.platform
             return dispatch.dispatch(platform, operation.name, call, args, kwargs or {})
         entry = operation.plans.get(key)
         if entry is None:
@@ -343,7 +154,7 @@ class TorchDTensor(DTensor, torch.Tensor):
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self.unbind(0))
 
-    __hash__ = object.__hash__  # torch's is the same in Python
+    __hash__ = torch.Tensor.__hash__  # that of the plain tensor which an optimizer's step sees
 
     # Optimizers ask for each parameter; `check_dense` takes no tensor of which one of these is true.
     is_sparse = is_sparse_csr = is_quantized = is_mkldnn = is_nested = False
@@ -540,18 +351,6 @@ def _refuse_transforms(name: str) -> NoReturn:
 
 def _with_dtype(spec: TensorSpec, dtype: torch.dtype) -> TensorSpec:
     return spec if spec.dtype is dtype else TensorSpec(spec.mesh, spec.placements, spec.shape, dtype)
-
-
-def _first_spec(args: Sequence[Any], kwargs: Mapping[str, Any]) -> TensorSpec:
-    """The spec of some DTensor among the arguments, lists included."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, TorchDTensor):
-            return value._spec
-        if isinstance(value, (tuple, list)):
-            for item in value:
-                if isinstance(item, TorchDTensor):
-                    return item._spec
-    raise AssertionError("__torch_function__ was called without a DTensor")
 
 
 def replicated(x: TorchDTensor) -> TorchDTensor:

@@ -18,7 +18,8 @@ from hp_dtensor.spec import TensorSpec
 from hp_dtensor.world import Work
 from hp_fsdp.storage import Gradients, ParameterStorage, moved_to_front
 from hp_platform_torch import host_memory
-from hp_platform_torch.dtensor import AwaitedGradient, LocalOperations, TorchDTensor, adopt
+from hp_platform_torch.dtensor import AwaitedGradient, TorchDTensor, adopt
+from hp_platform_torch.operations import LocalOperations
 
 Tensor = torch.Tensor
 

@@ -20,9 +20,10 @@ from hp_dtensor.exceptions import CapabilityError, PlatformError
 from hp_dtensor.platform import DTYPE_NAMES, Platform, Removable
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.world import World
-from hp_platform_torch import autograd, dtensor, entrances, groups
-from hp_platform_torch.dtensor import LocalOperations, TorchDTensor
+from hp_platform_torch import autograd, dtensor, entrances, groups, operations, optimizer_step
+from hp_platform_torch.dtensor import TorchDTensor
 from hp_platform_torch.operation_names import function_named, names_of
+from hp_platform_torch.operations import LocalOperations
 from hp_platform_torch.ops import build_ops
 
 Tensor = torch.Tensor
@@ -55,6 +56,7 @@ class TorchPlatform(Platform):
         self._owns_process_group = False
         self._connections = 0
         entrances.guard()
+        optimizer_step.install()
 
     @property
     def device(self) -> torch.device:
@@ -96,7 +98,7 @@ class TorchPlatform(Platform):
         world, self.world = self.world, None
         if world is not None:
             world.close()
-        dtensor.forget_plans()
+        operations.forget_plans()
         if self._owns_process_group:
             self._owns_process_group = False
             groups.leave()

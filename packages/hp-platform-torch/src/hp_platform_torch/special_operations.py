@@ -16,18 +16,9 @@ from hp_dtensor.exceptions import GradientPathError, MixedOperandsError, Shardin
 from hp_dtensor.placements import Partial
 from hp_dtensor.spec import TensorSpec
 from hp_platform_torch.decompositions import DECOMPOSED
-from hp_platform_torch.dtensor import (
-    Handler,
-    LocalOperations,
-    TorchDTensor,
-    _with_dtype,
-    adopt,
-    locally,
-    replicated,
-    unwrap,
-    wrap,
-)
+from hp_platform_torch.dtensor import TorchDTensor, _with_dtype, adopt, replicated, unwrap, wrap
 from hp_platform_torch.operation_names import property_of
+from hp_platform_torch.operations import Handler, LocalOperations, locally
 
 Tensor = torch.Tensor
 
