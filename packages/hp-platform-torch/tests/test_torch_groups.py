@@ -26,6 +26,12 @@ def test_reductions_of_every_dtype(three_ranks, dtype, op):
     assert got == on_rank.expected_reduction(dtype, op, 3)
 
 
+@pytest.mark.parametrize("count", [3, 10**6])
+def test_reductions_that_nobody_waits_for_leave_the_following_ones_alone(three_ranks, count):
+    got = three_ranks.run(on_rank.reduce_after_letting_go, count)
+    assert got == [([2.0 * (5 + 6 + 7)], [3.0], [0, 1, 2])] * 3
+
+
 @pytest.mark.parametrize("dtype", FLOATING)
 def test_average(two_ranks, dtype):
     got = two_ranks.run(on_rank.reduce_and_move, dtype, "avg", (0, 1))

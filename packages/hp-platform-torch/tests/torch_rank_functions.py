@@ -56,6 +56,23 @@ def expected_reduction(dtype_name, op, size):
     return [(whole.tolist(), whole.view(size, 6)[rank].tolist()) for rank in range(size)]
 
 
+def reduce_after_letting_go(count):
+    """Of two reduce-scatters of one group nobody waits for the first; other collectives and sends come between them."""
+    group = current_world(PLATFORM).all
+    rows = [torch.full((count * group.size,), float(value)) for value in (1, group.rank + 5)]
+    group.reduce_scatter_into(torch.empty(count), rows[0], "sum", async_op=True)
+    others = [None if j == group.rank else torch.empty(1) for j in range(group.size)]
+    group.exchange([torch.full((1,), float(group.rank))] * group.size, others)
+    work = group.reduce_scatter_into(torch.empty(count), rows[1], "sum", async_op=True)
+    output = torch.empty(count)
+    last = group.reduce_scatter_into(output, rows[1] * 2, "sum", async_op=True)
+    group.all_reduce(rows[0])
+    last.wait()
+    work.wait()
+    received = [j if x is None else x.item() for j, x in enumerate(others)]
+    return output.unique().tolist(), rows[0].unique().tolist(), received
+
+
 def average_of_integers():
     group = current_world(PLATFORM).all
     try:

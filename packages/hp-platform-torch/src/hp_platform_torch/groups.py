@@ -79,16 +79,31 @@ class _Then:
             finish()
 
 
-class _All:
-    """Several works as one; each is waited for once, as gloo's point-to-point works can be."""
+class _Exchange:
+    """Sends and receives of one collective.
 
-    def __init__(self, works: Sequence[Work]) -> None:
-        self._works = works
+    Gloo matches those of two ranks in the order in which they begin, and one that is let go of under way takes what
+    follows with it. So a group keeps them, also those that nobody waits for after an error, and ends them in order.
+
+    Args:
+        works: each is waited for once, as gloo's point-to-point works can be.
+        unfinished: of the group, in the order in which they began.
+    """
+
+    def __init__(self, works: Sequence[Work], unfinished: list[_Exchange]) -> None:
+        self._works = list(works)
+        self._unfinished = unfinished
+        unfinished.append(self)
 
     def wait(self) -> None:
-        works, self._works = self._works, ()
-        for work in works:
-            work.wait()
+        while self in self._unfinished:
+            self._unfinished[0]._end()
+            del self._unfinished[0]
+
+    def _end(self) -> None:
+        while self._works:
+            self._works[0].wait()
+            del self._works[0]
 
 
 def _settle(work: Work | None, async_op: bool) -> Work:
@@ -119,10 +134,12 @@ class TorchGroup(ProcessGroup):
         self.backend = BACKEND_NAMES[platform.device_types[0]]
         self._connect = connect
         self._connections: dict[str, Any] = {}
+        self._exchanges: list[_Exchange] = []
 
     def close(self) -> None:
         """End the backends' threads now: one that still works while Python shuts down aborts the process."""
         super().close()
+        self._exchanges.clear()
         self._connections.clear()
 
     def connection(self, device_type: str) -> Any:
@@ -186,7 +203,7 @@ class TorchGroup(ProcessGroup):
             if op == "avg":
                 output.div_(self.size)
 
-        return _Then(_All(works), reduce)
+        return _Then(_Exchange(works, self._exchanges), reduce)
 
     def _all_to_all_into(
         self,
