@@ -33,6 +33,7 @@ SAME: dict[str, tuple[tuple[Any, ...], dict[str, Any], str, tuple[Any, ...], dic
     "TopK": ((X, 2, True), {}, "topk", (X, 2, -1), {}),
     "Reshape": ((X, 4, 2), {}, "reshape", (X, (4, 2)), {}),
     "Transpose": ((X, (1, 0)), {}, "permute", (X, (1, 0)), {}),
+    "Embedding": ((IDS, X, None, None, 2.0, False), {}, "embedding", (IDS, X), {}),
     "Squeeze": ((X, ()), {}, "squeeze", (X, ()), {}),
     "CumulativeLogsumexp": ((X, ms.Tensor(1)), {}, "logcumsumexp", (X, 1), {}),
     "ReduceStd": ((X, (0,), True, False), {}, "std_mean", (X, (0,), True, False), {}),
@@ -70,6 +71,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "CumSum": (X, 0, True, False),
     "CumProd": (X, 0, False, True),
     "Gather": (X, IDS, 1, 1),
+    "Embedding": (IDS, X, 0, None, 2.0, False),
 }
 
 

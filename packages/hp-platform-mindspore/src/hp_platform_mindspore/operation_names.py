@@ -216,6 +216,14 @@ def _first_two(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     return args[:2], {}
 
 
+def _embedding(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    ids, weight, *settings = args
+    padding_idx, max_norm, _, scale_grad_by_freq = (*settings, *(None, None, 2.0, False)[len(settings) :])
+    if padding_idx is not None or max_norm is not None or scale_grad_by_freq:
+        raise TypeError("embedding of a DTensor takes no padding_idx, max_norm or scale_grad_by_freq; mask its result")
+    return (ids, weight), {}
+
+
 def _scan(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     x, dim, *exclusive_or_reverse = args
     if any(exclusive_or_reverse):
@@ -454,7 +462,7 @@ ADAPTED: dict[str, tuple[str, Adapter]] = {
     "Argmax": ("argmax", _first_two),
     "CumSum": ("cumsum", _scan),
     "Gather": ("index_select", _gather),
-    "Embedding": ("embedding", _first_two),
+    "Embedding": ("embedding", _embedding),
     "SplitTensorView": ("split", _even_pieces),
     "TopK": ("topk", _topk),
     "Reshape": ("reshape", _variadic),
