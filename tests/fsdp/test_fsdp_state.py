@@ -319,6 +319,29 @@ def test_load_hooks_are_run(hp_platform):
     run_ranks(rank, 3, hp_platform)
 
 
+def test_keys_that_load_hooks_miss_are_an_error_only_where_that_is_strict(hp_platform):
+    told = []
+
+    def object_(state_dict, prefix, metadata, strict, missing, unexpected, errors):
+        told.append(strict)
+        missing.append(prefix + "beside")
+        unexpected.append(prefix + "above")
+
+    def rank():
+        model = _model(hp_platform)
+        model.blocks[0].up._load_state_dict_pre_hooks[1] = object_
+        new = _values(hp_platform, model)
+        state = {name: hp_platform.from_numpy(value) for name, value in new.items()}
+        with pytest.raises(StateDictError, match=r"missing keys: blocks.0.up.beside; unexpected keys: blocks.0.up.abo"):
+            model.load_state_dict(state)
+        result = model.load_state_dict(state, strict=False)
+        assert result == (["blocks.0.up.beside"], ["blocks.0.up.above"])
+        _check_loaded(hp_platform, model, new)
+
+    run_ranks(rank, 3, hp_platform)
+    assert sorted(told) == [False] * 3 + [True] * 3
+
+
 def test_a_module_that_loads_by_itself_is_refused(hp_platform):
     def load(self, *args):
         pytest.fail("called")

@@ -7,27 +7,26 @@ from collections.abc import Mapping
 from typing import Any
 
 from hp_dtensor.platform import Platform
+from hp_fsdp._state import Problems
 
 Module = Any
 
 
-def run_before(platform: Platform, model: Module, state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """(`state_dict` as `register_load_state_dict_pre_hook` functions of the modules leave it, what they object to).
+def run_before(
+    platform: Platform, model: Module, state_dict: Mapping[str, Any], strict: bool, problems: Problems
+) -> dict[str, Any]:
+    """`state_dict` as `register_load_state_dict_pre_hook` functions of the modules leave it, who add to `problems`.
 
     Outer modules' come first, all on one copy.
     """
     changed: Any = OrderedDict(state_dict)
     metadata = getattr(state_dict, "_metadata", None) or {}
-    missing: list[str] = []
-    unexpected: list[str] = []
-    errors: list[str] = []
+    found = problems.missing, problems.unexpected, problems.others
     for name, module in platform.named_modules(model):
         for hook in list(getattr(module, "_load_state_dict_pre_hooks", {}).values()):
             prefix = f"{name}." if name else ""
-            hook(changed, prefix, metadata.get(name, {}), True, missing, unexpected, errors)
-    return dict(changed), errors + [f"missing key {key}" for key in missing] + [
-        f"unexpected {key}" for key in unexpected
-    ]
+            hook(changed, prefix, metadata.get(name, {}), strict, *found)
+    return dict(changed)
 
 
 def has_after(platform: Platform, model: Module) -> bool:

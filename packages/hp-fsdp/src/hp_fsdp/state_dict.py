@@ -96,15 +96,13 @@ def set_model_state_dict(
     targets = parameters | _state.persistent_buffers(platform, model)
     extra = _state.extra_states(platform, model)
     ranks = _state.ranks_of(platform, targets.values())
-    values, objections = dict(state_dict), _load_hooks.own_loading(platform, model)
+    values, problems = dict(state_dict), _state.Problems(others=_load_hooks.own_loading(platform, model))
     if not options.broadcast_from_rank0 or ranks.rank == 0:
-        values, from_hooks = _load_hooks.run_before(platform, model, state_dict)
-        objections += from_hooks
+        values = _load_hooks.run_before(platform, model, state_dict, options.strict, problems)
     if options.broadcast_from_rank0:
         values = _broadcast(platform, ranks, values, targets)
-    missing = _missing(parameters, targets, values) + [key for key in extra if key not in values]
-    problems = _state.Problems(missing, [key for key in values if key not in targets and key not in extra])
-    problems.others += objections
+    problems.missing += _missing(parameters, targets, values) + [key for key in extra if key not in values]
+    problems.unexpected += [key for key in values if key not in targets and key not in extra]
     settled_by_hooks = _load_hooks.has_after(platform, model)
     _load(platform, "load_state_dict", ranks, targets, values, problems, options.strict and not settled_by_hooks)
     for key in extra.keys() & values.keys():
