@@ -104,6 +104,16 @@ def test_different_modules_are_not_taken_for_copies(hp_platform, norm_type):
     assert isinstance(caught.value.__cause__, RankMismatchError)
 
 
+def test_without_gradients_the_norm_is_zero(hp_platform):
+    def rank():
+        with nn.building(hp_platform):
+            model = nn.Linear(3, 2)
+        parameters = [parameter for _, parameter in hp_platform.named_parameters(model)]
+        return float(hp_platform.to_numpy(clip_grad_norm_(parameters, 1.0, platform=hp_platform)))
+
+    assert run_ranks(rank, 2, hp_platform) == [0.0, 0.0]
+
+
 def test_copies_on_meshes_beside_count_once(hp_platform):
     """Tensor parallel on two of four ranks each; the other two hold the same."""
     case = Case((1,), num_blocks=1)

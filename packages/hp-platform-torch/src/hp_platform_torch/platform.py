@@ -269,14 +269,15 @@ class TorchPlatform(Platform):
     # Many tensors at once --------------------------------------------------------------------------------
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
-        if not tensors:
-            return torch.zeros((), dtype=torch.float32, device=self.device)
-        norms = torch._foreach_norm(list(tensors), 2, dtype=torch.float32)
-        return torch.stack(norms).square_().sum()
+        total = torch.zeros((), dtype=torch.float32, device=self.device)
+        for together in _by_device(tensors).values():
+            total = total + torch.stack(torch._foreach_norm(together, 2, dtype=torch.float32)).square_().sum()
+        return total
 
     def scale_(self, tensors: Sequence[Tensor], factor: Tensor) -> None:
         with torch.no_grad():
-            torch._foreach_mul_(list(tensors), factor)
+            for device, together in _by_device(tensors).items():
+                torch._foreach_mul_(together, factor.to(device))
 
     # Modules ---------------------------------------------------------------------------------------------
 
@@ -334,6 +335,14 @@ class TorchPlatform(Platform):
     def synchronize(self) -> None:
         if self.device.type != "cpu":
             getattr(torch, self.device.type).synchronize()
+
+
+def _by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[Tensor]]:
+    """Gradients that are offloaded lie on the host, those of replicated parameters on the device."""
+    found: dict[torch.device, list[Tensor]] = {}
+    for x in tensors:
+        found.setdefault(x.device, []).append(x)
+    return found
 
 
 def _device_types() -> tuple[str, ...]:
