@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import threading
 
+import numpy
+
 from hp_dtensor.world import current_world
 
 
@@ -60,6 +62,7 @@ class FakeDevice:
     def host_buffer(self, numel, dtype, pin_memory):
         platform = self.storage.platform
         buffer = platform.zeros((numel,), dtype)
+        platform.copy_(buffer, platform.ops.cast(platform.from_numpy(numpy.full(numel, 77, numpy.float32)), dtype))
         with platform.local_op():
             # Kept, so that its address is nobody else's.
             self.host[self.storage.address(buffer)] = numel * platform.itemsize(dtype), buffer

@@ -106,7 +106,7 @@ def test_accumulated_gradients_are_added_once_where_they_wait(hp_platform, monke
     case = Case((2,))
 
     def rank():
-        model = shard(build(hp_platform, case), mesh_of(hp_platform, *(2,)), case)
+        model = shard(build(hp_platform, case), mesh_of(hp_platform, 2), case)
         model.set_communication(Silent(hp_platform, group_buffers(model)))
         model.set_requires_gradient_sync(False)
         counts = []
@@ -129,7 +129,7 @@ def test_mixed_precision_casts_each_shard_once_per_gather_and_each_reduced_shard
     def rank():
         with nn.building(hp_platform):
             model = nn.Linear(3, 7)
-        fully_shard(model, mesh_of(hp_platform, *(2,)), mp_policy=MixedPrecisionPolicy("float16"))
+        fully_shard(model, mesh_of(hp_platform, 2), mp_policy=MixedPrecisionPolicy("float16"))
         x = hp_platform.from_numpy(numpy.ones((1, 3), numpy.float16))
         loss, forward = counter.run(lambda: hp_platform.ops.sum(model(x)))
         _, backward = counter.run(hp_platform.backward, loss)

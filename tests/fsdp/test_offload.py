@@ -183,6 +183,27 @@ def test_gradients_apart_can_be_looked_at_replaced_and_dropped(hp_platform, devi
             numpy.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
+def test_gradients_apart_of_a_parameter_frozen_since_are_kept(hp_platform, device):
+    if hp_platform.name != "torch":
+        pytest.skip("gradients lie where their parameters do")
+    case = CASES["fsdp"]
+
+    def rank(policy):
+        model = _model(hp_platform, case, offload_policy=policy)
+        parameters = dict(hp_platform.named_parameters(model))
+        for index, frozen in enumerate(["", "up.weight", ""]):
+            for name, parameter in parameters.items():
+                hp_platform.set_requires_grad(parameter, not frozen or frozen not in name)
+            hp_platform.backward(micro_loss(hp_platform, model, case, current_world(hp_platform).rank, index, 0))
+        return {name: whole(hp_platform, p.grad) for name, p in parameters.items()}
+
+    expected = run_ranks(rank, 2, hp_platform, None)[0]
+    for policy in (PARAMETERS, GRADIENTS):
+        found = run_ranks(rank, 2, hp_platform, policy)[0]
+        for name, value in expected.items():
+            numpy.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
 def test_where_the_device_is_the_host_nothing_is_copied(hp_platform, monkeypatch):
     storage = get_storage(hp_platform)
     for name in ("host_buffer", "to_device", "to_host", "await_gradient"):

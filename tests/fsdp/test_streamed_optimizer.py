@@ -119,10 +119,13 @@ def test_numbers_are_those_of_the_optimizer(hp_platform, device, name, offload):
     _assert_equal(run_ranks(_train, case.size, hp_platform, hp_platform, case, make, offload), expected)
 
 
-@pytest.mark.parametrize("offload", [Offload(), Offload(True, False, True), Offload(False, True, True)], ids=str)
+@pytest.mark.parametrize(
+    "offload", [Offload(), Offload(True, False), Offload(False, True), Offload(True, True)], ids=str
+)
+@pytest.mark.parametrize("cut", ["fsdp", "another dimension"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_and_clipping(hp_platform, device, name, offload):
-    case, make = CASES["fsdp"], OPTIMIZERS[name]
+def test_every_optimizer_and_clipping(hp_platform, device, name, cut, offload):
+    case, make = CASES[cut], OPTIMIZERS[name]
     expected = run_ranks(_train, case.size, hp_platform, hp_platform, case, make, None, True)
     _assert_equal(run_ranks(_train, case.size, hp_platform, hp_platform, case, make, offload, True), expected)
 
@@ -187,6 +190,47 @@ def test_state_is_copied_one_buffer_ahead_and_back_beside_the_updates(hp_platfor
     assert run_ranks(rank, 2, hp_platform) == [first + then * 2 + last + ["on host"] * 6] * 2
 
 
+def test_gradients_that_are_dropped_are_not_copied(hp_platform, device):
+    def rank():
+        model = _model(hp_platform, CASES["fsdp"], Offload(gradients=True).policy)
+        parameters = list(model.parameters())
+        first, others = (stream_optimizer(OPTIMIZERS["sgd"](p), model) for p in (parameters[:1], parameters[1:]))
+        for loss in _micro_batches(hp_platform, model, CASES["fsdp"], 0):
+            loss.backward()
+        expected = device.of_rank(current_world(hp_platform).rank)
+        first.zero_grad()
+        buffers = [b for m in sharded_modules(model) for b in m._fsdp.group.buffers]
+        assert [b.awaited.flat is None for b in buffers].count(True) == 0
+        others.zero_grad()
+        assert all(b.awaited.flat is None for b in buffers)
+        assert all(p.grad is None for p in parameters)
+        assert device.of_rank(current_world(hp_platform).rank) == expected
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def test_two_optimizers_of_one_buffer(hp_platform, device):
+    case = CASES["accumulated"]
+
+    def rank(offload):
+        model = _model(hp_platform, case, offload.policy if offload is not None else None)
+        parameters = list(model.parameters())
+        optimizers = [OPTIMIZERS["adamw"](parameters[::2]), OPTIMIZERS["sgd"](parameters[1::2])]
+        for optimizer in optimizers if offload is not None else ():
+            stream_optimizer(optimizer, model)
+        for index in range(3):
+            for loss in _micro_batches(hp_platform, model, case, index):
+                loss.backward()
+            for optimizer in optimizers[: index + 1]:
+                optimizer.step()
+                optimizer.zero_grad()
+        return ({n: whole(hp_platform, p) for n, p in model.named_parameters()},)
+
+    expected = run_ranks(rank, 2, hp_platform, None)
+    for offload in (Offload(), Offload(gradients=True), Offload(parameters=True), Offload(True, True)):
+        _assert_equal(run_ranks(rank, 2, hp_platform, offload), expected)
+
+
 def test_a_state_dict_is_loaded_to_where_state_is_kept(hp_platform, device):
     case = CASES["fsdp"]
 
@@ -243,7 +287,8 @@ def test_loss_scaling_hooks_closures_and_schedules(hp_platform, device, offload)
             loss.backward()
             return loss
 
-        assert float(optimizer.step(closure).detach()) > 0
+        with torch.no_grad():
+            assert float(optimizer.step(closure).detach()) > 0
         assert calls == ["before", "after"] * 3
         assert optimizer.param_groups[0]["lr"] == 0.005
         return ({n: whole(hp_platform, p) for n, p in model.named_parameters()},)

@@ -123,7 +123,7 @@ def _check_offload(
     if zero_stage != 3 and policy.parameters:
         raise FullyShardError(
             f"offload_policy: expected zero_stage=3, whose parameters are sharded, got {zero_stage}; "
-            "CPUOffloadPolicy(parameters=False) offloads gradients in any stage"
+            "CPUOffloadPolicy(parameters=False) offloads gradients in stages 1 to 3"
         )
     storage.check_offload(mesh.device_type)
     if policy.parameters != policy.gradients and not storage.is_host(mesh.device_type):

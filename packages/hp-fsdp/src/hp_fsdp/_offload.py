@@ -39,7 +39,9 @@ class Residence:
     def zeros(self, numel: int, dtype: DType, on_host: bool) -> Tensor:
         """A flat tensor in one of the two memories."""
         if on_host:
-            return self.storage.host_buffer(numel, dtype, self.pin_memory)
+            flat = self.storage.host_buffer(numel, dtype, self.pin_memory)
+            self.storage.zero_(flat)
+            return flat
         return self.storage.platform.zeros((numel,), dtype, self.device)
 
     def to_host(self, flat: Tensor) -> tuple[Tensor, Work]:
@@ -66,7 +68,7 @@ class AwaitedGradients:
         self._storage = residence.storage
         self._zero = zero
         self._set_gradients = set_gradients
-        self._parameters: list[Any] = []
+        self._parameters: dict[int, Any] = {}
         self.flat: Tensor | None = None
 
     def add(self, flat: Tensor, parameters: Sequence[Any]) -> None:
@@ -75,24 +77,25 @@ class AwaitedGradients:
             self.flat = flat
         else:
             self._storage.add_(self.flat, flat)
-        self._parameters = list(parameters)
+        self._parameters |= {id(parameter): parameter for parameter in parameters}
         for parameter in parameters:
-            self._storage.await_gradient(parameter.sharded, self.fetch, partial(self._drop, parameter))
+            self._storage.await_gradient(parameter.sharded, self.fetch, partial(self.drop, [parameter]))
 
-    def _drop(self, parameter: Any) -> None:
-        """The gradient of one parameter has been replaced."""
-        self._storage.await_no_gradient(parameter.sharded)
-        self._parameters = [other for other in self._parameters if other is not parameter]
-        if self._parameters:
-            self._zero(parameter, self.flat)
-        else:
+    def drop(self, parameters: Sequence[Any]) -> None:
+        """The gradients of some parameters have been replaced, or are not wanted."""
+        dropped = [parameter for parameter in parameters if self._parameters.pop(id(parameter), None) is not None]
+        for parameter in dropped:
+            self._storage.await_no_gradient(parameter.sharded)
+        if not self._parameters:
             self.flat = None
+        for parameter in dropped if self._parameters else ():
+            self._zero(parameter, self.flat)
 
     def fetch(self) -> None:
         """Bring all to the parameters, for good."""
         if self.flat is not None:
             brought, arriving = self.start_fetch()
-            parameters, self._parameters, self.flat = self._parameters, [], None
+            parameters, self._parameters, self.flat = list(self._parameters.values()), {}, None
             for parameter in parameters:
                 self._storage.await_no_gradient(parameter.sharded)
             arriving.wait()
@@ -104,10 +107,10 @@ class AwaitedGradients:
 
     def lend(self, brought: Tensor) -> None:
         """Set the gradients in `brought`, a copy, until `take_back`."""
-        self._set_gradients(self._parameters, brought)
+        self._set_gradients(list(self._parameters.values()), brought)
 
     def take_back(self) -> None:
-        for parameter in self._parameters:
+        for parameter in self._parameters.values():
             self._storage.set_local_grad(parameter.sharded, None, parameter.sharded.spec)
 
 

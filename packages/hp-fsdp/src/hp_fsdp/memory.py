@@ -16,6 +16,8 @@ Module = Any
 class MemoryUse:
     """Bytes that the groups of a module hold on this rank; activations and optimizer state are not theirs.
 
+    What `CPUOffloadPolicy` keeps on the host counts alike; its copies on the device, for a gather or a step, do not.
+
     Attributes:
         shards: sharded parameters, padding included.
         full: full parameters beyond the shards, and parts of them kept after forward.

@@ -111,8 +111,8 @@ class ParameterStorage(ABC):
             )
 
     def host_buffer(self, numel: int, dtype: DType, pin_memory: bool) -> Tensor:
-        """A flat tensor of zeros in host memory."""
-        return self.platform.zeros((numel,), dtype, "cpu")
+        """An uninitialised flat tensor in host memory."""
+        return self.platform.empty((numel,), dtype, "cpu")
 
     def beside_computation(self) -> AbstractContextManager[None]:
         """Inside the block the device works on a queue of its own, after what has been asked of it so far."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from hp_dtensor.dtensor import DTensor
+from hp_dtensor.platform import Platform
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.world import Work
 from hp_fsdp import _state
@@ -62,7 +64,7 @@ def stream_optimizer(
         storage.check_offload(device)
     away = [buffer for buffer in buffers if not storage.is_host(buffer.device)]
     parts = [_Part(optimizer, buffer, offload_state, pin_memory) for buffer in away]
-    setattr(optimizer, STEPS_ATTRIBUTE, _Steps(optimizer, parts))
+    setattr(optimizer, STEPS_ATTRIBUTE, _Steps(platform, optimizer, parts))
     optimizer.__class__ = _streamed(type(optimizer))  # type: ignore[arg-type]
     if hasattr(optimizer, "_patch_step_function"):
         optimizer._patch_step_function()  # torch's hooks around a step of this class
@@ -88,15 +90,22 @@ def _streamed(cls: type) -> type:
     """`cls` with a step that goes through the buffers."""
 
     def step(self: Any, closure: Any = None) -> Any:
-        loss = closure() if closure is not None else None
-        getattr(self, STEPS_ATTRIBUTE).run(_unhooked(cls.step))  # type: ignore[attr-defined]
+        steps: _Steps = getattr(self, STEPS_ATTRIBUTE)
+        loss = steps.loss_of(closure) if closure is not None else None
+        steps.run(_unhooked(cls.step))  # type: ignore[attr-defined]
         return loss
 
     def load_state_dict(self: Any, state_dict: Any) -> None:
         cls.load_state_dict(self, state_dict)  # type: ignore[attr-defined]
         getattr(self, STEPS_ATTRIBUTE).put_away()
 
-    body = {"step": step, "load_state_dict": load_state_dict, "__module__": cls.__module__}
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        if set_to_none:
+            getattr(self, STEPS_ATTRIBUTE).drop_gradients()
+        cls.zero_grad(self, set_to_none)  # type: ignore[attr-defined]
+
+    methods = (step, load_state_dict, zero_grad)
+    body = {method.__name__: method for method in methods} | {"__module__": cls.__module__}
     return type(f"Streamed{cls.__name__}", (cls,), body)
 
 
@@ -108,12 +117,28 @@ def _unhooked(step: Any) -> Any:
 class _Steps:
     """The step of an optimizer as steps of the buffers, and one of the parameters that are in none."""
 
-    def __init__(self, optimizer: Optimizer, parts: list[_Part]) -> None:
+    def __init__(self, platform: Platform, optimizer: Optimizer, parts: list[_Part]) -> None:
+        self._platform = platform
         self._optimizer = optimizer
         self._parts = parts
 
+    @property
+    def _given(self) -> set[int]:
+        return {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+
+    def drop_gradients(self) -> None:
+        """Those that lie apart from their parameters, which a look at them would bring there."""
+        given = self._given
+        for part in self._parts:
+            part.drop_gradients(given)
+
+    def loss_of(self, closure: Callable[[], Any]) -> Any:
+        """Forward and backward, also where `step` is called without gradients."""
+        with self._platform.enable_grad():
+            return closure()
+
     def run(self, step: Step) -> None:
-        given = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        given = self._given
         parts = [part for part in self._parts if part.has_gradients(given)]
         try:
             for number, part in enumerate(parts):
@@ -177,6 +202,9 @@ class _Part:
         mine = [p.sharded for p in self._buffer.parameters if id(p.sharded) in given]
         return any(self._storage.local_grad(parameter) is not None for parameter in mine)
 
+    def drop_gradients(self, given: Collection[int]) -> None:
+        self._buffer.awaited.drop([p for p in self._buffer.parameters if id(p.sharded) in given])
+
     def fetch(self) -> None:
         """Begin to copy to the device, unless that has been done."""
         if self._arriving is not None:
@@ -187,16 +215,24 @@ class _Part:
             self._shard = self._bring(self._buffer.shard)
             for parameter in self._buffer.parameters:
                 grad = self._storage.local_grad(parameter.sharded)
-                self._own_gradients.append((grad, None if grad is None else self._bring(grad)))
+                self._own_gradients.append((grad, None if grad is None else self._bring_gradient(parameter, grad)))
         if awaited is not None:
             self._gradients = self._bring(awaited) if residence.gradients else awaited
 
-    def _bring(self, x: Tensor) -> Tensor:
+    def _bring(self, flat: Tensor) -> Tensor:
         assert self._arriving is not None
-        x = local_of(self._platform, x)
+        copy, arriving = self._buffer.residence.to_device(flat)
+        self._arriving.append(arriving)
+        return copy
+
+    def _bring_gradient(self, parameter: ManagedParameter, grad: Tensor) -> Tensor:
+        """Laid out as its parameter, which fused optimizers rely on."""
+        assert self._arriving is not None
+        grad = local_of(self._platform, grad)
         with self._storage.beside_computation():
-            copy = self._platform.empty(tuple(x.shape), x.dtype, self._buffer.device)
-            self._arriving.append(self._storage.to_device(copy, x))
+            flat = self._platform.empty((math.prod(grad.shape),), grad.dtype, self._buffer.device)
+            copy = self._storage.part(flat, 0, tuple(grad.shape), parameter.first_dim)
+            self._arriving.append(self._storage.to_device(copy, grad))
         return copy
 
     def put_in_place(self) -> None:

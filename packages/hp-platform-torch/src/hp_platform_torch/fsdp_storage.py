@@ -113,7 +113,7 @@ class TorchParameterStorage(ParameterStorage):
         """Any accelerator that torch knows has streams and page-locked host memory."""
 
     def host_buffer(self, numel: int, dtype: torch.dtype, pin_memory: bool) -> Tensor:
-        return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=pin_memory and torch.accelerator.is_available())
+        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=pin_memory and torch.accelerator.is_available())
 
     def beside_computation(self) -> AbstractContextManager[None]:
         return self._beside("to device")
