@@ -191,6 +191,37 @@ def test_a_collective_that_times_out_names_group_rank_and_state(hp_platform, kin
     run_ranks(rank, 2, hp_platform)
 
 
+class OutOfMemory(Communication):
+    """One gather fails before it begins."""
+
+    def __init__(self, platform, fails_at):
+        super().__init__(platform)
+        self._to_come = fails_at
+
+    def all_gather(self, output, shard, group):
+        self._to_come -= 1
+        if self._to_come == 0:
+            raise RuntimeError("no memory for this")
+        return super().all_gather(output, shard, group)
+
+
+@pytest.mark.parametrize("fails_at", [1, 3])
+def test_a_gather_that_cannot_begin_leaves_nothing_behind(hp_platform, fails_at):
+    expected = expected_grads(hp_platform)
+
+    def rank():
+        model = sharded(hp_platform, Case((2,), num_blocks=3, options={"bucket_size": 0}))
+        parameters = [parameter for _, parameter in hp_platform.named_parameters(model)]
+        step(hp_platform, model, CASE)
+        model.blocks[1].set_communication(OutOfMemory(hp_platform, fails_at))
+        with pytest.raises(CommunicationError, match=r"blocks\.1 .* could not gather .*: no memory for this"):
+            step(hp_platform, model, CASE)
+        assert held_bytes(model) == [0] * 4
+        check_next_step(hp_platform, model, parameters, expected)
+
+    run_ranks(rank, 2, hp_platform)
+
+
 def test_modules_of_one_class_called_on_their_own_are_told_apart(hp_platform):
     def rank():
         with nn.building(hp_platform):

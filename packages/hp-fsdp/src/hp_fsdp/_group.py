@@ -152,9 +152,17 @@ class ParameterGroup:
         if self.state in (GroupState.SHARDED, GroupState.SHARDED_AFTER_FORWARD):
             self.check_order("gathers")
             with self.naming_failures("gather parameters"):
-                for buffer in self.buffers:
-                    buffer.start_gather()
+                self._start_gathers()
             self.state = GroupState.GATHERING
+
+    def _start_gathers(self) -> None:
+        try:
+            for buffer in self.buffers:
+                buffer.start_gather()
+        except BaseException:
+            for buffer in self.buffers:
+                buffer.release()
+            raise
 
     def unshard(self) -> None:
         """Gather, and wait for it."""
