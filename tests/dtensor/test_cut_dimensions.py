@@ -19,7 +19,7 @@ from hp_dtensor import (
     explicit_redistribution,
     from_local,
 )
-from hp_dtensor.exceptions import LaunchError
+from hp_dtensor.exceptions import LaunchError, ShardingRuleError
 from hp_dtensor.platform import Platform
 from hp_dtensor.testing import run_ranks
 from hp_dtensor.testing.rule_proof import Operations
@@ -282,3 +282,55 @@ def _share(kind: str, whole: np.ndarray, own: np.ndarray) -> Any:
     """The derivative of a result by a rank's contribution."""
     shares = {"sum": 1.0, "avg": 0.5, "product": whole / own}
     return shares[kind] if kind in shares else (whole == own).astype(np.float32)
+
+
+# Dtypes -----------------------------------------------------------------------------------------------------------
+
+DTYPES: dict[str, tuple[Callable[[Any, Any, Any], Any], str, str]] = {
+    "maximum": (lambda ops, x, y: ops.maximum(x, y), "float16", "float32"),
+    "hypot": (lambda ops, x, y: ops.hypot(x, y), "float16", "float32"),
+    "fmod": (lambda ops, x, y: ops.fmod(x, y), "int64", "float32"),
+    "half": (lambda ops, x, y: ops.half(x), "float32", "float32"),
+    "sum of truth values": (lambda ops, x, y: ops.sum(x, 0), "bool", "float32"),
+}
+
+
+def _dtypes_of_parts(platform: Platform, name: str) -> tuple[set[str], np.ndarray, np.ndarray]:
+    call, *dtypes = DTYPES[name]
+    mesh, ops = DeviceMesh("cpu", (3,), platform=platform), Operations(platform)
+    plain = [
+        platform.from_numpy(np.array([[1], [0]]).astype(dtype) + np.array(i, dtype)) for i, dtype in enumerate(dtypes)
+    ]
+    result = call(ops, *(distribute_tensor(x, mesh, (Shard(0),)) for x in plain))
+    expected = call(ops, *plain)
+    dtypes_found = {platform.dtype_name(x.dtype) for x in (result, platform.unwrap(result), expected)}
+    return dtypes_found, platform.to_numpy(result.full_tensor()), platform.to_numpy(expected)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_a_rank_that_has_nothing_has_the_dtype_of_the_others(hp_platform: Platform, name: str) -> None:
+    if name != "sum of truth values" and not _has(hp_platform, name):
+        pytest.skip(f"{hp_platform.name} has no {name}")
+    for dtypes, whole, expected in run_ranks(_dtypes_of_parts, 3, hp_platform, hp_platform, name):
+        assert len(dtypes) == 1
+        np.testing.assert_allclose(whole, expected)
+
+
+INTEGERS: dict[str, Callable[[Any, Any], Any]] = {
+    "softmax": lambda ops, x: ops.softmax(x, 0),
+    "log_softmax": lambda ops, x: ops.log_softmax(x, 0),
+    "std": lambda ops, x: ops.std(x, 0),
+}
+
+
+def _of_integers(platform: Platform, name: str) -> None:
+    x = distribute_tensor(platform.from_numpy(np.arange(6)), DeviceMesh("cpu", (2,), platform=platform), (Shard(0),))
+    with pytest.raises(ShardingRuleError, match="needs floating-point values, got int64"):
+        INTEGERS[name](Operations(platform), x)
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers_are_not_rounded_part_by_part(hp_platform: Platform, name: str) -> None:
+    if not _has(hp_platform, name):
+        pytest.skip(f"{hp_platform.name} has no {name}")
+    run_ranks(_of_integers, 2, hp_platform, hp_platform, name)

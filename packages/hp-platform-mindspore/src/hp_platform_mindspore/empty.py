@@ -10,14 +10,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, ops
 
 from hp_platform_mindspore.autograd import custom_function
 from hp_platform_mindspore.memory import FLOATING
 
-TRUTH_VALUED = frozenset("isnan isinf isclose logical_xor signbit lt le gt ge eq ne".split())
 FLAT = frozenset("ceil round sign sgn floor_divide heaviside".split())
 """Constant but for their steps: MindSpore gives no gradient at all, torch (and this platform) zeros."""
 
@@ -31,14 +29,22 @@ def _zero_gradient(x: Any) -> Tensor | None:
     return ops.zeros_like(x) if isinstance(x, Tensor) and x.dtype in FLOATING else None
 
 
-def filled(value: float, shape: Sequence[int], x: Tensor, *others: Tensor) -> Tensor:
-    """A tensor of one value and the dtype of `x`, in the graph of the given tensors with zero gradients."""
+def filled(value: float, shape: Sequence[int], x: Tensor, *others: Tensor, dtype: Any = None) -> Tensor:
+    """A tensor of one value and of the dtype, that of `x` unless given, in the graph of the given tensors with zero
+    gradients."""
 
     def forward(t: Tensor, *_: Tensor) -> Tensor:
-        zeros = mint.zeros(tuple(shape), dtype=t.dtype)
+        zeros = mint.zeros(tuple(shape), dtype=dtype or t.dtype)
         return zeros + value if value else zeros
 
     return constant(forward, x, *others)
+
+
+def result_dtype(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The dtype that a kernel gives for arguments like these, tried on single elements: on an empty tensor it must be
+    that of the other ranks."""
+    single = [mint.ones((1,) * x.ndim, dtype=x.dtype) if isinstance(x, Tensor) else x for x in args]
+    return kernel(*single, **kwargs).dtype
 
 
 def is_empty(*values: Any) -> bool:
@@ -69,10 +75,8 @@ def unless_empty(kernel: Callable[..., Any], name: str) -> Callable[..., Any]:
             return constant(functools.partial(kernel, **kwargs), *args) if name in FLAT else kernel(*args, **kwargs)
         tensors = [x for x in args if isinstance(x, Tensor)]
         shape = np.broadcast_shapes(*(x.shape for x in tensors))
-        result = filled(0, shape, *tensors)
-        if name == "detach":
-            return ops.stop_gradient(result)
-        return result.astype(ms.bool_) if name in TRUTH_VALUED else result
+        result = filled(0, shape, *tensors, dtype=result_dtype(kernel, *args, **kwargs))
+        return ops.stop_gradient(result) if name == "detach" else result
 
     return guarded
 

@@ -15,7 +15,7 @@ import numpy as np
 from mindspore import Tensor, mint, ops
 
 from hp_platform_mindspore.autograd import custom_function
-from hp_platform_mindspore.empty import filled, is_empty, nothing, with_zero_gradient_if_empty
+from hp_platform_mindspore.empty import filled, is_empty, nothing, result_dtype, with_zero_gradient_if_empty
 from hp_platform_mindspore.memory import HOST_DTYPES, encode, numbers, share
 
 F = mint.nn.functional
@@ -76,17 +76,18 @@ def power(x: Any, y: Any) -> Tensor:
 
 
 def maximum(x: Any, y: Any) -> Tensor:
-    return _of_nothing(x, y) if is_empty(x, y) else mint.maximum(x, y)
+    return _of_nothing(mint.maximum, x, y) if is_empty(x, y) else mint.maximum(x, y)
 
 
 def minimum(x: Any, y: Any) -> Tensor:
-    return _of_nothing(x, y) if is_empty(x, y) else mint.minimum(x, y)
+    return _of_nothing(mint.minimum, x, y) if is_empty(x, y) else mint.minimum(x, y)
 
 
-def _of_nothing(x: Any, y: Any) -> Tensor:
+def _of_nothing(kernel: Callable[..., Any], x: Any, y: Any) -> Tensor:
     """Empty, of the operands' common shape."""
     operands = [t for t in (x, y) if isinstance(t, Tensor)]
-    return filled(0, np.broadcast_shapes(*(t.shape for t in operands)), *operands)
+    shape = np.broadcast_shapes(*(t.shape for t in operands))
+    return filled(0, shape, *operands, dtype=result_dtype(kernel, x, y))
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -120,13 +121,13 @@ def clone(x: Tensor) -> Tensor:
 
 def total(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
     if is_empty(x):
-        return filled(0, _reduced_shape(x, dim, keepdim), x)
+        return filled(0, _reduced_shape(x, dim, keepdim), x, dtype=result_dtype(mint.sum, x))
     return mint.sum(x, dim=_all_dims(x, dim), keepdim=keepdim)
 
 
 def mean(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
     if is_empty(x):
-        return filled(math.nan, _reduced_shape(x, dim, keepdim), x)
+        return filled(math.nan, _reduced_shape(x, dim, keepdim), x, dtype=result_dtype(mint.mean, x))
     return mint.mean(x, dim=_all_dims(x, dim), keepdim=keepdim)
 
 

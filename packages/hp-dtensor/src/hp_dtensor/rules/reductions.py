@@ -50,9 +50,17 @@ def reduced_dims(call: OpCall, ndim: int) -> tuple[int, ...]:
             raise call.refuse("no dimensions to reduce; frameworks differ in what that means")
         return tuple(range(ndim))
     dims = (dim,) if isinstance(dim, int) else tuple(dim)
-    if any(not -ndim <= d < max(ndim, 1) for d in dims):
+    if any(not -max(ndim, 1) <= d < max(ndim, 1) for d in dims):
         raise call.refuse(f"dimension {dim} of a {ndim}-dimensional tensor")
     return tuple(d % ndim for d in dims) if ndim else ()
+
+
+def check_floating(call: OpCall, wanted: Any = None) -> None:
+    """Refuse what frameworks refuse too, before parts of integers are rounded."""
+    (spec, *_) = call.tensors
+    platform, dtype = spec.mesh.platform, wanted or spec.dtype
+    if not platform.is_floating(dtype):
+        raise call.refuse(f"it needs floating-point values, got {platform.dtype_name(dtype)}; cast them first")
 
 
 def _reduction(op: str | None) -> Rule:
@@ -127,6 +135,7 @@ def _truth(call: OpCall) -> Factorization:
 
 def _spread(call: OpCall) -> Factorization:
     """Standard deviation or variance: `x.std(False)` is `x.std(unbiased=False)`."""
+    check_floating(call)
     if isinstance(call["dim"], bool):
         call = OpCall(call.name, {**call.arguments, "dim": None, "unbiased": call["dim"]}, call.tensors)
     correction = call["correction"] if call["unbiased"] else 0

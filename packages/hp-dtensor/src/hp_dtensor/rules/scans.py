@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hp_dtensor import collectives
 from hp_dtensor.rules.factors import Factorization
 from hp_dtensor.rules.parts import extreme_of_part, groups_of, lines
-from hp_dtensor.rules.reductions import LINEAR, reduced_dims
+from hp_dtensor.rules.reductions import LINEAR, check_floating, reduced_dims
 from hp_dtensor.rules.registry import OpCall, Rule, RuleRegistry, names_for
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def register(registry: RuleRegistry) -> None:
     registry.register("logcumsumexp", "input dim", _along(lambda call: _carried(call)[0]))
     registry.register("cummax cummin", "input dim", _along(_carried, outputs=2))
     registry.register("cumsum_ cumprod_", "input dim * dtype=None", _along(None), in_place=True)
-    registry.register("softmax log_softmax softmin", "input dim=None dtype=None", _along(_softmax))
+    registry.register("softmax log_softmax softmin", "input dim=None dtype=None", _of_floating(_along(_softmax)))
 
 
 def _along(local: Callable[[LocalCall], Any] | None, linear: bool = False, outputs: int = 1) -> Rule:
@@ -48,6 +48,14 @@ def _along(local: Callable[[LocalCall], Any] | None, linear: bool = False, outpu
         )
 
     return rule
+
+
+def _of_floating(rule: Rule) -> Rule:
+    def checked(call: OpCall) -> Factorization:
+        check_floating(call, call["dtype"])
+        return rule(call)
+
+    return checked
 
 
 def _dim_of(call: LocalCall) -> int:
