@@ -156,9 +156,19 @@ def _assign_own_part(call: LocalCall) -> Any:
     x, value = arguments["input"], arguments["value"]
     given = arguments["index"] if isinstance(arguments["index"], tuple) else (arguments["index"],)
     index, taken = slices.own_index(_expanded(given, len(x.shape)), call.sizes, call.spans)
-    if slices.ELSEWHERE not in index:
-        call.on(x, index=tuple(index), value=_part_of_value(call.platform.ops, value, taken))
+    ops = call.platform.ops
+    if slices.ELSEWHERE in index:
+        call.on(x, index=(slice(0, 0),), value=_none_of_value(ops, value))
+    else:
+        call.on(x, index=tuple(index), value=_part_of_value(ops, value, taken))
     return x
+
+
+def _none_of_value(ops: Any, value: Any) -> Any:
+    """A scalar in the graph of the value, whose gradient all ranks sum up together, writers or not."""
+    if not hasattr(value, "shape") or not len(value.shape):
+        return value
+    return ops.sum(ops.narrow(value, 0, 0, 0))
 
 
 def _part_of_value(ops: Any, value: Any, taken: list[Part | None]) -> Any:
