@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -106,10 +107,15 @@ def key_of(platform: Platform, name: str, value: Any, by_type: bool) -> Any:
     if kind is dict:
         return tuple([(key, key_of(platform, name, item, by_type)) for key, item in value.items()])
     if kind is slice:
-        return slice, value.start, value.stop, value.step
+        return slice, *bounds_of(value)
     if isinstance(value, platform.Tensor):
         return _plain_key(platform, name, value)
     return tuple(value) if isinstance(value, (tuple, list)) else value
+
+
+def bounds_of(value: slice) -> tuple[int | None, ...]:
+    """Start, stop and step as integers now: a tensor among them may hold another one at the next call."""
+    return tuple([None if x is None else operator.index(x) for x in (value.start, value.stop, value.step)])
 
 
 def _plain_key(platform: Platform, name: str, value: Tensor) -> Any:
@@ -123,12 +129,13 @@ def _plain_key(platform: Platform, name: str, value: Tensor) -> Any:
     raise _mixed(name, value)
 
 
-def check_lists(platform: Platform, name: str, args: tuple[Any, ...]) -> None:
+def check_lists(platform: Platform, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Refuse plain scalars in a list of DTensors: there they are operands as the others, not factors."""
-    listed = args[0] if args and isinstance(args[0], (tuple, list)) else ()
-    plain = [x for x in listed if isinstance(x, platform.Tensor) and not isinstance(x, DTensor)]
-    if plain and any(isinstance(x, DTensor) for x in listed):
-        raise _mixed(name, plain[0])
+    for listed in (*args, *kwargs.values()):
+        if isinstance(listed, (tuple, list)) and any(isinstance(x, DTensor) for x in listed):
+            plain = [x for x in listed if isinstance(x, platform.Tensor) and not isinstance(x, DTensor)]
+            if plain:
+                raise _mixed(name, plain[0])
 
 
 def _mixed(name: str, value: Tensor) -> MixedOperandsError:

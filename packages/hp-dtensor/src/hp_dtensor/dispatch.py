@@ -182,7 +182,7 @@ class OpPlan:
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the call on `args` and `kwargs`, which have the structure the plan was made for."""
         if self.registration.in_place:
-            self._check_reaches_original(self._first(args, kwargs))
+            _check_reaches_original(self.operation, self._first(args, kwargs))
         if self.moves or self.replaced or self.local is not None:
             return self._run_changed(func, args, dict(kwargs))
         with self.platform.local_op():
@@ -223,16 +223,6 @@ class OpPlan:
     def _mark_copies(wrapped: Any, made_by: str) -> None:
         for x in wrapped if isinstance(wrapped, (tuple, list)) else (wrapped,):
             x._copied_by = made_by
-
-    def _check_reaches_original(self, first: Any) -> None:
-        """Refuse to write what is a view on one device and a copy here: the original would not change."""
-        view = first._copied_by
-        if view is not None:
-            raise ShardingRuleError(
-                f"{self.operation} on the result of {view}, which is a copy: the dimension that {view} takes apart was "
-                f"cut, and writing does not reach the tensor itself. Clone the result to write it alone, or "
-                f"redistribute the tensor before {view}."
-            )
 
     def _local_call(self, func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> LocalCall:
         unwrap = self.platform.unwrap
@@ -308,6 +298,17 @@ def _plan_or_whole(
         return implicit.GatheringPlan(platform, name, str(error), always=True)
 
 
+def _check_reaches_original(operation: str, first: Any) -> None:
+    """Refuse to write what is a view on one device and a copy here: the original would not change."""
+    view = first._copied_by
+    if view is not None:
+        raise ShardingRuleError(
+            f"{operation} on the result of {view}, which is a copy: the dimension that {view} takes apart was cut, and "
+            f"writing does not reach the tensor itself. Write the part of the tensor (x[index] = value), clone the "
+            f"result to write it alone, or redistribute the tensor before {view}."
+        )
+
+
 # Making plans --------------------------------------------------------------------------------------------
 
 
@@ -321,11 +322,13 @@ def _make_plan(
     located = locate_tensors(args, dict(sorted(kwargs.items(), key=lambda item: registration.position(item[0]))))
     specs = tuple(x.spec for _, x in located)
     check_one_mesh(name, specs)
-    check_lists(platform, name, args)
+    check_lists(platform, name, args, kwargs)
     mesh = specs[0].mesh
     arguments = {key: specs_of(value) for key, value in bind(registration, args, kwargs).items()}
     call = OpCall(name, arguments, specs)
     check_known(registration, call, args)
+    if registration.in_place and located[0][0] in ((0,), (registration.parameters[0].name,)):
+        _check_reaches_original(name, located[0][1])  # no other placement would help
     rule = registration.rule(call)
     if _makes_integers(platform, specs, args, kwargs):
         rule = replace(rule, terms=None)

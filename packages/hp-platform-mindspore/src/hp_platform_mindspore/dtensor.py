@@ -34,7 +34,7 @@ from hp_platform_mindspore.in_place import SHARING, remember_sharing, set_item
 from hp_platform_mindspore.memory import host_view, share
 from hp_platform_mindspore.operation_names import WITHOUT_KERNEL, caller, canonical, is_older_kind
 
-POINTWISE = frozenset(f"{NONLINEAR} {LINEAR_UNARY}".split()) - {"detach"}
+POINTWISE = frozenset(f"{NONLINEAR} {LINEAR_UNARY} alias".split())
 
 
 class _Depth(threading.local):

@@ -40,7 +40,8 @@ def _diff(x: Tensor, n: int = 1, dim: int = -1, prepend: Tensor | None = None, a
     x = torch.cat(parts, dim) if len(parts) > 1 else x
     for _ in range(n):
         length = x.shape[dim]
-        x = x.narrow(dim, 1, length - 1) - x.narrow(dim, 0, length - 1)
+        pairs = max(0, length - 1)
+        x = x.narrow(dim, length - pairs, pairs) - x.narrow(dim, 0, pairs)
     return x
 
 

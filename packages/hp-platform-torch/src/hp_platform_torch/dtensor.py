@@ -192,7 +192,11 @@ class TorchDTensor(DTensor, torch.Tensor):
     def data(self) -> Any:
         with LocalOperations():
             local = _local_data(self)
-        return adopt(local, self._spec) if _intercepting() else local
+        if not _intercepting():
+            return local
+        data = adopt(local, self._spec)
+        data._copied_by = self._copied_by
+        return data
 
     @data.setter
     def data(self, value: Tensor) -> None:

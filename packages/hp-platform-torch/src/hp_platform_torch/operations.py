@@ -9,6 +9,7 @@ import torch
 
 from hp_dtensor import dispatch
 from hp_dtensor.api import recorded_view, replicate_like
+from hp_dtensor.arguments import bounds_of
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.spec import TensorSpec
 from hp_platform_torch.operation_names import canonical_name
@@ -99,7 +100,7 @@ class Operation:
             items = [x._spec if isinstance(x, DTensor) else self.static_key(x) for x in value]
             return tuple(items) if kind is tuple else (kind, *items)  # as an index a list means something else
         if kind is slice:
-            return slice, value.start, value.stop, value.step
+            return slice, *bounds_of(value)
         if kind in _KEPT_BY_VALUE:
             return value
         raise Uncached

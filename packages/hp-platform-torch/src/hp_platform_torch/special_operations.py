@@ -188,7 +188,9 @@ def _detach(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
     x: TorchDTensor = args[0] if args else kwargs["input"]
     with LocalOperations():
         result = torch.Tensor.detach(x)
-    return adopt(result, x._spec)
+    detached = adopt(result, x._spec)
+    detached._copied_by = x._copied_by
+    return detached
 
 
 # Lists of tensors (optimizers) ----------------------------------------------------------------------------

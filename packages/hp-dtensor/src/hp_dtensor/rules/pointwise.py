@@ -20,7 +20,8 @@ NONLINEAR = (
     "nextafter isclose float_power fmax fmin ldexp bitwise_left_shift bitwise_right_shift int long bool "
     "short byte"
 )
-LINEAR_UNARY = "neg clone detach contiguous positive cast float double half bfloat16 alias"
+LINEAR_UNARY = "neg clone contiguous positive cast float double half bfloat16"
+SAME_STORAGE = "detach alias"
 NO_IN_PLACE = frozenset(
     "isfinite isnan isinf zeros_like ones_like empty_like full_like maximum minimum fmax fmin isclose signbit "
     "int long bool short byte gelu mish softplus softsign softshrink hardshrink tanhshrink logsigmoid "
@@ -32,6 +33,7 @@ def register(registry: RuleRegistry) -> None:
     nonlinear, unary = pointwise(None), pointwise("unary")
     registry.register(NONLINEAR, "input ...", nonlinear, by_type=True)
     registry.register(LINEAR_UNARY, "input ...", unary)
+    registry.register(SAME_STORAGE, "input ...", unary, view=True)
     registry.register("to type_as type", "input other=None ...", _converted)
     registry.register("add sub", "input other ...", pointwise("add"), by_type=True)
     registry.register("mul", "input other ...", pointwise("mul"), by_type=True)
