@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from hp_dtensor import dispatch
 from hp_dtensor.api import recorded_view, replicate_like
@@ -24,6 +26,17 @@ run_locally = torch._C._disabled_torch_function_impl  # (function, types, args):
 CACHE_SIZE = 4096
 
 _SAVE_NOTHING = frozenset({"add", "add_", "sub", "sub_"})
+
+
+def _attention(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """torch's; the fused kernel of torch 2.11 on CPU ends the process on a rank that has no head."""
+    if query.numel():
+        return scaled_dot_product_attention(query, *args, **kwargs)
+    with sdpa_kernel(SDPBackend.MATH):
+        return scaled_dot_product_attention(query, *args, **kwargs)
+
+
+_LOCAL_FORMS = {scaled_dot_product_attention: _attention}
 
 
 class Uncached(Exception):
@@ -79,7 +92,7 @@ class Operation:
 
         self.name, self.reflected = canonical_name(func)
         self.handler: Handler | None = handler_of(func)
-        self.call = (lambda x, y: func(y, x)) if self.reflected else func
+        self.call = (lambda x, y: func(y, x)) if self.reflected else _LOCAL_FORMS.get(func, func)
         registration = dispatch.rule_registry().get(self.name) if self.handler is None else None
         self.by_type = registration is not None and registration.by_type
         self.in_place = registration is not None and registration.in_place
