@@ -290,7 +290,7 @@ def proof(session: nox.Session, platform: str) -> None:
 @session
 def bench(session: nox.Session) -> None:
     """The benchmarks, each on its framework; not by default, as the figures depend on what else the machine does."""
-    for path in session.posargs or sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("benchmarks/*.py")):
+    for path in session.posargs or sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("benchmarks/[!_]*.py")):
         platform = "mindspore" if Path(path).name.startswith("mindspore_") else "torch"
         run(session, full(platform), path, HP_PLATFORM=platform)
 

@@ -13,19 +13,19 @@ import argparse
 import functools
 import gc
 import os
-import time
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOG_v", "3")
 
 import mindspore
 import numpy as np
+from _timing import compare
 from mindspore import mint
 
 from hp_dtensor import DTensor, Partial, Replicate, Shard, get_platform, init_device_mesh
 from hp_dtensor.world import DONE, NoCommunicationGroup, World, use_world
 
-RANKS, ROUNDS = 8, 9
+RANKS = 8
 
 
 class IdleGroup(NoCommunicationGroup):
@@ -76,27 +76,6 @@ def conversions(mesh):
     x = DTensor.from_local(local, mesh, (Shard(0),))
     yield "from_local", lambda: DTensor.from_local(local, mesh, (Shard(0),))
     yield "to_local", lambda: x.to_local()
-
-
-def _mean_time(function, calls):
-    start = time.process_time()
-    for _ in range(calls):
-        function()
-    return (time.process_time() - start) / calls
-
-
-def compare(functions, seconds):
-    """Best mean time of a call of each, in microseconds, over rounds in which they take turns."""
-    counts = []
-    for function in functions:
-        for _ in range(20):
-            function()
-        counts.append(max(1, int(seconds / ROUNDS / max(_mean_time(function, 3), 1e-7))))
-    best = [float("inf")] * len(functions)
-    for _ in range(ROUNDS):
-        for i, (function, calls) in enumerate(zip(functions, counts, strict=True)):
-            best[i] = min(best[i], _mean_time(function, calls) * 1e6)
-    return best
 
 
 def main():

@@ -15,7 +15,6 @@ import argparse
 import functools
 import gc
 import os
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,13 +23,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor as theirs
+from _timing import compare
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import hp_dtensor as ours
 from hp_platform_torch.interop import from_torch_mesh
 
-RANKS, ROUNDS = 8, 9
+RANKS = 8
 
 
 @dataclass(frozen=True)
@@ -171,27 +171,6 @@ GROUPS = {operations: (0.6, None), networks: (0.4, None), optimizers: (0.6, 1.2)
 
 
 # Measuring --------------------------------------------------------------------------------------------------
-
-
-def _mean_time(function, calls):
-    start = time.process_time()
-    for _ in range(calls):
-        function()
-    return (time.process_time() - start) / calls
-
-
-def compare(functions, seconds):
-    """Best mean time of a call of each, in microseconds, over rounds in which they take turns."""
-    counts = []
-    for function in functions:
-        for _ in range(20):
-            function()
-        counts.append(max(1, int(seconds / ROUNDS / max(_mean_time(function, 3), 1e-7))))
-    best = [float("inf")] * len(functions)
-    for _ in range(ROUNDS):
-        for i, (function, calls) in enumerate(zip(functions, counts, strict=True)):
-            best[i] = min(best[i], _mean_time(function, calls) * 1e6)
-    return best
 
 
 def contestants():

@@ -5,22 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from two_simulated_ranks import WHOLE, on_ranks
 
-from hp_dtensor import Partial, Replicate, Shard, distribute_module, distribute_tensor, init_device_mesh, local_map
+from hp_dtensor import Partial, Replicate, Shard, distribute_module, distribute_tensor, local_map
 from hp_dtensor.exceptions import LaunchError, MixedOperandsError, ShardingRuleError
-from hp_dtensor.testing import run_ranks
-
-WHOLE = torch.arange(15.0).view(5, 3)
-
-
-def on_ranks(fn):
-    """`fn(mesh, x)` on two simulated ranks, `x` cut over rows; the results by rank."""
-
-    def rank():
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-        return fn(mesh, distribute_tensor(WHOLE.clone(), mesh, [Shard(0)]))
-
-    return run_ranks(rank, 2, "torch")
 
 
 def refused(fn, error, match):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from two_simulated_ranks import WHOLE, on_ranks
 
 from hp_dtensor import (
     RaggedShard,
@@ -20,18 +21,6 @@ from hp_dtensor import (
 )
 from hp_dtensor.exceptions import ShardingRuleError
 from hp_dtensor.testing import run_ranks
-
-WHOLE = torch.arange(15.0).view(5, 3)
-
-
-def on_ranks(fn):
-    """`fn(mesh, x)` on two simulated ranks, `x` cut over rows; the results by rank."""
-
-    def rank():
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-        return fn(mesh, distribute_tensor(WHOLE.clone(), mesh, [Shard(0)]))
-
-    return run_ranks(rank, 2, "torch")
 
 
 def test_what_a_print_shows():
