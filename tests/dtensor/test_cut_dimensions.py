@@ -284,6 +284,54 @@ def _share(kind: str, whole: np.ndarray, own: np.ndarray) -> Any:
     return shares[kind] if kind in shares else (whole == own).astype(np.float32)
 
 
+# Assignment -------------------------------------------------------------------------------------------------------
+
+
+def _assigned(platform: Platform, index: Any, size: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    mesh, ops = DeviceMesh("cpu", (4,), platform=platform), platform.ops
+    value = platform.from_numpy(np.full(size, 3.0, np.float32))
+    platform.set_requires_grad(value, True)
+    x = ops.mul(distribute_tensor(platform.from_numpy(ROWS), mesh, (Shard(0),)), 1.0)
+    x[index] = from_local(value, mesh, (Replicate(),))
+    whole = x.full_tensor()
+    weights = platform.from_numpy(ROWS)
+    (grad,) = platform.grad([ops.sum(ops.mul(whole, weights))], [value])
+    return platform.to_numpy(platform.detach(whole)), platform.to_numpy(grad)
+
+
+@pytest.mark.parametrize(
+    ("index", "size"), [(4, (4,)), (slice(4, 5), (1, 4)), ((slice(1, 3), 2), (2,)), (-1, ())], ids=str
+)
+def test_an_assigned_value_has_its_gradient_whoever_writes(
+    hp_platform: Platform, index: Any, size: tuple[int, ...]
+) -> None:
+    expected = ROWS.copy()
+    expected[index] = 3.0
+    for whole, grad in run_ranks(_assigned, 4, hp_platform, hp_platform, index, size):
+        np.testing.assert_array_equal(whole, expected)
+        np.testing.assert_allclose(grad, ROWS[index] if size else ROWS[index].sum())
+
+
+# Padding ----------------------------------------------------------------------------------------------------------
+
+
+def _cropped(platform: Platform, dtype: str) -> np.ndarray:
+    x = distribute_tensor(
+        platform.from_numpy(ROWS.astype(dtype)), DeviceMesh("cpu", (2,), platform=platform), (Shard(0),)
+    )
+    return platform.to_numpy(Operations(platform).pad(x, (-1, 2, 1, -3)).full_tensor())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int64"])
+def test_negative_padding_cuts_off(hp_platform: Platform, dtype: str) -> None:
+    if not _has(hp_platform, "pad"):
+        pytest.skip(f"{hp_platform.name} has no pad")
+    expected = np.zeros((8, 5), dtype)
+    expected[1:, :3] = ROWS[:7, 1:]
+    for got in run_ranks(_cropped, 2, hp_platform, hp_platform, dtype):
+        np.testing.assert_array_equal(got, expected)
+
+
 # Dtypes -----------------------------------------------------------------------------------------------------------
 
 DTYPES: dict[str, tuple[Callable[[Any, Any, Any], Any], str, str]] = {

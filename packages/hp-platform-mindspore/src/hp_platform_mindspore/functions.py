@@ -159,6 +159,12 @@ def prelu(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
+    """As torch; what is negative is cut off, which MindSpore's own does not do for integers."""
+    if mode == "constant" and any(n < 0 for n in pad):
+        for i, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
+            start, cut = max(0, -before), max(0, -before) + max(0, -after)
+            x = mint.narrow(x, x.ndim - 1 - i, start, x.shape[x.ndim - 1 - i] - cut)
+        pad = [max(0, n) for n in pad]
     added = [before + after for before, after in zip(pad[::2], pad[1::2], strict=True)]
     whole = [n + more for n, more in zip(x.shape, [0] * (x.ndim - len(added)) + added[::-1], strict=True)]
     if is_empty(x) and (mode == "constant" or not math.prod(whole)):

@@ -264,7 +264,7 @@ def squeeze(x: Tensor, dim: int | Sequence[int]) -> Tensor:
 def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
     extra = len(shape) - x.ndim
     target = tuple(x.shape[i - extra] if size == -1 else size for i, size in enumerate(shape))
-    return filled(0, target, x) if is_empty(x) else mint.broadcast_to(x, target)
+    return mint.broadcast_to(x, target) if math.prod(target) else filled(0, target, x)
 
 
 def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
