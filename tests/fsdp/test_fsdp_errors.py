@@ -285,3 +285,22 @@ def test_a_rank_outside_the_mesh_is_named(hp_platform):
                 fully_shard(build(hp_platform, CASE), mesh)
 
     run_ranks(rank, 3, hp_platform)
+
+
+def test_loading_while_gradients_wait_is_noticed_on_ranks_without_a_shard(hp_platform):
+    if hp_platform.name == "mindspore":
+        pytest.skip("no versions of host memory")
+
+    def rank():
+        with nn.building(hp_platform):
+            model = nn.Linear(1, 1)
+        fully_shard(model, mesh_of(hp_platform, 2))
+        x = hp_platform.from_numpy(numpy.ones((2, 1), numpy.float32))
+        model.set_requires_gradient_sync(False)
+        hp_platform.backward(hp_platform.ops.sum(model(x)))
+        model.load_state_dict({"weight": hp_platform.zeros((1, 1), hp_platform.dtype("float32"))})
+        with pytest.raises(FSDPStateError, match="were changed while gradients"):
+            model(x)
+        return 0 in model.weight.spec.local_shape
+
+    assert run_ranks(rank, 2, hp_platform) == [False, True]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -189,9 +188,8 @@ def spec_of(x: Tensor) -> TensorSpec | None:
 def copy_into(platform: Platform, target: Tensor, value: Tensor) -> None:
     """Overwrite `target` with a value that `value_problem` had nothing against."""
     with platform.no_grad():
-        local = as_local(platform, value, spec_of(target))
-        if math.prod(local.shape):
-            platform.copy_(local_of(platform, target), local)
+        # An empty shard too: every rank knows that it has been written.
+        platform.copy_(local_of(platform, target), as_local(platform, value, spec_of(target)))
 
 
 def gather_again(groups: Collection[ParameterGroup]) -> None:
