@@ -312,6 +312,20 @@ def test_an_assigned_value_has_its_gradient_whoever_writes(
         np.testing.assert_allclose(grad, ROWS[index] if size else ROWS[index].sum())
 
 
+# Pieces -----------------------------------------------------------------------------------------------------------
+
+
+def _shapes_of_nothing(platform: Platform) -> list[tuple[int, ...]]:
+    mesh = DeviceMesh("cpu", (2,), platform=platform)
+    x = distribute_tensor(platform.from_numpy(ROWS[:0]), mesh, (Shard(0),))
+    return [tuple(piece.shape) for piece in platform.ops.chunk(x, 3, 0)]
+
+
+def test_nothing_has_as_many_chunks_as_asked_for(hp_platform: Platform) -> None:
+    for shapes in run_ranks(_shapes_of_nothing, 2, hp_platform, hp_platform):
+        assert shapes == [(0, 4)] * 3
+
+
 # Padding ----------------------------------------------------------------------------------------------------------
 
 

@@ -85,8 +85,9 @@ def _split(call: OpCall) -> Factorization:
 
 def _chunk(call: OpCall) -> Factorization:
     dim = _dim(call, call["dim"])
-    total = call.tensors[0].shape[dim]
-    return _changed(call, dim, _pieces(total, max(1, -(-total // call["chunks"]))), terms=LINEAR)
+    total, chunks = call.tensors[0].shape[dim], call["chunks"]
+    pieces = _pieces(total, -(-total // chunks)) if total else [0] * chunks
+    return _changed(call, dim, pieces, terms=LINEAR)
 
 
 def _pieces(total: int, length: int) -> list[int]:
