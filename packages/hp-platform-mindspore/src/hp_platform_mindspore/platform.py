@@ -11,9 +11,13 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, nn
-from mindspore._c_expression import _unsafe_set_version_counter
 from mindspore.common.hook_handle import HookHandle
 from mindspore.graph.api import _pynative_executor as executor
+
+try:
+    from mindspore._c_expression import _unsafe_set_version_counter as set_versions
+except ImportError:  # MindSpore 2.9
+    set_versions = None
 
 from hp_dtensor.api import shortcut_views, with_shortcuts
 from hp_dtensor.dispatch import forget_plans
@@ -147,10 +151,18 @@ class MindSporePlatform(Platform):
             raise ValueError(f"copy_: expected a source of shape {list(target._shape)}, got {list(source._shape)}")
         if self.capabilities.host_memory:
             copy(target, source)
-            _unsafe_set_version_counter([target], [target._version + 1])
+            self._count_write(target)
         else:
             with autograd.GradMode(False), dtensor.LocalOperations():
                 target.copy_(mint.reshape(source, target._shape))
+
+    def _count_write(self, target: Tensor) -> None:
+        """Tell autograd of a write that it has not seen."""
+        if set_versions is not None:
+            set_versions([target], [target._version + 1])
+            return
+        with autograd.GradMode(False), dtensor.LocalOperations():
+            target.copy_(target)
 
     def contiguous(self, x: Tensor) -> Tensor:
         return x if x.is_contiguous() else x.contiguous()
