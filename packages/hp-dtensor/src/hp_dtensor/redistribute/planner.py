@@ -273,7 +273,10 @@ def _smallest_alike(
     target: Placements,
     uneven: frozenset[int],
 ) -> tuple[int, ...]:
-    """The smallest shape that is cut in the same proportions: all such shapes share one plan."""
+    """The smallest shape that is cut in the same proportions: all such shapes share one plan.
+
+    Ragged parts stand for any: their dimension is long enough for every cut to divide it.
+    """
     every = math.prod(
         n for n, s, t in zip(mesh_shape, source, target, strict=True) if not (s == t and s.is_replicate())
     )
@@ -284,7 +287,10 @@ def _smallest_alike(
         cut = (*cuts_of(source, dim), *cuts_of(target, dim))
         unit = product(mesh_shape, sorted({axis for axis, _ in cut}))
         unit *= math.prod(p.split_factor for _, p in cut if isinstance(p, StridedShard))
-        result.append(size if dim in uneven or size % unit else unit * math.gcd(size // unit, every))
+        if dim in uneven:
+            result.append(max(size, unit))
+        else:
+            result.append(size if size % unit else unit * math.gcd(size // unit, every))
     return tuple(result)
 
 

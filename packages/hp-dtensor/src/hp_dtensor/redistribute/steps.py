@@ -257,7 +257,15 @@ class ReduceToOwners(Step):
         self.group.exchange(sends, [None if j == rank else x for j, x in enumerate(receives)])
         if mine is None:
             return platform.zeros((), local.dtype, device)
-        return functools.reduce(_reduction(platform, self.op), receives)
+        result = functools.reduce(_reduction(platform, self.op), receives)
+        return platform.ops.reshape(result, self._empty_shape) if 0 in shape and 0 in self._empty_shape else result
+
+    @functools.cached_property
+    def _empty_shape(self) -> tuple[int, ...]:
+        """What the target places here: of an owner of nothing it may have another shape than what it owns."""
+        wanted = Ownership(self.ownership.shape, self.ownership.mesh_shape, self.target, self.target)
+        held = wanted.source_ranges(self.coordinate)
+        return tuple(sum(stop - start for start, stop in ranges) for ranges in held)
 
     @functools.cached_property
     def _regions(self) -> list[Region | None]:
