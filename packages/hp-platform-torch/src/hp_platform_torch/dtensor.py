@@ -58,11 +58,11 @@ class TorchDTensor(DTensor, torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         operation = operations[func]
-        if operation.handler is not None:
+        if operation.is_special:
             if operation.handler is locally and not kwargs:
                 return run_locally(func, (), args)
-            return operation.handler(func, args, kwargs or {})
-        if operation.reflected:
+            if operation.handler is not None:
+                return operation.handler(func, args, kwargs or {})
             args = args[::-1]
         call = operation.call
         if operation.saves and _saved_tensor_hooks(True) is not None:
@@ -92,13 +92,13 @@ class TorchDTensor(DTensor, torch.Tensor):
         spec = entry.spec
         if spec is None or (operation.shares and args and args[0]._copied_by is not None):
             return entry.plan.run(call, args, kwargs or {})
-        local_args = entry.viewed(args) if entry.views and torch.is_grad_enabled() else args
-        if entry.static is not None:
+        if entry.as_given and not kwargs:
+            result = run_locally(call, (), args)
+        elif entry.static is not None:
             result = run_locally(call, (), (args[0], *entry.static[0]), entry.static[1])
-        elif kwargs:
-            result = run_locally(call, (), local_args, kwargs)
         else:
-            result = run_locally(call, (), local_args)
+            local_args = entry.viewed(args) if entry.views and torch.is_grad_enabled() else args
+            result = run_locally(call, (), local_args, kwargs or {})
         if operation.in_place:
             return args[0]
         if result.dtype is not spec.dtype:  # under autocast the same call has another result

@@ -51,15 +51,17 @@ class _Entry:
         static: then, where the plan replaces static arguments, all arguments after the first tensor, by
             position and by name.
         views: then, positions of arguments that take a varying view where they are recorded, and over which axes.
+        as_given: then, neither of the two: the local data of the arguments is what it runs on.
     """
 
-    __slots__ = ("plan", "spec", "static", "views")
+    __slots__ = ("as_given", "plan", "spec", "static", "views")
 
     def __init__(self, plan: dispatch.OpPlan) -> None:
         self.plan = plan
         self.spec: TensorSpec | None = None
         self.static: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.views: tuple[tuple[int, tuple[int, ...]], ...] = ()
+        self.as_given = False
 
     def viewed(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """The arguments with varying views."""
@@ -81,17 +83,30 @@ class Operation:
         in_place: it writes and returns its first argument.
         saves: autograd may save its arguments.
         shares: it writes its first argument, or its result is a view of it.
+        is_special: it has a handler, or its arguments come in reverse.
         by_type: scalars count by their type only.
         plans: by specs and static arguments.
     """
 
-    __slots__ = ("by_type", "call", "handler", "in_place", "name", "plans", "reflected", "saves", "shares")
+    __slots__ = (
+        "by_type",
+        "call",
+        "handler",
+        "in_place",
+        "is_special",
+        "name",
+        "plans",
+        "reflected",
+        "saves",
+        "shares",
+    )
 
     def __init__(self, func: Callable[..., Any]) -> None:
         from hp_platform_torch.special_operations import handler_of
 
         self.name, self.reflected = canonical_name(func)
         self.handler: Handler | None = handler_of(func)
+        self.is_special = self.handler is not None or self.reflected
         self.call = (lambda x, y: func(y, x)) if self.reflected else _LOCAL_FORMS.get(func, func)
         registration = dispatch.rule_registry().get(self.name) if self.handler is None else None
         self.by_type = registration is not None and registration.by_type
@@ -152,6 +167,7 @@ class Operation:
         if isinstance(result, DTensor) and seen and views is not None and plan.local is None:
             entry.views = views
             self._run_directly_next_time(entry, result._spec, args, *seen[0])
+            entry.as_given = not views and entry.static is None
         if len(self.plans) >= CACHE_SIZE:
             self.plans.clear()
         self.plans[key] = entry
