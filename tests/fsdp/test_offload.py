@@ -26,6 +26,11 @@ PARAMETERS, GRADIENTS = CPUOffloadPolicy(gradients=False), CPUOffloadPolicy(para
 STEPS = 5
 
 
+def _skip_without_gradients_apart(platform):
+    if platform.name != "torch":
+        pytest.skip("gradients lie where their parameters do")
+
+
 @pytest.fixture
 def device(hp_platform, monkeypatch):
     return offload_device.install(get_storage(hp_platform), monkeypatch)
@@ -101,8 +106,8 @@ def test_numbers_are_the_same_and_each_gather_and_reduction_copies_once(hp_platf
 @pytest.mark.parametrize("name", ["fsdp", "hsdp, accumulated"])
 @pytest.mark.parametrize("policy", [WHOLE, GRADIENTS], ids=["whole", "gradients"])
 def test_gradients_are_copied_while_the_backward_of_others_runs(hp_platform, device, name, policy):
-    if policy is GRADIENTS and hp_platform.name != "torch":
-        pytest.skip("gradients lie where their parameters do")
+    if policy is GRADIENTS:
+        _skip_without_gradients_apart(hp_platform)
     log, sizes, _ = _compare(hp_platform, device, CASES[name], policy)
     kinds = [kind for kind, _ in log if kind in ("reduce", "all-reduce", "to host", "on host")]
     count, last = len(sizes), len(kinds) - 1 - kinds[::-1].index("reduce")
@@ -137,8 +142,7 @@ def test_shards_are_copied_one_group_ahead(hp_platform, device):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("policy", [PARAMETERS, GRADIENTS], ids=["parameters", "gradients"])
 def test_parameters_or_gradients_alone(hp_platform, device, name, policy):
-    if hp_platform.name != "torch":
-        pytest.skip("gradients lie where their parameters do")
+    _skip_without_gradients_apart(hp_platform)
     log, _, places = _compare(hp_platform, device, CASES[name], policy)
     assert places == {(policy.parameters, policy.gradients)}
     kinds = [kind for kind, _ in log]
@@ -149,16 +153,14 @@ def test_parameters_or_gradients_alone(hp_platform, device, name, policy):
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_gradients_alone_in_other_stages(hp_platform, device, stage):
-    if hp_platform.name != "torch":
-        pytest.skip("gradients lie where their parameters do")
+    _skip_without_gradients_apart(hp_platform)
     case = dataclasses.replace(CASES["reduced each time"], options={"zero_stage": stage})
     _, _, places = _compare(hp_platform, device, case, GRADIENTS)
     assert places == ({(False, True)} if stage else {(False, None)})
 
 
 def test_gradients_apart_can_be_looked_at_replaced_and_dropped(hp_platform, device):
-    if hp_platform.name != "torch":
-        pytest.skip("gradients lie where their parameters do")
+    _skip_without_gradients_apart(hp_platform)
     case = CASES["fsdp"]
 
     def rank(policy):
@@ -184,8 +186,7 @@ def test_gradients_apart_can_be_looked_at_replaced_and_dropped(hp_platform, devi
 
 
 def test_gradients_apart_of_a_parameter_frozen_since_are_kept(hp_platform, device):
-    if hp_platform.name != "torch":
-        pytest.skip("gradients lie where their parameters do")
+    _skip_without_gradients_apart(hp_platform)
     case = CASES["fsdp"]
 
     def rank(policy):
