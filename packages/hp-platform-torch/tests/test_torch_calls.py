@@ -180,21 +180,6 @@ def test_alpha_dropout_draws_the_numbers_of_one_device() -> None:
         torch.testing.assert_close(got, expected)
 
 
-def _indexed() -> str:
-    mesh = DeviceMesh("cpu", (2,), platform=get_platform("torch"))
-    x = distribute_tensor(floats(5, 4), mesh, (Replicate(),))
-    assert x[0, 1].shape == ()
-    assert x[[0, 1]].shape == (2, 4)
-    with pytest.raises(ShardingRuleError) as refusal:
-        x.redistribute(None, (Shard(0),))[[0, 1]]
-    return str(refusal.value)
-
-
-def test_a_list_as_index_is_not_taken_for_a_tuple() -> None:
-    for message in run_ranks(_indexed, 2, "torch"):
-        assert "only integers, slices, None, ... and DTensors of positions" in message
-
-
 def _nested() -> list[Tensor]:
     """Rows cut over one axis, then raggedly over the other: units differ between ranks of the first."""
     mesh = DeviceMesh("cpu", (2, 2), platform=get_platform("torch"))

@@ -150,6 +150,10 @@ ASSIGNMENTS: dict[str, Callable[[Any, Callable[[Tensor], Any]], None]] = {
     "row": lambda x, d: x.__setitem__(-1, d(torch.arange(5.0))),
     "part of a row": lambda x, d: x.__setitem__((1, slice(1, None)), d(torch.arange(4.0))),
     "mask": lambda x, d: x.__setitem__(x > 2, 0.0),
+    "a list of rows": lambda x, d: x.__setitem__([6, 0], d(ROWS[:2] + 50)),
+    "a list of columns": lambda x, d: x.__setitem__((slice(1, 6), [3, 1]), d(ROWS[:5, :2] + 50)),
+    "listed elements": lambda x, d: x.__setitem__(([0, 5, 6], [1, 1, 0]), d(torch.arange(3.0))),
+    "truth values": lambda x, d: x.__setitem__([True] + [False] * 5 + [True], d(torch.arange(5.0))),
 }
 
 

@@ -30,6 +30,7 @@ from hp_dtensor.arguments import (
 from hp_dtensor.debug import check_explicit
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import HPError, ShardingRuleError
+from hp_dtensor.index_lists import INDEXING, with_positions
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Placement, RaggedShard, Shard, StridedShard
 from hp_dtensor.platform import DTYPE_NAMES, Platform
@@ -70,6 +71,8 @@ def dispatch(
         ShardingRuleError: the operation has no rule, or its rule refuses these specs.
         MixedOperandsError: plain tensors or other meshes among the arguments.
     """
+    if name in INDEXING:
+        args = with_positions(platform, args)
     if implicit.is_replicating():
         args, kwargs = implicit.lifted(platform, name, args, kwargs)
     return plan_for(platform, name, args, kwargs).run(func, args, kwargs)

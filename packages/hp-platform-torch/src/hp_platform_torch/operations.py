@@ -13,6 +13,7 @@ from hp_dtensor import dispatch
 from hp_dtensor.api import recorded_view, replicate_like
 from hp_dtensor.arguments import bounds_of
 from hp_dtensor.dtensor import DTensor
+from hp_dtensor.index_lists import INDEXING
 from hp_dtensor.spec import TensorSpec
 from hp_platform_torch.operation_names import canonical_name
 
@@ -81,6 +82,7 @@ class Operation:
         call: runs it on arguments in canonical order.
         handler: does all there is to do, for functions that no rule is about.
         in_place: it writes and returns its first argument.
+        indexes: lists among its arguments are positions.
         saves: autograd may save its arguments.
         shares: it writes its first argument, or its result is a view of it.
         is_special: it has a handler, or its arguments come in reverse.
@@ -93,6 +95,7 @@ class Operation:
         "call",
         "handler",
         "in_place",
+        "indexes",
         "is_special",
         "name",
         "plans",
@@ -112,6 +115,7 @@ class Operation:
         self.by_type = registration is not None and registration.by_type
         self.in_place = registration is not None and registration.in_place
         self.shares = self.in_place or (registration is not None and registration.view)
+        self.indexes = self.name in INDEXING
         self.saves = self.name not in _SAVE_NOTHING
         self.plans: dict[tuple[Any, ...], _Entry] = {}
 
@@ -125,8 +129,10 @@ class Operation:
         if kind is int or kind is float or kind is bool:
             return kind if self.by_type else (kind, value)
         if kind is tuple or kind is list or kind is torch.Size:
+            if kind is list and self.indexes:
+                raise Uncached
             items = [x._spec if isinstance(x, DTensor) else self.static_key(x) for x in value]
-            return tuple(items) if kind is tuple else (kind, *items)  # as an index a list means something else
+            return tuple(items) if kind is tuple else (kind, *items)
         if kind is slice:
             return slice, *bounds_of(value)
         if kind in _KEPT_BY_VALUE:

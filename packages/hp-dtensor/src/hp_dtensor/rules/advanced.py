@@ -6,9 +6,9 @@ import functools
 import math
 from typing import TYPE_CHECKING, Any
 
-from hp_dtensor.rules import slices
-from hp_dtensor.rules.factors import Dim, Dims, Factorization, Part
-from hp_dtensor.rules.registry import OpCall, RuleRegistry, broadcast_shape, names_for
+from hp_dtensor.rules import positions, slices
+from hp_dtensor.rules.factors import Dim, Dims, Factorization
+from hp_dtensor.rules.registry import OpCall, RuleRegistry, names_for
 from hp_dtensor.spec import TensorSpec
 
 if TYPE_CHECKING:
@@ -31,8 +31,7 @@ def _items(call: OpCall, ndim: int) -> list[Item]:
     index = call["index"] if isinstance(call["index"], tuple) else (call["index"],)
     if any(not _is_item(item) for item in index):
         raise call.refuse(
-            "only integers, slices, None, ... and DTensors of positions or truth values index a DTensor; for a list, "
-            "distribute it first, or use index_select or gather"
+            "only integers, slices, None, ..., lists, arrays and DTensors of positions or truth values index a DTensor"
         )
     used = sum(_dims_taken(call, item) for item in index)
     if used > ndim:
@@ -71,29 +70,12 @@ def _getitem(call: OpCall) -> Factorization:
 
 def _by_positions(call: OpCall, items: list[Item]) -> Factorization:
     """The picked dimensions are whole, those of the index tensors, broadcast together, parallel."""
-    tensors = [item for item in items if isinstance(item, TensorSpec)]
-    places = [i for i, item in enumerate(items) if isinstance(item, (int, TensorSpec))]
-    try:
-        picked = broadcast_shape([tensor.shape for tensor in tensors])
-    except ValueError as error:
-        raise call.refuse(str(error)) from None
-    shape = call.tensors[0].shape
-    dims, sizes = names_for("d", shape)
+    dims, sizes = names_for("d", call.tensors[0].shape)
+    picked = positions.picked(call, items)
     output, fixed = _sliced_to_new_factors(call, items, dims, sizes)
-    names = tuple((f"x{i}",) for i in range(len(picked)))
-    sizes |= {f"x{i}": size for i, size in enumerate(picked)}
-    rest = [dim for dim in output if dim != ("tensor",)]
-    together = places == list(range(places[0], places[-1] + 1))  # apart their dimensions come first
-    start = sum(item is None or isinstance(item, slice) for item in items[: places[0]]) if together else 0
-    result = (*rest[:start], *names, *rest[start:])
-    indices = tuple(
-        tuple(
-            (f"x{len(picked) - tensor.ndim + i}",) if size == picked[len(picked) - tensor.ndim + i] else ()
-            for i, size in enumerate(tensor.shape)
-        )
-        for tensor in tensors
-    )
-    return Factorization((dims, *indices), (result,), sizes, fixed=frozenset(fixed), terms=LINEAR)
+    sizes |= picked.sizes
+    result = picked.inserted([dim for dim in output if dim != ("tensor",)])
+    return Factorization((dims, *picked.indices), (result,), sizes, fixed=frozenset(fixed), terms=LINEAR)
 
 
 # Assignment --------------------------------------------------------------------------------------------------
@@ -105,9 +87,10 @@ def _setitem(call: OpCall) -> Factorization:
     items = _items(call, target.ndim)
     dims, sizes = names_for("d", target.shape)
     value = call["value"] if isinstance(call["value"], TensorSpec) else None
-    masks = [item for item in items if isinstance(item, TensorSpec)]
-    if masks:
+    if any(_is_mask(call, item) for item in items):
         return _where_true(call, items, value)
+    if any(isinstance(item, TensorSpec) for item in items):
+        return _setitem_by_positions(call, items, value)
     picked, fixed = _sliced_to_new_factors(call, items, dims, sizes)
     kept = [dim for dim in picked if dim and dim[0].startswith("d")]
     inputs: tuple[Dims, ...] = (dims,)
@@ -117,6 +100,23 @@ def _setitem(call: OpCall) -> Factorization:
     written = [name for (name,) in dims if (name,) not in kept]
     fixed -= {name for (name,) in dims}
     return Factorization(inputs, (dims,), sizes, fixed=frozenset(fixed), local=dict.fromkeys(written, _assign_own_part))
+
+
+def _setitem_by_positions(call: OpCall, items: list[Item], value: TensorSpec | None) -> Factorization:
+    """The index tensors are whole; each rank writes the rows that it has."""
+    dims, sizes = names_for("d", call.tensors[0].shape)
+    picked = positions.picked(call, items)
+    output, fixed = _sliced_to_new_factors(call, items, dims, sizes)
+    sizes |= picked.sizes
+    result = picked.inserted([dim for dim in output if dim != ("tensor",)])
+    inputs: tuple[Dims, ...] = (dims, *picked.indices)
+    if value is not None:
+        shape = tuple(math.prod(sizes[f] for f in dim) for dim in result)
+        inputs = (*inputs, _aligned(call, value.shape, shape, result))
+    written = [name for (name,) in dims if (name,) not in result]
+    fixed = (fixed | picked.sizes.keys()) - {name for (name,) in dims}
+    local = functools.partial(positions.assign_own, items, picked)
+    return Factorization(inputs, (dims,), sizes, fixed=frozenset(fixed), local=dict.fromkeys(written, local))
 
 
 def _sliced_to_new_factors(
@@ -141,7 +141,12 @@ def _aligned(call: OpCall, shape: tuple[int, ...], whole: tuple[int, ...], names
 def _where_true(call: OpCall, items: list[Item], value: TensorSpec | None) -> Factorization:
     """`x[mask] = number`, a mask over the leading dimensions."""
     mask, target = items[0], call.tensors[0]
-    if not _is_mask(call, mask) or value is not None or mask.shape != target.shape[: mask.ndim]:
+    if (
+        not _is_mask(call, mask)
+        or len(call.tensors) > 2
+        or value is not None
+        or mask.shape != target.shape[: mask.ndim]
+    ):
         raise call.refuse(
             "by DTensors it takes one mask over the leading dimensions and a number; use where, masked_scatter or "
             "index_put with whole dimensions"
@@ -160,7 +165,7 @@ def _assign_own_part(call: LocalCall) -> Any:
     if slices.ELSEWHERE in index:
         call.on(x, index=(slice(0, 0),), value=_none_of_value(ops, value))
     else:
-        call.on(x, index=tuple(index), value=_part_of_value(ops, value, taken))
+        call.on(x, index=tuple(index), value=slices.part_of_value(ops, value, taken))
     return x
 
 
@@ -169,15 +174,6 @@ def _none_of_value(ops: Any, value: Any) -> Any:
     if not hasattr(value, "shape") or not len(value.shape):
         return value
     return ops.sum(ops.narrow(value, 0, 0, 0))
-
-
-def _part_of_value(ops: Any, value: Any, taken: list[Part | None]) -> Any:
-    if not hasattr(value, "shape") or not len(value.shape):
-        return value
-    for dim, part in enumerate(taken[len(taken) - len(value.shape) :]):
-        if part is not None and value.shape[dim] != 1:
-            value = ops.narrow(value, dim, *part)
-    return value
 
 
 def _expanded(index: tuple[Item, ...], ndim: int) -> list[Item]:

@@ -196,3 +196,13 @@ def _own_rows(kept: range, part: Part) -> tuple[slice, int]:
     low, count = positions_within(kept, part)
     start = kept.start + low * kept.step - part[0] if count else 0
     return slice(start, start + count * kept.step, kept.step), count
+
+
+def part_of_value(ops: Any, value: Any, taken: Sequence[Part | None]) -> Any:
+    """What of an assigned value belongs to this rank's part, from what `own_index` says."""
+    if not hasattr(value, "shape") or not len(value.shape):
+        return value
+    for dim, part in enumerate(taken[len(taken) - len(value.shape) :]):
+        if part is not None and value.shape[dim] != 1:
+            value = ops.narrow(value, dim, *part)
+    return value

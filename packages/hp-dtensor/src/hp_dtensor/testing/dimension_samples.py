@@ -34,6 +34,15 @@ _SLICES = (
     _sample("select a column", lambda ops, x: ops.select(x, 1, -2)),
 )
 
+_LISTS = (
+    _sample("getitem by a list", lambda ops, x: x[[3, 0, -1]]),
+    _sample("getitem columns by a list", lambda ops, x: x[:, [1, 0]]),
+    _sample("getitem by lists", lambda ops, x: x[[0, 4], [1, 2]]),
+    _sample("getitem by a list and a slice", lambda ops, x: x[1:, None, [2, 2], 1], CUBE),
+    _sample("getitem by nested lists", lambda ops, x: x[..., [[0, 1], [2, 0]]], CUBE),
+    _sample("getitem by truth values", lambda ops, x: x[[True, False, True, True, False]]),
+)
+
 _MOVES = (
     _sample("roll backward", lambda ops, x: ops.roll(x, -1, 1)),
     _sample("roll far", lambda ops, x: ops.roll(x, 13, 0), FLAT),
@@ -64,4 +73,4 @@ _SCANS = (
     ),
 )  # fmt: skip
 
-SAMPLES: tuple[Sample, ...] = (*_SLICES, *_MOVES, *_SCANS)
+SAMPLES: tuple[Sample, ...] = (*_SLICES, *_LISTS, *_MOVES, *_SCANS)

@@ -1,0 +1,105 @@
+"""Lists, ranges, arrays and truth values as indices of DTensors, read and written, under every layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hp_dtensor.api import distribute_tensor
+from hp_dtensor.exceptions import IndexOutOfRangeError, ShardingRuleError
+from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor.placements import Placement, Replicate, Shard
+from hp_dtensor.platform import Platform
+from hp_dtensor.testing.simulated import run_ranks
+
+WHOLE = np.arange(35, dtype=np.float32).reshape(7, 5)
+LAYOUTS = [(Replicate(), Shard(0)), (Shard(0), Shard(1)), (Shard(1), Shard(0)), (Shard(0), Shard(0))]
+INDICES: dict[str, Any] = {
+    "a list": [0, 2],
+    "a list of columns": (slice(None), [1, 0]),
+    "an empty list": [],
+    "a list and a slice": (slice(1, 6), [1, -1]),
+    "two lists": ([0, 6], [1, 2]),
+    "lists apart": ([1, 2], None, [0, 3]),
+    "a list and a number": (3, [1, 2]),
+    "a list behind": (..., [0]),
+    "an array of two dimensions": np.array([[0, 1], [5, 2]]),
+    "a range": range(2),
+    "truth values": [True, False] * 3 + [True],
+    "truth values of columns": (slice(None), np.array([True] * 2 + [False] * 3)),
+    "a mask": WHOLE > 7,
+    "a NumPy number": np.int64(1),
+}
+
+
+def _mesh(platform: Platform) -> DeviceMesh:
+    return DeviceMesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), platform=platform)
+
+
+def _read(platform: Platform, index: Any) -> list[np.ndarray]:
+    mesh = _mesh(platform)
+    tensors = [distribute_tensor(platform.from_numpy(WHOLE.copy()), mesh, placed) for placed in LAYOUTS]
+    return [platform.to_numpy(x[index].full_tensor()) for x in tensors]
+
+
+@pytest.mark.parametrize("name", INDICES)
+def test_what_an_index_picks(hp_platform: Platform, name: str) -> None:
+    for found in run_ranks(_read, 4, hp_platform, hp_platform, INDICES[name])[0]:
+        np.testing.assert_array_equal(found, WHOLE[INDICES[name]])
+
+
+def _written(platform: Platform, index: Any, values: list[np.ndarray | float]) -> list[list[np.ndarray]]:
+    mesh = _mesh(platform)
+
+    def written(value: np.ndarray | float, placed: tuple[Placement, ...]) -> np.ndarray:
+        x = distribute_tensor(platform.from_numpy(WHOLE.copy()), mesh, placed)
+        given: Any = value
+        if isinstance(value, np.ndarray):
+            cut = [Shard(0) if value.ndim else Replicate(), Replicate()]
+            given = distribute_tensor(platform.from_numpy(np.ascontiguousarray(value)), mesh, cut)
+        x[index] = given
+        assert x.placements == placed
+        return platform.to_numpy(x.full_tensor())
+
+    return [[written(value, placed) for placed in LAYOUTS] for value in values]
+
+
+@pytest.mark.parametrize("name", INDICES)
+def test_what_is_written_by_an_index(hp_platform: Platform, name: str) -> None:
+    """A value of every element, one that is broadcast in front, one that is behind, and a number."""
+    index = INDICES[name]
+    full = -1 - np.arange(WHOLE[index].size, dtype=np.float32).reshape(WHOLE[index].shape)
+    values: list[Any] = [full, full[..., :1], full[0] if full.ndim > 1 and full.size else full, 3.0]
+    written = run_ranks(_written, 4, hp_platform, hp_platform, index, values)[0]
+    for value, of_layouts in zip(values, written, strict=True):
+        expected = WHOLE.copy()
+        expected[index] = value
+        for found in of_layouts:
+            np.testing.assert_array_equal(found, expected)
+
+
+def _refused(platform: Platform) -> list[str]:
+    x = distribute_tensor(platform.from_numpy(WHOLE.copy()), _mesh(platform), (Shard(0), Shard(1)))
+    messages = []
+    for error, index in (
+        (IndexOutOfRangeError, [0, 7]),
+        (IndexOutOfRangeError, (slice(None), [-6])),
+        (IndexOutOfRangeError, [True, False]),
+        (ShardingRuleError, [[0, 1], [2, 3]]),
+        (ShardingRuleError, [0, 1.5]),
+    ):
+        with pytest.raises(error) as refusal:
+            x[index]
+        messages.append(str(refusal.value))
+    return messages
+
+
+def test_every_rank_refuses_positions_that_are_not_there(hp_platform: Platform) -> None:
+    for messages in run_ranks(_refused, 4, hp_platform, hp_platform):
+        assert "index 7 is out of bounds for dimension 0 with size 7" in messages[0]
+        assert "index -6 is out of bounds for dimension 1 with size 5" in messages[1]
+        assert "truth values [2] do not fit dimension 0" in messages[2]
+        assert "a list of lists" in messages[3]
+        assert "lists, arrays and DTensors of positions" in messages[4]
