@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -95,5 +95,73 @@ def test_what_does_not_fit_is_refused(hp_platform: Platform, call: Callable[...,
     def rank(mesh: DeviceMesh, x: Any) -> None:
         with pytest.raises(PlacementError, match=message):
             call(lambda t, *rest: t, x)
+
+    on_ranks(hp_platform, rank)
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+def test_outputs_keep_their_container(hp_platform: Platform) -> None:
+    def rank(mesh: DeviceMesh, x: Any) -> None:
+        for container in (Pair, lambda *items: (*items,), lambda *items: [*items]):
+            found = local_map(container, [[S0], [S0]])(x, x)
+            assert type(found) is type(container(1, 2))
+            assert [item.placements for item in found] == [(S0,), (S0,)]
+
+    on_ranks(hp_platform, rank)
+
+
+WEIGHT = np.arange(12, dtype=np.float32).reshape(4, 3)
+GRADIENTS: dict[str, tuple[Any, Any, Callable[..., Any]]] = {
+    "cut rows": (S0, [S0], lambda ops, a, w: ops.matmul(a, w)),
+    "a total": (S0, [Partial()], lambda ops, a, w: ops.sum(ops.matmul(a, w), dim=0)),
+    "replicated": (R, [R], lambda ops, a, w: ops.matmul(a, w)),
+    "no tensor besides": (S0, [[S0], None], lambda ops, a, w: (ops.matmul(a, w), 3)),
+}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(("rows", "out", "func"), GRADIENTS.values(), ids=GRADIENTS)
+def test_gradients_follow_from_the_placements(
+    hp_platform: Platform, rows: Any, out: Any, func: Callable[..., Any], size: int
+) -> None:
+    """A replicated weight gets the sum of what ranks compute differently, and one of what they compute alike."""
+
+    def rank(mesh: DeviceMesh, x: Any) -> list[np.ndarray]:
+        a = hp_platform.Parameter(x.redistribute(placements=[rows]))
+        w = hp_platform.Parameter(distribute_tensor(hp_platform.from_numpy(WEIGHT.copy()), mesh))
+        entries = ([rows], [R])
+        region = custom_shard(lambda a, w: func(hp_platform.ops, a, w), mesh, out, entries)
+        y = region(a, w)
+        y = y[0] if isinstance(y, tuple) else y
+        hp_platform.backward(hp_platform.ops.sum(y).full_tensor())
+        return [hp_platform.to_numpy(hp_platform.get_grad(p).full_tensor()) for p in (a, w)]
+
+    for grad_a, grad_w in on_ranks(hp_platform, rank, size):
+        np.testing.assert_array_equal(grad_a, np.repeat(WEIGHT.sum(1)[None], 5, 0))
+        np.testing.assert_array_equal(grad_w, np.repeat(WHOLE.sum(0)[:, None], 3, 1))
+
+
+def test_gradients_that_do_not_follow_are_stated(hp_platform: Platform) -> None:
+    ops = hp_platform.ops
+
+    def rank(mesh: DeviceMesh, x: Any) -> None:
+        w = hp_platform.Parameter(distribute_tensor(hp_platform.from_numpy(np.ones((5, 4), np.float32)), mesh))
+
+        def several(x: Any, w: Any) -> tuple[Any, Any]:
+            return ops.mul(x, 2), ops.mul(w, 2)
+
+        with pytest.raises(PlacementError, match=r"argument 1, replicated over axis 'dp', .*: not all outputs are"):
+            local_map(several, [[S0], [R]])(x, w)
+        with pytest.raises(PlacementError, match="outputs are replicated and come of arguments that are not"):
+            local_map(lambda x, w: ops.mul(w, 2), [R])(x, w)
+        stated = local_map(lambda x, w: ops.mul(w, 2), [R], in_grad_placements=[None, [R]])(x, w)
+        hp_platform.backward(ops.sum(stated).full_tensor())
+        np.testing.assert_array_equal(hp_platform.to_numpy(hp_platform.get_grad(w).full_tensor()), 2)
+        with hp_platform.no_grad():
+            assert local_map(several, [[S0], [R]])(x, w)[1].placements == (R,)
 
     on_ranks(hp_platform, rank)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -11,11 +12,12 @@ from small_model import loss_of, make_data, make_model, reference
 from hp_dtensor import DeviceMesh, Replicate, Shard, distribute_tensor, replicate_like
 from hp_dtensor.clip import clip_grad_norm_
 from hp_dtensor.dtensor import DTensor
-from hp_dtensor.exceptions import PlanError
+from hp_dtensor.exceptions import GradientPathError, PlanError
 from hp_dtensor.platform import Platform
 from hp_dtensor.shard import ShardingPlan, parallelize_value_and_grad, shard_module
 from hp_dtensor.styles import ColwiseParallel, RowwiseParallel, parallelize_module
 from hp_dtensor.testing import run_ranks
+from hp_dtensor.trees import fields_of, tensors_in
 
 # float32 sums of at most 7 products of order one, in another order.
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -205,6 +207,94 @@ def _local_outputs(platform: Platform) -> None:
 
 def test_nested_outputs_become_local(hp_platform: Platform) -> None:
     run_ranks(_local_outputs, 2, hp_platform, hp_platform)
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@dataclasses.dataclass
+class Output:
+    first: Any
+    second: Any = None
+
+
+ROWS, COLUMNS = (Shard(0), Replicate()), (Replicate(), Shard(1))
+CONTAINERS = [Pair, lambda a, b: (a, b), lambda a, b: [a, b], lambda a, b: {"first": a, "second": b}, Output]
+
+
+@pytest.mark.parametrize("container", CONTAINERS, ids=["named tuple", "tuple", "list", "dict", "dataclass"])
+def test_outputs_keep_their_container(hp_platform: Platform, container: Any) -> None:
+    def rank() -> None:
+        mesh = _mesh(hp_platform, (1, 2))
+        x = distribute_tensor(hp_platform.from_numpy(np.ones((4, 2), np.float32)), mesh)
+        expected = container(1, 2)
+        if isinstance(expected, (tuple, list)):
+            found = shard_module(container, mesh, ShardingPlan(output_plan={"output": [ROWS, COLUMNS]}))(x, x)
+            assert type(found) is type(expected)
+            assert [y.placements for y in found] == [ROWS, COLUMNS]
+        else:
+            with pytest.raises(PlanError, match=r"gave a \w+ of first, second, its output plan goes by position"):
+                shard_module(container, mesh, ShardingPlan(output_plan={"output": [ROWS, COLUMNS]}))(x, x)
+        if fields_of(expected) is not None:
+            function = shard_module(container, mesh, ShardingPlan(output_plan={"output": {"second": COLUMNS}}))
+            placed = fields_of(function(x, x))
+            assert [y.placements for y in placed.values()] == [x.placements, COLUMNS]
+            with pytest.raises(PlanError, match="of first, second, its output plan has the names third"):
+                shard_module(container, mesh, ShardingPlan(output_plan={"output": {"third": ROWS}}))(x, x)
+        found = shard_module(container, mesh, ShardingPlan(return_local_tensor=[""]))(x, x)
+        assert type(found) is type(expected)
+        assert not any(isinstance(y, DTensor) for y in tensors_in(found, hp_platform.Tensor))
+
+    run_ranks(rank, 2, hp_platform)
+
+
+INPUTS = {"by position": [ROWS, None, COLUMNS], "by name": {"a": ROWS, "rest": COLUMNS}}
+
+
+@pytest.mark.parametrize("inputs", INPUTS.values(), ids=INPUTS)
+def test_inputs_are_placed_however_they_are_given(hp_platform: Platform, inputs: Any) -> None:
+    def placed(a: Any, b: Any = None, *rest: Any, scale: Any = None, **more: Any) -> list[Any]:
+        given = (a, b, *rest, scale, *more.values())
+        return [x.placements for x in given if isinstance(x, DTensor)]
+
+    def rank() -> None:
+        mesh = _mesh(hp_platform, (1, 2))
+        x = distribute_tensor(hp_platform.from_numpy(np.ones((4, 2), np.float32)), mesh)
+        function = shard_module(placed, mesh, ShardingPlan(input_plan={"input": inputs}))
+        plain = x.placements
+        assert function(x) == function(a=x) == [ROWS]
+        assert function(x, x, x) == [ROWS, plain, COLUMNS]
+        assert function(b=x, a=x, scale=x) == [ROWS, plain, plain]
+        by_name = isinstance(inputs, dict)
+        assert function(x, x, x, x) == [ROWS, plain, COLUMNS, COLUMNS if by_name else plain]
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def test_functions_without_a_signature_go_by_position(hp_platform: Platform) -> None:
+    def rank() -> None:
+        mesh = _mesh(hp_platform, (1, 2))
+        x = distribute_tensor(hp_platform.from_numpy(np.ones((4, 2), np.float32)), mesh)
+        plan = ShardingPlan(input_plan={"input": [None, ROWS]})
+        assert shard_module(max, mesh, plan)(x, x, key=lambda y: y.placements == ROWS).placements == ROWS
+        with pytest.raises(PlanError, match="there is no input 'x'; there are: args"):
+            shard_module(max, mesh, ShardingPlan(input_plan={"input": {"x": ROWS}}))
+
+    run_ranks(rank, 2, hp_platform)
+
+
+@pytest.mark.parametrize("name", ["plan", "input_plan", "output_plan"])
+def test_names_in_a_plan_are_strings(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"ShardingPlan: {name} has keys that are no names: \[1\]"):
+        ShardingPlan(**{name: {1: ROWS}})
+
+
+def test_value_and_grad_of_a_weight_without_gradient_is_refused(hp_platform: Platform) -> None:
+    weight, frozen = (hp_platform.Parameter(hp_platform.from_numpy(np.ones(3, np.float32)), g) for g in (True, False))
+    with pytest.raises(GradientPathError, match=r"weights \[1\] of 2 require no gradient"):
+        parallelize_value_and_grad(lambda: hp_platform.ops.sum(weight), [weight, frozen])()
 
 
 LOSSES = {

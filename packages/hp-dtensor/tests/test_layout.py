@@ -118,6 +118,14 @@ def test_equality_hash_and_dict(layout):
         (lambda: Layout((2,), ("dp",))((S0, R)), ValueError, "expected 1 placements"),
         (lambda: Layout((2,), ("dp",))(3), TypeError, "takes placements, .* or alias names, .* got"),
         (lambda: Layout((2,), ("dp",)).placements, ValueError, "carries no map yet"),
+        (
+            lambda: Layout((2,), ("dp",))("None", "dp").get_global_shape((3,)),
+            ValueError,
+            r"2 alias names .* shard \[3\]",
+        ),
+        (lambda: Layout((2,), ("dp",))((Shard(1),)).get_global_shape((3,)), ValueError, "cuts dimension 1 of a shard"),
+        (lambda: Layout((2,), ("dp",))((Shard(-1),)).tensor_map, ValueError, "name dimensions from the front"),
+        (lambda: Layout.from_device_mesh("dp"), TypeError, "takes a DeviceMesh, got 'dp'"),
     ],
 )
 def test_what_is_refused(make, error, message):

@@ -210,6 +210,8 @@ def test_a_line_of_a_large_mesh_costs_only_its_own_length():
         (lambda: init_device_mesh("cpu", (2, 2)), "has 4 ranks, the world has 8; for a mesh of some of them use"),
         (lambda: init_device_mesh("cpu", 8), "mesh_shape must be a tuple of ints, got 8"),
         (lambda: DeviceMesh("cpu", (8,), mesh_dim_names="dp"), "mesh_dim_names must be a tuple of names, got 'dp'"),
+        (lambda: DeviceMesh("cpu", (4, 2), ("dp", 1)), "mesh_dim_names must be a tuple of names, got ('dp', 1)"),
+        (lambda: DeviceMesh("cpu", [[0, 1], [2, 3]]), "got ([0, 1], [2, 3]); which ranks they are, ranks= says"),
     ],
 )
 def test_meshes_that_cannot_be(make, message):

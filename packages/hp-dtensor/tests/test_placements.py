@@ -148,6 +148,7 @@ def test_placements_compare_by_value():
         Shard(0),
     }
     assert RaggedShard(0, (1, 2)) != RaggedShard(0, (2, 1))
+    assert {RaggedShard(0, (1, 2)), RaggedShard(0, [1, 2])} == {RaggedShard(0, (1, 2))}
 
 
 @pytest.mark.parametrize(
@@ -170,8 +171,13 @@ def test_placements_that_do_not_fit(placements, shape, message):
 
 
 def test_placements_that_cannot_be():
-    with pytest.raises(PlacementError, match="units must be >= 0"):
-        RaggedShard(0, (1, -1))
+    for units in ((1, -1), (1.0, 2), "ab"):
+        with pytest.raises(PlacementError, match="units must be ints >= 0"):
+            RaggedShard(0, units)
+    for make in (Shard, lambda dim: StridedShard(dim, 2), lambda dim: RaggedShard(dim, (1, 2))):
+        for dim in ("dp", None, 0.0):
+            with pytest.raises(PlacementError, match=f"Shard: dim must be an int, got {dim!r}"):
+                make(dim)
     with pytest.raises(
         PlacementError, match="reduction 'mean' is unknown; expected one of sum, avg, max, min, product"
     ):

@@ -10,7 +10,7 @@ from hp_dtensor import checks, collectives
 from hp_dtensor.current_mesh import get_current_mesh
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import GradientPathError, MeshError, MixedOperandsError, PlacementError, ShardShapeError
-from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor.mesh import DeviceMesh, require_mesh
 from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.redistribute import RedistributePlan, plan_across, plan_between
 from hp_dtensor.spec import TensorSpec, normalize_placements
@@ -70,12 +70,13 @@ def from_local(
         placements: default: replicated.
         shape: the global shape; default: every rank's shard is as large as this one.
         grad_placements: placements to which the gradient is brought before it reaches `local`; default:
-            what follows from `placements` (R -> R, S -> S, P -> R).
+            what follows from `placements` (R -> R, S -> S, P -> R). Where `placements` cut, they cut alike.
         run_check: exchange shapes and fingerprints of values between all ranks of the mesh: without `shape` the
             global one is what all shards, also uneven ones, sum to, and replicas must be equal. Every rank
             must say the same. Always done in `check_mode`.
 
     Raises:
+        PlacementError: placements that do not fit.
         ShardShapeError: `local` is not the shard that `placements` give for `shape`; with `run_check`, on every
             rank, naming those whose shards do not fit.
         RankMismatchError: with `run_check`: replicas or dtypes differ; names the ranks.
@@ -97,7 +98,7 @@ def from_local(
             + (f"; this rank is outside mesh {device_mesh.describe()} and holds nothing of it" if outside else "")
         )
     if grad_placements is not None:
-        wanted = spec.with_placements(placements_on("from_local", device_mesh, grad_placements))
+        wanted = _gradient_placed("from_local", spec, grad_placements)
         local = _with_grad_plan(platform, local, grad_spec(spec), wanted)
     return platform.wrap(local, spec)
 
@@ -109,7 +110,7 @@ def to_local(x: Any, grad_placements: Sequence[Placement] | None = None) -> Tens
     local = platform.unwrap(x)
     if grad_placements is None:
         return local
-    comes = spec.with_placements(placements_on("to_local", spec.mesh, grad_placements))
+    comes = _gradient_placed("to_local", spec, grad_placements)
     return _with_grad_plan(platform, local, comes, grad_spec(spec))
 
 
@@ -134,6 +135,7 @@ def redistribute(
     """
     source: TensorSpec = x.spec
     mesh = device_mesh if device_mesh is not None else source.mesh
+    require_mesh("redistribute", mesh)
     wanted = placements_on("redistribute", mesh, placements)
     target = TensorSpec(mesh, wanted, source.shape, source.dtype)
     if async_op:
@@ -327,6 +329,18 @@ def grad_spec(spec: TensorSpec) -> TensorSpec:
     return spec.with_placements([Replicate() if isinstance(p, Partial) else p for p in spec.placements])
 
 
+def _gradient_placed(what: str, spec: TensorSpec, grad_placements: Sequence[Placement]) -> TensorSpec:
+    """The spec of a gradient of local shards of `spec`, which must have their shape on every rank."""
+    wanted = spec.with_placements(placements_on(what, spec.mesh, grad_placements))
+    for size, placement, value in zip(spec.mesh.shape, wanted.placements, spec.placements, strict=True):
+        if size > 1 and placement != value and (placement.is_shard() or value.is_shard()):
+            raise PlacementError(
+                f"{what}: grad_placements {wanted.describe_placements()} of shards {spec.describe_placements()}: a "
+                "gradient is cut where its shard is, and in the same way; elsewhere it is Replicate() or Partial()"
+            )
+    return wanted
+
+
 def _with_grad_plan(platform: Any, local: Tensor, comes: TensorSpec, wanted: TensorSpec) -> Tensor:
     """`local` whose gradient, arriving as `comes`, is redistributed to `wanted`."""
     if comes is wanted:
@@ -340,8 +354,7 @@ def _where(
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
     """The mesh and placements that are meant, after checking that mesh and tensor are such."""
     mesh = mesh if mesh is not None else get_current_mesh()
-    if not isinstance(mesh, DeviceMesh):
-        raise MeshError(f"{what}: device_mesh must be a DeviceMesh, got {mesh!r}")
+    require_mesh(what, mesh)
     if not isinstance(tensor, mesh.platform.Tensor):
         raise MixedOperandsError(
             f"{what}: expected a tensor of platform {mesh.platform.name!r}, got {type(tensor).__name__}"

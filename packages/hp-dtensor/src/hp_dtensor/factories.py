@@ -9,7 +9,7 @@ from hp_dtensor.api import placements_on
 from hp_dtensor.checks import check_created
 from hp_dtensor.current_mesh import get_current_mesh
 from hp_dtensor.exceptions import PlacementError
-from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor.mesh import DeviceMesh, require_mesh
 from hp_dtensor.placements import Placement
 from hp_dtensor.platform import Platform
 from hp_dtensor.spec import TensorSpec, normalize_placements
@@ -111,6 +111,7 @@ def _make(
     fill: Fill,
 ) -> Any:
     mesh = device_mesh if device_mesh is not None else get_current_mesh()
+    require_mesh("a factory", mesh)
     platform = mesh.platform
     chosen = normalize_placements(mesh, placements_on("a factory", mesh, placements), len(_flat(shape)))
     if any(placement.is_partial() for placement in chosen):

@@ -46,6 +46,8 @@ class Layout:
     @classmethod
     def from_device_mesh(cls, device_mesh: DeviceMesh) -> Layout:
         """The layout of a mesh's axes and ranks."""
+        if not isinstance(device_mesh, DeviceMesh):
+            raise TypeError(f"from_device_mesh takes a DeviceMesh, got {device_mesh!r}")
         return cls(device_mesh.shape, device_mesh.mesh_dim_names, device_mesh.ranks())
 
     def __call__(self, *specification: Any) -> Layout:
@@ -73,9 +75,17 @@ class Layout:
 
     @property
     def alias_tensor_map(self) -> AliasMap:
-        """Per tensor dimension the alias that cuts it, a tuple for several, `"None"` for none."""
+        """Per tensor dimension the alias that cuts it, a tuple for several, `"None"` for none.
+
+        Where placements were given, up to the last dimension that they cut.
+
+        Raises:
+            ValueError: placements that count dimensions from the end; how many there are is not known here.
+        """
         if self._alias_map is not None:
             return self._alias_map
+        if any(getattr(placement, "dim", 0) < 0 for placement in self.placements):
+            raise ValueError(f"{self}: name dimensions from the front, for a map by tensor dimension")
         dims: dict[int, list[str]] = {}
         sizes = dict(zip(self.alias_name, self.mesh_shape, strict=True))
         for name, placement in reversed([*zip(self.alias_name, self.placements, strict=True)]):
@@ -98,9 +108,18 @@ class Layout:
         )
 
     def get_global_shape(self, local_shape: Sequence[int]) -> tuple[int, ...]:
-        """The global shape when every rank's shard has `local_shape`."""
-        shape = list(local_shape)
-        for size, placement in zip(self.mesh_shape, self.placements, strict=True):
+        """The global shape when every rank's shard has `local_shape`.
+
+        Raises:
+            ValueError: the layout is one of a tensor with another number of dimensions.
+        """
+        shape, placements = list(local_shape), self.placements
+        if self._alias_map is not None and len(self._alias_map) != len(shape):
+            raise ValueError(f"{len(self._alias_map)} alias names {self._alias_map} for a shard {shape}")
+        for size, placement in zip(self.mesh_shape, placements, strict=True):
+            dim = getattr(placement, "dim", 0)
+            if placement.is_shard() and not -len(shape) <= dim < len(shape):
+                raise ValueError(f"{placement} cuts dimension {dim} of a shard {shape}")
             if isinstance(placement, RaggedShard):
                 shape[placement.dim] = sum(placement.units)
             elif isinstance(placement, (Shard, StridedShard)):

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hp_dtensor import api
 from hp_dtensor.dtensor import DTensor
-from hp_dtensor.exceptions import PlacementError
+from hp_dtensor.exceptions import MixedOperandsError, PlacementError
 from hp_dtensor.layout import Layout, is_aliases, is_placements, placements_for
-from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.placements import Placement, RaggedShard, Shard, StridedShard
-from hp_dtensor.spec import TensorSpec
+from hp_dtensor.mesh import DeviceMesh, require_mesh
+from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
+from hp_dtensor.spec import TensorSpec, normalize_placements
+from hp_dtensor.trees import like_sequence
 
 Placements = Sequence[Placement] | Sequence[str | tuple[str, ...]] | Layout
 """One specification: placements, alias names, or a layout."""
+Outputs = tuple[Placement, ...] | None
+"""The placements of one output; None for what is no tensor."""
 
 
 def local_map(
@@ -33,13 +36,16 @@ def local_map(
     The global shape of an output follows from the arguments: along a dimension that is cut as one of theirs, and as
     long on this rank, it is as long as that one; otherwise every rank's part is as long as this one's.
 
+    Gradients follow from the placements. Along a mesh axis where outputs are cut or partial, every rank computes
+    another part of them, so that of a replicated argument is summed over ranks; where outputs are replicated, every
+    rank computes the same.
+
     Args:
         out_placements: placements (or alias names, or a `Layout`) of the only output, or one entry per output; None for
             what is no tensor.
         in_placements: one entry per positional argument; None for what is no DTensor. Default: as they come.
-        in_grad_placements: how the gradient that `func` produces for an argument is placed; default: what
-            follows from its placements (R -> R, S -> S, P -> R). An argument that is replicated but used
-            differently per rank needs `[Partial()]`.
+        in_grad_placements: how the gradient that `func` produces for an argument is placed: cut as the argument,
+            elsewhere `Replicate()` or `Partial()`. Default (also for an entry that is None): see above.
         device_mesh: default: that of the first DTensor argument.
         redistribute_inputs: bring arguments to `in_placements`; False: refuse others.
 
@@ -47,21 +53,33 @@ def local_map(
         A function with `func`'s name and signature. Without any DTensor argument it is `func` itself.
 
     Raises:
-        PlacementError: counts that differ, an argument that is not placed as stated, or an output whose global
-            shape cannot be known because arguments cut over the same axes are uneven there.
+        MeshError: `device_mesh` is no mesh.
+        MixedOperandsError: an argument on another mesh.
+        PlacementError: counts that differ, a DTensor by keyword or without an entry, an argument that is not placed as
+            stated; an output whose global shape cannot be known because arguments cut over the same axes are uneven
+            there; a replicated argument whose gradient does not follow, because some outputs are replicated and others
+            not, or because replicated outputs come of arguments that are not.
     """
+    if device_mesh is not None:
+        require_mesh("local_map", device_mesh)
+    if not callable(func):
+        raise TypeError(f"local_map takes a function, got {func!r}")
 
     @functools.wraps(func)
     def mapped(*args: Any, **kwargs: Any) -> Any:
+        _check_keywords(kwargs)
         mesh = device_mesh or _mesh_of(args)
         if mesh is None or not any(isinstance(x, DTensor) for x in args):
             return func(*args, **kwargs)
-        wanted = _per_argument(in_placements, len(args), "in_placements")
-        grads = _per_argument(in_grad_placements, len(args), "in_grad_placements")
-        placed = [_placed(x, index, wanted[index], mesh, redistribute_inputs) for index, x in enumerate(args)]
-        local_args = [_local(x, grads, mesh) for x, grads in zip(placed, grads, strict=True)]
-        specs = [x.spec for x in placed if isinstance(x, DTensor)]
-        return _leave(func(*local_args, **kwargs), out_placements, mesh, specs)
+        _check_meshes(args, mesh)
+        wanted = _per_argument(in_placements, args, "in_placements")
+        grads = _per_argument(in_grad_placements, args, "in_grad_placements")
+        outs = _out_entries(out_placements, mesh)
+        if in_placements is not None:
+            args = tuple(_placed(x, i, wanted[i], mesh, redistribute_inputs) for i, x in enumerate(args))
+        specs = [x.spec if isinstance(x, DTensor) else None for x in args]
+        local_args = [_local(x, index, grads[index], specs, outs) for index, x in enumerate(args)]
+        return _leave(func(*local_args, **kwargs), outs, mesh, [spec for spec in specs if spec is not None])
 
     return mapped
 
@@ -83,11 +101,26 @@ def _mesh_of(args: tuple[Any, ...]) -> DeviceMesh | None:
     return next((x.device_mesh for x in args if isinstance(x, DTensor)), None)
 
 
-def _per_argument(entries: Sequence[Any] | None, count: int, name: str) -> Sequence[Any]:
+def _check_keywords(kwargs: Mapping[str, Any]) -> None:
+    given = [name for name, x in kwargs.items() if isinstance(x, DTensor)]
+    if given:
+        raise PlacementError(f"local_map: DTensors are given by position, got {', '.join(given)} by keyword")
+
+
+def _check_meshes(args: Sequence[Any], mesh: DeviceMesh) -> None:
+    for index, x in enumerate(args):
+        if isinstance(x, DTensor) and x.device_mesh != mesh:
+            raise MixedOperandsError(
+                f"local_map: argument {index} is on mesh {x.device_mesh.describe()}, the region on {mesh.describe()}; "
+                "redistribute it"
+            )
+
+
+def _per_argument(entries: Sequence[Any] | None, args: Sequence[Any], name: str) -> Sequence[Any]:
     if entries is None:
-        return [None] * count
-    if len(entries) != count:
-        raise PlacementError(f"local_map: {len(entries)} {name} for {count} positional arguments")
+        return [None] * len(args)
+    if len(entries) != len(args):
+        raise PlacementError(f"local_map: {len(entries)} {name} for {len(args)} positional arguments")
     return entries
 
 
@@ -98,7 +131,10 @@ def _placed(x: Any, index: int, wanted: Placements | None, mesh: DeviceMesh, red
             raise PlacementError(f"local_map: argument {index} has placements {_shown(wanted)} but is no DTensor")
         return x
     placements = _placements(mesh, wanted, f"in_placements[{index}]")
-    if placements is not None and placements != x.placements:
+    if placements is None:
+        is_one = f"is a DTensor {x.spec.describe_placements()}"
+        raise PlacementError(f"local_map: argument {index} {is_one}, but in_placements[{index}] is None")
+    if normalize_placements(mesh, placements, x.spec.ndim) != x.placements:
         if not redistribute:
             raise PlacementError(
                 f"local_map: argument {index} must be placed {list(placements)}, got {x.spec.describe_placements()}; "
@@ -108,8 +144,44 @@ def _placed(x: Any, index: int, wanted: Placements | None, mesh: DeviceMesh, red
     return x
 
 
-def _local(x: Any, grads: Placements | None, mesh: DeviceMesh) -> Any:
-    return x.to_local(_placements(mesh, grads, "in_grad_placements")) if isinstance(x, DTensor) else x
+def _local(
+    x: Any, index: int, grads: Placements | None, specs: Sequence[TensorSpec | None], outs: Sequence[Outputs]
+) -> Any:
+    """An argument as `func` takes it; its gradient comes back as `grads` or as the placements say."""
+    spec = specs[index]
+    if spec is None:
+        return x
+    mesh = spec.mesh
+    stated = _placements(mesh, grads, f"in_grad_placements[{index}]")
+    platform = mesh.platform
+    if stated is None and platform.is_grad_enabled() and platform.requires_grad(platform.unwrap(x)):
+        stated = tuple(_grad_along(axis, index, specs, outs) for axis in range(mesh.ndim))
+    return x.to_local(stated)
+
+
+def _grad_along(axis: int, index: int, specs: Sequence[TensorSpec | None], outs: Sequence[Outputs]) -> Placement:
+    """How the gradient of argument `index` is placed along a mesh axis."""
+    spec = specs[index]
+    assert spec is not None
+    placement = spec.placements[axis]
+    if placement.is_shard():
+        return placement
+    placed = [out[axis] for out in outs if out is not None]
+    if not placement.is_replicate() or spec.mesh.shape[axis] == 1 or not placed:
+        return Replicate()
+    same = [out.is_replicate() for out in placed]
+    others = [other for other in specs if other is not None and not other.placements[axis].is_replicate()]
+    if not any(same):
+        return Partial()
+    if all(same) and not others:
+        return Replicate()
+    name = spec.mesh.mesh_dim_names[axis]
+    why = "outputs are replicated and come of arguments that are not" if all(same) else "not all outputs are replicated"
+    raise PlacementError(
+        f"local_map: the gradient of argument {index}, replicated over axis {name!r}, does not follow from the "
+        f"placements: {why} there. Say it by in_grad_placements: Partial() where each rank computes a part of it, "
+        "Replicate() where each computes the whole."
+    )
 
 
 def _is_one(entry: Any) -> bool:
@@ -129,24 +201,28 @@ def _shown(entry: Any) -> Any:
     return list(entry) if isinstance(entry, (tuple, list)) else entry
 
 
-def _leave(output: Any, placements: Any, mesh: DeviceMesh, inputs: Sequence[TensorSpec]) -> Any:
+def _out_entries(placements: Any, mesh: DeviceMesh) -> list[Outputs]:
+    """One entry per output."""
+    entries = [placements] if placements is None or _is_one(placements) else list(placements)
+    return [_placements(mesh, entry, f"out_placements[{index}]") for index, entry in enumerate(entries)]
+
+
+def _leave(output: Any, placements: Sequence[Outputs], mesh: DeviceMesh, inputs: Sequence[TensorSpec]) -> Any:
     several = isinstance(output, (tuple, list))
     values = list(output) if several else [output]
-    entries = [placements] if placements is None or _is_one(placements) else list(placements)
-    if len(values) != len(entries):
-        raise PlacementError(f"local_map: the function gave {len(values)} outputs, out_placements has {len(entries)}")
-    wrapped = [
-        _wrapped(x, entry, index, mesh, inputs) for index, (x, entry) in enumerate(zip(values, entries, strict=True))
-    ]
-    return type(output)(wrapped) if several else wrapped[0]
+    count = len(placements)
+    if len(values) != count:
+        raise PlacementError(f"local_map: the function gave {len(values)} outputs, out_placements has {count}")
+    wrapped = [_wrapped(values[index], placements[index], index, mesh, inputs) for index in range(count)]
+    return like_sequence(output, wrapped) if several else wrapped[0]
 
 
-def _wrapped(x: Any, entry: Any, index: int, mesh: DeviceMesh, inputs: Sequence[TensorSpec]) -> Any:
-    placements = _placements(mesh, entry, f"out_placements[{index}]")
+def _wrapped(x: Any, placements: Outputs, index: int, mesh: DeviceMesh, inputs: Sequence[TensorSpec]) -> Any:
     if placements is None:
         return x
     if not isinstance(x, mesh.platform.Tensor):
         raise PlacementError(f"local_map: output {index} has placements but is no tensor: {type(x).__name__}")
+    placements = normalize_placements(mesh, placements, len(x.shape))
     return api.from_local(x, mesh, placements, shape=_global_shape(tuple(x.shape), placements, index, mesh, inputs))
 
 
@@ -170,8 +246,8 @@ def _global_shape(
     """See `local_map`."""
     shape = list(api.even_global_shape(local, mesh, placements))
     for dim, cut in _cuts(placements).items():
-        if any(isinstance(p, RaggedShard) and p.dim == dim for p in placements) or dim >= len(local):
-            continue  # the placement says it, or `from_local` refuses it
+        if any(isinstance(p, RaggedShard) and p.dim == dim for p in placements):
+            continue  # the placement says it
         alike = [
             (spec.shape[d], spec.local_shape[d])
             for spec in inputs

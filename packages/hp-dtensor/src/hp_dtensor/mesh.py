@@ -54,7 +54,7 @@ class DeviceMesh:
 
     Args:
         device_type: `cpu`, `cuda`, `npu`.
-        mesh: the shape (tuple of ints): ranks 0.. in row-major order.
+        mesh_shape: sizes of the axes (tuple of ints): ranks 0, 1, 2, ... in row-major order.
         mesh_dim_names: one name per axis; default `axis0`, `axis1`, ...
         ranks: explicit ranks in row-major order where they are not 0, 1, 2, ...
         world: default the current world.
@@ -81,8 +81,8 @@ class DeviceMesh:
         self,
         device_type: str,
         mesh_shape: Sequence[int],
-        *,
         mesh_dim_names: Sequence[str] | None = None,
+        *,
         ranks: Sequence[int] | None = None,
         world: World | None = None,
         platform: Platform | None = None,
@@ -376,8 +376,8 @@ class DeviceMesh:
 def init_device_mesh(
     device_type: str,
     mesh_shape: Sequence[int],
-    *,
     mesh_dim_names: Sequence[str] | None = None,
+    *,
     platform: Platform | str | None = None,
 ) -> DeviceMesh:
     """A mesh over all ranks of the current world; see `DeviceMesh`.
@@ -434,6 +434,16 @@ def _world_here(platform: Platform | None) -> World:
     return world
 
 
+def require_mesh(what: str, mesh: Any) -> None:
+    """Refuse, in the name of `what`, a device mesh that is none.
+
+    Raises:
+        MeshError: naming what was given.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise MeshError(f"{what}: device_mesh must be a DeviceMesh, got {mesh!r}")
+
+
 def _listed(what: str, kind: str, value: Any) -> tuple[Any, ...]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise MeshError(f"{what} must be a tuple of {kind}, got {value!r}")
@@ -444,7 +454,9 @@ def _check_new_mesh(
     device_type: str, shape: tuple[int, ...], names: tuple[str, ...], ranks: Sequence[int] | None, world: World
 ) -> None:
     if not all(isinstance(size, int) for size in shape):
-        raise MeshError(f"mesh_shape must be a tuple of ints, got {shape!r}")
+        raise MeshError(f"mesh_shape must be a tuple of ints, got {shape!r}; which ranks they are, ranks= says")
+    if not all(isinstance(name, str) for name in names):
+        raise MeshError(f"mesh_dim_names must be a tuple of names, got {names!r}")
     problems = []
     known = getattr(world.platform, "device_types", None)  # platforms that only plan may leave it out
     if known and device_type not in known:

@@ -53,6 +53,9 @@ class Shard(Placement):
     dim: int
     symbol: ClassVar[str] = "S"
 
+    def __post_init__(self) -> None:
+        _check_dim(self)
+
     def is_shard(self, dim: int | None = None) -> bool:
         return dim is None or dim == self.dim
 
@@ -84,7 +87,8 @@ class StridedShard(Placement):
     symbol: ClassVar[str] = "Strided"
 
     def __post_init__(self) -> None:
-        if self.split_factor < 1:
+        _check_dim(self)
+        if not isinstance(self.split_factor, int) or self.split_factor < 1:
             raise PlacementError(f"StridedShard: split_factor must be >= 1, got {self.split_factor}")
 
     def is_shard(self, dim: int | None = None) -> bool:
@@ -114,8 +118,11 @@ class RaggedShard(Placement):
     symbol: ClassVar[str] = "Ragged"
 
     def __post_init__(self) -> None:
-        if any(unit < 0 for unit in self.units):
-            raise PlacementError(f"RaggedShard units must be >= 0, got {self.units}")
+        _check_dim(self)
+        if type(self.units) is not tuple:
+            object.__setattr__(self, "units", tuple(self.units))
+        if not all(isinstance(unit, int) and unit >= 0 for unit in self.units):
+            raise PlacementError(f"RaggedShard: units must be ints >= 0, one per rank, got {self.units}")
 
     def is_shard(self, dim: int | None = None) -> bool:
         return dim is None or dim == self.dim
@@ -154,3 +161,8 @@ class Partial(Placement):
 
     def __repr__(self) -> str:
         return f"Partial({self.op})"
+
+
+def _check_dim(placement: Shard | StridedShard | RaggedShard) -> None:
+    if not isinstance(placement.dim, int):
+        raise PlacementError(f"{type(placement).__name__}: dim must be an int, got {placement.dim!r}")

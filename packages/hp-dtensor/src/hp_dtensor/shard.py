@@ -11,13 +11,14 @@ from typing import Any
 
 from hp_dtensor import api
 from hp_dtensor.dtensor import DTensor
-from hp_dtensor.exceptions import PlanError
+from hp_dtensor.exceptions import GradientPathError, PlanError
 from hp_dtensor.layout import Layout, is_aliases, is_placements, placements_for
-from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor.mesh import DeviceMesh, require_mesh
 from hp_dtensor.placements import Placement
 from hp_dtensor.platform import Platform
 from hp_dtensor.spec import normalize_placements
 from hp_dtensor.styles import parameter_owners, place_parameter
+from hp_dtensor.trees import fields_of, like_sequence, map_tensors, with_fields
 
 Tensor = Any
 Module = Any
@@ -35,8 +36,10 @@ class ShardingPlan:
     Attributes:
         plan: parameter name (dotted) -> specification.
         input_plan: `"input"` or `"<module>.input"` -> a specification, a list or tuple of them (by position,
-            None leaves that argument alone), or a dict (by parameter name).
-        output_plan: `"output"` or `"<module>.output"` -> likewise, by position.
+            None leaves that argument alone), or a dict (by parameter name). An input may be given by keyword either
+            way; the name of `*args` stands for all of those.
+        output_plan: `"output"` or `"<module>.output"` -> likewise; a dict goes by the keys of a dict, or by the
+            fields of a named tuple or dataclass, and leaves the others alone.
         return_local_tensor: modules whose outputs become plain local tensors.
     """
 
@@ -52,8 +55,11 @@ class ShardingPlan:
                 object.__setattr__(self, name, {})
             elif not isinstance(value, Mapping):
                 raise TypeError(f"ShardingPlan: {name} must be a dict, got {type(value).__name__}")
+            elif not all(isinstance(key, str) for key in value):
+                raise TypeError(f"ShardingPlan: {name} has keys that are no names: {[*value]}")
         paths = self.return_local_tensor or ()
-        if isinstance(paths, str) or not isinstance(paths, (tuple, list, set, frozenset)):
+        listed = isinstance(paths, (tuple, list, set, frozenset))
+        if not listed or not all(isinstance(path, str) for path in paths):
             raise TypeError(f"ShardingPlan: return_local_tensor must be a list of module paths, got {paths!r}")
         object.__setattr__(self, "return_local_tensor", tuple(paths))
 
@@ -67,10 +73,12 @@ def shard_module(model: ModuleOrFunction, device_mesh: DeviceMesh, sharding_plan
 
     Raises:
         TypeError: `sharding_plan` is no `ShardingPlan`.
+        MeshError: `device_mesh` is no mesh.
         PlanError: everything that is wrong with the plan, at once; nothing has been changed then.
     """
     if not isinstance(sharding_plan, ShardingPlan):
         raise TypeError(f"sharding_plan must be a ShardingPlan, got {type(sharding_plan).__name__}")
+    require_mesh("shard_module", device_mesh)
     platform = device_mesh.platform
     if not isinstance(model, platform.Module):
         return _shard_function(model, device_mesh, sharding_plan)
@@ -95,30 +103,43 @@ class _Boundary:
     outputs: Any = None
     local_output: bool = False
 
-    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str]) -> tuple[Any, Any]:
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any], names: _InputNames) -> tuple[Any, Any]:
         if self.inputs is None:
             return args, kwargs
         if isinstance(self.inputs, dict):
-            positional = [self.inputs.get(name) for name in names[: len(args)]]
-            positional += [None] * (len(args) - len(positional))
-            new_kwargs = {name: _redistributed(x, self.inputs.get(name)) for name, x in kwargs.items()}
+            by_name = self.inputs
+            positional = [by_name.get(names.at(index)) for index in range(len(args))]
         else:
+            by_name = dict(zip(names.positional, self.inputs, strict=False))
             positional = [*self.inputs, *[None] * (len(args) - len(self.inputs))]
-            new_kwargs = kwargs
-        return tuple(_redistributed(x, p) for x, p in zip(args, positional, strict=False)), new_kwargs
+        new_args = tuple(_redistributed(x, p) for x, p in zip(args, positional, strict=False))
+        return new_args, {name: _redistributed(x, by_name.get(name)) for name, x in kwargs.items()}
 
     def leave(self, output: Any) -> Any:
         if self.outputs is not None:
             output = self._placed(output)
-        return _to_local(output) if self.local_output else output
+        return map_tensors(output, DTensor, DTensor.to_local) if self.local_output else output
 
     def _placed(self, output: Any) -> Any:
+        fields = fields_of(output)
+        if isinstance(self.outputs, dict):
+            return self._placed_by_name(output, fields)
+        if fields is not None and not isinstance(output, tuple):
+            found = f"a {type(output).__name__} of {', '.join(fields)}"
+            raise PlanError(f"{self.where} gave {found}, its output plan goes by position; give it by name")
         several = isinstance(output, (tuple, list))
         values = list(output) if several else [output]
         if len(values) != len(self.outputs):
             raise PlanError(f"{self.where} gave {len(values)} outputs, its output plan has {len(self.outputs)}")
         placed = [_redistributed(x, p) for x, p in zip(values, self.outputs, strict=True)]
-        return type(output)(placed) if several else placed[0]
+        return like_sequence(output, placed) if several else placed[0]
+
+    def _placed_by_name(self, output: Any, fields: Mapping[str, Any] | None) -> Any:
+        if fields is None or not fields.keys() >= self.outputs.keys():
+            found = type(output).__name__ + ("" if fields is None else f" of {', '.join(fields)}")
+            raise PlanError(f"{self.where} gave a {found}, its output plan has the names {', '.join(self.outputs)}")
+        changed = {name: _redistributed(fields[name], p) for name, p in self.outputs.items()}
+        return with_fields(output, changed)
 
 
 @dataclass
@@ -150,8 +171,7 @@ class _Resolver:
                 self.problems += _input_problems(key, boundary.inputs, _forward(module))
         for key, specification in self.plan.output_plan.items():
             if (boundary := self._boundary(key, "output")) is not None:
-                outputs = read_specifications(self.mesh, specification, key, self.problems)
-                boundary.outputs = list(outputs.values()) if isinstance(outputs, dict) else outputs
+                boundary.outputs = read_specifications(self.mesh, specification, key, self.problems)
         for path in self.plan.return_local_tensor:
             if (boundary := self._at(path, f"return_local_tensor {path!r}")) is not None:
                 boundary.local_output = True
@@ -245,19 +265,9 @@ def _redistributed(x: Any, placements: Any) -> Any:
     return x.redistribute(placements=placements)
 
 
-def _to_local(output: Any) -> Any:
-    if isinstance(output, DTensor):
-        return output.to_local()
-    if type(output) is dict:
-        return {name: _to_local(item) for name, item in output.items()}
-    if isinstance(output, (tuple, list)):
-        return type(output)(_to_local(item) for item in output)
-    return output
-
-
 def _hook(platform: Platform, module: Module, boundary: _Boundary) -> None:
     if boundary.inputs is not None:
-        names = _parameter_names(_forward(module))
+        names = _input_names(_forward(module))
         platform.add_forward_pre_hook(module, lambda m, args, kwargs: boundary.enter(args, kwargs, names))
     if boundary.outputs is not None or boundary.local_output:
         platform.add_forward_hook(module, lambda m, args, kwargs, output: boundary.leave(output))
@@ -268,21 +278,48 @@ def _forward(module: Module) -> Callable[..., Any]:
     return forward
 
 
+@dataclass(frozen=True)
+class _InputNames:
+    """A function's inputs: those that may be given by position, and the names of `*args` and `**kwargs`."""
+
+    positional: tuple[str, ...] = ()
+    rest: str | None = None
+    keyword_only: tuple[str, ...] = ()
+    keywords: str | None = None
+
+    def at(self, index: int) -> str | None:
+        return self.positional[index] if index < len(self.positional) else self.rest
+
+
+def _input_names(function: Callable[..., Any]) -> _InputNames:
+    """Those of a function; one without a signature (a builtin) has any number of unnamed ones."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:
+        return _InputNames(rest="args")
+    named: dict[Any, list[str]] = {}
+    for parameter in parameters:
+        named.setdefault(parameter.kind, []).append(parameter.name)
+    kind = inspect.Parameter
+    return _InputNames(
+        (*named.get(kind.POSITIONAL_ONLY, ()), *named.get(kind.POSITIONAL_OR_KEYWORD, ())),
+        next(iter(named.get(kind.VAR_POSITIONAL, ())), None),
+        tuple(named.get(kind.KEYWORD_ONLY, ())),
+        next(iter(named.get(kind.VAR_KEYWORD, ())), None),
+    )
+
+
 def _input_problems(key: str, inputs: Any, function: Callable[..., Any]) -> list[str]:
     """Specifications of inputs that the function does not have."""
-    parameters = inspect.signature(function).parameters
-    kinds = {parameter.kind for parameter in parameters.values()}
+    names = _input_names(function)
     if isinstance(inputs, dict):
-        if inspect.Parameter.VAR_KEYWORD in kinds:
-            return []
-        return [f"{key}: {_unknown('input', name, parameters)}" for name in inputs if name not in parameters]
-    if len(inputs) > len(parameters) and inspect.Parameter.VAR_POSITIONAL not in kinds:
-        return [f"{key}: {len(inputs)} specifications for the {len(parameters)} inputs {', '.join(parameters)}"]
+        known = [*names.positional, *filter(None, (names.rest, *names.keyword_only))]
+        unknown = [name for name in inputs if name not in known and names.keywords is None]
+        return [f"{key}: {_unknown('input', name, dict.fromkeys(known))}" for name in unknown]
+    if len(inputs) > len(names.positional) and names.rest is None:
+        has = f"the {len(names.positional)} inputs {', '.join(names.positional)}"
+        return [f"{key}: {len(inputs)} specifications for {has}"]
     return []
-
-
-def _parameter_names(function: Callable[..., Any]) -> list[str]:
-    return [name for name in inspect.signature(function).parameters if name != "self"]
 
 
 def _shard_function(function: Callable[..., Any], mesh: DeviceMesh, plan: ShardingPlan) -> Callable[..., Any]:
@@ -304,7 +341,7 @@ def _shard_function(function: Callable[..., Any], mesh: DeviceMesh, plan: Shardi
     if problems:
         raise PlanError("sharding plan:\n  " + "\n  ".join(problems))
     boundary.local_output = bool(plan.return_local_tensor)
-    names = _parameter_names(function)
+    names = _input_names(function)
 
     @functools.wraps(function)
     def sharded(*args: Any, **kwargs: Any) -> Any:
@@ -327,6 +364,7 @@ def parallelize_value_and_grad(
     Raises:
         TypeError: `sens` with a single output, of another kind than floats in a list or tuple, or of
             another length than the outputs.
+        GradientPathError: a weight that requires no gradient.
     """
     _check_sens(sens)
     if not isinstance(weights, (tuple, list)):
@@ -337,12 +375,22 @@ def parallelize_value_and_grad(
         several = isinstance(outputs, (tuple, list))
         losses = _losses(outputs if several else [outputs], several, sens)
         platform = _platform_of([*weights, *losses])
+        _check_weights(platform, weights)
         whole = [x.full_tensor() if isinstance(x, DTensor) else x for x in losses]
         factors = [platform.ops.full(tuple(x.shape), s, x.dtype) for x, s in zip(whole, sens or [1.0], strict=True)]
         grads = platform.grad(whole, list(weights), factors)
         return outputs, tuple(_like(weight, grad) for weight, grad in zip(weights, grads, strict=True))
 
     return value_and_grad
+
+
+def _check_weights(platform: Platform, weights: Sequence[Tensor]) -> None:
+    without = [index for index, weight in enumerate(weights) if not platform.requires_grad(weight)]
+    if without:
+        raise GradientPathError(
+            f"parallelize_value_and_grad: weights {without} of {len(weights)} require no gradient; requires_grad_() "
+            "before fn uses them"
+        )
 
 
 def _check_sens(sens: Any) -> None:

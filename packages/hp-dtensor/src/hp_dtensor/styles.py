@@ -13,10 +13,11 @@ from typing import Any
 from hp_dtensor import api
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import MeshError, PlacementError, PlanError
-from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor.mesh import DeviceMesh, require_mesh
 from hp_dtensor.placements import Placement, Replicate, Shard
 from hp_dtensor.platform import Platform
 from hp_dtensor.spec import TensorSpec, normalize_placements
+from hp_dtensor.trees import like_sequence
 
 Tensor = Any
 Module = Any
@@ -48,6 +49,7 @@ def parallelize_module(
             parameters that two styles place, that are DTensors already or that have no such dimension; owners of a
             tied parameter that have no style, or styles that place it in different ways.
     """
+    require_mesh("parallelize_module", device_mesh)
     if device_mesh.ndim != 1:
         raise MeshError(f"parallelize_module needs a 1-D mesh, got {device_mesh.describe()}; slice it: mesh['tp']")
     if not isinstance(plan, (ParallelStyle, Mapping)):
@@ -134,6 +136,7 @@ def distribute_module(
         input_fn: `input_fn(module, args, mesh)` returns the positional arguments to call with.
         output_fn: `output_fn(module, output, mesh)` returns the output to give.
     """
+    require_mesh("distribute_module", device_mesh)
     platform = device_mesh.platform
     for name, submodule in platform.named_modules(module):
         if partition_fn is not None:
@@ -420,8 +423,8 @@ class PrepareModuleOutput(ParallelStyle):
             raise PlanError(
                 f"PrepareModuleOutput: the module gave {len(values)} outputs, the plan has {len(self.given)}"
             )
-        result = tuple(self._one(*item, mesh) for item in zip(values, self.given, self.desired, strict=True))
-        return result if several else result[0]
+        result = [self._one(*item, mesh) for item in zip(values, self.given, self.desired, strict=True)]
+        return like_sequence(output, result) if several else result[0]
 
     def _one(self, x: Any, given: Placement | None, desired: Placement | None, mesh: DeviceMesh) -> Any:
         if given is None or desired is None:

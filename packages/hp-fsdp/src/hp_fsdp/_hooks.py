@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from hp_dtensor.platform import Platform
+from hp_dtensor.trees import map_tensors, tensors_in
 from hp_fsdp._context import Context
 from hp_fsdp._group import ParameterGroup
 from hp_fsdp._parameters import STATE_ATTRIBUTE
-from hp_fsdp._tree import map_tensors, tensors_in
 from hp_fsdp.policies import MixedPrecisionPolicy
 from hp_fsdp.storage import ParameterStorage
 

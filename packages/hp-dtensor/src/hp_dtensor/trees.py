@@ -1,9 +1,9 @@
-"""Tensors inside the arguments and outputs of a module: lists, tuples, mappings and dataclasses of them."""
+"""Tensors inside the arguments and outputs of functions: lists, tuples, mappings and dataclasses of them."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 
@@ -13,7 +13,7 @@ def map_tensors(tree: Any, tensor_type: type, function: Callable[[Any], Any]) ->
         return function(tree)
     if isinstance(tree, (list, tuple)):
         items = [map_tensors(item, tensor_type, function) for item in tree]
-        return tree if _same(items, tree) else _like_sequence(tree, items)
+        return tree if _same(items, tree) else like_sequence(tree, items)
     if isinstance(tree, Mapping):
         values = [map_tensors(value, tensor_type, function) for value in tree.values()]
         return tree if _same(values, tree.values()) else _like_mapping(tree, values)
@@ -26,6 +26,26 @@ def map_tensors(tree: Any, tensor_type: type, function: Callable[[Any], Any]) ->
         same = all(value is getattr(tree, name) for name, value in changes.items())
         return tree if same else dataclasses.replace(tree, **changes)
     return tree
+
+
+def fields_of(tree: Any) -> dict[str, Any] | None:
+    """What a mapping, named tuple or dataclass holds, by name; None for anything else."""
+    if isinstance(tree, Mapping):
+        return dict(tree)
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return dict(zip(tree._fields, tree, strict=True))
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
+    return None
+
+
+def with_fields(tree: Any, changes: Mapping[str, Any]) -> Any:
+    """A mapping, named tuple or dataclass as `tree` with some of its values replaced."""
+    if isinstance(tree, Mapping):
+        return _like_mapping(tree, [changes.get(key, value) for key, value in tree.items()])
+    if isinstance(tree, tuple):
+        return like_sequence(tree, [*{**(fields_of(tree) or {}), **changes}.values()])
+    return dataclasses.replace(tree, **changes)
 
 
 def tensors_in(tree: Any, tensor_type: type) -> list[Any]:
@@ -44,7 +64,8 @@ def _same(new: list[Any], old: Any) -> bool:
     return all(a is b for a, b in zip(new, old, strict=True))
 
 
-def _like_sequence(old: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
+def like_sequence(old: list[Any] | tuple[Any, ...], items: Sequence[Any]) -> Any:
+    """A list, tuple or named tuple as `old`, of `items`."""
     return type(old)(*items) if hasattr(old, "_fields") else type(old)(items)
 
 

@@ -1,4 +1,4 @@
-"""Tensors in the arguments and outputs of modules."""
+"""Tensors in the arguments and outputs of functions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import collections
 import dataclasses
 from typing import Any
 
-from hp_fsdp._tree import map_tensors, tensors_in
+from hp_dtensor.trees import fields_of, map_tensors, tensors_in, with_fields
 
 
 class Number:
@@ -53,3 +53,16 @@ def test_every_container_keeps_its_type_and_order() -> None:
 def test_what_does_not_change_is_the_same_object() -> None:
     tree = [Number(1), {"a": (1, 2)}]
     assert map_tensors(tree, Number, lambda x: x) is tree
+
+
+def test_fields_are_replaced_by_name() -> None:
+    for tree in (Pair(1, 2), {"first": 1, "second": 2}, collections.OrderedDict(first=1, second=2), Output(1, 2)):
+        fields = fields_of(tree)
+        assert fields is not None
+        first, second, *rest = fields
+        changed = with_fields(tree, {second: 5})
+        assert type(changed) is type(tree)
+        assert fields_of(changed) == {**fields, second: 5}
+        assert fields_of(tree)[first] == 1
+        assert rest in ([], ["name"])
+    assert fields_of((1, 2)) is fields_of(3) is fields_of(Output) is None
