@@ -93,13 +93,8 @@ def _reference(kind: str, exact: bool, accumulate: int, num_ranks: int, steps: i
     model = equality_models.build(platform, kind, exact)
     optimizer, result = _optimizer(platform, model, exact), Result()
     for step in range(steps):
-        losses = [
-            _loss(platform, model, kind, exact, (rank, step, micro))
-            for micro in range(accumulate)
-            for rank in range(num_ranks)
-        ]
-        total = functools.reduce(platform.ops.add, losses)
-        platform.backward(total if exact else platform.ops.div(total, accumulate * num_ranks))
+        everybody = [(rank, step, micro) for micro in range(accumulate) for rank in range(num_ranks)]
+        platform.backward(_loss(platform, model, kind, exact, everybody))
         if step in (0, steps - 1):
             result.grads.append(_whole_grads(platform, model))
         _update(optimizer)
@@ -117,7 +112,7 @@ def train(case: Case) -> Result:
     for step in range(case.steps):
         for micro in range(case.accumulate):
             model.set_requires_gradient_sync(case.sync == "every" or micro == case.accumulate - 1)
-            loss = _loss(platform, model, case.model, case.exact, (me, step, micro))
+            loss = _loss(platform, model, case.model, case.exact, [(me, step, micro)])
             platform.backward(loss if case.exact else platform.ops.div(loss, case.accumulate))
         if step in (0, case.steps - 1):
             result.grads.append(_whole_grads(platform, model))
@@ -126,18 +121,24 @@ def train(case: Case) -> Result:
     return result
 
 
-def _loss(platform, model, kind, exact, index):
-    """Of the samples with this index (rank, step, micro-batch): the mean, or an integer sum."""
+def _loss(platform, model, kind, exact, indices):
+    """Of the samples with these indices (rank, step, micro-batch), as one batch: the mean, or an integer sum."""
+    x, targets, factors = map(numpy.concatenate, zip(*(_samples(kind, exact, index) for index in indices), strict=True))
+    logits = model(platform.from_numpy(x))
+    if exact:
+        return platform.ops.sum(platform.ops.mul(logits, platform.from_numpy(factors)))
+    rows = platform.ops.reshape(logits, (-1, VOCABULARY))
+    return platform.ops.cross_entropy(rows, platform.from_numpy(targets))
+
+
+def _samples(kind, exact, index):
+    """(input, targets, factors of the integer sum)."""
     rng = numpy.random.default_rng(index)
     ids = rng.integers(0, VOCABULARY, (SAMPLES, LENGTH))
     numbers = rng.integers(-1, 2, (SAMPLES, LENGTH, DIM)) if exact else rng.normal(size=(SAMPLES, LENGTH, DIM))
     targets = rng.integers(0, VOCABULARY, SAMPLES * LENGTH)
-    factors = rng.integers(-1, 2, (SAMPLES, LENGTH, VOCABULARY))
-    logits = model(platform.from_numpy(numbers.astype(numpy.float32) if kind == "mlp" else ids))
-    if exact:
-        return platform.ops.sum(platform.ops.mul(logits, platform.from_numpy(factors.astype(numpy.float32))))
-    rows = platform.ops.reshape(logits, (-1, VOCABULARY))
-    return platform.ops.cross_entropy(rows, platform.from_numpy(targets))
+    factors = rng.integers(-1, 2, (SAMPLES, LENGTH, VOCABULARY)).astype(numpy.float32)
+    return numbers.astype(numpy.float32) if kind == "mlp" else ids, targets, factors
 
 
 # Layout ---------------------------------------------------------------------------------------------------
