@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hp_dtensor import DeviceMesh, Partial, Replicate, Shard, distribute_tensor, get_platform
+from hp_dtensor import DeviceMesh, Partial, RaggedShard, Replicate, Shard, StridedShard, distribute_tensor, get_platform
 from hp_dtensor.placements import Placement
 from hp_dtensor.testing import run_ranks
 
@@ -26,8 +26,27 @@ DRAWS: dict[str, Callable[[Any], Any]] = {
     "kaiming": lambda x: torch.nn.init.kaiming_uniform_(x.clone()),
     "xavier": lambda x: torch.nn.init.xavier_normal_(x.clone()),
     "trunc_normal": lambda x: torch.nn.init.trunc_normal_(x.clone(), std=0.02),
+    "trunc_normal of a tail": lambda x: torch.nn.init.trunc_normal_(x.clone(), std=0.5, a=1.0, b=1.5),
+    "kaiming_normal": lambda x: torch.nn.init.kaiming_normal_(x.clone(), mode="fan_out"),
+    "orthogonal": lambda x: torch.nn.init.orthogonal_(x.clone(), gain=2.0),
+    "orthogonal of a flat matrix": lambda x: torch.nn.init.orthogonal_(torch.empty_like(x.t().contiguous())),
+    "sparse": lambda x: torch.nn.init.sparse_(x.clone(), 0.4),
+    "eye": lambda x: torch.nn.init.eye_(x.clone()),
+    "bernoulli_": lambda x: x.clone().bernoulli_(0.3),
+    "exponential_": lambda x: x.clone().exponential_(2.0),
+    "random_": lambda x: x.clone().random_(100),
+    "cauchy_": lambda x: x.clone().cauchy_(),
+    "log_normal_": lambda x: x.clone().log_normal_(),
+    "geometric_": lambda x: x.clone().geometric_(0.3),
 }
-LAYOUTS = list(itertools.product([Replicate(), Shard(0), Shard(1)], repeat=2))
+LAYOUTS = [
+    *itertools.product([Replicate(), Shard(0), Shard(1)], repeat=2),
+    (StridedShard(0, 3), Shard(0)),
+    (StridedShard(1, 3), Shard(1)),
+    (RaggedShard(0, (6, 1)), Replicate()),
+    (Replicate(), RaggedShard(1, (0, 4, 1))),
+    (RaggedShard(0, (5, 2)), Shard(1)),
+]
 
 
 def _drawn(name: str, layouts: list[tuple[Placement, ...]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -49,6 +68,76 @@ def test_numbers_are_those_of_one_device(name: str) -> None:
         for placements, got in zip(LAYOUTS, results, strict=True):
             assert torch.equal(got[0], expected[0]), placements
             assert torch.equal(got[1], expected[1]), placements
+
+
+IN_OTHER_ORDER: dict[str, Callable[[Any], Any]] = {
+    "dropout": lambda x: F.dropout(x, 0.3),
+    "rand_like": torch.rand_like,
+    "randn_like": torch.randn_like,
+    "normal_": lambda x: torch.empty_like(x).normal_(),
+    "bernoulli_": lambda x: torch.empty_like(x).bernoulli_(0.5),
+    "uniform_ through a view": lambda x: x.detach().uniform_().clone(),
+}
+
+
+CUBE = torch.arange(1.0, 1 + 12 * 17 * 16).reshape(12, 17, 16)
+THIN = torch.arange(1.0, 106.0).reshape(7, 5, 3)
+
+
+def _drawn_in_other_order(name: str, whole: torch.Tensor, order: tuple[int, ...]) -> list[torch.Tensor]:
+    mesh = DeviceMesh("cpu", (2, 3), mesh_dim_names=("dp", "tp"), platform=get_platform("torch"))
+    results = []
+    for placements in itertools.product([Replicate(), Shard(0), Shard(1), Shard(2)], repeat=2):
+        x = distribute_tensor(whole, mesh, placements).permute(order)
+        torch.manual_seed(11)
+        results.append(torch.stack([IN_OTHER_ORDER[name](x).full_tensor() for _ in range(2)]))
+    return results
+
+
+@pytest.mark.parametrize("order", [(0, 2, 1), (2, 0, 1), (2, 1, 0)], ids=str)
+@pytest.mark.parametrize("name", IN_OTHER_ORDER)
+def test_numbers_of_a_permuted_tensor_are_drawn_in_the_order_of_its_memory(name: str, order: tuple[int, ...]) -> None:
+    x = CUBE.permute(order)
+    torch.manual_seed(11)
+    expected = torch.stack([IN_OTHER_ORDER[name](x) for _ in range(2)])
+    torch.manual_seed(11)
+    assert not torch.equal(IN_OTHER_ORDER[name](x.contiguous()), expected[0])
+    for results in run_ranks(_drawn_in_other_order, 6, "torch", name, CUBE, order):
+        for got in results:
+            assert torch.equal(got, expected)
+
+
+def test_ranks_stay_in_step_where_some_do_not_see_the_order_of_memory() -> None:
+    """Of a dimension that leaves one element or none to some ranks."""
+    in_order = torch.randn_like
+    both = []
+    for x in (THIN.permute(0, 2, 1), THIN.permute(0, 2, 1).contiguous()):
+        torch.manual_seed(11)
+        both.append(torch.stack([in_order(x), in_order(x)]))
+    every_rank = run_ranks(_drawn_in_other_order, 6, "torch", "randn_like", THIN, (0, 2, 1))
+    for results in every_rank:
+        for got, first in zip(results, every_rank[0], strict=True):
+            assert torch.equal(got, first)
+            assert any(torch.equal(got, expected) for expected in both)
+
+
+def _dirac(groups: int) -> list[torch.Tensor]:
+    mesh = DeviceMesh("cpu", (2,), platform=get_platform("torch"))
+    made = []
+    for placement in (Replicate(), Shard(0), Shard(1), Shard(2)):
+        x = torch.nn.Parameter(distribute_tensor(torch.randn(6, 3, 3, 2), mesh, [placement]))
+        assert torch.nn.init.dirac_(x, groups) is x
+        assert x.placements == (placement,)
+        made.append(x.detach().clone().full_tensor())
+        torch.nn.init.orthogonal_(x)
+    return made
+
+
+def test_dirac_and_orthogonal_convolutions() -> None:
+    expected = torch.nn.init.dirac_(torch.empty(6, 3, 3, 2), 2)
+    for made in run_ranks(_dirac, 2, "torch", 2):
+        for got in made:
+            assert torch.equal(got, expected)
 
 
 def _gradient(placements: tuple[Placement, ...]) -> torch.Tensor:

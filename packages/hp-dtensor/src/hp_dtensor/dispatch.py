@@ -134,8 +134,7 @@ class LocalCall:
         parts: cut factor that the rule wants `known` -> the group of all ranks over which it is cut, and the (start,
             length) of each one's part.
         sizes: factor -> its global size.
-        box: (offset, shape) of this rank's part of the first output.
-        shape: global shape of the first output.
+        output: how the first output is placed, of no dtype.
         on: `on(x, **static)` runs the operation itself with its first argument replaced by the plain tensor `x`,
             and static ones by name.
     """
@@ -148,8 +147,7 @@ class LocalCall:
     groups: Mapping[str, tuple[ProcessGroup, ...]]
     parts: Mapping[str, tuple[ProcessGroup, tuple[Part, ...]]]
     sizes: Mapping[str, int]
-    box: tuple[tuple[int, ...], tuple[int, ...]]
-    shape: tuple[int, ...]
+    output: TensorSpec
     on: Callable[..., Any]
 
 
@@ -242,7 +240,7 @@ class OpPlan:
             factor: (self.mesh.group_over(self.cut_axes[factor]), held) for factor, held in self.parts.items() if inside
         }
         placements, shape = self.outputs[0]
-        box = TensorSpec(self.mesh, placements, shape, None).box()
+        output = TensorSpec(self.mesh, placements, shape, None)
         rest = [unwrap(x) if isinstance(x, DTensor) else x for x in args[1:]]
         named = {name: unwrap(x) if isinstance(x, DTensor) else x for name, x in kwargs.items()}
 
@@ -255,7 +253,7 @@ class OpPlan:
             return func(*given, **by_name)
 
         return LocalCall(
-            self.platform, self.operation, bound, self.spans, self.lengths, groups, parts, self.sizes, box, shape, on
+            self.platform, self.operation, bound, self.spans, self.lengths, groups, parts, self.sizes, output, on
         )
 
     def _wrap(self, result: Any) -> Any:
@@ -353,7 +351,7 @@ def _make_plan(
         _moves(name, located, chosen),
         _replacements(rule, mesh, outputs, specs[0].dtype, spans),
         outputs,
-        _local_function(rule, cut_axes),
+        _local_function(rule, cut_axes, chosen),
         rule.sizes,
         spans,
         {factor: _lengths(mesh, rule.sizes[factor], axes, chosen) for factor, axes in cut_axes.items()},
@@ -508,7 +506,11 @@ def _cut_axes(chosen: list[Strategy]) -> dict[str, tuple[int, ...]]:
     return axes
 
 
-def _local_function(rule: Factorization, cut_axes: Mapping[str, Any]) -> Callable[[LocalCall], Any] | None:
+def _local_function(
+    rule: Factorization, cut_axes: Mapping[str, Any], chosen: Sequence[Strategy]
+) -> Callable[[LocalCall], Any] | None:
+    if rule.of_part is not None and not all(p.is_replicate() or p.is_partial() for s in chosen for p in s.outputs):
+        return rule.of_part
     for factor in cut_axes:
         if factor in rule.local:
             return rule.local[factor]

@@ -274,6 +274,10 @@ class Platform(ABC):
         """The shape of the local data, of a DTensor too."""
         return tuple(self.unwrap(x).shape) if hasattr(x, "_spec") else tuple(x.shape)
 
+    def memory_order(self, x: Tensor) -> tuple[int, ...]:
+        """The dimensions of a plain tensor, outermost in memory first, as random operations go through them."""
+        return tuple(range(len(x.shape)))
+
     @abstractmethod
     def unwrap(self, x: Tensor) -> Tensor:
         """The plain local tensor of a DTensor, sharing storage and autograd history."""

@@ -12,9 +12,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch._functorch import eager_transforms, vmap
+from torch.nn import init
 from torch.nn.modules._functions import BackwardHookFunction
 
-from hp_dtensor.api import grad_spec
+from hp_dtensor.api import distribute_tensor, grad_spec
 from hp_dtensor.exceptions import ShardingRuleError
 from hp_dtensor.spec import TensorSpec
 from hp_platform_torch.dtensor import TorchDTensor, _intercepting, _with_dtype, unwrap, wrap
@@ -32,6 +33,8 @@ def guard() -> None:
     torch.autograd.Function.apply = _asking(torch.autograd.Function.apply)  # type: ignore[assignment]
     eager_transforms._wrap_for_grad = _refusing(eager_transforms._wrap_for_grad, "grad, vjp and the like")
     vmap._add_batch_dim = _refusing(vmap._add_batch_dim, "vmap")
+    for name in _OF_THE_WHOLE:
+        setattr(init, name, _keeping_the_shard(getattr(init, name)))
 
 
 def _asking(apply: Any) -> Any:
@@ -75,6 +78,29 @@ def _refusing(function: Callable[..., Any], what: str) -> Callable[..., Any]:
         return function(x, *args)
 
     return refused
+
+
+# Initial values --------------------------------------------------------------------------------------------
+
+_OF_THE_WHOLE = ("orthogonal_", "sparse_", "eye_", "dirac_")
+"""Functions of `torch.nn.init` that need the whole matrix at once."""
+
+
+def _keeping_the_shard(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Every rank fills the whole, from generators that are in step, and keeps its shard: one parameter at a time."""
+
+    @functools.wraps(function)
+    def filled(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if type(tensor) is not TorchDTensor or not _intercepting():
+            return function(tensor, *args, **kwargs)
+        spec = tensor._spec
+        whole = torch.empty(spec.shape, dtype=spec.dtype, device=tensor.device)
+        function(whole, *args, **kwargs)
+        with torch.no_grad():
+            tensor.copy_(distribute_tensor(whole, spec.mesh, spec.placements, source_rank=None))
+        return tensor
+
+    return filled
 
 
 # Backward hooks of modules ---------------------------------------------------------------------------------

@@ -260,6 +260,10 @@ class TorchPlatform(Platform):
         with LocalOperations():
             return tuple(x.shape)
 
+    def memory_order(self, x: Tensor) -> tuple[int, ...]:
+        strides = x.stride()
+        return tuple(sorted(range(x.dim()), key=lambda dim: -strides[dim]))
+
     def unwrap(self, x: Tensor) -> Tensor:
         return dtensor.unwrap(x)
 

@@ -37,6 +37,8 @@ class Factorization:
         terms: the output as a sum of products of inputs, by input index; None: not linear in any.
         local: called in place of the operation, where a cut factor needs other local work: factor ->
             `function(call: LocalCall) -> outputs`.
+        of_part: called in place of the operation wherever outputs are cut, in whatever way: it asks only how
+            these are placed.
         complete: factors whose `local` function leaves outputs complete (replicated), not partial.
         nonempty: factors that may be cut only if every rank gets some of them.
         ignored: inputs (by index) of which only dtype and device count; they stay as they are.
@@ -54,6 +56,7 @@ class Factorization:
     reduced: Mapping[str, str] = field(default_factory=dict)
     terms: tuple[frozenset[int], ...] | None = None
     local: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    of_part: Callable[..., Any] | None = None
     complete: frozenset[str] = frozenset()
     nonempty: frozenset[str] = frozenset()
     ignored: frozenset[int] = frozenset()

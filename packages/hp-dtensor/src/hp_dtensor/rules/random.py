@@ -1,9 +1,10 @@
 """Random operations: every rank draws the whole tensor's numbers and keeps its part.
 
 So the numbers are the single-device ones whatever the layout, on any generator (also torch's sequential one
-on CPU), and the generators of all ranks stay in step: seed them alike (`manual_seed`) and they remain alike. They are
-drawn in the order of a contiguous tensor; torch draws those of a transposed one in the order of its memory, which no
-rank knows of the whole.
+on CPU), and the generators of all ranks stay in step: seed them alike (`manual_seed`) and they remain alike.
+torch draws the numbers of a transposed tensor in the order of its memory, so the whole one is made to lie in memory as
+this rank's part does. That is not to be seen where ranks have one element or none along a dimension: then, and after a
+redistribution, which makes parts contiguous, numbers are drawn in the order of a contiguous tensor, on all ranks.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from hp_dtensor.placements import RaggedShard
 from hp_dtensor.rules.factors import Factorization
 from hp_dtensor.rules.registry import OpCall, Rule, RuleRegistry, names_for
+from hp_dtensor.spec import TensorSpec
 
 if TYPE_CHECKING:
     from hp_dtensor.dispatch import LocalCall
@@ -41,7 +44,7 @@ def _rule(local: Callable[[LocalCall], Any], linear: bool = True) -> Rule:
     def rule(call: OpCall) -> Factorization:
         dims, sizes = names_for("d", call.tensors[0].shape)
         terms = LINEAR if linear else None
-        return Factorization((dims,), (dims,), sizes, terms=terms, local=dict.fromkeys(sizes, local))
+        return Factorization((dims,), (dims,), sizes, terms=terms, of_part=local)
 
     return rule
 
@@ -50,28 +53,52 @@ def _masked(call: LocalCall) -> Tensor:
     """Dropout: `x` times this rank's part of what dropout makes of ones."""
     platform, x = call.platform, call.arguments["input"]
     with platform.no_grad():
-        mask = _part(call, call.on(platform.ops.ones(call.shape, x.dtype)))
+        mask = _part(call, call.on(_whole_like(call, x, platform.ops.ones)))
     return platform.ops.mul(x, mask)
 
 
 def _drawn(call: LocalCall) -> Tensor:
-    whole = call.platform.empty(call.shape, call.arguments["input"].dtype)
-    return _part(call, call.on(whole))
+    return _part(call, call.on(_whole_like(call, call.arguments["input"], call.platform.empty)))
 
 
 def _filled(call: LocalCall) -> Tensor:
-    platform = call.platform
     x = call.arguments["input"] if "input" in call.arguments else call.arguments["tensor"]
-    whole = platform.empty(call.shape, x.dtype)
+    whole = _whole_like(call, x, call.platform.empty)
     call.on(whole)
-    platform.copy_(x, _part(call, whole))
+    call.platform.copy_(x, _part(call, whole))
     return x
 
 
+def _whole_like(call: LocalCall, x: Tensor, make: Callable[..., Tensor]) -> Tensor:
+    """A whole tensor whose dimensions follow each other in memory as those of the part `x`."""
+    shape, order = call.output.shape, call.platform.memory_order(x)
+    if order == tuple(range(len(order))) or not _all_see_the_order(call.output):
+        return make(shape, x.dtype)
+    whole = make(tuple(shape[dim] for dim in order), x.dtype)
+    return call.platform.ops.permute(whole, tuple(order.index(dim) for dim in range(len(order))))
+
+
+def _all_see_the_order(spec: TensorSpec) -> bool:
+    """Whether strides tell the order of dimensions on every rank, as all ranks must draw alike."""
+    return all(size < 2 or min(_lengths(spec, dim)) > 1 for dim, size in enumerate(spec.shape))
+
+
+def _lengths(spec: TensorSpec, dim: int) -> set[int]:
+    """Of a dimension's parts on all ranks; 0 among them where no rank knows those of the others."""
+    cuts = [(p, n) for p, n in zip(spec.placements, spec.mesh.shape, strict=True) if getattr(p, "dim", None) == dim]
+    if len(cuts) > 1 and any(isinstance(p, RaggedShard) for p, _ in cuts):
+        return {0}
+    found = {spec.shape[dim]}
+    for placement, ranks in cuts:
+        found = {sum(stop - start for start, stop in held) for n in found for held in placement.parts(n, ranks)}
+    return found
+
+
 def _part(call: LocalCall, whole: Tensor) -> Tensor:
-    offset, shape = call.box
-    for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
-        whole = call.platform.ops.narrow(whole, dim, start, length)
+    ops = call.platform.ops
+    for dim, ranges in enumerate(call.output.ranges()):
+        pieces = [ops.narrow(whole, dim, start, stop - start) for start, stop in ranges or ((0, 0),)]
+        whole = pieces[0] if len(pieces) == 1 else ops.cat(pieces, dim)
     return whole
 
 
