@@ -11,6 +11,7 @@ from hp_fsdp import FSDPStateError, MixedPrecisionPolicy, fully_shard
 
 torch = pytest.importorskip("torch")
 checkpoint = pytest.importorskip("torch.utils.checkpoint").checkpoint
+dcp = pytest.importorskip("torch.distributed.checkpoint")
 TorchDispatchMode = pytest.importorskip("torch.utils._python_dispatch").TorchDispatchMode
 
 
@@ -354,3 +355,48 @@ def test_a_gradient_may_lie_in_the_memory_of_a_parameter(hp_platform):
     for x_grad, y_grad in run_ranks(rank, 2, hp_platform):
         assert torch.equal(x_grad, torch.arange(5.0) - 7)
         assert torch.equal(y_grad, torch.arange(5.0))
+
+
+def _trained(mesh, steps, **options):
+    """A model and an optimizer after some steps, and what goes on with them."""
+    net = Net()
+    for block in net.blocks:
+        fully_shard(block, mesh, **options)
+    fully_shard(net, mesh, **options)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+
+    def train(steps):
+        losses = []
+        for step in steps:
+            torch.manual_seed(step)
+            optimizer.zero_grad()
+            loss = net(torch.randn(4, 5)).square().sum()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    train(steps)
+    return net, optimizer, train
+
+
+def goes_on_from_a_distributed_checkpoint(folder, options):
+    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("dp",), platform="torch")
+    net, optimizer, train = _trained(mesh, range(2), **options)
+    dcp.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=folder)
+    replicas = mesh.unflatten("dp", (3, 1), ("replicate", "shard"))
+    other, other_optimizer, other_train = _trained(replicas, range(7, 9), **options)
+    state = {"model": other.state_dict(), "optimizer": other_optimizer.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    other_optimizer.load_state_dict(state["optimizer"])
+    return train(range(2, 5)), other_train(range(2, 5))
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_distributed_checkpoint_of_torch_goes_on_in_another_layout(rank_pool, tmp_path, reshard):
+    """It is read in place, while parameters are whole too; losses of order ten, sums in another order."""
+    options = {"reshard_after_forward": reshard}
+    for there, here in rank_pool(3).run(
+        "test_torch_modules:goes_on_from_a_distributed_checkpoint", str(tmp_path), options
+    ):
+        assert there == pytest.approx(here, rel=1e-6)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+
+import pytest
 import torch_interop_ranks as on_rank
 
 
@@ -35,5 +38,21 @@ def test_what_torch_does_not_have_is_refused(two_ranks):
     assert "need real ranks of torch.distributed" in two_ranks.run(on_rank.simulated_mesh_is_refused)[0]
 
 
-def test_a_distributed_checkpoint_goes_into_another_layout(two_ranks, tmp_path):
-    assert two_ranks.run(on_rank.checkpoint, str(tmp_path)) == [[True] * 5] * 2
+@pytest.mark.parametrize("convert", [False, True])
+def test_a_distributed_checkpoint_goes_into_another_layout(two_ranks, tmp_path, convert):
+    assert two_ranks.run(on_rank.checkpoint, str(tmp_path), convert) == [[True] * 5] * 2
+
+
+def test_a_distributed_checkpoint_takes_tensors_of_any_layout(three_ranks, tmp_path):
+    assert three_ranks.run(on_rank.checkpoint_of_any_layout, str(tmp_path)) == [([], 5)] * 3
+
+
+def test_a_distributed_checkpoint_of_partial_values_is_refused(two_ranks, tmp_path):
+    for errors in two_ranks.run(on_rank.checkpoint_of_partial_values, str(tmp_path)):
+        assert len(errors) == 2
+        for error in errors:
+            assert re.match(r"PlacementError: a checkpoint of partial values, .*: reduce them first", error)
+
+
+def test_a_distributed_checkpoint_in_the_background(two_ranks, tmp_path):
+    assert two_ranks.run(on_rank.checkpoint_in_the_background, str(tmp_path)) == [True, True]

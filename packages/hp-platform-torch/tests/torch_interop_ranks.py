@@ -19,6 +19,7 @@ from hp_dtensor import (
     Replicate,
     Shard,
     ShardingPlan,
+    StridedShard,
     distribute_tensor,
     from_local,
     init_device_mesh,
@@ -132,14 +133,70 @@ def _model(seed, placements):
     return shard_module(model, mesh, ShardingPlan(plan))
 
 
-def checkpoint(folder):
+def checkpoint(folder, convert):
     """Saved by torch.distributed.checkpoint, read into a model of another layout; weights before and after."""
+    converted = to_torch_state_dict if convert else dict
     saved, read = _model(0, (Shard(0), Shard(1))), _model(1, (Replicate(), Shard(0)))
-    dcp.save({"model": to_torch_state_dict(saved.state_dict())}, checkpoint_id=folder)
-    state = {"model": to_torch_state_dict(read.state_dict())}
-    dcp.load(state, checkpoint_id=folder)
+    dcp.save({"model": converted(saved.state_dict())}, checkpoint_id=folder)
+    dcp.load({"model": converted(read.state_dict())}, checkpoint_id=folder)
     same = []
     for p, q in zip(saved.parameters(), read.parameters(), strict=True):
         whole = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in (p, q)]
         same.append(torch.equal(*whole))
     return same
+
+
+def _layouts():
+    """On three ranks: ways to hold a tensor of 7 x 5."""
+    line = one_axis()
+    some = DeviceMesh("cpu", (2,), mesh_dim_names=("dp",), ranks=(2, 0), world=line.world)
+    cut = [Replicate(), Shard(0), Shard(1), StridedShard(0, 2), StridedShard(1, 4), RaggedShard(0, (0, 5, 2))]
+    return [(line, (p,)) for p in cut] + [
+        (some, (Shard(0),)),
+        (line["dp",].unflatten("dp", (1, 3), "ab"), (cut[1], cut[2])),
+    ]
+
+
+def checkpoint_of_any_layout(folder):
+    """Every layout read into every other, in place, and into plain tensors."""
+    layouts = _layouts()
+    values = [WHOLE + 100 * i for i in range(len(layouts))]
+    state = {str(i): distribute_tensor(v, *where) for i, (v, where) in enumerate(zip(values, layouts, strict=True))}
+    empty = distribute_tensor(torch.zeros(0, 3), one_axis(), [Shard(0)])
+    one = distribute_tensor(torch.tensor([5]), one_axis(), [Shard(0)])
+    dcp.save({**state, "empty": empty, "one": one}, checkpoint_id=folder)
+    plain = {str(i): torch.zeros_like(WHOLE) for i in range(len(layouts))}
+    dcp.load({**plain, "empty": empty, "one": (found := torch.zeros(1, dtype=torch.int64))}, checkpoint_id=folder)
+    wrong = [f"plain {i}" for i, v in enumerate(values) if not torch.equal(plain[str(i)], v)]
+    for shift in range(1, len(layouts)):
+        turned = layouts[shift:] + layouts[:shift]
+        read = {str(i): distribute_tensor(torch.zeros_like(WHOLE), *where) for i, where in enumerate(turned)}
+        dcp.load(read, checkpoint_id=folder)
+        wrong += [f"{i} into {x.spec}" for i, x in enumerate(read.values()) if not _holds(x, values[i])]
+    return wrong, found.item()
+
+
+def _holds(x, whole):
+    if x.device_mesh.get_coordinate() is None:
+        return True
+    return torch.equal(
+        x.to_local(), distribute_tensor(whole, *(x.device_mesh, x.placements), source_rank=None).to_local()
+    )
+
+
+def checkpoint_of_partial_values(folder):
+    partial = from_local(torch.ones(2), one_axis(), [Partial()])
+    try:
+        dcp.save({"x": partial}, checkpoint_id=folder)
+    except dcp.api.CheckpointException as error:
+        return [type(reason[0]).__name__ + ": " + str(reason[0]) for reason in error.failures.values()]
+
+
+def checkpoint_in_the_background(folder):
+    """The values of when it was asked for."""
+    x = distribute_tensor(WHOLE.clone(), one_axis(), [Shard(0)], source_rank=None)
+    under_way = dcp.async_save(to_torch_state_dict({"x": x}), checkpoint_id=folder)
+    x.zero_()
+    under_way.result()
+    dcp.load({"x": x}, checkpoint_id=folder)
+    return torch.equal(x.full_tensor(), WHOLE)

@@ -21,6 +21,7 @@ from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import MixedOperandsError, PlacementError, ShardingRuleError
 from hp_dtensor.placements import Replicate
 from hp_dtensor.spec import TensorSpec
+from hp_platform_torch import checkpointing
 from hp_platform_torch.operations import LocalOperations, Uncached, first_spec, locally, operations, run_locally
 
 Tensor = torch.Tensor
@@ -297,8 +298,19 @@ class TorchDTensor(DTensor, torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
             f"a DTensor {self._spec!r} cannot be pickled: it belongs to the ranks of a running job. "
-            "Save a checkpoint, or its full_tensor()."
+            "Save a checkpoint (torch.distributed.checkpoint takes it), or its full_tensor()."
         )
+
+    # In torch.distributed.checkpoint: the names by which it asks -------------------------------------------
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        return checkpointing.write_items(fqn, self._spec, unwrap(self).detach())
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return checkpointing.chunks(self._spec)
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        return checkpointing.part(self._spec, unwrap(self).detach(), index)
 
 
 def wrap(local: Tensor, spec: TensorSpec) -> TorchDTensor:

@@ -1,11 +1,7 @@
 """To and from torch's own DTensor and DeviceMesh, without copying data, over the same process groups.
 
-So torch's tools take our tensors: distributed checkpoints are written from, and read into, the very memory of
-our parameters.
-
-    state = to_torch_state_dict(model.state_dict())
-    torch.distributed.checkpoint.save(state, checkpoint_id=folder)
-    torch.distributed.checkpoint.load(state, checkpoint_id=folder)     # fills the model
+So torch's tools take our tensors. `torch.distributed.checkpoint` needs this for its `async_save` only: `save` and
+`load` take DTensors as they are (`checkpointing.py`).
 """
 
 from __future__ import annotations
@@ -78,7 +74,11 @@ def from_torch_dtensor(x: TorchDTensor, platform: Platform | None = None) -> Any
 
 
 def to_torch_state_dict(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict (nested ones too) with its DTensors as torch's; everything else as it is."""
+    """A state dict (nested ones too) with its DTensors as torch's, over the same memory; everything else as it is.
+
+    Raises:
+        PlacementError: ragged shards, which torch does not have.
+    """
     return {name: _converted(value) for name, value in state.items()}
 
 
