@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy
 import offload_device
 import pytest
 from fsdp_training import AdamW, Case, build, micro_loss, shard, sharded_modules, whole
 
+from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.mesh import init_device_mesh
 from hp_dtensor.testing.simulated import run_ranks
 from hp_dtensor.world import current_world
 from hp_fsdp import Communication, CPUOffloadPolicy, FullyShardError, fully_shard, get_storage, summon_full_params
+from hp_fsdp.storage import ParameterStorage
 
 CASES = {
     "fsdp": Case((2,), num_blocks=3),
@@ -24,11 +27,6 @@ CASES = {
 WHOLE = CPUOffloadPolicy(pin_memory=True)
 PARAMETERS, GRADIENTS = CPUOffloadPolicy(gradients=False), CPUOffloadPolicy(parameters=False)
 STEPS = 5
-
-
-def _skip_without_gradients_apart(platform):
-    if platform.name != "torch":
-        pytest.skip("gradients lie where their parameters do")
 
 
 @pytest.fixture
@@ -106,8 +104,6 @@ def test_numbers_are_the_same_and_each_gather_and_reduction_copies_once(hp_platf
 @pytest.mark.parametrize("name", ["fsdp", "hsdp, accumulated"])
 @pytest.mark.parametrize("policy", [WHOLE, GRADIENTS], ids=["whole", "gradients"])
 def test_gradients_are_copied_while_the_backward_of_others_runs(hp_platform, device, name, policy):
-    if policy is GRADIENTS:
-        _skip_without_gradients_apart(hp_platform)
     log, sizes, _ = _compare(hp_platform, device, CASES[name], policy)
     kinds = [kind for kind, _ in log if kind in ("reduce", "all-reduce", "to host", "on host")]
     count, last = len(sizes), len(kinds) - 1 - kinds[::-1].index("reduce")
@@ -142,7 +138,6 @@ def test_shards_are_copied_one_group_ahead(hp_platform, device):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("policy", [PARAMETERS, GRADIENTS], ids=["parameters", "gradients"])
 def test_parameters_or_gradients_alone(hp_platform, device, name, policy):
-    _skip_without_gradients_apart(hp_platform)
     log, _, places = _compare(hp_platform, device, CASES[name], policy)
     assert places == {(policy.parameters, policy.gradients)}
     kinds = [kind for kind, _ in log]
@@ -153,14 +148,12 @@ def test_parameters_or_gradients_alone(hp_platform, device, name, policy):
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_gradients_alone_in_other_stages(hp_platform, device, stage):
-    _skip_without_gradients_apart(hp_platform)
     case = dataclasses.replace(CASES["reduced each time"], options={"zero_stage": stage})
     _, _, places = _compare(hp_platform, device, case, GRADIENTS)
     assert places == ({(False, True)} if stage else {(False, None)})
 
 
 def test_gradients_apart_can_be_looked_at_replaced_and_dropped(hp_platform, device):
-    _skip_without_gradients_apart(hp_platform)
     case = CASES["fsdp"]
 
     def rank(policy):
@@ -186,7 +179,6 @@ def test_gradients_apart_can_be_looked_at_replaced_and_dropped(hp_platform, devi
 
 
 def test_gradients_apart_of_a_parameter_frozen_since_are_kept(hp_platform, device):
-    _skip_without_gradients_apart(hp_platform)
     case = CASES["fsdp"]
 
     def rank(policy):
@@ -232,6 +224,15 @@ def test_what_cannot_be_offloaded_is_refused(hp_platform, device):
         fully_shard(model, mesh, offload_policy=CPUOffloadPolicy(), zero_stage=2)
     with pytest.raises(FullyShardError, match="expected a CPUOffloadPolicy or None, got bool"):
         fully_shard(model, mesh, offload_policy=True)
-    if hp_platform.name != "torch":
-        with pytest.raises(RuntimeError, match="gradients lie where their parameters do"):
-            fully_shard(model, mesh, offload_policy=GRADIENTS)
+
+
+def test_a_platform_that_cannot_await_gradients_refuses_them_apart(hp_platform, device, monkeypatch):
+    storage = get_storage(hp_platform)
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",), platform=hp_platform)
+    monkeypatch.setattr(
+        storage, "check_gradient_apart", functools.partial(ParameterStorage.check_gradient_apart, storage)
+    )
+    for policy in (PARAMETERS, GRADIENTS):
+        with pytest.raises(CapabilityError, match="gradients lie where their parameters do; offload both or none"):
+            fully_shard(build(hp_platform, CASES["fsdp"]), mesh, offload_policy=policy)
+    fully_shard(build(hp_platform, CASES["fsdp"]), mesh, offload_policy=WHOLE)

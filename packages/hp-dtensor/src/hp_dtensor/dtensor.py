@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Placement, Replicate
 from hp_dtensor.spec import TensorSpec
 
 Tensor = Any
+
+
+class AwaitedGradient(NamedTuple):
+    """What sets a gradient that lies elsewhere, when somebody looks at it, and what is called when it is replaced."""
+
+    fetch: Callable[[], None]
+    drop: Callable[[], None]
 
 
 class DTensor:
@@ -22,6 +29,8 @@ class DTensor:
     _spec: TensorSpec
     _copied_by: str | None = None
     """The view operation that gave this tensor as a copy; writing it would not reach what it is a view of."""
+    _awaited_gradient: AwaitedGradient | None = None
+    """A platform's `grad` fetches it when there is none, and drops it when it is set."""
 
     @property
     def spec(self) -> TensorSpec:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from hp_dtensor.dtensor import AwaitedGradient
 from hp_dtensor.exceptions import CapabilityError, PlatformError
 from hp_dtensor.platform import Platform
 from hp_dtensor.plugins import create_plugin_manager
@@ -130,7 +131,7 @@ class ParameterStorage(ABC):
         return DONE
 
     def check_gradient_apart(self) -> None:
-        """Raise `CapabilityError` where `await_gradient` is not implemented."""
+        """Raise `CapabilityError` where a DTensor's `grad` does not look for an awaited one (`AwaitedGradient`)."""
         raise CapabilityError(
             f"CPUOffloadPolicy: on {self.platform.name} gradients lie where their parameters do; offload both or none"
         )
@@ -138,10 +139,11 @@ class ParameterStorage(ABC):
     def await_gradient(self, parameter: Tensor, fetch: Callable[[], None], drop: Callable[[], None]) -> None:
         """A DTensor parameter without a gradient will have one: call `fetch`, which sets it, when somebody looks at the
         gradient, and `drop` when somebody else sets it; neither after `await_no_gradient`."""
-        self.check_gradient_apart()
+        parameter._awaited_gradient = AwaitedGradient(fetch, drop)
 
     def await_no_gradient(self, parameter: Tensor) -> None:
         """Undo `await_gradient`."""
+        parameter._awaited_gradient = None
 
     # Parameters ------------------------------------------------------------------------------------------
 

@@ -197,6 +197,9 @@ class MindSporeDTensor(DTensor, Tensor):
     def grad(self) -> Any:
         """The accumulated gradient: a DTensor placed as this one, replicated where this one is partial."""
         local = self._grad
+        if local is None and self._awaited_gradient is not None:
+            self._awaited_gradient.fetch()
+            local = self._grad
         if local is None:
             self.__dict__.pop("_grad_wrapper", None)
             return None
@@ -208,8 +211,11 @@ class MindSporeDTensor(DTensor, Tensor):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
+        local = None if value is None else _local_gradient(self, value)
+        if self._awaited_gradient is not None:
+            self._awaited_gradient.drop()
         self.__dict__.pop("_grad_wrapper", None)
-        self._grad = None if value is None else _local_gradient(self, value)
+        self._grad = local
 
     def backward(self, gradient: Tensor | None = None, retain_graph: bool = False) -> None:
         """Accumulate gradients; a partial result needs no reduction first, each rank drives its own part."""

@@ -105,16 +105,27 @@ class MindSporeParameterStorage(ParameterStorage):
     def address(self, x: Tensor) -> int:
         return int(x.data_ptr())
 
+    # Offload ---------------------------------------------------------------------------------------------
+
+    def check_gradient_apart(self) -> None:
+        return
+
     # Parameters ------------------------------------------------------------------------------------------
 
     def parameter(self, local: Tensor, spec: TensorSpec, requires_grad: bool) -> Tensor:
         return self.platform.Parameter(wrap(local, spec), requires_grad=requires_grad)
 
+    def put_data(self, parameter: Tensor, local: Tensor) -> None:
+        # A DTensor's own `data` cannot be set.
+        Tensor.data.__set__(parameter, local)
+
     def local_grad(self, parameter: Tensor) -> Tensor | None:
         return parameter._grad
 
-    def set_local_grad(self, parameter: Tensor, grad: Tensor, spec: TensorSpec) -> None:
-        parameter.grad = grad
+    def set_local_grad(self, parameter: Tensor, grad: Tensor | None, spec: TensorSpec) -> None:
+        # A DTensor's `grad` makes a DTensor of it when somebody looks.
+        parameter.__dict__.pop("_grad_wrapper", None)
+        parameter._grad = grad
 
     def take_grad(self, leaf: Tensor) -> Tensor | None:
         grad = leaf._grad

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -35,13 +35,6 @@ _local_data = _plain.data.__get__
 _set_local_data = _plain.data.__set__
 _local_dtype = _plain.dtype.__get__
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-
-
-class AwaitedGradient(NamedTuple):
-    """What sets a gradient that lies elsewhere, when somebody looks at it, and what is called when it is replaced."""
-
-    fetch: Callable[[], None]
-    drop: Callable[[], None]
 
 
 class TorchDTensor(DTensor, torch.Tensor):
@@ -161,8 +154,6 @@ class TorchDTensor(DTensor, torch.Tensor):
     is_sparse = is_sparse_csr = is_quantized = is_mkldnn = is_nested = False
 
     # Gradients -------------------------------------------------------------------------------------------
-
-    _awaited_gradient: AwaitedGradient | None = None
 
     @property
     def grad(self) -> Any:

@@ -18,7 +18,7 @@ from hp_dtensor.spec import TensorSpec
 from hp_dtensor.world import Work
 from hp_fsdp.storage import Gradients, ParameterStorage, moved_to_front
 from hp_platform_torch import host_memory
-from hp_platform_torch.dtensor import AwaitedGradient, TorchDTensor, adopt
+from hp_platform_torch.dtensor import TorchDTensor, adopt
 from hp_platform_torch.operations import LocalOperations
 
 Tensor = torch.Tensor
@@ -149,12 +149,6 @@ class TorchParameterStorage(ParameterStorage):
 
     def check_gradient_apart(self) -> None:
         return
-
-    def await_gradient(self, parameter: Tensor, fetch: Callable[[], None], drop: Callable[[], None]) -> None:
-        parameter._awaited_gradient = AwaitedGradient(fetch, drop)  # type: ignore[attr-defined]
-
-    def await_no_gradient(self, parameter: Tensor) -> None:
-        parameter._awaited_gradient = None  # type: ignore[attr-defined]
 
     # Parameters ------------------------------------------------------------------------------------------
 
