@@ -16,6 +16,7 @@ from hp_dtensor import (
     Shard,
     ShardingPlan,
     distribute_tensor,
+    get_platform,
     init_empty_weights,
     init_on_device,
     init_parameters,
@@ -101,6 +102,18 @@ def test_values_are_those_of_a_model_built_whole(meta_platform: Platform) -> Non
         for name, value in values.items():
             np.testing.assert_array_equal(value, expected[name], err_msg=name)
         assert grads[0] == pytest.approx(grad, rel=1e-4)
+
+
+def from_meta_on_a_real_rank(name: str) -> tuple[dict[str, np.ndarray], list[float]]:
+    return _from_meta(get_platform(name))
+
+
+def test_values_on_real_ranks_are_those_of_simulated_ones(meta_platform: Platform, rank_pool: Any) -> None:
+    """What has no data is not broadcast."""
+    expected, _ = run_ranks(_from_meta, 3, meta_platform, meta_platform)[0]
+    for values, _ in rank_pool(3).run("test_meta:from_meta_on_a_real_rank", meta_platform.name):
+        for name, value in values.items():
+            np.testing.assert_array_equal(value, expected[name], err_msg=name)
 
 
 def _large(platform: Platform, size: int) -> tuple[int, list[int]]:

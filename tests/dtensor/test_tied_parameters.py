@@ -107,6 +107,7 @@ def _wrong_plans(platform: Platform) -> list[str]:
         {"up": ColwiseParallel(), "*": ColwiseParallel(), "down": 3},
         {"up": ColwiseParallel(), "*": RowwiseParallel()},
         {"up": ColwiseParallel(), "norm": _Odd()},
+        {"up": ColwiseParallel(), "": RowwiseParallel()},
     ]
     messages = []
     for plan in plans:
@@ -126,12 +127,13 @@ class _Odd(ColwiseParallel):
 
 
 def test_a_plan_of_styles_is_checked_before_anything_changes(hp_platform: Platform) -> None:
-    no_style, twice, odd = run_ranks(_wrong_plans, 2, hp_platform, hp_platform)[0]
+    no_style, twice, odd, root = run_ranks(_wrong_plans, 2, hp_platform, hp_platform)[0]
     assert "'down' has a int, expected a ParallelStyle" in no_style
     assert "two styles place up.weight" in twice
     assert "RowwiseParallel of norm.weight: placement 0" in twice
     assert "_Odd of norm.weight: placement 0" in odd
     assert "dimension 3 of a 1-dimensional tensor" in odd
+    assert "RowwiseParallel of the root module: it is for a linear layer or an embedding, with a weight" in root
 
 
 def test_inputs_and_outputs_may_be_prepared_without_layouts(hp_platform: Platform) -> None:

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from hp_dtensor import DeviceMesh, Partial, RaggedShard, Replicate, Shard, StridedShard, fake_world, plan_redistribute
-from hp_dtensor.exceptions import PlacementError
+from hp_dtensor.exceptions import MeshError, PlacementError
 from hp_dtensor.redistribute import CostModel
 from hp_dtensor.redistribute.agreement import agreeing
 from hp_dtensor.redistribute.volume import least_volume
@@ -200,6 +200,10 @@ def test_what_cannot_be_is_refused():
         plan_redistribute(mesh, (P, Partial("max")), (R, R), (4,))
     with pytest.raises(PlacementError, match="expected 2 placements"):
         plan_redistribute(mesh, (R,), (R, R), (4,))
+    with pytest.raises(PlacementError, match=r"plan_redistribute: placements must be a tuple .*, got Shard\(0\)"):
+        plan_redistribute(mesh, Shard(0), (R, R), (4,))
+    with pytest.raises(MeshError, match="plan_redistribute: device_mesh must be a DeviceMesh, got 'dp'"):
+        plan_redistribute("dp", (R,), (R,), (4,))
 
 
 def test_ranks_outside_the_mesh_may_plan():

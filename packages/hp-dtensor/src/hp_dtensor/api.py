@@ -13,7 +13,7 @@ from hp_dtensor.exceptions import GradientPathError, MeshError, MixedOperandsErr
 from hp_dtensor.mesh import DeviceMesh, require_mesh
 from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.redistribute import RedistributePlan, plan_across, plan_between
-from hp_dtensor.spec import TensorSpec, normalize_placements
+from hp_dtensor.spec import TensorSpec, normalize_placements, require_placements
 
 Tensor = Any
 
@@ -44,10 +44,8 @@ def distribute_tensor(
     platform = device_mesh.platform
     target = TensorSpec(device_mesh, chosen, tuple(tensor.shape), tensor.dtype)
     checks.check_created("distribute_tensor", target)
-    if source_rank is None and checks.is_checking() and not platform.is_meta(tensor):
-        checks.check_replicated("distribute_tensor without source_rank", tensor, device_mesh)
-    if source_rank is not None and device_mesh.get_coordinate() is not None:
-        tensor = _broadcast(tensor, device_mesh, source_rank)
+    if not platform.is_meta(tensor):
+        tensor = _agreed(tensor, device_mesh, source_rank)
     whole = target.with_placements(_replicated(device_mesh))
     if device_mesh.get_coordinate() is None:
         return platform.wrap(platform.empty((0,) * target.ndim, tensor.dtype), target)
@@ -371,19 +369,21 @@ def placements_on(what: str, mesh: DeviceMesh, placements: Sequence[Placement] |
     """
     if placements is None:
         return _replicated(mesh)
-    if not isinstance(placements, Sequence) or isinstance(placements, str):
-        raise PlacementError(
-            f"{what}: placements must be a tuple with one placement for each of the axes {mesh.describe()}, "
-            f"got {placements!r}"
-        )
-    return tuple(placements)
+    return require_placements(what, mesh, placements)
 
 
 def _replicated(mesh: DeviceMesh) -> tuple[Placement, ...]:
     return (Replicate(),) * mesh.ndim
 
 
-def _broadcast(tensor: Tensor, mesh: DeviceMesh, source: int) -> Tensor:
+def _agreed(tensor: Tensor, mesh: DeviceMesh, source: int | None) -> Tensor:
+    """The values of `source`, or those that all ranks have already."""
+    if source is None:
+        if checks.is_checking():
+            checks.check_replicated("distribute_tensor without source_rank", tensor, mesh)
+        return tensor
+    if mesh.get_coordinate() is None:
+        return tensor
     platform = mesh.platform
     with platform.no_grad():
         tensor = platform.contiguous(platform.ops.clone(tensor))

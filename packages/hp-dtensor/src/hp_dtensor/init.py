@@ -18,9 +18,8 @@ import numpy
 
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import MetaTensorError
-from hp_dtensor.nn import Module
+from hp_dtensor.nn import platform_of
 from hp_dtensor.platform import Platform
-from hp_dtensor.selection import get_platform
 
 Array = numpy.ndarray
 _BLOCK_WORDS = 1 << 20
@@ -73,7 +72,7 @@ class Normal(Distribution):
 Initializer = Callable[[str, tuple[int, ...]], Distribution]
 
 
-def init_parameters(module: Any, initializer: Initializer, seed: int, platform: Platform | None = None) -> None:
+def init_parameters(module: Any, initializer: Initializer, seed: int, platform: Platform | str | None = None) -> None:
     """Give every parameter of `module` its initial values, in place.
 
     A parameter that is a DTensor gets this rank's shard of the values that the whole tensor would get. One
@@ -88,7 +87,7 @@ def init_parameters(module: Any, initializer: Initializer, seed: int, platform: 
     Raises:
         MetaTensorError: parameters without data, all of them listed.
     """
-    chosen = platform or (module.platform if isinstance(module, Module) else get_platform())
+    chosen = platform_of(module, platform)
     without_data = [name for name, parameter in chosen.named_parameters(module) if chosen.is_meta(parameter)]
     if without_data:
         raise MetaTensorError(f"parameters have no data: {', '.join(without_data)}; call materialize(module) first")

@@ -15,7 +15,7 @@ from typing import Any
 
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import MetaTensorError
-from hp_dtensor.nn import Module as NeutralModule
+from hp_dtensor.nn import platform_of
 from hp_dtensor.platform import Platform
 from hp_dtensor.selection import get_platform
 
@@ -42,7 +42,7 @@ def init_empty_weights(platform: Platform | str | None = None) -> contextlib.Abs
 
 
 def materialize(
-    module: Module, device: Any = None, *, buffers: MakeBuffer | None = None, platform: Platform | None = None
+    module: Module, device: Any = None, *, buffers: MakeBuffer | None = None, platform: Platform | str | None = None
 ) -> Module:
     """Give every parameter on the meta device uninitialised memory: a DTensor's shard, a plain one whole.
 
@@ -52,11 +52,12 @@ def materialize(
         device: default: this rank's.
         buffers: makes the buffers that are on the meta device. Initialisation of parameters cannot give them
             their values.
+        platform: default: the module's own where it is a `hp_dtensor.nn.Module`, else the selected one.
 
     Raises:
         MetaTensorError: buffers without data and no `buffers`; nothing has been changed then.
     """
-    chosen = platform or (module.platform if isinstance(module, NeutralModule) else get_platform())
+    chosen = platform_of(module, platform)
     missing = [name for name, buffer in chosen.named_buffers(module) if chosen.is_meta(buffer)]
     if missing and buffers is None:
         raise MetaTensorError(
@@ -95,8 +96,8 @@ def _make_buffers(platform: Platform, owner: Module, path: str, make: MakeBuffer
         setattr(owner, name, new)
 
 
-def meta_tensors(module: Module, platform: Platform | None = None) -> list[str]:
+def meta_tensors(module: Module, platform: Platform | str | None = None) -> list[str]:
     """Dotted names of the parameters and buffers that have no data yet."""
-    chosen = platform or (module.platform if isinstance(module, NeutralModule) else get_platform())
+    chosen = platform_of(module, platform)
     named = [*chosen.named_parameters(module), *chosen.named_buffers(module)]
     return [name for name, x in named if chosen.is_meta(x)]

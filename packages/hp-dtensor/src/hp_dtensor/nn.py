@@ -78,6 +78,13 @@ class Module:
 
 
 @functools.cache
+def platform_of(module: Any, platform: Platform | str | None = None) -> Platform:
+    """The platform given; else that of a module of this file, else the selected one."""
+    if platform is None and isinstance(module, Module):
+        return module.platform
+    return get_platform(platform)
+
+
 def _realise(cls: type[Module], platform: Platform) -> type[Module]:
     return type(
         cls.__name__,

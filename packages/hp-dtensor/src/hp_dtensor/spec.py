@@ -176,6 +176,20 @@ def _take(ranges: Ranges, begin: int, end: int) -> list[tuple[int, int]]:
     return result
 
 
+def require_placements(what: str, mesh: DeviceMesh, placements: Any) -> tuple[Placement, ...]:
+    """`placements` as a tuple.
+
+    Raises:
+        PlacementError: in the name of `what`: a single placement, or something else that is no sequence.
+    """
+    if not isinstance(placements, Sequence) or isinstance(placements, str):
+        raise PlacementError(
+            f"{what}: placements must be a tuple with one placement for each of the axes {mesh.describe()}, "
+            f"got {placements!r}"
+        )
+    return tuple(placements)
+
+
 def normalize_placements(mesh: DeviceMesh, placements: Sequence[Placement], ndim: int) -> tuple[Placement, ...]:
     """Placements with non-negative dimensions, checked against mesh and tensor.
 

@@ -31,6 +31,10 @@ class ParallelStyle(ABC):
         """How `apply` will place parameters, by dotted name; whole plans are checked with it before they begin."""
         return {}
 
+    def unfit(self, module: Module, platform: Platform) -> str | None:
+        """Why this style is none for `module`; asked before anything is changed."""
+        return None
+
     @abstractmethod
     def apply(self, module: Module, device_mesh: DeviceMesh) -> Module:
         """Place `module`'s parameters and bring its inputs and outputs to their placements."""
@@ -46,8 +50,8 @@ def parallelize_module(
     Raises:
         MeshError: the mesh is not one-dimensional.
         PlanError: all that is wrong with the plan, before anything is changed: names that match no module;
-            parameters that two styles place, that are DTensors already or that have no such dimension; owners of a
-            tied parameter that have no style, or styles that place it in different ways.
+            styles that are for other modules; parameters that two styles place, that are DTensors already or that have
+            no such dimension; owners of a tied parameter that have no style, or styles that place it in different ways.
     """
     require_mesh("parallelize_module", device_mesh)
     if device_mesh.ndim != 1:
@@ -96,6 +100,8 @@ def _placement_problems(
     owners: set[tuple[int, str]] = set()
     for path, module, style in found:
         parameters = dict(platform.named_parameters(module))
+        if (reason := style.unfit(module, platform)) is not None:
+            problems.append(f"{type(style).__name__} of {path or 'the root module'}: {reason}")
         for name, placement in style.placements(module, platform).items():
             where, parameter = _dotted(path, name), parameters[name]
             if isinstance(parameter, DTensor):
@@ -221,6 +227,13 @@ class _LinearStyle(ParallelStyle):
         self.input_layout = input_layout
         self.output_layout = output_layout
         self.use_local_output = use_local_output
+
+    def unfit(self, module: Module, platform: Platform) -> str | None:
+        names = [name for name, _ in platform.named_parameters(module, recurse=False)]
+        if "weight" in names:
+            return None
+        own = ", ".join(names) or "no parameters of its own"
+        return f"it is for a linear layer or an embedding, with a weight; {type(module).__name__} has {own}"
 
     @abstractmethod
     def _cut(self, module: Module) -> Mapping[str, Placement]:

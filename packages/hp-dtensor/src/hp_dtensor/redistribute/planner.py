@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from hp_dtensor.exceptions import PlacementError
-from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor.mesh import DeviceMesh, require_mesh
 from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.redistribute import steps
 from hp_dtensor.redistribute.costs import DEFAULT_COSTS, CostModel
@@ -17,7 +17,7 @@ from hp_dtensor.redistribute.ownership import Ownership
 from hp_dtensor.redistribute.plan import RedistributePlan, Stage
 from hp_dtensor.redistribute.search import REPLICATE, SUM, Move, Problem, cheapest_moves
 from hp_dtensor.redistribute.volume import least_volume
-from hp_dtensor.spec import TensorSpec
+from hp_dtensor.spec import TensorSpec, require_placements
 
 LINEAR = ("sum", "avg")
 
@@ -43,9 +43,12 @@ def plan_redistribute(
         A plan with `steps`, `wire_bytes` (sent per rank, the mean over ranks), `seconds`; `print` explains it.
 
     Raises:
+        MeshError: `mesh` is no mesh.
         PlacementError: placements that do not fit mesh or shape, or a redistribution that does not exist.
     """
-    return plan_between(TensorSpec(mesh, source, shape, None), TensorSpec(mesh, target, shape, None), itemsize, costs)
+    require_mesh("plan_redistribute", mesh)
+    specs = [TensorSpec(mesh, require_placements("plan_redistribute", mesh, p), shape, None) for p in (source, target)]
+    return plan_between(*specs, itemsize, costs)
 
 
 @functools.lru_cache(maxsize=4096)
