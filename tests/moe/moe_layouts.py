@@ -14,6 +14,7 @@ import numpy
 from hp_dtensor import nn
 from hp_dtensor.api import distribute_tensor
 from hp_dtensor.collectives import all_reduce_data
+from hp_dtensor.debug import CommDebugMode
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.init import Normal, init_parameters
 from hp_dtensor.mesh import init_device_mesh
@@ -149,6 +150,23 @@ def train(
     result.weights = {name: _whole(platform, p) for name, p in platform.named_parameters(layer)}
     result.bias = None if layer.expert_bias is None else platform.to_numpy(layer.expert_bias).copy()
     return result
+
+
+def collectives_by_module(name: str, num_samples: int) -> dict[str, dict[str, list[str]]]:
+    """Of one forward and backward: module -> direction -> names."""
+    layout, platform = LAYOUTS[name], get_platform()
+    mesh = init_device_mesh("cpu", tuple(layout.mesh.values()), mesh_dim_names=tuple(layout.mesh), platform=platform)
+    layer = _layer(platform, layout, mesh, 4, {}, one_expert=False)
+    x = _place(platform, mesh, layout, _batch(platform, 0, num_samples)[_samples(layout, mesh, num_samples)])
+    with CommDebugMode(layer, platform) as communication:
+        platform.backward(platform.ops.sum(layer(x)))
+    return {
+        module: {
+            direction: [record.name for record in records if record.in_backward == in_backward]
+            for direction, in_backward in (("forward", False), ("backward", True))
+        }
+        for module, records in communication.by_module().items()
+    }
 
 
 def _layer(platform, layout, mesh, num_experts, options, one_expert):

@@ -6,7 +6,7 @@ import functools
 
 import numpy
 import pytest
-from moe_layouts import LAYOUTS, LENGTH, train
+from moe_layouts import LAYOUTS, LENGTH, collectives_by_module, train
 
 from hp_dtensor.testing import run_ranks
 
@@ -105,6 +105,11 @@ def test_four_exchanges_forward_and_three_backward():
     for result in on_ranks("ep of 4", NUM_SAMPLES, steps=1):
         assert result.forward == ALL_TO_ALL * 4
         assert result.backward == ALL_TO_ALL * 3
+
+
+def test_exchanges_belong_to_the_experts_in_both_directions():
+    for modules in run_ranks(functools.partial(collectives_by_module, "ep of 4", NUM_SAMPLES), 4):
+        assert modules == {"experts": {"forward": ALL_TO_ALL * 4, "backward": ALL_TO_ALL * 3}}
 
 
 def test_cut_experts_reduce_once_each_way():

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hp_dtensor.exceptions import ImplicitRedistributionError
 from hp_dtensor.platform import Platform, Removable
+from hp_dtensor.recording import CollectiveLog, CollectiveRecord, enter, leave, recorded
 from hp_dtensor.redistribute import plan_between
 from hp_dtensor.spec import TensorSpec
-from hp_dtensor.world import CollectiveLog, CollectiveRecord, record_collectives
 
 Module = Any
 
 
 class CommDebugMode:
-    """Records the collectives of this rank inside a `with` block, by module and by direction.
+    """Tells the collectives of this rank inside a `with` block by module, and which of them are forward or backward.
+
+    A collective belongs to the innermost module whose forward started it, or for whose forward a backward did, in the
+    block too. Gathers and reductions of `hp_fsdp` belong to the module whose parameters they are of, whenever they are
+    started; what activation checkpointing computes again, to its module's backward. A gradient that several modules
+    share (of one input to three projections) belongs to the first that used its tensor. The model itself goes by the
+    name of its class; a module registered in several places by its first name. All other collectives are told under
+    `""`: optimizers, clipping, the loss, a backward whose forward ran outside the block.
 
     Args:
         module: whose sub-modules collectives are told by; None: no modules are told.
@@ -32,18 +40,19 @@ class CommDebugMode:
         if module is not None and platform is None:
             raise ValueError("CommDebugMode: a module needs its platform: CommDebugMode(model, platform)")
         self.module, self.platform = module, platform
-        self.log = CollectiveLog()
-        self._where: list[str] = []
-        self._marks: list[tuple[int, str]] = [(0, "")]
+        self.log = CollectiveLog(is_open=False)
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> CommDebugMode:
-        self.log = self._stack.enter_context(record_collectives())
-        if self.module is not None:
-            assert self.platform is not None
-            for name, submodule in self.platform.named_modules(self.module):
-                for handle in self._follow(name, submodule):
-                    self._stack.callback(handle.remove)
+        if self.log.is_open:
+            raise RuntimeError("CommDebugMode: the block of this one has not been left; make another one")
+        with contextlib.ExitStack() as stack:
+            named = list(self._named_modules())
+            self.log = stack.enter_context(recorded({id(module): name for name, module in named}))
+            for name, module in named:
+                for handle in self._follow(name, module):
+                    stack.callback(handle.remove)
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -58,48 +67,73 @@ class CommDebugMode:
 
     def get_comm_bytes(self) -> dict[str, float]:
         """Bytes that this rank sent, by name of collective."""
-        totals: Counter[str] = Counter()
-        for record in self.log.records:
-            totals[record.name] += record.wire_bytes  # type: ignore[assignment]
-        return dict(totals)
+        return {name: self.log.wire_bytes(name) for name in self.get_comm_counts()}
 
     def by_module(self) -> dict[str, list[CollectiveRecord]]:
-        """Collectives by the innermost module whose forward made them; those outside any forward, backward
-        included, under `""`."""
+        """Collectives by the name of their module, in the order of their first ones; a record says its direction."""
         result: dict[str, list[CollectiveRecord]] = {}
-        ends = [start for start, _ in self._marks[1:]] + [len(self.log.records)]
-        for (start, name), end in zip(self._marks, ends, strict=True):
-            if end > start:
-                result.setdefault(name, []).extend(self.log.records[start:end])
+        for record in self.log.records:
+            result.setdefault(record.module, []).append(record)
         return result
 
+    def to_dict(self) -> dict[str, dict[str, dict[str, dict[str, float]]]]:
+        """Name of module -> of collective -> "forward" or "backward" -> "count" and "bytes"; fit for JSON."""
+        return {
+            module: {
+                collective: {
+                    direction: _sums([r for r in records if (r.name, r.in_backward) == (collective, in_backward)])
+                    for direction, in_backward in _DIRECTIONS
+                }
+                for collective in dict.fromkeys(record.name for record in records)
+            }
+            for module, records in self.by_module().items()
+        }
+
     def table(self) -> str:
-        """Per module: name of collective, count, bytes."""
-        lines = []
-        for name, records in self.by_module().items():
-            lines.append(name or "(outside of forward)")
-            counts = Counter(record.name for record in records)
-            for collective, count in counts.items():
-                sent = sum(record.wire_bytes for record in records if record.name == collective)
-                lines.append(f"  {collective:<16} {count:>5} x {sent:>14,.0f} bytes")
-        return "\n".join(lines)
+        """A line per module and collective: count and bytes of forward, count and bytes of backward; a line of sums."""
+        rows = [
+            (module or "(no module)", collective, *(x for name, _ in _DIRECTIONS for x in both[name].values()))
+            for module, collectives in self.to_dict().items()
+            for collective, both in collectives.items()
+        ]
+        sums = [_sums([r for r in self.log.records if r.in_backward is flag]).values() for _, flag in _DIRECTIONS]
+        return _table([*rows, ("total", "", *(x for each in sums for x in each))])
+
+    __str__ = table
+
+    def _named_modules(self) -> Iterator[tuple[str, Module]]:
+        if self.module is not None:
+            assert self.platform is not None
+            for name, module in self.platform.named_modules(self.module):
+                yield name or type(module).__name__, module
 
     def _follow(self, name: str, module: Module) -> Iterator[Removable]:
-        assert self.platform is not None
+        platform, log = self.platform, self.log
+        assert platform is not None
 
-        def enter(m: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._where.append(name or type(module).__name__)
-            self._mark()
+        def before(m: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            enter(log, name, arrive=platform.is_in_backward())
 
-        def leave(m: Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            self._where.pop()
-            self._mark()
+        def after(m: Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            leave(log, name)
 
-        yield self.platform.add_forward_pre_hook(module, enter, prepend=True)
-        yield self.platform.add_forward_hook(module, leave)
+        yield platform.add_forward_pre_hook(module, before, prepend=True)
+        yield platform.add_forward_hook(module, after, always_call=True)
 
-    def _mark(self) -> None:
-        self._marks.append((len(self.log.records), self._where[-1] if self._where else ""))
+
+_DIRECTIONS = (("forward", False), ("backward", True))
+
+
+def _sums(records: Sequence[CollectiveRecord]) -> dict[str, float]:
+    return {"count": len(records), "bytes": math.fsum(record.wire_bytes for record in records)}
+
+
+def _table(rows: Sequence[Sequence[Any]]) -> str:
+    cells = [[f"{x:,.0f}" if isinstance(x, (int, float)) else x for x in row] for row in rows]
+    cells.insert(0, ["module", "collective", "forward", "bytes", "backward", "bytes"])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    aligned = [[f"{x:{'<' if i < 2 else '>'}{widths[i]}}" for i, x in enumerate(row)] for row in cells]
+    return "\n".join("  ".join(row) for row in aligned)
 
 
 class _Checking(threading.local):

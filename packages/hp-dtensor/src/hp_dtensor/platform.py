@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hp_dtensor.exceptions import CapabilityError
+from hp_dtensor.recording import is_recording, located
 
 if TYPE_CHECKING:
     import numpy
@@ -173,7 +174,6 @@ class Platform(ABC):
 
     # Autograd --------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def linear_map(
         self, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
     ) -> Tensor:
@@ -182,8 +182,10 @@ class Platform(ABC):
         Both take and return plain tensors and run without recording. Differentiating the backward again
         uses `forward` as its dual.
         """
+        if is_recording():
+            forward, backward = located(forward), located(backward)
+        return self._linear_map(x, forward, backward)
 
-    @abstractmethod
     def custom_function(
         self,
         forward: Callable[..., Any],
@@ -193,6 +195,19 @@ class Platform(ABC):
         """General autograd node. `forward(*inputs)` returns a tensor or a tuple of tensors; `backward(*grads)`
         gets one gradient or None per output and returns one gradient or None per input. Neither is recorded;
         values needed in backward are kept by the closure, in a `hp_dtensor.keeping.Kept`."""
+        return self._custom_function(forward, located(backward), *inputs)
+
+    @abstractmethod
+    def _linear_map(
+        self, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+    ) -> Tensor: ...
+
+    @abstractmethod
+    def _custom_function(self, forward: Callable[..., Any], backward: Callable[..., Any], *inputs: Tensor) -> Any: ...
+
+    @abstractmethod
+    def is_in_backward(self) -> bool:
+        """Whether what runs now in this thread was called by a backward of the framework."""
 
     @abstractmethod
     def backward(self, loss: Tensor, gradient: Tensor | None = None, retain_graph: bool = False) -> None:
@@ -332,9 +347,16 @@ class Platform(ABC):
 
     @abstractmethod
     def add_forward_hook(
-        self, module: Module, hook: Callable[[Module, tuple[Any, ...], dict[str, Any], Any], Any], prepend: bool = False
+        self,
+        module: Module,
+        hook: Callable[[Module, tuple[Any, ...], dict[str, Any], Any], Any],
+        prepend: bool = False,
+        always_call: bool = False,
     ) -> Removable:
-        """`hook(module, args, kwargs, output)` after forward; may return another output."""
+        """`hook(module, args, kwargs, output)` after forward; may return another output.
+
+        `always_call`: also after a forward that raises; `output` means nothing then.
+        """
 
     # Randomness, time and memory -------------------------------------------------------------------------
 

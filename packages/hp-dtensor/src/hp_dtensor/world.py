@@ -8,10 +8,10 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hp_dtensor.exceptions import CollectiveError
+from hp_dtensor.recording import CollectiveLog, add_record, recorded
 
 if TYPE_CHECKING:
     from hp_dtensor.platform import Platform
@@ -36,46 +36,18 @@ class Done:
 DONE = Done()
 
 
-@dataclass(frozen=True, slots=True)
-class CollectiveRecord:
-    """One collective of this rank: `wire_bytes` is what this rank sends to others, in bytes."""
-
-    name: str
-    group: tuple[int, ...]
-    wire_bytes: float
-
-
-@dataclass(slots=True)
-class CollectiveLog:
-    """The collectives of this rank within `record_collectives`, in order."""
-
-    records: list[CollectiveRecord] = field(default_factory=list)
-
-    def count(self, name: str | None = None) -> int:
-        return sum(1 for record in self.records if name in (None, record.name))
-
-    def wire_bytes(self, name: str | None = None) -> float:
-        return sum(record.wire_bytes for record in self.records if name in (None, record.name))
-
-
 class _Local(threading.local):
     def __init__(self) -> None:
         self.worlds: list[World] = []
-        self.logs: list[CollectiveLog] = []
 
 
 _local = _Local()
 
 
-@contextlib.contextmanager
-def record_collectives() -> Iterator[CollectiveLog]:
-    """Record the collectives that this rank (thread) starts inside the block."""
-    log = CollectiveLog()
-    _local.logs.append(log)
-    try:
-        yield log
-    finally:
-        _local.logs.remove(log)
+def record_collectives() -> contextlib.AbstractContextManager[CollectiveLog]:
+    """Record the collectives that this rank (thread) starts inside the block, and those of a backward in the block of
+    what was computed there, in whatever thread the framework runs it."""
+    return recorded({})
 
 
 class ProcessGroup(ABC):
@@ -211,8 +183,7 @@ class ProcessGroup(ABC):
         return DONE
 
     def _record(self, name: str, wire_bytes: float) -> None:
-        for log in _local.logs:
-            log.records.append(CollectiveRecord(name, self.ranks, wire_bytes))
+        add_record(self.platform, name, self.ranks, wire_bytes)
 
     def _check_op(self, op: str) -> None:
         if op not in REDUCE_OPS:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+from hp_dtensor.recording import located
 from hp_dtensor.world import current_world
 from hp_fsdp._buffer import FlatBuffer, stale_buffers
 from hp_fsdp._group import GatherRecord, GroupState, ParameterGroup
@@ -99,7 +100,7 @@ class Context:
         """Before the forward of one of `group`'s modules, called with tensors `inputs()`."""
         if group.summoned:
             group.start_unshard()
-        if self._backward is not None and not self.storage.is_backward_running():
+        if self._backward is not None and not self.platform.is_in_backward():
             self.reset()
         if group is self.root and self._backward is None:
             self._begin_pass()
@@ -127,7 +128,7 @@ class Context:
         if group is self.root and outputs and self._pass.records:
             outputs = self.storage.join(self._pass.token, outputs)
         if outputs and group.buffers:
-            outputs = self.storage.before_backward(outputs, partial(self._reach, group, self._pass))
+            outputs = self.storage.before_backward(outputs, located(partial(self._reach, group, self._pass)))
         if is_last_module:
             self._pass.leave(group)
             group.conceal()
@@ -275,7 +276,7 @@ class Context:
                 self._free_after_backward(group)
 
         for index, tensor in enumerate(tensors):
-            self.storage.on_gradient(tensor, partial(known, index))
+            self.storage.on_gradient(tensor, located(partial(known, index)))
 
     # Backward --------------------------------------------------------------------------------------------
 
@@ -321,7 +322,7 @@ class Context:
     def _begin_backward(self) -> BackwardRun:
         if self._backward is None:
             self._backward = BackwardRun()
-            self.storage.at_end_of_backward(self._end_backward)
+            self.storage.at_end_of_backward(located(self._end_backward))
         return self._backward
 
     def _prefetch_previous(self, group: ParameterGroup, to_come: list[ParameterGroup]) -> None:
@@ -361,7 +362,7 @@ class Context:
             buffer.note_pending()
         if group.gradient_sync or group.shards_every_gradient:
             group.check_order("reduces the gradients of")
-            self._reducer.start(buffer, group.reduce_options, group.gradient_sync, group.naming_failures)
+            self._reducer.start(buffer, group.reduce_options, group.gradient_sync, group.communicating)
 
     def _free_after_backward(self, group: ParameterGroup) -> None:
         group.conceal()

@@ -104,16 +104,17 @@ def fully_shard(
     place(originals, mesh, shard_placement_fn, reshard_after_forward, name)
     whole = _whole_parameters(platform, originals, replicate_params, threshold if zero_stage else math.inf)
     buffers = _make_buffers(storage, originals, whole, policy, transport, bucket_size, offload_policy)
-    _install(modules, ParameterGroup(name, storage, list(buffers), reshard_after_forward, zero_stage), policy)
+    group = ParameterGroup(name, modules, storage, list(buffers), reshard_after_forward, zero_stage)
+    _install(group, policy)
     return module
 
 
-def _install(modules: Sequence[Module], group: ParameterGroup, policy: MixedPrecisionPolicy) -> None:
+def _install(group: ParameterGroup, policy: MixedPrecisionPolicy) -> None:
     """Give the modules their sharded parameters, hooks and methods."""
     group.exposed = True
     group.conceal()
-    ModuleState(group.storage, modules, group, policy).install()
-    for each in modules:
+    ModuleState(group.storage, group, policy).install()
+    for each in group.modules:
         each.__class__ = with_methods(type(each))  # type: ignore[arg-type]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from hp_dtensor.checks import is_checking, name_ranks
 from hp_dtensor.exceptions import HPError
+from hp_dtensor.recording import inside, located
 from hp_dtensor.world import ProcessGroup, current_world
 from hp_fsdp._buffer import FlatBuffer
 from hp_fsdp._reduction import ReduceOptions
@@ -67,6 +68,7 @@ class ParameterGroup:
 
     Attributes:
         name: how errors call it.
+        modules: whose parameters it has; collectives are told by the first.
         state: where the full parameters are.
         exposed: whether the modules hold the unsharded parameters instead of the sharded ones.
         entered: whether the forward of one of its modules has begun, and not that of all ended.
@@ -90,12 +92,14 @@ class ParameterGroup:
     def __init__(
         self,
         name: str,
+        modules: Sequence[Module],
         storage: ParameterStorage,
         buffers: Sequence[FlatBuffer],
         reshard_after_forward: bool | int | None,
         zero_stage: int,
     ) -> None:
         self.name = name
+        self.modules = list(modules)
         self.storage = storage
         self.buffers = list(buffers)
         self.state = GroupState.SHARDED
@@ -151,7 +155,7 @@ class ParameterGroup:
             )
         if self.state in (GroupState.SHARDED, GroupState.SHARDED_AFTER_FORWARD):
             self.check_order("gathers")
-            with self.naming_failures("gather parameters"):
+            with self.communicating("gather parameters"):
                 self._start_gathers()
             self.state = GroupState.GATHERING
 
@@ -168,20 +172,25 @@ class ParameterGroup:
         """Gather, and wait for it."""
         self.start_unshard()
         if self.state is GroupState.GATHERING:
-            with self.naming_failures("gather parameters"):
+            with self.communicating("gather parameters"):
                 for buffer in self.buffers:
                     buffer.wait_gather()
             self.state = GroupState.UNSHARDED
 
     @contextlib.contextmanager
-    def naming_failures(self, action: str) -> Iterator[None]:
-        """Say of a collective that fails in the block, by a timeout or otherwise, whose it is.
+    def communicating(self, action: str, in_backward: bool = False) -> Iterator[None]:
+        """Say of the collectives in the block whose they are: to those who record them, and where one fails, by a
+        timeout or otherwise.
+
+        Args:
+            in_backward: they reduce gradients; else they are forward or backward by when they are started.
 
         Raises:
             CommunicationError: in place of the backend's error.
         """
         try:
-            yield
+            with inside(self.modules, in_backward):
+                yield
         except RuntimeError as error:
             # torch's OutOfMemoryError is one too: buffers are allocated here.
             if isinstance(error, HPError) or "OutOfMemory" in type(error).__name__:
@@ -213,7 +222,7 @@ class ParameterGroup:
         """
         self._check_unused()
         if self.state is not GroupState.SHARDED:
-            with self.naming_failures("gather parameters ahead"):
+            with self.communicating("gather parameters ahead"):
                 for buffer in self.buffers:
                     buffer.release()
             self.state = GroupState.SHARDED
@@ -236,7 +245,7 @@ class ParameterGroup:
 
     def refresh(self, stale: Sequence[FlatBuffer]) -> None:
         """Gather again, of a group that is unsharded, what its shards have changed under."""
-        with self.naming_failures("gather changed parameters"):
+        with self.communicating("gather changed parameters"):
             for buffer in stale:
                 buffer.start_gather()
             for buffer in stale:
@@ -305,7 +314,7 @@ class ParameterGroup:
             if indices:
                 record.indices[buffer] = indices
                 record.waiting.append(buffer)
-                token, unsharded = buffer.gather_node(token, indices, partial(complete, record, buffer))
+                token, unsharded = buffer.gather_node(token, indices, located(partial(complete, record, buffer)))
             else:
                 unsharded = [parameter.leaf for parameter in buffer.parameters]
             record.unsharded.append(unsharded)

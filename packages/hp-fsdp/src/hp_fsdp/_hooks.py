@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from hp_dtensor.platform import Platform
@@ -26,13 +25,12 @@ class ModuleState:
     def __init__(
         self,
         storage: ParameterStorage,
-        modules: Sequence[Module],
         group: ParameterGroup,
         policy: MixedPrecisionPolicy,
     ) -> None:
         self.storage = storage
         self.platform: Platform = storage.platform
-        self.modules = list(modules)
+        self.modules = group.modules
         self.group = group
         self.policy = policy
         self.context: Context | None = None

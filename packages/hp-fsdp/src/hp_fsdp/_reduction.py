@@ -12,7 +12,7 @@ from hp_dtensor.world import DONE, Work
 from hp_fsdp._buffer import FlatBuffer
 
 Tensor = Any
-Naming = Callable[[str], AbstractContextManager[None]]
+Communicating = Callable[..., AbstractContextManager[None]]  # ParameterGroup.communicating
 
 
 @dataclass(slots=True)
@@ -46,9 +46,9 @@ class Reduction:
     When it is not the last of a step, the reduced shard waits in the buffer for the next one.
     """
 
-    def __init__(self, buffer: FlatBuffer, options: ReduceOptions, is_last: bool, naming_failures: Naming) -> None:
+    def __init__(self, buffer: FlatBuffer, options: ReduceOptions, is_last: bool, communicating: Communicating) -> None:
         self._buffer = buffer
-        self._naming_failures = naming_failures
+        self._communicating = communicating
         self._all_reduce = is_last and options.all_reduce and buffer.replicate_group is not None
         self._waits_for_more = not is_last or (not options.all_reduce and buffer.replicate_group is not None)
         num_replicas = buffer.replicate_group.size if buffer.replicate_group is not None else 1
@@ -56,7 +56,7 @@ class Reduction:
         self._before, self._after = _split_factor(factor, buffer)
         self._shard: Tensor = None
         self._store: Callable[[], None] | None = None
-        with naming_failures("reduce gradients"):
+        with communicating("reduce gradients", in_backward=True):
             self._shard, self._work = self._scatter()
 
     def _scatter(self) -> tuple[Tensor, Work]:
@@ -84,11 +84,11 @@ class Reduction:
             buffer.note_pending()
         elif self._all_reduce:
             assert buffer.replicate_group is not None
-            with self._naming_failures("reduce gradients"):
+            with self._communicating("reduce gradients", in_backward=True):
                 self._work = buffer.communication.all_reduce(self._shard, buffer.replicate_group)
 
     def _wait(self) -> None:
-        with self._naming_failures("reduce gradients"):
+        with self._communicating("reduce gradients", in_backward=True):
             self._work.wait()
 
     @property
@@ -145,8 +145,8 @@ class Reducer:
         for reduction in copies:
             reduction.finish()
 
-    def start(self, buffer: FlatBuffer, options: ReduceOptions, is_last: bool, naming_failures: Naming) -> None:
-        self._running.append(Reduction(buffer, options, is_last, naming_failures))
+    def start(self, buffer: FlatBuffer, options: ReduceOptions, is_last: bool, communicating: Communicating) -> None:
+        self._running.append(Reduction(buffer, options, is_last, communicating))
 
     @property
     def held_bytes(self) -> int:

@@ -222,10 +222,6 @@ class ParameterStorage(ABC):
     def at_end_of_backward(self, callback: Callable[[], None]) -> None:
         """Call `callback` once the running backward is through; only to be called during one."""
 
-    def is_backward_running(self) -> bool:
-        """False only when it is certain that none is; so an interrupted backward is noticed."""
-        return True
-
 
 def moved_to_front(items: Sequence[Any], index: int) -> list[Any]:
     """The items with one of them first."""

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import sys
-import threading
 from collections.abc import Callable, Sequence
-from types import FrameType
 from typing import Any
 
 import mindspore as ms
@@ -34,7 +31,6 @@ class MindSporeParameterStorage(ParameterStorage):
 
     def __init__(self, platform: Platform) -> None:
         super().__init__(platform)
-        self._started = _Started()
         self._on_host: bool = platform.capabilities.host_memory  # type: ignore[attr-defined]
 
     # Memory ----------------------------------------------------------------------------------------------
@@ -165,22 +161,7 @@ class MindSporeParameterStorage(ParameterStorage):
         tensor.register_hook(lambda grad: hook())
 
     def at_end_of_backward(self, callback: Callable[[], None]) -> None:
-        self._started.backward = _starter_of_backward()
-
-        def end() -> None:
-            self._started.backward = None
-            callback()
-
-        executor.queue_backward_final_callback(end)
-
-    def is_backward_running(self) -> bool:
-        # The frame that called into the last backward is on the stack until that one returns, or raises.
-        frame: FrameType | None = sys._getframe()
-        while frame is not None and frame is not self._started.backward:
-            frame = frame.f_back
-        if frame is None:
-            self._started.backward = None
-        return frame is not None
+        executor.queue_backward_final_callback(callback)
 
 
 def _first_moved_to(x: Tensor, dim: int) -> Tensor:
@@ -190,21 +171,6 @@ def _first_moved_to(x: Tensor, dim: int) -> Tensor:
     if math.prod(x.shape) == 0:
         return share(np.empty((*x.shape[1 : dim + 1], x.shape[0], *x.shape[dim + 1 :]), HOST_DTYPES[x.dtype]), x.dtype)
     return mint.permute(x, (*range(1, dim + 1), 0, *range(dim + 1, len(x.shape))))
-
-
-class _Started(threading.local):
-    """The frame of this thread that called into a backward of which no end has been seen."""
-
-    def __init__(self) -> None:
-        self.backward: FrameType | None = None
-
-
-def _starter_of_backward() -> FrameType:
-    """Called by a hook: Python's innermost frame below the backward, whoever wrote it."""
-    frame = sys._getframe()
-    while frame.f_back is not None and frame.f_globals["__name__"].startswith((__name__, "hp_fsdp.")):
-        frame = frame.f_back
-    return frame
 
 
 def _identity(tensors: Sequence[Tensor], node: type[_Function], argument: Any) -> list[Tensor]:

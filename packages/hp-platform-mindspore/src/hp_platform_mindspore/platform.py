@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +35,8 @@ from hp_platform_mindspore.operation_names import primitives_of
 from hp_platform_mindspore.ops import build_functions, build_ops
 
 Removable.register(HookHandle)
+# MindSpore 2.9 has no hooks for a forward that raises.
+_CALLS_ALWAYS = "always_call" in inspect.signature(nn.Cell.register_forward_hook).parameters
 
 
 class MindSporePlatform(Platform):
@@ -178,13 +181,11 @@ class MindSporePlatform(Platform):
 
     # Autograd --------------------------------------------------------------------------------------------
 
-    def linear_map(
-        self, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        return autograd.linear_map(x, forward, backward)
+    _linear_map = staticmethod(autograd.linear_map)
+    _custom_function = staticmethod(autograd.custom_function)
 
-    def custom_function(self, forward: Callable[..., Any], backward: Callable[..., Any], *inputs: Tensor) -> Any:
-        return autograd.custom_function(forward, backward, *inputs)
+    def is_in_backward(self) -> bool:
+        return bool(executor.get_current_autodiff_engine_id() != -1)
 
     def backward(self, loss: Tensor, gradient: Tensor | None = None, retain_graph: bool = False) -> None:
         local = None if gradient is None else dtensor.unwrap(gradient)
@@ -314,8 +315,10 @@ class MindSporePlatform(Platform):
         module_: nn.Cell,
         hook: Callable[[nn.Cell, tuple, dict, Any], Any],
         prepend: bool = False,
+        always_call: bool = False,
     ) -> Removable:
-        return module_.register_forward_hook(hook, prepend=prepend, with_kwargs=True)
+        always = {"always_call": True} if always_call and _CALLS_ALWAYS else {}
+        return module_.register_forward_hook(hook, prepend=prepend, with_kwargs=True, **always)
 
     # Randomness, time and memory -------------------------------------------------------------------------
 

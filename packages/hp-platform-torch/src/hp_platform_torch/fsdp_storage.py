@@ -218,9 +218,6 @@ class TorchParameterStorage(ParameterStorage):
             )
         Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
 
-    def is_backward_running(self) -> bool:
-        return bool(torch._C._current_graph_task_id() != -1)
-
 
 def _bits(x: Tensor) -> Tensor:
     return x.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize])

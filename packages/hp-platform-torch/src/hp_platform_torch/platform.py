@@ -187,13 +187,11 @@ class TorchPlatform(Platform):
 
     # Autograd --------------------------------------------------------------------------------------------
 
-    def linear_map(
-        self, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        return autograd.linear_map(x, forward, backward)
+    _linear_map = staticmethod(autograd.linear_map)
+    _custom_function = staticmethod(autograd.custom_function)
 
-    def custom_function(self, forward: Callable[..., Any], backward: Callable[..., Any], *inputs: Tensor) -> Any:
-        return autograd.custom_function(forward, backward, *inputs)
+    def is_in_backward(self) -> bool:
+        return bool(torch._C._current_graph_task_id() != -1)
 
     def backward(self, loss: Tensor, gradient: Tensor | None = None, retain_graph: bool = False) -> None:
         loss.backward(gradient, retain_graph=retain_graph)
@@ -317,8 +315,11 @@ class TorchPlatform(Platform):
         module: nn.Module,
         hook: Callable[[nn.Module, tuple, dict, Any], Any],
         prepend: bool = False,
+        always_call: bool = False,
     ) -> Removable:
-        return module.register_forward_hook(hook, prepend=prepend, with_kwargs=True)  # type: ignore[return-value]
+        return module.register_forward_hook(  # type: ignore[return-value]
+            hook, prepend=prepend, with_kwargs=True, always_call=always_call
+        )
 
     # Randomness, time and memory -------------------------------------------------------------------------
 

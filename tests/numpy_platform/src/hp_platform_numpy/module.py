@@ -8,7 +8,7 @@ from typing import Any
 from hp_dtensor.platform import Removable
 from hp_platform_numpy.tensor import Tensor, alias
 
-Hooks = dict[object, Callable[..., Any]]
+Hooks = dict["Handle", Callable[..., Any]]
 
 
 def parameter(x: Tensor, requires_grad: bool = True) -> Tensor:
@@ -44,26 +44,33 @@ class Module:
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        for hook in list(self.pre_hooks.values()):
-            args, kwargs = hook(self, args, kwargs) or (args, kwargs)
-        output = self.forward(*args, **kwargs)
-        for hook in list(self.post_hooks.values()):
-            replaced = hook(self, args, kwargs, output)
-            output = output if replaced is None else replaced
+        waiting = dict(self.post_hooks)
+        try:
+            for hook in list(self.pre_hooks.values()):
+                args, kwargs = hook(self, args, kwargs) or (args, kwargs)
+            output = self.forward(*args, **kwargs)
+            for handle, hook in list(self.post_hooks.items()):
+                del waiting[handle]
+                replaced = hook(self, args, kwargs, output)
+                output = output if replaced is None else replaced
+        except Exception:
+            for hook in [hook for handle, hook in waiting.items() if handle.always_call]:
+                hook(self, args, kwargs, None)
+            raise
         return output
 
 
 class Handle(Removable):
     """A hook in a module's table."""
 
-    def __init__(self, hooks: Hooks, hook: Callable[..., Any], prepend: bool) -> None:
-        self._hooks, self._key = hooks, object()
+    def __init__(self, hooks: Hooks, hook: Callable[..., Any], prepend: bool, always_call: bool = False) -> None:
+        self._hooks, self.always_call = hooks, always_call
         rest = dict(hooks)
         hooks.clear()
-        hooks.update({self._key: hook, **rest} if prepend else {**rest, self._key: hook})
+        hooks.update({self: hook, **rest} if prepend else {**rest, self: hook})
 
     def remove(self) -> None:
-        self._hooks.pop(self._key, None)
+        self._hooks.pop(self, None)
 
 
 def named_modules(module: Module, prefix: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Module]]:

@@ -96,12 +96,12 @@ class NumpyPlatform(Platform):
 
     # Autograd --------------------------------------------------------------------------------------------
 
-    def linear_map(
+    def _linear_map(
         self, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        return self.custom_function(forward, backward, x)
+        return self._custom_function(forward, backward, x)
 
-    def custom_function(self, forward: Callable[..., Any], backward: Callable[..., Any], *inputs: Tensor) -> Any:
+    def _custom_function(self, forward: Callable[..., Any], backward: Callable[..., Any], *inputs: Tensor) -> Any:
         with tape.recording(False):
             made = forward(*map(alias, inputs))
         outputs = [alias(x) for x in (made if isinstance(made, tuple) else (made,))]
@@ -111,6 +111,9 @@ class NumpyPlatform(Platform):
                 if output.dtype in FLOATING:
                     output.node, output.index, output.requires_grad = node, index, True
         return tuple(outputs) if isinstance(made, tuple) else outputs[0]
+
+    def is_in_backward(self) -> bool:
+        return tape.is_walking()
 
     def backward(self, loss: Tensor, gradient: Tensor | None = None, retain_graph: bool = False) -> None:
         walk = tape.Walk()
@@ -199,8 +202,10 @@ class NumpyPlatform(Platform):
     def add_forward_pre_hook(self, module_: module.Module, hook: Callable, prepend: bool = False) -> Removable:
         return module.Handle(module_.pre_hooks, hook, prepend)
 
-    def add_forward_hook(self, module_: module.Module, hook: Callable, prepend: bool = False) -> Removable:
-        return module.Handle(module_.post_hooks, hook, prepend)
+    def add_forward_hook(
+        self, module_: module.Module, hook: Callable, prepend: bool = False, always_call: bool = False
+    ) -> Removable:
+        return module.Handle(module_.post_hooks, hook, prepend, always_call)
 
     # Randomness ------------------------------------------------------------------------------------------
 

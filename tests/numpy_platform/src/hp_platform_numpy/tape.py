@@ -21,10 +21,11 @@ _numbers = itertools.count()
 
 
 class _State(threading.local):
-    """Whether this thread records; simulated ranks are threads."""
+    """Whether this thread records, and whether it walks back; simulated ranks are threads."""
 
     def __init__(self) -> None:
         self.recording = True
+        self.walking = False
 
 
 _state = _State()
@@ -32,6 +33,19 @@ _state = _State()
 
 def is_recording() -> bool:
     return _state.recording
+
+
+def is_walking() -> bool:
+    return _state.walking
+
+
+@contextlib.contextmanager
+def _walking() -> Iterator[None]:
+    before, _state.walking = _state.walking, True
+    try:
+        yield
+    finally:
+        _state.walking = before
 
 
 @contextlib.contextmanager
@@ -66,7 +80,7 @@ class Walk:
     def run(self, outputs: Sequence[Tensor], gradients: Sequence[Array]) -> None:
         for x, gradient in zip(outputs, gradients, strict=True):
             self._give(x, gradient)
-        with recording(False):
+        with recording(False), _walking():
             while self._queue:
                 self._visit(-heapq.heappop(self._queue))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -176,6 +177,30 @@ def test_an_error_in_a_backward_reaches_the_caller_and_harms_nothing(hp_platform
     y = hp_platform.linear_map(x, lambda t: hp_platform.ops.mul(t, 2.0), backward)
     with pytest.raises(Exception, match="no gradient today"):
         hp_platform.backward(hp_platform.ops.sum(y))
+    assert not hp_platform.is_in_backward()
     hp_platform.set_grad(x, None)
     hp_platform.backward(hp_platform.ops.sum(hp_platform.ops.mul(x, x)))
     assert_values(hp_platform, hp_platform.get_grad(x), [2, 4, 6])
+
+
+def test_a_backward_is_known_to_run_in_its_thread_alone(hp_platform: Platform, x: Tensor) -> None:
+    seen: list[bool] = []
+
+    def look() -> None:
+        seen.append(hp_platform.is_in_backward())
+
+    def backward(g: Tensor) -> Tensor:
+        look()
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+        return g
+
+    def forward(t: Tensor) -> Tensor:
+        look()
+        return hp_platform.ops.mul(t, 1.0)
+
+    y = hp_platform.ops.sum(hp_platform.linear_map(x, forward, backward))
+    hp_platform.grad([y], [x])
+    look()
+    assert seen == [False, True, False, False]

@@ -161,6 +161,24 @@ def test_hooks_run_in_order_and_may_come_first_or_change_nothing(building: Platf
     assert order == ["first", "second", "third", "fourth"]
 
 
+@pytest.mark.parametrize("place", ["before", "inside", "after"])
+def test_a_hook_may_be_called_after_a_forward_that_raises(building: Platform, place: str) -> None:
+    block, called = Block(2), []
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError("no output today")
+
+    building.add_forward_hook(block, lambda *_: called.append("usual"))
+    if place == "after":
+        building.add_forward_hook(block, fail)
+    else:
+        building.add_forward_pre_hook({"before": block, "inside": block.up}[place], fail)
+    building.add_forward_hook(block, lambda *_: called.append("always"), always_call=True)
+    with pytest.raises(ArithmeticError, match="no output today"):
+        block(tensor(building, [[1.0, 2.0]]))
+    assert called == (["usual"] if place == "after" else []) + ["always"]
+
+
 def test_hooks_see_positional_arguments(building: Platform) -> None:
     block = Block(2)
     _fill(building, block)
