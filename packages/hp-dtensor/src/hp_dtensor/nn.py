@@ -60,7 +60,7 @@ class Module:
         if hasattr(cls, "platform"):
             return super().__new__(cls)
         platform = _building.platforms[-1] if _building.platforms else get_platform()
-        realised = _realise(cls, platform)  # type: ignore[arg-type]
+        realised = _realise(cls, platform)
         # The framework's own __new__ makes the object, which object's may not.
         return realised.__new__(realised)
 
