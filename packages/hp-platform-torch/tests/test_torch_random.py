@@ -17,6 +17,7 @@ from hp_dtensor.testing import run_ranks
 WHOLE = torch.arange(1.0, 36.0).reshape(7, 5)
 DRAWS: dict[str, Callable[[Any], Any]] = {
     "dropout": lambda x: F.dropout(x, 0.3),
+    "dropout in place": lambda x: F.dropout(x.clone(), 0.3, inplace=True),
     "dropout in evaluation": lambda x: F.dropout(x, 0.3, training=False),
     "nn.Dropout": lambda x: torch.nn.Dropout(0.5)(x),
     "rand_like": torch.rand_like,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hp_dtensor import api, implicit
+from hp_dtensor import api, implicit, in_place
 from hp_dtensor.arguments import (
     Location,
     bind,
@@ -82,6 +82,8 @@ def plan_for(platform: Platform, name: str, args: tuple[Any, ...], kwargs: Mappi
     """The cached plan of a call."""
     registration = rule_registry().get(name)
     if registration is None:
+        if in_place.writes_result_of(name):
+            return in_place.WritingPlan(platform, name, in_place.refusal(name, args, kwargs))  # type: ignore[return-value]
         if implicit.is_replicating():
             return implicit.GatheringPlan(platform, name, no_rule(name, args, kwargs))  # type: ignore[return-value]
         raise ShardingRuleError(no_rule(name, args, kwargs))
@@ -288,9 +290,12 @@ class OpPlan:
 def _plan_or_whole(
     platform: Platform, name: str, registration: Registration, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """A plan; for an operation whose shapes depend on data, and whose data all ranks have, one that makes none."""
+    """A plan; for an operation whose shapes depend on data, and whose data all ranks have, one that makes none; for one
+    in place that cannot work on the parts as they are, one that writes the result of the operation that can."""
     try:
         return _make_plan(platform, name, registration, args, kwargs)
+    except in_place.KeptPlacementError as error:
+        return in_place.WritingPlan(platform, name, str(error))
     except ShardingRuleError as error:
         tensors = [x.spec for _, x in locate_tensors(args, kwargs)]
         if not registration.data_dependent or not all(spec.is_replicated() for spec in tensors):
@@ -455,7 +460,10 @@ def _choose(
     if registration.in_place:
         found = [strategy for strategy in found if strategy.inputs[0] == strategy.outputs[0] == current[0]]
         if not found:
-            raise call.refuse(f"in place it would have to change the placement {current[0]} of its first argument")
+            refusal = call.refuse(f"in place it would have to change the placement {current[0]} of its first argument")
+            if current[0].is_partial() or not in_place.writes_result_of(call.name):
+                raise refusal
+            raise in_place.KeptPlacementError(str(refusal))
     if rule.written:
         found = [strategy for strategy in found if all(strategy.inputs[i] == current[i] for i in rule.written)]
         if not found:

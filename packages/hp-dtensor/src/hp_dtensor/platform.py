@@ -268,6 +268,10 @@ class Platform(ABC):
         """
         return getattr(self.ops, name, None)
 
+    def own_function(self, name: str) -> Callable[..., Any] | None:
+        """As `operation`, but with the arguments that the framework's users give."""
+        return self.operation(name)
+
     def operation_names(self, name: str) -> list[str]:
         """What users of the framework write for an operation that sharding rules name, sorted; for documentation."""
         return []

@@ -43,6 +43,7 @@ _SYNONYMS = {
     "swapdims": "transpose",
     "split_with_sizes": "split",
     "special_expit": "sigmoid",
+    **{f"arc{name}": f"a{name}" for name in ("cos", "cosh", "sin", "sinh", "tan", "tanh", "tan2")},
     "_threshold": "threshold",
 }
 

@@ -248,6 +248,9 @@ class TorchPlatform(Platform):
     def operation(self, name: str) -> Callable[..., Any] | None:
         return super().operation(name) or function_named(name)
 
+    def own_function(self, name: str) -> Callable[..., Any] | None:
+        return function_named(name)
+
     def operation_names(self, name: str) -> list[str]:
         return names_of(name)
 

@@ -161,6 +161,7 @@ _IN_PLACE = (
     _in_place("cumprod_", 0),
     _in_place("tril_"),
     _in_place("triu_"),
+    _in_place("addmm_", shapes=((5, 3), MATRIX, (4, 3))),
 )
 
 _REDUCTIONS = (

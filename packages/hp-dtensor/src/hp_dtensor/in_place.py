@@ -1,0 +1,59 @@
+"""Operations in place that cannot work on the parts alone: what the one that makes a new tensor gives is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from hp_dtensor.arguments import locate_tensors
+from hp_dtensor.exceptions import ShardingRuleError
+
+if TYPE_CHECKING:
+    from hp_dtensor.platform import Platform
+
+
+class KeptPlacementError(ShardingRuleError):
+    """The first argument would have to be placed differently, and is not partial."""
+
+
+def writes_result_of(name: str) -> bool:
+    """Whether an operation writes into its first argument what the one without the underscore gives."""
+    from hp_dtensor.dispatch import rule_registry
+
+    registration = rule_registry().get(name.removesuffix("_")) if name.endswith("_") else None
+    return registration is not None and not registration.view
+
+
+def refusal(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """What to say of a partial first argument to an operation that has no rule of its own in place."""
+    specs = ", ".join(repr(x.spec) for _, x in locate_tensors(args, kwargs))
+    return f"{name}({specs}): in place it would have to change the placement of its first argument; redistribute that."
+
+
+class WritingPlan:
+    """Runs an operation in place as the one that makes a new tensor, and `copy_`; it has the face of a plan of
+    `dispatch`. Placements stay, so what the rule had to make whole is cut again."""
+
+    moves: tuple[Any, ...] = ()
+    replaced: Mapping[str, Any] = {}
+    outputs: tuple[Any, ...] = ()
+
+    def __init__(self, platform: Platform, name: str, refusal: str) -> None:
+        self.platform, self.name, self.refusal = platform, name, refusal
+
+    def local(self, *_: Any) -> Any:
+        """Never called; that it is there says that the operation must come to `run` each time."""
+
+    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The first argument, written. The arguments are those of the operation in place."""
+        make, write = (self.platform.own_function(name) for name in (self.name.removesuffix("_"), "copy_"))
+        x, *rest = args or kwargs.values()
+        if make is None or write is None or any(placement.is_partial() for placement in x.spec.placements):
+            raise ShardingRuleError(self.refusal)
+        recorded = self.platform.is_grad_enabled() and self.platform.requires_grad(x)
+        source = self.platform.ops.clone(x) if recorded else x  # backward may need it as it was
+        result = make(source, *rest, **kwargs) if args else make(**dict(zip(kwargs, (source, *rest), strict=True)))
+        if tuple(result.shape) != x.spec.shape:
+            raise ShardingRuleError(f"{self.refusal} Its result {list(result.shape)} does not fit.")
+        write(x, result)
+        return x
