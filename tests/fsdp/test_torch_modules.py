@@ -93,6 +93,37 @@ def test_activation_checkpointing_costs_no_further_collective(hp_platform, where
     run_ranks(rank, 2, hp_platform)
 
 
+@pytest.mark.parametrize("bucket_size", [None, 0], ids=["one buffer", "a buffer each"])
+def test_two_backwards_through_one_forward(hp_platform, bucket_size):
+    """The loss of rank 0 leaves the last block out; all ranks reduce its gradients in both backwards all the same."""
+
+    def loss(net, rank):
+        x = net.blocks[0](net.first(batch(rank)))
+        beside = net.blocks[1](x)
+        return ((x if rank == 0 else x + beside) ** 2).mean()
+
+    class Beside(Net):
+        def forward(self, rank):
+            return loss(self, rank)
+
+    expected = Beside()
+    for rank in range(2):
+        expected(rank).backward()
+
+    def program():
+        net = shard_net(hp_platform, Beside(), bucket_size=bucket_size)
+        total = net(current_world(hp_platform).rank)
+        net.set_is_last_backward(False)
+        total.backward(retain_graph=True)
+        net.set_is_last_backward(True)
+        total.backward()
+        for (name, parameter), reference in zip(net.named_parameters(), expected.parameters(), strict=True):
+            if reference.grad is not None:
+                torch.testing.assert_close(parameter.grad.full_tensor(), reference.grad, msg=name)
+
+    run_ranks(program, 2, hp_platform)
+
+
 def test_an_interrupted_backward_is_noticed(hp_platform):
     expected = reference_grads()
 

@@ -29,6 +29,7 @@ class ForwardPass:
         ahead: groups gathered ahead in that order and not used yet.
         began: position in `used` of each group's first forward.
         left: groups in the order in which their forwards ended last.
+        frozen_calls: how often groups without trainable parameters have been called.
     """
 
     def __init__(self, token: Tensor) -> None:
@@ -39,6 +40,7 @@ class ForwardPass:
         self.ahead: list[ParameterGroup] = []
         self.began: dict[ParameterGroup, int] = {}
         self.left: list[ParameterGroup] = []
+        self.frozen_calls: dict[ParameterGroup, int] = {}
 
     def end(self) -> None:
         """Let go of the tensors: their autograd nodes hold the records, which the collector could not free."""
@@ -53,11 +55,26 @@ class ForwardPass:
 
 
 class BackwardRun:
-    """One backward: which passes it goes through and which of their groups it has reached."""
+    """One backward: which passes it goes through and which of their groups it has reached.
+
+    Attributes:
+        met: uses of parameters that this backward has come to.
+        frozen_calls: those of a pass that are behind it, by group and pass.
+        tokens: of the gathers of modules that are being recomputed.
+    """
 
     def __init__(self) -> None:
+        self.met: set[GatherRecord] = set()
+        self.frozen_calls: dict[tuple[ParameterGroup, ForwardPass], int] = {}
+        self.tokens: dict[ParameterGroup, Tensor] = {}
         self.reached: set[tuple[ParameterGroup, ForwardPass | None]] = set()
         self.to_come: dict[ForwardPass, list[ParameterGroup]] = {}
+
+    def meet(self, record: GatherRecord) -> None:
+        """All buffers of a use have gradients to come in each backward through the same forward."""
+        if record not in self.met:
+            self.met.add(record)
+            record.waiting = record.waiting or list(record.indices)
 
     def next_groups(self, forward_pass: ForwardPass) -> list[ParameterGroup]:
         """Groups not reached yet, the next one last: backward meets them in the reverse order of their ends."""
@@ -109,13 +126,14 @@ class Context:
             self._refresh([group])
         group.check_order("calls")
         group.unshard()
-        if self._backward is not None:
-            if not group.exposed:
-                self._expose(group)
-        elif not group.entered:
-            group.entered = True
+        begins = self._backward is None and not group.entered
+        group.entered = group.entered or begins
+        # Modules of the group called before, or the same one in the forward of a checkpoint, may have had no graph.
+        if begins or not group.exposed or (group.record is None and self.platform.is_grad_enabled()):
             self._expose(group)
+        if begins:
             self._prefetch_next(group)
+        if self._backward is None:
             self._watch_frozen(group, inputs)
 
     def leave(self, group: ParameterGroup, outputs: list[Tensor], is_last_module: bool) -> list[Tensor]:
@@ -124,7 +142,9 @@ class Context:
         Returns the outputs to use instead.
         """
         if self._backward is not None:
-            return outputs
+            # All buffers of a recomputed group have their turn, those without gradients too.
+            token = self._backward.tokens.pop(group, None)
+            return self.storage.join(token, outputs) if token is not None and outputs else outputs
         if group is self.root and outputs and self._pass.records:
             outputs = self.storage.join(self._pass.token, outputs)
         if outputs and group.buffers:
@@ -205,7 +225,9 @@ class Context:
 
     def _record(self, group: ParameterGroup) -> None:
         if self._backward is not None:
-            _, group.record = group.record_use(self.storage.anchor(), None, self._complete)
+            token, group.record = group.record_use(self.storage.anchor(), None, self._complete)
+            if group.record is not None:
+                self._backward.tokens[group] = token
             return
         self._pass.token, group.record = group.record_use(self._pass.token, self._pass, self._complete)
         if group.record is not None:
@@ -269,12 +291,16 @@ class Context:
             return
         tensors = [tensor for tensor in inputs() if self.platform.requires_grad(tensor)]
         missing = set(range(len(tensors)))
+        forward_pass = self._pass
 
         def known(index: int) -> None:
             missing.discard(index)
             if not missing:
-                self._free_after_backward(group)
+                missing.update(range(len(tensors)))
+                self._leave_frozen(group, forward_pass)
 
+        # Calls whose inputs need no gradients count too: backward may come to trainable modules inside of them.
+        forward_pass.frozen_calls[group] = forward_pass.frozen_calls.get(group, 0) + 1
         for index, tensor in enumerate(tensors):
             self.storage.on_gradient(tensor, located(partial(known, index)))
 
@@ -319,6 +345,14 @@ class Context:
         if forward_pass is not None:
             self._prefetch_previous(group, run.next_groups(forward_pass))
 
+    def _leave_frozen(self, group: ParameterGroup, forward_pass: ForwardPass) -> None:
+        """Backward is through one call of a group without trainable parameters."""
+        behind = self._begin_backward().frozen_calls
+        key = group, forward_pass
+        behind[key] = behind.get(key, 0) + 1
+        if behind[key] == forward_pass.frozen_calls[group]:
+            self._free_after_backward(group)
+
     def _begin_backward(self) -> BackwardRun:
         if self._backward is None:
             self._backward = BackwardRun()
@@ -343,6 +377,7 @@ class Context:
         collectives as the others, in the same order.
         """
         group = record.group
+        self._begin_backward().meet(record)
         if buffer not in record.waiting and all(grad is None for grad in grads):
             return  # passed over already
         self._reach(group, record.forward_pass)  # type: ignore[arg-type]
@@ -398,7 +433,9 @@ class Context:
                 self._complete_with_zeros(record)
 
     def _complete_with_zeros(self, record: GatherRecord) -> None:
-        for buffer in list(record.waiting):
+        self._begin_backward().meet(record)
+        # As autograd runs their nodes.
+        for buffer in reversed(record.waiting.copy()):
             self._complete(record, buffer, [None] * len(record.indices[buffer]))
 
     def reset(self) -> None:

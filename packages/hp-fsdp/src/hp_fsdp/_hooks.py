@@ -48,7 +48,10 @@ class ModuleState:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Unshard, and cast the inputs."""
         context = self.context if self.context is not None else self._become_root()
+        was_entered = self.group.entered
         context.enter(self.group, lambda: tensors_in((args, kwargs), self.platform.Tensor))
+        if self.group.entered and not was_entered:
+            self._to_come = list(self.modules)
         if self.policy.cast_forward_inputs and self.policy.param_dtype is not None:
             args, kwargs = self._cast((args, kwargs), self.policy.param_dtype)
             return args, kwargs

@@ -1,0 +1,158 @@
+"""Groups used more than once, by modules of which some are not differentiated, and by several backwards."""
+
+from __future__ import annotations
+
+import functools
+import operator
+
+import numpy
+import pytest
+from fsdp_training import held_bytes, mesh_of, whole_grads
+
+from hp_dtensor import nn
+from hp_dtensor.recompute import checkpoint
+from hp_dtensor.testing.simulated import run_ranks
+from hp_dtensor.world import current_world
+from hp_fsdp import fully_shard
+
+DIM = 5
+
+
+class Net(nn.Module):
+    """Maps between a first and a last one; `beside` leaves some of its parameters unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.a, self.b, self.last = (nn.Linear(DIM, DIM, bias=True) for _ in range(4))
+        self.beside = Beside()
+        self.frozen = Frozen()
+
+
+class Frozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x):
+        return self.outer(self.ops.tanh(self.inner(x)))
+
+
+class Beside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.map, self.unused = nn.Linear(DIM, DIM, bias=True), nn.Linear(DIM, 3)
+
+    def forward(self, x):
+        return self.ops.tanh(self.map(x))
+
+
+def frozen_twice(model, x, rank):
+    tanh = model.ops.tanh
+    return model.last(model.a(tanh(model.b(tanh(model.a(model.first(x)))))))
+
+
+def trainable_within_frozen(model, x, rank):
+    """The first call of the frozen module has an input without a gradient, and a trainable module inside."""
+    return model.last(model.frozen(model.frozen(x)))
+
+
+def partly_without_gradient(model, x, rank):
+    with model.platform.no_grad():
+        x = model.a(x)
+    return model.last(model.b(x))
+
+
+def one_called_again(model, x, rank):
+    x = model.b(model.a(x))
+    return model.last(model.ops.add(model.a(x), x))
+
+
+def recomputed_twice(model, x, rank):
+    x = model.first(x)
+    for _ in range(2):
+        x = checkpoint(model.beside, x, platform=model.platform)
+    return model.last(x)
+
+
+def recomputed_within_recomputation(model, x, rank):
+    def inner(x):
+        return checkpoint(model.a, x, platform=model.platform)
+
+    return model.last(checkpoint(inner, model.first(x), platform=model.platform))
+
+
+def not_on_rank_0(model, x, rank):
+    x = model.first(x)
+    beside = model.beside(x)
+    return model.last(x if rank == 0 else model.ops.add(x, beside))
+
+
+CASES = {
+    frozen_twice: ("a", "b"),
+    trainable_within_frozen: ("frozen.inner", "frozen"),
+    partly_without_gradient: ("a, b",),
+    one_called_again: ("a, b",),
+    recomputed_twice: ("beside",),
+    recomputed_within_recomputation: ("a",),
+    not_on_rank_0: ("beside",),
+}
+
+
+def build(platform, forward):
+    with nn.building(platform):
+        model = Net()
+    is_frozen = forward in (frozen_twice, trainable_within_frozen)
+    for index, (name, parameter) in enumerate(platform.named_parameters(model)):
+        values = numpy.random.default_rng(index).normal(size=tuple(parameter.shape)) * 0.5
+        platform.copy_(parameter, platform.from_numpy(values.astype(numpy.float32)))
+        platform.set_requires_grad(parameter, not name.startswith(("a.", "frozen.outer") if is_frozen else ()))
+    model.construct = model.forward = functools.partial(forward, model)
+    return model
+
+
+def loss(platform, model, rank, step):
+    values = numpy.random.default_rng([rank, step]).normal(size=(2, DIM)).astype(numpy.float32)
+    y = model(platform.from_numpy(values), rank)
+    return platform.ops.sum(platform.ops.mul(y, y))
+
+
+def gradients(platform, forward, rank_losses):
+    model = build(platform, forward)
+    for each in rank_losses(model):
+        platform.backward(each)
+    return whole_grads(platform, model)
+
+
+@pytest.mark.parametrize("forward", CASES, ids=lambda forward: forward.__name__)
+@pytest.mark.parametrize("bucket_size", [None, 0], ids=["one buffer", "a buffer each"])
+def test_gradients_are_those_of_one_rank(hp_platform, forward, bucket_size):
+    steps = 3
+    expected = [
+        gradients(
+            hp_platform,
+            forward,
+            lambda model, step=step: [
+                hp_platform.ops.div(loss(hp_platform, model, rank, step), 2) for rank in range(2)
+            ],
+        )
+        for step in range(steps)
+    ]
+
+    def program():
+        model, mesh = build(hp_platform, forward), mesh_of(hp_platform, 2)
+        for names in CASES[forward]:
+            modules = [operator.attrgetter(name)(model) for name in names.split(", ")]
+            fully_shard(modules, mesh, bucket_size=bucket_size, reshard_after_forward=True)
+        fully_shard(model, mesh)
+        rank = current_world(hp_platform).rank
+        for step in range(steps):
+            hp_platform.backward(loss(hp_platform, model, rank, step))
+            found = whole_grads(hp_platform, model)
+            for name, grad in expected[step].items():
+                if grad is not None:
+                    numpy.testing.assert_allclose(found[name], grad, rtol=1e-4, atol=1e-5, err_msg=name)
+            for _, parameter in hp_platform.named_parameters(model):
+                hp_platform.set_grad(parameter, None)
+            assert not any(held_bytes(model))
+
+    run_ranks(program, 2, hp_platform)
