@@ -54,6 +54,10 @@ def _in_place(name: str, *arguments: Any) -> Sample:
     return sample(name, lambda x: getattr(x.clone(), name)(*arguments), may_refuse=IN_PLACE)
 
 
+def _signs(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(x > 0, torch.ones_like(x), -torch.ones_like(x))
+
+
 SAMPLES: list[Sample] = [
     *(case for name in UNARY.split() for case in both(name)),
     *(
@@ -165,6 +169,34 @@ SAMPLES: list[Sample] = [
         sample(f"{name} {how}", lambda x, y, name=name, how=how: getattr(F, name)(x, y, reduction=how), MATRIX, MATRIX)
         for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
         for how in ("mean", "sum", "none")
+    ),
+    sample("poisson_nll_loss", F.poisson_nll_loss, MATRIX, MATRIX, positive=True),
+    sample("poisson", lambda x, y: F.poisson_nll_loss(x, y * 2, False, True), MATRIX, MATRIX, positive=True),
+    sample("gaussian_nll_loss", F.gaussian_nll_loss, MATRIX, MATRIX, MATRIX, positive=True),
+    sample("gaussian", lambda x, y, v: F.gaussian_nll_loss(x, y, v, True), MATRIX, MATRIX, (5,), positive=True),
+    sample("hinge_embedding_loss", lambda x, y: F.hinge_embedding_loss(x, _signs(y)), MATRIX, MATRIX),
+    sample("margin_ranking_loss", lambda x, y, t: F.margin_ranking_loss(x, y, _signs(t), 0.3), (5,), (5,), (5,)),
+    sample(
+        "cosine_embedding_loss", lambda x, y, t: F.cosine_embedding_loss(x, y, _signs(t), 0.1), MATRIX, MATRIX, (5,)
+    ),
+    sample("triplet_margin_loss", F.triplet_margin_loss, MATRIX, MATRIX, MATRIX),
+    sample("triplet swapped", lambda x, y, z: F.triplet_margin_loss(x, y, z, swap=True, p=1), MATRIX, MATRIX, MATRIX),
+    sample("triplets", lambda x, y, z: F.triplet_margin_with_distance_loss(x, y, z, reduction="sum"), *(MATRIX,) * 3),
+    sample("multi_margin_loss", lambda x, t: F.multi_margin_loss(x, t, 2), MATRIX, (5,), integers={1: 4}),
+    sample(
+        "multi margin",
+        lambda x, t, w: F.multi_margin_loss(x, t, weight=w.detach()),
+        MATRIX,
+        (5,),
+        (4,),
+        integers={1: 4},
+    ),
+    sample("multilabel_margin_loss", lambda x, t: F.multilabel_margin_loss(x, t - 1), MATRIX, MATRIX, integers={1: 5}),
+    sample(
+        "multilabel", lambda x, t: F.multilabel_margin_loss(x, t - 1, reduction="none"), MATRIX, MATRIX, integers={1: 5}
+    ),
+    sample(
+        "multilabel_soft_margin_loss", lambda x, t: F.multilabel_soft_margin_loss(x, (t > 0).float()), MATRIX, MATRIX
     ),
     sample("kl_div", lambda x, y: F.kl_div(x, y, reduction="batchmean"), MATRIX, MATRIX, positive=True),
     sample("nll_loss", lambda x, t: F.nll_loss(x, t, reduction="sum"), MATRIX, (5,), integers={1: 4}),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from hp_platform_torch.losses import LOSSES
 from hp_platform_torch.multihead_attention import multi_head_attention
 
 Tensor = torch.Tensor
@@ -278,7 +279,8 @@ DECOMPOSED: dict[Any, Callable[..., Any]] = {
     for name, function in _BY_NAME.items()
     for owner in (torch, torch.Tensor, F, torch._C._VariableFunctions)
     if hasattr(owner, name)
-} | {
+} | {getattr(F, name): function for name, function in LOSSES.items()}
+DECOMPOSED |= {
     torch.Tensor.mH.__get__: _adjoint,  # type: ignore[attr-defined]
     torch.Tensor.H.__get__: _adjoint,  # type: ignore[attr-defined]
 }

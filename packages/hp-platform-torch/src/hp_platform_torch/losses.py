@@ -1,0 +1,209 @@
+"""torch's less common losses as other operations, term by term as torch computes them; see `decompositions`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn import _reduction
+
+Tensor = torch.Tensor
+
+
+def _reduced(loss: Tensor, reduction: str, size_average: bool | None = None, reduce: bool | None = None) -> Tensor:
+    if size_average is not None or reduce is not None:
+        reduction = _reduction.legacy_get_string(size_average, reduce)
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{reduction} is not a valid value for reduction")
+    return loss if reduction == "none" else getattr(loss, reduction)()
+
+
+def _poisson_nll_loss(
+    input: Tensor,
+    target: Tensor,
+    log_input: bool = True,
+    full: bool = False,
+    size_average: bool | None = None,
+    eps: float = 1e-8,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    loss = input.exp() - target * input if log_input else input - target * (input + eps).log()
+    if full:
+        stirling = target * target.log() - target + 0.5 * (2 * math.pi * target).log()
+        loss = loss + stirling.masked_fill(target <= 1, 0)
+    return _reduced(loss, reduction, size_average, reduce)
+
+
+def _gaussian_nll_loss(
+    input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
+) -> Tensor:
+    if isinstance(var, float):
+        var = var * torch.ones_like(input)
+    if bool((var < 0).any()):
+        raise ValueError("var has negative entry/entries")
+    if var.shape != input.shape and input.shape[:-1] == var.shape:
+        var = var.unsqueeze(-1)
+    elif var.shape != input.shape and (input.shape[:-1] != var.shape[:-1] or var.shape[-1] != 1):
+        raise ValueError(f"var of shape {list(var.shape)} does not fit an input {list(input.shape)}")
+    var = var + (var.clamp_min(eps) - var).detach()  # the gradient is that of no clamp, as in torch
+    loss = 0.5 * (var.log() + (input - target) ** 2 / var)
+    return _reduced(loss + 0.5 * math.log(2 * math.pi) if full else loss, reduction)
+
+
+def _hinge_embedding_loss(
+    input: Tensor,
+    target: Tensor,
+    margin: float = 1.0,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    apart = torch.where(target != 1, (margin - input).clamp_min(0), 0.0)
+    return _reduced(apart + torch.where(target != -1, input, 0.0), reduction, size_average, reduce)
+
+
+def _margin_ranking_loss(
+    input1: Tensor,
+    input2: Tensor,
+    target: Tensor,
+    margin: float = 0,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    return _reduced((-target * (input1 - input2) + margin).clamp_min(0), reduction, size_average, reduce)
+
+
+def _cosine_embedding_loss(
+    input1: Tensor,
+    input2: Tensor,
+    target: Tensor,
+    margin: float = 0,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    if target.dim() > 1 or input1.dim() != target.dim() + 1 or input2.dim() != input1.dim():
+        raise ValueError(
+            f"expected vectors and a target of 0 dimensions, or matrices and one of 1, got "
+            f"{list(input1.shape)}, {list(input2.shape)} and {list(target.shape)}"
+        )
+    products = [(x * y).sum(-1) for x, y in ((input1, input2), (input1, input1), (input2, input2))]
+    cosine = products[0] / ((products[1] + 1e-12) * (products[2] + 1e-12)).sqrt()
+    alike = torch.where(target == 1, 1 - cosine, 0.0)
+    apart = torch.where(target == -1, (cosine - margin).clamp_min(0), 0.0)
+    return _reduced(alike + apart, reduction, size_average, reduce)
+
+
+def _triplet_margin_loss(
+    anchor: Tensor,
+    positive: Tensor,
+    negative: Tensor,
+    margin: float = 1.0,
+    p: float = 2,
+    eps: float = 1e-6,
+    swap: bool = False,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    def distance(x: Tensor, y: Tensor) -> Tensor:
+        return F.pairwise_distance(x, y, p, eps)
+
+    loss = _triplet_loss(anchor, positive, negative, distance, margin, swap)
+    return _reduced(loss, reduction, size_average, reduce)
+
+
+def _triplet_margin_with_distance_loss(
+    anchor: Tensor,
+    positive: Tensor,
+    negative: Tensor,
+    *,
+    distance_function: Callable[[Tensor, Tensor], Tensor] | None = None,
+    margin: float = 1.0,
+    swap: bool = False,
+    reduction: str = "mean",
+) -> Tensor:
+    distance = F.pairwise_distance if distance_function is None else distance_function
+    return _reduced(_triplet_loss(anchor, positive, negative, distance, margin, swap), reduction)
+
+
+def _triplet_loss(
+    anchor: Tensor, positive: Tensor, negative: Tensor, distance: Callable[..., Tensor], margin: float, swap: bool
+) -> Tensor:
+    near, far = distance(anchor, positive), distance(anchor, negative)
+    if swap:
+        far = torch.minimum(far, distance(positive, negative))
+    return (margin + near - far).clamp_min(0)
+
+
+def _multi_margin_loss(
+    input: Tensor,
+    target: Tensor,
+    p: int = 1,
+    margin: float = 1.0,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    if p not in (1, 2):
+        raise ValueError("only p == 1 and p == 2 supported")
+    index = target.unsqueeze(-1)
+    loss = (margin - input.gather(-1, index) + input).clamp_min(0)
+    if p == 2:
+        loss = loss * loss
+    if weight is not None:
+        loss = loss * weight[target].unsqueeze(-1)
+    others = F.one_hot(target, input.shape[-1]) == 0
+    loss = torch.where(others, loss, 0.0).sum(-1) / input.shape[-1]
+    return _reduced(loss, reduction, size_average, reduce)
+
+
+def _multilabel_margin_loss(
+    input: Tensor,
+    target: Tensor,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    """A row of the target lists classes up to the first -1; all pairs of classes are compared at once."""
+    classes = input.shape[-1]
+    listed = (target >= 0).long().cumprod(-1)
+    index = target.clamp_min(0)
+    is_target = (F.one_hot(index, classes) * listed.unsqueeze(-1)).sum(-2) > 0
+    margins = (1 - input.gather(-1, index).unsqueeze(-1) + input.unsqueeze(-2)).clamp_min(0)
+    counted = torch.where(is_target.unsqueeze(-2), 0.0, margins * listed.unsqueeze(-1))
+    return _reduced(counted.sum((-1, -2)) / classes, reduction, size_average, reduce)
+
+
+def _multilabel_soft_margin_loss(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    loss = -(target * F.logsigmoid(input) + (1 - target) * F.logsigmoid(-input))
+    if weight is not None:
+        loss = loss * weight
+    return _reduced(loss.sum(-1) / input.shape[-1], reduction, size_average, reduce)
+
+
+LOSSES: dict[str, Callable[..., Any]] = {
+    "poisson_nll_loss": _poisson_nll_loss,
+    "gaussian_nll_loss": _gaussian_nll_loss,
+    "hinge_embedding_loss": _hinge_embedding_loss,
+    "margin_ranking_loss": _margin_ranking_loss,
+    "cosine_embedding_loss": _cosine_embedding_loss,
+    "triplet_margin_loss": _triplet_margin_loss,
+    "triplet_margin_with_distance_loss": _triplet_margin_with_distance_loss,
+    "multi_margin_loss": _multi_margin_loss,
+    "multilabel_margin_loss": _multilabel_margin_loss,
+    "multilabel_soft_margin_loss": _multilabel_soft_margin_loss,
+}
