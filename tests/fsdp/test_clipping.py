@@ -69,6 +69,28 @@ def test_fsdp_tensor_and_expert_parallel_replicated_frozen_and_unused_parameters
     run_ranks(rank, 4, hp_platform)
 
 
+def test_gradients_of_several_dtypes_have_one_norm(hp_platform):
+    def rank():
+        with nn.building(hp_platform):
+            model = nn.Module()
+            for index, dtype in enumerate(("float64", "float32", "float16")):
+                values = numpy.arange(5 + index).astype(dtype)
+                setattr(model, dtype, hp_platform.Parameter(hp_platform.from_numpy(values)))
+        fully_shard(model, init_device_mesh("cpu", (2,), platform=hp_platform))
+        parameters = [p for _, p in hp_platform.named_parameters(model)]
+        for parameter in parameters:
+            hp_platform.set_grad(parameter, hp_platform.detach(parameter))
+        before = [whole(hp_platform, hp_platform.get_grad(p)) for p in parameters]
+        norm = float(hp_platform.to_numpy(clip_grad_norm_(parameters, 1.0)))
+        assert norm == pytest.approx(_norm(before, 2.0), rel=1e-6)
+        for old, parameter in zip(before, parameters, strict=True):
+            clipped = whole(hp_platform, hp_platform.get_grad(parameter))
+            assert clipped.dtype == old.dtype
+            numpy.testing.assert_allclose(clipped, old / norm, rtol=1e-3)
+
+    run_ranks(rank, 2, hp_platform)
+
+
 def _stage(platform, sizes):
     """A linear map of this stage's own, sharded over the stage's ranks, with gradients; and its mesh."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "shard"), platform=platform)

@@ -276,7 +276,9 @@ class TorchPlatform(Platform):
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
         total = torch.zeros((), dtype=torch.float32, device=self.device)
         for together in _by_device(tensors).values():
-            total = total + torch.stack(torch._foreach_norm(together, 2, dtype=torch.float32)).square_().sum()
+            # Torch narrows no norm of its own accord.
+            dtype = torch.float64 if any(x.dtype is torch.float64 for x in together) else torch.float32
+            total = total + torch.stack(torch._foreach_norm(together, 2, dtype=dtype)).square_().sum().float()
         return total
 
     def scale_(self, tensors: Sequence[Tensor], factor: Tensor) -> None:
