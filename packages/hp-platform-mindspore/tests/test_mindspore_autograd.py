@@ -186,6 +186,33 @@ def test_what_cannot_be_differentiated_is_said(platform):
         platform.backward(platform.ops.mul(leaf(platform, 2), 2.0))
 
 
+def off_the_main_thread(function):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(function()), name="worker")
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_another_thread_records_once_it_is_told_to(platform):
+    x = leaf(platform, 3)
+
+    def unrecorded():
+        loss = total(platform, x * x)
+        for call in (lambda: platform.backward(loss), lambda: platform.grad([loss], [x])):
+            with pytest.raises(RuntimeError, match=r"thread 'worker'.*enable_grad") as error:
+                call()
+        return str(error.value)
+
+    def recorded():
+        with platform.enable_grad():
+            platform.backward(total(platform, x * x))
+        return platform.get_grad(x).asnumpy()
+
+    assert "grad: the loss" in off_the_main_thread(unrecorded)
+    np.testing.assert_allclose(off_the_main_thread(recorded), 2 * x.asnumpy(), rtol=1e-6)
+
+
 def test_contiguous_and_detach_in_the_graph(platform):
     x = leaf(platform, 2, 3)
     turned = platform.contiguous(platform.ops.transpose(x, 0, 1))

@@ -73,11 +73,27 @@ def normalized(x, axes):
     return (x - x.mean(axes, keepdims=True)) / np.sqrt(x.var(axes, keepdims=True) + 1e-5)
 
 
+PRODUCTS = [
+    ((1,), (1, 1, 4)), ((3,), (2, 3, 4)), ((1, 1), (1, 1, 4)), ((2, 1), (1, 3, 1, 4)), ((1, 1, 3), (3,)),
+    ((1, 2, 3), (1, 3, 3, 1)), ((3, 2, 1), (1, 1, 4)), ((2, 3, 1, 3), (1, 3, 4)), ((2, 3, 2, 3), (1, 3, 1)),
+    ((1, 3, 2, 1), (1, 1, 1, 4)), ((3, 1, 2, 3), (2, 3, 4)), ((3,), (3,)), ((1, 2, 1), (2, 1, 4)),
+]  # fmt: skip
+"""Shapes for which MindSpore's own gradient fails, has another shape, or does not."""
+
 IDS = np.array([3, 0, 3])
 ROWS = np.array([[0, 3, 1, 1], [2, 3, 4, 1]])
 MATRIX = values(5, 4)
 
 CASES = {
+    **{
+        f"matmul {left} {right}": ([values(*left), values(*right)], lambda f, x, y: f("matmul")(x, y), np.matmul)
+        for left, right in PRODUCTS
+    },
+    "cumprod of zeros": (
+        [np.array([[2.0, 0.5], [0.0, 3.0], [3.0, 0.0], [0.5, 0.0], [4.0, 2.0]])],
+        lambda f, x: f("cumprod")(x, 0),
+        lambda x: np.cumprod(x, 0),
+    ),
     "conv1d": (
         [values(2, 4, 7), values(6, 2, 3), values(6)],
         lambda f, x, w, b: f("conv1d")(x, w, b, 2, 1, 1, 2),

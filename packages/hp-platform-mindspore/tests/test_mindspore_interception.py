@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 
+import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, mint
+from mindspore import Tensor, mint, ops
 
 from hp_dtensor.api import from_local
 from hp_dtensor.dtensor import DTensor
+from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Shard
 from hp_dtensor.world import SilentWorld
@@ -89,3 +91,57 @@ def test_results_are_dtensors_or_errors(platform, name):
             continue
         plain = [x for x in tensors_of(result) if not isinstance(x, DTensor) and x.size]
         assert not plain, f"{name}{rest} gave plain tensors of shapes {[x.shape for x in plain]}"
+
+
+LIKE = {
+    "ops.rand_like": lambda x, dtype: ops.rand_like(x, dtype=dtype),
+    "ops.randn_like": lambda x, dtype: ops.randn_like(x, dtype=dtype),
+    "ops.full_like": lambda x, dtype: ops.full_like(x, 3, dtype=dtype),
+    "ops.zeros_like": lambda x, dtype: ops.zeros_like(x, dtype=dtype),
+    "ops.ones_like": lambda x, dtype: ops.ones_like(x, dtype=dtype),
+    "mint.rand_like": lambda x, dtype: mint.rand_like(x, dtype=dtype),
+    "mint.randn_like": lambda x, dtype: mint.randn_like(x, dtype=dtype),
+    "mint.full_like": lambda x, dtype: mint.full_like(x, 3, dtype=dtype),
+    "mint.zeros_like": lambda x, dtype: mint.zeros_like(x, dtype=dtype),
+    "mint.ones_like": lambda x, dtype: mint.ones_like(x, dtype=dtype),
+}
+
+
+@pytest.mark.parametrize("dtype", [None, ms.float16], ids=str)
+@pytest.mark.parametrize("name", LIKE)
+def test_what_is_made_like_a_dtensor_is_placed_like_it(platform, name, dtype):
+    x = cut(platform, np.linspace(0.5, 2.0, 20, dtype=np.float32).reshape(5, 4))
+    made = LIKE[name](x, dtype)
+    assert (made.placements, made.shape, made.dtype) == (x.placements, (5, 4), dtype or ms.float32)
+
+
+def test_random_numbers_of_a_function_of_mindspores_follow_the_platforms_seed(platform):
+    x = cut(platform, np.zeros((5, 4), np.float32))
+    drawn = []
+    for random_like in (ops.rand_like, mint.rand_like, platform.operation("rand_like")):
+        platform.manual_seed(3)
+        drawn.append(platform.to_numpy(random_like(x).to_local()).tolist())
+    platform.manual_seed(3)
+    whole = platform.operation("rand_like")(Tensor(np.zeros((5, 4), np.float32)))
+    assert drawn == [platform.to_numpy(whole)[:3].tolist()] * 3
+
+
+def test_a_seed_of_one_call_is_refused(platform):
+    x = cut(platform, np.zeros((5, 4), np.float32))
+    with pytest.raises(CapabilityError, match="manual_seed"):
+        ops.rand_like(x, 3)
+    with pytest.raises(CapabilityError, match="random_"):
+        ops.randint_like(cut(platform, np.zeros((5, 4), np.int32)), 0, 5)
+
+
+@pytest.mark.parametrize("form", ["function", "method"])
+def test_every_piece_is_a_dtensor(platform, form):
+    x = cut(platform, np.zeros((5, 4), np.float32))
+    pieces = ops.tensor_split(x, 7) if form == "function" else x.tensor_split(7)
+    assert [(type(piece), piece.shape[0]) for piece in pieces] == [(platform.DTensor, n) for n in (1, 1, 1, 1, 1, 0, 0)]
+
+
+def test_functions_of_plain_tensors_are_mindspores_own(platform):
+    x = Tensor(np.zeros((5, 4), np.float32))
+    assert type(ops.full_like(x, 3)) is Tensor
+    assert [piece.shape for piece in ops.tensor_split(x, (2,))] == [(2, 4), (3, 4)]

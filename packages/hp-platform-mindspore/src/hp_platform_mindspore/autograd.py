@@ -8,6 +8,7 @@ that `no_grad` means.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
@@ -120,11 +121,7 @@ def backward(loss: Tensor, gradient: Tensor | None, retain_graph: bool) -> None:
         RuntimeError: `loss` was not recorded.
         ValueError: `gradient` is missing and `loss` is no scalar.
     """
-    if not loss._requires_grad:
-        raise RuntimeError(
-            "backward: the loss does not depend on anything that requires a gradient, or was computed while "
-            "nothing was recorded (no_grad, or after mindspore.value_and_grad without a new forward)"
-        )
+    _check_recorded("backward", [loss])
     arm()
     _run_backward(
         (loss,),
@@ -144,7 +141,11 @@ def grad(
 
     MindSpore finds no gradient of a leaf, or of anything further up, in a run that is also asked for the result
     of an operation; so each of those gets a run of its own.
+
+    Raises:
+        RuntimeError: none of the outputs was recorded.
     """
+    _check_recorded("grad", outputs)
     grads = output_grads if output_grads is not None else [None] * len(outputs)
     seeds = tuple(_output_grad(y, g) for y, g in zip(outputs, grads, strict=True))
     leaves = [i for i, x in enumerate(inputs) if x._is_leaf]
@@ -160,6 +161,22 @@ def grad(
         for i, result in zip(wanted, results, strict=True):
             found[i] = result
     return found
+
+
+def _check_recorded(name: str, outputs: Sequence[Tensor]) -> None:
+    if any(x._requires_grad for x in outputs):
+        return
+    message = (
+        f"{name}: the loss does not depend on anything that requires a gradient, or was computed while "
+        "nothing was recorded (no_grad, or after mindspore.value_and_grad without a new forward)"
+    )
+    thread = threading.current_thread()
+    if thread is not threading.main_thread():
+        message += (
+            f". This is thread {thread.name!r}: off the main thread MindSpore records only after "
+            "platform.enable_grad() was entered there, or a module of the platform called"
+        )
+    raise RuntimeError(message)
 
 
 def _output_grad(output: Tensor, gradient: Tensor | None) -> Tensor:

@@ -7,7 +7,6 @@ program calls on a DTensor directly (`x + y`, `mint.matmul`, `x.sum()`).
 
 from __future__ import annotations
 
-import functools
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from typing import Any, NoReturn
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, mint, ops
+from mindspore import Tensor, mint
 from mindspore._c_expression import NoFallbackGuard
 from mindspore.graph.api import _pynative_executor as executor
 
@@ -27,11 +26,12 @@ from hp_dtensor.exceptions import CapabilityError, MixedOperandsError, Placement
 from hp_dtensor.rules.pointwise import LINEAR_UNARY, NONLINEAR
 from hp_dtensor.spec import TensorSpec
 from hp_platform_mindspore import kernels
+from hp_platform_mindspore.autograd import GradMode
 from hp_platform_mindspore.composed_primitives import COMPOSED
 from hp_platform_mindspore.empty import unless_empty
 from hp_platform_mindspore.functions import FOUND
 from hp_platform_mindspore.in_place import SHARING, remember_sharing, set_item
-from hp_platform_mindspore.memory import host_view, share
+from hp_platform_mindspore.memory import numbers
 from hp_platform_mindspore.operation_names import WITHOUT_KERNEL, caller, canonical, is_older_kind
 
 POINTWISE = frozenset(f"{NONLINEAR} {LINEAR_UNARY} alias".split())
@@ -211,7 +211,7 @@ class MindSporeDTensor(DTensor, Tensor):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        local = None if value is None else _local_gradient(self, value)
+        local = None if value is None else local_gradient(self, value)
         if self._awaited_gradient is not None:
             self._awaited_gradient.drop()
         self.__dict__.pop("_grad_wrapper", None)
@@ -269,7 +269,7 @@ class MindSporeDTensor(DTensor, Tensor):
     def __repr__(self) -> str:
         kind = "Parameter of DTensor" if isinstance(self, ms.Parameter) else "DTensor"
         spec = self._spec
-        local = np.array2string(host_view(self), threshold=20, separator=", ")
+        local = np.array2string(numbers(self), threshold=20, separator=", ")
         return (
             f"{kind}({list(spec.shape)}, {spec.dtype}, {spec.describe_placements()} on mesh {spec.mesh.describe()}, "
             f"local={local})"
@@ -286,13 +286,29 @@ class MindSporeDTensor(DTensor, Tensor):
             return memo[id(self)]
         if not self._is_leaf:
             raise RuntimeError("only leaf tensors can be deep-copied; this one is the result of an operation")
-        twin = wrap(share(host_view(self).copy()), self._spec)
+        twin = wrap(_copied(self), self._spec)
         if isinstance(self, ms.Parameter):
             twin = Parameter(twin, requires_grad=self.requires_grad, name=self.name)
         elif self._requires_grad:
             twin.requires_grad_(True)
         memo[id(self)] = twin
         return twin
+
+    def clone(self, init: Any = "same") -> Any:
+        """A copy; of a parameter one with the same values, with a number or with ones or zeros, as optimizers make
+        their state."""
+        if not isinstance(self, ms.Parameter):
+            return Tensor.clone(self)
+        from hp_platform_mindspore.module import Parameter
+
+        value = {"zeros": 0, "ones": 1}.get(init, init) if isinstance(init, str) else init
+        if isinstance(value, (int, float)):
+            local = kernels.full(self._shape, value, self.dtype)
+        elif value == "same":
+            local = _copied(self)
+        else:
+            raise CapabilityError(f"clone of a DTensor parameter: expected same, zeros, ones or a number, got {init!r}")
+        return Parameter(wrap(local, self._spec), requires_grad=self.requires_grad, name=self.name)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
@@ -327,6 +343,12 @@ def _graph_alias(x: Tensor) -> Tensor:
         return mint.reshape(x, x._shape)
 
 
+def _copied(x: Tensor) -> Tensor:
+    """The local data of a DTensor in storage of its own."""
+    with GradMode(False):
+        return kernels.clone(Tensor.data.__get__(x))
+
+
 def _unwrapped(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)([_unwrapped(item) for item in value])
@@ -354,51 +376,6 @@ def dispatched(platform: Any, name: str, kernel: Callable[..., Any], args: tuple
 _getitem = unwrapping(kernels.getitem)
 
 
-def intercept_lists() -> None:
-    """MindSpore looks for tensor subclasses among arguments but not, in primitives of the older kind, in lists.
-
-    `check_elim`, which it asks before it runs a primitive, may give the result itself.
-    """
-    for primitive, name in (
-        (ops.operations.Stack, "stack"),
-        (ops.operations.AddN, "addn"),
-        (ops.operations.Einsum, "einsum"),
-    ):
-        if not hasattr(primitive.check_elim, "__wrapped__"):
-            primitive.check_elim = _of_list(primitive.check_elim, name)
-    if ms.__version__.startswith("2.9"):  # which asks in no list at all
-        for name in ("cat", "concat"):
-            if not hasattr(getattr(mint, name), "__wrapped__"):
-                setattr(mint, name, _joining(getattr(mint, name)))
-
-
-def _joining(own: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(own)
-    def cat(tensors: Any, dim: int = 0) -> Any:
-        found = next((x for x in tensors if isinstance(x, MindSporeDTensor)), None)
-        if found is None or is_local():
-            return own(tensors, dim)
-        return found._spec.mesh.platform.ops.cat(list(tensors), dim)
-
-    return cat
-
-
-def _of_list(own: Callable[..., Any], name: str) -> Callable[..., Any]:
-    @functools.wraps(own)
-    def check_elim(self: Any, *args: Any) -> tuple[bool, Any]:
-        tensors = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
-        found = next((x for x in tensors if isinstance(x, MindSporeDTensor)), None)
-        if found is None or is_local():
-            return own(self, *args)
-        if name == "stack":
-            return True, found._spec.mesh.platform.ops.stack(list(tensors), self.axis)
-        if name == "einsum":
-            return True, found._spec.mesh.platform.operation("einsum")(self.equation, *tensors)
-        return True, functools.reduce(lambda x, y: x + y, tensors)
-
-    return check_elim
-
-
 def _copy_(platform: Any, target: MindSporeDTensor, source: Any, *_: Any) -> MindSporeDTensor:
     if not isinstance(source, MindSporeDTensor):
         raise MixedOperandsError("copy_ into a DTensor: expected a DTensor, got a plain tensor; distribute it first")
@@ -412,7 +389,7 @@ def _whole(x: MindSporeDTensor) -> Tensor:
     return x._spec.mesh.platform.detach(x.full_tensor())
 
 
-def _local_gradient(x: MindSporeDTensor, value: Tensor) -> Tensor:
+def local_gradient(x: MindSporeDTensor, value: Tensor) -> Tensor:
     """`value` (a DTensor, or a local shard) as the local gradient of `x`."""
     wanted = grad_spec(x._spec)
     if not isinstance(value, MindSporeDTensor):

@@ -6,6 +6,7 @@ primitives that MindSpore's own functions are made of. `FOUND` are MindSpore's o
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 from mindspore import Tensor, mint, ops
 
 from hp_platform_mindspore import kernels, ordering, pointwise, products, scattering, spatial
+from hp_platform_mindspore.autograd import custom_function, is_recording
 from hp_platform_mindspore.empty import filled, is_empty
 from hp_platform_mindspore.kernels import Dims, gather, total
 from hp_platform_mindspore.memory import numbers, share
@@ -111,8 +113,23 @@ def spread(name: str) -> Callable[..., Any]:
 
 
 def cumprod(x: Tensor, dim: int, dtype: Any = None) -> Tensor:
+    """With the right gradient where an element is zero, by which MindSpore's own divides."""
     x = x if dtype is None else x.astype(dtype)
-    return mint.cumprod(x, dim) if x.size else kernels.clone(x)
+    if is_empty(x):
+        return kernels.clone(x)
+    if not is_recording(x):
+        return mint.cumprod(x, dim)
+    factors = np.moveaxis(numbers(x).copy(), dim, 0)
+
+    def gradient(grad: Tensor) -> Tensor:
+        before = np.ones_like(factors)
+        np.cumprod(factors[:-1], 0, out=before[1:])
+        later = np.moveaxis(numbers(grad).copy(), dim, 0)
+        for i in reversed(range(len(later) - 1)):
+            later[i] += factors[i + 1] * later[i + 1]
+        return share(np.ascontiguousarray(np.moveaxis(before * later, 0, dim)))
+
+    return custom_function(lambda t: mint.cumprod(t, dim), gradient, x)
 
 
 def logcumsumexp(x: Tensor, dim: int) -> Tensor:
@@ -182,6 +199,19 @@ def cdist(x: Tensor, y: Tensor, p: float = 2.0, compute_mode: str | None = None)
 
 def unbind(x: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
     return tuple(mint.squeeze(piece, dim) for piece in mint.split(x, 1, dim)) if x.shape[dim] else ()
+
+
+def tensor_split(x: Tensor, indices_or_sections: int | Sequence[int], dim: int = 0) -> tuple[Tensor, ...]:
+    """Pieces of sizes that differ by one at most, or between places, which are as a slice's bounds; some are empty."""
+    size = x.shape[dim]
+    if isinstance(indices_or_sections, int):
+        if indices_or_sections < 1:
+            raise ValueError(f"tensor_split: expected one section or more, got {indices_or_sections}")
+        each, longer = divmod(size, indices_or_sections)
+        bounds = [i * each + min(i, longer) for i in range(indices_or_sections + 1)]
+    else:
+        bounds = [0, *(slice(i).indices(size)[1] for i in indices_or_sections), size]
+    return tuple(mint.narrow(x, dim, start, max(0, end - start)) for start, end in itertools.pairwise(bounds))
 
 
 def group_norm(x: Tensor, groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Tensor:
@@ -303,7 +333,7 @@ _OF_OPS = """
     log2 log10 lgamma digamma sgn signbit acos asin acosh atan2 fmax logaddexp2 hypot true_divide bitwise_or
     bitwise_xor bitwise_left_shift bitwise_right_shift heaviside nextafter ldexp addcmul addcdiv type_as mm mv inner
     addmm addmv addr addbmm baddbmm adjoint movedim moveaxis fliplr flipud rot90 vstack column_stack atleast_2d
-    tensor_split hsplit vsplit pixel_shuffle pixel_unshuffle kron
+    pixel_shuffle pixel_unshuffle kron
 """
 _OF_F = "hardswish hardsigmoid hardshrink softshrink glu broadcast_to"
 _METHODS = "float double int long short bool byte half bfloat16 contiguous to type view new_zeros new_ones new_empty"
@@ -314,13 +344,16 @@ FOUND: dict[str, Callable[..., Any]] = {
     **{name: getattr(F, name) for name in _OF_F.split()},
     **{name: (lambda x, *args, name=name: getattr(x, name)(*args)) for name in _METHODS.split()},
     "flatten": mint.flatten,
+    "tensor_split": tensor_split,
+    "hsplit": lambda x, parts: tensor_split(x, parts, 0 if x.ndim == 1 else 1),
+    "vsplit": lambda x, parts: tensor_split(x, parts, 0),
 }
 
 
 NOT_ON_DTENSORS = frozenset(
     """
-    mint.einsum ops.bernoulli ops.multinomial ops.rand_like ops.randn_like ops.full_like ops.scatter_add ops.bincount
-    ops.count_nonzero ops.threshold ops.diag_embed ops.unique ops.max_pool3d ops.adaptive_max_pool3d
+    mint.einsum ops.bernoulli ops.multinomial ops.scatter_add ops.bincount ops.count_nonzero ops.threshold
+    ops.diag_embed ops.unique ops.max_pool3d ops.adaptive_max_pool3d
     """.split()
 )
 """Functions that have an operation's name and refuse DTensors, mean something else, or make plain tensors."""

@@ -168,15 +168,30 @@ def cumsum(x: Tensor, dim: int, dtype: Any = None) -> Tensor:
 
 
 def matmul(x: Tensor, y: Tensor) -> Tensor:
+    """As matrices or batches of matrices of equal shape: MindSpore's gradient of other products fails where sizes are
+    1, and has other shapes than its operands where one is a vector.
+    """
     if is_empty(x, y):
         return filled(0, _product_shape(x.shape, y.shape), x, y)
-    # The gradient of matmul fails for [1, m, 1] times [1, 1, n], and has another shape than [1, 1, k] times [k, n].
-    if x.ndim == y.ndim == 3 and x.shape[0] == y.shape[0]:
-        return mint.bmm(x, y)
-    if x.ndim > 2 and y.ndim == 2:
+    if x.ndim == 1:
+        return mint.squeeze(matmul(mint.unsqueeze(x, 0), y), -1 if y.ndim == 1 else -2)
+    if y.ndim == 1:
+        return mint.squeeze(matmul(x, mint.unsqueeze(y, 1)), -1)
+    if x.ndim == y.ndim == 2:
+        return mint.matmul(x, y)
+    if y.ndim == 2:
         rows = mint.reshape(x, (-1, x.shape[-1]))
         return mint.reshape(mint.matmul(rows, y), (*x.shape[:-1], y.shape[-1]))
-    return mint.matmul(x, y)
+    if x.ndim == y.ndim == 3 and x.shape[0] == y.shape[0]:
+        return mint.bmm(x, y)
+    batch = np.broadcast_shapes(x.shape[:-2], y.shape[:-2])
+    product = mint.bmm(_batch_of(x, batch), _batch_of(y, batch))
+    return mint.reshape(product, (*batch, *product.shape[-2:]))
+
+
+def _batch_of(x: Tensor, batch: tuple[int, ...]) -> Tensor:
+    """`x` broadcast to a batch of matrices, with one batch dimension."""
+    return mint.reshape(expand(x, (*batch, *x.shape[-2:])), (-1, *x.shape[-2:]))
 
 
 def _product_shape(x: tuple[int, ...], y: tuple[int, ...]) -> tuple[int, ...]:

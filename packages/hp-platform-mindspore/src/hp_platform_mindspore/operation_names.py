@@ -337,6 +337,12 @@ def _first(count: int) -> Adapter:
     return lambda args, kwargs: (args[:count], {})
 
 
+def _random_like(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """Seed and offset are MindSpore's generator's."""
+    x, _, _, wanted, *_ = args
+    return (x,), {} if wanted is None else {"dtype": dtype_of(wanted)}
+
+
 def _typed(*names: str) -> Adapter:
     """Arguments after the tensor by name, the last of them a dtype, which is left out where there is none."""
 
@@ -522,8 +528,10 @@ ADAPTED: dict[str, tuple[str, Adapter]] = {
     "Dropout1dExt": ("dropout1d", _first(3)),
     "Dropout2dExt": ("dropout2d", _first(3)),
     "Dropout3dExt": ("dropout3d", _first(3)),
-    "RandLikeExt": ("rand_like", _first(1)),
-    "RandnLike": ("randn_like", _first(1)),
+    "RandLikeExt": ("rand_like", _random_like),
+    "RandnLike": ("randn_like", _random_like),
+    "ZerosLikeExt": ("zeros_like", _typed("dtype")),
+    "OnesLikeExt": ("ones_like", _typed("dtype")),
     "BernoulliExt": ("bernoulli", _first(1)),
     "MultinomialExt": ("multinomial", _first(3)),
     **{f"UpsampleNearest{n}D": ("interpolate", _upsampled("nearest")) for n in (1, 2, 3)},

@@ -1,6 +1,7 @@
 """Optimizers of torch's kind: `param_groups`, `state` by parameter, `step()`.
 
-MindSpore's own take no DTensors; on CPU its AdamW has no kernel, and its SGD changes nothing.
+On CPU `mindspore.mint.optim`'s AdamW has no kernel, and its SGD changes nothing; those of
+`mindspore.experimental.optim` take DTensors (`optimizer_step.py`), but have neither `state` nor `step()`.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from hp_dtensor.exceptions import CapabilityError, PlatformError
 from hp_dtensor.platform import Platform, Removable
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.world import World
-from hp_platform_mindspore import autograd, dtensor, module
+from hp_platform_mindspore import autograd, dtensor, interception, module, optimizer_step
 from hp_platform_mindspore.capabilities import ASCEND, CPU, Capabilities
 from hp_platform_mindspore.functions import FOUND, names_of
 from hp_platform_mindspore.groups import MindSporeWorld
@@ -58,7 +58,8 @@ class MindSporePlatform(Platform):
         self.capabilities = _choose_device()
         self.device_types = ("cpu",) if self.capabilities is CPU else (self.capabilities.device_type, "cpu")
         self.ops = build_ops(self)
-        dtensor.intercept_lists()
+        interception.intercept()
+        optimizer_step.install()
         self.functions = build_functions(self)
         self.operations = Operations(self)
         self._generator = np.random.Generator(np.random.Philox())
@@ -154,12 +155,12 @@ class MindSporePlatform(Platform):
             raise ValueError(f"copy_: expected a source of shape {list(target._shape)}, got {list(source._shape)}")
         if self.capabilities.host_memory:
             copy(target, source)
-            self._count_write(target)
+            self.count_write(target)
         else:
             with autograd.GradMode(False), dtensor.LocalOperations():
                 target.copy_(mint.reshape(source, target._shape))
 
-    def _count_write(self, target: Tensor) -> None:
+    def count_write(self, target: Tensor) -> None:
         """Tell autograd of a write that it has not seen."""
         if set_versions is not None:
             set_versions([target], [target._version + 1])

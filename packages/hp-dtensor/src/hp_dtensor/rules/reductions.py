@@ -147,6 +147,7 @@ def _spread(call: OpCall) -> Factorization:
 
 
 def _mean(call: OpCall) -> Factorization:
+    check_floating(call, call["dtype"])
     (spec,) = call.tensors
     dims, sizes = names_for("d", spec.shape)
     gone = reduced_dims(call, spec.ndim)

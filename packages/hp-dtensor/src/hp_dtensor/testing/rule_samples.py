@@ -91,6 +91,8 @@ SAMPLES: tuple[Sample, ...] = (
     _binary("matmul", (2, 5, 4), (4, 3)),
     _binary("matmul", (2, 3, 4), (2, 4, 5)),
     _binary("matmul", (3, 4), (4,)),
+    _binary("matmul", (4,), (2, 4, 3)),
+    _binary("matmul", (1, 3, 1), (2, 1, 4)),
     _binary("bmm", (3, 2, 4), (3, 4, 2)),
     Sample("linear", ((3, 5, 4), (6, 4)), lambda ops, x, w: ops.linear(x, w)),
     Sample("linear bias", ((5, 4), (3, 4), (3,)), lambda ops, x, w, b: ops.linear(x, w, b)),
