@@ -8,7 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hp_dtensor import DeviceMesh, DTensor, Partial, Replicate, Shard, distribute_tensor, from_local
+from hp_dtensor import (
+    DeviceMesh,
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    SkipDTensorDispatch,
+    distribute_tensor,
+    from_local,
+)
 from hp_dtensor.platform import Platform
 from hp_dtensor.testing import run_ranks
 
@@ -57,6 +66,15 @@ def _rows(platform: Platform) -> tuple[int, list[Any]]:
 
 def test_length_and_iteration_are_over_the_whole(hp_platform: Platform) -> None:
     assert run_ranks(_rows, 2, hp_platform, hp_platform) == [(3, WHOLE.tolist())] * 2
+
+
+def test_length_is_that_of_the_shape_where_operations_are_local_too(hp_platform: Platform) -> None:
+    def rank() -> None:
+        x = _sharded(hp_platform)
+        with SkipDTensorDispatch(hp_platform):
+            assert len(x) == x.shape[0]
+
+    run_ranks(rank, 2, hp_platform)
 
 
 def test_a_scalar_has_no_length(hp_platform: Platform) -> None:

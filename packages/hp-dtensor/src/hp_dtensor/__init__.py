@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         split_group,
     )
     from hp_dtensor.redistribute import CostModel, plan_redistribute
+    from hp_dtensor.rules.own import sharding_rule
     from hp_dtensor.selection import get_platform
     from hp_dtensor.shard import ShardingPlan, parallelize_value_and_grad, shard_module
     from hp_dtensor.spec import TensorSpec
@@ -78,6 +79,7 @@ _HOMES = {
         "split_group",
     ),
     "redistribute": ("CostModel", "plan_redistribute"),
+    "rules.own": ("sharding_rule",),
     "selection": ("get_platform",),
     "shard": ("ShardingPlan", "parallelize_value_and_grad", "shard_module"),
     "spec": ("TensorSpec",),
@@ -164,6 +166,7 @@ __all__ = [
     "record_collectives",
     "replicate_like",
     "shard_module",
+    "sharding_rule",
     "split_group",
     "visualize_sharding",
     "zeros",

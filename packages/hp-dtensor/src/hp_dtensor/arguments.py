@@ -163,5 +163,5 @@ def no_rule(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     specs = ", ".join(repr(x.spec) for _, x in locate_tensors(args, kwargs))
     return (
         f"operation {name!r} has no sharding rule; called with {specs}. Redistribute and use to_local(), "
-        "wrap the region with local_map, or register a rule (hook hp_sharding_rules)."
+        "wrap the region with local_map, or give it a rule (sharding_rule; in a plugin, the hook hp_sharding_rules)."
     )

@@ -141,9 +141,10 @@ class TorchDTensor(DTensor, torch.Tensor):
         raise ShardingRuleError("set_ of a DTensor would leave its spec behind; use x.data = another DTensor")
 
     def __len__(self) -> int:
-        if not self._spec.shape:
+        shape = self.shape
+        if not shape:
             raise TypeError("len() of a 0-d tensor")
-        return self._spec.shape[0]
+        return shape[0]
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self.unbind(0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -122,6 +123,15 @@ class RuleRegistry:
             if name in self._registrations:
                 raise ValueError(f"operation {name!r} has a sharding rule already")
             self._registrations[name] = registration
+
+    def add(self, name: str, registration: Registration) -> str:
+        """Register an operation of a user's own, and return its name: another one where `name` is taken."""
+        free = (
+            each for each in itertools.chain([name], (f"{name} {i}" for i in itertools.count(2))) if not self.get(each)
+        )
+        chosen = next(free)
+        self._registrations[chosen] = registration
+        return chosen
 
     def get(self, name: str) -> Registration | None:
         return self._registrations.get(name)

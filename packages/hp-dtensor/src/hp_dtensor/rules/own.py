@@ -1,0 +1,163 @@
+"""Sharding rules of users' own operations: a line of factors beside the function."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from hp_dtensor.arguments import locate_tensors
+from hp_dtensor.dtensor import DTensor
+from hp_dtensor.rules.factors import Dims, Factorization
+from hp_dtensor.rules.registry import REQUIRED, OpCall, Parameter, Registration
+from hp_dtensor.trees import map_tensors
+from hp_dtensor.world import REDUCE_OPS
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+REST = "..."
+
+
+def sharding_rule(
+    factors: str, *, reduced: Mapping[str, str] | None = None, whole: Sequence[str] = (), linear: bool = False
+) -> Callable[[Function], Function]:
+    """Make a function on tensors (a kernel, a custom operation) one operation on DTensors, by naming its dimensions.
+
+        @sharding_rule("... k, n k -> ... n", reduced={"k": "sum"}, linear=True)
+        def quantized_linear(x, weight): ...
+
+    On DTensors the function runs on plain local tensors; what it needs whole is redistributed before, and gradients are
+    summed where ranks compute parts of them, as for any other operation. On plain tensors it is the function itself.
+
+    Args:
+        factors: per tensor argument, in order, a name for each dimension, then `->`, then the outputs. Equal names are
+            equal sizes, each computed by itself along all of them; `...` is any number of such dimensions, broadcast
+            from the last.
+        reduced: names that outputs lack -> how results of parts are put together: sum, avg, max, min or product. Other
+            names that outputs lack are made whole.
+        whole: names along which elements depend on each other; they are made whole.
+        linear: the outputs are products of all arguments, so that partial sums may pass through one of them.
+
+    Raises:
+        ValueError: factors that cannot be read, or names among the arguments that they do not have.
+        ShardingRuleError: from a call whose tensors do not fit the factors.
+    """
+    notation = _Notation(factors, dict(reduced or {}), frozenset(whole), linear)
+
+    def registered(function: Function) -> Function:
+        name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None) or repr(function)
+        operation = _OwnOperation(name, function, notation)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            located = locate_tensors(args, kwargs)
+            return operation.run(located[0][1], args, kwargs) if located else function(*args, **kwargs)
+
+        return call  # type: ignore[return-value]
+
+    return registered
+
+
+class _Notation:
+    """`"m k, k n -> m n"`, read and checked."""
+
+    def __init__(self, text: str, reduced: Mapping[str, str], whole: frozenset[str], linear: bool) -> None:
+        self.text, self.reduced, self.whole, self.linear = text, reduced, whole, linear
+        left, arrow, right = text.partition("->")
+        self.inputs, self.outputs = ([tuple(part.split()) for part in side.split(",")] for side in (left, right))
+        known = set(itertools.chain(*self.inputs)) - {REST}
+        results = set(itertools.chain(*self.outputs)) - {REST}
+        problems = [] if arrow and "->" not in right else ["it needs one '->'"]
+        problems += [f"{name!r} is no name" for name in sorted(known | results) if not name.isidentifier()]
+        problems += [f"outputs have {name!r}, inputs have not" for name in sorted(results - known)]
+        problems += [f"there is no {name!r}" for name in sorted({*reduced, *whole} - known)]
+        problems += [f"{name!r} is reduced, but an output has it" for name in sorted({*reduced} & results)]
+        problems += [f"{op!r} is none of {', '.join(REDUCE_OPS)}" for op in reduced.values() if op not in REDUCE_OPS]
+        twice = [" ".join(part) for part in (*self.inputs, *self.outputs) if len({*part}) < len(part)]
+        problems += [f"{part!r} has a name twice" for part in twice]
+        if problems:
+            raise ValueError(f"sharding_rule({text!r}): {'; '.join(problems)}")
+
+    def rule(self, call: OpCall) -> Factorization:
+        """The factors of a call."""
+        shapes = [spec.shape for spec in call.tensors]
+        if len(shapes) != len(self.inputs):
+            raise call.refuse(f"its rule {self.text!r} is of {len(self.inputs)} tensors, got {len(shapes)}")
+        sizes: dict[str, int] = {}
+        named = [self._named(call, part, shape) for part, shape in zip(self.inputs, shapes, strict=True)]
+        for names, shape in zip(named, shapes, strict=True):
+            self._add_sizes(call, names, shape, sizes)
+        inputs = tuple(_dims(names, shape, sizes) for names, shape in zip(named, shapes, strict=True))
+        rest = sorted((name for name in sizes if name[0] == "."), key=lambda name: -int(name[1:]))
+        outputs = tuple(
+            tuple((name,) for each in part for name in (rest if each == REST else [each])) for part in self.outputs
+        )
+        lost = {name for name in sizes if name not in self.reduced and not all((name,) in output for output in outputs)}
+        terms = (frozenset(range(len(inputs))),) if self.linear else None
+        return Factorization(inputs, outputs, sizes, self.whole | lost, dict(self.reduced), terms)
+
+    def _named(self, call: OpCall, part: tuple[str, ...], shape: Sequence[int]) -> list[str]:
+        """A name per dimension; those that `...` stands for are counted from the last."""
+        more = len(shape) - len(part) + (REST in part)
+        if more < 0 or (REST not in part and more):
+            raise call.refuse(f"its rule {self.text!r} calls the dimensions {' '.join(part)!r}, got {list(shape)}")
+        rest = [f".{index}" for index in range(more, 0, -1)]
+        return [name for each in part for name in (rest if each == REST else [each])]
+
+    def _add_sizes(self, call: OpCall, names: Sequence[str], shape: Sequence[int], sizes: dict[str, int]) -> None:
+        for name, size in zip(names, shape, strict=True):
+            known = sizes.setdefault(name, size)
+            if name[0] == "." and known == 1:
+                sizes[name] = size
+            elif size != known and not (name[0] == "." and size == 1):
+                raise call.refuse(f"{name!r} of its rule {self.text!r} has sizes {known} and {size}")
+
+
+def _dims(names: Sequence[str], shape: Sequence[int], sizes: Mapping[str, int]) -> Dims:
+    """A broadcast dimension has no factor."""
+    return tuple(() if size == 1 != sizes[name] else (name,) for name, size in zip(names, shape, strict=True))
+
+
+@dataclass
+class _OwnOperation:
+    """A function with its rule, which is registered when it first meets a DTensor."""
+
+    name: str
+    function: Callable[..., Any]
+    notation: _Notation
+    is_registered: bool = False
+
+    def run(self, first: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        from hp_dtensor import dispatch
+
+        if not self.is_registered:
+            self.name = dispatch.rule_registry().add(self.name, _registration(self.function, self.notation))
+            self.is_registered = True
+        platform = first.device_mesh.platform
+
+        def local(*args: Any, **kwargs: Any) -> Any:
+            given = map_tensors((args, kwargs), DTensor, platform.unwrap)
+            return self.function(*given[0], **given[1])
+
+        return dispatch.dispatch(platform, self.name, local, args, kwargs)
+
+
+def _registration(function: Callable[..., Any], notation: _Notation) -> Registration:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # a builtin
+        return Registration(notation.rule, (), open=True)
+    kind = inspect.Parameter
+    known = tuple(
+        Parameter(
+            p.name,
+            REQUIRED if p.default is p.empty else p.default,
+            p.kind is kind.VAR_POSITIONAL,
+            p.kind is kind.KEYWORD_ONLY,
+        )
+        for p in parameters
+        if p.kind is not kind.VAR_KEYWORD
+    )
+    return Registration(notation.rule, known, open=any(p.kind is kind.VAR_KEYWORD for p in parameters))

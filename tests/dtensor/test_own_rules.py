@@ -1,0 +1,126 @@
+"""`sharding_rule`: a user's function is one operation on DTensors, with a line of factors."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hp_dtensor import DeviceMesh, DTensor, Partial, Replicate, Shard, distribute_tensor, sharding_rule
+from hp_dtensor.exceptions import MixedOperandsError, ShardingRuleError
+from hp_dtensor.platform import Platform
+from hp_dtensor.selection import get_platform
+from hp_dtensor.testing import run_ranks
+from hp_dtensor.testing.rule_proof import prove
+from hp_dtensor.testing.rule_samples import Sample
+
+
+def _ops(x: Any) -> Any:
+    assert not isinstance(x, DTensor), "the function runs on plain tensors"
+    return get_platform().ops
+
+
+@sharding_rule("... k, n k -> ... n", reduced={"k": "sum"}, linear=True)
+def linear(x: Any, weight: Any) -> Any:
+    """Its documentation."""
+    return _ops(x).matmul(x, _ops(weight).permute(weight, (1, 0)))
+
+
+@sharding_rule("rows columns -> rows columns, rows", whole=["columns"])
+def normed(x: Any, power: float = 2.0, *, scale: float = 1.0) -> tuple[Any, Any]:
+    ops = _ops(x)
+    total = ops.sum(ops.pow(ops.square(x), power / 2), dim=1, keepdim=True)
+    return ops.mul(ops.div(x, ops.add(total, 1.0)), scale), ops.sum(total, dim=1)
+
+
+@sharding_rule("..., ... -> ...")
+def mixed(x: Any, y: Any) -> Any:
+    return _ops(x).mul(_ops(x).sin(x), y)
+
+
+@sharding_rule("b m, b n -> m n", reduced={"b": "sum"})
+def products(x: Any, y: Any) -> Any:
+    return _ops(x).matmul(_ops(x).permute(_ops(x).sin(x), (1, 0)), y)
+
+
+@sharding_rule("rows columns -> rows")
+def totals(x: Any) -> Any:
+    return _ops(x).sum(_ops(x).sin(x), dim=1)
+
+
+SAMPLES = (
+    Sample("linear", ((3, 5, 4), (6, 4)), lambda ops, x, w: linear(x, w)),
+    Sample("linear of rows", ((5, 4), (6, 4)), lambda ops, x, w: linear(x, weight=w)),
+    Sample("normed", ((5, 4),), lambda ops, x: normed(x, 4.0, scale=3.0)),
+    Sample("mixed", ((5, 1, 4), (3, 1)), lambda ops, x, y: mixed(x, y)),
+    Sample("products", ((5, 3), (5, 4)), lambda ops, x, y: products(x, y)),
+    Sample("totals", ((5, 4),), lambda ops, x: totals(x)),
+)
+
+
+@pytest.mark.parametrize("mesh", [(2,), (4,), (2, 2)])
+def test_values_and_gradients_are_those_of_one_device(hp_platform: Platform, mesh: tuple[int, ...]) -> None:
+    for report in run_ranks(prove, int(np.prod(mesh)), hp_platform, hp_platform, mesh, SAMPLES, 24):
+        assert report.wrong == report.refused == []
+        assert report.right >= 4 * len(SAMPLES)
+
+
+def test_nothing_is_sent_where_the_factors_say_so(hp_platform: Platform) -> None:
+    def rank() -> None:
+        mesh = DeviceMesh("cpu", (2,), platform=hp_platform)
+        x, w = (
+            distribute_tensor(hp_platform.from_numpy(np.ones(shape, np.float32)), mesh, [Shard(1)])
+            for shape in ((5, 4), (6, 4))
+        )
+        assert linear(x, w).placements == (Partial(),)
+        assert [y.placements for y in normed(x)] == [(Shard(0),), (Shard(0),)]
+        assert totals(x.redistribute(placements=[Shard(0)])).placements == (Shard(0),)
+        assert totals(x).placements in ((Shard(0),), (Replicate(),))
+        assert linear.__doc__ == "Its documentation."
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def test_calls_that_do_not_fit_are_refused(hp_platform: Platform) -> None:
+    def rank() -> None:
+        mesh = DeviceMesh("cpu", (2,), platform=hp_platform)
+        plain = hp_platform.from_numpy(np.ones((4, 4), np.float32))
+        x, y = (distribute_tensor(hp_platform.from_numpy(np.ones(s, np.float32)), mesh) for s in ((4, 4), (4, 5)))
+        with pytest.raises(ShardingRuleError, match=r"linear.*'k' of its rule '.*' has sizes 4 and 5"):
+            linear(x, y)
+        with pytest.raises(ShardingRuleError, match=r"calls the dimensions 'rows columns', got \[4\]"):
+            totals(distribute_tensor(hp_platform.from_numpy(np.ones(4, np.float32)), mesh))
+        with pytest.raises(ShardingRuleError, match="is of 2 tensors, got 1"):
+            mixed(x, 3.0)
+        with pytest.raises(ShardingRuleError, match="does not know the arguments 'size'"):
+            totals(x, size=3)
+        with pytest.raises(MixedOperandsError, match=r"mixed: a plain tensor of shape \[4, 4\] among DTensors"):
+            mixed(x, plain)
+        wrong = sharding_rule("a b -> a b")(lambda t: hp_platform.ops.sum(t, dim=1))
+        with pytest.raises(
+            ShardingRuleError, match=r"expects a result \[2, 4\] on this rank, the operation gave \[2\]"
+        ):
+            wrong(x.redistribute(placements=[Shard(0)]))
+
+    run_ranks(rank, 2, hp_platform)
+
+
+@pytest.mark.parametrize(
+    ("factors", "options", "message"),
+    [
+        ("a b", {}, "it needs one '->'"),
+        ("a -> a -> a", {}, "it needs one '->'"),
+        ("a b -> a c", {}, "outputs have 'c', inputs have not"),
+        ("a 1 -> a", {}, "'1' is no name"),
+        ("a a -> a", {}, "'a a' has a name twice"),
+        ("a b -> a", {"reduced": {"c": "sum"}}, "there is no 'c'"),
+        ("a b -> a", {"whole": ["d"]}, "there is no 'd'"),
+        ("a b -> a", {"reduced": {"a": "sum"}}, "'a' is reduced, but an output has it"),
+        ("a b -> a", {"reduced": {"b": "mean"}}, "'mean' is none of sum, avg, max, min, product"),
+    ],
+)
+def test_factors_that_cannot_be_read(factors: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        sharding_rule(factors, **options)
