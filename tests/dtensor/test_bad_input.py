@@ -44,6 +44,13 @@ def _operands(platform: Platform) -> Iterator[Case]:
     yield lambda: plain + x, "MixedOperandsError", "plain tensor of shape .4, 4. among DTensors"
     yield lambda: ops.matmul(plain, x), "MixedOperandsError", "matmul: a plain tensor"
     yield lambda: ops.cat([x, plain], 0), "MixedOperandsError", "cat: a plain tensor"
+    two_kinds = DTensor.from_local(plain, mesh, (Partial(), Partial("max")))
+    yield lambda: ops.exp(two_kinds), "PlacementError", "^exp: cannot redistribute .*partial max and sum in one tensor"
+    yield (
+        lambda: ops.stack([x, x[:3]], 0),
+        "ShardingRuleError",
+        "stack.*to stack have one shape, got .3, 4. and",
+    )
     scale = platform.Parameter(platform.from_numpy(np.array(2, np.float32)))
     yield lambda: ops.mul(x, scale), "MixedOperandsError", "mul: a plain scalar that requires a gradient"
     yield lambda: x.redistribute(placements=(Shard(5), R)), "PlacementError", "dimension 5 of a 2-dimensional"
@@ -96,7 +103,7 @@ def _creation(platform: Platform) -> Iterator[Case]:
     yield (
         lambda: DTensor.from_local(plain, mesh, (Partial(), Partial("max"))).redistribute(placements=(R, R)),
         "PlacementError",
-        "no common order of reduction; redistribute one axis before",
+        r"cannot redistribute TensorSpec.* to \(dp:R, tp:R\): partial max and sum in .*; redistribute one axis before",
     )
 
 
@@ -107,6 +114,7 @@ def _meshes(platform: Platform) -> Iterator[Case]:
     yield lambda: DTensor.from_local(_plain(platform), half, (S0,)), "ShardShapeError", "this rank is outside mesh"
     yield lambda: outside.full_tensor(), "MeshError", "full_tensor: rank . is outside mesh"
     yield lambda: half.get_group(), "MeshError", "rank . is outside mesh"
+    yield lambda: platform.ops.argmax(outside, 1), "MeshError", "argmax: rank . is outside mesh .* Call it where"
     yield lambda: DeviceMesh("cpu", (3, 2), platform=platform), "MeshError", "6 ranks, the world only 4"
     yield lambda: init_device_mesh("cpu", (8,), platform=platform), "MeshError", "8 ranks, the world only 4"
     yield lambda: init_device_mesh("cpu", (2,), platform=platform), "MeshError", "has 2 ranks, the world has 4"

@@ -29,7 +29,7 @@ from hp_dtensor.arguments import (
 )
 from hp_dtensor.debug import check_explicit
 from hp_dtensor.dtensor import DTensor
-from hp_dtensor.exceptions import HPError, ShardingRuleError
+from hp_dtensor.exceptions import HPError, MeshError, PlacementError, ShardingRuleError
 from hp_dtensor.index_lists import INDEXING, with_positions
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Placement, RaggedShard, Shard, StridedShard
@@ -119,7 +119,10 @@ class Move:
     def apply(self, x: Any) -> Any:
         if self.target is not None:
             check_explicit(self.operation, self.location, x.spec, self.target)
-            x = api.redistribute_to(x, self.target)
+            try:
+                x = api.redistribute_to(x, self.target)
+            except PlacementError as error:
+                raise PlacementError(f"{self.operation}: {error}") from None
         return api.vary(x, self.vary) if self.vary else x
 
 
@@ -186,16 +189,29 @@ class OpPlan:
         """Run the call on `args` and `kwargs`, which have the structure the plan was made for."""
         if self.registration.in_place:
             _check_reaches_original(self.operation, self._first(args, kwargs))
-        if self.moves or self.replaced or self.local is not None:
-            return self._run_changed(func, args, dict(kwargs))
-        with self.platform.local_op():
-            result = func(*args, **kwargs)
+        try:
+            if self.moves or self.replaced or self.local is not None:
+                return self._run_changed(func, args, dict(kwargs))
+            with self.platform.local_op():
+                result = func(*args, **kwargs)
+        except Exception as error:
+            self._check_inside(error)
+            raise
         if self.registration.in_place:
             return self._first(args, kwargs)
         wrapped = self._wrap(result)
         if self.view and self._first(args, kwargs)._copied_by is not None:
             self._mark_copies(wrapped, self._first(args, kwargs)._copied_by)
         return wrapped
+
+    def _check_inside(self, error: Exception) -> None:
+        """Say of a framework's error what it comes of, where that is working on nothing."""
+        if isinstance(error, HPError) or self.mesh.get_coordinate() is not None:
+            return
+        raise MeshError(
+            f"{self.operation}: rank {self.mesh.world.rank} is outside mesh {self.mesh.describe()} and holds nothing, "
+            f"which {self.platform.name} cannot do this on ({error}). Call it where mesh.get_coordinate() is not None."
+        ) from error
 
     def _first(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return args[0] if args else kwargs[self.registration.parameters[0].name]

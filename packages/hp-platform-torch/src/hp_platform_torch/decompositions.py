@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from hp_dtensor.exceptions import IndexOutOfRangeError, ShardingRuleError
 from hp_platform_torch.losses import LOSSES
 from hp_platform_torch.multihead_attention import multi_head_attention
 
@@ -17,11 +18,22 @@ Tensor = torch.Tensor
 
 
 def _movedim(x: Tensor, source: int | Sequence[int], destination: int | Sequence[int]) -> Tensor:
-    sources = [d % x.dim() for d in ([source] if isinstance(source, int) else source)]
-    targets = [d % x.dim() for d in ([destination] if isinstance(destination, int) else destination)]
+    sources, targets = (
+        [_within(x, d) for d in ([dims] if isinstance(dims, int) else dims)] for dims in (source, destination)
+    )
+    if len({*sources}) != len({*targets}) or len({*sources}) != len(sources):
+        raise ShardingRuleError(
+            f"movedim of {x.shape}: dimensions {source} and {destination} are not as many, or repeat"
+        )
     rest = iter(d for d in range(x.dim()) if d not in sources)
     order = [sources[targets.index(d)] if d in targets else next(rest) for d in range(x.dim())]
     return x.permute(order)
+
+
+def _within(x: Tensor, dim: int) -> int:
+    if not -x.dim() <= dim < x.dim():
+        raise IndexOutOfRangeError(f"dimension {dim} is out of range for a tensor of {x.dim()} dimensions")
+    return dim % x.dim()
 
 
 def _rot90(x: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:

@@ -74,11 +74,12 @@ def _stages(source: TensorSpec, target: TensorSpec) -> Iterator[tuple[TensorSpec
     kinds = _kinds(source), _kinds(target)
     if source is target:
         return
-    for spec, found in zip((source, target), kinds, strict=True):
+    for found in kinds:
         if len(found) > 1:
             raise PlacementError(
-                f"{spec.describe_placements()}: partial {' and '.join(sorted(found))} in one tensor have no common "
-                "order of reduction; redistribute one axis before the other becomes partial"
+                f"cannot redistribute {source!r} to {target.describe_placements()}: partial "
+                f"{' and '.join(sorted(found))} in one tensor have no common order of reduction; redistribute one axis "
+                "before the other becomes partial"
             )
     if kinds[0] and kinds[1] and kinds[0] != kinds[1]:
         middle = target.with_placements([REPLICATE if p.is_partial() else p for p in target.placements])

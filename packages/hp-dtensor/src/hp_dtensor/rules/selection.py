@@ -62,6 +62,9 @@ def _each(count: int) -> tuple[frozenset[int], ...]:
 
 
 def _stack(call: OpCall) -> Factorization:
+    shapes = {spec.shape for spec in call.tensors}
+    if len(shapes) > 1:
+        raise call.refuse(f"tensors to stack have one shape, got {' and '.join(map(str, map(list, sorted(shapes))))}")
     dims, sizes = names_for("d", call.tensors[0].shape)
     dim, count = _dim(call, call["dim"], extra=1), len(call.tensors)
     output = (*dims[:dim], ("stacked",), *dims[dim:])
