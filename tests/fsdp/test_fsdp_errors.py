@@ -20,7 +20,7 @@ from fsdp_training import (
 
 from hp_dtensor import nn
 from hp_dtensor.checks import check_mode
-from hp_dtensor.exceptions import LaunchError, MixedOperandsError
+from hp_dtensor.exceptions import LaunchError, MixedOperandsError, RankMismatchError
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.testing.simulated import run_ranks
 from hp_dtensor.world import current_world
@@ -238,10 +238,6 @@ def test_modules_of_one_class_called_on_their_own_are_told_apart(hp_platform):
 
 
 def test_a_step_without_the_gradients_that_wait_is_noticed(hp_platform):
-    """Where writes are counted: MindSpore does not count those through host memory."""
-    if hp_platform.name == "mindspore":
-        pytest.skip("no versions of host memory")
-
     def rank():
         model = sharded(hp_platform, CASE)
         model.set_requires_gradient_sync(False)
@@ -259,6 +255,57 @@ def test_a_step_without_the_gradients_that_wait_is_noticed(hp_platform):
         assert memory_use(model).full_gradients == 0
 
     run_ranks(rank, 2, hp_platform)
+
+
+def write_uncounted(platform, module, ranks):
+    """Add 1 to what these ranks hold, in memory, unseen by any framework."""
+    for _, parameter in platform.named_parameters(module):
+        if current_world(platform).rank in ranks and 0 not in parameter.spec.local_shape:
+            memory = platform.to_numpy(platform.detach(platform.unwrap(parameter)))
+            memory += 1
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_every_rank_notices_that_one_has_taken_a_step_without_the_gradients_that_wait(hp_platform, stage):
+    """The write itself is not counted, and is on one rank only."""
+    case = Case((2, 2), options={"zero_stage": stage})
+
+    def rank():
+        model = sharded(hp_platform, case)
+        model.set_requires_gradient_sync(False)
+        step(hp_platform, model, case)
+        step(hp_platform, model, case, 1)
+        write_uncounted(hp_platform, model.blocks[1], ranks=(1, 3))
+        with pytest.raises(FSDPStateError, match=r"blocks\.1 \(Block\) were changed while .* by this rank or one with"):
+            step(hp_platform, model, case)
+        with hp_platform.no_grad():
+            micro_loss(hp_platform, model, case, 0, 0, 0)
+        model.reset()
+        model.set_requires_gradient_sync(True)
+        step(hp_platform, model, case)
+
+    run_ranks(rank, 4, hp_platform)
+
+
+@pytest.mark.parametrize("options", [{"zero_stage": 0}, {"zero_stage": 1}, {}], ids=str)
+def test_in_check_mode_replicas_that_have_parted_are_named(hp_platform, options):
+    case = Case((2, 2), options=options)
+
+    def rank():
+        model = sharded(hp_platform, case)
+        with check_mode():
+            step(hp_platform, model, case)
+            write_uncounted(hp_platform, model.blocks[1].up, ranks=(2, 3))
+            with pytest.raises(RankMismatchError) as caught:
+                step(hp_platform, model, case)
+        return str(caught.value)
+
+    messages = run_ranks(rank, 4, hp_platform)
+    assert all("group blocks.1 (Block): replicas differ: " in message for message in messages)
+    if options.get("zero_stage") == 0:
+        assert all("up.bias, up.weight on ranks 0, 1 than on ranks 2, 3. " in message for message in messages)
+    else:
+        assert all("up.weight on rank 0 than on rank 2" in message for message in messages)
 
 
 def test_groups_are_called_by_their_places(hp_platform):
@@ -289,7 +336,7 @@ def test_a_rank_outside_the_mesh_is_named(hp_platform):
 
 def test_loading_while_gradients_wait_is_noticed_on_ranks_without_a_shard(hp_platform):
     if hp_platform.name == "mindspore":
-        pytest.skip("no versions of host memory")
+        pytest.skip("no versions of tensors without elements")
 
     def rank():
         with nn.building(hp_platform):

@@ -201,6 +201,38 @@ def test_parts_can_be_chosen_and_gradients_are_within_their_bound(hp_platform, r
     assert any((found[name] != exact[name]).any() for name in exact)
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_below_stage_3_parameters_gathered_lossily_are_kept_until_they_are_written(hp_platform, stage):
+    case = Case((2,), num_blocks=1)
+
+    class Counted(QuantizedCommunication):
+        gathers = 0
+
+        def all_gather(self, output, shard, group):
+            self.gathers += 1
+            return super().all_gather(output, shard, group)
+
+    def rank():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",), platform=hp_platform)
+        communication = Counted(hp_platform, Int8())
+        model = build(hp_platform, case)
+        fully_shard(model, mesh, zero_stage=stage, communication=communication)
+        world = current_world(hp_platform)
+        counts, losses = [], []
+        for index in range(4):
+            if index == 2 and world.rank == 1:
+                memory = hp_platform.to_numpy(hp_platform.detach(hp_platform.unwrap(model.head.weight)))
+                memory += 1  # what no framework counts
+            losses.append(
+                float(hp_platform.to_numpy(hp_platform.detach(micro_loss(hp_platform, model, case, 0, 0, 0))))
+            )
+            counts.append(communication.gathers)
+        assert losses[0] == losses[1] != losses[2] == losses[3]
+        return counts
+
+    assert run_ranks(rank, 2, hp_platform) == [[1, 1, 2, 2]] * 2
+
+
 def test_unknown_names_and_missing_capabilities_are_told(hp_platform, registered):
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",), platform=hp_platform)
     model = build(hp_platform, Case((1,), num_blocks=1))

@@ -54,6 +54,9 @@ class FlatBuffer:
 
     Gathering fills the full buffer, of which every unsharded parameter is a view; gradients are written into
     one buffer of the same layout, whose reduced shard the gradients of the sharded parameters are views of.
+
+    Attributes:
+        keeps_full: whether the full buffer stays when nobody computes with it.
     """
 
     def __init__(
@@ -98,6 +101,8 @@ class FlatBuffer:
         self._pending_versions: list[int] = []
         self._gathered_versions: list[int] | None = None
         self._kept_part: Tensor | None = None
+        self.keeps_full = False
+        self._gathered_shard: Tensor | None = None
         self._on_allocation: Callable[[], None] | None = None
 
     def new_buffer(self, numel: int, dtype: DType) -> Tensor:
@@ -191,12 +196,19 @@ class FlatBuffer:
 
     def _start_gather_from_shards(self) -> None:
         if not self.residence.parameters:
+            self._remember_shard()
             self._gathering = self.communication.all_gather(self._gather_target, self.shard, self.shard_group)
             return
         with self.storage.beside_computation():
             shard, _ = self.residence.to_device(self.shard)
             gathering = self.communication.all_gather(self._gather_target, shard, self.shard_group)
             self._gathering = Holding(gathering, shard)
+
+    def _remember_shard(self) -> None:
+        """Where full parameters are kept, what a communication of its own kind, perhaps lossy, makes them of."""
+        if self.keeps_full and type(self.communication).all_gather is not Communication.all_gather:
+            self._gathered_shard = self.new_buffer(self.layout.shard_numel, self.dtype)
+            self.platform.copy_(self._gathered_shard, self.shard)
 
     def _start_copy_of_shard(self) -> None:
         if not self.residence.parameters:
@@ -215,7 +227,7 @@ class FlatBuffer:
     def release(self) -> None:
         """Free the full buffer."""
         self.wait_gather()
-        self._kept_part = None
+        self._kept_part = self._gathered_shard = None
         if not self.is_whole:
             self.storage.release(self.full)
 
@@ -236,7 +248,9 @@ class FlatBuffer:
         return self._world.group(self.shard_group.ranks[first : first + size])
 
     def own_part(self) -> tuple[Tensor, Tensor]:
-        """(this rank's part of the full buffer, the shard as it was gathered to there); equal until one is written."""
+        """(what this rank gave to the full buffer, the shard now in the same dtype); equal until one is written."""
+        if self._gathered_shard is not None:
+            return self._gathered_shard, self.shard
         numel = self.layout.shard_numel
         held = self.storage.part(self.full, self.shard_group.rank * numel, (numel,))
         return held, self._as(self.shard_on_device(), self.param_dtype)
@@ -252,8 +266,8 @@ class FlatBuffer:
         """Bytes that the full buffer, or the part kept of it, holds beyond the shard."""
         if self.is_whole:
             return 0
-        part = self.storage.held_bytes(self._kept_part) if self._kept_part is not None else 0
-        return self.storage.held_bytes(self.full) + part
+        parts = [part for part in (self._kept_part, self._gathered_shard) if part is not None]
+        return sum(map(self.storage.held_bytes, (self.full, *parts)))
 
     @property
     def shard_bytes(self) -> int:
@@ -366,10 +380,14 @@ class FlatBuffer:
         return self._gathered_versions != self._versions()
 
     @property
+    def is_pending(self) -> bool:
+        """Whether gradients wait for more."""
+        return self.gradients is not None or self.partial_shard is not None
+
+    @property
     def is_pending_out_of_date(self) -> bool:
         """Whether parameters were changed, as far as the platform counts that, while gradients waited for more."""
-        pending = self.gradients is not None or self.partial_shard is not None
-        return pending and self._pending_versions != self._versions()
+        return self.is_pending and self._pending_versions != self._versions()
 
     def _versions(self) -> list[int]:
         with self.platform.local_op():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ from hp_dtensor.world import current_world
 from hp_fsdp._buffer import FlatBuffer, stale_buffers
 from hp_fsdp._group import GatherRecord, GroupState, ParameterGroup
 from hp_fsdp._reduction import Reducer
+from hp_fsdp._replicas import check_replicas
 from hp_fsdp.exceptions import FSDPStateError
 from hp_fsdp.storage import Gradients, ParameterStorage
 
@@ -158,7 +159,6 @@ class Context:
         return outputs
 
     def _begin_pass(self) -> None:
-        self._check_pending()
         for group in self.groups:
             group.attach()
             group.conceal()
@@ -166,6 +166,7 @@ class Context:
             # A forward without a backward, or a backward that left it, has kept what may be out of date by now.
             if group.kept_after_forward and self._frees_after_backward(group):
                 group.reshard()
+        check_replicas(self.groups)
         self._refresh(self.groups)
         self._pass.end()
         self._pass = ForwardPass(self.storage.anchor())
@@ -181,26 +182,31 @@ class Context:
             each.reshard()
             each.record = None
 
-    def _check_pending(self) -> None:
+    def _check_pending(self, groups: Sequence[ParameterGroup], stale: Collection[FlatBuffer]) -> None:
+        """Raise if parameters were changed while gradients waited; of `stale` ones all ranks know that together."""
         if not self.platform.is_grad_enabled():
             return
-        late = [group.name for group in self.groups if any(buffer.is_pending_out_of_date for buffer in group.buffers)]
+        late = [
+            group.name
+            for group in groups
+            if any(buffer.is_pending_out_of_date or (buffer.is_pending and buffer in stale) for buffer in group.buffers)
+        ]
         if late:
             rank = current_world(self.platform).rank
             raise FSDPStateError(
-                f"rank {rank}: the parameters of {', '.join(late)} were changed while gradients that "
-                "backward had accumulated waited for their reduction; the step was taken without them. Call "
-                "set_requires_gradient_sync(True) (and set_requires_all_reduce(True)) before the last backward of a "
-                "step, or reset() to drop them"
+                f"rank {rank}: the parameters of {', '.join(late)} were changed while gradients that backward had "
+                "accumulated waited for their reduction; the step was taken without them, by this rank or one with "
+                "which it shares these parameters. Call set_requires_gradient_sync(True) (and "
+                "set_requires_all_reduce(True)) before the last backward of a step, or reset() to drop them"
             )
 
     def _refresh(self, groups: Sequence[ParameterGroup]) -> None:
         """Gather again what was kept whole since parameters changed, by whomever, on any rank."""
         held = [group for group in groups if group.state is GroupState.UNSHARDED]
-        if held:
-            stale = stale_buffers(self.storage, [buffer for group in held for buffer in group.buffers])
-            for group in held:
-                group.refresh([buffer for buffer in group.buffers if buffer in stale])
+        stale = stale_buffers(self.storage, [buffer for group in held for buffer in group.buffers]) if held else set()
+        self._check_pending(groups, [buffer for buffer in stale if buffer.keeps_full])
+        for group in held:
+            group.refresh([buffer for buffer in group.buffers if buffer in stale])
 
     def _end_pass(self) -> None:
         self._in_pass = False

@@ -110,6 +110,8 @@ class ParameterGroup:
         self.gradient_sync = True
         self.is_last_backward = True
         self.defers_reduction = False
+        for buffer in self.buffers:
+            buffer.keeps_full = zero_stage < 3
         self.zero_stage = zero_stage
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True

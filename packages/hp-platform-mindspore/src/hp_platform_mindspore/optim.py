@@ -225,6 +225,7 @@ def _adamw_on_host(
         # bfloat16: these were float32 copies.
         for x, values in zip((parameter, exp_avg, exp_avg_sq), (weights, first, second), strict=True):
             store(x, values)
+    platform.count_write(parameter)
 
 
 def _adamw_on_device(
