@@ -384,8 +384,15 @@ def test_what_cannot_be_streamed_is_refused(hp_platform, device):
         stream_optimizer(optimizer, model)
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",), platform=hp_platform)
     fully_shard(model, mesh)
-    with pytest.raises(FullyShardError, match="expected an optimizer with param_groups and state, got FSDPNet"):
+    with pytest.raises(
+        FullyShardError, match=r"expected an optimizer with param_groups, state and step\(\), got FSDPNet"
+    ):
         stream_optimizer(model, model)
+    if hp_platform.name == "mindspore":
+        from mindspore.experimental import optim
+
+        with pytest.raises(FullyShardError, match=r"and step\(\), got SGD"):
+            stream_optimizer(optim.SGD(_parameters(hp_platform, model)[:1], lr=0.1), model)
     optimizer = _make(hp_platform, "sgd", _parameters(hp_platform, model))
     optimizer.step = optimizer.step
     with pytest.raises(FullyShardError, match="make them after stream_optimizer"):

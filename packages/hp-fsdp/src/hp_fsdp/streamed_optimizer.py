@@ -39,8 +39,9 @@ def stream_optimizer(
     Numbers are those of the optimizer. Where the device is the host nothing is copied.
 
     Args:
-        optimizer: with `param_groups` and `state` by parameter, as those of torch.optim, whose update of a parameter
-            depends on that parameter's gradient and state only (not LBFGS); its class gains the streaming step.
+        optimizer: with `param_groups`, `state` by parameter and `step()`, as those of torch.optim, whose update of a
+            parameter depends on that parameter's gradient and state only (not LBFGS); its class gains the streaming
+            step.
         model: it, or modules below it, have been through `fully_shard`. Other parameters are updated where they are.
         offload_state: keep state that is as large as its parameter in host memory; else where the update makes it, on
             the device, also of parameters that lie on the host.
@@ -72,9 +73,10 @@ def stream_optimizer(
 
 
 def _check(optimizer: Optimizer) -> None:
-    if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "state"):
+    if not all(hasattr(optimizer, name) for name in ("param_groups", "state", "step")):
         raise FullyShardError(
-            f"stream_optimizer: expected an optimizer with param_groups and state, got {type(optimizer).__name__}"
+            "stream_optimizer: expected an optimizer with param_groups, state and step(), got "
+            f"{type(optimizer).__name__}"
         )
     if hasattr(optimizer, STEPS_ATTRIBUTE):
         raise FullyShardError(f"stream_optimizer: {type(optimizer).__name__} is streamed already")
