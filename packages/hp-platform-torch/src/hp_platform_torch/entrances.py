@@ -18,6 +18,7 @@ from torch.nn.modules._functions import BackwardHookFunction
 from hp_dtensor.api import distribute_tensor, grad_spec
 from hp_dtensor.exceptions import ShardingRuleError
 from hp_dtensor.spec import TensorSpec
+from hp_platform_torch import compiling
 from hp_platform_torch.dtensor import TorchDTensor, _intercepting, _with_dtype, unwrap, wrap
 
 Tensor = torch.Tensor
@@ -35,6 +36,10 @@ def guard() -> None:
     vmap._add_batch_dim = _refusing(vmap._add_batch_dim, "vmap")
     for name in _OF_THE_WHOLE:
         setattr(init, name, _keeping_the_shard(getattr(init, name)))
+    for owner in (torch, torch.utils.dlpack):
+        owner.to_dlpack = _refusing_to_export(owner.to_dlpack)  # type: ignore[attr-defined]
+    torch.jit.trace = _refusing_to_trace(torch.jit.trace)  # type: ignore[assignment]
+    compiling.guard()
 
 
 def _asking(apply: Any) -> Any:
@@ -76,6 +81,32 @@ def _refusing(function: Callable[..., Any], what: str) -> Callable[..., Any]:
                 "or transform local tensors inside hp_dtensor.local_map."
             )
         return function(x, *args)
+
+    return refused
+
+
+def _refusing_to_export(to_dlpack: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(to_dlpack)
+    def refused(x: Any, *args: Any) -> Any:
+        if type(x) is TorchDTensor:
+            raise ShardingRuleError(f"to_dlpack of {x.spec!r} would give this rank's shard; say so with x.to_local()")
+        return to_dlpack(x, *args)
+
+    return refused
+
+
+def _refusing_to_trace(trace: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(trace)
+    def refused(func: Any, example_inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+        inputs = example_inputs if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
+        held = func.parameters() if isinstance(func, torch.nn.Module) else ()
+        for x in (*inputs, *held):
+            if type(x) is TorchDTensor:
+                raise ShardingRuleError(
+                    f"torch.jit.trace with {x.spec!r} would record this rank's part of the work alone. Trace with "
+                    "plain tensors, or use torch.compile, which leaves operations on DTensors as they are."
+                )
+        return trace(func, example_inputs, *args, **kwargs)
 
     return refused
 

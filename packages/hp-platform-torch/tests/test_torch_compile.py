@@ -1,0 +1,115 @@
+"""Compiled functions and modules on DTensors give what they give without compilation."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hp_dtensor import DeviceMesh, DTensor, Replicate, Shard, distribute_tensor, get_platform
+from hp_dtensor.exceptions import ShardingRuleError
+from hp_dtensor.testing import run_ranks
+
+Tensor = torch.Tensor
+ROWS = torch.linspace(-2, 2, 20).reshape(5, 4)
+WEIGHT = torch.linspace(-1, 1, 12).reshape(3, 4)
+
+
+def _mesh(ranks: int = 2) -> DeviceMesh:
+    return DeviceMesh("cpu", (ranks,), platform=get_platform("torch"))
+
+
+def _scores(x: Tensor, weight: Tensor) -> Tensor:
+    scaled = F.gelu(x * 2 + 1) @ weight.t()
+    return scaled.sin().softmax(-1) + scaled.shape[0]
+
+
+def _compiled(function: Any, backend: str) -> list[Tensor]:
+    x = distribute_tensor(ROWS, _mesh(), [Shard(0)]).requires_grad_()
+    weight = distribute_tensor(WEIGHT, _mesh(), [Replicate()]).requires_grad_()
+    compiled = torch.compile(function, backend=backend)
+    results = [compiled(x, weight) for _ in range(2)]
+    assert all(isinstance(result, DTensor) for result in results)
+    for result in results:
+        (result**2).sum().backward()
+    return [*(result.full_tensor().detach() for result in results), x.grad.full_tensor(), weight.grad.full_tensor()]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_function(backend: str) -> None:
+    x, weight = ROWS.clone().requires_grad_(), WEIGHT.clone().requires_grad_()
+    expected = _scores(x, weight)
+    (2 * expected**2).sum().backward()
+    for found in run_ranks(_compiled, 2, "torch", _scores, backend):
+        torch.testing.assert_close(found, [expected.detach(), expected.detach(), x.grad, weight.grad])
+
+
+def _module() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.LayerNorm(6), torch.nn.Linear(6, 3))
+
+
+def _trained() -> list[Tensor]:
+    model, mesh = _module(), _mesh()
+    for module in model:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            placement = Shard(0) if parameter.dim() > 1 else Replicate()
+            setattr(module, name, torch.nn.Parameter(distribute_tensor(parameter.detach(), mesh, [placement])))
+    model.compile(backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        (model(distribute_tensor(ROWS, mesh, [Shard(0)])) ** 2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach().full_tensor() for parameter in model.parameters()]
+
+
+def test_a_module_in_training() -> None:
+    model = copy.deepcopy(_module())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        (model(ROWS) ** 2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in run_ranks(_trained, 2, "torch"):
+        torch.testing.assert_close(found, [parameter.detach() for parameter in model.parameters()])
+
+
+def _plain_and_distributed() -> int:
+    """Graphs made of a function that gets plain tensors, then DTensors, then plain ones."""
+    graphs = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(_scores, backend=backend)
+    expected = _scores(ROWS, WEIGHT)
+    torch.testing.assert_close(compiled(ROWS, WEIGHT), expected)
+    x, weight = (distribute_tensor(whole, _mesh(1), [Shard(0)]) for whole in (ROWS, WEIGHT))
+    torch.testing.assert_close(compiled(x, weight).full_tensor(), expected)
+    torch.testing.assert_close(compiled(ROWS, WEIGHT), expected)
+    return len(graphs)
+
+
+def test_plain_tensors_are_compiled_as_ever() -> None:
+    torch.compiler.reset()
+    assert run_ranks(_plain_and_distributed, 1, "torch") == [1]
+
+
+def _traced() -> str:
+    x = distribute_tensor(ROWS, _mesh(), [Shard(0)])
+    with pytest.raises(ShardingRuleError, match=r"this rank's shard; say so with x.to_local"):
+        torch.utils.dlpack.to_dlpack(x)
+    with pytest.raises(ShardingRuleError) as refusal:
+        torch.jit.trace(torch.sin, (x,))
+    return str(refusal.value)
+
+
+def test_tracing_is_refused() -> None:
+    for message in run_ranks(_traced, 2, "torch"):
+        assert "this rank's part of the work alone" in message
+    assert torch.equal(torch.jit.trace(torch.sin, (ROWS,))(ROWS), ROWS.sin())
