@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import sys
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -14,10 +18,12 @@ from hp_dtensor import (
     empty,
     explicit_redistribution,
     full,
+    nn,
     ones,
     zeros,
 )
 from hp_dtensor.exceptions import ImplicitRedistributionError, PlacementError
+from hp_dtensor.placements import Placement
 from hp_dtensor.platform import Platform
 from hp_dtensor.testing import run_ranks
 
@@ -43,22 +49,77 @@ def test_factories_make_each_shard(hp_platform: Platform) -> None:
             np.testing.assert_array_equal(made[name], np.full((5, 3), value))
 
 
+def _placed(platform: Platform, mesh: DeviceMesh, placement: Placement, shape: tuple[int, ...] = (4, 6)) -> Any:
+    x = distribute_tensor(platform.from_numpy(np.ones(shape, np.float32)), mesh, (Replicate(),))
+    return x.redistribute(placements=(placement,))
+
+
 def _implicit(platform: Platform) -> str:
     mesh = DeviceMesh("cpu", (2,), mesh_dim_names=("tp",), platform=platform)
-    x = distribute_tensor(platform.from_numpy(np.ones((4, 6), np.float32)), mesh, (Shard(0),))
-    y = distribute_tensor(platform.from_numpy(np.ones((4, 6), np.float32)), mesh, (Shard(1),))
-    z = distribute_tensor(platform.from_numpy(np.ones((4, 6), np.float32)), mesh, (Replicate(),))
+    x, y, z = (_placed(platform, mesh, placement) for placement in (Shard(0), Shard(1), Replicate()))
     with explicit_redistribution():
         platform.ops.add(x, z)  # cutting a replicated operand sends nothing
+        line = sys._getframe().f_lineno + 2
         with pytest.raises(ImplicitRedistributionError) as refusal:
             platform.ops.add(x, y)
     platform.ops.add(x, y)
-    return str(refusal.value)
+    return str(refusal.value).replace(f":{line}", ":LINE")
 
 
 def test_implicit_redistribution_can_be_forbidden(hp_platform: Platform) -> None:
     message = run_ranks(_implicit, 2, hp_platform, hp_platform)[0]
     assert message == (
-        "add would redistribute its argument [1] [4, 6] from (tp:S(1)) to (tp:S(0)), sending 24 bytes per rank. Do it "
-        "yourself before: x.redistribute(placements=[Shard(0)]), or place the other arguments to fit."
+        "add at test_debug.py:LINE would redistribute its argument [1] [4, 6] from (tp:S(1)) to (tp:S(0)), sending 24 "
+        "bytes per rank. Do it yourself before: x.redistribute(placements=[Shard(0)]), or place the other arguments to "
+        "fit."
     )
+
+
+class Inner(nn.Module):
+    def forward(self, x: Any, y: Any) -> Any:
+        return self.ops.matmul(x, y)
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Inner(), Inner()])
+
+    def forward(self, x: Any, y: Any) -> Any:
+        return self.layers[1](x, y)
+
+
+def _in_module(platform: Platform) -> str:
+    mesh = DeviceMesh("cpu", (2,), mesh_dim_names=("tp",), platform=platform)
+    with nn.building(platform):
+        model = Outer()
+    x, y = _placed(platform, mesh, Shard(0), (4, 4)), _placed(platform, mesh, Shard(0), (4, 4))
+    with explicit_redistribution(), pytest.raises(ImplicitRedistributionError) as refusal:
+        model(x, y)
+    return str(refusal.value)
+
+
+def test_the_refusal_names_the_module(hp_platform: Platform) -> None:
+    for message in run_ranks(_in_module, 2, hp_platform, hp_platform):
+        assert re.match(
+            r"matmul at test_debug\.py:\d+ in module layers\.1 would redistribute its argument \[0\]", message
+        )
+
+
+def _reads(platform: Platform) -> None:
+    mesh = DeviceMesh("cpu", (2,), mesh_dim_names=("tp",), platform=platform)
+    cut, partial, whole = (_placed(platform, mesh, p, (2,)) for p in (Shard(0), Partial(), Replicate()))
+    total = platform.ops.sum(cut)
+    readings = [(cut, "tolist"), (partial, "tolist"), (cut, "__array__"), (total, "item"), (total, "__float__")]
+    with explicit_redistribution():
+        assert whole.tolist() == [1.0, 1.0]
+        for x, method in readings:
+            with pytest.raises(ImplicitRedistributionError, match=r"at test_debug\.py:\d+ would .*\[Replicate\(\)\]"):
+                getattr(x, method)()
+        assert total.full_tensor().item() == 2.0
+    for x, method in readings:
+        np.testing.assert_array_equal(getattr(x, method)(), 2.0 if x is total else [1.0, 1.0])
+
+
+def test_reading_values_gathers_by_itself(hp_platform: Platform) -> None:
+    run_ranks(_reads, 2, hp_platform, hp_platform)

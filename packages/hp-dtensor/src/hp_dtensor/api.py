@@ -8,6 +8,7 @@ from typing import Any
 
 from hp_dtensor import checks, collectives
 from hp_dtensor.current_mesh import get_current_mesh
+from hp_dtensor.debug import check_explicit
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import GradientPathError, MeshError, MixedOperandsError, PlacementError, ShardShapeError
 from hp_dtensor.mesh import DeviceMesh, require_mesh
@@ -337,6 +338,34 @@ def _gradient_placed(what: str, spec: TensorSpec, grad_placements: Sequence[Plac
                 "gradient is cut where its shard is, and in the same way; elsewhere it is Replicate() or Partial()"
             )
     return wanted
+
+
+def differentiated(output: Tensor, gradient: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """An output and its gradient, either of which may be a DTensor, as the plain local tensors that drive a backward.
+
+    Raises:
+        PlacementError: a gradient of another shape, or a plain one that is not the local part of the output's.
+    """
+    if not isinstance(output, DTensor):
+        return output, gradient.spec.mesh.platform.unwrap(gradient) if isinstance(gradient, DTensor) else gradient
+    spec, platform = output.spec, output.spec.mesh.platform
+    wanted = grad_spec(spec)
+    if gradient is not None and gradient.shape != (
+        wanted.shape if isinstance(gradient, DTensor) else wanted.local_shape
+    ):
+        raise PlacementError(
+            f"backward from {spec!r}: expected a gradient {list(wanted.shape)}, or as a plain tensor this rank's part "
+            f"of it, {list(wanted.local_shape)}; got {list(gradient.shape)}"
+        )
+    if isinstance(gradient, DTensor):
+        check_explicit("backward", ("gradient",), gradient.spec, wanted)
+        gradient = platform.unwrap(redistribute(gradient, wanted.mesh, wanted.placements))
+    with platform.enable_grad():  # reentrant checkpoints drive a backward from within a backward
+        if any(isinstance(p, Partial) and p.op != "sum" for p in spec.placements):
+            # Only of a sum every contribution has the gradient of the whole.
+            check_explicit("backward", (), spec, wanted)
+            output = redistribute(output, wanted.mesh, wanted.placements)
+        return platform.unwrap(output), gradient
 
 
 def _with_grad_plan(platform: Any, local: Tensor, comes: TensorSpec, wanted: TensorSpec) -> Tensor:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 from hp_dtensor.exceptions import ImplicitRedistributionError
+from hp_dtensor.placements import Replicate
 from hp_dtensor.platform import Platform, Removable
 from hp_dtensor.recording import CollectiveLog, CollectiveRecord, enter, leave, recorded
-from hp_dtensor.redistribute import plan_between
+from hp_dtensor.redistribute import plan_across, plan_between
 from hp_dtensor.spec import TensorSpec
 
 Module = Any
@@ -149,9 +153,12 @@ _checking = _Checking()
 def explicit_redistribution() -> Iterator[None]:
     """Inside the block, an operation that would redistribute an input by itself raises instead.
 
+    So do `item`, `float`, `numpy` and the like of what is not replicated, and a backward whose gradient is placed in
+    another way than its output. Allowed is what sends nothing (replicated to sharded, or to partial), what is part of
+    an operation's result (sums of parts, rows that `roll` moves), and what backward sends for a forward.
+
     Raises:
-        ImplicitRedistributionError: naming operation, input, placements and the line that mends it. Moves that
-            send nothing (replicated to sharded, or to partial) are allowed.
+        ImplicitRedistributionError: naming operation, module and line, input, placements, and what mends it.
     """
     _checking.depth += 1
     try:
@@ -180,13 +187,44 @@ def check_explicit(operation: str, location: tuple[int | str, ...], source: Tens
     """Refuse what an operation would do to one of its inputs, where only explicit redistribution is allowed."""
     if not (_checking.depth or (_checking.losses and operation == "cross_entropy")):
         return
-    plan = plan_between(source, target, source.mesh.platform.itemsize(source.dtype))
+    platform = source.mesh.platform
+    plan = (plan_between if source.mesh == target.mesh else plan_across)(
+        source, target, platform.itemsize(source.dtype)
+    )
     if not plan.wire_bytes:
         return
-    argument = "".join(f"[{part}]" for part in location)
+    argument = f"its argument {''.join(f'[{part}]' for part in location)}" if location else "a tensor"
     raise ImplicitRedistributionError(
-        f"{operation} would redistribute its argument {argument} {list(source.shape)} from "
-        f"{source.describe_placements()} to {target.describe_placements()}, sending {plan.wire_bytes:.0f} bytes per "
-        f"rank. Do it yourself before: x.redistribute(placements={list(target.placements)}), or place the other "
-        "arguments to fit."
+        f"{operation}{_called_from(platform)} would redistribute {argument} {list(source.shape)} "
+        f"from {source.describe_placements()} to {target.describe_placements()}, sending "
+        f"{plan.wire_bytes:.0f} bytes per rank. Do it yourself before: "
+        f"x.redistribute(placements={list(target.placements)}), or place the other arguments to fit."
     )
+
+
+def gathered(operation: str, x: Any) -> Any:
+    """The whole of a DTensor, plain, for an operation that needs it on every rank.
+
+    Raises:
+        ImplicitRedistributionError: only explicit redistribution is allowed.
+    """
+    spec: TensorSpec = x.spec
+    check_explicit(operation, (), spec, spec.with_placements([Replicate()] * spec.mesh.ndim))
+    return x.full_tensor()
+
+
+def _called_from(platform: Platform) -> str:
+    """The innermost line and module in the stack that are not those of a framework, as part of a sentence."""
+    theirs = {each.__module__.partition(".")[0] for each in (type(platform), platform.Tensor, platform.Module)}
+    theirs |= {"hp_dtensor", "contextlib"}
+    line, module, root = "", None, None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not line and frame.f_globals.get("__name__", "").partition(".")[0] not in theirs:
+            line = f" at {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, platform.Module):
+            module, root = module if module is not None else owner, owner
+        frame = frame.f_back
+    name = next((name for name, each in platform.named_modules(root) if each is module), "") if root is not None else ""
+    return line + (f" in module {name}" if name else "")

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from hp_dtensor import checks
+from hp_dtensor.debug import gathered
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import ShardingRuleError
 from hp_dtensor.mesh import DeviceMesh
@@ -124,7 +125,7 @@ class GatheringPlan:
 
     def _whole(self, value: Any) -> Any:
         if isinstance(value, DTensor):
-            return value.full_tensor()
+            return gathered(self.name, value)
         return type(value)(self._whole(item) for item in value) if type(value) in (tuple, list) else value
 
     def _wrapped(self, value: Any, mesh: DeviceMesh) -> Any:

@@ -21,6 +21,7 @@ from mindspore.graph.api import _pynative_executor as executor
 
 from hp_dtensor import dispatch
 from hp_dtensor.api import grad_spec, observe_gradient
+from hp_dtensor.debug import check_explicit, gathered
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import CapabilityError, MixedOperandsError, PlacementError
 from hp_dtensor.rules.pointwise import LINEAR_UNARY, NONLINEAR
@@ -243,15 +244,15 @@ class MindSporeDTensor(DTensor, Tensor):
 
     def asnumpy(self) -> np.ndarray[Any, Any]:
         """The whole tensor on the host. Communicates unless replicated: every rank must call it."""
-        return _whole(self).asnumpy()
+        return _whole("asnumpy", self).asnumpy()
 
     def item(self, *args: Any) -> Any:
         """The value of a one-element tensor; communicates as `asnumpy` does."""
-        return _whole(self).item(*args)
+        return _whole("item", self).item(*args)
 
     def tolist(self) -> Any:
         """All values; communicates as `asnumpy` does."""
-        return _whole(self).asnumpy().tolist()
+        return _whole("tolist", self).asnumpy().tolist()
 
     def __array__(self, dtype: Any = None) -> np.ndarray[Any, Any]:
         whole = self.asnumpy()
@@ -380,13 +381,14 @@ def _copy_(platform: Any, target: MindSporeDTensor, source: Any, *_: Any) -> Min
     if not isinstance(source, MindSporeDTensor):
         raise MixedOperandsError("copy_ into a DTensor: expected a DTensor, got a plain tensor; distribute it first")
     if source._spec.mesh != target._spec.mesh or source._spec.placements != target._spec.placements:
+        check_explicit("copy_", (1,), source._spec, target._spec)
         source = source.redistribute(target.device_mesh, target.placements)
     platform.copy_(target, source)
     return target
 
 
-def _whole(x: MindSporeDTensor) -> Tensor:
-    return x._spec.mesh.platform.detach(x.full_tensor())
+def _whole(operation: str, x: MindSporeDTensor) -> Tensor:
+    return x._spec.mesh.platform.detach(gathered(operation, x))
 
 
 def local_gradient(x: MindSporeDTensor, value: Tensor) -> Tensor:

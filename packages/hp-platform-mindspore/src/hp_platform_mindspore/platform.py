@@ -20,7 +20,7 @@ try:
 except ImportError:  # MindSpore 2.9
     set_versions = None
 
-from hp_dtensor.api import shortcut_views, with_shortcuts
+from hp_dtensor.api import differentiated, shortcut_views, with_shortcuts
 from hp_dtensor.dispatch import forget_plans
 from hp_dtensor.exceptions import CapabilityError, PlatformError
 from hp_dtensor.platform import Platform, Removable
@@ -189,8 +189,7 @@ class MindSporePlatform(Platform):
         return bool(executor.get_current_autodiff_engine_id() != -1)
 
     def backward(self, loss: Tensor, gradient: Tensor | None = None, retain_graph: bool = False) -> None:
-        local = None if gradient is None else dtensor.unwrap(gradient)
-        autograd.backward(_in_graph(loss), local, retain_graph)
+        autograd.backward(*differentiated(loss, gradient), retain_graph)
 
     def grad(
         self,
@@ -198,10 +197,11 @@ class MindSporePlatform(Platform):
         inputs: Sequence[Tensor],
         output_grads: Sequence[Tensor | None] | None = None,
     ) -> list[Tensor | None]:
-        given = None if output_grads is None else [None if g is None else dtensor.unwrap(g) for g in output_grads]
+        seeds = output_grads if output_grads is not None else [None] * len(outputs)
+        roots = [differentiated(y, g) for y, g in zip(outputs, seeds, strict=True)]
         past = [shortcut_views(x) if isinstance(x, dtensor.MindSporeDTensor) else [] for x in inputs]
         views = [view for several in past for _, view in several]
-        grads = autograd.grad([_in_graph(y) for y in outputs], [*inputs, *views], given)
+        grads = autograd.grad([y for y, _ in roots], [*inputs, *views], [g for _, g in roots])
         rest = iter(grads[len(inputs) :])
         found = [
             with_shortcuts(x, g, [(axes, next(rest)) for axes, _ in several]) if several else g
@@ -354,11 +354,6 @@ class Operations:
 
     def getitem(self, x: Tensor, index: Any) -> Tensor:
         return x[index]
-
-
-def _in_graph(x: Tensor) -> Tensor:
-    with autograd.GradMode(True):
-        return dtensor.unwrap(x)
 
 
 def _choose_device() -> Capabilities:

@@ -17,9 +17,9 @@ import torch
 
 from hp_dtensor import dispatch
 from hp_dtensor.api import forget_source, grad_spec
+from hp_dtensor.debug import gathered
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import MixedOperandsError, PlacementError, ShardingRuleError
-from hp_dtensor.placements import Replicate
 from hp_dtensor.spec import TensorSpec
 from hp_platform_torch import checkpointing
 from hp_platform_torch.operations import LocalOperations, Uncached, first_spec, locally, operations, run_locally
@@ -221,36 +221,40 @@ class TorchDTensor(DTensor, torch.Tensor):
 
     def item(self) -> Any:
         """The value of a one-element tensor. Communicates unless replicated: every rank must call it."""
-        return _whole(self).item()
+        return _whole("item", self).item()
 
     def tolist(self) -> Any:
         """All values; communicates as `item` does."""
-        return _whole(self).tolist()
+        return _whole("tolist", self).tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
         """The whole tensor; communicates as `item` does."""
-        return (_whole(self) if force else self.full_tensor()).numpy(force=force)
+        return (_whole("numpy", self) if force else gathered("numpy", self)).numpy(force=force)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        return self.full_tensor().__array__(dtype)
+        return gathered("__array__", self).__array__(dtype)
 
     def __bool__(self) -> bool:
-        return bool(_whole(self))
+        return bool(_whole("bool", self))
 
     def __int__(self) -> int:
-        return int(_whole(self))
+        return int(_whole("int", self))
 
     def __float__(self) -> float:
-        return float(_whole(self))
+        return float(_whole("float", self))
 
     def __index__(self) -> int:
-        return _whole(self).__index__()
+        return _whole("index", self).__index__()
 
     def __complex__(self) -> complex:
-        return complex(_whole(self))
+        return complex(_whole("complex", self))
 
     def __format__(self, format_spec: str) -> str:
-        return format(_whole(self), format_spec) if not self._spec.shape else object.__format__(self, format_spec)
+        return (
+            format(_whole("format", self), format_spec)
+            if not self._spec.shape
+            else object.__format__(self, format_spec)
+        )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         with LocalOperations():
@@ -328,9 +332,9 @@ def unwrap(x: Tensor) -> Tensor:
         return x.as_subclass(torch.Tensor)
 
 
-def _whole(x: TorchDTensor) -> Tensor:
+def _whole(operation: str, x: TorchDTensor) -> Tensor:
     with torch.no_grad():
-        return x.full_tensor()
+        return gathered(operation, x)  # type: ignore[no-any-return]
 
 
 def _as_gradient(x: TorchDTensor, value: Tensor) -> TorchDTensor:
@@ -359,8 +363,3 @@ def _refuse_transforms(name: str) -> NoReturn:
 
 def _with_dtype(spec: TensorSpec, dtype: torch.dtype) -> TensorSpec:
     return spec if spec.dtype is dtype else TensorSpec(spec.mesh, spec.placements, spec.shape, dtype)
-
-
-def replicated(x: TorchDTensor) -> TorchDTensor:
-    """`x` with every rank holding the whole."""
-    return x.redistribute(None, [Replicate()] * x._spec.mesh.ndim)

@@ -11,12 +11,11 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hp_dtensor import dispatch
-from hp_dtensor.api import grad_spec, observe_gradient, shortcut_views, with_shortcuts
+from hp_dtensor.api import differentiated, grad_spec, observe_gradient, shortcut_views, with_shortcuts
 from hp_dtensor.exceptions import GradientPathError, MixedOperandsError, ShardingRuleError
-from hp_dtensor.placements import Partial
 from hp_dtensor.spec import TensorSpec
 from hp_platform_torch.decompositions import DECOMPOSED
-from hp_platform_torch.dtensor import TorchDTensor, _with_dtype, adopt, replicated, unwrap, wrap
+from hp_platform_torch.dtensor import TorchDTensor, _with_dtype, adopt, unwrap, wrap
 from hp_platform_torch.operation_names import property_of
 from hp_platform_torch.operations import Handler, LocalOperations, locally
 
@@ -75,7 +74,7 @@ def backward(
     inputs: Sequence[Tensor] | Tensor | None,
 ) -> None:
     """See `TorchDTensor.backward`. Interception stays on, so that hooks and recomputation see DTensors."""
-    root, seed = _root(loss, gradient)
+    root, seed = differentiated(loss, gradient)
     if inputs is not None:
         inputs = [_accumulating(x) for x in ((inputs,) if isinstance(inputs, Tensor) else inputs)]
     torch.autograd.backward(root, seed, retain_graph, create_graph, inputs=inputs)
@@ -87,22 +86,10 @@ def _backward_of_several(func: Callable[..., Any], args: tuple[Any, ...], kwargs
     outputs = _listed(call.pop("tensors"))
     seeds = call.pop("grad_tensors", None)
     seeds = [None] * len(outputs) if seeds is None else _listed(seeds)
-    roots = [_root(output, seed) for output, seed in zip(outputs, seeds, strict=True)]
+    roots = [differentiated(output, seed) for output, seed in zip(outputs, seeds, strict=True)]
     inputs = call.pop("inputs", None)
     inputs = None if inputs is None else [_accumulating(x) for x in _listed(inputs)]
     func([root for root, _ in roots], [seed for _, seed in roots], inputs=inputs, **call)
-
-
-def _root(output: Tensor, gradient: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """(output, its gradient) as plain local tensors."""
-    if not isinstance(output, TorchDTensor):
-        return output, unwrap(gradient) if gradient is not None else None
-    if isinstance(gradient, TorchDTensor):
-        gradient = unwrap(gradient.redistribute(None, grad_spec(output._spec).placements))
-    with torch.enable_grad():  # reentrant checkpoints drive a backward from within a backward
-        if any(isinstance(p, Partial) and p.op != "sum" for p in output._spec.placements):
-            output = replicated(output)  # only of a sum every contribution has the gradient of the whole
-        return unwrap(output), gradient
 
 
 def _accumulating(x: Any) -> Any:
@@ -129,7 +116,7 @@ def _autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
     outputs, inputs = _listed(call.pop("outputs")), _listed(call.pop("inputs"))
     seeds = call.pop("grad_outputs", None)
     seeds = [None] * len(outputs) if seeds is None else _listed(seeds)
-    roots = [_root(output, seed) for output, seed in zip(outputs, seeds, strict=True)]
+    roots = [differentiated(output, seed) for output, seed in zip(outputs, seeds, strict=True)]
     materialize = call.pop("materialize_grads", False)
     past = [shortcut_views(x) if isinstance(x, TorchDTensor) else [] for x in inputs]
     allow_unused = True if materialize or any(past) else call.get("allow_unused")

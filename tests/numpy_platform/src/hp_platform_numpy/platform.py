@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hp_dtensor.api import grad_spec
+from hp_dtensor.api import differentiated, grad_spec
 from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform import DTYPE_NAMES, Platform, Removable
 from hp_dtensor.spec import TensorSpec
@@ -117,7 +117,8 @@ class NumpyPlatform(Platform):
 
     def backward(self, loss: Tensor, gradient: Tensor | None = None, retain_graph: bool = False) -> None:
         walk = tape.Walk()
-        walk.run([loss], [np.ones_like(loss.data) if gradient is None else gradient.data])
+        root, seed = differentiated(loss, gradient)
+        walk.run([root], [np.ones_like(root.data) if seed is None else seed.data])
         for leaf, found in walk.leaves.values():
             before = 0 if leaf.grad is None else leaf.grad.data
             leaf.grad = Tensor(before + found, leaf.dtype)
@@ -129,9 +130,9 @@ class NumpyPlatform(Platform):
         output_grads: Sequence[Tensor | None] | None = None,
     ) -> list[Tensor | None]:
         given = output_grads or [None] * len(outputs)
+        roots = [differentiated(x, g) for x, g in zip(outputs, given, strict=True)]
         walk = tape.Walk(inputs)
-        starts = [np.ones_like(x.data) if g is None else g.data for x, g in zip(outputs, given, strict=True)]
-        walk.run(outputs, starts)
+        walk.run([x for x, _ in roots], [np.ones_like(x.data) if g is None else g.data for x, g in roots])
         found = [walk.gradient_of(x) for x in inputs]
         return [None if g is None else self._like(Tensor(g, x.dtype), x) for x, g in zip(inputs, found, strict=True)]
 
