@@ -8,7 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hp_dtensor import DeviceMesh, Shard, StridedShard, distribute_tensor, record_collectives
+from hp_dtensor import (
+    DeviceMesh,
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    StridedShard,
+    distribute_tensor,
+    record_collectives,
+)
 from hp_dtensor.platform import Platform
 from hp_dtensor.testing import run_ranks
 
@@ -46,3 +55,54 @@ def test_nothing_is_sent(hp_platform: Platform, call: Callable[[Any, Any], Any])
     for found in run_ranks(rank, 4, hp_platform):
         for got, wanted in zip(found, expected, strict=True):
             np.testing.assert_allclose(got, wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("scalar_first", [False, True])
+def test_scalars_go_with_strided_shards(hp_platform: Platform, scalar_first: bool) -> None:
+    """The gradient of the scalar is summed over all ranks."""
+    ops = hp_platform.ops
+
+    def run(x: Any, scale: Any) -> tuple[Any, ...]:
+        y = ops.mul(scale, x) if scalar_first else ops.mul(x, scale)
+        hp_platform.backward(ops.sum(ops.mul(y, y)))
+        return y, hp_platform.get_grad(x), hp_platform.get_grad(scale)
+
+    def values(found: tuple[Any, ...]) -> list[np.ndarray]:
+        return [hp_platform.to_numpy(y.full_tensor() if isinstance(y, DTensor) else y) for y in found]
+
+    def rank() -> list[np.ndarray]:
+        mesh = DeviceMesh("cpu", (2, 2), platform=hp_platform)
+        x = hp_platform.Parameter(distribute_tensor(hp_platform.from_numpy(WHOLE.copy()), mesh, STRIDED))
+        scale = distribute_tensor(hp_platform.from_numpy(np.array(3, np.float32)), mesh)
+        found = run(x, hp_platform.Parameter(scale))
+        assert found[0].placements == STRIDED
+        with hp_platform.no_grad():
+            written = ops.mul(x, 1.0)
+            written *= scale
+        np.testing.assert_array_equal(hp_platform.to_numpy(written.full_tensor()), 3 * WHOLE)
+        return values(found)
+
+    plain = (WHOLE.copy(), np.array(3, np.float32))
+    expected = values(run(*(hp_platform.Parameter(hp_platform.from_numpy(value)) for value in plain)))
+    for found in run_ranks(rank, 4, hp_platform):
+        for got, wanted in zip(found, expected, strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("placements", [(Replicate(), Replicate()), (Shard(1), Partial()), (Shard(0), Shard(0))])
+def test_what_is_written_into_strided_shards_is_brought_to_them(hp_platform: Platform, placements: Any) -> None:
+    def rank() -> list[np.ndarray]:
+        mesh = DeviceMesh("cpu", (2, 2), platform=hp_platform)
+        x, y = (
+            distribute_tensor(hp_platform.from_numpy(value.copy()), mesh, placed)
+            for value, placed in ((WHOLE, STRIDED), (WHOLE**2, placements))
+        )
+        x += y
+        added = hp_platform.to_numpy(x.full_tensor())
+        x *= y
+        assert x.placements == STRIDED
+        return [added, hp_platform.to_numpy(x.full_tensor())]
+
+    for added, multiplied in run_ranks(rank, 4, hp_platform):
+        np.testing.assert_array_equal(added, WHOLE + WHOLE**2)
+        np.testing.assert_array_equal(multiplied, (WHOLE + WHOLE**2) * WHOLE**2)

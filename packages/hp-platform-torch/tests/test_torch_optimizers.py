@@ -10,7 +10,7 @@ import torch
 from hp_dtensor.api import distribute_tensor
 from hp_dtensor.exceptions import MixedOperandsError, ShardingRuleError
 from hp_dtensor.mesh import init_device_mesh
-from hp_dtensor.placements import Partial, Replicate, Shard
+from hp_dtensor.placements import Partial, Replicate, Shard, StridedShard
 from hp_dtensor.testing import run_ranks
 
 SHAPES = [(5, 3), (4,), (2, 2, 3), (1,)]
@@ -128,3 +128,30 @@ def test_lists_of_results_are_dtensors(mesh):
     roots = torch._foreach_sqrt([_on(mesh, Shard(0), torch.full((4,), 4.0)), _on(mesh, Replicate())])
     assert [x.placements for x in roots] == [(Shard(0),), (Replicate(),)]
     assert roots[0].tolist() == [2.0] * 4
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adafactor, torch.optim.AdamW, torch.optim.SGD])
+def test_strided_parameters_are_clipped_and_trained(optimizer):
+    """Row and column statistics of the gradient come back to the strided shards."""
+
+    def train(parameter, lift):
+        steps = optimizer([parameter], lr=0.1)
+        for step in range(1, 4):
+            steps.zero_grad()
+            (
+                parameter * lift(torch.randn(7, 4, generator=torch.Generator().manual_seed(step)))
+            ).square().sum().backward()
+            torch.nn.utils.clip_grad_norm_([parameter], 0.5)
+            steps.step()
+        return parameter.detach()
+
+    whole = torch.randn(7, 4, generator=torch.Generator().manual_seed(0))
+    expected = train(torch.nn.Parameter(whole.clone()), lambda x: x)
+
+    def run():
+        mesh = init_device_mesh("cpu", (2, 2))
+        parameter = torch.nn.Parameter(distribute_tensor(whole, mesh, [StridedShard(0, 2), Shard(0)]))
+        return train(parameter, lambda x: distribute_tensor(x, mesh)).full_tensor()
+
+    for trained in run_ranks(run, 4, "torch"):
+        torch.testing.assert_close(trained, expected)

@@ -32,7 +32,7 @@ from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import HPError, MeshError, PlacementError, ShardingRuleError
 from hp_dtensor.index_lists import INDEXING, with_positions
 from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.placements import Placement, RaggedShard, Shard, StridedShard
+from hp_dtensor.placements import Placement, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.platform import DTYPE_NAMES, Platform
 from hp_dtensor.redistribute import plan_between
 from hp_dtensor.rules.cost import cheapest
@@ -407,9 +407,12 @@ def _choose_strategies(
     platform: Platform, rule: Factorization, call: OpCall, registration: Registration
 ) -> list[Strategy]:
     """One strategy per mesh axis, earlier axes first, since they cut first."""
-    if _is_element_by_element(rule) and _are_strided_alike(call.tensors):
-        placements = call.tensors[0].placements
-        return [Strategy((p,) * len(rule.inputs), (p,) * len(rule.outputs)) for p in placements]
+    if _is_element_by_element(rule) and _stay_strided(call.tensors, registration.in_place):
+        placements = next(spec.placements for spec in call.tensors if spec.ndim)
+        return [
+            Strategy(tuple(p if spec.ndim else Replicate() for spec in call.tensors), (p,) * len(rule.outputs))
+            for p in placements
+        ]
     chosen: list[Strategy] = []
     cut: dict[str, float] = {}
     mesh = call.tensors[0].mesh
@@ -431,21 +434,29 @@ def _choose_strategies(
 
 
 def _is_element_by_element(rule: Factorization) -> bool:
-    """Whether each element of the outputs comes of the inputs' at the same place, and of nothing else."""
-    dims = rule.inputs[0]
-    alike = all(other == dims for other in (*rule.inputs, *rule.outputs)) and all(len(dim) == 1 for dim in dims)
+    """Whether each element of the outputs comes of the inputs' at the same place, of scalars, and of nothing else."""
+    dims = rule.outputs[0]
+    known = all(other == dims for other in rule.outputs) and all(other in (dims, ()) for other in rule.inputs)
+    alike = known and all(len(dim) == 1 for dim in dims)
     special = rule.fixed or rule.local or rule.localize or rule.kept or rule.ignored or rule.nonempty or rule.known
     return alike and not special
 
 
-def _are_strided_alike(specs: Sequence[TensorSpec]) -> bool:
-    """Whether all are cut in one way, which has strided shards: factors know chunks and ragged parts only."""
-    first = specs[0]
+def _stay_strided(specs: Sequence[TensorSpec], in_place: bool) -> bool:
+    """Whether the first has strided shards, and the others are cut in this way, scalars replicated. Where the first is
+    written, the others are brought to it. Factors know chunks and ragged parts only.
+    """
+    first = next((spec for spec in specs if spec.ndim), specs[0])
     strided = any(isinstance(p, StridedShard) for p in first.placements)
     return (
         strided
         and not any(p.is_partial() for p in first.placements)
-        and all((spec.placements, spec.shape) == (first.placements, first.shape) for spec in specs)
+        and all(
+            spec.shape == first.shape and (in_place or spec.placements == first.placements)
+            if spec.ndim
+            else in_place or spec.is_replicated()
+            for spec in specs
+        )
     )
 
 
