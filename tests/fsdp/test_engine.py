@@ -30,6 +30,7 @@ from hp_fsdp import (
     FSDPModule,
     FSDPStateError,
     FullyShardError,
+    MixedPrecisionPolicy,
     fully_shard,
     register_fsdp_forward_method,
 )
@@ -376,6 +377,27 @@ def test_parameters_shared_between_groups(hp_platform):
         (lambda p, m: fully_shard(object(), m), "expected a module of platform"),
         (lambda p, m: fully_shard([], m), "at least one module"),
         (lambda p, m: fully_shard(m, "cpu"), "expected a DeviceMesh, got str"),
+        (lambda p, m: fully_shard(linear(p), m, mp_policy="bf16"), "expected a MixedPrecisionPolicy, got str"),
+        (
+            lambda p, m: fully_shard(
+                linear(p), m, mp_policy=MixedPrecisionPolicy(param_dtype="float17", reduce_dtype="int8")
+            ),
+            "param_dtype: expected a dtype of platform .*; reduce_dtype: expected a floating-point dtype, got 'int8'",
+        ),
+        (lambda p, m: fully_shard(linear(p), m, ignored_params=["weight"]), "expected parameters.* got 'weight'"),
+        (
+            lambda p, m: fully_shard(model := linear(p), m, replicate_params=model.weight),
+            "replicate_params: expected several parameters",
+        ),
+        (lambda p, m: fully_shard(linear(p), m, shard_placement_fn=Shard(0)), "expected a function of a parameter"),
+        (lambda p, m: linear(p, m).set_requires_gradient_sync("no"), "set_requires_gradient_sync: expected a bool"),
+        (lambda p, m: linear(p, m).set_requires_all_reduce(0), "set_requires_all_reduce: expected a bool"),
+        (lambda p, m: linear(p, m).set_is_last_backward(None), "set_is_last_backward: expected a bool"),
+        (lambda p, m: linear(p, m).set_reshard_after_backward(1), "set_reshard_after_backward: expected a bool"),
+        (
+            lambda p, m: (model := linear(p, m)).set_modules_to_forward_prefetch(model),
+            "set_modules_to_forward_prefetch: expected a list of modules",
+        ),
         (
             lambda p, m: fully_shard(
                 object(), init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("a", "b", "c"), platform=p)
@@ -389,6 +411,13 @@ def test_wrong_arguments(hp_platform, make, message):
         make(hp_platform, mesh_of(hp_platform, 1))
 
 
+def linear(platform, mesh=None):
+    """A linear map, sharded where there is a mesh."""
+    with nn.building(platform):
+        model = nn.Linear(2, 2)
+    return model if mesh is None else fully_shard(model, mesh)
+
+
 def test_a_module_is_sharded_once(hp_platform):
     with nn.building(hp_platform):
         model = nn.Linear(2, 2)
@@ -397,6 +426,15 @@ def test_a_module_is_sharded_once(hp_platform):
         fully_shard(model, mesh_of(hp_platform, 1))
     with pytest.raises(FullyShardError, match="has not been through fully_shard"):
         register_fsdp_forward_method(object(), "encode")
+
+
+def test_parameters_may_be_given_by_a_generator(hp_platform):
+    """As `module.parameters()` is one."""
+    with nn.building(hp_platform):
+        model = nn.Linear(2, 2, bias=True)
+    fully_shard(model, mesh_of(hp_platform, 1), ignored_params=(p for p in [model.weight]))
+    assert not isinstance(model.weight, DTensor)
+    assert isinstance(model.bias, DTensor)
 
 
 def test_ignored_parameters_stay(hp_platform):

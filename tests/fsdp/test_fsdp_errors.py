@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy
 import pytest
 from fsdp_training import (
@@ -351,3 +353,37 @@ def test_loading_while_gradients_wait_is_noticed_on_ranks_without_a_shard(hp_pla
         return 0 in model.weight.spec.local_shape
 
     assert run_ranks(rank, 2, hp_platform) == [False, True]
+
+
+def test_a_module_is_not_resharded_within_its_forward(hp_platform):
+    class Resharding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.map = nn.Linear(2, 2)
+
+        def forward(self, x):
+            self.reshard()
+            return self.map(x)
+
+    with nn.building(hp_platform):
+        model = fully_shard(Resharding(), mesh_of(hp_platform, 1))
+    with pytest.raises(FSDPStateError, match=r"Resharding on rank 0: reshard\(\) in state 'unsharded'"):
+        model(hp_platform.from_numpy(numpy.ones((1, 2), numpy.float32)))
+    model.reshard()
+
+
+def test_a_parameter_that_has_been_replaced_is_told(hp_platform):
+    """Its new value would be lost."""
+    with nn.building(hp_platform):
+        model = fully_shard(nn.Linear(2, 2), mesh_of(hp_platform, 1))
+    ones = hp_platform.from_numpy(numpy.ones((2, 2), numpy.float32))
+    model.weight = hp_platform.Parameter(ones)
+    with pytest.raises(FSDPStateError, match="weight of the module is not what fully_shard has put there"):
+        model(ones)
+
+
+def test_a_sharded_module_is_not_pickled(hp_platform):
+    with nn.building(hp_platform):
+        model = fully_shard(nn.Linear(2, 2), mesh_of(hp_platform, 1))
+    with pytest.raises(TypeError, match="save get_model_state_dict"):
+        pickle.dumps(model)

@@ -7,7 +7,7 @@ import pytest
 from hp_dtensor.mesh import init_device_mesh
 from hp_dtensor.testing.simulated import run_ranks
 from hp_dtensor.world import DONE, ProcessGroup, current_world, record_collectives
-from hp_fsdp import FSDPStateError, MixedPrecisionPolicy, fully_shard
+from hp_fsdp import FSDPStateError, FullyShardError, MixedPrecisionPolicy, fully_shard
 
 torch = pytest.importorskip("torch")
 checkpoint = pytest.importorskip("torch.utils.checkpoint").checkpoint
@@ -431,3 +431,11 @@ def test_a_distributed_checkpoint_of_torch_goes_on_in_another_layout(rank_pool, 
         "test_torch_modules:goes_on_from_a_distributed_checkpoint", str(tmp_path), options
     ):
         assert there == pytest.approx(here, rel=1e-6)
+
+
+def test_a_container_is_refused(hp_platform):
+    modules = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
+    mesh = init_device_mesh("cpu", (1,), platform=hp_platform)
+    with pytest.raises(FullyShardError, match="a ModuleList is never called itself"):
+        fully_shard(modules, mesh)
+    fully_shard(list(modules), mesh)

@@ -166,6 +166,15 @@ class FlatBuffer:
             moved = [p for p, offset in self._places if self.storage.address(p.sharded) != base + offset]
         return [problem for parameter in moved for problem in self._attach(parameter)]
 
+    def replaced(self) -> list[str]:
+        """Parameters in whose place a module holds something else; for a group that is not exposed."""
+        return [
+            parameter.name
+            for parameter in self.parameters
+            for module, attribute in parameter.owners
+            if getattr(module, attribute, None) is not parameter.sharded
+        ]
+
     def _attach(self, parameter: ManagedParameter) -> list[str]:
         replaced = self.platform.unwrap(parameter.sharded)
         where = str(self.platform.device_of(replaced))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from hp_dtensor.mesh import DeviceMesh
@@ -14,7 +14,7 @@ from hp_fsdp._hooks import ModuleState, state_of
 from hp_fsdp._module import with_methods
 from hp_fsdp._parameters import DataParallel, Original, collect
 from hp_fsdp._placement import ShardPlacementFunction, place
-from hp_fsdp._settings import check_settings
+from hp_fsdp._settings import check_policy, check_settings, parameters_given
 from hp_fsdp.communication import Communication, get_communication
 from hp_fsdp.exceptions import FullyShardError
 from hp_fsdp.layout import plan_buffers
@@ -37,8 +37,8 @@ def fully_shard(
     shard_placement_fn: ShardPlacementFunction | None = None,
     mp_policy: MixedPrecisionPolicy = FULL_PRECISION,
     offload_policy: CPUOffloadPolicy | None = None,
-    ignored_params: Collection[Tensor] = (),
-    replicate_params: Collection[Tensor] = (),
+    ignored_params: Iterable[Tensor] = (),
+    replicate_params: Iterable[Tensor] = (),
     threshold: float = 0,
     bucket_size: float | None = None,
     communication: str | Communication = "default",
@@ -94,15 +94,18 @@ def fully_shard(
     platform = mesh.platform
     _check_modules(platform, modules)
     storage = get_storage(platform)
+    check_policy(platform, mp_policy)
     policy = mp_policy.resolve(platform)
     transport = get_communication(communication, platform)
     _check_offload(storage, mesh, offload_policy, zero_stage)
-    _check_disjoint(ignored_params, replicate_params)
-    originals = collect(platform, modules, ignored_params)
+    ignored = parameters_given("ignored_params", ignored_params, platform)
+    replicated = parameters_given("replicate_params", replicate_params, platform)
+    _check_disjoint(ignored, replicated)
+    originals = collect(platform, modules, ignored)
     _check_dtypes(storage, policy, originals)
     name = ", ".join(type(module).__name__ for module in modules)
     place(originals, mesh, shard_placement_fn, reshard_after_forward, name)
-    whole = _whole_parameters(platform, originals, replicate_params, threshold if zero_stage else math.inf)
+    whole = _whole_parameters(platform, originals, replicated, threshold if zero_stage else math.inf)
     buffers = _make_buffers(storage, originals, whole, policy, transport, bucket_size, offload_policy)
     group = ParameterGroup(name, modules, storage, list(buffers), reshard_after_forward, zero_stage)
     _install(group, policy)
@@ -204,10 +207,21 @@ def _check_modules(platform: Platform, modules: Sequence[Module]) -> None:
             problems.append(f"{where}: expected {expected}, got {type(module).__name__}")
         elif state_of(module) is not None:
             problems.append(f"{where}: {type(module).__name__} has been through fully_shard already")
+        elif _is_container(platform, module):
+            problems.append(
+                f"{where}: a {type(module).__name__} is never called itself; give the modules in it, each on its own "
+                "or list(...) of them as one group"
+            )
     if len({id(module) for module in modules}) != len(modules):
         problems.append("module: the list names a module twice")
     if problems:
         raise FullyShardError("; ".join(problems))
+
+
+def _is_container(platform: Platform, module: Module) -> bool:
+    """Whether a module holds others, as `torch.nn.ModuleList` does, without a forward."""
+    forwards = (getattr(each, "forward", None) for each in (type(module), platform.Module))
+    return hasattr(type(module), "__getitem__") and len(set(forwards)) == 1 and "forward" not in vars(module)
 
 
 def _check_dtypes(storage: ParameterStorage, policy: MixedPrecisionPolicy, originals: Sequence[Original]) -> None:

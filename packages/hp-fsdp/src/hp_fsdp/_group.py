@@ -133,13 +133,20 @@ class ParameterGroup:
         """See `FlatBuffer.attach`.
 
         Raises:
-            FSDPStateError: listing the parameters whose dtype or device has been changed.
+            FSDPStateError: listing the parameters whose dtype or device has been changed, or that have been replaced.
         """
         problems = [problem for buffer in self.buffers for problem in buffer.attach()]
         if problems:
             raise FSDPStateError(
                 f"{self.place}: {'; '.join(problems)}. Convert or move a module before fully_shard; for another "
                 "dtype of computation use MixedPrecisionPolicy(param_dtype=...)"
+            )
+
+        replaced = [] if self.exposed else [name for buffer in self.buffers for name in buffer.replaced()]
+        if replaced:
+            raise FSDPStateError(
+                f"{self.place}: {', '.join(replaced)} of the module is not what fully_shard has put there; change "
+                "modules before fully_shard, and write values into parameters in place"
             )
 
     # States ----------------------------------------------------------------------------------------------

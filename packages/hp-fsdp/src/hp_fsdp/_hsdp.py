@@ -15,6 +15,7 @@ from hp_dtensor.world import World, current_world
 from hp_fsdp._fully_shard import fully_shard
 from hp_fsdp._hooks import ModuleState, state_of, states_below
 from hp_fsdp._module import FSDPModule, with_methods
+from hp_fsdp._settings import dtype_problem
 from hp_fsdp.exceptions import HSDPError
 from hp_fsdp.policies import MixedPrecisionPolicy
 
@@ -210,16 +211,9 @@ def _choice_problems(level: Any, grad_scale: Any, platform: Platform, reduce_dty
         yield f"optimizer_level: expected one of {', '.join(map(repr, ZERO_STAGES))}, got {level!r}"
     if not isinstance(grad_scale, float) or not 0 < grad_scale < math.inf:
         yield f"grad_scale: expected a float above 0, got {grad_scale!r}"
-    try:
-        if reduce_dtype is not None and not platform.is_floating(_dtype(platform, reduce_dtype)):
-            yield f"reduce_dtype: expected a floating-point dtype, got {reduce_dtype!r}"
-    except (ValueError, TypeError, NotImplementedError):
-        yield f"reduce_dtype: expected a dtype of platform {platform.name!r} or None, got {reduce_dtype!r}"
-
-
-def _dtype(platform: Platform, dtype: Any) -> DType:
-    name = dtype if isinstance(dtype, str) else platform.dtype_name(dtype)
-    return platform.dtype(name)
+    problem = dtype_problem(platform, "reduce_dtype", reduce_dtype)
+    if problem is not None:
+        yield problem
 
 
 def _bool_problems(**flags: Any) -> Iterator[str]:

@@ -46,6 +46,11 @@ class FSDPModule:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise TypeError(f"{type(self).__name__}: a sharded module cannot be copied; copy it before fully_shard")
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"{type(self).__name__}: a sharded module cannot be pickled or copied; save get_model_state_dict(...) of it"
+        )
+
     def _groups(self, recurse: bool) -> list[ParameterGroup]:
         states = states_below(self._fsdp.platform, self) if recurse else [self._fsdp]
         return [state.group for state in states]
@@ -66,24 +71,33 @@ class FSDPModule:
         return None
 
     def reshard(self) -> None:
-        """Free the group's full parameters and put the sharded ones back into the modules."""
-        self._fsdp.group.conceal()
-        self._fsdp.group.reshard()
+        """Free the group's full parameters and put the sharded ones back into the modules.
+
+        Raises:
+            FSDPStateError: within the forward of one of them.
+        """
+        group = self._fsdp.group
+        if not group.entered:
+            group.conceal()
+        group.reshard()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients, or accumulates them unsharded without communication."""
+        wanted = _bool("set_requires_gradient_sync", requires_gradient_sync)
         for group in self._groups(recurse):
-            group.gradient_sync = requires_gradient_sync
+            group.gradient_sync = wanted
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward also reduces over the replicate axis, or accumulates reduced shards."""
+        wanted = _bool("set_requires_all_reduce", requires_all_reduce)
         for group in self._groups(recurse):
-            group.reduce_options.all_reduce = requires_all_reduce
+            group.reduce_options.all_reduce = wanted
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """False: another backward through the same forward follows, so unused parameters may still be used."""
+        wanted = _bool("set_is_last_backward", is_last_backward)
         for group in self._groups(recurse=True):
-            group.is_last_backward = is_last_backward
+            group.is_last_backward = wanted
 
     def set_reshard_after_forward(self, reshard_after_forward: bool | int, *, recurse: bool = True) -> None:
         """Whether full parameters are freed after forward, or over how many ranks they are kept; see `fully_shard`.
@@ -108,16 +122,17 @@ class FSDPModule:
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether full parameters are freed after a backward that does not reduce (one that does always frees)."""
+        wanted = _bool("set_reshard_after_backward", reshard_after_backward)
         for group in self._groups(recurse):
-            group.reshard_after_backward = reshard_after_backward
+            group.reshard_after_backward = wanted
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[Module]) -> None:
         """Gather these modules' groups before this one's forward, instead of the next in recorded order."""
-        self._fsdp.group.forward_prefetch = [_state_of(module).group for module in modules]
+        self._fsdp.group.forward_prefetch = _groups_of("set_modules_to_forward_prefetch", modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[Module]) -> None:
         """Gather these modules' groups before this one's backward, instead of the previous in recorded order."""
-        self._fsdp.group.backward_prefetch = [_state_of(module).group for module in modules]
+        self._fsdp.group.backward_prefetch = _groups_of("set_modules_to_backward_prefetch", modules)
 
     def set_buffers_in_flight(
         self, *, gathered_ahead: int | None = None, gradients: int | None = None, recurse: bool = True
@@ -218,6 +233,18 @@ class UnshardHandle:
         self._group.unshard()
         if not self._group.exposed:
             self._group.expose()
+
+
+def _bool(method: str, flag: bool) -> bool:
+    if not isinstance(flag, bool):
+        raise FullyShardError(f"{method}: expected a bool, got {flag!r}")
+    return flag
+
+
+def _groups_of(method: str, modules: Sequence[Module]) -> list[ParameterGroup]:
+    if not isinstance(modules, (list, tuple)):
+        raise FullyShardError(f"{method}: expected a list of modules, got {type(modules).__name__}")
+    return [_state_of(module).group for module in modules]
 
 
 def _positive(method: str, factor: float) -> float:

@@ -30,6 +30,10 @@ def place(
     Raises:
         FullyShardError: listing every parameter that cannot be sharded so.
     """
+    if choose is not None and not callable(choose):
+        raise FullyShardError(
+            f"shard_placement_fn: expected a function of a parameter, got {choose!r}; lambda parameter: {choose!r}"
+        )
     problems = []
     for original in originals:
         original.mesh = mesh

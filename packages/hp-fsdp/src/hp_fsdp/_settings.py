@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor.platform import Platform
 from hp_fsdp.exceptions import FullyShardError
+from hp_fsdp.policies import MixedPrecisionPolicy
 
 
 def check_settings(
@@ -39,10 +42,51 @@ def check_settings(
     return reshard_size(reshard_after_forward, mesh.shape[-1])
 
 
+def check_policy(platform: Platform, policy: Any) -> None:
+    """
+    Raises:
+        FullyShardError: no `MixedPrecisionPolicy`, or one with what is no floating-point dtype.
+    """
+    if not isinstance(policy, MixedPrecisionPolicy):
+        raise FullyShardError(f"mp_policy: expected a MixedPrecisionPolicy, got {type(policy).__name__}")
+    names = ("param_dtype", "reduce_dtype", "output_dtype", "grad_dtype")
+    problems = [dtype_problem(platform, name, getattr(policy, name)) for name in names]
+    if any(problems):
+        raise FullyShardError("mp_policy: " + "; ".join(filter(None, problems)))
+
+
+def dtype_problem(platform: Platform, name: str, dtype: Any) -> str | None:
+    """Why nothing can be computed in or reduced as `dtype`, the platform's or a name; None when it can."""
+    try:
+        known = platform.dtype(dtype if isinstance(dtype, str) else platform.dtype_name(dtype)) if dtype else None
+    except (ValueError, TypeError, NotImplementedError):
+        return f"{name}: expected a dtype of platform {platform.name!r} or None, got {dtype!r}"
+    if dtype is None or (known is not None and platform.is_floating(known)):
+        return None
+    return f"{name}: expected a floating-point dtype, got {dtype!r}"
+
+
+def parameters_given(name: str, given: Any, platform: Platform) -> list[Any]:
+    """The parameters that an argument lists; generators, as of `module.parameters()`, may be gone through once only.
+
+    Raises:
+        FullyShardError: what is no parameter.
+    """
+    if isinstance(given, (str, platform.Tensor)) or not isinstance(given, Iterable):
+        raise FullyShardError(f"{name}: expected several parameters, as a list, got {type(given).__name__}")
+    listed = list(given)
+    wrong = [repr(each) for each in listed if not isinstance(each, platform.Tensor)]
+    if wrong:
+        raise FullyShardError(f"{name}: expected parameters, such as module.weight, got {', '.join(wrong)}")
+    return listed
+
+
 def mesh_problems(mesh: Any) -> list[str]:
     """Why nothing can be sharded over `mesh`."""
     if not isinstance(mesh, DeviceMesh):
-        return [f"mesh: expected a DeviceMesh, got {type(mesh).__name__}"]
+        kind = type(mesh)
+        got = f"one of {kind.__module__}" if kind.__name__ == "DeviceMesh" else kind.__name__
+        return [f"mesh: expected a DeviceMesh, got {got}"]
     if mesh.ndim not in (1, 2):
         return [
             f"mesh: expected 1 axis (shard) or 2 (replicate, shard), got {mesh.describe()}; "
