@@ -20,7 +20,7 @@ from mindspore._c_expression import NoFallbackGuard
 from mindspore.graph.api import _pynative_executor as executor
 
 from hp_dtensor import dispatch
-from hp_dtensor.api import grad_spec, observe_gradient
+from hp_dtensor.api import distribute_tensor, grad_spec, observe_gradient
 from hp_dtensor.debug import check_explicit, gathered
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import CapabilityError, MixedOperandsError, PlacementError
@@ -191,6 +191,31 @@ class MindSporeDTensor(DTensor, Tensor):
     fill = _refused("fill", "fill_ or mint.full_like")
     isreal = _refused("isreal", "mint.ones_like")
     set_ = _refused("set_", "copy_")
+
+    def assign_value(self, value: Tensor) -> Any:
+        """Take over values: a DTensor, placed in any way, or a whole plain tensor that all ranks have.
+
+        It is how MindSpore loads and assigns parameters, so plain values are whole ones here.
+
+        Raises:
+            ValueError: they have another shape.
+        """
+        spec = self._spec
+        if tuple(value.shape) != spec.shape:
+            raise ValueError(f"new values of a DTensor {spec!r} must have its whole shape, got {list(value.shape)}")
+        with GradMode(False):
+            if not isinstance(value, MindSporeDTensor):
+                value = distribute_tensor(value, spec.mesh, spec.placements, source_rank=None)
+            return _copy_(spec.mesh.platform, self, value)
+
+    def set_data(self, data: Any, slice_shape: bool = False) -> Any:
+        """`assign_value`, also of one number for all elements."""
+        if isinstance(data, (int, float)):
+            with GradMode(False):
+                return self._spec.mesh.platform.operation("fill_")(self, data)
+        return self.assign_value(data)
+
+    init_data = _refused("init_data", "full_tensor() to save it, or the checkpoints of hp-trainer")
 
     # Gradients -------------------------------------------------------------------------------------------
 

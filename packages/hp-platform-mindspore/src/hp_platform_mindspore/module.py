@@ -12,8 +12,16 @@ from mindspore import Tensor, nn
 from hp_platform_mindspore import autograd
 
 
-class Module(nn.Cell):
-    """A Cell whose entry point is `forward`. Its parameters go by their place, not by MindSpore's global names."""
+class _ModuleMeta(type):
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, nn.Cell) if cls is Module else super().__instancecheck__(instance)
+
+
+class Module(nn.Cell, metaclass=_ModuleMeta):
+    """A Cell whose entry point is `forward`. Its parameters go by their place, not by MindSpore's global names.
+
+    Every Cell is an instance.
+    """
 
     def __init__(self) -> None:
         super().__init__(auto_prefix=False)

@@ -543,6 +543,9 @@ ADAPTED: dict[str, tuple[str, Adapter]] = {
 
 WRITING: dict[str, tuple[str, Adapter]] = {
     "InplaceCopy": ("copy_", _all_arguments),
+    "Assign": ("copy_", _first_two),
+    "AssignAdd": ("add_", _first_two),
+    "AssignSub": ("sub_", _first_two),
     "InplaceFillScalar": ("fill_", _all_arguments),
     "InplaceFillTensor": ("fill_", _all_arguments),
     "InplaceFloorDivide": ("floor_divide_", _all_arguments),

@@ -1,0 +1,113 @@
+"""MindSpore's own cells with DTensor parameters: sharding, loading, assigning, saving, mixed precision."""
+
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn, ops
+
+from hp_dtensor import Replicate, Shard, ShardingPlan, distribute_tensor, init_device_mesh, shard_module
+from hp_dtensor.exceptions import CapabilityError
+from hp_dtensor.testing import run_ranks
+
+RNG = np.random.default_rng(0)
+BATCH, WEIGHT, BIAS = (RNG.normal(size=shape).astype(np.float32) for shape in ((5, 4), (6, 4), (6,)))
+
+
+class Layer(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.Dense(4, 6)
+        self.dense.weight.set_data(Tensor(WEIGHT.copy()))
+        self.dense.bias.set_data(Tensor(BIAS.copy()))
+
+    def construct(self, x):
+        return self.dense(x)
+
+
+def mesh_of(platform):
+    return init_device_mesh("cpu", (2,), mesh_dim_names=("tp",), platform=platform)
+
+
+def sharded(platform, weight=("tp", "None")):
+    return shard_module(Layer(), mesh_of(platform), ShardingPlan({"dense.weight": weight, "dense.bias": ("tp",)}))
+
+
+def values(x):
+    return x.full_tensor().asnumpy()
+
+
+def test_an_ordinary_cell_is_sharded(platform):
+    def program():
+        layer = sharded(platform)
+        result = layer(distribute_tensor(Tensor(BATCH), mesh_of(platform), [Replicate()]))
+        platform.backward(platform.ops.sum(result))
+        return values(result), values(platform.get_grad(layer.dense.weight))
+
+    for result, grad in run_ranks(program, 2, platform):
+        np.testing.assert_allclose(result, BATCH @ WEIGHT.T + BIAS, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(grad, np.broadcast_to(BATCH.sum(0), WEIGHT.shape), rtol=1e-5, atol=1e-6)
+
+
+WAYS = {
+    "a state_dict of DTensors": lambda platform, cell: cell.load_state_dict(sharded(platform).state_dict()),
+    "one placed otherwise": lambda platform, cell: cell.load_state_dict(sharded(platform, ("None", "tp")).state_dict()),
+    "one of whole tensors": lambda platform, cell: cell.load_state_dict(Layer().state_dict()),
+    "load_param_into_net": lambda platform, cell: ms.load_param_into_net(cell, Layer().parameters_dict()),
+    "assigned whole": lambda platform, cell: setattr(cell.dense, "weight", Tensor(WEIGHT.copy())),
+    "assigned DTensor": lambda platform, cell: setattr(
+        cell.dense, "weight", distribute_tensor(Tensor(WEIGHT.copy()), mesh_of(platform), [Shard(1)])
+    ),
+    "ops.assign": lambda platform, cell: ops.assign(cell.dense.weight, sharded(platform).dense.weight),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_parameters_are_loaded_in_their_placement(platform, way):
+    def program():
+        cell = sharded(platform)
+        parameter = cell.dense.weight
+        parameter.set_data(0.0)
+        assert not values(parameter).any()
+        WAYS[way](platform, cell)
+        assert cell.dense.weight is parameter
+        assert parameter.placements == (Shard(0),)
+        return platform.local_shape(parameter), values(parameter)
+
+    for shape, found in run_ranks(program, 2, platform):
+        assert shape == (3, 4)
+        np.testing.assert_array_equal(found, WEIGHT)
+
+
+def test_values_of_another_shape_are_refused(platform):
+    def program():
+        parameter = sharded(platform).dense.weight
+        with pytest.raises(ValueError, match=r"whole shape, got \[3, 4\]"):
+            parameter.set_data(Tensor(WEIGHT[:3].copy()))
+        return values(parameter)
+
+    for found in run_ranks(program, 2, platform):
+        np.testing.assert_array_equal(found, WEIGHT)
+
+
+def test_saving_shards_as_if_they_were_whole_is_refused(platform, tmp_path):
+    def program():
+        with pytest.raises(CapabilityError, match="full_tensor"):
+            ms.save_checkpoint(sharded(platform), str(tmp_path / "model.ckpt"))
+
+    run_ranks(program, 2, platform)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_mixed_precision(platform, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # MindSpore writes the cells that it changes
+
+    def program():
+        layer = ms.amp.auto_mixed_precision(sharded(platform), "O1", ms.float16)
+        return values(layer(distribute_tensor(Tensor(BATCH), mesh_of(platform), [Replicate()])))
+
+    expected = ms.amp.auto_mixed_precision(Layer(), "O1", ms.float16)(Tensor(BATCH)).asnumpy()
+    assert np.abs(expected - (BATCH @ WEIGHT.T + BIAS)).max() > 1e-5  # it was rounded
+    for found in run_ranks(program, 2, platform):
+        np.testing.assert_array_equal(found, expected)
