@@ -11,7 +11,7 @@ from fsdp_training import Case, build, mesh_of, micro_loss, shard, sharded_modul
 
 from hp_dtensor import nn
 from hp_dtensor.testing.simulated import run_ranks
-from hp_dtensor.world import DONE, ProcessGroup
+from hp_dtensor.world import DONE, ProcessGroup, current_world
 from hp_fsdp import Communication, MixedPrecisionPolicy, fully_shard, get_storage
 
 COPIES = ("clone", "cat", "stack", "split", "chunk", "cast", "where", "zeros_like")
@@ -42,10 +42,10 @@ class Silent(Communication):
 
 
 class Counter:
-    """What the engine does to whole tensors: names in order, and where the copies went."""
+    """What the engine does to whole tensors on each rank: names in order, and where the copies went."""
 
     def __init__(self, platform, monkeypatch):
-        self.names, self.targets, self.on = [], [], False
+        self._platform, self._running, self._targets = platform, {}, {}
         storage = get_storage(platform)
         for owner, name in [
             *((platform, name) for name in ("copy_", "contiguous")),
@@ -56,21 +56,30 @@ class Counter:
 
     def _counted(self, name, function):
         def counted(*args, **kwargs):
-            if self.on:
-                self.names.append(name)
+            if self._rank in self._running:
+                self._running[self._rank].append(name)
                 if name in ("copy_", "add_"):
                     self.targets.append(args[0])
             return function(*args, **kwargs)
 
         return counted
 
+    @property
+    def _rank(self):
+        return current_world(self._platform).rank
+
+    @property
+    def targets(self):
+        return self._targets[self._rank]
+
     def run(self, function, *args):
-        """(result, names) of what happens meanwhile."""
-        self.names, self.targets, self.on = [], [], True
+        """(result, names) of what happens on this rank meanwhile."""
+        names = self._running[self._rank] = []
+        self._targets[self._rank] = []
         try:
-            return function(*args), self.names
+            return function(*args), names
         finally:
-            self.on = False
+            del self._running[self._rank]
 
 
 def group_buffers(model):

@@ -104,6 +104,34 @@ def test_broadcast_and_bytes(platform):
     assert run_ranks(fn, 3, platform) == [([2, 2], [b"", b"x", b"xx"])] * 3
 
 
+def test_bytes_under_way_meet_whatever_happens_to_tensors(platform):
+    def fn():
+        world = current_world(platform)
+        first = world.all.start_all_gather_bytes(b"a%d" % world.rank)
+        early = first.wait(0)
+        if world.rank == 1:
+            # Nobody can go on before this rank has waited long enough.
+            late = world.all.start_all_gather_bytes(b"b1")
+            assert late.wait(5.0) is None
+        x = np.full((2,), world.rank)
+        world.all.all_reduce(x)
+        if world.rank == 0:
+            late = world.all.start_all_gather_bytes(b"b0")
+        return early, first.wait(), late.wait(), x.tolist()
+
+    both = [b"a0", b"a1"], [b"b0", b"b1"], [1, 1]
+    assert run_ranks(fn, 2, platform) == [(None, *both), ([b"a0", b"a1"], *both)]
+
+
+def test_bytes_that_never_come_leave_a_rank_stuck(platform):
+    def fn():
+        if current_world(platform).rank == 0:
+            current_world(platform).all.start_all_gather_bytes(b"a").wait()
+
+    with pytest.raises(CollectiveError, match=r"rank 0 waits in all_gather_bytes of group .* for rank 1"):
+        run_ranks(fn, 2, platform)
+
+
 def test_0_d_and_empty_tensors(platform):
     def fn():
         world = current_world(platform)

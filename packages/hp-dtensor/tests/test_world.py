@@ -92,6 +92,7 @@ def test_collectives_of_one_rank_are_copies(platform):
     np.testing.assert_array_equal(output, x)
     group.broadcast(x).wait()
     assert group.all_gather_bytes(b"one") == [b"one"]
+    assert group.start_all_gather_bytes(b"one").wait() == [b"one"]
     group.barrier()
 
 

@@ -166,6 +166,13 @@ def gather_bytes(ranks):
     return world.group(ranks).all_gather_bytes(bytes(range(world.rank * 3)))
 
 
+def start_gathering_bytes(ranks):
+    world = current_world(PLATFORM)
+    if world.rank not in ranks:
+        return None
+    return world.group(ranks).start_all_gather_bytes(bytes([world.rank]) * 3).wait(0)
+
+
 def overlapping_groups(rounds):
     """Collectives of the world and of two groups that share rank 1, in the same order everywhere."""
     world = current_world(PLATFORM)

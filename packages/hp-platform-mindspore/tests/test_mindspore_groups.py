@@ -86,6 +86,12 @@ def test_bytes_of_any_length(three_ranks, ranks):
     assert all(got[rank] == [bytes(range(3 * other)) for other in ranks] for rank in ranks)
 
 
+@pytest.mark.parametrize("ranks", [(0, 1, 2), (2, 1)])
+def test_bytes_of_one_length_are_there_at_once(three_ranks, ranks):
+    got = three_ranks.run(on_rank.start_gathering_bytes, ranks)
+    assert all(got[rank] == [bytes([other]) * 3 for other in ranks] for rank in ranks)
+
+
 def test_groups_that_share_ranks(three_ranks):
     got = three_ranks.run(on_rank.overlapping_groups, 3)
     for rank in range(3):

@@ -93,6 +93,13 @@ def test_bytes_of_any_length(three_ranks, lengths, ranks):
     assert [got[rank] for rank in ranks] == [expected] * len(ranks)
 
 
+@pytest.mark.parametrize("ranks", SUBSETS)
+def test_bytes_under_way_do_not_wait_for_tensors_nor_meet_them(three_ranks, ranks):
+    got = three_ranks.run(on_rank.bytes_under_way, ranks)
+    expected = [bytes([rank]) * 3 for rank in ranks], None, [b"x"] * len(ranks), [float(rank) for rank in ranks]
+    assert [got[rank] for rank in ranks] == [expected] * len(ranks)
+
+
 def test_asynchronous_collectives_finish_in_wait(two_ranks):
     gathered = [1.0] * 4 + [2.0] * 4
     assert two_ranks.run(on_rank.asynchronous) == [(gathered, [3.0, 3.0], [1.5] * 4)] * 2

@@ -12,7 +12,7 @@ import pytest
 PROGRAM = Path(__file__).with_name("torchrun_program.py")
 
 
-@pytest.mark.parametrize(("group", "connections"), [("ours", 1), ("own", 2)])
+@pytest.mark.parametrize(("group", "connections"), [("ours", 1), ("own", 2), ("device", 2)])
 def test_ranks_of_torchrun_join_one_job(group, connections, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
     done = subprocess.run(

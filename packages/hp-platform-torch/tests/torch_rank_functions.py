@@ -140,6 +140,25 @@ def bytes_of_everyone(lengths, ranks):
     return world.group(ranks).all_gather_bytes(bytes([world.rank]) * lengths[world.rank])
 
 
+def bytes_under_way(ranks):
+    """The second of two is not there before the last rank has begun it; a gather of tensors goes on meanwhile."""
+    world = current_world(PLATFORM)
+    if world.rank not in ranks:
+        return None
+    group = world.group(ranks)
+    first = group.start_all_gather_bytes(bytes([world.rank]) * 3)
+    group.barrier()
+    early = None
+    if group.rank == 0:
+        second = group.start_all_gather_bytes(b"x")
+        early = second.wait(0.01)
+    gathered = torch.empty(group.size)
+    group.all_gather_into(gathered, torch.tensor([float(world.rank)]))
+    if group.rank != 0:
+        second = group.start_all_gather_bytes(b"x")
+    return first.wait(), early, second.wait(60.0), gathered.tolist()
+
+
 def asynchronous():
     """Results are there after `wait`, and only a composed collective has work left for it."""
     group = current_world(PLATFORM).all

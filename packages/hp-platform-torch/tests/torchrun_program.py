@@ -1,6 +1,8 @@
 """A program for torchrun: joins the job, reduces over a sub-group and writes what it got into a folder.
 
-torchrun_program.py (own | ours) FOLDER        own: it makes torch's process group itself, and joins twice
+torchrun_program.py (own | device | ours) FOLDER
+
+own: it makes torch's process group itself, and joins twice; device: likewise, one that carries no host tensors.
 """
 
 from __future__ import annotations
@@ -16,13 +18,14 @@ from hp_dtensor.selection import get_platform
 
 
 def main() -> None:
-    if sys.argv[1] == "own":
-        dist.init_process_group("gloo")
+    own = sys.argv[1] != "ours"
+    if own:
+        dist.init_process_group("cuda:gloo" if sys.argv[1] == "device" else "gloo")
     platform = get_platform("torch")
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     results = []
-    for _ in range(2 if sys.argv[1] == "own" else 1):
+    for _ in range(2 if own else 1):
         world = platform.connect(rank, size, address, timeout_seconds=60)
         x = torch.full((2,), float(rank + 1))
         world.group((0, 1) if rank < 2 else (2,)).all_reduce(x)
@@ -30,8 +33,8 @@ def main() -> None:
         world.all.barrier()
         platform.disconnect()
     Path(sys.argv[2], f"rank{rank}").write_text("\n".join(results))
-    assert dist.is_initialized() == (sys.argv[1] == "own")
-    if sys.argv[1] == "own":
+    assert dist.is_initialized() == own
+    if own:
         dist.destroy_process_group()  # gloo's threads may abort a process that ends without
 
 

@@ -8,6 +8,7 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hp_dtensor.exceptions import CollectiveError
@@ -36,6 +37,23 @@ class Done:
 DONE = Done()
 
 
+class PendingBytes(Protocol):
+    """Bytes of every rank under way."""
+
+    def wait(self, timeout_seconds: float | None = None) -> list[bytes] | None:
+        """They, in rank order; None where they have not come in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredBytes:
+    """Bytes that are there."""
+
+    parts: list[bytes]
+
+    def wait(self, timeout_seconds: float | None = None) -> list[bytes] | None:
+        return self.parts
+
+
 class _Local(threading.local):
     def __init__(self) -> None:
         self.worlds: list[World] = []
@@ -62,6 +80,7 @@ class ProcessGroup(ABC):
         ranks: global ranks, ascending in group order.
         rank: this process's index in `ranks`.
         is_closed: it has been let go of, and its world makes another one.
+        notes: what packages keep of the group, by a name that begins with theirs.
         platform: the platform that owns the tensors (None in a fake world).
     """
 
@@ -73,6 +92,7 @@ class ProcessGroup(ABC):
         self.rank = rank
         self.size = len(self.ranks)
         self.platform = platform
+        self.notes: dict[str, Any] = {}
 
     def close(self) -> None:
         """Let go of what the group holds; it is not used afterwards."""
@@ -145,6 +165,14 @@ class ProcessGroup(ABC):
         """Every rank's `data`, in rank order (any lengths); for small host-side facts such as JSON."""
         return [data] if self.size == 1 else self._all_gather_bytes(data)
 
+    def start_all_gather_bytes(self, data: bytes) -> PendingBytes:
+        """Begin `all_gather_bytes` of as many bytes from each rank, at least one.
+
+        On torch and between simulated ranks it meets others of its kind only, whatever happens to tensors meanwhile;
+        on MindSpore's CPU it ends here.
+        """
+        return GatheredBytes([data]) if self.size == 1 else self._start_all_gather_bytes(data)
+
     def barrier(self) -> None:
         """Return when every rank of the group has come here."""
         self.all_gather_bytes(b"")
@@ -176,6 +204,9 @@ class ProcessGroup(ABC):
 
     @abstractmethod
     def _all_gather_bytes(self, data: bytes) -> list[bytes]: ...
+
+    def _start_all_gather_bytes(self, data: bytes) -> PendingBytes:
+        return GatheredBytes(self._all_gather_bytes(data))
 
     def _copy(self, output: Tensor, x: Tensor) -> Work:
         assert self.platform is not None

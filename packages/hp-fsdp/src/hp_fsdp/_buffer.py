@@ -9,6 +9,7 @@ from typing import Any
 
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.world import ProcessGroup, Work
+from hp_fsdp._call_order import GATHERS, GATHERS_KEPT, REDUCES, CallOrder, Group, Participant, order_of
 from hp_fsdp._offload import AwaitedGradients, Residence, arrived
 from hp_fsdp._parameters import TAKEN_ATTRIBUTE, DataParallel, Original, sharded_spec
 from hp_fsdp.communication import Communication, Holding
@@ -104,6 +105,20 @@ class FlatBuffer:
         self.keeps_full = False
         self._gathered_shard: Tensor | None = None
         self._on_allocation: Callable[[], None] | None = None
+        self._among_shards: Participant | None = None
+        self._among_replicas: Participant | None = None
+
+    def join_orders(self, group: Group) -> None:
+        """Take part, for `group`, in the orders of the process groups with which it communicates."""
+        names = [parameter.name for parameter in self.parameters]
+        shards, replicas = order_of(self.shard_group), order_of(self.replicate_group)
+        self._among_shards = shards.join(group, names) if shards is not None else None
+        self._among_replicas = replicas.join(group, names) if replicas is not None else None
+
+    @property
+    def orders(self) -> list[CallOrder]:
+        """Those in which it takes part."""
+        return [each.order for each in (self._among_shards, self._among_replicas) if each is not None]
 
     def new_buffer(self, numel: int, dtype: DType) -> Tensor:
         """An uninitialised flat tensor on the mesh's device."""
@@ -200,8 +215,20 @@ class FlatBuffer:
         elif self._kept_part is not None:
             group = self._neighbours(self.full.shape[0] // self._kept_part.shape[0])
             self._gathering = group.all_gather_into(self._gather_target, self._kept_part, async_op=True)
+            self._note(GATHERS_KEPT)
         else:
             self._start_gather_from_shards()
+            self._note(GATHERS)
+
+    def _note(self, action: int) -> None:
+        if self._among_shards is not None:
+            self._among_shards.note(action)
+
+    def note_reduction(self, all_reduces: bool) -> None:
+        """A reduction of its gradients has begun; `all_reduces`: over the replicate axis, too."""
+        self._note(REDUCES)
+        if all_reduces and self._among_replicas is not None:
+            self._among_replicas.note(REDUCES)
 
     def _start_gather_from_shards(self) -> None:
         if not self.residence.parameters:

@@ -9,10 +9,11 @@ from typing import Any
 from hp_dtensor.recording import located
 from hp_dtensor.world import current_world
 from hp_fsdp._buffer import FlatBuffer, stale_buffers
+from hp_fsdp._call_order import PATIENCE_SECONDS, CallOrders
 from hp_fsdp._group import GatherRecord, GroupState, ParameterGroup
 from hp_fsdp._reduction import Reducer
 from hp_fsdp._replicas import check_replicas
-from hp_fsdp.exceptions import FSDPStateError
+from hp_fsdp.exceptions import CallOrderError, FSDPStateError
 from hp_fsdp.storage import Gradients, ParameterStorage
 
 Tensor = Any
@@ -98,6 +99,7 @@ class Context:
         self.root = root
         self.groups = list(groups)
         self._reducer = Reducer()
+        self._orders = CallOrders(order for group in self.groups for order in group.orders)
         self._pass = ForwardPass(storage.anchor())
         self._in_pass = False
         self._expected: Sequence[ParameterGroup] = ()
@@ -156,9 +158,12 @@ class Context:
             self._reshard_after_forward(group, bool(outputs))
         if group is self.root:
             self._end_pass()
+        elif not self._in_pass and not any(each.entered for each in self.groups):
+            self._compare_forward()
         return outputs
 
     def _begin_pass(self) -> None:
+        self._check_order(PATIENCE_SECONDS)
         for group in self.groups:
             group.attach()
             group.conceal()
@@ -220,6 +225,23 @@ class Context:
         self._pass.end()
         # A module called on its own before the next pass begins a chain of its own.
         self._pass = ForwardPass(self.storage.anchor())
+        self._compare_forward()
+
+    def _compare_forward(self) -> None:
+        """Whether all ranks have called the same is known before a backward, or when nothing else will follow."""
+        self._orders.start_comparing("forward")
+        if not self.platform.is_grad_enabled():
+            self._check_order()
+
+    def _check_order(self, timeout_seconds: float | None = None) -> None:
+        try:
+            self._orders.check(timeout_seconds)
+        except CallOrderError:
+            # What is gathered and what waits for a reduction may be other modules' data.
+            self.reset()
+            # What is gathered ahead would be different, too.
+            self._expected = ()
+            raise
 
     def _expose(self, group: ParameterGroup) -> None:
         if not self.platform.is_grad_enabled() or (self._backward is not None and group.record is not None):
@@ -344,6 +366,7 @@ class Context:
 
     def _enter_backward(self, group: ParameterGroup, forward_pass: ForwardPass | None, run: BackwardRun) -> None:
         run.reached.add((group, forward_pass))
+        self._check_order(0)
         group.check_order("begins the backward of")
         group.unshard()
         if not group.exposed:
@@ -361,6 +384,7 @@ class Context:
 
     def _begin_backward(self) -> BackwardRun:
         if self._backward is None:
+            self._check_order(PATIENCE_SECONDS)
             self._backward = BackwardRun()
             self.storage.at_end_of_backward(located(self._end_backward))
         return self._backward
@@ -420,6 +444,7 @@ class Context:
             return
         if self.root.is_last_backward:
             self._complete_rest(run)
+        self._orders.start_comparing("backward")
         if not self.root.defers_reduction:
             self.finish_reductions()
         for group in self.groups:
@@ -430,7 +455,7 @@ class Context:
 
     def finish_reductions(self) -> None:
         """Wait for all reductions under way; the gradients are then there."""
-        self._reducer.drain()
+        self._reducer.drain(self._check_order)
 
     def _complete_rest(self, run: BackwardRun) -> None:
         """Groups that the loss does not reach even through the token, because it bypasses the root's output."""

@@ -8,13 +8,14 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
-from hp_dtensor.checks import is_checking, name_ranks
+from hp_dtensor.checks import is_checking
 from hp_dtensor.exceptions import HPError
 from hp_dtensor.recording import inside, located
-from hp_dtensor.world import ProcessGroup, current_world
+from hp_dtensor.world import current_world
 from hp_fsdp._buffer import FlatBuffer
+from hp_fsdp._call_order import CallOrder, check_same_action
 from hp_fsdp._reduction import ReduceOptions
-from hp_fsdp.exceptions import CallOrderError, CommunicationError, FSDPStateError
+from hp_fsdp.exceptions import CommunicationError, FSDPStateError
 from hp_fsdp.storage import Gradients, ParameterStorage
 
 Tensor = Any
@@ -48,19 +49,6 @@ class GatherRecord:
         self.unsharded: list[list[Tensor]] = []
         self.indices: dict[FlatBuffer, list[int]] = {}
         self.waiting: list[FlatBuffer] = []
-
-
-def check_same_action(group: ProcessGroup, action: str) -> None:
-    """Raise `CallOrderError` on every rank of `group` unless all of them give the same `action`."""
-    actions: dict[bytes, list[int]] = {}
-    for rank, said in zip(group.ranks, group.all_gather_bytes(action.encode()), strict=True):
-        actions.setdefault(said, []).append(rank)
-    if len(actions) > 1:
-        each = "; ".join(f"{name_ranks(ranks)} {said.decode()}" for said, ranks in actions.items())
-        raise CallOrderError(
-            f"ranks call modules in different orders: {each}. Every rank must run the same forwards and backwards; "
-            "a module that some ranks do not need must be called there all the same, and its output left out"
-        )
 
 
 class ParameterGroup:
@@ -123,11 +111,18 @@ class ParameterGroup:
         self.summoned = 0
         self.summoned_buffers: list[Tensor] = []
         self._set_parameter = storage.platform.set_parameter
+        for buffer in self.buffers:
+            buffer.join_orders(self)
 
     @property
     def place(self) -> str:
         """Which group, and where, for errors."""
         return f"group {self.name} on rank {current_world(self.storage.platform).rank}"
+
+    @property
+    def orders(self) -> list[CallOrder]:
+        """Those in which its buffers take part."""
+        return list(dict.fromkeys(order for buffer in self.buffers for order in buffer.orders))
 
     def attach(self) -> None:
         """See `FlatBuffer.attach`.
@@ -204,10 +199,14 @@ class ParameterGroup:
             # torch's OutOfMemoryError is one too: buffers are allocated here.
             if isinstance(error, HPError) or "OutOfMemory" in type(error).__name__:
                 raise
+            for mixed in (order.new_error() for order in self.orders):
+                if mixed is not None:
+                    raise mixed from error
             ranks = sorted({rank for buffer in self.buffers for rank in buffer.ranks})
+            before = " ".join(f"{order.last_actions()}." for order in self.orders)
             raise CommunicationError(
-                f"{self.place}, state {self.state.value!r}: could not {action} with ranks {ranks}: {error}. Either one "
-                "of them has ended, or ranks call modules in different orders, or not all of them; in "
+                f"{self.place}, state {self.state.value!r}: could not {action} with ranks {ranks}: {error}. {before} "
+                "Either one of them has ended, or ranks call modules in different orders, or not all of them; in "
                 "hp_dtensor.check_mode() (or with HP_CHECK=1) an error names who calls what"
             ) from error
 

@@ -58,6 +58,8 @@ class Reduction:
         self._store: Callable[[], None] | None = None
         with communicating("reduce gradients", in_backward=True):
             self._shard, self._work = self._scatter()
+        # All-reduces follow in the same order.
+        buffer.note_reduction(self._all_reduce)
 
     def _scatter(self) -> tuple[Tensor, Work]:
         buffer = self._buffer
@@ -152,11 +154,14 @@ class Reducer:
     def held_bytes(self) -> int:
         return sum(reduction.held_bytes for reduction in self._running)
 
-    def drain(self) -> None:
-        """Finish all; the gradients are then there."""
+    def drain(self, check: Callable[[], None]) -> None:
+        """Finish all; the gradients are then there, unless `check`, called before, raises."""
         self.make_room(1)
         running, self._running, self._num_advanced = self._running, [], 0
-        for store in [reduction.finish() for reduction in running]:
+        stores = [reduction.finish() for reduction in running]
+        if stores:
+            check()
+        for store in stores:
             store()
 
     def drop(self) -> None:

@@ -18,7 +18,7 @@ class FSDPStateError(HPError, RuntimeError):
 
 
 class CallOrderError(HPError, RuntimeError):
-    """Ranks gather or reduce different groups at the same time; names ranks and groups. Found in `check_mode`."""
+    """Ranks gather or reduce different groups at the same time; names ranks, groups, parameters and states."""
 
 
 class CommunicationError(HPError, RuntimeError):

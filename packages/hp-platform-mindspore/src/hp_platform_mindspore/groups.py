@@ -22,7 +22,7 @@ from mindspore.communication.management import _init_with_store
 from mindspore.mint.distributed import distributed as _distributed
 
 from hp_dtensor.exceptions import CapabilityError, PlatformError
-from hp_dtensor.world import DONE, NoCommunicationGroup, ProcessGroup, Work, World
+from hp_dtensor.world import DONE, GatheredBytes, NoCommunicationGroup, PendingBytes, ProcessGroup, Work, World
 from hp_platform_mindspore.memory import FLOATING, NAMES, decode, encode, host_view, share
 from hp_platform_mindspore.quiet import end_without_messages
 
@@ -204,6 +204,10 @@ class HostGroup(ProcessGroup):
         lengths = self._gather_arrays(np.array([len(data)], np.int64))
         mine = np.frombuffer(data, np.int8)
         return [part.tobytes() for part in self._swap([mine] * self.size, [int(n[0]) for n in lengths])]
+
+    def _start_all_gather_bytes(self, data: bytes) -> PendingBytes:
+        """In one round: the lengths are known. Nothing overlaps here."""
+        return GatheredBytes([part.tobytes() for part in self._gather_arrays(np.frombuffer(data, np.int8))])
 
     # Host arrays -----------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import mindspore.mint.distributed as dist
 import numpy as np
 from mindspore import Tensor, mint
 
-from hp_dtensor.world import DONE, ProcessGroup, Work
+from hp_dtensor.world import DONE, PendingBytes, ProcessGroup, Work
 from hp_platform_mindspore.groups import check_average
 
 if TYPE_CHECKING:
@@ -30,6 +30,24 @@ class Pending:
             self._handle.wait()
         if self._finish is not None:
             self._finish()
+
+
+class _PendingFacts:
+    """Bytes that each rank's part of `gathered` holds once the collective that reads `sent` is over.
+
+    To ask whether they are there would wait for the device.
+    """
+
+    def __init__(self, work: Work, gathered: Tensor, sent: Tensor) -> None:
+        self._work = work
+        self._gathered = gathered
+        self._sent = sent
+
+    def wait(self, timeout_seconds: float | None = None) -> list[bytes] | None:
+        if timeout_seconds is not None:
+            return None
+        self._work.wait()
+        return [row.tobytes() for row in self._gathered.asnumpy().reshape(-1, self._sent.size)]
 
 
 class NativeGroup(ProcessGroup):
@@ -92,6 +110,11 @@ class NativeGroup(ProcessGroup):
         padded[: len(data)] = np.frombuffer(data, np.int8)
         everything = self._gathered(padded).reshape(self.size, longest)
         return [row[: int(n)].tobytes() for row, n in zip(everything, lengths, strict=True)]
+
+    def _start_all_gather_bytes(self, data: bytes) -> PendingBytes:
+        mine = Tensor(np.frombuffer(data, np.int8))
+        output = mint.empty((self.size * len(data),), dtype=mine.dtype)
+        return _PendingFacts(self._all_gather_into(output, mine, True), output, mine)
 
     def _gathered(self, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         mine = Tensor(values)

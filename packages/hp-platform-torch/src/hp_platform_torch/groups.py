@@ -1,6 +1,6 @@
 """Ranks and process groups over torch.distributed: gloo on CPU, NCCL on CUDA, HCCL on Ascend.
 
-A group connects one backend per device type, on first use, so that host-side facts always travel by gloo,
+A group connects one backend per device type, and one for host-side facts, on first use: these always travel by gloo,
 whatever the device of the tensors. What a backend lacks is composed from what it has, by the one table
 `CAPABILITIES`.
 """
@@ -11,6 +11,7 @@ import contextlib
 import functools
 import hashlib
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,12 +22,14 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from hp_dtensor.exceptions import CapabilityError, CollectiveError, PlatformError
-from hp_dtensor.world import DONE, NoCommunicationGroup, ProcessGroup, Work, World
+from hp_dtensor.world import DONE, NoCommunicationGroup, PendingBytes, ProcessGroup, Work, World
 
 if TYPE_CHECKING:
     from hp_dtensor.platform import Platform
 
 Tensor = torch.Tensor
+
+POLL_SECONDS = 0.0001
 
 REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -106,6 +109,24 @@ class _Exchange:
             del self._works[0]
 
 
+class _PendingFacts:
+    """Bytes that each rank's row of `gathered` holds once `work` is over."""
+
+    def __init__(self, work: Any, gathered: Tensor) -> None:
+        self._work = work
+        self._gathered = gathered
+
+    def wait(self, timeout_seconds: float | None = None) -> list[bytes] | None:
+        if timeout_seconds is not None:
+            deadline = time.monotonic() + timeout_seconds
+            while not self._work.is_completed():
+                if time.monotonic() >= deadline:
+                    return None
+                time.sleep(POLL_SECONDS)
+        self._work.wait()
+        return [row.tobytes() for row in self._gathered.numpy()]
+
+
 def _settle(work: Work | None, async_op: bool) -> Work:
     if async_op and work is not None:
         return work
@@ -143,7 +164,7 @@ class TorchGroup(ProcessGroup):
         self._connections.clear()
 
     def connection(self, device_type: str) -> Any:
-        """The backend that carries tensors of a device type."""
+        """The backend that carries tensors of a device type, or `FACTS`."""
         found = self._connections.get(device_type)
         if found is None:
             if self.is_closed:
@@ -247,7 +268,7 @@ class TorchGroup(ProcessGroup):
 
     def _all_gather_bytes(self, data: bytes) -> list[bytes]:
         lengths = torch.empty(self.size, dtype=torch.int64)
-        self._all_gather_into(lengths, torch.tensor([len(data)]), False)
+        self._gather_facts(lengths, torch.tensor([len(data)])).wait()
         longest = int(lengths.max())
         if longest == 0:
             return [b""] * self.size
@@ -255,8 +276,20 @@ class TorchGroup(ProcessGroup):
         if data:
             padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         gathered = torch.empty(self.size, longest, dtype=torch.uint8)
-        self._all_gather_into(gathered, padded, False)
+        self._gather_facts(gathered, padded).wait()
         return [row[:length].numpy().tobytes() for row, length in zip(gathered, lengths.tolist(), strict=True)]
+
+    def _start_all_gather_bytes(self, data: bytes) -> PendingBytes:
+        gathered = torch.empty(self.size, len(data), dtype=torch.uint8)
+        return _PendingFacts(
+            self._gather_facts(gathered, torch.frombuffer(bytearray(data), dtype=torch.uint8)), gathered
+        )
+
+    def _gather_facts(self, output: Tensor, x: Tensor) -> Any:
+        """By a connection of their own: they meet each other even where ranks disagree on the tensors' collectives."""
+        return self.connection(FACTS)._allgather_base(
+            output.view(-1), x, _options(distributed_c10d.AllgatherOptions, True)
+        )
 
 
 class TorchWorld(World):
@@ -280,11 +313,11 @@ class TorchWorld(World):
         rank = ranks.index(self.rank)
         if len(ranks) == 1:
             return NoCommunicationGroup(ranks, rank, self.platform)
-        if ranks == tuple(range(self.size)):
-            return TorchGroup(ranks, rank, self.platform, _default_backend)
         return TorchGroup(ranks, rank, self.platform, functools.partial(self._connect, ranks))
 
     def _connect(self, ranks: tuple[int, ...], device_type: str) -> dist.Backend:
+        if ranks == tuple(range(self.size)) and device_type != FACTS:
+            return dist.group.WORLD._get_backend(torch.device(device_type))  # type: ignore[union-attr]
         members = hashlib.sha256(repr(ranks).encode()).hexdigest()
         store = dist.PrefixStore(f"{device_type}/{members}", self._store)
         return _BACKENDS[device_type](store, ranks.index(self.rank), len(ranks), self._timeout)
@@ -293,10 +326,6 @@ class TorchWorld(World):
         self._closed = True
         super().close()
         self._store = None
-
-
-def _default_backend(device_type: str) -> dist.Backend:
-    return dist.group.WORLD._get_backend(torch.device(device_type))  # type: ignore[union-attr]
 
 
 def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Backend:
@@ -318,7 +347,9 @@ def _hccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.B
 
 
 BACKEND_NAMES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
-_BACKENDS = {"cpu": _gloo, "cuda": _nccl, "npu": _hccl}
+# What carries host-side facts, beside one device type each.
+FACTS = "facts"
+_BACKENDS = {"cpu": _gloo, "cuda": _nccl, "npu": _hccl, FACTS: _gloo}
 
 
 def _options(kind: type[Any], async_op: bool, **fields: Any) -> Any:

@@ -11,8 +11,9 @@ import math
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ import numpy as np
 from hp_dtensor.exceptions import CollectiveError, LaunchError
 from hp_dtensor.platform import Platform
 from hp_dtensor.selection import get_platform
-from hp_dtensor.world import DONE, ProcessGroup, Work, World, use_world
+from hp_dtensor.world import DONE, PendingBytes, ProcessGroup, Work, World, use_world
 
 Tensor = Any
 
@@ -118,6 +119,9 @@ class SimulatedGroup(ProcessGroup):
         everything: list[bytes] = call.result
         return everything
 
+    def _start_all_gather_bytes(self, data: bytes) -> PendingBytes:
+        return self._job.post(_Call("all_gather_bytes", self.ranks, self.rank, {}, data))
+
     def _meet(self, name: str, facts: dict[str, Any], payload: Any, complete: _Complete) -> Work:
         self._job.meet(_Call(name, self.ranks, self.rank, facts, payload), complete)
         return DONE
@@ -141,12 +145,32 @@ class _Call:
     facts: dict[str, Any]
     payload: Any
     result: Any = None
+    here: Mapping[int, Any] = field(default_factory=dict)
 
     def describe(self) -> str:
         return " ".join([self.name, *(f"{key} {value}" for key, value in self.facts.items())])
 
 
 _Complete = Callable[[Platform, "list[_Call]"], None]
+
+
+class _Posted:
+    """Bytes of every rank under way."""
+
+    def __init__(self, call: _Call, job: _Job) -> None:
+        self._call = call
+        self._job = job
+
+    def wait(self, timeout_seconds: float | None = None) -> list[bytes] | None:
+        """A time that is not 0 is over when no rank can go on."""
+        if not self._is_complete and timeout_seconds != 0:
+            self._job.wait_for_post(self._call, is_patient=timeout_seconds is None)
+        everything = sorted(self._call.here.items())
+        return [call.payload for _, call in everything] if self._is_complete else None
+
+    @property
+    def _is_complete(self) -> bool:
+        return len(self._call.here) == len(self._call.ranks)
 
 
 class _Aborted(BaseException):
@@ -163,7 +187,10 @@ class _Job:
         self.error: Exception | None = None
         self._ended = [False] * size
         self._waits: list[_Call | None] = [None] * size
+        self._impatient = [False] * size
         self._meetings: dict[tuple[int, ...], dict[int, _Call]] = {}
+        self._posts: dict[tuple[tuple[int, ...], int], dict[int, _Call]] = {}
+        self._num_posted: dict[tuple[tuple[int, ...], int], int] = defaultdict(int)
         self._turns = [threading.Semaphore(0) for _ in range(size)]
         self._states = [platform.rank_state()] * size
         self._running: tuple[int, int] | None = None  # (rank, thread)
@@ -207,6 +234,7 @@ class _Job:
             raise _Aborted
         calls = self._meetings.setdefault(call.ranks, {})
         calls[call.rank] = call
+        call.here = calls
         self._check_agreement(calls)
         if len(calls) == len(call.ranks):
             del self._meetings[call.ranks]
@@ -215,6 +243,29 @@ class _Job:
                 self._waits[rank] = None
         else:
             self._wait(call.ranks[call.rank], call)
+
+    def post(self, call: _Call) -> _Posted:
+        """Leave the call's bytes for the other ranks, whose posts meet in their order."""
+        if self.error is not None:
+            raise _Aborted
+        round_ = self._num_posted[call.ranks, call.rank]
+        self._num_posted[call.ranks, call.rank] += 1
+        calls = self._posts.setdefault((call.ranks, round_), {})
+        calls[call.rank] = call
+        call.here = calls
+        if len(calls) == len(call.ranks):
+            del self._posts[call.ranks, round_]
+            for other in calls.values():
+                if self._waits[call.ranks[other.rank]] is other:
+                    self._waits[call.ranks[other.rank]] = None
+        return _Posted(call, self)
+
+    def wait_for_post(self, call: _Call, is_patient: bool) -> None:
+        """Let other ranks go on until all have posted; not patient: or until nobody can go on."""
+        rank = call.ranks[call.rank]
+        self._impatient[rank] = not is_patient
+        self._wait(rank, call)
+        self._impatient[rank] = False
 
     def _complete(self, calls: list[_Call], complete: _Complete) -> None:
         try:
@@ -243,6 +294,9 @@ class _Job:
             self._finished.set()
             return
         ready = [rank for rank in range(self.size) if not self._ended[rank] and self._can_go_on(rank)]
+        if not ready:
+            ready = [rank for rank in range(self.size) if self._impatient[rank]]
+            self._waits = [None if rank in ready[:1] else wait for rank, wait in enumerate(self._waits)]
         if not ready:
             self.error = CollectiveError(self._stuck())
             ready = [self._ended.index(False)]
@@ -274,8 +328,7 @@ class _Job:
         call = self._waits[rank]
         if call is None:
             return "has ended"
-        here = self._meetings[call.ranks]
-        missing = [other for i, other in enumerate(call.ranks) if i not in here]
+        missing = [other for i, other in enumerate(call.ranks) if i not in call.here]
         return f"waits in {call.describe()} of group {call.ranks} for {_ranks(missing)}"
 
     def _late(self, seconds: float) -> LaunchError:

@@ -1,0 +1,311 @@
+"""A rank that calls modules of equal size in another order is found in the same step, before a gradient is there."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+
+import numpy
+import pytest
+from fsdp_training import mesh_of, whole_grads
+
+from hp_dtensor import nn
+from hp_dtensor.exceptions import LaunchError
+from hp_dtensor.init import Normal, init_parameters
+from hp_dtensor.launch import RankPool
+from hp_dtensor.selection import get_platform
+from hp_dtensor.testing.simulated import SimulatedGroup, run_ranks
+from hp_dtensor.world import current_world, record_collectives
+from hp_fsdp import CallOrderError, fully_shard, hsdp, hsdp_sync_stream, memory_use
+
+WIDTH = 6
+SAME = (0, 1, 2)
+
+
+class Chain(nn.Module):
+    """Linear maps of one size, applied in the order asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in SAME])
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, order):
+        for index in order:
+            x = self.ops.silu(self.layers[index](x))
+        return self.head(x)
+
+
+def build(platform):
+    with nn.building(platform):
+        model = Chain()
+    init_parameters(model, lambda name, shape: Normal(0.4), seed=5)
+    return model
+
+
+def sharded(platform, sizes, **options):
+    model, mesh = build(platform), mesh_of(platform, *sizes)
+    for layer in model.layers:
+        fully_shard(layer, mesh, **options)
+    return fully_shard(model, mesh, **options)
+
+
+def loss_of(platform, model, order, rank):
+    x = numpy.random.default_rng(rank).normal(size=(4, WIDTH)).astype(numpy.float32)
+    return platform.ops.sum(model(platform.from_numpy(x), order))
+
+
+def step(platform, model, order=SAME):
+    platform.backward(loss_of(platform, model, order, current_world(platform).rank))
+
+
+def expected_grads(platform, num_ranks):
+    model = build(platform)
+    for rank in range(num_ranks):
+        platform.backward(platform.ops.div(loss_of(platform, model, SAME, rank), num_ranks))
+    return whole_grads(platform, model)
+
+
+def drop_grads(platform, model):
+    for _, parameter in platform.named_parameters(model):
+        platform.set_grad(parameter, None)
+
+
+def check_step(platform, model, num_ranks):
+    """The next step is right, without help."""
+    drop_grads(platform, model)
+    step(platform, model)
+    for name, expected in expected_grads(platform, num_ranks).items():
+        found = whole_grads(platform, model)[name]
+        numpy.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6, err_msg=name)
+
+
+@contextlib.contextmanager
+def order_error(*parts):
+    """What the block raises is a `CallOrderError`, or comes from one, that says all of this."""
+    with pytest.raises(Exception) as caught:
+        yield
+    error = caught.value
+    while not isinstance(error, CallOrderError):
+        error = error.__cause__ or error.__context__
+    for part in parts:
+        assert part in str(error), str(error)
+
+
+def swap_forward(sizes, odd_ranks, options):
+    """On every rank: steps in which some ranks swap two modules, between good ones."""
+    platform = get_platform()
+    model, num_ranks = sharded(platform, sizes, **options), int(numpy.prod(sizes))
+    rank = current_world(platform).rank
+    if options.get("zero_stage", 3) < 3:
+        # Then what is gathered does not depend on this step's calls only.
+        step(platform, model)
+    for _ in range(2):
+        before = whole_grads(platform, model)
+        with order_error("layers.0 (Linear)", "layers.1 (Linear)", f"rank {rank} ", "state '", "parameters weight"):
+            step(platform, model, (1, 0, 2) if rank in odd_ranks else SAME)
+        for name, grad in whole_grads(platform, model).items():
+            numpy.testing.assert_array_equal(grad, before[name], err_msg=name)
+        assert memory_use(model).full_gradients == 0
+    check_step(platform, model, num_ranks)
+    check_step(platform, model, num_ranks)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_another_order_in_one_step_reaches_no_gradient(hp_platform, stage):
+    run_ranks(swap_forward, 3, hp_platform, (3,), (1,), {"zero_stage": stage})
+
+
+@pytest.mark.parametrize("options", [{"threshold": 1}, {"bucket_size": 0}, {"reshard_after_forward": 2}])
+def test_another_order_is_found_whatever_is_gathered(hp_platform, options):
+    """Replicated parameters, a collective for each parameter, gathers of parts kept by a few ranks."""
+    run_ranks(swap_forward, 4, hp_platform, (4,), (3,), options)
+
+
+def test_replicas_with_another_order_than_their_shards_are_found(hp_platform):
+    run_ranks(swap_forward, 4, hp_platform, (2, 2), (2, 3), {})
+
+
+@pytest.mark.real_ranks
+@pytest.mark.parametrize(("sizes", "odd"), [((2,), (1,)), ((4,), (2,)), ((2, 2), (2, 3))])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_another_order_is_found_on_real_ranks(rank_pool, sizes, odd, stage):
+    rank_pool(int(numpy.prod(sizes))).run("test_call_order:swap_forward", sizes, odd, {"zero_stage": stage})
+
+
+def swap_backward():
+    """Two models, one backward before the other."""
+    platform = get_platform()
+    models = [sharded(platform, (2,)) for _ in range(2)]
+    rank = current_world(platform).rank
+    for model in models:
+        step(platform, model)
+        drop_grads(platform, model)
+    losses = [loss_of(platform, model, SAME, rank) for model in models]
+    with order_error("in backward", "rank 1 gathers"):
+        platform.backward(losses[rank])
+    for model in models:
+        assert all(grad is None for grad in whole_grads(platform, model).values())
+    with order_error():
+        platform.backward(losses[1 - rank])
+    for model in models:
+        model.reset()
+    for model in models:
+        check_step(platform, model, 2)
+
+
+def test_another_order_of_backwards_is_found(hp_platform):
+    run_ranks(swap_backward, 2, hp_platform)
+
+
+@pytest.mark.real_ranks
+def test_another_order_of_backwards_is_found_on_real_ranks(rank_pool):
+    rank_pool(2).run("test_call_order:swap_backward")
+
+
+def test_a_module_called_twice_instead_of_another_is_found(hp_platform):
+    def rank():
+        model = sharded(hp_platform, (2,))
+        order = (0, 1, 0) if current_world(hp_platform).rank else SAME
+        with order_error("layers.2 (Linear)"):
+            step(hp_platform, model, order)
+        check_step(hp_platform, model, 2)
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def swap_prefetched():
+    """In the second step other modules have been gathered ahead: ranks begin different numbers of gathers."""
+    platform = get_platform()
+    model, rank = sharded(platform, (2,)), current_world(platform).rank
+    step(platform, model)
+    drop_grads(platform, model)
+    try:
+        step(platform, model, (1, 0, 2) if rank else SAME)
+    finally:
+        assert all(platform.get_grad(parameter) is None for _, parameter in platform.named_parameters(model))
+
+
+def skip():
+    """One rank leaves a module out."""
+    platform = get_platform()
+    model, rank = sharded(platform, (2,)), current_world(platform).rank
+    step(platform, model, (0, 2) if rank else SAME)
+
+
+@pytest.mark.parametrize(
+    ("function", "parts"),
+    [
+        (swap_prefetched, ("rank 0 does nothing more in forward", "rank 1 gathers layers.0 (Linear)")),
+        (skip, ("rank 0 gathers layers.1 (Linear)", "rank 1 gathers layers.2 (Linear)")),
+    ],
+)
+def test_more_calls_on_one_rank_than_on_another_are_found(hp_platform, function, parts):
+    with order_error(*parts, "start the ranks anew"):
+        run_ranks(function, 2, hp_platform)
+
+
+@pytest.mark.real_ranks
+def test_more_calls_on_one_real_rank_than_on_another_are_found(hp_platform):
+    """On torch, whose ranks compare by a connection of their own, whatever the collectives do."""
+    if hp_platform.name != "torch":
+        pytest.skip("one connection for everything")
+    pool = RankPool(hp_platform, 2)
+    try:
+        with pytest.raises(LaunchError, match=r"CallOrderError: .* gathers layers\.1 .* gathers layers\.2"):
+            pool.run("test_call_order:skip")
+    finally:
+        pool.close()
+
+
+def test_without_a_backward_the_forward_itself_or_the_next_one_says_so(hp_platform):
+    def rank():
+        model = sharded(hp_platform, (2,))
+        number = current_world(hp_platform).rank
+        order = (2, 1, 0) if number else SAME
+        with hp_platform.no_grad(), order_error("in forward"):
+            loss_of(hp_platform, model, order, number)
+        loss_of(hp_platform, model, order, number)
+        with order_error("in forward"):
+            loss_of(hp_platform, model, SAME, number)
+        layer = model.layers[number]
+        x = hp_platform.from_numpy(numpy.ones((1, WIDTH), numpy.float32))
+        with hp_platform.no_grad(), order_error("gathers layers.1 (Linear)"):
+            layer(x)
+        check_step(hp_platform, model, 2)
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def test_accumulated_gradients_of_a_wrong_step_are_dropped(hp_platform):
+    def rank():
+        model = sharded(hp_platform, (2,))
+        number = current_world(hp_platform).rank
+        model.set_requires_gradient_sync(False)
+        with order_error("in forward"):
+            step(hp_platform, model, (1, 0, 2) if number else SAME)
+        assert memory_use(model).full_gradients == 0
+        model.set_requires_gradient_sync(True)
+        check_step(hp_platform, model, 2)
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def test_reductions_that_nobody_has_waited_for_yet_are_found(hp_platform):
+    def rank():
+        model = build(hp_platform)
+        options = {"threshold": 0, "comm_async": True, "comm_fusion": True}
+        for layer in model.layers:
+            hsdp(layer, **options)
+        hsdp(model, **options)
+        step(hp_platform, model)
+        hsdp_sync_stream()
+        drop_grads(hp_platform, model)
+        step(hp_platform, model, (1, 0, 2) if current_world(hp_platform).rank else SAME)
+        with order_error("reduces the gradients of layers.0 (Linear)"):
+            hsdp_sync_stream()
+        assert all(grad is None for grad in whole_grads(hp_platform, model).values())
+
+    run_ranks(rank, 2, hp_platform)
+
+
+class Counted:
+    """How many comparisons each rank has begun."""
+
+    def __init__(self, monkeypatch):
+        self.begun = collections.Counter()
+        start = SimulatedGroup.start_all_gather_bytes
+
+        def counted(group, data):
+            self.begun[group.ranks[group.rank]] += 1
+            return start(group, data)
+
+        monkeypatch.setattr(SimulatedGroup, "start_all_gather_bytes", counted)
+
+
+@pytest.mark.parametrize(
+    ("stage", "sizes", "forward", "backward"),
+    [(3, (2,), 1, 1), (2, (2,), 0, 1), (0, (2,), 0, 1), (3, (1, 2), 1, 1), (3, (2, 2), 1, 2), (3, (1,), 0, 0)],
+)
+def test_a_comparison_for_each_forward_and_backward_and_no_further_collective(
+    hp_platform, monkeypatch, stage, sizes, forward, backward
+):
+    """None where a rank has nothing to begin with others; over each axis of the mesh."""
+    counted = Counted(monkeypatch)
+    num_ranks = int(numpy.prod(sizes))
+
+    def rank():
+        model = sharded(hp_platform, sizes, zero_stage=stage)
+        number = current_world(hp_platform).rank
+        step(hp_platform, model)
+        before = counted.begun[number]
+        with record_collectives() as log:
+            loss = loss_of(hp_platform, model, SAME, number)
+            after_forward = counted.begun[number]
+            hp_platform.backward(loss)
+        gathers = {3: 7, 2: 0, 0: 0}[stage] * (sizes[-1] > 1)
+        assert log.count("all_gather") == gathers
+        assert len(log.records) == gathers + 4 * (stage != 0 and sizes[-1] > 1) + 4 * (len(sizes) == 2 or stage == 0)
+        return after_forward - before, counted.begun[number] - after_forward
+
+    assert run_ranks(rank, num_ranks, hp_platform) == [(forward, backward)] * num_ranks
