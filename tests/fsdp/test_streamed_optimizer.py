@@ -306,6 +306,51 @@ def test_a_state_dict_is_loaded_to_where_state_is_kept(hp_platform, device):
     _assert_equal(run_ranks(rank, 2, hp_platform, True), run_ranks(rank, 2, hp_platform, False))
 
 
+@pytest.mark.parametrize("offload_state", [True, False])
+@pytest.mark.parametrize("name", ["adamw", "fused"])
+def test_loaded_state_is_on_the_device_when_the_update_wants_it_there(
+    hp_platform, device, monkeypatch, name, offload_state
+):
+    """torch loads state to where the parameters lie, which is the host; fused updates want `step` on the device too."""
+    case = CASES["fsdp"]
+    on_host = {}
+    elsewhere = torch.device("meta")
+    monkeypatch.setattr(hp_platform, "device_of", lambda x: elsewhere if id(x) in on_host else x.device)
+
+    def rank():
+        model = _model(hp_platform, case, Offload(parameters=True, gradients=True).policy)
+        optimizer = stream_optimizer(OPTIMIZERS[name](model.parameters()), model, offload_state=offload_state)
+
+        def update(index):
+            for loss in _micro_batches(hp_platform, model, case, index):
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        update(0)
+        optimizer.load_state_dict(optimizer.state_dict())
+        for entry in optimizer.state.values():
+            on_host.update({id(x): x for slot, x in entry.items() if slot == "step" or not offload_state})
+        update(1)
+        for parameter, entry in optimizer.state.items():
+            assert (id(entry["step"]) in on_host) == (name != "fused"), name
+            assert id(entry["exp_avg"]) not in on_host or 0 in hp_platform.local_shape(parameter)
+        return ({n: whole(hp_platform, p) for n, p in model.named_parameters()},)
+
+    def plain():
+        model = _model(hp_platform, case, None)
+        optimizer = OPTIMIZERS[name](model.parameters())
+        for index in range(2):
+            for loss in _micro_batches(hp_platform, model, case, index):
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return ({n: whole(hp_platform, p) for n, p in model.named_parameters()},)
+
+    expected = run_ranks(plain, 2, hp_platform)
+    _assert_equal(run_ranks(rank, 2, hp_platform), expected)
+
+
 @pytest.mark.parametrize("offload", [None, Offload(), Offload(True, False, False), Offload(False, True, True)], ids=str)
 def test_loss_scaling_hooks_closures_and_schedules(hp_platform, device, offload):
     case = CASES["fsdp"]

@@ -249,6 +249,30 @@ class _Part:
             self._buffer.awaited.lend(self._gradients)
         if self._state is not None:
             self._state.put_in_place(self._optimizer)
+        if self._shard is not None:
+            self._bring_loaded_state()
+
+    def _bring_loaded_state(self) -> None:
+        """State that was loaded to where the parameters lay; a 0-d one, `step`, only where updates want it here."""
+        groups = [group for group in self._optimizer.param_groups if group.get("fused") or group.get("capturable")]
+        fused = {id(parameter) for group in groups for parameter in group["params"]}
+        here = self._platform.device_of(self._shard)
+        for parameter in self._buffer.parameters:
+            entry = self._optimizer.state.get(parameter.sharded, {})
+            for slot, value in list(entry.items()):
+                if not isinstance(value, self._platform.Tensor) or self._platform.device_of(value) == here:
+                    continue
+                local = local_of(self._platform, value)
+                shape = tuple(local.shape)
+                if shape == parameter.local_shape or (shape == () and id(parameter.sharded) in fused):
+                    entry[slot] = self._copy_here(parameter, value, local)
+
+    def _copy_here(self, parameter: ManagedParameter, value: Tensor, local: Tensor) -> Tensor:
+        flat = self._platform.empty((math.prod(local.shape),), local.dtype, self._buffer.device)
+        first_dim = parameter.first_dim if local.shape else 0
+        copy = self._storage.part(flat, 0, tuple(local.shape), first_dim)
+        self._platform.copy_(copy, local)
+        return self._platform.wrap(copy, value.spec) if isinstance(value, DTensor) else copy
 
     def put_away(self) -> None:
         """Begin to copy back what a step has changed, and have the rest be where it was."""
