@@ -32,11 +32,21 @@ class Copy:
 class FakeDevice:
     """Entries of the log: (rank, kind, elements)."""
 
-    METHODS = ("is_host", "check_offload", "host_buffer", "beside_computation", "to_device", "to_host")
+    METHODS = (
+        "is_host",
+        "check_offload",
+        "host_buffer",
+        "beside_computation",
+        "to_device",
+        "to_host",
+        "finish_reading",
+    )
 
     def __init__(self, storage):
         self.storage, self.entries, self.host = storage, [], {}
         self.pinned = []
+        # (rank, elements) of copies to the device that the host has waited for before it may write what they read
+        self.read = []
         self.local = threading.local()
 
     def log(self, kind, numel):
@@ -83,6 +93,9 @@ class FakeDevice:
         self.log("to device", host.shape[0])
         # A gather is beside the computation, as the copy is.
         return Copy(self, ("on device", host.shape[0]), target, host, at_once=self.local.depth > 1)
+
+    def finish_reading(self, copying):
+        self.read.append((current_world(self.storage.platform).rank, copying.entry[1]))
 
     def to_host(self, host, source):
         assert self.lies_on_host(host)

@@ -217,6 +217,27 @@ def test_whole_parameters_are_gathered_from_the_host(hp_platform, device):
     run_ranks(rank, 2, hp_platform)
 
 
+@pytest.mark.parametrize("mesh", [(2,), (1,)])
+def test_nothing_still_reads_parameters_on_the_host_after_a_pass(hp_platform, device, mesh):
+    """Somebody may write them there at once: an optimizer, an average of weights, a loaded state dict."""
+    case = Case(mesh, num_blocks=3)
+
+    def rank():
+        model, number = _model(hp_platform, case, offload_policy=WHOLE), current_world(hp_platform).rank
+        sizes = [b.layout.shard_numel for module in sharded_modules(model) for b in module._fsdp.group.buffers]
+        finished = []
+        with hp_platform.no_grad():
+            micro_loss(hp_platform, model, case, number, 0, 0)
+        finished.append([numel for rank, numel in device.read if rank == number])
+        loss = micro_loss(hp_platform, model, case, number, 0, 0)
+        assert [numel for rank, numel in device.read if rank == number] == finished[0]
+        hp_platform.backward(loss)
+        finished.append([numel for rank, numel in device.read if rank == number][len(sizes) :])
+        assert finished == [sizes, sizes]
+
+    run_ranks(rank, case.size, hp_platform)
+
+
 def test_what_cannot_be_offloaded_is_refused(hp_platform, device):
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",), platform=hp_platform)
     model = build(hp_platform, CASES["fsdp"])

@@ -97,6 +97,7 @@ class FlatBuffer:
         itemsize = self.platform.itemsize(self.dtype)
         self._places = [(p, p.start * itemsize) for p in self.parameters if 0 not in p.local_shape]
         self._gathering: Work | None = None
+        self._reading: Work | None = None
         self.gradients: Tensor | None = None
         self.partial_shard: Tensor | None = None
         self._pending_versions: list[int] = []
@@ -133,9 +134,17 @@ class FlatBuffer:
 
     def shard_on_device(self) -> Tensor:
         """The shard, or a copy that the computation may read where that is on the host."""
-        flat, arriving = self.residence.to_device(self.shard) if self.residence.parameters else arrived(self.shard)
-        arriving.wait()
+        if not self.residence.parameters:
+            return self.shard
+        flat, self._reading = self.residence.to_device(self.shard)
+        self._reading.wait()
         return flat
+
+    def finish_reading(self) -> None:
+        """Wait until the last copy of a shard on the host has read it: it may be written then."""
+        reading, self._reading = self._reading, None
+        if reading is not None:
+            self.storage.finish_reading(reading)
 
     def _fill_shard(self, originals: Sequence[Original]) -> Tensor:
         shard = self.residence.zeros(self.layout.shard_numel, self.dtype, self.residence.parameters)
@@ -236,7 +245,7 @@ class FlatBuffer:
             self._gathering = self.communication.all_gather(self._gather_target, self.shard, self.shard_group)
             return
         with self.storage.beside_computation():
-            shard, _ = self.residence.to_device(self.shard)
+            shard, self._reading = self.residence.to_device(self.shard)
             gathering = self.communication.all_gather(self._gather_target, shard, self.shard_group)
             self._gathering = Holding(gathering, shard)
 
@@ -251,7 +260,7 @@ class FlatBuffer:
             self.platform.copy_(self._gather_target, self.shard)
             return
         with self.storage.beside_computation():
-            self._gathering = self.storage.to_device(self._gather_target, self.shard)
+            self._gathering = self._reading = self.storage.to_device(self._gather_target, self.shard)
 
     def wait_gather(self) -> None:
         if self._gathering is not None:

@@ -231,7 +231,14 @@ class Context:
         """Whether all ranks have called the same is known before a backward, or when nothing else will follow."""
         self._orders.start_comparing("forward")
         if not self.platform.is_grad_enabled():
+            self._finish_reading()
             self._check_order()
+
+    def _finish_reading(self) -> None:
+        """Parameters on the host may be written once a backward, or a forward without one, is over."""
+        for group in self.groups:
+            for buffer in group.buffers:
+                buffer.finish_reading()
 
     def _check_order(self, timeout_seconds: float | None = None) -> None:
         try:
@@ -451,6 +458,7 @@ class Context:
             group.conceal()
             if self._frees_after_backward(group):
                 group.reshard()
+        self._finish_reading()
         self._backward = None
 
     def finish_reductions(self) -> None:

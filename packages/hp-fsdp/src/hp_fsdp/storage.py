@@ -121,9 +121,12 @@ class ParameterStorage(ABC):
 
     def to_device(self, target: Tensor, host: Tensor) -> Work:
         """Begin to overwrite a device tensor with a host tensor; called `beside_computation`, which then may read it;
-        the computation after `wait`, which the host need not wait for."""
+        the computation after `wait`, which the host need not wait for; the host may write after `finish_reading`."""
         self.platform.copy_(target, host)
         return DONE
+
+    def finish_reading(self, copying: Work) -> None:
+        """Wait until a copy by `to_device` has read the host tensor; the host may then write it."""
 
     def to_host(self, host: Tensor, source: Tensor) -> Work:
         """Begin to overwrite a host tensor with a device tensor; the host may read it after `wait`."""

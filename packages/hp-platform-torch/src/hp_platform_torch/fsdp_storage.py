@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -135,6 +136,10 @@ class TorchParameterStorage(ParameterStorage):
         target.record_stream(torch.accelerator.current_stream())
         return _CopiedToDevice(target, torch.accelerator.current_stream().record_event())
 
+    def finish_reading(self, copying: Work) -> None:
+        if isinstance(copying, _CopiedToDevice):
+            copying.event.synchronize()
+
     def to_host(self, host: Tensor, source: Tensor) -> Work:
         with self._beside("to host"), torch.no_grad():
             host.copy_(source, non_blocking=True)
@@ -237,13 +242,16 @@ class _CopiedToDevice:
     """A copy that the computation waits for."""
 
     def __init__(self, target: Tensor, event: torch.Event) -> None:
-        self._target = target
-        self._event = event
+        # Of a target that nobody has any more nothing needs to be known.
+        self._target = weakref.ref(target)
+        self.event = event
 
     def wait(self) -> None:
         stream = torch.accelerator.current_stream()
-        stream.wait_event(self._event)
-        self._target.record_stream(stream)
+        stream.wait_event(self.event)
+        target = self._target()
+        if target is not None:
+            target.record_stream(stream)
 
 
 class _Gather(torch.autograd.Function):
