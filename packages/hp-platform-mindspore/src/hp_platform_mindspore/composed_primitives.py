@@ -12,7 +12,7 @@ from typing import Any
 
 from mindspore import Tensor
 
-from hp_platform_mindspore.operation_names import likelihood
+from hp_platform_mindspore.adapters import likelihood
 
 Function = Callable[[Any, tuple[Any, ...], Any], Any]
 

@@ -1,14 +1,12 @@
-"""MindSpore's primitives in terms of torch's operations: names, and arguments where their order differs."""
+"""MindSpore's primitives in terms of torch's operations: the names, and what adapts their arguments."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mindspore import Tensor
-from mindspore._c_expression import typing
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+from hp_platform_mindspore import adapters
+from hp_platform_mindspore.adapters import Adapter, Arguments
 
 SAME_ARGUMENTS: dict[str, str] = {
     "AddScalar": "add",
@@ -190,383 +188,120 @@ SAME_ARGUMENTS: dict[str, str] = {
     "SelectView": "select",
 }
 
-
-def _scaled_second(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """`add(x, y, alpha=a)` is `x + a * y`."""
-    x, y, *rest = args
-    alpha = rest[0] if rest else kwargs.get("alpha", 1)
-    return (x, y if alpha == 1 else y * alpha), {}
-
-
-def _without_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    names = ("dim", "keepdim", "dtype")
-    given = dict(zip(names, args[1:], strict=False)) | kwargs
-    if given.pop("dtype", None) is not None:
-        raise TypeError("sum and mean of a DTensor take no dtype; cast before")
-    return args[:1], given
-
-
-def _by_axis(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    given = dict(zip(("axis", "keepdims"), args[1:], strict=False)) | kwargs
-    axis = given.get("axis")
-    return args[:1], {"dim": None if axis in ((), []) else axis, "keepdim": bool(given.get("keepdims", False))}
-
-
-def _first_two(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    return args[:2], {}
-
-
-def _embedding(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    ids, weight, *settings = args
-    padding_idx, max_norm, _, scale_grad_by_freq = (*settings, *(None, None, 2.0, False)[len(settings) :])
-    if padding_idx is not None or max_norm is not None or scale_grad_by_freq:
-        raise TypeError("embedding of a DTensor takes no padding_idx, max_norm or scale_grad_by_freq; mask its result")
-    return (ids, weight), {}
-
-
-def _scan(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    x, dim, *exclusive_or_reverse = args
-    if any(exclusive_or_reverse):
-        raise TypeError("a cumulative operation on a DTensor is neither exclusive nor reverse; flip its input instead")
-    return (x, dim), {}
-
-
-def _matmul(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    x, y, *transposed = args
-    x, y = (t.transpose(-2, -1) if flag else t for t, flag in zip((x, y), (*transposed, False, False), strict=False))
-    return (x, y), {}
-
-
-def _gather(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    x, index, dim, *batch_dims = args
-    if any(batch_dims):
-        raise TypeError("gather of a DTensor takes no batch_dims; use gather_elements")
-    return (x, dim, index), {}
-
-
-def _even_pieces(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    x, piece, dim = args
-    size = x.shape[dim]
-    return (x, [min(piece, size - start) for start in range(0, size, piece)], dim), {}
-
-
-def _topk(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    return (args[0], args[1], -1), {}
-
-
-def _variadic(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """`x.reshape(2, 3)` is `reshape(x, (2, 3))`."""
-    if len(args) == 2 and isinstance(args[1], (list, tuple)):
-        return (args[0], tuple(args[1])), {}
-    return (args[0], tuple(args[1:])), {}
-
-
-def _squeeze(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    x, dim = args[0], args[1] if len(args) > 1 else ()
-    if dim in ((), [], None):
-        dim = tuple(i for i, size in enumerate(x.shape) if size == 1)
-    return (x, dim if isinstance(dim, int) else tuple(dim)), {}
-
-
-def _all_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    return args[:1], {"dim": tuple(range(args[0].ndim))}
-
-
-def _axis_as_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    return (args[0], int(args[1].asnumpy())), {}
-
-
-def _spread(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    x, dims, unbiased, keepdim = args
-    return (x, tuple(dims) or None, unbiased, keepdim), {}
-
-
-def _pad(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    x, pads, value = args
-    return (x, tuple(pads)), {"value": float(value.asnumpy())}
-
-
-def _searched(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    boundaries, x, sorter, _, right = args
-    if sorter is not None:
-        raise TypeError("searchsorted of DTensors takes no sorter")
-    return (boundaries, x), {"right": right}
-
-
-def _slice(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    x, begin, size = args
-    return (x, tuple(slice(b, b + n) for b, n in zip(begin, size, strict=True))), {}
-
-
-def _strided_slice(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    x, begin, end, strides, *masks = args
-    if any(masks):
-        raise TypeError("StridedSlice with masks on a DTensor: index it with [ ] instead")
-    return (x, tuple(slice(*item) for item in zip(begin, end, strides, strict=True))), {}
-
-
-def _equal_pieces(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    x, dim, count = args
-    return (x, [x.shape[dim] // count] * count, dim), {}
-
-
-_REDUCTIONS = {0: "sum", 1: "mean", 2: "none"}
-
-
-def _loss(*names: str) -> Adapter:
-    """`loss(input, target, *names, reduction)`."""
-
-    def adapt(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        x, target, *values, reduction = args
-        given = {name: value for name, value in zip(names, values, strict=True) if value is not None}
-        return (x, target), {"reduction": _REDUCTIONS[reduction], **given}
-
-    return adapt
-
-
-def likelihood(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """MindSpore makes weights of one for a call that gives none."""
-    x, target, weight, reduction, ignore_index = args
-    plain = type(weight) is Tensor and bool((weight.asnumpy() == 1).all())
-    options = {"reduction": _REDUCTIONS[reduction], "ignore_index": ignore_index}
-    return (x, target), options if plain else {"weight": weight, **options}
-
-
-def _first(count: int) -> Adapter:
-    """Only the first arguments; behind them come seeds, or what is the same for all."""
-    return lambda args, kwargs: (args[:count], {})
-
-
-def _random_like(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Seed and offset are MindSpore's generator's."""
-    x, _, _, wanted, *_ = args
-    return (x,), {} if wanted is None else {"dtype": dtype_of(wanted)}
-
-
-def _typed(*names: str) -> Adapter:
-    """Arguments after the tensor by name, the last of them a dtype, which is left out where there is none."""
-
-    def adapt(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        given = dict(zip(names, args[1:], strict=False)) | kwargs
-        wanted = given.pop(names[-1], None)
-        return args[:1], given if wanted is None else given | {"dtype": dtype_of(wanted)}
-
-    return adapt
-
-
-def dtype_of(value: Any) -> Any:
-    """Primitives get a dtype as its number."""
-    return typing.type_id_to_type(value) if isinstance(value, int) else value
-
-
-def _cast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    return (args[0], dtype_of(args[1])), {}
-
-
-def _sorted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    x, dim, descending, stable = args
-    return (x, dim, descending), {"stable": stable}
-
-
-def _counted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    x, weights, minlength = args
-    if weights is not None:
-        raise TypeError("bincount of DTensors takes no weights")
-    return (x,), {"minlength": minlength}
-
-
-def _hot(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    x, classes, on, off, axis = args
-    if (float(on), float(off), axis) != (1.0, 0.0, -1):
-        raise TypeError("one_hot of DTensors gives ones and zeros in a last dimension")
-    return (x, classes), {}
-
-
-def _constant_pad(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    x, pads, *value = args
-    return (x, tuple(pads)), {"value": float(value[0]) if value else 0.0}
-
-
-def _scaled_sum(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """`addmm` and its like: `beta` and `alpha` by name, where they are not 1."""
-    given = dict(zip(("beta", "alpha"), args[3:], strict=False)) | kwargs
-    return args[:3], {name: value for name, value in given.items() if value != 1}
-
-
-def _rounded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    mode = args[2] if len(args) > 2 else kwargs.get("rounding_mode")
-    known = {None: None, 0: None, 1: "trunc", 2: "floor", "trunc": "trunc", "floor": "floor"}[mode]
-    return args[:2], {} if known is None else {"rounding_mode": known}
-
-
-def _upsampled(mode: str) -> Adapter:
-    def adapt(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        x, size, scales, *align_corners = args
-        corners = {"align_corners": align_corners[0]} if align_corners else {}
-        return (x,), {"size": size, "scale_factor": scales, "mode": mode, **corners}
-
-    return adapt
-
-
-def _spread_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    given = dict(zip(("dim", "correction", "keepdim"), args[1:], strict=False)) | kwargs
-    return (args[0], given.get("dim")), {
-        "keepdim": given.get("keepdim", False),
-        "correction": given.get("correction", 1),
-    }
-
-
-def _divergence(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    x, target, reduction, *log_target = args
-    return (x, target), {"reduction": _REDUCTIONS[reduction], "log_target": bool(log_target and log_target[0])}
-
-
-def _put(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    x, *both = args[:3]
-    indices, values = both if isinstance(both[0], (tuple, list)) else both[::-1]
-    accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
-    return (x, tuple(indices), values), {"accumulate": bool(accumulate)}
-
-
-def _scaled_index(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    alpha = args[4] if len(args) > 4 else kwargs.get("alpha", 1)
-    return args[:4], {} if alpha == 1 else {"alpha": alpha}
-
-
-def _scattered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    x, dim, index, src, *reduce = args
-    how = {} if not reduce or reduce[0] in (0, "none") else {"reduce": {1: "add", 2: "multiply"}.get(*reduce[:1] * 2)}
-    if isinstance(src, Tensor):
-        return (x, dim, index, src), how
-    return (x, dim, index), {"value": src, **how}
-
-
-def _of_logits(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    x, target, weight, reduction, ignore_index, smoothing, *_ = args
-    options = {"reduction": _REDUCTIONS[reduction], "ignore_index": ignore_index, "label_smoothing": smoothing}
-    return (x, target), options if weight is None else {"weight": weight, **options}
-
-
-def _all_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    return args, kwargs
-
-
-Adapter = Callable[[tuple[Any, ...], dict[str, Any]], Arguments]
-
 ADAPTED: dict[str, tuple[str, Adapter]] = {
-    "AddExt": ("add", _scaled_second),
-    "SubExt": ("sub", _scaled_second),
-    "SumExt": ("sum", _without_dtype),
-    "MeanExt": ("mean", _without_dtype),
-    "DeprecatedSum": ("sum", _by_axis),
-    "ReduceSum": ("sum", _by_axis),
-    "ReduceMean": ("mean", _by_axis),
-    "Max": ("amax", _all_of),
-    "Min": ("amin", _all_of),
-    "MatMul": ("matmul", _matmul),
-    "BatchMatMul": ("matmul", _matmul),
-    "Argmax": ("argmax", _first_two),
-    "CumSum": ("cumsum", _scan),
-    "Gather": ("index_select", _gather),
-    "Embedding": ("embedding", _embedding),
-    "SplitTensorView": ("split", _even_pieces),
-    "TopK": ("topk", _topk),
-    "Reshape": ("reshape", _variadic),
-    "View": ("reshape", _variadic),
-    "BroadcastTo": ("expand", _variadic),
-    "BroadcastToView": ("expand", _variadic),
-    "Transpose": ("permute", _variadic),
-    "TransposeView": ("permute", _variadic),
-    "DeprecatedTranspose": ("permute", _variadic),
-    "Squeeze": ("squeeze", _squeeze),
-    "Argmin": ("argmin", _first_two),
-    "CumProd": ("cumprod", _scan),
-    "CumulativeLogsumexp": ("logcumsumexp", _axis_as_tensor),
-    "ReduceStd": ("std_mean", _spread),
-    "PadV3": ("pad", _pad),
-    "SearchSorted": ("searchsorted", _searched),
-    "Slice": ("getitem", _slice),
-    "StridedSlice": ("getitem", _strided_slice),
-    "Split": ("split", _equal_pieces),
-    "SmoothL1Loss": ("smooth_l1_loss", _loss("beta")),
-    "BinaryCrossEntropy": ("binary_cross_entropy", _loss("weight")),
-    "BCEWithLogitsLoss": ("binary_cross_entropy_with_logits", _loss("weight", "pos_weight")),
-    "StackExt": ("stack", _first_two),
-    "Stack": ("stack", _first_two),
-    "Unstack": ("unbind", _first_two),
-    "Sort": ("sort", _all_arguments),
-    "IndexAddExt": ("index_add", _scaled_index),
-    "IndexPut": ("index_put", _put),
-    "LinalgVectorNorm": ("linalg_vector_norm", _typed("p", "dim", "keepdim", "dtype")),
-    "Norm": ("norm", _typed("p", "dim", "keepdim", "dtype")),
-    "LogSoftmaxExt": ("log_softmax", _typed("dim", "dtype")),
-    "CumsumExt": ("cumsum", _typed("dim", "dtype")),
-    "FullLike": ("full_like", _typed("fill_value", "dtype")),
-    "NewFull": ("new_full", _typed("size", "fill_value", "dtype")),
-    "Cast": ("cast", _cast),
-    "SortExt": ("sort", _sorted),
-    "BincountExt": ("bincount", _counted),
-    "OneHotExt": ("one_hot", _hot),
-    "ConstantPadND": ("pad", _constant_pad),
-    "Tril": ("tril", _all_arguments),
-    **{name: (name.lower(), _scaled_sum) for name in ("Addmm", "Addmv", "Addbmm", "Baddbmm")},
-    "DivMod": ("div", _rounded),
-    "DivMods": ("div", _rounded),
-    "Scatter": ("scatter", _scattered),
-    "ScatterValue": ("scatter", _scattered),
-    "KLDiv": ("kl_div", _divergence),
-    "SoftMarginLoss": ("soft_margin_loss", _loss()),
-    "L1LossExt": ("l1_loss", _loss()),
-    "MSELossExt": ("mse_loss", _loss()),
-    "HuberLoss": ("huber_loss", _loss()),
-    "CrossEntropyLoss": ("cross_entropy", _of_logits),
-    "Std": ("std", _spread_of),
-    "Var": ("var", _spread_of),
-    "StdMean": ("std_mean", _spread_of),
-    "VarMean": ("var_mean", _spread_of),
-    "FuncDropoutExt": ("dropout", _first(3)),
-    "Dropout1dExt": ("dropout1d", _first(3)),
-    "Dropout2dExt": ("dropout2d", _first(3)),
-    "Dropout3dExt": ("dropout3d", _first(3)),
-    "RandLikeExt": ("rand_like", _random_like),
-    "RandnLike": ("randn_like", _random_like),
-    "ZerosLikeExt": ("zeros_like", _typed("dtype")),
-    "OnesLikeExt": ("ones_like", _typed("dtype")),
-    "BernoulliExt": ("bernoulli", _first(1)),
-    "MultinomialExt": ("multinomial", _first(3)),
-    **{f"UpsampleNearest{n}D": ("interpolate", _upsampled("nearest")) for n in (1, 2, 3)},
-    "UpsampleLinear1D": ("interpolate", _upsampled("linear")),
-    "UpsampleBilinear2D": ("interpolate", _upsampled("bilinear")),
-    "UpsampleTrilinear3D": ("interpolate", _upsampled("trilinear")),
-    "UpsampleBicubic2D": ("interpolate", _upsampled("bicubic")),
+    "AddExt": ("add", adapters.scaled_second),
+    "SubExt": ("sub", adapters.scaled_second),
+    "SumExt": ("sum", adapters.without_dtype),
+    "MeanExt": ("mean", adapters.without_dtype),
+    "DeprecatedSum": ("sum", adapters.by_axis),
+    "ReduceSum": ("sum", adapters.by_axis),
+    "ReduceMean": ("mean", adapters.by_axis),
+    "Max": ("amax", adapters.all_of),
+    "Min": ("amin", adapters.all_of),
+    "MatMul": ("matmul", adapters.matmul),
+    "BatchMatMul": ("matmul", adapters.matmul),
+    "Argmax": ("argmax", adapters.first_two),
+    "CumSum": ("cumsum", adapters.scan),
+    "Gather": ("index_select", adapters.gather),
+    "Embedding": ("embedding", adapters.embedding),
+    "SplitTensorView": ("split", adapters.even_pieces),
+    "TopK": ("topk", adapters.topk),
+    "Reshape": ("reshape", adapters.variadic),
+    "View": ("reshape", adapters.variadic),
+    "BroadcastTo": ("expand", adapters.variadic),
+    "BroadcastToView": ("expand", adapters.variadic),
+    "Transpose": ("permute", adapters.variadic),
+    "TransposeView": ("permute", adapters.variadic),
+    "DeprecatedTranspose": ("permute", adapters.variadic),
+    "Squeeze": ("squeeze", adapters.squeeze),
+    "Argmin": ("argmin", adapters.first_two),
+    "CumProd": ("cumprod", adapters.scan),
+    "CumulativeLogsumexp": ("logcumsumexp", adapters.axis_as_tensor),
+    "ReduceStd": ("std_mean", adapters.spread),
+    "PadV3": ("pad", adapters.pad),
+    "SearchSorted": ("searchsorted", adapters.searched),
+    "Slice": ("getitem", adapters.sliced),
+    "StridedSlice": ("getitem", adapters.strided_slice),
+    "Split": ("split", adapters.equal_pieces),
+    "SmoothL1Loss": ("smooth_l1_loss", adapters.loss("beta")),
+    "BinaryCrossEntropy": ("binary_cross_entropy", adapters.loss("weight")),
+    "BCEWithLogitsLoss": ("binary_cross_entropy_with_logits", adapters.loss("weight", "pos_weight")),
+    "StackExt": ("stack", adapters.first_two),
+    "Stack": ("stack", adapters.first_two),
+    "Unstack": ("unbind", adapters.first_two),
+    "Sort": ("sort", adapters.all_arguments),
+    "IndexAddExt": ("index_add", adapters.scaled_index),
+    "IndexPut": ("index_put", adapters.put),
+    "LinalgVectorNorm": ("linalg_vector_norm", adapters.typed("p", "dim", "keepdim", "dtype")),
+    "Norm": ("norm", adapters.typed("p", "dim", "keepdim", "dtype")),
+    "LogSoftmaxExt": ("log_softmax", adapters.typed("dim", "dtype")),
+    "CumsumExt": ("cumsum", adapters.typed("dim", "dtype")),
+    "FullLike": ("full_like", adapters.typed("fill_value", "dtype")),
+    "NewFull": ("new_full", adapters.typed("size", "fill_value", "dtype")),
+    "Cast": ("cast", adapters.cast),
+    "SortExt": ("sort", adapters.sorting),
+    "BincountExt": ("bincount", adapters.counted),
+    "OneHotExt": ("one_hot", adapters.hot),
+    "ConstantPadND": ("pad", adapters.constant_pad),
+    "Tril": ("tril", adapters.all_arguments),
+    **{name: (name.lower(), adapters.scaled_sum) for name in ("Addmm", "Addmv", "Addbmm", "Baddbmm")},
+    "DivMod": ("div", adapters.rounded),
+    "DivMods": ("div", adapters.rounded),
+    "Scatter": ("scatter", adapters.scattered),
+    "ScatterValue": ("scatter", adapters.scattered),
+    "KLDiv": ("kl_div", adapters.divergence),
+    "SoftMarginLoss": ("soft_margin_loss", adapters.loss()),
+    "L1LossExt": ("l1_loss", adapters.loss()),
+    "MSELossExt": ("mse_loss", adapters.loss()),
+    "HuberLoss": ("huber_loss", adapters.loss()),
+    "CrossEntropyLoss": ("cross_entropy", adapters.of_logits),
+    "Std": ("std", adapters.spread_of),
+    "Var": ("var", adapters.spread_of),
+    "StdMean": ("std_mean", adapters.spread_of),
+    "VarMean": ("var_mean", adapters.spread_of),
+    "FuncDropoutExt": ("dropout", adapters.first(3)),
+    "Dropout1dExt": ("dropout1d", adapters.first(3)),
+    "Dropout2dExt": ("dropout2d", adapters.first(3)),
+    "Dropout3dExt": ("dropout3d", adapters.first(3)),
+    "RandLikeExt": ("rand_like", adapters.random_like),
+    "RandnLike": ("randn_like", adapters.random_like),
+    "ZerosLikeExt": ("zeros_like", adapters.typed("dtype")),
+    "OnesLikeExt": ("ones_like", adapters.typed("dtype")),
+    "BernoulliExt": ("bernoulli", adapters.first(1)),
+    "MultinomialExt": ("multinomial", adapters.first(3)),
+    **{f"UpsampleNearest{n}D": ("interpolate", adapters.upsampled("nearest")) for n in (1, 2, 3)},
+    "UpsampleLinear1D": ("interpolate", adapters.upsampled("linear")),
+    "UpsampleBilinear2D": ("interpolate", adapters.upsampled("bilinear")),
+    "UpsampleTrilinear3D": ("interpolate", adapters.upsampled("trilinear")),
+    "UpsampleBicubic2D": ("interpolate", adapters.upsampled("bicubic")),
 }
 
 WRITING: dict[str, tuple[str, Adapter]] = {
-    "InplaceCopy": ("copy_", _all_arguments),
-    "Assign": ("copy_", _first_two),
-    "AssignAdd": ("add_", _first_two),
-    "AssignSub": ("sub_", _first_two),
-    "InplaceFillScalar": ("fill_", _all_arguments),
-    "InplaceFillTensor": ("fill_", _all_arguments),
-    "InplaceFloorDivide": ("floor_divide_", _all_arguments),
-    "InplaceZero": ("zero_", _all_arguments),
-    "InplaceMaskedFillTensor": ("masked_fill_", _all_arguments),
-    "InplaceAddsExt": ("add_", _scaled_second),
-    "InplaceSubScalar": ("sub_", _scaled_second),
-    "InplaceFloorDivides": ("floor_divide_", _all_arguments),
-    "InplaceReLU": ("relu_", _all_arguments),
-    "InplaceScatterSrc": ("scatter_", _scattered),
-    "InplaceScatterValue": ("scatter_", _scattered),
-    "InplaceScatterSrcReduce": ("scatter_", _scattered),
-    "InplaceScatterValueReduce": ("scatter_", _scattered),
-    "InplaceScatterAdd": ("scatter_add_", _all_arguments),
-    "InplaceIndexCopy": ("index_copy_", _all_arguments),
-    "InplaceUniform": ("uniform_", _first(3)),
-    "InplaceNormal": ("normal_", _first(3)),
-    "InplaceExponential": ("exponential_", _first(2)),
-    "InplaceBernoulliScalar": ("bernoulli_", _first(2)),
-    "InplaceBernoulliTensor": ("bernoulli_", _first(2)),
-    "InplaceRandom": ("random_", _first(3)),
+    "InplaceCopy": ("copy_", adapters.all_arguments),
+    "Assign": ("copy_", adapters.first_two),
+    "AssignAdd": ("add_", adapters.first_two),
+    "AssignSub": ("sub_", adapters.first_two),
+    "InplaceFillScalar": ("fill_", adapters.all_arguments),
+    "InplaceFillTensor": ("fill_", adapters.all_arguments),
+    "InplaceFloorDivide": ("floor_divide_", adapters.all_arguments),
+    "InplaceZero": ("zero_", adapters.all_arguments),
+    "InplaceMaskedFillTensor": ("masked_fill_", adapters.all_arguments),
+    "InplaceAddsExt": ("add_", adapters.scaled_second),
+    "InplaceSubScalar": ("sub_", adapters.scaled_second),
+    "InplaceFloorDivides": ("floor_divide_", adapters.all_arguments),
+    "InplaceReLU": ("relu_", adapters.all_arguments),
+    "InplaceScatterSrc": ("scatter_", adapters.scattered),
+    "InplaceScatterValue": ("scatter_", adapters.scattered),
+    "InplaceScatterSrcReduce": ("scatter_", adapters.scattered),
+    "InplaceScatterValueReduce": ("scatter_", adapters.scattered),
+    "InplaceScatterAdd": ("scatter_add_", adapters.all_arguments),
+    "InplaceIndexCopy": ("index_copy_", adapters.all_arguments),
+    "InplaceUniform": ("uniform_", adapters.first(3)),
+    "InplaceNormal": ("normal_", adapters.first(3)),
+    "InplaceExponential": ("exponential_", adapters.first(2)),
+    "InplaceBernoulliScalar": ("bernoulli_", adapters.first(2)),
+    "InplaceBernoulliTensor": ("bernoulli_", adapters.first(2)),
+    "InplaceRandom": ("random_", adapters.first(3)),
 }
 """In-place primitives; others are called as the operation that they are the in-place form of."""
 

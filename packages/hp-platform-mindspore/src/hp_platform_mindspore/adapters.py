@@ -1,0 +1,272 @@
+"""Arguments of MindSpore's primitives as torch's operations take them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mindspore import Tensor
+from mindspore._c_expression import typing
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Adapter = Callable[[tuple[Any, ...], dict[str, Any]], Arguments]
+
+
+def scaled_second(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """`add(x, y, alpha=a)` is `x + a * y`."""
+    x, y, *rest = args
+    alpha = rest[0] if rest else kwargs.get("alpha", 1)
+    return (x, y if alpha == 1 else y * alpha), {}
+
+
+def without_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    names = ("dim", "keepdim", "dtype")
+    given = dict(zip(names, args[1:], strict=False)) | kwargs
+    if given.pop("dtype", None) is not None:
+        raise TypeError("sum and mean of a DTensor take no dtype; cast before")
+    return args[:1], given
+
+
+def by_axis(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    given = dict(zip(("axis", "keepdims"), args[1:], strict=False)) | kwargs
+    axis = given.get("axis")
+    return args[:1], {"dim": None if axis in ((), []) else axis, "keepdim": bool(given.get("keepdims", False))}
+
+
+def first_two(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    return args[:2], {}
+
+
+def embedding(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    ids, weight, *settings = args
+    padding_idx, max_norm, _, scale_grad_by_freq = (*settings, *(None, None, 2.0, False)[len(settings) :])
+    if padding_idx is not None or max_norm is not None or scale_grad_by_freq:
+        raise TypeError("embedding of a DTensor takes no padding_idx, max_norm or scale_grad_by_freq; mask its result")
+    return (ids, weight), {}
+
+
+def scan(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    x, dim, *exclusive_or_reverse = args
+    if any(exclusive_or_reverse):
+        raise TypeError("a cumulative operation on a DTensor is neither exclusive nor reverse; flip its input instead")
+    return (x, dim), {}
+
+
+def matmul(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    x, y, *transposed = args
+    x, y = (t.transpose(-2, -1) if flag else t for t, flag in zip((x, y), (*transposed, False, False), strict=False))
+    return (x, y), {}
+
+
+def gather(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    x, index, dim, *batch_dims = args
+    if any(batch_dims):
+        raise TypeError("gather of a DTensor takes no batch_dims; use gather_elements")
+    return (x, dim, index), {}
+
+
+def even_pieces(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    x, piece, dim = args
+    size = x.shape[dim]
+    return (x, [min(piece, size - start) for start in range(0, size, piece)], dim), {}
+
+
+def topk(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    return (args[0], args[1], -1), {}
+
+
+def variadic(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """`x.reshape(2, 3)` is `reshape(x, (2, 3))`."""
+    if len(args) == 2 and isinstance(args[1], (list, tuple)):
+        return (args[0], tuple(args[1])), {}
+    return (args[0], tuple(args[1:])), {}
+
+
+def squeeze(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    x, dim = args[0], args[1] if len(args) > 1 else ()
+    if dim in ((), [], None):
+        dim = tuple(i for i, size in enumerate(x.shape) if size == 1)
+    return (x, dim if isinstance(dim, int) else tuple(dim)), {}
+
+
+def all_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    return args[:1], {"dim": tuple(range(args[0].ndim))}
+
+
+def axis_as_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    return (args[0], int(args[1].asnumpy())), {}
+
+
+def spread(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    x, dims, unbiased, keepdim = args
+    return (x, tuple(dims) or None, unbiased, keepdim), {}
+
+
+def pad(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    x, pads, value = args
+    return (x, tuple(pads)), {"value": float(value.asnumpy())}
+
+
+def searched(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    boundaries, x, sorter, _, right = args
+    if sorter is not None:
+        raise TypeError("searchsorted of DTensors takes no sorter")
+    return (boundaries, x), {"right": right}
+
+
+def sliced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    x, begin, size = args
+    return (x, tuple(slice(b, b + n) for b, n in zip(begin, size, strict=True))), {}
+
+
+def strided_slice(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    x, begin, end, strides, *masks = args
+    if any(masks):
+        raise TypeError("StridedSlice with masks on a DTensor: index it with [ ] instead")
+    return (x, tuple(slice(*item) for item in zip(begin, end, strides, strict=True))), {}
+
+
+def equal_pieces(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    x, dim, count = args
+    return (x, [x.shape[dim] // count] * count, dim), {}
+
+
+_REDUCTIONS = {0: "sum", 1: "mean", 2: "none"}
+
+
+def loss(*names: str) -> Adapter:
+    """`loss(input, target, *names, reduction)`."""
+
+    def adapt(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        x, target, *values, reduction = args
+        given = {name: value for name, value in zip(names, values, strict=True) if value is not None}
+        return (x, target), {"reduction": _REDUCTIONS[reduction], **given}
+
+    return adapt
+
+
+def likelihood(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """MindSpore makes weights of one for a call that gives none."""
+    x, target, weight, reduction, ignore_index = args
+    plain = type(weight) is Tensor and bool((weight.asnumpy() == 1).all())
+    options = {"reduction": _REDUCTIONS[reduction], "ignore_index": ignore_index}
+    return (x, target), options if plain else {"weight": weight, **options}
+
+
+def first(count: int) -> Adapter:
+    """Only the first arguments; behind them come seeds, or what is the same for all."""
+    return lambda args, kwargs: (args[:count], {})
+
+
+def random_like(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """Seed and offset are MindSpore's generator's."""
+    x, _, _, wanted, *_ = args
+    return (x,), {} if wanted is None else {"dtype": dtype_of(wanted)}
+
+
+def typed(*names: str) -> Adapter:
+    """Arguments after the tensor by name, the last of them a dtype, which is left out where there is none."""
+
+    def adapt(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        given = dict(zip(names, args[1:], strict=False)) | kwargs
+        wanted = given.pop(names[-1], None)
+        return args[:1], given if wanted is None else given | {"dtype": dtype_of(wanted)}
+
+    return adapt
+
+
+def dtype_of(value: Any) -> Any:
+    """Primitives get a dtype as its number."""
+    return typing.type_id_to_type(value) if isinstance(value, int) else value
+
+
+def cast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    return (args[0], dtype_of(args[1])), {}
+
+
+def sorting(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    x, dim, descending, stable = args
+    return (x, dim, descending), {"stable": stable}
+
+
+def counted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    x, weights, minlength = args
+    if weights is not None:
+        raise TypeError("bincount of DTensors takes no weights")
+    return (x,), {"minlength": minlength}
+
+
+def hot(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    x, classes, on, off, axis = args
+    if (float(on), float(off), axis) != (1.0, 0.0, -1):
+        raise TypeError("one_hot of DTensors gives ones and zeros in a last dimension")
+    return (x, classes), {}
+
+
+def constant_pad(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    x, pads, *value = args
+    return (x, tuple(pads)), {"value": float(value[0]) if value else 0.0}
+
+
+def scaled_sum(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """`addmm` and its like: `beta` and `alpha` by name, where they are not 1."""
+    given = dict(zip(("beta", "alpha"), args[3:], strict=False)) | kwargs
+    return args[:3], {name: value for name, value in given.items() if value != 1}
+
+
+def rounded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    mode = args[2] if len(args) > 2 else kwargs.get("rounding_mode")
+    known = {None: None, 0: None, 1: "trunc", 2: "floor", "trunc": "trunc", "floor": "floor"}[mode]
+    return args[:2], {} if known is None else {"rounding_mode": known}
+
+
+def upsampled(mode: str) -> Adapter:
+    def adapt(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        x, size, scales, *align_corners = args
+        corners = {"align_corners": align_corners[0]} if align_corners else {}
+        return (x,), {"size": size, "scale_factor": scales, "mode": mode, **corners}
+
+    return adapt
+
+
+def spread_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    given = dict(zip(("dim", "correction", "keepdim"), args[1:], strict=False)) | kwargs
+    return (args[0], given.get("dim")), {
+        "keepdim": given.get("keepdim", False),
+        "correction": given.get("correction", 1),
+    }
+
+
+def divergence(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    x, target, reduction, *log_target = args
+    return (x, target), {"reduction": _REDUCTIONS[reduction], "log_target": bool(log_target and log_target[0])}
+
+
+def put(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    x, *both = args[:3]
+    indices, values = both if isinstance(both[0], (tuple, list)) else both[::-1]
+    accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
+    return (x, tuple(indices), values), {"accumulate": bool(accumulate)}
+
+
+def scaled_index(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    alpha = args[4] if len(args) > 4 else kwargs.get("alpha", 1)
+    return args[:4], {} if alpha == 1 else {"alpha": alpha}
+
+
+def scattered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    x, dim, index, src, *reduce = args
+    how = {} if not reduce or reduce[0] in (0, "none") else {"reduce": {1: "add", 2: "multiply"}.get(*reduce[:1] * 2)}
+    if isinstance(src, Tensor):
+        return (x, dim, index, src), how
+    return (x, dim, index), {"value": src, **how}
+
+
+def of_logits(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    x, target, weight, reduction, ignore_index, smoothing, *_ = args
+    options = {"reduction": _REDUCTIONS[reduction], "ignore_index": ignore_index, "label_smoothing": smoothing}
+    return (x, target), options if weight is None else {"weight": weight, **options}
+
+
+def all_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    return args, kwargs
