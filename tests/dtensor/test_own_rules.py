@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from hp_dtensor import DeviceMesh, DTensor, Partial, Replicate, Shard, distribute_tensor, sharding_rule
+from hp_dtensor.dispatch import rule_registry
 from hp_dtensor.exceptions import MixedOperandsError, ShardingRuleError
 from hp_dtensor.platform import Platform
 from hp_dtensor.selection import get_platform
@@ -50,6 +51,16 @@ def totals(x: Any) -> Any:
     return _ops(x).sum(_ops(x).sin(x), dim=1)
 
 
+@sharding_rule("rows columns -> columns", reduced={"rows": "avg"})
+def means(x: Any) -> Any:
+    return _ops(x).mean(_ops(x).sin(x), dim=0)
+
+
+@sharding_rule("rows columns -> columns", reduced={"rows": "max"})
+def largest(x: Any) -> Any:
+    return _ops(x).amax(x, dim=0)
+
+
 SAMPLES = (
     Sample("linear", ((3, 5, 4), (6, 4)), lambda ops, x, w: linear(x, w)),
     Sample("linear of rows", ((5, 4), (6, 4)), lambda ops, x, w: linear(x, weight=w)),
@@ -57,6 +68,8 @@ SAMPLES = (
     Sample("mixed", ((5, 1, 4), (3, 1)), lambda ops, x, y: mixed(x, y)),
     Sample("products", ((5, 3), (5, 4)), lambda ops, x, y: products(x, y)),
     Sample("totals", ((5, 4),), lambda ops, x: totals(x)),
+    Sample("means of uneven parts", ((5, 4),), lambda ops, x: means(x)),
+    Sample("means of even parts", ((4, 3),), lambda ops, x: means(x)),
 )
 
 
@@ -79,6 +92,34 @@ def test_nothing_is_sent_where_the_factors_say_so(hp_platform: Platform) -> None
         assert totals(x.redistribute(placements=[Shard(0)])).placements == (Shard(0),)
         assert totals(x).placements in ((Shard(0),), (Replicate(),))
         assert linear.__doc__ == "Its documentation."
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def test_parts_without_elements_are_not_asked_for_the_largest(hp_platform: Platform) -> None:
+    def rank() -> None:
+        mesh = DeviceMesh("cpu", (4,), platform=hp_platform)
+        for rows, placements in ((9, Replicate()), (8, Partial("max"))):
+            whole = np.arange(rows, dtype=np.float32).reshape(rows, 1)
+            y = largest(distribute_tensor(hp_platform.from_numpy(whole), mesh, [Shard(0)]))
+            assert y.placements == (placements,)
+            np.testing.assert_array_equal(hp_platform.to_numpy(y.full_tensor()), whole.max(0))
+
+    run_ranks(rank, 4, hp_platform)
+
+
+def test_a_function_named_as_a_frameworks_operation_is_another_one(hp_platform: Platform) -> None:
+    def trapezoid(x: Any) -> Any:
+        return _ops(x).mul(x, 2.0)
+
+    trapezoid.__qualname__ = "trapezoid"  # as at the top of a file
+    doubled = sharding_rule("n -> n")(trapezoid)
+
+    def rank() -> None:
+        mesh = DeviceMesh("cpu", (2,), platform=hp_platform)
+        x = distribute_tensor(hp_platform.from_numpy(np.ones(4, np.float32)), mesh, [Shard(0)])
+        np.testing.assert_array_equal(hp_platform.to_numpy(doubled(x).full_tensor()), 2.0)
+        assert rule_registry().get("trapezoid") is None
 
     run_ranks(rank, 2, hp_platform)
 

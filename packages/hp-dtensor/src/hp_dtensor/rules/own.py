@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from hp_dtensor.arguments import locate_tensors
 from hp_dtensor.dtensor import DTensor
+from hp_dtensor.placements import RaggedShard
 from hp_dtensor.rules.factors import Dims, Factorization
 from hp_dtensor.rules.registry import REQUIRED, OpCall, Parameter, Registration
 from hp_dtensor.trees import map_tensors
@@ -36,7 +38,8 @@ def sharding_rule(
             equal sizes, each computed by itself along all of them; `...` is any number of such dimensions, broadcast
             from the last.
         reduced: names that outputs lack -> how results of parts are put together: sum, avg, max, min or product. Other
-            names that outputs lack are made whole.
+            names that outputs lack are made whole; so are those of avg unless all parts are equal, and those of max and
+            min where a part would be empty.
         whole: names along which elements depend on each other; they are made whole.
         linear: the outputs are products of all arguments, so that partial sums may pass through one of them.
 
@@ -47,8 +50,7 @@ def sharding_rule(
     notation = _Notation(factors, dict(reduced or {}), frozenset(whole), linear)
 
     def registered(function: Function) -> Function:
-        name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None) or repr(function)
-        operation = _OwnOperation(name, function, notation)
+        operation = _OwnOperation(_name(function), function, notation)
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -58,6 +60,12 @@ def sharding_rule(
         return call  # type: ignore[return-value]
 
     return registered
+
+
+def _name(function: Callable[..., Any]) -> str:
+    """Its name with its module's: a framework's operation of the same name is another one."""
+    name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None) or repr(function)
+    return f"{getattr(function, '__module__', None) or 'own'}.{name}"
 
 
 class _Notation:
@@ -96,7 +104,15 @@ class _Notation:
         )
         lost = {name for name in sizes if name not in self.reduced and not all((name,) in output for output in outputs)}
         terms = (frozenset(range(len(inputs))),) if self.linear else None
-        return Factorization(inputs, outputs, sizes, self.whole | lost, dict(self.reduced), terms)
+        fixed = self.whole | lost | self._unequal(call, sizes)
+        nonempty = frozenset(name for name, op in self.reduced.items() if op in ("avg", "max", "min"))
+        return Factorization(inputs, outputs, sizes, fixed, dict(self.reduced), terms, nonempty=nonempty)
+
+    def _unequal(self, call: OpCall, sizes: Mapping[str, int]) -> set[str]:
+        """Averaged names whose parts may be of several lengths: the average of theirs is not that of the whole."""
+        ragged = any(isinstance(p, RaggedShard) for spec in call.tensors for p in spec.placements)
+        ranks = math.prod(call.tensors[0].mesh.shape)
+        return {name for name, op in self.reduced.items() if op == "avg" and (ragged or sizes[name] % ranks)}
 
     def _named(self, call: OpCall, part: tuple[str, ...], shape: Sequence[int]) -> list[str]:
         """A name per dimension; those that `...` stands for are counted from the last."""
