@@ -46,6 +46,20 @@ def test_values_and_gradients(name: str, reduction: str) -> None:
         torch.testing.assert_close((both[1], *grads[1]), (both[0], *grads[0]), **tolerance)
 
 
+def test_gradients_where_a_margin_is_just_reached() -> None:
+    x = torch.tensor([[1.0, 0.0, 2.0, 1.0], [0.0, 1.0, 0.0, -1.0]], requires_grad=True)
+    signs, classes = torch.tensor([[1, -1, -1, 1], [-1, 1, -1, 1]]), torch.tensor([0, 1])
+    calls: dict[str, tuple[Any, ...]] = {
+        "hinge_embedding_loss": (x, signs),
+        "margin_ranking_loss": (x, x.detach() - signs, signs, 1.0),
+        "multi_margin_loss": (x, classes),
+        "multilabel_margin_loss": (x, torch.tensor([[0, 3, -1, -1], [1, -1, 0, 0]])),
+    }
+    for name, args in calls.items():
+        expected, got = (torch.autograd.grad(f(*args), x)[0] for f in (getattr(F, name), LOSSES[name]))
+        torch.testing.assert_close(got, expected, msg=lambda text, name=name: f"{name}: {text}")
+
+
 def test_the_older_arguments_of_reduction() -> None:
     x, y = torch.randn(5, 2), torch.randn(5, 2).sign()
     with pytest.warns(UserWarning, match="deprecated"):

@@ -154,7 +154,7 @@ def _multi_margin_loss(
     if p not in (1, 2):
         raise ValueError("only p == 1 and p == 2 supported")
     index = target.unsqueeze(-1)
-    loss = (margin - input.gather(-1, index) + input).clamp_min(0)
+    loss = (margin - input.gather(-1, index) + input).relu()  # clamp_min has a gradient at 0
     if p == 2:
         loss = loss * loss
     if weight is not None:
@@ -176,7 +176,7 @@ def _multilabel_margin_loss(
     listed = (target >= 0).long().cumprod(-1)
     index = target.clamp_min(0)
     is_target = (F.one_hot(index, classes) * listed.unsqueeze(-1)).sum(-2) > 0
-    margins = (1 - input.gather(-1, index).unsqueeze(-1) + input.unsqueeze(-2)).clamp_min(0)
+    margins = (1 - input.gather(-1, index).unsqueeze(-1) + input.unsqueeze(-2)).relu()
     counted = torch.where(is_target.unsqueeze(-2), 0.0, margins * listed.unsqueeze(-1))
     return _reduced(counted.sum((-1, -2)) / classes, reduction, size_average, reduce)
 
