@@ -59,6 +59,8 @@ class Platform(ABC):
         ops: functions over tensors, torch's names and argument orders, the same on every platform
             (`OP_NAMES` in `hp_dtensor.ops` lists what must be there).
         device_types: the kinds of device that it can use here, best first (`("cuda", "cpu")`).
+        picks_integers_first: an index's integers are taken before its tensors: `x[0, :, positions]` is
+            `x[0][:, positions]`, where in NumPy the picked dimension would come first.
         world: the job this process has joined with `connect`; None before.
     """
 
@@ -73,6 +75,7 @@ class Platform(ABC):
     DTensor: type
     ops: SimpleNamespace
     device_types: tuple[str, ...]
+    picks_integers_first: bool = False
     world: World | None = None
 
     # Processes -------------------------------------------------------------------------------------------

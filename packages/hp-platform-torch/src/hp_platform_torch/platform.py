@@ -47,6 +47,7 @@ class TorchPlatform(Platform):
     Parameter = nn.Parameter
     Module = nn.Module
     DTensor = TorchDTensor
+    picks_integers_first = True
 
     def __init__(self) -> None:
         self.device_types = _device_types()

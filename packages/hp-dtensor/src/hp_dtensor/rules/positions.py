@@ -50,12 +50,10 @@ class Picked:
 def picked(call: OpCall, items: Sequence[Item]) -> Picked:
     """What an index of one item per dimension picks, of which some are specs of tensors of positions."""
     tensors = [item for item in items if isinstance(item, TensorSpec)]
-    places = _places(items)
     try:
         shape = broadcast_shape([tensor.shape for tensor in tensors])
     except ValueError as error:
         raise call.refuse(str(error)) from None
-    together = places == list(range(places[0], places[-1] + 1))  # apart their dimensions come first
     indices = tuple(
         tuple(
             (f"x{len(shape) - tensor.ndim + i}",) if size == shape[len(shape) - tensor.ndim + i] else ()
@@ -63,12 +61,19 @@ def picked(call: OpCall, items: Sequence[Item]) -> Picked:
         )
         for tensor in tensors
     )
-    return Picked(shape, places[0] if together else 0, indices)
+    if call.tensors[0].mesh.platform.picks_integers_first:
+        items = [item for item in items if not isinstance(item, int)]
+    return Picked(shape, _start(_places(items)), indices)
 
 
 def _places(items: Sequence[Item]) -> list[int]:
     """Where the integers and tensors are, which together pick positions."""
     return [i for i, item in enumerate(items) if isinstance(item, (int, TensorSpec))]
+
+
+def _start(places: Sequence[int]) -> int:
+    """Where the picked dimensions are in the result: first where places are apart."""
+    return places[0] if places[-1] - places[0] < len(places) else 0
 
 
 def assign_own(items: Sequence[Item], picked: Picked, call: LocalCall) -> Tensor:
@@ -89,9 +94,17 @@ def assign_own(items: Sequence[Item], picked: Picked, call: LocalCall) -> Tensor
     for place in places:
         index[place] = platform.from_numpy(rows[place][own] - spans[place][0], platform.device_of(x))
     taken = [*taken[: picked.start], None, *taken[picked.start :]]
-    value = _rows_of_value(call, picked, len(taken), own)
-    call.on(x, index=tuple(index), value=slices.part_of_value(platform.ops, value, taken))
+    value = slices.part_of_value(platform.ops, _rows_of_value(call, picked, len(taken), own), taken)
+    call.on(x, index=tuple(index), value=_moved(platform.ops, value, picked.start, _start(places), len(taken)))
     return x
+
+
+def _moved(ops: Any, value: Any, source: int, target: int, ndim: int) -> Any:
+    """The value whose dimension of picked rows is where an index of tensors alone has it."""
+    if source == target or not hasattr(value, "shape") or len(value.shape) < ndim:
+        return value
+    order = [dim for dim in range(ndim) if dim != source]
+    return ops.permute(value, (*order[:target], source, *order[target:]))
 
 
 def _rows(call: LocalCall, number: int, items: Sequence[Item], dim: int, shape: tuple[int, ...]) -> Array:

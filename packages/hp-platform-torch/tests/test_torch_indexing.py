@@ -1,0 +1,65 @@
+"""Integers beside positions in an index: torch takes the integers first, unlike NumPy, so the result has other dims."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hp_dtensor import DeviceMesh, RaggedShard, Replicate, Shard, distribute_tensor, get_platform
+from hp_dtensor.testing import run_ranks
+
+WHOLE = torch.arange(240.0).reshape(4, 5, 3, 4)
+ALL = slice(None)
+INDICES: dict[str, tuple[Any, ...]] = {
+    "an integer apart": (0, ALL, [1, 2, 0]),
+    "an integer apart behind": (ALL, [3, 1], ALL, 2),
+    "an integer apart from a list of rows": (ALL, 0, ALL, [1, 3, 1]),
+    "an integer and a new dimension": (-1, None, [1, 2, 4]),
+    "an integer between": (ALL, [1, 4], 1, [0, 3]),
+    "integers around": (2, ALL, [[0], [2]], -1),
+    "an integer and a slice": (1, slice(1, 4), slice(1, 3), [2, 0]),
+    "two lists apart": (1, [0, 4], ALL, [2, 0]),
+}
+LAYOUTS = [
+    (Shard(0), Replicate()),
+    (Shard(1), Shard(0)),
+    (Shard(2), Shard(3)),
+    (Shard(0), Shard(0)),
+    (RaggedShard(3, (1, 3)), Shard(1)),
+]
+
+
+def _run(index: Any, x: Any, weights: Any, value: Any) -> tuple[list[Any], list[Any]]:
+    """What is picked, what writing gives, and the gradients of both."""
+    (x[index] * value).sum().backward()
+    written = x * 1
+    written[index] = value
+    (written * weights).sum().backward()
+    return [x[index], written], [x.grad, value.grad]
+
+
+def _all(index: Any, value: torch.Tensor) -> list[tuple[list[Any], list[Any]]]:
+    mesh = DeviceMesh("cpu", (2, 2), platform=get_platform("torch"))
+    found = []
+    for layout in LAYOUTS:
+        placed = [
+            distribute_tensor(x.clone(), mesh, p).requires_grad_(grad)
+            for x, p, grad in ((WHOLE, layout, True), (WHOLE, layout, False), (value, [Replicate()] * 2, True))
+        ]
+        found.append(tuple([x.full_tensor().detach() for x in each] for each in _run(index, *placed)))
+    return found
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["a whole value", "a broadcast one"])
+@pytest.mark.parametrize("name", INDICES)
+def test_what_is_picked_and_written(name: str, behind: bool) -> None:
+    index = INDICES[name]
+    shape = WHOLE[index].shape[-1:] if behind else WHOLE[index].shape
+    value = torch.arange(1.0, 1.0 + shape.numel()).reshape(shape)
+    if any(isinstance(item, list) and len({*map(str, item)}) < len(item) for item in index):
+        value = torch.ones(shape)  # which of several values for one place is written is open
+    expected = _run(index, WHOLE.clone().requires_grad_(), WHOLE, value.clone().requires_grad_())
+    for found in run_ranks(_all, 4, "torch", index, value)[0]:
+        torch.testing.assert_close(found, tuple([x.detach() for x in each] for each in expected), rtol=0, atol=0)
