@@ -168,6 +168,18 @@ def test_a_partial_parameter_is_refused(platform):
     run_ranks(program, 2, platform)
 
 
+def test_a_refused_group_is_not_added(platform):
+    def rank():
+        weight, _ = distributed(platform)
+        optimizer = optim.SGD([weight], lr=0.1)
+        part = from_local(tensor(BIAS), weight.device_mesh, [Partial()])
+        with pytest.raises(PlacementError, match="redistribute it first"):
+            optimizer.add_param_group({"params": [platform.Parameter(part)]})
+        assert len(optimizer.parameters) == len(optimizer.param_groups) == 1
+
+    run_ranks(rank, 2, platform)
+
+
 def test_a_copy_of_a_parameter_keeps_placement_and_dtype(platform):
     def program():
         mesh = init_device_mesh("cpu", (2,), platform=platform)

@@ -37,16 +37,18 @@ ELEMENTWISE = frozenset(
 @functools.cache
 def install() -> None:
     """Take part in MindSpore's optimizers, in this process."""
-    optim.Optimizer.add_param_group = _checking(optim.Optimizer.add_param_group)
+    optim.Optimizer._preprocess_param_group = _checking(optim.Optimizer._preprocess_param_group)
     optim.Optimizer.__call__ = _step
     nn.Optimizer.__init__ = _refusing(nn.Optimizer.__init__)
 
 
-def _checking(own: Callable[..., None]) -> Callable[..., None]:
+def _checking(own: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """What makes a list of a group's parameters, before the group is added."""
+
     @functools.wraps(own)
-    def add_param_group(self: optim.Optimizer, param_group: dict[str, Any]) -> None:
-        own(self, param_group)  # which makes a list of the parameters
-        added = _distributed(param_group["params"])
+    def _preprocess_param_group(self: optim.Optimizer, param_group: dict[str, Any]) -> dict[str, Any]:
+        group = own(self, param_group)
+        added = _distributed(group["params"])
         if added and type(self) not in ELEMENTWISE:
             raise _refusal(self)
         for parameter in added:
@@ -55,8 +57,9 @@ def _checking(own: Callable[..., None]) -> Callable[..., None]:
                     f"parameter {parameter.name!r}: an optimizer cannot update parts that are summed, "
                     f"{parameter.spec!r}; redistribute it first"
                 )
+        return group
 
-    return add_param_group
+    return _preprocess_param_group
 
 
 def _refusing(own: Callable[..., None]) -> Callable[..., None]:
