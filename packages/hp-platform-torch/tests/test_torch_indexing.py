@@ -21,6 +21,9 @@ INDICES: dict[str, tuple[Any, ...]] = {
     "integers around": (2, ALL, [[0], [2]], -1),
     "an integer and a slice": (1, slice(1, 4), slice(1, 3), [2, 0]),
     "two lists apart": (1, [0, 4], ALL, [2, 0]),
+    "a 0-d tensor apart": (torch.tensor(2), ALL, [1, 2, 0]),
+    "a 0-d tensor apart behind": (ALL, [3, 1], ALL, torch.tensor(-1)),
+    "0-d tensors alone": (torch.tensor(1), ALL, torch.tensor(2)),
 }
 LAYOUTS = [
     (Shard(0), Replicate()),
@@ -42,11 +45,13 @@ def _run(index: Any, x: Any, weights: Any, value: Any) -> tuple[list[Any], list[
 
 def _all(index: Any, value: torch.Tensor) -> list[tuple[list[Any], list[Any]]]:
     mesh = DeviceMesh("cpu", (2, 2), platform=get_platform("torch"))
+    whole = [Replicate()] * 2
+    index = tuple(distribute_tensor(item, mesh, whole) if isinstance(item, torch.Tensor) else item for item in index)
     found = []
     for layout in LAYOUTS:
         placed = [
             distribute_tensor(x.clone(), mesh, p).requires_grad_(grad)
-            for x, p, grad in ((WHOLE, layout, True), (WHOLE, layout, False), (value, [Replicate()] * 2, True))
+            for x, p, grad in ((WHOLE, layout, True), (WHOLE, layout, False), (value, whole, True))
         ]
         found.append(tuple([x.full_tensor().detach() for x in each] for each in _run(index, *placed)))
     return found

@@ -62,8 +62,13 @@ def picked(call: OpCall, items: Sequence[Item]) -> Picked:
         for tensor in tensors
     )
     if call.tensors[0].mesh.platform.picks_integers_first:
-        items = [item for item in items if not isinstance(item, int)]
+        items = [item for item in items if not _is_integer(item)]
     return Picked(shape, _start(_places(items)), indices)
+
+
+def _is_integer(item: Item) -> bool:
+    """Whether it picks one position: a tensor without dimensions does, as a number does."""
+    return isinstance(item, int) or (isinstance(item, TensorSpec) and item.ndim == 0)
 
 
 def _places(items: Sequence[Item]) -> list[int]:
@@ -73,7 +78,7 @@ def _places(items: Sequence[Item]) -> list[int]:
 
 def _start(places: Sequence[int]) -> int:
     """Where the picked dimensions are in the result: first where places are apart."""
-    return places[0] if places[-1] - places[0] < len(places) else 0
+    return places[0] if places and places[-1] - places[0] < len(places) else 0
 
 
 def assign_own(items: Sequence[Item], picked: Picked, call: LocalCall) -> Tensor:
