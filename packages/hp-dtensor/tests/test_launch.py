@@ -265,11 +265,19 @@ def test_pools_in_threads_do_not_die_with_them():
 # Nothing stays behind ------------------------------------------------------------------------------------
 
 
+SCRIPT_HEAD = """\
+import os, signal, sys
+import launch_targets as targets
+from hp_dtensor.launch import launch, RankPool
+signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup, and shells in the background, have them ignored
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+"""
+
+
 def start_script(folder, body):
     """A process of its own that starts ranks; the folder gets what they write."""
     script = Path(folder) / "script.py"
-    head = "import os, signal, sys\nimport launch_targets as targets\nfrom hp_dtensor.launch import launch, RankPool\n"
-    script.write_text(head + textwrap.dedent(body))
+    script.write_text(SCRIPT_HEAD + textwrap.dedent(body))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
     return subprocess.Popen(
         [sys.executable, str(script)],
