@@ -32,7 +32,7 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 TENSORS = (
     "input other weight bias target tensor mat1 mat2 batch1 batch2 query key value condition index src source".split()
 )
-TENSORS += ["boundaries", "sorted_sequence"]
+TENSORS += ["boundaries", "sorted_sequence", "real", "imag", "abs", "angle"]
 # Shapes to try for the tensors of a call, most telling first.
 SHAPES = (
     ((4, 6),), ((4, 6), (4, 6)), ((4, 6), (6, 2)), ((4, 6), (2, 6)), ((4, 6), (4,)), ((4,), (4, 6)), ((4,), (6,)),
@@ -87,6 +87,9 @@ SPECIAL |= {
     for n in (1, 2, 3)
 }
 SPECIAL |= {
+    "view_as_complex": {"input": (4, 6, 2)},
+    "complex": {"real": (4, 6), "imag": (4, 6)},
+    "polar": {"abs": (4, 6), "angle": (4, 6)},
     "bincount": {"input": (6,), "minlength": 3},
     "one_hot": {"input": (4,), "num_classes": 3},
     "where": {"condition": (4, 6), "input": (4, 6), "other": (4, 6)},
@@ -114,7 +117,12 @@ reduced first, also sums that are rounded to integers.
 
 def mesh() -> DeviceMesh:
     """Two ranks on a platform of which only dtypes are asked."""
-    platform = SimpleNamespace(dtype_name=str, is_floating=lambda dtype: dtype == "float32", itemsize=lambda dtype: 4)
+    platform = SimpleNamespace(
+        dtype_name=str,
+        is_floating=lambda dtype: dtype == "float32",
+        is_complex=lambda dtype: False,
+        itemsize=lambda dtype: 4,
+    )
     return DeviceMesh("cpu", (2,), world=SilentWorld(0, 2, platform))  # type: ignore[arg-type]
 
 

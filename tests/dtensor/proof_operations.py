@@ -13,7 +13,14 @@ from pathlib import Path
 import pytest
 
 from hp_dtensor.platform import Platform
-from hp_dtensor.testing import dimension_samples, network_samples, operation_samples, rule_samples, run_ranks
+from hp_dtensor.testing import (
+    complex_samples,
+    dimension_samples,
+    network_samples,
+    operation_samples,
+    rule_samples,
+    run_ranks,
+)
 from hp_dtensor.testing.rule_proof import is_there, prove
 from hp_dtensor.testing.rule_samples import Sample
 from hp_dtensor.testing.shares import Share
@@ -40,6 +47,7 @@ SAMPLES = [
     *operation_samples.SAMPLES,
     *dimension_samples.SAMPLES,
     *network_samples.SAMPLES,
+    *complex_samples.SAMPLES,
     *(_forms_of_torch()),
 ]
 

@@ -42,6 +42,16 @@ def test_average_of_integers_is_refused(two_ranks):
     assert all("reduce with 'sum' and divide" in message for message in two_ranks.run(on_rank.average_of_integers))
 
 
+@pytest.mark.parametrize("dtype", ["complex64", "complex128"])
+def test_complex_numbers_travel_and_are_summed(two_ranks, dtype):
+    whole = torch.complex(torch.arange(12.0), torch.arange(12.0) - 5).to(getattr(torch, dtype)).reshape(6, 2)
+    conjugates = whole.conj().resolve_conj()
+    expected = [conjugates, conjugates.imag, conjugates, conjugates, conjugates, whole]
+    for got, refused in two_ranks.run(on_rank.complex_numbers, dtype):
+        assert got == [x.tolist() for x in expected]
+        assert all("they can be reduced with 'sum'" in message for message in refused)
+
+
 @pytest.mark.parametrize("ranks", SUBSETS)
 def test_reductions_in_subgroups(three_ranks, ranks):
     got = three_ranks.run(on_rank.reduce_and_move, "float32", "sum", ranks)

@@ -8,6 +8,7 @@ import time
 import torch
 import torch.distributed as dist
 
+from hp_dtensor import DeviceMesh, DTensor, Partial, Replicate, Shard, distribute_tensor
 from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.selection import get_platform
 from hp_dtensor.world import current_world
@@ -74,11 +75,15 @@ def reduce_after_letting_go(count):
 
 
 def average_of_integers():
-    group = current_world(PLATFORM).all
+    return _refusal_of_reduction(torch.ones(3, dtype=torch.int64), "avg")
+
+
+def _refusal_of_reduction(x, op):
     try:
-        group.all_reduce(torch.ones(3, dtype=torch.int64), "avg")
+        current_world(PLATFORM).all.all_reduce(x, op)
     except CapabilityError as error:
         return str(error)
+    return "done"
 
 
 def gather(dtype_name, ranks):
@@ -246,3 +251,22 @@ def differentiable_gather():
 
 def fail():
     raise ValueError("on purpose")
+
+
+def complex_numbers(dtype_name):
+    """What collectives of gloo make of complex numbers, some of them conjugates that are not computed yet."""
+    group, dtype = current_world(PLATFORM).all, PLATFORM.dtype(dtype_name)
+    whole = torch.complex(torch.arange(12.0), torch.arange(12.0) - 5).to(dtype).reshape(6, 2)
+    mesh = DeviceMesh("cpu", (group.size,), platform=PLATFORM)
+    z = distribute_tensor(whole, mesh, [Shard(0)]).conj()
+    partial = DTensor.from_local(whole.conj() * group.rank, mesh, [Partial()])
+    refused = [_refusal_of_reduction(whole.clone(), op) for op in ("avg", "max", "product")]
+    results = [
+        z.full_tensor(),
+        z.imag.full_tensor(),
+        z.redistribute(placements=[Shard(1)]).full_tensor(),
+        partial.full_tensor(),
+        partial.redistribute(placements=[Shard(0)]).full_tensor(),
+        distribute_tensor(whole if group.rank == 0 else whole * 0, mesh, [Replicate()]).to_local(),
+    ]
+    return [x.tolist() for x in results], refused

@@ -127,6 +127,10 @@ class Platform(ABC):
     @abstractmethod
     def is_floating(self, dtype: DType) -> bool: ...
 
+    def is_complex(self, dtype: DType) -> bool:
+        """Complex numbers, which no platform needs to have, are not floating-point ones."""
+        return False
+
     @abstractmethod
     def empty(self, shape: Sequence[int], dtype: DType, device: Any = None) -> Tensor:
         """An uninitialised tensor that owns its contiguous storage. `device` None: this rank's default."""

@@ -274,7 +274,7 @@ _BY_NAME: dict[str, Callable[..., Any]] = {
     "addbmm": _addbmm,
     "kron": _kron,
     "multi_head_attention_forward": multi_head_attention,
-    "vdot": torch.dot,
+    "vdot": lambda x, y: torch.dot(x.conj(), y),
     "bilinear": _bilinear,
     "norm_except_dim": _norm_except_dim,
     "_weight_norm": _weight_norm,

@@ -48,7 +48,7 @@ class Capabilities:
         reduce_scatter: native; else parts are sent to their ranks and reduced there, in rank order. On gloo that
             is faster than the native one at every size measured (2 to 4 ranks, 1 KB to 16 MB), takes less memory
             (none between two ranks), and bfloat16 accumulates in float32.
-        as_bytes: dtypes that are moved as bytes.
+        as_bytes: dtypes that are moved as bytes; complex ones always are, and are summed as two real numbers each.
         as_int32: dtypes that are reduced as int32.
     """
 
@@ -175,10 +175,11 @@ class TorchGroup(ProcessGroup):
     def _all_reduce(self, x: Tensor, op: str, async_op: bool) -> Work:
         if x.numel() == 0:
             return DONE
-        _check_average(x, op)
+        _check_reduction(x, op)
         buffer = x.to(torch.int32) if x.dtype in CAPABILITIES[x.device.type].as_int32 else x
+        summed = torch.view_as_real(x) if x.is_complex() else buffer
         options = _options(distributed_c10d.AllreduceOptions, async_op, reduceOp=REDUCE_OPS[op])
-        work: Work = self.connection(x.device.type).allreduce([buffer], options)
+        work: Work = self.connection(x.device.type).allreduce([summed], options)
         if buffer is not x:
             work = _Then(work, lambda: x.copy_(buffer))
         if op == "avg":
@@ -195,12 +196,14 @@ class TorchGroup(ProcessGroup):
     def _reduce_scatter_into(self, output: Tensor, x: Tensor, op: str, async_op: bool) -> Work:
         if x.numel() == 0:
             return DONE
-        _check_average(x, op)
+        _check_reduction(x, op)
         can = CAPABILITIES[x.device.type]
         if not can.reduce_scatter:
             return _settle(self._exchange_and_reduce(output.view(-1), x.view(self.size, -1), op), async_op)
         as_int32 = x.dtype in can.as_int32
         into, sent = (output.to(torch.int32), x.to(torch.int32)) if as_int32 else (output, x)
+        if x.is_complex():
+            into, sent = torch.view_as_real(into), torch.view_as_real(sent)
         options = _options(distributed_c10d.ReduceScatterOptions, async_op, reduceOp=REDUCE_OPS[op])
         work = self.connection(x.device.type)._reduce_scatter_base(into.view(-1), sent.view(-1), options)
         if as_int32:
@@ -442,7 +445,7 @@ def device_types() -> tuple[str, ...]:
 
 def _movable(x: Tensor) -> Tensor:
     """`x`, as bytes where its dtype cannot travel: the same storage with the same number of rows."""
-    if x.dtype not in CAPABILITIES[x.device.type].as_bytes:
+    if x.dtype not in CAPABILITIES[x.device.type].as_bytes and not x.is_complex():
         return x
     # By way of one dimension, since empty tensors may have any strides, with which torch reinterprets nothing.
     rows = x.shape[0] if x.dim() else 1
@@ -464,7 +467,9 @@ def _reduce_into(output: Tensor, others: Sequence[Tensor], op: str) -> None:
         output.copy_(total)
 
 
-def _check_average(x: Tensor, op: str) -> None:
+def _check_reduction(x: Tensor, op: str) -> None:
+    if x.is_complex() and op != "sum":
+        raise CapabilityError(f"the reduction {op!r} of complex numbers, got {x.dtype}; they can be reduced with 'sum'")
     if op == "avg" and not x.is_floating_point():
         raise CapabilityError(
             f"the reduction 'avg' needs a floating-point tensor, got {x.dtype}; reduce with 'sum' and divide"

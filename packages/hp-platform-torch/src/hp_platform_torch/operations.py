@@ -37,7 +37,12 @@ def _attention(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return scaled_dot_product_attention(query, *args, **kwargs)
 
 
-_LOCAL_FORMS = {scaled_dot_product_attention: _attention}
+def _as_complex(x: Tensor) -> Tensor:
+    """torch's; of a part without elements, which may have any strides, it asks for those of pairs all the same."""
+    return torch.view_as_complex(x if x.numel() else x.clone(memory_format=torch.contiguous_format))
+
+
+_LOCAL_FORMS = {scaled_dot_product_attention: _attention, torch.view_as_complex: _as_complex}
 
 
 class Uncached(Exception):

@@ -29,7 +29,7 @@ from hp_platform_torch.ops import build_ops
 Tensor = torch.Tensor
 Removable.register(RemovableHandle)
 
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in (*DTYPE_NAMES, "complex64", "complex128")}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -133,6 +133,9 @@ class TorchPlatform(Platform):
     def is_floating(self, dtype: torch.dtype) -> bool:
         return dtype.is_floating_point
 
+    def is_complex(self, dtype: torch.dtype) -> bool:
+        return dtype.is_complex
+
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: Any = None) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=device or self.device)
 
@@ -145,7 +148,7 @@ class TorchPlatform(Platform):
         return torch.from_numpy(ready).to(device or self.device)
 
     def to_numpy(self, x: Tensor) -> np.ndarray:
-        host = self.detach(self.unwrap(x)).cpu()
+        host = self.detach(self.unwrap(x)).cpu().resolve_conj().resolve_neg()
         return (host.view(torch.uint16) if host.dtype == torch.bfloat16 else host).numpy()
 
     def from_bits(self, array: np.ndarray, dtype: torch.dtype, device: Any = None) -> Tensor:
@@ -165,7 +168,7 @@ class TorchPlatform(Platform):
             target.copy_(source if target.shape == source.shape else source.reshape(target.shape))
 
     def contiguous(self, x: Tensor) -> Tensor:
-        return x.contiguous()
+        return x.contiguous().resolve_conj().resolve_neg()  # else backends would send what is not conjugated yet
 
     def detach(self, x: Tensor) -> Tensor:
         return x.detach()

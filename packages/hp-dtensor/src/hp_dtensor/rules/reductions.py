@@ -109,6 +109,11 @@ def _is_floating(call: OpCall) -> bool:
     return spec.mesh.platform.is_floating(spec.dtype)
 
 
+def _is_complex(call: OpCall) -> bool:
+    spec = call.tensors[0]
+    return spec.mesh.platform.is_complex(spec.dtype)
+
+
 def _extremes(call: OpCall) -> Factorization:
     which = {"amax": ["max"], "max": ["max"], "aminmax": ["min", "max"]}.get(call.name, ["min"])
     if _is_bool(call):  # groups do not reduce truth values
@@ -124,13 +129,13 @@ def _merged(call: OpCall) -> Factorization:
 
 def _norm(call: OpCall) -> Factorization:
     """Of order 0 norms of parts are counts, of which another norm of order 0 is not the sum."""
-    if call["p"] in ("nuc", 0, 0.0) or call["p"] is None:
+    if call["p"] in ("nuc", 0, 0.0) or call["p"] is None or _is_complex(call):
         return _whole(call)
     return _by_parts(call, parts.merged)
 
 
 def _truth(call: OpCall) -> Factorization:
-    return _by_parts(call, functools.partial(parts.truth, call.name))
+    return _whole(call) if _is_complex(call) else _by_parts(call, functools.partial(parts.truth, call.name))
 
 
 def _spread(call: OpCall) -> Factorization:

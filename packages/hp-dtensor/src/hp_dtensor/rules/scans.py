@@ -90,7 +90,7 @@ def _cumulated(combine: str) -> Callable[[LocalCall], Tensor]:
 def _carried(call: LocalCall) -> tuple[Tensor, ...]:
     """What no operation of two results gives: the totals before each part are put in front of it, and scanned too."""
     dim, ops, x = _dim_of(call), call.platform.ops, call.arguments["input"]
-    if not call.platform.is_floating(x.dtype):
+    if not call.platform.is_floating(x.dtype) and not call.platform.is_complex(x.dtype):
         x = call.platform.detach(x)
     before = _totals_before(call, x, dim)
     length, rows = x.shape[dim], before[0].shape[dim]

@@ -28,6 +28,8 @@ def register(registry: RuleRegistry) -> None:
     registry.register(
         "repeat_interleave", "input repeats dim=None * output_size=None", _repeat_interleave, data_dependent=True
     )
+    registry.register("view_as_complex", "input", _as_complex, view=True)
+    registry.register("view_as_real", "input", _as_real, view=True)
     registry.register("new_zeros new_ones new_empty", "input *size * dtype=None", _new)
     registry.register("new_full", "input size fill_value * dtype=None", _new)
     registry.register("new_tensor", "input data * dtype=None", _new_scalar)
@@ -230,6 +232,19 @@ def _repeat_interleave(call: OpCall) -> Factorization:
     dim = _dim(call, call["dim"])
     output = (*dims[:dim], (*dims[dim], "repeat"), *dims[dim + 1 :])
     return _one(call, dims, output, sizes | {"repeat": call["repeats"]})
+
+
+def _as_complex(call: OpCall) -> Factorization:
+    """The last dimension, of a real and an imaginary part, is whole."""
+    dims, sizes = names_for("d", call.tensors[0].shape)
+    if not dims or sizes[dims[-1][0]] != 2:
+        raise call.refuse("its last dimension must hold a real and an imaginary part")
+    return _one(call, dims, dims[:-1], sizes, fixed=frozenset(dims[-1]))
+
+
+def _as_real(call: OpCall) -> Factorization:
+    dims, sizes = names_for("d", call.tensors[0].shape)
+    return _one(call, dims, (*dims, ("part",)), sizes | {"part": 2}, fixed=frozenset({"part"}))
 
 
 def _new(call: OpCall) -> Factorization:
