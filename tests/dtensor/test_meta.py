@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import tracemalloc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -185,3 +187,16 @@ def test_the_device_is_the_own_one_again_after_the_block(meta_platform: Platform
 
 def _alone(platform: Platform) -> DeviceMesh:
     return DeviceMesh("cpu", (1,), mesh_dim_names=("dp",), platform=platform)
+
+
+def test_values_for_a_model_keep_nothing_of_it_alive(hp_platform: Platform) -> None:
+    """Neither the model nor a class for each of its modules stays in a cache of the process."""
+    with nn.building(hp_platform):
+        models = [TwoLayers(), TwoLayers()]
+    for model in models:
+        init_parameters(model, _initializer, seed=0)
+    assert len({type(model) for model in models}) == 1
+    references = [weakref.ref(model) for model in models]
+    del model, models
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]

@@ -60,7 +60,7 @@ class Module:
         if hasattr(cls, "platform"):
             return super().__new__(cls)
         platform = _building.platforms[-1] if _building.platforms else get_platform()
-        realised = _realise(cls, platform)
+        realised = _realise(cls, platform)  # type: ignore[arg-type]
         # The framework's own __new__ makes the object, which object's may not.
         return realised.__new__(realised)
 
@@ -77,7 +77,6 @@ class Module:
         raise NotImplementedError(f"{type(self).__name__} has no forward")
 
 
-@functools.cache
 def platform_of(module: Any, platform: Platform | str | None = None) -> Platform:
     """The platform given; else that of a module of this file, else the selected one."""
     if platform is None and isinstance(module, Module):
@@ -85,6 +84,7 @@ def platform_of(module: Any, platform: Platform | str | None = None) -> Platform
     return get_platform(platform)
 
 
+@functools.cache
 def _realise(cls: type[Module], platform: Platform) -> type[Module]:
     return type(
         cls.__name__,
