@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import gc
+import weakref
 
 import numpy
 import pytest
@@ -17,6 +19,7 @@ from hp_dtensor.selection import get_platform
 from hp_dtensor.testing.simulated import SimulatedGroup, run_ranks
 from hp_dtensor.world import current_world, record_collectives
 from hp_fsdp import CallOrderError, fully_shard, hsdp, hsdp_sync_stream, memory_use
+from hp_fsdp._call_order import order_of
 
 WIDTH = 6
 SAME = (0, 1, 2)
@@ -267,6 +270,64 @@ def test_reductions_that_nobody_has_waited_for_yet_are_found(hp_platform):
         assert all(grad is None for grad in whole_grads(hp_platform, model).values())
 
     run_ranks(rank, 2, hp_platform)
+
+
+def test_an_error_that_was_caught_keeps_nothing_alive(hp_platform):
+    """Neither the model nor what the frames hold that the error came through: process groups live on."""
+
+    def fail():
+        model = sharded(hp_platform, (2,))
+        activations = set()
+        with contextlib.suppress(Exception):
+            step(hp_platform, model, (1, 0, 2) if current_world(hp_platform).rank else SAME)
+        assert order_of(model._fsdp.group.buffers[0].shard_group).error is not None
+        return weakref.ref(model), weakref.ref(activations)
+
+    def rank():
+        kept = fail()
+        gc.collect()
+        return [reference() is not None for reference in kept]
+
+    assert run_ranks(rank, 2, hp_platform) == [[False, False]] * 2
+
+
+def test_ranks_outside_the_group_are_said_to_know_nothing(hp_platform):
+    """Replicas meet the ranks that gave up a step in its reductions only: one step too late."""
+
+    def rank():
+        model = sharded(hp_platform, (2, 2))
+        if current_world(hp_platform).rank >= 2:
+            odd = current_world(hp_platform).rank == 3
+            with order_error("can go on if ranks 0, 1 gave up this one as well"):
+                step(hp_platform, model, (1, 0, 2) if odd else SAME)
+        else:
+            loss_of(hp_platform, model, SAME, 0)
+
+    run_ranks(rank, 4, hp_platform)
+
+
+def test_a_model_that_one_rank_alone_has_sharded_is_found(hp_platform):
+    def rank():
+        models = [sharded(hp_platform, (2,)) for _ in range(2 - current_world(hp_platform).rank)]
+        with order_error("rank 0 gathers", "rank 1 gathers", "must shard the same models"):
+            step(hp_platform, models[-1])
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def test_a_reduction_that_meets_nobody_names_its_group(hp_platform, monkeypatch):
+    """Where the first collective of a process group is a reduction."""
+
+    def gone(group):
+        raise RuntimeError("the other rank is gone")
+
+    monkeypatch.setattr(SimulatedGroup, "barrier", gone)
+
+    def rank():
+        step(hp_platform, sharded(hp_platform, (2,), zero_stage=0))
+
+    with pytest.raises(LaunchError, match=r"CommunicationError: .*could not reduce gradients with ranks \[0, 1\]"):
+        run_ranks(rank, 2, hp_platform)
 
 
 class Counted:

@@ -17,7 +17,7 @@ from struct import Struct
 from typing import Any, Protocol
 
 from hp_dtensor.checks import name_ranks
-from hp_dtensor.world import PendingBytes, ProcessGroup
+from hp_dtensor.world import PendingBytes, ProcessGroup, current_world
 from hp_fsdp.exceptions import CallOrderError, CommunicationError
 
 ACTIONS = ("gathers", "gathers what was kept of", "reduces the gradients of")
@@ -37,8 +37,8 @@ NUM_ACTIONS = 3
 PATIENCE_SECONDS = 10.0
 
 SAME_CALLS = (
-    "Every rank must run the same forwards and backwards; a module that some ranks do not need must be called there "
-    "all the same, and its output left out"
+    "Every rank must shard the same models and run the same forwards and backwards; a module that some ranks do not "
+    "need must be called there all the same, and its output left out"
 )
 
 
@@ -75,7 +75,8 @@ class CallOrder:
 
     Attributes:
         noted: the actions since ranks last agreed, a code for each kind and buffer.
-        error: the last disagreement.
+        error: the last disagreement. Raised as a copy: the note of a process group would keep alive what a traceback
+            refers to, models and activations.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -147,7 +148,7 @@ class CallOrder:
         before = self.error
         with contextlib.suppress(CommunicationError):
             self.check(0)
-        return self.error if self.error is not before else None
+        return _copy(self.error) if self.error is not None and self.error is not before else None
 
     def _agree(self, digest: bytes, under_way: Comparison) -> None:
         self._agreed = digest
@@ -167,15 +168,25 @@ class CallOrder:
     def _disagreement(self, codes: Sequence[int | None], under_way: Comparison, in_step: bool) -> CallOrderError:
         actions = [f"{self._describe(code)} in {under_way.when}" for code in codes]
         if len(set(actions)) < len(set(codes)):
-            # Two models have groups of this name.
+            # Two models have groups of this name, or one model has another number on each rank.
             numbers = ["no" if code is None else code // len(ACTIONS) for code in codes]
             actions = [f"{action}, buffer {number}" for action, number in zip(actions, numbers, strict=True)]
         ranks = self._process_group.ranks
         each = who_does_what(ranks, actions) if codes else f"ranks {list(ranks)} after {NUM_TOLD} actions alike"
-        go_on = "Nothing of it reaches the gradients; the next step can go on" if in_step else START_ANEW
+        go_on = self._going_on() if in_step else START_ANEW
         return CallOrderError(
             f"ranks call modules in different orders: {each}. {self._states(codes)}Their data have mixed, or would. "
             f"{go_on}. {SAME_CALLS}"
+        )
+
+    def _going_on(self) -> str:
+        world = current_world(self._process_group.platform)
+        if world.size == len(self._process_group.ranks):
+            return "Nothing of it reaches the gradients; the next step can go on"
+        others = name_ranks([rank for rank in range(world.size) if rank not in self._process_group.ranks])
+        return (
+            f"Nothing of it reaches the gradients here; the next step can go on if {others} gave up this one as well, "
+            "of which this group knows nothing: otherwise start the ranks anew"
         )
 
     def _no_answer(self, beginnings: Sequence[bytes], under_way: Comparison) -> CallOrderError:
@@ -208,6 +219,10 @@ class CallOrder:
         """What this rank has begun last, for errors."""
         last = "; ".join(map(self._describe, self.noted[-NUM_ACTIONS:]))
         return f"This rank's last actions: {last or 'none'}"
+
+
+def _copy(error: CallOrderError) -> CallOrderError:
+    return CallOrderError(*error.args)
 
 
 def _digest(data: bytes) -> bytes:
@@ -250,7 +265,7 @@ class CallOrders:
         for order, heard in self._heard.items():
             if order.error is not None and order.error is not heard:
                 self._heard[order] = order.error
-                raise order.error
+                raise _copy(order.error)
 
 
 def order_of(group: ProcessGroup | None) -> CallOrder | None:

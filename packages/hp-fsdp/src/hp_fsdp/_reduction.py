@@ -58,8 +58,8 @@ class Reduction:
         self._store: Callable[[], None] | None = None
         with communicating("reduce gradients", in_backward=True):
             self._shard, self._work = self._scatter()
-        # All-reduces follow in the same order.
-        buffer.note_reduction(self._all_reduce)
+            # All-reduces follow in the same order.
+            buffer.note_reduction(self._all_reduce)
 
     def _scatter(self) -> tuple[Tensor, Work]:
         buffer = self._buffer
