@@ -17,9 +17,9 @@ from hp_dtensor.init import Normal, init_parameters
 from hp_dtensor.launch import RankPool
 from hp_dtensor.selection import get_platform
 from hp_dtensor.testing.simulated import SimulatedGroup, run_ranks
-from hp_dtensor.world import current_world, record_collectives
+from hp_dtensor.world import GatheredBytes, current_world, record_collectives
 from hp_fsdp import CallOrderError, fully_shard, hsdp, hsdp_sync_stream, memory_use
-from hp_fsdp._call_order import order_of
+from hp_fsdp._call_order import NUM_TOLD, order_of
 
 WIDTH = 6
 SAME = (0, 1, 2)
@@ -268,6 +268,36 @@ def test_reductions_that_nobody_has_waited_for_yet_are_found(hp_platform):
         with order_error("reduces the gradients of layers.0 (Linear)"):
             hsdp_sync_stream()
         assert all(grad is None for grad in whole_grads(hp_platform, model).values())
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def test_a_difference_after_many_actions_alike_is_found_without_its_names(hp_platform):
+    def rank():
+        model = sharded(hp_platform, (2,))
+        many = (0, 1) * (NUM_TOLD // 2)
+        with order_error(f"ranks [0, 1] after {NUM_TOLD} actions alike", "the next step can go on"):
+            step(hp_platform, model, (*many, 2, 1) if current_world(hp_platform).rank else (*many, 1, 2))
+        check_step(hp_platform, model, 2)
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def test_a_comparison_that_meets_another_collective_says_so(hp_platform, monkeypatch):
+    """As between MindSpore's ranks, where everything has one connection."""
+
+    def met(group, data):
+        parts = [b"\0" * len(data) for _ in group.ranks]
+        parts[group.rank] = data
+        return GatheredBytes(parts)
+
+    monkeypatch.setattr(SimulatedGroup, "start_all_gather_bytes", met)
+
+    def rank():
+        number = current_world(hp_platform).rank
+        said = f"rank {number} is through with its forward when rank {1 - number} still gathers or reduces"
+        with order_error(said, "last actions: gathers ", "start the ranks anew"):
+            step(hp_platform, sharded(hp_platform, (2,)))
 
     run_ranks(rank, 2, hp_platform)
 
