@@ -1,6 +1,8 @@
-"""Real MCCL ranks, started once per test session and size."""
+"""Real MCCL ranks, started once per test session and size; what MindSpore changes for the process is put back."""
 
 from __future__ import annotations
+
+import sys
 
 import pytest
 
@@ -11,6 +13,15 @@ from hp_dtensor.selection import get_platform
 @pytest.fixture(scope="session")
 def platform():
     return get_platform("mindspore")
+
+
+@pytest.fixture(autouse=True)
+def _process_as_before(platform, monkeypatch):
+    """`value_and_grad` leaves recording off, and rewriting cells leaves folders of MindSpore on the path."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = platform.rank_state()
+    yield
+    platform.set_rank_state(before)
 
 
 @pytest.fixture(scope="session")

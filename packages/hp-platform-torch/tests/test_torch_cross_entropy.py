@@ -74,7 +74,7 @@ def test_logits_that_must_move_are_refused_in_the_block():
         b = distribute_tensor(torch.ones(4, 7), mesh, [Shard(0)])
         targets = distribute_tensor(torch.zeros(5, dtype=torch.int64), mesh, [R])
         logits = a @ b
-        with loss_parallel(), pytest.raises(ImplicitRedistributionError, match="cross_entropy would redistribute"):
+        with loss_parallel(), pytest.raises(ImplicitRedistributionError, match=r"cross_entropy at .* would"):
             F.cross_entropy(logits, targets)
         return F.cross_entropy(logits, targets).item()
 
