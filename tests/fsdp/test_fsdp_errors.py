@@ -387,3 +387,17 @@ def test_a_sharded_module_is_not_pickled(hp_platform):
         model = fully_shard(nn.Linear(2, 2), mesh_of(hp_platform, 1))
     with pytest.raises(TypeError, match="save get_model_state_dict"):
         pickle.dumps(model)
+
+
+def test_a_list_of_modules_is_refused_as_a_module(hp_platform):
+    """Its hooks would never run; as a Python list its modules form a group."""
+
+    def rank():
+        mesh = mesh_of(hp_platform, 1)
+        with nn.building(hp_platform):
+            layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+        with pytest.raises(FullyShardError, match="a ModuleList is never called itself"):
+            fully_shard(layers, mesh)
+        fully_shard([layers[0], layers[1]], mesh)
+
+    run_ranks(rank, 1, hp_platform)

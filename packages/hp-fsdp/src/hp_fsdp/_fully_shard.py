@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
+from hp_dtensor import nn
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.platform import Platform
 from hp_fsdp._buffer import FlatBuffer
@@ -219,9 +220,10 @@ def _check_modules(platform: Platform, modules: Sequence[Module]) -> None:
 
 
 def _is_container(platform: Platform, module: Module) -> bool:
-    """Whether a module holds others, as `torch.nn.ModuleList` does, without a forward."""
-    forwards = (getattr(each, "forward", None) for each in (type(module), platform.Module))
-    return hasattr(type(module), "__getitem__") and len(set(forwards)) == 1 and "forward" not in vars(module)
+    """Whether a module holds others, as a `ModuleList` does, without a forward."""
+    forward = getattr(type(module), "forward", None)
+    unwritten = forward is not None and forward in (nn.Module.forward, getattr(platform.Module, "forward", None))
+    return hasattr(type(module), "__getitem__") and unwritten and "forward" not in vars(module)
 
 
 def _check_dtypes(storage: ParameterStorage, policy: MixedPrecisionPolicy, originals: Sequence[Original]) -> None:
