@@ -32,7 +32,7 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 TENSORS = (
     "input other weight bias target tensor mat1 mat2 batch1 batch2 query key value condition index src source".split()
 )
-TENSORS += ["boundaries", "sorted_sequence", "real", "imag", "abs", "angle"]
+TENSORS += ["boundaries", "sorted_sequence", "real", "imag", "abs", "angle", "A", "B", "input2"]
 # Shapes to try for the tensors of a call, most telling first.
 SHAPES = (
     ((4, 6),), ((4, 6), (4, 6)), ((4, 6), (6, 2)), ((4, 6), (2, 6)), ((4, 6), (4,)), ((4,), (4, 6)), ((4,), (6,)),
@@ -87,6 +87,11 @@ SPECIAL |= {
     for n in (1, 2, 3)
 }
 SPECIAL |= {
+    "cholesky_solve": {"input": (4, 6, 2), "input2": (4, 6, 6)},
+    "linalg_solve": {"A": (4, 6, 6), "B": (4, 6, 2)},
+    "linalg_solve_triangular": {"A": (4, 6, 6), "B": (4, 6, 2), "upper": True},
+    "im2col": {"input": (2, 4, 9, 9), "kernel_size": 3},
+    "col2im": {"input": (2, 36, 49), "output_size": 9, "kernel_size": 3},
     "view_as_complex": {"input": (4, 6, 2)},
     "complex": {"real": (4, 6), "imag": (4, 6)},
     "polar": {"abs": (4, 6), "angle": (4, 6)},
@@ -95,6 +100,18 @@ SPECIAL |= {
     "where": {"condition": (4, 6), "input": (4, 6), "other": (4, 6)},
     "rms_norm": {"input": (4, 6), "normalized_shape": 6, "weight": (6,)},
     "layer_norm": {"input": (4, 6), "normalized_shape": 6, "weight": (6,), "bias": (6,)},
+}
+
+SPECIAL |= {name: {"input": (4, 6, 6), "n": 2} for name in ("linalg_matrix_power", "matrix_power")}
+SPECIAL |= {
+    name: {"input": (4, 6, 6)}
+    for name in """
+        linalg_inv inverse linalg_matrix_exp matrix_exp linalg_cholesky linalg_det det logdet linalg_slogdet slogdet
+        linalg_eigh linalg_eigvalsh
+    """.split()
+}
+SPECIAL |= {
+    name: {"input": (4, 6, 8)} for name in ("linalg_pinv", "pinverse", "linalg_svdvals", "linalg_svd", "linalg_qr")
 }
 
 HEADER = """# Operations
@@ -121,6 +138,7 @@ def mesh() -> DeviceMesh:
         dtype_name=str,
         is_floating=lambda dtype: dtype == "float32",
         is_complex=lambda dtype: False,
+        picks_integers_first=False,
         itemsize=lambda dtype: 4,
     )
     return DeviceMesh("cpu", (2,), world=SilentWorld(0, 2, platform))  # type: ignore[arg-type]

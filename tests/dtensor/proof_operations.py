@@ -16,6 +16,7 @@ from hp_dtensor.platform import Platform
 from hp_dtensor.testing import (
     complex_samples,
     dimension_samples,
+    linear_algebra_samples,
     network_samples,
     operation_samples,
     rule_samples,
@@ -48,6 +49,7 @@ SAMPLES = [
     *dimension_samples.SAMPLES,
     *network_samples.SAMPLES,
     *complex_samples.SAMPLES,
+    *linear_algebra_samples.SAMPLES,
     *(_forms_of_torch()),
 ]
 

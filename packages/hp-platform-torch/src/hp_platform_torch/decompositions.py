@@ -186,6 +186,19 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     return v * (g / _norm_except_dim(v, 2, dim))
 
 
+# Random numbers --------------------------------------------------------------------------------------------
+
+
+def _gumbel_softmax(logits: Tensor, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1) -> Tensor:
+    noise = -torch.empty_like(logits, memory_format=torch.contiguous_format).exponential_().log()
+    soft = ((logits + noise) / tau).softmax(dim)
+    if not hard:
+        return soft
+    best = soft.max(dim, keepdim=True)[1]
+    chosen = torch.zeros_like(logits, memory_format=torch.contiguous_format).scatter(dim, best, 1.0)
+    return chosen - soft.detach() + soft
+
+
 # Distances -------------------------------------------------------------------------------------------------
 
 
@@ -279,6 +292,7 @@ _BY_NAME: dict[str, Callable[..., Any]] = {
     "norm_except_dim": _norm_except_dim,
     "_weight_norm": _weight_norm,
     "channel_shuffle": _channel_shuffle,
+    "gumbel_softmax": _gumbel_softmax,
     "normalize": _normalize,
     "cosine_similarity": _cosine_similarity,
     "pairwise_distance": _pairwise_distance,

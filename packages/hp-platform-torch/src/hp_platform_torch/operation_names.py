@@ -47,6 +47,9 @@ _SYNONYMS = {
     "_threshold": "threshold",
 }
 
+# Functions whose name another operation has too.
+_RENAMED = {F.unfold: "im2col", F.fold: "col2im"}
+
 _PROPERTIES = {"T": "t", "mT": "mT"}
 
 _REFLECTED = frozenset(
@@ -68,6 +71,8 @@ def property_of(func: Callable[..., Any]) -> str | None:
 
 def canonical_name(func: Callable[..., Any]) -> tuple[str, bool]:
     """(name, reflected): `Tensor.__iadd__` is `add_`; `__rsub__` is `sub` with its operands exchanged."""
+    if func in _RENAMED:
+        return _RENAMED[func], False
     accessed = property_of(func)
     if accessed is not None:
         return _PROPERTIES.get(accessed, accessed), False
@@ -100,15 +105,16 @@ def _names() -> dict[str, set[str]]:
     for functions in torch.overrides.get_overridable_functions().values():
         for func in functions:
             shown = torch.overrides.resolve_name(func)
-            if shown is not None and func is not F.unfold:  # another operation than Tensor.unfold
+            if shown is not None:
                 found.setdefault(canonical_name(func)[0], set()).add(shown.removesuffix(".__get__"))
     return found
 
 
 def function_named(name: str) -> Callable[..., Any] | None:
     """torch's function of a canonical name, else its method or property; None where there is none."""
-    if name == "unfold":  # torch.nn.functional's is another operation
-        return torch.Tensor.unfold
+    renamed = next((func for func, other in _RENAMED.items() if other == name), None)
+    if renamed is not None or name == "unfold":  # torch.nn.functional's is another operation
+        return renamed or torch.Tensor.unfold
     for owner in (F, torch, torch.Tensor, torch.nn.init, torch.linalg):
         found = getattr(owner, name.removeprefix("linalg_") if owner is torch.linalg else name, None)
         if callable(found):

@@ -6,6 +6,7 @@ from hp_dtensor.rules import (
     convolutions,
     cross_entropy,
     einsum,
+    linear_algebra,
     losses,
     moves,
     networks,
@@ -28,8 +29,8 @@ __all__ = ["Factorization", "OpCall", "RuleRegistry", "register_builtin_rules"]
 def register_builtin_rules(registry: RuleRegistry) -> None:
     """Register every rule of this package."""
     tables = (
-        pointwise, reductions, scans, products, einsum, views, slices, moves, selection, advanced, scattering,
-        networks, batch_norm, cross_entropy, convolutions, losses, random,
+        pointwise, reductions, scans, products, einsum, linear_algebra, views, slices, moves, selection, advanced,
+        scattering, networks, batch_norm, cross_entropy, convolutions, losses, random,
     )  # fmt: skip
     for table in tables:
         table.register(registry)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from hp_dtensor.rules.factors import Dims, Factorization
@@ -21,6 +22,8 @@ def register(registry: RuleRegistry) -> None:
     registry.register("avg_pool1d avg_pool2d avg_pool3d", average, _pool(None))
     for kind, signature in (("avg", "input output_size"), ("max", "input output_size return_indices=False")):
         registry.register(" ".join(f"adaptive_{kind}_pool{n}d" for n in (1, 2, 3)), signature, _adaptive_pool)
+    registry.register("im2col", "input kernel_size dilation=1 padding=0 stride=1", _windows_apart)
+    registry.register("col2im", "input output_size kernel_size dilation=1 padding=0 stride=1", _windows_together)
     registry.register("instance_norm", "input ...", _instance_norm)
     registry.register(
         "interpolate",
@@ -122,6 +125,50 @@ def _windows(size: int, kernel: int, stride: int, padding: int, dilation: int, c
     covered = size + 2 * padding - dilation * (kernel - 1) - 1
     count = (covered + (stride - 1 if ceil else 0)) // stride + 1
     return count - 1 if ceil and (count - 1) * stride >= size + padding else count
+
+
+def _windows_apart(call: OpCall) -> Factorization:
+    """`[batch, channels, height, width] -> [batch, channels * kernel, windows]`, a dimension for batches or none."""
+    shape = call.tensors[0].shape
+    if len(shape) not in (3, 4):
+        raise call.refuse("it takes images [batch, channels, height, width] or [channels, height, width]")
+    batch, sizes = _of_windows(call, shape[:-2], shape[-2:])
+    sizes |= {"p0": shape[-2], "p1": shape[-1]}
+    image, columns = (*batch, ("c",), ("p0",), ("p1",)), (*batch, ("c", "k"), ("q",))
+    return _linear(image, columns, sizes)
+
+
+def _windows_together(call: OpCall) -> Factorization:
+    """The sums of windows, `[batch, channels * kernel, windows] -> [batch, channels, height, width]`."""
+    shape, positions = call.tensors[0].shape, _spatial(call["output_size"], 2)
+    kernel = math.prod(_spatial(call["kernel_size"], 2))
+    if len(shape) not in (2, 3) or shape[-2] % kernel:
+        raise call.refuse(f"it takes [batch, channels * {kernel}, windows] or [channels * {kernel}, windows]")
+    batch, sizes = _of_windows(call, (*shape[:-2], shape[-2] // kernel), positions)
+    if sizes["q"] != shape[-1]:
+        raise call.refuse(f"an image {list(positions)} has {sizes['q']} windows, got {shape[-1]}")
+    sizes |= {"p0": positions[0], "p1": positions[1]}
+    image, columns = (*batch, ("c",), ("p0",), ("p1",)), (*batch, ("c", "k"), ("q",))
+    return _linear(columns, image, sizes)
+
+
+def _of_windows(call: OpCall, leading: Sizes, positions: Sizes) -> tuple[Dims, dict[str, int]]:
+    """(the batch's dimensions, sizes of these, of channels `c`, elements `k` of a window, and windows `q`)."""
+    kernel, stride, padding, dilation = (
+        _spatial(call[name], 2) for name in ("kernel_size", "stride", "padding", "dilation")
+    )
+    options = zip(positions, kernel, stride, padding, dilation, strict=True)
+    counts = (_windows(*option, False) for option in options)
+    sizes = {f"n{i}": size for i, size in enumerate(leading[:-1])}
+    batch: Dims = tuple((name,) for name in sizes)
+    return batch, sizes | {"c": leading[-1], "k": math.prod(kernel), "q": math.prod(counts)}
+
+
+def _linear(before: Dims, after: Dims, sizes: dict[str, int]) -> Factorization:
+    """Batch and channels are parallel."""
+    cut = frozenset(name for name in sizes if name[0] in "nc")
+    fixed = frozenset(sizes) - cut
+    return Factorization((before,), (after,), sizes, fixed=fixed, nonempty=cut, terms=(frozenset({0}),))
 
 
 def _instance_norm(call: OpCall) -> Factorization:

@@ -37,14 +37,14 @@ def _matmul(call: OpCall) -> Factorization:
     if columns:
         sizes["n"] = right[-1]
     inputs = (
-        (*_batch_dims(left[:-2], batch), *rows, ("k",)),
-        (*_batch_dims(right[:-2], batch), ("k",), *columns),
+        (*batch_dims(left[:-2], batch), *rows, ("k",)),
+        (*batch_dims(right[:-2], batch), ("k",), *columns),
     )
     output = (*((f"b{i}",) for i in range(len(batch))), *rows, *columns)
     return Factorization(inputs, (output,), sizes, reduced={"k": "sum"}, terms=BOTH)
 
 
-def _batch_dims(shape: tuple[int, ...], batch: tuple[int, ...]) -> Dims:
+def batch_dims(shape: tuple[int, ...], batch: tuple[int, ...]) -> Dims:
     start = len(batch) - len(shape)
     return tuple((f"b{start + i}",) if size == batch[start + i] else () for i, size in enumerate(shape))
 

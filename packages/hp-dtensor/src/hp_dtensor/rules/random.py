@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hp_dtensor.placements import RaggedShard
 from hp_dtensor.rules.factors import Factorization
+from hp_dtensor.rules.pointwise import pointwise
 from hp_dtensor.rules.registry import OpCall, Rule, RuleRegistry, names_for
 from hp_dtensor.spec import TensorSpec
 
@@ -27,7 +28,7 @@ LINEAR = (frozenset({0}),)
 def register(registry: RuleRegistry) -> None:
     registry.register("dropout dropout1d dropout2d dropout3d feature_dropout", "input ...", _rule(_masked))
     registry.register("alpha_dropout feature_alpha_dropout", "input ...", _whole)
-    registry.register("rand_like randn_like", "input ...", _rule(_drawn, linear=False))
+    registry.register("rand_like randn_like randint_like", "input ...", _rule(_drawn, linear=False))
     registry.register(
         "uniform_ normal_ exponential_ log_normal_ cauchy_ geometric_ random_",
         "input ...",
@@ -35,6 +36,7 @@ def register(registry: RuleRegistry) -> None:
         in_place=True,
     )
     registry.register("kaiming_uniform_ kaiming_normal_", "tensor ...", _rule(_filled, linear=False), in_place=True)
+    registry.register("rrelu", "input lower=0.125 upper=0.333 training=False inplace=False", _random_slopes)
     registry.register("bernoulli", "input ...", _whole)
     registry.register("multinomial", "input num_samples replacement=False", _multinomial)
     registry.register("bernoulli_", "input p=0.5", _rule(_filled, linear=False), in_place=True)
@@ -106,6 +108,15 @@ def _whole(call: OpCall) -> Factorization:
     """Every rank draws for the whole: what is dropped gets a value of its own, or it depends on all probabilities."""
     dims, sizes = names_for("d", call.tensors[0].shape)
     return Factorization((dims,), (dims,), sizes, fixed=frozenset(sizes))
+
+
+def _random_slopes(call: OpCall) -> Factorization:
+    """How many numbers are drawn before an element depends on the signs of all elements before it."""
+    if not call["training"]:
+        return pointwise(None)(call)
+    if call["inplace"] and not call.tensors[0].is_replicated():
+        raise call.refuse("in training it draws for the whole tensor, so that it cannot write a part in place")
+    return _whole(call)
 
 
 def _multinomial(call: OpCall) -> Factorization:

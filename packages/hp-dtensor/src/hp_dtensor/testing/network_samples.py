@@ -49,6 +49,14 @@ _NETWORKS = (
     ),
     _sample("interpolate", lambda ops, x: ops.interpolate(x, scale_factor=2), (2, 3, 4)),
     _sample("interpolate bilinear", lambda ops, x: ops.interpolate(x, (6, 5), mode="bilinear"), (2, 3, 4, 3)),
+    *(
+        _call("im2col", shape, args=((3, 2), 1, (1, 0), (2, 1)), label=label)
+        for label, shape in (("of a batch", (2, 4, 5, 4)), ("of odd channels", (3, 3, 4, 3)), ("of one", (5, 3, 3)))
+    ),
+    *(
+        _call("col2im", shape, args=((5, 4), (3, 2), 1, (1, 0), (2, 1)), label=label)
+        for label, shape in (("of a batch", (2, 24, 9)), ("of odd channels", (3, 18, 9)), ("of one", (30, 9)))
+    ),
     _call("pixel_shuffle", (2, 8, 3, 2), args=(2,)),
     _call("pixel_unshuffle", (2, 2, 4, 6), args=(2,)),
     _sample("prelu", lambda ops, x, w: ops.prelu(x, w), (2, 4, 3), (4,)),
@@ -122,6 +130,11 @@ _RANDOM = (
         _sample(name, lambda ops, x, name=name: ops.mul(getattr(ops, name)(x), 0.0), gradients=False)
         for name in ("rand_like", "randn_like")
     ),
+    _sample("randint_like", lambda ops, x: ops.mul(ops.randint_like(x, 5), 0.0), gradients=False),
+    _sample("rrelu", lambda ops, x: ops.rrelu(x, 0.2, 0.4)),
+    _sample("rrelu training", lambda ops, x: ops.rrelu(x, 0.25, 0.25, True)),
+    _sample("gumbel_softmax", lambda ops, x: ops.mul(ops.sum(ops.gumbel_softmax(x, 0.5, dim=0), 0), x[0])),
+    _sample("gumbel_softmax hard", lambda ops, x: ops.sum(ops.gumbel_softmax(x, hard=True), 1), gradients=False),
     _sample("feature_dropout", lambda ops, x: ops.feature_dropout(x, 0.0, True), (2, 3, 4)),
     _sample("bernoulli", lambda ops, x: ops.bernoulli(ops.gt(x, 0.0) * 1.0), gradients=False),
     _sample("multinomial", lambda ops, x: ops.multinomial(ops.eq(x, ops.amax(x, 1, True)) * 1.0, 1), gradients=False),

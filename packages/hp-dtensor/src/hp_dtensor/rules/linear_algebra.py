@@ -1,0 +1,88 @@
+"""Inverses, determinants, factorizations and solutions of batches of matrices: batches are parallel, matrices whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hp_dtensor.rules.factors import Dims, Factorization
+from hp_dtensor.rules.products import batch_dims
+from hp_dtensor.rules.registry import OpCall, Rule, RuleRegistry, broadcast_shape, names_for
+
+Shape = tuple[int, ...]
+
+
+def register(registry: RuleRegistry) -> None:
+    registry.register("linalg_inv inverse linalg_matrix_exp matrix_exp", "input", _of_matrices("n m"))
+    registry.register("linalg_cholesky", "input upper=False", _of_matrices("n m"))
+    registry.register("linalg_matrix_power matrix_power", "input n", _of_matrices("n m"))
+    registry.register("linalg_pinv", "input rcond=None * atol=None rtol=None hermitian=False", _of_matrices("m n"))
+    registry.register("pinverse", "input rcond=1e-15", _of_matrices("m n"))
+    registry.register("linalg_det det logdet", "input", _of_matrices(""))
+    registry.register("linalg_slogdet slogdet", "input", _of_matrices("", ""))
+    registry.register("linalg_eigh", "input UPLO=L", _of_matrices("n", "n m"))
+    registry.register("linalg_eigvalsh", "input UPLO=L", _of_matrices("n"))
+    registry.register("linalg_svdvals", "input * driver=None", _of_matrices("k"))
+    registry.register("linalg_svd", "input full_matrices=True * driver=None", _singular_values)
+    registry.register("linalg_qr", "input mode=reduced", _qr)
+    registry.register("linalg_solve", "A B * left=True", _solve)
+    registry.register("linalg_solve_triangular", "A B * upper left=True unitriangular=False", _solve)
+    registry.register("cholesky_solve", "input input2 upper=False", _cholesky_solve)
+
+
+def _of_matrices(*outputs: str) -> Rule:
+    """Of one tensor `[..., n, m]`; per output what stands behind the batch, where `k` is the smaller of `n` and `m`."""
+
+    def rule(call: OpCall) -> Factorization:
+        if len(call.tensors) != 1 or call.tensors[0].ndim < 2:
+            raise call.refuse("it takes one tensor of matrices [..., n, m], and numbers")
+        shape = call.tensors[0].shape
+        batch, sizes = names_for("b", shape[:-2])
+        sizes |= {"n": shape[-2], "m": shape[-1], "k": min(shape[-2:])}
+        made = tuple((*batch, *((name,) for name in output.split())) for output in outputs)
+        return Factorization(((*batch, ("n",), ("m",)),), made, sizes, fixed=frozenset("nmk"))
+
+    return rule
+
+
+def _singular_values(call: OpCall) -> Factorization:
+    return _of_matrices(*(("n n", "k", "m m") if call["full_matrices"] else ("n k", "k", "k m")))(call)
+
+
+def _qr(call: OpCall) -> Factorization:
+    if call["mode"] not in ("reduced", "complete"):
+        raise call.refuse("without Q it is R of mode 'reduced'")
+    return _of_matrices(*(("n k", "k m") if call["mode"] == "reduced" else ("n n", "n m")))(call)
+
+
+def _solve(call: OpCall) -> Factorization:
+    """`[..., n, n]` and `[..., n, columns]`, or `[..., n]` where these are vectors of the same batch."""
+    matrices, right = (spec.shape for spec in call.tensors)
+    is_vector = call.name == "linalg_solve" and (len(right) == 1 or right == matrices[:-1])
+    rule = _solution(call, matrices, right, 1 if is_vector else 2)
+    # A part of the batch might be as many matrices as the right side has rows, and torch take these for vectors.
+    is_ambiguous = not is_vector and len(right) == len(matrices) - 1
+    return replace(rule, fixed=frozenset(rule.sizes)) if is_ambiguous else rule
+
+
+def _cholesky_solve(call: OpCall) -> Factorization:
+    right, factors = (spec.shape for spec in call.tensors)
+    rule = _solution(call, factors, right, 2)
+    return replace(rule, inputs=rule.inputs[::-1], terms=(frozenset({0}),))
+
+
+def _solution(call: OpCall, matrices: Shape, right: Shape, count: int) -> Factorization:
+    """Linear in the right side, whose last `count` dimensions are whole."""
+    if len(matrices) < 2 or len(right) < count:
+        raise call.refuse("it takes matrices [..., n, n] and a right side [..., n, columns]")
+    before = right[: len(right) - count]
+    try:
+        batch = broadcast_shape([matrices[:-2], before])
+    except ValueError as error:
+        raise call.refuse(f"batch {error}") from None
+    sizes = {f"b{i}": size for i, size in enumerate(batch)} | {"n": matrices[-2], "m": matrices[-1]}
+    tail: Dims = tuple((f"x{i}",) for i in range(count))
+    sizes |= {f"x{i}": size for i, size in enumerate(right[-count:])}
+    inputs = ((*batch_dims(matrices[:-2], batch), ("n",), ("m",)), (*batch_dims(before, batch), *tail))
+    output = (*((f"b{i}",) for i in range(len(batch))), *tail)
+    fixed = frozenset(name for name in sizes if name[0] != "b")
+    return Factorization(inputs, (output,), sizes, fixed=fixed, terms=(frozenset({1}),))
