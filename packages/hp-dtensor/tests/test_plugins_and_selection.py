@@ -31,6 +31,13 @@ from hp_dtensor.plugins import hookimpl
 def hp_platform():
     raise PlatformError("frame 1.0 is too old; needs frame >= 2")
 """
+HOOK = """
+from hp_dtensor.plugins import hookimpl
+
+@hookimpl
+def hp_platform():
+    {body}
+"""
 WITHOUT_PLATFORM = """
 from hp_dtensor.plugins import hookimpl
 
@@ -216,6 +223,28 @@ def test_a_hook_that_returns_no_platform(install):
     install("odd-dist", {"odd": "odd_module"}, odd_module=source)
     with pytest.raises(PlatformError, match=re.escape("its hp_platform() must return a Platform, got 'arrow'")):
         get_platform("odd")
+
+
+def test_a_framework_that_does_not_import_names_the_platform(install):
+    body = HOOK.format(body="import no_such_framework")
+    install("hp-platform-frame", {"frame": "frame_module"}, frame_module=body)
+    reason = r"'frame' is installed but cannot be used: its hp_platform\(\) does not import: .*'no_such_framework'"
+    with pytest.raises(PlatformError, match=reason):
+        get_platform("frame")
+    install_platform(install, "arrow")
+    assert get_platform().name == "arrow"
+
+
+def test_a_plugin_without_platform_is_not_said_to_be_missing(install):
+    install("some-rules", {"rules": "rules_module"}, rules_module=WITHOUT_PLATFORM)
+    with pytest.raises(PlatformError, match=r"plugin 'rules' is installed but gives no platform"):
+        get_platform("rules")
+
+
+def test_a_platform_asked_for_by_its_plugins_name(install):
+    install("some-arrows", {"bow": "arrow_module"}, arrow_module=PLATFORM.format(name="arrow"))
+    with pytest.raises(PlatformError, match=r"plugin 'bow' gives a platform that calls itself 'arrow'"):
+        get_platform("bow")
 
 
 def test_choosing_by_name_imports_no_other_framework(install):

@@ -29,15 +29,18 @@ def get_platform(name: str | Platform | None = None) -> Platform:
 
 
 def _named(wanted: str) -> Platform:
-    if wanted in _plugins():
-        found = _load(wanted)
-        if isinstance(found, Platform) and found.name == wanted:
-            return found
+    found = _load(wanted) if wanted in _plugins() else None
+    if isinstance(found, Platform) and found.name == wanted:
+        return found
     available, errors = _platforms()
     if wanted in available:
         return available[wanted]
     if wanted in errors:
         raise PlatformError(f"platform {wanted!r} is installed but cannot be used: {errors[wanted]}")
+    if isinstance(found, Platform):
+        raise PlatformError(f"plugin {wanted!r} gives a platform that calls itself {found.name!r}; ask for that name.")
+    if plugin_manager().has_plugin(wanted):
+        raise PlatformError(f"plugin {wanted!r} is installed but gives no platform: it has no @hookimpl hp_platform().")
     found_names = ", ".join(sorted(available)) or "none"
     raise PlatformError(f"platform {wanted!r} is not installed; found: {found_names}. Install hp-platform-{wanted}.")
 
@@ -78,6 +81,8 @@ def _load(plugin: str) -> Platform | str:
         results = manager.subset_hook_caller("hp_platform", others)()
     except PlatformError as error:
         return str(error)
+    except ImportError as error:
+        return f"its hp_platform() does not import: {type(error).__name__}: {error}"
     if len(results) == 1 and isinstance(results[0], Platform):
         return results[0]
     return f"its hp_platform() must return a Platform, got {results[0] if results else None!r}"
