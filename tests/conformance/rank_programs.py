@@ -21,6 +21,11 @@ def total(name):
     return platform.to_numpy(x).tolist()
 
 
+def doubled(name, x):
+    """Twice the tensor; this process's memory ends with it."""
+    return get_platform(name).ops.mul(x, 2.0)
+
+
 def fail_while_others_wait(name, victim, how):
     """One rank leaves the job while the others are inside a collective."""
     platform = get_platform(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 
+import numpy as np
 import pytest
 import rank_programs
 
@@ -21,6 +22,12 @@ def test_launch_connects_ranks(hp_platform):
 
 def test_one_rank_is_a_job_too(hp_platform):
     assert launch(rank_programs.total, (hp_platform.name,), 1, hp_platform) == [[1.0] * 3]
+
+
+def test_tensors_are_passed_to_the_ranks_and_back(hp_platform):
+    x = hp_platform.from_numpy(np.arange(6, dtype=np.float32).reshape(2, 3))
+    for found in launch(rank_programs.doubled, (hp_platform.name, x), 2, hp_platform):
+        assert hp_platform.to_numpy(found).tolist() == [[0.0, 2.0, 4.0], [6.0, 8.0, 10.0]]
 
 
 def test_the_pool_of_the_session_is_shared(hp_platform, rank_pool):

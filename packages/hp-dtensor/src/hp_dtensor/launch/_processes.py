@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -15,7 +16,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import IO, Any
 
@@ -136,7 +136,7 @@ class LocalRanks:
             LaunchError: a rank failed or the time is up; none is left then.
         """
         try:
-            self._tell(Run(target, bytes(ForkingPickler.dumps(args))))
+            self._tell(Run(target, pickle.dumps(args)))
             return self._collect(self._processes, timeout_seconds)
         except BaseException:
             self.terminate()

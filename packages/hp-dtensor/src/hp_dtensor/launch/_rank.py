@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import faulthandler
 import os
+import pickle
 import queue
 import signal
 import socket
@@ -15,7 +16,6 @@ import threading
 import time
 import traceback
 from dataclasses import dataclass
-from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
@@ -81,10 +81,11 @@ class Link:
 
     def receive(self) -> Any:
         # Unpickled in the main thread, where frameworks expect to be imported.
-        return reduction.ForkingPickler.loads(self._inbox.get())
+        return pickle.loads(self._inbox.get())
 
     def send(self, message: Any) -> None:
-        self._connection.send(message)
+        # Not `Connection.send`: there torch passes tensors as shared memory, for which the parent has no key.
+        self._connection.send_bytes(pickle.dumps(message))
 
 
 def main(fd: int, parent: int, parent_is_main_thread: bool) -> None:
@@ -150,7 +151,7 @@ def _serve(link: Link) -> bool:
 def _run(request: Run) -> Any:
     try:
         target = load_target(request.target)
-        return target(*reduction.ForkingPickler.loads(request.args))
+        return target(*pickle.loads(request.args))
     except SystemExit as leaving:
         if leaving.code in (None, 0):
             return None

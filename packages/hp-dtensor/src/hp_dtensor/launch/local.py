@@ -39,7 +39,7 @@ def launch(
 
     Args:
         target: a top-level function of a module or script, or its name, `"module:function"`.
-        args: picklable arguments, the same for every rank.
+        args: picklable arguments, the same for every rank; tensors are copied, as they are in results.
         log_dir: folder for `rank1.log`, `rank2.log`, ...
         timeout_seconds: for joining the job, and for each collective where the platform can limit that.
         grace_seconds: between asking ranks to end and killing them, once a rank has failed.
