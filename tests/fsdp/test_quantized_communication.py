@@ -247,3 +247,14 @@ def test_unknown_names_and_missing_capabilities_are_told(hp_platform, registered
     if hp_platform.name != "torch":
         with pytest.raises(CapabilityError, match=r"float8_e4m3fn; use Int8\(\)"):
             fully_shard(model, mesh, communication="fp8")
+
+
+@pytest.mark.parametrize("block", [0, -3, 2.5, True, "256"])
+def test_blocks_are_of_a_positive_number_of_values(hp_platform, block):
+    with pytest.raises(FullyShardError, match=rf"block: expected a positive number of values, got {block!r}"):
+        QuantizedCommunication(hp_platform, Int8(), block=block)
+
+
+def test_a_codec_is_no_name(hp_platform):
+    with pytest.raises(FullyShardError, match=r"codec: expected a Codec such as Int8\(\), got 'int8'"):
+        QuantizedCommunication(hp_platform, "int8")

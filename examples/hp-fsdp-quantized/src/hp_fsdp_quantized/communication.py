@@ -6,7 +6,7 @@ from typing import Any
 
 from hp_dtensor.platform import Platform
 from hp_dtensor.world import ProcessGroup, Work
-from hp_fsdp import Communication
+from hp_fsdp import Communication, FullyShardError
 from hp_fsdp_quantized.codecs import Codec
 
 Tensor = Any
@@ -22,6 +22,7 @@ class QuantizedCommunication(Communication):
         block: values that share a scale. Shards need be no multiple of it.
 
     Raises:
+        FullyShardError: `codec` is none, or `block` no positive int.
         CapabilityError: the platform cannot do what the codec needs.
     """
 
@@ -29,6 +30,10 @@ class QuantizedCommunication(Communication):
         self, platform: Platform, codec: Codec, *, gather: bool = True, reduce: bool = True, block: int = 256
     ) -> None:
         super().__init__(platform)
+        if not isinstance(codec, Codec):
+            raise FullyShardError(f"codec: expected a Codec such as Int8(), got {codec!r}")
+        if not isinstance(block, int) or isinstance(block, bool) or block < 1:
+            raise FullyShardError(f"block: expected a positive number of values, got {block!r}")
         codec.check(platform)
         self.codec = codec
         self.block = block
