@@ -101,7 +101,7 @@ def test_unknown_hooks_are_refused_with_the_known_ones(install):
         plugin_manager()
     assert str(caught.value) == (
         "unknown hooks in group 'hp_dtensor': 'misspelt' implements 'hp_platfrom'. "
-        "Known hooks: hp_placements, hp_platform, hp_sharding_rules."
+        "Known hooks: hp_platform, hp_sharding_rules."
     )
 
 

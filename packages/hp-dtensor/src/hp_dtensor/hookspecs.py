@@ -24,8 +24,3 @@ def hp_platform() -> Platform:  # type: ignore[empty-body]
 @hookspec
 def hp_sharding_rules(registry: Any) -> None:
     """Called once, before the first operation on a DTensor. Registers rules in the `RuleRegistry`. Since 0.1."""
-
-
-@hookspec
-def hp_placements(registry: Any) -> None:
-    """Called once, before the first placement is read from text. Registers placement classes by name. Since 0.1."""
