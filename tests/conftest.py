@@ -12,7 +12,9 @@ def pytest_configure(config: pytest.Config) -> None:
     up at once; elsewhere they take the cores of other workers and ranks, and everything takes two to three times
     as long.
     """
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
+    if not worker and config.getoption("numprocesses", None):
+        return  # its workers choose; they would be left with the one core of this process
     if (config.getoption("--hp-platform", None) or os.environ.get("HP_PLATFORM")) == "mindspore":
         cores = sorted(os.sched_getaffinity(0))
-        worker = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
         os.sched_setaffinity(0, {cores[(int(worker) if worker else os.getpid()) % len(cores)]})
