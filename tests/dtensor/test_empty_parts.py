@@ -9,8 +9,10 @@ import pytest
 
 from hp_dtensor import DTensor, Partial, RaggedShard, Replicate, Shard, distribute_tensor, init_device_mesh
 from hp_dtensor.testing import run_ranks
+from hp_dtensor.testing.shares import chosen
 
 PLAIN = [Replicate(), Shard(0), Shard(1), Partial()]
+LIMITS = {"mindspore": 120}  # of 384 cases each; torch has them all
 
 
 def _sources(shape, mesh_shape):
@@ -36,18 +38,19 @@ def _place(platform, mesh, value, placements):
 def test_values_shapes_and_gradients(hp_platform, shape, mesh_shape):
     value = numpy.arange(1, 1 + numpy.prod(shape), dtype=numpy.float32).reshape(shape)
 
+    cases = list(itertools.product(_sources(shape, mesh_shape), itertools.product(PLAIN, PLAIN)))
+
     def rank():
         mesh = init_device_mesh("cpu", mesh_shape, platform=hp_platform)
-        for source in _sources(shape, mesh_shape):
-            for target in itertools.product(PLAIN, PLAIN):
-                where = f"{source} -> {target}"
-                x = _place(hp_platform, mesh, value, source)
-                hp_platform.set_requires_grad(x, True)
-                y = x.redistribute(mesh, target)
-                assert tuple(y.to_local().shape) == y.spec.local_shape, where
-                numpy.testing.assert_array_equal(hp_platform.to_numpy(y.full_tensor()), value, err_msg=where)
-                hp_platform.backward(hp_platform.ops.sum(hp_platform.ops.mul(y, y)).full_tensor())
-                grad = hp_platform.to_numpy(x.grad.full_tensor())
-                numpy.testing.assert_array_equal(grad, 2 * value, err_msg=where)
+        for source, target in chosen(cases, LIMITS.get(hp_platform.name)):
+            where = f"{source} -> {target}"
+            x = _place(hp_platform, mesh, value, source)
+            hp_platform.set_requires_grad(x, True)
+            y = x.redistribute(mesh, target)
+            assert tuple(y.to_local().shape) == y.spec.local_shape, where
+            numpy.testing.assert_array_equal(hp_platform.to_numpy(y.full_tensor()), value, err_msg=where)
+            hp_platform.backward(hp_platform.ops.sum(hp_platform.ops.mul(y, y)).full_tensor())
+            grad = hp_platform.to_numpy(x.grad.full_tensor())
+            numpy.testing.assert_array_equal(grad, 2 * value, err_msg=where)
 
     run_ranks(rank, mesh_shape[0] * mesh_shape[1], hp_platform)

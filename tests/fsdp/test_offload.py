@@ -78,10 +78,22 @@ def _train(platform, case, policy, device=None):
     return weights, log, [b.layout.shard_numel for b in buffers], places
 
 
-def _compare(platform, device, case, policy):
-    expected = run_ranks(_train, case.size, platform, platform, case, None)
+def _case(name, zero_stage):
+    case = CASES[name]
+    return case if zero_stage == 3 else dataclasses.replace(case, options={"zero_stage": zero_stage})
+
+
+@functools.cache
+def _expected(platform, name, zero_stage):
+    """What every rank gets without offload."""
+    case = _case(name, zero_stage)
+    return run_ranks(_train, case.size, platform, platform, case, None)
+
+
+def _compare(platform, device, name, policy, zero_stage=3):
+    case = _case(name, zero_stage)
     results = run_ranks(_train, case.size, platform, platform, case, policy, device)
-    for got, wanted in zip(results, expected, strict=True):
+    for got, wanted in zip(results, _expected(platform, name, zero_stage), strict=True):
         for key, value in wanted[0].items():
             numpy.testing.assert_array_equal(got[0][key], value, err_msg=key)
     return results[0][1:]
@@ -90,7 +102,7 @@ def _compare(platform, device, case, policy):
 @pytest.mark.parametrize("name", CASES)
 def test_numbers_are_the_same_and_each_gather_and_reduction_copies_once(hp_platform, device, name):
     case = CASES[name]
-    log, sizes, places = _compare(hp_platform, device, case, WHOLE)
+    log, sizes, places = _compare(hp_platform, device, name, WHOLE)
     assert places == {(True, None)}
     assert all(device.pinned)
     reductions = case.accumulate if case.sync == "every" else 1
@@ -104,7 +116,7 @@ def test_numbers_are_the_same_and_each_gather_and_reduction_copies_once(hp_platf
 @pytest.mark.parametrize("name", ["fsdp", "hsdp, accumulated"])
 @pytest.mark.parametrize("policy", [WHOLE, GRADIENTS], ids=["whole", "gradients"])
 def test_gradients_are_copied_while_the_backward_of_others_runs(hp_platform, device, name, policy):
-    log, sizes, _ = _compare(hp_platform, device, CASES[name], policy)
+    log, sizes, _ = _compare(hp_platform, device, name, policy)
     kinds = [kind for kind, _ in log if kind in ("reduce", "all-reduce", "to host", "on host")]
     count, last = len(sizes), len(kinds) - 1 - kinds[::-1].index("reduce")
     # All but those of the last group, whose reduction has just begun, and of one whose all-reduce runs, are on the way.
@@ -138,7 +150,7 @@ def test_shards_are_copied_one_group_ahead(hp_platform, device):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("policy", [PARAMETERS, GRADIENTS], ids=["parameters", "gradients"])
 def test_parameters_or_gradients_alone(hp_platform, device, name, policy):
-    log, _, places = _compare(hp_platform, device, CASES[name], policy)
+    log, _, places = _compare(hp_platform, device, name, policy)
     assert places == {(policy.parameters, policy.gradients)}
     kinds = [kind for kind, _ in log]
     # Within forward and backward only what is on the host is copied; gradients come to their parameters in the step.
@@ -148,8 +160,7 @@ def test_parameters_or_gradients_alone(hp_platform, device, name, policy):
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_gradients_alone_in_other_stages(hp_platform, device, stage):
-    case = dataclasses.replace(CASES["reduced each time"], options={"zero_stage": stage})
-    _, _, places = _compare(hp_platform, device, case, GRADIENTS)
+    _, _, places = _compare(hp_platform, device, "reduced each time", GRADIENTS, stage)
     assert places == ({(False, True)} if stage else {(False, None)})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy
 import offload_device
@@ -142,6 +143,13 @@ def _train(platform, case, make, offload=None, clips=False):
     return weights, grads, tensors | {key: x for key, x in slots.items() if key not in tensors}
 
 
+@functools.cache
+def _expected(platform, case_name, make, clips=False):
+    """What every rank gets without offload and streaming."""
+    case = CASES[case_name]
+    return run_ranks(_train, case.size, platform, platform, case, make, None, clips)
+
+
 def _assert_equal(results, expected):
     for got, wanted in zip(results, expected, strict=True):
         for found, right in zip(got, wanted, strict=True):
@@ -156,8 +164,8 @@ def test_numbers_are_those_of_the_optimizer(hp_platform, device, name, offload):
     if hp_platform.name != "torch" and name != "fsdp" and offload not in ON_SLOW_PLATFORMS:
         pytest.skip("on torch")
     case, make = CASES[name], "adamw"
-    expected = run_ranks(_train, case.size, hp_platform, hp_platform, case, make)
-    _assert_equal(run_ranks(_train, case.size, hp_platform, hp_platform, case, make, offload), expected)
+    results = run_ranks(_train, case.size, hp_platform, hp_platform, case, make, offload)
+    _assert_equal(results, _expected(hp_platform, name, make))
 
 
 @pytest.mark.parametrize(
@@ -168,9 +176,9 @@ def test_numbers_are_those_of_the_optimizer(hp_platform, device, name, offload):
 def test_every_optimizer_and_clipping(hp_platform, device, name, cut, offload):
     if hp_platform.name != "torch" and (name in ON_TORCH or offload not in ON_SLOW_PLATFORMS):
         pytest.skip("on torch")
-    case, make = CASES[cut], name
-    expected = run_ranks(_train, case.size, hp_platform, hp_platform, case, make, None, True)
-    _assert_equal(run_ranks(_train, case.size, hp_platform, hp_platform, case, make, offload, True), expected)
+    case = CASES[cut]
+    results = run_ranks(_train, case.size, hp_platform, hp_platform, case, name, offload, True)
+    _assert_equal(results, _expected(hp_platform, cut, name, clips=True))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

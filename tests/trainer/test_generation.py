@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import shutil
 
 import numpy as np
 import pytest
-from training_runs import FOUR_RANKS, newest
+from training_runs import FOUR_RANKS, Lab, newest
 
 from hp_dtensor.exceptions import LaunchError
 from hp_dtensor.testing import run_ranks
@@ -14,13 +15,24 @@ from hp_trainer import launching, loop
 from hp_trainer.config import GenerateConfig
 from hp_trainer.exceptions import CheckpointError
 from hp_trainer.generation import Sampler, generate
+from hp_trainer.run_folder import RunFolder
+
+DIGITS = "0123456789" * 400
+
+
+@pytest.fixture(scope="module")
+def trained_once(tmp_path_factory, hp_platform):
+    """A run on a text of digits, which a few steps teach to go on counting."""
+    lab = Lab(tmp_path_factory.mktemp("generation"), hp_platform)
+    lab.text.write_text(DIGITS)
+    return lab.run("run", {}, 1, training__steps=40, optimizer__lr=2e-2, checkpoint__interval=None)
 
 
 @pytest.fixture
-def trained(lab):
-    """A run on a text of digits, which a few steps teach to go on counting."""
-    lab.text.write_text("0123456789" * 400)
-    return lab.run("run", {}, 1, training__steps=40, optimizer__lr=2e-2, checkpoint__interval=None)
+def trained(lab, trained_once):
+    """A copy of that run in the test's own folder."""
+    lab.text.write_text(DIGITS)
+    return RunFolder(shutil.copytree(trained_once.path, lab.folder / "run"))
 
 
 def written(lab, run, prompts, **settings):

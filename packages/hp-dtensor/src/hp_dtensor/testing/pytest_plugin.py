@@ -6,6 +6,7 @@ Loaded by every pytest that finds hp-dtensor installed, so it imports nothing he
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -39,10 +40,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="1/1",
         help="of the cases of each proof only share N of M equal ones, to split it over machines (default: all)",
     )
+    group.addoption(
+        "--hp-one-core",
+        action="store_true",
+        help="keep this process, or each worker of pytest-xdist, and the ranks that it starts on one core: for "
+        "platforms whose threads spin when they have nothing to do, as MindSpore's on CPU",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "real_ranks: starts processes")
+    # pytest-xdist's own process is left alone: its workers would inherit its one core.
+    if config.getoption("--hp-one-core") and not config.getoption("numprocesses", None):
+        _keep_to_one_core(os.environ.get("PYTEST_XDIST_WORKER", ""))
+
+
+def _keep_to_one_core(worker: str) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    number = int(worker.removeprefix("gw")) if worker else os.getpid()
+    os.sched_setaffinity(0, {cores[number % len(cores)]})
 
 
 def pytest_report_teststatus(report: pytest.CollectReport | pytest.TestReport) -> tuple[str, str, str] | None:

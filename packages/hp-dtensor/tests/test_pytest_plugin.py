@@ -1,0 +1,37 @@
+"""The options of the pytest plugin that act on the process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+CORES = """
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_cores(number, worker_id):
+    asked = "import os; print(*os.sched_getaffinity(0))"
+    started = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True).stdout
+    assert {int(core) for core in started.split()} == os.sched_getaffinity(0)
+    print("CORES", worker_id, *os.sched_getaffinity(0))
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_one_core_for_each_worker_and_what_it_starts(tmp_path, workers):
+    pytest.importorskip("xdist")
+    (tmp_path / "test_cores.py").write_text(CORES)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rP", "--hp-one-core", f"-n{workers}"]
+    shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    found = {tuple(line.split()[1:]) for line in shown.splitlines() if line.startswith("CORES")}
+    assert len(found) == max(workers, 1)
+    cores = {core for _, core in found}
+    assert len(cores) == min(len(found), len(os.sched_getaffinity(0)))
