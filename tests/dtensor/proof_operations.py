@@ -13,15 +13,7 @@ from pathlib import Path
 import pytest
 
 from hp_dtensor.platform import Platform
-from hp_dtensor.testing import (
-    complex_samples,
-    dimension_samples,
-    linear_algebra_samples,
-    network_samples,
-    operation_samples,
-    rule_samples,
-    run_ranks,
-)
+from hp_dtensor.testing import all_samples, run_ranks
 from hp_dtensor.testing.rule_proof import is_there, prove
 from hp_dtensor.testing.rule_samples import Sample
 from hp_dtensor.testing.shares import Share
@@ -43,15 +35,7 @@ def _forms_of_torch() -> list[Sample]:
     return list(module.SAMPLES)
 
 
-SAMPLES = [
-    *rule_samples.SAMPLES,
-    *operation_samples.SAMPLES,
-    *dimension_samples.SAMPLES,
-    *network_samples.SAMPLES,
-    *complex_samples.SAMPLES,
-    *linear_algebra_samples.SAMPLES,
-    *(_forms_of_torch()),
-]
+SAMPLES = [*all_samples.SAMPLES, *_forms_of_torch()]
 
 
 @pytest.mark.timeout(LONG)

@@ -19,6 +19,7 @@ from typing import Any
 from hp_dtensor.exceptions import PlacementError, RankMismatchError, ShardShapeError
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Placement, RaggedShard
+from hp_dtensor.platform import Platform
 from hp_dtensor.spec import TensorSpec, describe, normalize_placements
 
 Tensor = Any
@@ -90,28 +91,34 @@ def check_replicated(what: str, x: Tensor, mesh: DeviceMesh) -> None:
     Raises:
         RankMismatchError: naming the ranks whose shape, dtype or values differ.
     """
-    _check_equal(mesh, what, f"{list(x.shape)} {x.dtype}, values {digest(mesh, x)}")
+    _check_equal(mesh, what, f"{list(x.shape)} {x.dtype}, values {digest(mesh.platform, x)}")
 
 
-def digest(mesh: DeviceMesh, x: Tensor) -> str:
+def digest(platform: Platform, x: Tensor) -> str:
     """A short fingerprint of a plain tensor's values, bit by bit."""
-    values = mesh.platform.to_numpy(x)
-    return hashlib.sha256(values.tobytes()).hexdigest()[:16]
+    return hashlib.sha256(platform.to_numpy(x).tobytes()).hexdigest()[:16]
 
 
 def _check_equal(mesh: DeviceMesh, what: str, fact: str) -> None:
     if mesh.get_coordinate() is None or mesh.size() == 1:
         return
-    by_fact = _ranks_by_fact(mesh, {rank: data.decode() for rank, data in _exchange(mesh, fact.encode()).items()})
+    by_fact = ranks_by_fact({rank: data.decode() for rank, data in _exchange(mesh, fact.encode()).items()})
     if len(by_fact) > 1:
-        raise RankMismatchError(f"{what}: ranks differ: {'; '.join(by_fact)}. All ranks must do the same.")
+        raise RankMismatchError(f"{what}: ranks differ: {_told(by_fact)}. All ranks must do the same.")
 
 
-def _ranks_by_fact(mesh: DeviceMesh, facts: Mapping[int, str]) -> list[str]:
+def ranks_by_fact(facts: Mapping[int, str]) -> dict[str, list[int]]:
+    """The ranks for which each fact holds, in the order in which facts are first met."""
     groups: dict[str, list[int]] = defaultdict(list)
     for rank, fact in facts.items():
         groups[fact].append(rank)
-    return [f"{name_ranks(ranks)}: {fact}" for fact, ranks in sorted(groups.items(), key=lambda item: len(item[1]))]
+    return dict(groups)
+
+
+def _told(by_fact: Mapping[str, Sequence[int]]) -> str:
+    """`rank 3: <fact>; ranks 0, 1, 2: <fact>`, the fewest ranks first."""
+    ordered = sorted(by_fact.items(), key=lambda item: len(item[1]))
+    return "; ".join(f"{name_ranks(ranks)}: {fact}" for fact, ranks in ordered)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
@@ -163,7 +170,7 @@ def global_shape(
 
 
 def _shards(local: Tensor, mesh: DeviceMesh) -> dict[Coordinate, _Local]:
-    fact = json.dumps([list(local.shape), str(local.dtype), digest(mesh, local)])
+    fact = json.dumps([list(local.shape), str(local.dtype), digest(mesh.platform, local)])
     everything = _exchange(mesh, fact.encode()) if mesh.size() > 1 else {mesh.world.rank: fact.encode()}
     coordinates = itertools.product(*map(range, mesh.shape))
     shards = {}
@@ -206,9 +213,9 @@ def _shape_at(spec: TensorSpec, coordinate: Coordinate) -> tuple[int, ...]:
 
 
 def _check_replicas(placements: Sequence[Placement], shards: Mapping[Coordinate, _Local]) -> None:
-    dtypes = _ranks_by_fact_of(shards.values(), "dtype")
+    dtypes = ranks_by_fact({shard.rank: shard.dtype for shard in shards.values()})
     if len(dtypes) > 1:
-        raise RankMismatchError(f"shards of one tensor have different dtypes: {'; '.join(dtypes)}")
+        raise RankMismatchError(f"shards of one tensor have different dtypes: {_told(dtypes)}")
     problems = []
     for axis, placement in enumerate(placements):
         if not placement.is_replicate():
@@ -219,10 +226,3 @@ def _check_replicas(placements: Sequence[Placement], shards: Mapping[Coordinate,
                 problems.append(f"rank {shard.rank} differs from rank {first.rank} along axis {axis}")
     if problems:
         raise RankMismatchError(f"values that should be replicated are not: {'; '.join(problems)}")
-
-
-def _ranks_by_fact_of(shards: Any, field: str) -> list[str]:
-    groups: dict[str, list[int]] = defaultdict(list)
-    for shard in shards:
-        groups[getattr(shard, field)].append(shard.rank)
-    return [f"{name_ranks(ranks)}: {fact}" for fact, ranks in groups.items()]

@@ -44,7 +44,7 @@ from hp_dtensor.world import ProcessGroup
 Tensor = Any
 CACHE_SIZE = 16384
 
-_plans: dict[Any, OpPlan] = {}
+_plans: dict[Any, Plan] = {}
 
 
 @functools.cache
@@ -78,14 +78,14 @@ def dispatch(
     return plan_for(platform, name, args, kwargs).run(func, args, kwargs)
 
 
-def plan_for(platform: Platform, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> OpPlan:
+def plan_for(platform: Platform, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan:
     """The cached plan of a call."""
     registration = rule_registry().get(name)
     if registration is None:
         if in_place.writes_result_of(name):
-            return in_place.WritingPlan(platform, name, in_place.refusal(name, args, kwargs))  # type: ignore[return-value]
+            return in_place.WritingPlan(platform, name, in_place.refusal(name, args, kwargs))
         if implicit.is_replicating():
-            return implicit.GatheringPlan(platform, name, no_rule(name, args, kwargs))  # type: ignore[return-value]
+            return implicit.GatheringPlan(platform, name, no_rule(name, args, kwargs))
         raise ShardingRuleError(no_rule(name, args, kwargs))
     key = (
         name,
@@ -303,9 +303,12 @@ class OpPlan:
             )
 
 
+Plan = OpPlan | implicit.GatheringPlan | in_place.WritingPlan
+
+
 def _plan_or_whole(
     platform: Platform, name: str, registration: Registration, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
+) -> Plan:
     """A plan; for an operation whose shapes depend on data, and whose data all ranks have, one that makes none; for one
     in place that cannot work on the parts as they are, one that writes the result of the operation that can."""
     try:

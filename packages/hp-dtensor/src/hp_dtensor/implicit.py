@@ -93,21 +93,14 @@ def lifted(
 
 
 class GatheringPlan:
-    """Runs an operation that has no rule on whole operands; it has the face of a plan of `dispatch`.
+    """Runs an operation that has no rule on whole operands; one of the plans of `dispatch`.
 
     Args:
         always: outside `implicit_replication` too, for operands that are whole.
     """
 
-    moves: tuple[Any, ...] = ()
-    replaced: Mapping[str, Any] = {}
-    outputs: tuple[Any, ...] = ()
-
     def __init__(self, platform: Platform, name: str, refusal: str, always: bool = False) -> None:
         self.platform, self.name, self.refusal, self.always = platform, name, refusal, always
-
-    def local(self, *_: Any) -> Any:
-        """Never called; that it is there says that the operation must come to `run` each time."""
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The operation on whole operands, its tensor results as replicated DTensors."""

@@ -31,18 +31,11 @@ def refusal(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
 
 
 class WritingPlan:
-    """Runs an operation in place as the one that makes a new tensor, and `copy_`; it has the face of a plan of
-    `dispatch`. Placements stay, so what the rule had to make whole is cut again."""
-
-    moves: tuple[Any, ...] = ()
-    replaced: Mapping[str, Any] = {}
-    outputs: tuple[Any, ...] = ()
+    """Runs an operation in place as the one that makes a new tensor, and `copy_`; one of the plans of `dispatch`.
+    Placements stay, so what the rule had to make whole is cut again."""
 
     def __init__(self, platform: Platform, name: str, refusal: str) -> None:
         self.platform, self.name, self.refusal = platform, name, refusal
-
-    def local(self, *_: Any) -> Any:
-        """Never called; that it is there says that the operation must come to `run` each time."""
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The first argument, written. The arguments are those of the operation in place."""

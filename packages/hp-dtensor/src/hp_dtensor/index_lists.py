@@ -12,6 +12,7 @@ from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import IndexOutOfRangeError, ShardingRuleError
 from hp_dtensor.placements import Replicate
 from hp_dtensor.platform import Platform
+from hp_dtensor.rules.positions import counted_from_front
 from hp_dtensor.spec import TensorSpec
 
 Array = numpy.ndarray
@@ -72,7 +73,8 @@ def _resolved(x: DTensor, items: Sequence[Any], known: Sequence[Array | None]) -
         elif not array.ndim:
             index.append(operator.index(array[()]))
         else:
-            index.append(_replicated(x, _positions(x, array, dim)))
+            size = x.spec.shape[dim] if dim < len(x.spec.shape) else 0
+            index.append(_replicated(x, counted_from_front(repr(x.spec), array, dim, size)))
         dim += count
     return index
 
@@ -92,17 +94,6 @@ def _mask(x: DTensor, mask: Array, dim: int) -> Array:
             f"{list(x.spec.shape[dim : dim + mask.ndim])}"
         )
     return mask
-
-
-def _positions(x: DTensor, positions: Array, dim: int) -> Array:
-    """The positions, counted from the front."""
-    size = x.spec.shape[dim] if dim < len(x.spec.shape) else 0
-    outside = positions[(positions < -size) | (positions >= size)]
-    if outside.size:
-        raise IndexOutOfRangeError(
-            f"index {outside.flat[0]} is out of bounds for dimension {dim} with size {size} of {x.spec!r}"
-        )
-    return positions % size if size else positions
 
 
 def _replicated(x: DTensor, positions: Array) -> Any:

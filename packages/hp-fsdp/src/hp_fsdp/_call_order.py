@@ -16,7 +16,7 @@ from hashlib import blake2b
 from struct import Struct
 from typing import Any, Protocol
 
-from hp_dtensor.checks import name_ranks
+from hp_dtensor.checks import name_ranks, ranks_by_fact
 from hp_dtensor.world import PendingBytes, ProcessGroup, current_world
 from hp_fsdp.exceptions import CallOrderError, CommunicationError
 
@@ -288,7 +288,5 @@ def check_same_action(group: ProcessGroup, action: str) -> None:
 
 def who_does_what(ranks: Sequence[int], actions: Sequence[str]) -> str:
     """`ranks 0, 2 <action>; rank 1 <action>`."""
-    alike: dict[str, list[int]] = {}
-    for rank, action in zip(ranks, actions, strict=True):
-        alike.setdefault(action, []).append(rank)
+    alike = ranks_by_fact(dict(zip(ranks, actions, strict=True)))
     return "; ".join(f"{name_ranks(same)} {action}" for action, same in alike.items())

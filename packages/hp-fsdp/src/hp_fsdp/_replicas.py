@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable
 
-from hp_dtensor.checks import is_checking, name_ranks
+from hp_dtensor.checks import digest, is_checking, name_ranks, ranks_by_fact
 from hp_dtensor.exceptions import RankMismatchError
 from hp_dtensor.world import ProcessGroup
-from hp_fsdp._buffer import FlatBuffer, ManagedParameter
+from hp_fsdp._buffer import FlatBuffer
 from hp_fsdp._group import ParameterGroup
 
 
@@ -34,17 +33,12 @@ def check_replicas(groups: Iterable[ParameterGroup]) -> None:
 
 
 def _problem(buffer: FlatBuffer, replicas: ProcessGroup) -> str:
-    mine = json.dumps({parameter.name: _digest(buffer, parameter) for parameter in buffer.parameters})
+    platform, shard = buffer.platform, buffer.shard
+    mine = json.dumps({each.name: digest(platform, buffer.part_of(each, shard)) for each in buffer.parameters})
     everybody = [json.loads(answer) for answer in replicas.all_gather_bytes(mine.encode())]
     differing = sorted(name for name, value in everybody[0].items() if any(each[name] != value for each in everybody))
     if not differing:
         return ""
-    alike: dict[str, list[int]] = {}
-    for rank, each in zip(replicas.ranks, everybody, strict=True):
-        alike.setdefault(json.dumps([each[name] for name in differing]), []).append(rank)
+    values = [json.dumps([each[name] for name in differing]) for each in everybody]
+    alike = ranks_by_fact(dict(zip(replicas.ranks, values, strict=True)))
     return f"{', '.join(differing)} on {' than on '.join(map(name_ranks, alike.values()))}"
-
-
-def _digest(buffer: FlatBuffer, parameter: ManagedParameter) -> str:
-    values = buffer.platform.to_numpy(buffer.part_of(parameter, buffer.shard))
-    return hashlib.sha256(values.tobytes()).hexdigest()[:16]

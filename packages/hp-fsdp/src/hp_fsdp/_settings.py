@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.platform import Platform
 from hp_fsdp.exceptions import FullyShardError
@@ -57,13 +58,13 @@ def check_policy(platform: Platform, policy: Any) -> None:
 
 def dtype_problem(platform: Platform, name: str, dtype: Any) -> str | None:
     """Why nothing can be computed in or reduced as `dtype`, the platform's or a name; None when it can."""
-    try:
-        known = platform.dtype(dtype if isinstance(dtype, str) else platform.dtype_name(dtype)) if dtype else None
-    except (ValueError, TypeError, NotImplementedError):
-        return f"{name}: expected a dtype of platform {platform.name!r} or None, got {dtype!r}"
-    if dtype is None or (known is not None and platform.is_floating(known)):
+    if dtype is None:
         return None
-    return f"{name}: expected a floating-point dtype, got {dtype!r}"
+    try:
+        known = platform.dtype(dtype if isinstance(dtype, str) else platform.dtype_name(dtype))
+    except (ValueError, TypeError, CapabilityError):
+        return f"{name}: expected a dtype of platform {platform.name!r} or None, got {dtype!r}"
+    return None if platform.is_floating(known) else f"{name}: expected a floating-point dtype, got {dtype!r}"
 
 
 def parameters_given(name: str, given: Any, platform: Platform) -> list[Any]:

@@ -7,9 +7,10 @@ On CPU `mindspore.mint.optim`'s AdamW has no kernel, and its SGD changes nothing
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from mindspore import Tensor
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 Group = dict[str, Any]
 
 
-class Optimizer:
+class Optimizer(ABC):
     """Updates parameters, DTensors or plain floating-point leaves, in place.
 
     Args:
@@ -42,7 +43,7 @@ class Optimizer:
     def __init__(self, params: Iterable[Any], **defaults: Any) -> None:
         given = list(params)
         groups = given if given and isinstance(given[0], Mapping) else [{"params": given}]
-        self.platform: MindSporePlatform = get_platform("mindspore")  # type: ignore[assignment]
+        self.platform = cast("MindSporePlatform", get_platform("mindspore"))
         self.defaults = defaults
         self.param_groups: list[Group] = [{**defaults, **group, "params": list(group["params"])} for group in groups]
         self.state: dict[Tensor, dict[str, Any]] = {}
@@ -112,8 +113,9 @@ class Optimizer:
                 f"{type(self).__name__}: unknown options {', '.join(unknown)}; expected {', '.join(self.defaults)}"
             )
 
+    @abstractmethod
     def _update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: Group) -> None:
-        raise NotImplementedError
+        """Write one parameter and its slots in `state`, which is empty at first; `group` has the options."""
 
 
 class AdamW(Optimizer):
@@ -130,13 +132,12 @@ class AdamW(Optimizer):
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
     def _update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: Group) -> None:
-        coefficients = AdamWStep.number(
-            state.get("step", 0) + 1, group["lr"], group["betas"], group["eps"], group["weight_decay"]
-        )
+        step = state.get("step", 0) + 1
+        coefficients = AdamWStep.number(step, group["lr"], group["betas"], group["eps"], group["weight_decay"])
         for slot in ("exp_avg", "exp_avg_sq"):
             if slot not in state:
                 state[slot] = zeros_like(self.platform, parameter)
-        state["step"] = state.get("step", 0) + 1
+        state["step"] = step
         adamw_(self.platform, parameter, gradient, state["exp_avg"], state["exp_avg_sq"], coefficients)
 
 

@@ -334,7 +334,8 @@ def unwrap(x: Tensor) -> Tensor:
 
 def _whole(operation: str, x: TorchDTensor) -> Tensor:
     with torch.no_grad():
-        return gathered(operation, x)  # type: ignore[no-any-return]
+        whole: Tensor = gathered(operation, x)
+    return whole
 
 
 def _as_gradient(x: TorchDTensor, value: Tensor) -> TorchDTensor:

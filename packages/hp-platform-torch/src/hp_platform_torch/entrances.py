@@ -32,12 +32,14 @@ def guard() -> None:
     if hasattr(torch.autograd.Function.apply, "_asks_dtensors"):
         return
     torch.autograd.Function.apply = _asking(torch.autograd.Function.apply)  # type: ignore[assignment]
-    eager_transforms._wrap_for_grad = _refusing(eager_transforms._wrap_for_grad, "grad, vjp and the like")
-    vmap._add_batch_dim = _refusing(vmap._add_batch_dim, "vmap")
+    eager_transforms._wrap_for_grad = _refusing(
+        eager_transforms._wrap_for_grad, "torch.func (grad, vjp and the like)", _TRANSFORMS_A_SHARD
+    )
+    vmap._add_batch_dim = _refusing(vmap._add_batch_dim, "torch.func (vmap)", _TRANSFORMS_A_SHARD)
     for name in _OF_THE_WHOLE:
         setattr(init, name, _keeping_the_shard(getattr(init, name)))
     for owner in (torch, torch.utils.dlpack):
-        owner.to_dlpack = _refusing_to_export(owner.to_dlpack)  # type: ignore[attr-defined]
+        owner.to_dlpack = _refusing(owner.to_dlpack, "to_dlpack", _EXPORTS_A_SHARD)  # type: ignore[attr-defined]
     torch.jit.trace = _refusing_to_trace(torch.jit.trace)  # type: ignore[assignment]
     compiling.guard()
 
@@ -72,25 +74,19 @@ def _refuse_function(cls: type, x: TorchDTensor) -> NoReturn:
     )
 
 
-def _refusing(function: Callable[..., Any], what: str) -> Callable[..., Any]:
+_TRANSFORMS_A_SHARD = (
+    "would transform this rank's shard alone. Use torch.autograd.grad, or transform local tensors inside "
+    "hp_dtensor.local_map."
+)
+_EXPORTS_A_SHARD = "would give this rank's shard; say so with x.to_local()"
+
+
+def _refusing(function: Callable[..., Any], name: str, effect: str) -> Callable[..., Any]:
     @functools.wraps(function)
     def refused(x: Any, *args: Any) -> Any:
         if type(x) is TorchDTensor:
-            raise ShardingRuleError(
-                f"torch.func ({what}) of {x.spec!r} would transform this rank's shard alone. Use torch.autograd.grad, "
-                "or transform local tensors inside hp_dtensor.local_map."
-            )
+            raise ShardingRuleError(f"{name} of {x.spec!r} {effect}")
         return function(x, *args)
-
-    return refused
-
-
-def _refusing_to_export(to_dlpack: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(to_dlpack)
-    def refused(x: Any, *args: Any) -> Any:
-        if type(x) is TorchDTensor:
-            raise ShardingRuleError(f"to_dlpack of {x.spec!r} would give this rank's shard; say so with x.to_local()")
-        return to_dlpack(x, *args)
 
     return refused
 

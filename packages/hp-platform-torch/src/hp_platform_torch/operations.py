@@ -62,7 +62,7 @@ class _Entry:
 
     __slots__ = ("as_given", "plan", "spec", "static", "views")
 
-    def __init__(self, plan: dispatch.OpPlan) -> None:
+    def __init__(self, plan: dispatch.Plan) -> None:
         self.plan = plan
         self.spec: TensorSpec | None = None
         self.static: tuple[tuple[Any, ...], dict[str, Any]] | None = None
@@ -174,8 +174,8 @@ class Operation:
 
         result = plan.run(recorded, args, kwargs)
         entry = _Entry(plan)
-        views = _views_only(plan.moves)
-        if isinstance(result, DTensor) and seen and views is not None and plan.local is None:
+        views = _views_only(plan.moves) if isinstance(plan, dispatch.OpPlan) and plan.local is None else None
+        if isinstance(result, DTensor) and seen and views is not None:
             entry.views = views
             self._run_directly_next_time(entry, result._spec, args, *seen[0])
             entry.as_given = not views and entry.static is None

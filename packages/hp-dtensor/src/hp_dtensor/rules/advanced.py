@@ -71,11 +71,18 @@ def _getitem(call: OpCall) -> Factorization:
 def _by_positions(call: OpCall, items: list[Item]) -> Factorization:
     """The picked dimensions are whole, those of the index tensors, broadcast together, parallel."""
     dims, sizes = names_for("d", call.tensors[0].shape)
+    picked, result, fixed = _picked(call, items, dims, sizes)
+    return Factorization((dims, *picked.indices), (result,), sizes, fixed=frozenset(fixed), terms=LINEAR)
+
+
+def _picked(
+    call: OpCall, items: list[Item], dims: Dims, sizes: dict[str, int]
+) -> tuple[positions.Picked, Dims, set[str]]:
+    """What tensors of positions pick, the dimensions of the result, and the factors that are sliced or picked from."""
     picked = positions.picked(call, items)
     output, fixed = _sliced_to_new_factors(call, items, dims, sizes)
     sizes |= picked.sizes
-    result = picked.inserted([dim for dim in output if dim != ("tensor",)])
-    return Factorization((dims, *picked.indices), (result,), sizes, fixed=frozenset(fixed), terms=LINEAR)
+    return picked, picked.inserted([dim for dim in output if dim != ("tensor",)]), fixed
 
 
 # Assignment --------------------------------------------------------------------------------------------------
@@ -105,10 +112,7 @@ def _setitem(call: OpCall) -> Factorization:
 def _setitem_by_positions(call: OpCall, items: list[Item], value: TensorSpec | None) -> Factorization:
     """The index tensors are whole; each rank writes the rows that it has."""
     dims, sizes = names_for("d", call.tensors[0].shape)
-    picked = positions.picked(call, items)
-    output, fixed = _sliced_to_new_factors(call, items, dims, sizes)
-    sizes |= picked.sizes
-    result = picked.inserted([dim for dim in output if dim != ("tensor",)])
+    picked, result, fixed = _picked(call, items, dims, sizes)
     inputs: tuple[Dims, ...] = (dims, *picked.indices)
     if value is not None:
         shape = tuple(math.prod(sizes[f] for f in dim) for dim in result)

@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from hp_dtensor.arguments import locate_tensors
 from hp_dtensor.dtensor import DTensor
@@ -57,7 +57,7 @@ def sharding_rule(
             located = locate_tensors(args, kwargs)
             return operation.run(located[0][1], args, kwargs) if located else function(*args, **kwargs)
 
-        return call  # type: ignore[return-value]
+        return cast(Function, call)
 
     return registered
 

@@ -92,7 +92,7 @@ def assign_own(items: Sequence[Item], picked: Picked, call: LocalCall) -> Tensor
         [0 if i in places else item for i, item in enumerate(items)], call.sizes, call.spans
     )
     dims = {place: sum(item is not None for item in items[:place]) for place in places}
-    rows = {place: _rows(call, places.index(place), items, dim, picked.shape) for place, dim in dims.items()}
+    rows = {place: _rows(call, place, items, dim, picked.shape) for place, dim in dims.items()}
     spans = {place: call.spans.get(f"d{dim}", (0, call.sizes[f"d{dim}"])) for place, dim in dims.items()}
     inside = [(rows[place] >= start) & (rows[place] < start + length) for place, (start, length) in spans.items()]
     own = numpy.flatnonzero(numpy.logical_and.reduce(inside))
@@ -112,16 +112,24 @@ def _moved(ops: Any, value: Any, source: int, target: int, ndim: int) -> Any:
     return ops.permute(value, (*order[:target], source, *order[target:]))
 
 
-def _rows(call: LocalCall, number: int, items: Sequence[Item], dim: int, shape: tuple[int, ...]) -> Array:
-    """The positions along a dimension that the item at the `number`-th place gives, as many as are picked."""
-    place, size = _places(items)[number], call.sizes[f"d{dim}"]
+def _rows(call: LocalCall, place: int, items: Sequence[Item], dim: int, shape: tuple[int, ...]) -> Array:
+    """The positions along a dimension that the item at `place` gives, as many as are picked."""
     found = numpy.asarray(items[place]) if isinstance(items[place], int) else _on_host(call, items, place)
+    return numpy.broadcast_to(counted_from_front(call.name, found, dim, call.sizes[f"d{dim}"]), shape).ravel()
+
+
+def counted_from_front(what: str, found: Array, dim: int, size: int) -> Array:
+    """Positions along a dimension of `size`, those counted from its end counted from its front.
+
+    Raises:
+        IndexOutOfRangeError: there is no such position in `what`.
+    """
     outside = found[(found < -size) | (found >= size)]
     if outside.size:
         raise IndexOutOfRangeError(
-            f"{call.name}: index {outside.flat[0]} is out of bounds for dimension {dim} with size {size}"
+            f"{what}: index {outside.flat[0]} is out of bounds for dimension {dim} with size {size}"
         )
-    return numpy.broadcast_to(numpy.where(found < 0, found + size, found), shape).ravel()
+    return numpy.where(found < 0, found + size, found)
 
 
 def _on_host(call: LocalCall, items: Sequence[Item], place: int) -> Array:

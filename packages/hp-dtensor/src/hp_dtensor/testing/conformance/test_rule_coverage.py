@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from hp_dtensor import dispatch
 from hp_dtensor.platform import Platform
-from hp_dtensor.testing import (
-    complex_samples,
-    dimension_samples,
-    linear_algebra_samples,
-    network_samples,
-    operation_samples,
-    rule_samples,
-)
+from hp_dtensor.testing import all_samples, rule_samples
 from hp_dtensor.testing.rule_proof import is_there, prove
 from hp_dtensor.testing.simulated import run_ranks
 
@@ -22,8 +15,7 @@ PLACEMENTS_PER_SAMPLE = 4
 def test_every_rule_has_a_sample_that_holds(hp_platform: Platform) -> None:
     """On a platform that has the operation at all."""
     dispatch.forget_plans()
-    tables = (operation_samples, dimension_samples, network_samples, complex_samples, linear_algebra_samples)
-    samples = [sample for table in tables for sample in table.SAMPLES if is_there(hp_platform, sample)]
+    samples = [sample for sample in all_samples.OPERATIONS if is_there(hp_platform, sample)]
     reports = run_ranks(prove, RANKS, hp_platform, hp_platform, (RANKS,), samples, PLACEMENTS_PER_SAMPLE)
     assert [problem for report in reports for problem in report.wrong] == []
     assert reports[0].refused == []
