@@ -25,6 +25,7 @@ from hp_dtensor import (
 from hp_dtensor.exceptions import ImplicitRedistributionError, PlacementError
 from hp_dtensor.placements import Placement
 from hp_dtensor.platform import Platform
+from hp_dtensor.redistribute.steps import AllGather
 from hp_dtensor.testing import run_ranks
 
 
@@ -123,3 +124,25 @@ def _reads(platform: Platform) -> None:
 
 def test_reading_values_gathers_by_itself(hp_platform: Platform) -> None:
     run_ranks(_reads, 2, hp_platform, hp_platform)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_collective_that_fails_says_where(
+    hp_platform: Platform, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    def timed_out(*_: Any) -> Any:
+        raise RuntimeError("Timed out waiting 1800000ms for recv operation to complete")
+
+    monkeypatch.setattr(AllGather, "_begin", lambda *_: timed_out if asynchronous else timed_out())
+
+    def rank() -> list[str]:
+        mesh = DeviceMesh("cpu", (2,), mesh_dim_names=("tp",), platform=hp_platform)
+        x = zeros(6, 3, device_mesh=mesh, placements=(Shard(0),))
+        with pytest.raises(RuntimeError, match="Timed out") as failure:
+            x.redistribute(mesh, (Replicate(),), async_op=asynchronous).wait()
+        return failure.value.__notes__
+
+    for number, notes in enumerate(run_ranks(rank, 2, hp_platform)):
+        (note,) = notes
+        assert note.startswith(f"On rank {number}, in all_gather of the redistribution of TensorSpec([6, 3]")
+        assert "to (tp:R). If other ranks did not come to it: hp_dtensor.check_mode()" in note

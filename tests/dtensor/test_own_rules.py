@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -122,6 +123,31 @@ def test_a_function_named_as_a_frameworks_operation_is_another_one(hp_platform: 
         assert rule_registry().get("trapezoid") is None
 
     run_ranks(rank, 2, hp_platform)
+
+
+def test_a_function_that_is_defined_again_is_the_same_operation(hp_platform: Platform) -> None:
+    def made(factor: float, whole: Sequence[str]) -> Any:
+        @sharding_rule("n m -> n m", whole=whole)
+        def times(x: Any) -> Any:
+            return _ops(x).mul(x, factor)
+
+        return times
+
+    def rank(factor: float, whole: Sequence[str]) -> Any:
+        mesh = DeviceMesh("cpu", (2,), platform=hp_platform)
+        x = distribute_tensor(hp_platform.from_numpy(np.ones((4, 3), np.float32)), mesh, [Shard(0)])
+        y = made(factor, whole)(x)
+        np.testing.assert_array_equal(hp_platform.to_numpy(y.full_tensor()), factor)
+        return y.placements
+
+    def number_of_rules(factor: float, *whole: str) -> int:
+        for placements in run_ranks(rank, 2, hp_platform, factor, whole):
+            assert (placements == (Shard(0),)) == (not whole)
+        return len(rule_registry().names())
+
+    first = number_of_rules(2.0)
+    assert number_of_rules(3.0) == first
+    assert number_of_rules(3.0, "n") == first + 1
 
 
 def test_calls_that_do_not_fit_are_refused(hp_platform: Platform) -> None:

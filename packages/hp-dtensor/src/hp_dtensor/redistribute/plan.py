@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from hp_dtensor.keeping import Kept
 from hp_dtensor.placements import Partial, Placement, Replicate
@@ -20,6 +20,7 @@ from hp_dtensor.redistribute.steps import Step, scaled
 from hp_dtensor.spec import TensorSpec, describe
 
 Tensor = Any
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -54,20 +55,33 @@ class Stage:
             return lambda: result
         with platform.no_grad():
             data = platform.detach(local)
-            for step in self.steps[:-1]:
-                data = step.run(data)
-            under_way = [self.steps[-1].start(data)]
+            *first, last = self.steps
+            for step in first:
+                data = self._noting(step, step.run, data)
+            under_way = [self._noting(last, last.start, data)]
 
         def forward(x: Tensor) -> Tensor:
-            return under_way.pop()() if under_way else self.run_data(x)
+            return self._noting(last, under_way.pop()) if under_way else self.run_data(x)
 
         return lambda: platform.linear_map(local, forward, self.run_backward)
 
     def run_data(self, local: Tensor) -> Tensor:
         """Without gradient."""
         for step in self.steps:
-            local = step.run(local)
+            local = self._noting(step, step.run, local)
         return local
+
+    def _noting(self, step: Step, part: Callable[..., Result], *args: Any) -> Result:
+        """What a part of the step gives; its errors say where they happened."""
+        try:
+            return part(*args)
+        except Exception as error:
+            error.add_note(
+                f"On rank {self.source.mesh.world.rank}, in {step.name} of the redistribution of {self.source!r} to "
+                f"{self.target.describe_placements()}. If other ranks did not come to it: hp_dtensor.check_mode() "
+                "tells what they do instead."
+            )
+            raise
 
     def run_backward(self, grad: Tensor) -> Tensor:
         """The gradient of the stage's input from that of its output."""

@@ -73,6 +73,7 @@ class _Notation:
 
     def __init__(self, text: str, reduced: Mapping[str, str], whole: frozenset[str], linear: bool) -> None:
         self.text, self.reduced, self.whole, self.linear = text, reduced, whole, linear
+        self.identity = text, tuple(sorted(reduced.items())), whole, linear
         left, arrow, right = text.partition("->")
         self.inputs, self.outputs = ([tuple(part.split()) for part in side.split(",")] for side in (left, right))
         known = set(itertools.chain(*self.inputs)) - {REST}
@@ -149,7 +150,9 @@ class _OwnOperation:
         from hp_dtensor import dispatch
 
         if not self.is_registered:
-            self.name = dispatch.rule_registry().add(self.name, _registration(self.function, self.notation))
+            registration = _registration(self.function, self.notation)
+            identity = self.notation.identity, repr(registration.parameters), registration.open
+            self.name = dispatch.rule_registry().add(self.name, registration, identity)
             self.is_registered = True
         platform = first.device_mesh.platform
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +92,7 @@ class RuleRegistry:
 
     def __init__(self) -> None:
         self._registrations: dict[str, Registration] = {}
+        self._own_names: dict[tuple[str, Hashable], str] = {}
 
     def register(
         self,
@@ -124,14 +125,19 @@ class RuleRegistry:
                 raise ValueError(f"operation {name!r} has a sharding rule already")
             self._registrations[name] = registration
 
-    def add(self, name: str, registration: Registration) -> str:
-        """Register an operation of a user's own, and return its name: another one where `name` is taken."""
-        free = (
-            each for each in itertools.chain([name], (f"{name} {i}" for i in itertools.count(2))) if not self.get(each)
-        )
-        chosen = next(free)
-        self._registrations[chosen] = registration
-        return chosen
+    def add(self, name: str, registration: Registration, identity: Hashable) -> str:
+        """Register an operation of a user's own, and return its name: another one where `name` is taken.
+
+        Args:
+            identity: what the registration consists of; where an operation of this name has the same, it is that one.
+                So a function that is defined again in every step leaves nothing behind.
+        """
+        if (name, identity) not in self._own_names:
+            numbered = itertools.chain([name], (f"{name} {i}" for i in itertools.count(2)))
+            chosen = next(each for each in numbered if not self.get(each))
+            self._registrations[chosen] = registration
+            self._own_names[name, identity] = chosen
+        return self._own_names[name, identity]
 
     def get(self, name: str) -> Registration | None:
         return self._registrations.get(name)
