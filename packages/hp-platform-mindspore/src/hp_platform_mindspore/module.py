@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -120,6 +121,25 @@ def named_buffers(module: nn.Cell) -> Iterator[tuple[str, Tensor]]:
             if buffer is not None and id(buffer) not in seen:
                 seen.add(id(buffer))
                 yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def hide_stand_ins() -> None:
+    """Keep from Cell's own lists what stands in for a parameter during a forward; a second call changes nothing.
+
+    Cell goes through its parameters at its first call, and asks each for what only a `mindspore.Parameter` has.
+    """
+    plain = nn.Cell.parameters_and_names
+    if hasattr(plain, "_hides_stand_ins"):
+        return
+
+    @functools.wraps(plain)
+    def parameters_and_names(self: nn.Cell, name_prefix: str = "", expand: bool = True) -> Iterator[tuple[str, Tensor]]:
+        found = plain(self, name_prefix, expand)
+        return (pair for pair in found if isinstance(pair[1], ms.Parameter))
+
+    parameters_and_names._hides_stand_ins = True
+    nn.Cell.parameters_and_names = parameters_and_names
+    Tensor.inited_param = None
 
 
 def set_parameter(module: nn.Cell, name: str, value: Tensor) -> None:

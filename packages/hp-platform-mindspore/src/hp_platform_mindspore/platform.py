@@ -60,6 +60,7 @@ class MindSporePlatform(Platform):
         self.ops = build_ops(self)
         interception.intercept()
         optimizer_step.install()
+        module.hide_stand_ins()
         self.functions = build_functions(self)
         self.operations = Operations(self)
         self._generator = np.random.Generator(np.random.Philox())

@@ -1,0 +1,98 @@
+"""`fully_shard` of MindSpore's own cells: weights after several steps are those of one rank."""
+
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, mint, nn
+
+from hp_dtensor import init_device_mesh
+from hp_dtensor.testing import run_ranks
+from hp_platform_mindspore.optim import AdamW
+
+fsdp = pytest.importorskip("hp_fsdp")
+
+RANKS = 2
+STEPS = 3
+
+
+class Block(nn.Cell):
+    """A Cell with a parameter of its own, beside those of the cells that it holds."""
+
+    def __init__(self, *cells):
+        super().__init__()
+        self.inner = nn.SequentialCell(*cells)
+        self.scale = ms.Parameter(Tensor(np.full(3, 0.7, np.float32)), name="scale")
+
+    def construct(self, x):
+        return self.inner(x) * self.scale
+
+
+MODELS = {
+    "Dense": lambda: nn.SequentialCell(nn.Dense(3, 7), nn.ReLU(), nn.Dense(7, 3)),
+    "Linear of mint": lambda: nn.SequentialCell(mint.nn.Linear(3, 7), mint.nn.SiLU(), mint.nn.Linear(7, 3)),
+    "cells in cells": lambda: nn.SequentialCell(
+        Block(nn.Dense(3, 3)), Block(nn.Dense(3, 5), nn.Tanh(), nn.Dense(5, 3))
+    ),
+    "norms": lambda: nn.SequentialCell(nn.Dense(3, 5), nn.LayerNorm((5,)), nn.Dense(5, 3)),
+    "convolutions": lambda: nn.SequentialCell(
+        nn.Conv1d(1, 3, 2, pad_mode="pad", has_bias=True), nn.ReLU(), nn.Flatten(), nn.Dense(6, 3)
+    ),
+}
+
+
+def _build(name):
+    """The model, its weights the same on every rank; not called yet, so that no Cell has looked at its parameters."""
+    model = MODELS[name]()
+    rng = np.random.default_rng(0)
+    for parameter in model.get_parameters():
+        parameter.set_data(Tensor(rng.normal(size=parameter.shape, scale=0.5).astype(np.float32)))
+    return model
+
+
+def _inputs(name, step, rank):
+    x = np.random.default_rng(10 * step + rank).normal(size=(4, 3)).astype(np.float32)
+    return Tensor(x[:, None] if name == "convolutions" else x)
+
+
+def _train(platform, name, model, ranks):
+    optimizer = AdamW([p for _, p in platform.named_parameters(model)], lr=1e-2)
+    for step in range(STEPS):
+        with platform.enable_grad():
+            losses = [platform.ops.mean(platform.ops.mul(y, y)) for y in (model(_inputs(name, step, r)) for r in ranks)]
+            loss = sum(losses[1:], losses[0]) / len(losses)
+        platform.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _values(platform, model):
+    return {
+        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).asnumpy().copy()
+        for name, p in platform.named_parameters(model)
+    }
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ordinary_cells_train_as_on_one_rank(platform, name):
+    def alone():
+        model = _build(name)
+        before = _values(platform, model)
+        _train(platform, name, model, range(RANKS))
+        return before, _values(platform, model)
+
+    def rank():
+        mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",), platform=platform)
+        model = _build(name)
+        fsdp.fully_shard(model[0], mesh=mesh)
+        fsdp.fully_shard(model, mesh=mesh)
+        _train(platform, name, model, [mesh.get_local_rank("dp")])
+        return _values(platform, model)
+
+    ((before, expected),) = run_ranks(alone, 1, platform)
+    assert all(np.abs(expected[key] - value).max() > 1e-3 for key, value in before.items())
+    for found in run_ranks(rank, RANKS, platform):
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            np.testing.assert_allclose(found[key], value, rtol=1e-5, atol=2e-6, err_msg=key)
