@@ -407,6 +407,17 @@ def test_recomputation_in_backward_runs_on_dtensors():
     assert on_ranks(run) == [True, True]
 
 
+def test_recomputation_of_an_operation_with_a_constant_by_keyword():
+    def run(mesh):
+        x, constant = sharded(mesh).requires_grad_(), sharded(mesh, torch.arange(15.0).reshape(5, 3))
+        torch.utils.checkpoint.checkpoint(
+            lambda t: torch.mul(t, other=constant), x, use_reentrant=False
+        ).sum().backward()
+        return torch.equal(x.grad.full_tensor(), constant.full_tensor())
+
+    assert on_ranks(run) == [True, True]
+
+
 def test_detach_and_data_and_flags(mesh):
     x = sharded(mesh).requires_grad_()
     y = x * 2

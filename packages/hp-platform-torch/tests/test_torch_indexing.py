@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 from hp_dtensor import DeviceMesh, RaggedShard, Replicate, Shard, distribute_tensor, get_platform
 from hp_dtensor.testing import run_ranks
@@ -68,3 +71,42 @@ def test_what_is_picked_and_written(name: str, behind: bool) -> None:
     expected = _run(index, WHOLE.clone().requires_grad_(), WHOLE, value.clone().requires_grad_())
     for found in run_ranks(_all, 4, "torch", index, value)[0]:
         torch.testing.assert_close(found, tuple([x.detach() for x in each] for each in expected), rtol=0, atol=0)
+
+
+def _written(y: Any, index: Any) -> Any:
+    y[index] = 5.0
+    return y
+
+
+UNDER_HOOKS: dict[str, Callable[[Any], Any]] = {
+    "two integers": lambda x: x[2, 1] * x,
+    "a tuple of one": lambda x: x[(1,)] * x,
+    "a slice and an integer": lambda x: x[1:, 1] * 2,
+    "a list": lambda x: x[[1, 2]] * x[0],
+    "lists in a tuple": lambda x: x[[1, 2], [0, 3]] * 2,
+    "written at two integers": lambda x: _written(x * 1, (1, 2)) * x,
+    "written at a list": lambda x: _written(x * 1, [1, 2]) * x,
+}
+
+
+def _under_hooks(run: Callable[[Any], Any], saved: bool) -> list[list[Any]]:
+    mesh = DeviceMesh("cpu", (2,), platform=get_platform("torch"))
+    found = []
+    for placement in (Replicate(), Shard(0), Shard(1)):
+        for _ in range(2):  # the second call finds the plan of the first
+            x = distribute_tensor(WHOLE[0, :, 0] + 1, mesh, [placement]).requires_grad_()
+            with torch.autograd.graph.save_on_cpu() if saved else contextlib.nullcontext():
+                y = run(x) if saved else torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False)
+            (y * y).sum().backward()
+            found.append([y.full_tensor().detach(), x.grad.full_tensor()])
+    return found
+
+
+@pytest.mark.parametrize("saved", [False, True], ids=["recomputed", "saved on the host"])
+@pytest.mark.parametrize("name", UNDER_HOOKS)
+def test_an_index_stays_a_tuple_where_hooks_take_saved_tensors(name: str, saved: bool) -> None:
+    leaf = (WHOLE[0, :, 0] + 1).requires_grad_()
+    expected = UNDER_HOOKS[name](leaf)
+    (expected * expected).sum().backward()
+    for value, gradient in run_ranks(_under_hooks, 2, "torch", UNDER_HOOKS[name], saved)[0]:
+        torch.testing.assert_close((value, gradient), (expected.detach(), leaf.grad), rtol=0, atol=0)

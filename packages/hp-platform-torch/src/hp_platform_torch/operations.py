@@ -15,6 +15,7 @@ from hp_dtensor.arguments import bounds_of
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.index_lists import INDEXING
 from hp_dtensor.spec import TensorSpec
+from hp_dtensor.trees import map_tensors
 from hp_platform_torch.operation_names import canonical_name
 
 Tensor = torch.Tensor
@@ -150,9 +151,11 @@ class Operation:
         A hook gets an argument that requires no gradient as the object it is. It would look at a DTensor now,
         inside the operation, and see the local shape, and later, in backward, the global one.
         """
-        first = args[:1] if self.in_place else ()
-        rest = args[len(first) :]
-        return self.call(*first, *_plain_where_constant(rest), **kwargs)
+        if not self.in_place:
+            return self.call(*_plain_where_constant(args), **_plain_where_constant(kwargs))
+        if not args:  # what is written is among the keywords, and stays what it is
+            return self.call(**kwargs)
+        return self.call(args[0], *_plain_where_constant(args[1:]), **_plain_where_constant(kwargs))
 
     def run_first(
         self,
@@ -211,16 +214,9 @@ def _views_only(moves: Sequence[dispatch.Move]) -> tuple[tuple[int, tuple[int, .
     return tuple(found)
 
 
-def _plain_where_constant(args: Sequence[Any]) -> list[Any]:
-    """Arguments with the DTensors among them that require no gradient as plain tensors; inside `LocalOperations`."""
-    return [
-        _plain_where_constant(x)
-        if isinstance(x, (tuple, list))
-        else x.as_subclass(Tensor)
-        if isinstance(x, DTensor) and not x.requires_grad
-        else x
-        for x in args
-    ]
+def _plain_where_constant(value: Any) -> Any:
+    """`value` with the DTensors in it that require no gradient as plain tensors; inside `LocalOperations`."""
+    return map_tensors(value, DTensor, lambda x: x if x.requires_grad else x.as_subclass(Tensor))
 
 
 def _holds_no_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
