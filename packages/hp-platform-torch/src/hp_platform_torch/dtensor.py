@@ -317,6 +317,16 @@ def wrap(local: Tensor, spec: TensorSpec) -> TorchDTensor:
     return result
 
 
+def adopt_output(result: Tensor, spec: TensorSpec) -> TorchDTensor:
+    """`adopt` for one of several results of an operation, which autograd may have saved: positions, say.
+
+    A hook gets a saved result that requires no gradient as the object it is, which must stay the local tensor.
+    """
+    if _saved_tensor_hooks(True) is not None and not result.requires_grad:
+        return wrap(result, spec)
+    return adopt(result, spec)
+
+
 def adopt(result: Tensor, spec: TensorSpec) -> TorchDTensor:
     """`result`, which nobody else holds, turned into a DTensor."""
     result.__class__ = TorchDTensor

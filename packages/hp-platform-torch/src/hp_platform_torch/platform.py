@@ -259,7 +259,7 @@ class TorchPlatform(Platform):
         return names_of(name)
 
     def adopt(self, result: Tensor, spec: TensorSpec) -> TorchDTensor:
-        return dtensor.adopt(result, spec)
+        return dtensor.adopt_output(result, spec)
 
     def local_shape(self, x: Tensor) -> tuple[int, ...]:
         with LocalOperations():

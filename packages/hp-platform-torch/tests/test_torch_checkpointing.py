@@ -1,0 +1,49 @@
+"""Parts of a model under `torch.utils.checkpoint` that select by positions, which autograd saves with the values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from hp_dtensor import DeviceMesh, Replicate, Shard, distribute_tensor, get_platform
+from hp_dtensor.testing import run_ranks
+
+Tensor = torch.Tensor
+X = torch.randn(4, 6, generator=torch.Generator().manual_seed(3))
+
+
+def _routed(x: Tensor) -> Tensor:
+    scores, experts = x.topk(2, 1)
+    return torch.zeros_like(x).scatter(1, experts, scores.softmax(-1))
+
+
+PARTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "topk": lambda x: x.topk(2, 1)[0].pow(3),
+    "sort": lambda x: x.sort(1)[0] ** 3,
+    "max": lambda x: x.max(1)[0] ** 3,
+    "cummin": lambda x: x.cummin(1)[0] ** 3,
+    "routed": _routed,
+}
+
+
+def _gradient(part: Callable[[Tensor], Tensor], placement: Any, ran_before: bool) -> Tensor:
+    mesh = DeviceMesh("cpu", (2,), platform=get_platform("torch"))
+    x = distribute_tensor(X, mesh, [placement]).requires_grad_()
+    if ran_before:
+        part(x)
+    (checkpoint(part, x, use_reentrant=False) ** 2).sum().backward()
+    return x.grad.full_tensor()
+
+
+@pytest.mark.parametrize("ran_before", [False, True], ids=["first call", "planned before"])
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=str)
+@pytest.mark.parametrize("name", PARTS)
+def test_gradients_are_those_of_one_device(name: str, placement: Any, ran_before: bool) -> None:
+    x = X.clone().requires_grad_()
+    (PARTS[name](x) ** 2).sum().backward()
+    for found in run_ranks(_gradient, 2, "torch", PARTS[name], placement, ran_before):
+        torch.testing.assert_close(found, x.grad, rtol=1e-5, atol=1e-5)
