@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from mindspore import Tensor, mint, nn
 
-from hp_dtensor import init_device_mesh
+from hp_dtensor import init_device_mesh, parallelize_value_and_grad
+from hp_dtensor.exceptions import CapabilityError, GradientPathError
 from hp_dtensor.testing import run_ranks
 from hp_platform_mindspore.optim import AdamW
 
@@ -74,6 +75,15 @@ def _values(platform, model):
     }
 
 
+def _sharded(platform, name):
+    """The model, cut in two groups, and this rank."""
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",), platform=platform)
+    model = _build(name)
+    fsdp.fully_shard(model[0], mesh=mesh)
+    fsdp.fully_shard(model, mesh=mesh)
+    return model, mesh.get_local_rank("dp")
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_ordinary_cells_train_as_on_one_rank(platform, name):
     def alone():
@@ -83,11 +93,8 @@ def test_ordinary_cells_train_as_on_one_rank(platform, name):
         return before, _values(platform, model)
 
     def rank():
-        mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",), platform=platform)
-        model = _build(name)
-        fsdp.fully_shard(model[0], mesh=mesh)
-        fsdp.fully_shard(model, mesh=mesh)
-        _train(platform, name, model, [mesh.get_local_rank("dp")])
+        model, number = _sharded(platform, name)
+        _train(platform, name, model, [number])
         return _values(platform, model)
 
     ((before, expected),) = run_ranks(alone, 1, platform)
@@ -96,3 +103,30 @@ def test_ordinary_cells_train_as_on_one_rank(platform, name):
         assert found.keys() == expected.keys()
         for key, value in expected.items():
             np.testing.assert_allclose(found[key], value, rtol=1e-5, atol=2e-6, err_msg=key)
+
+
+WAYS = {
+    "value_and_grad": lambda fn, weights: ms.value_and_grad(fn, None, weights),
+    "grad": lambda fn, weights: ms.grad(fn, None, weights),
+    "parallelize_value_and_grad": parallelize_value_and_grad,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_that_autograd_does_not_find_are_refused(platform, way):
+    def rank():
+        model, number = _sharded(platform, "Dense")
+        differentiate = WAYS[way](lambda x: mint.mean(model(x)), list(model.trainable_params()))
+        with platform.enable_grad(), pytest.raises(GradientPathError, match=r"platform\.backward\(loss\)"):
+            differentiate(_inputs("Dense", 0, number))
+        model.reset()
+        _train(platform, "Dense", model, [number])
+
+    run_ranks(rank, RANKS, platform)
+
+
+def test_recomputation_that_mindspore_cannot_do_here_says_what_can(platform):
+    model = _build("cells in cells")
+    model[0].recompute()
+    with platform.enable_grad(), pytest.raises(CapabilityError, match=r"hp_dtensor\.recompute\.checkpoint"):
+        model(_inputs("cells in cells", 0, 0))

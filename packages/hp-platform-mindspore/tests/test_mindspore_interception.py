@@ -134,6 +134,20 @@ def test_a_seed_of_one_call_is_refused(platform):
         ops.randint_like(cut(platform, np.zeros((5, 4), np.int32)), 0, 5)
 
 
+def test_methods_that_are_of_another_kind_on_each_device_are_refused(platform):
+    x = cut(platform, np.zeros((5, 4), np.float32))
+    for call, instead in ((lambda: x.std(0), "mint.std"), (lambda: x.median(), "mint.median")):
+        with pytest.raises(CapabilityError, match=instead):
+            call()
+    assert mint.std(x, 1).placements == (Shard(0),)
+
+
+def test_real_numbers_are_real_wherever_they_are(platform):
+    found = ops.isreal(cut(platform, np.full((5, 4), np.nan, np.float32)))
+    assert (found.placements, found.shape, found.dtype) == ((Shard(0),), (5, 4), ms.bool_)
+    assert found.to_local().asnumpy().all()
+
+
 @pytest.mark.parametrize("form", ["function", "method"])
 def test_every_piece_is_a_dtensor(platform, form):
     x = cut(platform, np.zeros((5, 4), np.float32))

@@ -323,6 +323,20 @@ def _has_shortcut(x: Any, source: _Source, axes: tuple[int, ...]) -> bool:
     )
 
 
+def check_reached(what: str, weights: Sequence[Any]) -> None:
+    """Every one of these gets its gradient from autograd itself.
+
+    Raises:
+        GradientPathError: some do not: those of `fully_shard`, which are not what the forward computes with.
+    """
+    sources = [x._gradient_from for x in weights if isinstance(x, DTensor) and x._gradient_from]
+    if sources:
+        raise GradientPathError(
+            f"{what}: {len(sources)} of {len(weights)} weights get their gradients from {sources[0]} in a backward; "
+            "autograd finds none. Run the backward of the loss (platform.backward(loss)), then read weight.grad"
+        )
+
+
 def grad_spec(spec: TensorSpec) -> TensorSpec:
     """The placements of a value's gradient: R -> R, S -> S, P -> R."""
     return spec.with_placements([Replicate() if isinstance(p, Partial) else p for p in spec.placements])

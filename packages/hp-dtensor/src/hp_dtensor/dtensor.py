@@ -31,6 +31,8 @@ class DTensor:
     """The view operation that gave this tensor as a copy; writing it would not reach what it is a view of."""
     _awaited_gradient: AwaitedGradient | None = None
     """A platform's `grad` fetches it when there is none, and drops it when it is set."""
+    _gradient_from: str | None = None
+    """What sets the gradient of this parameter in a backward, where autograd itself does not reach it."""
 
     @property
     def spec(self) -> TensorSpec:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hp_dtensor import api
+from hp_dtensor.api import check_reached
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import GradientPathError, PlanError
 from hp_dtensor.layout import Layout, is_aliases, is_placements, placements_for
@@ -364,7 +365,7 @@ def parallelize_value_and_grad(
     Raises:
         TypeError: `sens` with a single output, of another kind than floats in a list or tuple, or of
             another length than the outputs.
-        GradientPathError: a weight that requires no gradient.
+        GradientPathError: a weight that requires no gradient, or one of `fully_shard`.
     """
     _check_sens(sens)
     if not isinstance(weights, (tuple, list)):
@@ -385,6 +386,7 @@ def parallelize_value_and_grad(
 
 
 def _check_weights(platform: Platform, weights: Sequence[Tensor]) -> None:
+    check_reached("parallelize_value_and_grad", weights)
     without = [index for index, weight in enumerate(weights) if not platform.requires_grad(weight)]
     if without:
         raise GradientPathError(

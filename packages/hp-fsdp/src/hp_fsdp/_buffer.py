@@ -173,6 +173,7 @@ class FlatBuffer:
         leaf = view if original.spec is None else self.platform.wrap(view, original.spec)
         self.platform.set_requires_grad(leaf, requires_grad)
         sharded = self.storage.parameter(local, spec, requires_grad)
+        sharded._gradient_from = "fully_shard"
         if self.grad_dtype != self.dtype:
             self.storage.set_grad_dtype(sharded, self.grad_dtype)
         setattr(original.tensor, TAKEN_ATTRIBUTE, original.name)

@@ -7,6 +7,7 @@ that `no_grad` means.
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -17,6 +18,9 @@ from mindspore import Tensor, mint, ops
 from mindspore._c_expression import run_backward as _run_backward
 from mindspore.common._grad_function import _Function
 from mindspore.graph.api import _pynative_executor as executor
+
+from hp_dtensor.api import check_reached
+from hp_dtensor.exceptions import CapabilityError, GradientPathError
 
 Map = Callable[[Tensor], Tensor]
 
@@ -161,6 +165,46 @@ def grad(
         for i, result in zip(wanted, results, strict=True):
             found[i] = result
     return found
+
+
+def guard() -> None:
+    """Have MindSpore's own ways to gradients say what they cannot do here; a second call changes nothing."""
+    cls = type(executor)
+    if hasattr(cls.grad, "__wrapped__"):
+        return
+    cls.grad = _checking_weights(cls.grad)
+    cls.call_custom_bprop = _explaining(cls.call_custom_bprop)
+
+
+def _checking_weights(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def grad(self: Any, obj: Any, grad: Any, weights: Any, *args: Any) -> Any:
+        try:
+            check_reached("mindspore.value_and_grad", weights if isinstance(weights, (tuple, list)) else [weights])
+        except GradientPathError:
+            self.clear_res()  # what the forward has recorded
+            raise
+        return plain(self, obj, grad, weights, *args)
+
+    return grad
+
+
+def _explaining(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def call_custom_bprop(self: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return plain(self, obj, *args, **kwargs)
+        except RuntimeError as error:
+            if "top_cell" not in str(error):
+                raise
+            raise CapabilityError(
+                f"{type(obj).__name__} has a bprop of its own, as every Cell after recompute() has: MindSpore runs it "
+                "in mindspore.value_and_grad only. With platform.backward recompute by "
+                "hp_dtensor.recompute.checkpoint(block, x, platform=platform), and give gradients of your own by "
+                "platform.custom_function"
+            ) from error
+
+    return call_custom_bprop
 
 
 def _check_recorded(name: str, outputs: Sequence[Tensor]) -> None:

@@ -189,6 +189,9 @@ class MindSporeDTensor(DTensor, Tensor):
     # Methods that no primitive stands for, and that would work on the local part or make a plain tensor
     cauchy = _refused("cauchy", "local_map")
     fill = _refused("fill", "fill_ or mint.full_like")
+    # On CPU MindSpore's are of another kind than on Ascend, and than those of `ops`.
+    std = _refused("std", "mint.std, which says what it divides by")
+    median = _refused("median", "mint.median")
     isreal = _refused("isreal", "mint.ones_like")
     set_ = _refused("set_", "copy_")
 

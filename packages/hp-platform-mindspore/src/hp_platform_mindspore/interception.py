@@ -111,6 +111,7 @@ FUNCTIONS: dict[str, Function] = {
     "randn_like": _random_like("randn_like"),
     "randint_like": _randint_like,
     "full_like": _full_like,
+    "isreal": lambda run, input: run.eq(run.zeros_like(input), 0),
     "tensor_split": lambda run, input, indices_or_sections, axis=0: run.tensor_split(input, indices_or_sections, axis),
 }
 """By name in `mindspore.ops`: the function of a platform's operations and the same arguments."""

@@ -20,7 +20,7 @@ try:
 except ImportError:  # MindSpore 2.9
     set_versions = None
 
-from hp_dtensor.api import differentiated, shortcut_views, with_shortcuts
+from hp_dtensor.api import check_reached, differentiated, shortcut_views, with_shortcuts
 from hp_dtensor.dispatch import forget_plans
 from hp_dtensor.exceptions import CapabilityError, PlatformError
 from hp_dtensor.platform import Platform, Removable
@@ -61,6 +61,7 @@ class MindSporePlatform(Platform):
         interception.intercept()
         optimizer_step.install()
         module.hide_stand_ins()
+        autograd.guard()
         self.functions = build_functions(self)
         self.operations = Operations(self)
         self._generator = np.random.Generator(np.random.Philox())
@@ -198,6 +199,7 @@ class MindSporePlatform(Platform):
         inputs: Sequence[Tensor],
         output_grads: Sequence[Tensor | None] | None = None,
     ) -> list[Tensor | None]:
+        check_reached("grad", inputs)
         seeds = output_grads if output_grads is not None else [None] * len(outputs)
         roots = [differentiated(y, g) for y, g in zip(outputs, seeds, strict=True)]
         past = [shortcut_views(x) if isinstance(x, dtensor.MindSporeDTensor) else [] for x in inputs]
