@@ -139,3 +139,20 @@ def test_what_is_no_optimizer_is_refused(platform):
         SGD([parameter, parameter])
     with pytest.raises(ValueError, match="SGD: unknown options betas; expected lr, momentum, weight_decay"):
         SGD([{"params": [parameter], "betas": 1}])
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float16"])
+def test_other_dtypes_lose_no_more_than_their_own_digits(platform, dtype):
+    """Factors are rounded to the parameters' dtype at most, and AdamW of 16 bits computes in 32."""
+
+    def place(platform, array):
+        return platform.from_numpy(array.astype(dtype))
+
+    adamw, sgd = (made(platform, place) for _ in range(2))
+    train(platform, adamw, AdamW(adamw.values(), **OPTIONS), place)
+    train(platform, sgd, SGD(sgd.values(), lr=0.1, momentum=0.9, weight_decay=0.2), place)
+    expected = expected_adamw(dict.fromkeys(SHAPES, OPTIONS["lr"])), expected_sgd(0.9, 0.2)
+    for found, wanted in zip((adamw, sgd), expected, strict=True):
+        for name, value in wanted.items():
+            error = np.abs(platform.to_numpy(found[name]).astype(np.float64) - value).max()
+            assert error < {"float64": 1e-13, "float16": 2.5e-3}[dtype], name

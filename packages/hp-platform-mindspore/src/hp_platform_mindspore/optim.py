@@ -34,7 +34,7 @@ class Optimizer(ABC):
 
     Attributes:
         param_groups: mappings with `params` and all options, which may be changed between steps.
-        state: by parameter, once it has been updated: `step` and slots laid out as the parameter.
+        state: by parameter, once it has been updated: slots laid out as the parameter, and AdamW's `step`.
 
     Raises:
         ValueError: no parameters, one that is given twice, or an unknown option.
@@ -154,17 +154,22 @@ class SGD(Optimizer):
         with platform.no_grad(), platform.local_op():
             local, change = platform.unwrap(parameter), platform.unwrap(gradient)
             if group["weight_decay"]:
-                change = ops.add(change, ops.mul(local, group["weight_decay"]))
+                change = ops.add(change, self._times(local, group["weight_decay"]))
             if group["momentum"]:
                 change = self._with_momentum(parameter, change, state, group["momentum"])
-            platform.copy_(local, ops.sub(local, ops.mul(change, group["lr"])))
+            platform.copy_(local, ops.sub(local, self._times(change, group["lr"])))
+
+    def _times(self, x: Tensor, factor: float) -> Tensor:
+        """MindSpore itself takes a number as float32, for float64 too."""
+        ops = self.platform.ops
+        return ops.mul(x, ops.full((), factor, x.dtype))
 
     def _with_momentum(self, parameter: Tensor, change: Tensor, state: dict[str, Any], momentum: float) -> Tensor:
         platform, ops = self.platform, self.platform.ops
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = zeros_like(platform, parameter)
         buffer = platform.unwrap(state["momentum_buffer"])
-        platform.copy_(buffer, ops.add(ops.mul(buffer, momentum), change))
+        platform.copy_(buffer, ops.add(self._times(buffer, momentum), change))
         return buffer
 
 
@@ -213,7 +218,7 @@ def adamw_(
 def _adamw_on_host(
     platform: MindSporePlatform, parameter: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, c: AdamWStep
 ) -> None:
-    weights, first, second = (numbers(x) for x in (parameter, exp_avg, exp_avg_sq))
+    weights, first, second = (_computable(numbers(x)) for x in (parameter, exp_avg, exp_avg_sq))
     grad = numbers(gradient).astype(weights.dtype, copy=False)
     scalar = weights.dtype.type
     weights *= scalar(c.decay)
@@ -223,10 +228,15 @@ def _adamw_on_host(
     denominator = np.sqrt(second) / scalar(c.root_correction) + scalar(c.eps)
     weights -= scalar(c.step_size) * first / denominator
     if weights.dtype != HOST_DTYPES[parameter.dtype]:
-        # bfloat16: these were float32 copies.
+        # Of 16 bits: these were float32 copies.
         for x, values in zip((parameter, exp_avg, exp_avg_sq), (weights, first, second), strict=True):
             store(x, values)
     platform.count_write(parameter)
+
+
+def _computable(values: np.ndarray) -> np.ndarray:
+    """The same memory, or of float16 a copy in float32."""
+    return values.astype(np.float32) if values.dtype == np.float16 else values
 
 
 def _adamw_on_device(
