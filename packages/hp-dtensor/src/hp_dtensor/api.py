@@ -342,6 +342,33 @@ def grad_spec(spec: TensorSpec) -> TensorSpec:
     return spec.with_placements([Replicate() if isinstance(p, Partial) else p for p in spec.placements])
 
 
+def as_replicated(spec: TensorSpec, grad: Tensor) -> Tensor:
+    """The gradient (plain) of a value of `spec` as that of the whole, through which a second derivative goes once.
+
+    Every rank has that of its own contribution to a sum, and what goes back through it is added up over the ranks.
+    """
+    axes = _summed_axes(spec, grad)
+    if not axes:
+        return grad
+    platform = spec.mesh.platform
+    is_first = spec.mesh.group_over(axes).rank == 0
+    return platform.linear_map(grad, lambda t: t, lambda g: g if is_first else platform.ops.zeros_like(g))
+
+
+def as_contributed(spec: TensorSpec, grad: Tensor) -> Tensor:
+    """A gradient (plain) of the whole as that of every rank's contribution to it: the dual of `as_replicated`."""
+    axes = _summed_axes(spec, grad)
+    return collectives.vary(grad, [spec.mesh.group_over(axes)]) if axes else grad
+
+
+def _summed_axes(spec: TensorSpec, grad: Tensor) -> tuple[int, ...]:
+    """The axes over which a value of `spec` is a sum of several, if its gradient is recorded."""
+    mesh, sums = spec.mesh, (Partial("sum"), Partial("avg"))
+    if mesh.get_coordinate() is None or not mesh.platform.requires_grad(grad):
+        return ()
+    return tuple(axis for axis, p in enumerate(spec.placements) if p in sums and mesh.shape[axis] > 1)
+
+
 def _gradient_placed(what: str, spec: TensorSpec, grad_placements: Sequence[Placement]) -> TensorSpec:
     """The spec of a gradient of local shards of `spec`, which must have their shape on every rank."""
     wanted = spec.with_placements(placements_on(what, spec.mesh, grad_placements))
@@ -379,6 +406,8 @@ def differentiated(output: Tensor, gradient: Tensor | None) -> tuple[Tensor, Ten
             # Only of a sum every contribution has the gradient of the whole.
             check_explicit("backward", (), spec, wanted)
             output = redistribute(output, wanted.mesh, wanted.placements)
+        elif gradient is not None:
+            gradient = as_contributed(spec, gradient)
         return platform.unwrap(output), gradient
 
 

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from hp_dtensor import dispatch
-from hp_dtensor.api import forget_source, grad_spec
+from hp_dtensor.api import as_contributed, as_replicated, forget_source, grad_spec
 from hp_dtensor.debug import gathered
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import MixedOperandsError, PlacementError, ShardingRuleError
@@ -165,6 +165,8 @@ class TorchDTensor(DTensor, torch.Tensor):
             local = run_locally(_local_grad, (), (self,))
         if local is None or type(local) is TorchDTensor or not _intercepting():
             return local
+        if local.requires_grad and grad_spec(self._spec) is not self._spec:
+            return wrap_gradient(self._spec, local)
         # Autograd made it and nobody else holds it: it becomes the DTensor itself, the same at every access.
         return adopt(local, _with_dtype(grad_spec(self._spec), local.dtype))
 
@@ -340,6 +342,16 @@ def unwrap(x: Tensor) -> Tensor:
         return x
     with LocalOperations():
         return x.as_subclass(torch.Tensor)
+
+
+def wrap_gradient(spec: TensorSpec, local: Tensor) -> TorchDTensor:
+    """The local gradient of a value of `spec` as a DTensor."""
+    return wrap(as_replicated(spec, local), _with_dtype(grad_spec(spec), local.dtype))
+
+
+def unwrap_gradient(spec: TensorSpec, grad: Tensor) -> Tensor:
+    """The local gradient of a value of `spec`; a plain tensor is that already."""
+    return as_contributed(spec, unwrap(grad)) if isinstance(grad, TorchDTensor) else grad
 
 
 def _whole(operation: str, x: TorchDTensor) -> Tensor:

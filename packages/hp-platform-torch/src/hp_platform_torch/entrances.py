@@ -15,11 +15,11 @@ from torch._functorch import eager_transforms, vmap
 from torch.nn import init
 from torch.nn.modules._functions import BackwardHookFunction
 
-from hp_dtensor.api import distribute_tensor, grad_spec
+from hp_dtensor.api import distribute_tensor
 from hp_dtensor.exceptions import ShardingRuleError
 from hp_dtensor.spec import TensorSpec
 from hp_platform_torch import compiling
-from hp_platform_torch.dtensor import TorchDTensor, _intercepting, _with_dtype, unwrap, wrap
+from hp_platform_torch.dtensor import TorchDTensor, _intercepting, unwrap_gradient, wrap_gradient
 
 Tensor = torch.Tensor
 
@@ -135,7 +135,7 @@ def _keeping_the_shard(function: Callable[..., Tensor]) -> Callable[..., Tensor]
 
 def _with_dtensor_hooks(outputs: tuple[Tensor, ...], inputs: Sequence[Any]) -> tuple[Tensor, ...]:
     """The results of the identity that carries a module's backward hooks, which get gradients as DTensors."""
-    specs = [grad_spec(x._spec) if type(x) is TorchDTensor else None for x in inputs]
+    specs = [x._spec if type(x) is TorchDTensor else None for x in inputs]
     node = next((x.grad_fn for x in outputs if x.grad_fn is not None), None)
     if node is not None:
         register = node.register_hook
@@ -148,13 +148,13 @@ def _on_dtensors(hook: Callable[..., Any], specs: Sequence[TensorSpec | None]) -
         changed = hook(*(_placed(several, specs) for several in grads))
         if changed is None:
             return None
-        return tuple(unwrap(x) for x in changed) if isinstance(changed, tuple) else unwrap(changed)
+        listed = changed if isinstance(changed, tuple) else (changed,)
+        return tuple(x if spec is None else unwrap_gradient(spec, x) for x, spec in zip(listed, specs, strict=True))
 
     return hooked
 
 
 def _placed(grads: tuple[Tensor | None, ...], specs: Sequence[TensorSpec | None]) -> tuple[Tensor | None, ...]:
     return tuple(
-        x if x is None or spec is None else wrap(x, _with_dtype(spec, x.dtype))
-        for x, spec in zip(grads, specs, strict=True)
+        x if x is None or spec is None else wrap_gradient(spec, x) for x, spec in zip(grads, specs, strict=True)
     )

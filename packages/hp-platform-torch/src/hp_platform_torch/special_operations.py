@@ -11,11 +11,11 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hp_dtensor import dispatch
-from hp_dtensor.api import differentiated, grad_spec, observe_gradient, shortcut_views, with_shortcuts
+from hp_dtensor.api import differentiated, observe_gradient, shortcut_views, with_shortcuts
 from hp_dtensor.exceptions import GradientPathError, MixedOperandsError, ShardingRuleError
 from hp_dtensor.spec import TensorSpec
 from hp_platform_torch.decompositions import DECOMPOSED
-from hp_platform_torch.dtensor import TorchDTensor, _with_dtype, adopt, unwrap, wrap
+from hp_platform_torch.dtensor import TorchDTensor, _with_dtype, adopt, unwrap_gradient, wrap_gradient
 from hp_platform_torch.operation_names import property_of
 from hp_platform_torch.operations import Handler, LocalOperations, locally
 
@@ -144,7 +144,7 @@ def _joined(inputs: Sequence[Any], past: Sequence[Any], grads: Sequence[Tensor |
 def _gradient_of(x: Any, grad: Tensor | None, materialize: bool) -> Tensor | None:
     if grad is None:
         return torch.zeros_like(x) if materialize and not isinstance(x, GradientEdge) else None
-    return wrap(grad, _with_dtype(grad_spec(x._spec), grad.dtype)) if isinstance(x, TorchDTensor) else grad
+    return wrap_gradient(x._spec, grad) if isinstance(x, TorchDTensor) else grad
 
 
 def _listed(value: Any) -> list[Any]:
@@ -155,11 +155,11 @@ def _register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
     """The hook gets, and may return, the gradient as a DTensor."""
     x, hook = inspect.signature(func).bind(*args, **kwargs).args
     observe_gradient(x)
-    spec = grad_spec(x._spec)
+    spec = x._spec
 
     def on_dtensor(grad: Tensor) -> Tensor | None:
-        changed = hook(wrap(grad, _with_dtype(spec, grad.dtype)))
-        return unwrap(changed) if changed is not None else None
+        changed = hook(wrap_gradient(spec, grad))
+        return None if changed is None else unwrap_gradient(spec, changed)
 
     with LocalOperations():
         return func(x, on_dtensor)

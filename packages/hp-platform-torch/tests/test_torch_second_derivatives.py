@@ -1,0 +1,100 @@
+"""Second derivatives that go through gradients of partial tensors, or through reductions that select."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from hp_dtensor import DeviceMesh, Partial, Replicate, Shard, distribute_tensor, get_platform
+from hp_dtensor.testing import run_ranks
+
+Tensor = torch.Tensor
+MATRIX = torch.tensor([[1.0, 2.0, 3.0], [3.0, 4.0, -1.0]])
+VECTOR = torch.tensor([1.0, 2.0, -1.0])
+WEIGHT = torch.tensor([2.0, 3.0])
+
+
+def _gradient_of_an_activation(a: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    y = a @ v
+    (g,) = torch.autograd.grad((y**3).sum(), y, create_graph=True)
+    return (g**2 * w).sum()
+
+
+def _hook_that_keeps(a: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    y, seen = a @ v, []
+    y.register_hook(seen.append)
+    torch.autograd.grad((y**3).sum(), a, create_graph=True)
+    return (seen[0] ** 2 * w).sum()
+
+
+def _hook_that_changes(a: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    y = a @ v
+    y.register_hook(lambda grad: grad**2 * w)
+    (g,) = torch.autograd.grad((y**3).sum(), a, create_graph=True)
+    return (g**2).sum()
+
+
+def _retained(a: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    y = a @ v
+    y.retain_grad()
+    (y**3).sum().backward(create_graph=True, inputs=[y])
+    return (y.grad**2 * w).sum()
+
+
+def _given_gradient(a: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    (g,) = torch.autograd.grad(a @ v, a, w**2, create_graph=True)
+    return (g**3).sum() + (a**2).sum()
+
+
+def _module_hook(a: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    module = torch.nn.Identity()
+    module.register_full_backward_hook(lambda module, before, after: (before[0] ** 2 * w,))
+    (g,) = torch.autograd.grad((module(a @ v) ** 3).sum(), a, create_graph=True)
+    return (g**2).sum()
+
+
+PROGRAMS: tuple[Callable[..., Tensor], ...] = (
+    _gradient_of_an_activation,
+    _hook_that_keeps,
+    _hook_that_changes,
+    _retained,
+    _given_gradient,
+    _module_hook,
+)
+
+
+def _on_ranks(program: Callable[..., Tensor], shape: tuple[int, ...]) -> list[Tensor]:
+    mesh = DeviceMesh("cpu", shape, platform=get_platform("torch"))
+    a = distribute_tensor(MATRIX, mesh, [Shard(1)] * len(shape)).requires_grad_()
+    v = distribute_tensor(VECTOR, mesh, [Shard(0)] * len(shape))
+    w = distribute_tensor(WEIGHT, mesh, [Replicate()] * len(shape)).requires_grad_()
+    return [grad.full_tensor() for grad in torch.autograd.grad(program(a, v, w), [a, w])]
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("shape", [(2,), (3,), (2, 2)], ids=str)
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_through_the_gradient_of_a_sum_over_ranks(program: Callable[..., Tensor], shape: tuple[int, ...]) -> None:
+    a, w = MATRIX.clone().requires_grad_(), WEIGHT.clone().requires_grad_()
+    expected = torch.autograd.grad(program(a, VECTOR, w), [a, w])
+    for found in run_ranks(_on_ranks, torch.Size(shape).numel(), "torch", program, shape):
+        torch.testing.assert_close(found, list(expected))
+
+
+def _of_a_partial_leaf(shape: tuple[int, ...], placements: list[Any]) -> Tensor:
+    mesh = DeviceMesh("cpu", shape, platform=get_platform("torch"))
+    x = distribute_tensor(VECTOR, mesh, placements).requires_grad_()
+    (g,) = torch.autograd.grad((x**3).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad((g**2).sum(), x)
+    return second.full_tensor()
+
+
+@pytest.mark.parametrize(
+    "placements", [[Partial(), Partial()], [Shard(0), Partial()], [Partial(), Replicate()]], ids=str
+)
+def test_of_a_leaf_that_is_a_sum_over_ranks(placements: list[Any]) -> None:
+    for found in run_ranks(_of_a_partial_leaf, 4, "torch", (2, 2), placements):
+        torch.testing.assert_close(found, 36 * VECTOR**3)
