@@ -188,7 +188,7 @@ class OpPlan:
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the call on `args` and `kwargs`, which have the structure the plan was made for."""
         if self.registration.in_place:
-            _check_reaches_original(self.operation, self._first(args, kwargs))
+            in_place.check_reaches_original(self.operation, self._first(args, kwargs))
         try:
             if self.moves or self.replaced or self.local is not None:
                 return self._run_changed(func, args, dict(kwargs))
@@ -323,17 +323,6 @@ def _plan_or_whole(
         return implicit.GatheringPlan(platform, name, str(error), always=True)
 
 
-def _check_reaches_original(operation: str, first: Any) -> None:
-    """Refuse to write what is a view on one device and a copy here: the original would not change."""
-    view = first._copied_by
-    if view is not None:
-        raise ShardingRuleError(
-            f"{operation} on the result of {view}, which is a copy: the dimension that {view} takes apart was cut, and "
-            f"writing does not reach the tensor itself. Write the part of the tensor (x[index] = value), clone the "
-            f"result to write it alone, or redistribute the tensor before {view}."
-        )
-
-
 # Making plans --------------------------------------------------------------------------------------------
 
 
@@ -353,7 +342,7 @@ def _make_plan(
     call = OpCall(name, arguments, specs)
     check_known(registration, call, args)
     if registration.in_place and located[0][0] in ((0,), (registration.parameters[0].name,)):
-        _check_reaches_original(name, located[0][1])  # no other placement would help
+        in_place.check_reaches_original(name, located[0][1])  # no other placement would help
     rule = registration.rule(call)
     if _makes_integers(platform, specs, args, kwargs):
         rule = replace(rule, terms=None)

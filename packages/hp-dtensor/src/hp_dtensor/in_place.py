@@ -30,6 +30,17 @@ def refusal(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     return f"{name}({specs}): in place it would have to change the placement of its first argument; redistribute that."
 
 
+def check_reaches_original(operation: str, first: Any) -> None:
+    """Refuse to write what is a view on one device and a copy here: the original would not change."""
+    view = first._copied_by
+    if view is not None:
+        raise ShardingRuleError(
+            f"{operation} on the result of {view}, which is a copy: the dimension that {view} takes apart was cut, and "
+            f"writing does not reach the tensor itself. Write the part of the tensor (x[index] = value), clone the "
+            f"result to write it alone, or redistribute the tensor before {view}."
+        )
+
+
 class WritingPlan:
     """Runs an operation in place as the one that makes a new tensor, and `copy_`; one of the plans of `dispatch`.
     Placements stay, so what the rule had to make whole is cut again."""
@@ -38,14 +49,21 @@ class WritingPlan:
         self.platform, self.name, self.refusal = platform, name, refusal
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The first argument, written. The arguments are those of the operation in place."""
+        """The first argument, written. The arguments are those of the operation in place, a keyword `inplace` or not.
+
+        A partial one can only be written where the other operation leaves it partial.
+        """
         make, write = (self.platform.own_function(name) for name in (self.name.removesuffix("_"), "copy_"))
+        kwargs = {name: value for name, value in kwargs.items() if name != "inplace"}
         x, *rest = args or kwargs.values()
-        if make is None or write is None or any(placement.is_partial() for placement in x.spec.placements):
+        check_reaches_original(self.name, x)
+        if make is None or write is None:
             raise ShardingRuleError(self.refusal)
         recorded = self.platform.is_grad_enabled() and self.platform.requires_grad(x)
         source = self.platform.ops.clone(x) if recorded else x  # backward may need it as it was
         result = make(source, *rest, **kwargs) if args else make(**dict(zip(kwargs, (source, *rest), strict=True)))
+        if result.spec.placements != x.spec.placements and any(p.is_partial() for p in x.spec.placements):
+            raise ShardingRuleError(self.refusal)
         if tuple(result.shape) != x.spec.shape:
             raise ShardingRuleError(f"{self.refusal} Its result {list(result.shape)} does not fit.")
         write(x, result)

@@ -22,7 +22,15 @@ from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import MixedOperandsError, PlacementError, ShardingRuleError
 from hp_dtensor.spec import TensorSpec
 from hp_platform_torch import checkpointing
-from hp_platform_torch.operations import LocalOperations, Uncached, first_spec, locally, operations, run_locally
+from hp_platform_torch.operations import (
+    LocalOperations,
+    Uncached,
+    first_spec,
+    locally,
+    operations,
+    operations_in_place,
+    run_locally,
+)
 
 Tensor = torch.Tensor
 _intercepting = torch._C._is_torch_function_enabled
@@ -58,6 +66,8 @@ class TorchDTensor(DTensor, torch.Tensor):
             if operation.handler is not None:
                 return operation.handler(func, args, kwargs or {})
             args = args[::-1]
+        if kwargs and kwargs.get("inplace"):
+            operation = operations_in_place[operation]
         call = operation.call
         if operation.saves and _saved_tensor_hooks(True) is not None:
             call = operation.call_with_plain

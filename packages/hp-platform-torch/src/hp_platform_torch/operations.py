@@ -81,7 +81,7 @@ class _Entry:
 
 
 class Operation:
-    """One torch function as seen by `__torch_function__`.
+    """One torch function as seen by `__torch_function__`; with a keyword `inplace` that is true, another one.
 
     Attributes:
         name: canonical; what sharding rules are registered under.
@@ -110,10 +110,12 @@ class Operation:
         "shares",
     )
 
-    def __init__(self, func: Callable[..., Any]) -> None:
+    def __init__(self, func: Callable[..., Any], inplace: bool = False) -> None:
         from hp_platform_torch.special_operations import handler_of
 
         self.name, self.reflected = canonical_name(func)
+        if inplace:
+            self.name += "_"
         self.handler: Handler | None = handler_of(func)
         self.is_special = self.handler is not None or self.reflected
         self.call = (lambda x, y: func(y, x)) if self.reflected else _LOCAL_FORMS.get(func, func)
@@ -238,13 +240,22 @@ class _Operations(dict[Callable[..., Any], Operation]):
         return operation
 
 
+class _OperationsInPlace(dict[Operation, Operation]):
+    """By the operation that makes a new tensor: what it is with `inplace=True`."""
+
+    def __missing__(self, operation: Operation) -> Operation:
+        written = self[operation] = Operation(operation.call, inplace=True)
+        return written
+
+
 operations = _Operations()
+operations_in_place = _OperationsInPlace()
 
 
 def forget_plans() -> None:
     """Drop every cached plan, and with them the meshes that they hold."""
     dispatch.forget_plans()
-    for operation in operations.values():
+    for operation in (*operations.values(), *operations_in_place.values()):
         operation.plans.clear()
 
 

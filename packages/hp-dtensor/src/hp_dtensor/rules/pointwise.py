@@ -51,7 +51,7 @@ def register(registry: RuleRegistry) -> None:
     registry.register("mul_", "input other", pointwise("mul"), in_place=True, by_type=True)
     registry.register("div_", "input other ...", pointwise("div"), in_place=True, by_type=True)
     registry.register("prelu", "input weight", _prelu)
-    registry.register("copy_", "input other non_blocking=False", pointwise("copy"), in_place=True)
+    registry.register("copy_", "input other non_blocking=False", _copied, in_place=True)
 
 
 def pointwise(linearity: str | None) -> Rule:
@@ -94,6 +94,17 @@ def _where(call: OpCall) -> Factorization:
     return pointwise("where")(call)
 
 
+def _copied(call: OpCall) -> Factorization:
+    """A partial tensor takes partial values, part by part, unless they are rounded to integers."""
+    first, *others = call.tensors
+    rounded = not _is_floating(first) and any(map(_is_floating, others))
+    return pointwise("add" if others and not rounded else None)(call)
+
+
+def _is_floating(spec: TensorSpec) -> bool:
+    return spec.mesh.platform.is_floating(spec.dtype)
+
+
 def _converted(call: OpCall) -> Factorization:
     """To a dtype, or to that of another tensor, whose shape and placements do not matter."""
     rule = pointwise("unary")(OpCall(call.name, call.arguments, call.tensors[:1]))
@@ -101,7 +112,7 @@ def _converted(call: OpCall) -> Factorization:
         return rule
     first, other = call.tensors
     dims, sizes = names_for("other", other.shape)
-    rounded = first.mesh.platform.is_floating(first.dtype) and not other.mesh.platform.is_floating(other.dtype)
+    rounded = _is_floating(first) and not _is_floating(other)
     return replace(
         rule,
         inputs=(*rule.inputs, dims),
@@ -120,7 +131,7 @@ def _aligned(shape: tuple[int, ...], output: tuple[int, ...]) -> Dims:
 
 def _terms(linearity: str | None, tensors: int) -> tuple[frozenset[int], ...] | None:
     match linearity, tensors:
-        case ("unary", 1) | ("mul", 1) | ("div", 1) | ("copy", 1):
+        case ("unary", 1) | ("mul", 1) | ("div", 1):
             return (frozenset({0}),)
         case ("mul", 2):
             return (frozenset({0, 1}),)

@@ -26,8 +26,12 @@ LINEAR = (frozenset({0}),)
 
 
 def register(registry: RuleRegistry) -> None:
-    registry.register("dropout dropout1d dropout2d dropout3d feature_dropout", "input ...", _rule(_masked))
-    registry.register("alpha_dropout feature_alpha_dropout", "input ...", _whole)
+    registry.register(
+        "dropout dropout1d dropout2d dropout3d feature_dropout",
+        "input p=0.5 training=True ...",
+        _in_training(_rule(_masked)),
+    )
+    registry.register("alpha_dropout feature_alpha_dropout", "input p=0.5 training=False ...", _in_training(_whole))
     registry.register("rand_like randn_like randint_like", "input ...", _rule(_drawn, linear=False))
     registry.register(
         "uniform_ normal_ exponential_ log_normal_ cauchy_ geometric_ random_",
@@ -36,7 +40,7 @@ def register(registry: RuleRegistry) -> None:
         in_place=True,
     )
     registry.register("kaiming_uniform_ kaiming_normal_", "tensor ...", _rule(_filled, linear=False), in_place=True)
-    registry.register("rrelu", "input lower=0.125 upper=0.333 training=False inplace=False", _random_slopes)
+    registry.register("rrelu", "input lower=0.125 upper=0.333 training=False", _random_slopes)
     registry.register("bernoulli", "input ...", _whole)
     registry.register("multinomial", "input num_samples replacement=False", _multinomial)
     registry.register("bernoulli_", "input p=0.5", _rule(_filled, linear=False), in_place=True)
@@ -49,6 +53,11 @@ def _rule(local: Callable[[LocalCall], Any], linear: bool = True) -> Rule:
         return Factorization((dims,), (dims,), sizes, terms=terms, of_part=local)
 
     return rule
+
+
+def _in_training(rule: Rule) -> Rule:
+    """The rule of dropout; in evaluation it is the identity."""
+    return lambda call: rule(call) if call["training"] else pointwise("unary")(call)
 
 
 def _masked(call: LocalCall) -> Tensor:
@@ -114,8 +123,6 @@ def _random_slopes(call: OpCall) -> Factorization:
     """How many numbers are drawn before an element depends on the signs of all elements before it."""
     if not call["training"]:
         return pointwise(None)(call)
-    if call["inplace"] and not call.tensors[0].is_replicated():
-        raise call.refuse("in training it draws for the whole tensor, so that it cannot write a part in place")
     return _whole(call)
 
 

@@ -155,6 +155,7 @@ KEYWORD_SYNONYMS = {
     "size": "shape",
     "sizes": "repeats",
     "split_size": "sizes",
+    "train": "training",
     "split_size_or_sections": "sizes",
     "indices_or_sections": "sizes",
 }
