@@ -125,6 +125,77 @@ def test_float16_gradients_that_would_vanish_are_kept(hp_platform):
     assert abs(lost - exact).max() > 10 * abs(scaled - exact).max()
 
 
+class Halver:
+    """Takes half of each gradient from its parameter."""
+
+    def __init__(self, platform, parameters):
+        self.param_groups, self._platform = [{"params": parameters}], platform
+
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            taken = self._platform.ops.mul(self._platform.get_grad(parameter), 0.5)
+            self._platform.copy_(parameter, self._platform.ops.sub(parameter, taken))
+
+
+def _parameters(platform, *grads):
+    """Zeros with these gradients."""
+    made = [platform.Parameter(platform.zeros((2,), platform.dtype("float32"))) for _ in grads]
+    for parameter, grad in zip(made, grads, strict=True):
+        platform.set_grad(parameter, platform.from_numpy(numpy.full((2,), grad, numpy.float32)))
+    return made
+
+
+def _values(platform, parameters):
+    with platform.no_grad():
+        return [float(platform.to_numpy(parameter)[0]) for parameter in parameters]
+
+
+def test_lists_and_optimizers_of_one_step_divide_each_gradient_once(hp_platform):
+    """A list that is part of one optimizer's parameters, with one of them twice, and an optimizer beside it."""
+    first, second = _parameters(hp_platform, 8.0, 16.0), _parameters(hp_platform, 32.0, 64.0)
+    scaler = GradScaler(8.0, platform=hp_platform)
+    scaler.unscale_([first[0], first[0]])
+    with hp_platform.no_grad():
+        for parameters in (first, second):
+            scaler.step(Halver(hp_platform, parameters))
+    scaler.update()
+    assert _values(hp_platform, first + second) == [-0.5, -1.0, -2.0, -4.0]
+    scaler.unscale_(first)
+    with pytest.raises(LossScalingError, match="has been called for these parameters"):
+        scaler.unscale_(iter(first))
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_only_optimizers_of_which_a_gradient_overflowed_are_skipped(hp_platform, bad):
+    """In a list unscaled before, or in the rest of the same optimizer, or in another optimizer."""
+    grads = [8.0, 8.0, 8.0]
+    grads[bad] = numpy.inf
+    *first, other = _parameters(hp_platform, *grads)
+    scaler = GradScaler(8.0, platform=hp_platform)
+    scaler.unscale_(first[:1])
+    with hp_platform.no_grad():
+        for parameters in (first, [other]):
+            scaler.step(Halver(hp_platform, parameters))
+    assert _values(hp_platform, [*first, other]) == ([-0.5, -0.5, 0.0] if bad == 2 else [0.0, 0.0, -0.5])
+    scaler.update()
+    assert scaler.get_scale() == 4.0
+
+
+def test_ranks_that_unscaled_other_parts_of_an_optimizer_before_decide_alike(hp_platform):
+    """A rank without parameters in the list gives an empty one, as in a pipeline."""
+
+    def rank():
+        first = current_world(hp_platform).rank == 0
+        parameters = _parameters(hp_platform, numpy.inf if first else 8.0)
+        scaler = GradScaler(8.0, platform=hp_platform)
+        scaler.unscale_(parameters if first else [])
+        with hp_platform.no_grad():
+            scaler.step(Halver(hp_platform, parameters))
+        return _values(hp_platform, parameters)
+
+    assert run_ranks(rank, 2, hp_platform) == [[0.0], [0.0]]
+
+
 def test_a_state_dict_is_json_and_goes_on_exactly(hp_platform):
     def steps(scaler, outcomes):
         scales = []
@@ -157,9 +228,10 @@ def test_misuse_is_told(hp_platform):
         scaler.update()
     with pytest.raises(LossScalingError, match="has no param_groups"):
         scaler.step(object())
-    scaler.unscale_([])
-    with pytest.raises(LossScalingError, match="has been called"):
-        scaler.unscale_([])
+    optimizer = Halver(hp_platform, [])
+    scaler.unscale_(optimizer)
+    with pytest.raises(LossScalingError, match="has been called for this optimizer"):
+        scaler.unscale_(optimizer)
     with pytest.raises(LossScalingError, match="missing scale"):
         scaler.load_state_dict({})
     scaler.update(2.0**-24)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hp_dtensor.platform import Platform
@@ -23,7 +23,7 @@ class GradScaler:
 
     Where a gradient on any rank is not finite, every rank skips the step and the scale shrinks; after
     `growth_interval` steps without that it grows. Gradients of any layout count, on ranks with empty shards too;
-    one number is reduced per `unscale_`.
+    one number is reduced per `unscale_`, and per `step` of an optimizer for which it has not been called.
 
     ```python
     scaler.scale(loss).backward()
@@ -62,7 +62,10 @@ class GradScaler:
         self._enabled = enabled
         self._platform = platform if platform is not None else get_platform()
         self._process_group = process_group
-        self._found: dict[int, bool] = {}
+        # Since the last update; what it is about is held, so that nothing else gets its id.
+        self._unscaled: dict[int, tuple[Tensor, bool]] = {}
+        self._optimizers: dict[int, tuple[Any, bool]] = {}
+        self._found: list[bool] = []
 
     def is_enabled(self) -> bool:
         return self._enabled
@@ -74,7 +77,7 @@ class GradScaler:
     @property
     def found_inf(self) -> bool:
         """Whether some rank found a gradient that is not finite since the last `update`."""
-        return any(self._found.values())
+        return any(self._found)
 
     def scale(self, outputs: Any) -> Any:
         """A loss (or a list, tuple or dict of them) multiplied by the scale."""
@@ -89,47 +92,66 @@ class GradScaler:
     def unscale_(self, optimizer: Any) -> None:
         """Divide gradients by the scale in place, and find out on all ranks together whether they are finite.
 
+        A gradient that has been divided since the last `update`, for a list or another optimizer, is left as it is.
+
         Args:
             optimizer: with `param_groups`; or the parameters themselves.
 
         Raises:
-            LossScalingError: called twice for the same optimizer before `update`.
+            LossScalingError: called twice for the same optimizer or parameters before `update`.
         """
         if not self._enabled:
             return
-        key = id(optimizer) if hasattr(optimizer, "param_groups") else 0
-        if key in self._found:
-            raise LossScalingError("unscale_() has been called for this optimizer since the last update()")
-        self._found[key] = self._unscale(_parameters_of(optimizer))
+        if hasattr(optimizer, "param_groups"):
+            if id(optimizer) in self._optimizers:
+                raise LossScalingError("unscale_() has been called for this optimizer since the last update()")
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            self._optimizers[id(optimizer)] = optimizer, self._unscale(parameters)
+            return
+        parameters = list(optimizer)
+        if parameters and all(id(parameter) in self._unscaled for parameter in parameters):
+            raise LossScalingError("unscale_() has been called for these parameters since the last update()")
+        self._unscale(parameters)
 
-    def _unscale(self, parameters: Iterable[Tensor]) -> bool:
+    def _unscale(self, parameters: Sequence[Tensor]) -> bool:
+        """Unscale the gradients of which that has not been done; whether any of all these is not finite anywhere."""
         platform = self._platform
-        grads = [grad for parameter in parameters if (grad := platform.get_grad(parameter)) is not None]
+        found_before = any(self._unscaled[id(p)][1] for p in parameters if id(p) in self._unscaled)
+        left = {id(p): p for p in parameters if id(p) not in self._unscaled and platform.get_grad(p) is not None}
         with platform.no_grad():
-            found = get_storage(platform).unscale_([local_of(platform, grad) for grad in grads], 1.0 / self._scale)
+            grads = [local_of(platform, platform.get_grad(parameter)) for parameter in left.values()]
+            found = get_storage(platform).unscale_(grads, 1.0 / self._scale)
+            # What was divided before may be parameters of some ranks only.
+            found = platform.ops.add(found, 1.0) if found_before else found
             group = self._process_group or current_world(platform).all
             group.all_reduce(found, "max")
-        return float(platform.to_numpy(found)) > 0
+        not_finite = float(platform.to_numpy(found)) > 0
+        self._unscaled |= {key: (parameter, not_finite) for key, parameter in left.items()}
+        self._found.append(not_finite)
+        return not_finite
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """`optimizer.step(*args, **kwargs)`, unless some rank found a gradient that is not finite.
+        """`optimizer.step(*args, **kwargs)`, unless some rank found a gradient of its parameters that is not finite.
 
-        Unscales first where that has not been done. The decision is the same on every rank.
+        Unscales first where `unscale_(optimizer)` has not been called, what is left to unscale. The decision is the
+        same on every rank. An optimizer without `param_groups` goes by all that has been unscaled.
 
         Raises:
             LossScalingError: the optimizer has no `param_groups` and `unscale_` has not been called.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
-        named = hasattr(optimizer, "param_groups")
-        if named and id(optimizer) not in self._found and 0 not in self._found:
+        if not hasattr(optimizer, "param_groups"):
+            if not self._found:
+                kind = type(optimizer).__name__
+                raise LossScalingError(
+                    f"step() of a {kind}, which has no param_groups: call unscale_(parameters) first"
+                )
+            return None if self.found_inf else optimizer.step(*args, **kwargs)
+        if id(optimizer) not in self._optimizers:
             self.unscale_(optimizer)
-        if not self._found:
-            raise LossScalingError(
-                f"step() of a {type(optimizer).__name__}, which has no param_groups: call unscale_(parameters) first"
-            )
-        found = self._found.get(id(optimizer), self._found.get(0, self.found_inf))
-        return None if found else optimizer.step(*args, **kwargs)
+        _, not_finite = self._optimizers[id(optimizer)]
+        return None if not_finite else optimizer.step(*args, **kwargs)
 
     def update(self, new_scale: float | None = None) -> None:
         """After the step: shrink or grow the scale, or set it.
@@ -151,7 +173,8 @@ class GradScaler:
             if self._growth_tracker == self._growth_interval:
                 self._scale *= self._growth_factor
                 self._growth_tracker = 0
-        self._found.clear()
+        for since_update in (self._unscaled, self._optimizers, self._found):
+            since_update.clear()
 
     def _shrink(self) -> None:
         self._scale *= self._backoff_factor
@@ -192,11 +215,6 @@ class GradScaler:
         self._scale, self._growth_factor, self._backoff_factor = (float(value) for value in values[:3])
         self._growth_interval = int(values[3])
         self._growth_tracker = int(state_dict["_growth_tracker"])
-
-
-def _parameters_of(optimizer: Any) -> list[Tensor]:
-    groups = getattr(optimizer, "param_groups", None)
-    return list(optimizer) if groups is None else [p for group in groups for p in group["params"]]
 
 
 def _check(scale: float, growth_factor: float, backoff_factor: float, growth_interval: int) -> None:
