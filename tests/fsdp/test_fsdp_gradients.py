@@ -153,6 +153,55 @@ def test_freezing_and_thawing_between_steps(hp_platform):
     run_ranks(rank, 2, hp_platform)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("frozen", [("blocks.0.up", "head"), ("blocks.0",), ("embed", "blocks")])
+def test_what_is_frozen_between_micro_batches_keeps_its_gradient(hp_platform, stage, frozen):
+    """Also where a whole group is frozen in the micro-batch that reduces, or all but one parameter is."""
+    case = Case((2,), num_blocks=2, options={"zero_stage": stage})
+
+    def freeze(model):
+        for name, parameter in hp_platform.named_parameters(model):
+            hp_platform.set_requires_grad(parameter, not name.startswith(frozen))
+
+    def rank():
+        model, plain = sharded(hp_platform, case), build(hp_platform, case)
+        for micro in range(2):
+            model.set_requires_gradient_sync(micro == 1)
+            step(hp_platform, model, case, micro)
+            losses = [micro_loss(hp_platform, plain, case, other, micro, 0) for other in range(2)]
+            hp_platform.backward(hp_platform.ops.div(hp_platform.ops.add(*losses), 2))
+            freeze(model)
+            freeze(plain)
+        found = whole_grads(hp_platform, model)
+        for name, expected in whole_grads(hp_platform, plain).items():
+            if expected is not None:
+                numpy.testing.assert_allclose(found[name], expected, rtol=2e-5, atol=2e-6, err_msg=name)
+
+    run_ranks(rank, 2, hp_platform)
+
+
+@pytest.mark.parametrize("frozen", ["", "blocks.0"])
+def test_what_is_frozen_keeps_what_waits_for_the_replicas(hp_platform, frozen):
+    case = Case((2, 2), num_blocks=1)
+
+    def rank():
+        model, plain = sharded(hp_platform, case), build(hp_platform, case)
+        model.set_requires_all_reduce(False)
+        step(hp_platform, model, case)
+        for name, parameter in hp_platform.named_parameters(model):
+            hp_platform.set_requires_grad(parameter, not frozen or not name.startswith(frozen))
+        model.set_requires_all_reduce(True)
+        step(hp_platform, model, case)
+        for other in range(4):
+            loss = micro_loss(hp_platform, plain, case, other, 0, 0)
+            hp_platform.backward(hp_platform.ops.div(loss, 4))
+        once = whole_grads(hp_platform, plain)["blocks.0.up.weight"]
+        found = whole_grads(hp_platform, model)["blocks.0.up.weight"]
+        numpy.testing.assert_allclose(found, once * (1 if frozen else 2), rtol=2e-5, atol=2e-6)
+
+    run_ranks(rank, 4, hp_platform)
+
+
 def test_gradients_wider_than_their_parameters(hp_platform):
     """Two bfloat16 gradients whose sum bfloat16 rounds: 256 + 1."""
     policy = MixedPrecisionPolicy(reduce_dtype="float32", grad_dtype="float32")

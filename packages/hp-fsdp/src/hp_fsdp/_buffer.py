@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,10 @@ class FlatBuffer:
 
     Attributes:
         keeps_full: whether the full buffer stays when nobody computes with it.
+        gradients: full ones that are not reduced yet; None: there are none.
+        collected: indices of the parameters of which there are gradients among them, frozen since or not.
+        partial_shard: reduced ones that wait for another reduction; None: there are none.
+        partial_collected: as `collected`, of those.
     """
 
     def __init__(
@@ -99,7 +103,9 @@ class FlatBuffer:
         self._gathering: Work | None = None
         self._reading: Work | None = None
         self.gradients: Tensor | None = None
+        self.collected: frozenset[int] = frozenset()
         self.partial_shard: Tensor | None = None
+        self.partial_collected: frozenset[int] = frozenset()
         self._pending_versions: list[int] = []
         self._gathered_versions: list[int] | None = None
         self._kept_part: Tensor | None = None
@@ -380,10 +386,12 @@ class FlatBuffer:
             self.note_allocation()
             self._zero(self.layout.gaps())
         given = dict(zip(indices, grads, strict=True))
+        self.collected |= given.keys()
         for index, parameter in enumerate(self.parameters):
             self._collect_one(index, given.get(index), fresh)
             recomputed = self.storage.take_grad(parameter.leaf)
             if recomputed is not None:
+                self.collected |= {index}
                 self._collect_one(index, recomputed, fresh=False)
 
     def outside_of_full(self, grads: Gradients) -> Gradients:
@@ -413,6 +421,7 @@ class FlatBuffer:
     def forget_gradients(self) -> None:
         """Drop what has been accumulated but not reduced."""
         self.gradients = self.partial_shard = None
+        self.collected = self.partial_collected = frozenset()
         for parameter in self.parameters:
             self.storage.take_grad(parameter.leaf)
 
@@ -443,22 +452,23 @@ class FlatBuffer:
         for offset, numel in intervals:
             self.storage.zero_(self.storage.part(self.gradients, offset, (numel,)))
 
-    def start_store(self, reduced: Tensor) -> Callable[[], None]:
-        """Begin to bring a reduced flat shard to where the gradients lie; the function returned does the rest."""
+    def start_store(self, reduced: Tensor, collected: Collection[int]) -> Callable[[], None]:
+        """Begin to bring a reduced flat shard to where the gradients of the parameters `collected` lie; the function
+        returned does the rest."""
         flat = self._as(reduced, self.grad_dtype)
-        trainable = [p for p in self.parameters if self.platform.requires_grad(p.sharded)]
+        parameters = [self.parameters[index] for index in sorted(collected)]
         # What somebody has looked at lies with the parameters; what is added to it joins it.
-        apart = self.residence.is_apart and all(self.storage.local_grad(p.sharded) is None for p in trainable)
+        apart = self.residence.is_apart and all(self.storage.local_grad(p.sharded) is None for p in parameters)
         on_host = self.residence.gradients if apart else self.residence.parameters
         flat, arriving = self.residence.to_host(flat) if on_host else arrived(flat)
 
         def finish() -> None:
             arriving.wait()
             if apart:
-                self.awaited.add(flat, trainable)
+                self.awaited.add(flat, parameters)
             else:
                 self.awaited.fetch()
-                self._store(trainable, flat)
+                self._store(parameters, flat)
 
         return finish
 

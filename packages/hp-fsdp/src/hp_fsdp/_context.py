@@ -451,6 +451,7 @@ class Context:
             return
         if self.root.is_last_backward:
             self._complete_rest(run)
+            self._reduce_what_waits()
         self._orders.start_comparing("backward")
         if not self.root.defers_reduction:
             self.finish_reductions()
@@ -460,6 +461,17 @@ class Context:
                 group.reshard()
         self._finish_reading()
         self._backward = None
+
+    def _reduce_what_waits(self) -> None:
+        """Gradients accumulated by earlier backwards, in buffers that this one does not come to: all frozen since."""
+        for group in self.groups:
+            for buffer in group.buffers if group.gradient_sync else ():
+                if self._reducer.leaves_waiting(buffer, group.reduce_options):
+                    if buffer.gradients is None:
+                        self._reducer.make_room(group.max_gradient_buffers)
+                        buffer.collect((), ())
+                    group.check_order("reduces the gradients of")
+                    self._reducer.start(buffer, group.reduce_options, True, group.communicating)
 
     def finish_reductions(self) -> None:
         """Wait for all reductions under way; the gradients are then there."""

@@ -65,6 +65,7 @@ class Reduction:
         buffer = self._buffer
         # Held here until the reduce-scatter is over.
         self._full, buffer.gradients = buffer.gradients, None
+        self._collected, buffer.collected = buffer.collected, frozenset()
         if self._before != 1.0:
             buffer.storage.scale_(self._full, 1.0 / self._before)
         if buffer.shard_group.size == 1:
@@ -80,9 +81,10 @@ class Reduction:
         self._full, self._work = None, DONE
         if buffer.partial_shard is not None:
             buffer.storage.add_(self._shard, buffer.partial_shard)
-            buffer.partial_shard = None
+            self._collected |= buffer.partial_collected
+            buffer.partial_shard, buffer.partial_collected = None, frozenset()
         if self._waits_for_more:
-            buffer.partial_shard = self._shard
+            buffer.partial_shard, buffer.partial_collected = self._shard, self._collected
             buffer.note_pending()
         elif self._all_reduce:
             assert buffer.replicate_group is not None
@@ -104,6 +106,9 @@ class Reduction:
         """Whether its gradients go to the host, which takes time beside the backward."""
         return self._buffer.residence.gradients and self._store is None
 
+    def is_of(self, buffer: FlatBuffer) -> bool:
+        return self._buffer is buffer
+
     @property
     def is_communicating(self) -> bool:
         return self._work is not DONE
@@ -122,7 +127,7 @@ class Reduction:
             return lambda: None
         if self._after != 1.0:
             self._buffer.storage.scale_(self._shard, 1.0 / self._after)
-        return self._buffer.start_store(self._shard)
+        return self._buffer.start_store(self._shard, self._collected)
 
 
 class Reducer:
@@ -149,6 +154,13 @@ class Reducer:
 
     def start(self, buffer: FlatBuffer, options: ReduceOptions, is_last: bool, communicating: Communicating) -> None:
         self._running.append(Reduction(buffer, options, is_last, communicating))
+
+    def leaves_waiting(self, buffer: FlatBuffer, options: ReduceOptions) -> bool:
+        """Whether a buffer has gradients of which a reduction would be the last one, and none is under way."""
+        if any(reduction.is_of(buffer) for reduction in self._running):
+            return False
+        all_reduces = options.all_reduce or buffer.replicate_group is None
+        return buffer.gradients is not None or (buffer.partial_shard is not None and all_reduces)
 
     @property
     def held_bytes(self) -> int:
