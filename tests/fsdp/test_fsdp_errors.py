@@ -22,6 +22,7 @@ from fsdp_training import (
 
 from hp_dtensor import nn
 from hp_dtensor.checks import check_mode
+from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import LaunchError, MixedOperandsError, RankMismatchError
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.testing.simulated import run_ranks
@@ -237,6 +238,27 @@ def test_modules_of_one_class_called_on_their_own_are_told_apart(hp_platform):
     with pytest.raises(LaunchError) as caught:
         run_ranks(rank, 3, hp_platform)
     assert isinstance(caught.value.__cause__, CallOrderError)
+
+
+def test_reset_before_the_first_forward_frees_what_unshard_has_gathered(hp_platform):
+    """Of the modules below, too: those that have had a forward of their own and those that have not."""
+
+    def rank():
+        model = sharded(hp_platform, CASE)
+        block = model.blocks[0]
+        x = hp_platform.from_numpy(numpy.ones((1, 1, DIM), numpy.float32))
+        hp_platform.backward(hp_platform.ops.sum(block(x)))
+        for module in (block, model.blocks[1], model):
+            module.unshard()
+        assert sum(size > 0 for size in held_bytes(model)) == 3
+        model.blocks[1].reset()
+        assert held_bytes(model.blocks[1]) == [0]
+        model.reset()
+        assert held_bytes(model) == [0] * 4
+        assert all(isinstance(parameter, DTensor) for _, parameter in hp_platform.named_parameters(model))
+        step(hp_platform, model, CASE)
+
+    run_ranks(rank, 2, hp_platform)
 
 
 def test_a_step_without_the_gradients_that_wait_is_noticed(hp_platform):

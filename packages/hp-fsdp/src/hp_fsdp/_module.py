@@ -215,8 +215,13 @@ class FSDPModule:
 
         After an exception in backward the next forward does it by itself; one in forward needs nothing.
         """
-        if self._fsdp.context is not None:
-            self._fsdp.context.reset()
+        states = states_below(self._fsdp.platform, self)
+        for context in dict.fromkeys(state.context for state in states):
+            if context is not None:
+                context.reset()
+        for group in (state.group for state in states if state.context is None):
+            group.conceal()
+            group.reshard()
 
 
 HSDPModule = FSDPModule
