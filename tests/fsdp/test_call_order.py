@@ -321,6 +321,30 @@ def test_an_error_that_was_caught_keeps_nothing_alive(hp_platform):
     assert run_ranks(rank, 2, hp_platform) == [[False, False]] * 2
 
 
+def test_models_made_and_freed_one_after_another_leave_no_descriptions(hp_platform):
+    """Ranks that free them at different moments still mean the same buffers by the same numbers."""
+
+    def rank():
+        number = current_world(hp_platform).rank
+        kept, counts = [], []
+        for _ in range(4):
+            model = sharded(hp_platform, (2,))
+            step(hp_platform, model)
+            order = order_of(model._fsdp.group.buffers[0].shard_group)
+            counts.append(len(order._described))
+            kept += [model] if number == 0 and not kept else []
+            del model
+            gc.collect()
+        last = sharded(hp_platform, (2,))
+        check_step(hp_platform, last, 2)
+        with order_error("rank 1 gathers" if number == 0 else "rank 0 gathers a group that is gone"):
+            step(hp_platform, last if number else kept[0])
+        return counts
+
+    # Four groups a model.
+    assert run_ranks(rank, 2, hp_platform) == [[4, 8, 8, 8], [4, 4, 4, 4]]
+
+
 def test_ranks_outside_the_group_are_said_to_know_nothing(hp_platform):
     """Replicas meet the ranks that gave up a step in its reductions only: one step too late."""
 

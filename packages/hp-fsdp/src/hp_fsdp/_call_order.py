@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from array import array
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -84,15 +85,31 @@ class CallOrder:
         self.error: CallOrderError | None = None
         self._process_group = group
         self._rank = group.ranks[group.rank]
-        self._described: list[tuple[weakref.ref[Group], list[str]]] = []
+        # By number. Numbers are never used again: groups are freed at other moments on other ranks.
+        self._described: dict[int, tuple[weakref.ref[Group], list[str]]] = {}
+        self._num_joined = 0
+        self._freed: deque[int] = deque()
         self._agreed = bytes(DIGEST_BYTES)
         self._has_met = False
         self._under_way: Comparison | None = None
 
     def join(self, group: Group, parameters: Sequence[str]) -> Participant:
         """The next buffer, the same on every rank: of `group`, with `parameters`."""
-        self._described.append((weakref.ref(group), list(parameters)))
-        return Participant(self, len(self._described) - 1)
+        self._forget_freed()
+        number, freed = self._num_joined, self._freed
+        self._described[number] = weakref.ref(group, lambda _: freed.append(number)), list(parameters)
+        self._num_joined += 1
+        return Participant(self, number)
+
+    def _forget_freed(self) -> None:
+        """Drop the descriptions of freed groups, but for those of which the actions noted tell."""
+        noted = {code // len(ACTIONS) for code in self.noted} if self._freed else ()
+        for _ in range(len(self._freed)):
+            number = self._freed.popleft()
+            if number in noted:
+                self._freed.append(number)
+            else:
+                del self._described[number]
 
     def note(self, code: int) -> None:
         """This rank has begun something."""
@@ -201,8 +218,10 @@ class CallOrder:
         if code is None:
             return "does nothing more"
         number, kind = divmod(code, len(ACTIONS))
-        if number >= len(self._described):
+        if number >= self._num_joined:
             return f"{ACTIONS[kind]} a group that rank {self._rank} does not have"
+        if number not in self._described:
+            return f"{ACTIONS[kind]} a group that is gone"
         reference, parameters = self._described[number]
         group = reference()
         more = len(parameters) - NUM_PARAMETERS
@@ -211,7 +230,7 @@ class CallOrder:
 
     def _states(self, codes: Iterable[int | None]) -> str:
         numbers = dict.fromkeys(code // len(ACTIONS) for code in codes if code is not None)
-        groups = [self._described[number][0]() for number in numbers if number < len(self._described)]
+        groups = [self._described[number][0]() for number in numbers if number in self._described]
         states = [f"{group.name} is in state {group.state.value!r}" for group in groups if group is not None]
         return f"On rank {self._rank} {', '.join(states)}. " if states else ""
 
