@@ -44,6 +44,7 @@ def _leave_dtensors_out() -> None:
     config.nontraceable_tensor_subclasses.add(TorchDTensor)
     for package in _LEFT_ALONE:
         trace_rules.add(package)
+    trace_rules.get_torch_obj_rule_map.cache_clear()  # it knows torch's functions by themselves, not by name
     skipped = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)  # with all that they call
     for member in vars(TorchDTensor).values():
         code = _code_of(member)

@@ -1,7 +1,7 @@
 """Where torch takes a tensor without asking it: `__torch_function__` is not called there, and C++ sees the shard.
 
 Results would be those of one rank's data, without any error. So these entrances ask first: DTensors are refused
-where nothing better is possible, and hooks of modules get their gradients as DTensors.
+where nothing better is possible, numbers are those of the whole, and hooks of modules get their gradients as DTensors.
 """
 
 from __future__ import annotations
@@ -11,9 +11,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch._export import non_strict_utils
 from torch._functorch import eager_transforms, vmap
+from torch.fx.experimental import proxy_tensor
+from torch.jit import _builtins
 from torch.nn import init
 from torch.nn.modules._functions import BackwardHookFunction
+from torch.utils import _device
+from torch.utils._pytree import tree_leaves
 
 from hp_dtensor.api import distribute_tensor
 from hp_dtensor.exceptions import ShardingRuleError
@@ -36,11 +41,23 @@ def guard() -> None:
         eager_transforms._wrap_for_grad, "torch.func (grad, vjp and the like)", _TRANSFORMS_A_SHARD
     )
     vmap._add_batch_dim = _refusing(vmap._add_batch_dim, "torch.func (vmap)", _TRANSFORMS_A_SHARD)
+    eager_transforms._maybe_wrap_functional_tensor = _refusing(
+        eager_transforms._maybe_wrap_functional_tensor, "torch.func.functionalize", _TRANSFORMS_A_SHARD
+    )
     for name in _OF_THE_WHOLE:
         setattr(init, name, _keeping_the_shard(getattr(init, name)))
     for owner in (torch, torch.utils.dlpack):
         owner.to_dlpack = _refusing(owner.to_dlpack, "to_dlpack", _EXPORTS_A_SHARD)  # type: ignore[attr-defined]
-    torch.jit.trace = _refusing_to_trace(torch.jit.trace)  # type: ignore[assignment]
+    torch.jit.trace = _refusing_to_trace(torch.jit.trace, "torch.jit.trace")  # type: ignore[assignment]
+    torch.export.export = _refusing_to_trace(torch.export.export, "torch.export")
+    torch._C.ScriptFunction.__call__ = _refusing_arguments(  # type: ignore[method-assign]
+        torch._C.ScriptFunction.__call__, "a function made by torch.jit.script"
+    )
+    proxy_tensor._MakefxTracer.trace = _refusing_arguments(  # type: ignore[method-assign]
+        proxy_tensor._MakefxTracer.trace, "make_fx"
+    )
+    torch.Tensor.set_ = _refusing_source(torch.Tensor.set_)  # type: ignore[assignment]
+    _guard_factories()
     compiling.guard()
 
 
@@ -78,33 +95,145 @@ _TRANSFORMS_A_SHARD = (
     "would transform this rank's shard alone. Use torch.autograd.grad, or transform local tensors inside "
     "hp_dtensor.local_map."
 )
+_WORKS_ON_A_SHARD = (
+    "would work on this rank's shard alone. Call it on local tensors inside hp_dtensor.local_map, or the function "
+    "that it was made of."
+)
 _EXPORTS_A_SHARD = "would give this rank's shard; say so with x.to_local()"
 
 
 def _refusing(function: Callable[..., Any], name: str, effect: str) -> Callable[..., Any]:
     @functools.wraps(function)
-    def refused(x: Any, *args: Any) -> Any:
+    def refused(x: Any, *args: Any, **kwargs: Any) -> Any:
         if type(x) is TorchDTensor:
             raise ShardingRuleError(f"{name} of {x.spec!r} {effect}")
-        return function(x, *args)
+        return function(x, *args, **kwargs)
 
     return refused
 
 
-def _refusing_to_trace(trace: Callable[..., Any]) -> Callable[..., Any]:
+def _refusing_arguments(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def refused(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _intercepting():
+            for x in tree_leaves((args, kwargs)):
+                if type(x) is TorchDTensor:
+                    raise ShardingRuleError(f"{name} with {x.spec!r} {_WORKS_ON_A_SHARD}")
+        return method(self, *args, **kwargs)
+
+    return refused
+
+
+def _refusing_source(set_: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(set_)
+    def refused(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        for x in (*args, *kwargs.values()):
+            if type(x) is TorchDTensor and _intercepting():
+                raise ShardingRuleError(f"set_ of a plain tensor to {x.spec!r} {_EXPORTS_A_SHARD}")
+        return set_(self, *args, **kwargs)
+
+    return refused
+
+
+def _refusing_to_trace(trace: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Neither among the inputs nor among the parameters of a module."""
+
     @functools.wraps(trace)
-    def refused(func: Any, example_inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
-        inputs = example_inputs if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
-        held = func.parameters() if isinstance(func, torch.nn.Module) else ()
-        for x in (*inputs, *held):
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        given = tree_leaves((args, kwargs))
+        held = [x for module in given if isinstance(module, torch.nn.Module) for x in module.parameters()]
+        for x in (*given, *held):
             if type(x) is TorchDTensor:
                 raise ShardingRuleError(
-                    f"torch.jit.trace with {x.spec!r} would record this rank's part of the work alone. Trace with "
-                    "plain tensors, or use torch.compile, which leaves operations on DTensors as they are."
+                    f"{name} with {x.spec!r} would record this rank's part of the work alone. Trace with plain "
+                    "tensors, or use torch.compile, which leaves operations on DTensors as they are."
                 )
-        return trace(func, example_inputs, *args, **kwargs)
+        return trace(*args, **kwargs)
 
     return refused
+
+
+# Tensors made of numbers and of data -----------------------------------------------------------------------
+
+_MADE_OF_NUMBERS = ("full", "full_like", "scalar_tensor", "arange")
+
+
+def _guard_factories() -> None:
+    """The replaced functions stay what they are to torch.jit.script, to pickle and to `with torch.device(...)`."""
+    _device._device_constructors()  # made once, of what the modes get: the functions before they are replaced
+    for name in (*_MADE_OF_NUMBERS, "tensor"):
+        plain = getattr(torch, name)
+        asked = _copying(plain) if name == "tensor" else _taking_numbers(plain)
+        asked.__module__, asked.__qualname__ = "torch", name
+        _builtins._register_builtin(asked, f"aten::{name}")
+        setattr(torch, name, asked)
+    handler = non_strict_utils._NonStrictTorchFunctionHandler
+    handler._override = _knowing_replaced(handler._override)  # type: ignore[method-assign]
+    torch.Tensor.new_full = _taking_numbers(torch.Tensor.new_full)  # type: ignore[assignment]
+    torch.Tensor.new_tensor = _copying_as_new(torch.Tensor.new_tensor)  # type: ignore[assignment]
+
+
+def _knowing_replaced(override: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.export asks whether a function is `torch.tensor`; torch hands it the one that was replaced."""
+
+    @functools.wraps(override)
+    def overridden(self: Any, func: Callable[..., Any], *args: Any) -> Any:
+        return override(self, torch.tensor if func.__name__ == "tensor" else func, *args)
+
+    return overridden
+
+
+def _taking_numbers(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A DTensor without dimensions is the value of the whole, as in `float(x)`: every rank calls it."""
+
+    @functools.wraps(factory)
+    def filled(*args: Any, **kwargs: Any) -> Tensor:
+        for x in args:
+            if type(x) is TorchDTensor:
+                args = tuple(map(_number, args))
+                break
+        for x in kwargs.values():
+            if type(x) is TorchDTensor:
+                kwargs = {name: value if name == "out" else _number(value) for name, value in kwargs.items()}
+                break
+        return factory(*args, **kwargs)
+
+    return filled
+
+
+def _number(x: Any) -> Any:
+    return x.item() if type(x) is TorchDTensor and not x._spec.shape and _intercepting() else x
+
+
+def _copying(tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`torch.tensor`: of a DTensor it makes another one, placed alike."""
+
+    @functools.wraps(tensor)
+    def copied(data: Any, **options: Any) -> Tensor:
+        if type(data) is TorchDTensor and _intercepting():
+            return _copy(data, **options)
+        return tensor(data, **options)
+
+    return copied
+
+
+def _copying_as_new(new_tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(new_tensor)
+    def copied(self: Tensor, data: Any, **options: Any) -> Tensor:
+        if type(data) is TorchDTensor and _intercepting():
+            return _copy(data, **{"dtype": self.dtype, "device": self.device, **options})
+        return new_tensor(self, data, **options)
+
+    return copied
+
+
+def _copy(
+    data: TorchDTensor, dtype: Any = None, device: Any = None, requires_grad: bool = False, pin_memory: bool = False
+) -> Tensor:
+    wanted = {name: value for name, value in (("dtype", dtype), ("device", device)) if value is not None}
+    copy = data.detach().clone()
+    copy = copy.to(**wanted) if wanted else copy
+    return (copy.pin_memory() if pin_memory else copy).requires_grad_(requires_grad)
 
 
 # Initial values --------------------------------------------------------------------------------------------
