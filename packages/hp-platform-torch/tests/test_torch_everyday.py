@@ -15,11 +15,12 @@ from hp_dtensor import (
     Replicate,
     Shard,
     StridedShard,
+    clip_grad_norm_,
     distribute_module,
     distribute_tensor,
     init_device_mesh,
 )
-from hp_dtensor.exceptions import ShardingRuleError
+from hp_dtensor.exceptions import MixedOperandsError, ShardingRuleError
 from hp_dtensor.testing import run_ranks
 
 
@@ -52,6 +53,17 @@ def test_membership_comparison_with_anything_and_reversal():
         return torch.stack(list(reversed(x))).full_tensor()
 
     assert all(torch.equal(rows, WHOLE.flip(0)) for rows in on_ranks(rank))
+
+
+def test_clipping_plain_and_distributed_parameters_by_torch_says_what_takes_both():
+    def rank(mesh, x):
+        parameters = [nn.Parameter(x), nn.Parameter(torch.ones(3))]
+        (parameters[0].sum().full_tensor() + parameters[1].sum()).backward()
+        with pytest.raises(MixedOperandsError, match=r"hp_dtensor\.clip_grad_norm_ takes plain and distributed"):
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        assert clip_grad_norm_(parameters, 1.0) == pytest.approx((15 + 3) ** 0.5)
+
+    on_ranks(rank)
 
 
 def test_shallow_copies_share_the_data():
