@@ -131,11 +131,41 @@ def test_too_few_gradients_are_refused(platform, x):
         y.sum().backward()
 
 
-def test_a_custom_function_has_no_second_derivative(platform, x):
-    y = platform.custom_function(lambda t: t * t, lambda g: 2 * x * g, x).sum()
-    (first,) = torch.autograd.grad(y, x, create_graph=True)
+@pytest.mark.parametrize("others", [False, True], ids=["alone", "among other terms"])
+def test_a_custom_function_has_no_second_derivative(platform, x, others):
+    middle = x * 1
+    y = platform.custom_function(lambda t: t * t, lambda g: 2 * middle.detach() * g, middle).sum()
+    (first,) = torch.autograd.grad(y + (x**2).sum() if others else y, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(first.sum(), x, retain_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         first.sum().backward()
+
+
+def test_the_gradient_of_a_gradient_in_the_given_one_is_refused(platform, x):
+    given = torch.ones_like(x).requires_grad_()
+    y = platform.custom_function(lambda t: 2 * t, lambda g: 2 * g, x)
+    (first,) = torch.autograd.grad(y, x, given, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(first.sum(), given)
+
+
+def test_a_custom_function_keeps_no_input(platform, x):
+    middle = x * 1
+    gone = weakref.ref(middle)
+    y = platform.custom_function(lambda t: t * 2, _double, middle)
+    del middle
+    gc.collect()
+    assert gone() is None
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 2.0))
+
+
+def test_where_no_gradient_comes_it_is_zero(platform, x):
+    """As from the norm of order 0, of which torch says that there is none."""
+    y = platform.custom_function(lambda t: t * 2, _double, x)
+    (grad,) = torch.autograd.grad(y.norm(0), x)
+    assert torch.equal(grad, torch.zeros_like(x))
 
 
 def test_gradients_without_touching_leaves(platform, x):

@@ -1,4 +1,4 @@
-"""Second derivatives that go through gradients of partial tensors, or through reductions that select."""
+"""Gradients of partial tensors, and of reductions that select: in second derivatives, and where there are none."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hp_dtensor import DeviceMesh, Partial, Replicate, Shard, distribute_tensor, get_platform
+from hp_dtensor import DeviceMesh, Partial, Replicate, Shard, distribute_tensor, from_local, get_platform
 from hp_dtensor.testing import run_ranks
 
 Tensor = torch.Tensor
@@ -98,3 +98,38 @@ def _of_a_partial_leaf(shape: tuple[int, ...], placements: list[Any]) -> Tensor:
 def test_of_a_leaf_that_is_a_sum_over_ranks(placements: list[Any]) -> None:
     for found in run_ranks(_of_a_partial_leaf, 4, "torch", (2, 2), placements):
         torch.testing.assert_close(found, 36 * VECTOR**3)
+
+
+SELECTING: dict[str, Callable[[Tensor], Tensor]] = {
+    "amax": lambda x: (x.amax(1) ** 3).sum(),
+    "max": lambda x: x.max() ** 3,
+    "amin": lambda x: (x.amin(1) ** 3).sum(),
+}
+
+
+def _refused(name: str) -> str:
+    mesh = DeviceMesh("cpu", (2,), platform=get_platform("torch"))
+    x = distribute_tensor(MATRIX, mesh, [Shard(1)]).requires_grad_()
+    (first,) = torch.autograd.grad(SELECTING[name](x) + (x**2).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError) as refusal:
+        torch.autograd.grad((first**2).sum(), x)
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("name", SELECTING)
+def test_reductions_that_select_refuse_them_among_other_terms(name: str) -> None:
+    for message in run_ranks(_refused, 2, "torch", name):
+        assert message.startswith("no second derivative: ")
+
+
+def _without_a_gradient(op: str) -> Tensor:
+    mesh = DeviceMesh("cpu", (2,), platform=get_platform("torch"))
+    x = from_local(MATRIX.clone(), mesh, [Partial(op)]).requires_grad_()
+    (gradient,) = torch.autograd.grad(x.norm(0), x)
+    return gradient.full_tensor()
+
+
+@pytest.mark.parametrize("op", ["sum", "max", "min", "product"])
+def test_the_norm_of_order_0_of_a_partial_tensor_has_the_gradient_zero(op: str) -> None:
+    for found in run_ranks(_without_a_gradient, 2, "torch", op):
+        assert torch.equal(found, torch.zeros_like(MATRIX))

@@ -200,8 +200,9 @@ class Platform(ABC):
         *inputs: Tensor,
     ) -> Any:
         """General autograd node. `forward(*inputs)` returns a tensor or a tuple of tensors; `backward(*grads)`
-        gets one gradient or None per output and returns one gradient or None per input. Neither is recorded;
-        values needed in backward are kept by the closure, in a `hp_dtensor.keeping.Kept`."""
+        gets the gradient of a single output, and one or None per output of a tuple, and returns one or None per
+        input. Neither is recorded, and a second derivative is refused where a framework could take one; values
+        needed in backward are kept by the closure, in a `hp_dtensor.keeping.Kept`."""
         return self._custom_function(forward, located(backward), *inputs)
 
     @abstractmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,15 +36,19 @@ def custom_function(
     forward: Callable[..., Any], backward: Callable[..., Any], *inputs: torch.Tensor
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """`forward(*inputs)` as one node with the given backward; see `Platform.custom_function`."""
-    return _CustomFunction.apply(forward, backward, *inputs)
+    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    anchor = _Anchor.apply(*inputs) if recorded else None
+    return _CustomFunction.apply(forward, backward, anchor, *inputs)
 
 
 class _CustomFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, forward: Callable[..., Any], backward: Callable[..., Any], *inputs: Any) -> Any:
-        ctx.set_materialize_grads(False)
-        ctx.backward_function = backward
+    def forward(
+        ctx: Any, forward: Callable[..., Any], backward: Callable[..., Any], anchor: torch.Tensor | None, *inputs: Any
+    ) -> Any:
+        ctx.backward_function, ctx.anchor = backward, anchor
         outputs = forward(*inputs)
+        ctx.set_materialize_grads(isinstance(outputs, torch.Tensor))
         ctx.mark_non_differentiable(*_not_differentiable(outputs))
         return tuple(outputs) if isinstance(outputs, list) else outputs
 
@@ -53,32 +57,46 @@ class _CustomFunction(torch.autograd.Function):
         with torch.no_grad():
             result = ctx.backward_function(*grads)
         grads_of_inputs = (result,) if result is None or isinstance(result, torch.Tensor) else tuple(result)
-        expected = len(ctx.needs_input_grad) - 2
+        expected = len(ctx.needs_input_grad) - 3
         if len(grads_of_inputs) != expected:
             raise ValueError(
                 f"custom_function: backward returned {len(grads_of_inputs)} gradients, expected {expected}, "
                 "one or None per input"
             )
         if torch.is_grad_enabled():
-            grads_of_inputs = tuple(_differentiated_once(grad) for grad in grads_of_inputs)
-        return None, None, *grads_of_inputs
+            depends_on = ctx.anchor, *(grad for grad in grads if grad is not None)
+            grads_of_inputs = tuple(_differentiated_once(grad, depends_on) for grad in grads_of_inputs)
+        return None, None, None, *grads_of_inputs
 
 
-def _differentiated_once(grad: torch.Tensor | None) -> torch.Tensor | None:
-    """`grad` as something whose own derivative is refused: what it depends on is not recorded."""
-    if grad is None:
-        return None
-    return _Refusal.apply(torch.empty(0, requires_grad=True), grad)
+class _Anchor(torch.autograd.Function):
+    """Nothing, at the place in the graph that tensors have, and without keeping their data."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return (None,) * len(ctx.needs_input_grad)
+
+
+def _differentiated_once(grad: torch.Tensor | None, depends_on: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """`grad` as something whose derivative with respect to what it depends on, which is not recorded, is refused."""
+    return None if grad is None else _Refusal.apply(grad, *depends_on)
 
 
 class _Refusal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, grad: torch.Tensor, *depends_on: torch.Tensor) -> torch.Tensor:
         return grad.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise RuntimeError("a custom_function of this platform has no second derivative")
+        raise RuntimeError(
+            "no second derivative: the gradient of a custom_function is not recorded. Such are reductions over ranks "
+            "by max, min or product, and hp_dtensor.recompute.checkpoint"
+        )
 
 
 def _not_differentiable(outputs: Any) -> list[torch.Tensor]:

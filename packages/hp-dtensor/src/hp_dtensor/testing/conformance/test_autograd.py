@@ -158,6 +158,20 @@ def test_a_custom_function_with_several_inputs_and_outputs(hp_platform: Platform
     assert seen == [None]
 
 
+def test_a_custom_function_whose_result_gets_no_gradient(hp_platform: Platform, x: Tensor) -> None:
+    ops, seen = hp_platform.ops, []
+
+    def backward(grad: Any) -> Tensor:
+        seen.append(grad)
+        return ops.mul(grad, 2.0)
+
+    y = hp_platform.custom_function(lambda t: ops.mul(t, 2.0), backward, x)
+    z = hp_platform.custom_function(lambda t: ops.mul(t, 3.0), lambda grad: [None], y)
+    (grad,) = hp_platform.grad([ops.add(ops.sum(z), ops.sum(ops.square(x)))], [x])
+    np.testing.assert_array_equal(hp_platform.to_numpy(grad), 2 * hp_platform.to_numpy(x))
+    assert all(not hp_platform.to_numpy(grad).any() for grad in seen)
+
+
 def test_a_custom_function_of_indices(hp_platform: Platform, x: Tensor) -> None:
     ops = hp_platform.ops
     index = tensor(hp_platform, [2, 0], "int64")
