@@ -144,8 +144,8 @@ def _mixed(name: str, value: Tensor) -> MixedOperandsError:
         f"{name}: a plain tensor of shape {list(value.shape)} among DTensors. Say how it is placed: "
         "distribute_tensor, DTensor.from_local, or replicate_like for a constant that is equal on all ranks. A "
         "parameter that no plan has placed is replicated by distribute_module; one that fully_shard has cut is plain "
-        "in its module's forward, and in methods named to register_fsdp_forward_method; a module's output is plain where "
-        f"its style has use_local_output=True.{norms if name == 'stack' and not value.shape else ''}"
+        "in its module's forward, and in methods named to register_fsdp_forward_method; a module's output is plain "
+        f"where its style has use_local_output=True.{norms if name == 'stack' and not value.shape else ''}"
     )
 
 
