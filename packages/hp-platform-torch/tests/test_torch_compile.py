@@ -47,6 +47,29 @@ def test_a_function(backend: str) -> None:
         torch.testing.assert_close(found, [expected.detach(), expected.detach(), x.grad, weight.grad])
 
 
+def _rows(x: Tensor) -> Tensor:
+    return x.softmax(-1) * x.shape[0]
+
+
+def _compiled_on_the_first_rank(compiled: Any) -> list[int] | None:
+    mesh = _mesh()
+    x = distribute_tensor(ROWS, mesh, [Shard(0)], source_rank=None)
+    if mesh.world.rank:
+        return None
+    y = (compiled or torch.compile(_rows, backend="eager"))(x)
+    torch.testing.assert_close(y.to_local(), _rows(ROWS)[: len(y.to_local())])
+    return list(y.shape)
+
+
+@pytest.mark.parametrize("where", ["here", "on the rank"])
+def test_every_thread_leaves_dtensors_out(where: str) -> None:
+    """dynamo's settings are per thread, and every simulated rank has a thread of its own."""
+    torch.compiler.reset()
+    for _ in range(2):
+        compiled = torch.compile(_rows, backend="eager") if where == "here" else None
+        assert run_ranks(_compiled_on_the_first_rank, 2, "torch", compiled) == [[5, 4], None]
+
+
 def _module() -> torch.nn.Module:
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.LayerNorm(6), torch.nn.Linear(6, 3))

@@ -35,13 +35,21 @@ def _prepared(compile_: Callable[..., Any]) -> Callable[..., Any]:
     return compile_around_dtensors
 
 
-@functools.cache
 def _leave_dtensors_out() -> None:
+    from torch._dynamo import config
+
+    _leave_them_out_in_every_thread()
+    config.nontraceable_tensor_subclasses.add(TorchDTensor)  # this thread may have its own settings already
+
+
+@functools.cache
+def _leave_them_out_in_every_thread() -> None:
     from torch._C._dynamo.eval_frame import set_code_exec_strategy
     from torch._dynamo import config, trace_rules
     from torch._dynamo.types import FrameAction, FrameExecStrategy
 
-    config.nontraceable_tensor_subclasses.add(TorchDTensor)
+    # From torch 2.13 on settings are per thread; each begins with a copy of these.
+    config._config["nontraceable_tensor_subclasses"].default.add(TorchDTensor)
     for package in _LEFT_ALONE:
         trace_rules.add(package)
     trace_rules.get_torch_obj_rule_map.cache_clear()  # it knows torch's functions by themselves, not by name
