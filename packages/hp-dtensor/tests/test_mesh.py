@@ -40,7 +40,7 @@ def test_coordinates_and_ranks(shape):
     for rank, mesh, array, where in meshes(shape):
         assert mesh.get_coordinate() == where
         assert mesh.ranks() == tuple(array.ravel().tolist())
-        assert mesh.rank_at(where) == rank
+        assert mesh.rank_at(where) == mesh.get_rank() == rank
         assert mesh.size() == array.size
         for axis, name in enumerate(mesh.mesh_dim_names):
             assert mesh.get_local_rank(name) == where[axis]
@@ -122,7 +122,7 @@ def test_explicit_ranks_in_any_order_and_not_all_of_them():
                 mesh.get_group("a")
         else:
             assert mesh["b"].ranks() == tuple(view(array, where, [1]).tolist())
-            assert mesh.rank_at(where) == rank
+            assert mesh.rank_at(where) == mesh.get_rank() == rank
 
 
 def test_groups_are_those_of_the_lines_and_made_once():

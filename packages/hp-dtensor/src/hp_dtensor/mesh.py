@@ -160,6 +160,10 @@ class DeviceMesh:
         """This rank's coordinate, or None when it is outside the mesh."""
         return self._coordinate
 
+    def get_rank(self) -> int:
+        """This process's global rank, in the mesh or outside."""
+        return self.world.rank
+
     def get_local_rank(self, axis: int | str | None = None) -> int:
         """This rank's coordinate along one axis (of a 1-D mesh: its only one)."""
         if self._coordinate is None:
