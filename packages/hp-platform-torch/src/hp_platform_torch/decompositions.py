@@ -207,7 +207,8 @@ def _normalize(input: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12) 
 
 
 def _cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
-    left, right = (x / x.norm(2, dim, keepdim=True).clamp_min(eps) for x in (x1, x2))
+    shape = torch.broadcast_shapes(x1.shape, x2.shape)  # norms and `dim` are those of the broadcast operands
+    left, right = (x / x.norm(2, dim, keepdim=True).clamp_min(eps) for x in (x1.expand(shape), x2.expand(shape)))
     return (left * right).sum(dim)
 
 
