@@ -63,6 +63,21 @@ CALLS: dict[str, tuple[Call, tuple[Tensor, ...]]] = {
         lambda x, y: F.mse_loss(x, y, weight=y.abs()) + F.huber_loss(x, y, weight=x.abs()),
         (floats(5, 4), floats(4, 5).T.contiguous()),
     ),
+    "cosine similarity to one column": (lambda x, y: F.cosine_similarity(x, y), (floats(5, 4), floats(5, 1))),
+    "cosine similarity to a matrix": (lambda x, y: F.cosine_similarity(x, y, dim=1), (floats(3, 2, 4), floats(2, 4))),
+    "type by a string": (lambda x: x.type("torch.LongTensor"), (floats(5, 4) * 3,)),
+    "type by a class": (lambda x: x.type(torch.IntTensor), (floats(5, 4) * 3,)),
+    "inverse by keyword": (lambda x: torch.linalg.inv(A=x @ x.mT + 3), (floats(3, 2, 2),)),
+    "determinant by keyword": (lambda x: torch.linalg.det(A=x), (floats(3, 2, 2),)),
+    "slogdet by keyword": (lambda x: torch.linalg.slogdet(A=x)[1], (floats(3, 2, 2),)),
+    "singular values by keyword": (lambda x: torch.linalg.svdvals(A=x) + torch.linalg.svd(A=x)[1], (floats(3, 2, 2),)),
+    "qr by keyword": (lambda x: torch.linalg.qr(A=x)[1].abs(), (floats(3, 2, 2),)),
+    "triangular by keyword": (
+        lambda x: torch.linalg.solve_triangular(input=x, B=x, upper=True, unitriangular=True),
+        (floats(3, 2, 2),),
+    ),
+    "operands by NumPy's keywords": (lambda x, y: torch.add(x1=x, x2=y), (floats(4, 4), floats(4, 4))),
+    "an operand by linalg's keyword": (lambda x: torch.linalg.vector_norm(x=x, ord=1, dim=0), (floats(4, 4),)),
     "cross entropy": (lambda x, t: F.cross_entropy(x, t, ignore_index=2), (floats(5, 7), integers(7, 5))),
 }
 

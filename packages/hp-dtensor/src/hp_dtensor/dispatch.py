@@ -214,7 +214,10 @@ class OpPlan:
         ) from error
 
     def _first(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        return args[0] if args else kwargs[self.registration.parameters[0].name]
+        return args[0] if args else kwargs[self._first_name(kwargs)]
+
+    def _first_name(self, kwargs: Mapping[str, Any]) -> str:
+        return next(name for name in kwargs if self.registration.position(name) == 0)
 
     def _run_changed(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         first, new_args = self._first(args, kwargs), list(args)
@@ -265,7 +268,7 @@ class OpPlan:
         def on(x: Tensor, **static: Any) -> Any:
             given, by_name = [x, *rest] if args else [], dict(named)
             if not args:
-                by_name[self.registration.parameters[0].name] = x
+                by_name[self._first_name(named)] = x
             if static:
                 given = replace_static(self.registration, given, by_name, static)
             return func(*given, **by_name)
@@ -341,7 +344,7 @@ def _make_plan(
     arguments = {key: specs_of(value) for key, value in bind(registration, args, kwargs).items()}
     call = OpCall(name, arguments, specs)
     check_known(registration, call, args)
-    if registration.in_place and located[0][0] in ((0,), (registration.parameters[0].name,)):
+    if registration.in_place and _is_first(registration, located[0][0]):
         in_place.check_reaches_original(name, located[0][1])  # no other placement would help
     rule = registration.rule(call)
     if _makes_integers(platform, specs, args, kwargs):
@@ -375,13 +378,19 @@ def _make_plan(
     )
 
 
+def _is_first(registration: Registration, location: Location) -> bool:
+    (place, *inside) = location
+    return not inside and (place == 0 if isinstance(place, int) else registration.position(place) == 0)
+
+
 def _makes_integers(
     platform: Platform, specs: tuple[TensorSpec, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> bool:
     """Whether floating-point data is rounded to a dtype among the arguments: then the operation is not linear."""
     if not any(platform.is_floating(spec.dtype) for spec in specs):
         return False
-    wanted = [value for value in (*args, *kwargs.values()) if type(value) in _dtype_classes(platform)]
+    given = [platform.dtype_meant(value) for value in (*args, *kwargs.values())]
+    wanted = [value for value in given if type(value) in _dtype_classes(platform)]
     return any(not platform.is_floating(dtype) for dtype in wanted)
 
 

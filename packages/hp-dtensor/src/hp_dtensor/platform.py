@@ -120,6 +120,10 @@ class Platform(ABC):
     def dtype_name(self, dtype: DType) -> str:
         """The name in `DTYPE_NAMES` of a framework dtype."""
 
+    def dtype_meant(self, value: Any) -> Any:
+        """The dtype of an operation's argument that names one in another form; anything else as it is."""
+        return value
+
     @abstractmethod
     def itemsize(self, dtype: DType) -> int:
         """Bytes per element."""

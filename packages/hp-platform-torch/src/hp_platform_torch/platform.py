@@ -127,6 +127,11 @@ class TorchPlatform(Platform):
             raise ValueError(f"{dtype} has no counterpart on other platforms; expected one of {', '.join(DTYPES)}")
         return NAMES[dtype]
 
+    def dtype_meant(self, value: Any) -> Any:
+        """Of `x.type("torch.LongTensor")` and `x.type(torch.LongTensor)`."""
+        kind = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
+        return kind.dtype if type(kind) is type(torch.LongTensor) else value
+
     def itemsize(self, dtype: torch.dtype) -> int:
         return dtype.itemsize
 

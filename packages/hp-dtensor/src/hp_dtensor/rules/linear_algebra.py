@@ -12,20 +12,24 @@ Shape = tuple[int, ...]
 
 
 def register(registry: RuleRegistry) -> None:
-    registry.register("linalg_inv inverse linalg_matrix_exp matrix_exp", "input", _of_matrices("n m"))
-    registry.register("linalg_cholesky", "input upper=False", _of_matrices("n m"))
-    registry.register("linalg_matrix_power matrix_power", "input n", _of_matrices("n m"))
+    matrices, number, signed = _of_matrices("n m"), _of_matrices(""), _of_matrices("", "")
+    registry.register("linalg_inv", "A", matrices)
+    registry.register("inverse linalg_matrix_exp matrix_exp", "input", matrices)
+    registry.register("linalg_cholesky", "input upper=False", matrices)
+    registry.register("linalg_matrix_power matrix_power", "input n", matrices)
     registry.register("linalg_pinv", "input rcond=None * atol=None rtol=None hermitian=False", _of_matrices("m n"))
     registry.register("pinverse", "input rcond=1e-15", _of_matrices("m n"))
-    registry.register("linalg_det det logdet", "input", _of_matrices(""))
-    registry.register("linalg_slogdet slogdet", "input", _of_matrices("", ""))
+    registry.register("linalg_det", "A", number)
+    registry.register("det logdet", "input", number)
+    registry.register("linalg_slogdet", "A", signed)
+    registry.register("slogdet", "input", signed)
     registry.register("linalg_eigh", "input UPLO=L", _of_matrices("n", "n m"))
     registry.register("linalg_eigvalsh", "input UPLO=L", _of_matrices("n"))
-    registry.register("linalg_svdvals", "input * driver=None", _of_matrices("k"))
-    registry.register("linalg_svd", "input full_matrices=True * driver=None", _singular_values)
-    registry.register("linalg_qr", "input mode=reduced", _qr)
+    registry.register("linalg_svdvals", "A * driver=None", _of_matrices("k"))
+    registry.register("linalg_svd", "A full_matrices=True * driver=None", _singular_values)
+    registry.register("linalg_qr", "A mode=reduced", _qr)
     registry.register("linalg_solve", "A B * left=True", _solve)
-    registry.register("linalg_solve_triangular", "A B * upper left=True unitriangular=False", _solve)
+    registry.register("linalg_solve_triangular", "input B * upper left=True unitriangular=False", _solve)
     registry.register("cholesky_solve", "input input2 upper=False", _cholesky_solve)
 
 

@@ -156,6 +156,11 @@ KEYWORD_SYNONYMS = {
     "sizes": "repeats",
     "split_size": "sizes",
     "train": "training",
+    "ord": "p",
+    "x": "input",
+    "a": "input",
+    "x1": "input",
+    "x2": "other",
     "split_size_or_sections": "sizes",
     "indices_or_sections": "sizes",
 }
