@@ -174,6 +174,79 @@ def test_calls_that_do_not_fit_are_refused(hp_platform: Platform) -> None:
     run_ranks(rank, 2, hp_platform)
 
 
+def test_tensors_that_the_rule_does_not_see_are_refused(hp_platform: Platform) -> None:
+    @sharding_rule("a b -> a b")
+    def scaled(x: Any, options: Any = None, *, more: Any = ()) -> Any:
+        return _ops(x).mul(x, 2.0)
+
+    def rank() -> None:
+        x = _rows_cut(hp_platform)
+        for held in ({"scale": x}, [[x]], [{"scale": x}]):
+            with pytest.raises(
+                ShardingRuleError, match=r"scaled: argument 'options' holds DTensors inside a (dict|list)"
+            ):
+                scaled(x, held)
+            with pytest.raises(ShardingRuleError, match="argument 'more'"):
+                scaled(x, more=held)
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def test_a_write_that_would_be_lost_is_refused(hp_platform: Platform) -> None:
+    if hp_platform.name == "numpy":
+        pytest.skip("it does not count writes")
+
+    def rank() -> None:
+        @sharding_rule("a b -> a b", whole=["b"])
+        def doubled(x: Any) -> Any:
+            return hp_platform.own_function("mul_")(x, 2.0)  # type: ignore[misc]
+
+        x = _rows_cut(hp_platform)
+        np.testing.assert_array_equal(hp_platform.to_numpy(doubled(x).full_tensor()), 2.0)
+        np.testing.assert_array_equal(hp_platform.to_numpy(x.full_tensor()), 2.0)
+        with pytest.raises(ShardingRuleError, match=r"doubled writes its argument 'x', which its rule .* redistribute"):
+            doubled(x.redistribute(placements=[Shard(1)]))
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def test_a_result_that_is_held_elsewhere_stays_plain(hp_platform: Platform) -> None:
+    def rank() -> None:
+        held = hp_platform.from_numpy(np.ones((2, 3), np.float32))
+        hp_platform.set_requires_grad(held, True)
+
+        @sharding_rule("a b -> a b")
+        def constant(x: Any) -> Any:
+            return held
+
+        y = constant(_rows_cut(hp_platform))
+        assert isinstance(y, DTensor)
+        assert not isinstance(held, DTensor)
+        np.testing.assert_array_equal(hp_platform.to_numpy(y.full_tensor()), 1.0)
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def test_results_that_are_no_tensors_are_refused(hp_platform: Platform) -> None:
+    results: dict[str, Any] = {"int": 3, "NoneType": None, "2": lambda x: (x, x), "str": lambda x: (x, "b")}
+
+    def rank() -> None:
+        x = _rows_cut(hp_platform)
+        for shown, result in results.items():
+            function = result if callable(result) else lambda x, result=result: result
+            with pytest.raises(
+                ShardingRuleError, match=f"of 1 plain tensors as results, the function returned {shown}"
+            ):
+                sharding_rule("a b -> a b")(function)(x)
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def _rows_cut(platform: Platform) -> Any:
+    mesh = DeviceMesh("cpu", (2,), platform=platform)
+    return distribute_tensor(platform.from_numpy(np.ones((4, 3), np.float32)), mesh, [Shard(0)])
+
+
 @pytest.mark.parametrize(
     ("factors", "options", "message"),
     [

@@ -294,7 +294,11 @@ class OpPlan:
             spec = TensorSpec(self.mesh, placements, shape, local.dtype)
             self._check_shape(local, spec)
             self.specs[index] = spec
-        return self.platform.adopt(local, spec)
+        if not self.registration.holds_results:
+            return self.platform.adopt(local, spec)
+        if self.platform.is_grad_enabled() and self.platform.requires_grad(local):
+            return self.platform.wrap(local, spec)
+        return self.platform.adopt(self.platform.detach(local), spec)
 
     def _check_shape(self, local: Any, spec: TensorSpec) -> None:
         got = self.platform.local_shape(local)

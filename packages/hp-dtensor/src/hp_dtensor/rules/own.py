@@ -8,14 +8,16 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
-from hp_dtensor.arguments import locate_tensors
+from hp_dtensor.arguments import Location, locate_tensors
 from hp_dtensor.dtensor import DTensor
+from hp_dtensor.exceptions import ShardingRuleError
 from hp_dtensor.placements import RaggedShard
+from hp_dtensor.platform import Platform
 from hp_dtensor.rules.factors import Dims, Factorization
 from hp_dtensor.rules.registry import REQUIRED, OpCall, Parameter, Registration
-from hp_dtensor.trees import map_tensors
+from hp_dtensor.trees import map_tensors, tensors_in
 from hp_dtensor.world import REDUCE_OPS
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -45,7 +47,9 @@ def sharding_rule(
 
     Raises:
         ValueError: factors that cannot be read, or names among the arguments that they do not have.
-        ShardingRuleError: from a call whose tensors do not fit the factors.
+        ShardingRuleError: from a call whose tensors do not fit the factors, or are in mappings or in lists inside
+            others; of a function that writes an argument which was redistributed (where the framework counts that), or
+            that returns other than the outputs' tensors.
     """
     notation = _Notation(factors, dict(reduced or {}), frozenset(whole), linear)
 
@@ -155,19 +159,78 @@ class _OwnOperation:
             self.name = dispatch.rule_registry().add(self.name, registration, identity)
             self.is_registered = True
         platform = first.device_mesh.platform
+        self._check_depth(args, kwargs)
+        originals = dict(locate_tensors(args, kwargs))
 
         def local(*args: Any, **kwargs: Any) -> Any:
             given = map_tensors((args, kwargs), DTensor, platform.unwrap)
-            return self.function(*given[0], **given[1])
+            moved = _moved(originals, (args, kwargs), given)
+            versions = [platform.version(x) for x in moved.values()]
+            result = self.function(*given[0], **given[1])
+            for (location, x), version in zip(moved.items(), versions, strict=True):
+                if platform.version(x) != version:
+                    self._refuse_write(location)
+            self._check_results(result, platform)
+            return result
 
         return dispatch.dispatch(platform, self.name, local, args, kwargs)
+
+    def _check_depth(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Refuse DTensors that the rule does not see: it counts arguments, and tensors in lists of them."""
+        places: tuple[tuple[int | str, Any], ...] = (*enumerate(args), *kwargs.items())
+        for place, value in places:
+            items = value if isinstance(value, (tuple, list)) else (value,)
+            if any(tensors_in(item, DTensor) for item in items if not isinstance(item, DTensor)):
+                raise ShardingRuleError(
+                    f"{self.name}: argument {self._shown(place)} holds DTensors inside a {type(value).__name__}, where "
+                    f"its rule {self.notation.text!r} does not see them. Give them as arguments, or in one list."
+                )
+
+    def _refuse_write(self, location: Location) -> NoReturn:
+        raise ShardingRuleError(
+            f"{self.name} writes its argument {self._shown(location[0])}, which its rule {self.notation.text!r} had to "
+            "redistribute: the write does not reach the tensor that was given. Redistribute it before the call, or let "
+            "the function write a clone."
+        )
+
+    def _check_results(self, result: Any, platform: Platform) -> None:
+        results = result if isinstance(result, (tuple, list)) else (result,)
+        kinds = [type(x).__name__ for x in results if isinstance(x, DTensor) or not isinstance(x, platform.Tensor)]
+        if kinds or len(results) != len(self.notation.outputs):
+            raise ShardingRuleError(
+                f"{self.name}: its rule {self.notation.text!r} is of {len(self.notation.outputs)} plain tensors as "
+                f"results, the function returned {', '.join(kinds) or len(results)}"
+            )
+
+    def _shown(self, place: int | str) -> str:
+        if isinstance(place, str):
+            return repr(place)
+        names = [p.name for p in _registration(self.function, self.notation).parameters]
+        return repr(names[place]) if place < len(names) else str(place)
+
+
+def _moved(originals: Mapping[Location, Any], placed: Any, given: Any) -> dict[Location, Any]:
+    """By location, the local tensors that are not those of the caller's arguments: redistributed ones."""
+    found = {}
+    for location, original in originals.items():
+        x, local = _at(placed, location), _at(given, location)
+        same = x is original or (not isinstance(x, DTensor) and tuple(local.shape) == original.spec.local_shape)
+        if not same:
+            found[location] = local
+    return found
+
+
+def _at(arguments: tuple[Sequence[Any], Mapping[str, Any]], location: Location) -> Any:
+    place, *inside = location
+    value = arguments[0][place] if isinstance(place, int) else arguments[1][place]
+    return value[inside[0]] if inside else value
 
 
 def _registration(function: Callable[..., Any], notation: _Notation) -> Registration:
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # a builtin
-        return Registration(notation.rule, (), open=True)
+        return Registration(notation.rule, (), open=True, holds_results=True)
     kind = inspect.Parameter
     known = tuple(
         Parameter(
@@ -179,4 +242,5 @@ def _registration(function: Callable[..., Any], notation: _Notation) -> Registra
         for p in parameters
         if p.kind is not kind.VAR_KEYWORD
     )
-    return Registration(notation.rule, known, open=any(p.kind is kind.VAR_KEYWORD for p in parameters))
+    takes_more = any(p.kind is kind.VAR_KEYWORD for p in parameters)
+    return Registration(notation.rule, known, open=takes_more, holds_results=True)

@@ -70,6 +70,7 @@ class Registration:
         open: further arguments are the local operation's own affair.
         data_dependent: the shapes of its results may depend on data, so the rule may refuse; on replicated
             arguments it runs all the same.
+        holds_results: what it returns may be held elsewhere, and stays what it is.
     """
 
     rule: Rule
@@ -79,6 +80,7 @@ class Registration:
     view: bool = False
     open: bool = False
     data_dependent: bool = False
+    holds_results: bool = False
 
     def position(self, keyword: str) -> int:
         """The position of the parameter that a keyword names; after all of them for one that names none."""
