@@ -80,6 +80,34 @@ def test_what_is_written_by_an_index(hp_platform: Platform, name: str) -> None:
             np.testing.assert_array_equal(found, expected)
 
 
+BY_A_TENSOR = {"behind a slice": (slice(1, 5), 3), "before a slice": (3, slice(1, 4)), "alone": (6,)}
+
+
+def _written_by_a_tensor(platform: Platform, index: tuple[Any, ...], value: np.ndarray) -> list[np.ndarray]:
+    mesh, whole = _mesh(platform), (Replicate(), Replicate())
+    given = tuple(
+        distribute_tensor(platform.from_numpy(np.array(item)), mesh, whole) if isinstance(item, int) else item
+        for item in index
+    )
+    found = []
+    for placed in LAYOUTS:
+        x = distribute_tensor(platform.from_numpy(WHOLE.copy()), mesh, placed)
+        x[given] = distribute_tensor(platform.from_numpy(value), mesh, whole)
+        found.append(platform.to_numpy(x.full_tensor()))
+    return found
+
+
+@pytest.mark.parametrize("name", BY_A_TENSOR)
+def test_what_is_written_by_a_tensor_of_one_position(hp_platform: Platform, name: str) -> None:
+    index = BY_A_TENSOR[name]
+    for size in (WHOLE[index].size, 1):
+        value = -1 - np.arange(size, dtype=np.float32)
+        expected = WHOLE.copy()
+        expected[index] = value
+        for found in run_ranks(_written_by_a_tensor, 4, hp_platform, hp_platform, index, value)[0]:
+            np.testing.assert_array_equal(found, expected)
+
+
 def _refused(platform: Platform) -> list[str]:
     x = distribute_tensor(platform.from_numpy(WHOLE.copy()), _mesh(platform), (Shard(0), Shard(1)))
     messages = []

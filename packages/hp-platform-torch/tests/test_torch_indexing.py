@@ -26,6 +26,8 @@ INDICES: dict[str, tuple[Any, ...]] = {
     "two lists apart": (1, [0, 4], ALL, [2, 0]),
     "a 0-d tensor apart": (torch.tensor(2), ALL, [1, 2, 0]),
     "a 0-d tensor apart behind": (ALL, [3, 1], ALL, torch.tensor(-1)),
+    "a 0-d tensor behind a slice": (slice(1, 4), torch.tensor(2)),
+    "a 0-d tensor behind a dimension": (ALL, torch.tensor(2), slice(0, 2), None),
     "0-d tensors alone": (torch.tensor(1), ALL, torch.tensor(2)),
 }
 LAYOUTS = [

@@ -106,8 +106,9 @@ def assign_own(items: Sequence[Item], picked: Picked, call: LocalCall) -> Tensor
 
 def _moved(ops: Any, value: Any, source: int, target: int, ndim: int) -> Any:
     """The value whose dimension of picked rows is where an index of tensors alone has it."""
-    if source == target or not hasattr(value, "shape") or len(value.shape) < ndim:
+    if source == target or not hasattr(value, "shape"):
         return value
+    value = ops.reshape(value, (1,) * (ndim - len(value.shape)) + tuple(value.shape))
     order = [dim for dim in range(ndim) if dim != source]
     return ops.permute(value, (*order[:target], source, *order[target:]))
 
