@@ -210,3 +210,37 @@ def test_nested_ragged_shards() -> None:
     expected = [x + x, x * x, x @ z, x.sum(0), x.sum(1), x.view(20), x.t()]
     for results in run_ranks(_nested, 4, "torch"):
         torch.testing.assert_close(results, expected, rtol=1e-5, atol=1e-5)
+
+
+# `zero` places everything at 0: the positions, the targets.
+NUMBERS: dict[str, tuple[str, Call]] = {
+    "pad": ("value", lambda x, zero, s: F.pad(x, (1, 1), value=s)),
+    "index_fill": ("value", lambda x, zero, s: x.index_fill(0, zero[:1], s)),
+    "index_add": ("alpha", lambda x, zero, s: x.index_add(0, zero, x, alpha=s)),
+    "cross_entropy": ("label_smoothing", lambda x, zero, s: F.cross_entropy(x, zero, label_smoothing=s)),
+    "addmm": ("beta", lambda x, zero, s: torch.addmm(x, x, x[:3], beta=s)),
+    "baddbmm": ("alpha", lambda x, zero, s: torch.baddbmm(x[None], x[None], x[None, :3], alpha=s)),
+    "norm": ("p", lambda x, zero, s: x.norm(s, 0)),
+    "std": ("correction", lambda x, zero, s: x.std(0, correction=s)),
+    "roll": ("shifts", lambda x, zero, s: x.roll(s.long(), 0)),
+}
+
+
+@pytest.mark.parametrize(("name", "call"), NUMBERS.values(), ids=NUMBERS)
+def test_a_dtensor_as_a_number_is_refused_by_name(name: str, call: Call) -> None:
+    def rank() -> None:
+        mesh = DeviceMesh("cpu", (2,))
+        x, zero = (distribute_tensor(t, mesh, [Shard(0)]) for t in (floats(4, 3), torch.zeros(4, dtype=torch.long)))
+        with pytest.raises(ShardingRuleError, match=rf"as {name} is no number.*float\({name}\) or int\({name}\)"):
+            call(x, zero, x.sum())
+
+    run_ranks(rank, 2, "torch")
+
+
+def test_a_new_tensor_is_filled_with_the_number_of_the_whole() -> None:
+    def rank() -> Tensor:
+        x = distribute_tensor(torch.ones(5, 3), DeviceMesh("cpu", (2,)), [Shard(0)])
+        return x.new_full((4, 3), fill_value=x.sum()).full_tensor()
+
+    for filled in run_ranks(rank, 2, "torch"):
+        assert torch.equal(filled, torch.full((4, 3), 15.0))

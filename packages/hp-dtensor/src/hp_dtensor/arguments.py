@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hp_dtensor.dtensor import DTensor
-from hp_dtensor.exceptions import MixedOperandsError
+from hp_dtensor.exceptions import HPError, MixedOperandsError, ShardingRuleError
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.platform import Platform
+from hp_dtensor.rules.factors import Factorization
 from hp_dtensor.rules.registry import HARMLESS_KEYWORDS, REQUIRED, OpCall, Registration
 from hp_dtensor.spec import TensorSpec
 
@@ -41,6 +42,44 @@ def check_known(registration: Registration, call: OpCall, args: tuple[Any, ...])
     if unknown:
         known = ", ".join(parameter.name for parameter in parameters)
         raise call.refuse(f"its rule does not know the arguments {', '.join(unknown)} (only {known})")
+
+
+def rule_of(registration: Registration, call: OpCall) -> Factorization:
+    """What the rule says of a call; a DTensor that it does not take as a tensor, such as a number, is refused."""
+    try:
+        rule = registration.rule(call)
+    except HPError:
+        raise
+    except (TypeError, ValueError, AttributeError) as error:  # a spec where the rule computes with a number
+        numbers = _numbers_among(call)
+        if not numbers:
+            raise
+        raise _no_number(call, numbers) from error
+    if len(rule.inputs) != len(call.tensors):
+        numbers = _numbers_among(call)
+        if numbers:
+            raise _no_number(call, numbers)
+        raise call.refuse(f"its rule takes {len(rule.inputs)} tensors, got {len(call.tensors)}")
+    return rule
+
+
+def _numbers_among(call: OpCall) -> list[str]:
+    """Names of the arguments, but the first tensor, that are DTensors without dimensions or hold such."""
+    found = []
+    for name, value in call.arguments.items():
+        items = value if isinstance(value, (tuple, list)) else (value,)
+        if value is not call.tensors[0] and any(isinstance(x, TensorSpec) and not x.shape for x in items):
+            found.append(name)
+    return found
+
+
+def _no_number(call: OpCall, names: list[str]) -> ShardingRuleError:
+    specs = ", ".join(map(repr, call.tensors))
+    values = ", ".join(f"float({name}) or int({name})" for name in names)
+    return ShardingRuleError(
+        f"{call.name}({specs}): a DTensor as {' and '.join(names)} is no number to its sharding rule. Give the value: "
+        f"{values}; it communicates unless replicated, so every rank calls it."
+    )
 
 
 def replace_static(

@@ -25,6 +25,7 @@ from hp_dtensor.arguments import (
     no_rule,
     replace_at,
     replace_static,
+    rule_of,
     specs_of,
 )
 from hp_dtensor.debug import check_explicit
@@ -350,7 +351,7 @@ def _make_plan(
     check_known(registration, call, args)
     if registration.in_place and _is_first(registration, located[0][0]):
         in_place.check_reaches_original(name, located[0][1])  # no other placement would help
-    rule = registration.rule(call)
+    rule = rule_of(registration, call)
     if _makes_integers(platform, specs, args, kwargs):
         rule = replace(rule, terms=None)
     chosen = _choose_strategies(platform, rule, call, registration)
