@@ -23,7 +23,7 @@ from fsdp_training import (
 from hp_dtensor import nn
 from hp_dtensor.checks import check_mode
 from hp_dtensor.dtensor import DTensor
-from hp_dtensor.exceptions import LaunchError, MixedOperandsError, RankMismatchError
+from hp_dtensor.exceptions import GradientPathError, LaunchError, MixedOperandsError, RankMismatchError
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.testing.simulated import run_ranks
 from hp_dtensor.world import current_world
@@ -257,6 +257,17 @@ def test_reset_before_the_first_forward_frees_what_unshard_has_gathered(hp_platf
         assert held_bytes(model) == [0] * 4
         assert all(isinstance(parameter, DTensor) for _, parameter in hp_platform.named_parameters(model))
         step(hp_platform, model, CASE)
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def test_hooks_on_gradients_that_autograd_does_not_have_are_refused(hp_platform):
+    def rank():
+        model = sharded(hp_platform, CASE)
+        with pytest.raises(
+            GradientPathError, match=r"register_hook of .*: fully_shard sets its gradient at the end of backward"
+        ):
+            model.embed.weight.register_hook(lambda grad: None)
 
     run_ranks(rank, 2, hp_platform)
 

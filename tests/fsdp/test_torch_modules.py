@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hp_dtensor.exceptions import GradientPathError
 from hp_dtensor.mesh import init_device_mesh
 from hp_dtensor.testing.simulated import run_ranks
 from hp_dtensor.world import DONE, ProcessGroup, current_world, record_collectives
@@ -241,6 +242,120 @@ def test_a_backward_that_is_to_be_differentiated_is_refused(hp_platform):
         torch.autograd.grad(net(x).sum(), x, create_graph=True)
     (grad,) = torch.autograd.grad(net(x).sum(), x)
     assert grad.any()
+
+
+@pytest.mark.parametrize("sync", ["every", "last", "deferred"])
+def test_hooks_of_parameters_run_once_their_gradient_is_reduced(hp_platform, sync):
+    """Once for each backward that writes it, also of a module that ran twice."""
+
+    def rank():
+        net = shard_net(hp_platform, Net())
+        net(torch.ones(1, 5))
+        net._fsdp.group.defers_reduction = sync == "deferred"
+        seen = {name: [] for name, _ in net.named_parameters()}
+        for name, parameter in net.named_parameters():
+
+            def hook(parameter, name=name):
+                assert not torch.is_grad_enabled()
+                assert not parameter.grad.requires_grad
+                seen[name].append(parameter.grad.full_tensor())
+
+            parameter.register_post_accumulate_grad_hook(hook)
+        for micro in range(2):
+            net.set_requires_gradient_sync(sync != "last" or micro == 1)
+            x = torch.full((2, 5), current_world(hp_platform).rank + 1.0)
+            (net(x) + net.blocks[0](x)).sum().backward()
+            if sync == "deferred":
+                assert len(seen["first.weight"]) == micro
+                net._fsdp.context.finish_reductions()
+        for name, parameter in net.named_parameters():
+            assert len(seen[name]) == (1 if sync == "last" else 2), name
+            assert torch.equal(seen[name][-1], parameter.grad.full_tensor()), name
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def test_optimizers_may_take_their_step_in_hooks(hp_platform):
+    """The same weights as after a step when the backward is over, and no gradient is left."""
+
+    def rank(in_hooks):
+        net = shard_net(hp_platform, Net())
+        optimizers = {parameter: torch.optim.AdamW([parameter], lr=0.1) for parameter in net.parameters()}
+
+        def step(parameter):
+            optimizers[parameter].step()
+            optimizers[parameter].zero_grad()
+
+        for parameter in net.parameters() if in_hooks else ():
+            parameter.register_post_accumulate_grad_hook(step)
+        for index in range(3):
+            net(torch.full((2, 5), current_world(hp_platform).rank + index + 1.0)).square().sum().backward()
+            assert all((parameter.grad is None) == in_hooks for parameter in net.parameters())
+            for parameter in () if in_hooks else net.parameters():
+                step(parameter)
+        return [parameter.full_tensor().detach() for parameter in net.parameters()]
+
+    found, expected = (run_ranks(rank, 2, hp_platform, in_hooks)[0] for in_hooks in (True, False))
+    assert all(map(torch.equal, found, expected))
+
+
+def test_a_backward_to_named_parameters_is_refused(hp_platform):
+    def rank():
+        net = shard_net(hp_platform, Net())
+        named = list(net.parameters())
+        with pytest.raises(
+            GradientPathError, match=r"backward\(inputs=...\): 17 of 17 weights get their gradients from fully_shard"
+        ):
+            net(torch.ones(2, 5)).sum().backward(inputs=named)
+        for allow_unused in (None, True):
+            with pytest.raises(GradientPathError, match=r"autograd\.grad: 17 of 17 .* then read weight\.grad"):
+                torch.autograd.grad(net(torch.ones(2, 5)).sum(), named, allow_unused=allow_unused)
+        assert all(parameter.grad is None for parameter in named)
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def _grad_of_input(loss, x):
+    (grad,) = torch.autograd.grad(loss, x, retain_graph=True)
+    return grad
+
+
+def _backward_to_input(loss, x):
+    loss.backward(inputs=[x], retain_graph=True)
+    return x.grad
+
+
+@pytest.mark.parametrize("to_input", [_grad_of_input, _backward_to_input])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_backward_to_named_inputs_leaves_the_gradients_of_parameters(hp_platform, to_input, frozen):
+    """None stays None, what is there stays, what waits for its reduction waits on; a backward may follow."""
+
+    def rank():
+        plain, net = Net(), shard_net(hp_platform, Net())
+        for each in (plain, net):
+            each.blocks[1].requires_grad_(not frozen)
+        inputs = [torch.full((2, 5), 1.0 + index, requires_grad=True) for index in range(3)]
+        for index, sync in enumerate((False, True, True)):
+            net.set_requires_gradient_sync(sync)
+            x, before = inputs[index], [parameter.grad for parameter in net.parameters()]
+            before = [grad if grad is None else grad.full_tensor().clone() for grad in before]
+            loss = net(x).square().sum()
+            with record_collectives() as log:
+                found = to_input(loss, x)
+            assert log.count("reduce_scatter") == 0
+            torch.testing.assert_close(found, to_input(plain(x).square().sum(), x))
+            for parameter, grad in zip(net.parameters(), before, strict=True):
+                assert (parameter.grad is None) == (grad is None)
+                assert grad is None or torch.equal(parameter.grad.full_tensor(), grad)
+            loss.backward()
+            plain(x).square().sum().backward()
+        for parameter, expected in zip(net.parameters(), plain.parameters(), strict=True):
+            assert (parameter.grad is None) == (expected.grad is None)
+            if expected.grad is not None:
+                torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad)
+        assert all(module._fsdp.group.held_bytes == 0 for module in [net, *net.blocks])
+
+    run_ranks(rank, 2, hp_platform)
 
 
 def test_sparse_gradients_are_refused_by_name(hp_platform):

@@ -323,6 +323,20 @@ def _has_shortcut(x: Any, source: _Source, axes: tuple[int, ...]) -> bool:
     )
 
 
+def check_hook(x: Any) -> None:
+    """`observe_gradient` for a hook that is to be called with the gradient of `x`.
+
+    Raises:
+        GradientPathError: also where autograd does not have that gradient.
+    """
+    if x._gradient_from:
+        raise GradientPathError(
+            f"register_hook of {x.spec!r}: {x._gradient_from} sets its gradient at the end of backward, and autograd "
+            "has none. Read or change grad after it; torch calls what register_post_accumulate_grad_hook is given then"
+        )
+    observe_gradient(x)
+
+
 def check_reached(what: str, weights: Sequence[Any]) -> None:
     """Every one of these gets its gradient from autograd itself.
 

@@ -472,6 +472,11 @@ class FlatBuffer:
 
         return finish
 
+    def run_gradient_hooks(self, indices: Collection[int]) -> None:
+        """The gradients of these parameters have been written."""
+        for index in sorted(indices):
+            self.storage.run_gradient_hooks(self.parameters[index].sharded)
+
     def part_of(self, parameter: ManagedParameter, flat: Tensor) -> Tensor:
         """A parameter's part of a tensor laid out as the shard."""
         return self.storage.part(flat, parameter.start, parameter.local_shape, parameter.first_dim)

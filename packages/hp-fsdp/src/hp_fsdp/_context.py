@@ -60,12 +60,14 @@ class BackwardRun:
     """One backward: which passes it goes through and which of their groups it has reached.
 
     Attributes:
+        is_for_parameters: else for inputs alone, as that of `torch.autograd.grad`: it goes through groups, no more.
         met: uses of parameters that this backward has come to.
         frozen_calls: those of a pass that are behind it, by group and pass.
         tokens: of the gathers of modules that are being recomputed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_for_parameters: bool) -> None:
+        self.is_for_parameters = is_for_parameters
         self.met: set[GatherRecord] = set()
         self.frozen_calls: dict[tuple[ParameterGroup, ForwardPass], int] = {}
         self.tokens: dict[ParameterGroup, Tensor] = {}
@@ -392,7 +394,7 @@ class Context:
     def _begin_backward(self) -> BackwardRun:
         if self._backward is None:
             self._check_order(PATIENCE_SECONDS)
-            self._backward = BackwardRun()
+            self._backward = BackwardRun(self.storage.is_for_parameters())
             self.storage.at_end_of_backward(located(self._end_backward))
         return self._backward
 
@@ -428,6 +430,8 @@ class Context:
             for each in group.buffers:
                 grads = each.outside_of_full(grads)
             self._free_after_backward(group)
+        if not self._begin_backward().is_for_parameters:
+            return
         # After the full parameters are gone: both never are there at once.
         buffer.collect(record.indices[buffer], grads)
         if not group.gradient_sync:
@@ -451,7 +455,7 @@ class Context:
             return
         if self.root.is_last_backward:
             self._complete_rest(run)
-            self._reduce_what_waits()
+            self._reduce_what_waits(run)
         self._orders.start_comparing("backward")
         if not self.root.defers_reduction:
             self.finish_reductions()
@@ -461,10 +465,12 @@ class Context:
                 group.reshard()
         self._finish_reading()
         self._backward = None
+        # They may take the optimizer's step.
+        self._reducer.run_gradient_hooks()
 
-    def _reduce_what_waits(self) -> None:
+    def _reduce_what_waits(self, run: BackwardRun) -> None:
         """Gradients accumulated by earlier backwards, in buffers that this one does not come to: all frozen since."""
-        for group in self.groups:
+        for group in self.groups if run.is_for_parameters else ():
             for buffer in group.buffers if group.gradient_sync else ():
                 if self._reducer.leaves_waiting(buffer, group.reduce_options):
                     if buffer.gradients is None:
@@ -476,6 +482,8 @@ class Context:
     def finish_reductions(self) -> None:
         """Wait for all reductions under way; the gradients are then there."""
         self._reducer.drain(self._check_order)
+        if self._backward is None:
+            self._reducer.run_gradient_hooks()
 
     def _complete_rest(self, run: BackwardRun) -> None:
         """Groups that the loss does not reach even through the token, because it bypasses the root's output."""

@@ -47,7 +47,7 @@ class Reduction:
     """
 
     def __init__(self, buffer: FlatBuffer, options: ReduceOptions, is_last: bool, communicating: Communicating) -> None:
-        self._buffer = buffer
+        self.buffer = buffer
         self._communicating = communicating
         self._all_reduce = is_last and options.all_reduce and buffer.replicate_group is not None
         self._waits_for_more = not is_last or (not options.all_reduce and buffer.replicate_group is not None)
@@ -62,7 +62,7 @@ class Reduction:
             buffer.note_reduction(self._all_reduce)
 
     def _scatter(self) -> tuple[Tensor, Work]:
-        buffer = self._buffer
+        buffer = self.buffer
         # Held here until the reduce-scatter is over.
         self._full, buffer.gradients = buffer.gradients, None
         self._collected, buffer.collected = buffer.collected, frozenset()
@@ -76,7 +76,7 @@ class Reduction:
 
     def advance(self) -> None:
         """Wait for the reduce-scatter, free the full gradients, and begin the all-reduce."""
-        buffer = self._buffer
+        buffer = self.buffer
         self._wait()
         self._full, self._work = None, DONE
         if buffer.partial_shard is not None:
@@ -98,16 +98,18 @@ class Reduction:
     @property
     def held_bytes(self) -> int:
         """Bytes of the full gradients, while they are reduced, and of the reduced shard."""
-        held = {id(x): x for x in (self._full, self._shard) if x is not None and x is not self._buffer.partial_shard}
-        return sum(self._buffer.storage.held_bytes(x) for x in held.values())
+        held = {id(x): x for x in (self._full, self._shard) if x is not None and x is not self.buffer.partial_shard}
+        return sum(self.buffer.storage.held_bytes(x) for x in held.values())
 
     @property
     def is_copied_away(self) -> bool:
         """Whether its gradients go to the host, which takes time beside the backward."""
-        return self._buffer.residence.gradients and self._store is None
+        return self.buffer.residence.gradients and self._store is None
 
-    def is_of(self, buffer: FlatBuffer) -> bool:
-        return self._buffer is buffer
+    @property
+    def stored(self) -> frozenset[int]:
+        """Indices of the parameters whose gradients it writes."""
+        return frozenset() if self._waits_for_more else self._collected
 
     @property
     def is_communicating(self) -> bool:
@@ -126,8 +128,8 @@ class Reduction:
         if self._waits_for_more:
             return lambda: None
         if self._after != 1.0:
-            self._buffer.storage.scale_(self._shard, 1.0 / self._after)
-        return self._buffer.start_store(self._shard, self._collected)
+            self.buffer.storage.scale_(self._shard, 1.0 / self._after)
+        return self.buffer.start_store(self._shard, self._collected)
 
 
 class Reducer:
@@ -135,6 +137,7 @@ class Reducer:
 
     def __init__(self) -> None:
         self._running: list[Reduction] = []
+        self._stored: dict[FlatBuffer, frozenset[int]] = {}
         self._num_advanced = 0
 
     def make_room(self, max_full: int) -> None:
@@ -157,7 +160,7 @@ class Reducer:
 
     def leaves_waiting(self, buffer: FlatBuffer, options: ReduceOptions) -> bool:
         """Whether a buffer has gradients of which a reduction would be the last one, and none is under way."""
-        if any(reduction.is_of(buffer) for reduction in self._running):
+        if any(reduction.buffer is buffer for reduction in self._running):
             return False
         all_reduces = options.all_reduce or buffer.replicate_group is None
         return buffer.gradients is not None or (buffer.partial_shard is not None and all_reduces)
@@ -175,10 +178,19 @@ class Reducer:
             check()
         for store in stores:
             store()
+        for reduction in running:
+            self._stored[reduction.buffer] = self._stored.get(reduction.buffer, frozenset()) | reduction.stored
+
+    def run_gradient_hooks(self) -> None:
+        """Of all parameters whose gradients have been written since the last time, each once."""
+        stored, self._stored = self._stored, {}
+        for buffer, indices in stored.items():
+            buffer.run_gradient_hooks(indices)
 
     def drop(self) -> None:
         """Forget what is under way, after an error."""
         self._running.clear()
+        self._stored.clear()
         self._num_advanced = 0
 
 

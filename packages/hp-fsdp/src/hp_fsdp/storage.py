@@ -172,6 +172,9 @@ class ParameterStorage(ABC):
     def set_local_grad(self, parameter: Tensor, grad: Tensor | None, spec: TensorSpec) -> None:
         """Make the plain local tensor `grad`, without a copy, the gradient of a DTensor parameter of `spec`."""
 
+    def run_gradient_hooks(self, parameter: Tensor) -> None:
+        """Call what its users want to be called whenever a DTensor parameter's gradient has been set or added to."""
+
     @abstractmethod
     def take_grad(self, leaf: Tensor) -> Tensor | None:
         """The plain gradient that has accumulated in a leaf, which has none afterwards."""
@@ -220,6 +223,11 @@ class ParameterStorage(ABC):
         for tensor in tensors:
             self.on_gradient(tensor, hook)
         return list(tensors)
+
+    def is_for_parameters(self) -> bool:
+        """Whether the running backward is for the gradients of parameters, not of inputs that it was told; only to be
+        called during one."""
+        return True
 
     @abstractmethod
     def at_end_of_backward(self, callback: Callable[[], None]) -> None:

@@ -20,7 +20,7 @@ from mindspore._c_expression import NoFallbackGuard
 from mindspore.graph.api import _pynative_executor as executor
 
 from hp_dtensor import dispatch
-from hp_dtensor.api import distribute_tensor, grad_spec, observe_gradient
+from hp_dtensor.api import check_hook, distribute_tensor, grad_spec
 from hp_dtensor.debug import check_explicit, gathered
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import CapabilityError, MixedOperandsError, PlacementError
@@ -254,9 +254,9 @@ class MindSporeDTensor(DTensor, Tensor):
         """The hook gets, and may return, the gradient as a DTensor.
 
         Raises:
-            GradientPathError: the gradient goes past this tensor already.
+            GradientPathError: the gradient goes past this tensor already, or autograd has none of it.
         """
-        observe_gradient(self)
+        check_hook(self)
 
         def on_dtensor(grad: Tensor) -> Tensor | None:
             changed = hook(wrap_gradient(self, grad))

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from hp_dtensor.api import distribute_tensor
 from hp_dtensor.exceptions import ShardingRuleError
 from hp_dtensor.spec import TensorSpec
-from hp_platform_torch import compiling
+from hp_platform_torch import backward_inputs, compiling
 from hp_platform_torch.dtensor import TorchDTensor, _intercepting, unwrap_gradient, wrap_gradient
 
 Tensor = torch.Tensor
@@ -59,6 +59,7 @@ def guard() -> None:
     torch.Tensor.set_ = _refusing_source(torch.Tensor.set_)  # type: ignore[assignment]
     _guard_factories()
     compiling.guard()
+    backward_inputs.guard()
 
 
 def _asking(apply: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hp_dtensor import dispatch
-from hp_dtensor.api import differentiated, observe_gradient, shortcut_views, with_shortcuts
+from hp_dtensor.api import check_hook, check_reached, differentiated, observe_gradient, shortcut_views, with_shortcuts
 from hp_dtensor.exceptions import GradientPathError, MixedOperandsError, ShardingRuleError
 from hp_dtensor.spec import TensorSpec
 from hp_platform_torch.decompositions import DECOMPOSED
@@ -76,6 +76,7 @@ def backward(
     """See `TorchDTensor.backward`. Interception stays on, so that hooks and recomputation see DTensors."""
     root, seed = differentiated(loss, gradient)
     if inputs is not None:
+        check_reached("backward(inputs=...)", _listed(inputs))
         inputs = [_accumulating(x) for x in ((inputs,) if isinstance(inputs, Tensor) else inputs)]
     torch.autograd.backward(root, seed, retain_graph, create_graph, inputs=inputs)
 
@@ -88,6 +89,7 @@ def _backward_of_several(func: Callable[..., Any], args: tuple[Any, ...], kwargs
     seeds = [None] * len(outputs) if seeds is None else _listed(seeds)
     roots = [differentiated(output, seed) for output, seed in zip(outputs, seeds, strict=True)]
     inputs = call.pop("inputs", None)
+    check_reached("backward(inputs=...)", _listed(inputs) if inputs is not None else ())
     inputs = None if inputs is None else [_accumulating(x) for x in _listed(inputs)]
     func([root for root, _ in roots], [seed for _, seed in roots], inputs=inputs, **call)
 
@@ -114,6 +116,7 @@ def _autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
     """`torch.autograd.grad`: gradients of DTensors are DTensors."""
     call = inspect.signature(func).bind(*args, **kwargs).arguments
     outputs, inputs = _listed(call.pop("outputs")), _listed(call.pop("inputs"))
+    check_reached("torch.autograd.grad", inputs)
     seeds = call.pop("grad_outputs", None)
     seeds = [None] * len(outputs) if seeds is None else _listed(seeds)
     roots = [differentiated(output, seed) for output, seed in zip(outputs, seeds, strict=True)]
@@ -154,7 +157,7 @@ def _listed(value: Any) -> list[Any]:
 def _register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The hook gets, and may return, the gradient as a DTensor."""
     x, hook = inspect.signature(func).bind(*args, **kwargs).args
-    observe_gradient(x)
+    check_hook(x)
     spec = x._spec
 
     def on_dtensor(grad: Tensor) -> Tensor | None:

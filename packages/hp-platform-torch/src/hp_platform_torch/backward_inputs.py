@@ -1,0 +1,46 @@
+"""Whether the backward that runs was told the inputs whose gradients it is for: torch does not say so inside of it."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# Of each thread that waits for backwards, one within another, whether each was told inputs.
+_waiting: dict[int, list[bool]] = {}
+
+
+def guard() -> None:
+    """Note it from now on."""
+    torch.autograd._engine_run_backward = _noting(torch.autograd._engine_run_backward)  # type: ignore[attr-defined]
+
+
+def are_named() -> bool:
+    """Whether it is, or is within, that of `torch.autograd.grad` or of `backward(inputs=...)`."""
+    own = _waiting.get(threading.get_ident())
+    if own:
+        return own[0]
+    # A thread of a device works for one of those that wait: where there are several, most likely they do alike.
+    others = list(_waiting.values())
+    return bool(others) and all(named[0] for named in others if named)
+
+
+def _noting(run: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(run)
+    def noted(
+        outputs: Any, grads: Any, retain_graph: bool, create_graph: bool, inputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        thread = threading.get_ident()
+        running = _waiting.setdefault(thread, [])
+        running.append(bool(inputs))
+        try:
+            return run(outputs, grads, retain_graph, create_graph, inputs, *args, **kwargs)
+        finally:
+            running.pop()
+            if not running:
+                del _waiting[thread]
+
+    return noted
