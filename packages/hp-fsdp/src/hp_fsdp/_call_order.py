@@ -88,7 +88,7 @@ class CallOrder:
         # By number. Numbers are never used again: groups are freed at other moments on other ranks.
         self._described: dict[int, tuple[weakref.ref[Group], list[str]]] = {}
         self._num_joined = 0
-        self._freed: deque[int] = deque()
+        self._freed: deque[weakref.KeyedRef[int, Group]] = deque()
         self._agreed = bytes(DIGEST_BYTES)
         self._has_met = False
         self._under_way: Comparison | None = None
@@ -96,8 +96,8 @@ class CallOrder:
     def join(self, group: Group, parameters: Sequence[str]) -> Participant:
         """The next buffer, the same on every rank: of `group`, with `parameters`."""
         self._forget_freed()
-        number, freed = self._num_joined, self._freed
-        self._described[number] = weakref.ref(group, lambda _: freed.append(number)), list(parameters)
+        number = self._num_joined
+        self._described[number] = weakref.KeyedRef(group, self._freed.append, number), list(parameters)
         self._num_joined += 1
         return Participant(self, number)
 
@@ -105,11 +105,11 @@ class CallOrder:
         """Drop the descriptions of freed groups, but for those of which the actions noted tell."""
         noted = {code // len(ACTIONS) for code in self.noted} if self._freed else ()
         for _ in range(len(self._freed)):
-            number = self._freed.popleft()
-            if number in noted:
-                self._freed.append(number)
+            freed = self._freed.popleft()
+            if freed.key in noted:
+                self._freed.append(freed)
             else:
-                del self._described[number]
+                del self._described[freed.key]
 
     def note(self, code: int) -> None:
         """This rank has begun something."""
