@@ -117,9 +117,17 @@ def _refused(platform: Platform) -> list[str]:
         (IndexOutOfRangeError, [True, False]),
         (ShardingRuleError, [[0, 1], [2, 3]]),
         (ShardingRuleError, [0, 1.5]),
+        (ShardingRuleError, np.bool_(True)),
+        (ShardingRuleError, (0, np.array(False))),
+        (ShardingRuleError, np.array([None])),
+        (ShardingRuleError, np.array([0.5])),
+        (IndexOutOfRangeError, ([0], [0], [0])),
+        (IndexOutOfRangeError, (0, 0, 0)),
     ):
         with pytest.raises(error) as refusal:
             x[index]
+        with pytest.raises(error):
+            x[index] = 1.0
         messages.append(str(refusal.value))
     return messages
 
@@ -131,3 +139,42 @@ def test_every_rank_refuses_positions_that_are_not_there(hp_platform: Platform) 
         assert "truth values [2] do not fit dimension 0" in messages[2]
         assert "a list of lists" in messages[3]
         assert "lists, arrays and DTensors of positions" in messages[4]
+        assert "a single truth value as the index" in messages[5]
+        assert "a single truth value as the index" in messages[6]
+        assert "an array of object as the index" in messages[7]
+        assert "an array of float64 as the index" in messages[8]
+        assert "3 indices for a 2-dimensional tensor" in messages[9]
+        assert "3 indices for a 2-dimensional tensor" in messages[10]
+
+
+BYTES = np.array([0, 1, 1, 0, 0, 1, 0], np.uint8)
+
+
+def _by_bytes(platform: Platform) -> list[np.ndarray]:
+    mesh = _mesh(platform)
+    x = distribute_tensor(platform.from_numpy(WHOLE.copy()), mesh, (Shard(0), Replicate()))
+    read = x[BYTES]
+    x[BYTES] = -1.0
+    return [platform.to_numpy(each.full_tensor()) for each in (read, x)]
+
+
+def _refuses_bytes(platform: Platform) -> None:
+    mesh = _mesh(platform)
+    x = distribute_tensor(platform.from_numpy(WHOLE.copy()), mesh, (Shard(0), Replicate()))
+    for index in (BYTES, distribute_tensor(platform.from_numpy(BYTES), mesh, (Replicate(), Replicate()))):
+        with pytest.raises(ShardingRuleError, match="uint8"):
+            x[index]
+        with pytest.raises(ShardingRuleError, match="uint8"):
+            x[index] = -1.0
+
+
+def test_bytes_are_truth_values_where_the_framework_says_so(hp_platform: Platform) -> None:
+    """Elsewhere they are refused: MindSpore takes no such tensor as an index, and NumPy takes them for positions."""
+    if not hp_platform.masks_of_bytes:
+        run_ranks(_refuses_bytes, 4, hp_platform, hp_platform)
+        return
+    expected = WHOLE.copy()
+    expected[BYTES > 0] = -1
+    for read, written in run_ranks(_by_bytes, 4, hp_platform, hp_platform):
+        np.testing.assert_array_equal(read, WHOLE[BYTES > 0])
+        np.testing.assert_array_equal(written, expected)

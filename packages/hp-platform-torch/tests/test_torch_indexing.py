@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.utils.checkpoint
 
-from hp_dtensor import DeviceMesh, RaggedShard, Replicate, Shard, distribute_tensor, get_platform
+from hp_dtensor import DeviceMesh, RaggedShard, Replicate, Shard, distribute_tensor, get_platform, implicit_replication
+from hp_dtensor.exceptions import MixedOperandsError
 from hp_dtensor.testing import run_ranks
 
 WHOLE = torch.arange(240.0).reshape(4, 5, 3, 4)
@@ -112,3 +113,20 @@ def test_an_index_stays_a_tuple_where_hooks_take_saved_tensors(name: str, saved:
     (expected * expected).sum().backward()
     for value, gradient in run_ranks(_under_hooks, 2, "torch", UNDER_HOOKS[name], saved)[0]:
         torch.testing.assert_close((value, gradient), (expected.detach(), leaf.grad), rtol=0, atol=0)
+
+
+def _plain_and_dtensors() -> None:
+    mesh = DeviceMesh("cpu", (2,), platform=get_platform("torch"))
+    value = distribute_tensor(torch.ones(2, 3), mesh, [Shard(0)])
+    rows = distribute_tensor(torch.tensor([0, 1]), mesh, [Replicate()])
+    plain = torch.zeros(4, 3)
+    with pytest.raises(MixedOperandsError, match=r"setitem: a plain tensor of shape \[4, 3\] among DTensors"):
+        plain[[0, 1]] = value
+    with pytest.raises(MixedOperandsError, match=r"getitem: a plain tensor of shape \[4, 3\] among DTensors"):
+        plain[[0, 1], rows]
+    with implicit_replication():
+        assert plain[[0, 1], rows].full_tensor().tolist() == [0, 0]
+
+
+def test_a_plain_tensor_indexed_by_a_list_beside_dtensors() -> None:
+    run_ranks(_plain_and_dtensors, 2, "torch")

@@ -72,10 +72,10 @@ def dispatch(
         ShardingRuleError: the operation has no rule, or its rule refuses these specs.
         MixedOperandsError: plain tensors or other meshes among the arguments.
     """
-    if name in INDEXING:
-        args = with_positions(platform, args)
     if implicit.is_replicating():
         args, kwargs = implicit.lifted(platform, name, args, kwargs)
+    if name in INDEXING:
+        args = with_positions(platform, args)
     return plan_for(platform, name, args, kwargs).run(func, args, kwargs)
 
 

@@ -25,32 +25,58 @@ def with_positions(platform: Platform, args: tuple[Any, ...]) -> tuple[Any, ...]
     Truth values become the positions of the true ones, since they are the same on all ranks.
 
     Raises:
-        IndexOutOfRangeError: a position that the tensor does not have, or truth values of another shape.
-        ShardingRuleError: a list of lists by itself, which frameworks understand differently.
+        IndexOutOfRangeError: a position that the tensor does not have, truth values of another shape, or more of all
+            than it has dimensions.
+        ShardingRuleError: a list of lists by itself or an array of bytes, which frameworks understand differently; an
+            array of anything but integers and truth values, or of one truth value.
     """
     x, index, *rest = args
+    if not isinstance(x, DTensor):  # which is refused, whatever the index
+        return args
     if type(index) is list and any(isinstance(item, (list, tuple, range, Array)) for item in index):
         raise ShardingRuleError(
             f"a list of lists as the index of a DTensor {x.spec!r}: NumPy takes it for an array, torch for a tuple. "
             "Write x[numpy.array(index)] or x[tuple(index)]."
         )
     items = index if isinstance(index, tuple) else (index,)
-    known = [_array(platform, item) for item in items]
+    known = [_array(x, item) for item in items]
     if all(array is None for array in known):
         return args
     return x, tuple(_resolved(x, items, known)), *rest
 
 
-def _array(platform: Platform, item: Any) -> Array | None:
+def _array(x: DTensor, item: Any) -> Array | None:
     """A list, range, array or NumPy number as an array of integers or truth values; None for anything else."""
+    array = _as_array(x.spec.mesh.platform, item)
+    if array is not None and isinstance(item, Array) and array.dtype == numpy.uint8:
+        array = _of_bytes(x, array)
+    if array is not None and (array.dtype.kind not in "iub" or (array.dtype.kind == "b" and not array.ndim)):
+        if isinstance(item, (list, range)):
+            return None
+        kind = "a single truth value" if array.dtype.kind == "b" else f"an array of {array.dtype}"
+        raise ShardingRuleError(
+            f"{kind} as the index of a DTensor {x.spec!r}: expected integers, or truth values of one dimension or more"
+        )
+    return array
+
+
+def _of_bytes(x: DTensor, array: Array) -> Array:
+    if x.spec.mesh.platform.masks_of_bytes:
+        return array.astype(bool)
+    raise ShardingRuleError(
+        f"an array of uint8 as the index of a DTensor {x.spec!r}: NumPy takes it for positions, torch for a mask. "
+        "Write index.astype(bool) or index.astype(numpy.int64)."
+    )
+
+
+def _as_array(platform: Platform, item: Any) -> Array | None:
     if not isinstance(item, (list, range, Array, numpy.generic)) or _holds_tensor(platform, item):
         return None
     array = numpy.asarray(item, numpy.int64) if isinstance(item, (list, range)) and not len(item) else None
     try:
-        array = numpy.asarray(item) if array is None else array
+        return numpy.asarray(item) if array is None else array
     except ValueError:  # lists of different lengths
         return None
-    return array if array.dtype.kind in "iub" else None
 
 
 def _holds_tensor(platform: Platform, item: Any) -> bool:
@@ -61,6 +87,8 @@ def _holds_tensor(platform: Platform, item: Any) -> bool:
 
 def _resolved(x: DTensor, items: Sequence[Any], known: Sequence[Array | None]) -> list[Any]:
     taken = [_dims_taken(item, array) for item, array in zip(items, known, strict=True)]
+    if sum(taken) > len(x.spec.shape):
+        raise IndexOutOfRangeError(f"{sum(taken)} indices for a {len(x.spec.shape)}-dimensional tensor {x.spec!r}")
     index: list[Any] = []
     dim = 0
     for item, array, count in zip(items, known, taken, strict=True):
@@ -73,8 +101,7 @@ def _resolved(x: DTensor, items: Sequence[Any], known: Sequence[Array | None]) -
         elif not array.ndim:
             index.append(operator.index(array[()]))
         else:
-            size = x.spec.shape[dim] if dim < len(x.spec.shape) else 0
-            index.append(_replicated(x, counted_from_front(repr(x.spec), array, dim, size)))
+            index.append(_replicated(x, counted_from_front(repr(x.spec), array, dim, x.spec.shape[dim])))
         dim += count
     return index
 

@@ -61,6 +61,7 @@ class Platform(ABC):
         device_types: the kinds of device that it can use here, best first (`("cuda", "cpu")`).
         picks_integers_first: an index's integers are taken before its tensors: `x[0, :, positions]` is
             `x[0][:, positions]`, where in NumPy the picked dimension would come first.
+        masks_of_bytes: uint8 in an index is truth values; elsewhere it is refused.
         world: the job this process has joined with `connect`; None before.
     """
 
@@ -76,6 +77,7 @@ class Platform(ABC):
     ops: SimpleNamespace
     device_types: tuple[str, ...]
     picks_integers_first: bool = False
+    masks_of_bytes: bool = False
     world: World | None = None
 
     # Processes -------------------------------------------------------------------------------------------

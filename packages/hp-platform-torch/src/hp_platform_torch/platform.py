@@ -48,6 +48,7 @@ class TorchPlatform(Platform):
     Module = nn.Module
     DTensor = TorchDTensor
     picks_integers_first = True
+    masks_of_bytes = True
 
     def __init__(self) -> None:
         self.device_types = _device_types()

@@ -6,6 +6,7 @@ import functools
 import math
 from typing import TYPE_CHECKING, Any
 
+from hp_dtensor.exceptions import IndexOutOfRangeError
 from hp_dtensor.rules import positions, slices
 from hp_dtensor.rules.factors import Dim, Dims, Factorization
 from hp_dtensor.rules.registry import OpCall, RuleRegistry, names_for
@@ -33,12 +34,19 @@ def _items(call: OpCall, ndim: int) -> list[Item]:
         raise call.refuse(
             "only integers, slices, None, ..., lists, arrays and DTensors of positions or truth values index a DTensor"
         )
+    if any(isinstance(item, TensorSpec) and _is_unclear(item) for item in index):
+        raise call.refuse("uint8 in an index may be positions or truth values: convert it to int64 or bool")
     used = sum(_dims_taken(call, item) for item in index)
     if used > ndim:
-        raise call.refuse(f"{used} indices for a {ndim}-dimensional tensor")
+        raise IndexOutOfRangeError(f"{call.name}: {used} indices for a {ndim}-dimensional tensor {call.tensors[0]!r}")
     rest = [slice(None)] * (ndim - used)
     where = next((i for i, item in enumerate(index) if item is Ellipsis), None)
     return [*index, *rest] if where is None else [*index[:where], *rest, *index[where + 1 :]]
+
+
+def _is_unclear(item: TensorSpec) -> bool:
+    platform = item.mesh.platform
+    return not platform.masks_of_bytes and platform.dtype_name(item.dtype) == "uint8"
 
 
 def _is_item(item: Item) -> bool:
