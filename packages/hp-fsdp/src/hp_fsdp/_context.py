@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 from hp_dtensor.recording import located
 from hp_dtensor.world import current_world
@@ -17,6 +18,14 @@ from hp_fsdp.exceptions import CallOrderError, FSDPStateError
 from hp_fsdp.storage import Gradients, ParameterStorage
 
 Tensor = Any
+Module = Any
+
+
+class Event(NamedTuple):
+    """In a forward pass: the last end of a group's forwards, or their beginning."""
+
+    group: ParameterGroup
+    ends: bool
 
 
 class ForwardPass:
@@ -29,8 +38,10 @@ class ForwardPass:
         used: groups in the order in which their forwards began (with repetitions).
         cursor: position in the recorded order up to which this pass has come.
         ahead: groups gathered ahead in that order and not used yet.
-        began: position in `used` of each group's first forward.
-        left: groups in the order in which their forwards ended last.
+        events: in order, with the record of the parameters for those that begin a group's use. A backward comes to
+            them in the reverse order: it enters a group at its end, and is through with it at its beginning.
+        reachable: groups that the backward of some rank may come to: not frozen ones in front of all that requires a
+            gradient. Behind that, a rank may have detached what it gives to a group, and others not.
         frozen_calls: how often groups without trainable parameters have been called.
     """
 
@@ -40,8 +51,8 @@ class ForwardPass:
         self.used: list[ParameterGroup] = []
         self.cursor = 0
         self.ahead: list[ParameterGroup] = []
-        self.began: dict[ParameterGroup, int] = {}
-        self.left: list[ParameterGroup] = []
+        self.events: dict[Event, GatherRecord | None] = {}
+        self.reachable: set[ParameterGroup] = set()
         self.frozen_calls: dict[ParameterGroup, int] = {}
 
     def end(self) -> None:
@@ -50,10 +61,24 @@ class ForwardPass:
         for record in self.records:
             record.unsharded.clear()
 
-    def leave(self, group: ParameterGroup) -> None:
-        if group in self.left:
-            self.left.remove(group)
-        self.left.append(group)
+    def begin(self, group: ParameterGroup) -> None:
+        """The first forward of a group begins."""
+        self.events.setdefault(Event(group, ends=False), None)
+
+    def note(self, record: GatherRecord) -> None:
+        """Autograd nodes of a group are made here, whose forwards may have begun without."""
+        self.records.append(record)
+        self._move_last(Event(record.group, ends=False), record)
+
+    def leave(self, group: ParameterGroup, has_outputs: bool) -> None:
+        """A forward of one of a group's modules is over, with outputs that require gradients or without."""
+        if has_outputs or group.record is not None or self.reachable:
+            self.reachable.add(group)
+        self._move_last(Event(group, ends=True), None)
+
+    def _move_last(self, event: Event, record: GatherRecord | None) -> None:
+        self.events.pop(event, None)
+        self.events[event] = record
 
 
 class BackwardRun:
@@ -64,6 +89,8 @@ class BackwardRun:
         met: uses of parameters that this backward has come to.
         frozen_calls: those of a pass that are behind it, by group and pass.
         tokens: of the gathers of modules that are being recomputed.
+        reached: groups entered, with the pass (None: in recomputation).
+        to_come: events of each pass met that are not behind it, the next one last.
     """
 
     def __init__(self, is_for_parameters: bool) -> None:
@@ -72,7 +99,7 @@ class BackwardRun:
         self.frozen_calls: dict[tuple[ParameterGroup, ForwardPass], int] = {}
         self.tokens: dict[ParameterGroup, Tensor] = {}
         self.reached: set[tuple[ParameterGroup, ForwardPass | None]] = set()
-        self.to_come: dict[ForwardPass, list[ParameterGroup]] = {}
+        self.to_come: dict[ForwardPass, dict[Event, GatherRecord | None]] = {}
 
     def meet(self, record: GatherRecord) -> None:
         """All buffers of a use have gradients to come in each backward through the same forward."""
@@ -80,11 +107,9 @@ class BackwardRun:
             self.met.add(record)
             record.waiting = record.waiting or list(record.indices)
 
-    def next_groups(self, forward_pass: ForwardPass) -> list[ParameterGroup]:
-        """Groups not reached yet, the next one last: backward meets them in the reverse order of their ends."""
-        if forward_pass not in self.to_come:
-            self.to_come[forward_pass] = list(forward_pass.left)
-        return self.to_come[forward_pass]
+    def events_to_come(self, forward_pass: ForwardPass) -> dict[Event, GatherRecord | None]:
+        """See `to_come`."""
+        return self.to_come.setdefault(forward_pass, forward_pass.events.copy())
 
 
 class Context:
@@ -103,7 +128,7 @@ class Context:
         self._reducer = Reducer()
         self._orders = CallOrders(order for group in self.groups for order in group.orders)
         self._pass = ForwardPass(storage.anchor())
-        self._in_pass = False
+        self._outermost: Module | None = None
         self._expected: Sequence[ParameterGroup] = ()
         self._backward: BackwardRun | None = None
 
@@ -118,21 +143,23 @@ class Context:
 
     # Forward ---------------------------------------------------------------------------------------------
 
-    def enter(self, group: ParameterGroup, inputs: Callable[[], Iterable[Tensor]]) -> None:
-        """Before the forward of one of `group`'s modules, called with tensors `inputs()`."""
+    def enter(self, group: ParameterGroup, module: Module, inputs: Callable[[], Iterable[Tensor]]) -> None:
+        """Before the forward of `module`, one of `group`'s, called with tensors `inputs()`."""
         if group.summoned:
             group.start_unshard()
         if self._backward is not None and not self.platform.is_in_backward():
             self.reset()
-        if group is self.root and self._backward is None:
-            self._begin_pass()
-        elif not self._in_pass and not group.entered and self._backward is None:
+        if self._is_whole_pass(group, module) and self._backward is None:
+            self._begin_pass(module)
+        elif self._outermost is None and not group.entered and self._backward is None:
             group.attach()
             self._refresh([group])
         group.check_order("calls")
         group.unshard()
         begins = self._backward is None and not group.entered
         group.entered = group.entered or begins
+        if begins:
+            self._pass.begin(group)
         # Modules of the group called before, or the same one in the forward of a checkpoint, may have had no graph.
         if begins or not group.exposed or (group.record is None and self.platform.is_grad_enabled()):
             self._expose(group)
@@ -141,8 +168,8 @@ class Context:
         if self._backward is None:
             self._watch_frozen(group, inputs)
 
-    def leave(self, group: ParameterGroup, outputs: list[Tensor], is_last_module: bool) -> list[Tensor]:
-        """After the forward of one of `group`'s modules, which gave `outputs` that require gradients.
+    def leave(self, group: ParameterGroup, module: Module, outputs: list[Tensor], is_last_module: bool) -> list[Tensor]:
+        """After the forward of `module`, one of `group`'s, which gave `outputs` that require gradients.
 
         Returns the outputs to use instead.
         """
@@ -150,21 +177,26 @@ class Context:
             # All buffers of a recomputed group have their turn, those without gradients too.
             token = self._backward.tokens.pop(group, None)
             return self.storage.join(token, outputs) if token is not None and outputs else outputs
-        if group is self.root and outputs and self._pass.records:
+        ends_pass = self._is_whole_pass(group, module)
+        if ends_pass and outputs and self._pass.records:
             outputs = self.storage.join(self._pass.token, outputs)
         if outputs and group.buffers:
             outputs = self.storage.before_backward(outputs, located(partial(self._reach, group, self._pass)))
+        self._pass.leave(group, bool(outputs))
         if is_last_module:
-            self._pass.leave(group)
             group.conceal()
             self._reshard_after_forward(group, bool(outputs))
-        if group is self.root:
+        if ends_pass:
             self._end_pass()
-        elif not self._in_pass and not any(each.entered for each in self.groups):
+        elif self._outermost is None and not any(each.entered for each in self.groups):
             self._compare_forward()
         return outputs
 
-    def _begin_pass(self) -> None:
+    def _is_whole_pass(self, group: ParameterGroup, module: Module) -> bool:
+        """Whether a module's forward is a pass: the root's group may have others inside of that module."""
+        return group is self.root and (self._outermost is None or self._outermost is module)
+
+    def _begin_pass(self, module: Module) -> None:
         self._check_order(PATIENCE_SECONDS)
         for group in self.groups:
             group.attach()
@@ -177,13 +209,14 @@ class Context:
         self._refresh(self.groups)
         self._pass.end()
         self._pass = ForwardPass(self.storage.anchor())
-        self._in_pass = True
+        self._outermost = module
 
     def fail(self, group: ParameterGroup) -> None:
         """A forward of `group` ended with an exception; that of the root is the end of all."""
         if self._backward is not None:
             return
-        self._in_pass = self._in_pass and group is not self.root
+        if group is self.root:
+            self._outermost = None
         for each in self.groups if group is self.root else [group]:
             each.conceal()
             each.reshard()
@@ -216,7 +249,7 @@ class Context:
             group.refresh([buffer for buffer in group.buffers if buffer in stale])
 
     def _end_pass(self) -> None:
-        self._in_pass = False
+        self._outermost = None
         for group in self.groups:
             group.conceal()
             if group.keeps_full:
@@ -268,7 +301,7 @@ class Context:
             return
         self._pass.token, group.record = group.record_use(self._pass.token, self._pass, self._complete)
         if group.record is not None:
-            self._pass.records.append(group.record)
+            self._pass.note(group.record)
 
     def _reshard_after_forward(self, group: ParameterGroup, has_outputs: bool) -> None:
         wanted = self._frees_after_forward(group, has_outputs)
@@ -292,7 +325,6 @@ class Context:
         return group is not self.root if wanted is None else wanted
 
     def _prefetch_next(self, group: ParameterGroup) -> None:
-        self._pass.began.setdefault(group, len(self._pass.used))
         self._pass.used.append(group)
         following = self._following(group)
         if group.forward_prefetch is not None:
@@ -348,26 +380,30 @@ class Context:
         run = self._begin_backward()
         if (group, forward_pass) in run.reached:
             return
-        if forward_pass is not None and self.root.is_last_backward:
-            self._pass_over_until(group, forward_pass, run)
+        if forward_pass is not None:
+            self._pass_over_until(Event(group, ends=True), forward_pass, run)
         self._enter_backward(group, forward_pass, run)
 
-    def _pass_over_until(self, group: ParameterGroup, forward_pass: ForwardPass, run: BackwardRun) -> None:
-        to_come = run.next_groups(forward_pass)
-        if group not in to_come:
+    def _pass_over_until(self, event: Event | None, forward_pass: ForwardPass, run: BackwardRun) -> None:
+        """Deal with all that comes before `event` (None: with the rest), and that the loss of this rank does not use.
+
+        Those of others may, so that this rank takes part all the same: every rank comes to every event, in one order.
+        """
+        to_come = run.events_to_come(forward_pass)
+        if event is not None and event not in to_come:
             return
-        while to_come[-1] is not group:
-            other = to_come[-1]
-            # A group whose forward began before this one's encloses it, and may still be reached.
-            if forward_pass.began[other] > forward_pass.began[group]:
-                self._pass_over(other, forward_pass, run)
-            else:
-                to_come.pop()
+        while to_come:
+            other, record = to_come.popitem()
+            if other == event:
+                return
+            if not other.ends:
+                self._pass_over(other.group, record)
+            elif other.group in forward_pass.reachable:
+                self._enter_backward(other.group, forward_pass, run)
 
-    def _pass_over(self, group: ParameterGroup, forward_pass: ForwardPass, run: BackwardRun) -> None:
-        """The loss of this rank does not use a group; those of others may, so it takes part all the same."""
-        self._enter_backward(group, forward_pass, run)
-        record = next((record for record in forward_pass.records if record.group is group), None)
+    def _pass_over(self, group: ParameterGroup, record: GatherRecord | None) -> None:
+        if not self.root.is_last_backward:
+            return  # another backward may still use it
         if record is None:
             self._free_after_backward(group)
         else:
@@ -381,14 +417,15 @@ class Context:
         if not group.exposed:
             group.expose()
         if forward_pass is not None:
-            self._prefetch_previous(group, run.next_groups(forward_pass))
+            self._prefetch_previous(group, forward_pass, run)
 
     def _leave_frozen(self, group: ParameterGroup, forward_pass: ForwardPass) -> None:
         """Backward is through one call of a group without trainable parameters."""
-        behind = self._begin_backward().frozen_calls
+        run = self._begin_backward()
         key = group, forward_pass
-        behind[key] = behind.get(key, 0) + 1
-        if behind[key] == forward_pass.frozen_calls[group]:
+        run.frozen_calls[key] = run.frozen_calls.get(key, 0) + 1
+        # What the loss does not use may have been gathered ahead, to be passed over.
+        if run.frozen_calls[key] == forward_pass.frozen_calls[group] and key in run.reached:
             self._free_after_backward(group)
 
     def _begin_backward(self) -> BackwardRun:
@@ -398,16 +435,13 @@ class Context:
             self.storage.at_end_of_backward(located(self._end_backward))
         return self._backward
 
-    def _prefetch_previous(self, group: ParameterGroup, to_come: list[ParameterGroup]) -> None:
-        position = to_come.index(group) if group in to_come else -1
-        if group.backward_prefetch is not None:
-            for other in group.backward_prefetch:
-                other.start_unshard()
-        else:
-            for other in reversed(to_come[max(0, position - group.prefetch_depth) : max(0, position)]):
-                other.start_unshard()
-        if position >= 0:
-            del to_come[position]
+    def _prefetch_previous(self, group: ParameterGroup, forward_pass: ForwardPass, run: BackwardRun) -> None:
+        following: Iterable[ParameterGroup] | None = group.backward_prefetch
+        if following is None:
+            ends = (event.group for event in reversed(run.events_to_come(forward_pass)) if event.ends)
+            following = islice(ends, group.prefetch_depth)
+        for other in following:
+            other.start_unshard()
 
     def _complete(self, record: GatherRecord, buffer: FlatBuffer, grads: Gradients) -> None:
         """Autograd has all gradients of a buffer's parameters.
@@ -415,11 +449,15 @@ class Context:
         A rank whose loss does not use the group comes here too, led by the token: it takes part in the same
         collectives as the others, in the same order.
         """
-        group = record.group
-        self._begin_backward().meet(record)
+        group, forward_pass = record.group, record.forward_pass
+        assert forward_pass is None or isinstance(forward_pass, ForwardPass)
+        run = self._begin_backward()
+        run.meet(record)
         if buffer not in record.waiting and all(grad is None for grad in grads):
             return  # passed over already
-        self._reach(group, record.forward_pass)  # type: ignore[arg-type]
+        self._reach(group, forward_pass)
+        if forward_pass is not None:
+            self._pass_over_until(Event(group, ends=False), forward_pass, run)
         if buffer.gradients is None:
             self._reducer.make_room(group.max_gradient_buffers)
         if buffer in record.waiting:
@@ -486,10 +524,10 @@ class Context:
             self._reducer.run_gradient_hooks()
 
     def _complete_rest(self, run: BackwardRun) -> None:
-        """Groups that the loss does not reach even through the token, because it bypasses the root's output."""
+        """What the loss does not reach even through the token: frozen groups in front, or all where it bypasses the
+        root's output."""
         for forward_pass in run.to_come:
-            for record in reversed(forward_pass.records):
-                self._complete_with_zeros(record)
+            self._pass_over_until(None, forward_pass, run)
 
     def _complete_with_zeros(self, record: GatherRecord) -> None:
         self._begin_backward().meet(record)
@@ -501,7 +539,7 @@ class Context:
         """Back to the resting state after an exception in forward or backward; unreduced gradients are lost."""
         self._reducer.drop()
         self._backward = None
-        self._in_pass = False
+        self._outermost = None
         for group in self.groups:
             group.conceal()
             group.reshard()

@@ -49,7 +49,7 @@ class ModuleState:
         """Unshard, and cast the inputs."""
         context = self.context if self.context is not None else self._become_root()
         was_entered = self.group.entered
-        context.enter(self.group, lambda: tensors_in((args, kwargs), self.platform.Tensor))
+        context.enter(self.group, module, lambda: tensors_in((args, kwargs), self.platform.Tensor))
         if self.group.entered and not was_entered:
             self._to_come = list(self.modules)
         if self.policy.cast_forward_inputs and self.policy.param_dtype is not None:
@@ -63,7 +63,7 @@ class ModuleState:
         if self.policy.output_dtype is not None:
             output = self._cast(output, self.policy.output_dtype)
         outputs = self._requiring_grad(output)
-        watched = self.context.leave(self.group, outputs, self._is_last(module))
+        watched = self.context.leave(self.group, module, outputs, self._is_last(module))
         return _replace(output, self.platform.Tensor, outputs, watched)
 
     def forward_failed(self) -> None:
