@@ -51,6 +51,15 @@ def test_a_number_that_is_partial_counts_as_a_whole(make):
         torch.testing.assert_close(got, wanted[tuple(got.shape)], check_dtype=False, rtol=0, atol=0)
 
 
+def test_a_tensor_like_one_without_dimensions_is_placed_alike():
+    def rank(mesh, x):
+        whole = distribute_tensor(torch.tensor(3.0), mesh)
+        made = (torch.full_like(whole, 2.0), torch.full_like(input=whole, fill_value=2.0), whole.new_full((), 2.0))
+        return [y.full_tensor().item() for y in made]
+
+    assert on_ranks(rank) == [[2.0] * 3] * 2
+
+
 def test_torch_tensor_makes_a_dtensor_that_is_placed_alike():
     def rank(mesh, x):
         copy = torch.tensor(x.requires_grad_(), dtype=torch.float64, requires_grad=True)

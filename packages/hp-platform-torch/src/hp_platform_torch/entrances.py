@@ -164,13 +164,13 @@ def _guard_factories() -> None:
     _device._device_constructors()  # made once, of what the modes get: the functions before they are replaced
     for name in (*_MADE_OF_NUMBERS, "tensor"):
         plain = getattr(torch, name)
-        asked = _copying(plain) if name == "tensor" else _taking_numbers(plain)
+        asked = _copying(plain) if name == "tensor" else _taking_numbers(plain, like=name == "full_like")
         asked.__module__, asked.__qualname__ = "torch", name
         _builtins._register_builtin(asked, f"aten::{name}")
         setattr(torch, name, asked)
     handler = non_strict_utils._NonStrictTorchFunctionHandler
     handler._override = _knowing_replaced(handler._override)  # type: ignore[method-assign]
-    torch.Tensor.new_full = _taking_numbers(torch.Tensor.new_full)  # type: ignore[assignment]
+    torch.Tensor.new_full = _taking_numbers(torch.Tensor.new_full, like=True)  # type: ignore[assignment]
     torch.Tensor.new_tensor = _copying_as_new(torch.Tensor.new_tensor)  # type: ignore[assignment]
 
 
@@ -184,18 +184,20 @@ def _knowing_replaced(override: Callable[..., Any]) -> Callable[..., Any]:
     return overridden
 
 
-def _taking_numbers(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A DTensor without dimensions is the value of the whole, as in `float(x)`: every rank calls it."""
+def _taking_numbers(factory: Callable[..., Tensor], like: bool = False) -> Callable[..., Tensor]:
+    """A DTensor without dimensions is the value of the whole, as in `float(x)`: every rank calls it. The first argument
+    is none where the result is `like` it.
+    """
 
     @functools.wraps(factory)
     def filled(*args: Any, **kwargs: Any) -> Tensor:
         for x in args:
             if type(x) is TorchDTensor:
-                args = tuple(map(_number, args))
+                args = (*args[:like], *map(_number, args[like:]))
                 break
         for x in kwargs.values():
             if type(x) is TorchDTensor:
-                kwargs = {name: value if name == "out" else _number(value) for name, value in kwargs.items()}
+                kwargs = {name: value if name in ("out", "input") else _number(value) for name, value in kwargs.items()}
                 break
         return factory(*args, **kwargs)
 
