@@ -125,6 +125,24 @@ def test_a_function_named_as_a_frameworks_operation_is_another_one(hp_platform: 
     run_ranks(rank, 2, hp_platform)
 
 
+def test_results_of_every_function_of_one_name_are_checked(hp_platform: Platform) -> None:
+    def made(stop: int) -> Any:
+        @sharding_rule("n -> n")
+        def part(x: Any) -> Any:
+            return x[:stop]
+
+        return part
+
+    def rank() -> None:
+        mesh = DeviceMesh("cpu", (2,), platform=hp_platform)
+        x = distribute_tensor(hp_platform.from_numpy(np.ones(4, np.float32)), mesh, [Shard(0)])
+        assert made(2)(x).placements == (Shard(0),)
+        with pytest.raises(ShardingRuleError, match="expects a result"):
+            made(1)(x)
+
+    run_ranks(rank, 2, hp_platform)
+
+
 def test_a_function_that_is_defined_again_is_the_same_operation(hp_platform: Platform) -> None:
     def made(factor: float, whole: Sequence[str]) -> Any:
         @sharding_rule("n m -> n m", whole=whole)

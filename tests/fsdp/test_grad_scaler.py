@@ -160,9 +160,19 @@ def test_lists_and_optimizers_of_one_step_divide_each_gradient_once(hp_platform)
             scaler.step(Halver(hp_platform, parameters))
     scaler.update()
     assert _values(hp_platform, first + second) == [-0.5, -1.0, -2.0, -4.0]
-    scaler.unscale_(first)
-    with pytest.raises(LossScalingError, match="has been called for these parameters"):
-        scaler.unscale_(iter(first))
+
+
+def test_a_gradient_that_came_after_a_step_is_divided_too(hp_platform):
+    shared, other = _parameters(hp_platform, 8.0, 8.0)
+    scaler = GradScaler(8.0, platform=hp_platform)
+    with hp_platform.no_grad():
+        alone = Halver(hp_platform, [shared])
+        scaler.step(alone)
+        hp_platform.set_grad(shared, hp_platform.from_numpy(numpy.full((2,), 16.0, numpy.float32)))
+        scaler.step(Halver(hp_platform, [shared, other]))
+        with pytest.raises(LossScalingError, match=r"step\(\) has been called for this optimizer"):
+            scaler.step(alone)
+    assert _values(hp_platform, [shared, other]) == [-1.5, -0.5]
 
 
 @pytest.mark.parametrize("bad", [0, 1, 2])

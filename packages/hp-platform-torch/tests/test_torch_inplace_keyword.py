@@ -129,3 +129,30 @@ def test_copy_to_a_partial_tensor() -> None:
     for dtype, value in ((torch.int64, _halves), (torch.float32, lambda mesh: torch.tensor(3.0))):
         with pytest.raises(LaunchError, match="would have to change the placement"):
             run_ranks(_copied_to_parts, 2, "torch", dtype, value)
+
+
+def test_dropout_in_evaluation_writes_nothing() -> None:
+    """Backward may need its input as it was."""
+
+    def rank() -> Any:
+        mesh = DeviceMesh("cpu", (2,), platform=get_platform("torch"))
+        x = distribute_tensor(WHOLE, mesh, [Shard(0)]).requires_grad_()
+        y = x.sigmoid()
+        assert F.dropout(y, 0.5, False, inplace=True) is y
+        y.sum().backward()
+        return x.grad.full_tensor()
+
+    expected = WHOLE.sigmoid() * (1 - WHOLE.sigmoid())
+    assert all(torch.allclose(grad, expected) for grad in run_ranks(rank, 2, "torch"))
+
+
+def test_whole_numbers_become_truth_values_as_a_whole() -> None:
+    def rank() -> Any:
+        mesh = DeviceMesh("cpu", (2,), platform=get_platform("torch"))
+        sign = 1 if mesh.get_rank() else -1
+        x = from_local(torch.tensor([1, 2]) * torch.tensor([sign, 1]), mesh, [Partial()])  # the whole is [0, 4]
+        truth = distribute_tensor(torch.ones(2, dtype=torch.bool), mesh, [Replicate()])
+        made = [x.to(torch.bool), x.type("torch.BoolTensor"), x.to(truth), truth.copy_(x)]
+        return [y.full_tensor().tolist() for y in made]
+
+    assert run_ranks(rank, 2, "torch") == [[[False, True]] * 4] * 2

@@ -295,6 +295,8 @@ class OpPlan:
             spec = TensorSpec(self.mesh, placements, shape, local.dtype)
             self._check_shape(local, spec)
             self.specs[index] = spec
+        elif self.registration.holds_results:  # another function of this name may have come here
+            self._check_shape(local, spec)
         if not self.registration.holds_results:
             return self.platform.adopt(local, spec)
         if self.platform.is_grad_enabled() and self.platform.requires_grad(local):
@@ -391,12 +393,18 @@ def _is_first(registration: Registration, location: Location) -> bool:
 def _makes_integers(
     platform: Platform, specs: tuple[TensorSpec, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> bool:
-    """Whether floating-point data is rounded to a dtype among the arguments: then the operation is not linear."""
-    if not any(platform.is_floating(spec.dtype) for spec in specs):
-        return False
+    """Whether data is rounded to a dtype among the arguments, or becomes truth values: then nothing is linear."""
     given = [platform.dtype_meant(value) for value in (*args, *kwargs.values())]
     wanted = [value for value in given if type(value) in _dtype_classes(platform)]
-    return any(not platform.is_floating(dtype) for dtype in wanted)
+    return any(rounds(platform, spec.dtype, dtype) for spec in specs for dtype in wanted)
+
+
+def rounds(platform: Platform, dtype: Any, wanted: Any) -> bool:
+    """Whether a sum of parts that are converted from `dtype` to `wanted` may differ from the sum converted."""
+    if platform.is_floating(wanted):
+        return False
+    to_truth = platform.dtype_name(wanted) == "bool" != platform.dtype_name(dtype)
+    return to_truth or platform.is_floating(dtype)
 
 
 @functools.cache

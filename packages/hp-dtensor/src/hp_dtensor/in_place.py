@@ -62,6 +62,8 @@ class WritingPlan:
         recorded = self.platform.is_grad_enabled() and self.platform.requires_grad(x)
         source = self.platform.ops.clone(x) if recorded else x  # backward may need it as it was
         result = make(source, *rest, **kwargs) if args else make(**dict(zip(kwargs, (source, *rest), strict=True)))
+        if result is source:
+            return x  # nothing to write, as of dropout in evaluation
         if result.spec.placements != x.spec.placements and any(p.is_partial() for p in x.spec.placements):
             raise ShardingRuleError(self.refusal)
         if tuple(result.shape) != x.spec.shape:

@@ -438,7 +438,8 @@ class Context:
     def _prefetch_previous(self, group: ParameterGroup, forward_pass: ForwardPass, run: BackwardRun) -> None:
         following: Iterable[ParameterGroup] | None = group.backward_prefetch
         if following is None:
-            ends = (event.group for event in reversed(run.events_to_come(forward_pass)) if event.ends)
+            to_come, reachable = run.events_to_come(forward_pass), forward_pass.reachable
+            ends = (event.group for event in reversed(to_come) if event.ends and event.group in reachable)
             following = islice(ends, group.prefetch_depth)
         for other in following:
             other.start_unshard()

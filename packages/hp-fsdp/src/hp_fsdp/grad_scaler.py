@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from hp_dtensor.platform import Platform
 from hp_dtensor.selection import get_platform
@@ -16,6 +16,17 @@ Tensor = Any
 
 # Below this, gradients that still overflow are not finite for another reason.
 SMALLEST_SCALE = 2.0**-24
+
+
+class _Divided(NamedTuple):
+    """A parameter, its local gradient that has been divided, and whether some rank found one that is not finite.
+
+    The gradient is held until `update`, so that no other one gets its memory.
+    """
+
+    parameter: Tensor
+    gradient: Tensor
+    not_finite: bool
 
 
 class GradScaler:
@@ -63,8 +74,9 @@ class GradScaler:
         self._platform = platform if platform is not None else get_platform()
         self._process_group = process_group
         # Since the last update; what it is about is held, so that nothing else gets its id.
-        self._unscaled: dict[int, tuple[Tensor, bool]] = {}
+        self._unscaled: dict[int, _Divided] = {}
         self._optimizers: dict[int, tuple[Any, bool]] = {}
+        self._stepped: dict[int, Any] = {}
         self._found: list[bool] = []
 
     def is_enabled(self) -> bool:
@@ -98,7 +110,7 @@ class GradScaler:
             optimizer: with `param_groups`; or the parameters themselves.
 
         Raises:
-            LossScalingError: called twice for the same optimizer or parameters before `update`.
+            LossScalingError: called twice for the same optimizer before `update`.
         """
         if not self._enabled:
             return
@@ -108,27 +120,36 @@ class GradScaler:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             self._optimizers[id(optimizer)] = optimizer, self._unscale(parameters)
             return
-        parameters = list(optimizer)
-        if parameters and all(id(parameter) in self._unscaled for parameter in parameters):
-            raise LossScalingError("unscale_() has been called for these parameters since the last update()")
-        self._unscale(parameters)
+        self._unscale(list(optimizer))
 
     def _unscale(self, parameters: Sequence[Tensor]) -> bool:
         """Unscale the gradients of which that has not been done; whether any of all these is not finite anywhere."""
-        platform = self._platform
-        found_before = any(self._unscaled[id(p)][1] for p in parameters if id(p) in self._unscaled)
-        left = {id(p): p for p in parameters if id(p) not in self._unscaled and platform.get_grad(p) is not None}
+        platform, storage = self._platform, get_storage(self._platform)
+        done = [self._unscaled[id(p)] for p in parameters if self._is_divided(p)]
+        found_before = any(each.not_finite for each in done)
+        divided = {id(each.parameter) for each in done}
+        left = {id(p): p for p in parameters if id(p) not in divided and platform.get_grad(p) is not None}
         with platform.no_grad():
             grads = [local_of(platform, platform.get_grad(parameter)) for parameter in left.values()]
-            found = get_storage(platform).unscale_(grads, 1.0 / self._scale)
+            found = storage.unscale_(grads, 1.0 / self._scale)
             # What was divided before may be parameters of some ranks only.
             found = platform.ops.add(found, 1.0) if found_before else found
             group = self._process_group or current_world(platform).all
             group.all_reduce(found, "max")
         not_finite = float(platform.to_numpy(found)) > 0
-        self._unscaled |= {key: (parameter, not_finite) for key, parameter in left.items()}
+        for parameter, grad in zip(left.values(), grads, strict=True):
+            self._unscaled[id(parameter)] = _Divided(parameter, grad, not_finite)
         self._found.append(not_finite)
         return not_finite
+
+    def _is_divided(self, parameter: Tensor) -> bool:
+        """Whether its gradient is the one that has been divided, and not another one that came after it."""
+        known, grad = self._unscaled.get(id(parameter)), self._platform.get_grad(parameter)
+        if known is None or grad is None:
+            return False
+        address = get_storage(self._platform).address
+        with self._platform.local_op():
+            return address(local_of(self._platform, grad)) == address(known.gradient)
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """`optimizer.step(*args, **kwargs)`, unless some rank found a gradient of its parameters that is not finite.
@@ -137,21 +158,26 @@ class GradScaler:
         same on every rank. An optimizer without `param_groups` goes by all that has been unscaled.
 
         Raises:
-            LossScalingError: the optimizer has no `param_groups` and `unscale_` has not been called.
+            LossScalingError: the optimizer has no `param_groups` and `unscale_` has not been called, or it has made its
+                step since the last `update`.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
+        if id(optimizer) in self._stepped:
+            raise LossScalingError("step() has been called for this optimizer since the last update()")
         if not hasattr(optimizer, "param_groups"):
             if not self._found:
                 kind = type(optimizer).__name__
                 raise LossScalingError(
                     f"step() of a {kind}, which has no param_groups: call unscale_(parameters) first"
                 )
-            return None if self.found_inf else optimizer.step(*args, **kwargs)
-        if id(optimizer) not in self._optimizers:
-            self.unscale_(optimizer)
-        _, not_finite = self._optimizers[id(optimizer)]
-        return None if not_finite else optimizer.step(*args, **kwargs)
+            skipped = self.found_inf
+        else:
+            if id(optimizer) not in self._optimizers:
+                self.unscale_(optimizer)
+            _, skipped = self._optimizers[id(optimizer)]
+        self._stepped[id(optimizer)] = optimizer
+        return None if skipped else optimizer.step(*args, **kwargs)
 
     def update(self, new_scale: float | None = None) -> None:
         """After the step: shrink or grow the scale, or set it.
@@ -173,7 +199,7 @@ class GradScaler:
             if self._growth_tracker == self._growth_interval:
                 self._scale *= self._growth_factor
                 self._growth_tracker = 0
-        for since_update in (self._unscaled, self._optimizers, self._found):
+        for since_update in (self._unscaled, self._optimizers, self._stepped, self._found):
             since_update.clear()
 
     def _shrink(self) -> None:

@@ -19,13 +19,13 @@ def guard() -> None:
 
 
 def are_named() -> bool:
-    """Whether it is, or is within, that of `torch.autograd.grad` or of `backward(inputs=...)`."""
+    """Whether it is that of `torch.autograd.grad` or of `backward(inputs=...)`; of several, the innermost."""
     own = _waiting.get(threading.get_ident())
     if own:
-        return own[0]
+        return own[-1]
     # A thread of a device works for one of those that wait: where there are several, most likely they do alike.
     others = list(_waiting.values())
-    return bool(others) and all(named[0] for named in others if named)
+    return bool(others) and all(named[-1] for named in others if named)
 
 
 def _noting(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,13 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch._export import non_strict_utils
 from torch._functorch import eager_transforms, vmap
-from torch.fx.experimental import proxy_tensor
-from torch.jit import _builtins
 from torch.nn import init
 from torch.nn.modules._functions import BackwardHookFunction
-from torch.utils import _device
 from torch.utils._pytree import tree_leaves
 
 from hp_dtensor.api import distribute_tensor
@@ -53,11 +49,9 @@ def guard() -> None:
     torch._C.ScriptFunction.__call__ = _refusing_arguments(  # type: ignore[method-assign]
         torch._C.ScriptFunction.__call__, "a function made by torch.jit.script"
     )
-    proxy_tensor._MakefxTracer.trace = _refusing_arguments(  # type: ignore[method-assign]
-        proxy_tensor._MakefxTracer.trace, "make_fx"
-    )
     torch.Tensor.set_ = _refusing_source(torch.Tensor.set_)  # type: ignore[assignment]
-    _guard_factories()
+    torch.Tensor.new_full = _taking_numbers(torch.Tensor.new_full)  # type: ignore[assignment]
+    torch.Tensor.new_tensor = _copying_as_new(torch.Tensor.new_tensor)  # type: ignore[assignment]
     compiling.guard()
     backward_inputs.guard()
 
@@ -156,68 +150,19 @@ def _refusing_to_trace(trace: Callable[..., Any], name: str) -> Callable[..., An
 
 # Tensors made of numbers and of data -----------------------------------------------------------------------
 
-_MADE_OF_NUMBERS = ("full", "full_like", "scalar_tensor", "arange")
 
+def _taking_numbers(new_full: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A DTensor without dimensions as the value is that of the whole, as in `float(x)`: every rank calls it."""
 
-def _guard_factories() -> None:
-    """The replaced functions stay what they are to torch.jit.script, to pickle and to `with torch.device(...)`."""
-    _device._device_constructors()  # made once, of what the modes get: the functions before they are replaced
-    for name in (*_MADE_OF_NUMBERS, "tensor"):
-        plain = getattr(torch, name)
-        asked = _copying(plain) if name == "tensor" else _taking_numbers(plain, like=name == "full_like")
-        asked.__module__, asked.__qualname__ = "torch", name
-        _builtins._register_builtin(asked, f"aten::{name}")
-        setattr(torch, name, asked)
-    handler = non_strict_utils._NonStrictTorchFunctionHandler
-    handler._override = _knowing_replaced(handler._override)  # type: ignore[method-assign]
-    torch.Tensor.new_full = _taking_numbers(torch.Tensor.new_full, like=True)  # type: ignore[assignment]
-    torch.Tensor.new_tensor = _copying_as_new(torch.Tensor.new_tensor)  # type: ignore[assignment]
-
-
-def _knowing_replaced(override: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.export asks whether a function is `torch.tensor`; torch hands it the one that was replaced."""
-
-    @functools.wraps(override)
-    def overridden(self: Any, func: Callable[..., Any], *args: Any) -> Any:
-        return override(self, torch.tensor if func.__name__ == "tensor" else func, *args)
-
-    return overridden
-
-
-def _taking_numbers(factory: Callable[..., Tensor], like: bool = False) -> Callable[..., Tensor]:
-    """A DTensor without dimensions is the value of the whole, as in `float(x)`: every rank calls it. The first argument
-    is none where the result is `like` it.
-    """
-
-    @functools.wraps(factory)
-    def filled(*args: Any, **kwargs: Any) -> Tensor:
-        for x in args:
-            if type(x) is TorchDTensor:
-                args = (*args[:like], *map(_number, args[like:]))
-                break
-        for x in kwargs.values():
-            if type(x) is TorchDTensor:
-                kwargs = {name: value if name in ("out", "input") else _number(value) for name, value in kwargs.items()}
-                break
-        return factory(*args, **kwargs)
+    @functools.wraps(new_full)
+    def filled(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return new_full(self, *map(_number, args), **{name: _number(value) for name, value in kwargs.items()})
 
     return filled
 
 
 def _number(x: Any) -> Any:
     return x.item() if type(x) is TorchDTensor and not x._spec.shape and _intercepting() else x
-
-
-def _copying(tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`torch.tensor`: of a DTensor it makes another one, placed alike."""
-
-    @functools.wraps(tensor)
-    def copied(data: Any, **options: Any) -> Tensor:
-        if type(data) is TorchDTensor and _intercepting():
-            return _copy(data, **options)
-        return tensor(data, **options)
-
-    return copied
 
 
 def _copying_as_new(new_tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:

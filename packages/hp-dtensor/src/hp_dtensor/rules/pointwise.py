@@ -97,12 +97,14 @@ def _where(call: OpCall) -> Factorization:
 def _copied(call: OpCall) -> Factorization:
     """A partial tensor takes partial values, part by part, unless they are rounded to integers."""
     first, *others = call.tensors
-    rounded = not _is_floating(first) and any(map(_is_floating, others))
+    rounded = any(_rounds(other, first) for other in others)
     return pointwise("add" if others and not rounded else None)(call)
 
 
-def _is_floating(spec: TensorSpec) -> bool:
-    return spec.mesh.platform.is_floating(spec.dtype)
+def _rounds(source: TensorSpec, target: TensorSpec) -> bool:
+    from hp_dtensor.dispatch import rounds
+
+    return rounds(source.mesh.platform, source.dtype, target.dtype)
 
 
 def _converted(call: OpCall) -> Factorization:
@@ -112,7 +114,7 @@ def _converted(call: OpCall) -> Factorization:
         return rule
     first, other = call.tensors
     dims, sizes = names_for("other", other.shape)
-    rounded = _is_floating(first) and not _is_floating(other)
+    rounded = _rounds(first, other)
     return replace(
         rule,
         inputs=(*rule.inputs, dims),
