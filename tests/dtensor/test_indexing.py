@@ -178,3 +178,12 @@ def test_bytes_are_truth_values_where_the_framework_says_so(hp_platform: Platfor
     for read, written in run_ranks(_by_bytes, 4, hp_platform, hp_platform):
         np.testing.assert_array_equal(read, WHOLE[BYTES > 0])
         np.testing.assert_array_equal(written, expected)
+
+
+def test_an_array_of_small_integers_counts_from_the_end_of_a_long_dimension(hp_platform: Platform) -> None:
+    def rank() -> list[float]:
+        mesh = DeviceMesh("cpu", (2,), platform=hp_platform)
+        x = distribute_tensor(hp_platform.from_numpy(np.arange(200, dtype=np.float32)), mesh, [Shard(0)])
+        return hp_platform.to_numpy(x[np.array([1, -1], np.int8)].full_tensor()).tolist()
+
+    assert run_ranks(rank, 2, hp_platform) == [[1.0, 199.0]] * 2

@@ -125,6 +125,7 @@ def counted_from_front(what: str, found: Array, dim: int, size: int) -> Array:
     Raises:
         IndexOutOfRangeError: there is no such position in `what`.
     """
+    found = found.astype(numpy.int64)  # one byte does not hold the size
     outside = found[(found < -size) | (found >= size)]
     if outside.size:
         raise IndexOutOfRangeError(
