@@ -194,8 +194,7 @@ def test_a_stopped_run_ends_in_order_and_goes_on(folder, hp_train, sign):
         "Go on with `hp-train resume out`\n"
     )
     assert command.processes() == []
-    if sign == signal.SIGINT:  # what it leaves behind is the same
-        assert_resumes(hp_train, run, *TWO_RANKS)
+    assert_resumes(hp_train, run, *TWO_RANKS)
 
 
 def test_a_run_in_one_process_stops_the_same_way(folder, hp_train):

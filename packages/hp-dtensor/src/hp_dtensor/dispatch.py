@@ -38,6 +38,7 @@ from hp_dtensor.platform import DTYPE_NAMES, Platform
 from hp_dtensor.redistribute import plan_between
 from hp_dtensor.rules.cost import cheapest
 from hp_dtensor.rules.factors import Factorization, Part, Strategy, parts_of, strategies
+from hp_dtensor.rules.pointwise import rounds
 from hp_dtensor.rules.registry import OpCall, Registration, RuleRegistry
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.world import ProcessGroup
@@ -397,14 +398,6 @@ def _makes_integers(
     given = [platform.dtype_meant(value) for value in (*args, *kwargs.values())]
     wanted = [value for value in given if type(value) in _dtype_classes(platform)]
     return any(rounds(platform, spec.dtype, dtype) for spec in specs for dtype in wanted)
-
-
-def rounds(platform: Platform, dtype: Any, wanted: Any) -> bool:
-    """Whether a sum of parts that are converted from `dtype` to `wanted` may differ from the sum converted."""
-    if platform.is_floating(wanted):
-        return False
-    to_truth = platform.dtype_name(wanted) == "bool" != platform.dtype_name(dtype)
-    return to_truth or platform.is_floating(dtype)
 
 
 @functools.cache

@@ -129,7 +129,7 @@ def hide_stand_ins() -> None:
     Cell goes through its parameters at its first call, and asks each for what only a `mindspore.Parameter` has.
     """
     plain = nn.Cell.parameters_and_names
-    if hasattr(plain, "_hides_stand_ins"):
+    if hasattr(plain, "__wrapped__"):
         return
 
     @functools.wraps(plain)
@@ -137,7 +137,6 @@ def hide_stand_ins() -> None:
         found = plain(self, name_prefix, expand)
         return (pair for pair in found if isinstance(pair[1], ms.Parameter))
 
-    parameters_and_names._hides_stand_ins = True
     nn.Cell.parameters_and_names = parameters_and_names
     Tensor.inited_param = None
 

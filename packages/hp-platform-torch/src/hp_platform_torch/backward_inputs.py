@@ -7,15 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 # Of each thread that waits for backwards, one within another, whether each was told inputs.
 _waiting: dict[int, list[bool]] = {}
-
-
-def guard() -> None:
-    """Note it from now on."""
-    torch.autograd._engine_run_backward = _noting(torch.autograd._engine_run_backward)  # type: ignore[attr-defined]
 
 
 def are_named() -> bool:
@@ -28,7 +21,9 @@ def are_named() -> bool:
     return bool(others) and all(named[-1] for named in others if named)
 
 
-def _noting(run: Callable[..., Any]) -> Callable[..., Any]:
+def noting(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.autograd._engine_run_backward`, of which every call is noted."""
+
     @functools.wraps(run)
     def noted(
         outputs: Any, grads: Any, retain_graph: bool, create_graph: bool, inputs: Any, *args: Any, **kwargs: Any

@@ -52,7 +52,6 @@ def _leave_them_out_in_every_thread() -> None:
     config._config["nontraceable_tensor_subclasses"].default.add(TorchDTensor)
     for package in _LEFT_ALONE:
         trace_rules.add(package)
-    trace_rules.get_torch_obj_rule_map.cache_clear()  # it knows torch's functions by themselves, not by name
     skipped = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)  # with all that they call
     for member in vars(TorchDTensor).values():
         code = _code_of(member)

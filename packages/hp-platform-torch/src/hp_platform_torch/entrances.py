@@ -1,7 +1,7 @@
 """Where torch takes a tensor without asking it: `__torch_function__` is not called there, and C++ sees the shard.
 
 Results would be those of one rank's data, without any error. So these entrances ask first: DTensors are refused
-where nothing better is possible, numbers are those of the whole, and hooks of modules get their gradients as DTensors.
+where nothing better is possible, and hooks of modules get their gradients as DTensors.
 """
 
 from __future__ import annotations
@@ -32,28 +32,33 @@ def guard() -> None:
     """Ask at the entrances; a second call changes nothing."""
     if hasattr(torch.autograd.Function.apply, "_asks_dtensors"):
         return
-    torch.autograd.Function.apply = _asking(torch.autograd.Function.apply)  # type: ignore[assignment]
-    eager_transforms._wrap_for_grad = _refusing(
-        eager_transforms._wrap_for_grad, "torch.func (grad, vjp and the like)", _TRANSFORMS_A_SHARD
-    )
-    vmap._add_batch_dim = _refusing(vmap._add_batch_dim, "torch.func (vmap)", _TRANSFORMS_A_SHARD)
-    eager_transforms._maybe_wrap_functional_tensor = _refusing(
-        eager_transforms._maybe_wrap_functional_tensor, "torch.func.functionalize", _TRANSFORMS_A_SHARD
+    _replace(torch.autograd.Function, "apply", _asking)
+    _replace(torch.autograd, "_engine_run_backward", backward_inputs.noting)
+    _replace(eager_transforms, "_wrap_for_grad", _refusing, "torch.func (grad, vjp and the like)", _TRANSFORMS_A_SHARD)
+    _replace(vmap, "_add_batch_dim", _refusing, "torch.func (vmap)", _TRANSFORMS_A_SHARD)
+    _replace(
+        eager_transforms,
+        "_maybe_wrap_functional_tensor",
+        _refusing,
+        "torch.func.functionalize",
+        _TRANSFORMS_A_SHARD,
     )
     for name in _OF_THE_WHOLE:
-        setattr(init, name, _keeping_the_shard(getattr(init, name)))
+        _replace(init, name, _keeping_the_shard)
     for owner in (torch, torch.utils.dlpack):
-        owner.to_dlpack = _refusing(owner.to_dlpack, "to_dlpack", _EXPORTS_A_SHARD)  # type: ignore[attr-defined]
-    torch.jit.trace = _refusing_to_trace(torch.jit.trace, "torch.jit.trace")  # type: ignore[assignment]
-    torch.export.export = _refusing_to_trace(torch.export.export, "torch.export")
-    torch._C.ScriptFunction.__call__ = _refusing_arguments(  # type: ignore[method-assign]
-        torch._C.ScriptFunction.__call__, "a function made by torch.jit.script"
-    )
-    torch.Tensor.set_ = _refusing_source(torch.Tensor.set_)  # type: ignore[assignment]
-    torch.Tensor.new_full = _taking_numbers(torch.Tensor.new_full)  # type: ignore[assignment]
-    torch.Tensor.new_tensor = _copying_as_new(torch.Tensor.new_tensor)  # type: ignore[assignment]
+        _replace(owner, "to_dlpack", _refusing, "to_dlpack", _EXPORTS_A_SHARD)
+    _replace(torch.jit, "trace", _refusing_to_trace, "torch.jit.trace")
+    _replace(torch.export, "export", _refusing_to_trace, "torch.export")
+    _replace(torch._C.ScriptFunction, "__call__", _refusing_arguments, "a function made by torch.jit.script")
+    _replace(torch.Tensor, "set_", _refusing_source)
+    _replace(torch.Tensor, "new_full", _taking_numbers)
+    _replace(torch.Tensor, "new_tensor", _copying_as_new)
     compiling.guard()
-    backward_inputs.guard()
+
+
+def _replace(owner: Any, name: str, asking: Callable[..., Any], *told: str) -> None:
+    """Put what asks first in the place of an entrance."""
+    setattr(owner, name, asking(getattr(owner, name), *told))
 
 
 def _asking(apply: Any) -> Any:

@@ -59,7 +59,7 @@ def sharding_rule(
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             located = locate_tensors(args, kwargs)
-            return operation.run(located[0][1], args, kwargs) if located else function(*args, **kwargs)
+            return operation.run(located, args, kwargs) if located else function(*args, **kwargs)
 
         return cast(Function, call)
 
@@ -150,7 +150,8 @@ class _OwnOperation:
     notation: _Notation
     is_registered: bool = False
 
-    def run(self, first: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def run(self, located: Sequence[tuple[Location, Any]], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The function on arguments among which DTensors are `located`."""
         from hp_dtensor import dispatch
 
         if not self.is_registered:
@@ -158,9 +159,9 @@ class _OwnOperation:
             identity = self.notation.identity, repr(registration.parameters), registration.open
             self.name = dispatch.rule_registry().add(self.name, registration, identity)
             self.is_registered = True
-        platform = first.device_mesh.platform
+        platform = located[0][1].device_mesh.platform
         self._check_depth(args, kwargs)
-        originals = dict(locate_tensors(args, kwargs))
+        originals = dict(located)
 
         def local(*args: Any, **kwargs: Any) -> Any:
             given = map_tensors((args, kwargs), DTensor, platform.unwrap)

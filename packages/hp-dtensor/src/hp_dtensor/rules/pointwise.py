@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+from hp_dtensor.platform import Platform
 from hp_dtensor.rules.factors import Dims, Factorization
 from hp_dtensor.rules.registry import OpCall, Rule, RuleRegistry, broadcast_shape, names_for
 from hp_dtensor.spec import TensorSpec
@@ -101,9 +103,15 @@ def _copied(call: OpCall) -> Factorization:
     return pointwise("add" if others and not rounded else None)(call)
 
 
-def _rounds(source: TensorSpec, target: TensorSpec) -> bool:
-    from hp_dtensor.dispatch import rounds
+def rounds(platform: Platform, dtype: Any, wanted: Any) -> bool:
+    """Whether a sum of parts that are converted from `dtype` to `wanted` may differ from the sum converted."""
+    if platform.is_floating(wanted):
+        return False
+    to_truth = platform.dtype_name(wanted) == "bool" != platform.dtype_name(dtype)
+    return to_truth or platform.is_floating(dtype)
 
+
+def _rounds(source: TensorSpec, target: TensorSpec) -> bool:
     return rounds(source.mesh.platform, source.dtype, target.dtype)
 
 
