@@ -78,6 +78,7 @@ class FlatBuffer:
         self.storage = storage
         self.platform = storage.platform
         self.layout = layout
+        self._gaps = list(layout.gaps())
         self._world = parallel.mesh.world
         self.device = parallel.mesh.device_type
         self.dtype: DType = originals[0].tensor.dtype
@@ -384,7 +385,7 @@ class FlatBuffer:
         if fresh:
             self.gradients = self.new_buffer(self.layout.numel, self.reduce_dtype)
             self.note_allocation()
-            self._zero(self.layout.gaps())
+            self._zero(self._gaps)
         given = dict(zip(indices, grads, strict=True))
         self.collected |= given.keys()
         for index, parameter in enumerate(self.parameters):
@@ -400,6 +401,8 @@ class FlatBuffer:
             begin = self.storage.address(self.full)
             end = begin + self.held_bytes
             inside = [grad is not None and begin <= self.storage.address(grad) < end for grad in grads]
+        if not any(inside):
+            return grads
         return [self.platform.ops.clone(x) if copied else x for x, copied in zip(grads, inside, strict=True)]
 
     def _collect_one(self, index: int, grad: Tensor | None, fresh: bool) -> None:

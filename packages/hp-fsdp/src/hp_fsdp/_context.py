@@ -109,7 +109,9 @@ class BackwardRun:
 
     def events_to_come(self, forward_pass: ForwardPass) -> dict[Event, GatherRecord | None]:
         """See `to_come`."""
-        return self.to_come.setdefault(forward_pass, forward_pass.events.copy())
+        if forward_pass not in self.to_come:
+            self.to_come[forward_pass] = forward_pass.events.copy()
+        return self.to_come[forward_pass]
 
 
 class Context:

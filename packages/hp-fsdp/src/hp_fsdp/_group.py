@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -175,14 +175,17 @@ class ParameterGroup:
     def unshard(self) -> None:
         """Gather, and wait for it."""
         self.start_unshard()
+        self.finish_gathering()
+
+    def finish_gathering(self) -> None:
+        """Wait for a gather that has begun."""
         if self.state is GroupState.GATHERING:
             with self.communicating("gather parameters"):
                 for buffer in self.buffers:
                     buffer.wait_gather()
             self.state = GroupState.UNSHARDED
 
-    @contextlib.contextmanager
-    def communicating(self, action: str, in_backward: bool = False) -> Iterator[None]:
+    def communicating(self, action: str, in_backward: bool = False) -> AbstractContextManager[None]:
         """Say of the collectives in the block whose they are: to those who record them, and where one fails, by a
         timeout or otherwise.
 
@@ -192,23 +195,23 @@ class ParameterGroup:
         Raises:
             CommunicationError: in place of the backend's error.
         """
-        try:
-            with inside(self.modules, in_backward):
-                yield
-        except RuntimeError as error:
-            # torch's OutOfMemoryError is one too: buffers are allocated here.
-            if isinstance(error, HPError) or "OutOfMemory" in type(error).__name__:
-                raise
-            for mixed in (order.new_error() for order in self.orders):
-                if mixed is not None:
-                    raise mixed from error
-            ranks = sorted({rank for buffer in self.buffers for rank in buffer.ranks})
-            before = " ".join(f"{order.last_actions()}." for order in self.orders)
-            raise CommunicationError(
-                f"{self.place}, state {self.state.value!r}: could not {action} with ranks {ranks}: {error}. {before} "
-                "Either one of them has ended, or ranks call modules in different orders, or not all of them; in "
-                "hp_dtensor.check_mode() (or with HP_CHECK=1) an error names who calls what"
-            ) from error
+        return _Communicating(self, action, inside(self.modules, in_backward))
+
+    def explain_failure(self, action: str, error: RuntimeError) -> None:
+        """Raise what says more of a failed collective than the backend's error, if that is what it is."""
+        # torch's OutOfMemoryError is one too: buffers are allocated here.
+        if isinstance(error, HPError) or "OutOfMemory" in type(error).__name__:
+            return
+        for mixed in (order.new_error() for order in self.orders):
+            if mixed is not None:
+                raise mixed from error
+        ranks = sorted({rank for buffer in self.buffers for rank in buffer.ranks})
+        before = " ".join(f"{order.last_actions()}." for order in self.orders)
+        raise CommunicationError(
+            f"{self.place}, state {self.state.value!r}: could not {action} with ranks {ranks}: {error}. {before} "
+            "Either one of them has ended, or ranks call modules in different orders, or not all of them; in "
+            "hp_dtensor.check_mode() (or with HP_CHECK=1) an error names who calls what"
+        ) from error
 
     def check_order(self, action: str) -> None:
         """In `check_mode`: every rank that shares the shards now does this with this group.
@@ -229,10 +232,10 @@ class ParameterGroup:
             FSDPStateError: the modules are computing with them.
         """
         self._check_unused()
+        self.finish_gathering()
         if self.state is not GroupState.SHARDED:
-            with self.communicating("gather parameters ahead"):
-                for buffer in self.buffers:
-                    buffer.release()
+            for buffer in self.buffers:
+                buffer.release()
             self.state = GroupState.SHARDED
             self.kept_after_forward = False
 
@@ -258,11 +261,6 @@ class ParameterGroup:
                 buffer.start_gather()
             for buffer in stale:
                 buffer.wait_gather()
-
-    def finish_gathering(self) -> None:
-        """Wait for a gather that has begun."""
-        if self.state is GroupState.GATHERING:
-            self.unshard()
 
     @property
     def shards_every_gradient(self) -> bool:
@@ -327,3 +325,20 @@ class ParameterGroup:
                 unsharded = [parameter.leaf for parameter in buffer.parameters]
             record.unsharded.append(unsharded)
         return token, record if record.waiting else None
+
+
+class _Communicating:
+    """See `ParameterGroup.communicating`. A class: it is entered several times a group and step."""
+
+    __slots__ = ("_action", "_group", "_inside")
+
+    def __init__(self, group: ParameterGroup, action: str, inside: AbstractContextManager[None]) -> None:
+        self._group, self._action, self._inside = group, action, inside
+
+    def __enter__(self) -> None:
+        self._inside.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        self._inside.__exit__(kind, error, trace)
+        if isinstance(error, RuntimeError):
+            self._group.explain_failure(self._action, error)

@@ -104,7 +104,7 @@ class Reduction:
     @property
     def is_copied_away(self) -> bool:
         """Whether its gradients go to the host, which takes time beside the backward."""
-        return self.buffer.residence.gradients and self._store is None
+        return self.buffer.residence.gradients
 
     @property
     def stored(self) -> frozenset[int]:
@@ -139,20 +139,21 @@ class Reducer:
         self._running: list[Reduction] = []
         self._stored: dict[FlatBuffer, frozenset[int]] = {}
         self._num_advanced = 0
+        self._to_copy: list[Reduction] = []  # advanced ones whose gradients go to the host after an all-reduce
 
     def make_room(self, max_full: int) -> None:
         """Wait until fewer than `max_full` full gradient buffers are held: one more is about to be.
 
         Gradients that go to the host begin to once they are reduced; an all-reduce gets the time until the next call.
         """
-        copies = [reduction for reduction in self._running[: self._num_advanced] if reduction.is_copied_away]
+        due, self._to_copy = self._to_copy, []
         while len(self._running) - self._num_advanced >= max_full:
             reduction = self._running[self._num_advanced]
             reduction.advance()
             self._num_advanced += 1
-            if reduction.is_copied_away and not reduction.is_communicating:
-                copies.append(reduction)
-        for reduction in copies:
+            if reduction.is_copied_away:
+                (self._to_copy if reduction.is_communicating else due).append(reduction)
+        for reduction in due:
             reduction.finish()
 
     def start(self, buffer: FlatBuffer, options: ReduceOptions, is_last: bool, communicating: Communicating) -> None:
@@ -172,7 +173,8 @@ class Reducer:
     def drain(self, check: Callable[[], None]) -> None:
         """Finish all; the gradients are then there, unless `check`, called before, raises."""
         self.make_room(1)
-        running, self._running, self._num_advanced = self._running, [], 0
+        running = self._running
+        self._forget()
         stores = [reduction.finish() for reduction in running]
         if stores:
             check()
@@ -189,9 +191,11 @@ class Reducer:
 
     def drop(self) -> None:
         """Forget what is under way, after an error."""
-        self._running.clear()
+        self._forget()
         self._stored.clear()
-        self._num_advanced = 0
+
+    def _forget(self) -> None:
+        self._running, self._num_advanced, self._to_copy = [], 0, []
 
 
 def _split_factor(factor: float, buffer: FlatBuffer) -> tuple[float, float]:

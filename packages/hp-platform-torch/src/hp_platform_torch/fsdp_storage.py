@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -20,10 +21,12 @@ from hp_dtensor.world import Work
 from hp_fsdp.storage import Gradients, ParameterStorage, moved_to_front
 from hp_platform_torch import backward_inputs, host_memory
 from hp_platform_torch.dtensor import TorchDTensor, adopt
-from hp_platform_torch.operations import LocalOperations
+from hp_platform_torch.operations import LocalOperations, NoGrad
 
 Tensor = torch.Tensor
 
+# Torch's own: it is given storages here, no tensors that might be DTensors.
+_set = torch._C.TensorBase.set_
 _grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 _set_grad = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
 
@@ -44,11 +47,8 @@ class TorchParameterStorage(ParameterStorage):
 
     def view(self, buffer: Tensor, start: int, shape: Sequence[int], first_dim: int = 0) -> Tensor:
         shape = tuple(shape)
-        stored = moved_to_front(shape, first_dim)
-        strides = [math.prod(stored[dim + 1 :]) for dim in range(len(shape))]
-        strides.insert(first_dim, strides.pop(0)) if first_dim else None
         alias = torch.empty(0, dtype=buffer.dtype, device=buffer.device)
-        return alias.set_(buffer.untyped_storage(), start, shape, strides)
+        return _set(alias, buffer.untyped_storage(), start, shape, _strides(shape, first_dim))
 
     part = view
 
@@ -72,21 +72,21 @@ class TorchParameterStorage(ParameterStorage):
         return buffer.numel() * buffer.itemsize if buffer.untyped_storage().nbytes() else 0
 
     def add_(self, target: Tensor, x: Tensor) -> None:
-        with torch.no_grad(), LocalOperations():
+        with NoGrad(), LocalOperations():
             target.add_(x)
 
     def scale_(self, target: Tensor, factor: float) -> None:
-        with torch.no_grad():
+        with NoGrad():
             target.mul_(factor)
 
     def zero_(self, target: Tensor) -> None:
-        with torch.no_grad():
+        with NoGrad():
             target.zero_()
 
     def differ(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[bool]:
         if not pairs:
             return []
-        with torch.no_grad():
+        with NoGrad():
             return torch.stack([torch.ne(_bits(a), _bits(b)).any() for a, b in pairs]).tolist()  # type: ignore[no-any-return]
 
     def unscale_(self, tensors: Sequence[Tensor], factor: float) -> Tensor:
@@ -96,7 +96,7 @@ class TorchParameterStorage(ParameterStorage):
         others = []
         for x in tensors:
             (fused.setdefault(x.device, []) if x.dtype == torch.float32 else others).append(x)
-        with torch.no_grad():
+        with NoGrad():
             for device, together in fused.items():
                 here = torch.zeros(1, device=device)
                 torch._amp_foreach_non_finite_check_and_unscale_(
@@ -130,7 +130,7 @@ class TorchParameterStorage(ParameterStorage):
             torch.accelerator.set_stream(current)
 
     def to_device(self, target: Tensor, host: Tensor) -> Work:
-        with torch.no_grad():
+        with NoGrad():
             target.copy_(host, non_blocking=True)
         # Its memory may be used for something else by the computation once nobody refers to it.
         target.record_stream(torch.accelerator.current_stream())
@@ -141,7 +141,7 @@ class TorchParameterStorage(ParameterStorage):
             copying.event.synchronize()
 
     def to_host(self, host: Tensor, source: Tensor) -> Work:
-        with self._beside("to host"), torch.no_grad():
+        with self._beside("to host"), NoGrad():
             host.copy_(source, non_blocking=True)
             source.record_stream(torch.accelerator.current_stream())
             return _CopiedToHost(torch.accelerator.current_stream().record_event())
@@ -187,7 +187,7 @@ class TorchParameterStorage(ParameterStorage):
     def run_gradient_hooks(self, parameter: Tensor) -> None:
         with LocalOperations():
             hooks = parameter._post_accumulate_grad_hooks
-        with torch.no_grad():
+        with NoGrad():
             for hook in list(hooks.values()) if hooks else ():
                 hook(parameter)
 
@@ -234,6 +234,15 @@ class TorchParameterStorage(ParameterStorage):
         Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
 
 
+@functools.lru_cache(maxsize=4096)
+def _strides(shape: tuple[int, ...], first_dim: int) -> tuple[int, ...]:
+    """Those of a tensor of `shape` that lies contiguously with `first_dim` outermost."""
+    stored = moved_to_front(shape, first_dim)
+    strides = [math.prod(stored[dim + 1 :]) for dim in range(len(shape))]
+    strides.insert(first_dim, strides.pop(0)) if first_dim else None
+    return tuple(strides)
+
+
 def _bits(x: Tensor) -> Tensor:
     return x.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize])
 
@@ -276,7 +285,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, token: Tensor | None, *grads: Tensor | None) -> Any:
-        with torch.no_grad(), LocalOperations():
+        with NoGrad(), LocalOperations():
             ctx.complete(grads)
         return None, None, None
 

@@ -24,6 +24,8 @@ _MADV_HUGEPAGE = 14
 
 def allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """An uninitialised flat tensor in host memory, the only one over its storage."""
+    if numel * dtype.itemsize < SMALLEST:
+        return torch.empty(numel, dtype=dtype)
     tensor = torch.empty(0, dtype=dtype)
     storage = tensor.untyped_storage()
     refill(storage, numel * dtype.itemsize)

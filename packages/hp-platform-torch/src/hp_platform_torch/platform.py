@@ -23,7 +23,7 @@ from hp_dtensor.world import World
 from hp_platform_torch import autograd, dtensor, entrances, groups, operations, optimizer_step
 from hp_platform_torch.dtensor import TorchDTensor
 from hp_platform_torch.operation_names import function_named, names_of
-from hp_platform_torch.operations import LocalOperations
+from hp_platform_torch.operations import LocalOperations, NoGrad
 from hp_platform_torch.ops import build_ops
 
 Tensor = torch.Tensor
@@ -168,7 +168,7 @@ class TorchPlatform(Platform):
         return tensor.view(dtype)
 
     def copy_(self, target: Tensor, source: Tensor) -> None:
-        with torch.no_grad(), LocalOperations():
+        with NoGrad(), LocalOperations():
             if target.numel() != source.numel():
                 raise ValueError(f"copy_: expected a source of shape {list(target.shape)}, got {list(source.shape)}")
             target.copy_(source if target.shape == source.shape else source.reshape(target.shape))
