@@ -14,6 +14,7 @@ import pytest
 from hp_dtensor.placements import Partial, Placement, RaggedShard, StridedShard
 from hp_dtensor.platform import Platform
 from hp_dtensor.testing import run_ranks
+from hp_dtensor.testing.conformance.redistribution_programs import moved_in_batches
 from hp_dtensor.testing.redistribution_proof import prove_redistribution
 from hp_dtensor.testing.shares import Share
 
@@ -49,3 +50,9 @@ def test_every_pair_keeps_values_and_gradients_and_sends_what_it_promised(
     assert wrong == []
     sent = np.mean([report.sent for report in reports], axis=0)
     np.testing.assert_allclose(sent, np.mean([report.promised for report in reports], axis=0), atol=1e-6)
+
+
+@pytest.mark.timeout(LONG)
+@pytest.mark.parametrize("size", [3, 4, 6])
+def test_batches_are_the_same_redistributions(hp_platform: Platform, size: int) -> None:
+    run_ranks(moved_in_batches, size, hp_platform, hp_platform, None, timeout_seconds=LONG)

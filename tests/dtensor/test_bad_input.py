@@ -17,6 +17,7 @@ from hp_dtensor import (
     Replicate,
     Shard,
     ShardingPlan,
+    batch_redistribute,
     custom_shard,
     distribute_tensor,
     exceptions,
@@ -55,6 +56,15 @@ def _operands(platform: Platform) -> Iterator[Case]:
     yield lambda: ops.mul(x, scale), "MixedOperandsError", "mul: a plain scalar that requires a gradient"
     yield lambda: x.redistribute(placements=(Shard(5), R)), "PlacementError", "dimension 5 of a 2-dimensional"
     yield lambda: x.redistribute(placements=S0), "PlacementError", "redistribute: placements must be a tuple"
+    yield lambda: batch_redistribute([x, plain, plain]), "MixedOperandsError", r"plain tensors at positions \[1, 2\]"
+    yield lambda: batch_redistribute([x, x], S0), "PlacementError", "batch_redistribute: placements must be a tuple"
+    yield lambda: batch_redistribute([x], [(R, R), None]), "PlacementError", "of 1 tensors: .* got 2 lists"
+    yield (
+        lambda: batch_redistribute([x, y, x], [(S0,), (S0,), (R, Shard(7))]),
+        "PlacementError",
+        "^tensor 0 .*expected 2 placements.*; tensor 2 .*dimension 7 of a 2-dimensional",
+    )
+    yield lambda: batch_redistribute([x, two_kinds]), "PlacementError", "partial max and sum in one tensor"
     yield lambda: x.to_local(grad_placements=(S0,)), "PlacementError", "expected 2 placements"
     yield lambda: x.to_local(grad_placements=S0), "PlacementError", "to_local: placements must be a tuple"
     for grads in ((R, R), (Partial(), R), (Shard(1), R), (S0, S0)):

@@ -14,6 +14,7 @@ from hp_dtensor import (
     Partial,
     Replicate,
     Shard,
+    batch_redistribute,
     distribute_tensor,
     empty,
     explicit_redistribution,
@@ -146,3 +147,20 @@ def test_a_collective_that_fails_says_where(
         (note,) = notes
         assert note.startswith(f"On rank {number}, in all_gather of the redistribution of TensorSpec([6, 3]")
         assert "to (tp:R). If other ranks did not come to it: hp_dtensor.check_mode()" in note
+
+
+def test_a_batch_that_fails_says_where(hp_platform: Platform, monkeypatch: pytest.MonkeyPatch) -> None:
+    def timed_out(*_: Any) -> Any:
+        raise RuntimeError("Timed out waiting 1800000ms for recv operation to complete")
+
+    monkeypatch.setattr(AllGather, "communicate", timed_out)
+
+    def rank() -> list[str]:
+        mesh = DeviceMesh("cpu", (2,), mesh_dim_names=("tp",), platform=hp_platform)
+        tensors = [zeros(6, 3, device_mesh=mesh, placements=(Shard(0),)) for _ in range(2)]
+        with pytest.raises(RuntimeError, match="Timed out") as failure:
+            batch_redistribute(tensors)
+        return failure.value.__notes__
+
+    for number, (note,) in enumerate(run_ranks(rank, 2, hp_platform)):
+        assert note.startswith(f"On rank {number}, in all_gather of a batch of 2 redistributions on mesh (tp=2)")

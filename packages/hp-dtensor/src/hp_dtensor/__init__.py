@@ -9,6 +9,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from hp_dtensor.api import distribute_tensor, from_local, full_tensor, replicate_like
+    from hp_dtensor.batch import batch_redistribute
     from hp_dtensor.checks import check_mode
     from hp_dtensor.clip import clip_grad_norm_
     from hp_dtensor.current_mesh import get_current_mesh
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "api": ("distribute_tensor", "from_local", "full_tensor", "replicate_like"),
+    "batch": ("batch_redistribute",),
     "checks": ("check_mode",),
     "clip": ("clip_grad_norm_",),
     "current_mesh": ("get_current_mesh",),
@@ -126,6 +128,7 @@ __all__ = [
     "StridedShard",
     "TensorSpec",
     "World",
+    "batch_redistribute",
     "check_mode",
     "clip_grad_norm_",
     "current_world",

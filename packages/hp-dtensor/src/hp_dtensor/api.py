@@ -154,7 +154,7 @@ def redistribute_to(x: Any, target: TensorSpec) -> Any:
     checks.check_moved(source, target)
     plan = plan_between(source, target, platform.itemsize(source.dtype))
     moved = plan.run(local)
-    return _remembering(local, plan, moved, target)
+    return remembering(local, plan, moved, target)
 
 
 class PendingDTensor:
@@ -187,10 +187,10 @@ def _start_redistribute(x: Any, target: TensorSpec) -> PendingDTensor:
     local = platform.unwrap(x)
     plan = plan_between(source, target, platform.itemsize(source.dtype))
     finish = plan.start(local)
-    return PendingDTensor(target, lambda: _remembering(local, plan, finish(), target))
+    return PendingDTensor(target, lambda: remembering(local, plan, finish(), target))
 
 
-def _remembering(local: Tensor, plan: RedistributePlan, moved: Tensor, target: TensorSpec) -> Any:
+def remembering(local: Tensor, plan: RedistributePlan, moved: Tensor, target: TensorSpec) -> Any:
     """The result as a DTensor that knows what it came from, for gradients of uses that differ per rank."""
     platform = target.mesh.platform
     result = platform.wrap(moved, target)

@@ -41,7 +41,7 @@ class Stage:
 
     def run(self, local: Tensor) -> Tensor:
         platform = self.source.mesh.platform
-        if self._selected:
+        if self.selected_axes:
             return self._run_selecting(platform, local)
         if not self.steps and not self._backward.steps:
             return local
@@ -50,7 +50,7 @@ class Stage:
     def start(self, local: Tensor) -> Callable[[], Tensor]:
         """Begin the steps; the function returned waits for the last one and gives the result, differentiable."""
         platform = self.source.mesh.platform
-        if self._selected or not self.steps:
+        if self.selected_axes or not self.steps:
             result = self.run(local)
             return lambda: result
         with platform.no_grad():
@@ -102,7 +102,7 @@ class Stage:
     # Reductions that select -------------------------------------------------------------------------------
 
     @functools.cached_property
-    def _selected(self) -> tuple[int, ...]:
+    def selected_axes(self) -> tuple[int, ...]:
         """The axes reduced by max, min or product."""
         if self.op == "sum":
             return ()
@@ -126,7 +126,7 @@ class Stage:
         """To those that won, equally where several did; of a product, the others' product."""
         ops = platform.ops
         whole = self.source.with_placements(
-            [Replicate() if a in self._selected else p for a, p in enumerate(self.source.placements)]
+            [Replicate() if a in self.selected_axes else p for a, p in enumerate(self.source.placements)]
         )
         back = _plan(self.target, whole, self.itemsize)
         grad, result = back.run_data(grad), back.run_data(result)
@@ -134,7 +134,7 @@ class Stage:
             return ops.div(ops.mul(grad, result), x)
         winners = ops.cast(ops.eq(x, result), x.dtype)
         number = platform.contiguous(ops.clone(winners))
-        self.source.mesh.group_over(self._selected).all_reduce(number)
+        self.source.mesh.group_over(self.selected_axes).all_reduce(number)
         return ops.div(ops.mul(grad, winners), number)
 
 
@@ -163,7 +163,7 @@ class RedistributePlan:
 
     def run(self, local: Tensor) -> Tensor:
         """This rank's `local` (plain) redistributed; differentiable."""
-        if self._is_elsewhere:
+        if self.is_elsewhere:
             return local
         platform = self.source.mesh.platform
         if platform.is_meta(local):
@@ -177,23 +177,46 @@ class RedistributePlan:
 
         The last step goes on by itself where the plan's last stage is linear; what comes before is done first.
         """
-        if self._is_elsewhere or not self.stages:
+        if self.is_elsewhere or not self.stages:
             return lambda: local
         *first, last = self.stages
         for stage in first:
             local = stage.run(local)
         return last.start(local)
 
+    def record(self, local: Tensor, result: Tensor) -> Tensor:
+        """The `result` of `run_data`, at hand, as what `run` would give: differentiable.
+
+        Not for a plan with a stage that `selects`.
+        """
+        # Taken by the first call and not kept: the node outlives it, and a second derivative runs the plan anew.
+        at_hand = [self.source.mesh.platform.detach(result)]
+
+        def forward(x: Tensor) -> Tensor:
+            return at_hand.pop() if at_hand else self.run_data(x)
+
+        return self.source.mesh.platform.linear_map(local, forward, self._run_backward)
+
+    def _run_backward(self, grad: Tensor) -> Tensor:
+        for stage in reversed(self.stages):
+            grad = stage.run_backward(grad)
+        return grad
+
+    @property
+    def selects(self) -> bool:
+        """Whether a stage reduces by max, min or product: its gradient depends on the values."""
+        return any(stage.selected_axes for stage in self.stages)
+
     def run_data(self, local: Tensor) -> Tensor:
         """As `run`, without gradient."""
-        if self._is_elsewhere:
+        if self.is_elsewhere:
             return local
         for stage in self.stages:
             local = stage.run_data(local)
         return local
 
     @property
-    def _is_elsewhere(self) -> bool:
+    def is_elsewhere(self) -> bool:
         """Whether this rank is outside the mesh and holds nothing."""
         return self.source.mesh.get_coordinate() is None
 

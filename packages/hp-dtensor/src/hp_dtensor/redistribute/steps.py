@@ -72,8 +72,10 @@ class Step(ABC):
         return coordinate
 
 
-class AllGather(Step):
-    """Equal shards, innermost in their dimensions, become whole on every rank of the axes."""
+class Collective(Step):
+    """A collective of equal blocks, one after the other in dim 0: `blocks_sent` go out, `blocks_landed` come in."""
+
+    op = "sum"
 
     def run(self, local: Tensor) -> Tensor:
         return self._begin(local, False)()
@@ -82,76 +84,123 @@ class AllGather(Step):
         return self._begin(local, True)
 
     def _begin(self, local: Tensor, async_op: bool) -> Callable[[], Tensor]:
-        platform, n = self.platform, self.group.size
-        x = platform.contiguous(local)
-        flat = platform.empty((n * x.shape[0], *x.shape[1:]), x.dtype, platform.device_of(x))
-        work = self.group.all_gather_into(flat, x, async_op)
-        return _after(work, lambda: _digits_to_dims(platform, flat, tuple(x.shape), self._digits))
+        sent = self.pack(local)
+        landed = self.landing(sent)
+        return _after(self.communicate(landed, sent, async_op), lambda: self.unpack(landed))
+
+    @property
+    @abstractmethod
+    def blocks_sent(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def blocks_landed(self) -> int: ...
+
+    @abstractmethod
+    def pack(self, local: Tensor) -> Tensor:
+        """The blocks that go out, contiguous."""
+
+    @abstractmethod
+    def communicate(self, landed: Tensor, sent: Tensor, async_op: bool) -> Work:
+        """The collective, which may write to `sent` too."""
+
+    def unpack(self, landed: Tensor) -> Tensor:
+        """The step's result of the blocks that have come in."""
+        return landed
+
+    def landing_shape(self, sent: Sequence[int]) -> tuple[int, ...]:
+        """That of the blocks that come in for blocks of shape `sent`."""
+        return (sent[0] // self.blocks_sent * self.blocks_landed, *sent[1:])
+
+    def landing(self, sent: Tensor) -> Tensor:
+        """Memory for the blocks that come in."""
+        platform = self.platform
+        return platform.empty(self.landing_shape(sent.shape), sent.dtype, platform.device_of(sent))
+
+
+class AllGather(Collective):
+    """Equal shards, innermost in their dimensions, become whole on every rank of the axes."""
+
+    blocks_sent = 1
+
+    @property
+    def blocks_landed(self) -> int:
+        return self.group.size
+
+    def pack(self, local: Tensor) -> Tensor:
+        return self.platform.contiguous(local)
+
+    def communicate(self, landed: Tensor, sent: Tensor, async_op: bool) -> Work:
+        return self.group.all_gather_into(landed, sent, async_op)
+
+    def unpack(self, landed: Tensor) -> Tensor:
+        return _digits_to_dims(self.platform, landed, self._digits)
 
     @functools.cached_property
     def _digits(self) -> list[tuple[int, int]]:
         return [(self.source[a].dim, self.mesh.shape[a]) for a in self.axes]  # type: ignore[attr-defined]
 
 
-class ReduceScatter(Step):
+class ReduceScatter(Collective):
     """Partial results become equal shards, innermost in their dimensions."""
 
-    op = "sum"
+    blocks_landed = 1
 
-    def run(self, local: Tensor) -> Tensor:
-        return self._begin(local, False)()
+    @property
+    def blocks_sent(self) -> int:
+        return self.group.size
 
-    def start(self, local: Tensor) -> Callable[[], Tensor]:
-        return self._begin(local, True)
+    def pack(self, local: Tensor) -> Tensor:
+        return _dims_to_digits(self.platform, local, self._digits)
 
-    def _begin(self, local: Tensor, async_op: bool) -> Callable[[], Tensor]:
-        platform, n = self.platform, self.group.size
-        x, shape = _dims_to_digits(platform, local, self._digits)
-        output = platform.empty(shape, local.dtype, platform.device_of(local))
-        blocks = platform.ops.reshape(x, (n * shape[0], *shape[1:]))
-        work = self.group.reduce_scatter_into(output, blocks, self.op, async_op)
-        return _after(work, lambda: output)
+    def communicate(self, landed: Tensor, sent: Tensor, async_op: bool) -> Work:
+        return self.group.reduce_scatter_into(landed, sent, self.op, async_op)
 
     @functools.cached_property
     def _digits(self) -> list[tuple[int, int]]:
         return [(self.target[a].dim, self.mesh.shape[a]) for a in self.axes]  # type: ignore[attr-defined]
 
 
-class AllReduce(Step):
+class AllReduce(Collective):
     """Partial results are reduced on every rank of the axes."""
 
-    op = "sum"
+    blocks_sent = blocks_landed = 1
 
-    def run(self, local: Tensor) -> Tensor:
-        return self._begin(local, False)()
+    def pack(self, local: Tensor) -> Tensor:
+        return self.platform.contiguous(self.platform.ops.clone(local))
 
-    def start(self, local: Tensor) -> Callable[[], Tensor]:
-        return self._begin(local, True)
+    def landing_shape(self, sent: Sequence[int]) -> tuple[int, ...]:
+        return tuple(sent)
 
-    def _begin(self, local: Tensor, async_op: bool) -> Callable[[], Tensor]:
-        result = self.platform.contiguous(self.platform.ops.clone(local))
-        return _after(self.group.all_reduce(result, self.op, async_op), lambda: result)
+    def landing(self, sent: Tensor) -> Tensor:
+        return sent
+
+    def communicate(self, landed: Tensor, sent: Tensor, async_op: bool) -> Work:
+        return self.group.all_reduce(landed, self.op, async_op)
 
 
-class AllToAll(Step):
+class AllToAll(Collective):
     """Equal shards of one dimension, innermost there, become equal shards of another, innermost there too."""
 
-    def run(self, local: Tensor) -> Tensor:
-        return self._begin(local, False)()
+    @property
+    def blocks_sent(self) -> int:
+        return self.mesh.shape[self.axes[0]]
 
-    def start(self, local: Tensor) -> Callable[[], Tensor]:
-        return self._begin(local, True)
+    blocks_landed = blocks_sent
 
-    def _begin(self, local: Tensor, async_op: bool) -> Callable[[], Tensor]:
-        platform, (axis,) = self.platform, self.axes
-        n = self.mesh.shape[axis]
-        leaves, comes = [(self.target[axis].dim, n)], [(self.source[axis].dim, n)]  # type: ignore[attr-defined]
-        blocks, shape = _dims_to_digits(platform, local, leaves)
-        sent = platform.ops.reshape(blocks, (n * shape[0], *shape[1:]))
-        flat = platform.empty((n * shape[0], *shape[1:]), local.dtype, platform.device_of(local))
-        rows = (shape[0],) * n
-        work = self.group.all_to_all_into(flat, sent, rows, rows, async_op)
-        return _after(work, lambda: _digits_to_dims(platform, flat, shape, comes))
+    def pack(self, local: Tensor) -> Tensor:
+        return _dims_to_digits(self.platform, local, self._digits(self.target))
+
+    def communicate(self, landed: Tensor, sent: Tensor, async_op: bool) -> Work:
+        n = self.blocks_sent
+        rows = (sent.shape[0] // n,) * n
+        return self.group.all_to_all_into(landed, sent, rows, rows, async_op)
+
+    def unpack(self, landed: Tensor) -> Tensor:
+        return _digits_to_dims(self.platform, landed, self._digits(self.source))
+
+    def _digits(self, placements: Placements) -> list[tuple[int, int]]:
+        return [(placements[self.axes[0]].dim, self.blocks_sent)]  # type: ignore[attr-defined]
 
 
 class Exchange(Step):
@@ -165,18 +214,22 @@ class Exchange(Step):
 
     def run(self, local: Tensor) -> Tensor:
         if not self.axes:
-            return self._assemble(local, {})
+            return self.assemble(local, {})
         platform = self.platform
         sends: list[Tensor | None] = [None] * self.group.size
         receives: list[Tensor | None] = [None] * self.group.size
-        for i, region in self._leaving:
-            sends[i] = platform.contiguous(region.of(platform, local))
+        for i, message in self.leaving(local):
+            sends[i] = message
         received: Received = {}
         device = platform.device_of(local)
-        for i, peer, shape in self._arriving:
+        for i, peer, shape in self.arriving:
             received[peer] = receives[i] = platform.empty(shape, local.dtype, device)
         self.group.exchange(sends, receives)
-        return self._assemble(local, received)
+        return self.assemble(local, received)
+
+    def leaving(self, local: Tensor) -> list[tuple[int, Tensor]]:
+        """(rank in the group, what it gets), in the group's order."""
+        return [(i, self.platform.contiguous(region.of(self.platform, local))) for i, region in self._leaving]
 
     def start(self, local: Tensor) -> Callable[[], Tensor]:
         """As one variable all-to-all of flat messages, which can go on by itself."""
@@ -186,30 +239,31 @@ class Exchange(Step):
         leaving, arriving = [0] * group.size, [0] * group.size
         for i, region in self._leaving:
             leaving[i] = math.prod(region.shape)
-        for i, _, shape in self._arriving:
+        for i, _, shape in self.arriving:
             arriving[i] = math.prod(shape)
         flat = platform.empty((sum(arriving),), local.dtype, platform.device_of(local))
         work = group.all_to_all_into(flat, self._flat(local), arriving, leaving, True)
-        return _after(work, lambda: self._assemble(local, self._unpacked(flat)))
+        return _after(work, lambda: self.assemble(local, self._unpacked(flat)))
 
     def _flat(self, local: Tensor) -> Tensor:
         """All messages that leave, one after the other."""
         platform = self.platform
-        parts = [platform.contiguous(region.of(platform, local)) for _, region in self._leaving]
-        if not parts:
+        messages = [message for _, message in self.leaving(local)]
+        if not messages:
             return platform.empty((0,), local.dtype, platform.device_of(local))
-        return platform.contiguous(platform.ops.cat([platform.ops.reshape(part, (-1,)) for part in parts], 0))
+        return platform.contiguous(platform.ops.cat([platform.ops.reshape(x, (-1,)) for x in messages], 0))
 
     def _unpacked(self, flat: Tensor) -> Received:
         platform, passed = self.platform, 0
         received: Received = {}
-        for _, peer, shape in self._arriving:
+        for _, peer, shape in self.arriving:
             part = platform.ops.narrow(flat, 0, passed, math.prod(shape))
             received[peer] = platform.ops.reshape(platform.ops.clone(part), shape)
             passed += math.prod(shape)
         return received
 
-    def _assemble(self, local: Tensor, received: Received) -> Tensor:
+    def assemble(self, local: Tensor, received: Received) -> Tensor:
+        """The step's result of what has come, by the coordinate that it comes from, and of what stays."""
         platform, messages = self.platform, self._messages
         if messages.own is not None:
             received[self.coordinate] = messages.own.of(platform, local)
@@ -229,7 +283,7 @@ class Exchange(Step):
         return sorted(((self._index[peer], region) for peer, region in self._messages.sends.items()), key=_first)
 
     @functools.cached_property
-    def _arriving(self) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    def arriving(self) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
         """(rank in the group, its coordinate, shape) in the group's order."""
         return sorted(((self._index[peer], peer, shape) for peer, shape in self._messages.receives.items()), key=_first)
 
@@ -310,12 +364,13 @@ def _reduction(platform: Platform, op: str) -> Any:
 _first = operator.itemgetter(0)
 
 
-def _digits_to_dims(platform: Platform, flat: Tensor, shape: tuple[int, ...], digits: Sequence[Any]) -> Tensor:
-    """Ranks' blocks of `shape`, one after the other, put where their digits (dim, number) say."""
+def _digits_to_dims(platform: Platform, blocks: Tensor, digits: Sequence[Any]) -> Tensor:
+    """Equal blocks, one after the other in dim 0, put where their digits (dim, number) say."""
     if all(dim == 0 for dim, _ in digits):
-        return flat
+        return blocks
     counts = [n for _, n in digits]
-    x = platform.ops.reshape(flat, (*counts, *shape))
+    shape = (blocks.shape[0] // math.prod(counts), *blocks.shape[1:])
+    x = platform.ops.reshape(blocks, (*counts, *shape))
     order, sizes = [], []
     for dim, size in enumerate(shape):
         mine = [i for i, (d, _) in enumerate(digits) if d == dim]
@@ -324,8 +379,8 @@ def _digits_to_dims(platform: Platform, flat: Tensor, shape: tuple[int, ...], di
     return platform.contiguous(platform.ops.reshape(platform.ops.permute(x, order), sizes))
 
 
-def _dims_to_digits(platform: Platform, x: Tensor, digits: Sequence[Any]) -> tuple[Tensor, tuple[int, ...]]:
-    """(a copy with the ranks' blocks one after the other, a block's shape)."""
+def _dims_to_digits(platform: Platform, x: Tensor, digits: Sequence[Any]) -> Tensor:
+    """A copy with the blocks at the digits (dim, number) one after the other in dim 0."""
     expanded: list[int] = []
     block: list[int] = []
     where: dict[int, int] = {}
@@ -338,8 +393,10 @@ def _dims_to_digits(platform: Platform, x: Tensor, digits: Sequence[Any]) -> tup
         block.append(len(expanded))
         expanded.append(size)
     order = [*(where[i] for i in range(len(digits))), *block]
-    shape = tuple(expanded[i] for i in block)
+    num_blocks = math.prod(n for _, n in digits)
+    first, *others = (expanded[i] for i in block)
     x = platform.ops.reshape(x, expanded)
     if [i for i in order if expanded[i] > 1] == [i for i in range(len(order)) if expanded[i] > 1]:
         x = platform.ops.clone(x)  # else the permutation copies
-    return platform.contiguous(platform.ops.permute(x, order)), shape
+    x = platform.contiguous(platform.ops.permute(x, order))
+    return platform.ops.reshape(x, (num_blocks * first, *others))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from hp_dtensor.api import distribute_tensor, from_local
+from hp_dtensor.batch import batch_redistribute
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.platform import Platform
@@ -15,6 +18,7 @@ from hp_dtensor.redistribute import plan_across
 from hp_dtensor.selection import get_platform
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.testing.redistribution_proof import local_values, prove_redistribution
+from hp_dtensor.testing.shares import chosen
 from hp_dtensor.world import current_world, record_collectives
 
 R, P = Replicate(), Partial()
@@ -52,6 +56,94 @@ def started_and_waited_for(name: str | Platform) -> None:
         (grad,) = platform.grad([loss], [local])
         expected = local_values(WHOLE + 1, mesh, (R if source.is_partial() else source,))
         np.testing.assert_array_equal(platform.to_numpy(grad), expected)
+
+
+def moved_in_batches(name: str | Platform, limit: int | None = 36) -> None:
+    """A batch gives what its redistributions give one by one, and the same gradients, whatever goes together.
+
+    Args:
+        limit: at most so many pairs of placements; None: all.
+    """
+    platform = get_platform(name)
+    size = current_world(platform).size
+    mesh_shape = (2, size // 2) if size > 2 and size % 2 == 0 else (size,)
+    axes = ("a", "b")[: len(mesh_shape)]
+    mesh = DeviceMesh("cpu", mesh_shape, mesh_dim_names=axes, platform=platform)
+    options = [R, P, Partial("max"), Shard(0), Shard(1), StridedShard(0, 2)]
+    pairs = list(itertools.product(itertools.product(options, repeat=mesh.ndim), repeat=2))
+    pairs = [(s, t) for s, t in pairs if len({p for p in (*s, *t) if p.is_partial()}) < 2]
+    arrays = [np.arange(math.prod(shape), dtype=dtype).reshape(shape) for shape, dtype in _KINDS]
+    for number, some in enumerate(_batches_of(chosen(pairs, limit), 12)):
+        _check_batch(platform, mesh, list(itertools.product(some, arrays)), bucket_bytes=(2**20, 64, 0)[number % 3])
+
+
+def _batches_of(pairs: Sequence[Any], size: int) -> list[Sequence[Any]]:
+    return [pairs[first : first + size] for first in range(0, len(pairs), size)]
+
+
+_KINDS = [((8, 4), "float32"), ((5, 3), "float32"), ((2, 2), "int64"), ((0, 3), "float32"), ((8, 6), "float32")]
+
+
+def _check_batch(platform: Platform, mesh: DeviceMesh, cases: Sequence[Any], bucket_bytes: int) -> None:
+    def given() -> list[Any]:
+        tensors = []
+        for (source, _), array in cases:
+            local = platform.from_numpy(local_values(array, mesh, source))
+            if array.dtype == np.float32:
+                platform.set_requires_grad(local, True)
+            tensors.append((local, from_local(local, mesh, source, shape=array.shape)))
+        return tensors
+
+    targets = [target for (_, target), _ in cases]
+    alone, together = given(), given()
+    expected = [x.redistribute(placements=target) for (_, x), target in zip(alone, targets, strict=True)]
+    moved = batch_redistribute([x for _, x in together], targets, bucket_bytes=bucket_bytes)
+    for case, y, other in zip(cases, moved, expected, strict=True):
+        assert y.spec is other.spec
+        values = [platform.to_numpy(x.to_local()) for x in (y, other)]
+        np.testing.assert_array_equal(*values, err_msg=f"{case[0]} {bucket_bytes}")
+    grads = [_gradients_of(platform, *pairs) for pairs in ((together, moved), (alone, expected))]
+    for case, grad, other in zip([case for case in cases if case[1].dtype == np.float32], *grads, strict=True):
+        np.testing.assert_array_equal(grad, other, err_msg=f"{case[0]} {bucket_bytes}")
+
+
+def _gradients_of(platform: Platform, given: Sequence[Any], moved: Sequence[Any]) -> list[np.ndarray]:
+    """Of a weighted sum of all floating-point results."""
+    locals_, losses = [], []
+    for (local, _), y in zip(given, moved, strict=True):
+        if platform.is_floating(local.dtype):
+            whole = y.full_tensor()
+            weight = np.arange(1, math.prod(whole.shape) + 1, dtype=np.float32).reshape(whole.shape)
+            losses.append(platform.ops.sum(platform.ops.mul(whole, platform.from_numpy(weight))))
+            locals_.append(local)
+    return [platform.to_numpy(grad) for grad in platform.grad(losses, locals_)]
+
+
+def batches_share_collectives(name: str | Platform) -> None:
+    """One collective for all that goes the same way, in as many buckets as asked for; the same bytes."""
+    platform = get_platform(name)
+    size = current_world(platform).size
+    mesh = DeviceMesh("cpu", (size,), mesh_dim_names=("a",), platform=platform)
+    whole = platform.from_numpy(np.ones((2 * size, size), np.float32))
+    sharded = [distribute_tensor(whole, mesh, (Shard(0),)) for _ in range(6)]
+    partial = [from_local(whole, mesh, (P,), shape=tuple(whole.shape)) for _ in range(3)]
+    across = [distribute_tensor(whole, mesh, (Shard(1),)) for _ in range(3)]
+    with record_collectives() as alone:
+        for x in (*sharded, *partial):
+            x.full_tensor()
+        for x in across:
+            x.redistribute(placements=(Shard(0),))
+    with record_collectives() as log:
+        batch_redistribute([*sharded, *partial, *across], [(R,)] * 9 + [(Shard(0),)] * 3)
+    assert [record.name for record in log.records] == ["all_gather", "all_reduce", "all_to_all"]
+    assert log.wire_bytes() == alone.wire_bytes()
+    one = (size - 1) * 2 * size * 4  # bytes that the all-gather of one of them sends
+    with record_collectives() as log:
+        batch_redistribute(sharded, bucket_bytes=2 * one)
+    assert [record.name for record in log.records] == ["all_gather"] * 3
+    assert batch_redistribute([]) == []
+    unmoved = batch_redistribute(sharded, (Shard(0),))
+    assert all(x is y for x, y in zip(sharded, unmoved, strict=True))
 
 
 _FROM: list[Sequence[Placement]] = [(R, R), (Shard(0), R), (Shard(1), Shard(0)), (Shard(0), Shard(0)), (P, Shard(1))]

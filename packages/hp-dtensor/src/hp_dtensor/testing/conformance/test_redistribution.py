@@ -77,6 +77,14 @@ def test_an_asynchronous_redistribution_is_the_same_redistribution(ranks: Ranks)
     ranks.run(redistribution_programs.started_and_waited_for)
 
 
+def test_a_batch_is_the_same_redistributions(ranks: Ranks) -> None:
+    ranks.run(redistribution_programs.moved_in_batches)
+
+
+def test_a_batch_shares_collectives(ranks: Ranks) -> None:
+    ranks.run(redistribution_programs.batches_share_collectives)
+
+
 @pytest.mark.parametrize("size", [4, 5, 7])
 def test_redistribution_between_meshes(hp_platform: Platform, size: int) -> None:
     """Overlapping, and with no rank in common."""
