@@ -231,7 +231,8 @@ def _common_specs(name: str, lists: Sequence[Sequence[Tensor]]) -> list[TensorSp
     first = specs[0]
     for spec in set(first):
         if spec is not None and any(p.is_partial() for p in spec.placements):
-            raise ShardingRuleError(f"{name}: tensor {first.index(spec)} is partial ({spec!r}); batch_redistribute it first")
+            where = first.index(spec)
+            raise ShardingRuleError(f"{name}: tensor {where} is partial ({spec!r}); batch_redistribute the list first")
     for tensors, others in zip(lists[1:], specs[1:], strict=True):
         if others != first:
             _check_positions(name, first, tensors, others)
