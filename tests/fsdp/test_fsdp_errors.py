@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
+import weakref
 
 import numpy
 import pytest
@@ -58,6 +60,16 @@ def check_next_step(platform, model, parameters, expected):
             numpy.testing.assert_allclose(grad, expected[name], rtol=2e-5, atol=2e-6, err_msg=name)
     assert held_bytes(model) == [0] * len(held_bytes(model))
     assert memory_use(model).full_gradients == 0
+
+
+def test_hooks_on_gradients_before_sharding_are_refused_by_name(hp_platform):
+    """The sharded parameters would not have them, without a word."""
+    mesh, model = mesh_of(hp_platform, 1), build(hp_platform, CASE)
+    handle = model.blocks[0].up.weight.register_hook(lambda grad: grad)
+    with pytest.raises(FullyShardError, match=r"^blocks\.0\.up\.weight: hooks have been registered on the gradient"):
+        fully_shard(model, mesh)
+    handle.remove()
+    fully_shard(model, mesh)
 
 
 class Trap:

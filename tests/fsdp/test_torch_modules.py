@@ -299,6 +299,91 @@ def test_optimizers_may_take_their_step_in_hooks(hp_platform):
     assert all(map(torch.equal, found, expected))
 
 
+@pytest.mark.parametrize("num_blocks", [1, 3])
+def test_hooks_run_once_where_all_is_recomputed_below_a_root_without_parameters(hp_platform, num_blocks):
+    """Each group is gathered twice and reduced once, however many there are."""
+
+    class Root(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = torch.nn.ModuleList(torch.nn.Linear(5, 5) for _ in range(num_blocks))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=True)
+            return x
+
+    def rank():
+        net, calls = shard_net(hp_platform, Root()), []
+        for name, parameter in net.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda parameter, name=name: calls.append(name))
+        with record_collectives() as log:
+            net(torch.ones(2, 5, requires_grad=True)).sum().backward()
+        assert sorted(calls) == sorted(name for name, _ in net.named_parameters())
+        assert (log.count("all_gather"), log.count("reduce_scatter")) == (2 * num_blocks, num_blocks)
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def test_hooks_run_once_where_the_loss_has_a_term_in_the_sharded_parameters_themselves(hp_platform):
+    """Autograd has the gradient of that term before the others are reduced; none comes from a backward to it alone."""
+
+    def rank():
+        net, plain, seen = shard_net(hp_platform, Net()), Net(), []
+        weight = net.blocks[1].up.weight
+        weight.register_post_accumulate_grad_hook(lambda x: seen.append(x.grad.full_tensor().clone()))
+        x = torch.ones(2, 5)
+        (net(x).sum() + (weight * weight).sum().full_tensor()).backward()
+        (plain(x).sum() + plain.blocks[1].up.weight.square().sum()).backward()
+        (found,) = seen
+        torch.testing.assert_close(found, plain.blocks[1].up.weight.grad)
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def _hooked(parameter, backward):
+    """What is called in each of two backwards: the first hook removes the second one, and adds another."""
+    calls, handles = [], []
+
+    def first(parameter):
+        calls.append("first")
+        handles.pop().remove() if handles else None
+        if "third" not in calls:
+            parameter.register_post_accumulate_grad_hook(lambda parameter: calls.append("third"))
+
+    parameter.register_post_accumulate_grad_hook(first)
+    handles.append(parameter.register_post_accumulate_grad_hook(lambda parameter: calls.append("second")))
+    for _ in range(2):
+        backward()
+        calls.append("over")
+    handle = parameter.register_post_accumulate_grad_hook(lambda parameter: parameter.grad)
+    with pytest.raises(RuntimeError, match="should return None"):
+        backward()
+    handle.remove()
+    return calls
+
+
+def test_hooks_are_called_and_removed_as_by_autograd(hp_platform):
+    def rank():
+        net, plain, x = shard_net(hp_platform, Net()), Net(), torch.ones(2, 5)
+        found = _hooked(net.first.weight, lambda: net(x).sum().backward())
+        assert found == _hooked(plain.first.weight, lambda: plain(x).sum().backward())
+        with pytest.raises(RuntimeError, match="doesn't require gradient"):
+            net.requires_grad_(False).first.weight.register_post_accumulate_grad_hook(print)
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def test_hooks_for_accumulated_gradients_before_sharding_are_refused(hp_platform):
+    net = Net()
+    handle = net.first.weight.register_post_accumulate_grad_hook(print)
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",), platform=hp_platform)
+    with pytest.raises(FullyShardError, match=r"first\.weight: hooks .* register_post_accumulate_grad_hook is given"):
+        fully_shard(net, mesh)
+    handle.remove()
+    fully_shard(net, mesh)
+
+
 def test_a_backward_to_named_parameters_is_refused(hp_platform):
     def rank():
         net = shard_net(hp_platform, Net())

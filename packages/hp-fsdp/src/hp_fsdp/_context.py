@@ -182,7 +182,8 @@ class Context:
         ends_pass = self._is_whole_pass(group, module)
         if ends_pass and outputs and self._pass.records:
             outputs = self.storage.join(self._pass.token, outputs)
-        if outputs and group.buffers:
+        # A root without parameters too: a backward begins at its outputs, not in what is recomputed further in.
+        if outputs and (group.buffers or ends_pass):
             outputs = self.storage.before_backward(outputs, located(partial(self._reach, group, self._pass)))
         self._pass.leave(group, bool(outputs))
         if is_last_module:

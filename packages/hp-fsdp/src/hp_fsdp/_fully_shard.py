@@ -105,6 +105,7 @@ def fully_shard(
     originals = collect(platform, modules, ignored)
     _check_dtypes(storage, policy, originals)
     name = ", ".join(type(module).__name__ for module in modules)
+    _check_hooks(storage, originals)
     place(originals, mesh, shard_placement_fn, reshard_after_forward, name)
     whole = _whole_parameters(platform, originals, replicated, threshold if zero_stage else math.inf)
     buffers = _make_buffers(storage, originals, whole, policy, transport, bucket_size, offload_policy)
@@ -224,6 +225,16 @@ def _is_container(platform: Platform, module: Module) -> bool:
     forward = getattr(type(module), "forward", None)
     unwritten = forward is not None and forward in (nn.Module.forward, getattr(platform.Module, "forward", None))
     return hasattr(type(module), "__getitem__") and unwritten and "forward" not in vars(module)
+
+
+def _check_hooks(storage: ParameterStorage, originals: Sequence[Original]) -> None:
+    hooked = [original.name for original in originals if storage.has_gradient_hooks(original.tensor)]
+    if hooked:
+        raise FullyShardError(
+            f"{', '.join(hooked)}: hooks have been registered on the gradient, which the sharded parameter would lack. "
+            "Remove them (handle.remove()); on torch, what register_post_accumulate_grad_hook is given after "
+            "fully_shard is called when the gradient has been reduced"
+        )
 
 
 def _check_dtypes(storage: ParameterStorage, policy: MixedPrecisionPolicy, originals: Sequence[Original]) -> None:

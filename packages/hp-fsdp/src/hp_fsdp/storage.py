@@ -176,6 +176,10 @@ class ParameterStorage(ABC):
         """Call what its users want to be called whenever a DTensor parameter's gradient has been set or added to."""
 
     @abstractmethod
+    def has_gradient_hooks(self, parameter: Tensor) -> bool:
+        """Whether the users of a parameter have registered hooks on its gradient."""
+
+    @abstractmethod
     def take_grad(self, leaf: Tensor) -> Tensor | None:
         """The plain gradient that has accumulated in a leaf, which has none afterwards."""
 

@@ -123,6 +123,9 @@ class MindSporeParameterStorage(ParameterStorage):
         parameter.__dict__.pop("_grad_wrapper", None)
         parameter._grad = grad
 
+    def has_gradient_hooks(self, parameter: Tensor) -> bool:
+        return bool(parameter.hooks())
+
     def take_grad(self, leaf: Tensor) -> Tensor | None:
         grad = leaf._grad
         if grad is not None:

@@ -18,7 +18,7 @@ def are_named() -> bool:
         return own[-1]
     # A thread of a device works for one of those that wait: where there are several, most likely they do alike.
     others = list(_waiting.values())
-    return bool(others) and all(named[-1] for named in others if named)
+    return bool(others) and all(named[-1:] != [False] for named in others)
 
 
 def noting(run: Callable[..., Any]) -> Callable[..., Any]:

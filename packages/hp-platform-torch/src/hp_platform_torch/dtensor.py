@@ -39,6 +39,7 @@ _plain: Any = torch.Tensor
 _local_shape = _plain.shape.__get__
 _local_grad = _plain.grad.__get__
 _set_local_grad = _plain.grad.__set__
+_hooks_of_autograd = _plain._post_accumulate_grad_hooks
 _local_data = _plain.data.__get__
 _set_local_data = _plain.data.__set__
 _local_dtype = _plain.dtype.__get__
@@ -192,6 +193,26 @@ class TorchDTensor(DTensor, torch.Tensor):
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
+
+    @property
+    def _post_accumulate_grad_hooks(self) -> Any:
+        """Where `register_post_accumulate_grad_hook` puts hooks.
+
+        Where another than autograd sets the gradient, and calls them, autograd does not know of them: it would call
+        them with what it has itself.
+        """
+        if self._gradient_from:
+            return self.__dict__.get("_gradient_hooks")
+        with LocalOperations():
+            return _hooks_of_autograd.__get__(self)
+
+    @_post_accumulate_grad_hooks.setter
+    def _post_accumulate_grad_hooks(self, hooks: Any) -> None:
+        if self._gradient_from:
+            self.__dict__["_gradient_hooks"] = hooks
+            return
+        with LocalOperations():
+            _hooks_of_autograd.__set__(self, hooks)
 
     @property
     def data(self) -> Any:

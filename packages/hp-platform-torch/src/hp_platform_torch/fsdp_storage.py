@@ -185,11 +185,16 @@ class TorchParameterStorage(ParameterStorage):
         return grad  # type: ignore[no-any-return]
 
     def run_gradient_hooks(self, parameter: Tensor) -> None:
-        with LocalOperations():
-            hooks = parameter._post_accumulate_grad_hooks
+        hooks = parameter._post_accumulate_grad_hooks
         with NoGrad():
             for hook in list(hooks.values()) if hooks else ():
-                hook(parameter)
+                returned = hook(parameter)
+                if returned is not None and returned is not parameter:
+                    raise RuntimeError("Tensor post accumulate grad hooks should return None.")
+
+    def has_gradient_hooks(self, parameter: Tensor) -> bool:
+        with LocalOperations():
+            return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
     def check_grad_dtype(self, dtype: torch.dtype) -> None:
         return
