@@ -384,6 +384,44 @@ def test_hooks_for_accumulated_gradients_before_sharding_are_refused(hp_platform
     fully_shard(net, mesh)
 
 
+class Forces(torch.nn.Module):
+    """Minus the gradient of an energy in its input, and the energy: interatomic potentials give both."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = torch.nn.ModuleList([torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh())])
+        self.before, self.after = torch.nn.Linear(5, 5), torch.nn.Linear(7, 1)
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            energy = self.after(self.blocks[0](self.before(x)))
+            (grad,) = torch.autograd.grad(energy.sum(), x, retain_graph=True)
+        return self.after.bias * -grad, energy
+
+
+@pytest.mark.parametrize("grad_enabled", [True, False])
+def test_a_forward_may_have_a_backward_to_its_input_inside(hp_platform, grad_enabled):
+    """What is in use by this forward stays whole behind it."""
+
+    def rank():
+        net, plain = shard_net(hp_platform, Forces()), Forces()
+        for _ in range(2):
+            with torch.set_grad_enabled(grad_enabled):
+                found, expected = net(torch.ones(2, 5)), plain(torch.ones(2, 5))
+            torch.testing.assert_close(found, expected)
+            if grad_enabled:
+                for each in (found, expected):
+                    sum(x.square().sum() for x in each).backward()
+        for parameter, other in zip(net.parameters(), plain.parameters(), strict=True):
+            if grad_enabled:
+                torch.testing.assert_close(parameter.grad.full_tensor(), other.grad)
+        assert all(module._fsdp.group.held_bytes == 0 for module in [net, *net.blocks])
+
+    run_ranks(rank, 2, hp_platform)
+
+
 def test_a_backward_to_named_parameters_is_refused(hp_platform):
     def rank():
         net = shard_net(hp_platform, Net())

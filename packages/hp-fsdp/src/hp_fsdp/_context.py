@@ -483,9 +483,15 @@ class Context:
             self._reducer.start(buffer, group.reduce_options, group.gradient_sync, group.communicating)
 
     def _free_after_backward(self, group: ParameterGroup) -> None:
+        if self._is_computing(group):
+            return
         group.conceal()
         if group.reshard_after_backward and not group.keeps_full:
             group.reshard()
+
+    def _is_computing(self, group: ParameterGroup) -> bool:
+        """Whether its forward goes on after this backward, which is one within the forward of the root."""
+        return self._outermost is not None and group.entered
 
     def _frees_after_backward(self, group: ParameterGroup) -> bool:
         """After a reduction the optimizer changes the shards: what was gathered before is out of date."""
@@ -502,9 +508,10 @@ class Context:
         if not self.root.defers_reduction:
             self.finish_reductions()
         for group in self.groups:
-            group.conceal()
-            if self._frees_after_backward(group):
-                group.reshard()
+            if not self._is_computing(group):
+                group.conceal()
+                if self._frees_after_backward(group):
+                    group.reshard()
         self._finish_reading()
         self._backward = None
         # They may take the optimizer's step.
