@@ -8,6 +8,7 @@ from fsdp_training import (
     Case,
     build,
     held_bytes,
+    loss_of,
     mesh_of,
     micro_loss,
     sharded,
@@ -176,6 +177,23 @@ def test_what_is_frozen_between_micro_batches_keeps_its_gradient(hp_platform, st
         for name, expected in whole_grads(hp_platform, plain).items():
             if expected is not None:
                 numpy.testing.assert_allclose(found[name], expected, rtol=2e-5, atol=2e-6, err_msg=name)
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def test_what_is_frozen_before_the_backward_gets_no_gradient(hp_platform):
+    """A parameter, or all of a group, that the forward computed with as trainable ones."""
+    case = Case((2,), num_blocks=2)
+    frozen = "blocks.0.", "embed"
+
+    def rank():
+        model = sharded(hp_platform, case)
+        loss = loss_of(hp_platform, model, case)
+        named = dict(hp_platform.named_parameters(model))
+        for name, parameter in named.items():
+            hp_platform.set_requires_grad(parameter, not name.startswith(frozen))
+        hp_platform.backward(loss)
+        assert [hp_platform.get_grad(x) is None for x in named.values()] == [name.startswith(frozen) for name in named]
 
     run_ranks(rank, 2, hp_platform)
 

@@ -208,6 +208,21 @@ def test_gradients_apart_of_a_parameter_frozen_since_are_kept(hp_platform, devic
             numpy.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
+def test_of_a_group_frozen_before_the_backward_nothing_is_kept_apart(hp_platform, device):
+    case = CASES["fsdp"]
+
+    def rank():
+        model = _model(hp_platform, case, offload_policy=GRADIENTS)
+        loss = micro_loss(hp_platform, model, case, current_world(hp_platform).rank, 0, 0)
+        for _, parameter in hp_platform.named_parameters(model.blocks[0]):
+            hp_platform.set_requires_grad(parameter, False)
+        hp_platform.backward(loss)
+        first, second, _ = (block._fsdp.group.buffers for block in model.blocks)
+        return [any(buffer.awaited.flat is not None for buffer in buffers) for buffers in (first, second)]
+
+    assert run_ranks(rank, 2, hp_platform) == [[False, True]] * 2
+
+
 def test_where_the_device_is_the_host_nothing_is_copied(hp_platform, monkeypatch):
     storage = get_storage(hp_platform)
     for name in ("host_buffer", "to_device", "to_host", "await_gradient"):

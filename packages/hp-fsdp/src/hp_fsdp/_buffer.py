@@ -386,14 +386,18 @@ class FlatBuffer:
             self.gradients = self.new_buffer(self.layout.numel, self.reduce_dtype)
             self.note_allocation()
             self._zero(self._gaps)
-        given = dict(zip(indices, grads, strict=True))
+        given = {i: grad for i, grad in zip(indices, grads, strict=True) if self._is_trainable(i)}
         self.collected |= given.keys()
         for index, parameter in enumerate(self.parameters):
             self._collect_one(index, given.get(index), fresh)
             recomputed = self.storage.take_grad(parameter.leaf)
-            if recomputed is not None:
+            if recomputed is not None and self._is_trainable(index):
                 self.collected |= {index}
                 self._collect_one(index, recomputed, fresh=False)
+
+    def _is_trainable(self, index: int) -> bool:
+        """Whether a parameter takes gradients now: one that has been frozen since the forward does not."""
+        return self.platform.requires_grad(self.parameters[index].sharded)
 
     def outside_of_full(self, grads: Gradients) -> Gradients:
         """Gradients that outlive the full buffer: one that lies in it, being a parameter itself, is copied."""

@@ -125,7 +125,7 @@ class Reduction:
         return self._store
 
     def _start_store(self) -> Callable[[], None]:
-        if self._waits_for_more:
+        if not self.stored:
             return lambda: None
         if self._after != 1.0:
             self.buffer.storage.scale_(self._shard, 1.0 / self._after)
