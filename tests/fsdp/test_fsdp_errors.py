@@ -62,6 +62,24 @@ def check_next_step(platform, model, parameters, expected):
     assert memory_use(model).full_gradients == 0
 
 
+def test_a_forward_that_failed_keeps_nothing_of_its_graph(hp_platform):
+    def rank():
+        model, kept = sharded(hp_platform, CASE), []
+
+        def fail(module, args, kwargs, output):
+            kept.append(weakref.ref(model.blocks[0]._fsdp.group.record))
+            raise ArithmeticError("on purpose")
+
+        hp_platform.add_forward_hook(model.blocks[1].down, fail)
+        for _ in range(2):
+            with pytest.raises(ArithmeticError, match="on purpose"):
+                step(hp_platform, model, CASE)
+        gc.collect()
+        return [record() is None for record in kept]
+
+    assert run_ranks(rank, 2, hp_platform) == [[True, True]] * 2
+
+
 def test_hooks_on_gradients_before_sharding_are_refused_by_name(hp_platform):
     """The sharded parameters would not have them, without a word."""
     mesh, model = mesh_of(hp_platform, 1), build(hp_platform, CASE)

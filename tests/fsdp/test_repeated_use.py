@@ -12,7 +12,7 @@ from fsdp_training import held_bytes, mesh_of, whole_grads
 from hp_dtensor import nn
 from hp_dtensor.recompute import checkpoint
 from hp_dtensor.testing.simulated import run_ranks
-from hp_dtensor.world import current_world
+from hp_dtensor.world import current_world, record_collectives
 from hp_fsdp import fully_shard
 
 DIM = 5
@@ -154,5 +154,82 @@ def test_gradients_are_those_of_one_rank(hp_platform, forward, bucket_size):
             for _, parameter in hp_platform.named_parameters(model):
                 hp_platform.set_grad(parameter, None)
             assert not any(held_bytes(model))
+
+    run_ranks(program, 2, hp_platform)
+
+
+def in_turn(model, x, rank):
+    return model.last(model.b(model.a(x)))
+
+
+def parts_in_turn(model, x, rank):
+    """The same modules, without the one that holds them."""
+    return model.b(model.ops.tanh(model.a(x)))
+
+
+def test_parts_called_on_their_own_cost_the_same_in_each_step(hp_platform):
+    """No backward goes through the calls of the steps before: each would reduce zeros for them."""
+
+    def part_loss(model, rank, step):
+        values = numpy.random.default_rng([rank, step]).normal(size=(2, DIM)).astype(numpy.float32)
+        y = parts_in_turn(model, hp_platform.from_numpy(values), rank)
+        return hp_platform.ops.sum(hp_platform.ops.mul(y, y))
+
+    steps = 4
+    plain = build(hp_platform, in_turn)
+    for step in range(steps):
+        for rank in range(2):
+            hp_platform.backward(hp_platform.ops.div(part_loss(plain, rank, step), 2))
+    expected = whole_grads(hp_platform, plain)
+
+    def program():
+        model, rank = build(hp_platform, in_turn), current_world(hp_platform).rank
+        for module in (model.a, model.b, model):
+            fully_shard(module, mesh_of(hp_platform, 2))
+        hp_platform.backward(loss(hp_platform, model, rank, 0))
+        for _, parameter in hp_platform.named_parameters(model):
+            hp_platform.set_grad(parameter, None)
+        logs = []
+        for step in range(steps):
+            with record_collectives() as log:
+                hp_platform.backward(part_loss(model, rank, step))
+            logs.append([log.count(name) for name in ("all_gather", "reduce_scatter")])
+        for name, grad in whole_grads(hp_platform, model).items():
+            assert (grad is None) == (expected[name] is None), name
+            if grad is not None:
+                numpy.testing.assert_allclose(grad, expected[name], rtol=1e-4, atol=1e-5, err_msg=name)
+        assert logs[1:] == [[4, 2]] * (steps - 1)
+        assert not any(held_bytes(model))
+
+    run_ranks(program, 2, hp_platform)
+
+
+def test_a_backward_may_follow_one_through_later_calls_of_parts(hp_platform):
+    """Each of two losses has had its forward before either backward; a part is called between these."""
+
+    def step(model, rank):
+        values = numpy.random.default_rng(rank).normal(size=(2, DIM)).astype(numpy.float32)
+        x = hp_platform.from_numpy(values)
+        first, second = model.a(x), model.b(x)
+        hp_platform.backward(hp_platform.ops.sum(hp_platform.ops.mul(second, second)), retain_graph=True)
+        third = model.a(x)
+        hp_platform.backward(hp_platform.ops.sum(hp_platform.ops.mul(first, third)))
+
+    plain = build(hp_platform, in_turn)
+    for rank in range(2):
+        step(plain, rank)
+    expected = whole_grads(hp_platform, plain)
+
+    def program():
+        model, rank = build(hp_platform, in_turn), current_world(hp_platform).rank
+        for module in (model.a, model.b, model):
+            fully_shard(module, mesh_of(hp_platform, 2))
+        with hp_platform.no_grad():
+            loss(hp_platform, model, rank, 0)
+        step(model, rank)
+        for name, grad in whole_grads(hp_platform, model).items():
+            if grad is not None:
+                numpy.testing.assert_allclose(2 * grad, expected[name], rtol=1e-4, atol=1e-5, err_msg=name)
+        assert not any(held_bytes(model))
 
     run_ranks(program, 2, hp_platform)

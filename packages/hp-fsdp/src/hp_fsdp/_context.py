@@ -29,13 +29,13 @@ class Event(NamedTuple):
 
 
 class ForwardPass:
-    """One forward of the root.
+    """One forward of the root; or calls of modules on their own, until a backward has gone through them.
 
     Attributes:
         token: threads the gathers in the order in which they happen, so that backward runs their nodes, all
             of them, in the reverse order on every rank.
         records: uses with autograd nodes, in that order.
-        used: groups in the order in which their forwards began (with repetitions).
+        used: in a forward of the root, groups in the order in which their forwards began (with repetitions).
         cursor: position in the recorded order up to which this pass has come.
         ahead: groups gathered ahead in that order and not used yet.
         events: in order, with the record of the parameters for those that begin a group's use. A backward comes to
@@ -210,9 +210,13 @@ class Context:
                 group.reshard()
         check_replicas(self.groups)
         self._refresh(self.groups)
+        self._start_pass()
+        self._outermost = module
+
+    def _start_pass(self) -> None:
+        """What is called from now on begins a chain of gathers of its own."""
         self._pass.end()
         self._pass = ForwardPass(self.storage.anchor())
-        self._outermost = module
 
     def fail(self, group: ParameterGroup) -> None:
         """A forward of `group` ended with an exception; that of the root is the end of all."""
@@ -220,6 +224,7 @@ class Context:
             return
         if group is self.root:
             self._outermost = None
+            self._start_pass()
         for each in self.groups if group is self.root else [group]:
             each.conceal()
             each.reshard()
@@ -260,9 +265,7 @@ class Context:
             elif group.state is GroupState.GATHERING or not self.platform.is_grad_enabled():
                 group.reshard()
         self._expected = self._pass.used
-        self._pass.end()
-        # A module called on its own before the next pass begins a chain of its own.
-        self._pass = ForwardPass(self.storage.anchor())
+        self._start_pass()
         self._compare_forward()
 
     def _compare_forward(self) -> None:
@@ -328,7 +331,8 @@ class Context:
         return group is not self.root if wanted is None else wanted
 
     def _prefetch_next(self, group: ParameterGroup) -> None:
-        self._pass.used.append(group)
+        if self._outermost is not None:
+            self._pass.used.append(group)
         following = self._following(group)
         if group.forward_prefetch is not None:
             for other in group.forward_prefetch:
@@ -514,8 +518,16 @@ class Context:
                     group.reshard()
         self._finish_reading()
         self._backward = None
+        if self.root.is_last_backward and self._outermost is None and self._pass in run.to_come:
+            self._start_chain_anew()
         # They may take the optimizer's step.
         self._reducer.run_gradient_hooks()
+
+    def _start_chain_anew(self) -> None:
+        """Modules called on their own have had their backward: the next one need not pass over these calls again."""
+        cursor = self._pass.cursor
+        self._start_pass()
+        self._pass.cursor = cursor
 
     def _reduce_what_waits(self, run: BackwardRun) -> None:
         """Gradients accumulated by earlier backwards, in buffers that this one does not come to: all frozen since."""
@@ -557,5 +569,4 @@ class Context:
             group.record = None
             for buffer in group.buffers:
                 buffer.forget_gradients()
-        self._pass.end()
-        self._pass = ForwardPass(self.storage.anchor())
+        self._start_pass()

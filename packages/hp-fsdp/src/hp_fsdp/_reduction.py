@@ -161,10 +161,10 @@ class Reducer:
 
     def leaves_waiting(self, buffer: FlatBuffer, options: ReduceOptions) -> bool:
         """Whether a buffer has gradients of which a reduction would be the last one, and none is under way."""
-        if any(reduction.buffer is buffer for reduction in self._running):
-            return False
         all_reduces = options.all_reduce or buffer.replicate_group is None
-        return buffer.gradients is not None or (buffer.partial_shard is not None and all_reduces)
+        if buffer.gradients is None and (buffer.partial_shard is None or not all_reduces):
+            return False
+        return all(reduction.buffer is not buffer for reduction in self._running)
 
     @property
     def held_bytes(self) -> int:
