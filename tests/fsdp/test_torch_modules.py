@@ -481,6 +481,39 @@ def test_a_backward_to_named_inputs_leaves_the_gradients_of_parameters(hp_platfo
     run_ranks(rank, 2, hp_platform)
 
 
+class Normalized(torch.nn.Module):
+    """Normalizes its weight before it computes with it."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.map = torch.nn.Embedding(7, 5, max_norm=1.0), torch.nn.Linear(5, 5)
+
+    def forward(self, ids, writes):
+        if writes == "map":
+            with torch.no_grad():
+                self.map.weight.div_(self.map.weight.norm())
+        return self.map(self.embed(ids) if writes == "embed" else self.embed.weight[ids])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("writes", ["embed", "map"])
+def test_a_forward_that_writes_its_parameters_is_refused_by_name(hp_platform, stage, writes):
+    """Where every rank computes with a copy; the next step works."""
+
+    def rank():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",), platform=hp_platform)
+        net, ids = fully_shard(Normalized(), mesh, zero_stage=stage), torch.tensor([1, 3])
+        for _ in range(2) if stage else ():
+            with pytest.raises(FSDPStateError, match=rf"group Normalized .*: {writes}\.weight: written in place"):
+                net(ids, writes)
+            net(ids, "").sum().backward()
+        if not stage:
+            net(ids, writes).sum().backward()
+        assert all(parameter.grad is not None for parameter in net.parameters())
+
+    run_ranks(rank, 2, hp_platform)
+
+
 def test_sparse_gradients_are_refused_by_name(hp_platform):
     net = torch.nn.Sequential(torch.nn.Embedding(5, 3, sparse=True))
     fully_shard(net, init_device_mesh("cpu", (1,), mesh_dim_names=("shard",), platform=hp_platform))

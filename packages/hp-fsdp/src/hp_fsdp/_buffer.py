@@ -109,6 +109,7 @@ class FlatBuffer:
         self.partial_collected: frozenset[int] = frozenset()
         self._pending_versions: list[int] = []
         self._gathered_versions: list[int] | None = None
+        self._num_writes = self._count_writes()
         self._kept_part: Tensor | None = None
         self.keeps_full = False
         self._gathered_shard: Tensor | None = None
@@ -217,6 +218,19 @@ class FlatBuffer:
         self.platform.copy_(local, replaced)
         self.storage.put_data(parameter.sharded, local)
         return []
+
+    def written_while_full(self) -> list[str]:
+        """Parameters whose gathered values somebody has written since the last call, as far as that is counted."""
+        if self.is_whole:
+            return []
+        before, self._num_writes = self._num_writes, self._count_writes()
+        if before == self._num_writes:
+            return []
+        counted = zip(self.parameters, before, self._num_writes, strict=True)
+        return [parameter.name for parameter, old, new in counted if old != new]
+
+    def _count_writes(self) -> list[int]:
+        return [self.storage.num_writes(parameter.view) for parameter in self.parameters]
 
     # Gathering -------------------------------------------------------------------------------------------
 

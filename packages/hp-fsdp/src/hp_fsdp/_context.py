@@ -187,6 +187,7 @@ class Context:
             outputs = self.storage.before_backward(outputs, located(partial(self._reach, group, self._pass)))
         self._pass.leave(group, bool(outputs))
         if is_last_module:
+            group.check_unwritten()
             group.conceal()
             self._reshard_after_forward(group, bool(outputs))
         if ends_pass:

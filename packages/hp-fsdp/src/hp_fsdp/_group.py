@@ -144,6 +144,16 @@ class ParameterGroup:
                 "modules before fully_shard, and write values into parameters in place"
             )
 
+    def check_unwritten(self) -> None:
+        """Raise `FSDPStateError` if full parameters have been written, of which the shards learn nothing."""
+        written = [name for buffer in self.buffers for name in buffer.written_while_full()]
+        if written:
+            raise FSDPStateError(
+                f"{self.place}: {', '.join(written)}: written in place while gathered, as by a forward that normalizes "
+                "its own parameters (Embedding(max_norm=...)); the shards would not learn of it. Write into the "
+                "sharded parameters between steps, or leave these out (ignored_params)"
+            )
+
     # States ----------------------------------------------------------------------------------------------
 
     def start_unshard(self) -> None:

@@ -46,6 +46,11 @@ class ParameterStorage(ABC):
         Its elements lie in row-major order but for `first_dim`, which is outermost in memory.
         """
 
+    def num_writes(self, view: Tensor) -> int:
+        """How often somebody has written into a tensor that comes from `view`, which filling its buffer is not; 0 where
+        that is not counted."""
+        return 0
+
     def gather_target(self, buffer: Tensor) -> Tensor:
         """The whole buffer as what an all-gather fills; see `view`."""
         return self.view(buffer, 0, (buffer.shape[0],))

@@ -52,6 +52,9 @@ class TorchParameterStorage(ParameterStorage):
 
     part = view
 
+    def num_writes(self, view: Tensor) -> int:
+        return self.platform.version(view)
+
     def new_buffer(self, numel: int, dtype: torch.dtype, device_type: str) -> Tensor:
         if device_type == "cpu":
             return host_memory.allocate(numel, dtype)
