@@ -16,6 +16,7 @@ from fsdp_training import (
     sharded_modules,
     step,
     whole,
+    whole_grads,
 )
 
 from hp_dtensor import nn
@@ -276,6 +277,74 @@ def test_other_entry_points(hp_platform):
         hp_platform.backward(hp_platform.ops.sum(model.encode(x)))
         numpy.testing.assert_array_equal(whole(hp_platform, hp_platform.get_grad(model.linear.weight)), 4.0)
         assert held_bytes(model) == [0]
+
+    run_ranks(rank, 2, hp_platform)
+
+
+class ManyDoors(nn.Module):
+    """Its forward calls its entry points, one of which may fail before another one is tried, and itself again."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def encode(self, x, fails=False):
+        if fails:
+            raise ArithmeticError("on purpose")
+        return self.inner(self.ops.tanh(self.first(x)))
+
+    def decode(self, x):
+        return self.last(self.ops.tanh(x))
+
+    def forward(self, x, times=2):
+        try:
+            x = self.encode(x, fails=True)
+        except ArithmeticError:
+            x = self.encode(x)
+        x = self.decode(x)
+        return self.first(self(x, times - 1) if times > 1 else x)
+
+
+@pytest.mark.parametrize("within", [False, True], ids=["root", "inside"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_forward_may_call_entry_points_and_itself(hp_platform, within, stage):
+    """Of the root, and of a group inside of another."""
+
+    class Around(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.doors, self.head = ManyDoors(), nn.Linear(5, 5)
+
+        def forward(self, x):
+            return self.head(self.doors(x)) if within else self.doors(x)
+
+    def build():
+        with nn.building(hp_platform):
+            model = Around()
+        for index, (_, parameter) in enumerate(hp_platform.named_parameters(model)):
+            values = numpy.random.default_rng(index).normal(size=(5, 5)) * 0.5
+            hp_platform.copy_(parameter, hp_platform.from_numpy(values.astype(numpy.float32)))
+        return model
+
+    def grads(model):
+        x = hp_platform.from_numpy(numpy.ones((2, 5), numpy.float32))
+        for _ in range(2):
+            hp_platform.backward(hp_platform.ops.sum(model(x)))
+        return whole_grads(hp_platform, model)
+
+    expected = grads(build())
+
+    def rank():
+        model, mesh = build(), mesh_of(hp_platform, 2)
+        doors = model.doors
+        for module in (doors.inner, doors, *([model] if within else [])):
+            fully_shard(module, mesh, zero_stage=stage)
+        for name in ("encode", "decode"):
+            register_fsdp_forward_method(doors, name)
+        for name, grad in grads(model).items():
+            if expected[name] is not None:
+                numpy.testing.assert_allclose(grad, expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
+        assert stage < 3 or not any(each._fsdp.group.held_bytes for each in (doors, doors.inner))
 
     run_ranks(rank, 2, hp_platform)
 

@@ -35,6 +35,8 @@ class ModuleState:
         self.policy = policy
         self.context: Context | None = None
         self._to_come = list(self.modules)
+        # By the module's id: its forwards that run, one inside of another.
+        self._running: dict[int, int] = {}
 
     def install(self) -> None:
         """Put this state and its hooks on the modules."""
@@ -46,7 +48,11 @@ class ModuleState:
     def before_forward(
         self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Unshard, and cast the inputs."""
+        """Unshard, and cast the inputs; not where a forward of the module calls the module, or a method of it."""
+        running = self._running.get(id(module), 0)
+        self._running[id(module)] = running + 1
+        if running:
+            return None
         context = self.context if self.context is not None else self._become_root()
         was_entered = self.group.entered
         context.enter(self.group, module, lambda: tensors_in((args, kwargs), self.platform.Tensor))
@@ -60,14 +66,21 @@ class ModuleState:
     def after_forward(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Cast the outputs, watch for their gradients, and reshard."""
         assert self.context is not None
+        self._running[id(module)] -= 1
+        if self._running[id(module)]:
+            return output
         if self.policy.output_dtype is not None:
             output = self._cast(output, self.policy.output_dtype)
         outputs = self._requiring_grad(output)
         watched = self.context.leave(self.group, module, outputs, self._is_last(module))
         return _replace(output, self.platform.Tensor, outputs, watched)
 
-    def forward_failed(self) -> None:
-        """A forward of these modules has ended with an exception."""
+    def forward_failed(self, module: Module) -> None:
+        """A forward of `module` has ended with an exception."""
+        if self._running.get(id(module), 0) > 1:
+            self._running[id(module)] -= 1
+            return
+        self._running.pop(id(module), None)
         self._to_come = list(self.modules)
         if self.context is not None:
             self.context.fail(self.group)

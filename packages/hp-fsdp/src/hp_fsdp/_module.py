@@ -40,7 +40,7 @@ class FSDPModule:
         try:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         except BaseException:
-            self._fsdp.forward_failed()
+            self._fsdp.forward_failed(self)
             raise
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -276,7 +276,7 @@ def register_fsdp_forward_method(module: Module, name: str) -> None:
             args, kwargs = changed if changed is not None else (args, kwargs)
             return state.after_forward(module, args, kwargs, method(*args, **kwargs))
         except BaseException:
-            state.forward_failed()
+            state.forward_failed(module)
             raise
 
     object.__setattr__(module, name, sharded)
