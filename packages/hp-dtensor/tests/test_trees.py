@@ -50,6 +50,48 @@ def test_every_container_keeps_its_type_and_order() -> None:
     assert values(tree) == [1, 2, 3, 4, 5]
 
 
+class Attributes(dict):
+    """Shows its items as attributes."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(items)
+        self.__dict__.update(items, number=len(items))
+
+
+@dataclasses.dataclass
+class Guarded(collections.OrderedDict):
+    """As the outputs of transformers' models: a dataclass that is a mapping of what it has, and takes no `update`."""
+
+    logits: Any = None
+    hidden: Any = None
+    cache: Any = None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) is not None:
+                self[field.name] = getattr(self, field.name)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        object.__setattr__(self, key, value)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("update")
+
+
+def test_mappings_of_other_classes_stay_what_they_are() -> None:
+    for tree in (Attributes(logits=Number(1), hidden=(Number(2),)), Guarded(logits=Number(1), hidden=(Number(2),))):
+        result = doubled(tree)
+        assert type(result) is type(tree)
+        assert values(result) == [2, 4]
+        assert result.logits is result["logits"]
+        assert result.hidden is result["hidden"]
+        assert (tree.logits.value, tree["logits"].value) == (1, 1)
+    assert doubled(Attributes(a=Number(1), b=Number(2))).number == 2
+    assert doubled(Guarded(hidden=Number(1))).logits is None
+    assert doubled(collections.defaultdict(list, a=Number(1)))["b"] == []
+
+
 def test_what_does_not_change_is_the_same_object() -> None:
     tree = [Number(1), {"a": (1, 2)}]
     assert map_tensors(tree, Number, lambda x: x) is tree

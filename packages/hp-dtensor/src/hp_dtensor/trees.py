@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -70,8 +71,12 @@ def like_sequence(old: list[Any] | tuple[Any, ...], items: Sequence[Any]) -> Any
 
 
 def _like_mapping(old: Mapping[Any, Any], values: list[Any]) -> Any:
-    if isinstance(old, dict):
-        new = old.copy()
-        new.update(zip(old, values, strict=True))
-        return new
-    return type(old)(zip(old, values, strict=True))  # type: ignore[call-arg]
+    if not isinstance(old, dict):
+        return type(old)(zip(old, values, strict=True))  # type: ignore[call-arg]
+    # A subclass may refuse `update`, and its `copy` be a plain dict.
+    new = copy.copy(old)
+    for key, value in zip(old, values, strict=True):
+        new[key] = value
+    attributes = getattr(new, "__dict__", {})
+    attributes.update({name: new[name] for name, value in attributes.items() if name in old and value is old[name]})
+    return new
