@@ -481,6 +481,36 @@ def test_a_backward_to_named_inputs_leaves_the_gradients_of_parameters(hp_platfo
     run_ranks(rank, 2, hp_platform)
 
 
+@pytest.mark.parametrize("where", ["before", "after", "around"])
+def test_forwards_are_compiled_and_hooks_are_not(hp_platform, where):
+    """Dynamo would take seconds for them, and compile them again whenever a pass has another number of groups."""
+    counters = pytest.importorskip("torch._dynamo.utils").counters
+
+    def compile_(modules):
+        for module in modules:
+            module.compile(backend="eager")
+
+    def rank():
+        net, plain = Net(), Net()
+        if where == "before":
+            compile_(net.blocks)
+        shard_net(hp_platform, net)
+        if where != "before":
+            compile_(net.blocks if where == "after" else [net])
+        for index in range(3):
+            x = batch(index)
+            net(x).square().sum().backward()
+            plain(x).square().sum().backward()
+        for parameter, other in zip(net.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad.full_tensor(), other.grad)
+
+    torch._dynamo.reset()
+    counters.clear()
+    run_ranks(rank, 2, hp_platform)
+    assert counters["stats"]["unique_graphs"] > 0
+    assert not counters["graph_break"]
+
+
 class Normalized(torch.nn.Module):
     """Normalizes its weight before it computes with it."""
 

@@ -1,7 +1,7 @@
 """`torch.compile` around DTensors: operations on them run as they do without it, everything else is compiled.
 
 Dynamo would read global shapes where its graphs see local ones. It leaves operations on DTensors out of its graphs, and
-looks neither into them nor into the functions of hp_dtensor.
+looks neither into them nor into the functions of hp_dtensor, nor of hp_fsdp: its hooks run between compiled forwards.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from hp_platform_torch.dtensor import TorchDTensor
 
-_LEFT_ALONE = ("hp_dtensor", "hp_platform_torch")
+_LEFT_ALONE = ("hp_dtensor", "hp_platform_torch", "hp_fsdp")
 
 
 def guard() -> None:
