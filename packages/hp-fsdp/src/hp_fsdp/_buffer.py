@@ -370,14 +370,16 @@ class FlatBuffer:
 
     def trainable(self) -> list[int]:
         """Indices of the parameters that require a gradient now; the leaves follow suit."""
-        indices = []
-        for index, parameter in enumerate(self.parameters):
-            wanted = self.platform.requires_grad(parameter.sharded)
-            if wanted != self.platform.requires_grad(parameter.leaf):
-                self.platform.set_requires_grad(parameter.leaf, wanted)
-            if wanted:
-                indices.append(index)
-        return indices
+        wanted = self._take_gradients()
+        for parameter, flag in zip(self.parameters, wanted, strict=True):
+            if flag != self.platform.requires_grad(parameter.leaf):
+                self.platform.set_requires_grad(parameter.leaf, flag)
+        return [index for index, flag in enumerate(wanted) if flag]
+
+    def _take_gradients(self) -> list[bool]:
+        """Which parameters require a gradient now."""
+        with self.platform.local_op():
+            return [self.platform.requires_grad(parameter.sharded) for parameter in self.parameters]
 
     def gather_node(
         self, token: Tensor, indices: Sequence[int], backward: Callable[[Gradients], None]
@@ -400,18 +402,16 @@ class FlatBuffer:
             self.gradients = self.new_buffer(self.layout.numel, self.reduce_dtype)
             self.note_allocation()
             self._zero(self._gaps)
-        given = {i: grad for i, grad in zip(indices, grads, strict=True) if self._is_trainable(i)}
+        # What has been frozen since the forward takes none.
+        wanted = self._take_gradients()
+        given = {i: grad for i, grad in zip(indices, grads, strict=True) if wanted[i]}
         self.collected |= given.keys()
         for index, parameter in enumerate(self.parameters):
             self._collect_one(index, given.get(index), fresh)
             recomputed = self.storage.take_grad(parameter.leaf)
-            if recomputed is not None and self._is_trainable(index):
+            if recomputed is not None and wanted[index]:
                 self.collected |= {index}
                 self._collect_one(index, recomputed, fresh=False)
-
-    def _is_trainable(self, index: int) -> bool:
-        """Whether a parameter takes gradients now: one that has been frozen since the forward does not."""
-        return self.platform.requires_grad(self.parameters[index].sharded)
 
     def outside_of_full(self, grads: Gradients) -> Gradients:
         """Gradients that outlive the full buffer: one that lies in it, being a parameter itself, is copied."""
