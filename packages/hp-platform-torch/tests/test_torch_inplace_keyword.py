@@ -152,7 +152,17 @@ def test_whole_numbers_become_truth_values_as_a_whole() -> None:
         sign = 1 if mesh.get_rank() else -1
         x = from_local(torch.tensor([1, 2]) * torch.tensor([sign, 1]), mesh, [Partial()])  # the whole is [0, 4]
         truth = distribute_tensor(torch.ones(2, dtype=torch.bool), mesh, [Replicate()])
-        made = [x.to(torch.bool), x.type("torch.BoolTensor"), x.to(truth), truth.copy_(x)]
+        made = [x.to(torch.bool), x.to(bool), x.type("torch.BoolTensor"), x.to(truth), truth.copy_(x)]
         return [y.full_tensor().tolist() for y in made]
 
-    assert run_ranks(rank, 2, "torch") == [[[False, True]] * 4] * 2
+    assert run_ranks(rank, 2, "torch") == [[[False, True]] * 5] * 2
+
+
+def test_parts_are_summed_before_they_are_rounded() -> None:
+    def rank() -> Any:
+        mesh = DeviceMesh("cpu", (2,), platform=get_platform("torch"))
+        x = from_local(torch.tensor([0.5, 1.5]), mesh, [Partial()])
+        made = [x.to(int), x.to(dtype=int), x.sum(0, dtype=int), x.sum(0, dtype=torch.int64)]
+        return [y.full_tensor().tolist() for y in made]
+
+    assert run_ranks(rank, 2, "torch") == [[[1, 3], [1, 3], 4, 4]] * 2

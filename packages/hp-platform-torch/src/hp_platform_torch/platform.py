@@ -31,6 +31,7 @@ Removable.register(RemovableHandle)
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in (*DTYPE_NAMES, "complex64", "complex128")}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_DTYPES_OF_CLASSES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
 
 class TorchPlatform(Platform):
@@ -129,9 +130,11 @@ class TorchPlatform(Platform):
         return NAMES[dtype]
 
     def dtype_meant(self, value: Any) -> Any:
-        """Of `x.type("torch.LongTensor")` and `x.type(torch.LongTensor)`."""
+        """Of `x.to(int)`, `x.type("torch.LongTensor")` and `x.type(torch.LongTensor)`."""
         kind = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
-        return kind.dtype if type(kind) is type(torch.LongTensor) else value
+        if type(kind) is type(torch.LongTensor):
+            return kind.dtype
+        return _DTYPES_OF_CLASSES.get(value, value) if isinstance(value, type) else value
 
     def itemsize(self, dtype: torch.dtype) -> int:
         return dtype.itemsize
