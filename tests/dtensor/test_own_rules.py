@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 from hp_dtensor import DeviceMesh, DTensor, Partial, Replicate, Shard, distribute_tensor, sharding_rule
+from hp_dtensor import dispatch as dispatching
 from hp_dtensor.dispatch import rule_registry
 from hp_dtensor.exceptions import MixedOperandsError, ShardingRuleError
 from hp_dtensor.platform import Platform
@@ -168,6 +172,62 @@ def test_a_function_that_is_defined_again_is_the_same_operation(hp_platform: Pla
     assert number_of_rules(3.0, "n") == first + 1
 
 
+@dataclass
+class _Options:
+    """It has no hash."""
+
+    factor: float
+
+
+class _Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+def _what_is_left(platform: Platform) -> tuple[list[str], set[int]]:
+    """What plans keep of three calls, and how many plans there are after each."""
+
+    @sharding_rule("a b, a b -> a b")
+    def combined(tensors: Any, options: Any, *, then: Any, more: Any = _Options(0.0)) -> Any:
+        return then(platform.ops.add(platform.ops.mul(tensors[0], options.factor), tensors[1]))
+
+    left, plans = [], set()
+    for factor in (1.0, 2.0, 3.0):
+        x, options = _rows_cut(platform, 1), _Options(factor)
+        given = _Pair(x, x)
+        y = combined(given, options, then=lambda t, options=options: t, more={"step": [factor, {factor}]})
+        np.testing.assert_array_equal(platform.to_numpy(y.full_tensor()), factor + 1)
+        watched = {"options": weakref.ref(options), "tensor": weakref.ref(x)}
+        plans.add(len(dispatching._plans))
+        del x, options, given, y
+        gc.collect()
+        left += [name for name, reference in watched.items() if reference() is not None]
+    return left, plans
+
+
+def test_arguments_are_let_go(hp_platform: Platform) -> None:
+    dispatching.forget_plans()
+    left, plans = run_ranks(_what_is_left, 1, hp_platform, hp_platform)[0]
+    assert left == []
+    assert len(plans) == 1
+
+
+def test_keywords_are_the_functions_own(hp_platform: Platform) -> None:
+    """No other names of a framework's parameters."""
+
+    @sharding_rule("a b, b -> a b")
+    def less(input: Any, **more: Any) -> Any:
+        return hp_platform.ops.sub(input, more["x"])
+
+    def rank() -> Any:
+        x = _rows_cut(hp_platform)
+        row = distribute_tensor(hp_platform.from_numpy(np.ones(3, np.float32)), x.device_mesh, [Replicate()])
+        return hp_platform.to_numpy(less(x=row, input=x).full_tensor())
+
+    for found in run_ranks(rank, 2, hp_platform):
+        np.testing.assert_array_equal(found, np.zeros((4, 3)))
+
+
 def test_calls_that_do_not_fit_are_refused(hp_platform: Platform) -> None:
     def rank() -> None:
         mesh = DeviceMesh("cpu", (2,), platform=hp_platform)
@@ -260,8 +320,8 @@ def test_results_that_are_no_tensors_are_refused(hp_platform: Platform) -> None:
     run_ranks(rank, 2, hp_platform)
 
 
-def _rows_cut(platform: Platform) -> Any:
-    mesh = DeviceMesh("cpu", (2,), platform=platform)
+def _rows_cut(platform: Platform, ranks: int = 2) -> Any:
+    mesh = DeviceMesh("cpu", (ranks,), platform=platform)
     return distribute_tensor(platform.from_numpy(np.ones((4, 3), np.float32)), mesh, [Shard(0)])
 
 

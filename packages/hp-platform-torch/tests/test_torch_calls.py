@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from hp_dtensor import DeviceMesh, Partial, RaggedShard, Replicate, Shard, distribute_tensor, from_local, get_platform
-from hp_dtensor.exceptions import ShardingRuleError
+from hp_dtensor.exceptions import MixedOperandsError, ShardingRuleError
 from hp_dtensor.testing import run_ranks
 
 Tensor = torch.Tensor
@@ -75,6 +78,10 @@ CALLS: dict[str, tuple[Call, tuple[Tensor, ...]]] = {
     "triangular by keyword": (
         lambda x: torch.linalg.solve_triangular(input=x, B=x, upper=True, unitriangular=True),
         (floats(3, 2, 2),),
+    ),
+    "numbers of NumPy": (
+        lambda x: x.view(np.int64(2), np.prod([4, 2])).sum(np.int64(0), keepdim=True) * np.float64(2),
+        (floats(4, 4),),
     ),
     "operands by NumPy's keywords": (lambda x, y: torch.add(x1=x, x2=y), (floats(4, 4), floats(4, 4))),
     "an operand by linalg's keyword": (lambda x: torch.linalg.vector_norm(x=x, ord=1, dim=0), (floats(4, 4),)),
@@ -244,3 +251,28 @@ def test_a_new_tensor_is_filled_with_the_number_of_the_whole() -> None:
 
     for filled in run_ranks(rank, 2, "torch"):
         assert torch.equal(filled, torch.full((4, 3), 15.0))
+
+
+def test_an_object_among_the_arguments_is_let_go() -> None:
+    class Flag:
+        pass
+
+    def rank() -> bool:
+        x, flag = distribute_tensor(floats(4, 3), DeviceMesh("cpu", (2,)), [Shard(0)]), Flag()
+        assert F.relu(x, inplace=flag) is x
+        gone = weakref.ref(flag)
+        del flag
+        gc.collect()
+        return gone() is None
+
+    assert run_ranks(rank, 2, "torch") == [True, True]
+
+
+def test_arrays_among_dtensors_are_refused() -> None:
+    def rank() -> None:
+        x = distribute_tensor(floats(4, 3), DeviceMesh("cpu", (2,)), [Shard(0)])
+        for call in (lambda: x == np.ones(3), lambda: x ** np.ones(3), lambda: x.split(np.array([1, 3]))):
+            with pytest.raises(MixedOperandsError, match=r"a plain array of shape \[\d\] among DTensors"):
+                call()
+
+    run_ranks(rank, 2, "torch")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -162,3 +164,21 @@ def test_dropout_masks_the_gradient_alike(placements: tuple[Placement, ...]) -> 
     (F.dropout(x, 0.4) ** 2).sum().backward()
     for grad in run_ranks(_gradient, 2, "torch", placements):
         torch.testing.assert_close(grad, x.grad, rtol=0, atol=0)
+
+
+def _generators_left() -> list[bool]:
+    mesh = DeviceMesh("cpu", (2,), platform=get_platform("torch"))
+    left = []
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        drawn = distribute_tensor(WHOLE, mesh, [Shard(0)]).normal_(generator=generator).full_tensor()
+        assert torch.equal(drawn, torch.empty(7, 5).normal_(generator=torch.Generator().manual_seed(seed)))
+        gone = weakref.ref(generator)
+        del generator
+        gc.collect()
+        left.append(gone() is not None)
+    return left
+
+
+def test_generators_are_let_go() -> None:
+    assert run_ranks(_generators_left, 2, "torch") == [[False] * 3] * 2

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy
+
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import HPError, MixedOperandsError, ShardingRuleError
 from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.platform import Platform
+from hp_dtensor.platform import DTYPE_NAMES, Platform
 from hp_dtensor.rules.factors import Factorization
 from hp_dtensor.rules.registry import HARMLESS_KEYWORDS, REQUIRED, OpCall, Registration
 from hp_dtensor.spec import TensorSpec
@@ -127,29 +131,63 @@ def locate_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tup
 
 
 def specs_of(value: Any) -> Any:
+    """An argument as rules see it: specs for DTensors, Python's numbers for NumPy's."""
     if isinstance(value, DTensor):
         return value.spec
+    if isinstance(value, numpy.generic):
+        return value.item()
     if isinstance(value, (tuple, list)):
         items = [specs_of(item) for item in value]
         return items if type(value) is list else tuple(items)
     return value
 
 
-def key_of(platform: Platform, name: str, value: Any, by_type: bool) -> Any:
+class Uncached(Exception):
+    """An argument that no plan may be kept for."""
+
+
+def key_of(platform: Platform, name: str, value: Any, registration: Registration) -> Any:
+    """What a plan depends on in an argument. A key keeps nothing alive but values and specs.
+
+    Raises:
+        Uncached: the rule may look at an object that lives for itself.
+        MixedOperandsError: a plain tensor or array.
+    """
     if isinstance(value, DTensor):
         return value._spec
     kind = type(value)
     if kind is int or kind is float or kind is bool:
-        return kind if by_type else (kind, value)
-    if kind is tuple or kind is list:  # told apart: as an index they mean different things
-        return kind, *[key_of(platform, name, item, by_type) for item in value]
-    if kind is dict:
-        return tuple([(key, key_of(platform, name, item, by_type)) for key, item in value.items()])
+        return kind if registration.by_type else (kind, value)
+    if isinstance(value, (tuple, list)):  # told apart: as an index they mean different things
+        return kind, *[key_of(platform, name, item, registration) for item in value]
+    if isinstance(value, dict):
+        return tuple(
+            [
+                (key, type(item) if key == "generator" else key_of(platform, name, item, registration))
+                for key, item in value.items()
+            ]
+        )
     if kind is slice:
         return slice, *bounds_of(value)
     if isinstance(value, platform.Tensor):
         return _plain_key(platform, name, value)
-    return tuple(value) if isinstance(value, (tuple, list)) else value
+    if not kind.__weakrefoffset__ or isinstance(value, type) or kind in dtype_classes(platform):
+        return value
+    if registration.own:
+        return kind
+    if getattr(value, "shape", ()):
+        raise _mixed(name, value, "array")
+    raise Uncached
+
+
+@functools.cache
+def dtype_classes(platform: Platform) -> frozenset[type]:
+    """The classes of a platform's dtypes, less those of ordinary values."""
+    classes = set()
+    for name in DTYPE_NAMES:
+        with contextlib.suppress(ValueError, HPError):
+            classes.add(type(platform.dtype(name)))
+    return frozenset(classes - {str, int, type})
 
 
 def bounds_of(value: slice) -> tuple[int | None, ...]:
@@ -177,10 +215,10 @@ def check_lists(platform: Platform, name: str, args: tuple[Any, ...], kwargs: Ma
                 raise _mixed(name, plain[0])
 
 
-def _mixed(name: str, value: Tensor) -> MixedOperandsError:
+def _mixed(name: str, value: Tensor, kind: str = "tensor") -> MixedOperandsError:
     norms = " hp_dtensor.clip_grad_norm_ takes plain and distributed parameters together."
     return MixedOperandsError(
-        f"{name}: a plain tensor of shape {list(value.shape)} among DTensors. Say how it is placed: "
+        f"{name}: a plain {kind} of shape {list(value.shape)} among DTensors. Say how it is placed: "
         "distribute_tensor, DTensor.from_local, or replicate_like for a constant that is equal on all ranks. A "
         "parameter that no plan has placed is replicated by distribute_module; one that fully_shard has cut is plain "
         "in its module's forward, and in methods named to register_fsdp_forward_method; a module's output is plain "

@@ -6,7 +6,6 @@ steady state an operation costs a dictionary look-up, the local operation and a 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,10 +15,12 @@ from typing import Any
 from hp_dtensor import api, implicit, in_place
 from hp_dtensor.arguments import (
     Location,
+    Uncached,
     bind,
     check_known,
     check_lists,
     check_one_mesh,
+    dtype_classes,
     key_of,
     locate_tensors,
     no_rule,
@@ -34,7 +35,7 @@ from hp_dtensor.exceptions import HPError, MeshError, PlacementError, ShardingRu
 from hp_dtensor.index_lists import INDEXING, with_positions
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Placement, RaggedShard, Replicate, Shard, StridedShard
-from hp_dtensor.platform import DTYPE_NAMES, Platform
+from hp_dtensor.platform import Platform
 from hp_dtensor.redistribute import plan_between
 from hp_dtensor.rules.cost import cheapest
 from hp_dtensor.rules.factors import Factorization, Part, Strategy, parts_of, strategies
@@ -81,7 +82,7 @@ def dispatch(
 
 
 def plan_for(platform: Platform, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan:
-    """The cached plan of a call."""
+    """The plan of a call, cached unless an argument forbids it."""
     registration = rule_registry().get(name)
     if registration is None:
         if in_place.writes_result_of(name):
@@ -89,11 +90,10 @@ def plan_for(platform: Platform, name: str, args: tuple[Any, ...], kwargs: Mappi
         if implicit.is_replicating():
             return implicit.GatheringPlan(platform, name, no_rule(name, args, kwargs))
         raise ShardingRuleError(no_rule(name, args, kwargs))
-    key = (
-        name,
-        key_of(platform, name, args, registration.by_type),
-        key_of(platform, name, kwargs, registration.by_type),
-    )
+    try:
+        key = name, key_of(platform, name, args, registration), key_of(platform, name, kwargs, registration)
+    except Uncached:
+        return _plan_or_whole(platform, name, registration, args, kwargs)
     plan = _plans.get(key)
     if plan is None:
         plan = _plan_or_whole(platform, name, registration, args, kwargs)
@@ -296,9 +296,9 @@ class OpPlan:
             spec = TensorSpec(self.mesh, placements, shape, local.dtype)
             self._check_shape(local, spec)
             self.specs[index] = spec
-        elif self.registration.holds_results:  # another function of this name may have come here
+        elif self.registration.own:  # another function of this name may have come here
             self._check_shape(local, spec)
-        if not self.registration.holds_results:
+        if not self.registration.own:
             return self.platform.adopt(local, spec)
         if self.platform.is_grad_enabled() and self.platform.requires_grad(local):
             return self.platform.wrap(local, spec)
@@ -396,18 +396,8 @@ def _makes_integers(
 ) -> bool:
     """Whether data is rounded to a dtype among the arguments, or becomes truth values: then nothing is linear."""
     given = [platform.dtype_meant(value) for value in (*args, *kwargs.values())]
-    wanted = [value for value in given if type(value) in _dtype_classes(platform)]
+    wanted = [value for value in given if type(value) in dtype_classes(platform)]
     return any(rounds(platform, spec.dtype, dtype) for spec in specs for dtype in wanted)
-
-
-@functools.cache
-def _dtype_classes(platform: Platform) -> frozenset[type]:
-    """The classes of a platform's dtypes, less those of ordinary values."""
-    classes = set()
-    for name in DTYPE_NAMES:
-        with contextlib.suppress(ValueError, HPError):
-            classes.add(type(platform.dtype(name)))
-    return frozenset(classes - {str, int, type})
 
 
 def _choose_strategies(

@@ -17,6 +17,7 @@ import torch
 
 from hp_dtensor import dispatch
 from hp_dtensor.api import as_contributed, as_replicated, forget_source, grad_spec
+from hp_dtensor.arguments import Uncached
 from hp_dtensor.debug import gathered
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import MixedOperandsError, PlacementError, ShardingRuleError
@@ -24,7 +25,6 @@ from hp_dtensor.spec import TensorSpec
 from hp_platform_torch import checkpointing
 from hp_platform_torch.operations import (
     LocalOperations,
-    Uncached,
     first_spec,
     locally,
     operations,

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from hp_dtensor import dispatch
 from hp_dtensor.api import recorded_view, replicate_like
-from hp_dtensor.arguments import bounds_of
+from hp_dtensor.arguments import Uncached, bounds_of
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.index_lists import INDEXING
 from hp_dtensor.spec import TensorSpec
@@ -58,10 +58,6 @@ def _as_complex(x: Tensor) -> Tensor:
 
 
 _LOCAL_FORMS = {scaled_dot_product_attention: _attention, torch.view_as_complex: _as_complex}
-
-
-class Uncached(Exception):
-    """An argument that no plan may be kept for; `dispatch` decides what to do with it."""
 
 
 class _Entry:
@@ -145,7 +141,7 @@ class Operation:
         """What a plan depends on in an argument that is no DTensor.
 
         Raises:
-            Uncached: it is a plain tensor, or nothing that a plan may be kept for.
+            Uncached: it is a plain tensor, or of no kind that is known here; `dispatch` decides what to do with it.
         """
         kind = type(value)
         if kind is int or kind is float or kind is bool:

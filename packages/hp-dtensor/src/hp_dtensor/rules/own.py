@@ -231,12 +231,12 @@ def _registration(function: Callable[..., Any], notation: _Notation) -> Registra
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # a builtin
-        return Registration(notation.rule, (), open=True, holds_results=True)
+        return Registration(notation.rule, (), by_type=True, open=True, own=True)
     kind = inspect.Parameter
     known = tuple(
         Parameter(
             p.name,
-            REQUIRED if p.default is p.empty else p.default,
+            REQUIRED if p.default is p.empty else None,
             p.kind is kind.VAR_POSITIONAL,
             p.kind is kind.KEYWORD_ONLY,
         )
@@ -244,4 +244,4 @@ def _registration(function: Callable[..., Any], notation: _Notation) -> Registra
         if p.kind is not kind.VAR_KEYWORD
     )
     takes_more = any(p.kind is kind.VAR_KEYWORD for p in parameters)
-    return Registration(notation.rule, known, open=takes_more, holds_results=True)
+    return Registration(notation.rule, known, by_type=True, open=takes_more, own=True)

@@ -70,7 +70,8 @@ class Registration:
         open: further arguments are the local operation's own affair.
         data_dependent: the shapes of its results may depend on data, so the rule may refuse; on replicated
             arguments it runs all the same.
-        holds_results: what it returns may be held elsewhere, and stays what it is.
+        own: a user's function. Its rule looks at nothing but tensors, its keywords are its own, and what it returns
+            may be held elsewhere.
     """
 
     rule: Rule
@@ -80,12 +81,12 @@ class Registration:
     view: bool = False
     open: bool = False
     data_dependent: bool = False
-    holds_results: bool = False
+    own: bool = False
 
     def position(self, keyword: str) -> int:
         """The position of the parameter that a keyword names; after all of them for one that names none."""
         names = [parameter.name for parameter in self.parameters]
-        name = keyword if keyword in names else KEYWORD_SYNONYMS.get(keyword, keyword)
+        name = keyword if self.own or keyword in names else KEYWORD_SYNONYMS.get(keyword, keyword)
         return names.index(name) if name in names else len(names)
 
 
