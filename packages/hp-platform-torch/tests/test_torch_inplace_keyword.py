@@ -28,6 +28,8 @@ NONLINEAR: dict[str, Callable[[Any], Any]] = {
     "selu": lambda x: F.selu(x, inplace=True),
     "threshold": lambda x: F.threshold(x, 0.1, 20.0, inplace=True),
     "nn.ReLU": torch.nn.ReLU(inplace=True),
+    "threshold by name": lambda x: torch.threshold_(threshold=0.1, value=20.0, input=x),
+    "rrelu by name": lambda x: torch.rrelu_(training=True, input=x),
     "rrelu in evaluation": lambda x: F.rrelu(x, inplace=True),
     "rrelu": lambda x: F.rrelu(x, training=True, inplace=True),
     "alpha_dropout": lambda x: F.alpha_dropout(x, 0.5, True, True),
@@ -37,7 +39,9 @@ LINEAR: dict[str, Callable[[Any], Any]] = {
     "dropout": lambda x: F.dropout(x, 0.5, True, True),
     "dropout1d": lambda x: F.dropout1d(x, 0.5, True, True),
     "dropout in evaluation": lambda x: F.dropout(x, 0.5, False, True),
+    "dropout of nothing": lambda x: F.dropout(x, 0.0, True, True),
     "alpha_dropout in evaluation": lambda x: F.alpha_dropout(x, 0.5, False, True),
+    "alpha_dropout of nothing": lambda x: F.alpha_dropout(x, 0.0, True, True),
 }
 SHARDS = [Shard(0), Shard(1), Replicate(), RaggedShard(0, (1, 5))]
 
@@ -131,14 +135,16 @@ def test_copy_to_a_partial_tensor() -> None:
             run_ranks(_copied_to_parts, 2, "torch", dtype, value)
 
 
-def test_dropout_in_evaluation_writes_nothing() -> None:
+@pytest.mark.parametrize(("probability", "training"), [(0.5, False), (0.0, True)])
+@pytest.mark.parametrize("dropout", [F.dropout, F.dropout1d, F.alpha_dropout, F.feature_alpha_dropout])
+def test_dropout_that_drops_nothing_writes_nothing(dropout: Any, probability: float, training: bool) -> None:
     """Backward may need its input as it was."""
 
     def rank() -> Any:
         mesh = DeviceMesh("cpu", (2,), platform=get_platform("torch"))
         x = distribute_tensor(WHOLE, mesh, [Shard(0)]).requires_grad_()
         y = x.sigmoid()
-        assert F.dropout(y, 0.5, False, inplace=True) is y
+        assert dropout(y, probability, training, inplace=True) is y
         y.sum().backward()
         return x.grad.full_tensor()
 

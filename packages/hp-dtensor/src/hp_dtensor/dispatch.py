@@ -216,10 +216,7 @@ class OpPlan:
         ) from error
 
     def _first(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        return args[0] if args else kwargs[self._first_name(kwargs)]
-
-    def _first_name(self, kwargs: Mapping[str, Any]) -> str:
-        return next(name for name in kwargs if self.registration.position(name) == 0)
+        return args[0] if args else kwargs[self.registration.first_among(kwargs)]
 
     def _run_changed(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         first, new_args = self._first(args, kwargs), list(args)
@@ -270,7 +267,7 @@ class OpPlan:
         def on(x: Tensor, **static: Any) -> Any:
             given, by_name = [x, *rest] if args else [], dict(named)
             if not args:
-                by_name[self._first_name(named)] = x
+                by_name[self.registration.first_among(named)] = x
             if static:
                 given = replace_static(self.registration, given, by_name, static)
             return func(*given, **by_name)

@@ -55,13 +55,13 @@ class WritingPlan:
         """
         make, write = (self.platform.own_function(name) for name in (self.name.removesuffix("_"), "copy_"))
         kwargs = {name: value for name, value in kwargs.items() if name != "inplace"}
-        x, *rest = args or kwargs.values()
+        x, *rest = args or (kwargs.pop(self._first_name(kwargs)),)
         check_reaches_original(self.name, x)
         if make is None or write is None:
             raise ShardingRuleError(self.refusal)
         recorded = self.platform.is_grad_enabled() and self.platform.requires_grad(x)
         source = self.platform.ops.clone(x) if recorded else x  # backward may need it as it was
-        result = make(source, *rest, **kwargs) if args else make(**dict(zip(kwargs, (source, *rest), strict=True)))
+        result = make(source, *rest, **kwargs)
         if result is source:
             return x  # nothing to write, as of dropout in evaluation
         if result.spec.placements != x.spec.placements and any(p.is_partial() for p in x.spec.placements):
@@ -70,3 +70,10 @@ class WritingPlan:
             raise ShardingRuleError(f"{self.refusal} Its result {list(result.shape)} does not fit.")
         write(x, result)
         return x
+
+    def _first_name(self, kwargs: Mapping[str, Any]) -> str:
+        from hp_dtensor.dispatch import rule_registry
+
+        registration = rule_registry().get(self.name.removesuffix("_"))
+        assert registration is not None, self.name
+        return registration.first_among(kwargs)

@@ -56,8 +56,8 @@ def _rule(local: Callable[[LocalCall], Any], linear: bool = True) -> Rule:
 
 
 def _in_training(rule: Rule) -> Rule:
-    """The rule of dropout; in evaluation it is the identity."""
-    return lambda call: rule(call) if call["training"] else pointwise("unary")(call)
+    """The rule of dropout; in evaluation, and where nothing is dropped, it is the identity."""
+    return lambda call: rule(call) if call["training"] and call["p"] else pointwise("unary")(call)
 
 
 def _masked(call: LocalCall) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +88,10 @@ class Registration:
         names = [parameter.name for parameter in self.parameters]
         name = keyword if self.own or keyword in names else KEYWORD_SYNONYMS.get(keyword, keyword)
         return names.index(name) if name in names else len(names)
+
+    def first_among(self, keywords: Iterable[str]) -> str:
+        """The keyword that names the first parameter."""
+        return next(keyword for keyword in keywords if self.position(keyword) == 0)
 
 
 class RuleRegistry:
