@@ -47,7 +47,8 @@ def guard() -> None:
         _replace(init, name, _keeping_the_shard)
     for owner in (torch, torch.utils.dlpack):
         _replace(owner, "to_dlpack", _refusing, "to_dlpack", _EXPORTS_A_SHARD)
-    _replace(torch.jit, "trace", _refusing_to_trace, "torch.jit.trace")
+    for name in ("trace", "trace_module"):
+        _replace(torch.jit, name, _refusing_to_trace, f"torch.jit.{name}")
     _replace(torch.export, "export", _refusing_to_trace, "torch.export")
     _replace(torch._C.ScriptFunction, "__call__", _refusing_arguments, "a function made by torch.jit.script")
     _replace(torch.Tensor, "set_", _refusing_source)
