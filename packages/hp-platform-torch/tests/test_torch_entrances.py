@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from two_simulated_ranks import WHOLE, on_ranks
 
-from hp_dtensor import Partial, Replicate, Shard, distribute_module, distribute_tensor, local_map
+from hp_dtensor import Partial, Replicate, Shard, distribute_module, distribute_tensor, from_local, local_map
 from hp_dtensor.exceptions import LaunchError, MixedOperandsError, ShardingRuleError
 
 
@@ -29,6 +30,59 @@ def test_a_number_that_is_partial_counts_as_a_whole():
         return [*PLAIN.new_full((2,), total), *PLAIN.new_full((1,), fill_value=total), PLAIN.new_tensor(total).item()]
 
     assert on_ranks(rank) == [[105.0] * 4] * 2
+
+
+NUMBERS = {
+    "full": lambda n: torch.full((2,), n),
+    "full_like": lambda n: torch.full_like(PLAIN, n),
+    "arange": lambda n: torch.arange(n),
+    "eye": lambda n: torch.eye(n),
+    "alpha": lambda n: torch.add(PLAIN, PLAIN, alpha=n),
+    "value": lambda n: torch.addcmul(PLAIN, PLAIN, PLAIN, value=n),
+    "negative_slope": lambda n: nn.functional.leaky_relu(-PLAIN, n),
+    "length": lambda n: torch.zeros(200).narrow(0, 0, n),
+    "k": lambda n: torch.zeros(200).topk(n)[0],
+}
+COUNTS = {
+    "of an operation": lambda x: x.sum(),
+    "of a second call": lambda x: [x.sum() for _ in range(2)][1],
+    "by keyword": lambda x: [torch.sum(input=x) for _ in range(2)][1],
+    "of a dimension": lambda x: [x.view(15).sum(0) for _ in range(2)][1],
+    "of another": lambda x: x.sum().detach().clone(),
+    "that has changed": lambda x: x.sum().mul_(2).sub_(x.sum()),
+    "whose data were set": lambda x: (n := x.sum() * 2, setattr(n, "data", x.sum()))[0],
+    "of parts": lambda x: from_local(x.to_local().sum(), x.device_mesh, [Partial()]),
+}
+
+
+@pytest.mark.parametrize("region", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("count", COUNTS.values(), ids=COUNTS)
+def test_a_partial_number_is_that_of_the_whole_to_functions_of_plain_tensors(count, region):
+    def rank(mesh, x):
+        with region():
+            return {name: call(count(x.long())) for name, call in NUMBERS.items()}
+
+    expected = {name: call(torch.tensor(105)) for name, call in NUMBERS.items()}
+    for found in on_ranks(rank):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_a_partial_number_works_as_every_partial_tensor():
+    """In the graph of others, recomputed, and saved on the host."""
+
+    def rank(mesh, x):
+        x.requires_grad_()
+        n = x.detach().sum()
+        (n * x).sum().backward()
+        checkpoint(lambda t: (n * t).sum() * n, x, use_reentrant=False).backward()
+        with torch.autograd.graph.save_on_cpu():
+            y = (x * n).sum()
+        y.backward()
+        return x.grad.full_tensor(), n.placements, type(n.to_local())
+
+    for grad, placements, local in on_ranks(rank):
+        assert torch.equal(grad, torch.full((5, 3), 105.0 + 105.0**2 + 105.0))
+        assert (placements, local) == ((Partial(),), torch.Tensor)
 
 
 def test_a_tensor_like_one_without_dimensions_is_placed_alike():

@@ -26,6 +26,7 @@ from hp_platform_torch import checkpointing
 from hp_platform_torch.operations import (
     LocalOperations,
     first_spec,
+    is_partial_number,
     locally,
     operations,
     operations_in_place,
@@ -34,6 +35,8 @@ from hp_platform_torch.operations import (
 
 Tensor = torch.Tensor
 _intercepting = torch._C._is_torch_function_enabled
+_BelowDispatch = torch._C._DisableTorchDispatch
+_READS_NUMBER = frozenset({torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default})
 
 _plain: Any = torch.Tensor
 _local_shape = _plain.shape.__get__
@@ -104,6 +107,8 @@ class TorchDTensor(DTensor, torch.Tensor):
         else:
             local_args = entry.viewed(args) if entry.views and torch.is_grad_enabled() else args
             result = run_locally(call, (), local_args, kwargs or {})
+            if entry.is_number and not result.requires_grad:
+                return adopt(result, spec if result.dtype is spec.dtype else _with_dtype(spec, result.dtype))
         if operation.in_place:
             return args[0]
         if result.dtype is not spec.dtype:  # under autocast the same call has another result
@@ -111,6 +116,20 @@ class TorchDTensor(DTensor, torch.Tensor):
         result.__class__ = TorchDTensor
         result._spec = spec
         return result
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Reached by partial numbers alone, see `adopt`: what torch reads unasked is the number of the whole."""
+        if func in _READS_NUMBER and _intercepting():
+            return args[0].item()
+        with LocalOperations(), _BelowDispatch():
+            return func(*args, **(kwargs or {}))
 
     # What it is: global, except to torch's own code that works on the local data ---------------------------
 
@@ -345,9 +364,11 @@ class TorchDTensor(DTensor, torch.Tensor):
 def wrap(local: Tensor, spec: TensorSpec) -> TorchDTensor:
     """`local` as a DTensor; `local` itself stays plain."""
     with LocalOperations():
-        result = local.as_subclass(TorchDTensor)  # type: ignore[type-var]
-    result._spec = spec
-    return result
+        return adopt(local.as_subclass(torch.Tensor), spec)
+
+
+def _is_read_unasked(result: Tensor, spec: TensorSpec) -> bool:
+    return is_partial_number(spec) and not result.requires_grad and type(result) is not TorchDTensor
 
 
 def adopt_output(result: Tensor, spec: TensorSpec) -> TorchDTensor:
@@ -361,7 +382,14 @@ def adopt_output(result: Tensor, spec: TensorSpec) -> TorchDTensor:
 
 
 def adopt(result: Tensor, spec: TensorSpec) -> TorchDTensor:
-    """`result`, which nobody else holds, turned into a DTensor."""
+    """`result`, which nobody else holds, turned into a DTensor.
+
+    torch takes tensors without dimensions for numbers (`torch.full((2,), x)`, `alpha=x`), unless they require a
+    gradient, and does not ask `__torch_function__`. Made by `as_subclass`, partial ones pass `__torch_dispatch__`.
+    """
+    if not spec.shape and _is_read_unasked(result, spec):
+        with LocalOperations():
+            result = result.as_subclass(TorchDTensor)  # type: ignore[type-var]
     result.__class__ = TorchDTensor
     result._spec = spec  # type: ignore[attr-defined]
     return result  # type: ignore[return-value]

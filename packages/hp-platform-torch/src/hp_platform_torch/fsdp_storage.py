@@ -221,10 +221,10 @@ class TorchParameterStorage(ParameterStorage):
     def join(self, token: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
         with LocalOperations():
             joined = _Join.apply(token, *tensors)
-        for before, after in zip(tensors, joined, strict=True):
-            if isinstance(before, TorchDTensor):
-                adopt(after, before._spec)
-        return list(joined)
+        return [
+            adopt(after, before._spec) if isinstance(before, TorchDTensor) else after
+            for before, after in zip(tensors, joined, strict=True)
+        ]
 
     def on_gradient(self, tensor: Tensor, hook: Callable[[], None]) -> None:
         with LocalOperations():

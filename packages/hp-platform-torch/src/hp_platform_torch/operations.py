@@ -68,16 +68,18 @@ class _Entry:
         static: then, where the plan replaces static arguments, all arguments after the first tensor, by
             position and by name.
         views: then, positions of arguments that take a varying view where they are recorded, and over which axes.
-        as_given: then, neither of the two: the local data of the arguments is what it runs on.
+        is_number: then, the result is a partial number.
+        as_given: then, none of the three: the local data of the arguments is what it runs on.
     """
 
-    __slots__ = ("as_given", "plan", "spec", "static", "views")
+    __slots__ = ("as_given", "is_number", "plan", "spec", "static", "views")
 
     def __init__(self, plan: dispatch.Plan) -> None:
         self.plan = plan
         self.spec: TensorSpec | None = None
         self.static: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.views: tuple[tuple[int, tuple[int, ...]], ...] = ()
+        self.is_number = False
         self.as_given = False
 
     def viewed(self, args: Sequence[Any]) -> tuple[Any, ...]:
@@ -193,7 +195,7 @@ class Operation:
         if isinstance(result, DTensor) and seen and views is not None:
             entry.views = views
             self._run_directly_next_time(entry, result._spec, args, *seen[0])
-            entry.as_given = not views and entry.static is None
+            entry.as_given = not views and entry.static is None and not entry.is_number
         if len(self.plans) >= CACHE_SIZE:
             self.plans.clear()
         self.plans[key] = entry
@@ -207,12 +209,20 @@ class Operation:
         local_args: tuple[Any, ...],
         local_kwargs: Mapping[str, Any],
     ) -> None:
+        entry.is_number = is_partial_number(spec) and not self.in_place
         if self.in_place and (entry.plan.replaced or not args or any(position == 0 for position, _ in entry.views)):
             return
         if not entry.plan.replaced:
             entry.spec = spec
+        elif entry.is_number:
+            return
         elif not self.by_type and args and local_args[0] is args[0] and _holds_no_tensor(local_args[1:], local_kwargs):
             entry.spec, entry.static = spec, (local_args[1:], dict(local_kwargs))
+
+
+def is_partial_number(spec: TensorSpec) -> bool:
+    """Whether it has no dimensions and several ranks hold parts of its value."""
+    return not spec.shape and any(placement.is_partial() for placement in spec.placements)
 
 
 def _views_only(moves: Sequence[dispatch.Move]) -> tuple[tuple[int, tuple[int, ...]], ...] | None:
