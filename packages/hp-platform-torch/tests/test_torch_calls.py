@@ -29,6 +29,11 @@ def floats(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return (2.0 * torch.randn(shape, generator=generator)).to(dtype)
 
 
+def gradient(call: Call, x: Tensor) -> Tensor:
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(call(x).square().sum(), x)[0]
+
+
 def integers(highest: int, *shape: int) -> Tensor:
     return torch.randint(0, highest, shape, generator=torch.Generator().manual_seed(3))
 
@@ -67,6 +72,10 @@ CALLS: dict[str, tuple[Call, tuple[Tensor, ...]]] = {
         (floats(5, 4), floats(4, 5).T.contiguous()),
     ),
     "cosine similarity to one column": (lambda x, y: F.cosine_similarity(x, y), (floats(5, 4), floats(5, 1))),
+    "gradient of the cosine similarity of short rows": (
+        lambda x, y: gradient(lambda x: F.cosine_similarity(x, y, eps=4.0), x),
+        (floats(5, 4), floats(5, 4)),
+    ),
     "cosine similarity to a matrix": (lambda x, y: F.cosine_similarity(x, y, dim=1), (floats(3, 2, 4), floats(2, 4))),
     "type by a string": (lambda x: x.type("torch.LongTensor"), (floats(5, 4) * 3,)),
     "type by a class": (lambda x: x.type(torch.IntTensor), (floats(5, 4) * 3,)),

@@ -208,8 +208,15 @@ def _normalize(input: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12) 
 
 def _cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
     shape = torch.broadcast_shapes(x1.shape, x2.shape)  # norms and `dim` are those of the broadcast operands
-    left, right = (x / x.norm(2, dim, keepdim=True).clamp_min(eps) for x in (x1.expand(shape), x2.expand(shape)))
+    left, right = (x / _kept_from_zero(x.norm(2, dim, keepdim=True), eps) for x in (x1.expand(shape), x2.expand(shape)))
     return (left * right).sum(dim)
+
+
+def _kept_from_zero(norm: Tensor, eps: float) -> Tensor:
+    """At least `eps`, with the gradient of the norm all the same, as in torch."""
+    kept = norm.clone()
+    with torch.no_grad():
+        return kept.clamp_min_(eps)
 
 
 def _pairwise_distance(x1: Tensor, x2: Tensor, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Tensor:
