@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from two_simulated_ranks import WHOLE, on_ranks
 
@@ -65,6 +66,28 @@ def test_a_partial_number_is_that_of_the_whole_to_functions_of_plain_tensors(cou
     expected = {name: call(torch.tensor(105)) for name, call in NUMBERS.items()}
     for found in on_ranks(rank):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+class Nothing(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_partial_number_is_that_of_the_whole_under_a_dispatch_mode():
+    def rank(mesh, x):
+        with Nothing():
+            return torch.full((2,), x.sum())
+
+    assert all(torch.equal(found, torch.full((2,), 105.0)) for found in on_ranks(rank))
+
+
+def test_a_dispatch_mode_around_a_backward_is_refused():
+    def backward(x):
+        with Nothing():
+            (x.requires_grad_() * x).sum().backward()
+
+    refused(backward, ShardingRuleError, r"'aten\.mul\.Tensor' has no sharding rule.*leave the backward out of")
+    refused(torch.ops.aten.relu.default, ShardingRuleError, r"'aten\.relu\.default' has no sharding rule.*torch\.ops")
 
 
 def test_a_partial_number_works_as_every_partial_tensor():

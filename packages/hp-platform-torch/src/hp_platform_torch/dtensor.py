@@ -36,7 +36,7 @@ from hp_platform_torch.operations import (
 Tensor = torch.Tensor
 _intercepting = torch._C._is_torch_function_enabled
 _BelowDispatch = torch._C._DisableTorchDispatch
-_READS_NUMBER = frozenset({torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default})
+READS_NUMBER = frozenset({torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default})
 
 _plain: Any = torch.Tensor
 _local_shape = _plain.shape.__get__
@@ -126,7 +126,7 @@ class TorchDTensor(DTensor, torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Reached by partial numbers alone, see `adopt`: what torch reads unasked is the number of the whole."""
-        if func in _READS_NUMBER and _intercepting():
+        if func in READS_NUMBER and _intercepting():
             return args[0].item()
         with LocalOperations(), _BelowDispatch():
             return func(*args, **(kwargs or {}))

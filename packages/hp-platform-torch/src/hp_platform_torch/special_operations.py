@@ -12,10 +12,18 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hp_dtensor import dispatch
 from hp_dtensor.api import check_hook, check_reached, differentiated, observe_gradient, shortcut_views, with_shortcuts
+from hp_dtensor.arguments import no_rule
 from hp_dtensor.exceptions import GradientPathError, MixedOperandsError, ShardingRuleError
 from hp_dtensor.spec import TensorSpec
 from hp_platform_torch.decompositions import DECOMPOSED
-from hp_platform_torch.dtensor import TorchDTensor, _with_dtype, adopt, unwrap_gradient, wrap_gradient
+from hp_platform_torch.dtensor import (
+    READS_NUMBER,
+    TorchDTensor,
+    _with_dtype,
+    adopt,
+    unwrap_gradient,
+    wrap_gradient,
+)
 from hp_platform_torch.operation_names import property_of
 from hp_platform_torch.operations import Handler, LocalOperations, locally
 
@@ -37,6 +45,8 @@ def handler_of(func: Callable[..., Any]) -> Handler | None:
     accessed = property_of(func)
     if accessed is not None and func not in DECOMPOSED:
         return None if accessed in _TENSOR_VALUED_PROPERTIES else locally
+    if isinstance(func, torch._ops.OpOverload):
+        return _below_autograd
     name = getattr(func, "__name__", "")
     if name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
         return _on_lists
@@ -48,6 +58,16 @@ def handler_of(func: Callable[..., Any]) -> Handler | None:
     if decomposed is not None:
         return lambda func, args, kwargs: _run_decomposed(decomposed, args, kwargs)
     return _HANDLERS.get(func)
+
+
+def _below_autograd(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """An operation of the dispatcher's, which dispatch modes call with what autograd has saved: not knowing shards."""
+    if func in READS_NUMBER:
+        return args[0].item()
+    raise ShardingRuleError(
+        f"{no_rule(str(func), args, kwargs)} It comes from torch.ops, or from a dispatch mode (FlopCounterMode) "
+        "around a backward, which would take global shapes for those of shards: leave the backward out of the mode."
+    )
 
 
 def _run_decomposed(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
