@@ -195,7 +195,7 @@ def _what_is_left(platform: Platform) -> tuple[list[str], set[int]]:
     for factor in (1.0, 2.0, 3.0):
         x, options = _rows_cut(platform, 1), _Options(factor)
         given = _Pair(x, x)
-        y = combined(given, options, then=lambda t, options=options: t, more={"step": [factor, {factor}]})
+        y = combined(given, options, then=lambda t, options=options: t, more={"step": [factor, {factor}, bytearray()]})
         np.testing.assert_array_equal(platform.to_numpy(y.full_tensor()), factor + 1)
         watched = {"options": weakref.ref(options), "tensor": weakref.ref(x)}
         plans.add(len(dispatching._plans))

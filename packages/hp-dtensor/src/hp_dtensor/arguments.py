@@ -171,10 +171,12 @@ def key_of(platform: Platform, name: str, value: Any, registration: Registration
         return slice, *bounds_of(value)
     if isinstance(value, platform.Tensor):
         return _plain_key(platform, name, value)
-    if not kind.__weakrefoffset__ or isinstance(value, type) or kind in dtype_classes(platform):
+    if isinstance(value, (str, type)) or kind in dtype_classes(platform):
         return value
     if registration.own:
         return kind
+    if not kind.__weakrefoffset__:  # None, a device, a number of NumPy's
+        return value
     if getattr(value, "shape", ()):
         raise _mixed(name, value, "array")
     raise Uncached
