@@ -14,7 +14,7 @@ from hp_dtensor.exceptions import GradientPathError, MeshError, MixedOperandsErr
 from hp_dtensor.mesh import DeviceMesh, require_mesh
 from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.redistribute import RedistributePlan, plan_across, plan_between
-from hp_dtensor.spec import TensorSpec, normalize_placements, require_placements
+from hp_dtensor.spec import TensorSpec, grad_spec, normalize_placements, require_placements
 
 Tensor = Any
 
@@ -349,11 +349,6 @@ def check_reached(what: str, weights: Sequence[Any]) -> None:
             f"{what}: {len(sources)} of {len(weights)} weights get their gradients from {sources[0]} in a backward; "
             "autograd finds none. Run the backward of the loss (platform.backward(loss)), then read weight.grad"
         )
-
-
-def grad_spec(spec: TensorSpec) -> TensorSpec:
-    """The placements of a value's gradient: R -> R, S -> S, P -> R."""
-    return spec.with_placements([Replicate() if isinstance(p, Partial) else p for p in spec.placements])
 
 
 def as_replicated(spec: TensorSpec, grad: Tensor) -> Tensor:

@@ -444,7 +444,7 @@ def _stay_strided(specs: Sequence[TensorSpec], in_place: bool) -> bool:
     strided = any(isinstance(p, StridedShard) for p in first.placements)
     return (
         strided
-        and not any(p.is_partial() for p in first.placements)
+        and not first.is_partial
         and all(
             spec.shape == first.shape and (in_place or spec.placements == first.placements)
             if spec.ndim

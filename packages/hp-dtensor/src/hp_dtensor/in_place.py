@@ -64,7 +64,7 @@ class WritingPlan:
         result = make(source, *rest, **kwargs)
         if result is source:
             return x  # nothing to write, as of dropout in evaluation
-        if result.spec.placements != x.spec.placements and any(p.is_partial() for p in x.spec.placements):
+        if result.spec.placements != x.spec.placements and x.spec.is_partial:
             raise ShardingRuleError(self.refusal)
         if tuple(result.shape) != x.spec.shape:
             raise ShardingRuleError(f"{self.refusal} Its result {list(result.shape)} does not fit.")

@@ -146,7 +146,7 @@ def _check(parameters: Mapping[str, Tensor]) -> None:
     for name, x in parameters.items():
         if len(x.shape) != 2:
             problems.append(f"{name} has shape {list(x.shape)}")
-        elif isinstance(x, DTensor) and any(placement.is_partial() for placement in x.placements):
+        elif isinstance(x, DTensor) and x.spec.is_partial:
             problems.append(f"{name} is partial: {x.spec.describe_placements()}")
     if problems:
         raise PlacementError(f"Muon takes matrices, sharded or replicated; {'; '.join(problems)}")

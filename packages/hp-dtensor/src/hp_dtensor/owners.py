@@ -38,7 +38,7 @@ def at_owners(locals_: Sequence[Tensor], specs: Sequence[TensorSpec], compute: C
     """
     by_mesh: dict[DeviceMesh, list[int]] = defaultdict(list)
     for index, spec in enumerate(specs):
-        if any(placement.is_partial() for placement in spec.placements):
+        if spec.is_partial:
             raise PlacementError(
                 f"tensor {index} is partial ({spec!r}) and has no whole to compute on; reduce it first"
             )

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hp_dtensor import api
 from hp_dtensor.api import check_reached
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import GradientPathError, PlanError
@@ -17,7 +16,7 @@ from hp_dtensor.layout import Layout, is_aliases, is_placements, placements_for
 from hp_dtensor.mesh import DeviceMesh, require_mesh
 from hp_dtensor.placements import Placement
 from hp_dtensor.platform import Platform
-from hp_dtensor.spec import normalize_placements
+from hp_dtensor.spec import grad_spec, normalize_placements
 from hp_dtensor.styles import parameter_owners, place_parameter
 from hp_dtensor.trees import fields_of, like_sequence, map_tensors, with_fields
 
@@ -428,4 +427,4 @@ def _like(weight: Any, grad: Any) -> Any:
     """The gradient of a DTensor weight as a DTensor."""
     if grad is None or not isinstance(weight, DTensor) or isinstance(grad, DTensor):
         return grad
-    return weight.device_mesh.platform.wrap(grad, api.grad_spec(weight.spec))
+    return weight.device_mesh.platform.wrap(grad, grad_spec(weight.spec))

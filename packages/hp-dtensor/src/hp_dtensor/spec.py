@@ -26,15 +26,17 @@ class TensorSpec:
         shape: the global shape.
         dtype: the platform's dtype (opaque).
         local_shape: the shape of this rank's shard.
+        is_partial: whether it is partial on some mesh axis.
     """
 
-    __slots__ = ("__weakref__", "dtype", "local_shape", "mesh", "placements", "shape")
+    __slots__ = ("__weakref__", "dtype", "is_partial", "local_shape", "mesh", "placements", "shape")
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     shape: tuple[int, ...]
     dtype: Any
     local_shape: tuple[int, ...]
+    is_partial: bool
 
     def __new__(cls, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: Any) -> TensorSpec:
         key = (mesh, tuple(placements), tuple(shape), dtype)
@@ -133,8 +135,16 @@ def _intern(key: tuple[Any, ...]) -> Any:
         spec = object.__new__(TensorSpec)
         spec.mesh, spec.placements, spec.shape, spec.dtype = mesh, placements, shape, dtype
         spec.local_shape = _local_shape(spec)
+        spec.is_partial = any(placement.is_partial() for placement in placements)
         _interned[key] = spec
         return spec
+
+
+def grad_spec(spec: TensorSpec) -> TensorSpec:
+    """The placements of a value's gradient: R -> R, S -> S, P -> R."""
+    if not spec.is_partial:
+        return spec
+    return spec.with_placements([Replicate() if p.is_partial() else p for p in spec.placements])
 
 
 def _local_shape(spec: TensorSpec) -> tuple[int, ...]:

@@ -20,12 +20,12 @@ from mindspore._c_expression import NoFallbackGuard
 from mindspore.graph.api import _pynative_executor as executor
 
 from hp_dtensor import dispatch
-from hp_dtensor.api import check_hook, distribute_tensor, grad_spec
+from hp_dtensor.api import check_hook, distribute_tensor
 from hp_dtensor.debug import check_explicit, gathered
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import CapabilityError, MixedOperandsError, PlacementError
 from hp_dtensor.rules.pointwise import LINEAR_UNARY, NONLINEAR
-from hp_dtensor.spec import TensorSpec
+from hp_dtensor.spec import TensorSpec, grad_spec
 from hp_platform_mindspore import kernels
 from hp_platform_mindspore.autograd import GradMode
 from hp_platform_mindspore.composed_primitives import COMPOSED

@@ -52,7 +52,7 @@ def _checking(own: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any
         if added and type(self) not in ELEMENTWISE:
             raise _refusal(self)
         for parameter in added:
-            if any(placement.is_partial() for placement in parameter.placements):
+            if parameter.spec.is_partial:
                 raise PlacementError(
                     f"parameter {parameter.name!r}: an optimizer cannot update parts that are summed, "
                     f"{parameter.spec!r}; redistribute it first"

@@ -61,7 +61,7 @@ def part(spec: TensorSpec, local: Tensor, index: MetadataIndex) -> Tensor:
 
 def _boxes(spec: TensorSpec) -> list[Box]:
     """One for each combination of ranges; a tensor without elements is one box, that its shape may be written."""
-    if any(placement.is_partial() for placement in spec.placements):
+    if spec.is_partial:
         raise PlacementError(f"a checkpoint of partial values, {spec!r}: reduce them first, x.reduce_partial()")
     if spec.mesh.get_coordinate() is None:
         return []

@@ -16,12 +16,12 @@ from typing import Any, NoReturn
 import torch
 
 from hp_dtensor import dispatch
-from hp_dtensor.api import as_contributed, as_replicated, forget_source, grad_spec
+from hp_dtensor.api import as_contributed, as_replicated, forget_source
 from hp_dtensor.arguments import Uncached
 from hp_dtensor.debug import gathered
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import MixedOperandsError, PlacementError, ShardingRuleError
-from hp_dtensor.spec import TensorSpec
+from hp_dtensor.spec import TensorSpec, grad_spec
 from hp_platform_torch import checkpointing
 from hp_platform_torch.operations import (
     LocalOperations,

@@ -222,7 +222,7 @@ class Operation:
 
 def is_partial_number(spec: TensorSpec) -> bool:
     """Whether it has no dimensions and several ranks hold parts of its value."""
-    return not spec.shape and any(placement.is_partial() for placement in spec.placements)
+    return spec.is_partial and not spec.shape
 
 
 def _views_only(moves: Sequence[dispatch.Move]) -> tuple[tuple[int, tuple[int, ...]], ...] | None:

@@ -250,7 +250,7 @@ def _plan(optimizer: optim.Optimizer) -> _Plan | None:
     """None where a step needs more than local data."""
     state, needed, given = optimizer.state, _needed(optimizer), _given(optimizer)
     parameters = list(filter(_is_dtensor, given))
-    if any(placement.is_partial() for spec in {x._spec for x in parameters} for placement in spec.placements):
+    if any(x._spec.is_partial for x in parameters):
         return None
     slots = [_slots(x._spec, state[x]) for x in parameters if x in state] or [[]]
     if None in slots or any(found != slots[0] for found in slots):

@@ -250,7 +250,7 @@ def _common_specs(name: str, lists: Sequence[Sequence[Tensor]]) -> list[TensorSp
     specs = [_specs_of(tensors) for tensors in lists]
     first = specs[0]
     for spec in set(first):
-        if spec is not None and any(p.is_partial() for p in spec.placements):
+        if spec is not None and spec.is_partial:
             where = first.index(spec)
             raise ShardingRuleError(f"{name}: tensor {where} is partial ({spec!r}); batch_redistribute the list first")
     for tensors, others in zip(lists[1:], specs[1:], strict=True):

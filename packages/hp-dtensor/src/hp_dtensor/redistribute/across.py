@@ -28,7 +28,7 @@ from hp_dtensor.redistribute.parts import (
 )
 from hp_dtensor.redistribute.plan import RedistributePlan
 from hp_dtensor.redistribute.planner import plan_between
-from hp_dtensor.spec import Ranges, TensorSpec
+from hp_dtensor.spec import Ranges, TensorSpec, grad_spec
 
 Tensor = Any
 
@@ -71,7 +71,7 @@ class AcrossPlan:
 
     @functools.cached_property
     def _backward(self) -> AcrossPlan:
-        return plan_across(_grad_spec(self.target), _grad_spec(self.source), self.itemsize)
+        return plan_across(grad_spec(self.target), grad_spec(self.source), self.itemsize)
 
     def _exchange(self, local: Tensor) -> Tensor:
         world, platform = self.source.mesh.world, self.source.mesh.platform
@@ -219,10 +219,6 @@ def _divided(spec: TensorSpec, axis: int) -> Placement:
         if size % spec.mesh.shape[axis] == 0 and not any(p.is_shard(dim) for p in spec.placements):
             return Shard(dim)
     return Replicate()
-
-
-def _grad_spec(spec: TensorSpec) -> TensorSpec:
-    return spec.with_placements([Replicate() if p.is_partial() else p for p in spec.placements])
 
 
 def _coordinates(mesh_shape: Sequence[int]) -> list[tuple[int, ...]]:

@@ -15,7 +15,7 @@ from hp_dtensor.exceptions import CapabilityError, ShardingRuleError
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Partial, Placement, Replicate, Shard
 from hp_dtensor.platform import Platform
-from hp_dtensor.spec import TensorSpec
+from hp_dtensor.spec import TensorSpec, grad_spec
 from hp_dtensor.testing.rule_samples import Sample
 from hp_dtensor.testing.shares import ALL, Share, chosen
 from hp_dtensor.world import SilentWorld
@@ -196,7 +196,7 @@ class _Case:
 
     def _gradient_part(self, index: int, placed: Placements, whole: np.ndarray) -> np.ndarray:
         if (index, placed) not in self._gradient_parts:
-            spec = api.grad_spec(_numpy_spec(self.mesh, placed, whole))
+            spec = grad_spec(_numpy_spec(self.mesh, placed, whole))
             box = tuple(slice(o, o + n) for o, n in zip(*spec.box(), strict=True))
             self._gradient_parts[index, placed] = whole[box]
         return self._gradient_parts[index, placed]
