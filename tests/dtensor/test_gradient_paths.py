@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hp_dtensor import DeviceMesh, Replicate, Shard, distribute_tensor
+from hp_dtensor import DeviceMesh, Replicate, Shard, ShardingPlan, distribute_tensor, nn, shard_module
 from hp_dtensor.clip import clip_grad_norm_
-from hp_dtensor.exceptions import GradientPathError, MeshError
+from hp_dtensor.exceptions import GradientPathError, MeshError, PlanError
 from hp_dtensor.platform import Platform
+from hp_dtensor.styles import ColwiseParallel, RowwiseParallel, distribute_module, parallelize_module
 from hp_dtensor.testing import run_ranks
 
 X = np.arange(12, dtype=np.float32).reshape(4, 3) - 5
@@ -56,6 +58,48 @@ def test_a_hook_sees_the_whole_gradient_or_is_refused(hp_platform: Platform) -> 
     for ((placements, grad),) in run_ranks(_late_hook, 2, hp_platform, hp_platform):
         assert placements == (Replicate(),)
         np.testing.assert_array_equal(grad, np.ones((4, 4), np.float32) @ W.T)
+
+
+class Maps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+
+WAYS_TO_DISTRIBUTE: dict[str, Callable[[Any, DeviceMesh], Any]] = {
+    "shard_module": lambda model, mesh: shard_module(
+        model, mesh, ShardingPlan({"first.weight": (Shard(0),), "second.weight": (Shard(0),)})
+    ),
+    "parallelize_module": lambda model, mesh: parallelize_module(
+        model, mesh, {"first": ColwiseParallel(), "second": RowwiseParallel()}
+    ),
+    "distribute_module": distribute_module,
+}
+
+
+@pytest.mark.parametrize("way", WAYS_TO_DISTRIBUTE)
+def test_hooks_of_parameters_are_called_with_dtensors_or_refused(hp_platform: Platform, way: str) -> None:
+    """What is registered on a plain parameter would not be called for the DTensor in its place."""
+
+    def rank() -> None:
+        mesh = DeviceMesh("cpu", (2,), platform=hp_platform)
+        with nn.building(hp_platform):
+            model = Maps()
+        before = model.first.weight
+        hook = model.second.weight.register_hook(lambda grad: None)
+        with pytest.raises(PlanError, match=r"weight.* has hooks for its gradient.*; register them afterwards"):
+            WAYS_TO_DISTRIBUTE[way](model, mesh)
+        hook.remove()
+        if way != "distribute_module":
+            assert model.first.weight is before
+            WAYS_TO_DISTRIBUTE[way](model, mesh)
+            seen: list[Any] = []
+            model.first.weight.register_hook(lambda grad: seen.append(grad.placements))
+            x = distribute_tensor(hp_platform.from_numpy(W.copy()), mesh)
+            hp_platform.backward(hp_platform.ops.sum(hp_platform.ops.linear(x, model.first.weight)))
+            assert seen == [(Shard(0),)]
+
+    run_ranks(rank, 2, hp_platform)
 
 
 def _norms(platform: Platform) -> list[float]:

@@ -26,7 +26,8 @@ from hp_dtensor import nn
 from hp_dtensor.checks import check_mode
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import GradientPathError, LaunchError, MixedOperandsError, RankMismatchError
-from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor.mesh import DeviceMesh, init_device_mesh
+from hp_dtensor.styles import RowwiseParallel, parallelize_module
 from hp_dtensor.testing.simulated import run_ranks
 from hp_dtensor.world import current_world
 from hp_fsdp import (
@@ -298,6 +299,25 @@ def test_hooks_on_gradients_that_autograd_does_not_have_are_refused(hp_platform)
             GradientPathError, match=r"register_hook of .*: fully_shard sets its gradient at the end of backward"
         ):
             model.embed.weight.register_hook(lambda grad: None)
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def test_hooks_that_no_longer_would_be_called_are_refused(hp_platform):
+    """Also of a parameter that is a DTensor already; nothing has been changed then."""
+
+    def rank():
+        world = init_device_mesh("cpu", (2, 1), mesh_dim_names=("tp", "shard"), platform=hp_platform)
+        block = build(hp_platform, CASE).blocks[0]
+        parallelize_module(block.down, world["tp"], RowwiseParallel())
+        handles = [parameter.register_hook(lambda grad: None) for parameter in (block.up.bias, block.down.weight)]
+        before = dict(hp_platform.named_parameters(block))
+        with pytest.raises(FullyShardError, match=r"up\.bias has hooks for its gradient, .*; down\.weight has hooks"):
+            fully_shard(block, world["shard"])
+        assert all(parameter is before[name] for name, parameter in hp_platform.named_parameters(block))
+        for handle in handles:
+            handle.remove()
+        fully_shard(block, world["shard"])
 
     run_ranks(rank, 2, hp_platform)
 

@@ -18,6 +18,7 @@ from fsdp_training import (
 )
 
 from hp_dtensor import nn
+from hp_dtensor.init import Normal, init_parameters
 from hp_dtensor.testing.simulated import run_ranks
 from hp_dtensor.world import ProcessGroup, current_world, record_collectives
 from hp_fsdp import (
@@ -298,3 +299,61 @@ def test_several_forwards_before_their_backwards(hp_platform):
                 numpy.testing.assert_allclose(grad, expected[name], rtol=2e-5, atol=2e-6)
 
     run_ranks(rank, 2, hp_platform)
+
+
+class Stack(nn.Module):
+    """Linear maps one after another, for inputs that require gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.maps = nn.ModuleList([nn.Linear(3, 3, bias=True) for _ in range(3)])
+
+    def forward(self, x):
+        for each in self.maps:
+            x = self.ops.silu(each(x))
+        return x
+
+
+@pytest.mark.parametrize("frozen", ["none", "maps.1", "maps.2"])
+def test_gradients_of_inputs_leave_those_of_parameters(hp_platform, frozen):
+    """None stays None, what is there stays, and what waits for its reduction waits on; a backward may follow."""
+    platform = hp_platform
+
+    def build():
+        with nn.building(platform):
+            model = Stack()
+        init_parameters(model, lambda name, shape: Normal(0.5), seed=1)
+        for name, parameter in platform.named_parameters(model):
+            platform.set_requires_grad(parameter, not name.startswith(frozen))
+        return model
+
+    def loss(model, x):
+        return platform.ops.sum(platform.ops.mul(model(x), model(x)))
+
+    def rank():
+        plain, model = build(), build()
+        mesh = mesh_of(platform, 2)
+        for each in (*model.maps, model):
+            fully_shard(each, mesh)
+        for index, sync in enumerate((False, True, True)):
+            model.set_requires_gradient_sync(sync)
+            x = platform.from_numpy(numpy.full((2, 3), 1.0 + index, numpy.float32))
+            platform.set_requires_grad(x, True)
+            before = whole_grads(platform, model)
+            with record_collectives() as log:
+                (found,) = platform.grad([loss(model, x)], [x])
+            assert log.count("reduce_scatter") == 0
+            (expected,) = platform.grad([loss(plain, x)], [x])
+            numpy.testing.assert_allclose(platform.to_numpy(found), platform.to_numpy(expected), rtol=1e-5)
+            for name, grad in whole_grads(platform, model).items():
+                numpy.testing.assert_equal(grad, before[name])
+            for each in (plain, model):
+                platform.backward(loss(each, x))
+        found = whole_grads(platform, model)
+        for name, grad in whole_grads(platform, plain).items():
+            assert (grad is None) == (found[name] is None) == name.startswith(frozen)
+            if grad is not None:
+                numpy.testing.assert_allclose(found[name], grad, rtol=1e-5, err_msg=name)
+        assert held_bytes(model) == [0] * 4
+
+    run_ranks(rank, 2, platform)

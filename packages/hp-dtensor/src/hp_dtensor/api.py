@@ -13,6 +13,7 @@ from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import GradientPathError, MeshError, MixedOperandsError, PlacementError, ShardShapeError
 from hp_dtensor.mesh import DeviceMesh, require_mesh
 from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
+from hp_dtensor.platform import Platform
 from hp_dtensor.redistribute import RedistributePlan, plan_across, plan_between
 from hp_dtensor.spec import TensorSpec, grad_spec, normalize_placements, require_placements
 
@@ -335,6 +336,13 @@ def check_hook(x: Any) -> None:
             "has none. Read or change grad after it; torch calls what register_post_accumulate_grad_hook is given then"
         )
     observe_gradient(x)
+
+
+def lost_hooks(platform: Platform, name: str, parameter: Tensor) -> str | None:
+    """Why another parameter cannot take the place of this one: its hooks would be lost. None: it has none."""
+    if not platform.has_gradient_hooks(parameter):
+        return None
+    return f"{name} has hooks for its gradient, which the DTensor in its place would not call; register them afterwards"
 
 
 def check_reached(what: str, weights: Sequence[Any]) -> None:

@@ -252,6 +252,10 @@ class Platform(ABC):
     def is_leaf(self, x: Tensor) -> bool:
         """Whether `x` was made by the user, not by a recorded operation."""
 
+    def has_gradient_hooks(self, x: Tensor) -> bool:
+        """Whether users have registered hooks on `x` that are called with its gradient, or after that."""
+        return False
+
     def loss_dtype(self, x: Tensor) -> Any:
         """The dtype of a loss of logits `x`: theirs, unless a region of automatic mixed precision makes it wider."""
         return x.dtype

@@ -187,6 +187,9 @@ class _Resolver:
         if isinstance(parameter, DTensor):
             self.problems.append(f"plan[{name!r}]: is a DTensor already: {parameter.spec!r}")
             return
+        if (hooks := api.lost_hooks(self.mesh.platform, f"plan[{name!r}]", parameter)) is not None:
+            self.problems.append(hooks)
+            return
         placements = _read_one(self.mesh, specification, f"plan[{name!r}]", self.problems)
         if placements is None:
             return

@@ -107,6 +107,9 @@ def _placement_problems(
             if isinstance(parameter, DTensor):
                 problems.append(f"{where} is a DTensor already, placed {parameter.spec.describe_placements()}")
                 continue
+            if (hooks := api.lost_hooks(platform, where, parameter)) is not None:
+                problems.append(hooks)
+                continue
             try:
                 (placement,) = normalize_placements(mesh, (placement,), len(parameter.shape))
             except PlacementError as error:
@@ -211,9 +214,14 @@ def place_parameter(module: Module, name: str, device_mesh: DeviceMesh, placemen
     """Replace a directly owned plain parameter by a DTensor parameter with the values of the mesh's first rank.
 
     A parameter that several modules own is replaced in this one only.
+
+    Raises:
+        PlanError: it has hooks for its gradient.
     """
     platform = device_mesh.platform
     old = dict(platform.named_parameters(module, recurse=False))[name]
+    if (hooks := api.lost_hooks(platform, name, old)) is not None:
+        raise PlanError(f"{type(module).__name__}: {hooks}")
     with platform.no_grad():
         local = api.distribute_tensor(platform.detach(old), device_mesh, placements)
     new = platform.Parameter(local, requires_grad=platform.requires_grad(old))

@@ -7,10 +7,11 @@ that `no_grad` means.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -23,6 +24,15 @@ from hp_dtensor.api import check_reached
 from hp_dtensor.exceptions import CapabilityError, GradientPathError
 
 Map = Callable[[Tensor], Tensor]
+
+
+class _Running(threading.local):
+    """Whether the backward that runs in this thread is for inputs that it was told; of several, the innermost."""
+
+    is_for_inputs = False
+
+
+_running = _Running()
 
 
 class GradMode:
@@ -127,15 +137,30 @@ def backward(loss: Tensor, gradient: Tensor | None, retain_graph: bool) -> None:
     """
     _check_recorded("backward", [loss])
     arm()
-    _run_backward(
-        (loss,),
-        (_output_grad(loss, gradient),),
-        retain_graph,
-        False,
-        (),
-        allow_unreachable=True,
-        accumulate_grad=True,
-    )
+    with _running_for(inputs=False):
+        _run_backward(
+            (loss,),
+            (_output_grad(loss, gradient),),
+            retain_graph,
+            False,
+            (),
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
+
+
+@contextlib.contextmanager
+def _running_for(inputs: bool) -> Iterator[None]:
+    before, _running.is_for_inputs = _running.is_for_inputs, inputs
+    try:
+        yield
+    finally:
+        _running.is_for_inputs = before
+
+
+def is_for_parameters() -> bool:
+    """Whether the running backward is for the gradients of parameters, not of inputs that it was told."""
+    return not _running.is_for_inputs
 
 
 def grad(
@@ -159,9 +184,10 @@ def grad(
     for wanted in runs:
         keep_graph = wanted is not runs[-1]
         chosen = tuple(inputs[i] for i in wanted)
-        results = _run_backward(
-            tuple(outputs), seeds, keep_graph, False, chosen, allow_unreachable=True, accumulate_grad=False
-        )
+        with _running_for(inputs=True):
+            results = _run_backward(
+                tuple(outputs), seeds, keep_graph, False, chosen, allow_unreachable=True, accumulate_grad=False
+            )
         for i, result in zip(wanted, results, strict=True):
             found[i] = result
     return found
@@ -184,7 +210,8 @@ def _checking_weights(plain: Callable[..., Any]) -> Callable[..., Any]:
         except GradientPathError:
             self.clear_res()  # what the forward has recorded
             raise
-        return plain(self, obj, grad, weights, *args)
+        with _running_for(inputs=True):
+            return plain(self, obj, grad, weights, *args)
 
     return grad
 

@@ -230,6 +230,9 @@ class MindSporePlatform(Platform):
     def is_leaf(self, x: Tensor) -> bool:
         return x._is_leaf
 
+    def has_gradient_hooks(self, x: Tensor) -> bool:
+        return bool(x.hooks())
+
     def version(self, x: Tensor) -> int:
         return x._version
 

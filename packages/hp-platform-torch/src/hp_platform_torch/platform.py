@@ -232,6 +232,10 @@ class TorchPlatform(Platform):
     def is_leaf(self, x: Tensor) -> bool:
         return x.is_leaf
 
+    def has_gradient_hooks(self, x: Tensor) -> bool:
+        with self.local_op():
+            return bool(x._backward_hooks or x._post_accumulate_grad_hooks)
+
     def loss_dtype(self, x: Tensor) -> torch.dtype:
         is_wider = x.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled(x.device.type)
         return torch.float32 if is_wider else x.dtype
