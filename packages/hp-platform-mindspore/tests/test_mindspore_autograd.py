@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import threading
 
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, mint
+from mindspore import Tensor, mint, nn
 
 from hp_dtensor import nn as hp_nn
 from hp_dtensor.testing import run_ranks
@@ -142,6 +143,39 @@ def test_gradients_in_any_layout_accumulate(platform, made):
                 platform.backward(total(platform, layout(x)))
             np.testing.assert_array_equal(platform.get_grad(x).asnumpy(), 3 * weights)
             assert platform.get_grad(x).is_contiguous()
+
+
+def _cell(platform):
+    """Nobody but the Cell itself, at its first call, looks at its parameters."""
+    return nn.SequentialCell(mint.nn.Linear(3, 5, bias=False))
+
+
+def _cell_for_an_optimizer(platform):
+    cell = _cell(platform)
+    cell(Tensor(np.ones((1, 3), np.float32)))
+    copied = copy.deepcopy(cell)
+    copied.trainable_params()
+    return copied
+
+
+def _copied_module(platform):
+    with hp_nn.building(platform):
+        module = copy.deepcopy(hp_nn.Linear(3, 5))
+    dict(platform.named_parameters(module))
+    return module
+
+
+@pytest.mark.parametrize("make", [_cell, _cell_for_an_optimizer, _copied_module])
+def test_parameters_that_cells_or_copies_make_accumulate_too(platform, make):
+    model = make(platform)
+    inputs = [np.random.default_rng(seed).integers(-3, 4, (2, 3)).astype(np.float32) for seed in range(3)]
+    seed = np.random.default_rng(3).integers(-3, 4, (2, 5)).astype(np.float32)
+    for x in inputs:
+        with platform.enable_grad():
+            y = model(Tensor(x))
+        platform.backward(y, Tensor(seed))
+    weight = next(p for _, p in platform.named_parameters(model) if p.ndim == 2)
+    np.testing.assert_array_equal(platform.get_grad(weight).asnumpy(), seed.T @ sum(inputs))
 
 
 # Backward ------------------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ def accumulate_safely(leaf: Tensor) -> None:
 
 
 def _own_gradient(grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple(mint.mul(grad, 1) for grad in grads)
+    return tuple(mint.mul(grad, 1) if isinstance(grad, Tensor) else grad for grad in grads)
 
 
 def custom_function(forward: Callable[..., Any], backward: Callable[..., Any], *inputs: Any) -> Any:

@@ -110,6 +110,7 @@ def named_parameters(module: nn.Cell, recurse: bool, remove_duplicate: bool) -> 
             if not isinstance(parameter, ms.Parameter) or (remove_duplicate and id(parameter) in seen):
                 continue
             seen.add(id(parameter))
+            autograd.accumulate_safely(parameter)
             yield f"{prefix}.{name}" if prefix else name, parameter
 
 
@@ -123,10 +124,12 @@ def named_buffers(module: nn.Cell) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 
-def hide_stand_ins() -> None:
-    """Keep from Cell's own lists what stands in for a parameter during a forward; a second call changes nothing.
+def adapt_lists() -> None:
+    """Have Cell's own lists leave out what stands in for a parameter during a forward, and the parameters in them
+    accumulate safely; a second call changes nothing.
 
-    Cell goes through its parameters at its first call, and asks each for what only a `mindspore.Parameter` has.
+    Cell goes through its parameters at its first call, and asks each for what only a `mindspore.Parameter` has. Whoever
+    trains lists them too: parameters that a Cell has made, or that are copies, come by here before a backward.
     """
     plain = nn.Cell.parameters_and_names
     if hasattr(plain, "__wrapped__"):
@@ -134,8 +137,10 @@ def hide_stand_ins() -> None:
 
     @functools.wraps(plain)
     def parameters_and_names(self: nn.Cell, name_prefix: str = "", expand: bool = True) -> Iterator[tuple[str, Tensor]]:
-        found = plain(self, name_prefix, expand)
-        return (pair for pair in found if isinstance(pair[1], ms.Parameter))
+        for name, parameter in plain(self, name_prefix, expand):
+            if isinstance(parameter, ms.Parameter):
+                autograd.accumulate_safely(parameter)
+                yield name, parameter
 
     nn.Cell.parameters_and_names = parameters_and_names
     Tensor.inited_param = None

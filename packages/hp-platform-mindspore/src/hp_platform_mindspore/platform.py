@@ -60,7 +60,7 @@ class MindSporePlatform(Platform):
         self.ops = build_ops(self)
         interception.intercept()
         optimizer_step.install()
-        module.hide_stand_ins()
+        module.adapt_lists()
         autograd.guard()
         self.functions = build_functions(self)
         self.operations = Operations(self)
