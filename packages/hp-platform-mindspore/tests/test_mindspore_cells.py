@@ -9,6 +9,7 @@ from mindspore import Tensor, nn, ops
 
 from hp_dtensor import Replicate, Shard, ShardingPlan, distribute_tensor, init_device_mesh, shard_module
 from hp_dtensor.exceptions import CapabilityError
+from hp_dtensor.styles import ColwiseParallel, RowwiseParallel, parallelize_module
 from hp_dtensor.testing import run_ranks
 
 RNG = np.random.default_rng(0)
@@ -111,3 +112,71 @@ def test_mixed_precision(platform, tmp_path, monkeypatch):
     assert np.abs(expected - (BATCH @ WEIGHT.T + BIAS)).max() > 1e-5  # it was rounded
     for found in run_ranks(program, 2, platform):
         np.testing.assert_array_equal(found, expected)
+
+
+class Words(nn.Cell):
+    def __init__(self, tied):
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.act = nn.GELU()
+        self.head = nn.Dense(4, 7, has_bias=False)
+        self.embed.embedding_table.set_data(Tensor(np.arange(28, dtype=np.float32).reshape(7, 4) / 28))
+        self.head.weight.set_data(Tensor(np.arange(28, dtype=np.float32).reshape(7, 4) / -28))
+        if tied:
+            self.head.weight = self.embed.embedding_table
+
+    def construct(self, ids):
+        return self.head(self.act(self.embed(ids)))
+
+
+EMBEDDINGS = {
+    "by vocabulary": (RowwiseParallel(), ColwiseParallel(), False),
+    "by vocabulary, tied": (RowwiseParallel(), ColwiseParallel(), True),
+    "by width": (ColwiseParallel(), RowwiseParallel(), False),
+}
+
+
+@pytest.mark.parametrize("cut", EMBEDDINGS)
+def test_an_embedding_of_mindspore_takes_the_styles(platform, cut):
+    """Its table has a name of its own; the classes are cut unevenly."""
+    embed, head, tied = EMBEDDINGS[cut]
+    ids = Tensor(np.array([[0, 6, 3], [3, 4, 1]], np.int32))
+
+    def train(model):
+        with platform.enable_grad():
+            loss = nn.SoftmaxCrossEntropyWithLogits(sparse=True, reduction="mean")
+            y = model(ids)
+            target = ids.reshape(-1)
+            if isinstance(y, platform.DTensor):
+                target = distribute_tensor(target, y.device_mesh)
+            loss = loss(y.reshape(-1, 7), target)
+        platform.backward(loss)
+        grads = {name: platform.get_grad(p) for name, p in platform.named_parameters(model)}
+        return {name: (values(g) if isinstance(g, platform.DTensor) else g.asnumpy()) for name, g in grads.items()}
+
+    def program():
+        model = parallelize_module(Words(tied), mesh_of(platform), {"embed": embed, "head": head})
+        assert platform.local_shape(model.embed.embedding_table) != (7, 4)
+        assert (model.head.weight is model.embed.embedding_table) == tied
+        return train(model)
+
+    expected = train(Words(tied))
+    for found in run_ranks(program, 2, platform):
+        assert found.keys() == expected.keys()
+        for name, grad in expected.items():
+            np.testing.assert_allclose(found[name], grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("size", "stride"), [(3, 2), (2, 1), (3, 1)])
+def test_pooling_that_keeps_the_size(platform, size, stride):
+    """The largest of what there is: of negative values too, beside which padding must not count."""
+    images = -1 - np.random.default_rng(1).random((3, 2, 5, 5)).astype(np.float32)
+    pool = nn.MaxPool2d(size, stride, pad_mode="same")
+    expected = pool(Tensor(images)).asnumpy()
+
+    def program():
+        return [values(pool(distribute_tensor(Tensor(images), mesh_of(platform), [Shard(dim)]))) for dim in range(4)]
+
+    for found in run_ranks(program, 2, platform):
+        for result in found:
+            np.testing.assert_array_equal(result, expected)

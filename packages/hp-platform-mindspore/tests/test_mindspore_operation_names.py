@@ -72,6 +72,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "CumProd": (X, 0, False, True),
     "Gather": (X, IDS, 1, 1),
     "Embedding": (IDS, X, 0, None, 2.0, False),
+    "ReduceSum": (X, (), False, True),
+    "Softmax": (X, (0, 1)),
 }
 
 
@@ -115,3 +117,52 @@ def test_every_adapter_leads_to_an_operation_that_there_is() -> None:
     known = {name for name, _ in ADAPTED.values()}
     without_rule = sorted(name for name in known if rule_registry().get(name) is None)
     assert [name for name in without_rule if get_platform("mindspore").operation(name) is None] == []
+
+
+FLAT = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
+AS_ON_ONE_RANK = {
+    "mean(axis=1)": lambda x: x.mean(axis=1),
+    "mean(keep_dims=True)": lambda x: x.mean(axis=0, keep_dims=True),
+    "max(axis=1)": lambda x: x.max(axis=1, keepdims=True),
+    "min(axis=0)": lambda x: x.min(axis=0),
+    "max with its place": lambda x: x.max(axis=1, return_indices=True)[1],
+    "sum with a start": lambda x: x.sum(axis=1, keepdims=True, initial=2.0),
+    "var(axis=1)": lambda x: x.var(axis=1, ddof=1),
+    "prod": lambda x: x.prod(1),
+    "ReduceProd": lambda x: ms.ops.ReduceProd(True)(x, 0),
+    "any(axis=1)": lambda x: (x > 1).any(axis=1),
+    "argmax": lambda x: x.argmax(1),
+    "sort": lambda x: x.sort(1)[0],
+    "sort(axis=1)": lambda x: x.sort(axis=1, descending=True)[0],
+    "split": lambda x: x.split(3, 1)[1],
+    "split(dim=0)": lambda x: x.split(2, dim=0)[2],
+    "split in sizes": lambda x: x.split([1, 3], 1)[1],
+    "chunk": lambda x: x.chunk(3, 0)[2],
+    "expand_as": lambda x: x.sum(0, True).expand_as(x),
+    "view_as": lambda x: x.view_as(x.T),
+    "ops.add": lambda x: ms.ops.add(x, x),
+    "RealDiv": lambda x: ms.ops.RealDiv()(x, x + 9),
+    "Inv": lambda x: ms.ops.Inv()(x + 9),
+    "Softmax": lambda x: ms.ops.Softmax(0)(x),
+    "gelu": lambda x: ms.ops.gelu(x, "tanh"),
+    "Flatten": lambda x: ms.ops.Flatten()(x[:, :, None]),
+    "of probabilities": lambda x: ms.ops.SoftmaxCrossEntropyWithLogits()(x, ms.ops.softmax(x * 2, 1))[0],
+    "of sigmoids": lambda x: ms.ops.SigmoidCrossEntropyWithLogits()(x, ms.ops.sigmoid(x * 2)),
+    "of classes": lambda x: ms.ops.SparseSoftmaxCrossEntropyWithLogits()(x, x.argmax(1).astype(ms.int32)),
+}
+
+
+def _whole(name: str, dim: int) -> tuple[np.ndarray, Any]:
+    mesh = DeviceMesh("cpu", (2,), platform=get_platform("mindspore"))
+    result = AS_ON_ONE_RANK[name](distribute_tensor(ms.Tensor(FLAT.copy()), mesh, (Shard(dim),)))
+    return result.full_tensor().asnumpy(), result.dtype
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("name", AS_ON_ONE_RANK)
+def test_mindspores_own_ways_to_say_it_give_what_one_rank_gets(name: str, dim: int) -> None:
+    """Signatures that MindSpore has beside torch's, and primitives of its `ops` and `nn`."""
+    expected = AS_ON_ONE_RANK[name](ms.Tensor(FLAT.copy()))
+    for found, dtype in run_ranks(_whole, 2, "mindspore", name, dim):
+        np.testing.assert_allclose(found, expected.asnumpy(), rtol=1e-5, atol=1e-6)
+        assert dtype == expected.dtype

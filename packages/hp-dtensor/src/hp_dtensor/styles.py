@@ -238,7 +238,7 @@ class _LinearStyle(ParallelStyle):
 
     def unfit(self, module: Module, platform: Platform) -> str | None:
         names = [name for name, _ in platform.named_parameters(module, recurse=False)]
-        if "weight" in names:
+        if (_table_of(module) or "weight") in names:
             return None
         own = ", ".join(names) or "no parameters of its own"
         return f"it is for a linear layer or an embedding, with a weight; {type(module).__name__} has {own}"
@@ -291,7 +291,8 @@ class ColwiseParallel(_LinearStyle):
         super().__init__(input_layouts or Replicate(), output_layouts or Shard(-1), use_local_output)
 
     def _cut(self, module: Module) -> Mapping[str, Placement]:
-        return {"weight": Shard(1)} if _is_table(module) else {"weight": Shard(0), "bias": Shard(0)}
+        table = _table_of(module)
+        return {"weight": Shard(0), "bias": Shard(0)} if table is None else {table: Shard(1)}
 
     def apply(self, module: Module, device_mesh: DeviceMesh) -> Module:
         self._place(module, device_mesh)
@@ -319,13 +320,14 @@ class RowwiseParallel(_LinearStyle):
         self._given_input = input_layouts
 
     def _cut(self, module: Module) -> Mapping[str, Placement]:
-        return {"weight": Shard(0)} if _is_table(module) else {"weight": Shard(1)}
+        table = _table_of(module)
+        return {"weight": Shard(1)} if table is None else {table: Shard(0)}
 
     def apply(self, module: Module, device_mesh: DeviceMesh) -> Module:
-        table = _is_table(module)
-        given = Replicate() if table and self._given_input is None else self.input_layout
+        is_table = _table_of(module) is not None
+        given = Replicate() if is_table and self._given_input is None else self.input_layout
         self._place(module, device_mesh)
-        self._hook(module, device_mesh, given, Replicate() if table else Shard(-1))
+        self._hook(module, device_mesh, given, Replicate() if is_table else Shard(-1))
         return module
 
 
@@ -487,9 +489,13 @@ class PrepareModuleInputOutput(ParallelStyle):
         return self.outputs.apply(self.inputs.apply(module, device_mesh), device_mesh)
 
 
-def _is_table(module: Module) -> bool:
-    """Whether this is an embedding."""
-    return hasattr(module, "embedding_dim")
+def _table_of(module: Module) -> str | None:
+    """The name of an embedding's table; None: this is no embedding."""
+    return next((table for attribute, table in _TABLES.items() if hasattr(module, attribute)), None)
+
+
+# By an attribute that embeddings have: those of torch and `mindspore.mint.nn`, and `mindspore.nn.Embedding`.
+_TABLES = {"embedding_dim": "weight", "embedding_table": "embedding_table"}
 
 
 def _first_input(module: Module, args: tuple[Any, ...]) -> Any:

@@ -28,9 +28,11 @@ def without_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
 
 
 def by_axis(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    given = dict(zip(("axis", "keepdims"), args[1:], strict=False)) | kwargs
+    given = dict(zip(("axis", "keep_dims", "skip_mode"), args[1:], strict=False)) | kwargs
+    if given.pop("skip_mode", False):
+        raise TypeError("a reduction of a DTensor takes no skip_mode")
     axis = given.get("axis")
-    return args[:1], {"dim": None if axis in ((), []) else axis, "keepdim": bool(given.get("keepdims", False))}
+    return args[:1], {"dim": None if axis in ((), []) else axis, "keepdim": bool(given.get("keep_dims", False))}
 
 
 def first_two(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -66,7 +68,7 @@ def gather(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
 
 
 def even_pieces(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    x, piece, dim = args
+    x, piece, dim = args if len(args) == 3 else (*args, kwargs.get("dim", 0))
     size = x.shape[dim]
     return (x, [min(piece, size - start) for start in range(0, size, piece)], dim), {}
 
@@ -185,8 +187,17 @@ def cast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
 
 
 def sorting(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    x, dim, descending, stable = args
-    return (x, dim, descending), {"stable": stable}
+    return args[:1], dict(zip(("dim", "descending", "stable"), args[1:], strict=False)) | kwargs
+
+
+def along_one(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """Of a primitive that may have its one dimension in a list."""
+    x, dim = args
+    if isinstance(dim, (list, tuple)):
+        (dim, *others) = dim
+        if others:
+            raise TypeError("softmax of a DTensor goes along one dimension")
+    return (x, dim), {}
 
 
 def counted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:

@@ -27,7 +27,9 @@ def _convolution(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
     return getattr(run, f"conv{count}d")(x, weight, None, stride, padding, dilation, groups)
 
 
-def _explicitly_padded(run: Any, x: Tensor, primitive: Any, kernel: Any, stride: Any, dilation: Any) -> tuple[Any, Any]:
+def _explicitly_padded(
+    run: Any, x: Tensor, primitive: Any, kernel: Any, stride: Any, dilation: Any, value: float = 0.0
+) -> tuple[Any, Any]:
     """The input, padded where its two sides differ, and the padding that is left."""
     mode = str(primitive.pad_mode).lower()
     if mode in ("valid", "2"):
@@ -42,19 +44,22 @@ def _explicitly_padded(run: Any, x: Tensor, primitive: Any, kernel: Any, stride:
     if all(before == after for before, after in pairs):
         return x, tuple(before for before, _ in pairs)
     flat = tuple(size for pair in reversed(pairs) for size in pair)
-    return run.pad(x, flat), (0,) * len(kernel)
+    return run.pad(x, flat, value=value), (0,) * len(kernel)
 
 
-def _pool(kind: str) -> Function:
-    """`MaxPool`, `AvgPool`: what `mindspore.nn`'s pooling calls; without padding."""
+def _max_pool_as_said(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
+    """`MaxPool`, of `mindspore.nn.MaxPool2d`: without padding, or with as much as keeps the size."""
+    kernel, stride = tuple(primitive.kernel_size)[-2:], tuple(primitive.strides)[-2:]
+    x, padding = _explicitly_padded(run, args[0], primitive, kernel, stride, (1, 1), -math.inf)
+    return run.max_pool2d(x, kernel, stride, padding)
 
-    def pool(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
-        if str(primitive.pad_mode).lower() not in ("valid", "2"):
-            raise TypeError(f"{kind} pooling of DTensors with pad_mode {primitive.pad_mode!r}: use mint.nn.functional")
-        kernel, stride = tuple(primitive.kernel_size)[-2:], tuple(primitive.strides)[-2:]
-        return getattr(run, f"{kind}_pool2d")(args[0], kernel, stride)
 
-    return pool
+def _avg_pool_as_said(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
+    """`AvgPool`, of `mindspore.nn.AvgPool2d`; without padding."""
+    if str(primitive.pad_mode).lower() not in ("valid", "2"):
+        raise TypeError(f"avg pooling of DTensors with pad_mode {primitive.pad_mode!r}: use mint.nn.functional")
+    kernel, stride = tuple(primitive.kernel_size)[-2:], tuple(primitive.strides)[-2:]
+    return run.avg_pool2d(args[0], kernel, stride)
 
 
 def _batch_norm(run: Any, args: tuple[Any, ...], primitive: Any) -> tuple[Any, ...]:
@@ -168,6 +173,14 @@ def _likelihood(run: Any, args: tuple[Any, ...], primitive: Any) -> tuple[Any, .
     return run.nll_loss(x, target, **options), None
 
 
+def _looked_up(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
+    """`EmbeddingLookup`, of `mindspore.nn.EmbeddingLookup`."""
+    table, ids, offset = args
+    if offset:
+        raise TypeError("EmbeddingLookup of DTensors takes no offset")
+    return run.embedding(ids, table)
+
+
 def _max_pool(run: Any, args: tuple[Any, ...], primitive: Any) -> Any:
     """`FuncMaxPool2D`: values and positions, whatever its last argument says."""
     *given, _ = args
@@ -268,8 +281,8 @@ COMPOSED: dict[str, Function] = {
     "IndexAdd": lambda run, args, primitive: run.index_add(args[0], primitive.axis, *args[1:3]),
     "Conv2D": _convolution,
     "Conv3D": _convolution,
-    "MaxPool": _pool("max"),
-    "AvgPool": _pool("avg"),
+    "MaxPool": _max_pool_as_said,
+    "AvgPool": _avg_pool_as_said,
     "BatchNorm": _batch_norm,
     "BatchNormExt": _batch_norm,
     "Dropout": _dropout("dropout"),
@@ -285,5 +298,15 @@ COMPOSED: dict[str, Function] = {
     "ArgMaxWithValue": _extreme_with_position("max"),
     "ArgMinWithValue": _extreme_with_position("min"),
     "EqualExt": _all_equal,
+    "EmbeddingLookup": _looked_up,
+    "ExpandAs": lambda run, args, primitive: run.expand(args[0], tuple(args[1].shape)),
+    "ViewAs": lambda run, args, primitive: run.reshape(args[0], tuple(args[1].shape)),
+    "GeLU": lambda run, args, primitive: run.gelu(args[0], approximate="tanh"),
+    "SparseSoftmaxCrossEntropyWithLogits": lambda run, args, primitive: run.cross_entropy(*args),
+    "SoftmaxCrossEntropyWithLogits": lambda run, args, primitive: (run.cross_entropy(*args, reduction="none"), None),
+    "SigmoidCrossEntropyWithLogits": lambda run, args, primitive: run.binary_cross_entropy_with_logits(
+        *args, reduction="none"
+    ),
+    "Flatten": lambda run, args, primitive: run.flatten(args[0], 1),
     "Meshgrid": _meshgrid,
 }

@@ -33,7 +33,7 @@ from hp_platform_mindspore.empty import unless_empty
 from hp_platform_mindspore.functions import FOUND
 from hp_platform_mindspore.in_place import SHARING, remember_sharing, set_item
 from hp_platform_mindspore.memory import numbers
-from hp_platform_mindspore.operation_names import WITHOUT_KERNEL, caller, canonical, is_older_kind
+from hp_platform_mindspore.operation_names import WITHOUT_KERNEL, caller, canonical, is_older_kind, older_method
 
 POINTWISE = frozenset(f"{NONLINEAR} {LINEAR_UNARY} alias".split())
 
@@ -108,6 +108,9 @@ class MindSporeDTensor(DTensor, Tensor):
             with LocalOperations():
                 return func(*args, **(kwargs or {}))
         platform = self._spec.mesh.platform
+        older = older_method(func.name)
+        if older is not None:
+            return older(*args, **(kwargs or {}))
         composed = COMPOSED.get(func.name)
         if composed is not None:
             primitive, given = (args[0], args[2]) if is_older_kind(args) else (None, args)

@@ -90,8 +90,8 @@ def _of_nothing(kernel: Callable[..., Any], x: Any, y: Any) -> Tensor:
     return filled(0, shape, *operands, dtype=result_dtype(kernel, x, y))
 
 
-def gelu(x: Tensor) -> Tensor:
-    return ops.gelu(x, approximate="none")
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    return ops.gelu(x, approximate)
 
 
 def square(x: Tensor) -> Tensor:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from mindspore.ops import tensor_method
 
 from hp_platform_mindspore import adapters
 from hp_platform_mindspore.adapters import Adapter, Arguments
 
 SAME_ARGUMENTS: dict[str, str] = {
+    "Add": "add",
     "AddScalar": "add",
     "SubScalar": "sub",
     "Sub": "sub",
     "Mul": "mul",
     "Muls": "mul",
     "Div": "div",
+    "RealDiv": "div",
     "Divs": "div",
     "Pow": "pow",
     "PowTensorScalar": "pow",
@@ -29,6 +35,7 @@ SAME_ARGUMENTS: dict[str, str] = {
     "Sqrt": "sqrt",
     "Rsqrt": "rsqrt",
     "Reciprocal": "reciprocal",
+    "Inv": "reciprocal",
     "Sin": "sin",
     "Cos": "cos",
     "Tanh": "tanh",
@@ -66,7 +73,6 @@ SAME_ARGUMENTS: dict[str, str] = {
     "MatMulExt": "matmul",
     "BatchMatMulExt": "bmm",
     "Dense": "linear",
-    "Softmax": "softmax",
     "LogSoftmax": "log_softmax",
     "FlattenExt": "flatten",
     "TExt": "t",
@@ -74,7 +80,9 @@ SAME_ARGUMENTS: dict[str, str] = {
     "ExpandDims": "unsqueeze",
     "ExpandDimsView": "unsqueeze",
     "Concat": "cat",
+    "SplitWithSize": "split",
     "SplitWithSizeView": "split",
+    "Chunk": "chunk",
     "ChunkView": "chunk",
     "NarrowView": "narrow",
     "UnstackExtView": "unbind",
@@ -116,7 +124,6 @@ SAME_ARGUMENTS: dict[str, str] = {
     "NewZeros": "new_zeros",
     "NewOnes": "new_ones",
     "NewEmpty": "new_empty",
-    "ProdExt": "prod",
     "Nansum": "nansum",
     "ReduceAll": "all",
     "ReduceAny": "any",
@@ -193,9 +200,12 @@ ADAPTED: dict[str, tuple[str, Adapter]] = {
     "SubExt": ("sub", adapters.scaled_second),
     "SumExt": ("sum", adapters.without_dtype),
     "MeanExt": ("mean", adapters.without_dtype),
-    "DeprecatedSum": ("sum", adapters.by_axis),
     "ReduceSum": ("sum", adapters.by_axis),
     "ReduceMean": ("mean", adapters.by_axis),
+    "ProdExt": ("prod", adapters.typed("dim", "keepdim", "dtype")),
+    "ReduceProd": ("prod", adapters.by_axis),
+    "DeprecatedReduceAny": ("any", adapters.by_axis),
+    "Softmax": ("softmax", adapters.along_one),
     "Max": ("amax", adapters.all_of),
     "Min": ("amin", adapters.all_of),
     "MatMul": ("matmul", adapters.matmul),
@@ -204,6 +214,7 @@ ADAPTED: dict[str, tuple[str, Adapter]] = {
     "CumSum": ("cumsum", adapters.scan),
     "Gather": ("index_select", adapters.gather),
     "Embedding": ("embedding", adapters.embedding),
+    "SplitTensor": ("split", adapters.even_pieces),
     "SplitTensorView": ("split", adapters.even_pieces),
     "TopK": ("topk", adapters.topk),
     "Reshape": ("reshape", adapters.variadic),
@@ -345,6 +356,18 @@ def canonical(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
         known, adapt = ADAPTED[name]
         return known, adapt(given, named)
     return SAME_ARGUMENTS.get(name, name), (given, named)
+
+
+@functools.cache
+def older_method(name: str) -> Callable[..., Any] | None:
+    """MindSpore's function for the older signature of a method (`x.mean(axis=1)`), which it writes in terms of others.
+
+    None: `name` is no such method, or one that `ADAPTED` knows.
+    """
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
+    if name in ADAPTED or not words.startswith("deprecated_"):
+        return None
+    return getattr(tensor_method, words.replace("deprecated_", "deprecated_tensor_", 1), None)
 
 
 def caller(func: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
