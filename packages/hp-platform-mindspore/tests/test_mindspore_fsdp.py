@@ -130,3 +130,49 @@ def test_recomputation_that_mindspore_cannot_do_here_says_what_can(platform):
     model[0].recompute()
     with platform.enable_grad(), pytest.raises(CapabilityError, match=r"hp_dtensor\.recompute\.checkpoint"):
         model(_inputs("cells in cells", 0, 0))
+
+
+def _normalized(platform):
+    model = nn.SequentialCell(nn.Dense(3, 5, has_bias=False), nn.BatchNorm1d(5), nn.Dense(5, 3)).set_train()
+    for seed, index in enumerate((0, 2)):
+        weights = np.random.default_rng(seed).normal(size=model[index].weight.shape).astype(np.float32)
+        model[index].weight.set_data(Tensor(weights))
+    return model
+
+
+def test_statistics_of_normalizations_stay_with_their_rank(platform):
+    """They are parameters in MindSpore, and kernels write them in every forward."""
+
+    def statistics(model, number):
+        for step in range(2):
+            with platform.enable_grad():
+                platform.backward(mint.mean(model(_inputs("Dense", step, number))))
+        return [x.asnumpy().copy() for x in (model[1].moving_mean, model[1].moving_variance)]
+
+    def rank():
+        mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",), platform=platform)
+        model = fsdp.fully_shard(_normalized(platform), mesh)
+        assert not isinstance(model[1].moving_mean, platform.DTensor)
+        assert isinstance(model[1].gamma, platform.DTensor)
+        number = mesh.get_local_rank("dp")
+        return number, statistics(model, number)
+
+    for number, found in run_ranks(rank, RANKS, platform):
+        expected = statistics(_normalized(platform), number)
+        assert all(np.abs(x).max() > 1e-3 for x in expected)
+        for x, wanted in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(x, wanted)
+
+
+def test_gradients_of_rows_alone_are_refused_by_name(platform):
+    """MindSpore gives EmbeddingLookup's table the gradients of the rows that were looked up, on CPU."""
+
+    def rank():
+        mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",), platform=platform)
+        model = fsdp.fully_shard(nn.SequentialCell(nn.EmbeddingLookup(7, 4), nn.Dense(4, 2)), mesh)
+        with platform.enable_grad():
+            loss = mint.mean(model(Tensor(np.array([[1, 1, 2]], np.int32))))
+        with pytest.raises(fsdp.FSDPStateError, match=r"gradient of 0\.embedding_table .* is of shape \[3, 4\], not"):
+            platform.backward(loss)
+
+    run_ranks(rank, RANKS, platform)

@@ -355,6 +355,10 @@ class Platform(ABC):
         """Replace the directly owned parameter `name` by a parameter, or for the time of a forward pass
         by any tensor, so that `module.<name>` gives `value`."""
 
+    def is_statistic(self, module: Module, name: str) -> bool:
+        """Whether a directly owned parameter is one that forwards write and nobody trains: a buffer elsewhere."""
+        return False
+
     @abstractmethod
     def named_buffers(self, module: Module) -> Iterator[tuple[str, Tensor]]: ...
 

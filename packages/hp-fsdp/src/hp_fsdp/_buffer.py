@@ -429,15 +429,20 @@ class FlatBuffer:
             if fresh:
                 self._zero([(offset, numel)])
             return
-        parameter = self.parameters[index]
-        part = self.storage.part(self.gradients, offset, tuple(grad.shape), parameter.first_dim)
+        parameter, shape = self.parameters[index], tuple(grad.shape)
+        if math.prod(shape) != numel:
+            raise self._irreducible(parameter, f"it is of shape {list(shape)}, not of {numel} elements")
+        part = self.storage.part(self.gradients, offset, shape, parameter.first_dim)
         try:
             (self.platform.copy_ if fresh else self.storage.add_)(part, grad)
         except RuntimeError as error:
-            raise FSDPStateError(
-                f"rank {self._world.rank}: the gradient of {parameter.name} cannot be reduced: {error}. It must be "
-                "dense (Embedding(sparse=False)); or leave the parameter out (ignored_params)"
-            ) from error
+            raise self._irreducible(parameter, error) from error
+
+    def _irreducible(self, parameter: ManagedParameter, why: object) -> FSDPStateError:
+        return FSDPStateError(
+            f"rank {self._world.rank}: the gradient of {parameter.name} cannot be reduced: {why}. It must be "
+            "dense (Embedding(sparse=False)); or leave the parameter out (ignored_params)"
+        )
 
     def forget_gradients(self) -> None:
         """Drop what has been accumulated but not reduced."""

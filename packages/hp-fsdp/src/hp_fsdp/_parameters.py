@@ -147,13 +147,16 @@ def _rows(original: Original, pieces: Sequence[int]) -> tuple[int, ...]:
 
 
 def collect(platform: Platform, modules: Sequence[Module], ignored: Collection[Tensor]) -> list[Original]:
-    """Parameters below `modules` that belong to no other group and are not ignored, each once."""
+    """Parameters below `modules` that belong to no other group and are not ignored, each once.
+
+    Statistics that forwards write stay as they are, like buffers: what is written to a full parameter is lost.
+    """
     ignored_ids = {id(parameter) for parameter in ignored}
     found: dict[int, Original] = {}
     for root in modules:
         for prefix, module in _own_modules(platform, root):
             for attribute, parameter in platform.named_parameters(module, recurse=False, remove_duplicate=False):
-                if id(parameter) not in ignored_ids:
+                if id(parameter) not in ignored_ids and not platform.is_statistic(module, attribute):
                     name = f"{prefix}.{attribute}" if prefix else attribute
                     original = found.setdefault(id(parameter), Original(name, parameter))
                     if (module, attribute) not in original.owners:

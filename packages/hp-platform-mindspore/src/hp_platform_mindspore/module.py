@@ -9,6 +9,7 @@ from typing import Any
 
 import mindspore as ms
 from mindspore import Tensor, nn
+from mindspore.nn.layer.normalization import _BatchNorm, _InstanceNorm
 
 from hp_platform_mindspore import autograd
 
@@ -112,6 +113,11 @@ def named_parameters(module: nn.Cell, recurse: bool, remove_duplicate: bool) -> 
             seen.add(id(parameter))
             autograd.accumulate_safely(parameter)
             yield f"{prefix}.{name}" if prefix else name, parameter
+
+
+def is_statistic(module: nn.Cell, name: str) -> bool:
+    """Whether a parameter is a running mean or variance of MindSpore's normalizations, which their kernels write."""
+    return name in ("moving_mean", "moving_variance") and isinstance(module, (_BatchNorm, _InstanceNorm))
 
 
 def named_buffers(module: nn.Cell) -> Iterator[tuple[str, Tensor]]:

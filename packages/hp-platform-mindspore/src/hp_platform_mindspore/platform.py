@@ -306,6 +306,9 @@ class MindSporePlatform(Platform):
     def set_parameter(self, module_: nn.Cell, name: str, value: Tensor) -> None:
         module.set_parameter(module_, name, value)
 
+    def is_statistic(self, module_: nn.Cell, name: str) -> bool:
+        return module.is_statistic(module_, name)
+
     def named_buffers(self, module_: nn.Cell) -> Iterator[tuple[str, Tensor]]:
         return module.named_buffers(module_)
 
