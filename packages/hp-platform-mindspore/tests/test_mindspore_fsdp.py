@@ -176,3 +176,12 @@ def test_gradients_of_rows_alone_are_refused_by_name(platform):
             platform.backward(loss)
 
     run_ranks(rank, RANKS, platform)
+
+
+def test_a_list_of_cells_is_refused_as_a_module(platform):
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",), platform=platform)
+    cells = nn.CellList([nn.Dense(3, 5), nn.Dense(5, 3)])
+    for container in (cells, nn.CellDict({"first": cells[0]})):
+        with pytest.raises(fsdp.FullyShardError, match=r"a Cell(List|Dict) is never called itself"):
+            fsdp.fully_shard(container, mesh)
+    fsdp.fully_shard(list(cells), mesh)

@@ -355,6 +355,10 @@ class Platform(ABC):
         """Replace the directly owned parameter `name` by a parameter, or for the time of a forward pass
         by any tensor, so that `module.<name>` gives `value`."""
 
+    def is_container(self, module: Module) -> bool:
+        """Whether it only holds others, as the framework's own lists do, and has a forward that nobody calls."""
+        return False
+
     def is_statistic(self, module: Module, name: str) -> bool:
         """Whether a directly owned parameter is one that forwards write and nobody trains: a buffer elsewhere."""
         return False

@@ -224,7 +224,8 @@ def _is_container(platform: Platform, module: Module) -> bool:
     """Whether a module holds others, as a `ModuleList` does, without a forward."""
     forward = getattr(type(module), "forward", None)
     unwritten = forward is not None and forward in (nn.Module.forward, getattr(platform.Module, "forward", None))
-    return hasattr(type(module), "__getitem__") and unwritten and "forward" not in vars(module)
+    holds = hasattr(type(module), "__getitem__") and unwritten and "forward" not in vars(module)
+    return holds or platform.is_container(module)
 
 
 def _check_hooks(storage: ParameterStorage, originals: Sequence[Original]) -> None:

@@ -306,6 +306,9 @@ class MindSporePlatform(Platform):
     def set_parameter(self, module_: nn.Cell, name: str, value: Tensor) -> None:
         module.set_parameter(module_, name, value)
 
+    def is_container(self, module_: nn.Cell) -> bool:
+        return type(module_).construct in (nn.CellList.construct, nn.CellDict.construct)
+
     def is_statistic(self, module_: nn.Cell, name: str) -> bool:
         return module.is_statistic(module_, name)
 
