@@ -105,6 +105,39 @@ def test_ordinary_cells_train_as_on_one_rank(platform, name):
             np.testing.assert_allclose(found[key], value, rtol=1e-5, atol=2e-6, err_msg=key)
 
 
+class Penalized(nn.Cell):
+    """Lists its parameters in its forward, also in the very first one."""
+
+    def __init__(self):
+        super().__init__()
+        self.maps = nn.SequentialCell(nn.Dense(3, 7), nn.Dense(7, 3))
+
+    def construct(self, x):
+        penalty = [mint.sum(p * p) for p in self.trainable_params()]
+        return self.maps(x) * sum(penalty[1:], penalty[0])
+
+
+def test_parameters_are_in_their_cells_lists_during_a_forward(platform):
+    def gradients(cut):
+        model = Penalized()
+        rng = np.random.default_rng(0)
+        for parameter in model.get_parameters():
+            parameter.set_data(Tensor(rng.integers(-2, 3, parameter.shape).astype(np.float32)))
+        if cut:
+            mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",), platform=platform)
+            fsdp.fully_shard(model, mesh)
+        with platform.enable_grad():
+            y = model(Tensor(np.arange(6, dtype=np.float32).reshape(2, 3)))
+        platform.backward(mint.sum(y))
+        grads = {name: platform.get_grad(p) for name, p in platform.named_parameters(model)}
+        return {name: (g.full_tensor() if cut else g).asnumpy().copy() for name, g in grads.items()}
+
+    expected = gradients(False)
+    for found in run_ranks(gradients, RANKS, platform, True):
+        for name, grad in expected.items():
+            np.testing.assert_array_equal(found[name], grad)
+
+
 WAYS = {
     "value_and_grad": lambda fn, weights: ms.value_and_grad(fn, None, weights),
     "grad": lambda fn, weights: ms.grad(fn, None, weights),

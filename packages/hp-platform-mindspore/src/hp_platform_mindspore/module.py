@@ -131,11 +131,11 @@ def named_buffers(module: nn.Cell) -> Iterator[tuple[str, Tensor]]:
 
 
 def adapt_lists() -> None:
-    """Have Cell's own lists leave out what stands in for a parameter during a forward, and the parameters in them
+    """Have Cell's own lists take what stands in for a parameter during a forward, and the parameters in them
     accumulate safely; a second call changes nothing.
 
-    Cell goes through its parameters at its first call, and asks each for what only a `mindspore.Parameter` has. Whoever
-    trains lists them too: parameters that a Cell has made, or that are copies, come by here before a backward.
+    Cell goes through its parameters at its first call. Whoever trains lists them too: parameters that a Cell has made,
+    or that are copies, come by here before a backward.
     """
     plain = nn.Cell.parameters_and_names
     if hasattr(plain, "__wrapped__"):
@@ -146,7 +146,7 @@ def adapt_lists() -> None:
         for name, parameter in plain(self, name_prefix, expand):
             if isinstance(parameter, ms.Parameter):
                 autograd.accumulate_safely(parameter)
-                yield name, parameter
+            yield name, parameter
 
     nn.Cell.parameters_and_names = parameters_and_names
     Tensor.inited_param = None
@@ -163,4 +163,7 @@ def set_parameter(module: nn.Cell, name: str, value: Tensor) -> None:
     replaced = module._params[name]
     if isinstance(value, ms.Parameter) and isinstance(replaced, ms.Parameter) and _AUTOMATIC_NAME.match(value.name):
         value.name = replaced.name
+    elif not isinstance(value, ms.Parameter):
+        # What Cell, and who goes through its lists, ask of a parameter.
+        value.name, value.requires_grad = getattr(replaced, "name", name), value._requires_grad
     module._params[name] = value
