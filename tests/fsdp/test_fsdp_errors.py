@@ -19,6 +19,7 @@ from fsdp_training import (
     sharded,
     sharded_modules,
     step,
+    whole,
     whole_grads,
 )
 
@@ -26,8 +27,8 @@ from hp_dtensor import nn
 from hp_dtensor.checks import check_mode
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import GradientPathError, LaunchError, MixedOperandsError, RankMismatchError
-from hp_dtensor.mesh import DeviceMesh, init_device_mesh
-from hp_dtensor.styles import RowwiseParallel, parallelize_module
+from hp_dtensor.init import Normal, init_parameters
+from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.testing.simulated import run_ranks
 from hp_dtensor.world import current_world
 from hp_fsdp import (
@@ -303,22 +304,45 @@ def test_hooks_on_gradients_that_autograd_does_not_have_are_refused(hp_platform)
     run_ranks(rank, 2, hp_platform)
 
 
-def test_hooks_that_no_longer_would_be_called_are_refused(hp_platform):
-    """Also of a parameter that is a DTensor already; nothing has been changed then."""
+class Counting(nn.Module):
+    """Keeps what its forwards write in a parameter that is not trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.count, self.writes = self.parameter((3,)), self.parameter((4,)), False
+
+    def forward(self, x):
+        if self.writes:
+            self.platform.copy_(self.count, self.platform.from_numpy(numpy.ones(4, numpy.float32)))
+        return self.ops.mul(x, self.weight)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_forward_that_writes_frozen_parameters_is_refused(hp_platform, stage, recorded):
+    """What is written to the full ones would be lost; on one rank, which has no others, it is not."""
+    x = hp_platform.from_numpy(numpy.ones(3, numpy.float32))
 
     def rank():
-        world = init_device_mesh("cpu", (2, 1), mesh_dim_names=("tp", "shard"), platform=hp_platform)
-        block = build(hp_platform, CASE).blocks[0]
-        parallelize_module(block.down, world["tp"], RowwiseParallel())
-        handles = [parameter.register_hook(lambda grad: None) for parameter in (block.up.bias, block.down.weight)]
-        before = dict(hp_platform.named_parameters(block))
-        with pytest.raises(FullyShardError, match=r"up\.bias has hooks for its gradient, .*; down\.weight has hooks"):
-            fully_shard(block, world["shard"])
-        assert all(parameter is before[name] for name, parameter in hp_platform.named_parameters(block))
-        for handle in handles:
-            handle.remove()
-        fully_shard(block, world["shard"])
+        with nn.building(hp_platform):
+            model = Counting()
+        init_parameters(model, lambda name, shape: Normal(0.4), seed=1)
+        hp_platform.set_requires_grad(model.count, False)
+        size = current_world(hp_platform).size
+        fully_shard(model, mesh_of(hp_platform, size), zero_stage=stage)
+        with hp_platform.enable_grad() if recorded else hp_platform.no_grad():
+            model(x)
+            model.writes = True
+            if size == 1:
+                model(x)
+                assert whole(hp_platform, model.count).tolist() == [1.0] * 4
+                return
+            with pytest.raises(FSDPStateError, match=r"Counting on rank .*count: written in place while gathered"):
+                model(x)
+            model.writes = False
+            model(x)
 
+    run_ranks(rank, 1, hp_platform)
     run_ranks(rank, 2, hp_platform)
 
 

@@ -105,7 +105,7 @@ def fully_shard(
     originals = collect(platform, modules, ignored)
     _check_dtypes(storage, policy, originals)
     name = ", ".join(type(module).__name__ for module in modules)
-    _check_hooks(storage, originals)
+    _check_hooks(platform, originals)
     place(originals, mesh, shard_placement_fn, reshard_after_forward, name)
     whole = _whole_parameters(platform, originals, replicated, threshold if zero_stage else math.inf)
     buffers = _make_buffers(storage, originals, whole, policy, transport, bucket_size, offload_policy)
@@ -228,8 +228,8 @@ def _is_container(platform: Platform, module: Module) -> bool:
     return holds or platform.is_container(module)
 
 
-def _check_hooks(storage: ParameterStorage, originals: Sequence[Original]) -> None:
-    hooked = [original.name for original in originals if storage.has_gradient_hooks(original.tensor)]
+def _check_hooks(platform: Platform, originals: Sequence[Original]) -> None:
+    hooked = [original.name for original in originals if platform.has_gradient_hooks(original.tensor)]
     if hooked:
         raise FullyShardError(
             f"{', '.join(hooked)}: hooks have been registered on the gradient, which the sharded parameter would lack. "

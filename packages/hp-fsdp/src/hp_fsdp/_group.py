@@ -299,6 +299,8 @@ class ParameterGroup:
         for position, buffer in enumerate(self.buffers):
             tensors = [p.leaf for p in buffer.parameters] if unsharded is None else unsharded[position]
             self._put(buffer, tensors)
+            if self.storage.counts_filling:
+                buffer.written_while_full()
         self.exposed = True
 
     def conceal(self) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hp_dtensor.api import lost_hooks
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import HPError
 from hp_dtensor.mesh import DeviceMesh
@@ -188,8 +187,6 @@ def problems_of(original: Original, mesh: DeviceMesh) -> list[str]:
             f"{name} is the same parameter as {taken_by} of another group; put both modules in one group, "
             "fully_shard([first, second], mesh), or leave both to a module above them"
         )
-    if (hooks := lost_hooks(mesh.platform, name, tensor)) is not None:
-        problems.append(hooks)
     if len(tensor.shape) == 0:
         problems.append(f"{name} is a scalar, which cannot be cut; give it the shape (1,)")
     if not mesh.platform.is_floating(tensor.dtype):

@@ -27,7 +27,12 @@ class ParameterStorage(ABC):
 
     A *buffer* is a plain 1-D tensor that owns its memory. Nothing here is recorded by autograd except where
     it says so.
+
+    Attributes:
+        counts_filling: whether `num_writes` counts also what fills the buffer.
     """
+
+    counts_filling = False
 
     def __init__(self, platform: Platform) -> None:
         self.platform = platform
@@ -47,8 +52,8 @@ class ParameterStorage(ABC):
         """
 
     def num_writes(self, view: Tensor) -> int:
-        """How often somebody has written into a tensor that comes from `view`, which filling its buffer is not; 0 where
-        that is not counted."""
+        """How often somebody has written into a tensor that comes from `view`, which filling its buffer is not, unless
+        `counts_filling`; 0 where that is not counted."""
         return 0
 
     def gather_target(self, buffer: Tensor) -> Tensor:
@@ -179,10 +184,6 @@ class ParameterStorage(ABC):
 
     def run_gradient_hooks(self, parameter: Tensor) -> None:
         """Call what its users want to be called whenever a DTensor parameter's gradient has been set or added to."""
-
-    @abstractmethod
-    def has_gradient_hooks(self, parameter: Tensor) -> bool:
-        """Whether the users of a parameter have registered hooks on its gradient."""
 
     @abstractmethod
     def take_grad(self, leaf: Tensor) -> Tensor | None:

@@ -33,12 +33,17 @@ class MindSporeParameterStorage(ParameterStorage):
         super().__init__(platform)
         self._on_host: bool = platform.capabilities.host_memory  # type: ignore[attr-defined]
 
+    counts_filling = True
+
     # Memory ----------------------------------------------------------------------------------------------
 
     def view(self, buffer: Tensor, start: int, shape: Sequence[int], first_dim: int = 0) -> Tensor:
         with GradMode(False):
             stored = mint.narrow(buffer, 0, start, math.prod(shape)).view(tuple(moved_to_front(shape, first_dim)))
             return _first_moved_to(stored, first_dim)
+
+    def num_writes(self, view: Tensor) -> int:
+        return self.platform.version(view)
 
     def gather_target(self, buffer: Tensor) -> Tensor:
         # Collectives on views do nothing, and there is no version to protect: groups write through `data`.
@@ -122,9 +127,6 @@ class MindSporeParameterStorage(ParameterStorage):
         # A DTensor's `grad` makes a DTensor of it when somebody looks.
         parameter.__dict__.pop("_grad_wrapper", None)
         parameter._grad = grad
-
-    def has_gradient_hooks(self, parameter: Tensor) -> bool:
-        return bool(parameter.hooks())
 
     def take_grad(self, leaf: Tensor) -> Tensor | None:
         grad = leaf._grad

@@ -195,10 +195,6 @@ class TorchParameterStorage(ParameterStorage):
                 if returned is not None and returned is not parameter:
                     raise RuntimeError("Tensor post accumulate grad hooks should return None.")
 
-    def has_gradient_hooks(self, parameter: Tensor) -> bool:
-        with LocalOperations():
-            return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
-
     def check_grad_dtype(self, dtype: torch.dtype) -> None:
         return
 
