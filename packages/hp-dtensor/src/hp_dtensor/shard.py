@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hp_dtensor.api import check_reached
+from hp_dtensor.api import check_reached, lost_hooks
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import GradientPathError, PlanError
 from hp_dtensor.layout import Layout, is_aliases, is_placements, placements_for
@@ -187,7 +187,7 @@ class _Resolver:
         if isinstance(parameter, DTensor):
             self.problems.append(f"plan[{name!r}]: is a DTensor already: {parameter.spec!r}")
             return
-        if (hooks := api.lost_hooks(self.mesh.platform, f"plan[{name!r}]", parameter)) is not None:
+        if (hooks := lost_hooks(self.mesh.platform, f"plan[{name!r}]", parameter)) is not None:
             self.problems.append(hooks)
             return
         placements = _read_one(self.mesh, specification, f"plan[{name!r}]", self.problems)

@@ -29,11 +29,11 @@ class MindSporeParameterStorage(ParameterStorage):
     writes elsewhere and its copies into views are lost.
     """
 
+    counts_filling = True
+
     def __init__(self, platform: Platform) -> None:
         super().__init__(platform)
         self._on_host: bool = platform.capabilities.host_memory  # type: ignore[attr-defined]
-
-    counts_filling = True
 
     # Memory ----------------------------------------------------------------------------------------------
 
