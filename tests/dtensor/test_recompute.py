@@ -9,8 +9,9 @@ import weakref
 import numpy as np
 import pytest
 
-from hp_dtensor import nn
+from hp_dtensor import nn, parallelize_value_and_grad
 from hp_dtensor.api import distribute_tensor, full_tensor
+from hp_dtensor.exceptions import GradientPathError
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Replicate, Shard
 from hp_dtensor.recompute import checkpoint, kept
@@ -142,3 +143,20 @@ def test_a_module_of_the_platform(hp_platform):
     x = leaf(hp_platform, VALUES)
     hp_platform.backward(hp_platform.ops.sum(checkpoint(linear, x, platform=hp_platform)))
     np.testing.assert_allclose(hp_platform.to_numpy(hp_platform.get_grad(x)), np.tile(WEIGHT.sum(0), (5, 1)), rtol=1e-6)
+
+
+def test_a_backward_to_given_inputs_is_refused(hp_platform):
+    """It would leave gradients in the parameters inside, and give None for them."""
+    x, weight = leaf(hp_platform, VALUES), leaf(hp_platform, WEIGHT)
+    layer = Layer(hp_platform, weight)
+
+    def loss():
+        return hp_platform.ops.sum(again(hp_platform)(layer, x, 0.5))
+
+    with pytest.raises(GradientPathError, match=r"comes to what .*checkpoint has not kept"):
+        hp_platform.grad([loss()], [x])
+    with pytest.raises(GradientPathError, match="parallelize_value_and_grad"):
+        parallelize_value_and_grad(loss, [weight])()
+    assert hp_platform.get_grad(weight) is None
+    hp_platform.backward(loss())
+    assert hp_platform.get_grad(weight) is not None

@@ -224,6 +224,11 @@ class Platform(ABC):
         """Whether what runs now in this thread was called by a backward of the framework."""
 
     @abstractmethod
+    def is_for_parameters(self) -> bool:
+        """Whether the backward that runs is for the gradients of parameters, not of inputs that it was told (`grad`);
+        only to be called during one."""
+
+    @abstractmethod
     def backward(self, loss: Tensor, gradient: Tensor | None = None, retain_graph: bool = False) -> None:
         """Accumulate gradients of every leaf below `loss` (a scalar when `gradient` is None) into `.grad`."""
 

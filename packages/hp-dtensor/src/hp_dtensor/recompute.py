@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from hp_dtensor.dtensor import DTensor
+from hp_dtensor.exceptions import GradientPathError
 from hp_dtensor.keeping import Kept
 from hp_dtensor.platform import Platform
 
@@ -33,8 +34,11 @@ def checkpoint(function: Callable[..., Tensor], x: Tensor, *args: Any, platform:
 
     Raises:
         RuntimeError: from backward, if the recomputation takes another number of decisions, or `x` has been written.
+        GradientPathError: from a backward to given inputs, and in `parallelize_value_and_grad`.
     """
     local = x.to_local() if isinstance(x, DTensor) else x
+    if _for_given_inputs.get():
+        raise GradientPathError(_GIVEN_INPUTS)
     if not (platform.is_grad_enabled() and platform.requires_grad(local)):
         return function(x, *args)
     enter, decisions, given = _way_back(x), _Decisions(_current.get()), Kept(platform, local)
@@ -47,6 +51,8 @@ def checkpoint(function: Callable[..., Tensor], x: Tensor, *args: Any, platform:
         return platform.detach(platform.unwrap(y)) if isinstance(y, DTensor) else y
 
     def backward(grad: Tensor) -> Tensor | None:
+        if not platform.is_for_parameters():
+            raise GradientPathError(_GIVEN_INPUTS)
         again = platform.detach(given.tensors[0])
         platform.set_requires_grad(again, True)
         with decisions.repeated(), platform.enable_grad():
@@ -70,6 +76,19 @@ def kept(decide: Callable[[], T]) -> T:
 def is_checkpointed() -> bool:
     """Whether what runs now is part of a training pass that is not recorded because it is computed again."""
     return _current.get() is not None
+
+
+@contextlib.contextmanager
+def for_given_inputs() -> Iterator[None]:
+    """The backward of what the block computes will be to given inputs: `checkpoint` is refused at once.
+
+    Where none of the inputs lies in front of it, the backward itself would not come by and notice.
+    """
+    token = _for_given_inputs.set(True)
+    try:
+        yield
+    finally:
+        _for_given_inputs.reset(token)
 
 
 class _Decisions:
@@ -108,6 +127,13 @@ _ANOTHER_WAY = (
     "a checkpointed function went another way when it was computed again in backward than in forward; "
     "expected the same calls of hp_dtensor.recompute.kept in the same order"
 )
+_GIVEN_INPUTS = (
+    "a backward to given inputs (platform.grad, parallelize_value_and_grad, torch.autograd.grad, backward(inputs=...), "
+    "mindspore.value_and_grad) comes to what hp_dtensor.recompute.checkpoint has not kept. It would not get the "
+    "gradients of parameters inside, which would be left in their grad. Use platform.backward(loss) and read grad, or "
+    "leave checkpoint out; on torch there is torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+)
+_for_given_inputs: ContextVar[bool] = ContextVar("hp_dtensor.recompute.for_given_inputs", default=False)
 _current: ContextVar[_Decisions | None] = ContextVar("hp_dtensor.recompute", default=None)
 
 

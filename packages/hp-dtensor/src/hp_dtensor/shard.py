@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hp_dtensor import recompute
 from hp_dtensor.api import check_reached, lost_hooks
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import GradientPathError, PlanError
@@ -367,14 +368,16 @@ def parallelize_value_and_grad(
     Raises:
         TypeError: `sens` with a single output, of another kind than floats in a list or tuple, or of
             another length than the outputs.
-        GradientPathError: a weight that requires no gradient, or one of `fully_shard`.
+        GradientPathError: a weight that requires no gradient, or one of `fully_shard`; a forward with
+            `hp_dtensor.recompute.checkpoint`.
     """
     _check_sens(sens)
     if not isinstance(weights, (tuple, list)):
         raise TypeError(f"parallelize_value_and_grad: weights must be a list or tuple, got {type(weights).__name__}")
 
     def value_and_grad(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, ...]]:
-        outputs = fn(*args, **kwargs)
+        with recompute.for_given_inputs():
+            outputs = fn(*args, **kwargs)
         several = isinstance(outputs, (tuple, list))
         losses = _losses(outputs if several else [outputs], several, sens)
         platform = _platform_of([*weights, *losses])

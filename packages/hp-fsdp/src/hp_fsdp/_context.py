@@ -439,7 +439,7 @@ class Context:
     def _begin_backward(self) -> BackwardRun:
         if self._backward is None:
             self._check_order(PATIENCE_SECONDS)
-            self._backward = BackwardRun(self.storage.is_for_parameters())
+            self._backward = BackwardRun(self.platform.is_for_parameters())
             self.storage.at_end_of_backward(located(self._end_backward))
         return self._backward
 

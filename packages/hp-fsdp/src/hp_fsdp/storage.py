@@ -234,11 +234,6 @@ class ParameterStorage(ABC):
             self.on_gradient(tensor, hook)
         return list(tensors)
 
-    def is_for_parameters(self) -> bool:
-        """Whether the running backward is for the gradients of parameters, not of inputs that it was told; only to be
-        called during one."""
-        return True
-
     @abstractmethod
     def at_end_of_backward(self, callback: Callable[[], None]) -> None:
         """Call `callback` once the running backward is through; only to be called during one."""

@@ -16,7 +16,7 @@ from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform import Platform
 from hp_dtensor.spec import TensorSpec
 from hp_fsdp.storage import Gradients, ParameterStorage, moved_to_front
-from hp_platform_mindspore.autograd import GradMode, arm, is_for_parameters
+from hp_platform_mindspore.autograd import GradMode, arm
 from hp_platform_mindspore.dtensor import MindSporeDTensor, unwrap, wrap
 from hp_platform_mindspore.memory import HOST_DTYPES, host_view, share
 
@@ -164,9 +164,6 @@ class MindSporeParameterStorage(ParameterStorage):
 
     def on_gradient(self, tensor: Tensor, hook: Callable[[], None]) -> None:
         tensor.register_hook(lambda grad: hook())
-
-    def is_for_parameters(self) -> bool:
-        return is_for_parameters()
 
     def at_end_of_backward(self, callback: Callable[[], None]) -> None:
         executor.queue_backward_final_callback(callback)

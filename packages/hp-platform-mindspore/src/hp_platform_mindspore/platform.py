@@ -190,6 +190,9 @@ class MindSporePlatform(Platform):
     def is_in_backward(self) -> bool:
         return bool(executor.get_current_autodiff_engine_id() != -1)
 
+    def is_for_parameters(self) -> bool:
+        return autograd.is_for_parameters()
+
     def backward(self, loss: Tensor, gradient: Tensor | None = None, retain_graph: bool = False) -> None:
         autograd.backward(*differentiated(loss, gradient), retain_graph)
 

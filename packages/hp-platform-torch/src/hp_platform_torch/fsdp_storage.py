@@ -19,7 +19,7 @@ from hp_dtensor.platform import Platform
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.world import Work
 from hp_fsdp.storage import Gradients, ParameterStorage, moved_to_front
-from hp_platform_torch import backward_inputs, host_memory
+from hp_platform_torch import host_memory
 from hp_platform_torch.dtensor import TorchDTensor, adopt
 from hp_platform_torch.operations import LocalOperations, NoGrad
 
@@ -225,9 +225,6 @@ class TorchParameterStorage(ParameterStorage):
     def on_gradient(self, tensor: Tensor, hook: Callable[[], None]) -> None:
         with LocalOperations():
             tensor.register_hook(lambda grad: hook())
-
-    def is_for_parameters(self) -> bool:
-        return not backward_inputs.are_named()
 
     def at_end_of_backward(self, callback: Callable[[], None]) -> None:
         if torch.is_grad_enabled():

@@ -20,7 +20,7 @@ from hp_dtensor.exceptions import CapabilityError, PlatformError
 from hp_dtensor.platform import DTYPE_NAMES, Platform, Removable
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.world import World
-from hp_platform_torch import autograd, dtensor, entrances, groups, operations, optimizer_step
+from hp_platform_torch import autograd, backward_inputs, dtensor, entrances, groups, operations, optimizer_step
 from hp_platform_torch.dtensor import TorchDTensor
 from hp_platform_torch.operation_names import function_named, names_of
 from hp_platform_torch.operations import LocalOperations, NoGrad
@@ -205,6 +205,9 @@ class TorchPlatform(Platform):
 
     def is_in_backward(self) -> bool:
         return bool(torch._C._current_graph_task_id() != -1)
+
+    def is_for_parameters(self) -> bool:
+        return not backward_inputs.are_named()
 
     def backward(self, loss: Tensor, gradient: Tensor | None = None, retain_graph: bool = False) -> None:
         loss.backward(gradient, retain_graph=retain_graph)

@@ -115,6 +115,9 @@ class NumpyPlatform(Platform):
     def is_in_backward(self) -> bool:
         return tape.is_walking()
 
+    def is_for_parameters(self) -> bool:
+        return not tape.is_for_inputs()
+
     def backward(self, loss: Tensor, gradient: Tensor | None = None, retain_graph: bool = False) -> None:
         walk = tape.Walk()
         root, seed = differentiated(loss, gradient)

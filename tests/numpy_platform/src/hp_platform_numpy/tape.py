@@ -21,11 +21,12 @@ _numbers = itertools.count()
 
 
 class _State(threading.local):
-    """Whether this thread records, and whether it walks back; simulated ranks are threads."""
+    """Whether this thread records, and whether it walks back, to given inputs; simulated ranks are threads."""
 
     def __init__(self) -> None:
         self.recording = True
         self.walking = False
+        self.for_inputs = False
 
 
 _state = _State()
@@ -39,13 +40,18 @@ def is_walking() -> bool:
     return _state.walking
 
 
+def is_for_inputs() -> bool:
+    return _state.for_inputs
+
+
 @contextlib.contextmanager
-def _walking() -> Iterator[None]:
-    before, _state.walking = _state.walking, True
+def _walking(for_inputs: bool) -> Iterator[None]:
+    before = _state.walking, _state.for_inputs
+    _state.walking, _state.for_inputs = True, for_inputs
     try:
         yield
     finally:
-        _state.walking = before
+        _state.walking, _state.for_inputs = before
 
 
 @contextlib.contextmanager
@@ -73,6 +79,7 @@ class Walk:
     def __init__(self, inner: Sequence[Tensor] = ()) -> None:
         self.leaves: dict[int, tuple[Tensor, Array]] = {}
         self._inner: dict[tuple[int, int], Array | None] = {}
+        self._is_for_inputs = bool(inner)
         self._wanted = {x.node.number for x in inner if x.node is not None}
         self._waiting: dict[int, tuple[Node, list[Array | None]]] = {}
         self._queue: list[int] = []
@@ -80,7 +87,7 @@ class Walk:
     def run(self, outputs: Sequence[Tensor], gradients: Sequence[Array]) -> None:
         for x, gradient in zip(outputs, gradients, strict=True):
             self._give(x, gradient)
-        with recording(False), _walking():
+        with recording(False), _walking(self._is_for_inputs):
             while self._queue:
                 self._visit(-heapq.heappop(self._queue))
 

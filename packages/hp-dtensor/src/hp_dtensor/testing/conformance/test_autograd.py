@@ -197,6 +197,22 @@ def test_an_error_in_a_backward_reaches_the_caller_and_harms_nothing(hp_platform
     assert_values(hp_platform, hp_platform.get_grad(x), [2, 4, 6])
 
 
+def test_a_backward_knows_whether_it_was_told_inputs(hp_platform: Platform, x: Tensor) -> None:
+    seen: list[bool] = []
+
+    def backward(g: Tensor) -> Tensor:
+        seen.append(hp_platform.is_for_parameters())
+        return g
+
+    def loss() -> Tensor:
+        return hp_platform.ops.sum(hp_platform.linear_map(x, lambda t: hp_platform.ops.mul(t, 1.0), backward))
+
+    hp_platform.backward(loss())
+    hp_platform.grad([loss()], [x])
+    hp_platform.backward(loss())
+    assert seen == [True, False, True]
+
+
 def test_a_backward_is_known_to_run_in_its_thread_alone(hp_platform: Platform, x: Tensor) -> None:
     seen: list[bool] = []
 
