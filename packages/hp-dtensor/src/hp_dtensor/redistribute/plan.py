@@ -43,7 +43,7 @@ class Stage:
         platform = self.source.mesh.platform
         if self.selected_axes:
             return self._run_selecting(platform, local)
-        if not self.steps and not self._backward.steps:
+        if not self.steps and not self._backward.steps and self._repeated == 1:
             return local
         return platform.linear_map(local, self.run_data, self.run_backward)
 
@@ -129,7 +129,7 @@ class Stage:
             [Replicate() if a in self.selected_axes else p for a, p in enumerate(self.source.placements)]
         )
         back = _plan(self.target, whole, self.itemsize)
-        grad, result = back.run_data(grad), back.run_data(result)
+        grad, result = scaled(platform, back.run_data(grad), self._repeated, 1), back.run_data(result)
         if self.op == "product":
             return ops.div(ops.mul(grad, result), x)
         winners = ops.cast(ops.eq(x, result), x.dtype)

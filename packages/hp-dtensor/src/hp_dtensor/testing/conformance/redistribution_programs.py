@@ -70,8 +70,9 @@ def moved_in_batches(name: str | Platform, limit: int | None = 36) -> None:
     axes = ("a", "b")[: len(mesh_shape)]
     mesh = DeviceMesh("cpu", mesh_shape, mesh_dim_names=axes, platform=platform)
     options = [R, P, Partial("max"), Shard(0), Shard(1), StridedShard(0, 2)]
-    pairs = list(itertools.product(itertools.product(options, repeat=mesh.ndim), repeat=2))
-    pairs = [(s, t) for s, t in pairs if len({p for p in (*s, *t) if p.is_partial()}) < 2]
+    every = itertools.product(options, repeat=mesh.ndim)
+    one_sum = [some for some in every if len({p for p in some if p.is_partial()}) < 2]
+    pairs = list(itertools.product(one_sum, repeat=2))
     arrays = [np.arange(math.prod(shape), dtype=dtype).reshape(shape) for shape, dtype in _KINDS]
     for number, some in enumerate(_batches_of(chosen(pairs, limit), 12)):
         _check_batch(platform, mesh, list(itertools.product(some, arrays)), bucket_bytes=(2**20, 64, 0)[number % 3])

@@ -18,7 +18,7 @@ from hp_dtensor.redistribute import plan_between
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.testing.conformance import redistribution_programs
 from hp_dtensor.testing.conformance.ranks import Ranks
-from hp_dtensor.testing.redistribution_proof import RedistributionReport, prove_redistribution
+from hp_dtensor.testing.redistribution_proof import RedistributionReport, local_values, prove_redistribution
 from hp_dtensor.testing.simulated import run_ranks
 from hp_dtensor.world import record_collectives
 
@@ -64,6 +64,38 @@ def test_redistribution_keeps_values_and_gradients_and_sends_what_it_promised(
 def test_a_flattened_mesh_changes_nothing(hp_platform: Platform, shape: tuple[int, ...]) -> None:
     """torch gives wrong data here: nested shards of which the inner ones are uneven (pytorch/pytorch#194457)."""
     _check(run_ranks(prove_redistribution, 4, hp_platform, hp_platform, (2, 2), shape, (), 120, True))
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+def test_what_becomes_a_partial_maximum_has_its_gradient(hp_platform: Platform, op: str) -> None:
+    """Each rank repeats the value, and gets its share of the gradient."""
+    most, whole, weight = Partial(op), np.arange(12, dtype=np.float32).reshape(4, 3), np.arange(12, dtype=np.float32)
+    pairs: list[tuple[Sequence[Placement], Sequence[Placement]]] = [
+        ((R, R), (R, most)),
+        ((P, R), (most, R)),
+        ((P, P), (most, most)),
+        ((Shard(0), R), (most, most)),
+        ((most, R), (R, most)),
+        ((most, Shard(0)), (Shard(0), most)),
+        ((Shard(1), most), (most, R)),
+    ]
+
+    def rank() -> None:
+        platform, mesh = hp_platform, DeviceMesh("cpu", (2, 2), platform=hp_platform)
+        for source, target in pairs:
+            rivals = [c for c, p in zip(mesh.get_coordinate() or (), source, strict=True) if p == most]
+            others = [R if p == most else p for p in source]
+            behind = np.float32(sum(rivals) if op == "max" else -sum(rivals))
+            local = platform.from_numpy(local_values(whole, mesh, others) - behind)
+            platform.set_requires_grad(local, True)
+            y = from_local(local, mesh, source, shape=whole.shape).redistribute(placements=target).full_tensor()
+            np.testing.assert_array_equal(platform.to_numpy(y), whole)
+            loss = platform.ops.sum(platform.ops.mul(y, platform.from_numpy(weight.reshape(4, 3))))
+            wanted = [R if p.is_partial() else p for p in source]
+            expected = local_values(weight.reshape(4, 3), mesh, wanted) * (not any(rivals))
+            np.testing.assert_array_equal(platform.to_numpy(platform.grad([loss], [local])[0]), expected, str(source))
+
+    run_ranks(rank, 4, hp_platform)
 
 
 # On ranks of every kind, later, and between meshes --------------------------------------------------------------
