@@ -110,6 +110,19 @@ def test_lists_of_partial_tensors_are_refused(mesh):
         torch._foreach_sqrt([_on(mesh, Partial())])
 
 
+def test_numbers_for_lists_that_differ_by_rank_are_refused(mesh):
+    x, number = [_on(mesh, Shard(0))], torch.tensor(2.0)
+    for call in (
+        lambda: torch._foreach_div_(x, _on(mesh, Partial(), number)),
+        lambda: torch._foreach_add(x, x, alpha=_on(mesh, Partial(), number)),
+        lambda: torch._foreach_mul(x, _on(mesh, Replicate(), number).requires_grad_()),
+    ):
+        with pytest.raises(ShardingRuleError, match=r"_foreach_.*: a number that is partial or requires a gradient"):
+            call()
+    torch._foreach_mul_(x, _on(mesh, Replicate(), number).requires_grad_().detach())
+    assert x[0].tolist() == [2.0] * 4
+
+
 def test_norms_of_lists_point_to_clipping(mesh):
     with pytest.raises(ShardingRuleError, match=r"hp_dtensor\.clip_grad_norm_"):
         torch._foreach_norm([_on(mesh, Shard(0))])

@@ -219,6 +219,7 @@ def _on_lists(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
         if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor)
     ]
     specs = _common_specs(name, lists)
+    _check_numbers(name, (*args, *kwargs.values()))
     with LocalOperations():
         results = func(*args, **kwargs)
     if name.endswith("_") or results is None:
@@ -257,6 +258,16 @@ def _common_specs(name: str, lists: Sequence[Sequence[Tensor]]) -> list[TensorSp
         if others != first:
             _check_positions(name, first, tensors, others)
     return first
+
+
+def _check_numbers(name: str, values: Sequence[Any]) -> None:
+    """Refuse a factor for all tensors of which each rank has a part, or would get a part of the gradient."""
+    for x in values:
+        if type(x) is TorchDTensor and (x._spec.is_partial or (torch.is_grad_enabled() and x.requires_grad)):
+            raise ShardingRuleError(
+                f"{name}: a number that is partial or requires a gradient ({x._spec!r}) would be another one on each "
+                "rank; give its value, float(x), which every rank calls"
+            )
 
 
 def _specs_of(tensors: Sequence[Tensor]) -> list[TensorSpec | None]:
