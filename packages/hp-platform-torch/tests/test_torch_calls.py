@@ -285,3 +285,13 @@ def test_arrays_among_dtensors_are_refused() -> None:
                 call()
 
     run_ranks(rank, 2, "torch")
+
+
+def test_a_number_of_numpys_is_known_by_its_type() -> None:
+    def rank() -> None:
+        x = distribute_tensor(floats(4, 3), DeviceMesh("cpu", (2,)), [Shard(0)])
+        assert x.view(-1, np.int64(1)).shape == (12, 1)
+        with pytest.raises(ShardingRuleError, match=r"expected a shape of integers, got \[-1, 1\.0\]"):
+            x.view(-1, np.float64(1))
+
+    run_ranks(rank, 2, "torch")

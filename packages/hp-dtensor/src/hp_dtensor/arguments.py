@@ -176,7 +176,7 @@ def key_of(platform: Platform, name: str, value: Any, registration: Registration
     if registration.own:
         return kind
     if not kind.__weakrefoffset__:  # None, a device, a number of NumPy's
-        return value
+        return kind, value
     if getattr(value, "shape", ()):
         raise _mixed(name, value, "array")
     raise Uncached
