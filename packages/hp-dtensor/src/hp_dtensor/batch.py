@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hp_dtensor import checks
@@ -18,7 +18,7 @@ Tensor = Any
 
 
 def batch_redistribute(
-    tensors: Sequence[Any],
+    tensors: Iterable[Any],
     placements: Sequence[Placement] | Sequence[Sequence[Placement] | None] | None = None,
     *,
     bucket_bytes: int = BUCKET_BYTES,
@@ -39,6 +39,7 @@ def batch_redistribute(
         MixedOperandsError: plain tensors, by position.
         PlacementError: placements that do not fit, by position. Nothing has been communicated then.
     """
+    tensors = list(tensors)
     plain = [position for position, x in enumerate(tensors) if not isinstance(x, DTensor)]
     if plain:
         raise MixedOperandsError(

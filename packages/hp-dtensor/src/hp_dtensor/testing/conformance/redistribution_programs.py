@@ -143,7 +143,7 @@ def batches_share_collectives(name: str | Platform) -> None:
         batch_redistribute(sharded, bucket_bytes=2 * one)
     assert [record.name for record in log.records] == ["all_gather"] * 3
     assert batch_redistribute([]) == []
-    unmoved = batch_redistribute(sharded, (Shard(0),))
+    unmoved = batch_redistribute(iter(sharded), (Shard(0),))
     assert all(x is y for x, y in zip(sharded, unmoved, strict=True))
 
 
