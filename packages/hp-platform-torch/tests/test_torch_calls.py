@@ -14,7 +14,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hp_dtensor import DeviceMesh, Partial, RaggedShard, Replicate, Shard, distribute_tensor, from_local, get_platform
+from hp_dtensor import (
+    DeviceMesh,
+    Partial,
+    RaggedShard,
+    Replicate,
+    Shard,
+    dispatch,
+    distribute_tensor,
+    from_local,
+    get_platform,
+)
 from hp_dtensor.exceptions import MixedOperandsError, ShardingRuleError
 from hp_dtensor.testing import run_ranks
 
@@ -289,9 +299,14 @@ def test_arrays_among_dtensors_are_refused() -> None:
 
 def test_a_number_of_numpys_is_known_by_its_type() -> None:
     def rank() -> None:
-        x = distribute_tensor(floats(4, 3), DeviceMesh("cpu", (2,)), [Shard(0)])
+        x = distribute_tensor(floats(4, 3), DeviceMesh("cpu", (1,)), [Shard(0)])
         assert x.view(-1, np.int64(1)).shape == (12, 1)
         with pytest.raises(ShardingRuleError, match=r"expected a shape of integers, got \[-1, 1\.0\]"):
             x.view(-1, np.float64(1))
+        plans = set()
+        for factor in (0.5, 1.5, 2.5):
+            assert torch.equal((x * np.float64(factor)).full_tensor(), x.full_tensor() * factor)
+            plans.add(len(dispatch._plans))
+        assert len(plans) == 1
 
-    run_ranks(rank, 2, "torch")
+    run_ranks(rank, 1, "torch")

@@ -156,7 +156,7 @@ def key_of(platform: Platform, name: str, value: Any, registration: Registration
     if isinstance(value, DTensor):
         return value._spec
     kind = type(value)
-    if kind is int or kind is float or kind is bool:
+    if kind is int or kind is float or kind is bool or issubclass(kind, numpy.number):
         return kind if registration.by_type else (kind, value)
     if isinstance(value, (tuple, list)):  # told apart: as an index they mean different things
         return kind, *[key_of(platform, name, item, registration) for item in value]
@@ -175,7 +175,7 @@ def key_of(platform: Platform, name: str, value: Any, registration: Registration
         return value
     if registration.own:
         return kind
-    if not kind.__weakrefoffset__:  # None, a device, a number of NumPy's
+    if not kind.__weakrefoffset__:  # None, a device, a complex number
         return kind, value
     if getattr(value, "shape", ()):
         raise _mixed(name, value, "array")
