@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from hp_dtensor.redistribute.parts import (
 )
 from hp_dtensor.redistribute.plan import RedistributePlan
 from hp_dtensor.redistribute.planner import plan_between
-from hp_dtensor.spec import Ranges, TensorSpec, grad_spec
+from hp_dtensor.spec import Ranges, TensorSpec
 
 Tensor = Any
 
@@ -60,18 +60,15 @@ class AcrossPlan:
 
         The backward communicates too: the gradient must flow on every rank of both meshes.
         """
-        platform = self.source.mesh.platform
-        return platform.linear_map(local, self.run_data, lambda grad: self._backward.run_data(grad))
-
-    def run_data(self, local: Tensor) -> Tensor:
-        """As `run`, without gradient."""
         if self.source.mesh.world.rank not in self.ranks:
             return local
-        return self.after.run_data(self._exchange(self.before.run_data(local)))
+        platform = self.source.mesh.platform
+        exchanged = platform.linear_map(self.before.run(local), self._exchange, lambda grad: self._backward(grad))
+        return self.after.run(exchanged)
 
     @functools.cached_property
-    def _backward(self) -> AcrossPlan:
-        return plan_across(grad_spec(self.target), grad_spec(self.source), self.itemsize)
+    def _backward(self) -> Callable[[Tensor], Tensor]:
+        return plan_across(self.after.source, self.before.target, self.itemsize)._exchange
 
     def _exchange(self, local: Tensor) -> Tensor:
         world, platform = self.source.mesh.world, self.source.mesh.platform

@@ -167,6 +167,35 @@ def test_selecting_reductions_and_their_gradients(hp_platform: Platform, op: str
         np.testing.assert_allclose(grad, _weight() * share, rtol=1e-6)
 
 
+def _select_elsewhere(platform: Platform, op: str, target: Sequence[Placement]) -> tuple[np.ndarray, ...]:
+    """As `_select`, by way of a mesh of the same ranks in another order."""
+    mesh = DeviceMesh("cpu", (4,), mesh_dim_names=("a",), platform=platform)
+    other = DeviceMesh("cpu", (2, 2), ranks=(3, 1, 0, 2), mesh_dim_names=("b", "c"), platform=platform)
+    x = platform.from_numpy(_contributions()[mesh.world.rank])
+    platform.set_requires_grad(x, True)
+    y = from_local(x, mesh, (Partial(op),), shape=tuple(x.shape)).redistribute(other, target).full_tensor()
+    (grad,) = platform.grad([platform.ops.sum(platform.ops.mul(y, platform.from_numpy(_weight())))], [x])
+    return platform.to_numpy(y), platform.to_numpy(grad)
+
+
+@pytest.mark.parametrize("repeated", ["sum", "avg", "max", "min"])
+@pytest.mark.parametrize("op", ["sum", "avg", "max", "min", "product"])
+def test_reductions_on_the_way_to_another_mesh_and_their_gradients(
+    hp_platform: Platform, op: str, repeated: str
+) -> None:
+    parts = _contributions()
+    reduced = {"max": np.max, "min": np.min, "product": np.prod, "sum": np.sum, "avg": np.mean}[op]
+    whole = reduced(parts, axis=0)
+    won = parts == whole
+    for target in ((R, R), (Shard(0), Partial(repeated)), (Partial(repeated), Partial(repeated))):
+        found = run_ranks(_select_elsewhere, 4, hp_platform, hp_platform, op, target)
+        for rank, (value, grad) in enumerate(found):
+            np.testing.assert_allclose(value, whole, rtol=1e-6)
+            share: Any = {"sum": 1.0, "avg": 0.25, "product": whole / parts[rank]}.get(op)
+            share = won[rank] / won.sum(axis=0) if share is None else share
+            np.testing.assert_allclose(grad, _weight() * share, rtol=1e-6)
+
+
 def _repeated(platform: Platform, op: str) -> tuple[np.ndarray, ...]:
     mesh = DeviceMesh("cpu", (3,), mesh_dim_names=("a",), platform=platform)
     x = platform.from_numpy(_weight()[mesh.world.rank : mesh.world.rank + 1])
