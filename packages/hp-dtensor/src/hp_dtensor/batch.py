@@ -36,14 +36,17 @@ def batch_redistribute(
             while it is under way; a tensor above it goes alone.
 
     Raises:
-        MixedOperandsError: plain tensors, by position.
+        TypeError: a single DTensor.
+        MixedOperandsError: others than DTensors, by position.
         PlacementError: placements that do not fit, by position. Nothing has been communicated then.
     """
+    if isinstance(tensors, DTensor):
+        raise TypeError(f"batch_redistribute takes many DTensors, got one, {tensors.spec!r}; use its redistribute()")
     tensors = list(tensors)
-    plain = [position for position, x in enumerate(tensors) if not isinstance(x, DTensor)]
-    if plain:
+    others = {position: type(x).__name__ for position, x in enumerate(tensors) if not isinstance(x, DTensor)}
+    if others:
         raise MixedOperandsError(
-            f"batch_redistribute takes DTensors, got plain tensors at positions {plain}; use distribute_tensor for them"
+            f"batch_redistribute takes DTensors, got others at positions {others}; use distribute_tensor for them"
         )
     targets = _targets_of(tensors, placements)
     moving = [(x, target) for x, target in zip(tensors, targets, strict=True) if x.spec is not target]
