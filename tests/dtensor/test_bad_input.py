@@ -56,8 +56,7 @@ def _operands(platform: Platform) -> Iterator[Case]:
     yield lambda: ops.mul(x, scale), "MixedOperandsError", "mul: a plain scalar that requires a gradient"
     yield lambda: x.redistribute(placements=(Shard(5), R)), "PlacementError", "dimension 5 of a 2-dimensional"
     yield lambda: x.redistribute(placements=S0), "PlacementError", "redistribute: placements must be a tuple"
-    yield lambda: batch_redistribute([x, plain, None]), "MixedOperandsError", r"others at positions .*1: .*2: 'NoneType'"
-    yield lambda: batch_redistribute(x), "TypeError", "takes many DTensors, got one"
+    yield lambda: batch_redistribute([x, plain, None]), "MixedOperandsError", "others at positions .*1: .*2: 'NoneType'"
     yield lambda: batch_redistribute([x, x], S0), "PlacementError", "batch_redistribute: placements must be a tuple"
     yield lambda: batch_redistribute([x], [(R, R), None]), "PlacementError", "of 1 tensors: .* got 2 lists"
     yield (

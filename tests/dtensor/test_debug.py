@@ -158,6 +158,8 @@ def test_a_batch_that_fails_says_where(hp_platform: Platform, monkeypatch: pytes
     def rank() -> list[str]:
         mesh = DeviceMesh("cpu", (2,), mesh_dim_names=("tp",), platform=hp_platform)
         tensors = [zeros(6, 3, device_mesh=mesh, placements=(Shard(0),)) for _ in range(2)]
+        with pytest.raises(TypeError, match="takes many DTensors, got one"):
+            batch_redistribute(tensors[0])
         with pytest.raises(RuntimeError, match="Timed out") as failure:
             batch_redistribute(tensors)
         return failure.value.__notes__
