@@ -305,6 +305,49 @@ class ManyDoors(nn.Module):
         return self.first(self(x, times - 1) if times > 1 else x)
 
 
+class Retrying(nn.Module):
+    """Calls itself, and goes on where that fails."""
+
+    def __init__(self):
+        super().__init__()
+        self.map = nn.Linear(3, 3)
+
+    def forward(self, x, is_first=True):
+        if is_first:
+            try:
+                return self(x, False)
+            except ArithmeticError:
+                pass
+        return self.map(x)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_forward_may_go_on_where_a_hook_fails_in_a_call_of_itself(hp_platform, when):
+    """Hooks of users may run around those that gather, which then know nothing of the call or of its failure."""
+
+    def fail(module, args, kwargs, output=None):
+        if args[1:] == (False,):
+            raise ArithmeticError("on purpose")
+
+    def rank():
+        with nn.building(hp_platform):
+            model = Retrying()
+        hp_platform.copy_(model.map.weight, hp_platform.from_numpy(numpy.eye(3, dtype=numpy.float32)))
+        fully_shard(model, mesh_of(hp_platform, 2))
+        if when == "before":
+            hp_platform.add_forward_pre_hook(model, fail, prepend=True)
+        else:
+            hp_platform.add_forward_hook(model, fail)
+        for count in (1, 2):
+            x = hp_platform.from_numpy(numpy.ones((2, 3), numpy.float32))
+            y = model(x)
+            numpy.testing.assert_array_equal(hp_platform.to_numpy(hp_platform.detach(y)), 1)
+            hp_platform.backward(hp_platform.ops.sum(y))
+            numpy.testing.assert_array_equal(whole_grads(hp_platform, model)["map.weight"], 2 * count)
+
+    run_ranks(rank, 2, hp_platform)
+
+
 @pytest.mark.parametrize("within", [False, True], ids=["root", "inside"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_forward_may_call_entry_points_and_itself(hp_platform, within, stage):

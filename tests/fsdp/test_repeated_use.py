@@ -233,3 +233,27 @@ def test_a_backward_may_follow_one_through_later_calls_of_parts(hp_platform):
         assert not any(held_bytes(model))
 
     run_ranks(program, 2, hp_platform)
+
+
+def test_what_is_gathered_ahead_of_a_part_and_written_before_its_use_is_gathered_again(hp_platform):
+    """A part called on its own has the next one gathered, which only the model calls, after a step."""
+
+    def program():
+        model, rank = build(hp_platform, in_turn), current_world(hp_platform).rank
+        for module in (model.a, model.b, model.last, model):
+            fully_shard(module, mesh_of(hp_platform, 2))
+        hp_platform.backward(loss(hp_platform, model, rank, 0))
+        with hp_platform.no_grad():
+            model.a(hp_platform.from_numpy(numpy.zeros((2, DIM), numpy.float32)))
+        for _, parameter in hp_platform.named_parameters(model):
+            local = hp_platform.unwrap(parameter)
+            hp_platform.copy_(local, hp_platform.ops.mul(hp_platform.detach(local), 2))
+        found = loss(hp_platform, model, 0, 1)
+        return hp_platform.to_numpy(hp_platform.detach(found))
+
+    plain = build(hp_platform, in_turn)
+    for _, parameter in hp_platform.named_parameters(plain):
+        hp_platform.copy_(parameter, hp_platform.ops.mul(hp_platform.detach(parameter), 2))
+    expected = hp_platform.to_numpy(hp_platform.detach(loss(hp_platform, plain, 0, 1)))
+    for found in run_ranks(program, 2, hp_platform):
+        numpy.testing.assert_allclose(found, expected, rtol=1e-4)

@@ -422,6 +422,38 @@ def test_a_forward_may_have_a_backward_to_its_input_inside(hp_platform, grad_ena
     run_ranks(rank, 2, hp_platform)
 
 
+@pytest.mark.parametrize("order", ["wpw", "wppw"])
+def test_a_part_called_on_its_own_may_have_a_backward_to_its_input_inside(hp_platform, order):
+    """Calls of the whole and of its parts."""
+
+    class Around(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks, self.last = torch.nn.ModuleList([Forces()]), torch.nn.Linear(5, 5)
+
+        def forward(self, x):
+            return parts(self, x)
+
+    def parts(net, x):
+        grad, energy = net.blocks[0](x)
+        return net.last(grad) + energy
+
+    def rank():
+        plain, net = Around(), Around()
+        net.load_state_dict(plain.state_dict())
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",), platform=hp_platform)
+        for module in (net.blocks[0].blocks[0], net.blocks[0], net.last, net):
+            fully_shard(module, mesh)
+        for letter in order:
+            for each in (net, plain):
+                x = torch.ones(2, 5)
+                (each(x) if letter == "w" else parts(each, x)).square().sum().backward()
+        for parameter, other in zip(net.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad.full_tensor(), other.grad)
+
+    run_ranks(rank, 2, hp_platform)
+
+
 def test_a_backward_to_named_parameters_is_refused(hp_platform):
     def rank():
         net = shard_net(hp_platform, Net())

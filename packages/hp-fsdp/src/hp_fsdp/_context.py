@@ -251,6 +251,8 @@ class Context:
 
     def _refresh(self, groups: Sequence[ParameterGroup]) -> None:
         """Gather again what was kept whole since parameters changed, by whomever, on any rank."""
+        for group in groups:
+            group.finish_gathering()
         held = [group for group in groups if group.state is GroupState.UNSHARDED]
         stale = stale_buffers(self.storage, [buffer for group in held for buffer in group.buffers]) if held else set()
         self._check_pending(groups, [buffer for buffer in stale if buffer.keeps_full])
@@ -495,8 +497,8 @@ class Context:
             group.reshard()
 
     def _is_computing(self, group: ParameterGroup) -> bool:
-        """Whether its forward goes on after this backward, which is one within the forward of the root."""
-        return self._outermost is not None and group.entered
+        """Whether its forward goes on after this backward, which is one within a forward."""
+        return group.entered and (self._outermost is not None or bool(group.running))
 
     def _frees_after_backward(self, group: ParameterGroup) -> bool:
         """After a reduction the optimizer changes the shards: what was gathered before is out of date."""
@@ -519,7 +521,7 @@ class Context:
                     group.reshard()
         self._finish_reading()
         self._backward = None
-        if self.root.is_last_backward and self._outermost is None and self._pass in run.to_come:
+        if self.root.is_last_backward and self._pass in run.to_come and not any(map(self._is_computing, self.groups)):
             self._start_chain_anew()
         # They may take the optimizer's step.
         self._reducer.run_gradient_hooks()

@@ -60,6 +60,7 @@ class ParameterGroup:
         state: where the full parameters are.
         exposed: whether the modules hold the unsharded parameters instead of the sharded ones.
         entered: whether the forward of one of its modules has begun, and not that of all ended.
+        running: forwards of its modules that run, one inside of another, by the module's id.
         kept_after_forward: whether the last forward left the full parameters for a backward.
         record: the current forward pass's use, until its backward; None outside.
         is_last_backward: of a root: whether gradients that autograd did not deliver count as zero at the end of
@@ -93,6 +94,7 @@ class ParameterGroup:
         self.state = GroupState.SHARDED
         self.exposed = False
         self.entered = False
+        self.running: dict[int, int] = {}
         self.kept_after_forward = False
         self.record: GatherRecord | None = None
         self.gradient_sync = True

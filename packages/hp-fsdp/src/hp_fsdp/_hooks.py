@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from hp_dtensor.platform import Platform
@@ -35,8 +36,6 @@ class ModuleState:
         self.policy = policy
         self.context: Context | None = None
         self._to_come = list(self.modules)
-        # By the module's id: its forwards that run, one inside of another.
-        self._running: dict[int, int] = {}
 
     def install(self) -> None:
         """Put this state and its hooks on the modules."""
@@ -49,9 +48,7 @@ class ModuleState:
         self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Unshard, and cast the inputs; not where a forward of the module calls the module, or a method of it."""
-        running = self._running.get(id(module), 0)
-        self._running[id(module)] = running + 1
-        if running:
+        if self._is_inner(module):
             return None
         context = self.context if self.context is not None else self._become_root()
         was_entered = self.group.entered
@@ -66,8 +63,7 @@ class ModuleState:
     def after_forward(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Cast the outputs, watch for their gradients, and reshard."""
         assert self.context is not None
-        self._running[id(module)] -= 1
-        if self._running[id(module)]:
+        if self._is_inner(module):
             return output
         if self.policy.output_dtype is not None:
             output = self._cast(output, self.policy.output_dtype)
@@ -75,12 +71,25 @@ class ModuleState:
         watched = self.context.leave(self.group, module, outputs, self._is_last(module))
         return _replace(output, self.platform.Tensor, outputs, watched)
 
-    def forward_failed(self, module: Module) -> None:
-        """A forward of `module` has ended with an exception."""
-        if self._running.get(id(module), 0) > 1:
-            self._running[id(module)] -= 1
-            return
-        self._running.pop(id(module), None)
+    def run(self, module: Module, forward: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+        """Call `forward`, with the hooks that it calls; know of it while it runs, and when it fails."""
+        running, key = self.group.running, id(module)
+        running[key] = running.get(key, 0) + 1
+        try:
+            return forward(*args, **kwargs)
+        except BaseException:
+            if not self._is_inner(module):
+                self._forward_failed()
+            raise
+        finally:
+            running[key] -= 1
+            if not running[key]:
+                del running[key]
+
+    def _is_inner(self, module: Module) -> bool:
+        return self.group.running.get(id(module), 0) > 1
+
+    def _forward_failed(self) -> None:
         self._to_come = list(self.modules)
         if self.context is not None:
             self.context.fail(self.group)

@@ -37,11 +37,7 @@ class FSDPModule:
         return state
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        except BaseException:
-            self._fsdp.forward_failed(self)
-            raise
+        return self._fsdp.run(self, super().__call__, args, kwargs)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise TypeError(f"{type(self).__name__}: a sharded module cannot be copied; copy it before fully_shard")
@@ -269,15 +265,14 @@ def register_fsdp_forward_method(module: Module, name: str) -> None:
     if not callable(method):
         raise FullyShardError(f"register_fsdp_forward_method: {type(module).__name__} has no method {name!r}")
 
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        changed = state.before_forward(module, args, kwargs)
+        args, kwargs = changed if changed is not None else (args, kwargs)
+        return state.after_forward(module, args, kwargs, method(*args, **kwargs))
+
     @functools.wraps(method)
     def sharded(*args: Any, **kwargs: Any) -> Any:
-        try:
-            changed = state.before_forward(module, args, kwargs)
-            args, kwargs = changed if changed is not None else (args, kwargs)
-            return state.after_forward(module, args, kwargs, method(*args, **kwargs))
-        except BaseException:
-            state.forward_failed(module)
-            raise
+        return state.run(module, hooked, args, kwargs)
 
     object.__setattr__(module, name, sharded)
 
