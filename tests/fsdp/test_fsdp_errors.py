@@ -257,6 +257,48 @@ def test_a_gather_that_cannot_begin_leaves_nothing_behind(hp_platform, fails_at)
     run_ranks(rank, 2, hp_platform)
 
 
+class Interrupted(Communication):
+    """The first gathers fail on their way."""
+
+    def __init__(self, platform, num_failures):
+        super().__init__(platform)
+        self._to_fail = num_failures
+
+    def all_gather(self, output, shard, group):
+        self._to_fail -= 1
+        work = super().all_gather(output, shard, group)
+        return _Lost(work) if self._to_fail >= 0 else work
+
+
+class _Lost:
+    def __init__(self, work):
+        self._work = work
+
+    def wait(self):
+        self._work.wait()
+        raise RuntimeError("connection lost")
+
+
+def test_a_gather_that_has_failed_is_not_taken_for_done(hp_platform):
+    """Whoever waits for it again has it begin again."""
+    expected = expected_grads(hp_platform)
+
+    def rank():
+        model = sharded(hp_platform, CASE)
+        parameters = [parameter for _, parameter in hp_platform.named_parameters(model)]
+        step(hp_platform, model, CASE)
+        model.blocks[1].set_communication(Interrupted(hp_platform, 2))
+        handle = model.blocks[1].unshard(async_op=True)
+        for _ in range(2):
+            with pytest.raises(CommunicationError, match=r"blocks\.1 .*: connection lost"):
+                handle.wait()
+            assert not any(held_bytes(model))
+        handle.wait()
+        check_next_step(hp_platform, model, parameters, expected)
+
+    run_ranks(rank, 2, hp_platform)
+
+
 def test_modules_of_one_class_called_on_their_own_are_told_apart(hp_platform):
     def rank():
         with nn.building(hp_platform):

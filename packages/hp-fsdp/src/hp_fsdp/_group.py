@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
@@ -171,17 +172,21 @@ class ParameterGroup:
             )
         if self.state in (GroupState.SHARDED, GroupState.SHARDED_AFTER_FORWARD):
             self.check_order("gathers")
-            with self.communicating("gather parameters"):
-                self._start_gathers()
+            self._gather(FlatBuffer.start_gather)
             self.state = GroupState.GATHERING
 
-    def _start_gathers(self) -> None:
+    def _gather(self, step: Callable[[FlatBuffer], None]) -> None:
+        """A step of gathering for each buffer; where one fails, nothing is gathered."""
         try:
-            for buffer in self.buffers:
-                buffer.start_gather()
+            with self.communicating("gather parameters"):
+                for buffer in self.buffers:
+                    step(buffer)
         except BaseException:
             for buffer in self.buffers:
+                with contextlib.suppress(RuntimeError):
+                    buffer.wait_gather()
                 buffer.release()
+            self.state = GroupState.SHARDED
             raise
 
     def unshard(self) -> None:
@@ -192,9 +197,7 @@ class ParameterGroup:
     def finish_gathering(self) -> None:
         """Wait for a gather that has begun."""
         if self.state is GroupState.GATHERING:
-            with self.communicating("gather parameters"):
-                for buffer in self.buffers:
-                    buffer.wait_gather()
+            self._gather(FlatBuffer.wait_gather)
             self.state = GroupState.UNSHARDED
 
     def communicating(self, action: str, in_backward: bool = False) -> AbstractContextManager[None]:
