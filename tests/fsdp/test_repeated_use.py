@@ -257,3 +257,47 @@ def test_what_is_gathered_ahead_of_a_part_and_written_before_its_use_is_gathered
     expected = hp_platform.to_numpy(hp_platform.detach(loss(hp_platform, plain, 0, 1)))
     for found in run_ranks(program, 2, hp_platform):
         numpy.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
+def recomputed_in_part(model, x, rank):
+    return model.last(model.b(checkpoint(model.a, model.first(x), platform=model.platform)))
+
+
+def backward_after_a_later_forward(platform, model, rank):
+    first, _ = (loss(platform, model, rank, step) for step in range(2))
+    platform.backward(first)
+
+
+def one_part_without_gradient(platform, model, rank):
+    loss(platform, model, rank, 0)
+    x = platform.from_numpy(numpy.ones((2, DIM), numpy.float32))
+    with platform.no_grad():
+        model.b(x)
+    y = model.a(x)
+    platform.backward(platform.ops.sum(platform.ops.mul(y, y)))
+
+
+STEPS = backward_after_a_later_forward, one_part_without_gradient
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+def test_a_use_of_another_forward_takes_no_gradients(hp_platform, step):
+    """Of a group whose parameters that forward has recorded, and this one not yet."""
+    plain = build(hp_platform, recomputed_in_part)
+    for rank in range(2):
+        step(hp_platform, plain, rank)
+    expected = whole_grads(hp_platform, plain)
+
+    def program():
+        model, mesh = build(hp_platform, recomputed_in_part), mesh_of(hp_platform, 2)
+        fully_shard([model.a, model.b], mesh)
+        fully_shard(model, mesh)
+        parameters = dict(hp_platform.named_parameters(model))
+        step(hp_platform, model, current_world(hp_platform).rank)
+        for name, parameter in parameters.items():
+            grad = hp_platform.get_grad(parameter)
+            if expected[name] is not None:
+                found = hp_platform.to_numpy(grad.full_tensor())
+                numpy.testing.assert_allclose(2 * found, expected[name], rtol=1e-4, atol=1e-5, err_msg=name)
+
+    run_ranks(program, 2, hp_platform)

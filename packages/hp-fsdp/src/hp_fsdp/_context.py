@@ -163,7 +163,7 @@ class Context:
         if begins:
             self._pass.begin(group)
         # Modules of the group called before, or the same one in the forward of a checkpoint, may have had no graph.
-        if begins or not group.exposed or (group.record is None and self.platform.is_grad_enabled()):
+        if begins or not group.exposed or (self.platform.is_grad_enabled() and not self._is_recorded(group)):
             self._expose(group)
         if begins:
             self._prefetch_next(group)
@@ -295,12 +295,25 @@ class Context:
             raise
 
     def _expose(self, group: ParameterGroup) -> None:
-        if not self.platform.is_grad_enabled() or (self._backward is not None and group.record is not None):
+        is_recorded = self._is_recorded(group)
+        if not self.platform.is_grad_enabled() or (self._backward is not None and is_recorded):
             group.expose()
             return
-        if group.record is None or not group.record.unsharded:
+        if not is_recorded:
             self._record(group)
         group.expose(group.record.unsharded if group.record is not None else None)
+
+    def _is_recorded(self, group: ParameterGroup) -> bool:
+        """Whether the gradients of what a module now computes will be collected.
+
+        Not by a use of an earlier forward, nor of a later one to which the backward that runs does not come.
+        """
+        record, run = group.record, self._backward
+        if record is None:
+            return False
+        if run is None:
+            return record.forward_pass is self._pass
+        return record.forward_pass is None or record.forward_pass in run.to_come
 
     def _record(self, group: ParameterGroup) -> None:
         if self._backward is not None:
