@@ -39,6 +39,7 @@ from hp_fsdp import (
     FullyShardError,
     fully_shard,
     memory_use,
+    register_fsdp_forward_method,
 )
 
 CASE = Case((2,), num_blocks=3)
@@ -181,6 +182,19 @@ def test_a_part_called_outside_its_groups_forward_is_told_the_way(hp_platform):
             model.blocks[0].up(x)
 
     run_ranks(rank, 2, hp_platform)
+
+
+def test_a_method_that_computes_when_its_call_is_over_is_refused(hp_platform):
+    """It would find the parameters sharded again."""
+
+    class Streaming(nn.Linear):
+        def stream(self, x):
+            yield self.forward(x)
+
+    with nn.building(hp_platform):
+        model = fully_shard(Streaming(3, 3), mesh_of(hp_platform, 1))
+    with pytest.raises(FullyShardError, match=r"Streaming\.stream is a generator .*methods that it calls"):
+        register_fsdp_forward_method(model, "stream")
 
 
 class Broken(Communication):

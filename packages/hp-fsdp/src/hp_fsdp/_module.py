@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -254,16 +255,25 @@ def _positive(method: str, factor: float) -> float:
     return float(factor)
 
 
+_RUN_LATER = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
+
+
 def register_fsdp_forward_method(module: Module, name: str) -> None:
     """Let `module.<name>(...)`, like its forward, run on gathered parameters.
 
     Raises:
-        FullyShardError: `module` has not been through `fully_shard`, or has no such method.
+        FullyShardError: `module` has not been through `fully_shard`, has no such method, or it is a generator or a
+            coroutine, which computes when the call is over.
     """
     state = _state_of(module)
     method = getattr(module, name, None)
     if not callable(method):
         raise FullyShardError(f"register_fsdp_forward_method: {type(module).__name__} has no method {name!r}")
+    if any(runs_later(method) for runs_later in _RUN_LATER):
+        raise FullyShardError(
+            f"register_fsdp_forward_method: {type(module).__name__}.{name} is a generator or a coroutine, which "
+            "computes when the call is over; register the methods that it calls"
+        )
 
     def hooked(*args: Any, **kwargs: Any) -> Any:
         changed = state.before_forward(module, args, kwargs)
