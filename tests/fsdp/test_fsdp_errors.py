@@ -29,6 +29,7 @@ from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import GradientPathError, LaunchError, MixedOperandsError, RankMismatchError
 from hp_dtensor.init import Normal, init_parameters
 from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor.placements import Shard
 from hp_dtensor.testing.simulated import run_ranks
 from hp_dtensor.world import current_world
 from hp_fsdp import (
@@ -37,6 +38,7 @@ from hp_fsdp import (
     CommunicationError,
     FSDPStateError,
     FullyShardError,
+    MixedPrecisionPolicy,
     fully_shard,
     memory_use,
     register_fsdp_forward_method,
@@ -471,6 +473,48 @@ def test_in_check_mode_replicas_that_have_parted_are_named(hp_platform, options)
         assert all("up.bias, up.weight on ranks 0, 1 than on ranks 2, 3. " in message for message in messages)
     else:
         assert all("up.weight on rank 0 than on rank 2" in message for message in messages)
+
+
+@pytest.mark.parametrize(
+    ("different", "told"),
+    [
+        ("shape", r"fully_shard\(Linear\): ranks differ: rank 0: weight \[4, 5\].*; rank 1: weight \[3, 5\]"),
+        ("more", r"ranks differ: rank 0: MixedPrecisionPolicy.*rank 1: .*bias"),
+        ("frozen", r"ranks differ: rank 0: weight \[4, 5\][^;]*, frozen; rank 1"),
+        ("cut", r"ranks differ: rank 0: .*cut along 0; rank 1: .*cut along 1"),
+        ("dtype", r"ranks differ: rank 0: MixedPrecisionPolicy.*rank 1: MixedPrecisionPolicy"),
+    ],
+)
+def test_in_check_mode_ranks_that_shard_different_models_are_named(hp_platform, different, told):
+    def rank():
+        mesh = mesh_of(hp_platform, 2)
+        number = current_world(hp_platform).rank
+        is_other = number == 1
+        model = nn.Linear(5, 3 if different == "shape" and is_other else 4, bias=different == "more" and is_other)
+        if different == "frozen" and not is_other:
+            hp_platform.set_requires_grad(model.weight, False)
+        dtype = hp_platform.dtype("float16") if different == "dtype" and is_other else None
+        with check_mode():
+            fully_shard(
+                model,
+                mesh,
+                shard_placement_fn=(lambda parameter: Shard(number)) if different == "cut" else None,
+                mp_policy=MixedPrecisionPolicy(output_dtype=dtype),
+            )
+
+    with pytest.raises(LaunchError, match=f"RankMismatchError: .*{told}"):
+        run_ranks(rank, 2, hp_platform)
+
+
+def test_modules_sharded_from_outside_in_are_told_the_order(hp_platform):
+    def rank():
+        mesh = mesh_of(hp_platform, 2)
+        block = Block()
+        fully_shard(block, mesh)
+        fully_shard(next(module for name, module in hp_platform.named_modules(block) if name), mesh)
+
+    with pytest.raises(LaunchError, match="has been sharded by the fully_shard of a module above; shard inner"):
+        run_ranks(rank, 2, hp_platform)
 
 
 def test_groups_are_called_by_their_places(hp_platform):

@@ -14,6 +14,7 @@ from hp_dtensor.recompute import checkpoint
 from hp_dtensor.testing.simulated import run_ranks
 from hp_dtensor.world import current_world, record_collectives
 from hp_fsdp import fully_shard
+from hp_fsdp.exceptions import FSDPStateError
 
 DIM = 5
 
@@ -301,3 +302,48 @@ def test_a_use_of_another_forward_takes_no_gradients(hp_platform, step):
                 numpy.testing.assert_allclose(2 * found, expected[name], rtol=1e-4, atol=1e-5, err_msg=name)
 
     run_ranks(program, 2, hp_platform)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_a_step_between_a_forward_and_its_backward(hp_platform, zero_stage):
+    """Whole parameters that are kept are still those of the forward; others would be those of the next step."""
+
+    def rank():
+        mesh = mesh_of(hp_platform, 2)
+        model = Net()
+        for module in (model.first, model.last):
+            fully_shard(module, mesh, zero_stage=zero_stage)
+        fully_shard(model, mesh, zero_stage=zero_stage)
+        x = hp_platform.from_numpy(numpy.ones((2, DIM), numpy.float32))
+
+        def loss(scale):
+            y = model.last(model.ops.tanh(model.first(model.ops.mul(x, scale))))
+            return model.ops.sum(model.ops.mul(y, y))
+
+        object.__setattr__(model, "forward", loss)
+        alone, first, second = model(2.0), model(1.0), model(2.0)
+        hp_platform.backward(alone)
+        expected = whole_grads(hp_platform, model.first)
+        _forget_grads(hp_platform, model)
+        hp_platform.backward(first)
+        with hp_platform.no_grad():
+            for _, parameter in hp_platform.named_parameters(model):
+                parameter.add_(1.0)
+        _forget_grads(hp_platform, model)
+        if zero_stage in (1, 2):
+            hp_platform.backward(second)
+            return [expected, whole_grads(hp_platform, model.first)]
+        with pytest.raises(FSDPStateError, match="were changed between a forward and its backward"):
+            hp_platform.backward(second)
+        model.reset()
+        hp_platform.backward(model(1.0))
+        return [expected, expected]
+
+    for expected, found in run_ranks(rank, 2, hp_platform):
+        for name, value in expected.items():
+            numpy.testing.assert_allclose(found[name], value, rtol=1e-6)
+
+
+def _forget_grads(platform, model) -> None:
+    for _, parameter in platform.named_parameters(model):
+        platform.set_grad(parameter, None)

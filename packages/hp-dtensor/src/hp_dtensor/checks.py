@@ -75,6 +75,16 @@ def check_moved(source: TensorSpec, target: TensorSpec) -> None:
         _check_equal(source.mesh, "redistribute", fact)
 
 
+def check_alike(mesh: DeviceMesh, what: str, facts: Sequence[str]) -> None:
+    """In `check_mode`: every rank of the mesh gives the same facts; raises as `check_created`, telling the first that
+    differs."""
+    if not is_checking() or mesh.get_coordinate() is None or mesh.size() == 1:
+        return
+    told = {rank: json.loads(data) for rank, data in _exchange(mesh, json.dumps(list(facts)).encode()).items()}
+    for each in itertools.zip_longest(*told.values(), fillvalue="nothing more"):
+        _raise_unless_equal(what, dict(zip(told, each, strict=True)))
+
+
 def _describe_alike(spec: TensorSpec) -> str:
     """The placements as every rank must have them: how many rows go where may depend on what another axis has cut."""
     cut = [p for p in spec.placements if p.is_shard() or isinstance(p, RaggedShard)]
@@ -102,7 +112,11 @@ def digest(platform: Platform, x: Tensor) -> str:
 def _check_equal(mesh: DeviceMesh, what: str, fact: str) -> None:
     if mesh.get_coordinate() is None or mesh.size() == 1:
         return
-    by_fact = ranks_by_fact({rank: data.decode() for rank, data in _exchange(mesh, fact.encode()).items()})
+    _raise_unless_equal(what, {rank: data.decode() for rank, data in _exchange(mesh, fact.encode()).items()})
+
+
+def _raise_unless_equal(what: str, facts: Mapping[int, str]) -> None:
+    by_fact = ranks_by_fact(facts)
     if len(by_fact) > 1:
         raise RankMismatchError(f"{what}: ranks differ: {_told(by_fact)}. All ranks must do the same.")
 

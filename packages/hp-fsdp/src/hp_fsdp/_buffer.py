@@ -238,7 +238,8 @@ class FlatBuffer:
         """Begin to fill the full buffer from all shards, or from the parts that a few ranks kept of it."""
         if self.is_whole:
             return
-        self._gathered_versions = self._versions()
+        if self._kept_part is None:
+            self._gathered_versions = self._versions()
         self.storage.refill(self.full)
         self.note_allocation()
         if self.layout.num_shards == 1:
@@ -454,6 +455,11 @@ class FlatBuffer:
     def note_pending(self) -> None:
         """Remember in which state the parameters are to which gradients belong that wait for more."""
         self._pending_versions = self._versions()
+
+    @property
+    def held_versions(self) -> list[int] | None:
+        """Of the parameters whose values the full buffer holds."""
+        return self._versions() if self.is_whole else self._gathered_versions
 
     @property
     def is_written(self) -> bool:

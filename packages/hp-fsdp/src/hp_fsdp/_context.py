@@ -480,6 +480,8 @@ class Context:
         if buffer not in record.waiting and all(grad is None for grad in grads):
             return  # passed over already
         self._reach(group, forward_pass)
+        if any(grad is not None for grad in grads):
+            record.check_unchanged(buffer)
         if forward_pass is not None:
             self._pass_over_until(Event(group, ends=False), forward_pass, run)
         if buffer.gradients is None:

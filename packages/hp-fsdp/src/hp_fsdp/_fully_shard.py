@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from hp_dtensor import nn
+from hp_dtensor.checks import check_alike
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.platform import Platform
 from hp_fsdp._buffer import FlatBuffer
@@ -88,6 +89,7 @@ def fully_shard(
 
     Raises:
         FullyShardError: listing every problem of mesh, modules and parameters; nothing has been changed.
+        RankMismatchError: in `check_mode`, where ranks have other parameters, ways to cut them, or dtypes.
         CapabilityError: the platform cannot compute in the policy's dtypes.
     """
     modules: list[Any] = list(module) if isinstance(module, (list, tuple)) else [module]
@@ -108,10 +110,24 @@ def fully_shard(
     _check_hooks(platform, originals)
     place(originals, mesh, shard_placement_fn, reshard_after_forward, name)
     whole = _whole_parameters(platform, originals, replicated, threshold if zero_stage else math.inf)
+    check_alike(mesh, f"fully_shard({name})", _facts(platform, originals, whole, policy))
     buffers = _make_buffers(storage, originals, whole, policy, transport, bucket_size, offload_policy)
     group = ParameterGroup(name, modules, storage, list(buffers), reshard_after_forward, zero_stage)
     _install(group, policy)
     return module
+
+
+def _facts(
+    platform: Platform, originals: Sequence[Original], whole: Collection[int], policy: MixedPrecisionPolicy
+) -> list[str]:
+    """What all ranks must have alike."""
+    each = [
+        f"{original.name} {list(original.tensor.shape)} {original.tensor.dtype}, cut along {original.first_dim}"
+        f"{', whole' if id(original.tensor) in whole else ''}"
+        f"{'' if platform.requires_grad(original.tensor) else ', frozen'}"
+        for original in originals
+    ]
+    return [*each, str(policy)]
 
 
 def _install(group: ParameterGroup, policy: MixedPrecisionPolicy) -> None:

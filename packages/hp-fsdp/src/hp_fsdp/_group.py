@@ -42,6 +42,7 @@ class GatherRecord:
         unsharded: the tensors that the modules compute with, per buffer.
         indices: of the trainable parameters, per buffer that has some.
         waiting: buffers whose autograd node has not run yet.
+        versions: of the parameters that the forward computed with, per buffer in `indices`.
     """
 
     def __init__(self, group: ParameterGroup, forward_pass: object | None) -> None:
@@ -50,6 +51,16 @@ class GatherRecord:
         self.unsharded: list[list[Tensor]] = []
         self.indices: dict[FlatBuffer, list[int]] = {}
         self.waiting: list[FlatBuffer] = []
+        self.versions: dict[FlatBuffer, list[int] | None] = {}
+
+    def check_unchanged(self, buffer: FlatBuffer) -> None:
+        """Raise if backward has come to other values than the forward computed with, as far as writes are counted."""
+        if buffer.held_versions != self.versions[buffer]:
+            raise FSDPStateError(
+                f"{self.group.place}: parameters were changed between a forward and its backward, by optimizer.step() "
+                "or otherwise: gradients would be those of other values. Run the backward of every loss before the "
+                "step, or the forward again after it"
+            )
 
 
 class ParameterGroup:
@@ -337,6 +348,7 @@ class ParameterGroup:
             if indices:
                 record.indices[buffer] = indices
                 record.waiting.append(buffer)
+                record.versions[buffer] = buffer.held_versions
                 token, unsharded = buffer.gather_node(token, indices, located(partial(complete, record, buffer)))
             else:
                 unsharded = [parameter.leaf for parameter in buffer.parameters]

@@ -181,6 +181,11 @@ def problems_of(original: Original, mesh: DeviceMesh) -> list[str]:
     """Why a parameter cannot be sharded over `mesh`; empty when it can."""
     name, tensor = original.name, original.tensor
     problems = []
+    if getattr(tensor, "_gradient_from", None) == "fully_shard":
+        return [
+            f"{name} has been sharded by the fully_shard of a module above; shard inner modules first, then those "
+            "around them"
+        ]
     taken_by = getattr(tensor, TAKEN_ATTRIBUTE, None)
     if taken_by is not None:
         problems.append(
