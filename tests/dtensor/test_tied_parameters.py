@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from hp_dtensor import (
     RowwiseParallel,
     Shard,
     ShardingPlan,
+    distribute_module,
+    distribute_tensor,
     nn,
     parallelize_module,
     shard_module,
@@ -84,6 +87,94 @@ def _sharded(platform: Platform) -> list[str]:
 def test_a_plan_names_a_tied_parameter_under_any_name(hp_platform: Platform) -> None:
     for messages in run_ranks(_sharded, 2, hp_platform, hp_platform):
         assert "the same parameter as 'table.weight', which is placed in another way" in messages[0]
+
+
+class Twice(nn.Module):
+    """Whose own parameter has two names, both of which it multiplies by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alias = self.weight = self.parameter((WIDTH, WIDTH))
+
+    def forward(self, x: Any) -> Any:
+        return self.ops.matmul(self.ops.matmul(x, self.weight), self.alias)
+
+
+def _placed_by_hand(name: str, module: Any, mesh: DeviceMesh) -> None:
+    platform = mesh.platform
+    for key, old in list(platform.named_parameters(module, recurse=False)):
+        placed = distribute_tensor(platform.detach(old), mesh, [Shard(0)])
+        platform.set_parameter(module, key, platform.Parameter(placed))
+
+
+WAYS: dict[str, Callable[[Any, DeviceMesh], Any]] = {
+    "shard_module": lambda m, mesh: shard_module(m, mesh, ShardingPlan({"weight": (Shard(0),)})),
+    "shard_module, the other name": lambda m, mesh: shard_module(m, mesh, ShardingPlan({"alias": (Shard(0),)})),
+    "distribute_module": distribute_module,
+    "distribute_module, placed by hand": lambda m, mesh: distribute_module(m, mesh, _placed_by_hand),
+    "parallelize_module": lambda m, mesh: parallelize_module(m, mesh, ColwiseParallel(output_layouts=Replicate())),
+}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_a_parameter_with_two_names_in_one_module_stays_one(
+    hp_platform: Platform, way: Callable[[Any, DeviceMesh], Any]
+) -> None:
+    rows = np.arange(2 * WIDTH, dtype=np.float32).reshape(2, WIDTH)
+
+    def gradient(model: Any, x: Any) -> np.ndarray:
+        loss = hp_platform.ops.sum(model(x))
+        hp_platform.backward(loss.full_tensor() if hasattr(loss, "full_tensor") else loss)
+        grad = hp_platform.get_grad(model.weight)
+        return hp_platform.to_numpy(grad.full_tensor() if hasattr(grad, "full_tensor") else grad)
+
+    def make() -> Any:
+        with nn.building(hp_platform):
+            model = Twice()
+        values = np.arange(WIDTH * WIDTH, dtype=np.float32).reshape(WIDTH, WIDTH)
+        with hp_platform.no_grad():
+            hp_platform.copy_(model.weight, hp_platform.from_numpy(values))
+        return model
+
+    def rank() -> np.ndarray:
+        mesh, model = DeviceMesh("cpu", (2,), platform=hp_platform), make()
+        way(model, mesh)
+        assert model.alias is model.weight
+        assert model.weight.placements == ((Replicate(),) if way is distribute_module else (Shard(0),))
+        return gradient(model, distribute_tensor(hp_platform.from_numpy(rows), mesh))
+
+    expected = gradient(make(), hp_platform.from_numpy(rows))
+    for grad in run_ranks(rank, 2, hp_platform):
+        np.testing.assert_array_equal(grad, expected)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_distribute_module_keeps_a_tie_of_two_modules(hp_platform: Platform, by_hand: bool) -> None:
+    def first_only(name: str, module: Any, mesh: DeviceMesh) -> None:
+        if name == "head":
+            _placed_by_hand(name, module, mesh)
+
+    def rank() -> Any:
+        mesh, model = DeviceMesh("cpu", (2,), platform=hp_platform), make(hp_platform)
+        distribute_module(model, mesh, first_only if by_hand else None)
+        assert model.head.weight is model.table.weight
+        return model.table.weight.placements
+
+    assert run_ranks(rank, 2, hp_platform) == [(Shard(0) if by_hand else Replicate(),)] * 2
+
+
+def test_distribute_module_refuses_a_tie_that_its_function_placed_in_two_ways(hp_platform: Platform) -> None:
+    def place(name: str, module: Any, mesh: DeviceMesh) -> None:
+        for key, old in list(hp_platform.named_parameters(module, recurse=False)):
+            placed = distribute_tensor(hp_platform.detach(old), mesh, [Shard(0) if name == "table" else Shard(1)])
+            hp_platform.set_parameter(module, key, hp_platform.Parameter(placed))
+
+    def rank() -> None:
+        mesh = DeviceMesh("cpu", (2,), platform=hp_platform)
+        with pytest.raises(PlanError, match=r"head\.weight is the same parameter as table\.weight: placed .*S\(1\)"):
+            distribute_module(make(hp_platform), mesh, place)
+
+    run_ranks(rank, 2, hp_platform)
 
 
 def _one_owner_only(platform: Platform) -> str:

@@ -18,7 +18,7 @@ from hp_dtensor.mesh import DeviceMesh, require_mesh
 from hp_dtensor.placements import Placement
 from hp_dtensor.platform import Platform
 from hp_dtensor.spec import grad_spec, normalize_placements
-from hp_dtensor.styles import parameter_owners, place_parameter
+from hp_dtensor.styles import parameter_owners, place_tied
 from hp_dtensor.trees import fields_of, like_sequence, map_tensors, with_fields
 
 Tensor = Any
@@ -85,11 +85,7 @@ def shard_module(model: ModuleOrFunction, device_mesh: DeviceMesh, sharding_plan
         return _shard_function(model, device_mesh, sharding_plan)
     resolved = _Resolver(model, device_mesh, sharding_plan).resolve()
     for owners, placements in resolved.parameters:
-        (first, name), *others = owners
-        place_parameter(first, name, device_mesh, placements)
-        placed = dict(platform.named_parameters(first, recurse=False))[name]
-        for module, other in others:
-            platform.set_parameter(module, other, placed)
+        place_tied(owners, device_mesh, placements)
     for module, boundary in resolved.boundaries.values():
         _hook(platform, module, boundary)
     return model

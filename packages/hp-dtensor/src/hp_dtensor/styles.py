@@ -45,7 +45,7 @@ def parallelize_module(
 ) -> Module:
     """Apply a style to `module`, or styles to its sub-modules by dotted name; names may have `*` and `?`.
 
-    A parameter that several modules own stays one parameter.
+    A parameter with several names, of one module or of several, stays one parameter.
 
     Raises:
         MeshError: the mesh is not one-dimensional.
@@ -60,7 +60,7 @@ def parallelize_module(
         raise PlanError(f"parallelize_module: the plan must be a ParallelStyle or a dict of them, got {plan!r}")
     platform = device_mesh.platform
     found = _resolve(module, platform, {"": plan} if isinstance(plan, ParallelStyle) else plan)
-    tied = [owners for owners in parameter_owners(platform, module).values() if len(owners) > 1]
+    tied = tied_owners(platform, module)
     problems = [*_placement_problems(platform, device_mesh, found), *_uncovered_ties(platform, tied, found)]
     if problems:
         raise PlanError("parallelize_module:\n  " + "\n  ".join(problems))
@@ -99,7 +99,7 @@ def _placement_problems(
     placed: dict[int, tuple[str, Placement]] = {}
     owners: set[tuple[int, str]] = set()
     for path, module, style in found:
-        parameters = dict(platform.named_parameters(module))
+        parameters = dict(platform.named_parameters(module, remove_duplicate=False))
         if (reason := style.unfit(module, platform)) is not None:
             problems.append(f"{type(style).__name__} of {path or 'the root module'}: {reason}")
         for name, placement in style.placements(module, platform).items():
@@ -139,20 +139,29 @@ def distribute_module(
 ) -> Module:
     """Make every parameter and buffer of `module` a DTensor and hook its inputs and outputs.
 
+    A parameter with several names, of one module or of several, stays one parameter.
+
     Args:
-        partition_fn: called as `partition_fn(name, submodule, mesh)` for every sub-module; places parameters.
-            Parameters and buffers that it leaves plain are replicated, with the values of the mesh's first rank.
+        partition_fn: called as `partition_fn(name, submodule, mesh)` for every sub-module; places parameters, tied ones
+            under any of their names. Parameters and buffers that it leaves plain are replicated, with the values of the
+            mesh's first rank.
         input_fn: `input_fn(module, args, mesh)` returns the positional arguments to call with.
         output_fn: `output_fn(module, output, mesh)` returns the output to give.
+
+    Raises:
+        PlanError: `partition_fn` placed a tied parameter in several ways; a parameter has hooks for its gradient.
     """
     require_mesh("distribute_module", device_mesh)
     platform = device_mesh.platform
-    for name, submodule in platform.named_modules(module):
-        if partition_fn is not None:
+    if partition_fn is not None:
+        tied = tied_owners(platform, module)
+        for name, submodule in platform.named_modules(module):
             partition_fn(name, submodule, device_mesh)
-        for key, parameter in list(platform.named_parameters(submodule, recurse=False)):
-            if not isinstance(parameter, DTensor):
-                place_parameter(submodule, key, device_mesh, (Replicate(),) * device_mesh.ndim)
+        _tie_again(platform, tied)
+    for (_, first, name), *others in parameter_owners(platform, module).values():
+        if not isinstance(_own_parameters(platform, first)[name], DTensor):
+            place_tied([(first, name), *(other[1:] for other in others)], device_mesh, [Replicate()] * device_mesh.ndim)
+    for _, submodule in platform.named_modules(module):
         _replicate_buffers(submodule, device_mesh)
     if input_fn is not None:
         _hook_inputs(platform, module, lambda m, args, kwargs: (input_fn(m, args, device_mesh) or args, kwargs))
@@ -171,9 +180,19 @@ def parameter_owners(platform: Platform, module: Module) -> dict[int, list[tuple
     """Identity of each parameter -> (path, owning module, its name there), several of them for tied parameters."""
     owners: dict[int, list[tuple[str, Module, str]]] = {}
     for path, submodule in platform.named_modules(module):
-        for name, parameter in platform.named_parameters(submodule, recurse=False):
+        for name, parameter in _own_parameters(platform, submodule).items():
             owners.setdefault(id(parameter), []).append((path, submodule, name))
     return owners
+
+
+def tied_owners(platform: Platform, module: Module) -> list[list[tuple[str, Module, str]]]:
+    """The owners of every parameter that has several names."""
+    return [owners for owners in parameter_owners(platform, module).values() if len(owners) > 1]
+
+
+def _own_parameters(platform: Platform, module: Module) -> dict[str, Tensor]:
+    """Directly owned parameters under all their names."""
+    return dict(platform.named_parameters(module, recurse=False, remove_duplicate=False))
 
 
 def _dotted(path: str, name: str) -> str:
@@ -201,31 +220,54 @@ def _uncovered_ties(
 
 
 def _tie_again(platform: Platform, tied: list[list[tuple[str, Module, str]]]) -> None:
-    """Make parameters that were one before their modules were styled one again."""
+    """Make parameters that were one before their modules were placed one again.
+
+    Raises:
+        PlanError: they have been placed in several ways.
+    """
     for owners in tied:
-        placed = [dict(platform.named_parameters(module, recurse=False))[name] for _, module, name in owners]
-        if not isinstance(placed[0], DTensor):
+        now = {_dotted(path, name): _own_parameters(platform, module).get(name) for path, module, name in owners}
+        placed = {name: parameter for name, parameter in now.items() if isinstance(parameter, DTensor)}
+        if not placed:
             continue
-        for _, module, name in owners[1:]:
-            platform.set_parameter(module, name, placed[0])
+        (first, chosen), *others = placed.items()
+        for name, other in others:
+            if (other.device_mesh, other.placements) != (chosen.device_mesh, chosen.placements):
+                raise PlanError(f"{name} is the same parameter as {first}: placed {other.spec!r} and {chosen.spec!r}")
+        for path, module, name in owners:
+            if now[_dotted(path, name)] is not None:
+                platform.set_parameter(module, name, chosen)
 
 
 def place_parameter(module: Module, name: str, device_mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
     """Replace a directly owned plain parameter by a DTensor parameter with the values of the mesh's first rank.
 
-    A parameter that several modules own is replaced in this one only.
+    It is replaced under all names that it has in this module; a parameter that several modules own, in this one only.
 
     Raises:
         PlanError: it has hooks for its gradient.
     """
     platform = device_mesh.platform
-    old = dict(platform.named_parameters(module, recurse=False))[name]
+    own = _own_parameters(platform, module)
+    old = own[name]
     if (hooks := api.lost_hooks(platform, name, old)) is not None:
         raise PlanError(f"{type(module).__name__}: {hooks}")
     with platform.no_grad():
         local = api.distribute_tensor(platform.detach(old), device_mesh, placements)
     new = platform.Parameter(local, requires_grad=platform.requires_grad(old))
-    platform.set_parameter(module, name, new)
+    for each, parameter in own.items():
+        if parameter is old:
+            platform.set_parameter(module, each, new)
+
+
+def place_tied(owners: Sequence[tuple[Module, str]], device_mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
+    """`place_parameter` of one parameter for all its (module, name)."""
+    platform = device_mesh.platform
+    (first, name), *others = owners
+    place_parameter(first, name, device_mesh, placements)
+    placed = _own_parameters(platform, first)[name]
+    for module, other in others:
+        platform.set_parameter(module, other, placed)
 
 
 class _LinearStyle(ParallelStyle):
@@ -237,7 +279,7 @@ class _LinearStyle(ParallelStyle):
         self.use_local_output = use_local_output
 
     def unfit(self, module: Module, platform: Platform) -> str | None:
-        names = [name for name, _ in platform.named_parameters(module, recurse=False)]
+        names = list(_own_parameters(platform, module))
         if (_table_of(module) or "weight") in names:
             return None
         own = ", ".join(names) or "no parameters of its own"
@@ -249,7 +291,12 @@ class _LinearStyle(ParallelStyle):
 
     def placements(self, module: Module, platform: Platform) -> Mapping[str, Placement]:
         cut = self._cut(module)
-        return {name: cut.get(name, Replicate()) for name, _ in platform.named_parameters(module, recurse=False)}
+        own = _own_parameters(platform, module)
+        names: dict[int, str] = {}
+        for name, parameter in own.items():
+            names.setdefault(id(parameter), name)
+        names |= {id(own[name]): name for name in cut if name in own}
+        return {name: cut.get(name, Replicate()) for name in names.values()}
 
     def _place(self, module: Module, device_mesh: DeviceMesh) -> None:
         for name, placement in self.placements(module, device_mesh.platform).items():
