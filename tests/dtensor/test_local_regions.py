@@ -165,3 +165,21 @@ def test_gradients_that_do_not_follow_are_stated(hp_platform: Platform) -> None:
             assert local_map(several, [[S0], [R]])(x, w)[1].placements == (R,)
 
     on_ranks(hp_platform, rank)
+
+
+@pytest.mark.parametrize("records", [False, True])
+def test_each_specification_has_a_placement_per_mesh_axis(hp_platform: Platform, records: bool) -> None:
+    def rank() -> None:
+        mesh = DeviceMesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), platform=hp_platform)
+        x = distribute_tensor(hp_platform.from_numpy(WHOLE.copy()), mesh, [S0, R])
+        x = hp_platform.Parameter(x, requires_grad=records)
+        expected = r"expected 2 placements for mesh \(dp=2, tp=2\), got 1"
+        with pytest.raises(PlacementError, match=rf"local_map: out_placements\[0\]: {expected}"):
+            local_map(lambda t: t, [S0])(x)
+        with pytest.raises(PlacementError, match=rf"local_map: in_placements\[0\]: {expected}"):
+            local_map(lambda t: t, [S0, R], [[S0]])(x)
+        if records:
+            with pytest.raises(PlacementError, match=rf"local_map: in_grad_placements\[0\]: {expected}"):
+                local_map(lambda t: t, [S0, R], in_grad_placements=[[S0]])(x)
+
+    run_ranks(rank, 4, hp_platform)

@@ -13,7 +13,7 @@ from hp_dtensor.exceptions import MixedOperandsError, PlacementError
 from hp_dtensor.layout import Layout, is_aliases, is_placements, placements_for
 from hp_dtensor.mesh import DeviceMesh, require_mesh
 from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
-from hp_dtensor.spec import TensorSpec, normalize_placements
+from hp_dtensor.spec import TensorSpec, normalize_placements, wrong_count
 from hp_dtensor.trees import like_sequence
 
 Placements = Sequence[Placement] | Sequence[str | tuple[str, ...]] | Layout
@@ -194,7 +194,10 @@ def _placements(mesh: DeviceMesh, entry: Any, where: str) -> tuple[Placement, ..
         return None
     if not _is_one(entry):
         raise PlacementError(f"local_map: {where} must be placements, alias names, a Layout or None, got {entry!r}")
-    return placements_for(mesh, entry)
+    placements = placements_for(mesh, entry)
+    if (count := wrong_count(mesh, placements)) is not None:
+        raise PlacementError(f"local_map: {where}: {count}")
+    return placements
 
 
 def _shown(entry: Any) -> Any:

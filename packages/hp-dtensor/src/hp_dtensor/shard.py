@@ -17,7 +17,7 @@ from hp_dtensor.layout import Layout, is_aliases, is_placements, placements_for
 from hp_dtensor.mesh import DeviceMesh, require_mesh
 from hp_dtensor.placements import Placement
 from hp_dtensor.platform import Platform
-from hp_dtensor.spec import grad_spec, normalize_placements
+from hp_dtensor.spec import grad_spec, normalize_placements, wrong_count
 from hp_dtensor.styles import parameter_owners, place_tied
 from hp_dtensor.trees import fields_of, like_sequence, map_tensors, with_fields
 
@@ -247,8 +247,8 @@ def _read_one(mesh: DeviceMesh, value: Any, where: str, problems: list[str]) -> 
     except (TypeError, ValueError) as error:
         problems.append(f"{where}: {error}")
         return None
-    if len(placements) != mesh.ndim:
-        problems.append(f"{where}: expected {mesh.ndim} placements for mesh {mesh.describe()}, got {len(placements)}")
+    if (count := wrong_count(mesh, placements)) is not None:
+        problems.append(f"{where}: {count}")
         return None
     return placements
 

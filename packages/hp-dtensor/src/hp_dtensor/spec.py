@@ -207,8 +207,8 @@ def normalize_placements(mesh: DeviceMesh, placements: Sequence[Placement], ndim
         PlacementError: listing every problem at once.
     """
     problems = []
-    if len(placements) != mesh.ndim:
-        problems.append(f"expected {mesh.ndim} placements for mesh {mesh.describe()}, got {len(placements)}")
+    if (count := wrong_count(mesh, placements)) is not None:
+        problems.append(count)
     result = []
     for axis, placement in enumerate(placements):
         if not isinstance(placement, Placement):
@@ -224,6 +224,13 @@ def normalize_placements(mesh: DeviceMesh, placements: Sequence[Placement], ndim
     if problems:
         raise PlacementError("; ".join(problems))
     return tuple(result)
+
+
+def wrong_count(mesh: DeviceMesh, placements: Sequence[Placement]) -> str | None:
+    """Why this is not one placement per mesh axis; None: it is."""
+    if len(placements) == mesh.ndim:
+        return None
+    return f"expected {mesh.ndim} placements for mesh {mesh.describe()}, got {len(placements)}"
 
 
 def _non_negative(placement: Placement, ndim: int) -> Placement:
