@@ -195,12 +195,18 @@ def test_nothing_is_intercepted_in_steps_of_torchs_optimizers(hp_platform, monke
     assert seen == []
 
 
-def test_meta_parameters_become_zeros_of_their_shards(hp_platform):
+def test_parameters_from_meta_must_be_given_values(hp_platform):
     def rank():
         with torch.device("meta"):
             net = Net()
         shard_net(hp_platform, net)
         assert all(not parameter.is_meta for parameter in net.parameters())
+        for _ in range(2):
+            with pytest.raises(FSDPStateError, match=r"weight.* came from the meta device and have no values yet"):
+                net(batch(0))
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.zero_()
         assert net(batch(0)).shape == (4, 5)
 
     run_ranks(rank, 2, hp_platform)
@@ -593,7 +599,6 @@ def test_parameters_that_torch_gives_new_memory_are_taken_in(hp_platform, stage)
             net = Net()
         shard_net(hp_platform, net, zero_stage=stage)
         before = dict(net.named_parameters())
-        net(batch(0))
         net.to_empty(device="cpu")
         with torch.no_grad():
             for name, parameter in net.named_parameters():

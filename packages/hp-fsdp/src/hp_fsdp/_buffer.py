@@ -110,6 +110,9 @@ class FlatBuffer:
         self._pending_versions: list[int] = []
         self._gathered_versions: list[int] | None = None
         self._num_writes = self._count_writes()
+        from_meta = [self.platform.is_meta(original.tensor) for original in originals]
+        self._unfilled = [parameter for parameter, meta in zip(self.parameters, from_meta, strict=True) if meta]
+        self._versions_unfilled = self._versions()
         self._kept_part: Tensor | None = None
         self.keeps_full = False
         self._gathered_shard: Tensor | None = None
@@ -198,6 +201,18 @@ class FlatBuffer:
             base = self.storage.address(self.shard)
             moved = [p for p, offset in self._places if self.storage.address(p.sharded) != base + offset]
         return [problem for parameter in moved for problem in self._attach(parameter)]
+
+    def unfilled(self) -> list[str]:
+        """Parameters from the meta device that nobody has given values; none where one of them has some."""
+        waiting, self._unfilled = self._unfilled, []
+        if not waiting or self._versions_unfilled != self._versions():
+            return []
+        with self.platform.no_grad():
+            parts = [self.platform.to_numpy(self.part_of(parameter, self.shard)) for parameter in waiting]
+        if any(part.any() for part in parts) or not any(part.size for part in parts):
+            return []
+        self._unfilled = waiting
+        return [parameter.name for parameter in waiting]
 
     def replaced(self) -> list[str]:
         """Parameters in whose place a module holds something else; for a group that is not exposed."""

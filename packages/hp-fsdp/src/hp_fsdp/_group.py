@@ -142,7 +142,8 @@ class ParameterGroup:
         """See `FlatBuffer.attach`.
 
         Raises:
-            FSDPStateError: listing the parameters whose dtype or device has been changed, or that have been replaced.
+            FSDPStateError: listing the parameters whose dtype or device has been changed, that have been replaced, or
+                that came from the meta device and have no values.
         """
         problems = [problem for buffer in self.buffers for problem in buffer.attach()]
         if problems:
@@ -156,6 +157,13 @@ class ParameterGroup:
             raise FSDPStateError(
                 f"{self.place}: {', '.join(replaced)} of the module is not what fully_shard has put there; change "
                 "modules before fully_shard, and write values into parameters in place"
+            )
+
+        unfilled = [name for buffer in self.buffers for name in buffer.unfilled()]
+        if unfilled:
+            raise FSDPStateError(
+                f"{self.place}: {', '.join(unfilled)} came from the meta device and have no values yet. After "
+                "fully_shard load a state dict, or initialise them (to_empty() and reset_parameters, init_parameters)"
             )
 
     def check_unwritten(self) -> None:
