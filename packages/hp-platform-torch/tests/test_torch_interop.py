@@ -16,6 +16,17 @@ def test_gradients_flow_through_torchs_operations(two_ranks):
     assert two_ranks.run(on_rank.gradients) == [True, True]
 
 
+def test_gradients_of_sums_flow_and_those_of_other_partial_values_are_refused(two_ranks):
+    assert two_ranks.run(on_rank.gradients_of_partial_values, "sum") == [([1.0], [1.0, 1.0])] * 2
+    for op in ("avg", "max", "min"):
+        for messages in two_ranks.run(on_rank.gradients_of_partial_values, op):
+            for what, message in zip(("to_torch_dtensor", "from_torch_dtensor"), messages, strict=True):
+                assert message == (
+                    f"{what}: gradients of Partial({op}) mean another thing in torch's DTensor; redistribute to "
+                    "Replicate() or Shard(dim) first, or convert x.detach()"
+                )
+
+
 def test_torchs_tensors_take_part_in_our_operations(two_ranks):
     assert two_ranks.run(on_rank.their_tensor_in_our_operations) == [True, True]
 

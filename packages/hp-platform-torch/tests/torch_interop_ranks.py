@@ -7,6 +7,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.tensor import DeviceMesh as TorchMesh
+from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Partial as TorchPartial
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
@@ -62,6 +63,27 @@ def gradients():
     ours = from_torch_dtensor(to_torch_dtensor(w) * 3.0)
     (ours * ours).sum().backward()
     return torch.equal(w.grad.full_tensor(), 18 * WHOLE)
+
+
+def gradients_of_partial_values(op):
+    """Sums have the gradients of one rank; of the others the error of each direction."""
+    mesh = one_axis()
+    w = distribute_tensor(WHOLE.clone(), mesh, [Replicate()], source_rank=None).requires_grad_()
+    partial = w.redistribute(placements=[Partial(op)])
+    assert torch.equal(to_torch_dtensor(partial.detach()).full_tensor(), WHOLE)
+    local = torch.ones(2).requires_grad_()
+    theirs = TorchDTensor.from_local(local, to_torch_mesh(mesh), [TorchPartial(op)])
+    with torch.no_grad():
+        assert from_torch_dtensor(theirs).placements == (Partial(op),)
+    try:
+        to_torch_dtensor(partial).full_tensor().sum().backward()
+        from_torch_dtensor(theirs).full_tensor().sum().backward()
+    except PlacementError as error:
+        try:
+            from_torch_dtensor(theirs)
+        except PlacementError as other:
+            return str(error), str(other)
+    return w.grad.full_tensor().unique().tolist(), local.grad.tolist()
 
 
 def their_tensor_in_our_operations():

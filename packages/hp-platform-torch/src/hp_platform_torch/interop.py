@@ -43,12 +43,13 @@ def to_torch_dtensor(x: Any) -> TorchDTensor:
     """`x` as torch's DTensor: the same memory, differentiable.
 
     Raises:
-        PlacementError: ragged shards, which torch does not have.
+        PlacementError: ragged shards, which torch does not have; a partial avg, max, min or product with a gradient.
         MeshError: see `to_torch_mesh`.
     """
     if not isinstance(x, DTensor):
         raise TypeError(f"to_torch_dtensor takes a DTensor of hp_dtensor, got {type(x).__name__}")
     spec = x.spec
+    _check_gradient("to_torch_dtensor", x, spec.placements)
     placements = to_torch_placements(spec.placements)
     strides = list(itertools.accumulate(reversed(spec.shape[1:]), lambda a, b: a * b, initial=1))[::-1]
     return TorchDTensor.from_local(
@@ -65,12 +66,27 @@ def from_torch_dtensor(x: TorchDTensor, platform: Platform | None = None) -> Any
     """torch's DTensor as ours: the same memory, differentiable.
 
     Raises:
-        PlacementError: placements of torch's that have no counterpart.
+        PlacementError: placements of torch's that have no counterpart; a partial avg, max, min or product with a
+            gradient.
     """
     if not isinstance(x, TorchDTensor):
         raise TypeError(f"from_torch_dtensor takes a torch.distributed.tensor.DTensor, got {type(x).__name__}")
+    placements = from_torch_placements(x.placements)
+    _check_gradient("from_torch_dtensor", x, placements)
     mesh = from_torch_mesh(x.device_mesh, platform)
-    return api.from_local(x.to_local(), mesh, from_torch_placements(x.placements), shape=tuple(x.shape))
+    return api.from_local(x.to_local(), mesh, placements, shape=tuple(x.shape))
+
+
+def _check_gradient(what: str, x: torch.Tensor, placements: tuple[Placement, ...]) -> None:
+    """torch's gradient of a partial value is that of the whole, ours that of this rank's part: alike for sums only."""
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return
+    for placement in placements:
+        if isinstance(placement, Partial) and placement.op != "sum":
+            raise PlacementError(
+                f"{what}: gradients of {placement!r} mean another thing in torch's DTensor; redistribute to "
+                "Replicate() or Shard(dim) first, or convert x.detach()"
+            )
 
 
 def to_torch_state_dict(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,7 +100,7 @@ def to_torch_state_dict(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _converted(value: Any) -> Any:
     if isinstance(value, DTensor):
-        return to_torch_dtensor(value).detach()
+        return to_torch_dtensor(value.detach())
     if isinstance(value, Mapping):
         return to_torch_state_dict(value)
     return [_converted(item) for item in value] if type(value) is list else value
