@@ -449,6 +449,11 @@ def test_what_cannot_be_streamed_is_refused(hp_platform, device):
 
         with pytest.raises(FullyShardError, match=r"and step\(\), got SGD"):
             stream_optimizer(optim.SGD(_parameters(hp_platform, model)[:1], lr=0.1), model)
+    if hp_platform.name == "torch":
+        from torch import optim
+
+        with pytest.raises(FullyShardError, match="got LBFGS, whose step needs closure"):
+            stream_optimizer(optim.LBFGS(_parameters(hp_platform, model)), model)
     optimizer = _make(hp_platform, "sgd", _parameters(hp_platform, model))
     optimizer.step = optimizer.step
     with pytest.raises(FullyShardError, match="make them after stream_optimizer"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -40,8 +41,7 @@ def stream_optimizer(
 
     Args:
         optimizer: with `param_groups`, `state` by parameter and `step()`, as those of torch.optim, whose update of a
-            parameter depends on that parameter's gradient and state only (not LBFGS); its class gains the streaming
-            step.
+            parameter depends on that parameter's gradient and state only; its class gains the streaming step.
         model: it, or modules below it, have been through `fully_shard`. Other parameters are updated where they are.
         offload_state: keep state that is as large as its parameter in host memory; else where the update makes it, on
             the device, also of parameters that lie on the host.
@@ -51,8 +51,8 @@ def stream_optimizer(
         `optimizer`.
 
     Raises:
-        FullyShardError: not such an optimizer; already streamed; or somebody has replaced its `step`, as learning-rate
-            schedulers do, which come after.
+        FullyShardError: not such an optimizer, such as LBFGS, whose step calls the closure itself; already streamed; or
+            somebody has replaced its `step`, as learning-rate schedulers do, which come after.
         CapabilityError: the platform cannot keep tensors of the model's device on the host.
     """
     platform = _platform_of(model)
@@ -85,6 +85,20 @@ def _check(optimizer: Optimizer) -> None:
             f"stream_optimizer: the step of this {type(optimizer).__name__} has been replaced, as learning-rate "
             "schedulers do; make them after stream_optimizer"
         )
+    needed = [p.name for p in inspect.signature(optimizer.step).parameters.values() if _is_needed(p)]
+    if needed:
+        raise FullyShardError(
+            f"stream_optimizer: expected an optimizer whose step() can be called without arguments, got "
+            f"{type(optimizer).__name__}, whose step needs {', '.join(needed)}: what it computes from all parameters "
+            "together cannot be done one buffer at a time; step it without stream_optimizer"
+        )
+
+
+def _is_needed(parameter: inspect.Parameter) -> bool:
+    return parameter.default is parameter.empty and parameter.kind not in (
+        parameter.VAR_POSITIONAL,
+        parameter.VAR_KEYWORD,
+    )
 
 
 @functools.cache
