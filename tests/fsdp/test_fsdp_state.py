@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy
@@ -379,6 +380,38 @@ def test_a_full_state_dict_is_a_copy_and_a_sharded_one_is_not(hp_platform):
 
     for size in (1, 2):
         run_ranks(rank, size, hp_platform, size)
+
+
+def test_slots_of_an_optimizer_that_has_stepped_are_all_there_and_no_others(hp_platform):
+    def rank():
+        model = _model(hp_platform, tied=False)
+        optimizer, step, _ = make_optimizer(hp_platform, model, "foreach")
+        whole_state = StateDictOptions(full_state_dict=True)
+        begin = get_optimizer_state_dict(model, optimizer, options=whole_state)
+        train_step(hp_platform, model, [current_world(hp_platform).rank], step, 0)
+        state = get_optimizer_state_dict(model, optimizer, options=whole_state)
+        wrong = {**state, "state": {n: dict(slots) for n, slots in state["state"].items()}}
+        lost, first = "head.weight", "blocks.0.up.weight"
+        del wrong["state"][lost], wrong["state"][first]["exp_avg"]
+        wrong["state"][first]["elsewhere"] = state["state"][first]["exp_avg"]
+        with pytest.raises(StateDictError) as caught:
+            set_optimizer_state_dict(model, optimizer, wrong)
+        for part in (rf"missing keys: .*{first}\.exp_avg(,|$|;)", rf"missing keys: .*{lost}\.exp_avg(,|$|;)"):
+            assert re.search(part, str(caught.value), re.MULTILINE), str(caught.value)
+        assert f"unexpected keys: {first}.elsewhere" in str(caught.value)
+        if hp_platform.name == "torch":
+            import torch
+
+            # From before the first step, and of another choice that brings slots: what is loaded says which there are.
+            set_optimizer_state_dict(model, optimizer, begin)
+            assert not optimizer.state
+            set_optimizer_state_dict(model, optimizer, state)
+            other = torch.optim.AdamW(model.parameters(), lr=0.02, amsgrad=True)
+            train_step(hp_platform, model, [current_world(hp_platform).rank], other.step, 0)
+            set_optimizer_state_dict(model, other, state)
+            assert all("max_exp_avg_sq" not in slots for slots in other.state.values())
+
+    run_ranks(rank, 3, hp_platform)
 
 
 def test_problems_of_an_optimizers_state_dict(hp_platform):

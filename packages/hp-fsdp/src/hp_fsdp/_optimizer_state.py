@@ -116,6 +116,7 @@ class GroupedOptimizerView:
             [name for name in dict.fromkeys((*saved, *state)) if name not in parameters],
         )
         problems.others += self._group_problems(state_dict)
+        self._add_slot_problems(problems, state_dict, state)
         values = _flat({name: slots for name, slots in state.items() if name in parameters})
         targets = {}
         for name, slots in state.items():
@@ -124,6 +125,30 @@ class GroupedOptimizerView:
                 if name in parameters and isinstance(value, self._platform.Tensor) and len(value.shape):
                     targets[f"{name}.{slot}"] = target
         return problems, targets, values
+
+    def _add_slot_problems(
+        self, problems: _state.Problems, state_dict: Mapping[str, Any], state: Mapping[str, Named]
+    ) -> None:
+        """Slots that differ from those of parameters that have been stepped; the optimizer makes those of others.
+
+        A state dict from before the first step has none. Which slots there are depends on choices such as `amsgrad`,
+        which are loaded too.
+        """
+        present = self.slots() if state else {}
+        for group in self._optimizer.param_groups:
+            names = [name for name in (self._named[id(p)] for p in group["params"]) if name in present]
+            if not names or not self._has_same_choices(state_dict, group):
+                continue
+            expected = _flat({name: present[name] for name in names})
+            found = _flat({name: state[name] for name in names if name in state})
+            problems.missing += [key for key in expected if key not in found]
+            problems.unexpected += [key for key in found if key not in expected]
+
+    def _has_same_choices(self, state_dict: Mapping[str, Any], group: Named) -> bool:
+        names = [self._named[id(p)] for p in group["params"]]
+        saved = [state_dict["param_groups"][number] for number in self._saved_groups(state_dict, names)]
+        pairs = [(group[key], value) for each in saved for key, value in each.items() if key in group]
+        return all(bool(mine) == bool(its) for mine, its in pairs if isinstance(its, bool | int | float | None))
 
     def _group_problems(self, state_dict: Mapping[str, Any]) -> list[str]:
         problems = []

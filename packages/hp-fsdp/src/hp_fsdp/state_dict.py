@@ -141,8 +141,9 @@ def set_optimizer_state_dict(
     Training then goes on as if it had not been interrupted. Every rank of the model calls it.
 
     Raises:
-        StateDictError: on every rank, listing parameters that the optimizer has not and shapes that do not fit;
-            nothing has been changed.
+        StateDictError: on every rank, listing parameters that the optimizer has not and shapes that do not fit; unless
+            `strict=False` also parameters that are missing, and slots that are missing or unexpected where the
+            optimizer has stepped a parameter. Nothing has been changed.
     """
     platform = _platform_of(model)
     parameters = _state.named_parameters(platform, model)
