@@ -55,8 +55,11 @@ def hsdp(
         grad_scale: what every reduced gradient, the mean over all ranks, is multiplied by; positive.
         reduce_dtype: in which gradients are reduced; a dtype of the platform or its name; None: the parameters'.
         comm_async: reductions may still run when backward returns; call `hsdp_sync_stream` before gradients are used.
+            Without it they may be None or an older backward's, and the optimizer's step does nothing or takes those,
+            without an error.
         comm_fusion: gather and reduce several parameters in one collective; else each in one of its own.
-        bucket_size: with `comm_fusion`, KB of parameters in one collective; -1: no limit, 0: one parameter.
+        bucket_size: with `comm_fusion`, KB of parameters in one collective; -1: no limit, 0: one parameter. Without
+            `comm_fusion` it has no effect.
         mesh: the data-parallel ranks, one axis; None: all ranks of the world. To be given when parameters are DTensors.
 
     Returns:
