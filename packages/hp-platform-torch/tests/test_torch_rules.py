@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from hp_dtensor import Replicate, Shard, distribute_tensor, init_device_mesh
+from hp_dtensor.placements import Placement
 from hp_dtensor.selection import get_platform
 from hp_dtensor.testing import run_ranks
 from hp_dtensor.testing.rule_proof import prove
@@ -219,3 +221,43 @@ def test_function_on_dtensors_equals_the_unsharded_one(sample: Sample) -> None:
         reports = run_ranks(prove, math.prod(mesh_shape), platform, platform, mesh_shape, [sample], limit)
         assert [problem for report in reports for problem in report.wrong] == []
         assert reports[0].refused == []
+
+
+NORMS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], tuple[int, ...]]] = {
+    "F.group_norm": (lambda x: F.group_norm(x, 5), (7, 5, 1)),
+    "F.batch_norm": (lambda x: F.batch_norm(x, None, None, training=True), (7, 5)),
+}
+
+
+@pytest.mark.parametrize(("norm", "shape"), NORMS.values(), ids=NORMS)
+def test_a_rank_may_have_one_value_per_channel(
+    norm: Callable[[torch.Tensor], torch.Tensor], shape: tuple[int, ...]
+) -> None:
+    whole = torch.arange(math.prod(shape), dtype=torch.float64).reshape(shape)
+
+    def rank() -> list[torch.Tensor]:
+        mesh = init_device_mesh("cpu", (3,))
+        x = distribute_tensor(whole, mesh, [Shard(0)]).requires_grad_()
+        y = norm(x)
+        (y * distribute_tensor(whole, mesh, [Shard(0)])).sum().backward()
+        assert x.grad is not None
+        return [y.full_tensor().detach(), x.grad.full_tensor()]
+
+    leaf = whole.clone().requires_grad_()
+    y = norm(leaf)
+    (y * whole).sum().backward()
+    for found in run_ranks(rank, 3, "torch"):
+        torch.testing.assert_close(found, [y.detach(), leaf.grad])
+
+
+@pytest.mark.parametrize(("norm", "shape"), NORMS.values(), ids=NORMS)
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()])
+def test_one_value_per_channel_of_the_whole_is_refused_on_every_rank(
+    norm: Callable[[torch.Tensor], torch.Tensor], shape: tuple[int, ...], placement: Placement
+) -> None:
+    def rank() -> None:
+        x = distribute_tensor(torch.ones(1, *shape[1:]), init_device_mesh("cpu", (3,)), [placement])
+        with pytest.raises(ValueError, match=rf"more than 1 value per channel .* \[1, {str([*shape[1:]])[1:-1]}\]"):
+            norm(x)
+
+    run_ranks(rank, 3, "torch")

@@ -92,6 +92,8 @@ class TorchDTensor(DTensor, torch.Tensor):
         except Uncached:
             if torch._C._are_functorch_transforms_active():
                 _refuse_transforms(operation.name)
+            if operation.check is not None:
+                operation.check(*args, **(kwargs or {}))
             platform = first_spec(args, kwargs or {}).mesh.platform
             return dispatch.dispatch(platform, operation.name, call, args, kwargs or {})
         entry = operation.plans.get(key)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import batch_norm, group_norm, scaled_dot_product_attention
 
 from hp_dtensor import dispatch
 from hp_dtensor.api import recorded_view, replicate_like
@@ -57,7 +57,36 @@ def _as_complex(x: Tensor) -> Tensor:
     return torch.view_as_complex(x if x.numel() else x.clone(memory_format=torch.contiguous_format))
 
 
-_LOCAL_FORMS = {scaled_dot_product_attention: _attention, torch.view_as_complex: _as_complex}
+def _group_norm(
+    input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    """torch's without its check of the batch, which a rank may have one row of."""
+    return torch.group_norm(input, num_groups, weight, bias, eps, torch.backends.cudnn.enabled)
+
+
+def _check_group_norm(input: Tensor, num_groups: int, *_: Any, **__: Any) -> None:
+    _refuse_one_value(input.shape, num_groups)
+
+
+def _check_batch_norm(
+    input: Tensor, mean: Any, variance: Any, weight: Any = None, bias: Any = None, training: bool = False, **__: Any
+) -> None:
+    if training and input.ndim > 1:
+        _refuse_one_value(input.shape, input.shape[1])
+
+
+def _refuse_one_value(shape: torch.Size, statistics: int) -> None:
+    if shape.numel() == statistics > 0:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(shape)}")
+
+
+_LOCAL_FORMS = {
+    scaled_dot_product_attention: _attention,
+    torch.view_as_complex: _as_complex,
+    group_norm: _group_norm,
+}
+# What torch asks of the whole, before the rule, on every rank alike.
+_CHECKS: dict[Callable[..., Any], Callable[..., None]] = {group_norm: _check_group_norm, batch_norm: _check_batch_norm}
 
 
 class _Entry:
@@ -98,6 +127,7 @@ class Operation:
     Attributes:
         name: canonical; what sharding rules are registered under.
         call: runs it on arguments in canonical order.
+        check: raises where torch refuses the global arguments; asked once per plan.
         handler: does all there is to do, for functions that no rule is about.
         in_place: it writes and returns its first argument.
         indexes: lists among its arguments are positions.
@@ -111,6 +141,7 @@ class Operation:
     __slots__ = (
         "by_type",
         "call",
+        "check",
         "handler",
         "in_place",
         "indexes",
@@ -131,6 +162,7 @@ class Operation:
         self.handler: Handler | None = handler_of(func)
         self.is_special = self.handler is not None or self.reflected
         self.call = (lambda x, y: func(y, x)) if self.reflected else _LOCAL_FORMS.get(func, func)
+        self.check = _CHECKS.get(func)
         registration = dispatch.rule_registry().get(self.name) if self.handler is None else None
         self.by_type = registration is not None and registration.by_type
         self.in_place = registration is not None and registration.in_place
@@ -182,6 +214,8 @@ class Operation:
         if isinstance(kwargs.get("out"), Tensor):
             result = self.call(*args, **{name: value for name, value in kwargs.items() if name != "out"})
             return kwargs["out"].copy_(replicate_like(result, kwargs["out"]))  # plain where only `out` is a DTensor
+        if self.check is not None:
+            self.check(*args, **kwargs)
         plan = dispatch.plan_for(first_spec(args, kwargs).mesh.platform, self.name, args, kwargs)
         seen: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = []
 
