@@ -13,7 +13,8 @@ from hp_dtensor import nn
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.init import Normal, init_parameters
 from hp_dtensor.mesh import init_device_mesh
-from hp_dtensor.placements import Replicate
+from hp_dtensor.placements import Replicate, Shard
+from hp_dtensor.shard import ShardingPlan, shard_module
 from hp_dtensor.styles import ColwiseParallel, RowwiseParallel, parallelize_module
 from hp_dtensor.testing.simulated import run_ranks
 from hp_dtensor.world import current_world
@@ -435,3 +436,23 @@ def test_problems_of_an_optimizers_state_dict(hp_platform):
             get_optimizer_state_dict(model, object())
 
     run_ranks(rank, 3, hp_platform)
+
+
+def test_full_tensors_go_into_a_module_of_shard_module(hp_platform):
+    """What the refusal of a plain tensor by `load_state_dict` says."""
+
+    def run():
+        mesh = init_device_mesh("cpu", (2,), platform=hp_platform)
+        with nn.building(hp_platform):
+            model = nn.Linear(3, 5, bias=True)
+        shard_module(model, mesh, ShardingPlan({"weight": (Shard(0),), "bias": (Shard(0),)}))
+        rng = numpy.random.default_rng(0)
+        values = {"weight": rng.normal(size=(5, 3)), "bias": rng.normal(size=5)}
+        full = {name: hp_platform.from_numpy(value.astype(numpy.float32)) for name, value in values.items()}
+        set_model_state_dict(model, full)
+        for name, value in values.items():
+            parameter = getattr(model, name)
+            assert parameter.placements == (Shard(0),)
+            numpy.testing.assert_array_equal(whole(hp_platform, parameter), value.astype(numpy.float32))
+
+    run_ranks(run, 2, hp_platform)

@@ -64,6 +64,7 @@ def test_a_plain_state_dict_is_refused_with_the_way_out():
 
     message = run_ranks(run, 2, "torch")[0]
     assert "2.weight" not in message
+    assert "A state dict of full tensors goes into a module by hp_fsdp.set_model_state_dict(module, state" in message
 
 
 def test_saving_a_dtensor_is_refused_with_the_way_out(tmp_path):

@@ -218,14 +218,22 @@ def check_lists(platform: Platform, name: str, args: tuple[Any, ...], kwargs: Ma
 
 
 def _mixed(name: str, value: Tensor, kind: str = "tensor") -> MixedOperandsError:
-    norms = " hp_dtensor.clip_grad_norm_ takes plain and distributed parameters together."
     return MixedOperandsError(
         f"{name}: a plain {kind} of shape {list(value.shape)} among DTensors. Say how it is placed: "
         "distribute_tensor, DTensor.from_local, or replicate_like for a constant that is equal on all ranks. A "
         "parameter that no plan has placed is replicated by distribute_module; one that fully_shard has cut is plain "
         "in its module's forward, and in methods named to register_fsdp_forward_method; a module's output is plain "
-        f"where its style has use_local_output=True.{norms if name == 'stack' and not value.shape else ''}"
+        f"where its style has use_local_output=True.{_more_about(name, value)}"
     )
+
+
+def _more_about(name: str, value: Tensor) -> str:
+    """What users meant who gave this operation a plain tensor."""
+    if name == "stack" and not value.shape:
+        return " hp_dtensor.clip_grad_norm_ takes plain and distributed parameters together."
+    if name == "copy_":
+        return " A state dict of full tensors goes into a module by hp_fsdp.set_model_state_dict(module, state_dict)."
+    return ""
 
 
 def check_one_mesh(name: str, specs: tuple[TensorSpec, ...]) -> None:
