@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from hp_dtensor import (
+    CommDebugMode,
     DeviceMesh,
     Partial,
     Replicate,
@@ -125,6 +126,21 @@ def _reads(platform: Platform) -> None:
 
 def test_reading_values_gathers_by_itself(hp_platform: Platform) -> None:
     run_ranks(_reads, 2, hp_platform, hp_platform)
+
+
+def _reductions(platform: Platform) -> None:
+    mesh = DeviceMesh("cpu", (2,), mesh_dim_names=("tp",), platform=platform)
+    x = _placed(platform, mesh, Shard(0))
+    with explicit_redistribution():
+        with CommDebugMode() as mode:
+            along = platform.ops.softmax(x, 0)
+            assert bool((x == x).all())
+        assert along.placements == (Shard(0),)
+        assert set(mode.get_comm_counts()) == {"all_reduce"}
+
+
+def test_what_is_part_of_a_result_is_allowed_where_redistribution_is_explicit(hp_platform: Platform) -> None:
+    run_ranks(_reductions, 2, hp_platform, hp_platform)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

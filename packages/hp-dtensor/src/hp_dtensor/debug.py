@@ -155,7 +155,8 @@ def explicit_redistribution() -> Iterator[None]:
 
     So do `item`, `float`, `numpy` and the like of what is not replicated, and a backward whose gradient is placed in
     another way than its output. Allowed is what sends nothing (replicated to sharded, or to partial), what is part of
-    an operation's result (sums of parts, rows that `roll` moves), and what backward sends for a forward.
+    an operation's own result (the reductions of its rule, as of `softmax` along a cut dimension or of
+    `bool((x == x).all())`, sums of earlier parts, rows that `roll` moves), and what backward sends for a forward.
 
     Raises:
         ImplicitRedistributionError: naming operation, module and line, input, placements, and what mends it.
