@@ -90,7 +90,6 @@ IN_OTHER_ORDER: dict[str, Callable[[Any], Any]] = {
 
 
 CUBE = torch.arange(1.0, 1 + 12 * 17 * 16).reshape(12, 17, 16)
-THIN = torch.arange(1.0, 106.0).reshape(7, 5, 3)
 
 
 def _drawn_in_other_order(name: str, whole: torch.Tensor, order: tuple[int, ...]) -> list[torch.Tensor]:
@@ -116,18 +115,86 @@ def test_numbers_of_a_permuted_tensor_are_drawn_in_the_order_of_its_memory(name:
             assert torch.equal(got, expected)
 
 
-def test_ranks_stay_in_step_where_some_do_not_see_the_order_of_memory() -> None:
-    """Of a dimension that leaves one element or none to some ranks."""
-    in_order = torch.randn_like
-    both = []
-    for x in (THIN.permute(0, 2, 1), THIN.permute(0, 2, 1).contiguous()):
-        torch.manual_seed(11)
-        both.append(torch.stack([in_order(x), in_order(x)]))
-    every_rank = run_ranks(_drawn_in_other_order, 6, "torch", "randn_like", THIN, (0, 2, 1))
-    for results in every_rank:
-        for got, first in zip(results, every_rank[0], strict=True):
-            assert torch.equal(got, first)
-            assert any(torch.equal(got, expected) for expected in both)
+THIN_LAYOUTS: list[tuple[tuple[int, ...], tuple[int, ...], list[Placement]]] = [
+    ((4,), (4, 5, 3), [Shard(0)]),  # one element on every rank
+    ((4,), (5, 4, 3), [Shard(1)]),
+    ((4,), (5, 3, 4), [Shard(2)]),
+    ((4,), (7, 5, 3), [Shard(0)]),  # one on the last
+    ((4,), (3, 5, 6), [Shard(0)]),  # none on the last
+    ((4,), (5, 6, 7), [RaggedShard(2, (0, 4, 1, 2))]),
+    ((2, 2), (7, 5, 3), [Shard(0), Shard(0)]),
+    ((2, 2), (3, 5, 3), [Shard(2), Shard(0)]),
+    ((2, 2), (2, 2, 9), [Shard(1), Shard(0)]),
+    ((2, 2), (5, 3, 4), [Replicate(), Shard(1)]),
+]
+
+
+def _drawn_thin(
+    name: str, order: tuple[int, ...], mesh_shape: tuple[int, ...], shape: tuple[int, ...], placements: list[Placement]
+) -> torch.Tensor:
+    mesh = DeviceMesh("cpu", mesh_shape, mesh_dim_names=("dp", "tp")[: len(mesh_shape)], platform=get_platform("torch"))
+    x = distribute_tensor(torch.ones(shape), mesh, placements).permute(order)
+    torch.manual_seed(11)
+    return torch.stack([IN_OTHER_ORDER[name](x).full_tensor() for _ in range(2)])
+
+
+def _all_drawn_thin(name: str) -> list[torch.Tensor]:
+    return [_drawn_thin(name, order, *layout) for layout in THIN_LAYOUTS for order in itertools.permutations(range(3))]
+
+
+@pytest.mark.parametrize("name", IN_OTHER_ORDER)
+def test_numbers_of_a_permuted_tensor_where_ranks_have_one_element_of_a_dimension_or_none(name: str) -> None:
+    expected = []
+    for _, shape, _ in THIN_LAYOUTS:
+        for order in itertools.permutations(range(3)):
+            x = torch.ones(shape).permute(order)
+            torch.manual_seed(11)
+            expected.append(torch.stack([IN_OTHER_ORDER[name](x) for _ in range(2)]))
+    for results in run_ranks(_all_drawn_thin, 4, "torch", name):
+        for number, (got, wanted) in enumerate(zip(results, expected, strict=True)):
+            assert torch.equal(got, wanted), THIN_LAYOUTS[number // 6]
+
+
+def _channels_last_and_heads() -> list[torch.Tensor]:
+    mesh = DeviceMesh("cpu", (4,), platform=get_platform("torch"))
+    images = distribute_tensor(torch.ones(4, 6, 3, 3), mesh, [Shard(0)]).to(memory_format=torch.channels_last)
+    heads = distribute_tensor(torch.ones(2, 6, 4, 3), mesh, [Shard(2)]).transpose(1, 2)
+    torch.manual_seed(11)
+    return [F.dropout(x, 0.5).full_tensor() for x in (images, heads)]
+
+
+def test_one_channels_last_sample_and_one_head_per_rank() -> None:
+    images = torch.ones(4, 6, 3, 3).to(memory_format=torch.channels_last)
+    torch.manual_seed(11)
+    expected = [F.dropout(x, 0.5) for x in (images, torch.ones(2, 6, 4, 3).transpose(1, 2))]
+    for results in run_ranks(_channels_last_and_heads, 4, "torch"):
+        for got, wanted in zip(results, expected, strict=True):
+            assert torch.equal(got, wanted)
+
+
+def test_repeated_dimensions_have_no_order_of_their_own() -> None:
+    x = torch.ones(4, 1, 5).expand(4, 3, 5).transpose(0, 2)
+    assert get_platform("torch").memory_order(x) == _order_of(torch.empty_like(x))
+
+
+def _order_of(x: torch.Tensor) -> tuple[int, ...]:
+    return tuple(sorted(range(x.dim()), key=lambda dim: -x.stride(dim)))
+
+
+def _drawn_of_results(shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    mesh = DeviceMesh("cpu", (4,), platform=get_platform("torch"))
+    x = F.gelu(distribute_tensor(torch.ones(shape), mesh, [Shard(0)]).permute(1, 0, 2))
+    torch.manual_seed(11)
+    return torch.randn_like(x).full_tensor(), torch.rand(3)
+
+
+@pytest.mark.parametrize("rows", [3, 4, 5, 7])
+def test_ranks_stay_in_step_where_kernels_disregard_dimensions_of_one_element(rows: int) -> None:
+    """Such as 3 rows on 4 ranks, and 7: parts of one row or none, and of two, get results of different strides."""
+    first, *others = run_ranks(_drawn_of_results, 4, "torch", (rows, 5, 3))
+    for drawn, after in others:
+        assert torch.equal(drawn, first[0])
+        assert torch.equal(after, first[1])
 
 
 def _dirac(groups: int) -> list[torch.Tensor]:

@@ -316,9 +316,12 @@ class Platform(ABC):
         """The shape of the local data, of a DTensor too."""
         return tuple(self.unwrap(x).shape) if hasattr(x, "_spec") else tuple(x.shape)
 
-    def memory_order(self, x: Tensor) -> tuple[int, ...]:
-        """The dimensions of a plain tensor, outermost in memory first, as random operations go through them."""
-        return tuple(range(len(x.shape)))
+    def memory_order(self, x: Tensor) -> tuple[int, ...] | None:
+        """The dimensions of a plain tensor, outermost in memory first, as random operations go through them.
+
+        None, the default, where they go through every tensor as through a contiguous one.
+        """
+        return None
 
     @abstractmethod
     def unwrap(self, x: Tensor) -> Tensor:

@@ -282,8 +282,16 @@ class TorchPlatform(Platform):
             return tuple(x.shape)
 
     def memory_order(self, x: Tensor) -> tuple[int, ...]:
-        strides = x.stride()
-        return tuple(sorted(range(x.dim()), key=lambda dim: -strides[dim]))
+        inner_first = list(reversed(range(x.dim())))
+        for place in range(1, x.dim()):
+            for inner in reversed(range(place)):
+                wrong = _lies_further_in(x, inner_first[place], inner_first[inner])
+                if wrong:
+                    inner_first[inner], inner_first[place] = inner_first[place], inner_first[inner]
+                    place = inner
+                elif wrong is False:
+                    break
+        return tuple(reversed(inner_first))
 
     def unwrap(self, x: Tensor) -> Tensor:
         return dtensor.unwrap(x)
@@ -365,6 +373,14 @@ class TorchPlatform(Platform):
     def synchronize(self) -> None:
         if self.device.type != "cpu":
             getattr(torch, self.device.type).synchronize()
+
+
+def _lies_further_in(x: Tensor, dim: int, than: int) -> bool | None:
+    """As torch's TensorIterator decides it; None where strides do not tell."""
+    (stride, size), (other, other_size) = ((x.stride(d), x.shape[d]) for d in (dim, than))
+    if not stride or not other or (stride == other and size >= other_size):
+        return None
+    return stride < other or stride == other
 
 
 def _by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[Tensor]]:

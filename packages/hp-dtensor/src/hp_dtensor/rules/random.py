@@ -3,13 +3,21 @@
 So the numbers are the single-device ones whatever the layout, on any generator (also torch's sequential one
 on CPU), and the generators of all ranks stay in step: seed them alike (`manual_seed`) and they remain alike.
 torch draws the numbers of a transposed tensor in the order of its memory, so the whole one is made to lie in memory as
-this rank's part does. That is not to be seen where ranks have one element or none along a dimension: then, and after a
-redistribution, which makes parts contiguous, numbers are drawn in the order of a contiguous tensor, on all ranks.
+this rank's part does. Where a dimension leaves several elements to some ranks and one or none to others, torch gives
+results of one operation different strides on them; then the ranks draw in the order that the fullest part has, on which
+they agree by a message (`_best_seen`).
+
+What strides do not tell is lost: kernels that take a tensor with one element along a dimension for contiguous give it
+contiguous results (`gelu(x.transpose(0, 1))` with one row per rank), and redistribution makes parts contiguous. From
+then on all ranks draw alike, in the order of the parts.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from hp_dtensor.placements import RaggedShard
@@ -83,22 +91,33 @@ def _filled(call: LocalCall) -> Tensor:
 def _whole_like(call: LocalCall, x: Tensor, make: Callable[..., Tensor]) -> Tensor:
     """A whole tensor whose dimensions follow each other in memory as those of the part `x`."""
     shape, order = call.output.shape, call.platform.memory_order(x)
-    if order == tuple(range(len(order))) or not _all_see_the_order(call.output):
+    if order is not None and not _all_see_alike(call.output):
+        order = _best_seen(call.output, tuple(x.shape), order)
+    if order is None or order == tuple(range(len(order))):
         return make(shape, x.dtype)
     whole = make(tuple(shape[dim] for dim in order), x.dtype)
     return call.platform.ops.permute(whole, tuple(order.index(dim) for dim in range(len(order))))
 
 
-def _all_see_the_order(spec: TensorSpec) -> bool:
-    """Whether strides tell the order of dimensions on every rank, as all ranks must draw alike."""
-    return all(size < 2 or min(_lengths(spec, dim)) > 1 for dim, size in enumerate(spec.shape))
+def _all_see_alike(spec: TensorSpec) -> bool:
+    """Whether strides tell every rank the same: a framework disregards those of dimensions with one element or none."""
+    return all(len({min(length, 2) for length in _lengths(spec, dim)}) == 1 for dim in range(spec.ndim))
+
+
+def _best_seen(spec: TensorSpec, shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
+    """The order of the rank with the most dimensions of several elements, which loses least of it."""
+    axes = tuple(axis for axis, placement in enumerate(spec.placements) if not placement.is_replicate())
+    group = spec.mesh.group_over(axes)
+    seen = sum(size > 1 for size in shape), math.prod(shape), order
+    of_all = [json.loads(data) for data in group.all_gather_bytes(json.dumps(seen).encode())]
+    return tuple(max(of_all, key=itemgetter(0, 1))[2])
 
 
 def _lengths(spec: TensorSpec, dim: int) -> set[int]:
-    """Of a dimension's parts on all ranks; 0 among them where no rank knows those of the others."""
+    """Of a dimension's parts on all ranks; 0 and 1 where no rank knows those of the others."""
     cuts = [(p, n) for p, n in zip(spec.placements, spec.mesh.shape, strict=True) if getattr(p, "dim", None) == dim]
     if len(cuts) > 1 and any(isinstance(p, RaggedShard) for p, _ in cuts):
-        return {0}
+        return {0, 1}
     found = {spec.shape[dim]}
     for placement, ranks in cuts:
         found = {sum(stop - start for start, stop in held) for n in found for held in placement.parts(n, ranks)}
