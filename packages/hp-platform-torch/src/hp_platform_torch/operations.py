@@ -80,10 +80,22 @@ def _refuse_one_value(shape: torch.Size, statistics: int) -> None:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(shape)}")
 
 
+def _contiguous(x: Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
+    """torch's, but with the strides of a contiguous tensor also where it leaves others to dimensions of one element.
+
+    Random operations tell the order of the whole tensor's memory by them.
+    """
+    result = x.contiguous(memory_format=memory_format)
+    if memory_format is torch.contiguous_format and 1 in result.shape:
+        return result.view(-1).view(result.shape)
+    return result
+
+
 _LOCAL_FORMS = {
     scaled_dot_product_attention: _attention,
     torch.view_as_complex: _as_complex,
     group_norm: _group_norm,
+    torch.Tensor.contiguous: _contiguous,
 }
 # What torch asks of the whole, before the rule, on every rank alike.
 _CHECKS: dict[Callable[..., Any], Callable[..., None]] = {group_norm: _check_group_norm, batch_norm: _check_batch_norm}
