@@ -164,6 +164,16 @@ def _channels_last_and_heads() -> list[torch.Tensor]:
     return [F.dropout(x, 0.5).full_tensor() for x in (images, heads)]
 
 
+def _dropped_with_a_rank_outside() -> tuple[int, ...]:
+    mesh = DeviceMesh("cpu", (2,), platform=get_platform("torch"))
+    x = distribute_tensor(torch.ones(3, 5), mesh, [Shard(0)]).t()
+    return tuple(F.dropout(x, 0.5).to_local().shape)
+
+
+def test_ranks_outside_the_mesh_agree_on_nothing() -> None:
+    assert run_ranks(_dropped_with_a_rank_outside, 3, "torch") == [(5, 2), (5, 1), (0, 0)]
+
+
 def test_one_channels_last_sample_and_one_head_per_rank() -> None:
     images = torch.ones(4, 6, 3, 3).to(memory_format=torch.channels_last)
     torch.manual_seed(11)

@@ -105,7 +105,9 @@ def _all_see_alike(spec: TensorSpec) -> bool:
 
 
 def _best_seen(spec: TensorSpec, shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
-    """The order of the rank with the most dimensions of several elements, which loses least of it."""
+    """The order of the rank with the most dimensions of several elements; ranks outside the mesh keep theirs."""
+    if spec.mesh.get_coordinate() is None:
+        return order
     axes = tuple(axis for axis, placement in enumerate(spec.placements) if not placement.is_replicate())
     group = spec.mesh.group_over(axes)
     seen = sum(size > 1 for size in shape), math.prod(shape), order
