@@ -517,6 +517,28 @@ def test_modules_sharded_from_outside_in_are_told_the_order(hp_platform):
         run_ranks(rank, 2, hp_platform)
 
 
+def test_parameters_added_after_sharding_are_told(hp_platform):
+    """Frozen ones and ignored ones may be there."""
+
+    def rank():
+        block = Block()
+        block.kept, block.frozen, block.added = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM), None
+        for _, parameter in hp_platform.named_parameters(block.frozen):
+            hp_platform.set_requires_grad(parameter, False)
+        late = block.frozen
+        block.frozen = None
+        fully_shard(block, mesh_of(hp_platform, 2), ignored_params=[block.kept.weight])
+        block.frozen, block.added = late, nn.Linear(DIM, 3)
+        x = hp_platform.from_numpy(numpy.ones((2, DIM), numpy.float32))
+        for _ in range(2):
+            with pytest.raises(FSDPStateError, match=r"Block on rank \d: added.weight: added after fully_shard"):
+                block(x)
+        block.added = None
+        block(x)
+
+    run_ranks(rank, 2, hp_platform)
+
+
 def test_groups_are_called_by_their_places(hp_platform):
     def rank():
         model = sharded(hp_platform, CASE)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from hp_dtensor.platform import Platform
 from hp_dtensor.trees import map_tensors, tensors_in
 from hp_fsdp._context import Context
 from hp_fsdp._group import ParameterGroup
-from hp_fsdp._parameters import STATE_ATTRIBUTE
+from hp_fsdp._parameters import STATE_ATTRIBUTE, left_out
+from hp_fsdp.exceptions import FSDPStateError
 from hp_fsdp.policies import MixedPrecisionPolicy
 from hp_fsdp.storage import ParameterStorage
 
@@ -116,13 +117,32 @@ class ModuleState:
         return map_tensors(tree, self.platform.Tensor, cast)
 
     def _become_root(self) -> Context:
-        """Make one context for all groups below these modules: the first forward from outside is the root's."""
+        """Make one context for all groups below these modules: the first forward from outside is the root's.
+
+        Raises:
+            FSDPStateError: parameters below them have been replaced, or added after `fully_shard`.
+        """
         self._name_groups()
         states = dict.fromkeys([self, *(s for module in self.modules for s in states_below(self.platform, module))])
+        for state in states:
+            state.group.attach()
+        self._check_none_added(state.group for state in states)
         context = Context(self.storage, self.group, (state.group for state in states))
         for state in states:
             state.context = context
         return context
+
+    def _check_none_added(self, groups: Iterable[ParameterGroup]) -> None:
+        managed = [parameter for group in groups for buffer in group.buffers for parameter in buffer.parameters]
+        # What `unshard()` has exposed is a leaf.
+        known = {id(x) for parameter in managed for x in (parameter.sharded, parameter.leaf)}
+        added = [name for module in self.modules for name in left_out(self.platform, module, known)]
+        if added:
+            raise FSDPStateError(
+                f"{self.group.place}: {', '.join(added)}: added after fully_shard, so that nobody would reduce their "
+                "gradients. Add them before it, or call fully_shard on their module before those around it; what is to "
+                "keep its own rank's gradients belongs to ignored_params"
+            )
 
     def _name_groups(self) -> None:
         """Call the groups below by the places of their modules."""

@@ -21,6 +21,7 @@ Module = Any
 
 STATE_ATTRIBUTE = "_hp_fsdp_state"
 TAKEN_ATTRIBUTE = "_hp_fsdp_taken_by"
+IGNORED_ATTRIBUTE = "_hp_fsdp_ignored"
 # Blocks start at multiples of this many bytes, which vectorised kernels and tensor cores want.
 ALIGNMENT_BYTES = 16
 
@@ -161,6 +162,17 @@ def collect(platform: Platform, modules: Sequence[Module], ignored: Collection[T
                     if (module, attribute) not in original.owners:
                         original.owners.append((module, attribute))
     return list(found.values())
+
+
+def left_out(platform: Platform, root: Module, known: Collection[int]) -> list[str]:
+    """Trainable parameters below `root` that are not `known` (by identity) and were not to be ignored."""
+    return [
+        name
+        for name, parameter in platform.named_parameters(root)
+        if platform.requires_grad(parameter)
+        and id(parameter) not in known
+        and not hasattr(parameter, IGNORED_ATTRIBUTE)
+    ]
 
 
 def _own_modules(platform: Platform, root: Any) -> list[tuple[str, Any]]:
