@@ -189,13 +189,14 @@ class RedistributePlan:
 
         Not for a plan with a stage that `selects`.
         """
+        return self._at_hand(local, result, self._run_backward)
+
+    def _at_hand(self, local: Tensor, result: Tensor, backward: Callable[[Tensor], Tensor]) -> Tensor:
+        """`result`, recorded as computed from `local`, with this `backward`."""
+        platform = self.source.mesh.platform
         # Taken by the first call and not kept: the node outlives it, and a second derivative runs the plan anew.
-        at_hand = [self.source.mesh.platform.detach(result)]
-
-        def forward(x: Tensor) -> Tensor:
-            return at_hand.pop() if at_hand else self.run_data(x)
-
-        return self.source.mesh.platform.linear_map(local, forward, self._run_backward)
+        held = [platform.detach(result)]
+        return platform.linear_map(local, lambda x: held.pop() if held else self.run_data(x), backward)
 
     def _run_backward(self, grad: Tensor) -> Tensor:
         for stage in reversed(self.stages):
@@ -236,14 +237,11 @@ class RedistributePlan:
         Nothing is communicated forward; the gradient goes straight to the source's placements, which for an
         all-gather is one reduce-scatter.
         """
-        platform = self.source.mesh.platform
-        # Taken by the first call and not kept: the node outlives it, and a second derivative runs the plan anew.
-        at_hand = [platform.detach(result)]
         comes = self.target.with_placements(
             [Partial() if a in axes else p for a, p in enumerate(self.target.placements)]
         )
         back = _plan(comes, self.source, self.itemsize)
-        return platform.linear_map(local, lambda x: at_hand.pop() if at_hand else self.run_data(x), back.run_data)
+        return self._at_hand(local, result, back.run_data)
 
     def __str__(self) -> str:
         names = self.source.mesh.mesh_dim_names

@@ -117,6 +117,18 @@ class Collective(Step):
         platform = self.platform
         return platform.empty(self.landing_shape(sent.shape), sent.dtype, platform.device_of(sent))
 
+    @functools.cached_property
+    def _source_digits(self) -> list[tuple[int, int]]:
+        return self._digits(self.source)
+
+    @functools.cached_property
+    def _target_digits(self) -> list[tuple[int, int]]:
+        return self._digits(self.target)
+
+    def _digits(self, placements: Placements) -> list[tuple[int, int]]:
+        """(dimension, number of parts) for each axis, which cuts one."""
+        return [(placements[a].dim, self.mesh.shape[a]) for a in self.axes]  # type: ignore[attr-defined]
+
 
 class AllGather(Collective):
     """Equal shards, innermost in their dimensions, become whole on every rank of the axes."""
@@ -134,11 +146,7 @@ class AllGather(Collective):
         return self.group.all_gather_into(landed, sent, async_op)
 
     def unpack(self, landed: Tensor) -> Tensor:
-        return _digits_to_dims(self.platform, landed, self._digits)
-
-    @functools.cached_property
-    def _digits(self) -> list[tuple[int, int]]:
-        return [(self.source[a].dim, self.mesh.shape[a]) for a in self.axes]  # type: ignore[attr-defined]
+        return _digits_to_dims(self.platform, landed, self._source_digits)
 
 
 class ReduceScatter(Collective):
@@ -151,14 +159,10 @@ class ReduceScatter(Collective):
         return self.group.size
 
     def pack(self, local: Tensor) -> Tensor:
-        return _dims_to_digits(self.platform, local, self._digits)
+        return _dims_to_digits(self.platform, local, self._target_digits)
 
     def communicate(self, landed: Tensor, sent: Tensor, async_op: bool) -> Work:
         return self.group.reduce_scatter_into(landed, sent, self.op, async_op)
-
-    @functools.cached_property
-    def _digits(self) -> list[tuple[int, int]]:
-        return [(self.target[a].dim, self.mesh.shape[a]) for a in self.axes]  # type: ignore[attr-defined]
 
 
 class AllReduce(Collective):
@@ -189,7 +193,7 @@ class AllToAll(Collective):
     blocks_landed = blocks_sent
 
     def pack(self, local: Tensor) -> Tensor:
-        return _dims_to_digits(self.platform, local, self._digits(self.target))
+        return _dims_to_digits(self.platform, local, self._target_digits)
 
     def communicate(self, landed: Tensor, sent: Tensor, async_op: bool) -> Work:
         n = self.blocks_sent
@@ -197,10 +201,7 @@ class AllToAll(Collective):
         return self.group.all_to_all_into(landed, sent, rows, rows, async_op)
 
     def unpack(self, landed: Tensor) -> Tensor:
-        return _digits_to_dims(self.platform, landed, self._digits(self.source))
-
-    def _digits(self, placements: Placements) -> list[tuple[int, int]]:
-        return [(placements[self.axes[0]].dim, self.blocks_sent)]  # type: ignore[attr-defined]
+        return _digits_to_dims(self.platform, landed, self._source_digits)
 
 
 class Exchange(Step):
