@@ -523,6 +523,8 @@ def test_a_backward_to_named_inputs_leaves_the_gradients_of_parameters(hp_platfo
 def test_forwards_are_compiled_and_hooks_are_not(hp_platform, where):
     """Dynamo would take seconds for them, and compile them again whenever a pass has another number of groups."""
     counters = pytest.importorskip("torch._dynamo.utils").counters
+    if torch.__version__ < "2.12":
+        pytest.skip("Dynamo of torch 2.11 ends a process whose threads, the ranks here, compile in turns")
 
     def compile_(modules):
         for module in modules:

@@ -196,6 +196,12 @@ def test_a_line_of_a_large_mesh_costs_only_its_own_length():
     assert lines_executed(lambda: mesh.ranks_along("a")) < 64 * 20
 
 
+def test_a_process_that_joined_no_job_is_told_so():
+    for given in ({}, {"ranks": (0, 1)}):
+        with pytest.raises(MeshError, match=r"1: this process has joined no job, see hp_dtensor\.init_process_group"):
+            DeviceMesh("cpu", (2,), **given)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

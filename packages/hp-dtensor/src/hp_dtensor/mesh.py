@@ -479,7 +479,7 @@ def _check_new_mesh(
 
 def _rank_problems(size: int, ranks: Sequence[int] | None, world: World) -> list[str]:
     if ranks is None:
-        return [f"the mesh has {size} ranks, the world only {world.size}"] if size > world.size else []
+        return [f"the mesh has {size} ranks, the world only {_size_of(world)}"] if size > world.size else []
     problems = []
     if len(ranks) != size:
         problems.append(f"the shape holds {size} ranks, {len(ranks)} were given")
@@ -487,8 +487,14 @@ def _rank_problems(size: int, ranks: Sequence[int] | None, world: World) -> list
         problems.append(f"ranks repeat: {list(ranks)}")
     outside = [rank for rank in ranks if not 0 <= rank < world.size]
     if outside:
-        problems.append(f"ranks {outside} are outside the world of {world.size}")
+        problems.append(f"ranks {outside} are outside the world of {_size_of(world)}")
     return problems
+
+
+def _size_of(world: World) -> str:
+    if world is not alone(world.platform):
+        return str(world.size)
+    return "1: this process has joined no job, see hp_dtensor.init_process_group and hp_dtensor.launch"
 
 
 def _check_disjoint(axes: Sequence[MeshAxis]) -> None:

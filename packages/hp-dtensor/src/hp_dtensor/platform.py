@@ -239,7 +239,11 @@ class Platform(ABC):
         inputs: Sequence[Tensor],
         output_grads: Sequence[Tensor | None] | None = None,
     ) -> list[Tensor | None]:
-        """Gradients of `inputs`, touching no `.grad`; None where an input is unused."""
+        """Gradients of `inputs`, touching no `.grad`; None where an input is unused.
+
+        Raises:
+            CapabilityError: the framework has no derivative of an operation.
+        """
 
     @abstractmethod
     def no_grad(self) -> AbstractContextManager[None]: ...

@@ -32,7 +32,7 @@ def guard() -> None:
     """Ask at the entrances; a second call changes nothing."""
     if hasattr(torch.autograd.Function.apply, "_asks_dtensors"):
         return
-    _replace(torch.autograd.Function, "apply", _asking)
+    torch.autograd.Function.apply = _asking(vars(torch.autograd.Function)["apply"])  # type: ignore[method-assign]
     _replace(torch.autograd, "_engine_run_backward", backward_inputs.noting)
     _replace(eager_transforms, "_wrap_for_grad", _refusing, "torch.func (grad, vjp and the like)", _TRANSFORMS_A_SHARD)
     _replace(vmap, "_add_batch_dim", _refusing, "torch.func (vmap)", _TRANSFORMS_A_SHARD)
@@ -63,7 +63,7 @@ def _replace(owner: Any, name: str, asking: Callable[..., Any], *told: str) -> N
 
 
 def _asking(apply: Any) -> Any:
-    plain = apply.__func__
+    plain = getattr(apply, "__func__", apply)  # torch 2.15's is C++'s own class method, which takes the class as it is
 
     @functools.wraps(plain)
     def asked(cls: Any, *args: Any, **kwargs: Any) -> Any:

@@ -44,12 +44,14 @@ class NoGrad:
 _SAVE_NOTHING = frozenset({"add", "add_", "sub", "sub_"})
 
 
-def _attention(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """torch's; the fused kernel of torch 2.11 on CPU ends the process on a rank that has no head."""
+def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """torch's; on a rank that has no head, torch 2.11 divides by their number, in its fused kernel and for groups."""
     if query.numel():
-        return scaled_dot_product_attention(query, *args, **kwargs)
+        return scaled_dot_product_attention(query, key, value, *args, **kwargs)
+    if query.shape[-3:-2] == (0,):
+        kwargs = {**kwargs, "enable_gqa": False}
     with sdpa_kernel(SDPBackend.MATH):
-        return scaled_dot_product_attention(query, *args, **kwargs)
+        return scaled_dot_product_attention(query, key, value, *args, **kwargs)
 
 
 def _as_complex(x: Tensor) -> Tensor:

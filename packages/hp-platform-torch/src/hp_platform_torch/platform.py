@@ -218,7 +218,12 @@ class TorchPlatform(Platform):
         inputs: Sequence[Tensor],
         output_grads: Sequence[Tensor | None] | None = None,
     ) -> list[Tensor | None]:
-        return list(torch.autograd.grad(outputs, inputs, output_grads, allow_unused=True))
+        try:
+            return list(torch.autograd.grad(outputs, inputs, output_grads, allow_unused=True))
+        except RuntimeError as error:
+            if str(error).startswith("derivative for"):  # of aten::aminmax in torch 2.11, say
+                raise CapabilityError(f"torch {torch.__version__}: {error}") from error
+            raise
 
     def no_grad(self) -> AbstractContextManager[None]:
         return torch.no_grad()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -43,14 +45,14 @@ class Operations:
         return function
 
 
-def is_there(platform: Platform, sample: Sample) -> bool:
-    """Whether the platform has the operations that a sample calls, on plain tensors and with their gradients."""
-    world = SilentWorld(0, 1, platform)
-    try:
-        _Case(platform, DeviceMesh("cpu", (1,), world=world), sample)
-    except CapabilityError:
-        return False
-    return True
+def provable(platform: Platform, sample: Sample) -> Sample | None:
+    """A sample as the platform runs it on plain tensors: without gradients where it lacks them, None where it can't."""
+    mesh = DeviceMesh("cpu", (1,), world=SilentWorld(0, 1, platform))
+    for tried in (sample, dataclasses.replace(sample, gradients=False)):
+        with contextlib.suppress(CapabilityError):
+            _Case(platform, mesh, tried)
+            return tried
+    return None
 
 
 @dataclass
