@@ -145,6 +145,35 @@ def test_the_step_after_an_exception_works(hp_platform, where, stage):
     run_ranks(rank, 2, hp_platform)
 
 
+def test_a_backward_after_one_that_failed_has_gradients(hp_platform):
+    """No forward is between them, which would clear up."""
+
+    def loss(model):
+        y = model(hp_platform.from_numpy(numpy.ones((2, DIM), numpy.float32)))
+        return hp_platform.ops.sum(hp_platform.ops.mul(y, y))
+
+    def rank():
+        model = Either()
+        for block in (model.first, model.second, model):
+            fully_shard(block, mesh_of(hp_platform, 2))
+        object.__setattr__(model, "forward", lambda x: model.second(model.first(x)))
+        hp_platform.backward(loss(model))
+        expected = whole_grads(hp_platform, model)
+        for _, parameter in hp_platform.named_parameters(model):
+            hp_platform.set_grad(parameter, None)
+        kept, trap = loss(model), Trap("backward")
+        hp_platform.add_forward_hook(model.first.down, trap)
+        failing = loss(model)
+        with pytest.raises(ArithmeticError, match="on purpose"):
+            hp_platform.backward(failing)
+        hp_platform.backward(kept)
+        for name, grad in whole_grads(hp_platform, model).items():
+            numpy.testing.assert_allclose(grad, expected[name], rtol=1e-6, err_msg=name)
+        assert not any(each._fsdp.group.held_bytes for each in (model.first, model.second))
+
+    run_ranks(rank, 2, hp_platform)
+
+
 class Either(nn.Module):
     def __init__(self):
         super().__init__()

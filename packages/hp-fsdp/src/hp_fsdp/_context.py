@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from itertools import islice
@@ -93,13 +94,19 @@ class BackwardRun:
         to_come: events of each pass met that are not behind it, the next one last.
     """
 
-    def __init__(self, is_for_parameters: bool) -> None:
+    def __init__(self, is_for_parameters: bool, end: Callable[[], None]) -> None:
         self.is_for_parameters = is_for_parameters
+        self._end = weakref.ref(end)
         self.met: set[GatherRecord] = set()
         self.frozen_calls: dict[tuple[ParameterGroup, ForwardPass], int] = {}
         self.tokens: dict[ParameterGroup, Tensor] = {}
         self.reached: set[tuple[ParameterGroup, ForwardPass | None]] = set()
         self.to_come: dict[ForwardPass, dict[Event, GatherRecord | None]] = {}
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether an exception has ended it: the framework then has let go of what it was to call at the end."""
+        return self._end() is None
 
     def meet(self, record: GatherRecord) -> None:
         """All buffers of a use have gradients to come in each backward through the same forward."""
@@ -452,10 +459,13 @@ class Context:
             self._free_after_backward(group)
 
     def _begin_backward(self) -> BackwardRun:
+        if self._backward is not None and self._backward.has_failed:
+            self.reset()
         if self._backward is None:
             self._check_order(PATIENCE_SECONDS)
-            self._backward = BackwardRun(self.platform.is_for_parameters())
-            self.storage.at_end_of_backward(located(self._end_backward))
+            end = located(self._end_backward)
+            self._backward = BackwardRun(self.platform.is_for_parameters(), end)
+            self.storage.at_end_of_backward(end)
         return self._backward
 
     def _prefetch_previous(self, group: ParameterGroup, forward_pass: ForwardPass, run: BackwardRun) -> None:
