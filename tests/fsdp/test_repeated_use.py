@@ -10,10 +10,11 @@ import pytest
 from fsdp_training import held_bytes, mesh_of, whole_grads
 
 from hp_dtensor import nn
+from hp_dtensor.init import Normal, init_parameters
 from hp_dtensor.recompute import checkpoint
 from hp_dtensor.testing.simulated import run_ranks
 from hp_dtensor.world import current_world, record_collectives
-from hp_fsdp import fully_shard
+from hp_fsdp import fully_shard, register_fsdp_forward_method
 from hp_fsdp.exceptions import FSDPStateError
 
 DIM = 5
@@ -333,7 +334,7 @@ def test_a_step_between_a_forward_and_its_backward(hp_platform, zero_stage):
         if zero_stage in (1, 2):
             hp_platform.backward(second)
             return [expected, whole_grads(hp_platform, model.first)]
-        with pytest.raises(FSDPStateError, match="were changed between a forward and its backward"):
+        with pytest.raises(FSDPStateError, match=r"weight, .*bias: changed between a forward and its backward"):
             hp_platform.backward(second)
         model.reset()
         hp_platform.backward(model(1.0))
@@ -342,6 +343,104 @@ def test_a_step_between_a_forward_and_its_backward(hp_platform, zero_stage):
     for expected, found in run_ranks(rank, 2, hp_platform):
         for name, value in expected.items():
             numpy.testing.assert_allclose(found[name], value, rtol=1e-6)
+
+
+class Momentum(nn.Module):
+    """A copy that follows the trained map, which a forward moves on before it computes with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained, self.copy = nn.Linear(DIM, DIM, bias=True), nn.Linear(DIM, DIM, bias=True)
+
+    def forward(self, x):
+        y = self.trained(x)
+        with self.platform.no_grad():
+            for mine, other in zip(self._parameters_of(self.copy), self._parameters_of(self.trained), strict=True):
+                halves = self.ops.mul(self.ops.add(mine, other), 0.5)
+                self.platform.copy_(mine, self.platform.unwrap(halves))
+            z = self.copy(x)
+        return self.ops.add(y, z)
+
+    def _parameters_of(self, module):
+        return [parameter for _, parameter in self.platform.named_parameters(module)]
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_what_a_forward_writes_before_a_group_computes_counts(hp_platform, zero_stage):
+    """Also where the group has been gathered ahead, or is kept whole."""
+
+    def outputs(model):
+        for _, parameter in hp_platform.named_parameters(model.copy):
+            hp_platform.set_requires_grad(parameter, False)
+        x, found = hp_platform.from_numpy(numpy.ones((2, DIM), numpy.float32)), []
+        for _ in range(3):
+            y = model(x)
+            hp_platform.backward(hp_platform.ops.sum(y))
+            found.append(hp_platform.to_numpy(y))
+            _add_one(hp_platform, model.trained)
+        return found
+
+    with nn.building(hp_platform):
+        expected = outputs(_initialised(Momentum()))
+
+    def program():
+        with nn.building(hp_platform):
+            model = _initialised(Momentum())
+        for module in (model.trained, model.copy, model):
+            fully_shard(module, mesh_of(hp_platform, 2), zero_stage=zero_stage)
+        return outputs(model)
+
+    for found in run_ranks(program, 2, hp_platform):
+        numpy.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+class Adversaries(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.critic = nn.Linear(DIM, DIM, bias=True), nn.Linear(DIM, 1, bias=True)
+
+    def generate(self, x):
+        return self.generator(x)
+
+    def judge(self, x):
+        return self.critic(x)
+
+
+def test_parameters_that_a_backward_does_not_use_may_have_changed(hp_platform):
+    """The critic's step is between the generator's forward and backward; all are in one group."""
+
+    def grads(model):
+        made = model.generate(hp_platform.from_numpy(numpy.ones((2, DIM), numpy.float32)))
+        hp_platform.backward(hp_platform.ops.sum(model.judge(hp_platform.detach(made))))
+        _add_one(hp_platform, model.critic)
+        hp_platform.backward(hp_platform.ops.sum(model.judge(made)))
+        return whole_grads(hp_platform, model)
+
+    with nn.building(hp_platform):
+        expected = grads(_initialised(Adversaries()))
+
+    def program():
+        with nn.building(hp_platform):
+            model = fully_shard(_initialised(Adversaries()), mesh_of(hp_platform, 2))
+        for name in ("generate", "judge"):
+            register_fsdp_forward_method(model, name)
+        found = grads(model)
+        assert found.keys() == expected.keys()
+        for name, grad in found.items():
+            numpy.testing.assert_allclose(grad, expected[name], rtol=1e-5, err_msg=name)
+
+    run_ranks(program, 2, hp_platform)
+
+
+def _add_one(platform, module) -> None:
+    with platform.no_grad():
+        for _, parameter in platform.named_parameters(module):
+            platform.copy_(parameter, platform.unwrap(platform.ops.add(parameter, 1.0)))
+
+
+def _initialised(model):
+    init_parameters(model, lambda name, shape: Normal(0.4), seed=1)
+    return model
 
 
 def _forget_grads(platform, model) -> None:

@@ -108,11 +108,11 @@ class FlatBuffer:
         self.partial_shard: Tensor | None = None
         self.partial_collected: frozenset[int] = frozenset()
         self._pending_versions: list[int] = []
-        self._gathered_versions: list[int] | None = None
+        self._gathered_versions: list[int] = []
         self._num_writes = self._count_writes()
         from_meta = [self.platform.is_meta(original.tensor) for original in originals]
-        self._unfilled = [parameter for parameter, meta in zip(self.parameters, from_meta, strict=True) if meta]
-        self._versions_unfilled = self._versions()
+        self.from_meta = [parameter for parameter, meta in zip(self.parameters, from_meta, strict=True) if meta]
+        self._versions_from_meta = self._versions()
         self._kept_part: Tensor | None = None
         self.keeps_full = False
         self._gathered_shard: Tensor | None = None
@@ -472,7 +472,7 @@ class FlatBuffer:
         self._pending_versions = self._versions()
 
     @property
-    def held_versions(self) -> list[int] | None:
+    def held_versions(self) -> list[int]:
         """Of the parameters whose values the full buffer holds."""
         return self._versions() if self.is_whole else self._gathered_versions
 
@@ -480,6 +480,11 @@ class FlatBuffer:
     def is_written(self) -> bool:
         """Whether a parameter has been written since the last gather, as far as the platform counts that."""
         return self._gathered_versions != self._versions()
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether what is gathered, or being gathered, is of parameters that have been written since."""
+        return not self.is_whole and self.is_written
 
     @property
     def is_pending(self) -> bool:

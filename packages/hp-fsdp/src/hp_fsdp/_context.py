@@ -164,8 +164,10 @@ class Context:
             group.attach()
             self._refresh([group])
         group.check_order("calls")
-        group.unshard()
         begins = self._backward is None and not group.entered
+        if begins:
+            group.drop_outdated()
+        group.unshard()
         group.entered = group.entered or begins
         if begins:
             self._pass.begin(group)
@@ -490,8 +492,7 @@ class Context:
         if buffer not in record.waiting and all(grad is None for grad in grads):
             return  # passed over already
         self._reach(group, forward_pass)
-        if any(grad is not None for grad in grads):
-            record.check_unchanged(buffer)
+        record.check_unchanged(buffer, grads)
         if forward_pass is not None:
             self._pass_over_until(Event(group, ends=False), forward_pass, run)
         if buffer.gradients is None:

@@ -51,15 +51,23 @@ class GatherRecord:
         self.unsharded: list[list[Tensor]] = []
         self.indices: dict[FlatBuffer, list[int]] = {}
         self.waiting: list[FlatBuffer] = []
-        self.versions: dict[FlatBuffer, list[int] | None] = {}
+        self.versions: dict[FlatBuffer, list[int]] = {}
 
-    def check_unchanged(self, buffer: FlatBuffer) -> None:
-        """Raise if backward has come to other values than the forward computed with, as far as writes are counted."""
-        if buffer.held_versions != self.versions[buffer]:
+    def check_unchanged(self, buffer: FlatBuffer, grads: Gradients) -> None:
+        """Raise if backward has come to other values than the forward computed with, as far as writes are counted.
+
+        Parameters without a gradient may have changed: this backward does not use them.
+        """
+        then, now = self.versions[buffer], buffer.held_versions
+        if then == now:
+            return
+        used = (index for index, grad in zip(self.indices[buffer], grads, strict=True) if grad is not None)
+        changed = [buffer.parameters[index].name for index in used if then[index] != now[index]]
+        if changed:
             raise FSDPStateError(
-                f"{self.group.place}: parameters were changed between a forward and its backward, by optimizer.step() "
-                "or otherwise: gradients would be those of other values. Run the backward of every loss before the "
-                "step, or the forward again after it"
+                f"{self.group.place}: {', '.join(changed)}: changed between a forward and its backward, by "
+                "optimizer.step() or otherwise: gradients would be those of other values. Run the backward of every "
+                "loss before the step, or the forward again after it"
             )
 
 
@@ -272,6 +280,15 @@ class ParameterGroup:
                 buffer.release()
             self.state = GroupState.SHARDED
             self.kept_after_forward = False
+
+    def drop_outdated(self) -> None:
+        """Free what has been gathered before its parameters were written, as by a forward around this one.
+
+        Every rank must have written: nothing is exchanged.
+        """
+        if self.state is not GroupState.SHARDED and any(buffer.is_outdated for buffer in self.buffers):
+            self.conceal()
+            self.reshard()
 
     def reshard_to(self, num_ranks: int) -> None:
         """Free the full parameters, but keep them among each `num_ranks` consecutive ranks for the backward."""
