@@ -212,6 +212,44 @@ def test_parameters_from_meta_must_be_given_values(hp_platform):
     run_ranks(rank, 2, hp_platform)
 
 
+@pytest.mark.parametrize("options", [{"threshold": 0.25}, {"bucket_size": 0}, {}])
+def test_zeros_written_through_data_are_values(hp_platform, options):
+    """Torch does not count them; a rank may have nothing else of a group."""
+
+    def rank():
+        with torch.device("meta"):
+            net = torch.nn.Sequential(torch.nn.Linear(5, 20), torch.nn.LayerNorm(20))
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",), platform=hp_platform)
+        for module in (*net, net):
+            fully_shard(module, mesh, **options)
+        for module in net:
+            module.weight.data.fill_(1.0)
+            module.bias.data.zero_()
+        return net(batch(0)).shape
+
+    assert run_ranks(rank, 2, hp_platform) == [(4, 20)] * 2
+
+
+def test_ignored_parameters_that_torch_replaces_stay_ignored(hp_platform):
+    """`to_empty` makes other objects of those that come from the meta device."""
+
+    def rank():
+        with torch.device("meta"):
+            net = Net()
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",), platform=hp_platform)
+        fully_shard(net, mesh, ignored_params=net.first.parameters())
+        before = net.first.weight
+        net.to_empty(device="cpu")
+        assert net.first.weight is not before
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.fill_(0.1)
+        net(batch(0)).sum().backward()
+        assert net.first.weight.grad.shape == net.first.weight.shape
+
+    run_ranks(rank, 2, hp_platform)
+
+
 def test_modules_that_come_from_meta_initialise_themselves_as_unsharded_ones(hp_platform):
     """`to_empty`, then `reset_parameters` and `torch.nn.init`: the values of one device."""
 

@@ -58,6 +58,7 @@ class FlatBuffer:
 
     Attributes:
         keeps_full: whether the full buffer stays when nobody computes with it.
+        from_meta: parameters from the meta device of which it is not known yet that somebody has given them values.
         gradients: full ones that are not reduced yet; None: there are none.
         collected: indices of the parameters of which there are gradients among them, frozen since or not.
         partial_shard: reduced ones that wait for another reduction; None: there are none.
@@ -202,17 +203,18 @@ class FlatBuffer:
             moved = [p for p, offset in self._places if self.storage.address(p.sharded) != base + offset]
         return [problem for parameter in moved for problem in self._attach(parameter)]
 
-    def unfilled(self) -> list[str]:
-        """Parameters from the meta device that nobody has given values; none where one of them has some."""
-        waiting, self._unfilled = self._unfilled, []
-        if not waiting or self._versions_unfilled != self._versions():
-            return []
+    @property
+    def has_values(self) -> bool:
+        """Whether a parameter from the meta device has been written, or is not zero."""
+        if self._versions_from_meta != self._versions():
+            return True
         with self.platform.no_grad():
-            parts = [self.platform.to_numpy(self.part_of(parameter, self.shard)) for parameter in waiting]
-        if any(part.any() for part in parts) or not any(part.size for part in parts):
-            return []
-        self._unfilled = waiting
-        return [parameter.name for parameter in waiting]
+            return any(self.platform.to_numpy(self.part_of(each, self.shard)).any() for each in self.from_meta)
+
+    @property
+    def holds_matrices(self) -> bool:
+        """Whether this rank has elements of a parameter from the meta device with more than one dimension."""
+        return any(len(each.local_shape) > 1 and math.prod(each.local_shape) for each in self.from_meta)
 
     def replaced(self) -> list[str]:
         """Parameters in whose place a module holds something else; for a group that is not exposed."""

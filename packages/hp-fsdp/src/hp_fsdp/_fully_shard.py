@@ -14,7 +14,7 @@ from hp_fsdp._buffer import FlatBuffer
 from hp_fsdp._group import ParameterGroup
 from hp_fsdp._hooks import ModuleState, state_of
 from hp_fsdp._module import with_methods
-from hp_fsdp._parameters import IGNORED_ATTRIBUTE, DataParallel, Original, collect
+from hp_fsdp._parameters import DataParallel, Original, collect, mark_ignored
 from hp_fsdp._placement import ShardPlacementFunction, place
 from hp_fsdp._settings import check_policy, check_settings, parameters_given
 from hp_fsdp.communication import Communication, get_communication
@@ -112,8 +112,7 @@ def fully_shard(
     whole = _whole_parameters(platform, originals, replicated, threshold if zero_stage else math.inf)
     check_alike(mesh, f"fully_shard({name})", _facts(platform, originals, whole, policy))
     buffers = _make_buffers(storage, originals, whole, policy, transport, bucket_size, offload_policy)
-    for parameter in ignored:
-        setattr(parameter, IGNORED_ATTRIBUTE, True)
+    mark_ignored(platform, modules, ignored)
     group = ParameterGroup(name, modules, storage, list(buffers), reshard_after_forward, zero_stage)
     _install(group, policy)
     return module

@@ -167,12 +167,24 @@ class ParameterGroup:
                 "modules before fully_shard, and write values into parameters in place"
             )
 
-        unfilled = [name for buffer in self.buffers for name in buffer.unfilled()]
-        if unfilled:
+        unfilled = [parameter.name for buffer in self.buffers for parameter in buffer.from_meta]
+        if unfilled and not self._check_filled():
             raise FSDPStateError(
                 f"{self.place}: {', '.join(unfilled)} came from the meta device and have no values yet. After "
                 "fully_shard load a state dict, or initialise them (to_empty() and reset_parameters, init_parameters)"
             )
+
+    def _check_filled(self) -> bool:
+        """Whether parameters from the meta device have been given values, which then is not asked again.
+
+        Of zeros nobody can tell where writes are not counted (`bias.data.zero_()`): a group counts as filled where
+        anything in it has been written or is not zero, or where this rank has nothing but vectors of it.
+        """
+        waiting = [buffer for buffer in self.buffers if buffer.from_meta]
+        filled = any(buffer.has_values for buffer in waiting) or not any(buffer.holds_matrices for buffer in waiting)
+        for buffer in waiting if filled else ():
+            buffer.from_meta.clear()
+        return filled
 
     def check_unwritten(self) -> None:
         """Raise `FSDPStateError` if full parameters have been written, of which the shards learn nothing."""

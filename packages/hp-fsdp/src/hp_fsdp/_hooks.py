@@ -134,8 +134,8 @@ class ModuleState:
 
     def _check_none_added(self, groups: Iterable[ParameterGroup]) -> None:
         managed = [parameter for group in groups for buffer in group.buffers for parameter in buffer.parameters]
-        # What `unshard()` has exposed is a leaf.
-        known = {id(x) for parameter in managed for x in (parameter.sharded, parameter.leaf)}
+        # By place: modules may hold the unsharded ones now.
+        known = {id(getattr(*place, None)) for parameter in managed for place in parameter.owners}
         added = [name for module in self.modules for name in left_out(self.platform, module, known)]
         if added:
             raise FSDPStateError(

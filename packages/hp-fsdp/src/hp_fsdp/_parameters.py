@@ -164,14 +164,29 @@ def collect(platform: Platform, modules: Sequence[Module], ignored: Collection[T
     return list(found.values())
 
 
+def mark_ignored(platform: Platform, modules: Sequence[Module], ignored: Collection[Tensor]) -> None:
+    """Let modules know which of their attributes hold parameters that stay as they are.
+
+    Attributes, not parameters: `to_empty` puts other objects in their places.
+    """
+    ids = {id(parameter) for parameter in ignored}
+    for root in modules if ids else ():
+        for _, module in platform.named_modules(root):
+            own = platform.named_parameters(module, recurse=False, remove_duplicate=False)
+            names = {attribute for attribute, parameter in own if id(parameter) in ids}
+            if names:
+                object.__setattr__(module, IGNORED_ATTRIBUTE, names | getattr(module, IGNORED_ATTRIBUTE, set()))
+
+
 def left_out(platform: Platform, root: Module, known: Collection[int]) -> list[str]:
     """Trainable parameters below `root` that are not `known` (by identity) and were not to be ignored."""
     return [
-        name
-        for name, parameter in platform.named_parameters(root)
+        f"{prefix}.{attribute}" if prefix else attribute
+        for prefix, module in platform.named_modules(root)
+        for attribute, parameter in platform.named_parameters(module, recurse=False, remove_duplicate=False)
         if platform.requires_grad(parameter)
         and id(parameter) not in known
-        and not hasattr(parameter, IGNORED_ATTRIBUTE)
+        and attribute not in getattr(module, IGNORED_ATTRIBUTE, ())
     ]
 
 
