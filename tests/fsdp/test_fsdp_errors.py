@@ -511,6 +511,8 @@ def test_in_check_mode_replicas_that_have_parted_are_named(hp_platform, options)
         ("more", r"ranks differ: rank 0: MixedPrecisionPolicy.*rank 1: .*bias"),
         ("frozen", r"ranks differ: rank 0: weight \[4, 5\][^;]*, frozen; rank 1"),
         ("cut", r"ranks differ: rank 0: .*cut along 0; rank 1: .*cut along 1"),
+        ("cut of a row", r"ranks differ: rank 0: .*cut along 0; rank 1: .*cut along 1"),
+        ("buckets", r"ranks differ: rank 0: .*bucket_size=None; rank 1: .*bucket_size=0"),
         ("dtype", r"ranks differ: rank 0: MixedPrecisionPolicy.*rank 1: MixedPrecisionPolicy"),
     ],
 )
@@ -519,7 +521,8 @@ def test_in_check_mode_ranks_that_shard_different_models_are_named(hp_platform, 
         mesh = mesh_of(hp_platform, 2)
         number = current_world(hp_platform).rank
         is_other = number == 1
-        model = nn.Linear(5, 3 if different == "shape" and is_other else 4, bias=different == "more" and is_other)
+        rows = 1 if different == "cut of a row" else 3 if different == "shape" and is_other else 4
+        model = nn.Linear(5, rows, bias=different == "more" and is_other)
         if different == "frozen" and not is_other:
             hp_platform.set_requires_grad(model.weight, False)
         dtype = hp_platform.dtype("float16") if different == "dtype" and is_other else None
@@ -527,7 +530,8 @@ def test_in_check_mode_ranks_that_shard_different_models_are_named(hp_platform, 
             fully_shard(
                 model,
                 mesh,
-                shard_placement_fn=(lambda parameter: Shard(number)) if different == "cut" else None,
+                shard_placement_fn=(lambda parameter: Shard(number)) if "cut" in different else None,
+                bucket_size=0 if different == "buckets" and is_other else None,
                 mp_policy=MixedPrecisionPolicy(output_dtype=dtype),
             )
 

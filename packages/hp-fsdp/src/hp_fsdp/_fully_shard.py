@@ -89,7 +89,7 @@ def fully_shard(
 
     Raises:
         FullyShardError: listing every problem of mesh, modules and parameters; nothing has been changed.
-        RankMismatchError: in `check_mode`, where ranks have other parameters, ways to cut them, or dtypes.
+        RankMismatchError: in `check_mode`, where ranks have other parameters, ways to cut them, dtypes, or settings.
         CapabilityError: the platform cannot compute in the policy's dtypes.
     """
     modules: list[Any] = list(module) if isinstance(module, (list, tuple)) else [module]
@@ -110,7 +110,8 @@ def fully_shard(
     _check_hooks(platform, originals)
     place(originals, mesh, shard_placement_fn, reshard_after_forward, name)
     whole = _whole_parameters(platform, originals, replicated, threshold if zero_stage else math.inf)
-    check_alike(mesh, f"fully_shard({name})", _facts(platform, originals, whole, policy))
+    settings = f"zero_stage={zero_stage}, reshard_after_forward={reshard_after_forward}, bucket_size={bucket_size}"
+    check_alike(mesh, f"fully_shard({name})", [*_facts(platform, originals, whole), str(policy), settings])
     buffers = _make_buffers(storage, originals, whole, policy, transport, bucket_size, offload_policy)
     mark_ignored(platform, modules, ignored)
     group = ParameterGroup(name, modules, storage, list(buffers), reshard_after_forward, zero_stage)
@@ -118,17 +119,14 @@ def fully_shard(
     return module
 
 
-def _facts(
-    platform: Platform, originals: Sequence[Original], whole: Collection[int], policy: MixedPrecisionPolicy
-) -> list[str]:
-    """What all ranks must have alike."""
-    each = [
-        f"{original.name} {list(original.tensor.shape)} {original.tensor.dtype}, cut along {original.first_dim}"
+def _facts(platform: Platform, originals: Sequence[Original], whole: Collection[int]) -> list[str]:
+    """What all ranks must have alike of their parameters."""
+    return [
+        f"{original.name} {list(original.tensor.shape)} {original.tensor.dtype}, cut along {original.cut_dim}"
         f"{', whole' if id(original.tensor) in whole else ''}"
         f"{'' if platform.requires_grad(original.tensor) else ', frozen'}"
         for original in originals
     ]
-    return [*each, str(policy)]
 
 
 def _install(group: ParameterGroup, policy: MixedPrecisionPolicy) -> None:
