@@ -539,15 +539,21 @@ def test_in_check_mode_ranks_that_shard_different_models_are_named(hp_platform, 
         run_ranks(rank, 2, hp_platform)
 
 
-def test_modules_sharded_from_outside_in_are_told_the_order(hp_platform):
-    def rank():
-        mesh = mesh_of(hp_platform, 2)
-        block = Block()
-        fully_shard(block, mesh)
-        fully_shard(next(module for name, module in hp_platform.named_modules(block) if name), mesh)
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_that_are_sharded_already_are_told_the_order(hp_platform, tied):
+    """Of a module above, or tied to another one's since."""
 
-    with pytest.raises(LaunchError, match="has been sharded by the fully_shard of a module above; shard inner"):
-        run_ranks(rank, 2, hp_platform)
+    def rank():
+        mesh, block = mesh_of(hp_platform, 2), Block()
+        fully_shard(block.out if tied else block, mesh)
+        if tied:
+            block.down = block.up = None
+            block.other = nn.Linear(3, DIM)
+            block.other.weight = block.out.weight
+        with pytest.raises(FullyShardError, match=r"weight has been sharded by another fully_shard: if of a module ab"):
+            fully_shard(block if tied else block.up, mesh)
+
+    run_ranks(rank, 2, hp_platform)
 
 
 def test_parameters_added_after_sharding_are_told(hp_platform):

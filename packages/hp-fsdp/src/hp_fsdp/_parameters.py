@@ -210,8 +210,8 @@ def problems_of(original: Original, mesh: DeviceMesh) -> list[str]:
     problems = []
     if getattr(tensor, "_gradient_from", None) == "fully_shard":
         return [
-            f"{name} has been sharded by the fully_shard of a module above; shard inner modules first, then those "
-            "around them"
+            f"{name} has been sharded by another fully_shard: if of a module above, shard inner modules first, then "
+            "those around them; if of a module that shares it, one group for both, fully_shard([first, second], mesh)"
         ]
     taken_by = getattr(tensor, TAKEN_ATTRIBUTE, None)
     if taken_by is not None:
