@@ -8,7 +8,7 @@ from hp_dtensor.exceptions import GradientPathError
 from hp_dtensor.mesh import init_device_mesh
 from hp_dtensor.testing.simulated import run_ranks
 from hp_dtensor.world import DONE, ProcessGroup, current_world, record_collectives
-from hp_fsdp import FSDPStateError, FullyShardError, MixedPrecisionPolicy, fully_shard
+from hp_fsdp import FSDPStateError, FullyShardError, MixedPrecisionPolicy, fully_shard, summon_full_params
 
 torch = pytest.importorskip("torch")
 checkpoint = pytest.importorskip("torch.utils.checkpoint").checkpoint
@@ -210,6 +210,24 @@ def test_parameters_from_meta_must_be_given_values(hp_platform):
         assert net(batch(0)).shape == (4, 5)
 
     run_ranks(rank, 2, hp_platform)
+
+
+def test_parameters_from_meta_may_be_given_values_while_they_are_whole(hp_platform):
+    def rank():
+        with torch.device("meta"):
+            net = Net()
+        shard_net(hp_platform, net)
+        with summon_full_params(net), torch.no_grad():
+            for parameter in net.parameters():
+                parameter.fill_(0.1)
+        return net(batch(0)).detach()
+
+    plain = Net()
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.fill_(0.1)
+    for found in run_ranks(rank, 2, hp_platform):
+        torch.testing.assert_close(found, plain(batch(0)).detach())
 
 
 @pytest.mark.parametrize("options", [{"threshold": 0.25}, {"bucket_size": 0}, {}])

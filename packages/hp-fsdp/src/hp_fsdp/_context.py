@@ -162,6 +162,7 @@ class Context:
             self._begin_pass(module)
         elif self._outermost is None and not group.entered and self._backward is None:
             group.attach()
+            group.check_filled()
             self._refresh([group])
         group.check_order("calls")
         begins = self._backward is None and not group.entered
@@ -213,6 +214,7 @@ class Context:
         self._check_order(PATIENCE_SECONDS)
         for group in self.groups:
             group.attach()
+            group.check_filled()
             group.conceal()
             group.record = None
             # A forward without a backward, or a backward that left it, has kept what may be out of date by now.

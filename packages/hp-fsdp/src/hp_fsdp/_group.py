@@ -150,8 +150,7 @@ class ParameterGroup:
         """See `FlatBuffer.attach`.
 
         Raises:
-            FSDPStateError: listing the parameters whose dtype or device has been changed, that have been replaced, or
-                that came from the meta device and have no values.
+            FSDPStateError: listing the parameters whose dtype or device has been changed, or that have been replaced.
         """
         problems = [problem for buffer in self.buffers for problem in buffer.attach()]
         if problems:
@@ -167,24 +166,21 @@ class ParameterGroup:
                 "modules before fully_shard, and write values into parameters in place"
             )
 
-        unfilled = [parameter.name for buffer in self.buffers for parameter in buffer.from_meta]
-        if unfilled and not self._check_filled():
-            raise FSDPStateError(
-                f"{self.place}: {', '.join(unfilled)} came from the meta device and have no values yet. After "
-                "fully_shard load a state dict, or initialise them (to_empty() and reset_parameters, init_parameters)"
-            )
-
-    def _check_filled(self) -> bool:
-        """Whether parameters from the meta device have been given values, which then is not asked again.
+    def check_filled(self) -> None:
+        """Raise `FSDPStateError` if parameters came from the meta device and nobody has given them values.
 
         Of zeros nobody can tell where writes are not counted (`bias.data.zero_()`): a group counts as filled where
         anything in it has been written or is not zero, or where this rank has nothing but vectors of it.
         """
         waiting = [buffer for buffer in self.buffers if buffer.from_meta]
-        filled = any(buffer.has_values for buffer in waiting) or not any(buffer.holds_matrices for buffer in waiting)
-        for buffer in waiting if filled else ():
+        if waiting and any(buffer.holds_matrices for buffer in waiting) and not any(b.has_values for b in waiting):
+            names = ", ".join(parameter.name for buffer in waiting for parameter in buffer.from_meta)
+            raise FSDPStateError(
+                f"{self.place}: {names} came from the meta device and have no values yet. After fully_shard load a "
+                "state dict, or initialise them (to_empty() and reset_parameters, init_parameters)"
+            )
+        for buffer in waiting:
             buffer.from_meta.clear()
-        return filled
 
     def check_unwritten(self) -> None:
         """Raise `FSDPStateError` if full parameters have been written, of which the shards learn nothing."""

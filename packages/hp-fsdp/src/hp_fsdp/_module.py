@@ -60,6 +60,7 @@ class FSDPModule:
         """
         group = self._fsdp.group
         group.attach()
+        group.check_filled()
         group.start_unshard()
         handle = UnshardHandle(group)
         if async_op:
