@@ -208,6 +208,33 @@ def test_ranks_stay_in_step_where_kernels_disregard_dimensions_of_one_element(ro
         assert torch.equal(after, first[1])
 
 
+def _drawn_after_redistribution(source: list[Placement], target: list[Placement], shape: tuple[int, ...]) -> list[Any]:
+    mesh = DeviceMesh("cpu", (2,), platform=get_platform("torch"))
+    x = distribute_tensor(torch.ones(shape), mesh, source).permute(0, 2, 1).redistribute(placements=target)
+    torch.manual_seed(11)
+    return [torch.rand_like(x).full_tensor(), F.alpha_dropout(x, 0.5).full_tensor()]
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "shape"),
+    [
+        (Shard(0), Replicate(), (1, 3, 5)),
+        (RaggedShard(0, (0, 4)), Replicate(), (4, 3, 5)),
+        (Shard(0), RaggedShard(0, (2, 3)), (5, 3, 5)),
+        (RaggedShard(0, (0, 2)), Shard(0), (2, 3, 5)),
+    ],
+)
+def test_ranks_draw_alike_after_a_redistribution_in_which_one_keeps_what_it_has(
+    source: Placement, target: Placement, shape: tuple[int, ...]
+) -> None:
+    x = torch.ones(shape[0], shape[2], shape[1])
+    torch.manual_seed(11)
+    expected = [torch.rand_like(x), F.alpha_dropout(x, 0.5)]
+    for results in run_ranks(_drawn_after_redistribution, 2, "torch", [source], [target], shape):
+        for got, wanted in zip(results, expected, strict=True):
+            assert torch.equal(got, wanted)
+
+
 def _dirac(groups: int) -> list[torch.Tensor]:
     mesh = DeviceMesh("cpu", (2,), platform=get_platform("torch"))
     made = []

@@ -269,8 +269,14 @@ class Exchange(Step):
         if messages.own is not None:
             received[self.coordinate] = messages.own.of(platform, local)
         result = messages.recipe.make(platform, received, local)
-        # One part may be a view of the local tensor, or that itself.
-        return platform.ops.clone(result) if type(messages.recipe) is Part else result
+        if type(messages.recipe) is not Part:
+            return result
+        # It may be a view of the local tensor, or that itself.
+        if not self.axes:
+            return platform.ops.clone(result)
+        # Also contiguous, as what other ranks receive: random operations go by the strides.
+        flat = platform.ops.clone(platform.ops.reshape(result, (math.prod(result.shape),)))
+        return platform.ops.reshape(flat, tuple(result.shape))
 
     @functools.cached_property
     def _messages(self) -> Messages:
