@@ -235,6 +235,20 @@ def test_ranks_draw_alike_after_a_redistribution_in_which_one_keeps_what_it_has(
             assert torch.equal(got, wanted)
 
 
+def _drawn_on_another_mesh() -> torch.Tensor:
+    x = distribute_tensor(torch.ones(5, 3), DeviceMesh("cpu", (3,), platform=get_platform("torch")), [Shard(1)]).t()
+    y = x.redistribute(DeviceMesh("cpu", (3,), ranks=(0, 2, 1), platform=get_platform("torch")), [Shard(0)])
+    torch.manual_seed(11)
+    return torch.rand_like(y).full_tensor()
+
+
+def test_ranks_draw_alike_on_another_mesh_where_they_keep_what_they_have() -> None:
+    torch.manual_seed(11)
+    expected = torch.rand(3, 5)
+    for got in run_ranks(_drawn_on_another_mesh, 3, "torch"):
+        assert torch.equal(got, expected)
+
+
 def _dirac(groups: int) -> list[torch.Tensor]:
     mesh = DeviceMesh("cpu", (2,), platform=get_platform("torch"))
     made = []

@@ -22,6 +22,7 @@ from hp_dtensor.redistribute.parts import (
     Region,
     Runs,
     Zeros,
+    compact_copy,
     recipe_over,
     runs_in,
     size_of,
@@ -86,7 +87,7 @@ class AcrossPlan:
             )
         if group.rank in received:
             received[group.rank] = sends[group.rank]
-        return platform.ops.clone(self._recipe.make(platform, received, local))
+        return compact_copy(platform, self._recipe.make(platform, received, local))
 
     @functools.cached_property
     def _recipe(self) -> Recipe:

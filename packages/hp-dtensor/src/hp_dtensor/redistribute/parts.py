@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -40,6 +41,15 @@ class Region:
             pieces = [narrow(x, dim, offset, length) for offset, length in runs]
             x = pieces[0] if len(pieces) == 1 else platform.ops.cat(pieces, dim)
         return x
+
+
+def compact_copy(platform: Platform, x: Tensor) -> Tensor:
+    """A copy of part of a tensor that lies in memory as what comes from other ranks does: random operations go by that.
+
+    Of a dimension with one element, too, whose stride `contiguous` leaves as it is.
+    """
+    flat = platform.ops.clone(platform.ops.reshape(x, (math.prod(x.shape),)))
+    return platform.ops.reshape(flat, tuple(x.shape))
 
 
 def runs_in(ranges: Ranges, held: Ranges) -> Runs:

@@ -15,7 +15,7 @@ from hp_dtensor.platform import Platform
 from hp_dtensor.redistribute.cuts import Placements
 from hp_dtensor.redistribute.messages import Messages, exchange_messages, reduction_regions
 from hp_dtensor.redistribute.ownership import Ownership
-from hp_dtensor.redistribute.parts import Part, Received, Region
+from hp_dtensor.redistribute.parts import Part, Received, Region, compact_copy
 from hp_dtensor.world import ProcessGroup, Work
 
 Tensor = Any
@@ -272,11 +272,7 @@ class Exchange(Step):
         if type(messages.recipe) is not Part:
             return result
         # It may be a view of the local tensor, or that itself.
-        if not self.axes:
-            return platform.ops.clone(result)
-        # Also contiguous, as what other ranks receive: random operations go by the strides.
-        flat = platform.ops.clone(platform.ops.reshape(result, (math.prod(result.shape),)))
-        return platform.ops.reshape(flat, tuple(result.shape))
+        return compact_copy(platform, result) if self.axes else platform.ops.clone(result)
 
     @functools.cached_property
     def _messages(self) -> Messages:
