@@ -160,3 +160,18 @@ def test_a_backward_to_given_inputs_is_refused(hp_platform):
     assert hp_platform.get_grad(weight) is None
     hp_platform.backward(loss())
     assert hp_platform.get_grad(weight) is not None
+
+
+def test_a_plain_call_on_the_way_to_given_inputs(hp_platform):
+    """Nothing is computed again where nothing is recorded, or the input needs no gradient: so nothing is lost."""
+    weight, x = leaf(hp_platform, WEIGHT), hp_platform.from_numpy(VALUES)
+
+    def loss():
+        layer = Layer(hp_platform, weight)
+        with hp_platform.no_grad():
+            target = again(hp_platform)(layer, leaf(hp_platform, VALUES), 0.5)
+        return hp_platform.ops.sum(hp_platform.ops.mul(again(hp_platform)(layer, x, 0.5), target))
+
+    _, (grad,) = parallelize_value_and_grad(loss, [weight])()
+    hp_platform.backward(loss())
+    np.testing.assert_array_equal(hp_platform.to_numpy(grad), hp_platform.to_numpy(hp_platform.get_grad(weight)))

@@ -37,10 +37,10 @@ def checkpoint(function: Callable[..., Tensor], x: Tensor, *args: Any, platform:
         GradientPathError: from a backward to given inputs, and in `parallelize_value_and_grad`.
     """
     local = x.to_local() if isinstance(x, DTensor) else x
-    if _for_given_inputs.get():
-        raise GradientPathError(_GIVEN_INPUTS)
     if not (platform.is_grad_enabled() and platform.requires_grad(local)):
         return function(x, *args)
+    if _for_given_inputs.get():
+        raise GradientPathError(_GIVEN_INPUTS)
     enter, decisions, given = _way_back(x), _Decisions(_current.get()), Kept(platform, local)
     leave: list[Callable[[Tensor], Tensor]] = []
 
