@@ -256,7 +256,6 @@ def _all_reduce_over(x: Tensor, groups: Sequence[ProcessGroup]) -> Tensor:
 def _all_reduce_selecting(x: Tensor, group: ProcessGroup, op: str) -> Tensor:
     """max, min or product over ranks, with the gradient of the single-device reduction."""
     platform = _platform(group)
-    ops = platform.ops
     kept: list[Kept] = []
 
     def forward(t: Tensor) -> Tensor:
@@ -266,12 +265,25 @@ def _all_reduce_selecting(x: Tensor, group: ProcessGroup, op: str) -> Tensor:
 
     def backward(g: Tensor) -> list[Tensor]:
         data, result = kept[0].tensors
-        if op == "product":
-            return [ops.div(ops.mul(g, result), data)]
-        winners = ops.cast(ops.eq(data, result), data.dtype)
-        return [ops.div(ops.mul(g, winners), all_reduce_data(winners, group))]
+        return [grad_of_selected(g, data, result, group, op)]
 
     return platform.custom_function(forward, backward, x)
+
+
+def grad_of_selected(grad: Tensor, x: Tensor, result: Tensor, group: ProcessGroup, op: str) -> Tensor:
+    """The gradient of this rank's `x` from that of the `result` of all ranks'.
+
+    It goes to those that won, equally where several did; of a product, times that of the others.
+    """
+    ops = _platform(group).ops
+    if op == "product":
+        zeros = ops.cast(ops.eq(x, 0.0), x.dtype)
+        factor = ops.add(x, zeros)
+        others = ops.div(all_reduce_data(factor, group, op), factor)
+        zeros_elsewhere = ops.sub(all_reduce_data(zeros, group), zeros)
+        return ops.mul(grad, ops.where(ops.eq(zeros_elsewhere, 0.0), others, ops.mul(zeros, 0.0)))
+    winners = ops.cast(ops.eq(x, result), x.dtype)
+    return ops.div(ops.mul(grad, winners), all_reduce_data(winners, group))
 
 
 def _platform(group: ProcessGroup) -> Platform:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from hp_dtensor.collectives import grad_of_selected
 from hp_dtensor.keeping import Kept
 from hp_dtensor.placements import Partial, Placement, Replicate
 from hp_dtensor.platform import Platform
@@ -123,19 +124,12 @@ class Stage:
         return platform.custom_function(forward, backward, local)
 
     def _grad_of_selected(self, platform: Platform, grad: Tensor, x: Tensor, result: Tensor) -> Tensor:
-        """To those that won, equally where several did; of a product, the others' product."""
-        ops = platform.ops
         whole = self.source.with_placements(
             [Replicate() if a in self.selected_axes else p for a, p in enumerate(self.source.placements)]
         )
         back = _plan(self.target, whole, self.itemsize)
         grad, result = scaled(platform, back.run_data(grad), self._repeated, 1), back.run_data(result)
-        if self.op == "product":
-            return ops.div(ops.mul(grad, result), x)
-        winners = ops.cast(ops.eq(x, result), x.dtype)
-        number = platform.contiguous(ops.clone(winners))
-        self.source.mesh.group_over(self.selected_axes).all_reduce(number)
-        return ops.div(ops.mul(grad, winners), number)
+        return grad_of_selected(grad, x, result, self.source.mesh.group_over(self.selected_axes), self.op)
 
 
 @dataclass(frozen=True)

@@ -167,6 +167,23 @@ def test_selecting_reductions_and_their_gradients(hp_platform: Platform, op: str
         np.testing.assert_allclose(grad, _weight() * share, rtol=1e-6)
 
 
+def _product_with_zeros(platform: Platform) -> np.ndarray:
+    mesh = DeviceMesh("cpu", (3,), mesh_dim_names=("a",), platform=platform)
+    x = platform.from_numpy(_WITH_ZEROS[mesh.world.rank])
+    platform.set_requires_grad(x, True)
+    y = from_local(x, mesh, (Partial("product"),), shape=(4,)).full_tensor()
+    return platform.to_numpy(platform.grad([platform.ops.sum(y)], [x])[0])
+
+
+_WITH_ZEROS = np.array([[2, 0, 0, 0], [3, 4, 0, 0], [5, 6, 7, 0]], np.float32)
+
+
+def test_a_product_with_zeros_has_its_gradient(hp_platform: Platform) -> None:
+    """None, one, two and three of them."""
+    expected = [[15, 24, 0, 0], [10, 0, 0, 0], [6, 0, 0, 0]]
+    np.testing.assert_array_equal(run_ranks(_product_with_zeros, 3, hp_platform, hp_platform), expected)
+
+
 def _select_elsewhere(platform: Platform, op: str, target: Sequence[Placement]) -> tuple[np.ndarray, ...]:
     """As `_select`, by way of a mesh of the same ranks in another order."""
     mesh = DeviceMesh("cpu", (4,), mesh_dim_names=("a",), platform=platform)
