@@ -172,3 +172,15 @@ def test_parts_are_summed_before_they_are_rounded() -> None:
         return [y.full_tensor().tolist() for y in made]
 
     assert run_ranks(rank, 2, "torch") == [[[1, 3], [1, 3], 4, 4]] * 2
+
+
+def test_a_mean_and_a_softmax_take_python_types_as_dtypes() -> None:
+    def rank() -> Any:
+        mesh = DeviceMesh("cpu", (2,), platform=get_platform("torch"))
+        x = distribute_tensor(torch.tensor([1, 2]), mesh, [Shard(0)])
+        made = [x.mean(dtype=float), x.softmax(0, dtype=float), torch.nn.functional.log_softmax(x, 0, dtype=float)]
+        return [y.full_tensor() for y in made]
+
+    x = torch.tensor([1, 2])
+    for results in run_ranks(rank, 2, "torch"):
+        torch.testing.assert_close(results, [x.mean(dtype=float), x.softmax(0, dtype=float), x.log_softmax(0, float)])

@@ -58,7 +58,8 @@ def reduced_dims(call: OpCall, ndim: int) -> tuple[int, ...]:
 def check_floating(call: OpCall, wanted: Any = None) -> None:
     """Refuse what frameworks refuse too, before parts of integers are rounded."""
     (spec, *_) = call.tensors
-    platform, dtype = spec.mesh.platform, wanted or spec.dtype
+    platform = spec.mesh.platform
+    dtype = spec.dtype if wanted is None else platform.dtype_meant(wanted)
     if not platform.is_floating(dtype):
         raise call.refuse(f"it needs floating-point values, got {platform.dtype_name(dtype)}; cast them first")
 

@@ -137,7 +137,7 @@ def _scanned(call: LocalCall, x: Tensor, dim: int) -> list[Tensor]:
 def _softmax(call: LocalCall) -> Tensor:
     """Softmax, its logarithm, or softmin; in float32 for half precision, which does not hold the sum."""
     platform, ops, x = call.platform, call.platform.ops, call.arguments["input"]
-    dim, wanted = _dim_of(call), call.arguments["dtype"] or x.dtype
+    dim, wanted = _dim_of(call), platform.dtype_meant(call.arguments["dtype"]) or x.dtype
     x = ops.cast(x, platform.dtype("float32") if platform.itemsize(wanted) < 4 else wanted)
     if call.name == "softmin":
         x = ops.neg(x)
