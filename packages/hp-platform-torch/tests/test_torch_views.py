@@ -156,3 +156,14 @@ def test_forgotten_plans_free_the_world_of_a_job() -> None:
     forget_plans()
     gc.collect()
     assert [world() for world in worlds] == [None, None]
+
+
+def _contiguous_already() -> list[bool]:
+    mesh = DeviceMesh("cpu", (2,), platform=get_platform("torch"))
+    parameter = torch.nn.Parameter(distribute_tensor(torch.ones(3, 5), mesh, [Shard(0)]))  # one row on the second rank
+    same = [parameter.contiguous() is parameter for _ in range(2)]
+    return [*same, parameter.contiguous(memory_format=torch.contiguous_format) is parameter]
+
+
+def test_what_is_contiguous_already_is_itself() -> None:
+    assert run_ranks(_contiguous_already, 2, "torch") == [[True] * 3] * 2

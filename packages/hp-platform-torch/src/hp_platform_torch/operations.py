@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -88,9 +90,10 @@ def _contiguous(x: Tensor, memory_format: torch.memory_format = torch.contiguous
     Random operations tell the order of the whole tensor's memory by them.
     """
     result = x.contiguous(memory_format=memory_format)
-    if memory_format is torch.contiguous_format and 1 in result.shape:
-        return result.view(-1).view(result.shape)
-    return result
+    if memory_format is not torch.contiguous_format or 1 not in result.shape:
+        return result
+    strides = tuple(itertools.accumulate(reversed(result.shape[1:]), operator.mul, initial=1))[::-1]
+    return result if result.stride() == strides else result.view(-1).view(result.shape)
 
 
 _LOCAL_FORMS = {
