@@ -36,6 +36,12 @@ def test_process_groups_are_shared(three_ranks):
     assert three_ranks.run(on_rank.groups_are_shared) == [expected, None, expected]
 
 
+def test_a_mesh_of_descending_ranks(two_ranks):
+    for message, *equal in two_ranks.run(on_rank.descending_ranks):
+        assert "has ranks [1, 0] along an axis and communicates in the order [0, 1]" in message
+        assert equal == [True] * 3
+
+
 def test_a_mesh_of_two_axes(two_ranks):
     assert two_ranks.run(on_rank.two_axes) == [True, True]
 

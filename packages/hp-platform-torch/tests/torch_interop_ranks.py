@@ -115,6 +115,20 @@ def groups_are_shared():
     return x.tolist(), y.tolist(), dist.get_process_group_ranks(theirs.get_group()), total.shape
 
 
+def descending_ranks():
+    """torch sorts the ranks of its groups: the shards of such a mesh lie in another order than it says."""
+    local = torch.full((1,), float(dist.get_rank()))
+    theirs = TorchDTensor.from_local(local, TorchMesh("cpu", torch.tensor([1, 0])), [TorchShard(0)])
+    try:
+        from_torch_dtensor(theirs)
+    except MeshError as error:
+        mesh = DeviceMesh("cpu", (2,), ranks=(1, 0), world=one_axis().world)
+        ours = distribute_tensor(WHOLE.clone(), mesh, [Shard(0)], source_rank=None)
+        there = to_torch_dtensor(ours)
+        whole = [x.full_tensor() for x in (ours, there, from_torch_dtensor(there))]
+        return [str(error), *(torch.equal(x, WHOLE) for x in whole)]
+
+
 def two_axes():
     size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("pp", "tp"), platform="torch")

@@ -68,6 +68,7 @@ def from_torch_dtensor(x: TorchDTensor, platform: Platform | None = None) -> Any
     Raises:
         PlacementError: placements of torch's that have no counterpart; a partial avg, max, min or product with a
             gradient.
+        MeshError: see `from_torch_mesh`.
     """
     if not isinstance(x, TorchDTensor):
         raise TypeError(f"from_torch_dtensor takes a torch.distributed.tensor.DTensor, got {type(x).__name__}")
@@ -195,6 +196,9 @@ def from_torch_mesh(mesh: TorchMesh, platform: Platform | None = None) -> Device
     """torch's mesh as ours, over the same process groups.
 
     Where the program has started torch.distributed by itself, the platform joins that job first.
+
+    Raises:
+        MeshError: its ranks are in another order than those of its process groups, which torch sorts.
     """
     platform = platform if platform is not None else get_platform("torch")
     world = platform.world
@@ -211,7 +215,17 @@ def from_torch_mesh(mesh: TorchMesh, platform: Platform | None = None) -> Device
 
 
 def _share(world: World, ranks: tuple[int, ...], group: dist.ProcessGroup) -> None:
-    """Let `world` communicate among `ranks` by torch's group, where it has no group of its own for them yet."""
+    """Let `world` communicate among `ranks` by torch's group, where it has no group of its own for them yet.
+
+    Raises:
+        MeshError: the group has them in another order.
+    """
+    theirs = tuple(dist.get_process_group_ranks(group))
+    if theirs != ranks:
+        raise MeshError(
+            f"torch's mesh has ranks {list(ranks)} along an axis and communicates in the order {list(theirs)}, which "
+            "puts its shards in that order; make it with ascending ranks"
+        )
     if ranks not in world._groups:
         assert world.platform is not None
         world._groups[ranks] = TorchGroup(
