@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from hp_dtensor import DeviceMesh, Replicate, Shard, distribute_tensor, get_platform
+from hp_dtensor.placements import Placement
 from hp_dtensor.testing import run_ranks
 from hp_platform_mindspore.operation_names import ADAPTED, canonical
 
@@ -155,17 +156,17 @@ AS_ON_ONE_RANK = {
 }
 
 
-def _whole(name: str, dim: int) -> tuple[np.ndarray, Any]:
+def _whole(name: str, placement: Placement) -> tuple[np.ndarray, Any]:
     mesh = DeviceMesh("cpu", (2,), platform=get_platform("mindspore"))
-    result = AS_ON_ONE_RANK[name](distribute_tensor(ms.Tensor(FLAT.copy()), mesh, (Shard(dim),)))
+    result = AS_ON_ONE_RANK[name](distribute_tensor(ms.Tensor(FLAT.copy()), mesh, (placement,)))
     return result.full_tensor().asnumpy(), result.dtype
 
 
-@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()])
 @pytest.mark.parametrize("name", AS_ON_ONE_RANK)
-def test_mindspores_own_ways_to_say_it_give_what_one_rank_gets(name: str, dim: int) -> None:
+def test_mindspores_own_ways_to_say_it_give_what_one_rank_gets(name: str, placement: Placement) -> None:
     """Signatures that MindSpore has beside torch's, and primitives of its `ops` and `nn`."""
     expected = AS_ON_ONE_RANK[name](ms.Tensor(FLAT.copy()))
-    for found, dtype in run_ranks(_whole, 2, "mindspore", name, dim):
+    for found, dtype in run_ranks(_whole, 2, "mindspore", name, placement):
         np.testing.assert_allclose(found, expected.asnumpy(), rtol=1e-5, atol=1e-6)
         assert dtype == expected.dtype

@@ -248,7 +248,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-    losses = -mint.squeeze(gather(log_softmax(logits, 1), 1, mint.unsqueeze(cast(targets, ms.int64), 1)), 1)
+    """Of classes, or of probabilities, which have the shape of the logits."""
+    likelihood = log_softmax(logits, 1)
+    if targets.ndim == logits.ndim:
+        losses = -total(mul(likelihood, targets), 1)
+    else:
+        losses = -mint.squeeze(gather(likelihood, 1, mint.unsqueeze(cast(targets, ms.int64), 1)), 1)
     if reduction == "none":
         return losses
     if reduction not in ("mean", "sum"):
