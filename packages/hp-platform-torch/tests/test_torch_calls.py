@@ -86,6 +86,16 @@ CALLS: dict[str, tuple[Call, tuple[Tensor, ...]]] = {
         lambda x, y: gradient(lambda x: F.cosine_similarity(x, y, eps=4.0), x),
         (floats(5, 4), floats(5, 4)),
     ),
+    **{
+        f"gradient of the norm of order {order} where elements tie": (
+            lambda x, order=order: (
+                gradient(lambda x: x.norm(order, dim=(0, 1), dtype=torch.float64), x)
+                + gradient(lambda x: torch.linalg.vector_norm(x, order, 1, keepdim=True), x)
+            ),
+            (floats(5, 4).round().clamp(-2, 2),),
+        )
+        for order in (math.inf, -math.inf)
+    },
     "cosine similarity to a matrix": (lambda x, y: F.cosine_similarity(x, y, dim=1), (floats(3, 2, 4), floats(2, 4))),
     "type by a string": (lambda x: x.type("torch.LongTensor"), (floats(5, 4) * 3,)),
     "type by a class": (lambda x: x.type(torch.IntTensor), (floats(5, 4) * 3,)),

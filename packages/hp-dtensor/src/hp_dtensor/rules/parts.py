@@ -103,14 +103,25 @@ def extremes(which: Sequence[str], gone: Sequence[int], keepdim: bool) -> Local:
     """Maximum (`max`) or minimum (`min`), or both; the gradient goes in equal shares to all elements that tie."""
 
     def local(call: LocalCall) -> Any:
-        found = tuple(_extreme(call, op, gone, keepdim) for op in which)
+        found = tuple(_extreme(call, call.arguments["input"], op, gone, keepdim) for op in which)
         return found[0] if len(found) == 1 else found
 
     return local
 
 
-def _extreme(call: LocalCall, op: str, gone: Sequence[int], keepdim: bool) -> Tensor:
-    platform, ops, x = call.platform, call.platform.ops, call.arguments["input"]
+def extreme_of_magnitudes(op: str, gone: Sequence[int], keepdim: bool) -> Local:
+    """The norm of order inf (`max`) or -inf (`min`), with the gradient of `extremes`."""
+
+    def local(call: LocalCall) -> Tensor:
+        ops, x, wanted = call.platform.ops, call.arguments["input"], call.arguments["dtype"]
+        x = x if wanted is None else ops.cast(x, call.platform.dtype_meant(wanted))
+        return _extreme(call, ops.abs(x), op, gone, keepdim)
+
+    return local
+
+
+def _extreme(call: LocalCall, x: Tensor, op: str, gone: Sequence[int], keepdim: bool) -> Tensor:
+    platform, ops = call.platform, call.platform.ops
     groups = groups_of(call, gone)
     kept: list[Kept] = []
 

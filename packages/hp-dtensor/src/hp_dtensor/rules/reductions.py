@@ -132,6 +132,9 @@ def _norm(call: OpCall) -> Factorization:
     """Of order 0 norms of parts are counts, of which another norm of order 0 is not the sum."""
     if call["p"] in ("nuc", 0, 0.0) or call["p"] is None or _is_complex(call):
         return _whole(call)
+    if call["p"] in (math.inf, -math.inf) and _is_floating(call):
+        op = "max" if call["p"] > 0 else "min"
+        return _by_parts(call, functools.partial(parts.extreme_of_magnitudes, op))
     return _by_parts(call, parts.merged)
 
 
