@@ -9,7 +9,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from two_simulated_ranks import WHOLE, on_ranks
 
-from hp_dtensor import Partial, Replicate, Shard, distribute_module, distribute_tensor, from_local, local_map
+from hp_dtensor import (
+    Partial,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+    from_local,
+    implicit_replication,
+    local_map,
+)
 from hp_dtensor.exceptions import LaunchError, MixedOperandsError, ShardingRuleError
 
 
@@ -88,6 +97,37 @@ def test_a_dispatch_mode_around_a_backward_is_refused():
 
     refused(backward, ShardingRuleError, r"'aten\.mul\.Tensor' has no sharding rule.*leave the backward out of")
     refused(torch.ops.aten.relu.default, ShardingRuleError, r"'aten\.relu\.default' has no sharding rule.*torch\.ops")
+
+
+@torch.library.custom_op("hp_tests::summed", mutates_args=())
+def summed(x: torch.Tensor) -> torch.Tensor:
+    return x.cumsum(0)
+
+
+@torch.library.custom_op("hp_tests::doubled", mutates_args=("x",))
+def doubled(x: torch.Tensor) -> None:
+    x.mul_(2)
+
+
+def test_a_custom_operation_without_a_rule_runs_on_whole_operands_where_that_is_said():
+    def rank(mesh, x):
+        with implicit_replication():
+            return [call(x).full_tensor() for call in (summed, torch.ops.hp_tests.summed.default)]
+
+    for found in on_ranks(rank):
+        assert all(torch.equal(y, WHOLE.cumsum(0)) for y in found)
+
+    def written(x):
+        with implicit_replication():
+            doubled(x)
+
+    def backward(x):
+        with implicit_replication(), Nothing():
+            (x.requires_grad_() * x).sum().backward()
+
+    refused(summed, ShardingRuleError, "has no sharding rule")
+    refused(written, ShardingRuleError, "has no sharding rule")
+    refused(backward, ShardingRuleError, "leave the backward out of")
 
 
 def test_a_partial_number_works_as_every_partial_tensor():

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from hp_dtensor import dispatch
+from hp_dtensor import dispatch, implicit
 from hp_dtensor.api import check_hook, check_reached, differentiated, observe_gradient, shortcut_views, with_shortcuts
 from hp_dtensor.arguments import no_rule
 from hp_dtensor.exceptions import GradientPathError, MixedOperandsError, ShardingRuleError
@@ -25,7 +26,7 @@ from hp_platform_torch.dtensor import (
     wrap_gradient,
 )
 from hp_platform_torch.operation_names import property_of
-from hp_platform_torch.operations import Handler, LocalOperations, locally
+from hp_platform_torch.operations import Handler, LocalOperations, first_spec, locally
 
 Tensor = torch.Tensor
 
@@ -61,9 +62,14 @@ def handler_of(func: Callable[..., Any]) -> Handler | None:
 
 
 def _below_autograd(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """An operation of the dispatcher's, which dispatch modes call with what autograd has saved: not knowing shards."""
+    """An operation of the dispatcher's: a custom one, or what dispatch modes call in backward with what autograd has
+    saved, not knowing shards."""
     if func in READS_NUMBER:
         return args[0].item()
+    platform = first_spec(args, kwargs).mesh.platform
+    saved = is_in_torch_dispatch_mode() and platform.is_in_backward()
+    if implicit.is_replicating() and not saved and not func._schema.is_mutable:  # type: ignore[attr-defined]
+        return dispatch.dispatch(platform, str(func), func, args, kwargs)
     raise ShardingRuleError(
         f"{no_rule(str(func), args, kwargs)} It comes from torch.ops, or from a dispatch mode (FlopCounterMode) "
         "around a backward, which would take global shapes for those of shards: leave the backward out of the mode."
