@@ -7,8 +7,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hp_dtensor import (
+    Replicate,
     Shard,
     ShardingPlan,
+    TensorSpec,
     init_device_mesh,
     init_empty_weights,
     init_parameters,
@@ -16,6 +18,7 @@ from hp_dtensor import (
     shard_module,
 )
 from hp_dtensor.init import Normal
+from hp_dtensor.redistribute import batch, plan_between
 from hp_dtensor.testing import run_ranks
 
 
@@ -49,3 +52,16 @@ def test_a_torch_module_gets_its_shards_only():
     assert [numel for numel, _ in results] == [64 * 128 // 4] * 4
     assert all(torch.equal(whole, results[0][1]) for _, whole in results)
     assert results[0][1].std().item() > 0.018
+
+
+def test_a_batch_keeps_devices_apart():
+    """Meshes of two kinds of devices have the same ranks."""
+
+    def run():
+        mesh = init_device_mesh("cpu", (2,))
+        sharded, whole = (TensorSpec(mesh, [placement], (4,), torch.float32) for placement in (Shard(0), Replicate()))
+        (step,) = plan_between(sharded, whole, 4).steps
+        tensors = [torch.empty(2, device=device) for device in ("cpu", "meta", "cpu")]
+        return list(batch._buckets(dict.fromkeys(range(3), step), tensors, batch.BUCKET_BYTES))
+
+    assert run_ranks(run, 2, "torch") == [[[1], [0, 2]]] * 2

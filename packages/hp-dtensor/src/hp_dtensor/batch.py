@@ -25,10 +25,10 @@ def batch_redistribute(
 ) -> list[Any]:
     """`redistribute` of many DTensors on their own meshes, with one collective where each would take its own.
 
-    What tensors of one dtype send in the same kind of collective over the same ranks goes together. The results, their
-    gradients too, are those of `redistribute`, bit for bit where no sums are formed in another order; backward goes
-    tensor by tensor. For many small tensors, of which each collective costs its latency: parameters of a model to be
-    shown or saved, partial gradients.
+    What tensors of one dtype on one device send in the same kind of collective over the same ranks goes together. The
+    results, their gradients too, are those of `redistribute`, bit for bit where no sums are formed in another order;
+    backward goes tensor by tensor. For many small tensors, of which each collective costs its latency: parameters of a
+    model to be shown or saved, partial gradients.
 
     Args:
         placements: of all, by default replicated on every axis; or a list with those of each tensor (None: replicated).

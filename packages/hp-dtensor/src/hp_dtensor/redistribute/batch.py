@@ -56,9 +56,9 @@ def _buckets(due: dict[int, Step], data: Sequence[Tensor], bucket_bytes: int) ->
 def _kind(step: Step, x: Tensor) -> Hashable:
     """What steps that go together have in common."""
     if isinstance(step, Collective):
-        return type(step), step.group, step.op, x.dtype
+        return type(step), step.group, step.op, x.dtype, step.platform.device_of(x)
     if isinstance(step, Exchange) and step.axes:
-        return Exchange, step.group, x.dtype
+        return Exchange, step.group, x.dtype, step.platform.device_of(x)
     return object()
 
 
