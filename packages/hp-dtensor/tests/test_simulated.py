@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from array_platform import ArrayPlatform
 
-from hp_dtensor.exceptions import CollectiveError, LaunchError
+from hp_dtensor.exceptions import CapabilityError, CollectiveError, LaunchError
 from hp_dtensor.mesh import init_device_mesh
 from hp_dtensor.testing import run_ranks
 from hp_dtensor.world import current_world, record_collectives
@@ -345,3 +345,15 @@ def test_a_rank_that_never_ends_is_shown_with_its_stack(platform):
 def test_a_world_needs_a_rank(platform):
     with pytest.raises(LaunchError, match="at least one rank"):
         run_ranks(lambda: None, 0, platform)
+
+
+class MixingThreads(ArrayPlatform):
+    """As MindSpore 2.9."""
+
+    records_by_thread = False
+
+
+def test_frameworks_that_mix_up_what_threads_record_are_refused():
+    assert run_ranks(lambda: 3, 1, MixingThreads()) == [3]
+    with pytest.raises(CapabilityError, match=r"array mixes up what threads record.*hp_dtensor\.launch"):
+        run_ranks(lambda: 3, 2, MixingThreads())

@@ -101,6 +101,11 @@ class Platform(ABC):
         """
         return tuple(name for name in DTYPE_NAMES if not (reducing and name == "bool"))
 
+    @property
+    def records_by_thread(self) -> bool:
+        """Whether threads record operations for their gradients apart from each other, as simulated ranks need it."""
+        return True
+
     def rank_state(self) -> Any:
         """Process-wide state that belongs to one rank, such as a global grad flag.
 

@@ -101,6 +101,10 @@ class MindSporePlatform(Platform):
     def collective_dtypes(self, reducing: bool) -> tuple[str, ...]:
         return self.capabilities.reduced_dtypes if reducing else self.capabilities.moved_dtypes
 
+    @property
+    def records_by_thread(self) -> bool:
+        return not ms.__version__.startswith("2.9")
+
     def rank_state(self) -> tuple[bool, bool, Any]:
         """The two grad flags, and the state of the generator: every simulated rank draws its own numbers."""
         return executor.grad_flag(), executor.enable_grad(), self._generator.bit_generator.state

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from hp_dtensor.exceptions import CollectiveError, LaunchError
+from hp_dtensor.exceptions import CapabilityError, CollectiveError, LaunchError
 from hp_dtensor.platform import Platform
 from hp_dtensor.selection import get_platform
 from hp_dtensor.world import DONE, PendingBytes, ProcessGroup, Work, World, use_world
@@ -42,10 +42,16 @@ def run_ranks(
     Raises:
         LaunchError: a rank raised (its exception is the cause), or the time is up. All ranks stop at once.
         CollectiveError: ranks wait for each other, or their collectives, shapes or dtypes do not agree.
+        CapabilityError: the framework mixes up what threads record (MindSpore 2.9).
     """
     if world_size < 1:
         raise LaunchError(f"run_ranks needs at least one rank, got world_size={world_size}")
     job = _Job(world_size, get_platform(platform))
+    if world_size > 1 and not job.platform.records_by_thread:
+        raise CapabilityError(
+            f"run_ranks: this version of {job.platform.name} mixes up what threads record for their gradients, and "
+            "simulated ranks are threads. Start real ones (hp_dtensor.launch), or take a newer version"
+        )
     threads = [
         threading.Thread(target=job.run, args=(rank, fn, args), name=f"rank {rank}", daemon=True)
         for rank in range(world_size)
