@@ -133,3 +133,22 @@ def _without_a_gradient(op: str) -> Tensor:
 def test_the_norm_of_order_0_of_a_partial_tensor_has_the_gradient_zero(op: str) -> None:
     for found in run_ranks(_without_a_gradient, 2, "torch", op):
         assert torch.equal(found, torch.zeros_like(MATRIX))
+
+
+LOSSES = [torch.nn.functional.mse_loss, torch.nn.functional.l1_loss, torch.nn.functional.soft_margin_loss]
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
+def test_gradients_of_mean_losses_are_recorded_on_every_rank_or_on_none(loss: Callable[..., Tensor]) -> None:
+    """Collectives of a second derivative would wait for a rank that has no rows."""
+    x, target = torch.rand(3, 2), torch.rand(3, 2)
+
+    def recorded() -> bool:
+        mesh = DeviceMesh("cpu", (4,), platform=get_platform("torch"))
+        a, b = (distribute_tensor(whole, mesh, (Shard(0),)) for whole in (x, target))
+        (grad,) = torch.autograd.grad(loss(a.requires_grad_(), b), a, create_graph=True)
+        return grad.requires_grad
+
+    a = x.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(loss(a, target), a, create_graph=True)
+    assert run_ranks(recorded, 4, "torch") == [grad.requires_grad] * 4

@@ -45,15 +45,14 @@ def _loss(call: OpCall) -> Factorization:
         return Factorization(inputs, ((),), sizes, reduced=dict.fromkeys(sizes, "sum"))
     if call.arguments.get("weight") is not None and not call.name.startswith("binary"):
         return Factorization(inputs, ((),), sizes)  # a mean by the sum of the weights: everything whole
-    count = shape[0] if call["reduction"] == "batchmean" else math.prod(shape)
+    count = math.prod(shape[:1] if call["reduction"] == "batchmean" else shape)
 
     def part_of_mean(local: LocalCall) -> Tensor:
         x = local.arguments["input"]
         mine = x.shape[0] if call["reduction"] == "batchmean" else math.prod(x.shape)
-        ops = local.platform.ops
         if math.prod(x.shape) == 0:
-            return ops.add(ops.sum(x), ops.sum(local.arguments["target"]))  # 0, in the graph of both
-        return ops.mul(local.on(x), mine / count)
+            return local.on(x, reduction="sum")
+        return local.platform.ops.mul(local.on(x), mine / count)
 
     return Factorization(
         inputs,
