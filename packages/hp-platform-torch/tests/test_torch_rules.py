@@ -203,6 +203,14 @@ SAMPLES: list[Sample] = [
     sample("kl_div", lambda x, y: F.kl_div(x, y, reduction="batchmean"), MATRIX, MATRIX, positive=True),
     sample("nll_loss", lambda x, t: F.nll_loss(x, t, reduction="sum"), MATRIX, (5,), integers={1: 4}),
     sample("cross_entropy", lambda x, t: F.cross_entropy(x, t), (5, 7), (5,), integers={1: 7}),
+    sample("linear, bias of rows", F.linear, (2, 4), (2, 4), (2, 1)),
+    sample("linear, bias of everything", F.linear, (3, 4), (5, 4), (3, 5)),
+    sample("prelu of a number", F.prelu, (), ()),
+    sample("kl_div of numbers", lambda x, t: F.kl_div(x, t, reduction="batchmean"), (), (), positive=True),
+    *(
+        sample(f"pad, {mode}", lambda x, mode=mode: F.pad(x, (1, 1), mode=mode), (2, 4))
+        for mode in ("replicate", "reflect", "circular")
+    ),
     sample("smoothing", lambda x, t: F.cross_entropy(x, t, label_smoothing=0.1), (5, 7), (5,), integers={1: 7}),
     sample(
         "sdpa",

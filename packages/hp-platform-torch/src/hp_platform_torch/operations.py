@@ -84,6 +84,15 @@ def _refuse_one_value(shape: torch.Size, statistics: int) -> None:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(shape)}")
 
 
+def _pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
+    """torch's, which takes a part without elements in one mode only: others pad zeros of which nothing is kept."""
+    if x.numel() or mode == "constant":
+        return torch.nn.functional.pad(x, pad, mode, value)
+    empty = [dim for dim, size in enumerate(x.shape) if not size]
+    padded = torch.nn.functional.pad(x.sum(empty, keepdim=True), pad, mode)
+    return padded[tuple(slice(0, size) if dim in empty else slice(None) for dim, size in enumerate(x.shape))]
+
+
 def _contiguous(x: Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
     """torch's, but with the strides of a contiguous tensor also where it leaves others to dimensions of one element.
 
@@ -100,6 +109,7 @@ _LOCAL_FORMS = {
     scaled_dot_product_attention: _attention,
     torch.view_as_complex: _as_complex,
     group_norm: _group_norm,
+    torch.nn.functional.pad: _pad,
     torch.Tensor.contiguous: _contiguous,
 }
 # What torch asks of the whole, before the rule, on every rank alike.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -84,7 +85,9 @@ def _prelu(call: OpCall) -> Factorization:
     """A slope for each channel (dimension 1), or one for all."""
     shape, weight = (spec.shape for spec in call.tensors)
     dims, sizes = names_for("d", shape)
-    channels = dims[1:2] if weight[0] != 1 and len(shape) > 1 else ((),) if weight[0] == 1 else dims[:1]
+    if math.prod(weight) == 1:
+        return Factorization((dims, ((),) * len(weight)), (dims,), sizes)
+    channels = dims[1:2] if len(shape) > 1 else dims[:1]
     return Factorization((dims, channels), (dims,), sizes)
 
 

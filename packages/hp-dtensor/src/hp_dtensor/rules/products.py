@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hp_dtensor.rules.factors import Dims, Factorization
 from hp_dtensor.rules.registry import OpCall, RuleRegistry, broadcast_shape
 
@@ -50,29 +52,32 @@ def batch_dims(shape: tuple[int, ...], batch: tuple[int, ...]) -> Dims:
 
 
 def _linear(call: OpCall) -> Factorization:
-    """`... k, n k (, n) -> ... n`."""
+    """`... k, n k (, n) -> ... n`; a bias may be anything that broadcasts to the output."""
     shape, weight = call.tensors[0].shape, call.tensors[1].shape
     if len(weight) != 2 or not shape or shape[-1] != weight[1]:
         raise call.refuse(f"input {list(shape)} does not fit weight {list(weight)}")
     leading: Dims = tuple((f"x{i}",) for i in range(len(shape) - 1))
     sizes = {f"x{i}": size for i, size in enumerate(shape[:-1])} | {"n": weight[0], "k": weight[1]}
     inputs: tuple[Dims, ...] = ((*leading, ("k",)), (("n",), ("k",)))
-    terms = BOTH
-    if len(call.tensors) == 3:
-        inputs, terms = (*inputs, (("n",),)), (*BOTH, frozenset({2}))
-    return Factorization(inputs, ((*leading, ("n",)),), sizes, reduced={"k": "sum"}, terms=terms)
+    product = Factorization(inputs, ((*leading, ("n",)),), sizes, reduced={"k": "sum"}, terms=BOTH)
+    if len(call.tensors) < 3:
+        return product
+    bias = _broadcast_to(product, call.tensors[2].shape)
+    return replace(product, inputs=(*inputs, bias), terms=(*BOTH, frozenset({2})))
+
+
+def _broadcast_to(product: Factorization, shape: tuple[int, ...]) -> Dims:
+    """The dimensions of an addend of `shape`."""
+    output, start = product.output_shape(0), len(product.outputs[0]) - len(shape)
+    aligned = zip(shape, product.outputs[0][start:], output[start:], strict=True)
+    return tuple(dim if size == whole else () for size, dim, whole in aligned)
 
 
 def _with_addend(call: OpCall) -> Factorization:
     """`input + left @ right`, the input broadcast to the product."""
     product = _matmul(OpCall(call.name, {}, call.tensors[1:]))
-    shape, output = call.tensors[0].shape, product.output_shape(0)
-    aligned = zip(
-        shape, product.outputs[0][len(output) - len(shape) :], output[len(output) - len(shape) :], strict=True
-    )
-    addend = tuple(dim if size == whole else () for size, dim, whole in aligned)
     return Factorization(
-        (addend, *product.inputs),
+        (_broadcast_to(product, call.tensors[0].shape), *product.inputs),
         product.outputs,
         product.sizes,
         reduced=product.reduced,
