@@ -7,6 +7,7 @@ import gc
 import pickle
 import weakref
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -256,6 +257,34 @@ def test_results_into_a_given_tensor(mesh):
     for number in (1, 2):
         assert torch.add(sharded(mesh), number, out=out) is out
         assert torch.equal(out.full_tensor(), WHOLE + number)
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=str)
+@pytest.mark.parametrize("number", [torch.tensor(2.0), numpy.float64(3.0)], ids=["0-d tensor", "numpy"])
+def test_results_beside_numbers_go_into_a_tensor_wherever_it_is_cut(placement, number):
+    def written(mesh):
+        out = distribute_tensor(torch.zeros(5, 3), mesh, (placement,))
+        assert torch.add(sharded(mesh), number, out=out) is out
+        return out.full_tensor()
+
+    assert all(torch.equal(found, WHOLE + float(number)) for found in on_ranks(written))
+
+
+def test_several_results_into_given_tensors(mesh):
+    out = distribute_tensor(torch.zeros(3), mesh), distribute_tensor(torch.zeros(3, dtype=torch.int64), mesh)
+    assert torch.max(sharded(mesh), 0, out=out) == out
+    assert [x.full_tensor().tolist() for x in out] == [x.tolist() for x in WHOLE.max(0)]
+
+
+def test_results_do_not_go_into_tensors_of_other_shapes_or_narrower_dtypes(mesh):
+    x = sharded(mesh)
+    for _ in range(2):
+        with pytest.raises(ShardingRuleError, match=r"takes a tensor \[3\] .* got one \[5, 3\] of torch\.float32"):
+            torch.sum(x, 0, out=torch.zeros_like(x))
+        with pytest.raises(ShardingRuleError, match=r"to which torch\.float32 can be cast.* of torch\.int64"):
+            torch.add(x, 0.5, out=torch.zeros_like(x, dtype=torch.int64))
+        with pytest.raises(ShardingRuleError, match=r"takes a tensor \[5, 5\] .* got one \[5, 3\]"):
+            torch.inner(x, x, out=torch.zeros_like(x))
 
 
 def test_plain_tensors_are_refused_but_not_plain_scalars(mesh):

@@ -30,6 +30,7 @@ from hp_platform_torch.operations import (
     locally,
     operations,
     operations_in_place,
+    run_into,
     run_locally,
 )
 
@@ -90,6 +91,8 @@ class TorchDTensor(DTensor, torch.Tensor):
                     *[x._spec if type(x) is TorchDTensor else operation.static_key(x) for x in kwargs.values()],
                 )
         except Uncached:
+            if kwargs and kwargs.get("out") is not None:
+                return run_into(call, args, kwargs)
             if torch._C._are_functorch_transforms_active():
                 _refuse_transforms(operation.name)
             if operation.check is not None:

@@ -15,6 +15,7 @@ from hp_dtensor import dispatch
 from hp_dtensor.api import recorded_view, replicate_like
 from hp_dtensor.arguments import Uncached, bounds_of
 from hp_dtensor.dtensor import DTensor
+from hp_dtensor.exceptions import ShardingRuleError
 from hp_dtensor.index_lists import INDEXING
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.trees import map_tensors
@@ -238,9 +239,8 @@ class Operation:
         kwargs: Mapping[str, Any],
     ) -> Any:
         """Make the plan of a call, run it, and keep it together with how it ran."""
-        if isinstance(kwargs.get("out"), Tensor):
-            result = self.call(*args, **{name: value for name, value in kwargs.items() if name != "out"})
-            return kwargs["out"].copy_(replicate_like(result, kwargs["out"]))  # plain where only `out` is a DTensor
+        if kwargs.get("out") is not None:
+            return run_into(self.call, args, kwargs)
         if self.check is not None:
             self.check(*args, **kwargs)
         plan = dispatch.plan_for(first_spec(args, kwargs).mesh.platform, self.name, args, kwargs)
@@ -279,6 +279,26 @@ class Operation:
             return
         elif not self.by_type and args and local_args[0] is args[0] and _holds_no_tensor(local_args[1:], local_kwargs):
             entry.spec, entry.static = spec, (local_args[1:], dict(local_kwargs))
+
+
+def run_into(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What `call` gives without its keyword `out`, written into the tensors given as that."""
+    rest, out = dict(kwargs), kwargs["out"]
+    del rest["out"]
+    result = call(*args, **rest)
+    if isinstance(out, Tensor):
+        return _written(out, result)
+    return tuple(_written(each, x) for each, x in zip(out, result, strict=True))
+
+
+def _written(out: Tensor, result: Tensor) -> Tensor:
+    """`out` with the values of `result`, which torch would not broadcast to it either."""
+    if out.shape != result.shape or not torch.can_cast(result.dtype, out.dtype):
+        raise ShardingRuleError(
+            f"out= takes a tensor {list(result.shape)} to which {result.dtype} can be cast, as the result is; "
+            f"got one {list(out.shape)} of {out.dtype}"
+        )
+    return out.copy_(replicate_like(result, out))  # plain where only `out` is a DTensor
 
 
 def is_partial_number(spec: TensorSpec) -> bool:

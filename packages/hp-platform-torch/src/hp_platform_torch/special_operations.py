@@ -26,7 +26,7 @@ from hp_platform_torch.dtensor import (
     wrap_gradient,
 )
 from hp_platform_torch.operation_names import property_of
-from hp_platform_torch.operations import Handler, LocalOperations, first_spec, locally
+from hp_platform_torch.operations import Handler, LocalOperations, first_spec, locally, run_into
 
 Tensor = torch.Tensor
 
@@ -77,9 +77,9 @@ def _below_autograd(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
 
 
 def _run_decomposed(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    out = kwargs.get("out")
-    result = function(*args, **{name: value for name, value in kwargs.items() if name != "out"})
-    return result if out is None else out.copy_(result)
+    if kwargs.get("out") is not None:
+        return run_into(function, args, kwargs)
+    return function(*args, **{name: value for name, value in kwargs.items() if name != "out"})
 
 
 def _refuse_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
