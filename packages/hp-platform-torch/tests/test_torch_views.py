@@ -11,7 +11,17 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from hp_dtensor import DeviceMesh, Replicate, Shard, distribute_tensor, get_platform
+from hp_dtensor import (
+    DeviceMesh,
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    StridedShard,
+    distribute_tensor,
+    get_platform,
+)
 from hp_dtensor.exceptions import ShardingRuleError
 from hp_dtensor.testing import run_ranks
 from hp_platform_torch.operations import forget_plans
@@ -167,3 +177,72 @@ def _contiguous_already() -> list[bool]:
 
 def test_what_is_contiguous_already_is_itself() -> None:
     assert run_ranks(_contiguous_already, 2, "torch") == [[True] * 3] * 2
+
+
+LEAVES: dict[str, Callable[[DeviceMesh], DTensor]] = {
+    "distribute_tensor": lambda mesh: distribute_tensor(X, mesh, (Shard(0),)),
+    "from_local": lambda mesh: DTensor.from_local(X[:2].clone(), mesh, (Shard(0),)),
+    "distribute_tensor of a parameter": lambda mesh: distribute_tensor(
+        torch.nn.Parameter(X, requires_grad=False), mesh, (Shard(0),)
+    ),
+}
+
+
+@pytest.mark.parametrize("make", LEAVES.values(), ids=LEAVES)
+def test_leaves_get_gradients_through_views_written_outside_the_graph(make: Callable[[DeviceMesh], DTensor]) -> None:
+    def rank() -> Tensor:
+        leaf = make(DeviceMesh("cpu", (2,), platform=get_platform("torch"))).requires_grad_()
+        view = leaf.transpose(0, 1)
+        with torch.no_grad():
+            view.clamp_(min=0.0)
+        (view * 3.0).sum().backward()
+        leaf.detach_()
+        return leaf.grad.full_tensor()
+
+    for grad in run_ranks(rank, 2, "torch"):
+        assert torch.equal(grad, torch.full_like(X, 3.0))
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [(Partial(), Shard(0)), (Shard(1), Replicate()), (Partial(), StridedShard(0, 2))],
+    ids=str,
+)
+def test_redistributed_tensors_are_written_on_every_rank(source: Placement, target: Placement) -> None:
+    """Also on one that has nothing of them, or a view of what it received."""
+    whole = X[:1].clone()
+
+    def rank() -> tuple[Tensor, Tensor]:
+        mesh = DeviceMesh("cpu", (2,), platform=get_platform("torch"))
+        leaf = distribute_tensor(whole, mesh, (Replicate(),)).requires_grad_()
+        x = leaf.redistribute(placements=(source,)).redistribute(placements=(target,))
+        torch.relu_(x)
+        (x * 2.0).sum().backward()
+        return x.full_tensor(), leaf.grad.full_tensor()
+
+    for written, grad in run_ranks(rank, 2, "torch"):
+        assert torch.equal(written, whole.relu())
+        assert torch.equal(grad, 2.0 * (whole > 0))
+
+
+@pytest.mark.parametrize("placement", [StridedShard(0, 2), Shard(1)], ids=str)
+@pytest.mark.parametrize("how", ["backward hook", "reentrant checkpoint"])
+def test_inputs_handed_on_stay_as_they_are_placed(placement: Placement, how: str) -> None:
+    """torch makes views of them."""
+    whole = torch.arange(6.0).view(6, 1)
+
+    def rank() -> tuple[bool, Tensor]:
+        mesh = DeviceMesh("cpu", (2,), platform=get_platform("torch"))
+        leaf = distribute_tensor(whole, mesh, (placement,)).requires_grad_()
+        module = torch.nn.Identity()
+        if how == "backward hook":
+            module.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 2.0,))
+            result = module(leaf)
+        else:
+            result = checkpoint(module, leaf, use_reentrant=True) * 2.0
+        (result * distribute_tensor(whole, mesh, (Replicate(),))).sum().backward()
+        return result.spec is leaf.spec, leaf.grad.full_tensor()
+
+    for is_same, grad in run_ranks(rank, 2, "torch"):
+        assert is_same
+        assert torch.equal(grad, 2.0 * whole)

@@ -18,14 +18,19 @@ def linear_map(x: torch.Tensor, forward: Map, backward: Map) -> torch.Tensor:
         return forward(x)
 
 
+def _no_view(result: torch.Tensor) -> torch.Tensor:
+    """`result` of a node, which may be written in place on every rank: torch refuses to write views that nodes give."""
+    return result.detach() if result._is_view() else result
+
+
 class _LinearMap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, forward: Map, backward: Map) -> torch.Tensor:
         ctx.dual = backward, forward
-        result = forward(x)
         # A result that is the input would become a view that holds it: with a view kept on its source,
         # as `vary` keeps it, neither could ever be freed.
-        return result.detach() if result is x else result
+        result = forward(x)
+        return result.detach() if result is x else _no_view(result)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -50,7 +55,7 @@ class _CustomFunction(torch.autograd.Function):
         outputs = forward(*inputs)
         ctx.set_materialize_grads(isinstance(outputs, torch.Tensor))
         ctx.mark_non_differentiable(*_not_differentiable(outputs))
-        return tuple(outputs) if isinstance(outputs, list) else outputs
+        return tuple(outputs) if isinstance(outputs, (list, tuple)) else _no_view(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:

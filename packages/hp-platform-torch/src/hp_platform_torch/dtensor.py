@@ -367,9 +367,12 @@ class TorchDTensor(DTensor, torch.Tensor):
 
 
 def wrap(local: Tensor, spec: TensorSpec) -> TorchDTensor:
-    """`local` as a DTensor; `local` itself stays plain."""
+    """`local` as a DTensor; `local` itself stays plain.
+
+    A leaf must be no view: of one that is, torch loses the gradient once a view of it is written under `no_grad`.
+    """
     with LocalOperations():
-        return adopt(local.as_subclass(torch.Tensor), spec)
+        return adopt(local.as_subclass(torch.Tensor) if local.requires_grad else local.detach(), spec)
 
 
 def _is_read_unasked(result: Tensor, spec: TensorSpec) -> bool:

@@ -45,6 +45,9 @@ def common_factors(source: Sequence[int], target: Sequence[int]) -> tuple[Dims, 
     Both shapes are cut at the union of their cumulative products; where one boundary does not divide the
     next, the dimensions between two common boundaries have no common factor and must be whole.
     """
+    if tuple(source) == tuple(target):
+        same, same_sizes = names_for("d", tuple(source))
+        return same, same, same_sizes, frozenset()
     if math.prod(source) == 0:
         left, left_sizes = names_for("i", tuple(source))
         right, right_sizes = names_for("o", tuple(target))
