@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from hp_dtensor import DeviceMesh, Replicate, Shard, distribute_tensor, get_platform
+from hp_dtensor import DeviceMesh, Partial, Replicate, Shard, distribute_tensor, get_platform
+from hp_dtensor.exceptions import ShardingRuleError
 from hp_dtensor.testing import run_ranks
 
 Tensor = torch.Tensor
@@ -47,3 +48,22 @@ def test_gradients_are_those_of_one_device(name: str, placement: Any, ran_before
     (PARTS[name](x) ** 2).sum().backward()
     for found in run_ranks(_gradient, 2, "torch", PARTS[name], placement, ran_before):
         torch.testing.assert_close(found, x.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("op", ["sum", "avg", "max"])
+def test_reentrant_parts_give_no_contributions_but_to_sums(op: str) -> None:
+    """Their backward would scale gradients a second time."""
+
+    def gradient() -> Tensor:
+        x = distribute_tensor(X, DeviceMesh("cpu", (2,), platform=get_platform("torch"))).requires_grad_()
+
+        def part(x: Tensor) -> Tensor:
+            return (x * 2.0).redistribute(placements=[Partial(op)])
+
+        if op != "sum":
+            with pytest.raises(ShardingRuleError, match=r"returns .*Redistribute .* or say use_reentrant=False"):
+                checkpoint(part, x, use_reentrant=True)
+        checkpoint(part, x, use_reentrant=op == "sum").sum().backward()
+        return x.grad.full_tensor()
+
+    assert all(torch.equal(found, torch.full_like(X, 2.0)) for found in run_ranks(gradient, 2, "torch"))

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from hp_dtensor.api import distribute_tensor
 from hp_dtensor.exceptions import ShardingRuleError
+from hp_dtensor.placements import Partial
 from hp_dtensor.spec import TensorSpec
 from hp_platform_torch import backward_inputs, compiling
 from hp_platform_torch.dtensor import TorchDTensor, _intercepting, unwrap_gradient, wrap_gradient
@@ -78,7 +79,10 @@ def _asking(apply: Any) -> Any:
             return _with_dtensor_hooks(plain(cls, *args), args)
         if not cls.__module__.startswith(_TRANSPARENT):
             _refuse_function(cls, x)
-        return plain(cls, *args, **kwargs)
+        outputs = plain(cls, *args, **kwargs)
+        if cls.__name__ == "CheckpointFunction":
+            _refuse_contributions(outputs)
+        return outputs
 
     asked._asks_dtensors = True  # type: ignore[attr-defined]
     return classmethod(asked)
@@ -90,6 +94,17 @@ def _refuse_function(cls: type, x: TorchDTensor) -> NoReturn:
         f"gradients, whatever its forward got. Let it work on local tensors, with the placements said: "
         f"hp_dtensor.local_map({cls.__qualname__}.apply, out_placements, in_placements)."
     )
+
+
+def _refuse_contributions(outputs: Any) -> None:
+    """The backward of a reentrant checkpoint gets gradients of what ranks contribute: of a sum alone, those of it."""
+    for x in tree_leaves(outputs):
+        if type(x) is TorchDTensor and any(isinstance(p, Partial) and p.op != "sum" for p in x.placements):
+            raise ShardingRuleError(
+                f"torch.utils.checkpoint with use_reentrant=True of a function that returns {x.spec!r}: its backward "
+                "would take gradients of contributions for those of the whole. Redistribute the result to Replicate() "
+                "or Shard, or say use_reentrant=False."
+            )
 
 
 _TRANSFORMS_A_SHARD = (
