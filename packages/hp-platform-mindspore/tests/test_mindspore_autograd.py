@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 from mindspore import Tensor, mint, nn
 
+from hp_dtensor import DeviceMesh, Shard, from_local
 from hp_dtensor import nn as hp_nn
+from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.testing import run_ranks
-from hp_dtensor.world import current_world
+from hp_dtensor.world import SilentWorld, current_world
 
 
 def leaf(platform, *shape, seed=0):
@@ -282,6 +284,24 @@ def test_a_forward_records_after_mindspore_has_turned_recording_off(platform):
     y = layer(x)
     platform.backward(total(platform, y))
     np.testing.assert_array_equal(platform.get_grad(layer.weight).asnumpy(), np.ones((2, 2)))
+
+
+class Mean(nn.Cell):
+    def construct(self, x):
+        return mint.mean(x)
+
+    def bprop(self, x, out, dout):
+        return (mint.ones(x.shape) * dout / x.size,)
+
+
+def test_a_bprop_that_would_see_shards_is_refused(platform):
+    mesh = DeviceMesh("cpu", (2,), world=SilentWorld(0, 2, platform))
+    weight = platform.Parameter(from_local(Tensor(np.ones((2, 2), np.float32)), mesh, [Shard(0)], shape=(3, 2)))
+    with pytest.raises(CapabilityError, match=r"Mean has a bprop of its own, which would see this rank's shards"):
+        ms.value_and_grad(lambda: Mean()(weight), None, [weight])()
+    weight = ms.Parameter(Tensor(np.ones((3, 2), np.float32)))
+    _, (grad,) = ms.value_and_grad(lambda: Mean()(weight), None, [weight])()
+    np.testing.assert_allclose(grad.asnumpy(), np.full((3, 2), 1 / 6), rtol=1e-6)
 
 
 def test_an_error_in_a_backward_leaves_autograd_usable(platform):

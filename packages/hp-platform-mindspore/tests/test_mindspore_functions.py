@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 import pytest
+from mindspore import Tensor
 
 RNG = np.random.default_rng(5)
 
@@ -199,6 +200,11 @@ CASES = {
     "cummax": ([MATRIX], lambda f, x: f("cummax")(x, 0)[0], lambda x: np.maximum.accumulate(x, 0)),
     "kthvalue": ([MATRIX], lambda f, x: f("kthvalue")(x, 2, 1)[0], lambda x: np.sort(x, 1)[:, 1]),
     "logsigmoid": ([MATRIX * 50], lambda f, x: f("logsigmoid")(x), lambda x: -np.logaddexp(0, -x)),
+    "selu": (
+        [MATRIX],
+        lambda f, x: f("selu")(x),
+        lambda x: 1.0507009873554805 * np.where(x > 0, x, 1.6732632423543772 * np.expm1(x)),
+    ),
     "logaddexp": ([MATRIX, values(4)], lambda f, x, y: f("logaddexp")(x, y), np.logaddexp),
     "diag_embed": (
         [values(2, 3)],
@@ -258,6 +264,52 @@ def test_values_and_gradients(platform, name):
     loss = platform.ops.sum(result * platform.from_numpy(weight.astype(np.float32)))
     for found, slope in zip(platform.grad([loss], leaves), slopes(reference, arrays, weight), strict=True):
         np.testing.assert_allclose(platform.to_numpy(found), slope, rtol=1e-3, atol=1e-4)  # float32 and differences
+
+
+SUMS = {
+    "mm": ([(4, 0), (0, 5)], np.matmul),
+    "mv": ([(4, 0), (0,)], np.matmul),
+    "inner": ([(4, 0), (5, 0)], np.inner),
+    "addmm": ([(4, 5), (4, 0), (0, 5)], lambda c, x, y: c + x @ y),
+    "addmv": ([(4,), (4, 0), (0,)], lambda c, x, y: c + x @ y),
+    "baddbmm": ([(2, 4, 5), (2, 4, 0), (2, 0, 5)], lambda c, x, y: c + x @ y),
+    "addbmm": ([(4, 5), (2, 4, 0), (2, 0, 5)], lambda c, x, y: c + (x @ y).sum(0)),
+    "addr": ([(0, 5), (0,), (5,)], lambda c, x, y: c + np.outer(x, y)),
+    "kron": ([(0, 3), (2, 2)], np.kron),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_of_no_products_are_zeros(platform, name):
+    """MindSpore's kernels leave what was in the memory."""
+    shapes, reference = SUMS[name]
+    arrays = [np.ones(shape, np.float32) for shape in shapes]
+    for _ in range(15):
+        remains = [Tensor(np.full(size, 7.5, np.float32)) * 1 for size in (3, 4, 5, 16, 20, 40) for _ in range(6)]
+        del remains
+        leaves = [platform.from_numpy(array.copy()) for array in arrays]
+        for leaf in leaves:
+            platform.set_requires_grad(leaf, True)
+        with platform.enable_grad():
+            result = platform.operation(name)(*leaves)
+        np.testing.assert_array_equal(platform.to_numpy(result), reference(*arrays))
+        grads = platform.grad([platform.ops.sum(result)], leaves)
+        addend = [np.ones(shapes[0])] if len(shapes) == 3 else []
+        for grad, expected in zip(grads, [*addend, *map(np.zeros, shapes[-2:])], strict=True):
+            np.testing.assert_array_equal(platform.to_numpy(grad), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "argument", "expected"),
+    [("tile", (0, 3), (2, 1), (0, 3)), ("logsumexp", (2, 0, 3), 0, (0, 3))],
+)
+def test_of_nothing(platform, name, shape, argument, expected):
+    x = platform.from_numpy(np.zeros(shape, np.float32))
+    platform.set_requires_grad(x, True)
+    with platform.enable_grad():
+        result = platform.operation(name)(x, argument)
+    (grad,) = platform.grad([platform.ops.sum(result)], [x])
+    assert (result.shape, grad.shape) == (expected, shape)
 
 
 def test_positions_of_pooling(platform):

@@ -84,6 +84,12 @@ def variadic(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     return (args[0], tuple(args[1:])), {}
 
 
+def permutation(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """The reverse order where none is given."""
+    (x, dims), _ = variadic(args, kwargs)
+    return (x, dims or tuple(reversed(range(x.ndim)))), {}
+
+
 def squeeze(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     x, dim = args[0], args[1] if len(args) > 1 else ()
     if dim in ((), [], None):
@@ -95,8 +101,10 @@ def all_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     return args[:1], {"dim": tuple(range(args[0].ndim))}
 
 
-def axis_as_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    return (args[0], int(args[1].asnumpy())), {}
+def scan_by_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """`scan` of a primitive that has its axis in a tensor."""
+    x, dim, *exclusive_or_reverse = args
+    return scan((x, int(dim.asnumpy()), *exclusive_or_reverse), kwargs)
 
 
 def spread(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -105,8 +113,13 @@ def spread(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
 
 
 def pad(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    x, pads, value = args
-    return (x, tuple(pads)), {"value": float(value.asnumpy())}
+    x, pads, value, mode, contiguous = args
+    if not contiguous:
+        raise TypeError("PadV3 of a DTensor takes paddings_contiguous=True: before and after, dimension by dimension")
+    given = (x, tuple(int(n) for n in pads))
+    if mode == "constant":
+        return given, {"value": float(value.asnumpy())}
+    return given, {"mode": "replicate" if mode == "edge" else mode}
 
 
 def searched(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -148,11 +161,16 @@ def loss(*names: str) -> Adapter:
 
 
 def likelihood(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """MindSpore makes weights of one for a call that gives none."""
     x, target, weight, reduction, ignore_index = args
-    plain = type(weight) is Tensor and bool((weight.asnumpy() == 1).all())
+    weight = unless_default(weight, 1)
     options = {"reduction": _REDUCTIONS[reduction], "ignore_index": ignore_index}
-    return (x, target), options if plain else {"weight": weight, **options}
+    return (x, target), options if weight is None else {"weight": weight, **options}
+
+
+def unless_default(x: Any, value: float) -> Any:
+    """None for the tensor of one value that MindSpore makes for a call that gives none."""
+    made = type(x) is Tensor and not x._requires_grad and bool((x.asnumpy() == value).all())
+    return None if made else x
 
 
 def first(count: int) -> Adapter:
@@ -201,10 +219,10 @@ def along_one(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
 
 
 def counted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    x, weights, minlength = args
-    if weights is not None:
+    given = dict(zip(("weights", "minlength"), args[1:], strict=False)) | kwargs
+    if given.get("weights") is not None:
         raise TypeError("bincount of DTensors takes no weights")
-    return (x,), {"minlength": minlength}
+    return args[:1], {"minlength": given.get("minlength", 0)}
 
 
 def hot(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:

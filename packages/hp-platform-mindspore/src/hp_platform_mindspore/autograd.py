@@ -18,9 +18,11 @@ from typing import Any
 from mindspore import Tensor, mint, ops
 from mindspore._c_expression import run_backward as _run_backward
 from mindspore.common._grad_function import _Function
+from mindspore.common.recompute import _RecomputeCell
 from mindspore.graph.api import _pynative_executor as executor
 
 from hp_dtensor.api import check_reached
+from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import CapabilityError, GradientPathError
 
 Map = Callable[[Tensor], Tensor]
@@ -219,6 +221,11 @@ def _checking_weights(plain: Callable[..., Any]) -> Callable[..., Any]:
 def _explaining(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def call_custom_bprop(self: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(obj, _RecomputeCell) and any(isinstance(x, DTensor) for x in (*args, *kwargs.values())):
+            raise CapabilityError(
+                f"{type(obj).__name__} has a bprop of its own, which would see this rank's shards of DTensors, without "
+                "their placements. Run it on local tensors (local_map), or write it without a bprop"
+            )
         try:
             return plain(self, obj, *args, **kwargs)
         except RuntimeError as error:

@@ -12,7 +12,7 @@ from typing import Any
 
 from mindspore import Tensor
 
-from hp_platform_mindspore.adapters import likelihood
+from hp_platform_mindspore.adapters import likelihood, unless_default
 
 Function = Callable[[Any, tuple[Any, ...], Any], Any]
 
@@ -148,9 +148,25 @@ def _with_channel_bias(run: Any, args: tuple[Any, ...], primitive: Any) -> Tenso
     return run.add(x, bias if last else run.reshape(bias, (-1, *[1] * (x.ndim - 2))))
 
 
+def _adaptive_avg_pool(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
+    """The size of the input is -1 here."""
+    sizes = tuple(None if n == -1 else n for n in primitive.output_size)
+    return getattr(run, f"adaptive_avg_pool{len(sizes)}d")(args[0], sizes)
+
+
 def _first_of(name: str, results: int, count: int | None = None) -> Function:
     """The result of an operation, of which MindSpore's callers take the first of several."""
     return lambda run, args, primitive: (getattr(run, name)(*args[:count]), *[None] * (results - 1))
+
+
+def _norm(name: str) -> Function:
+    """`LayerNormExt`, `GroupNorm`: of a shape, or of so many groups."""
+
+    def normalized(run: Any, args: tuple[Any, ...], primitive: Any) -> tuple[Any, ...]:
+        x, over, weight, bias, eps = args
+        return getattr(run, name)(x, over, unless_default(weight, 1), unless_default(bias, 0), eps), None, None
+
+    return normalized
 
 
 def _layer_norm(run: Any, args: tuple[Any, ...], primitive: Any) -> tuple[Any, ...]:
@@ -265,10 +281,10 @@ COMPOSED: dict[str, Function] = {
     "Swiglu": _gated,
     "LpNorm": _length,
     "Unique2": lambda run, args, primitive: run.unique(args[0], True, True, True),
-    "AdaptiveAvgPool3D": lambda run, args, primitive: run.adaptive_avg_pool3d(args[0], tuple(primitive.output_size)),
+    "AdaptiveAvgPool3D": _adaptive_avg_pool,
     "BiasAdd": _with_channel_bias,
-    "LayerNormExt": _first_of("layer_norm", 3),
-    "GroupNorm": _first_of("group_norm", 3),
+    "LayerNormExt": _norm("layer_norm"),
+    "GroupNorm": _norm("group_norm"),
     "LogSigmoid": _first_of("logsigmoid", 2, 1),
     "LayerNorm": _layer_norm,
     "RmsNorm": _rms_norm,
@@ -277,7 +293,7 @@ COMPOSED: dict[str, Function] = {
     "MaxPoolWithArgmaxV2": _max_pool_with_places,
     "AvgPool3D": _avg_pool_3d,
     "OneHot": _hot,
-    "AdaptiveAvgPool2D": lambda run, args, primitive: run.adaptive_avg_pool2d(args[0], tuple(primitive.output_size)),
+    "AdaptiveAvgPool2D": _adaptive_avg_pool,
     "IndexAdd": lambda run, args, primitive: run.index_add(args[0], primitive.axis, *args[1:3]),
     "Conv2D": _convolution,
     "Conv3D": _convolution,

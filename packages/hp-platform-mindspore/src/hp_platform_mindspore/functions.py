@@ -300,7 +300,6 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "binary_cross_entropy_with_logits": _reducing(F.binary_cross_entropy_with_logits),
     "smooth_l1_loss": _reducing(F.smooth_l1_loss),
     "dot": lambda x, y: kernels.matmul(x, y),
-    "outer": lambda x, y: mint.unsqueeze(x, 1) * mint.unsqueeze(y, 0),
     **pointwise.KERNELS,
     **ordering.KERNELS,
     **products.KERNELS,
@@ -325,15 +324,15 @@ NATIVE_KERNELS: dict[str, Callable[..., Any]] = {
 _OF_MINT = """
     expm1 erf erfc sinh cosh tan sinc floor ceil trunc log1p reciprocal isnan isinf sign round atanh erfinv fmod
     remainder
-    xlogy bitwise_and logical_xor isclose nan_to_num lerp ravel t swapaxes concat hstack dstack tile
+    xlogy logical_xor isclose nan_to_num lerp ravel t swapaxes concat hstack dstack
     diff
 """
 _OF_OPS = """
-    exp2 asinh atan deg2rad rad2deg softsign tanhshrink frac i0 positive relu6 elu selu celu mish softplus hardtanh
-    log2 log10 lgamma digamma sgn signbit acos asin acosh atan2 fmax logaddexp2 hypot true_divide bitwise_or
-    bitwise_xor bitwise_left_shift bitwise_right_shift heaviside nextafter ldexp addcmul addcdiv type_as mm mv inner
-    addmm addmv addr addbmm baddbmm adjoint movedim moveaxis fliplr flipud rot90 vstack column_stack atleast_2d
-    pixel_shuffle pixel_unshuffle kron
+    exp2 asinh atan deg2rad rad2deg softsign tanhshrink frac i0 positive relu6 elu celu mish softplus hardtanh
+    log2 log10 lgamma digamma sgn signbit acos asin acosh atan2 fmax logaddexp2 hypot true_divide bitwise_and bitwise_or
+    bitwise_xor bitwise_left_shift bitwise_right_shift heaviside nextafter ldexp addcmul addcdiv type_as
+    adjoint movedim moveaxis fliplr flipud rot90 vstack column_stack atleast_2d
+    pixel_shuffle pixel_unshuffle
 """
 _OF_F = "hardswish hardsigmoid hardshrink softshrink glu broadcast_to"
 _METHODS = "float double int long short bool byte half bfloat16 contiguous to type view new_zeros new_ones new_empty"

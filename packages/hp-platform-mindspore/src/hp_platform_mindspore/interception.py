@@ -15,6 +15,7 @@ from mindspore import mint, ops
 from mindspore.common._register_for_tensor import tensor_operator_registry
 from mindspore.ops.function import array_func, random_func
 
+from hp_dtensor.api import replicate_like
 from hp_dtensor.exceptions import CapabilityError
 from hp_platform_mindspore.dtensor import MindSporeDTensor, is_local
 
@@ -106,7 +107,20 @@ def _randint_like(run: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
     raise CapabilityError("ops.randint_like of a DTensor: fill an empty one (mint.empty_like) with random_(low, high)")
 
 
+def _bucketize(run: Any, input: Any, boundaries: Sequence[float], *, right: bool = False) -> Any:
+    dtype = ms.float64 if input.dtype == ms.float64 else ms.float32
+    bounds = replicate_like(ms.Tensor(list(boundaries), dtype), input)
+    return run.cast(run.bucketize(run.cast(input, dtype), bounds, right=right), ms.int32)
+
+
+def _nanmean(run: Any, input: Any, axis: Any = None, keepdims: bool = False, *, dtype: Any = None) -> Any:
+    mean = run.nanmean(input, axis, keepdims)
+    return mean if dtype is None else run.cast(mean, dtype)
+
+
 FUNCTIONS: dict[str, Function] = {
+    "bucketize": _bucketize,
+    "nanmean": _nanmean,
     "rand_like": _random_like("rand_like"),
     "randn_like": _random_like("randn_like"),
     "randint_like": _randint_like,

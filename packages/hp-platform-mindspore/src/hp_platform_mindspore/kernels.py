@@ -14,7 +14,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, ops
 
-from hp_platform_mindspore.autograd import custom_function
+from hp_platform_mindspore.autograd import custom_function, is_recording
 from hp_platform_mindspore.empty import filled, is_empty, nothing, result_dtype, with_zero_gradient_if_empty
 from hp_platform_mindspore.memory import HOST_DTYPES, encode, numbers, share
 
@@ -156,6 +156,8 @@ def argmax(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
 
 
 def logsumexp(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
+    if is_empty(x):
+        return filled(-math.inf, _reduced_shape(x, dim, keepdim), x)
     return ops.logsumexp(x, dim, keepdim)
 
 
@@ -341,7 +343,27 @@ def gather(x: Tensor, dim: int, index: Tensor) -> Tensor:
 def getitem(x: Tensor, index: Any) -> Tensor:
     """Basic indexing."""
     shape = np.broadcast_to(np.int8(0), x.shape)[index].shape
-    return x[index] if math.prod(shape) else nothing(x, shape)
+    if not math.prod(shape):
+        return nothing(x, shape)
+    if is_recording(x):
+        x, index = _without_steps(x, index)
+    return x[index]
+
+
+def _without_steps(x: Tensor, index: Any) -> tuple[Tensor, tuple[Any, ...]]:
+    """What slices with a step pick, and the rest of the index: the CPU's gradient fails for `x[:, ::2]`."""
+    items = index if isinstance(index, tuple) else (index,)
+    dim, rest = 0, []
+    for item in items:
+        if item is Ellipsis:
+            dim += x.ndim - sum(other is not None and other is not Ellipsis for other in items)
+        elif item is not None:
+            if isinstance(item, slice) and item.step not in (None, 1):
+                x = index_select(x, dim, share(np.arange(*item.indices(x.shape[dim]))))
+                item = slice(None)
+            dim += 1
+        rest.append(item)
+    return x, tuple(rest)
 
 
 def index_put(x: Tensor, index: Tensor, values: Tensor) -> Tensor:

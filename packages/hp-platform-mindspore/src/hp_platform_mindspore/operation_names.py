@@ -14,8 +14,6 @@ from hp_platform_mindspore.adapters import Adapter, Arguments
 
 SAME_ARGUMENTS: dict[str, str] = {
     "Add": "add",
-    "AddScalar": "add",
-    "SubScalar": "sub",
     "Sub": "sub",
     "Mul": "mul",
     "Muls": "mul",
@@ -126,7 +124,7 @@ SAME_ARGUMENTS: dict[str, str] = {
     "NewEmpty": "new_empty",
     "Nansum": "nansum",
     "DeprecatedReduceAll": "all",
-    "ReduceAny": "any",
+    "Any": "any",
     "AnyExt": "any",
     "MaxDim": "max",
     "MinDim": "min",
@@ -171,7 +169,6 @@ SAME_ARGUMENTS: dict[str, str] = {
     "ArgMaxExt": "argmax",
     "ArgMinExt": "argmin",
     "TopkExt": "topk",
-    "ArgSort": "argsort",
     "TrilExt": "tril",
     "Roll": "roll",
     "Repeat": "repeat",
@@ -196,8 +193,8 @@ SAME_ARGUMENTS: dict[str, str] = {
 }
 
 ADAPTED: dict[str, tuple[str, Adapter]] = {
-    "AddExt": ("add", adapters.scaled_second),
-    "SubExt": ("sub", adapters.scaled_second),
+    **dict.fromkeys(("AddExt", "AddScalar"), ("add", adapters.scaled_second)),
+    **dict.fromkeys(("SubExt", "SubScalar"), ("sub", adapters.scaled_second)),
     "SumExt": ("sum", adapters.without_dtype),
     "MeanExt": ("mean", adapters.without_dtype),
     "ReduceSum": ("sum", adapters.by_axis),
@@ -205,7 +202,7 @@ ADAPTED: dict[str, tuple[str, Adapter]] = {
     "ProdExt": ("prod", adapters.typed("dim", "keepdim", "dtype")),
     "ReduceProd": ("prod", adapters.by_axis),
     "ReduceAll": ("all", adapters.by_axis),
-    "DeprecatedReduceAny": ("any", adapters.by_axis),
+    **dict.fromkeys(("ReduceAny", "DeprecatedReduceAny"), ("any", adapters.by_axis)),
     "Softmax": ("softmax", adapters.along_one),
     "Max": ("amax", adapters.all_of),
     "Min": ("amin", adapters.all_of),
@@ -222,13 +219,13 @@ ADAPTED: dict[str, tuple[str, Adapter]] = {
     "View": ("reshape", adapters.variadic),
     "BroadcastTo": ("expand", adapters.variadic),
     "BroadcastToView": ("expand", adapters.variadic),
-    "Transpose": ("permute", adapters.variadic),
-    "TransposeView": ("permute", adapters.variadic),
-    "DeprecatedTranspose": ("permute", adapters.variadic),
+    "Transpose": ("permute", adapters.permutation),
+    "TransposeView": ("permute", adapters.permutation),
+    "DeprecatedTranspose": ("permute", adapters.permutation),
     "Squeeze": ("squeeze", adapters.squeeze),
     "Argmin": ("argmin", adapters.first_two),
     "CumProd": ("cumprod", adapters.scan),
-    "CumulativeLogsumexp": ("logcumsumexp", adapters.axis_as_tensor),
+    "CumulativeLogsumexp": ("logcumsumexp", adapters.scan_by_tensor),
     "ReduceStd": ("std_mean", adapters.spread),
     "PadV3": ("pad", adapters.pad),
     "SearchSorted": ("searchsorted", adapters.searched),
@@ -252,6 +249,7 @@ ADAPTED: dict[str, tuple[str, Adapter]] = {
     "NewFull": ("new_full", adapters.typed("size", "fill_value", "dtype")),
     "Cast": ("cast", adapters.cast),
     "SortExt": ("sort", adapters.sorting),
+    "ArgSort": ("argsort", adapters.sorting),
     "BincountExt": ("bincount", adapters.counted),
     "OneHotExt": ("one_hot", adapters.hot),
     "ConstantPadND": ("pad", adapters.constant_pad),
@@ -322,14 +320,20 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "Sort": ("axis", "descending"),
     "Stack": ("axis",),
     "Tril": ("diagonal",),
+    "IndexPut": ("accumulate",),
+    "CumulativeLogsumexp": ("exclusive", "reverse"),
+    "PadV3": ("mode", "paddings_contiguous"),
 }
 """Attributes of primitives of the older kind that are arguments here, behind the tensors."""
 
 
+SECOND_OPERAND = frozenset({"other", "exponent", "mat2", "tensor2"})
+"""What MindSpore's methods of two operands call the second one."""
+
 WITHOUT_KERNEL = frozenset(
     """
-    EluExt MishExt SoftplusExt SeLUExt Hardtanh Mm Mv Addmm Addmv Addbmm Baddbmm Log2 Log10 IsNan BitwiseAnd
-    BitwiseAndScalar BitwiseOrScalar BitwiseXorTensor BitwiseXorScalar RemainderScalarTensor Atan2Ext
+    EluExt MishExt SoftplusExt Hardtanh Log2 Log10 IsNan BitwiseAnd
+    BitwiseAndScalar BitwiseOrTensor BitwiseOrScalar BitwiseXorTensor BitwiseXorScalar RemainderScalarTensor Atan2Ext
     """.split()
 )
 """Primitives that the CPU lacks, of operations for which another one does."""
@@ -347,6 +351,8 @@ def canonical(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
     given, named = tuple(args), dict(kwargs or {})
     if is_older_kind(args):
         given = (*args[2], *(getattr(args[0], attribute) for attribute in ATTRIBUTES.get(name, ())))
+    if len(given) == 1 and (second := SECOND_OPERAND & named.keys()):
+        given = (*given, *(named.pop(key) for key in second))
     if name in WRITING:
         known, adapt = WRITING[name]
         return known, adapt(given, named)

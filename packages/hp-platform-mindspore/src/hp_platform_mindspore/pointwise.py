@@ -64,6 +64,13 @@ def logsigmoid(x: Tensor) -> Tensor:
     return clamp(x, max=0.0) - mint.log1p(mint.exp(-mint.abs(x)))
 
 
+def selu(x: Tensor) -> Tensor:
+    """MindSpore's own has a wrong gradient on CPU."""
+    scale, alpha = 1.0507009873554805, 1.6732632423543772
+    below = kernels.mul(mint.expm1(clamp(x, max=0.0)), alpha)
+    return kernels.mul(where(x > 0, x, below), scale)
+
+
 def threshold(x: Tensor, threshold: float, value: float) -> Tensor:
     return kernels.masked_fill(x, x <= threshold, value)
 
@@ -90,6 +97,11 @@ def repeat(x: Tensor, *repeats: Any) -> Tensor:
     between = tuple(size for extent in x.shape for size in (1, extent))
     result = tuple(count * size for count, size in zip(counts, x.shape, strict=True))
     return mint.reshape(kernels.expand(mint.reshape(x, between), shape), result)
+
+
+def tile(x: Tensor, *repeats: Any) -> Tensor:
+    counts = tuple(repeats[0]) if len(repeats) == 1 and not isinstance(repeats[0], int) else repeats
+    return repeat(x, (*(1,) * (x.ndim - len(counts)), *counts))
 
 
 def diag_embed(x: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Tensor:
@@ -176,16 +188,17 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "logaddexp": logaddexp,
     "logit": logit,
     "logsigmoid": logsigmoid,
+    "selu": selu,
     "threshold": threshold,
     "full_like": full_like,
     "empty_like": empty_like,
     "new_full": new_full,
     "repeat": repeat,
+    "tile": tile,
     "diag_embed": diag_embed,
     "diagonal": diagonal,
     "unflatten": unflatten,
     "mT": lambda x: mint.transpose(x, -2, -1),
-    "ger": lambda x, y: mint.unsqueeze(x, 1) * mint.unsqueeze(y, 0),
     "kl_div": kl_div,
     "soft_margin_loss": soft_margin_loss,
     "mse_loss": _elementwise(lambda d: d * d),
