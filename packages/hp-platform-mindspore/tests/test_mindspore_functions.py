@@ -200,6 +200,21 @@ CASES = {
     "cummax": ([MATRIX], lambda f, x: f("cummax")(x, 0)[0], lambda x: np.maximum.accumulate(x, 0)),
     "kthvalue": ([MATRIX], lambda f, x: f("kthvalue")(x, 2, 1)[0], lambda x: np.sort(x, 1)[:, 1]),
     "logsigmoid": ([MATRIX * 50], lambda f, x: f("logsigmoid")(x), lambda x: -np.logaddexp(0, -x)),
+    "halves that change places": (
+        [values(3, 6)],
+        lambda f, x: f("cat")(f("chunk")(x, 2, 1)[::-1], 1),
+        lambda x: np.roll(x, 3, 1),
+    ),
+    "pieces that change places": (
+        [values(3, 6)],
+        lambda f, x: f("cat")(f("split")(x, [2, 4], 1)[::-1], 1),
+        lambda x: np.roll(x, 4, 1),
+    ),
+    "columns that change places": (
+        [values(3, 2)],
+        lambda f, x: f("stack")(f("unbind")(x, 1)[::-1], 1),
+        lambda x: x[:, ::-1],
+    ),
     "selu": (
         [MATRIX],
         lambda f, x: f("selu")(x),

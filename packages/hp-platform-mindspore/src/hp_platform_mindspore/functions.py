@@ -198,7 +198,7 @@ def cdist(x: Tensor, y: Tensor, p: float = 2.0, compute_mode: str | None = None)
 
 
 def unbind(x: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
-    return tuple(mint.squeeze(piece, dim) for piece in mint.split(x, 1, dim)) if x.shape[dim] else ()
+    return tuple(mint.squeeze(mint.narrow(x, dim, i, 1), dim) for i in range(x.shape[dim]))
 
 
 def tensor_split(x: Tensor, indices_or_sections: int | Sequence[int], dim: int = 0) -> tuple[Tensor, ...]:

@@ -6,6 +6,7 @@ come from NumPy on the host: they have no gradient, and its order of ties is def
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -304,7 +305,9 @@ def stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 
 def split(x: Tensor, sizes: Sequence[int], dim: int = 0) -> tuple[Tensor, ...]:
-    return mint.split(x, list(sizes), dim)
+    # The gradient of mint.split is wrong where that of a piece is a view, as that of cat's operands is.
+    starts = itertools.accumulate(sizes, initial=0)
+    return tuple(mint.narrow(x, dim, start, size) for start, size in zip(starts, sizes, strict=False))
 
 
 def chunk(x: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
@@ -312,7 +315,7 @@ def chunk(x: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
     size = x.shape[dim]
     piece = max(1, -(-size // chunks))
     sizes = [min(piece, size - start) for start in range(0, size, piece)] or [0] * chunks
-    return mint.split(x, sizes, dim)
+    return split(x, sizes, dim)
 
 
 def repeat_interleave(x: Tensor, repeats: int, dim: int) -> Tensor:
