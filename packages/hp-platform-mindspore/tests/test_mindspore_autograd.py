@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from mindspore import Tensor, mint, nn
 
-from hp_dtensor import DeviceMesh, Shard, from_local
+from hp_dtensor import DeviceMesh, Partial, Shard, from_local, get_platform
 from hp_dtensor import nn as hp_nn
-from hp_dtensor.exceptions import CapabilityError
+from hp_dtensor.exceptions import CapabilityError, GradientPathError
 from hp_dtensor.testing import run_ranks
 from hp_dtensor.world import SilentWorld, current_world
 
@@ -423,3 +423,20 @@ def test_simulated_ranks_communicate_in_forward_and_backward(platform):
     for x, y, grad in results:
         np.testing.assert_allclose(y, squares, rtol=1e-6)
         np.testing.assert_allclose(grad, 2 * x * (1 + 2 + 3), rtol=1e-6)
+
+
+def _shown(op):
+    platform = get_platform("mindspore")
+    mesh = DeviceMesh("cpu", (2,), platform=platform)
+    x = from_local(Tensor(np.ones(2, np.float32)), mesh, (Partial(op),), shape=(2,))
+    platform.set_requires_grad(x, True)
+    with pytest.raises(GradientPathError, match=r"its own contribution.*Redistribute the value"):
+        platform.grad([x.full_tensor().sum()], [x])
+    platform.backward(x.full_tensor().sum())
+    with pytest.raises(GradientPathError, match=r"its own contribution.*Redistribute the value"):
+        _ = x.grad
+
+
+@pytest.mark.parametrize("op", ["avg", "max"])
+def test_gradients_of_contributions_to_anything_but_sums_are_refused(op):
+    run_ranks(_shown, 2, "mindspore", op)

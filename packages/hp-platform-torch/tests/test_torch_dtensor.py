@@ -14,7 +14,13 @@ import torch.nn.functional as F
 
 from hp_dtensor.api import distribute_tensor
 from hp_dtensor.dtensor import DTensor
-from hp_dtensor.exceptions import CapabilityError, MixedOperandsError, PlacementError, ShardingRuleError
+from hp_dtensor.exceptions import (
+    CapabilityError,
+    GradientPathError,
+    MixedOperandsError,
+    PlacementError,
+    ShardingRuleError,
+)
 from hp_dtensor.mesh import init_device_mesh
 from hp_dtensor.placements import Partial, Replicate, Shard
 from hp_dtensor.spec import TensorSpec
@@ -362,12 +368,35 @@ def test_backward_from_an_average():
     """Each rank's part of a mean has a share of the gradient."""
 
     def run(mesh):
-        x = DTensor.from_local(torch.tensor(3.0 + mesh.get_local_rank()), mesh, [Partial("avg")], shape=())
-        x.requires_grad_()
-        (x * 1).backward()
-        return x.grad.full_tensor().item()
+        part = torch.tensor(3.0 + mesh.get_local_rank(), requires_grad=True)
+        (DTensor.from_local(part, mesh, [Partial("avg")], shape=()) * 1).backward()
+        return part.grad.item()
 
     assert on_ranks(run) == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("op", ["avg", "max", "min"])
+def test_gradients_of_contributions_to_anything_but_sums_are_refused(op):
+    """Labelled as replicated, they would be an n-th of the gradient, or another one on each rank."""
+
+    def run(mesh):
+        x = DTensor.from_local(torch.ones(2), mesh, [Partial(op)], shape=(2,)).requires_grad_()
+        y, hooked = (sharded(mesh).requires_grad_().redistribute(placements=[Partial(op)]) for _ in range(2))
+        hooked.register_hook(lambda grad: grad)
+        y.retain_grad()
+        (x.full_tensor().sum() + y.full_tensor().sum()).backward()
+        asked = [
+            lambda: x.grad,
+            lambda: y.grad,
+            lambda: setattr(x, "grad", torch.ones(2)),
+            lambda: torch.autograd.grad(x.full_tensor().sum(), x),
+            hooked.full_tensor().sum().backward,
+        ]
+        for ask in asked:
+            with pytest.raises(GradientPathError, match=rf"P\({op}\).*its own contribution.*Redistribute"):
+                ask()
+
+    on_ranks(run)
 
 
 def test_a_gradient_for_backward_of_any_placement():

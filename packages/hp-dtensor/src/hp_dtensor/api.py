@@ -380,10 +380,10 @@ def as_contributed(spec: TensorSpec, grad: Tensor) -> Tensor:
 
 def _summed_axes(spec: TensorSpec, grad: Tensor) -> tuple[int, ...]:
     """The axes over which a value of `spec` is a sum of several, if its gradient is recorded."""
-    mesh, sums = spec.mesh, (Partial("sum"), Partial("avg"))
+    mesh = spec.mesh
     if mesh.get_coordinate() is None or not mesh.platform.requires_grad(grad):
         return ()
-    return tuple(axis for axis, p in enumerate(spec.placements) if p in sums and mesh.shape[axis] > 1)
+    return tuple(axis for axis, p in enumerate(spec.placements) if p == Partial() and mesh.shape[axis] > 1)
 
 
 def _gradient_placed(what: str, spec: TensorSpec, grad_placements: Sequence[Placement]) -> TensorSpec:

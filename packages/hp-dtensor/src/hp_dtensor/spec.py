@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from hp_dtensor.exceptions import PlacementError, ShardShapeError
+from hp_dtensor.exceptions import GradientPathError, PlacementError, ShardShapeError
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 
@@ -145,6 +145,23 @@ def grad_spec(spec: TensorSpec) -> TensorSpec:
     if not spec.is_partial:
         return spec
     return spec.with_placements([Replicate() if p.is_partial() else p for p in spec.placements])
+
+
+def shown_grad_spec(spec: TensorSpec) -> TensorSpec:
+    """`grad_spec` of a value whose gradient users ask for.
+
+    Raises:
+        GradientPathError: the value is partial by something else than a sum.
+    """
+    if not spec.is_partial:
+        return spec
+    for size, placement in zip(spec.mesh.shape, spec.placements, strict=True):
+        if size > 1 and placement.is_partial() and placement != Partial():
+            raise GradientPathError(
+                f"the gradient of {spec!r}: each rank has that of its own contribution, which no placement describes. "
+                "Redistribute the value to Replicate() or Shard, and ask for the gradient of that"
+            )
+    return grad_spec(spec)
 
 
 def _local_shape(spec: TensorSpec) -> tuple[int, ...]:

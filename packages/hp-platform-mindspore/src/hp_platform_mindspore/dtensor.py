@@ -25,7 +25,7 @@ from hp_dtensor.debug import check_explicit, gathered
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import CapabilityError, MixedOperandsError, PlacementError
 from hp_dtensor.rules.pointwise import LINEAR_UNARY, NONLINEAR
-from hp_dtensor.spec import TensorSpec, grad_spec
+from hp_dtensor.spec import TensorSpec, shown_grad_spec
 from hp_platform_mindspore import kernels
 from hp_platform_mindspore.autograd import GradMode
 from hp_platform_mindspore.composed_primitives import COMPOSED
@@ -227,7 +227,11 @@ class MindSporeDTensor(DTensor, Tensor):
 
     @property
     def grad(self) -> Any:
-        """The accumulated gradient: a DTensor placed as this one, replicated where this one is partial."""
+        """The accumulated gradient: a DTensor placed as this one, replicated where this one is a partial sum.
+
+        Raises:
+            GradientPathError: this one is partial by something else.
+        """
         local = self._grad
         if local is None and self._awaited_gradient is not None:
             self._awaited_gradient.fetch()
@@ -424,7 +428,7 @@ def _whole(operation: str, x: MindSporeDTensor) -> Tensor:
 
 def local_gradient(x: MindSporeDTensor, value: Tensor) -> Tensor:
     """`value` (a DTensor, or a local shard) as the local gradient of `x`."""
-    wanted = grad_spec(x._spec)
+    wanted = shown_grad_spec(x._spec)
     if not isinstance(value, MindSporeDTensor):
         if tuple(value.shape) != wanted.local_shape:
             raise PlacementError(
@@ -440,7 +444,7 @@ def local_gradient(x: MindSporeDTensor, value: Tensor) -> Tensor:
 
 def wrap_gradient(x: MindSporeDTensor, local: Tensor) -> MindSporeDTensor:
     """A local gradient of `x` as a DTensor."""
-    spec = grad_spec(x._spec)
+    spec = shown_grad_spec(x._spec)
     if spec.dtype != local.dtype:
         spec = TensorSpec(spec.mesh, spec.placements, spec.shape, local.dtype)
     return wrap(local, spec)

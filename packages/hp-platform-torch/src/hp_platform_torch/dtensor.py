@@ -21,7 +21,7 @@ from hp_dtensor.arguments import Uncached
 from hp_dtensor.debug import gathered
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.exceptions import MixedOperandsError, PlacementError, ShardingRuleError
-from hp_dtensor.spec import TensorSpec, grad_spec
+from hp_dtensor.spec import TensorSpec, shown_grad_spec
 from hp_platform_torch import checkpointing
 from hp_platform_torch.operations import (
     LocalOperations,
@@ -193,17 +193,22 @@ class TorchDTensor(DTensor, torch.Tensor):
 
     @property
     def grad(self) -> Any:
-        """The accumulated gradient: a DTensor placed as this one, replicated where this one is partial."""
+        """The accumulated gradient: a DTensor placed as this one, replicated where this one is a partial sum.
+
+        Raises:
+            GradientPathError: this one is partial by something else.
+        """
         local = run_locally(_local_grad, (), (self,))
         if local is None and self._awaited_gradient is not None:
             self._awaited_gradient.fetch()
             local = run_locally(_local_grad, (), (self,))
         if local is None or type(local) is TorchDTensor or not _intercepting():
             return local
-        if local.requires_grad and grad_spec(self._spec) is not self._spec:
+        spec = shown_grad_spec(self._spec)
+        if local.requires_grad and spec is not self._spec:
             return wrap_gradient(self._spec, local)
         # Autograd made it and nobody else holds it: it becomes the DTensor itself, the same at every access.
-        return adopt(local, _with_dtype(grad_spec(self._spec), local.dtype))
+        return adopt(local, _with_dtype(spec, local.dtype))
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -413,7 +418,7 @@ def unwrap(x: Tensor) -> Tensor:
 
 def wrap_gradient(spec: TensorSpec, local: Tensor) -> TorchDTensor:
     """The local gradient of a value of `spec` as a DTensor."""
-    return wrap(as_replicated(spec, local), _with_dtype(grad_spec(spec), local.dtype))
+    return wrap(as_replicated(spec, local), _with_dtype(shown_grad_spec(spec), local.dtype))
 
 
 def unwrap_gradient(spec: TensorSpec, grad: Tensor) -> Tensor:
@@ -429,7 +434,7 @@ def _whole(operation: str, x: TorchDTensor) -> Tensor:
 
 def _as_gradient(x: TorchDTensor, value: Tensor) -> TorchDTensor:
     """`value` (a DTensor, or a local shard) as the gradient of `x`."""
-    wanted = grad_spec(x._spec)
+    wanted = shown_grad_spec(x._spec)
     if not isinstance(value, TorchDTensor):
         if tuple(value.shape) != wanted.local_shape:
             raise PlacementError(
