@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 
 import mindspore as ms
@@ -289,6 +290,39 @@ def test_gradients_of_inputs(platform):
     for dy, dx in on_ranks(platform, program):
         np.testing.assert_array_equal(dy, np.ones((5, 3)))
         np.testing.assert_array_equal(dx, 2 * WHOLE)
+
+
+PRODUCTS = {
+    "inner": (ops.inner, [(4, 2), (5, 2)], np.inner, (1, 1)),
+    "kron": (ops.kron, [(2, 3), (2, 2)], np.kron, (0, 0)),
+    "addmv": (ops.addmv, [(4,), (4, 2), (2,)], lambda c, x, y: c + x @ y, (None, 1, 0)),
+    "addbmm": (ops.addbmm, [(4, 5), (2, 4, 3), (2, 3, 5)], lambda c, x, y: c + (x @ y).sum(0), (None, 0, 0)),
+    "addr": (ops.addr, [(2, 5), (2,), (5,)], lambda c, x, y: c + np.outer(x, y), (0, 0, None)),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_of_which_a_rank_has_nothing(platform, name):
+    """MindSpore's kernels leave what was in the memory."""
+    function, shapes, reference, cut = PRODUCTS[name]
+    arrays = [np.arange(math.prod(shape), dtype=np.float32).reshape(shape) for shape in shapes]
+
+    def program(mesh):
+        leaves = [
+            platform.Parameter(sharded(mesh, array, Replicate() if dim is None else Shard(dim)))
+            for array, dim in zip(arrays, cut, strict=True)
+        ]
+        for _ in range(5):
+            remains = [Tensor(np.full(size, 7.5, np.float32)) * 1 for size in (3, 4, 5, 16, 20, 40) for _ in range(6)]
+            del remains
+            np.testing.assert_array_equal(function(*leaves).full_tensor().asnumpy(), reference(*arrays))
+        platform.backward(function(*leaves).sum())
+        return [leaf.grad.full_tensor().asnumpy() for leaf in leaves]
+
+    (expected,) = run_ranks(lambda: program(init_device_mesh("cpu", (1,), platform=platform)), 1, platform)
+    for found in on_ranks(platform, program, 3):
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(one, other)
 
 
 def test_gradients_of_slices_with_a_step(platform):

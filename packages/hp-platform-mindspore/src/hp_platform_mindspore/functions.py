@@ -331,7 +331,7 @@ _OF_OPS = """
     exp2 asinh atan deg2rad rad2deg softsign tanhshrink frac i0 positive relu6 elu celu mish softplus hardtanh
     log2 log10 lgamma digamma sgn signbit acos asin acosh atan2 fmax logaddexp2 hypot true_divide bitwise_and bitwise_or
     bitwise_xor bitwise_left_shift bitwise_right_shift heaviside nextafter ldexp addcmul addcdiv type_as
-    adjoint movedim moveaxis fliplr flipud rot90 vstack column_stack atleast_2d
+    inner kron addmv addbmm addr adjoint movedim moveaxis fliplr flipud rot90 vstack column_stack atleast_2d
     pixel_shuffle pixel_unshuffle
 """
 _OF_F = "hardswish hardsigmoid hardshrink softshrink glu broadcast_to"

@@ -104,50 +104,23 @@ def _matrices(
 # Sums of products -----------------------------------------------------------------------------------------
 
 
-def inner(x: Tensor, y: Tensor) -> Tensor:
-    """Over the last dimensions."""
-    if not (x.ndim and y.ndim):
-        return kernels.mul(x, y)
-    left, right = (mint.reshape(t, (math.prod(t.shape[:-1]), t.shape[-1])) for t in (x, y))
-    return mint.reshape(kernels.matmul(left, mint.transpose(right, 0, 1)), (*x.shape[:-1], *y.shape[:-1]))
-
-
 def outer(x: Tensor, y: Tensor) -> Tensor:
     return kernels.mul(mint.unsqueeze(x, 1), mint.unsqueeze(y, 0))
 
 
-def kron(x: Tensor, y: Tensor) -> Tensor:
-    ndim = max(x.ndim, y.ndim)
-    x, y = (mint.reshape(t, (*(1,) * (ndim - t.ndim), *t.shape)) for t in (x, y))
-    left = tuple(size for extent in x.shape for size in (extent, 1))
-    right = tuple(size for extent in y.shape for size in (1, extent))
-    product = kernels.mul(mint.reshape(x, left), mint.reshape(y, right))
-    return mint.reshape(product, tuple(m * n for m, n in zip(x.shape, y.shape, strict=True)))
-
-
-def _plus(product: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
-    """`beta * addend + alpha * product(x, y)`."""
-
-    def added(addend: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-        both = product(x, y)
-        return kernels.add(
-            addend if beta == 1 else kernels.mul(addend, beta), both if alpha == 1 else kernels.mul(both, alpha)
-        )
-
-    return added
+def added_product(addend: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    product = kernels.matmul(x, y)
+    return kernels.add(
+        addend if beta == 1 else kernels.mul(addend, beta), product if alpha == 1 else kernels.mul(product, alpha)
+    )
 
 
 KERNELS: dict[str, Callable[..., Any]] = {
     "einsum": einsum,
     "mm": kernels.matmul,
     "mv": kernels.matmul,
-    "inner": inner,
     "outer": outer,
     "ger": outer,
-    "kron": kron,
-    "addmm": _plus(kernels.matmul),
-    "addmv": _plus(kernels.matmul),
-    "baddbmm": _plus(kernels.matmul),
-    "addbmm": _plus(lambda x, y: kernels.total(kernels.matmul(x, y), 0)),
-    "addr": _plus(outer),
+    "addmm": added_product,
+    "baddbmm": added_product,
 }
