@@ -50,6 +50,19 @@ def test_gradients_are_those_of_one_device(name: str, placement: Any, ran_before
         torch.testing.assert_close(found, x.grad, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("placement", [Replicate(), Shard(1)], ids=str)
+def test_reentrant_parts_take_what_was_redistributed(placement: Any) -> None:
+    """The backward of the redistribution gets what the part's backward has found, on every rank its own."""
+
+    def gradient() -> Tensor:
+        mesh = DeviceMesh("cpu", (2,), platform=get_platform("torch"))
+        x = distribute_tensor(X, mesh, [placement]).requires_grad_()
+        checkpoint(torch.sin, x.redistribute(placements=[Shard(0)]), use_reentrant=True).sum().backward()
+        return x.grad.full_tensor()
+
+    assert all(torch.equal(found, X.cos()) for found in run_ranks(gradient, 2, "torch"))
+
+
 @pytest.mark.parametrize("op", ["sum", "avg", "max"])
 def test_reentrant_parts_give_no_contributions_but_to_sums(op: str) -> None:
     """Their backward would scale gradients a second time."""

@@ -15,13 +15,14 @@ from torch._functorch import eager_transforms, vmap
 from torch.nn import init
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointFunction
 
 from hp_dtensor.api import distribute_tensor
 from hp_dtensor.exceptions import ShardingRuleError
 from hp_dtensor.placements import Partial
 from hp_dtensor.spec import TensorSpec
 from hp_platform_torch import backward_inputs, compiling
-from hp_platform_torch.dtensor import TorchDTensor, _intercepting, unwrap_gradient, wrap_gradient
+from hp_platform_torch.dtensor import TorchDTensor, _intercepting, unwrap, unwrap_gradient, wrap_gradient
 
 Tensor = torch.Tensor
 
@@ -35,6 +36,7 @@ def guard() -> None:
         return
     torch.autograd.Function.apply = _asking(vars(torch.autograd.Function)["apply"])  # type: ignore[method-assign]
     _replace(torch.autograd, "_engine_run_backward", backward_inputs.noting)
+    _replace(CheckpointFunction, "backward", _giving_shards)
     _replace(eager_transforms, "_wrap_for_grad", _refusing, "torch.func (grad, vjp and the like)", _TRANSFORMS_A_SHARD)
     _replace(vmap, "_add_batch_dim", _refusing, "torch.func (vmap)", _TRANSFORMS_A_SHARD)
     _replace(
@@ -80,7 +82,7 @@ def _asking(apply: Any) -> Any:
         if not cls.__module__.startswith(_TRANSPARENT):
             _refuse_function(cls, x)
         outputs = plain(cls, *args, **kwargs)
-        if cls.__name__ == "CheckpointFunction":
+        if cls is CheckpointFunction:
             _refuse_contributions(outputs)
         return outputs
 
@@ -105,6 +107,16 @@ def _refuse_contributions(outputs: Any) -> None:
                 "would take gradients of contributions for those of the whole. Redistribute the result to Replicate() "
                 "or Shard, or say use_reentrant=False."
             )
+
+
+def _giving_shards(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """The backward of a reentrant checkpoint finds DTensors as gradients of its inputs; autograd takes local ones."""
+
+    @functools.wraps(backward)
+    def giving(*args: Any) -> tuple[Any, ...]:
+        return tuple(map(unwrap, backward(*args)))
+
+    return giving
 
 
 _TRANSFORMS_A_SHARD = (
