@@ -248,6 +248,21 @@ def test_results_of_several_tensors(mesh):
     assert values.shape == (5, 2)
 
 
+@pytest.mark.parametrize("name", ["max", "min", "cummax", "cummin", "topk", "sort", "median", "aminmax"])
+def test_several_results_have_their_names(name):
+    """Also those that a rule puts together of what the parts of a cut dimension give."""
+    whole = torch.arange(400.0).sin().view(2, 200)
+    arguments = {"topk": {"k": 2, "dim": 1}}.get(name, {"dim": 1})
+
+    def results(mesh):
+        x = distribute_tensor(whole, mesh, (Shard(1),))
+        return [getattr(torch, name)(x, **arguments) for _ in range(2)]  # the second time as planned
+
+    expected = getattr(torch, name)(whole, **arguments)
+    for found in on_ranks(results):
+        assert [type(each) for each in found] == [type(expected)] * 2
+
+
 def test_tensors_that_are_not_dense_are_refused(mesh):
     with pytest.raises(CapabilityError, match="dense tensors, got a tensor that is torch"):
         distribute_tensor(torch.eye(4).to_sparse(), mesh, (Shard(0),))

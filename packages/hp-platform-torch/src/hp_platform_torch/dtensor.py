@@ -98,13 +98,13 @@ class TorchDTensor(DTensor, torch.Tensor):
             if operation.check is not None:
                 operation.check(*args, **(kwargs or {}))
             platform = first_spec(args, kwargs or {}).mesh.platform
-            return dispatch.dispatch(platform, operation.name, call, args, kwargs or {})
+            return operation.named(dispatch.dispatch(platform, operation.name, call, args, kwargs or {}))
         entry = operation.plans.get(key)
         if entry is None:
             return operation.run_first(call, key, args, kwargs or {})
         spec = entry.spec
         if spec is None or (operation.shares and args and args[0]._copied_by is not None):
-            return entry.plan.run(call, args, kwargs or {})
+            return operation.named(entry.plan.run(call, args, kwargs or {}))
         if entry.as_given and not kwargs:
             result = run_locally(call, (), args)
         elif entry.static is not None:

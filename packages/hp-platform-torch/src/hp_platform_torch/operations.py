@@ -162,6 +162,7 @@ class Operation:
         saves: autograd may save its arguments.
         shares: it writes its first argument, or its result is a view of it.
         is_special: it has a handler, or its arguments come in reverse.
+        several: what torch gives several results as, whose fields have names; None: it has none.
         by_type: scalars count by their type only.
         plans: by specs and static arguments.
     """
@@ -178,6 +179,7 @@ class Operation:
         "plans",
         "reflected",
         "saves",
+        "several",
         "shares",
     )
 
@@ -197,6 +199,7 @@ class Operation:
         self.shares = self.in_place or (registration is not None and registration.view)
         self.indexes = self.name in INDEXING
         self.saves = self.name not in _SAVE_NOTHING
+        self.several: Callable[..., Any] | None = getattr(torch.return_types, self.name, None)
         self.plans: dict[tuple[Any, ...], _Entry] = {}
 
     def static_key(self, value: Any) -> Any:
@@ -218,6 +221,10 @@ class Operation:
         if kind in _KEPT_BY_VALUE:
             return value
         raise Uncached
+
+    def named(self, result: Any) -> Any:
+        """Results with the names that torch gives them, where a rule has put them together."""
+        return self.several(result) if type(result) is tuple and self.several is not None else result
 
     def call_with_plain(self, *args: Any, **kwargs: Any) -> Any:
         """`call` where hooks take the tensors that autograd saves, such as those of activation checkpointing.
@@ -260,7 +267,7 @@ class Operation:
         if len(self.plans) >= CACHE_SIZE:
             self.plans.clear()
         self.plans[key] = entry
-        return result
+        return self.named(result)
 
     def _run_directly_next_time(
         self,
