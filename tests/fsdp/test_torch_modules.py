@@ -8,7 +8,17 @@ from hp_dtensor.exceptions import GradientPathError
 from hp_dtensor.mesh import init_device_mesh
 from hp_dtensor.testing.simulated import run_ranks
 from hp_dtensor.world import DONE, ProcessGroup, current_world, record_collectives
-from hp_fsdp import FSDPStateError, FullyShardError, MixedPrecisionPolicy, fully_shard, summon_full_params
+from hp_fsdp import (
+    FSDPStateError,
+    FullyShardError,
+    MixedPrecisionPolicy,
+    fully_shard,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    summon_full_params,
+)
 
 torch = pytest.importorskip("torch")
 checkpoint = pytest.importorskip("torch.utils.checkpoint").checkpoint
@@ -817,6 +827,38 @@ def goes_on_from_a_distributed_checkpoint(folder, options):
     dcp.load(state, checkpoint_id=folder)
     other_optimizer.load_state_dict(state["optimizer"])
     return train(range(2, 5)), other_train(range(2, 5))
+
+
+def goes_on_with_a_new_optimizer(folder):
+    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("dp",), platform="torch")
+    net, optimizer, train = _trained(mesh, range(2))
+    dcp.save(_state_of(net, optimizer), checkpoint_id=folder)
+    other, other_optimizer, other_train = _trained(mesh, ())
+    _give_state(other_optimizer)
+    state = _state_of(other, other_optimizer)
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(other, state["model"])
+    set_optimizer_state_dict(other, other_optimizer, state["optimizer"])
+    return train(range(2, 5)), other_train(range(2, 5))
+
+
+def _state_of(net, optimizer):
+    return {"model": get_model_state_dict(net), "optimizer": get_optimizer_state_dict(net, optimizer)}
+
+
+def _give_state(optimizer):
+    (group,) = optimizer.param_groups
+    rate, group["lr"] = group["lr"], 0.0
+    for parameter in group["params"]:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    group["lr"] = rate
+
+
+def test_a_new_optimizer_reads_a_distributed_checkpoint_once_it_has_state(rank_pool, tmp_path):
+    for there, here in rank_pool(3).run("test_torch_modules:goes_on_with_a_new_optimizer", str(tmp_path)):
+        assert there == pytest.approx(here, rel=1e-6)
 
 
 @pytest.mark.parametrize("reshard", [True, False])

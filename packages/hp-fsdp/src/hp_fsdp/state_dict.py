@@ -120,6 +120,8 @@ def set_model_state_dict(
 def get_optimizer_state_dict(model: Module, optimizer: Any, *, options: StateDictOptions = DEFAULT) -> StateDict:
     """An optimizer's state by parameter name: `{"state": {name: {slot: value}}, "param_groups": [...]}`.
 
+    Nothing is made: before the optimizer's first step there is no state to read a checkpoint into.
+
     Args:
         optimizer: of torch.optim or any other with `param_groups` and `state`, or one of hp-trainer, for which
             `"num_steps"` stands instead of `"param_groups"`.
