@@ -397,6 +397,33 @@ def test_hooks_run_once_where_all_is_recomputed_below_a_root_without_parameters(
     run_ranks(rank, 2, hp_platform)
 
 
+def test_a_backward_after_one_that_failed_in_a_recomputed_module_has_gradients(hp_platform):
+    """The recomputation is the first to come to the module again: without a root nothing outside of it does."""
+    expected = reference_grads()
+
+    def rank():
+        net = Net("around", True)
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",), platform=hp_platform)
+        for part in (net.first, *net.blocks):
+            fully_shard(part, mesh)
+        _, parameters = zip(*net.named_parameters(), strict=True)
+        loss = net(batch(current_world(hp_platform).rank)).square().mean()
+        trap = net.blocks[-1].down.register_full_backward_hook(_fail)
+        with pytest.raises(ArithmeticError, match="on purpose"):
+            loss.backward(retain_graph=True)
+        trap.remove()
+        loss.backward()
+        assert [x for x in net.parameters() if not hasattr(x, "placements")] == []
+        for parameter, (name, grad) in zip(parameters, expected.items(), strict=True):
+            torch.testing.assert_close(parameter.grad.full_tensor(), grad, msg=name)
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def _fail(*args):
+    raise ArithmeticError("on purpose")
+
+
 def test_hooks_run_once_where_the_loss_has_a_term_in_the_sharded_parameters_themselves(hp_platform):
     """Autograd has the gradient of that term before the others are reduced; none comes from a backward to it alone."""
 

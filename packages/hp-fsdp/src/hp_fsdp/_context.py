@@ -156,7 +156,7 @@ class Context:
         """Before the forward of `module`, one of `group`'s, called with tensors `inputs()`."""
         if group.summoned:
             group.start_unshard()
-        if self._backward is not None and not self.platform.is_in_backward():
+        if self._backward is not None and (self._backward.has_failed or not self.platform.is_in_backward()):
             self.reset()
         if self._is_whole_pass(group, module) and self._backward is None:
             self._begin_pass(module)
