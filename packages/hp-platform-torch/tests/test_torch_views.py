@@ -179,12 +179,18 @@ def test_what_is_contiguous_already_is_itself() -> None:
     assert run_ranks(_contiguous_already, 2, "torch") == [[True] * 3] * 2
 
 
+@torch.no_grad()
+def _from_local_of_a_parameter(mesh: DeviceMesh) -> DTensor:
+    return DTensor.from_local(torch.nn.Parameter(X[:2].clone()), mesh, (Shard(0),))
+
+
 LEAVES: dict[str, Callable[[DeviceMesh], DTensor]] = {
     "distribute_tensor": lambda mesh: distribute_tensor(X, mesh, (Shard(0),)),
     "from_local": lambda mesh: DTensor.from_local(X[:2].clone(), mesh, (Shard(0),)),
     "distribute_tensor of a parameter": lambda mesh: distribute_tensor(
         torch.nn.Parameter(X, requires_grad=False), mesh, (Shard(0),)
     ),
+    "from_local of a parameter under no_grad": _from_local_of_a_parameter,
 }
 
 

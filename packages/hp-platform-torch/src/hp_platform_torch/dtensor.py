@@ -377,7 +377,8 @@ def wrap(local: Tensor, spec: TensorSpec) -> TorchDTensor:
     A leaf must be no view: of one that is, torch loses the gradient once a view of it is written under `no_grad`.
     """
     with LocalOperations():
-        return adopt(local.as_subclass(torch.Tensor) if local.requires_grad else local.detach(), spec)
+        recorded = local.requires_grad and torch.is_grad_enabled()
+        return adopt(local.as_subclass(torch.Tensor) if recorded else local.detach(), spec)
 
 
 def _is_read_unasked(result: Tensor, spec: TensorSpec) -> bool:
