@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hp_dtensor import DeviceMesh, Partial, Replicate, Shard, distribute_tensor, get_platform
 from hp_dtensor.exceptions import ShardingRuleError
+from hp_dtensor.placements import Placement
 from hp_dtensor.testing import run_ranks
 
 Tensor = torch.Tensor
@@ -80,3 +81,24 @@ def test_reentrant_parts_give_no_contributions_but_to_sums(op: str) -> None:
         return x.grad.full_tensor()
 
     assert all(torch.equal(found, torch.full_like(X, 2.0)) for found in run_ranks(gradient, 2, "torch"))
+
+
+def test_reentrant_parts_without_a_gradient_may_give_contributions() -> None:
+    """As in an evaluation; over one rank they are the whole."""
+
+    def rank() -> None:
+        mesh = DeviceMesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"), platform=get_platform("torch"))
+        x = distribute_tensor(X, mesh).requires_grad_()
+
+        def part(x: Tensor, *placements: Placement) -> Tensor:
+            return (x * 2.0).redistribute(placements=placements)
+
+        with torch.no_grad():
+            y = checkpoint(part, x, Partial("avg"), Replicate(), use_reentrant=True)
+        assert y.placements == (Partial("avg"), Replicate())
+        y = checkpoint(part, x, Replicate(), Partial("avg"), use_reentrant=True)
+        assert y.placements == (Replicate(), Partial("avg"))
+        y.sum().backward()
+        assert torch.equal(x.grad.full_tensor(), torch.full_like(X, 2.0))
+
+    run_ranks(rank, 2, "torch")

@@ -147,20 +147,25 @@ def grad_spec(spec: TensorSpec) -> TensorSpec:
     return spec.with_placements([Replicate() if p.is_partial() else p for p in spec.placements])
 
 
+def has_gradient(spec: TensorSpec) -> bool:
+    """Whether placements describe the gradient of a value: not where it is partial by something else than a sum."""
+    return not spec.is_partial or all(
+        size == 1 or not placement.is_partial() or placement == Partial()
+        for size, placement in zip(spec.mesh.shape, spec.placements, strict=True)
+    )
+
+
 def shown_grad_spec(spec: TensorSpec) -> TensorSpec:
     """`grad_spec` of a value whose gradient users ask for.
 
     Raises:
         GradientPathError: the value is partial by something else than a sum.
     """
-    if not spec.is_partial:
-        return spec
-    for size, placement in zip(spec.mesh.shape, spec.placements, strict=True):
-        if size > 1 and placement.is_partial() and placement != Partial():
-            raise GradientPathError(
-                f"the gradient of {spec!r}: each rank has that of its own contribution, which no placement describes. "
-                "Redistribute the value to Replicate() or Shard, and ask for the gradient of that"
-            )
+    if not has_gradient(spec):
+        raise GradientPathError(
+            f"the gradient of {spec!r}: each rank has that of its own contribution, which no placement describes. "
+            "Redistribute the value to Replicate() or Shard, and ask for the gradient of that"
+        )
     return grad_spec(spec)
 
 

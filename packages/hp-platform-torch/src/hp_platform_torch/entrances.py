@@ -19,8 +19,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from hp_dtensor.api import distribute_tensor
 from hp_dtensor.exceptions import ShardingRuleError
-from hp_dtensor.placements import Partial
-from hp_dtensor.spec import TensorSpec
+from hp_dtensor.spec import TensorSpec, has_gradient
 from hp_platform_torch import backward_inputs, compiling
 from hp_platform_torch.dtensor import TorchDTensor, _intercepting, unwrap, unwrap_gradient, wrap_gradient
 
@@ -101,7 +100,7 @@ def _refuse_function(cls: type, x: TorchDTensor) -> NoReturn:
 def _refuse_contributions(outputs: Any) -> None:
     """The backward of a reentrant checkpoint gets gradients of what ranks contribute: of a sum alone, those of it."""
     for x in tree_leaves(outputs):
-        if type(x) is TorchDTensor and any(isinstance(p, Partial) and p.op != "sum" for p in x.placements):
+        if type(x) is TorchDTensor and x.requires_grad and not has_gradient(x.spec):
             raise ShardingRuleError(
                 f"torch.utils.checkpoint with use_reentrant=True of a function that returns {x.spec!r}: its backward "
                 "would take gradients of contributions for those of the whole. Redistribute the result to Replicate() "
