@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from hp_dtensor import Replicate, Shard, distribute_tensor, init_device_mesh
+from hp_dtensor.exceptions import ShardingRuleError
 from hp_dtensor.placements import Placement
 from hp_dtensor.selection import get_platform
 from hp_dtensor.testing import run_ranks
@@ -269,3 +270,26 @@ def test_one_value_per_channel_of_the_whole_is_refused_on_every_rank(
             norm(x)
 
     run_ranks(rank, 3, "torch")
+
+
+UNFIT: dict[str, Callable[..., torch.Tensor]] = {
+    "linear": F.linear,
+    "addmm": lambda x, w, short: torch.addmm(short, x, w.t()),
+    "prelu": lambda x, w, short: F.prelu(x @ w.t(), short),
+}
+
+
+@pytest.mark.parametrize("call", UNFIT.values(), ids=UNFIT)
+@pytest.mark.parametrize("shape", [(2,), (1, 1, 4)], ids=str)
+def test_what_fits_the_part_and_not_the_whole_is_refused(
+    call: Callable[..., torch.Tensor], shape: tuple[int, ...]
+) -> None:
+    """Each of two ranks has two of four columns, as many as the shorter one has elements."""
+
+    def rank() -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x, w = distribute_tensor(torch.ones(3, 4), mesh), distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+        with pytest.raises(ShardingRuleError, match=r"does not broadcast to the product|slopes for channels"):
+            call(x, w, distribute_tensor(torch.ones(shape), mesh))
+
+    run_ranks(rank, 2, "torch")

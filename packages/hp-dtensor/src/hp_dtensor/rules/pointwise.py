@@ -87,8 +87,9 @@ def _prelu(call: OpCall) -> Factorization:
     dims, sizes = names_for("d", shape)
     if math.prod(weight) == 1:
         return Factorization((dims, ((),) * len(weight)), (dims,), sizes)
-    channels = dims[1:2] if len(shape) > 1 else dims[:1]
-    return Factorization((dims, channels), (dims,), sizes)
+    if weight != shape[1:2]:
+        raise call.refuse(f"{list(weight)} slopes for channels in dimension 1 of {list(shape)}")
+    return Factorization((dims, dims[1:2]), (dims,), sizes)
 
 
 def _where(call: OpCall) -> Factorization:

@@ -62,22 +62,24 @@ def _linear(call: OpCall) -> Factorization:
     product = Factorization(inputs, ((*leading, ("n",)),), sizes, reduced={"k": "sum"}, terms=BOTH)
     if len(call.tensors) < 3:
         return product
-    bias = _broadcast_to(product, call.tensors[2].shape)
+    bias = _broadcast_to(call, product, call.tensors[2].shape)
     return replace(product, inputs=(*inputs, bias), terms=(*BOTH, frozenset({2})))
 
 
-def _broadcast_to(product: Factorization, shape: tuple[int, ...]) -> Dims:
+def _broadcast_to(call: OpCall, product: Factorization, shape: tuple[int, ...]) -> Dims:
     """The dimensions of an addend of `shape`."""
-    output, start = product.output_shape(0), len(product.outputs[0]) - len(shape)
-    aligned = zip(shape, product.outputs[0][start:], output[start:], strict=True)
-    return tuple(dim if size == whole else () for size, dim, whole in aligned)
+    whole, start = product.output_shape(0), len(product.outputs[0]) - len(shape)
+    if start < 0 or any(size not in (1, wanted) for size, wanted in zip(shape, whole[start:], strict=True)):
+        raise call.refuse(f"{list(shape)} does not broadcast to the product, which is {list(whole)}")
+    aligned = zip(shape, product.outputs[0][start:], whole[start:], strict=True)
+    return tuple(dim if size == wanted else () for size, dim, wanted in aligned)
 
 
 def _with_addend(call: OpCall) -> Factorization:
     """`input + left @ right`, the input broadcast to the product."""
     product = _matmul(OpCall(call.name, {}, call.tensors[1:]))
     return Factorization(
-        (_broadcast_to(product, call.tensors[0].shape), *product.inputs),
+        (_broadcast_to(call, product, call.tensors[0].shape), *product.inputs),
         product.outputs,
         product.sizes,
         reduced=product.reduced,
