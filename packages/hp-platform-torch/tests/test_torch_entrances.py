@@ -226,7 +226,8 @@ def test_function_transforms_work_inside_a_local_region():
 
 
 def test_an_autograd_function_is_refused_and_works_inside_a_local_region():
-    refused(Square.apply, ShardingRuleError, r"Square\.apply.*plain local\s+gradients.*local_map")
+    for call in (Square.apply, lambda x: Square.apply(x=x)):
+        refused(call, ShardingRuleError, r"Square\.apply.*plain local\s+gradients.*local_map")
 
     def rank(mesh, x):
         x.requires_grad_()

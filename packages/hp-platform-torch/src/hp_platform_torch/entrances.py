@@ -69,7 +69,7 @@ def _asking(apply: Any) -> Any:
 
     @functools.wraps(plain)
     def asked(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        for x in args:
+        for x in (*args, *kwargs.values()) if kwargs else args:
             if type(x) is TorchDTensor:
                 break
         else:
