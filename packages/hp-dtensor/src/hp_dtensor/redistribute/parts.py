@@ -48,7 +48,7 @@ def compact_copy(platform: Platform, x: Tensor) -> Tensor:
 
     Of a dimension with one element, too, whose stride `contiguous` leaves as it is.
     """
-    flat = platform.ops.clone(platform.ops.reshape(x, (math.prod(x.shape),)))
+    flat = platform.ops.reshape(platform.ops.clone(x), (math.prod(x.shape),))
     return platform.ops.reshape(flat, tuple(x.shape))
 
 
