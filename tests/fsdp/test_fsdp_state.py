@@ -24,6 +24,7 @@ from hp_fsdp import (
     fully_shard,
     get_model_state_dict,
     get_optimizer_state_dict,
+    init_optimizer_state,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
@@ -404,7 +405,9 @@ def test_slots_of_an_optimizer_that_has_stepped_are_all_there_and_no_others(hp_p
             import torch
 
             # From before the first step, and of another choice that brings slots: what is loaded says which there are.
-            set_optimizer_state_dict(model, optimizer, begin)
+            with pytest.raises(StateDictError, match="all of its state"):
+                set_optimizer_state_dict(model, optimizer, begin)
+            set_optimizer_state_dict(model, optimizer, begin, options=StateDictOptions(strict=False))
             assert not optimizer.state
             set_optimizer_state_dict(model, optimizer, state)
             other = torch.optim.AdamW(model.parameters(), lr=0.02, amsgrad=True)
@@ -456,3 +459,38 @@ def test_full_tensors_go_into_a_module_of_shard_module(hp_platform):
             numpy.testing.assert_array_equal(whole(hp_platform, parameter), value.astype(numpy.float32))
 
     run_ranks(run, 2, hp_platform)
+
+
+def test_optimizers_without_state_have_none_to_load(hp_platform):
+    """Plain SGD; and what a new optimizer gets to read into leaves parameters, gradients and rates as they are."""
+    torch = pytest.importorskip("torch")
+
+    def rank():
+        model = _model(hp_platform, tied=False)
+        frozen = model.embed.weight
+        frozen.requires_grad_(False)
+        plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        set_optimizer_state_dict(model, plain, get_optimizer_state_dict(model, plain))
+        before = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        for make in (
+            lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+            lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(0.1), weight_decay=0.5, fused=True),
+            lambda parameters: torch.optim.RMSprop(parameters, lr=0.1),
+        ):
+            optimizer = make(model.parameters())
+            rate, hooked = optimizer.param_groups[0]["lr"], []
+            optimizer.register_step_pre_hook(lambda *_, hooked=hooked: hooked.append(1))
+            state = get_optimizer_state_dict(model, optimizer)
+            with pytest.raises(StateDictError, match="init_optimizer_state"):
+                set_optimizer_state_dict(model, optimizer, state)
+            assert not hooked
+            assert not optimizer.state
+            init_optimizer_state(model, optimizer)
+            made = get_optimizer_state_dict(model, optimizer)["state"]
+            assert made.keys() == {name for name, x in model.named_parameters() if x is not frozen}
+            assert optimizer.param_groups[0]["lr"] is rate
+            assert all(x.grad is None for x in model.parameters())
+            after = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+            assert all(torch.equal(after[name], x) for name, x in before.items())
+
+    run_ranks(rank, 3, hp_platform)

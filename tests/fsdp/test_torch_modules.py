@@ -12,9 +12,11 @@ from hp_fsdp import (
     FSDPStateError,
     FullyShardError,
     MixedPrecisionPolicy,
+    StateDictError,
     fully_shard,
     get_model_state_dict,
     get_optimizer_state_dict,
+    init_optimizer_state,
     set_model_state_dict,
     set_optimizer_state_dict,
     summon_full_params,
@@ -861,7 +863,11 @@ def goes_on_with_a_new_optimizer(folder):
     net, optimizer, train = _trained(mesh, range(2))
     dcp.save(_state_of(net, optimizer), checkpoint_id=folder)
     other, other_optimizer, other_train = _trained(mesh, ())
-    _give_state(other_optimizer)
+    state = _state_of(other, other_optimizer)
+    dcp.load(state, checkpoint_id=folder)
+    with pytest.raises(StateDictError, match=r"all of its state.*init_optimizer_state before get_optimizer_state_dict"):
+        set_optimizer_state_dict(other, other_optimizer, state["optimizer"])
+    init_optimizer_state(other, other_optimizer)
     state = _state_of(other, other_optimizer)
     dcp.load(state, checkpoint_id=folder)
     set_model_state_dict(other, state["model"])
@@ -871,16 +877,6 @@ def goes_on_with_a_new_optimizer(folder):
 
 def _state_of(net, optimizer):
     return {"model": get_model_state_dict(net), "optimizer": get_optimizer_state_dict(net, optimizer)}
-
-
-def _give_state(optimizer):
-    (group,) = optimizer.param_groups
-    rate, group["lr"] = group["lr"], 0.0
-    for parameter in group["params"]:
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-    group["lr"] = rate
 
 
 def test_a_new_optimizer_reads_a_distributed_checkpoint_once_it_has_state(rank_pool, tmp_path):

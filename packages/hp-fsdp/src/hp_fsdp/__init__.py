@@ -21,6 +21,7 @@ from hp_fsdp.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
+    init_optimizer_state,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
@@ -58,6 +59,7 @@ __all__ = [
     "get_storage",
     "hsdp",
     "hsdp_sync_stream",
+    "init_optimizer_state",
     "memory_use",
     "register_fsdp_forward_method",
     "set_model_state_dict",

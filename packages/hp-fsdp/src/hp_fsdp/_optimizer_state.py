@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import copy
 import json
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -34,6 +36,9 @@ class OptimizerView(Protocol):
     def load(self, state_dict: Mapping[str, Any], values: Named) -> None:
         """Take over a state that fits."""
 
+    def make(self) -> None:
+        """See `init_optimizer_state`."""
+
 
 def view_of(platform: Platform, optimizer: Any, parameters: Mapping[str, Tensor]) -> OptimizerView:
     """The view of an optimizer over a model's parameters.
@@ -58,6 +63,9 @@ class NamedOptimizerView:
 
     def slots(self) -> dict[str, Named]:
         return {name: dict(slots) for name, slots in self._optimizer.state().items()}
+
+    def make(self) -> None:
+        """Nothing: it has had state from the start."""
 
     def hyperparameters(self) -> Named:
         return {"num_steps": self._optimizer.num_steps}
@@ -117,6 +125,12 @@ class GroupedOptimizerView:
         )
         problems.others += self._group_problems(state_dict)
         self._add_slot_problems(problems, state_dict, state)
+        if not state and self._keeps_state():
+            problems.missing.append(
+                "all of its state: this is a state dict of an optimizer that has not stepped, or one that "
+                "torch.distributed.checkpoint has read nothing into for that reason (call "
+                "hp_fsdp.init_optimizer_state before get_optimizer_state_dict)"
+            )
         values = _flat({name: slots for name, slots in state.items() if name in parameters})
         targets = {}
         for name, slots in state.items():
@@ -131,8 +145,7 @@ class GroupedOptimizerView:
     ) -> None:
         """Slots that differ from those of parameters that have been stepped; the optimizer makes those of others.
 
-        A state dict from before the first step has none. Which slots there are depends on choices such as `amsgrad`,
-        which are loaded too.
+        Which slots there are depends on choices such as `amsgrad`, which are loaded too.
         """
         present = self.slots() if state else {}
         for group in self._optimizer.param_groups:
@@ -143,6 +156,47 @@ class GroupedOptimizerView:
             found = _flat({name: state[name] for name in names if name in state})
             problems.missing += [key for key in expected if key not in found]
             problems.unexpected += [key for key in found if key not in expected]
+
+    def _keeps_state(self) -> bool:
+        """Whether it has state after a step: tried by a copy of it, with a parameter of zeros for each group."""
+        trial = copy.copy(self._optimizer)
+        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            setattr(trial, hooks, {})
+        trial.state = collections.defaultdict(dict)
+        trial.param_groups = [
+            {**group, "params": [self._zeros(x) for x in group["params"][:1]]} for group in self._optimizer.param_groups
+        ]
+        try:
+            type(trial).step(trial)
+        except Exception:  # of a step that takes a closure, say: by far most optimizers have state
+            return True
+        return any(trial.state.values())
+
+    def _zeros(self, parameter: Tensor) -> Tensor:
+        zeros = self._platform.detach(self._platform.ops.zeros_like(self._platform.unwrap(parameter)))
+        self._platform.set_requires_grad(zeros, True)
+        self._platform.set_grad(zeros, self._platform.ops.zeros_like(zeros))
+        return zeros
+
+    def make(self) -> None:
+        """Give a new optimizer state, by a step that leaves the parameters as they are."""
+        if self.slots():
+            return
+        ops = self._platform.ops
+        parameters = [x for x in self._parameters().values() if self._platform.requires_grad(x)]
+        grads = [self._platform.get_grad(x) for x in parameters]
+        rates = [group["lr"] for group in self._optimizer.param_groups]
+        try:
+            for x in parameters:
+                self._platform.set_grad(x, ops.zeros_like(self._platform.detach(x)))
+            for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+                group["lr"] = ops.zeros_like(rate) if isinstance(rate, self._platform.Tensor) else 0.0
+            self._optimizer.step()
+        finally:
+            for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+            for x, grad in zip(parameters, grads, strict=True):
+                self._platform.set_grad(x, grad)
 
     def _has_same_choices(self, state_dict: Mapping[str, Any], group: Named) -> bool:
         names = [self._named[id(p)] for p in group["params"]]

@@ -120,7 +120,8 @@ def set_model_state_dict(
 def get_optimizer_state_dict(model: Module, optimizer: Any, *, options: StateDictOptions = DEFAULT) -> StateDict:
     """An optimizer's state by parameter name: `{"state": {name: {slot: value}}, "param_groups": [...]}`.
 
-    Nothing is made: before the optimizer's first step there is no state to read a checkpoint into.
+    Nothing is made: before the optimizer's first step there is no state to read a checkpoint into, see
+    `init_optimizer_state`.
 
     Args:
         optimizer: of torch.optim or any other with `param_groups` and `state`, or one of hp-trainer, for which
@@ -135,6 +136,17 @@ def get_optimizer_state_dict(model: Module, optimizer: Any, *, options: StateDic
     return {} if collector.drops else {"state": state, **view.hyperparameters()}
 
 
+def init_optimizer_state(model: Module, optimizer: Any) -> None:
+    """Give an optimizer that has not stepped yet state for a checkpoint to be read into.
+
+    It takes one step with gradients of zeros and a learning rate of zero, which leaves parameters, gradients and rates
+    as they are; the state is that after this step, and is meant to be replaced. Every rank of the model calls it. An
+    optimizer that has state stays as it is.
+    """
+    platform = _platform_of(model)
+    _optimizer_state.view_of(platform, optimizer, _state.named_parameters(platform, model)).make()
+
+
 def set_optimizer_state_dict(
     model: Module, optimizer: Any, state_dict: Mapping[str, Any], *, options: StateDictOptions = DEFAULT
 ) -> None:
@@ -144,8 +156,9 @@ def set_optimizer_state_dict(
 
     Raises:
         StateDictError: on every rank, listing parameters that the optimizer has not and shapes that do not fit; unless
-            `strict=False` also parameters that are missing, and slots that are missing or unexpected where the
-            optimizer has stepped a parameter. Nothing has been changed.
+            `strict=False` also parameters that are missing, slots that are missing or unexpected where the optimizer
+            has stepped a parameter, and a state dict without any state, of an optimizer that keeps some. Nothing has
+            been changed.
     """
     platform = _platform_of(model)
     parameters = _state.named_parameters(platform, model)
