@@ -556,6 +556,21 @@ def test_parameters_that_are_sharded_already_are_told_the_order(hp_platform, tie
     run_ranks(rank, 2, hp_platform)
 
 
+def test_an_ignored_parameter_that_a_module_around_it_has_too_stays_tied(hp_platform):
+    def rank():
+        mesh, block = mesh_of(hp_platform, 2), Block()
+        block.other = nn.Linear(DIM, DIM)
+        block.other.weight = shared = block.up.weight
+        fully_shard(block.up, mesh, ignored_params=[shared])
+        message = r"other.weight is up.weight too, which an earlier fully_shard was given in ignored_params: give it"
+        with pytest.raises(FullyShardError, match=message):
+            fully_shard(block, mesh)
+        fully_shard(block, mesh, ignored_params=[shared])
+        assert block.other.weight is block.up.weight is shared
+
+    run_ranks(rank, 2, hp_platform)
+
+
 def test_parameters_added_after_sharding_are_told(hp_platform):
     """Frozen ones and ignored ones may be there."""
 

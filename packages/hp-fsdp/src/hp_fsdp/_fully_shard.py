@@ -14,7 +14,7 @@ from hp_fsdp._buffer import FlatBuffer
 from hp_fsdp._group import ParameterGroup
 from hp_fsdp._hooks import ModuleState, state_of
 from hp_fsdp._module import with_methods
-from hp_fsdp._parameters import DataParallel, Original, collect, mark_ignored
+from hp_fsdp._parameters import DataParallel, Original, check_ties, collect, mark_ignored
 from hp_fsdp._placement import ShardPlacementFunction, place
 from hp_fsdp._settings import check_policy, check_settings, parameters_given
 from hp_fsdp.communication import Communication, get_communication
@@ -105,6 +105,7 @@ def fully_shard(
     replicated = parameters_given("replicate_params", replicate_params, platform)
     _check_disjoint(ignored, replicated)
     originals = collect(platform, modules, ignored)
+    check_ties(platform, modules, originals)
     _check_dtypes(storage, policy, originals)
     name = ", ".join(type(module).__name__ for module in modules)
     _check_hooks(platform, originals)

@@ -14,6 +14,7 @@ from hp_dtensor.placements import Placement, RaggedShard, Replicate, Shard
 from hp_dtensor.platform import Platform
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.world import ProcessGroup
+from hp_fsdp.exceptions import FullyShardError
 from hp_fsdp.layout import Block
 
 Tensor = Any
@@ -176,6 +177,21 @@ def mark_ignored(platform: Platform, modules: Sequence[Module], ignored: Collect
             names = {attribute for attribute, parameter in own if id(parameter) in ids}
             if names:
                 object.__setattr__(module, IGNORED_ATTRIBUTE, names | getattr(module, IGNORED_ATTRIBUTE, set()))
+
+
+def check_ties(platform: Platform, modules: Sequence[Module], originals: Sequence[Original]) -> None:
+    """Raise `FullyShardError` if a module below has a parameter that it was told to ignore: the two would part."""
+    named = {id(original.tensor): original.name for original in originals}
+    problems = [
+        f"{named[id(parameter)]} is {prefix}.{attribute} too, which an earlier fully_shard was given in "
+        "ignored_params: give it here too"
+        for root in modules
+        for prefix, module in platform.named_modules(root)
+        for attribute, parameter in platform.named_parameters(module, recurse=False, remove_duplicate=False)
+        if id(parameter) in named and attribute in getattr(module, IGNORED_ATTRIBUTE, ())
+    ]
+    if problems:
+        raise FullyShardError("; ".join(problems))
 
 
 def left_out(platform: Platform, root: Module, known: Collection[int]) -> list[str]:
