@@ -15,7 +15,7 @@ from hp_dtensor.mesh import DeviceMesh, require_mesh
 from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.platform import Platform
 from hp_dtensor.redistribute import RedistributePlan, plan_across, plan_between
-from hp_dtensor.spec import TensorSpec, grad_spec, normalize_placements, require_placements
+from hp_dtensor.spec import TensorSpec, grad_spec, has_gradient, normalize_placements, require_placements
 
 Tensor = Any
 
@@ -419,7 +419,7 @@ def differentiated(output: Tensor, gradient: Tensor | None) -> tuple[Tensor, Ten
         check_explicit("backward", ("gradient",), gradient.spec, wanted)
         gradient = platform.unwrap(redistribute(gradient, wanted.mesh, wanted.placements))
     with platform.enable_grad():  # reentrant checkpoints drive a backward from within a backward
-        if any(isinstance(p, Partial) and p.op != "sum" for p in spec.placements):
+        if not has_gradient(spec):
             # Only of a sum every contribution has the gradient of the whole.
             check_explicit("backward", (), spec, wanted)
             output = redistribute(output, wanted.mesh, wanted.placements)

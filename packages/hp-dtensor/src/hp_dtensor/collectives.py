@@ -281,7 +281,7 @@ def grad_of_selected(grad: Tensor, x: Tensor, result: Tensor, group: ProcessGrou
         factor = ops.add(x, zeros)
         others = ops.div(all_reduce_data(factor, group, op), factor)
         zeros_elsewhere = ops.sub(all_reduce_data(zeros, group), zeros)
-        return ops.mul(grad, ops.where(ops.eq(zeros_elsewhere, 0.0), others, ops.mul(zeros, 0.0)))
+        return ops.mul(grad, ops.where(ops.eq(zeros_elsewhere, 0.0), others, ops.zeros_like(zeros)))
     winners = ops.cast(ops.eq(x, result), x.dtype)
     return ops.div(ops.mul(grad, winners), all_reduce_data(winners, group))
 

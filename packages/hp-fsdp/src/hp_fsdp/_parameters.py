@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -155,14 +155,19 @@ def collect(platform: Platform, modules: Sequence[Module], ignored: Collection[T
     ignored_ids = {id(parameter) for parameter in ignored}
     found: dict[int, Original] = {}
     for root in modules:
-        for prefix, module in _own_modules(platform, root):
-            for attribute, parameter in platform.named_parameters(module, recurse=False, remove_duplicate=False):
-                if id(parameter) not in ignored_ids and not platform.is_statistic(module, attribute):
-                    name = f"{prefix}.{attribute}" if prefix else attribute
-                    original = found.setdefault(id(parameter), Original(name, parameter))
-                    if (module, attribute) not in original.owners:
-                        original.owners.append((module, attribute))
+        for name, module, attribute, parameter in _held_by(platform, _own_modules(platform, root)):
+            if id(parameter) not in ignored_ids and not platform.is_statistic(module, attribute):
+                original = found.setdefault(id(parameter), Original(name, parameter))
+                if (module, attribute) not in original.owners:
+                    original.owners.append((module, attribute))
     return list(found.values())
+
+
+def _held_by(platform: Platform, modules: Iterable[tuple[str, Module]]) -> Iterator[tuple[str, Module, str, Tensor]]:
+    """(name, module, attribute, parameter) of every place among these named modules that holds one."""
+    for prefix, module in modules:
+        for attribute, parameter in platform.named_parameters(module, recurse=False, remove_duplicate=False):
+            yield f"{prefix}.{attribute}" if prefix else attribute, module, attribute, parameter
 
 
 def mark_ignored(platform: Platform, modules: Sequence[Module], ignored: Collection[Tensor]) -> None:
@@ -172,22 +177,20 @@ def mark_ignored(platform: Platform, modules: Sequence[Module], ignored: Collect
     """
     ids = {id(parameter) for parameter in ignored}
     for root in modules if ids else ():
-        for _, module in platform.named_modules(root):
-            own = platform.named_parameters(module, recurse=False, remove_duplicate=False)
-            names = {attribute for attribute, parameter in own if id(parameter) in ids}
-            if names:
-                object.__setattr__(module, IGNORED_ATTRIBUTE, names | getattr(module, IGNORED_ATTRIBUTE, set()))
+        for _, module, attribute, parameter in _held_by(platform, platform.named_modules(root)):
+            if id(parameter) in ids:
+                known: frozenset[str] = getattr(module, IGNORED_ATTRIBUTE, frozenset())
+                object.__setattr__(module, IGNORED_ATTRIBUTE, known | {attribute})
 
 
 def check_ties(platform: Platform, modules: Sequence[Module], originals: Sequence[Original]) -> None:
     """Raise `FullyShardError` if a module below has a parameter that it was told to ignore: the two would part."""
     named = {id(original.tensor): original.name for original in originals}
     problems = [
-        f"{named[id(parameter)]} is {prefix}.{attribute} too, which an earlier fully_shard was given in "
-        "ignored_params: give it here too"
+        f"{named[id(parameter)]} is {name} too, which an earlier fully_shard was given in ignored_params: give it "
+        "here too"
         for root in modules
-        for prefix, module in platform.named_modules(root)
-        for attribute, parameter in platform.named_parameters(module, recurse=False, remove_duplicate=False)
+        for name, module, attribute, parameter in _held_by(platform, platform.named_modules(root))
         if id(parameter) in named and attribute in getattr(module, IGNORED_ATTRIBUTE, ())
     ]
     if problems:
@@ -197,9 +200,8 @@ def check_ties(platform: Platform, modules: Sequence[Module], originals: Sequenc
 def left_out(platform: Platform, root: Module, known: Collection[int]) -> list[str]:
     """Trainable parameters below `root` that are not `known` (by identity) and were not to be ignored."""
     return [
-        f"{prefix}.{attribute}" if prefix else attribute
-        for prefix, module in platform.named_modules(root)
-        for attribute, parameter in platform.named_parameters(module, recurse=False, remove_duplicate=False)
+        name
+        for name, module, attribute, parameter in _held_by(platform, platform.named_modules(root))
         if platform.requires_grad(parameter)
         and id(parameter) not in known
         and attribute not in getattr(module, IGNORED_ATTRIBUTE, ())

@@ -29,6 +29,7 @@ from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.platform import Platform
 from hp_dtensor.selection import get_platform
+from hp_dtensor.spec import TensorSpec, has_gradient
 from hp_dtensor.world import ProcessGroup, World
 from hp_platform_torch.dtensor import unwrap
 from hp_platform_torch.groups import BACKEND_NAMES, TorchGroup, TorchWorld
@@ -49,7 +50,7 @@ def to_torch_dtensor(x: Any) -> TorchDTensor:
     if not isinstance(x, DTensor):
         raise TypeError(f"to_torch_dtensor takes a DTensor of hp_dtensor, got {type(x).__name__}")
     spec = x.spec
-    _check_gradient("to_torch_dtensor", x, spec.placements)
+    _check_gradient("to_torch_dtensor", x, spec)
     placements = to_torch_placements(spec.placements)
     strides = list(itertools.accumulate(reversed(spec.shape[1:]), lambda a, b: a * b, initial=1))[::-1]
     return TorchDTensor.from_local(
@@ -73,21 +74,19 @@ def from_torch_dtensor(x: TorchDTensor, platform: Platform | None = None) -> Any
     if not isinstance(x, TorchDTensor):
         raise TypeError(f"from_torch_dtensor takes a torch.distributed.tensor.DTensor, got {type(x).__name__}")
     placements = from_torch_placements(x.placements)
-    _check_gradient("from_torch_dtensor", x, placements)
     mesh = from_torch_mesh(x.device_mesh, platform)
+    _check_gradient("from_torch_dtensor", x, TensorSpec(mesh, placements, tuple(x.shape), x.dtype))
     return api.from_local(x.to_local(), mesh, placements, shape=tuple(x.shape))
 
 
-def _check_gradient(what: str, x: torch.Tensor, placements: tuple[Placement, ...]) -> None:
+def _check_gradient(what: str, x: torch.Tensor, spec: TensorSpec) -> None:
     """torch's gradient of a partial value is that of the whole, ours that of this rank's part: alike for sums only."""
-    if not (x.requires_grad and torch.is_grad_enabled()):
-        return
-    for placement in placements:
-        if isinstance(placement, Partial) and placement.op != "sum":
-            raise PlacementError(
-                f"{what}: gradients of {placement!r} mean another thing in torch's DTensor; redistribute to "
-                "Replicate() or Shard(dim) first, or convert x.detach()"
-            )
+    if x.requires_grad and torch.is_grad_enabled() and not has_gradient(spec):
+        placement = next(p for p in spec.placements if p.is_partial() and p != Partial())
+        raise PlacementError(
+            f"{what}: gradients of {placement!r} mean another thing in torch's DTensor; redistribute to "
+            "Replicate() or Shard(dim) first, or convert x.detach()"
+        )
 
 
 def to_torch_state_dict(state: Mapping[str, Any]) -> dict[str, Any]:
