@@ -15,9 +15,10 @@ import tracemalloc
 
 import numpy as np
 
-from hp_dtensor import DeviceMesh, Replicate, Shard, distribute_tensor, get_platform, spec
-from hp_dtensor import dispatch as dispatching
+from hp_dtensor import DeviceMesh, Replicate, Shard, distribute_tensor, get_platform
+from hp_dtensor.dispatch import dispatch as dispatching
 from hp_dtensor.redistribute import planner
+from hp_dtensor.spec import tensor_spec as spec
 
 
 def step(platform, mesh, weight, rows):

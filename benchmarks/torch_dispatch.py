@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import hp_dtensor as ours
-from hp_platform_torch.interop import from_torch_mesh
+from hp_platform_torch.tensor.interop import from_torch_mesh
 
 RANKS = 8
 

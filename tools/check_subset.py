@@ -71,7 +71,7 @@ def check_modules(packages: list[str]) -> None:
 def check_platforms(packages: list[str]) -> None:
     """Check that hp-dtensor finds just the platforms that are installed."""
     from hp_dtensor.exceptions import PlatformError
-    from hp_dtensor.selection import get_platform
+    from hp_dtensor.platform.selection import get_platform
 
     expected = sorted(name.removeprefix(PLATFORM_PREFIX) for name in packages if name.startswith(PLATFORM_PREFIX))
     for name in expected:

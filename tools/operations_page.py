@@ -16,16 +16,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from hp_dtensor.arguments import bind
-from hp_dtensor.dispatch import rule_registry
+from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.comm.world import SilentWorld
+from hp_dtensor.dispatch.arguments import bind
+from hp_dtensor.dispatch.dispatch import rule_registry
 from hp_dtensor.exceptions import ShardingRuleError
-from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.placements import Replicate
-from hp_dtensor.rules import Factorization, OpCall, RuleRegistry, register_builtin_rules
-from hp_dtensor.rules.registry import REQUIRED, Parameter, Registration
-from hp_dtensor.selection import get_platform
-from hp_dtensor.spec import TensorSpec
-from hp_dtensor.world import SilentWorld
+from hp_dtensor.platform.selection import get_platform
+from hp_dtensor.rules.builtin import register_builtin_rules
+from hp_dtensor.rules.engine.factors import Factorization
+from hp_dtensor.rules.engine.registry import REQUIRED, OpCall, Parameter, Registration, RuleRegistry
+from hp_dtensor.spec.placements import Replicate
+from hp_dtensor.spec.tensor_spec import TensorSpec
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 

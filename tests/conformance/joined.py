@@ -7,7 +7,7 @@ import sys
 from rank_programs import total
 
 from hp_dtensor.launch import from_environment
-from hp_dtensor.selection import get_platform
+from hp_dtensor.platform.selection import get_platform
 
 if __name__ == "__main__":
     platform = get_platform(sys.argv[1])

@@ -8,8 +8,8 @@ import time
 
 import numpy as np
 
-from hp_dtensor.selection import get_platform
-from hp_dtensor.world import current_world
+from hp_dtensor.comm.world import current_world
+from hp_dtensor.platform.selection import get_platform
 
 
 def total(name):

@@ -1,4 +1,4 @@
-"""A third party's platform, which knows only `hp_dtensor.platform.Platform`, passes the suite that we ship."""
+"""A third party's platform, which knows only `hp_dtensor.Platform`, passes the suite that we ship."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_platform_that_is_wrong_does_not_pass(environment, tmp_path):
 
 WRONG = """
 import numpy as np
-from hp_dtensor import collectives
+from hp_dtensor.comm import collectives
 from hp_platform_numpy import kernels
 
 kernels.silu = kernels._unary(lambda x: x * kernels._sigmoid(x), lambda x, r: kernels._sigmoid(x) + r)

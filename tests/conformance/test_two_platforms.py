@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from hp_dtensor import DeviceMesh, Partial, Replicate, Shard, distribute_tensor
-from hp_dtensor import dispatch as dispatching
+from hp_dtensor.dispatch import dispatch as dispatching
 from hp_dtensor.exceptions import MixedOperandsError
-from hp_dtensor.platform import Platform
+from hp_dtensor.platform.interface import Platform
 from hp_dtensor.testing import run_ranks
 
 SOURCES = Path(__file__).parents[1] / "numpy_platform" / "src"

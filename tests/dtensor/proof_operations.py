@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hp_dtensor.platform import Platform
+from hp_dtensor.platform.interface import Platform
 from hp_dtensor.testing import all_samples, run_ranks
 from hp_dtensor.testing.rule_proof import provable, prove
 from hp_dtensor.testing.rule_samples import Sample

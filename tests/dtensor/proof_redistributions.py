@@ -11,8 +11,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from hp_dtensor.placements import Partial, Placement, RaggedShard, StridedShard
-from hp_dtensor.platform import Platform
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.spec.placements import Partial, Placement, RaggedShard, StridedShard
 from hp_dtensor.testing import run_ranks
 from hp_dtensor.testing.conformance.redistribution_programs import moved_in_batches
 from hp_dtensor.testing.redistribution_proof import prove_redistribution

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from hp_dtensor import nn
-from hp_dtensor.platform import Platform
+from hp_dtensor.parallel import nn
+from hp_dtensor.platform.interface import Platform
 
 IN, HIDDEN, OUT, ROWS = 6, 7, 5, 5
 

@@ -27,7 +27,7 @@ from hp_dtensor import (
     shard_module,
     zeros,
 )
-from hp_dtensor.platform import Platform
+from hp_dtensor.platform.interface import Platform
 from hp_dtensor.testing import run_ranks
 
 R, S0 = Replicate(), Shard(0)

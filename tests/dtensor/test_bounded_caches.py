@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from hp_dtensor import DeviceMesh, Partial, Replicate, Shard, distribute_tensor, spec
-from hp_dtensor import dispatch as dispatching
-from hp_dtensor.platform import Platform
+from hp_dtensor import DeviceMesh, Partial, Replicate, Shard, distribute_tensor
+from hp_dtensor.dispatch import dispatch as dispatching
+from hp_dtensor.platform.interface import Platform
 from hp_dtensor.redistribute import planner
+from hp_dtensor.spec import tensor_spec as spec
 from hp_dtensor.testing import run_ranks
 
 LIMIT = 16
@@ -73,7 +74,7 @@ def test_caches_of_changing_shapes_are_bounded(hp_platform: Platform, monkeypatc
 
 def _limit_platform(platform: Platform, monkeypatch) -> None:
     if platform.name == "torch":
-        from hp_platform_torch import operations
+        from hp_platform_torch.ops import calls as operations
 
         monkeypatch.setattr(operations, "CACHE_SIZE", LIMIT)
 
@@ -83,7 +84,7 @@ def _forget(platform: Platform) -> None:
     for cached in _caches():
         cached.cache_clear()
     if platform.name == "torch":
-        from hp_platform_torch import operations
+        from hp_platform_torch.ops import calls as operations
 
         operations.forget_plans()
 
@@ -172,7 +173,7 @@ def test_threads_share_the_caches(hp_platform: Platform, monkeypatch) -> None:
     """Each on tensors of its own, with caches so small that they are emptied all the time."""
     monkeypatch.setattr(dispatching, "CACHE_SIZE", 3)
     if hp_platform.name == "torch":
-        from hp_platform_torch import operations
+        from hp_platform_torch.ops import calls as operations
 
         monkeypatch.setattr(operations, "CACHE_SIZE", 2)
     _forget(hp_platform)

@@ -25,7 +25,7 @@ from hp_dtensor import (
     zeros,
 )
 from hp_dtensor.exceptions import LaunchError, MixedOperandsError, RankMismatchError, ShardShapeError
-from hp_dtensor.platform import Platform
+from hp_dtensor.platform.interface import Platform
 from hp_dtensor.testing import run_ranks
 
 

@@ -23,10 +23,10 @@ from hp_dtensor import (
     parallelize_module,
     record_collectives,
 )
-from hp_dtensor.platform import Platform
-from hp_dtensor.recompute import checkpoint
+from hp_dtensor.comm.world import CollectiveLog, current_world
+from hp_dtensor.parallel.recompute import checkpoint
+from hp_dtensor.platform.interface import Platform
 from hp_dtensor.testing import run_ranks
-from hp_dtensor.world import CollectiveLog, current_world
 
 ROWS, DIM = 4, 6
 """In float32: all of a row is 24 bytes, a half of the activations 48, all of them 96."""

@@ -18,7 +18,7 @@ from hp_dtensor import (
     distribute_tensor,
     from_local,
 )
-from hp_dtensor.platform import Platform
+from hp_dtensor.platform.interface import Platform
 from hp_dtensor.testing import run_ranks
 
 WHOLE = np.arange(6, dtype=np.float32).reshape(3, 2) - 2

@@ -26,7 +26,7 @@ from hp_dtensor import (
     split_group,
 )
 from hp_dtensor.exceptions import CollectiveError, LaunchError, MeshError
-from hp_dtensor.platform import Platform
+from hp_dtensor.platform.interface import Platform
 from hp_dtensor.testing import run_ranks
 
 

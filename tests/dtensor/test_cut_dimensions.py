@@ -19,11 +19,11 @@ from hp_dtensor import (
     explicit_redistribution,
     from_local,
 )
+from hp_dtensor.comm.world import record_collectives
 from hp_dtensor.exceptions import LaunchError, ShardingRuleError
-from hp_dtensor.platform import Platform
+from hp_dtensor.platform.interface import Platform
 from hp_dtensor.testing import run_ranks
 from hp_dtensor.testing.rule_proof import Operations
-from hp_dtensor.world import record_collectives
 
 ROWS = np.arange(40.0, dtype=np.float32).reshape(10, 4) % 17
 FLAT = ROWS.reshape(40)

@@ -25,9 +25,9 @@ from hp_dtensor import (
     zeros,
 )
 from hp_dtensor.exceptions import ImplicitRedistributionError, PlacementError
-from hp_dtensor.placements import Placement
-from hp_dtensor.platform import Platform
+from hp_dtensor.platform.interface import Platform
 from hp_dtensor.redistribute.steps import AllGather
+from hp_dtensor.spec.placements import Placement
 from hp_dtensor.testing import run_ranks
 
 

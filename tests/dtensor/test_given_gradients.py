@@ -18,8 +18,8 @@ from hp_dtensor import (
     from_local,
 )
 from hp_dtensor.exceptions import ImplicitRedistributionError, PlacementError
-from hp_dtensor.placements import Placement
-from hp_dtensor.platform import Platform
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.spec.placements import Placement
 from hp_dtensor.testing import run_ranks
 
 VALUES = np.arange(16, dtype=np.float32).reshape(4, 4)

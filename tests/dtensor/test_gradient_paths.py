@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hp_dtensor import DeviceMesh, Replicate, Shard, ShardingPlan, distribute_tensor, nn, shard_module
-from hp_dtensor.clip import clip_grad_norm_
+from hp_dtensor import DeviceMesh, Replicate, Shard, ShardingPlan, distribute_tensor, shard_module
 from hp_dtensor.exceptions import GradientPathError, MeshError, PlanError
-from hp_dtensor.platform import Platform
-from hp_dtensor.styles import ColwiseParallel, RowwiseParallel, distribute_module, parallelize_module
+from hp_dtensor.optim.clip import clip_grad_norm_
+from hp_dtensor.parallel import nn
+from hp_dtensor.parallel.tensor_parallel import ColwiseParallel, RowwiseParallel, distribute_module, parallelize_module
+from hp_dtensor.platform.interface import Platform
 from hp_dtensor.testing import run_ranks
 
 X = np.arange(12, dtype=np.float32).reshape(4, 3) - 5

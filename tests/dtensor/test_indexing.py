@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hp_dtensor.api import distribute_tensor
+from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.exceptions import IndexOutOfRangeError, ShardingRuleError
-from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.placements import Placement, Replicate, Shard
-from hp_dtensor.platform import Platform
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.spec.placements import Placement, Replicate, Shard
+from hp_dtensor.tensor.conversions import distribute_tensor
 from hp_dtensor.testing.simulated import run_ranks
 
 WHOLE = np.arange(35, dtype=np.float32).reshape(7, 5)

@@ -18,7 +18,7 @@ import pytest
 
 from hp_dtensor import DeviceMesh, Partial, Replicate, Shard, from_local
 from hp_dtensor.exceptions import MixedOperandsError, ShardingRuleError
-from hp_dtensor.platform import Platform
+from hp_dtensor.platform.interface import Platform
 from hp_dtensor.testing import run_ranks
 
 Array = np.ndarray[Any, Any]
@@ -113,7 +113,7 @@ def test_a_refused_operation_is_refused_again(hp_platform: Platform) -> None:
     """A plain scalar in a list, and a result that is not as the rule says: not only the first time."""
 
     def program(platform: Platform, mesh: DeviceMesh) -> None:
-        from hp_dtensor import dispatch
+        from hp_dtensor.dispatch import dispatch
 
         _, x = place(platform, mesh, MATRIX, (Shard(0),))
         scalar = platform.ops.sum(x)
@@ -196,7 +196,7 @@ def test_views_of_uneven_shards(hp_platform: Platform) -> None:
 
 def test_stack_of_many_keeps_placements(hp_platform: Platform) -> None:
     """pytorch/pytorch#168255: operations on lists of tensors are planned as any other, once."""
-    from hp_dtensor import dispatch
+    from hp_dtensor.dispatch import dispatch
 
     def program(platform: Platform, mesh: DeviceMesh) -> tuple[Any, int, int]:
         _, x = place(platform, mesh, MATRIX, (Shard(0),))
@@ -237,7 +237,7 @@ def test_ties_share_the_gradient_whatever_ranks_hold_them(hp_platform: Platform)
 
 def test_an_operation_without_a_rule_names_itself_and_the_way_out(hp_platform: Platform) -> None:
     """pytorch/pytorch#164543: errors that can be read."""
-    from hp_dtensor import dispatch
+    from hp_dtensor.dispatch import dispatch
 
     def program(platform: Platform, mesh: DeviceMesh) -> list[str]:
         _, x = place(platform, mesh, MATRIX, (Shard(0),))

@@ -10,7 +10,7 @@ import pytest
 
 from hp_dtensor import DeviceMesh, Layout, Partial, Replicate, Shard, custom_shard, distribute_tensor, local_map
 from hp_dtensor.exceptions import PlacementError
-from hp_dtensor.platform import Platform
+from hp_dtensor.platform.interface import Platform
 from hp_dtensor.testing import run_ranks
 
 S0, S1, R = Shard(0), Shard(1), Replicate()

@@ -21,9 +21,9 @@ from hp_dtensor import (
     record_collectives,
 )
 from hp_dtensor.exceptions import PlacementError
-from hp_dtensor.muon import Muon, MuonOptions
-from hp_dtensor.owners import assign_owners, at_owners
-from hp_dtensor.platform import Platform
+from hp_dtensor.optim.muon import Muon, MuonOptions
+from hp_dtensor.optim.owners import assign_owners, at_owners
+from hp_dtensor.platform.interface import Platform
 from hp_dtensor.testing import run_ranks
 
 SHAPES = [(5, 3), (4, 6), (7, 7), (2, 9), (1, 4)]

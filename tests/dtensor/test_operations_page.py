@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hp_dtensor.platform import Platform
+from hp_dtensor.platform.interface import Platform
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from hp_dtensor import DeviceMesh, DTensor, Partial, Replicate, Shard, distribute_tensor, sharding_rule
-from hp_dtensor import dispatch as dispatching
-from hp_dtensor.dispatch import rule_registry
+from hp_dtensor.dispatch import dispatch as dispatching
+from hp_dtensor.dispatch.dispatch import rule_registry
 from hp_dtensor.exceptions import MixedOperandsError, ShardingRuleError
-from hp_dtensor.platform import Platform
-from hp_dtensor.selection import get_platform
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.testing import run_ranks
 from hp_dtensor.testing.rule_proof import prove
 from hp_dtensor.testing.rule_samples import Sample

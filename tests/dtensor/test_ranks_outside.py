@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from hp_dtensor import DeviceMesh, Replicate, Shard, distribute_tensor
-from hp_dtensor.platform import Platform
+from hp_dtensor.comm.world import record_collectives
+from hp_dtensor.platform.interface import Platform
 from hp_dtensor.testing import run_ranks
 from hp_dtensor.testing.rule_proof import Operations
-from hp_dtensor.world import record_collectives
 
 LOGITS = np.linspace(-2.0, 2.0, 20, dtype=np.float32).reshape(4, 5) ** 2
 TARGETS = np.array([0, 4, 2, 3])

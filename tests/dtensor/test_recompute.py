@@ -9,12 +9,13 @@ import weakref
 import numpy as np
 import pytest
 
-from hp_dtensor import nn, parallelize_value_and_grad
-from hp_dtensor.api import distribute_tensor, full_tensor
+from hp_dtensor import parallelize_value_and_grad
+from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.exceptions import GradientPathError
-from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.placements import Replicate, Shard
-from hp_dtensor.recompute import checkpoint, kept
+from hp_dtensor.parallel import nn
+from hp_dtensor.parallel.recompute import checkpoint, kept
+from hp_dtensor.spec.placements import Replicate, Shard
+from hp_dtensor.tensor.conversions import distribute_tensor, full_tensor
 from hp_dtensor.testing import run_ranks
 
 VALUES = np.random.default_rng(0).standard_normal((5, 3)).astype(np.float32)

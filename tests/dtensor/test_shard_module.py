@@ -10,12 +10,12 @@ import pytest
 from small_model import loss_of, make_data, make_model, reference
 
 from hp_dtensor import DeviceMesh, Replicate, Shard, distribute_tensor, replicate_like
-from hp_dtensor.clip import clip_grad_norm_
-from hp_dtensor.dtensor import DTensor
+from hp_dtensor.compat.shard_module import ShardingPlan, parallelize_value_and_grad, shard_module
 from hp_dtensor.exceptions import GradientPathError, PlanError
-from hp_dtensor.platform import Platform
-from hp_dtensor.shard import ShardingPlan, parallelize_value_and_grad, shard_module
-from hp_dtensor.styles import ColwiseParallel, RowwiseParallel, parallelize_module
+from hp_dtensor.optim.clip import clip_grad_norm_
+from hp_dtensor.parallel.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.testing import run_ranks
 from hp_dtensor.trees import fields_of, tensors_in
 

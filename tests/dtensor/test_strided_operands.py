@@ -18,7 +18,7 @@ from hp_dtensor import (
     distribute_tensor,
     record_collectives,
 )
-from hp_dtensor.platform import Platform
+from hp_dtensor.platform.interface import Platform
 from hp_dtensor.testing import run_ranks
 
 WHOLE = np.arange(-9, 12, dtype=np.float32).reshape(7, 3)

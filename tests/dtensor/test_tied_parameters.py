@@ -23,7 +23,7 @@ from hp_dtensor import (
     shard_module,
 )
 from hp_dtensor.exceptions import PlanError
-from hp_dtensor.platform import Platform
+from hp_dtensor.platform.interface import Platform
 from hp_dtensor.testing import run_ranks
 
 VOCABULARY, WIDTH = 7, 4

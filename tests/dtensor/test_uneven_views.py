@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from hp_dtensor import RaggedShard, Replicate, Shard, distribute_tensor, explicit_redistribution, init_device_mesh
-from hp_dtensor.platform import Platform
+from hp_dtensor.platform.interface import Platform
 from hp_dtensor.testing import run_ranks
 
 ROWS = np.arange(30.0, dtype=np.float32).reshape(5, 6)

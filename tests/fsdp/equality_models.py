@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy
 
-from hp_dtensor import nn
-from hp_dtensor.api import replicate_like
-from hp_dtensor.dtensor import DTensor
-from hp_dtensor.placements import Partial
-from hp_dtensor.platform import Platform
+from hp_dtensor.parallel import nn
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.spec.placements import Partial
+from hp_dtensor.tensor.conversions import replicate_like
+from hp_dtensor.tensor.dtensor import DTensor
 from hp_moe import GroupedExperts, MoE, TokenChoiceTopKRouter
 from hp_moe.products import grouped_matmul
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 import equality_models
 import numpy
 
-from hp_dtensor.dtensor import DTensor
-from hp_dtensor.mesh import DeviceMesh, init_device_mesh
-from hp_dtensor.selection import get_platform
-from hp_dtensor.styles import ColwiseParallel, RowwiseParallel, distribute_module, parallelize_module
-from hp_dtensor.world import current_world
+from hp_dtensor.comm.mesh import DeviceMesh, init_device_mesh
+from hp_dtensor.comm.world import current_world
+from hp_dtensor.parallel.tensor_parallel import ColwiseParallel, RowwiseParallel, distribute_module, parallelize_module
+from hp_dtensor.platform.selection import get_platform
+from hp_dtensor.tensor.dtensor import DTensor
 from hp_fsdp import fully_shard
 from hp_moe import ExpertParallel, ExpertTensorParallel, TensorParallel
 from hp_trainer.config import AdamWConfig
@@ -218,10 +218,10 @@ def _optimizer(platform, model, exact):
     trainable = [(n, p) for n, p in platform.named_parameters(model) if platform.requires_grad(p)]
     options = AdamWConfig(betas=(0.9, 0.95), eps=EPSILON, weight_decay=0.1)
     if platform.name == "torch":
-        from hp_platform_torch.optimizers import AdamW
+        from hp_platform_torch.trainer.optimizers import AdamW
 
         return AdamW(trainable, options)
-    from hp_platform_mindspore.optimizers import AdamW
+    from hp_platform_mindspore.trainer.optimizers import AdamW
 
     return AdamW(trainable, options, platform)
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy
 
-from hp_dtensor import nn
-from hp_dtensor.dtensor import DTensor
-from hp_dtensor.init import Normal, init_parameters
-from hp_dtensor.mesh import init_device_mesh
-from hp_dtensor.placements import Replicate, Shard
-from hp_dtensor.selection import get_platform
-from hp_dtensor.styles import ColwiseParallel, RowwiseParallel, parallelize_module
-from hp_dtensor.world import current_world, record_collectives
+from hp_dtensor.comm.mesh import init_device_mesh
+from hp_dtensor.comm.world import current_world, record_collectives
+from hp_dtensor.parallel import nn
+from hp_dtensor.parallel.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from hp_dtensor.platform.selection import get_platform
+from hp_dtensor.spec.placements import Replicate, Shard
+from hp_dtensor.tensor.dtensor import DTensor
+from hp_dtensor.tensor.init import Normal, init_parameters
 from hp_fsdp import MixedPrecisionPolicy, fully_shard
 
 VOCABULARY, DIM, LENGTH = 7, 5, 4

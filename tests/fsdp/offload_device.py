@@ -10,7 +10,7 @@ import threading
 
 import numpy
 
-from hp_dtensor.world import current_world
+from hp_dtensor.comm.world import current_world
 
 
 class Copy:

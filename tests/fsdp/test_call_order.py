@@ -11,15 +11,15 @@ import numpy
 import pytest
 from fsdp_training import mesh_of, whole_grads
 
-from hp_dtensor import nn
+from hp_dtensor.comm.world import GatheredBytes, current_world, record_collectives
 from hp_dtensor.exceptions import LaunchError
-from hp_dtensor.init import Normal, init_parameters
 from hp_dtensor.launch import RankPool
-from hp_dtensor.selection import get_platform
+from hp_dtensor.parallel import nn
+from hp_dtensor.platform.selection import get_platform
+from hp_dtensor.tensor.init import Normal, init_parameters
 from hp_dtensor.testing.simulated import SimulatedGroup, run_ranks
-from hp_dtensor.world import GatheredBytes, current_world, record_collectives
 from hp_fsdp import CallOrderError, fully_shard, hsdp, hsdp_sync_stream, memory_use
-from hp_fsdp._call_order import NUM_TOLD, order_of
+from hp_fsdp._engine.call_order import NUM_TOLD, order_of
 
 WIDTH = 6
 SAME = (0, 1, 2)

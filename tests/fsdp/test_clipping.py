@@ -8,14 +8,14 @@ import numpy
 import pytest
 from fsdp_training import Case, build, micro_loss, shard, whole
 
-from hp_dtensor import nn
-from hp_dtensor.clip import clip_grad_norm_
+from hp_dtensor.comm.mesh import init_device_mesh
+from hp_dtensor.comm.world import current_world, record_collectives
 from hp_dtensor.exceptions import LaunchError, RankMismatchError
-from hp_dtensor.mesh import init_device_mesh
-from hp_dtensor.placements import Shard
-from hp_dtensor.styles import ColwiseParallel, RowwiseParallel, parallelize_module, place_parameter
+from hp_dtensor.optim.clip import clip_grad_norm_
+from hp_dtensor.parallel import nn
+from hp_dtensor.parallel.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize_module, place_parameter
+from hp_dtensor.spec.placements import Shard
 from hp_dtensor.testing.simulated import run_ranks
-from hp_dtensor.world import current_world, record_collectives
 from hp_fsdp import fully_shard
 
 

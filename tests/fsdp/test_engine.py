@@ -19,14 +19,14 @@ from fsdp_training import (
     whole_grads,
 )
 
-from hp_dtensor import nn
-from hp_dtensor.checks import check_mode
-from hp_dtensor.dtensor import DTensor
-from hp_dtensor.mesh import init_device_mesh
-from hp_dtensor.placements import RaggedShard, Replicate, Shard
-from hp_dtensor.styles import place_parameter
+from hp_dtensor.comm.mesh import init_device_mesh
+from hp_dtensor.comm.world import ProcessGroup, current_world, record_collectives
+from hp_dtensor.parallel import nn
+from hp_dtensor.parallel.tensor_parallel import place_parameter
+from hp_dtensor.spec.placements import RaggedShard, Replicate, Shard
+from hp_dtensor.spec.rank_checks import check_mode
+from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.testing.simulated import run_ranks
-from hp_dtensor.world import ProcessGroup, current_world, record_collectives
 from hp_fsdp import (
     FSDPModule,
     FSDPStateError,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from fsdp_training import Case, Net, build, mesh_of, shard, sharded_modules, step
 
-from hp_dtensor import CommDebugMode, nn
-from hp_dtensor.recompute import checkpoint
+from hp_dtensor import CommDebugMode
+from hp_dtensor.parallel import nn
+from hp_dtensor.parallel.recompute import checkpoint
 from hp_dtensor.testing.simulated import run_ranks
 from hp_fsdp import hsdp, hsdp_sync_stream
 

@@ -23,15 +23,15 @@ from fsdp_training import (
     whole_grads,
 )
 
-from hp_dtensor import nn
-from hp_dtensor.checks import check_mode
-from hp_dtensor.dtensor import DTensor
+from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.comm.world import current_world
 from hp_dtensor.exceptions import GradientPathError, LaunchError, MixedOperandsError, RankMismatchError
-from hp_dtensor.init import Normal, init_parameters
-from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.placements import Shard
+from hp_dtensor.parallel import nn
+from hp_dtensor.spec.placements import Shard
+from hp_dtensor.spec.rank_checks import check_mode
+from hp_dtensor.tensor.dtensor import DTensor
+from hp_dtensor.tensor.init import Normal, init_parameters
 from hp_dtensor.testing.simulated import run_ranks
-from hp_dtensor.world import current_world
 from hp_fsdp import (
     CallOrderError,
     Communication,

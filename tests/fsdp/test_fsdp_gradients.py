@@ -17,10 +17,10 @@ from fsdp_training import (
     whole_grads,
 )
 
-from hp_dtensor import nn
-from hp_dtensor.init import Normal, init_parameters
+from hp_dtensor.comm.world import ProcessGroup, current_world, record_collectives
+from hp_dtensor.parallel import nn
+from hp_dtensor.tensor.init import Normal, init_parameters
 from hp_dtensor.testing.simulated import run_ranks
-from hp_dtensor.world import ProcessGroup, current_world, record_collectives
 from hp_fsdp import (
     FSDPModule,
     FullyShardError,

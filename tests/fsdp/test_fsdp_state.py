@@ -9,15 +9,15 @@ import numpy
 import pytest
 from fsdp_training import VOCABULARY, Case, Net, build, cut_last_dim, shard, whole
 
-from hp_dtensor import nn
-from hp_dtensor.dtensor import DTensor
-from hp_dtensor.init import Normal, init_parameters
-from hp_dtensor.mesh import init_device_mesh
-from hp_dtensor.placements import Replicate, Shard
-from hp_dtensor.shard import ShardingPlan, shard_module
-from hp_dtensor.styles import ColwiseParallel, RowwiseParallel, parallelize_module
+from hp_dtensor.comm.mesh import init_device_mesh
+from hp_dtensor.comm.world import current_world
+from hp_dtensor.compat.shard_module import ShardingPlan, shard_module
+from hp_dtensor.parallel import nn
+from hp_dtensor.parallel.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from hp_dtensor.spec.placements import Replicate, Shard
+from hp_dtensor.tensor.dtensor import DTensor
+from hp_dtensor.tensor.init import Normal, init_parameters
 from hp_dtensor.testing.simulated import run_ranks
-from hp_dtensor.world import current_world
 from hp_fsdp import (
     StateDictError,
     StateDictOptions,
@@ -45,7 +45,7 @@ def make_optimizer(platform, model, kind):
         }
         optimizer = choices[kind]()
         return optimizer, optimizer.step, optimizer.zero_grad
-    from hp_platform_mindspore.optimizers import AdamW
+    from hp_platform_mindspore.trainer.optimizers import AdamW
     from hp_trainer.config import AdamWConfig
 
     optimizer = AdamW(platform.named_parameters(model), AdamWConfig(lr=0.02, weight_decay=0.0), platform)
@@ -178,7 +178,7 @@ def _in_form(platform, model, name, value, form):
         start, size = spec.box()
         index = tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))
         return platform.from_numpy(numpy.ascontiguousarray(value[index]))
-    from hp_dtensor.api import distribute_tensor
+    from hp_dtensor.tensor.conversions import distribute_tensor
 
     return distribute_tensor(platform.from_numpy(value.copy()), spec.mesh, [Replicate()] * spec.mesh.ndim)
 

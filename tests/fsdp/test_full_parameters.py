@@ -8,12 +8,12 @@ import numpy
 import pytest
 from fsdp_training import VOCABULARY, Case, build, cut_last_dim, micro_loss, shard, whole
 
-from hp_dtensor.dtensor import DTensor
+from hp_dtensor.comm.mesh import init_device_mesh
+from hp_dtensor.comm.world import current_world
 from hp_dtensor.exceptions import LaunchError
-from hp_dtensor.mesh import init_device_mesh
-from hp_dtensor.styles import ColwiseParallel, parallelize_module
+from hp_dtensor.parallel.tensor_parallel import ColwiseParallel, parallelize_module
+from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.testing.simulated import run_ranks
-from hp_dtensor.world import current_world
 from hp_fsdp import (
     FSDPStateError,
     MixedPrecisionPolicy,

@@ -8,12 +8,12 @@ import numpy
 import pytest
 from fsdp_training import AdamW, Case, build, micro_loss, train_reference, whole, whole_grads
 
-from hp_dtensor import nn
-from hp_dtensor.mesh import init_device_mesh
-from hp_dtensor.placements import RaggedShard, Replicate, Shard
-from hp_dtensor.styles import place_parameter
+from hp_dtensor.comm.mesh import init_device_mesh
+from hp_dtensor.comm.world import current_world, record_collectives
+from hp_dtensor.parallel import nn
+from hp_dtensor.parallel.tensor_parallel import place_parameter
+from hp_dtensor.spec.placements import RaggedShard, Replicate, Shard
 from hp_dtensor.testing.simulated import run_ranks
-from hp_dtensor.world import current_world, record_collectives
 from hp_fsdp import FSDPModule, HSDPCell, HSDPError, fully_shard, hsdp, hsdp_sync_stream, memory_use
 
 # float32: the same sums in another order, over three optimizer steps.
@@ -375,6 +375,6 @@ def test_training_equals_the_single_process_on_real_ranks(rank_pool):
 
 
 def train_on_real_rank(case):
-    from hp_dtensor.selection import get_platform
+    from hp_dtensor.platform.selection import get_platform
 
     return train(get_platform(), case, optimizer_level="level2", comm_async=True)

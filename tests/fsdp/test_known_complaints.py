@@ -18,12 +18,12 @@ import numpy
 import pytest
 from fsdp_training import Block, Case, build, held_bytes, mesh_of, micro_loss, train_reference, whole, whole_grads
 
-from hp_dtensor import nn
-from hp_dtensor.clip import clip_grad_norm_
-from hp_dtensor.placements import Shard
-from hp_dtensor.recompute import checkpoint
+from hp_dtensor.comm.world import current_world, record_collectives
+from hp_dtensor.optim.clip import clip_grad_norm_
+from hp_dtensor.parallel import nn
+from hp_dtensor.parallel.recompute import checkpoint
+from hp_dtensor.spec.placements import Shard
 from hp_dtensor.testing.simulated import run_ranks
-from hp_dtensor.world import current_world, record_collectives
 from hp_fsdp import Communication, ShardPlacementResult, fully_shard, register_fsdp_forward_method
 
 # float32: sums of a few hundred products in another order.

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from hp_dtensor import DeviceMesh, nn
-from hp_dtensor.platform import Platform
+from hp_dtensor import DeviceMesh
+from hp_dtensor.parallel import nn
+from hp_dtensor.platform.interface import Platform
 from hp_dtensor.testing import run_ranks
 from hp_fsdp import fully_shard
 

@@ -10,10 +10,10 @@ import offload_device
 import pytest
 from fsdp_training import AdamW, Case, build, micro_loss, shard, sharded_modules, whole
 
+from hp_dtensor.comm.mesh import init_device_mesh
+from hp_dtensor.comm.world import current_world
 from hp_dtensor.exceptions import CapabilityError
-from hp_dtensor.mesh import init_device_mesh
 from hp_dtensor.testing.simulated import run_ranks
-from hp_dtensor.world import current_world
 from hp_fsdp import Communication, CPUOffloadPolicy, FullyShardError, fully_shard, get_storage, summon_full_params
 from hp_fsdp.storage import ParameterStorage
 

@@ -9,10 +9,10 @@ import numpy
 import pytest
 from fsdp_training import AdamW, Case, build, micro_loss, shard, whole_grads
 
+from hp_dtensor.comm.mesh import init_device_mesh
+from hp_dtensor.comm.world import current_world, record_collectives
 from hp_dtensor.exceptions import CapabilityError
-from hp_dtensor.mesh import init_device_mesh
 from hp_dtensor.testing.simulated import run_ranks
-from hp_dtensor.world import current_world, record_collectives
 from hp_fsdp import Communication, FullyShardError, fully_shard
 from hp_fsdp.communication import _registry
 from hp_fsdp.storage import plugin_manager

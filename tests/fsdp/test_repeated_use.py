@@ -9,11 +9,11 @@ import numpy
 import pytest
 from fsdp_training import held_bytes, mesh_of, whole_grads
 
-from hp_dtensor import nn
-from hp_dtensor.init import Normal, init_parameters
-from hp_dtensor.recompute import checkpoint
+from hp_dtensor.comm.world import current_world, record_collectives
+from hp_dtensor.parallel import nn
+from hp_dtensor.parallel.recompute import checkpoint
+from hp_dtensor.tensor.init import Normal, init_parameters
 from hp_dtensor.testing.simulated import run_ranks
-from hp_dtensor.world import current_world, record_collectives
 from hp_fsdp import fully_shard, register_fsdp_forward_method
 from hp_fsdp.exceptions import FSDPStateError
 

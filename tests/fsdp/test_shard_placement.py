@@ -6,12 +6,12 @@ import numpy
 import pytest
 from fsdp_training import Case, build, mesh_of, micro_loss, train_reference, whole, whole_grads
 
-from hp_dtensor import nn
-from hp_dtensor.mesh import init_device_mesh
-from hp_dtensor.placements import RaggedShard, Replicate, Shard
-from hp_dtensor.styles import place_parameter
+from hp_dtensor.comm.mesh import init_device_mesh
+from hp_dtensor.comm.world import ProcessGroup, current_world
+from hp_dtensor.parallel import nn
+from hp_dtensor.parallel.tensor_parallel import place_parameter
+from hp_dtensor.spec.placements import RaggedShard, Replicate, Shard
 from hp_dtensor.testing.simulated import run_ranks
-from hp_dtensor.world import ProcessGroup, current_world
 from hp_fsdp import FullyShardError, ShardPlacementResult, fully_shard, summon_full_params
 
 SHAPE = (2, 3, 5)

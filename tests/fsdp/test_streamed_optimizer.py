@@ -11,9 +11,9 @@ import pytest
 from fsdp_training import Case, build, cut_last_dim, micro_loss, shard, sharded_modules, whole
 
 from hp_dtensor import clip_grad_norm_
-from hp_dtensor.mesh import init_device_mesh
+from hp_dtensor.comm.mesh import init_device_mesh
+from hp_dtensor.comm.world import current_world
 from hp_dtensor.testing.simulated import run_ranks
-from hp_dtensor.world import current_world
 from hp_fsdp import (
     CPUOffloadPolicy,
     FullyShardError,
@@ -78,7 +78,7 @@ def _make(platform, name, parameters):
     if platform.name == "torch":
         import torch.optim as optim
     else:
-        from hp_platform_mindspore import optim
+        from hp_platform_mindspore.optim import optimizers as optim
     return OPTIMIZERS[name](optim, list(parameters))
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from hp_dtensor.comm.mesh import init_device_mesh
+from hp_dtensor.comm.world import DONE, ProcessGroup, current_world, record_collectives
 from hp_dtensor.exceptions import GradientPathError
-from hp_dtensor.mesh import init_device_mesh
 from hp_dtensor.testing.simulated import run_ranks
-from hp_dtensor.world import DONE, ProcessGroup, current_world, record_collectives
 from hp_fsdp import (
     FSDPStateError,
     FullyShardError,

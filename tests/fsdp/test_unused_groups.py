@@ -8,9 +8,9 @@ import numpy
 import pytest
 from fsdp_training import held_bytes, mesh_of, whole_grads
 
-from hp_dtensor import nn
+from hp_dtensor.comm.world import current_world, record_collectives
+from hp_dtensor.parallel import nn
 from hp_dtensor.testing.simulated import run_ranks
-from hp_dtensor.world import current_world, record_collectives
 from hp_fsdp import fully_shard
 
 DIM = 4

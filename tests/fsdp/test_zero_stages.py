@@ -6,9 +6,9 @@ import numpy
 import pytest
 from fsdp_training import Case, build, held_bytes, loss_of, mesh_of, sharded, sharded_modules, step, whole
 
-from hp_dtensor.placements import Replicate
+from hp_dtensor.comm.world import current_world, record_collectives
+from hp_dtensor.spec.placements import Replicate
 from hp_dtensor.testing.simulated import run_ranks
-from hp_dtensor.world import current_world, record_collectives
 from hp_fsdp import FullyShardError, HSDPModule, fully_shard, get_storage
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy
 
-from hp_dtensor.clip import clip_grad_norm_
-from hp_dtensor.collectives import all_reduce_data
-from hp_dtensor.dtensor import DTensor
-from hp_dtensor.init import init_parameters
-from hp_dtensor.selection import get_platform
+from hp_dtensor.comm.collectives import all_reduce_data
+from hp_dtensor.optim.clip import clip_grad_norm_
+from hp_dtensor.platform.selection import get_platform
+from hp_dtensor.tensor.dtensor import DTensor
+from hp_dtensor.tensor.init import init_parameters
 from hp_trainer.config import TrainingConfig
 from hp_trainer.models import MoEDecoderConfig, build_moe_decoder
 from hp_trainer.parallel_dims import ParallelDims

@@ -6,7 +6,7 @@ import numpy
 import pytest
 from decoder_reference import summed_loss
 
-from hp_dtensor.init import Normal, init_parameters
+from hp_dtensor.tensor.init import Normal, init_parameters
 from hp_trainer.models import MoEDecoderConfig, build_moe_decoder
 
 SMALL = MoEDecoderConfig(

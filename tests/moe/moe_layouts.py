@@ -11,23 +11,23 @@ from typing import Any
 
 import numpy
 
-from hp_dtensor import nn
-from hp_dtensor.api import distribute_tensor
-from hp_dtensor.collectives import all_reduce_data
-from hp_dtensor.debug import CommDebugMode
-from hp_dtensor.dtensor import DTensor
-from hp_dtensor.init import Normal, init_parameters
-from hp_dtensor.mesh import init_device_mesh
-from hp_dtensor.placements import Replicate, Shard
-from hp_dtensor.selection import get_platform
-from hp_dtensor.styles import (
+from hp_dtensor.comm.collectives import all_reduce_data
+from hp_dtensor.comm.mesh import init_device_mesh
+from hp_dtensor.comm.world import record_collectives
+from hp_dtensor.debug.comm_debug import CommDebugMode
+from hp_dtensor.parallel import nn
+from hp_dtensor.parallel.tensor_parallel import (
     ColwiseParallel,
     PrepareModuleInput,
     RowwiseParallel,
     distribute_module,
     parallelize_module,
 )
-from hp_dtensor.world import record_collectives
+from hp_dtensor.platform.selection import get_platform
+from hp_dtensor.spec.placements import Replicate, Shard
+from hp_dtensor.tensor.conversions import distribute_tensor
+from hp_dtensor.tensor.dtensor import DTensor
+from hp_dtensor.tensor.init import Normal, init_parameters
 from hp_moe import ExpertParallel, ExpertTensorParallel, MoE, TensorParallel, update_expert_bias
 from hp_moe.styles import ReplicatedExperts
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy
 import pytest
 
-from hp_dtensor import nn
-from hp_dtensor.init import Normal, init_parameters
+from hp_dtensor.parallel import nn
+from hp_dtensor.tensor.init import Normal, init_parameters
 from hp_moe import MoE, MoEConfigError, moe_layers, update_expert_bias
 
 EXPERTS = 6

@@ -4,8 +4,8 @@ import numpy
 import pytest
 from moe_reference import LAYER, ReferenceMoE
 
-from hp_dtensor import nn
-from hp_dtensor.init import Normal, init_parameters
+from hp_dtensor.parallel import nn
+from hp_dtensor.tensor.init import Normal, init_parameters
 from hp_moe import GroupedExperts, GroupSizes, MoE, grouped_matmul, loop_grouped_matmul
 
 # float32 against float64: a few hundred sums of products of order one.

@@ -4,8 +4,8 @@ import numpy
 import pytest
 from moe_reference import choose, sigmoid
 
-from hp_dtensor import nn
-from hp_dtensor.init import Normal, init_parameters
+from hp_dtensor.parallel import nn
+from hp_dtensor.tensor.init import Normal, init_parameters
 from hp_moe import MoEConfigError, TokenChoiceTopKRouter
 
 DIM, EXPERTS, TOP_K = 16, 8, 3

@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from hp_dtensor.selection import get_platform
+from hp_dtensor.platform.selection import get_platform
 from hp_trainer import launching
 from hp_trainer.config import parse_config
 from hp_trainer.data import Corpus

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from training_runs import FOUR_RANKS, events
 
+from hp_dtensor.comm.world import record_collectives
 from hp_dtensor.testing import run_ranks
-from hp_dtensor.world import record_collectives
 from hp_trainer import loop
 
 SETTINGS = {"training__steps": 2, "checkpoint__interval": None, "model__num_experts_per_tok": 2}

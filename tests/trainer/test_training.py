@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from training_runs import FOUR_RANKS, STEPS, events, losses, newest, tensors
 
-from hp_dtensor.dtensor import DTensor
+from hp_dtensor.comm.world import current_world
 from hp_dtensor.exceptions import LaunchError
+from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.testing import run_ranks
-from hp_dtensor.world import current_world
 from hp_trainer import loop
 from hp_trainer.data import SampleOrder, TokenSamples
 from hp_trainer.exceptions import CheckpointError, TrainingError

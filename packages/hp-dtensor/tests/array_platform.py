@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from hp_dtensor.platform import Platform
-from hp_dtensor.plugins import hookimpl
-from hp_dtensor.world import SilentWorld
+from hp_dtensor.comm.world import SilentWorld
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.platform.plugins import hookimpl
 
 
 class ArrayPlatform(Platform):

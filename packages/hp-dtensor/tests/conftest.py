@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from hp_dtensor import plugins, selection
+from hp_dtensor.platform import plugins, selection
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-from hp_dtensor.selection import get_platform
-from hp_dtensor.world import current_world
+from hp_dtensor.comm.world import current_world
+from hp_dtensor.platform.selection import get_platform
 
 
 def my_world():

@@ -7,7 +7,7 @@ import itertools
 import numpy
 import pytest
 
-from hp_dtensor.init import Constant, Normal, Uniform, draw, stream_key
+from hp_dtensor.tensor.init import Constant, Normal, Uniform, draw, stream_key
 
 FROZEN = numpy.array([-0.3967628, 0.9736877, -2.3628266], numpy.float32)
 KEY = stream_key(7, "layers.0.weight")
@@ -30,7 +30,7 @@ def test_every_box_holds_the_values_of_the_whole_tensor(shape):
 
 def test_blocks_do_not_change_the_values(monkeypatch):
     expected = whole(Normal(1.0), (37, 11))
-    monkeypatch.setattr("hp_dtensor.init._BLOCK_WORDS", 23)
+    monkeypatch.setattr("hp_dtensor.tensor.init._BLOCK_WORDS", 23)
     numpy.testing.assert_array_equal(whole(Normal(1.0), (37, 11)), expected)
 
 

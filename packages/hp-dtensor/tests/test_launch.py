@@ -182,7 +182,7 @@ def test_a_taken_port_is_chosen_again(install, tmp_path):
 
 SHY_PLATFORM = """
 import array_platform
-from hp_dtensor.plugins import hookimpl
+from hp_dtensor.platform.plugins import hookimpl
 
 class Shy(array_platform.ArrayPlatform):
     name = "shy"
@@ -199,7 +199,7 @@ def hp_platform():
 TAKEN_PORT_PLATFORM = """
 import pathlib
 import array_platform
-from hp_dtensor.plugins import hookimpl
+from hp_dtensor.platform.plugins import hookimpl
 
 class Shy(array_platform.ArrayPlatform):
     name = "shy"

@@ -9,9 +9,9 @@ import sys
 import numpy as np
 import pytest
 
+from hp_dtensor.comm.mesh import DeviceMesh, init_device_mesh
+from hp_dtensor.comm.world import fake_world
 from hp_dtensor.exceptions import MeshError
-from hp_dtensor.mesh import DeviceMesh, init_device_mesh
-from hp_dtensor.world import fake_world
 
 SHAPES = [(1,), (4,), (2, 3), (3, 1, 2), (2, 2, 3), (2, 3, 2, 2)]
 NAMES = ("a", "b", "c", "d")

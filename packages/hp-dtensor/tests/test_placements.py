@@ -9,11 +9,11 @@ import itertools
 import numpy as np
 import pytest
 
+from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.comm.world import fake_world
 from hp_dtensor.exceptions import PlacementError
-from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.placements import Partial, RaggedShard, Replicate, Shard, StridedShard
-from hp_dtensor.spec import TensorSpec
-from hp_dtensor.world import fake_world
+from hp_dtensor.spec.placements import Partial, RaggedShard, Replicate, Shard, StridedShard
+from hp_dtensor.spec.tensor_spec import TensorSpec
 
 
 def chunks(array, dim, count):
@@ -99,7 +99,7 @@ def test_copies_of_a_spec_are_the_spec():
 
 
 def test_specs_that_nobody_holds_are_forgotten():
-    from hp_dtensor import spec as module
+    from hp_dtensor.spec import tensor_spec as module
 
     mesh = mesh_of((2,))
     kept = TensorSpec(mesh, (Replicate(),), (123, 457), "float32")

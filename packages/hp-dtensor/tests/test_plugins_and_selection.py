@@ -8,12 +8,12 @@ import sys
 import pytest
 
 from hp_dtensor.exceptions import PlatformError, PluginError
-from hp_dtensor.plugins import create_plugin_manager, plugin_manager
-from hp_dtensor.selection import get_platform
+from hp_dtensor.platform.plugins import create_plugin_manager, plugin_manager
+from hp_dtensor.platform.selection import get_platform
 
 PLATFORM = """
 import array_platform
-from hp_dtensor.plugins import hookimpl
+from hp_dtensor.platform.plugins import hookimpl
 
 class Platform(array_platform.ArrayPlatform):
     name = {name!r}
@@ -25,28 +25,28 @@ def hp_platform():
 """
 UNUSABLE = """
 from hp_dtensor.exceptions import PlatformError
-from hp_dtensor.plugins import hookimpl
+from hp_dtensor.platform.plugins import hookimpl
 
 @hookimpl
 def hp_platform():
     raise PlatformError("frame 1.0 is too old; needs frame >= 2")
 """
 HOOK = """
-from hp_dtensor.plugins import hookimpl
+from hp_dtensor.platform.plugins import hookimpl
 
 @hookimpl
 def hp_platform():
     {body}
 """
 WITHOUT_PLATFORM = """
-from hp_dtensor.plugins import hookimpl
+from hp_dtensor.platform.plugins import hookimpl
 
 @hookimpl
 def hp_sharding_rules(registry):
     registry.append("rule")
 """
 MISSPELT = """
-from hp_dtensor.plugins import hookimpl
+from hp_dtensor.platform.plugins import hookimpl
 
 @hookimpl
 def hp_platfrom():
@@ -71,7 +71,7 @@ def test_hooks_of_all_plugins_are_called(install):
 
 def test_each_group_has_its_own_manager(install):
     install("fsdp-plugin", {"other": "other_module"}, group="hp_fsdp", other_module="x = 1")
-    from hp_dtensor import hookspecs
+    from hp_dtensor.platform import hookspecs
 
     assert [name for name, _ in create_plugin_manager("hp_fsdp", hookspecs).list_name_plugin()] == ["other"]
     assert plugin_manager().list_name_plugin() == []
@@ -219,7 +219,7 @@ def test_an_unusable_platform_does_not_hide_a_usable_one(install):
 
 
 def test_a_hook_that_returns_no_platform(install):
-    source = "from hp_dtensor.plugins import hookimpl\n@hookimpl\ndef hp_platform():\n    return 'arrow'\n"
+    source = "from hp_dtensor.platform.plugins import hookimpl\n@hookimpl\ndef hp_platform():\n    return 'arrow'\n"
     install("odd-dist", {"odd": "odd_module"}, odd_module=source)
     with pytest.raises(PlatformError, match=re.escape("its hp_platform() must return a Platform, got 'arrow'")):
         get_platform("odd")
@@ -256,7 +256,7 @@ def test_choosing_by_name_imports_no_other_framework(install):
 
 
 HEAVY = """
-from hp_dtensor.plugins import hookimpl
+from hp_dtensor.platform.plugins import hookimpl
 
 @hookimpl
 def hp_platform():

@@ -13,7 +13,7 @@ from hp_dtensor.exceptions import MeshError, PlacementError
 from hp_dtensor.redistribute import CostModel
 from hp_dtensor.redistribute.agreement import agreeing
 from hp_dtensor.redistribute.volume import least_volume
-from hp_dtensor.spec import split_ranges
+from hp_dtensor.spec.tensor_spec import split_ranges
 from hp_dtensor.testing.redistribution_search import exhaustive_volumes, placement_options
 
 R, P = Replicate(), Partial()

@@ -9,8 +9,8 @@ import time
 import pytest
 
 from hp_dtensor import DeviceMesh, Replicate, Shard, TensorSpec, fake_world, plan_redistribute
+from hp_dtensor.comm.world import ProcessGroup
 from hp_dtensor.redistribute import planner
-from hp_dtensor.world import ProcessGroup
 
 NAMES = ("pp", "dp", "cp", "tp")
 SMALL, LARGE = (1, 2, 2, 2), (16, 64, 32, 32)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from array_platform import ArrayPlatform
 
+from hp_dtensor.comm.mesh import init_device_mesh
+from hp_dtensor.comm.world import current_world, record_collectives
 from hp_dtensor.exceptions import CapabilityError, CollectiveError, LaunchError
-from hp_dtensor.mesh import init_device_mesh
 from hp_dtensor.testing import run_ranks
-from hp_dtensor.world import current_world, record_collectives
 
 
 @pytest.fixture

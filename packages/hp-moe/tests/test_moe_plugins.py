@@ -8,7 +8,7 @@ import pytest
 
 import hp_moe.dispatch
 import hp_moe.products
-from hp_dtensor.plugins import create_plugin_manager, hookimpl
+from hp_dtensor.platform.plugins import create_plugin_manager, hookimpl
 from hp_moe import DispatcherRegistry, ExpertParallelError, hookspecs, loop_grouped_matmul
 
 

@@ -7,9 +7,9 @@ import time
 
 import numpy as np
 
+from hp_dtensor.comm.world import current_world
 from hp_dtensor.exceptions import CapabilityError, PlatformError
-from hp_dtensor.selection import get_platform
-from hp_dtensor.world import current_world
+from hp_dtensor.platform.selection import get_platform
 
 PLATFORM = get_platform("mindspore")
 REDUCTIONS = {
@@ -222,9 +222,9 @@ def peer_dies_quietly():
 
 def train_tensor_parallel(steps):
     """A column- and a row-parallel product, trained; losses and the gathered weights."""
-    from hp_dtensor.api import distribute_tensor
-    from hp_dtensor.mesh import init_device_mesh
-    from hp_dtensor.placements import Replicate, Shard
+    from hp_dtensor.comm.mesh import init_device_mesh
+    from hp_dtensor.spec.placements import Replicate, Shard
+    from hp_dtensor.tensor.conversions import distribute_tensor
 
     mesh = init_device_mesh("cpu", (current_world(PLATFORM).size,), mesh_dim_names=("tp",), platform=PLATFORM)
     ops = PLATFORM.ops

@@ -12,10 +12,10 @@ import pytest
 from mindspore import Tensor, mint, nn
 
 from hp_dtensor import DeviceMesh, Partial, Shard, from_local, get_platform
-from hp_dtensor import nn as hp_nn
+from hp_dtensor.comm.world import SilentWorld, current_world
 from hp_dtensor.exceptions import CapabilityError, GradientPathError
+from hp_dtensor.parallel import nn as hp_nn
 from hp_dtensor.testing import run_ranks
-from hp_dtensor.world import SilentWorld, current_world
 
 
 def leaf(platform, *shape, seed=0):

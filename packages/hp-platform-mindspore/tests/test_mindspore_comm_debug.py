@@ -8,7 +8,7 @@ import pytest
 from mindspore import mint, nn
 
 from hp_dtensor import CommDebugMode
-from hp_dtensor.world import current_world
+from hp_dtensor.comm.world import current_world
 
 
 class Reduced(nn.Cell):

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from mindspore import Tensor, mint, nn, ops
 
-from hp_dtensor.api import distribute_tensor, from_local
-from hp_dtensor.dtensor import DTensor
+from hp_dtensor.comm.mesh import init_device_mesh
 from hp_dtensor.exceptions import MixedOperandsError, PlacementError, ShardingRuleError
-from hp_dtensor.mesh import init_device_mesh
-from hp_dtensor.placements import Partial, Replicate, Shard
-from hp_dtensor.spec import TensorSpec
+from hp_dtensor.spec.placements import Partial, Replicate, Shard
+from hp_dtensor.spec.tensor_spec import TensorSpec
+from hp_dtensor.tensor.conversions import distribute_tensor, from_local
+from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.testing import run_ranks
-from hp_platform_mindspore.dtensor import MindSporeDTensor
+from hp_platform_mindspore.tensor.dtensor import MindSporeDTensor
 
 F = mint.nn.functional
 WHOLE = np.arange(15, dtype=np.float32).reshape(5, 3) - 4

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from mindspore import Tensor, mint
 
-from hp_dtensor.api import distribute_tensor
+from hp_dtensor.comm.mesh import init_device_mesh
 from hp_dtensor.exceptions import CapabilityError, ShardingRuleError
-from hp_dtensor.mesh import init_device_mesh
-from hp_dtensor.placements import Replicate, Shard
+from hp_dtensor.spec.placements import Replicate, Shard
+from hp_dtensor.tensor.conversions import distribute_tensor
 from hp_dtensor.testing import run_ranks
 
 WHOLE = np.arange(1, 16, dtype=np.float32).reshape(5, 3)

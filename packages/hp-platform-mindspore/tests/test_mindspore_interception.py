@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from mindspore import Tensor, mint, ops
 
-from hp_dtensor.api import from_local
-from hp_dtensor.dtensor import DTensor
+from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.comm.world import SilentWorld
 from hp_dtensor.exceptions import CapabilityError
-from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.placements import Shard
-from hp_dtensor.world import SilentWorld
+from hp_dtensor.spec.placements import Shard
+from hp_dtensor.tensor.conversions import from_local
+from hp_dtensor.tensor.dtensor import DTensor
 
 OPERATORS = """
     add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv floordiv rfloordiv ifloordiv mod rmod imod pow

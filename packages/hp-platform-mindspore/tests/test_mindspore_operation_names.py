@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from hp_dtensor import DeviceMesh, Replicate, Shard, distribute_tensor, get_platform
-from hp_dtensor.placements import Placement
+from hp_dtensor.spec.placements import Placement
 from hp_dtensor.testing import run_ranks
-from hp_platform_mindspore.operation_names import ADAPTED, canonical
+from hp_platform_mindspore.ops.names import ADAPTED, canonical
 
 pytestmark = pytest.mark.usefixtures("platform")  # it sets the runtime up, before any kernel runs
 
@@ -115,7 +115,7 @@ def test_a_reverse_scan_is_refused_with_the_way_out() -> None:
 
 
 def test_every_adapter_leads_to_an_operation_that_there_is() -> None:
-    from hp_dtensor.dispatch import rule_registry
+    from hp_dtensor.dispatch.dispatch import rule_registry
 
     known = {name for name, _ in ADAPTED.values()}
     without_rule = sorted(name for name in known if rule_registry().get(name) is None)

@@ -8,11 +8,11 @@ import mindspore as ms
 import numpy as np
 import pytest
 
-from hp_dtensor.api import distribute_tensor
-from hp_dtensor.mesh import init_device_mesh
-from hp_dtensor.placements import Replicate, Shard
+from hp_dtensor.comm.mesh import init_device_mesh
+from hp_dtensor.spec.placements import Replicate, Shard
+from hp_dtensor.tensor.conversions import distribute_tensor
 from hp_dtensor.testing import run_ranks
-from hp_platform_mindspore.optimizers import AdamW
+from hp_platform_mindspore.trainer.optimizers import AdamW
 
 OPTIONS = SimpleNamespace(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 SHAPES = {"matrix": (5, 3), "vector": (4,), "scalar": ()}

@@ -11,24 +11,24 @@ import numpy as np
 import pytest
 from mindspore import Tensor, mint, nn
 
-from hp_dtensor import nn as hp_nn
+from hp_dtensor.comm.world import current_world
 from hp_dtensor.exceptions import PlatformError
-from hp_dtensor.ops import OP_NAMES
-from hp_dtensor.platform import DTYPE_NAMES
+from hp_dtensor.parallel import nn as hp_nn
+from hp_dtensor.platform.interface import DTYPE_NAMES
+from hp_dtensor.platform.ops import OP_NAMES
 from hp_dtensor.testing import run_ranks
-from hp_dtensor.world import current_world
 from hp_platform_mindspore import plugin
 from hp_platform_mindspore.capabilities import ASCEND, BFLOAT16_ON_CPU, CPU
-from hp_platform_mindspore.kernels import CPU as CPU_KERNELS
-from hp_platform_mindspore.kernels import NATIVE
-from hp_platform_mindspore.memory import decode, encode, host_view
+from hp_platform_mindspore.cpu_kernels.basic import CPU as CPU_KERNELS
+from hp_platform_mindspore.cpu_kernels.basic import NATIVE
+from hp_platform_mindspore.tensor.memory import decode, encode, host_view
 
 # Availability --------------------------------------------------------------------------------------------
 
 
 def test_loading_the_plugins_imports_no_framework():
     program = (
-        "import sys, hp_platform_mindspore.plugin, hp_platform_mindspore.trainer\n"
+        "import sys, hp_platform_mindspore.plugin, hp_platform_mindspore.trainer.plugin\n"
         "print([name for name in ('mindspore', 'torch') if name in sys.modules])"
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)

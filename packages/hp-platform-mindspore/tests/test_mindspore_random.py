@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from mindspore import Tensor, mint, nn, ops
 
-from hp_dtensor.api import distribute_tensor
-from hp_dtensor.mesh import init_device_mesh
-from hp_dtensor.placements import RaggedShard, Replicate, Shard, StridedShard
+from hp_dtensor.comm.mesh import init_device_mesh
+from hp_dtensor.spec.placements import RaggedShard, Replicate, Shard, StridedShard
+from hp_dtensor.tensor.conversions import distribute_tensor
 from hp_dtensor.testing import run_ranks
 
 WHOLE = np.ones((5, 4), np.float32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hp_dtensor.launch import RankPool
-from hp_dtensor.selection import get_platform
+from hp_dtensor.platform.selection import get_platform
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hp_dtensor import DeviceMesh, Partial, Replicate, Shard, distribute_tensor, get_platform
 from hp_dtensor.exceptions import ShardingRuleError
-from hp_dtensor.placements import Placement
+from hp_dtensor.spec.placements import Placement
 from hp_dtensor.testing import run_ranks
 
 Tensor = torch.Tensor

@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from hp_dtensor import CommDebugMode
-from hp_dtensor.world import current_world
+from hp_dtensor.comm.world import current_world
 
 
 class Reduced(torch.nn.Module):

@@ -12,8 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hp_dtensor.api import distribute_tensor
-from hp_dtensor.dtensor import DTensor
+from hp_dtensor.comm.mesh import init_device_mesh
 from hp_dtensor.exceptions import (
     CapabilityError,
     GradientPathError,
@@ -21,12 +20,13 @@ from hp_dtensor.exceptions import (
     PlacementError,
     ShardingRuleError,
 )
-from hp_dtensor.mesh import init_device_mesh
-from hp_dtensor.placements import Partial, Replicate, Shard
-from hp_dtensor.spec import TensorSpec
+from hp_dtensor.spec.placements import Partial, Replicate, Shard
+from hp_dtensor.spec.tensor_spec import TensorSpec
+from hp_dtensor.tensor.conversions import distribute_tensor
+from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.testing import run_ranks
-from hp_platform_torch import operations
-from hp_platform_torch.dtensor import TorchDTensor
+from hp_platform_torch.ops import calls as operations
+from hp_platform_torch.tensor.dtensor import TorchDTensor
 
 WHOLE = torch.arange(15.0).view(5, 3) - 4
 

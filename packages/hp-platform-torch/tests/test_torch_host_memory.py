@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hp_platform_torch import host_memory
+from hp_platform_torch.fsdp import host_memory
 
 MEBIBYTE = 2**20
 

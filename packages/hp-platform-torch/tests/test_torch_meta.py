@@ -17,8 +17,8 @@ from hp_dtensor import (
     materialize,
     shard_module,
 )
-from hp_dtensor.init import Normal
 from hp_dtensor.redistribute import batch, plan_between
+from hp_dtensor.tensor.init import Normal
 from hp_dtensor.testing import run_ranks
 
 

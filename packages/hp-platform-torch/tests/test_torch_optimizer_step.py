@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import optim
 
-from hp_dtensor.api import distribute_tensor
+from hp_dtensor.comm.mesh import init_device_mesh
 from hp_dtensor.exceptions import MixedOperandsError, ShardingRuleError
-from hp_dtensor.mesh import init_device_mesh
-from hp_dtensor.placements import Partial, RaggedShard, Replicate, Shard
+from hp_dtensor.spec.placements import Partial, RaggedShard, Replicate, Shard
+from hp_dtensor.tensor.conversions import distribute_tensor
 from hp_dtensor.testing import run_ranks
-from hp_platform_torch.dtensor import TorchDTensor
+from hp_platform_torch.tensor.dtensor import TorchDTensor
 
 SHAPES = [(5, 3), (1, 4), (4,), (7, 2), ()]
 OPTIMIZERS = {

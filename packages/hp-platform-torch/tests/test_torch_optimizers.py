@@ -7,10 +7,10 @@ import copy
 import pytest
 import torch
 
-from hp_dtensor.api import distribute_tensor
+from hp_dtensor.comm.mesh import init_device_mesh
 from hp_dtensor.exceptions import MixedOperandsError, ShardingRuleError
-from hp_dtensor.mesh import init_device_mesh
-from hp_dtensor.placements import Partial, Replicate, Shard, StridedShard
+from hp_dtensor.spec.placements import Partial, Replicate, Shard, StridedShard
+from hp_dtensor.tensor.conversions import distribute_tensor
 from hp_dtensor.testing import run_ranks
 
 SHAPES = [(5, 3), (4,), (2, 2, 3), (1,)]

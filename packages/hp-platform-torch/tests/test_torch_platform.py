@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hp_dtensor.exceptions import PlatformError
-from hp_dtensor.platform import DTYPE_NAMES, Platform, Removable
+from hp_dtensor.platform.interface import DTYPE_NAMES, Platform, Removable
 from hp_platform_torch import plugin
 from hp_platform_torch.platform import TorchPlatform
 

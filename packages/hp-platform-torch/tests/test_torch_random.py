@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from hp_dtensor import DeviceMesh, Partial, RaggedShard, Replicate, Shard, StridedShard, distribute_tensor, get_platform
-from hp_dtensor.placements import Placement
+from hp_dtensor.spec.placements import Placement
 from hp_dtensor.testing import run_ranks
 
 WHOLE = torch.arange(1.0, 36.0).reshape(7, 5)

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 
 from hp_dtensor import Replicate, Shard, distribute_tensor, init_device_mesh
 from hp_dtensor.exceptions import ShardingRuleError
-from hp_dtensor.placements import Placement
-from hp_dtensor.selection import get_platform
+from hp_dtensor.platform.selection import get_platform
+from hp_dtensor.spec.placements import Placement
 from hp_dtensor.testing import run_ranks
 from hp_dtensor.testing.rule_proof import prove
 from hp_dtensor.testing.rule_samples import IN_PLACE, Sample

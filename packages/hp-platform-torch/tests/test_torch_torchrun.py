@@ -32,7 +32,7 @@ def test_another_rank_than_torch_distributed_has_is_refused():
     code = (
         "import torch.distributed as dist\n"
         "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
-        "from hp_dtensor.selection import get_platform\n"
+        "from hp_dtensor.platform.selection import get_platform\n"
         "get_platform('torch').connect(1, 4, '127.0.0.1:1')\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -10,9 +10,9 @@ import torch
 
 hp_trainer = pytest.importorskip("hp_trainer", reason="hp-trainer is not installed")
 
-from hp_dtensor.api import distribute_tensor  # noqa: E402
-from hp_dtensor.mesh import init_device_mesh  # noqa: E402
-from hp_dtensor.placements import Replicate, Shard  # noqa: E402
+from hp_dtensor.comm.mesh import init_device_mesh  # noqa: E402
+from hp_dtensor.spec.placements import Replicate, Shard  # noqa: E402
+from hp_dtensor.tensor.conversions import distribute_tensor  # noqa: E402
 from hp_dtensor.testing import run_ranks  # noqa: E402
 from hp_platform_torch import trainer  # noqa: E402
 from hp_trainer.config import AdamWConfig  # noqa: E402

@@ -27,7 +27,7 @@ from hp_dtensor import (
     shard_module,
 )
 from hp_dtensor.exceptions import MeshError, PlacementError
-from hp_platform_torch.interop import (
+from hp_platform_torch.tensor.interop import (
     from_torch_dtensor,
     from_torch_mesh,
     to_torch_dtensor,

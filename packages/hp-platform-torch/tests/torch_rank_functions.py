@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from hp_dtensor import DeviceMesh, DTensor, Partial, Replicate, Shard, distribute_tensor
+from hp_dtensor.comm.world import current_world
 from hp_dtensor.exceptions import CapabilityError
-from hp_dtensor.selection import get_platform
-from hp_dtensor.world import current_world
+from hp_dtensor.platform.selection import get_platform
 
 PLATFORM = get_platform("torch")
 
@@ -239,7 +239,7 @@ def wait_for_a_peer_that_hangs(seconds):
 
 def differentiable_gather():
     """Gradients of an all-gather whose users differ per rank, through torch's autograd on real ranks."""
-    from hp_dtensor import collectives
+    from hp_dtensor.comm import collectives
 
     group = current_world(PLATFORM).all
     lengths = [rank + 1 for rank in range(group.size)]

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hp_dtensor.selection import get_platform
+from hp_dtensor.platform.selection import get_platform
 
 
 def main() -> None:

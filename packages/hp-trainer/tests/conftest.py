@@ -9,7 +9,7 @@ from typing import Any
 import pluggy
 import pytest
 
-from hp_dtensor.plugins import PROJECT_NAME
+from hp_dtensor.platform.plugins import PROJECT_NAME
 from hp_trainer import builtin_plugin, hookspecs, plugins, preflight
 from hp_trainer.config import AdamWConfig, setting
 from hp_trainer.plugins import Registries, fill_registries, hookimpl

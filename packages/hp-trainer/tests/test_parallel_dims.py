@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hp_dtensor.world import fake_world
+from hp_dtensor.comm.world import fake_world
 from hp_trainer.exceptions import ParallelDimsError
 from hp_trainer.parallel_dims import ParallelDims
 

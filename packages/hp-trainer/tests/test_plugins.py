@@ -8,7 +8,7 @@ from typing import Any
 import pluggy
 import pytest
 
-from hp_dtensor.plugins import PROJECT_NAME
+from hp_dtensor.platform.plugins import PROJECT_NAME
 from hp_trainer import builtin_plugin, hookspecs
 from hp_trainer.exceptions import RegistryError
 from hp_trainer.plugins import LifeCycle, fill_registries, hookimpl, resolve_life_cycle

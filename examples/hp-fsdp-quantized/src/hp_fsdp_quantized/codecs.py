@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from hp_dtensor.exceptions import CapabilityError
-from hp_dtensor.platform import Platform
+from hp_dtensor.platform.interface import Platform
 
 Tensor = Any
 

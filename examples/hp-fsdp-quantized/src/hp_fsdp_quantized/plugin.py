@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hp_dtensor.platform import Platform
-from hp_dtensor.plugins import hookimpl
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.platform.plugins import hookimpl
 from hp_fsdp import CommunicationRegistry
 from hp_fsdp_quantized.codecs import Float8, Int8
 from hp_fsdp_quantized.communication import QuantizedCommunication

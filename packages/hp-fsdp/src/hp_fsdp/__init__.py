@@ -1,9 +1,9 @@
 """Fully sharded data parallelism: one differentiable all-gather per group of parameters."""
 
+from hp_fsdp._fsdp_module import FSDPModule, HSDPModule, UnshardHandle, register_fsdp_forward_method
 from hp_fsdp._fully_shard import fully_shard
-from hp_fsdp._hsdp import HSDPCell, hsdp, hsdp_sync_stream
-from hp_fsdp._module import FSDPModule, HSDPModule, UnshardHandle, register_fsdp_forward_method
 from hp_fsdp.communication import Communication, CommunicationRegistry
+from hp_fsdp.compat.hsdp import HSDPCell, hsdp, hsdp_sync_stream
 from hp_fsdp.exceptions import (
     CallOrderError,
     CommunicationError,
@@ -17,7 +17,7 @@ from hp_fsdp.full_parameters import full_parameters, summon_full_params
 from hp_fsdp.grad_scaler import GradScaler
 from hp_fsdp.memory import MemoryMeter, MemoryUse, memory_use
 from hp_fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, ShardPlacementResult
-from hp_fsdp.state_dict import (
+from hp_fsdp.state.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,

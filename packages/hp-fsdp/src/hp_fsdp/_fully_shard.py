@@ -6,16 +6,16 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-from hp_dtensor import nn
-from hp_dtensor.checks import check_alike
-from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.platform import Platform
-from hp_fsdp._buffer import FlatBuffer
-from hp_fsdp._group import ParameterGroup
-from hp_fsdp._hooks import ModuleState, state_of
-from hp_fsdp._module import with_methods
-from hp_fsdp._parameters import DataParallel, Original, check_ties, collect, mark_ignored
-from hp_fsdp._placement import ShardPlacementFunction, place
+from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.parallel import nn
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.spec.rank_checks import check_alike
+from hp_fsdp._engine.flat_buffer import FlatBuffer
+from hp_fsdp._engine.group import ParameterGroup
+from hp_fsdp._engine.hooks import ModuleState, state_of
+from hp_fsdp._engine.parameters import DataParallel, Original, check_ties, collect, mark_ignored
+from hp_fsdp._engine.placement import ShardPlacementFunction, place
+from hp_fsdp._fsdp_module import with_methods
 from hp_fsdp._settings import check_policy, check_settings, parameters_given
 from hp_fsdp.communication import Communication, get_communication
 from hp_fsdp.exceptions import FullyShardError

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.exceptions import CapabilityError
-from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.platform import Platform
+from hp_dtensor.platform.interface import Platform
 from hp_fsdp.exceptions import FullyShardError
 from hp_fsdp.policies import MixedPrecisionPolicy
 

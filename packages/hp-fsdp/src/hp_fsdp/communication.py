@@ -6,8 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from hp_dtensor.platform import Platform
-from hp_dtensor.world import ProcessGroup, Work
+from hp_dtensor.comm.world import ProcessGroup, Work
+from hp_dtensor.platform.interface import Platform
 from hp_fsdp.exceptions import FullyShardError
 
 Tensor = Any

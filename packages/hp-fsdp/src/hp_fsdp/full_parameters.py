@@ -7,15 +7,15 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from hp_dtensor.dtensor import DTensor
-from hp_dtensor.platform import Platform
-from hp_fsdp import _state
-from hp_fsdp._buffer import FlatBuffer, ManagedParameter
-from hp_fsdp._full import gather_full
-from hp_fsdp._group import ParameterGroup
-from hp_fsdp._hooks import state_of
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.tensor.dtensor import DTensor
+from hp_fsdp._engine.flat_buffer import FlatBuffer, ManagedParameter
+from hp_fsdp._engine.full_tensors import gather_full
+from hp_fsdp._engine.group import ParameterGroup
+from hp_fsdp._engine.hooks import state_of
 from hp_fsdp.exceptions import FSDPStateError
-from hp_fsdp.state_dict import _platform_of
+from hp_fsdp.state import model_state as _state
+from hp_fsdp.state.state_dict import _platform_of
 from hp_fsdp.storage import ParameterStorage, get_storage
 
 Tensor = Any

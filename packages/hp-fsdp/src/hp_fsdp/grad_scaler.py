@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from hp_dtensor.platform import Platform
-from hp_dtensor.selection import get_platform
-from hp_dtensor.world import ProcessGroup, current_world
-from hp_fsdp._full import local_of
+from hp_dtensor.comm.world import ProcessGroup, current_world
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.platform.selection import get_platform
+from hp_fsdp._engine.full_tensors import local_of
 from hp_fsdp.exceptions import LossScalingError
 from hp_fsdp.storage import get_storage
 

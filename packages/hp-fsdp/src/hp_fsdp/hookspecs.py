@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
-    from hp_dtensor.platform import Platform
+    from hp_dtensor.platform.interface import Platform
     from hp_fsdp.communication import CommunicationRegistry
     from hp_fsdp.storage import ParameterStorage
 

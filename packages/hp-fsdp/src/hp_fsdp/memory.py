@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from hp_fsdp._hooks import ModuleState, state_of, states_below
+from hp_fsdp._engine.hooks import ModuleState, state_of, states_below
 from hp_fsdp.exceptions import FullyShardError
 
 Module = Any

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.placements import Shard
-from hp_dtensor.platform import Platform
+from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.spec.placements import Shard
 
 DType = Any
 

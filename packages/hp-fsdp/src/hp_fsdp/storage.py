@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from hp_dtensor.dtensor import AwaitedGradient
+from hp_dtensor.comm.world import DONE, Work
 from hp_dtensor.exceptions import CapabilityError, PlatformError
-from hp_dtensor.platform import Platform
-from hp_dtensor.plugins import create_plugin_manager
-from hp_dtensor.spec import TensorSpec
-from hp_dtensor.world import DONE, Work
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.platform.plugins import create_plugin_manager
+from hp_dtensor.spec.tensor_spec import TensorSpec
+from hp_dtensor.tensor.dtensor import AwaitedGradient
 
 Tensor = Any
 DType = Any

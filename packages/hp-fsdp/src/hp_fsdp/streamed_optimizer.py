@@ -8,16 +8,16 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from hp_dtensor.dtensor import DTensor
-from hp_dtensor.platform import Platform
-from hp_dtensor.spec import TensorSpec
-from hp_dtensor.world import Work
-from hp_fsdp import _state
-from hp_fsdp._buffer import FlatBuffer, ManagedParameter
-from hp_fsdp._full import local_of
-from hp_fsdp._offload import Residence
+from hp_dtensor.comm.world import Work
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.spec.tensor_spec import TensorSpec
+from hp_dtensor.tensor.dtensor import DTensor
+from hp_fsdp._engine.flat_buffer import FlatBuffer, ManagedParameter
+from hp_fsdp._engine.full_tensors import local_of
+from hp_fsdp._engine.offload import Residence
 from hp_fsdp.exceptions import FullyShardError
-from hp_fsdp.state_dict import _platform_of
+from hp_fsdp.state import model_state as _state
+from hp_fsdp.state.state_dict import _platform_of
 from hp_fsdp.storage import get_storage
 
 Tensor = Any

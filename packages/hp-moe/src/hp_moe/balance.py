@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy
 
-from hp_dtensor.collectives import all_reduce_data
+from hp_dtensor.comm.collectives import all_reduce_data
 from hp_moe.moe import MoE
 
 Tensor = Any
@@ -50,8 +50,8 @@ class LoadMetrics:
 
 def moe_layers(model: Any) -> dict[str, MoE]:
     """The mixture-of-experts layers of a module of any platform, by dotted name."""
-    from hp_dtensor.nn import Module
-    from hp_dtensor.selection import get_platform
+    from hp_dtensor.parallel.nn import Module
+    from hp_dtensor.platform.selection import get_platform
 
     platform = model.platform if isinstance(model, Module) else get_platform()
     return {name: layer for name, layer in platform.named_modules(model) if isinstance(layer, MoE)}

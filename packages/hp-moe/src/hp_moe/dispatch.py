@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy
 
-from hp_dtensor.collectives import all_to_all_rows, all_to_all_rows_data
-from hp_dtensor.placements import Shard
-from hp_dtensor.platform import Platform
-from hp_dtensor.recompute import kept
-from hp_dtensor.world import ProcessGroup
+from hp_dtensor.comm.collectives import all_to_all_rows, all_to_all_rows_data
+from hp_dtensor.comm.world import ProcessGroup
+from hp_dtensor.parallel.recompute import kept
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.spec.placements import Shard
 from hp_moe.exceptions import ExpertParallelError
 from hp_moe.plugins import plugin_manager
 from hp_moe.products import GroupSizes
@@ -88,7 +88,7 @@ class AllToAllDispatcher(TokenDispatcher):
     The copies for several experts of one rank are made there, and their results are summed there before they
     return, so a token crosses the wire once per rank and direction, not once per expert. Forward takes four
     all-to-alls (sizes; rows; expert numbers and scores; results) and waits for the device once, for the
-    sizes; backward takes three. A recomputation (`hp_dtensor.recompute`) asks for the sizes no more.
+    sizes; backward takes three. A recomputation (`hp_dtensor.parallel.recompute`) asks for the sizes no more.
 
     Args:
         group: the ranks that share the experts; rank i owns the i-th chunk, the last ones may own none.

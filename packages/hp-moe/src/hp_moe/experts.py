@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from hp_dtensor import nn
-from hp_dtensor.dtensor import DTensor
-from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.placements import Partial
+from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.parallel import nn
+from hp_dtensor.spec.placements import Partial
+from hp_dtensor.tensor.dtensor import DTensor
 from hp_moe.dispatch import LocalDispatcher, TokenDispatcher
 from hp_moe.products import GroupSizes, grouped_matmul
 from hp_moe.router import Routing

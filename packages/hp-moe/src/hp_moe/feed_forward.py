@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hp_dtensor import nn
+from hp_dtensor.parallel import nn
 
 Tensor = Any
 

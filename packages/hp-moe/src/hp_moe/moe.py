@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from hp_dtensor import nn
-from hp_dtensor.dtensor import DTensor
-from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.recompute import is_checkpointed, kept
+from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.parallel import nn
+from hp_dtensor.parallel.recompute import is_checkpointed, kept
+from hp_dtensor.tensor.dtensor import DTensor
 from hp_moe.exceptions import ExpertParallelError, MoEConfigError
 from hp_moe.experts import GroupedExperts
 from hp_moe.feed_forward import FeedForward

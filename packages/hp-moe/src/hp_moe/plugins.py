@@ -6,7 +6,7 @@ import functools
 
 import pluggy
 
-from hp_dtensor.plugins import create_plugin_manager, hookimpl
+from hp_dtensor.platform.plugins import create_plugin_manager, hookimpl
 
 __all__ = ["hookimpl", "plugin_manager"]
 

@@ -14,10 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hp_dtensor.api import vary
-from hp_dtensor.dtensor import DTensor
-from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.placements import Partial, Placement, Replicate, Shard
+from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.spec.placements import Partial, Placement, Replicate, Shard
+from hp_dtensor.tensor.conversions import vary
+from hp_dtensor.tensor.dtensor import DTensor
 from hp_moe.exceptions import ExpertParallelError
 
 Tensor = Any

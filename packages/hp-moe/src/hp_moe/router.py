@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 import numpy
 
-from hp_dtensor import nn
-from hp_dtensor.dtensor import DTensor
-from hp_dtensor.placements import Partial
-from hp_dtensor.platform import Platform
-from hp_dtensor.recompute import kept
+from hp_dtensor.parallel import nn
+from hp_dtensor.parallel.recompute import kept
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.spec.placements import Partial
+from hp_dtensor.tensor.dtensor import DTensor
 from hp_moe.exceptions import MoEConfigError
 
 Tensor = Any

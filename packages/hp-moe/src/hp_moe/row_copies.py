@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hp_dtensor.platform import Platform
+from hp_dtensor.platform.interface import Platform
 
 Tensor = Any
 

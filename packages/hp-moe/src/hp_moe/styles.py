@@ -10,10 +10,10 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from hp_dtensor.dtensor import DTensor
-from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.placements import Placement, Replicate, Shard
-from hp_dtensor.styles import ParallelStyle, distribute_module, place_parameter
+from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.parallel.tensor_parallel import ParallelStyle, distribute_module, place_parameter
+from hp_dtensor.spec.placements import Placement, Replicate, Shard
+from hp_dtensor.tensor.dtensor import DTensor
 from hp_moe.dispatch import TokenDispatcher, dispatchers
 from hp_moe.exceptions import ExpertParallelError
 from hp_moe.experts import GroupedExperts

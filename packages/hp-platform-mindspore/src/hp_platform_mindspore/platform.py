@@ -20,19 +20,30 @@ try:
 except ImportError:  # MindSpore 2.9
     set_versions = None
 
-from hp_dtensor.api import check_reached, differentiated, shortcut_views, with_shortcuts
-from hp_dtensor.dispatch import forget_plans
+from hp_dtensor.comm.world import World
+from hp_dtensor.dispatch.dispatch import forget_plans
 from hp_dtensor.exceptions import CapabilityError, PlatformError
-from hp_dtensor.platform import Platform, Removable
-from hp_dtensor.spec import TensorSpec
-from hp_dtensor.world import World
-from hp_platform_mindspore import autograd, dtensor, interception, module, optimizer_step
+from hp_dtensor.platform.interface import Platform, Removable
+from hp_dtensor.spec.tensor_spec import TensorSpec
+from hp_dtensor.tensor.conversions import check_reached, differentiated, shortcut_views, with_shortcuts
 from hp_platform_mindspore.capabilities import ASCEND, CPU, Capabilities
-from hp_platform_mindspore.functions import FOUND, names_of
-from hp_platform_mindspore.groups import MindSporeWorld
-from hp_platform_mindspore.memory import DTYPES, FLOATING, HOST_DTYPES, NAMES, copy, host_view, numbers, share, store
-from hp_platform_mindspore.operation_names import primitives_of
-from hp_platform_mindspore.ops import build_functions, build_ops
+from hp_platform_mindspore.comm.groups import MindSporeWorld
+from hp_platform_mindspore.ops.functions import FOUND, names_of
+from hp_platform_mindspore.ops.names import primitives_of
+from hp_platform_mindspore.ops.namespace import build_functions, build_ops
+from hp_platform_mindspore.optim import local_step as optimizer_step
+from hp_platform_mindspore.tensor import autograd, dtensor, interception, module
+from hp_platform_mindspore.tensor.memory import (
+    DTYPES,
+    FLOATING,
+    HOST_DTYPES,
+    NAMES,
+    copy,
+    host_view,
+    numbers,
+    share,
+    store,
+)
 
 Removable.register(HookHandle)
 # MindSpore 2.9 has no hooks for a forward that raises.

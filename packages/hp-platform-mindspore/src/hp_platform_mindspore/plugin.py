@@ -11,10 +11,10 @@ import os
 from typing import TYPE_CHECKING
 
 from hp_dtensor.exceptions import PlatformError
-from hp_dtensor.plugins import hookimpl
+from hp_dtensor.platform.plugins import hookimpl
 
 if TYPE_CHECKING:
-    from hp_dtensor.platform import Platform
+    from hp_dtensor.platform.interface import Platform
 
 MINIMUM_MINDSPORE = (2, 9)
 NUMPY_LIMIT = (2, 0)

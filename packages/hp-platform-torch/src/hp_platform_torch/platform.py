@@ -16,15 +16,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from hp_dtensor.comm.world import World
 from hp_dtensor.exceptions import CapabilityError, PlatformError
-from hp_dtensor.platform import DTYPE_NAMES, Platform, Removable
-from hp_dtensor.spec import TensorSpec
-from hp_dtensor.world import World
-from hp_platform_torch import autograd, backward_inputs, dtensor, entrances, groups, operations, optimizer_step
-from hp_platform_torch.dtensor import TorchDTensor
-from hp_platform_torch.operation_names import function_named, names_of
-from hp_platform_torch.operations import LocalOperations, NoGrad
-from hp_platform_torch.ops import build_ops
+from hp_dtensor.platform.interface import DTYPE_NAMES, Platform, Removable
+from hp_dtensor.spec.tensor_spec import TensorSpec
+from hp_platform_torch.comm import groups
+from hp_platform_torch.ops import calls as operations
+from hp_platform_torch.ops.calls import LocalOperations, NoGrad
+from hp_platform_torch.ops.names import function_named, names_of
+from hp_platform_torch.ops.namespace import build_ops
+from hp_platform_torch.optim import local_step as optimizer_step
+from hp_platform_torch.tensor import autograd, backward_inputs, dtensor
+from hp_platform_torch.tensor import torch_guards as entrances
+from hp_platform_torch.tensor.dtensor import TorchDTensor
 
 Tensor = torch.Tensor
 Removable.register(RemovableHandle)

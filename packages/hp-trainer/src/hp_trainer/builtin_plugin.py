@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hp_dtensor.plugins import hookimpl
+from hp_dtensor.platform.plugins import hookimpl
 from hp_trainer.config import setting
 from hp_trainer.registry import NoOptions, Registry
 

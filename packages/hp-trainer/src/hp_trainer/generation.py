@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from hp_dtensor.platform import Platform
-from hp_dtensor.world import SilentWorld, use_world
+from hp_dtensor.comm.world import SilentWorld, use_world
+from hp_dtensor.platform.interface import Platform
 from hp_trainer.checkpoint import Checkpoint
 from hp_trainer.config import GenerateConfig, TrainerConfig, to_plain
 from hp_trainer.launching import storage_of

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from hp_dtensor.comm.world import current_world
 from hp_dtensor.launch import from_environment, is_launched, launch, rank_environment
-from hp_dtensor.platform import Platform
-from hp_dtensor.selection import get_platform
-from hp_dtensor.world import current_world
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.platform.selection import get_platform
 from hp_trainer._exchange import coordinator
 from hp_trainer.checkpoint import Storage
 from hp_trainer.config import ParallelConfig, TrainerConfig

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from hp_dtensor.clip import clip_grad_norm_, total_norm
-from hp_dtensor.init import init_parameters
-from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.platform import Platform
-from hp_dtensor.world import current_world
+from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.comm.world import current_world
+from hp_dtensor.optim.clip import clip_grad_norm_, total_norm
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.tensor.init import init_parameters
 from hp_fsdp import GradScaler
 from hp_trainer._exchange import all_ranks
 from hp_trainer.checkpoint import Checkpoint, Storage, save_checkpoint

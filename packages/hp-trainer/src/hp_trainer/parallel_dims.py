@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.world import World, current_world
+from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.comm.world import World, current_world
 from hp_trainer._divisors import join_choices, nearest_divisors
 from hp_trainer.exceptions import ParallelDimsError, Problem, raise_if_any
 
 if TYPE_CHECKING:
-    from hp_dtensor.platform import Platform
+    from hp_dtensor.platform.interface import Platform
 
 ExpertMesh = Literal["folded", "peer"]
 

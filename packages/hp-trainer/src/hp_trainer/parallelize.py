@@ -10,10 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from hp_dtensor.dtensor import DTensor
-from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.placements import Replicate, Shard
-from hp_dtensor.styles import (
+from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.parallel.tensor_parallel import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
@@ -22,6 +20,8 @@ from hp_dtensor.styles import (
     distribute_module,
     parallelize_module,
 )
+from hp_dtensor.spec.placements import Replicate, Shard
+from hp_dtensor.tensor.dtensor import DTensor
 from hp_fsdp import MixedPrecisionPolicy, fully_shard
 from hp_moe import (
     BaseExpertParallel,

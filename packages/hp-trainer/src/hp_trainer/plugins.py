@@ -9,7 +9,7 @@ from typing import Any
 
 import pluggy
 
-from hp_dtensor.plugins import create_plugin_manager, hookimpl
+from hp_dtensor.platform.plugins import create_plugin_manager, hookimpl
 from hp_trainer import hookspecs
 from hp_trainer.registry import Registry
 

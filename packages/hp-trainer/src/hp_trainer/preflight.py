@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
-from hp_dtensor.plugins import plugin_manager
+from hp_dtensor.platform.plugins import plugin_manager
 from hp_trainer._divisors import join_choices
 from hp_trainer.config import LoadedConfig, TrainerConfig, to_plain
 from hp_trainer.exceptions import ParallelDimsError, Problem, RegistryError

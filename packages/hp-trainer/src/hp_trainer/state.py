@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from hp_dtensor.dtensor import DTensor
-from hp_dtensor.platform import Platform
-from hp_dtensor.world import current_world
+from hp_dtensor.comm.world import current_world
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.tensor.dtensor import DTensor
 from hp_trainer.checkpoint import Box, Checkpoint, TensorPart
 from hp_trainer.optimizers import Optimizer
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from hp_dtensor.dispatch import dispatch
-from hp_dtensor.ops import OP_NAMES
+from hp_dtensor.dispatch.dispatch import dispatch
+from hp_dtensor.platform.ops import OP_NAMES
 from hp_platform_numpy import kernels
 from hp_platform_numpy.tensor import NumpyDTensor
 

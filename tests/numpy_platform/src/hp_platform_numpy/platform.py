@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from hp_dtensor.api import differentiated, grad_spec
+from hp_dtensor.comm.world import SilentWorld, World
 from hp_dtensor.exceptions import CapabilityError
-from hp_dtensor.platform import DTYPE_NAMES, Platform, Removable
-from hp_dtensor.spec import TensorSpec
-from hp_dtensor.world import SilentWorld, World
+from hp_dtensor.platform.interface import DTYPE_NAMES, Platform, Removable
+from hp_dtensor.spec.tensor_spec import TensorSpec
+from hp_dtensor.tensor.conversions import differentiated, grad_spec
 from hp_platform_numpy import kernels, module, tape
 from hp_platform_numpy.dispatching import build_ops, local_operations
 from hp_platform_numpy.tensor import FLOATING, Array, NumpyDTensor, Tensor, alias, as_dtype

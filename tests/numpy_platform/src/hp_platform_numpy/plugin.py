@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 
-from hp_dtensor.platform import Platform
-from hp_dtensor.plugins import hookimpl
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.platform.plugins import hookimpl
 
 
 @hookimpl

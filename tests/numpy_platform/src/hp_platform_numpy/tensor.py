@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from hp_dtensor.dtensor import DTensor
-from hp_dtensor.platform import DTYPE_NAMES
+from hp_dtensor.platform.interface import DTYPE_NAMES
+from hp_dtensor.tensor.dtensor import DTensor
 from hp_platform_numpy.tape import Node
 
 Array = np.ndarray

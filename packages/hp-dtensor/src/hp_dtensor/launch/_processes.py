@@ -21,7 +21,7 @@ from typing import IO, Any
 
 from hp_dtensor.exceptions import LaunchError
 from hp_dtensor.launch._rank import Failed, Returned, Run, Setup
-from hp_dtensor.platform import Platform
+from hp_dtensor.platform.interface import Platform
 
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[4]); "

@@ -20,8 +20,8 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from hp_dtensor.launch._targets import load_target
-from hp_dtensor.platform import Platform
-from hp_dtensor.selection import get_platform
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.platform.selection import get_platform
 
 HOST = "127.0.0.1"
 ORPHANED = 113  # exit code

@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from hp_dtensor.comm.world import World
 from hp_dtensor.exceptions import LaunchError
-from hp_dtensor.platform import Platform
-from hp_dtensor.selection import get_platform
-from hp_dtensor.world import World
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.platform.selection import get_platform
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from hp_dtensor.exceptions import LaunchError
 from hp_dtensor.launch._processes import LocalRanks, Output
 from hp_dtensor.launch._targets import target_name
 from hp_dtensor.launch.signals import held_signals
-from hp_dtensor.platform import Platform
-from hp_dtensor.selection import get_platform
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.platform.selection import get_platform
 
 
 def launch(

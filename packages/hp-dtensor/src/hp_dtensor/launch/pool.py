@@ -8,8 +8,8 @@ from typing import Any, Self
 
 from hp_dtensor.launch._processes import LocalRanks, Output
 from hp_dtensor.launch._targets import target_name
-from hp_dtensor.platform import Platform
-from hp_dtensor.selection import get_platform
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.platform.selection import get_platform
 
 
 class RankPool:

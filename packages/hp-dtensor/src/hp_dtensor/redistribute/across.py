@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hp_dtensor.exceptions import PlacementError
-from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard
-from hp_dtensor.redistribute.parts import (
+from hp_dtensor.redistribute.plan import RedistributePlan
+from hp_dtensor.redistribute.planner import plan_between
+from hp_dtensor.redistribute.regions import (
     Part,
     Received,
     Recipe,
@@ -27,9 +28,8 @@ from hp_dtensor.redistribute.parts import (
     runs_in,
     size_of,
 )
-from hp_dtensor.redistribute.plan import RedistributePlan
-from hp_dtensor.redistribute.planner import plan_between
-from hp_dtensor.spec import Ranges, TensorSpec
+from hp_dtensor.spec.placements import Partial, Placement, RaggedShard, Replicate, Shard
+from hp_dtensor.spec.tensor_spec import Ranges, TensorSpec
 
 Tensor = Any
 

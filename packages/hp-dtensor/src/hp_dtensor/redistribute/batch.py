@@ -10,9 +10,9 @@ import math
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
-from hp_dtensor.platform import Platform
-from hp_dtensor.redistribute.parts import Received
+from hp_dtensor.platform.interface import Platform
 from hp_dtensor.redistribute.plan import RedistributePlan
+from hp_dtensor.redistribute.regions import Received
 from hp_dtensor.redistribute.steps import Collective, Exchange, Step
 
 Tensor = Any

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from hp_dtensor.placements import Placement
-from hp_dtensor.spec import split_ranges
+from hp_dtensor.spec.placements import Placement
+from hp_dtensor.spec.tensor_spec import split_ranges
 
 Placements = tuple[Placement, ...]
 Cut = tuple[int, Placement]

@@ -11,8 +11,8 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 
-from hp_dtensor.placements import Shard, StridedShard
 from hp_dtensor.redistribute.cuts import Cut, Placements, cuts_of
+from hp_dtensor.spec.placements import Shard, StridedShard
 
 Span = tuple[int, int]
 """The digits of a dimension between `low` and `high` parts: `low` divides `high`."""

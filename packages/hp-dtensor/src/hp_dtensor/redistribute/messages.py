@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hp_dtensor.redistribute.ownership import Coordinate, Ownership, Row
-from hp_dtensor.redistribute.parts import Part, Recipe, Region, Zeros, recipe_over, runs_in, size_of
-from hp_dtensor.spec import Ranges, join_ranges
+from hp_dtensor.redistribute.regions import Part, Recipe, Region, Zeros, recipe_over, runs_in, size_of
+from hp_dtensor.spec.tensor_spec import Ranges, join_ranges
 
 Label = tuple[int, ...]
 

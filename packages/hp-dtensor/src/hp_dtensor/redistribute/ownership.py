@@ -13,10 +13,10 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from hp_dtensor.placements import Shard
 from hp_dtensor.redistribute.cuts import Placements, Segment, cuts_of, overlaps, segments
 from hp_dtensor.redistribute.volume import Volume
-from hp_dtensor.spec import Ranges, join_ranges, split_ranges
+from hp_dtensor.spec.placements import Shard
+from hp_dtensor.spec.tensor_spec import Ranges, join_ranges, split_ranges
 
 Coordinate = tuple[int, ...]
 Row = tuple[int, int, tuple[int, ...], tuple[int, ...]]

@@ -13,12 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from hp_dtensor.collectives import grad_of_selected
-from hp_dtensor.keeping import Kept
-from hp_dtensor.placements import Partial, Placement, Replicate
-from hp_dtensor.platform import Platform
+from hp_dtensor.comm.collectives import grad_of_selected
+from hp_dtensor.comm.kept_tensors import Kept
+from hp_dtensor.platform.interface import Platform
 from hp_dtensor.redistribute.steps import Step, scaled
-from hp_dtensor.spec import TensorSpec, describe
+from hp_dtensor.spec.placements import Partial, Placement, Replicate
+from hp_dtensor.spec.tensor_spec import TensorSpec, describe
 
 Tensor = Any
 Result = TypeVar("Result")

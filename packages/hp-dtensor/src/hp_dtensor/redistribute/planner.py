@@ -7,9 +7,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from hp_dtensor.comm.mesh import DeviceMesh, require_mesh
 from hp_dtensor.exceptions import PlacementError
-from hp_dtensor.mesh import DeviceMesh, require_mesh
-from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.redistribute import steps
 from hp_dtensor.redistribute.costs import DEFAULT_COSTS, CostModel
 from hp_dtensor.redistribute.cuts import Placements, cuts_of, product
@@ -17,7 +16,8 @@ from hp_dtensor.redistribute.ownership import Ownership
 from hp_dtensor.redistribute.plan import RedistributePlan, Stage
 from hp_dtensor.redistribute.search import REPLICATE, SUM, Move, Problem, cheapest_moves
 from hp_dtensor.redistribute.volume import least_volume
-from hp_dtensor.spec import TensorSpec, require_placements
+from hp_dtensor.spec.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
+from hp_dtensor.spec.tensor_spec import TensorSpec, require_placements
 
 LINEAR = ("sum", "avg")
 

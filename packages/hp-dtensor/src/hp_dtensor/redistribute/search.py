@@ -14,10 +14,10 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from hp_dtensor.placements import Partial, Placement, Replicate, Shard
 from hp_dtensor.redistribute.cuts import Placements, cuts_of, product
 from hp_dtensor.redistribute.ownership import Ownership
 from hp_dtensor.redistribute.volume import Volume, least_volume
+from hp_dtensor.spec.placements import Partial, Placement, Replicate, Shard
 
 MOST_STATES = 2000
 """States looked at before the search settles for the direct exchange."""

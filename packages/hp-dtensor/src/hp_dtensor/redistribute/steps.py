@@ -9,14 +9,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.comm.world import ProcessGroup, Work
 from hp_dtensor.exceptions import CapabilityError
-from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.platform import Platform
+from hp_dtensor.platform.interface import Platform
 from hp_dtensor.redistribute.cuts import Placements
 from hp_dtensor.redistribute.messages import Messages, exchange_messages, reduction_regions
 from hp_dtensor.redistribute.ownership import Ownership
-from hp_dtensor.redistribute.parts import Part, Received, Region, compact_copy
-from hp_dtensor.world import ProcessGroup, Work
+from hp_dtensor.redistribute.regions import Part, Received, Region, compact_copy
 
 Tensor = Any
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from hp_dtensor.rules.factors import Dims, Factorization
-from hp_dtensor.rules.registry import OpCall, Rule, RuleRegistry
+from hp_dtensor.rules.engine.factors import Dims, Factorization
+from hp_dtensor.rules.engine.registry import OpCall, Rule, RuleRegistry
 
 Sizes = tuple[int, ...]
 

@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from hp_dtensor import collectives
-from hp_dtensor.rules.factors import Dims, Factorization
-from hp_dtensor.rules.ids import check_ids, own_ids
-from hp_dtensor.rules.registry import OpCall, RuleRegistry
+from hp_dtensor.comm import collectives
+from hp_dtensor.rules.engine.factors import Dims, Factorization
+from hp_dtensor.rules.engine.registry import OpCall, RuleRegistry
+from hp_dtensor.rules.indexing.ids import check_ids, own_ids
 
 if TYPE_CHECKING:
-    from hp_dtensor.dispatch import LocalCall
+    from hp_dtensor.dispatch.dispatch import LocalCall
 
 Tensor = Any
 Local = Callable[["LocalCall"], Tensor]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hp_dtensor.rules.factors import Dims, Factorization
-from hp_dtensor.rules.registry import OpCall, RuleRegistry
+from hp_dtensor.rules.engine.factors import Dims, Factorization
+from hp_dtensor.rules.engine.registry import OpCall, RuleRegistry
 
 
 def register(registry: RuleRegistry) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hp_dtensor.rules.factors import Dims, Factorization
+from hp_dtensor.rules.engine.factors import Dims, Factorization
+from hp_dtensor.rules.engine.registry import OpCall, Rule, RuleRegistry, broadcast_shape, names_for
 from hp_dtensor.rules.products import batch_dims
-from hp_dtensor.rules.registry import OpCall, Rule, RuleRegistry, broadcast_shape, names_for
 
 Shape = tuple[int, ...]
 

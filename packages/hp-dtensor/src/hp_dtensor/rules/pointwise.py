@@ -6,10 +6,10 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from hp_dtensor.platform import Platform
-from hp_dtensor.rules.factors import Dims, Factorization
-from hp_dtensor.rules.registry import OpCall, Rule, RuleRegistry, broadcast_shape, names_for
-from hp_dtensor.spec import TensorSpec
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.rules.engine.factors import Dims, Factorization
+from hp_dtensor.rules.engine.registry import OpCall, Rule, RuleRegistry, broadcast_shape, names_for
+from hp_dtensor.spec.tensor_spec import TensorSpec
 
 NONLINEAR = (
     "exp log log2 log10 log1p expm1 sqrt rsqrt abs sin cos tan asin acos atan sinh cosh tanh erf erfc sigmoid relu "

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hp_dtensor.rules.factors import Dims, Factorization
-from hp_dtensor.rules.registry import OpCall, RuleRegistry, broadcast_shape
+from hp_dtensor.rules.engine.factors import Dims, Factorization
+from hp_dtensor.rules.engine.registry import OpCall, RuleRegistry, broadcast_shape
 
 BOTH: tuple[frozenset[int], ...] = (frozenset({0, 1}),)
 

@@ -20,14 +20,14 @@ from collections.abc import Callable
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from hp_dtensor.placements import RaggedShard
-from hp_dtensor.rules.factors import Factorization
+from hp_dtensor.rules.engine.factors import Factorization
+from hp_dtensor.rules.engine.registry import OpCall, Rule, RuleRegistry, names_for
 from hp_dtensor.rules.pointwise import pointwise
-from hp_dtensor.rules.registry import OpCall, Rule, RuleRegistry, names_for
-from hp_dtensor.spec import TensorSpec
+from hp_dtensor.spec.placements import RaggedShard
+from hp_dtensor.spec.tensor_spec import TensorSpec
 
 if TYPE_CHECKING:
-    from hp_dtensor.dispatch import LocalCall
+    from hp_dtensor.dispatch.dispatch import LocalCall
 
 Tensor = Any
 LINEAR = (frozenset({0}),)

@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hp_dtensor.rules.factors import Dims, Factorization, Part
-from hp_dtensor.rules.registry import OpCall, RuleRegistry, names_for
+from hp_dtensor.rules.engine.factors import Dims, Factorization, Part
+from hp_dtensor.rules.engine.registry import OpCall, RuleRegistry, names_for
 
 LINEAR = (frozenset({0}),)
 

@@ -14,7 +14,7 @@ import pytest
 
 if TYPE_CHECKING:
     from hp_dtensor.launch import RankPool
-    from hp_dtensor.platform import Platform
+    from hp_dtensor.platform.interface import Platform
     from hp_dtensor.testing.shares import Share
 
 CASES = "hp_cases"
@@ -115,7 +115,7 @@ def count_cases(record_property: Callable[[str, object], None]) -> Callable[...,
 @pytest.fixture(scope="session")
 def hp_platform(pytestconfig: pytest.Config) -> Platform:
     """The platform under test."""
-    from hp_dtensor.selection import get_platform
+    from hp_dtensor.platform.selection import get_platform
 
     return get_platform(pytestconfig.getoption("--hp-platform"))
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.placements import Partial, Placement, Replicate, Shard
-from hp_dtensor.platform import Platform
+from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.comm.world import record_collectives
+from hp_dtensor.platform.interface import Platform
 from hp_dtensor.redistribute import plan_between
-from hp_dtensor.spec import TensorSpec
+from hp_dtensor.spec.placements import Partial, Placement, Replicate, Shard
+from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.testing.shares import ALL, Share, chosen
-from hp_dtensor.world import record_collectives
 
 Placements = tuple[Placement, ...]
 Array = np.ndarray[Any, Any]

@@ -11,8 +11,8 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from hp_dtensor.placements import Partial, Placement, Replicate, Shard
-from hp_dtensor.spec import split_ranges
+from hp_dtensor.spec.placements import Partial, Placement, Replicate, Shard
+from hp_dtensor.spec.tensor_spec import split_ranges
 
 Placements = tuple[Placement, ...]
 Pairs = dict[tuple[Placements, Placements], int]

@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from hp_dtensor import api
-from hp_dtensor.dtensor import DTensor
+from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.comm.world import SilentWorld
 from hp_dtensor.exceptions import CapabilityError, ShardingRuleError
-from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.placements import Partial, Placement, Replicate, Shard
-from hp_dtensor.platform import Platform
-from hp_dtensor.spec import TensorSpec, grad_spec
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.spec.placements import Partial, Placement, Replicate, Shard
+from hp_dtensor.spec.tensor_spec import TensorSpec, grad_spec
+from hp_dtensor.tensor import conversions
+from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.testing.rule_samples import Sample
 from hp_dtensor.testing.shares import ALL, Share, chosen
-from hp_dtensor.world import SilentWorld
 
 Tensor = Any
 Placements = tuple[Placement, ...]
@@ -156,7 +156,7 @@ class _Case:
         described = f"{self.sample.name} {placements}"
         leaves = [self._leaf(self._local(i, placed)) for i, placed in enumerate(placements)]
         sharded = [
-            api.from_local(leaf, self.mesh, placed, shape=array.shape)
+            conversions.from_local(leaf, self.mesh, placed, shape=array.shape)
             for leaf, array, placed in zip(leaves, self.arrays, placements, strict=True)
         ]
         try:

@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from hp_dtensor.comm.world import DONE, PendingBytes, ProcessGroup, Work, World, use_world
 from hp_dtensor.exceptions import CapabilityError, CollectiveError, LaunchError
-from hp_dtensor.platform import Platform
-from hp_dtensor.selection import get_platform
-from hp_dtensor.world import DONE, PendingBytes, ProcessGroup, Work, World, use_world
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.platform.selection import get_platform
 
 Tensor = Any
 

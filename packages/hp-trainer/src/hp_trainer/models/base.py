@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from hp_dtensor.init import Distribution
-    from hp_dtensor.mesh import DeviceMesh
+    from hp_dtensor.comm.mesh import DeviceMesh
+    from hp_dtensor.tensor.init import Distribution
     from hp_trainer.config import TrainingConfig
     from hp_trainer.parallel_dims import ParallelDims
 
@@ -36,7 +36,7 @@ class LanguageModel(Protocol):
         """
 
     def initializer(self, name: str, shape: tuple[int, ...]) -> Distribution:
-        """How to draw a parameter, for `hp_dtensor.init.init_parameters`."""
+        """How to draw a parameter, for `hp_dtensor.tensor.init.init_parameters`."""
 
     def parallelize(
         self,

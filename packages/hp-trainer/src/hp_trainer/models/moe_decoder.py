@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
-from hp_dtensor import nn
-from hp_dtensor.api import replicate_like
-from hp_dtensor.dtensor import DTensor
-from hp_dtensor.init import Constant, Distribution, Normal
-from hp_dtensor.platform import Platform
-from hp_dtensor.recompute import checkpoint
+from hp_dtensor.parallel import nn
+from hp_dtensor.parallel.recompute import checkpoint
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.tensor.conversions import replicate_like
+from hp_dtensor.tensor.dtensor import DTensor
+from hp_dtensor.tensor.init import Constant, Distribution, Normal
 from hp_moe import FeedForward, MoE, update_expert_bias
 from hp_trainer.config import setting
 from hp_trainer.exceptions import Problem
 from hp_trainer.models.rotary import RotaryTables, Rotation
 
 if TYPE_CHECKING:
-    from hp_dtensor.mesh import DeviceMesh
+    from hp_dtensor.comm.mesh import DeviceMesh
     from hp_trainer.config import TrainingConfig
     from hp_trainer.parallel_dims import ParallelDims
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy
 
-from hp_dtensor.api import replicate_like
-from hp_dtensor.platform import Platform
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.tensor.conversions import replicate_like
 
 Tensor = Any
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from hp_dtensor.platform import Platform
-from hp_dtensor.selection import get_platform
+from hp_dtensor.comm.world import ProcessGroup, current_world
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.testing.conformance.values import Array, assert_values, tensor, whole_numbers
-from hp_dtensor.world import ProcessGroup, current_world
 
 SHAPES = ((2, 3), (), (0, 2))
 WAYS = (False, True)  # of `async_op`

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from hp_dtensor.launch import RankPool
-from hp_dtensor.platform import Platform
-from hp_dtensor.selection import get_platform
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.testing.conformance.ranks import Ranks
 
 SIMULATED_SIZES = (2, 3, 5)

@@ -8,16 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hp_dtensor import api, nn
-from hp_dtensor.dtensor import DTensor
+from hp_dtensor.comm.mesh import DeviceMesh, init_device_mesh
+from hp_dtensor.comm.world import current_world
 from hp_dtensor.exceptions import MixedOperandsError, ShardShapeError
-from hp_dtensor.mesh import DeviceMesh, init_device_mesh
-from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard
-from hp_dtensor.platform import Platform
-from hp_dtensor.selection import get_platform
-from hp_dtensor.spec import TensorSpec
+from hp_dtensor.parallel import nn
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.platform.selection import get_platform
+from hp_dtensor.spec.placements import Partial, Placement, RaggedShard, Replicate, Shard
+from hp_dtensor.spec.tensor_spec import TensorSpec
+from hp_dtensor.tensor import conversions
+from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.testing.conformance.values import Array, assert_values, tensor, whole_numbers
-from hp_dtensor.world import current_world
 
 Tensor = Any
 
@@ -115,12 +116,14 @@ def check_round_trips(name: str | Platform) -> None:
     for shape in ((5, 3), (1, 2), (0, 3)):
         whole = whole_numbers("float32", shape, 3)
         for placement in _placements(shape, mesh.size()):
-            x = api.distribute_tensor(tensor(platform, whole), mesh, (placement,))
-            assert_values(platform, api.full_tensor(x), whole, f"{placement} of {shape}")
+            x = conversions.distribute_tensor(tensor(platform, whole), mesh, (placement,))
+            assert_values(platform, conversions.full_tensor(x), whole, f"{placement} of {shape}")
             leaf = platform.Parameter(x, requires_grad=True)
-            loss = platform.ops.sum(platform.ops.mul(api.full_tensor(leaf), api.full_tensor(leaf)))
+            loss = platform.ops.sum(platform.ops.mul(conversions.full_tensor(leaf), conversions.full_tensor(leaf)))
             platform.backward(loss)
-            assert_values(platform, api.full_tensor(platform.get_grad(leaf)), 2 * whole, f"{placement} of {shape}")
+            assert_values(
+                platform, conversions.full_tensor(platform.get_grad(leaf)), 2 * whole, f"{placement} of {shape}"
+            )
 
 
 def check_two_axes(name: str | Platform) -> None:
@@ -131,8 +134,8 @@ def check_two_axes(name: str | Platform) -> None:
     mesh = init_device_mesh("cpu", (size // inner, inner), mesh_dim_names=("a", "b"), platform=platform)
     whole = whole_numbers("float32", (5, 3), 6)
     for placements in itertools.product((Replicate(), Shard(0), Shard(1)), repeat=2):
-        x = api.distribute_tensor(tensor(platform, whole), mesh, placements)
-        assert_values(platform, api.full_tensor(x), whole, str(placements))
+        x = conversions.distribute_tensor(tensor(platform, whole), mesh, placements)
+        assert_values(platform, conversions.full_tensor(x), whole, str(placements))
 
 
 def check_local_gradients(name: str | Platform) -> None:
@@ -140,9 +143,9 @@ def check_local_gradients(name: str | Platform) -> None:
     platform, mesh = _start(name)
     rank, size = mesh.get_local_rank(), mesh.size()
     x = platform.Parameter(
-        api.from_local(tensor(platform, [1.0, 2.0]), mesh, (Replicate(),), shape=(2,)), requires_grad=True
+        conversions.from_local(tensor(platform, [1.0, 2.0]), mesh, (Replicate(),), shape=(2,)), requires_grad=True
     )
-    local = api.to_local(x, grad_placements=(Partial(),))
+    local = conversions.to_local(x, grad_placements=(Partial(),))
     platform.backward(local, tensor(platform, [rank + 1.0, 1.0]))
     assert_values(platform, platform.unwrap(platform.get_grad(x)), [size * (size + 1) / 2, size])
 
@@ -150,7 +153,7 @@ def check_local_gradients(name: str | Platform) -> None:
 def check_wrong_shards(name: str | Platform) -> None:
     platform, mesh = _start(name)
     with pytest.raises(ShardShapeError, match=r"must be \[.*, 3\], got \[9, 3\]"):
-        api.from_local(tensor(platform, np.zeros((9, 3))), mesh, (Shard(0),), shape=(5, 3))
+        conversions.from_local(tensor(platform, np.zeros((9, 3))), mesh, (Shard(0),), shape=(5, 3))
 
 
 def _start(name: str | Platform) -> tuple[Platform, DeviceMesh]:

@@ -2,7 +2,7 @@
 
 With all ranks together seen as one vector, a collective is a linear map A and its backward the adjoint A*:
 `<A x, w> = <x, A* w>` for every x and w. What the inner product of a value and its gradient is follows from
-the value's type on the axis (see `hp_dtensor.collectives`): every number once. All data is whole numbers, so
+the value's type on the axis (see `hp_dtensor.comm.collectives`): every number once. All data is whole numbers, so
 both sides are exactly equal.
 """
 
@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from hp_dtensor import collectives
-from hp_dtensor.platform import Platform
-from hp_dtensor.selection import get_platform
+from hp_dtensor.comm import collectives
+from hp_dtensor.comm.world import ProcessGroup
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.testing.conformance.collective_programs import groups
 from hp_dtensor.testing.conformance.values import Array, assert_values, read, tensor, whole_numbers
-from hp_dtensor.world import ProcessGroup
 
 Tensor = Any
 Map = Callable[[Tensor], Tensor]

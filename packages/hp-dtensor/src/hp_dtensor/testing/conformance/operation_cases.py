@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hp_dtensor.platform import Platform
+from hp_dtensor.platform.interface import Platform
 
 Array = np.ndarray[Any, Any]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hp_dtensor.launch import RankPool
-from hp_dtensor.platform import Platform
+from hp_dtensor.platform.interface import Platform
 from hp_dtensor.testing.simulated import run_ranks
 
 

@@ -9,17 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from hp_dtensor.api import distribute_tensor, from_local
-from hp_dtensor.batch import batch_redistribute
-from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
-from hp_dtensor.platform import Platform
+from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.comm.world import current_world, record_collectives
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.redistribute import plan_across
-from hp_dtensor.selection import get_platform
-from hp_dtensor.spec import TensorSpec
+from hp_dtensor.spec.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
+from hp_dtensor.spec.tensor_spec import TensorSpec
+from hp_dtensor.tensor.batch_redistribute import batch_redistribute
+from hp_dtensor.tensor.conversions import distribute_tensor, from_local
 from hp_dtensor.testing.redistribution_proof import local_values, prove_redistribution
 from hp_dtensor.testing.shares import chosen
-from hp_dtensor.world import current_world, record_collectives
 
 R, P = Replicate(), Partial()
 WHOLE = np.arange(35, dtype=np.float32).reshape(7, 5)

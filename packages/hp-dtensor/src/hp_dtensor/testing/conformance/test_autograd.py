@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hp_dtensor.platform import Platform
+from hp_dtensor.platform.interface import Platform
 from hp_dtensor.testing.conformance.values import assert_values, tensor
 
 Tensor = Any

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hp_dtensor.platform import Platform
+from hp_dtensor.platform.interface import Platform
 from hp_dtensor.testing.conformance import collective_programs as programs
 from hp_dtensor.testing.conformance.ranks import Ranks
 

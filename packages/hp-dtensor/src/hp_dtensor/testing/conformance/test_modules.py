@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hp_dtensor import nn
-from hp_dtensor.platform import Platform
+from hp_dtensor.parallel import nn
+from hp_dtensor.platform.interface import Platform
 from hp_dtensor.testing.conformance.values import assert_values, read, tensor
 
 Tensor = Any

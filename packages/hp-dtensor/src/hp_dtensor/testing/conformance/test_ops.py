@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hp_dtensor.ops import OP_NAMES
-from hp_dtensor.platform import Platform
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.platform.ops import OP_NAMES
 from hp_dtensor.testing.conformance.operation_cases import Array, Case, cases, creation_cases
 from hp_dtensor.testing.conformance.values import read, tensor
 

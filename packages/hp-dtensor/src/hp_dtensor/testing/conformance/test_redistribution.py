@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hp_dtensor.api import from_local, redistribute_to
-from hp_dtensor.dispatch import dispatch
-from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
-from hp_dtensor.platform import Platform
+from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.comm.world import record_collectives
+from hp_dtensor.dispatch.dispatch import dispatch
+from hp_dtensor.platform.interface import Platform
 from hp_dtensor.redistribute import plan_between
-from hp_dtensor.spec import TensorSpec
+from hp_dtensor.spec.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
+from hp_dtensor.spec.tensor_spec import TensorSpec
+from hp_dtensor.tensor.conversions import from_local, redistribute_to
 from hp_dtensor.testing.conformance import redistribution_programs
 from hp_dtensor.testing.conformance.ranks import Ranks
 from hp_dtensor.testing.redistribution_proof import RedistributionReport, local_values, prove_redistribution
 from hp_dtensor.testing.simulated import run_ranks
-from hp_dtensor.world import record_collectives
 
 Tensor = Any
 R, P = Replicate(), Partial()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hp_dtensor import dispatch
-from hp_dtensor.platform import Platform
+from hp_dtensor.dispatch import dispatch
+from hp_dtensor.platform.interface import Platform
 from hp_dtensor.testing import all_samples, rule_samples
 from hp_dtensor.testing.rule_proof import provable, prove
 from hp_dtensor.testing.simulated import run_ranks

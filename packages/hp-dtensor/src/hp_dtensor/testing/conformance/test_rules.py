@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from hp_dtensor.platform import Platform
+from hp_dtensor.platform.interface import Platform
 from hp_dtensor.testing.rule_proof import prove
 from hp_dtensor.testing.rule_samples import SAMPLES, Sample
 from hp_dtensor.testing.simulated import run_ranks

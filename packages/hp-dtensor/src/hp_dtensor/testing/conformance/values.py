@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hp_dtensor.platform import Platform
+from hp_dtensor.platform.interface import Platform
 
 Tensor = Any
 Array = np.ndarray[Any, Any]

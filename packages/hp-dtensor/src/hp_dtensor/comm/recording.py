@@ -1,0 +1,165 @@
+"""Which collectives a rank started, inside which modules, forward or backward.
+
+A thread is at one `Place` per open log. What a forward leaves to be done in backward takes its places along
+(`located`), so that the collectives there belong to the module that caused them, in whatever thread they run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from hp_dtensor.platform.interface import Platform
+
+Module = Any
+Path = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveRecord:
+    """One collective of this rank.
+
+    Attributes:
+        group: global ranks.
+        wire_bytes: what this rank sends to others, in bytes.
+        module: the innermost module that the log knows whose forward made it, or for whose forward a backward did; ""
+            outside of all.
+        in_backward: made while a backward ran, or to reduce its gradients.
+    """
+
+    name: str
+    group: tuple[int, ...]
+    wire_bytes: float
+    module: str = ""
+    in_backward: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class CollectiveLog:
+    """The collectives of this rank, in order.
+
+    Attributes:
+        modules: names of modules by `id`.
+        is_open: whether more are to come.
+    """
+
+    records: list[CollectiveRecord] = field(default_factory=list)
+    modules: Mapping[int, str] = field(default_factory=dict)
+    is_open: bool = True
+
+    def count(self, name: str | None = None) -> int:
+        return sum(1 for record in self.records if name in (None, record.name))
+
+    def wire_bytes(self, name: str | None = None) -> float:
+        return sum(record.wire_bytes for record in self.records if name in (None, record.name))
+
+    def name_of(self, modules: Sequence[Module]) -> Path:
+        """The first of `modules` that is known, as a path."""
+        return next(((self.modules[id(module)],) for module in modules if id(module) in self.modules), ())
+
+
+class Place(NamedTuple):
+    """Where a thread is, as a log sees it: inside which modules, outermost first."""
+
+    log: CollectiveLog
+    path: Path = ()
+    in_backward: bool = False
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.places: tuple[Place, ...] = ()
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def recorded(modules: Mapping[int, str]) -> Iterator[CollectiveLog]:
+    """Record what this thread starts in the block, and what a backward there does for it; see `CollectiveLog`."""
+    log = CollectiveLog(modules=modules)
+    _thread.places += (Place(log),)
+    try:
+        yield log
+    finally:
+        log.is_open = False
+        _thread.places = tuple(place for place in _thread.places if place.log is not log)
+
+
+def is_recording() -> bool:
+    """Whether a log is open in this thread."""
+    return bool(_thread.places)
+
+
+def add_record(platform: Platform | None, name: str, group: tuple[int, ...], wire_bytes: float) -> None:
+    """Tell the open logs of this thread of a collective."""
+    if not _thread.places:
+        return
+    running = platform is not None and platform.is_in_backward()
+    for log, path, in_backward in _thread.places:
+        if log.is_open:
+            module = path[-1] if path else ""
+            log.records.append(CollectiveRecord(name, group, wire_bytes, module, in_backward or running))
+
+
+def located(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, whose collectives belong to where `located` is called, not to where it is called itself."""
+    then = _thread.places
+    if not then:
+        return function
+
+    def run(*args: Any) -> Any:
+        places = tuple(place for place in then if place.log.is_open)
+        others = (here for here in _thread.places if all(here.log is not place.log for place in places))
+        with _at((*places, *others)):
+            return function(*args)
+
+    return run
+
+
+def inside(modules: Sequence[Module], in_backward: bool = False) -> contextlib.AbstractContextManager[None]:
+    """The collectives in the block belong to `modules`, of which a log takes the first that it knows.
+
+    Args:
+        in_backward: they reduce gradients, whether a backward still runs or not.
+    """
+    if not _thread.places:
+        return contextlib.nullcontext()
+    return _at(tuple(Place(log, log.name_of(modules), in_backward or before) for log, _, before in _thread.places))
+
+
+def enter(log: CollectiveLog, module: str, arrive: bool) -> None:
+    """The forward of a module begins.
+
+    Args:
+        arrive: also in a thread of which the log does not know yet, one that a framework runs backward in.
+    """
+    if arrive and all(place.log is not log for place in _thread.places):
+        _thread.places += (Place(log),)
+    _step(log, lambda path: (*path, module))
+
+
+def leave(log: CollectiveLog, module: str) -> None:
+    """The forward of a module is over, and that of all inside it; nothing if it has not begun."""
+    _step(log, lambda path: path[: len(path) - path[::-1].index(module) - 1] if module in path else path)
+
+
+def _step(log: CollectiveLog, step: Callable[[Path], Path]) -> None:
+    _thread.places = tuple(
+        place._replace(path=step(place.path)) if place.log is log else place
+        for place in _thread.places
+        if place.log.is_open
+    )
+
+
+@contextlib.contextmanager
+def _at(places: tuple[Place, ...]) -> Iterator[None]:
+    before, _thread.places = _thread.places, places
+    try:
+        yield
+    finally:
+        _thread.places = before

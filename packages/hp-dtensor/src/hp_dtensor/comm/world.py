@@ -1,0 +1,368 @@
+"""Ranks and process groups: what every platform, the simulator and the fake world provide."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hp_dtensor.comm.recording import CollectiveLog, add_record, recorded
+from hp_dtensor.exceptions import CollectiveError
+
+if TYPE_CHECKING:
+    from hp_dtensor.platform.interface import Platform
+
+Tensor = Any
+REDUCE_OPS = ("sum", "avg", "max", "min", "product")
+
+
+class Work(Protocol):
+    """A collective under way; its buffers must not be touched before `wait` returns."""
+
+    def wait(self) -> None: ...
+
+
+class Done:
+    """The work of a collective that finished before it returned."""
+
+    def wait(self) -> None:
+        return None
+
+
+DONE = Done()
+
+
+class PendingBytes(Protocol):
+    """Bytes of every rank under way."""
+
+    def wait(self, timeout_seconds: float | None = None) -> list[bytes] | None:
+        """They, in rank order; None where they have not come in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredBytes:
+    """Bytes that are there."""
+
+    parts: list[bytes]
+
+    def wait(self, timeout_seconds: float | None = None) -> list[bytes] | None:
+        return self.parts
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.worlds: list[World] = []
+
+
+_local = _Local()
+
+
+def record_collectives() -> contextlib.AbstractContextManager[CollectiveLog]:
+    """Record the collectives that this rank (thread) starts inside the block, and those of a backward in the block of
+    what was computed there, in whatever thread the framework runs it."""
+    return recorded({})
+
+
+class ProcessGroup(ABC):
+    """An ordered set of ranks with its collectives.
+
+    Tensors are the platform's plain tensors, contiguous, on one device. Collectives on a group of one rank
+    are copies. Every public method checks its arguments and records the call; platforms implement the
+    underscored ones, which are only called for two ranks or more.
+
+    Attributes:
+        backend: what it communicates by: `gloo`, `nccl`, ..., or `none`.
+        ranks: global ranks, ascending in group order.
+        rank: this process's index in `ranks`.
+        is_closed: it has been let go of, and its world makes another one.
+        notes: what packages keep of the group, by a name that begins with theirs.
+        platform: the platform that owns the tensors (None in a fake world).
+    """
+
+    backend: str = "none"
+    is_closed = False
+
+    def __init__(self, ranks: Sequence[int], rank: int, platform: Platform | None) -> None:
+        self.ranks = tuple(ranks)
+        self.rank = rank
+        self.size = len(self.ranks)
+        self.platform = platform
+        self.notes: dict[str, Any] = {}
+
+    def close(self) -> None:
+        """Let go of what the group holds; it is not used afterwards."""
+        self.is_closed = True
+
+    def all_reduce(self, x: Tensor, op: str = "sum", async_op: bool = False) -> Work:
+        """Reduce `x` (any shape) over the group, in place."""
+        self._check_op(op)
+        n = self.size
+        self._record("all_reduce", 2 * (n - 1) / n * _nbytes(self.platform, x))
+        return DONE if n == 1 else self._all_reduce(x, op, async_op)
+
+    def all_gather_into(self, output: Tensor, x: Tensor, async_op: bool = False) -> Work:
+        """Concatenate every rank's `x` along dim 0 into `output` (`size` times the elements of `x`)."""
+        self._check_numel("all_gather_into", output, self.size * _numel(x))
+        self._record("all_gather", (self.size - 1) * _nbytes(self.platform, x))
+        return self._copy(output, x) if self.size == 1 else self._all_gather_into(output, x, async_op)
+
+    def reduce_scatter_into(self, output: Tensor, x: Tensor, op: str = "sum", async_op: bool = False) -> Work:
+        """Reduce `x` over the group and keep this rank's 1/`size` along dim 0 in `output`; `x` may be overwritten."""
+        self._check_op(op)
+        self._check_numel("reduce_scatter_into", x, self.size * _numel(output))
+        self._record("reduce_scatter", (self.size - 1) * _nbytes(self.platform, output))
+        return self._copy(output, x) if self.size == 1 else self._reduce_scatter_into(output, x, op, async_op)
+
+    def all_to_all_into(
+        self,
+        output: Tensor,
+        x: Tensor,
+        output_rows: Sequence[int],
+        input_rows: Sequence[int],
+        async_op: bool = False,
+    ) -> Work:
+        """Send `input_rows[j]` rows (dim 0) of `x` to rank j, receive `output_rows[j]` rows from it, in rank order."""
+        self._check_rows("output", output, output_rows)
+        self._check_rows("input", x, input_rows)
+        row_bytes = _row_bytes(self.platform, x)
+        self._record("all_to_all", row_bytes * (sum(input_rows) - input_rows[self.rank]))
+        if self.size == 1:
+            return self._copy(output, x)
+        return self._all_to_all_into(output, x, tuple(output_rows), tuple(input_rows), async_op)
+
+    def exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> None:
+        """Point to point: `sends[j]` goes to rank j, `receives[j]` is filled from rank j; None or empty: nothing.
+
+        Both sides must agree on what is empty. The entry of this rank itself is copied.
+        """
+        if len(sends) != self.size or len(receives) != self.size:
+            raise CollectiveError(
+                f"exchange in a group of {self.size}: expected {self.size} entries each, "
+                f"got {len(sends)} sends and {len(receives)} receives"
+            )
+        others = [x for j, x in enumerate(sends) if j != self.rank and x is not None]
+        self._record("exchange", sum(_nbytes(self.platform, x) for x in others))
+        mine, into = sends[self.rank], receives[self.rank]
+        if mine is not None and into is not None:
+            self._copy(into, mine)
+        if self.size > 1:
+            self._exchange(sends, receives)
+
+    def broadcast(self, x: Tensor, source: int = 0, async_op: bool = False) -> Work:
+        """Overwrite `x` with that of group rank `source`."""
+        if not 0 <= source < self.size:
+            raise CollectiveError(f"broadcast in group {self.ranks}: there is no group rank {source}")
+        sent = (self.size - 1) * _nbytes(self.platform, x) if self.rank == source else 0
+        self._record("broadcast", sent)
+        return DONE if self.size == 1 else self._broadcast(x, source, async_op)
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every rank's `data`, in rank order (any lengths); for small host-side facts such as JSON."""
+        return [data] if self.size == 1 else self._all_gather_bytes(data)
+
+    def start_all_gather_bytes(self, data: bytes) -> PendingBytes:
+        """Begin `all_gather_bytes` of as many bytes from each rank, at least one.
+
+        On torch and between simulated ranks it meets others of its kind only, whatever happens to tensors meanwhile;
+        on MindSpore's CPU it ends here.
+        """
+        return GatheredBytes([data]) if self.size == 1 else self._start_all_gather_bytes(data)
+
+    def barrier(self) -> None:
+        """Return when every rank of the group has come here."""
+        self.all_gather_bytes(b"")
+
+    @abstractmethod
+    def _all_reduce(self, x: Tensor, op: str, async_op: bool) -> Work: ...
+
+    @abstractmethod
+    def _all_gather_into(self, output: Tensor, x: Tensor, async_op: bool) -> Work: ...
+
+    @abstractmethod
+    def _reduce_scatter_into(self, output: Tensor, x: Tensor, op: str, async_op: bool) -> Work: ...
+
+    @abstractmethod
+    def _all_to_all_into(
+        self,
+        output: Tensor,
+        x: Tensor,
+        output_rows: tuple[int, ...],
+        input_rows: tuple[int, ...],
+        async_op: bool,
+    ) -> Work: ...
+
+    @abstractmethod
+    def _exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> None: ...
+
+    @abstractmethod
+    def _broadcast(self, x: Tensor, source: int, async_op: bool) -> Work: ...
+
+    @abstractmethod
+    def _all_gather_bytes(self, data: bytes) -> list[bytes]: ...
+
+    def _start_all_gather_bytes(self, data: bytes) -> PendingBytes:
+        return GatheredBytes(self._all_gather_bytes(data))
+
+    def _copy(self, output: Tensor, x: Tensor) -> Work:
+        assert self.platform is not None
+        self.platform.copy_(output, x)
+        return DONE
+
+    def _record(self, name: str, wire_bytes: float) -> None:
+        add_record(self.platform, name, self.ranks, wire_bytes)
+
+    def _check_op(self, op: str) -> None:
+        if op not in REDUCE_OPS:
+            raise CollectiveError(f"reduction {op!r} is unknown; expected one of {', '.join(REDUCE_OPS)}")
+
+    def _check_numel(self, name: str, x: Tensor, expected: int) -> None:
+        if _numel(x) != expected:
+            raise CollectiveError(
+                f"{name} in group {self.ranks}: the larger buffer must have {expected} elements, got {_numel(x)}"
+            )
+
+    def _check_rows(self, which: str, x: Tensor, rows: Sequence[int]) -> None:
+        if len(rows) != self.size or sum(rows) != x.shape[0]:
+            raise CollectiveError(
+                f"all_to_all in group {self.ranks}: {which} has {x.shape[0]} rows, its splits are {list(rows)}; "
+                f"expected {self.size} splits that sum to the rows"
+            )
+
+
+class World(ABC):
+    """All ranks of a job, seen from one of them; hands out process groups, creating each once and lazily."""
+
+    def __init__(self, rank: int, size: int, platform: Platform | None) -> None:
+        self.rank = rank
+        self.size = size
+        self.platform = platform
+        self._groups: dict[tuple[int, ...], ProcessGroup] = {}
+
+    def group(self, ranks: Sequence[int]) -> ProcessGroup:
+        """The group of `ranks` (global, this rank among them). Only members may ask, all in the same order."""
+        key = tuple(ranks)
+        found = self._groups.get(key)
+        if found is None:
+            if self.rank not in key:
+                raise CollectiveError(f"rank {self.rank} asked for the group {key}, of which it is no member")
+            found = self._groups[key] = self._create_group(key)
+        return found
+
+    @property
+    def all(self) -> ProcessGroup:
+        """The group of every rank."""
+        return self.group(range(self.size))
+
+    @abstractmethod
+    def _create_group(self, ranks: tuple[int, ...]) -> ProcessGroup: ...
+
+    def release(self, group: ProcessGroup) -> None:
+        """Let go of a group; it is made anew when it is asked for again."""
+        if self._groups.get(group.ranks) is group:
+            del self._groups[group.ranks]
+        group.close()
+
+    def close(self) -> None:
+        """Leave the job; collectives are refused afterwards."""
+        for group in self._groups.values():
+            group.close()
+        self._groups.clear()
+
+
+class NoCommunicationGroup(ProcessGroup):
+    """A group that can be asked about but not communicate: of one rank, or of a fake world."""
+
+    def _refuse(self) -> CollectiveError:
+        return CollectiveError(
+            f"group {self.ranks} belongs to a world without communication; start real ranks "
+            "(hp_dtensor.launch) or simulated ones (hp_dtensor.testing.run_ranks)"
+        )
+
+    def _all_reduce(self, x: Tensor, op: str, async_op: bool) -> Work:
+        raise self._refuse()
+
+    def _all_gather_into(self, output: Tensor, x: Tensor, async_op: bool) -> Work:
+        raise self._refuse()
+
+    def _reduce_scatter_into(self, output: Tensor, x: Tensor, op: str, async_op: bool) -> Work:
+        raise self._refuse()
+
+    def _all_to_all_into(
+        self,
+        output: Tensor,
+        x: Tensor,
+        output_rows: tuple[int, ...],
+        input_rows: tuple[int, ...],
+        async_op: bool,
+    ) -> Work:
+        raise self._refuse()
+
+    def _exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> None:
+        raise self._refuse()
+
+    def _broadcast(self, x: Tensor, source: int, async_op: bool) -> Work:
+        raise self._refuse()
+
+    def _all_gather_bytes(self, data: bytes) -> list[bytes]:
+        raise self._refuse()
+
+
+class SilentWorld(World):
+    """A world without communication: one real rank, or any rank of a fake world for planning."""
+
+    def _create_group(self, ranks: tuple[int, ...]) -> ProcessGroup:
+        return NoCommunicationGroup(ranks, ranks.index(self.rank), self.platform)
+
+
+def current_world(platform: Platform | None = None) -> World:
+    """The world of this thread: the innermost `use_world`, else the platform's, else one rank alone.
+
+    Worlds of another platform than the one asked for are passed over; those of none are anybody's.
+    """
+    for used in reversed(_local.worlds):
+        if platform is None or used.platform is None or used.platform is platform:
+            return used
+    world = platform.world if platform is not None else None
+    return world if world is not None else alone(platform)
+
+
+@functools.cache
+def alone(platform: Platform | None) -> World:
+    """One rank alone: the same world whenever it is asked for, so that its meshes are equal."""
+    return SilentWorld(0, 1, platform)
+
+
+@contextlib.contextmanager
+def use_world(world: World) -> Iterator[World]:
+    """Make `world` this thread's current world inside the block."""
+    _local.worlds.append(world)
+    try:
+        yield world
+    finally:
+        _local.worlds.remove(world)
+
+
+@contextlib.contextmanager
+def fake_world(world_size: int, rank: int = 0) -> Iterator[World]:
+    """A world of any size seen from `rank`, for planning: no processes, no sockets, no framework."""
+    if not 0 <= rank < world_size:
+        raise CollectiveError(f"fake_world: rank {rank} is outside a world of {world_size} ranks")
+    with use_world(SilentWorld(rank, world_size, None)) as world:
+        yield world
+
+
+def _numel(x: Tensor) -> int:
+    return math.prod(x.shape)
+
+
+def _nbytes(platform: Platform | None, x: Tensor) -> int:
+    return _numel(x) * (platform.itemsize(x.dtype) if platform is not None else 1)
+
+
+def _row_bytes(platform: Platform | None, x: Tensor) -> int:
+    return int(math.prod(x.shape[1:])) * (platform.itemsize(x.dtype) if platform is not None else 1)

@@ -1,0 +1,310 @@
+"""Layouts: a mesh with alias names, and how a tensor is mapped onto it, by axis or by tensor dimension."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.spec.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
+
+NOT_SHARDED = "None"
+AliasMap = tuple[str | tuple[str, ...], ...]
+
+
+class Layout:
+    """How a tensor lies on a mesh; calling a layout with a specification gives one that carries it.
+
+    A specification is a tuple of placements, one per mesh axis, or a tuple of alias names, one per tensor
+    dimension: `layout("dp", "tp")`, `layout(("dp", "tp"), "None")` (two axes on one dimension, outermost
+    first), `layout((Shard(0), Replicate()))`.
+
+    Args:
+        mesh_shape: sizes of the mesh axes.
+        alias_name: one name per axis.
+        rank_list: global ranks in row-major order; default 0, 1, 2, ...
+
+    Raises:
+        TypeError, ValueError: names, shapes or ranks of the wrong kind or number; the message names them.
+    """
+
+    __slots__ = ("_alias_map", "_partial", "_placements", "alias_name", "mesh_shape", "rank_list")
+
+    def __init__(
+        self, mesh_shape: Sequence[int], alias_name: Sequence[str], rank_list: Sequence[int] | None = None
+    ) -> None:
+        _check_types(mesh_shape, alias_name, rank_list)
+        self.mesh_shape = tuple(mesh_shape)
+        self.alias_name = tuple(alias_name)
+        self.rank_list = tuple(rank_list) if rank_list is not None else tuple(range(math.prod(self.mesh_shape)))
+        _check_aliases(self.mesh_shape, self.alias_name, self.rank_list)
+        self._placements: tuple[Placement, ...] | None = None
+        self._alias_map: AliasMap | None = None
+        self._partial: dict[str, str] = {}
+
+    @classmethod
+    def from_device_mesh(cls, device_mesh: DeviceMesh) -> Layout:
+        """The layout of a mesh's axes and ranks."""
+        if not isinstance(device_mesh, DeviceMesh):
+            raise TypeError(f"from_device_mesh takes a DeviceMesh, got {device_mesh!r}")
+        return cls(device_mesh.shape, device_mesh.mesh_dim_names, device_mesh.ranks())
+
+    def __call__(self, *specification: Any) -> Layout:
+        """A new layout that carries `specification`."""
+        items = specification[0] if len(specification) == 1 and isinstance(specification[0], tuple) else specification
+        if is_placements(items):
+            return self._with_placements(tuple(items))
+        if is_aliases(items):
+            return self._with_aliases(tuple(items))
+        raise TypeError(
+            f"a layout takes placements, one per mesh axis, or alias names, one per tensor dimension; got {items!r}"
+        )
+
+    # What it says ----------------------------------------------------------------------------------------
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One placement per mesh axis."""
+        if self._placements is None:
+            raise ValueError("this layout carries no map yet; call it with placements or alias names")
+        return tuple(
+            Partial(self._partial[name]) if name in self._partial else placement
+            for name, placement in zip(self.alias_name, self._placements, strict=True)
+        )
+
+    @property
+    def alias_tensor_map(self) -> AliasMap:
+        """Per tensor dimension the alias that cuts it, a tuple for several, `"None"` for none.
+
+        Where placements were given, up to the last dimension that they cut.
+
+        Raises:
+            ValueError: placements that count dimensions from the end; how many there are is not known here.
+        """
+        if self._alias_map is not None:
+            return self._alias_map
+        if any(getattr(placement, "dim", 0) < 0 for placement in self.placements):
+            raise ValueError(f"{self}: name dimensions from the front, for a map by tensor dimension")
+        dims: dict[int, list[str]] = {}
+        sizes = dict(zip(self.alias_name, self.mesh_shape, strict=True))
+        for name, placement in reversed([*zip(self.alias_name, self.placements, strict=True)]):
+            if isinstance(placement, (Shard, StridedShard, RaggedShard)):
+                before, cut = 0, dims.setdefault(placement.dim, [])
+                while math.prod(sizes[one] for one in cut[:before]) < getattr(placement, "split_factor", 1):
+                    before += 1  # a strided axis cuts what these have cut
+                cut.insert(before, name)
+        return tuple(_shortest(dims.get(dim, [])) for dim in range(max(dims, default=-1) + 1))
+
+    @property
+    def tensor_map(self) -> tuple[int | tuple[int, ...], ...]:
+        """Per tensor dimension the mesh axis counted from the right, -1 for none, a tuple for several."""
+
+        def number(alias: str) -> int:
+            return -1 if alias == NOT_SHARDED else len(self.alias_name) - 1 - self.alias_name.index(alias)
+
+        return tuple(
+            tuple(map(number, item)) if isinstance(item, tuple) else number(item) for item in self.alias_tensor_map
+        )
+
+    def get_global_shape(self, local_shape: Sequence[int]) -> tuple[int, ...]:
+        """The global shape when every rank's shard has `local_shape`.
+
+        Raises:
+            ValueError: the layout is one of a tensor with another number of dimensions.
+        """
+        shape, placements = list(local_shape), self.placements
+        if self._alias_map is not None and len(self._alias_map) != len(shape):
+            raise ValueError(f"{len(self._alias_map)} alias names {self._alias_map} for a shard {shape}")
+        for size, placement in zip(self.mesh_shape, placements, strict=True):
+            dim = getattr(placement, "dim", 0)
+            if placement.is_shard() and not -len(shape) <= dim < len(shape):
+                raise ValueError(f"{placement} cuts dimension {dim} of a shard {shape}")
+            if isinstance(placement, RaggedShard):
+                shape[placement.dim] = sum(placement.units)
+            elif isinstance(placement, (Shard, StridedShard)):
+                shape[placement.dim] *= size
+        return tuple(shape)
+
+    def repeat_num(self) -> int:
+        """How many ranks hold the same shard."""
+        return math.prod(
+            size for size, placement in zip(self.mesh_shape, self.placements, strict=True) if not placement.is_shard()
+        )
+
+    def device_mesh(self, device_type: str = "cpu", **options: Any) -> DeviceMesh:
+        """The mesh of this layout's ranks; options as `DeviceMesh`."""
+        return DeviceMesh(device_type, self.mesh_shape, mesh_dim_names=self.alias_name, ranks=self.rank_list, **options)
+
+    # Partial state ---------------------------------------------------------------------------------------
+
+    def set_partial_by_dev_axis(self, alias: str, op: str = "sum") -> None:
+        """The value is the reduction by `op` over `alias`, which must not cut a dimension."""
+        self._known(alias)
+        placement = Partial(op)
+        if self._placements is not None and self._placements[self.alias_name.index(alias)].is_shard():
+            raise ValueError(f"axis {alias!r} cuts a dimension of the tensor and cannot be partial too")
+        self._partial[alias] = placement.op
+
+    def get_partial_by_dev_id(self, alias: str) -> str | None:
+        """The reduction pending over `alias`, or None."""
+        self._known(alias)
+        return self._partial.get(alias)
+
+    def reset_partial(self) -> None:
+        """No reduction is pending."""
+        self._partial.clear()
+
+    def is_partial(self) -> bool:
+        return bool(self._partial)
+
+    # Values ----------------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain lists, strings and numbers."""
+        return {
+            "mesh_shape": list(self.mesh_shape),
+            "alias_name": list(self.alias_name),
+            "rank_list": list(self.rank_list),
+            "tensor_map": None if self._placements is None else [_listed(item) for item in self.tensor_map],
+            "partial": dict(self._partial),
+        }
+
+    def _value(self) -> tuple[Any, ...]:
+        partial = tuple(sorted(self._partial.items()))
+        return self.mesh_shape, self.alias_name, self.rank_list, self._placements, partial
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout) and self._value() == other._value()
+
+    def __hash__(self) -> int:
+        return hash(self._value())
+
+    def __repr__(self) -> str:
+        axes = ", ".join(f"{name}={size}" for name, size in zip(self.alias_name, self.mesh_shape, strict=True))
+        carried = "" if self._placements is None else f", {list(self.placements)}"
+        return f"Layout({axes}{carried})"
+
+    # Internals -------------------------------------------------------------------------------------------
+
+    def _copy(self) -> Layout:
+        return Layout(self.mesh_shape, self.alias_name, self.rank_list)
+
+    def _with_placements(self, placements: tuple[Placement, ...]) -> Layout:
+        if len(placements) != len(self.mesh_shape):
+            raise ValueError(f"expected {len(self.mesh_shape)} placements for axes {self.alias_name}, got {placements}")
+        result = self._copy()
+        result._placements = tuple(Replicate() if isinstance(p, Partial) else p for p in placements)
+        result._partial = {
+            name: p.op for name, p in zip(self.alias_name, placements, strict=True) if isinstance(p, Partial)
+        }
+        return result
+
+    def _with_aliases(self, items: AliasMap) -> Layout:
+        placements: list[Placement] = [Replicate()] * len(self.mesh_shape)
+        used: set[str] = set()
+        for dim, item in enumerate(items):
+            names = item if isinstance(item, tuple) else (item,)
+            self._check_dimension(names, used)
+            for axis, placement in self._nested(dim, [name for name in names if name != NOT_SHARDED]):
+                placements[axis] = placement
+        result = self._copy()
+        result._placements, result._alias_map = tuple(placements), tuple(items)
+        return result
+
+    def _check_dimension(self, names: tuple[str, ...], used: set[str]) -> None:
+        for name in names:
+            if name == NOT_SHARDED:
+                continue
+            self._known(name)
+            if name in used:
+                raise ValueError(f"axis {name!r} is used for two tensor dimensions; each axis cuts at most one")
+            used.add(name)
+
+    def _known(self, alias: str) -> None:
+        if alias not in self.alias_name:
+            raise ValueError(f"unknown alias {alias!r}; known: {', '.join(self.alias_name)} and 'None'")
+
+    def _nested(self, dim: int, names: list[str]) -> list[tuple[int, Placement]]:
+        """Placements of several axes that cut one dimension, the first name outermost.
+
+        Shards nest in mesh order; an axis that must cut after later ones has a strided shard.
+        """
+        axes = [self.alias_name.index(name) for name in names]
+        result: list[tuple[int, Placement]] = []
+        for position, axis in enumerate(axes):
+            later = math.prod(self.mesh_shape[other] for other in axes[:position] if other > axis)
+            result.append((axis, _shard(dim, later)))
+        return result
+
+
+def is_placements(items: Any) -> bool:
+    """Whether `items` is one specification by placements."""
+    return isinstance(items, (tuple, list)) and bool(items) and all(isinstance(item, Placement) for item in items)
+
+
+def is_aliases(items: Any) -> bool:
+    """Whether `items` is one specification by alias names."""
+    if not isinstance(items, (tuple, list)) or not items:
+        return False
+    return all(
+        isinstance(item, str) or (isinstance(item, tuple) and item and all(isinstance(name, str) for name in item))
+        for item in items
+    )
+
+
+def placements_for(device_mesh: DeviceMesh, specification: Any) -> tuple[Placement, ...]:
+    """Placements on `device_mesh` of a specification: placements, alias names, or a layout."""
+    if isinstance(specification, Layout):
+        if specification.mesh_shape != device_mesh.shape or specification.alias_name != device_mesh.mesh_dim_names:
+            raise ValueError(f"{specification} was made for another mesh than {device_mesh.describe()}")
+        return specification.placements
+    if is_placements(specification):
+        return tuple(specification)
+    if not isinstance(specification, (tuple, list)):
+        raise TypeError(f"expected placements, alias names or a Layout, got {specification!r}")
+    return Layout(device_mesh.shape, device_mesh.mesh_dim_names)(tuple(specification)).placements
+
+
+def _shard(dim: int, split: int) -> Placement:
+    if split == 1:
+        return Shard(dim)
+    return StridedShard(dim, split)
+
+
+def _shortest(names: list[str]) -> str | tuple[str, ...]:
+    return NOT_SHARDED if not names else names[0] if len(names) == 1 else tuple(names)
+
+
+def _listed(item: Any) -> Any:
+    return list(item) if isinstance(item, tuple) else item
+
+
+def _check_types(mesh_shape: Any, alias_name: Any, rank_list: Any) -> None:
+    for name, value, kind in (("mesh_shape", mesh_shape, int), ("alias_name", alias_name, str)):
+        if not isinstance(value, (tuple, list)) or not all(isinstance(item, kind) for item in value):
+            raise TypeError(f"{name} must be a tuple of {kind.__name__}, got {value!r}")
+    if rank_list is not None and not (
+        isinstance(rank_list, (tuple, list)) and all(isinstance(item, int) for item in rank_list)
+    ):
+        raise TypeError(f"rank_list must be a tuple of int, got {rank_list!r}")
+
+
+def _check_aliases(mesh_shape: tuple[int, ...], alias_name: tuple[str, ...], rank_list: tuple[int, ...]) -> None:
+    problems = []
+    if len(mesh_shape) != len(alias_name):
+        problems.append(f"{len(mesh_shape)} mesh axes need as many names, got {list(alias_name)}")
+    problems += [f"alias {index} is empty" for index, name in enumerate(alias_name) if not name]
+    problems += [f"alias {name!r} repeats" for name in sorted({n for n in alias_name if alias_name.count(n) > 1})]
+    if NOT_SHARDED in alias_name:
+        problems.append("'None' means not sharded and cannot be an alias")
+    problems += [
+        f"axis {name!r} has size {size}" for name, size in zip(alias_name, mesh_shape, strict=False) if size < 1
+    ]
+    repeated = sorted({rank for rank in rank_list if rank_list.count(rank) > 1}) if len(rank_list) < 4096 else []
+    if repeated:
+        problems.append(f"ranks {repeated} repeat in rank_list")
+    if len(rank_list) != math.prod(mesh_shape):
+        problems.append(f"a mesh of {math.prod(mesh_shape)} ranks got a rank_list of {len(rank_list)}")
+    if problems:
+        raise ValueError("; ".join(problems))

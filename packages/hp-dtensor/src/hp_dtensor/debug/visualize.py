@@ -1,0 +1,239 @@
+"""Pictures of a sharding: which ranks hold which part of a tensor, as text or as an image."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hp_dtensor.exceptions import PlacementError
+from hp_dtensor.spec.placements import Partial
+from hp_dtensor.spec.rank_checks import name_ranks
+from hp_dtensor.spec.tensor_spec import TensorSpec
+from hp_dtensor.tensor.dtensor import DTensor
+
+Boundary = tuple[int, int]
+MAX_CELLS = 1024
+_COLORS = ("blue", "green", "magenta", "cyan", "yellow", "red", "white")
+
+
+@dataclass(frozen=True)
+class ShardingPicture:
+    """A tensor's first dimensions cut into cells, each with the ranks that hold it.
+
+    Attributes:
+        spec: of the tensor.
+        dims: the tensor dimensions shown as rows and columns; one of them only for a vector, none for a scalar.
+        rows, columns: (start, stop) of each line of cells; one (0, 1) where the dimension is missing.
+        holders: ranks by (row, column), in rank order.
+    """
+
+    spec: TensorSpec
+    dims: tuple[int, ...]
+    rows: tuple[Boundary, ...]
+    columns: tuple[Boundary, ...]
+    holders: dict[tuple[int, int], tuple[int, ...]]
+
+    def cell(self, row: int, column: int) -> str:
+        """The ranks of a cell, shortened."""
+        ranks = self.holders.get((row, column), ())
+        return shorten(ranks) if ranks else "-"
+
+
+def sharding_picture(x: TensorSpec | Any, dims: Sequence[int] = (0, 1)) -> ShardingPicture:
+    """Which ranks hold what of a spec or a DTensor; needs no processes and no framework.
+
+    Args:
+        dims: the one or two tensor dimensions to show; the others are not cut in the picture.
+
+    Raises:
+        PlacementError: dimensions that the tensor does not have, or more than 1024 cells.
+    """
+    spec: TensorSpec = x.spec if isinstance(x, DTensor) else x
+    if not isinstance(spec, TensorSpec):
+        raise TypeError(f"a picture of a sharding takes a DTensor or a TensorSpec, got {type(x).__name__}")
+    shown = tuple(dim for dim in dims if -spec.ndim <= dim < spec.ndim)
+    if len(dims) > 2 or (len(shown) < len(dims) and tuple(dims) != (0, 1)):
+        raise PlacementError(f"a picture shows one or two of the {spec.ndim} dimensions, got {list(dims)}")
+    shown = tuple(dim % spec.ndim for dim in shown)
+    held = _held(spec, shown)
+    rows, columns = (_cells([ranges[i] for ranges in held.values()]) for i in (0, 1))
+    if len(rows) * len(columns) > MAX_CELLS:
+        raise PlacementError(
+            f"a picture of {len(rows)} x {len(columns)} cells is too large (limit {MAX_CELLS}); slice the mesh"
+        )
+    return ShardingPicture(spec, shown, rows, columns, _holders(held, rows, columns))
+
+
+def visualize_sharding(x: TensorSpec | Any, dims: Sequence[int] = (0, 1), *, color: bool | None = None) -> str:
+    """A table of a spec or a DTensor: cells are parts of the tensor, in them the ranks that hold them.
+
+    Args:
+        dims: the one or two tensor dimensions to show.
+        color: colored by holders, with `rich`; default: plain text. `print_sharding` colors a terminal.
+    """
+    picture = sharding_picture(x, dims)
+    return _rich_table(picture) if color else _plain_table(picture)
+
+
+def print_sharding(x: TensorSpec | Any, dims: Sequence[int] = (0, 1)) -> None:
+    """Print `visualize_sharding`, colored where `rich` is installed and the output is a terminal."""
+    try:
+        from rich.console import Console
+    except ImportError:
+        print(visualize_sharding(x, dims))
+        return
+    Console().print(_rich(sharding_picture(x, dims)))
+
+
+def draw_sharding(x: TensorSpec | Any, path: str, dims: Sequence[int] = (0, 1)) -> None:
+    """Write an image (`.png`, `.svg`, `.pdf`, by the path's ending) of a spec or a DTensor.
+
+    Needs matplotlib: `pip install 'hp-dtensor[image]'`.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
+
+    picture = sharding_picture(x, dims)
+    figure = Figure(figsize=(2 + 1.4 * len(picture.columns), 1.5 + 0.7 * len(picture.rows)))
+    axes = figure.add_subplot()
+    colors = _color_numbers(picture)
+    for (row, column), ranks in picture.holders.items():
+        (left, right), (top, bottom) = picture.columns[column], picture.rows[row]
+        face = f"C{colors[ranks] % 10}"
+        axes.add_patch(
+            Rectangle((left, top), right - left, bottom - top, facecolor=face, alpha=0.35, edgecolor="black")
+        )
+        axes.text((left + right) / 2, (top + bottom) / 2, picture.cell(row, column), ha="center", va="center")
+    axes.set_xlim(0, max(picture.columns[-1][1], 1))
+    axes.set_ylim(max(picture.rows[-1][1], 1), 0)
+    axes.set_xticks(sorted({edge for boundary in picture.columns for edge in boundary}))
+    axes.set_yticks(sorted({edge for boundary in picture.rows for edge in boundary}))
+    axes.set_title(_title(picture))
+    figure.savefig(path, bbox_inches="tight")
+
+
+# Cells -----------------------------------------------------------------------------------------------------
+
+
+def _held(spec: TensorSpec, dims: tuple[int, ...]) -> dict[int, tuple[Sequence[Boundary], Sequence[Boundary]]]:
+    """Per rank the ranges of the two shown dimensions, nothing where its shard is empty."""
+    held: dict[int, tuple[Sequence[Boundary], Sequence[Boundary]]] = {}
+    for coordinate in itertools.product(*map(range, spec.mesh.shape)):
+        ranges = spec.ranges(coordinate)
+        if spec.ndim and not all(any(start < stop for start, stop in dim) for dim in ranges):
+            continue
+        shown = [ranges[dim] for dim in dims] + [((0, 1),)] * (2 - len(dims))
+        held[spec.mesh.rank_at(coordinate)] = (shown[0], shown[1])
+    return held
+
+
+def _cells(held: Sequence[Sequence[Boundary]]) -> tuple[Boundary, ...]:
+    """The finest pieces that no rank's ranges cut."""
+    edges = sorted({edge for ranges in held for boundary in ranges for edge in boundary})
+    return tuple(itertools.pairwise(edges)) or ((0, 0),)
+
+
+def _holders(
+    held: dict[int, tuple[Sequence[Boundary], Sequence[Boundary]]],
+    rows: tuple[Boundary, ...],
+    columns: tuple[Boundary, ...],
+) -> dict[tuple[int, int], tuple[int, ...]]:
+    holders: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for rank, (row_ranges, column_ranges) in held.items():
+        for cell in itertools.product(_covered(rows, row_ranges), _covered(columns, column_ranges)):
+            holders[cell].append(rank)
+    return {cell: tuple(sorted(ranks)) for cell, ranks in sorted(holders.items())}
+
+
+def _covered(cells: tuple[Boundary, ...], ranges: Sequence[Boundary]) -> list[int]:
+    return [i for i, (start, stop) in enumerate(cells) if any(a <= start and stop <= b for a, b in ranges)]
+
+
+def shorten(ranks: Sequence[int]) -> str:
+    """`0,2`, `0-3`, `0-6:2`, and the first of many irregular ones."""
+    if len(ranks) <= 2:
+        return ",".join(map(str, ranks))
+    steps = {b - a for a, b in itertools.pairwise(ranks)}
+    if len(steps) == 1:
+        (step,) = steps
+        return f"{ranks[0]}-{ranks[-1]}" + (f":{step}" if step > 1 else "")
+    more = ",..." if len(ranks) > 6 else ""
+    return ",".join(map(str, ranks[:6])) + more
+
+
+# Output ----------------------------------------------------------------------------------------------------
+
+
+def _title(picture: ShardingPicture) -> str:
+    spec = picture.spec
+    return f"{list(spec.shape)} {spec.describe_placements()} on mesh {spec.mesh.describe()}"
+
+
+def _notes(picture: ShardingPicture) -> list[str]:
+    spec = picture.spec
+    held = {rank for ranks in picture.holders.values() for rank in ranks}
+    empty = [rank for rank in spec.mesh.ranks() if rank not in held]
+    notes = [f"nothing on {name_ranks(empty)}"] if empty else []
+    partial = [
+        f"{name} ({placement.op})"
+        for name, placement in zip(spec.mesh.mesh_dim_names, spec.placements, strict=True)
+        if isinstance(placement, Partial)
+    ]
+    if partial:
+        notes.append(f"partial results along {', '.join(partial)}: a cell's value is their reduction")
+    cut = [d for d in range(spec.ndim) if d not in picture.dims and any(p.is_shard(d) for p in spec.placements)]
+    if cut:
+        notes.append(f"dimensions {cut} are cut too, and not shown")
+    return notes
+
+
+def _plain_table(picture: ShardingPicture) -> str:
+    lines = [["", *map(_range, picture.columns)]] if len(picture.dims) > 1 else []
+    for row, boundary in enumerate(picture.rows):
+        cells = [picture.cell(row, column) for column in range(len(picture.columns))]
+        lines.append([_range(boundary) if picture.dims else "value", *cells])
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    body = [" | ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    if len(picture.dims) > 1:
+        body.insert(1, "-+-".join("-" * width for width in widths))
+    return "\n".join([_title(picture), *body, *_notes(picture)])
+
+
+def _range(boundary: Boundary) -> str:
+    return f"[{boundary[0]}:{boundary[1]}]"
+
+
+def _color_numbers(picture: ShardingPicture) -> dict[tuple[int, ...], int]:
+    return {ranks: number for number, ranks in enumerate(dict.fromkeys(picture.holders.values()))}
+
+
+def _rich(picture: ShardingPicture) -> Any:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=_title(picture), caption="\n".join(_notes(picture)) or None, show_lines=True)
+    table.add_column("")
+    for boundary in picture.columns:
+        table.add_column(_range(boundary) if len(picture.dims) > 1 else "")
+    colors = _color_numbers(picture)
+    for row, boundary in enumerate(picture.rows):
+        cells = [
+            Text(picture.cell(row, column), style=f"black on {_COLORS[colors[ranks] % len(_COLORS)]}")
+            if (ranks := picture.holders.get((row, column)))
+            else Text("-")
+            for column in range(len(picture.columns))
+        ]
+        table.add_row(_range(boundary) if picture.dims else "value", *cells)
+    return table
+
+
+def _rich_table(picture: ShardingPicture) -> str:
+    from rich.console import Console
+
+    console = Console(force_terminal=True, color_system="standard", width=200)
+    with console.capture() as capture:
+        console.print(_rich(picture))
+    return capture.get()

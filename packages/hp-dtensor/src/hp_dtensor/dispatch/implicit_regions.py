@@ -1,0 +1,141 @@
+"""Regions where DTensors behave in another way than by sharding rules."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.debug.comm_debug import gathered
+from hp_dtensor.exceptions import ShardingRuleError
+from hp_dtensor.spec import rank_checks
+from hp_dtensor.spec.placements import Replicate
+from hp_dtensor.spec.tensor_spec import TensorSpec
+from hp_dtensor.tensor.dtensor import DTensor
+
+if TYPE_CHECKING:
+    from hp_dtensor.platform.interface import Platform
+
+Tensor = Any
+
+
+class _Mode(threading.local):
+    def __init__(self) -> None:
+        self.depth = 0
+
+
+_mode = _Mode()
+
+
+@contextlib.contextmanager
+def implicit_replication() -> Iterator[None]:
+    """Inside the block, plain tensors among DTensors are taken as replicated, and operations without a sharding
+    rule run on gathered operands and give a replicated result.
+
+    Raises:
+        RankMismatchError: in `check_mode`, from the operation whose plain operand is not the same on all ranks.
+    """
+    _mode.depth += 1
+    try:
+        yield
+    finally:
+        _mode.depth -= 1
+
+
+def is_replicating() -> bool:
+    """Whether this thread is in `implicit_replication`."""
+    return _mode.depth > 0
+
+
+class SkipDTensorDispatch:
+    """Inside the block, operations on DTensors run on their local data and give plain tensors.
+
+    For code that is right on every shard by itself, such as an optimizer's update.
+
+    Args:
+        platform: default: the selected one.
+    """
+
+    def __init__(self, platform: Platform | str | None = None) -> None:
+        self._platform = platform
+        self._region: AbstractContextManager[None] | None = None
+
+    def __enter__(self) -> None:
+        from hp_dtensor.platform.selection import get_platform
+
+        self._region = get_platform(self._platform).local_op()
+        self._region.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        assert self._region is not None
+        self._region.__exit__(*exception)
+
+
+def lifted(
+    platform: Platform, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with plain tensors as replicated DTensors; 0-d ones need no lifting."""
+    mesh = _mesh_of((args, tuple(kwargs.values())))
+
+    def lift(value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value)([lift(item) for item in value]) if type(value) in (tuple, list) else value
+        if mesh is None or isinstance(value, DTensor) or not isinstance(value, platform.Tensor) or not len(value.shape):
+            return value
+        if rank_checks.is_checking():
+            rank_checks.check_replicated(f"{name}: a plain operand in implicit_replication", value, mesh)
+        return platform.wrap(value, _replicated_spec(mesh, value))
+
+    return tuple(lift(value) for value in args), {key: lift(value) for key, value in kwargs.items()}
+
+
+class GatheringPlan:
+    """Runs an operation that has no rule on whole operands; one of the plans of `dispatch`.
+
+    Args:
+        always: outside `implicit_replication` too, for operands that are whole.
+    """
+
+    def __init__(self, platform: Platform, name: str, refusal: str, always: bool = False) -> None:
+        self.platform, self.name, self.refusal, self.always = platform, name, refusal, always
+
+    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The operation on whole operands, its tensor results as replicated DTensors."""
+        mesh = _mesh_of((args, tuple(kwargs.values())))
+        if not (self.always or is_replicating()) or mesh is None:
+            raise ShardingRuleError(self.refusal)
+        if self.name.endswith("_"):
+            raise ShardingRuleError(
+                f"{self.refusal} It works in place, which implicit_replication cannot do on gathered operands."
+            )
+        whole_args, whole_kwargs = self._whole(args), {key: self._whole(value) for key, value in kwargs.items()}
+        with self.platform.local_op():
+            result = func(*whole_args, **whole_kwargs)
+        return self._wrapped(result, mesh)
+
+    def _whole(self, value: Any) -> Any:
+        if isinstance(value, DTensor):
+            return gathered(self.name, value)
+        return type(value)(self._whole(item) for item in value) if type(value) in (tuple, list) else value
+
+    def _wrapped(self, value: Any, mesh: DeviceMesh) -> Any:
+        if isinstance(value, (tuple, list)):
+            return tuple(self._wrapped(item, mesh) for item in value)
+        if isinstance(value, self.platform.Tensor):
+            return self.platform.wrap(value, _replicated_spec(mesh, value))
+        return value
+
+
+def _mesh_of(value: Any) -> DeviceMesh | None:
+    if isinstance(value, DTensor):
+        return value.device_mesh
+    if isinstance(value, (tuple, list)):
+        return next((mesh for item in value if (mesh := _mesh_of(item)) is not None), None)
+    return None
+
+
+def _replicated_spec(mesh: DeviceMesh, x: Tensor) -> TensorSpec:
+    return TensorSpec(mesh, (Replicate(),) * mesh.ndim, tuple(x.shape), x.dtype)

@@ -1,0 +1,156 @@
+"""Muon for matrices of any layout (Jordan et al., https://kellerjordan.github.io/posts/muon/).
+
+Momentum is kept and updated on local shards. A matrix is orthogonalised by one rank, its owner, so that no rank
+does another's work and sharded training gives the single-device numbers bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hp_dtensor.exceptions import PlacementError
+from hp_dtensor.optim.owners import at_owners
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.platform.selection import get_platform
+from hp_dtensor.tensor.dtensor import DTensor
+
+Tensor = Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonOptions:
+    """Attributes:
+    momentum, nesterov: of the running mean of gradients.
+    weight_decay: decoupled, times the learning rate.
+    steps, coefficients, eps: of the Newton-Schulz iteration.
+    match_rms: scale updates to the size of AdamW's (arXiv 2502.16982); else by the root of rows per column.
+    compute_dtype: of the iteration and of what travels.
+    """
+
+    momentum: float = 0.95
+    nesterov: bool = True
+    weight_decay: float = 0.1
+    steps: int = 5
+    coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
+    eps: float = 1e-7
+    match_rms: bool = False
+    compute_dtype: str = "bfloat16"
+
+    def scale(self, shape: tuple[int, ...]) -> float:
+        """What the learning rate is multiplied by for a matrix of `shape`."""
+        rows, columns = shape
+        return 0.2 * math.sqrt(max(rows, columns)) if self.match_rms else math.sqrt(max(1.0, rows / columns))
+
+
+class Muon:
+    """Updates matrices: 2-D parameters, DTensors of any placements but partial, or plain.
+
+    Every rank of the parameters' meshes calls `step`, which communicates: two all-to-alls per mesh.
+
+    Args:
+        parameters: (name, parameter).
+        platform: default: that of a DTensor among them, else the selected one.
+
+    Attributes:
+        num_steps: updates done.
+
+    Raises:
+        PlacementError: parameters that are no matrices, or partial; all of them listed.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, Tensor]],
+        options: MuonOptions | None = None,
+        *,
+        platform: Platform | None = None,
+    ) -> None:
+        self.num_steps = 0
+        self.options = options if options is not None else MuonOptions()
+        self._parameters = dict(parameters)
+        _check(self._parameters)
+        self.platform = platform if platform is not None else _platform_of(self._parameters.values())
+        with self.platform.no_grad():
+            self._momenta = {name: self._zeros(x) for name, x in self._parameters.items()}
+
+    def step(self, learning_rate: float) -> None:
+        """Update every parameter that has a gradient."""
+        platform = self.platform
+        grads = {name: grad for name, x in self._parameters.items() if (grad := platform.get_grad(x)) is not None}
+        with platform.no_grad():
+            directions = {name: self._direction(name, platform.unwrap(grad)) for name, grad in grads.items()}
+            for name, update in self._orthogonalised(directions).items():
+                self._apply(name, update, learning_rate)
+        self.num_steps += 1
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        for parameter in self._parameters.values():
+            self.platform.set_grad(parameter, None)
+
+    def state(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """The momentum of each parameter by name, laid out as the parameter."""
+        return {name: {"momentum_buffer": momentum} for name, momentum in self._momenta.items()}
+
+    def _zeros(self, parameter: Tensor) -> Tensor:
+        zeros = self.platform.zeros(self.platform.local_shape(parameter), parameter.dtype)
+        return self.platform.wrap(zeros, parameter.spec) if isinstance(parameter, DTensor) else zeros
+
+    def _direction(self, name: str, grad: Tensor) -> Tensor:
+        """The momentum with `grad` taken in, on the shard, in the dtype of the iteration."""
+        ops, options = self.platform.ops, self.options
+        momentum = self.platform.unwrap(self._momenta[name])
+        new = _mix(ops, momentum, grad, 1.0 - options.momentum)
+        self.platform.copy_(momentum, new)
+        direction = _mix(ops, grad, new, options.momentum) if options.nesterov else new
+        return ops.cast(direction, self.platform.dtype(options.compute_dtype))
+
+    def _orthogonalised(self, directions: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        names = [name for name in directions if isinstance(self._parameters[name], DTensor)]
+        specs = [self._parameters[name].spec for name in names]
+        shards = at_owners([directions[name] for name in names], specs, self._newton_schulz)
+        updates = dict(zip(names, shards, strict=True))
+        return {name: updates[name] if name in updates else self._newton_schulz(x) for name, x in directions.items()}
+
+    def _newton_schulz(self, matrix: Tensor) -> Tensor:
+        """The nearest matrix with singular values near one."""
+        ops, (a, b, c) = self.platform.ops, self.options.coefficients
+        tall = matrix.shape[0] > matrix.shape[1]
+        x = ops.transpose(matrix, 0, 1) if tall else matrix
+        norm = ops.sqrt(ops.sum(ops.square(ops.cast(x, self.platform.dtype("float32")))))
+        x = ops.div(x, ops.cast(ops.clamp(norm, min=self.options.eps), x.dtype))
+        for _ in range(self.options.steps):
+            gram = ops.matmul(x, ops.transpose(x, 0, 1))
+            polynomial = ops.add(ops.mul(gram, b), ops.mul(ops.matmul(gram, gram), c))
+            x = ops.add(ops.mul(x, a), ops.matmul(polynomial, x))
+        return ops.transpose(x, 0, 1) if tall else x
+
+    def _apply(self, name: str, update: Tensor, learning_rate: float) -> None:
+        ops, parameter = self.platform.ops, self._parameters[name]
+        local = self.platform.unwrap(parameter)
+        decayed = ops.mul(local, 1.0 - learning_rate * self.options.weight_decay)
+        scaled = ops.mul(ops.cast(update, local.dtype), learning_rate * self.options.scale(tuple(parameter.shape)))
+        self.platform.copy_(local, ops.sub(decayed, scaled))
+
+
+def _mix(ops: Any, x: Tensor, y: Tensor, share: float) -> Tensor:
+    """x + share * (y - x)."""
+    return ops.add(x, ops.mul(ops.sub(y, x), share))
+
+
+def _check(parameters: Mapping[str, Tensor]) -> None:
+    problems = []
+    for name, x in parameters.items():
+        if len(x.shape) != 2:
+            problems.append(f"{name} has shape {list(x.shape)}")
+        elif isinstance(x, DTensor) and x.spec.is_partial:
+            problems.append(f"{name} is partial: {x.spec.describe_placements()}")
+    if problems:
+        raise PlacementError(f"Muon takes matrices, sharded or replicated; {'; '.join(problems)}")
+
+
+def _platform_of(parameters: Iterable[Tensor]) -> Platform:
+    return next((x.device_mesh.platform for x in parameters if isinstance(x, DTensor)), None) or get_platform()

@@ -1,0 +1,26 @@
+"""Hook specifications of hp_dtensor (entry-point group `hp_dtensor`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+if TYPE_CHECKING:
+    from hp_dtensor.platform.interface import Platform
+
+hookspec = pluggy.HookspecMarker("hp")
+
+
+@hookspec
+def hp_platform() -> Platform:  # type: ignore[empty-body]
+    """Called once, when a platform is first asked for. Returns this plugin's platform.
+
+    May raise `PlatformError` when the framework behind it is missing or too old; the platform then counts
+    as unavailable, and the error is shown where it is asked for by name. Since 0.1.
+    """
+
+
+@hookspec
+def hp_sharding_rules(registry: Any) -> None:
+    """Called once, before the first operation on a DTensor. Registers rules in the `RuleRegistry`. Since 0.1."""

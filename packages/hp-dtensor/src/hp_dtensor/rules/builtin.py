@@ -1,0 +1,33 @@
+"""The list of tables whose rules hp_dtensor brings."""
+
+from __future__ import annotations
+
+from hp_dtensor.rules import (
+    batch_norm,
+    convolutions,
+    cross_entropy,
+    einsum,
+    linear_algebra,
+    losses,
+    moves,
+    networks,
+    pointwise,
+    products,
+    random,
+    reductions,
+    scans,
+    views,
+)
+from hp_dtensor.rules.engine.registry import RuleRegistry
+from hp_dtensor.rules.indexing import advanced, joining, scattering, slices
+
+TABLES = (
+    pointwise, reductions, scans, products, einsum, linear_algebra, views, slices, moves, joining, advanced,
+    scattering, networks, batch_norm, cross_entropy, convolutions, losses, random,
+)  # fmt: skip
+
+
+def register_builtin_rules(registry: RuleRegistry) -> None:
+    """Register the rules of every table; an operation in two tables is an error."""
+    for table in TABLES:
+        table.register(registry)

@@ -1,0 +1,301 @@
+"""Factor rules: an operation maps tensor dimensions to named factors, and one engine does the rest.
+
+The idea is Shardy's and GSPMD's (arXiv 2105.04663). A factor that every dimension list carries through is
+parallel; one that outputs lack is reduced (the outputs become partial); one marked `fixed` must be whole on
+every rank. `terms` says in which groups of inputs the operation is linear, hence which may be partial.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hp_dtensor.spec.placements import Partial, Placement, RaggedShard, Replicate, Shard
+
+Dim = tuple[str, ...]
+Dims = tuple[Dim, ...]
+Part = tuple[int, int]
+"""(start, length) of a part of a dimension or factor."""
+_Kept = Callable[[Placement, int], Placement]
+REPLICATE = Replicate()
+SUM = Partial("sum")
+
+
+@dataclass(frozen=True)
+class Factorization:
+    """One call of an operation, as factors.
+
+    Attributes:
+        inputs, outputs: per tensor, per dimension, the factors it consists of, outermost first.
+        sizes: elements per factor.
+        fixed: factors that must not be cut.
+        reduced: for factors that outputs lack, the reduction that makes their results whole. A factor
+            that outputs lack and that is not here must not be cut.
+        terms: the output as a sum of products of inputs, by input index; None: not linear in any.
+        local: called in place of the operation, where a cut factor needs other local work: factor ->
+            `function(call: LocalCall) -> outputs`.
+        of_part: called in place of the operation wherever outputs are cut, in whatever way: it asks only how
+            these are placed.
+        complete: factors whose `local` function leaves outputs complete (replicated), not partial.
+        nonempty: factors that may be cut only if every rank gets some of them.
+        ignored: inputs (by index) of which only dtype and device count; they stay as they are.
+        localize: static arguments to use on this rank, from the local shapes of the outputs and, of each factor that is
+            cut, the (start, length) of this rank's part.
+        written: inputs (by index) that the operation writes besides giving its outputs; they must stay as they are.
+        kept: factor -> the positions of it that outputs have; cut, each rank keeps those in its part.
+        known: factors of which every rank must know every part; several axes may cut them in chunk order only.
+    """
+
+    inputs: tuple[Dims, ...]
+    outputs: tuple[Dims, ...]
+    sizes: Mapping[str, int]
+    fixed: frozenset[str] = frozenset()
+    reduced: Mapping[str, str] = field(default_factory=dict)
+    terms: tuple[frozenset[int], ...] | None = None
+    local: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    of_part: Callable[..., Any] | None = None
+    complete: frozenset[str] = frozenset()
+    nonempty: frozenset[str] = frozenset()
+    ignored: frozenset[int] = frozenset()
+    localize: Callable[[Sequence[tuple[int, ...]], Mapping[str, Part]], Mapping[str, Any]] | None = None
+    written: frozenset[int] = frozenset()
+    kept: Mapping[str, range] = field(default_factory=dict)
+    known: frozenset[str] = frozenset()
+
+    def output_shape(self, output: int) -> tuple[int, ...]:
+        return tuple(math.prod(self._output_size(f) for f in dim) for dim in self.outputs[output])
+
+    def _output_size(self, factor: str) -> int:
+        return len(self.kept[factor]) if factor in self.kept else self.sizes[factor]
+
+    def dim_of(self, dims: Dims, factor: str) -> int | None:
+        """The dimension that cutting `factor` cuts, or None where a tensor does not have it."""
+        for index, dim in enumerate(dims):
+            if factor in dim:
+                return index
+        return None
+
+    def splittable(self, factor: str) -> bool:
+        """Whether `factor` may be cut at all: it is outermost wherever it is merged."""
+        if factor in self.fixed or self._lost(factor):
+            return False
+        return all(dim[0] == factor for dim in self._merged(factor))
+
+    def splits_in_chunks(self, factor: str, parts: float) -> bool:
+        """Whether a splittable factor may be cut in chunk order into `parts`: evenly where it is merged."""
+        size = self.sizes[factor]
+        if factor in self.nonempty and -(-size // parts) * (parts - 1) >= size:
+            return False
+        return not self.merges(factor) or size % parts == 0
+
+    def merges(self, factor: str) -> bool:
+        """Whether a dimension consists of this factor and others."""
+        return bool(self._merged(factor))
+
+    def elements_inside(self, dim: Dim, factor: str) -> int:
+        """Elements of a dimension per element of its outermost factor."""
+        return math.prod(self.sizes[other] for other in dim if other != factor)
+
+    def _merged(self, factor: str) -> list[Dim]:
+        return [dim for dims in (*self.inputs, *self.outputs) for dim in dims if factor in dim and len(dim) > 1]
+
+    def _lost(self, factor: str) -> bool:
+        kept = all(self.dim_of(dims, factor) is not None for dims in self.outputs)
+        return not kept and factor not in self.reduced and factor not in self.complete
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """What one mesh axis does in an operation: the placements that inputs must have and outputs get.
+
+    `kind` says how it cuts `factor`, as a placement of dimension 0; `whole` that every rank does the same, whatever
+    the placements of inputs that do not count.
+    """
+
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+    factor: str | None = None
+    kind: Placement | None = None
+    whole: bool = False
+
+    def keeping(self, ignored: frozenset[int], current: Sequence[Placement]) -> Strategy:
+        """The same with the ignored inputs as they are."""
+        if not ignored:
+            return self
+        inputs = tuple(current[i] if i in ignored else placement for i, placement in enumerate(self.inputs))
+        return Strategy(inputs, self.outputs, self.factor, self.kind, self.is_replicated)
+
+    @property
+    def is_replicated(self) -> bool:
+        return self.whole or all(placement.is_replicate() for placement in (*self.inputs, *self.outputs))
+
+
+def strategies(
+    rule: Factorization,
+    current: Sequence[Placement],
+    ranks: int,
+    cut_already: Mapping[str, float],
+    untouched: Sequence[bool],
+    part_of: Callable[[str], Part],
+) -> list[Strategy]:
+    """Every way for an axis to take part, given what its inputs are now.
+
+    Args:
+        ranks: of this axis.
+        cut_already: factor -> number of parts that earlier axes cut it into, infinite where these are ragged.
+        untouched: per input whether earlier axes leave it cut as it is; only then may it stay ragged here.
+        part_of: what earlier axes leave to this rank of a factor.
+    """
+    found = [_replicated(rule)]
+    for factor in rule.sizes:
+        worth_it = rule.sizes[factor] > 1 or _is_cut(rule, factor, current)
+        if worth_it and rule.splittable(factor):
+            kinds: list[Placement] = []
+            if rule.splits_in_chunks(factor, ranks * cut_already.get(factor, 1)):
+                kinds.append(Shard(0))
+            usable = [p if same else REPLICATE for p, same in zip(current, untouched, strict=True)]
+            kinds += _ragged_kinds(rule, factor, usable, ranks, nested=factor in cut_already)
+            found += _cut(rule, factor, kinds, current, _keeping(rule, factor, ranks, cut_already, part_of))
+    found += _partial_inputs(rule)
+    return found
+
+
+def _keeping(
+    rule: Factorization, factor: str, ranks: int, cut_already: Mapping[str, float], part_of: Callable[[str], Part]
+) -> _Kept:
+    return lambda kind, dim: _kept_in_parts(rule.kept[factor], ranks, part_of(factor), factor in cut_already, kind, dim)
+
+
+def _is_cut(rule: Factorization, factor: str, current: Sequence[Placement]) -> bool:
+    """Whether some input has the factor cut now: then it may stay so, even with one element or none."""
+    return any(
+        isinstance(placement, (Shard, RaggedShard)) and placement.dim == rule.dim_of(dims, factor)
+        for dims, placement in zip(rule.inputs, current, strict=True)
+    )
+
+
+def _replicated(rule: Factorization) -> Strategy:
+    return Strategy((REPLICATE,) * len(rule.inputs), (REPLICATE,) * len(rule.outputs))
+
+
+def _ragged_kinds(
+    rule: Factorization, factor: str, current: Sequence[Placement], ranks: int, nested: bool
+) -> list[Placement]:
+    """The ragged ways in which some input has a factor cut already, in elements of the factor.
+
+    Uneven chunks of a dimension are ragged ones of another into which it is merged.
+
+    Where earlier axes cut the factor too (`nested`), units differ between ranks, and no choice may depend on them.
+    """
+    kinds: list[Placement] = []
+    for dims, placement in zip(rule.inputs, current, strict=True):
+        dim = rule.dim_of(dims, factor)
+        if not isinstance(placement, (Shard, RaggedShard)) or dim is None or dim != placement.dim:
+            continue
+        inside = rule.elements_inside(dims[dim], factor)
+        in_chunks = isinstance(placement, Shard)
+        if inside == 0 or (nested and (in_chunks or inside > 1 or factor in rule.nonempty | rule.known)):
+            continue
+        units = placement.units if isinstance(placement, RaggedShard) else _chunks(rule.sizes[factor] * inside, ranks)
+        empty = factor in rule.nonempty and 0 in units
+        if not empty and all(unit % inside == 0 for unit in units):
+            kinds.append(RaggedShard(0, tuple(unit // inside for unit in units)))
+    return kinds
+
+
+def _chunks(size: int, ranks: int) -> tuple[int, ...]:
+    return tuple(Shard(0).interval(size, ranks, rank)[1] for rank in range(ranks))
+
+
+def _cut(
+    rule: Factorization,
+    factor: str,
+    kinds: Sequence[Placement],
+    current: Sequence[Placement],
+    kept: _Kept,
+) -> list[Strategy]:
+    """Cut a factor in each of the given ways; `kept` places a dimension of which outputs have some positions only."""
+    return [
+        Strategy(
+            _cut_inputs(rule, factor, kind, current),
+            tuple(_cut_output(rule, factor, kind, dims, kept) for dims in rule.outputs),
+            factor,
+            kind,
+        )
+        for kind in dict.fromkeys(kinds)
+    ]
+
+
+def _cut_inputs(
+    rule: Factorization, factor: str, kind: Placement, current: Sequence[Placement]
+) -> tuple[Placement, ...]:
+    placements = [_on_dim(rule, kind, factor, dims, now) for dims, now in zip(rule.inputs, current, strict=True)]
+    if factor not in rule.reduced or rule.reduced[factor] != "sum" or factor in rule.complete:
+        return tuple(placements)
+    for term in rule.terms or ():
+        if all(placements[i].is_replicate() for i in term):
+            placements[min(term)] = SUM
+    return tuple(placements)
+
+
+def _cut_output(rule: Factorization, factor: str, kind: Placement, dims: Dims, kept: _Kept) -> Placement:
+    dim = rule.dim_of(dims, factor)
+    if dim is None:
+        return REPLICATE if factor in rule.complete else Partial(rule.reduced[factor])
+    return kept(kind, dim) if factor in rule.kept else _on_dim(rule, kind, factor, dims)
+
+
+def parts_of(kind: Shard | RaggedShard, part: Part, ranks: int) -> list[Part]:
+    """What each rank of an axis gets of a part that the axis cuts."""
+    start, length = part
+    if isinstance(kind, RaggedShard):
+        starts = itertools.accumulate(kind.units, initial=start)
+        return list(zip(starts, kind.units, strict=False))
+    cuts = (kind.interval(length, ranks, rank) for rank in range(ranks))
+    return [(start + offset, count) for offset, count in cuts]
+
+
+def positions_within(kept: range, part: Part) -> Part:
+    """(number of the first, how many) of the positions that lie in a part."""
+    low, high = (min(len(kept), max(0, -(-(edge - kept.start) // kept.step))) for edge in (part[0], part[0] + part[1]))
+    return low, high - low
+
+
+def _kept_in_parts(positions: range, ranks: int, part: Part, nested: bool, kind: Any, dim: int) -> Placement:
+    """The placement of a dimension of which each rank keeps what it has of `positions`.
+
+    Where earlier axes cut it too (`nested`) units differ between ranks, so it is ragged by name everywhere.
+    """
+    units = tuple(positions_within(positions, each)[1] for each in parts_of(kind, part, ranks))
+    return Shard(dim) if not nested and units == _chunks(len(positions), ranks) else RaggedShard(dim, units)
+
+
+def _on_dim(rule: Factorization, kind: Placement, factor: str, dims: Dims, now: Placement | None = None) -> Placement:
+    """The placement of one tensor, which is placed as `now`, when a factor is cut."""
+    dim = rule.dim_of(dims, factor)
+    if dim is None:
+        return REPLICATE
+    if not isinstance(kind, RaggedShard):
+        return Shard(dim)
+    inside = rule.elements_inside(dims[dim], factor)
+    units = tuple(unit * inside for unit in kind.units)
+    ragged = RaggedShard(dim, units)
+    in_chunks = rule.merges(factor) and units == _chunks(sum(units), len(units))
+    return Shard(dim) if in_chunks and now != ragged else ragged
+
+
+def _partial_inputs(rule: Factorization) -> list[Strategy]:
+    """One partial input in every term makes every output partial."""
+    if rule.terms is None or any(not term for term in rule.terms):
+        return []
+    choices: list[tuple[int, ...]] = [()]
+    for term in rule.terms:
+        choices = [(*chosen, index) for chosen in choices for index in sorted(term)]
+    outputs = (SUM,) * len(rule.outputs)
+    return [
+        Strategy(tuple(SUM if i in chosen else REPLICATE for i in range(len(rule.inputs))), outputs)
+        for chosen in choices
+    ]

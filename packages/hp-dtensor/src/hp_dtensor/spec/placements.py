@@ -1,0 +1,168 @@
+"""How one mesh axis holds a tensor: replicated, sharded (in chunk order, strided, ragged), or as partial results."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import ClassVar
+
+from hp_dtensor.comm.world import REDUCE_OPS
+from hp_dtensor.exceptions import PlacementError
+
+
+class Placement:
+    """Base of all placements; immutable, hashable, compared by value."""
+
+    symbol: ClassVar[str]
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        """Whether it cuts a tensor dimension (that one, if `dim` is given)."""
+        return False
+
+    def is_replicate(self) -> bool:
+        return False
+
+    def is_partial(self, op: str | None = None) -> bool:
+        return False
+
+    def parts(self, size: int, ranks: int) -> list[list[tuple[int, int]]]:
+        """Per rank of the axis the (start, stop) ranges of a dimension of `size` that it holds, ascending."""
+        raise PlacementError(f"{self!r} cuts no dimension")
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate(Placement):
+    """Every rank of the axis holds the same data."""
+
+    symbol: ClassVar[str] = "R"
+
+    def is_replicate(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return "Replicate()"
+
+
+@dataclass(frozen=True, slots=True)
+class Shard(Placement):
+    """Dimension `dim` is cut in chunk order: rank i holds rows [i*c, (i+1)*c), c = ceil(size / ranks).
+
+    The last ranks may hold fewer rows or none.
+    """
+
+    dim: int
+    symbol: ClassVar[str] = "S"
+
+    def __post_init__(self) -> None:
+        _check_dim(self)
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        return dim is None or dim == self.dim
+
+    def interval(self, size: int, ranks: int, rank: int) -> tuple[int, int]:
+        """(start, length) of `rank`'s part of a dimension of `size`."""
+        chunk = -(-size // ranks)
+        start = min(chunk * rank, size)
+        return start, min(chunk, size - start)
+
+    def parts(self, size: int, ranks: int) -> list[list[tuple[int, int]]]:
+        chunk = -(-size // ranks)
+        return [[(min(chunk * i, size), min(chunk * (i + 1), size))] for i in range(ranks)]
+
+    def __repr__(self) -> str:
+        return f"Shard({self.dim})"
+
+
+@dataclass(frozen=True, slots=True)
+class StridedShard(Placement):
+    """Dimension `dim` is cut as if `split_factor` shards of a later mesh axis had been cut first.
+
+    The dimension is cut in chunk order into `split_factor` chunks, each of those into one piece per rank;
+    rank i holds the i-th piece of every chunk, in order. With `Shard(dim)` on a later axis of `split_factor`
+    ranks, that later axis cuts the dimension first. (torch's `_StridedShard`.)
+    """
+
+    dim: int
+    split_factor: int
+    symbol: ClassVar[str] = "Strided"
+
+    def __post_init__(self) -> None:
+        _check_dim(self)
+        if not isinstance(self.split_factor, int) or self.split_factor < 1:
+            raise PlacementError(f"StridedShard: split_factor must be >= 1, got {self.split_factor}")
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        return dim is None or dim == self.dim
+
+    def parts(self, size: int, ranks: int) -> list[list[tuple[int, int]]]:
+        result: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+        for [(begin, end)] in Shard(self.dim).parts(size, self.split_factor):
+            for rank, [(start, stop)] in enumerate(Shard(self.dim).parts(end - begin, ranks)):
+                result[rank].append((begin + start, begin + stop))
+        return result
+
+    def __repr__(self) -> str:
+        return f"StridedShard({self.dim}, split_factor={self.split_factor})"
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedShard(Placement):
+    """Dimension `dim` is cut in rank order into `units[i]` rows for rank i; zeros are allowed.
+
+    What it cuts is the part that placements on earlier mesh axes left to this rank, so `units` may differ
+    between ranks of other axes; they sum to that part's size. (Idea: veScale-FSDP, arXiv 2602.22437.)
+    """
+
+    dim: int
+    units: tuple[int, ...]
+    symbol: ClassVar[str] = "Ragged"
+
+    def __post_init__(self) -> None:
+        _check_dim(self)
+        if type(self.units) is not tuple:
+            object.__setattr__(self, "units", tuple(self.units))
+        if not all(isinstance(unit, int) and unit >= 0 for unit in self.units):
+            raise PlacementError(f"RaggedShard: units must be ints >= 0, one per rank, got {self.units}")
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        return dim is None or dim == self.dim
+
+    def interval(self, size: int, ranks: int, rank: int) -> tuple[int, int]:
+        """(start, length) of `rank`'s part of a dimension of `size`."""
+        if len(self.units) != ranks or sum(self.units) != size:
+            raise PlacementError(
+                f"{self} cannot cut a dimension of {size} over {ranks} ranks: "
+                f"it has {len(self.units)} parts that sum to {sum(self.units)}"
+            )
+        return sum(self.units[:rank]), self.units[rank]
+
+    def parts(self, size: int, ranks: int) -> list[list[tuple[int, int]]]:
+        self.interval(size, ranks, 0)
+        stops = list(itertools.accumulate(self.units))
+        return [[(stop - unit, stop)] for stop, unit in zip(stops, self.units, strict=True)]
+
+    def __repr__(self) -> str:
+        return f"RaggedShard({self.dim}, {self.units})"
+
+
+@dataclass(frozen=True, slots=True)
+class Partial(Placement):
+    """Every rank holds a contribution; the value is their reduction by `op`."""
+
+    op: str = "sum"
+    symbol: ClassVar[str] = "P"
+
+    def __post_init__(self) -> None:
+        if self.op not in REDUCE_OPS:
+            raise PlacementError(f"Partial: reduction {self.op!r} is unknown; expected one of {', '.join(REDUCE_OPS)}")
+
+    def is_partial(self, op: str | None = None) -> bool:
+        return op is None or op == self.op
+
+    def __repr__(self) -> str:
+        return f"Partial({self.op})"
+
+
+def _check_dim(placement: Shard | StridedShard | RaggedShard) -> None:
+    if not isinstance(placement.dim, int):
+        raise PlacementError(f"{type(placement).__name__}: dim must be an int, got {placement.dim!r}")

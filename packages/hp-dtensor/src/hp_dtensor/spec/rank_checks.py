@@ -1,0 +1,242 @@
+"""Checks that need other ranks: that all of them make the same tensor, and that replicas are equal.
+
+They exchange small facts on the host before any tensor is communicated, and every rank raises the same error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.exceptions import PlacementError, RankMismatchError, ShardShapeError
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.spec.placements import Placement, RaggedShard
+from hp_dtensor.spec.tensor_spec import TensorSpec, describe, normalize_placements
+
+Tensor = Any
+Coordinate = tuple[int, ...]
+
+
+class _Mode(threading.local):
+    def __init__(self) -> None:
+        self.depth = 0
+
+
+_mode = _Mode()
+_always = os.environ.get("HP_CHECK", "") not in ("", "0")
+
+
+@contextlib.contextmanager
+def check_mode() -> Iterator[None]:
+    """Inside the block (or everywhere with `HP_CHECK=1`), ranks compare what they do.
+
+    Global shape, dtype and placements of every tensor that is made from local data, by a factory or by
+    `distribute_tensor`, and of every redistribution; and the values of replicas that are taken to be equal. All
+    ranks of a mesh must be in the mode together.
+
+    Raises:
+        RankMismatchError: from the operation where ranks differ; it names them.
+    """
+    _mode.depth += 1
+    try:
+        yield
+    finally:
+        _mode.depth -= 1
+
+
+def is_checking() -> bool:
+    """Whether this thread is in `check_mode`."""
+    return _always or _mode.depth > 0
+
+
+def check_created(what: str, spec: TensorSpec) -> None:
+    """In `check_mode`: every rank of the mesh makes a tensor of the same global shape, dtype and placements.
+
+    Raises:
+        RankMismatchError: naming the ranks that differ.
+    """
+    if is_checking():
+        _check_equal(spec.mesh, what, f"{list(spec.shape)} {spec.dtype} {_describe_alike(spec)}")
+
+
+def check_moved(source: TensorSpec, target: TensorSpec) -> None:
+    """In `check_mode`: every rank of the mesh makes the same redistribution; raises as `check_created`."""
+    if is_checking():
+        fact = f"{list(source.shape)} {source.dtype} {_describe_alike(source)} to {_describe_alike(target)}"
+        _check_equal(source.mesh, "redistribute", fact)
+
+
+def check_alike(mesh: DeviceMesh, what: str, facts: Sequence[str]) -> None:
+    """In `check_mode`: every rank of the mesh gives the same facts; raises as `check_created`, telling the first that
+    differs."""
+    if not is_checking() or mesh.get_coordinate() is None or mesh.size() == 1:
+        return
+    told = {rank: json.loads(data) for rank, data in _exchange(mesh, json.dumps(list(facts)).encode()).items()}
+    for each in itertools.zip_longest(*told.values(), fillvalue="nothing more"):
+        _raise_unless_equal(what, dict(zip(told, each, strict=True)))
+
+
+def _describe_alike(spec: TensorSpec) -> str:
+    """The placements as every rank must have them: how many rows go where may depend on what another axis has cut."""
+    cut = [p for p in spec.placements if p.is_shard() or isinstance(p, RaggedShard)]
+    if len(cut) < 2:
+        return spec.describe_placements()
+    named = zip(spec.mesh.mesh_dim_names, spec.placements, strict=True)
+    short = [f"{name}:{f'Ragged({p.dim})' if isinstance(p, RaggedShard) else describe(p)}" for name, p in named]
+    return f"({', '.join(short)})"
+
+
+def check_replicated(what: str, x: Tensor, mesh: DeviceMesh) -> None:
+    """Every rank of the mesh holds the same plain tensor.
+
+    Raises:
+        RankMismatchError: naming the ranks whose shape, dtype or values differ.
+    """
+    _check_equal(mesh, what, f"{list(x.shape)} {x.dtype}, values {digest(mesh.platform, x)}")
+
+
+def digest(platform: Platform, x: Tensor) -> str:
+    """A short fingerprint of a plain tensor's values, bit by bit."""
+    return hashlib.sha256(platform.to_numpy(x).tobytes()).hexdigest()[:16]
+
+
+def _check_equal(mesh: DeviceMesh, what: str, fact: str) -> None:
+    if mesh.get_coordinate() is None or mesh.size() == 1:
+        return
+    _raise_unless_equal(what, {rank: data.decode() for rank, data in _exchange(mesh, fact.encode()).items()})
+
+
+def _raise_unless_equal(what: str, facts: Mapping[int, str]) -> None:
+    by_fact = ranks_by_fact(facts)
+    if len(by_fact) > 1:
+        raise RankMismatchError(f"{what}: ranks differ: {_told(by_fact)}. All ranks must do the same.")
+
+
+def ranks_by_fact(facts: Mapping[int, str]) -> dict[str, list[int]]:
+    """The ranks for which each fact holds, in the order in which facts are first met."""
+    groups: dict[str, list[int]] = defaultdict(list)
+    for rank, fact in facts.items():
+        groups[fact].append(rank)
+    return dict(groups)
+
+
+def _told(by_fact: Mapping[str, Sequence[int]]) -> str:
+    """`rank 3: <fact>; ranks 0, 1, 2: <fact>`, the fewest ranks first."""
+    ordered = sorted(by_fact.items(), key=lambda item: len(item[1]))
+    return "; ".join(f"{name_ranks(ranks)}: {fact}" for fact, ranks in ordered)
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """`rank 3` or `ranks 0, 1, 2`, the first eight of them."""
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}{more}"
+
+
+def _exchange(mesh: DeviceMesh, data: bytes) -> dict[int, bytes]:
+    """What every rank of the mesh gives, by global rank in the mesh's order."""
+    ranks = mesh.ranks()
+    return dict(zip(ranks, mesh.world.group(ranks).all_gather_bytes(data), strict=True))
+
+
+# Shards ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Local:
+    """What one rank says of its shard."""
+
+    rank: int
+    coordinate: Coordinate
+    shape: tuple[int, ...]
+    dtype: str
+    digest: str
+
+
+def global_shape(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int] | None
+) -> tuple[int, ...]:
+    """The global shape that the shards of all ranks make together, all of them checked against it.
+
+    Args:
+        shape: what it should be; None: found from the shards, which may be uneven.
+
+    Raises:
+        ShardShapeError: shards that do not fit, with the rank of each.
+        RankMismatchError: replicas that differ, with their ranks, or dtypes that do.
+    """
+    if mesh.get_coordinate() is None:
+        raise PlacementError(f"rank {mesh.world.rank} is outside mesh {mesh.describe()} and has no shard to check")
+    placements = normalize_placements(mesh, placements, len(local.shape))
+    shards = _shards(local, mesh)
+    whole = tuple(shape) if shape is not None else _joined(shards[mesh.get_coordinate() or ()], shards, placements)
+    _check_shapes(TensorSpec(mesh, placements, whole, local.dtype), shards)
+    _check_replicas(placements, shards)
+    return whole
+
+
+def _shards(local: Tensor, mesh: DeviceMesh) -> dict[Coordinate, _Local]:
+    fact = json.dumps([list(local.shape), str(local.dtype), digest(mesh.platform, local)])
+    everything = _exchange(mesh, fact.encode()) if mesh.size() > 1 else {mesh.world.rank: fact.encode()}
+    coordinates = itertools.product(*map(range, mesh.shape))
+    shards = {}
+    for coordinate, (rank, data) in zip(coordinates, everything.items(), strict=True):
+        shape, dtype, values = json.loads(data)
+        shards[coordinate] = _Local(rank, coordinate, tuple(shape), dtype, values)
+    return shards
+
+
+def _joined(mine: _Local, shards: Mapping[Coordinate, _Local], placements: Sequence[Placement]) -> tuple[int, ...]:
+    """Per dimension the sum of the shards along the axes that cut it."""
+    shape = list(mine.shape)
+    if len({len(shard.shape) for shard in shards.values()}) > 1:
+        return tuple(shape)
+    for dim in range(len(shape)):
+        axes = [axis for axis, placement in enumerate(placements) if placement.is_shard(dim)]
+        same_elsewhere = [
+            shard for shard in shards.values() if all(axis in axes or c == 0 for axis, c in enumerate(shard.coordinate))
+        ]
+        if axes:
+            shape[dim] = sum(shard.shape[dim] for shard in same_elsewhere)
+    return tuple(shape)
+
+
+def _check_shapes(spec: TensorSpec, shards: Mapping[Coordinate, _Local]) -> None:
+    problems = []
+    for shard in shards.values():
+        wanted = _shape_at(spec, shard.coordinate)
+        if shard.shape != wanted:
+            problems.append(f"rank {shard.rank} has {list(shard.shape)}, expected {list(wanted)}")
+    if problems:
+        raise ShardShapeError(
+            f"the shards of a tensor {list(spec.shape)} placed {spec.describe_placements()} do not fit: "
+            f"{'; '.join(problems)}. Shards in chunk order are equal but for the last; RaggedShard takes any rows."
+        )
+
+
+def _shape_at(spec: TensorSpec, coordinate: Coordinate) -> tuple[int, ...]:
+    return tuple(sum(stop - start for start, stop in ranges) for ranges in spec.ranges(coordinate))
+
+
+def _check_replicas(placements: Sequence[Placement], shards: Mapping[Coordinate, _Local]) -> None:
+    dtypes = ranks_by_fact({shard.rank: shard.dtype for shard in shards.values()})
+    if len(dtypes) > 1:
+        raise RankMismatchError(f"shards of one tensor have different dtypes: {_told(dtypes)}")
+    problems = []
+    for axis, placement in enumerate(placements):
+        if not placement.is_replicate():
+            continue
+        for shard in shards.values():
+            first = shards[(*shard.coordinate[:axis], 0, *shard.coordinate[axis + 1 :])]
+            if first.digest != shard.digest:
+                problems.append(f"rank {shard.rank} differs from rank {first.rank} along axis {axis}")
+    if problems:
+        raise RankMismatchError(f"values that should be replicated are not: {'; '.join(problems)}")

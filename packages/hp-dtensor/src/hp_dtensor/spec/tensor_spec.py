@@ -1,0 +1,280 @@
+"""What a DTensor is beyond its local shard: mesh, placements, global shape and dtype, interned."""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.exceptions import GradientPathError, PlacementError, ShardShapeError
+from hp_dtensor.spec.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
+
+Ranges = tuple[tuple[int, int], ...]
+"""Ascending disjoint (start, stop) ranges of one dimension."""
+
+
+class TensorSpec:
+    """Immutable and interned: equal specs are the same object, so they compare and hash by identity.
+
+    Attributes:
+        mesh: the device mesh.
+        placements: one per mesh axis. Several shards of one tensor dimension nest in mesh-axis order,
+            the earlier axis cutting first.
+        shape: the global shape.
+        dtype: the platform's dtype (opaque).
+        local_shape: the shape of this rank's shard.
+        is_partial: whether it is partial on some mesh axis.
+    """
+
+    __slots__ = ("__weakref__", "dtype", "is_partial", "local_shape", "mesh", "placements", "shape")
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: tuple[int, ...]
+    dtype: Any
+    local_shape: tuple[int, ...]
+    is_partial: bool
+
+    def __new__(cls, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: Any) -> TensorSpec:
+        key = (mesh, tuple(placements), tuple(shape), dtype)
+        found = _interned.get(key)
+        return found if found is not None else _intern(key)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def with_placements(self, placements: Sequence[Placement]) -> TensorSpec:
+        return TensorSpec(self.mesh, placements, self.shape, self.dtype)
+
+    def is_replicated(self) -> bool:
+        return all(placement.is_replicate() for placement in self.placements)
+
+    def box(self, coordinate: Sequence[int] | None = None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(offset, shape) in the global tensor of the shard at a mesh coordinate (default: this rank's).
+
+        A rank outside the mesh holds an empty box.
+
+        Raises:
+            PlacementError: a strided shard that is not contiguous; `ranges` gives its parts.
+        """
+        where = self.mesh.get_coordinate() if coordinate is None else coordinate
+        if where is None:
+            return (0,) * self.ndim, (0,) * self.ndim
+        if any(isinstance(placement, StridedShard) for placement in self.placements):
+            return self._box_of_ranges(where)
+        offset, shape = [0] * self.ndim, list(self.shape)
+        for axis, placement in enumerate(self.placements):
+            if isinstance(placement, (Shard, RaggedShard)):
+                start, length = placement.interval(shape[placement.dim], self.mesh.shape[axis], where[axis])
+                offset[placement.dim] += start
+                shape[placement.dim] = length
+        return tuple(offset), tuple(shape)
+
+    def ranges(self, coordinate: Sequence[int] | None = None) -> tuple[Ranges, ...]:
+        """Per dimension the (start, stop) ranges of the global tensor that the shard consists of, ascending.
+
+        A rank outside the mesh holds none.
+        """
+        where = self.mesh.get_coordinate() if coordinate is None else coordinate
+        if where is None:
+            return ((),) * self.ndim
+        held: list[Ranges] = [((0, size),) for size in self.shape]
+        for axis, placement in enumerate(self.placements):
+            if isinstance(placement, (Shard, RaggedShard, StridedShard)):
+                dim = placement.dim
+                held[dim] = split_ranges(held[dim], placement, self.mesh.shape[axis])[where[axis]]
+        return tuple(held)
+
+    def _box_of_ranges(self, coordinate: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        held = self.ranges(coordinate)
+        if any(len(ranges) > 1 for ranges in held):
+            raise PlacementError(
+                f"the shard at {tuple(coordinate)} of {self!r} is not contiguous; TensorSpec.ranges gives its parts"
+            )
+        boxes = [ranges[0] if ranges else (0, 0) for ranges in held]
+        return tuple(start for start, _ in boxes), tuple(stop - start for start, stop in boxes)
+
+    def num_replicas(self) -> int:
+        """How many ranks of the mesh hold the same shard."""
+        return math.prod(
+            size for size, placement in zip(self.mesh.shape, self.placements, strict=True) if placement.is_replicate()
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"TensorSpec({list(self.shape)}, {self.dtype}, {self.describe_placements()}, mesh {self.mesh.describe()})"
+        )
+
+    def describe_placements(self) -> str:
+        """Short form, such as `(dp:S(0), tp:R)`."""
+        named = zip(self.mesh.mesh_dim_names, self.placements, strict=True)
+        return "(" + ", ".join(f"{name}:{describe(placement)}" for name, placement in named) + ")"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TensorSpec, (self.mesh, self.placements, self.shape, self.dtype)
+
+
+_interned: weakref.WeakValueDictionary[tuple[Any, ...], TensorSpec] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+
+
+def _intern(key: tuple[Any, ...]) -> Any:
+    mesh, placements, shape, dtype = key
+    placements = normalize_placements(mesh, placements, len(shape))
+    if any(size < 0 for size in shape):
+        raise ShardShapeError(f"a tensor has sizes of at least 0, got {list(shape)}")
+    key = (mesh, placements, shape, dtype)
+    with _lock:
+        found = _interned.get(key)
+        if found is not None:
+            return found
+        spec = object.__new__(TensorSpec)
+        spec.mesh, spec.placements, spec.shape, spec.dtype = mesh, placements, shape, dtype
+        spec.local_shape = _local_shape(spec)
+        spec.is_partial = any(placement.is_partial() for placement in placements)
+        _interned[key] = spec
+        return spec
+
+
+def grad_spec(spec: TensorSpec) -> TensorSpec:
+    """The placements of a value's gradient: R -> R, S -> S, P -> R."""
+    if not spec.is_partial:
+        return spec
+    return spec.with_placements([Replicate() if p.is_partial() else p for p in spec.placements])
+
+
+def has_gradient(spec: TensorSpec) -> bool:
+    """Whether placements describe the gradient of a value: not where it is partial by something else than a sum."""
+    return not spec.is_partial or all(
+        size == 1 or not placement.is_partial() or placement == Partial()
+        for size, placement in zip(spec.mesh.shape, spec.placements, strict=True)
+    )
+
+
+def shown_grad_spec(spec: TensorSpec) -> TensorSpec:
+    """`grad_spec` of a value whose gradient users ask for.
+
+    Raises:
+        GradientPathError: the value is partial by something else than a sum.
+    """
+    if not has_gradient(spec):
+        raise GradientPathError(
+            f"the gradient of {spec!r}: each rank has that of its own contribution, which no placement describes. "
+            "Redistribute the value to Replicate() or Shard, and ask for the gradient of that"
+        )
+    return grad_spec(spec)
+
+
+def _local_shape(spec: TensorSpec) -> tuple[int, ...]:
+    if any(isinstance(placement, StridedShard) for placement in spec.placements):
+        return tuple(sum(stop - start for start, stop in ranges) for ranges in spec.ranges())
+    return spec.box()[1]
+
+
+def split_ranges(ranges: Ranges, placement: Placement, ranks: int) -> list[Ranges]:
+    """What each of `ranks` ranks gets of ascending disjoint (start, stop) ranges; adjacent results are joined."""
+    size = sum(stop - start for start, stop in ranges)
+    return [
+        join_ranges([piece for part in parts for piece in _take(ranges, *part)])
+        for parts in placement.parts(size, ranks)
+    ]
+
+
+def join_ranges(ranges: Sequence[tuple[int, int]]) -> Ranges:
+    """Ascending ranges without the empty ones, adjacent ones as one."""
+    result: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        if start == stop:
+            continue
+        if result and result[-1][1] == start:
+            result[-1] = (result[-1][0], stop)
+        else:
+            result.append((start, stop))
+    return tuple(result)
+
+
+def _take(ranges: Ranges, begin: int, end: int) -> list[tuple[int, int]]:
+    """The elements at positions [begin, end) of what `ranges` list."""
+    result, passed = [], 0
+    for start, stop in ranges:
+        low, high = max(begin - passed, 0), min(end - passed, stop - start)
+        if low < high:
+            result.append((start + low, start + high))
+        passed += stop - start
+    return result
+
+
+def require_placements(what: str, mesh: DeviceMesh, placements: Any) -> tuple[Placement, ...]:
+    """`placements` as a tuple.
+
+    Raises:
+        PlacementError: in the name of `what`: a single placement, or something else that is no sequence.
+    """
+    if not isinstance(placements, Sequence) or isinstance(placements, str):
+        raise PlacementError(
+            f"{what}: placements must be a tuple with one placement for each of the axes {mesh.describe()}, "
+            f"got {placements!r}"
+        )
+    return tuple(placements)
+
+
+def normalize_placements(mesh: DeviceMesh, placements: Sequence[Placement], ndim: int) -> tuple[Placement, ...]:
+    """Placements with non-negative dimensions, checked against mesh and tensor.
+
+    Raises:
+        PlacementError: listing every problem at once.
+    """
+    problems = []
+    if (count := wrong_count(mesh, placements)) is not None:
+        problems.append(count)
+    result = []
+    for axis, placement in enumerate(placements):
+        if not isinstance(placement, Placement):
+            problems.append(
+                f"placement {axis} is a {type(placement).__name__}, expected Shard, Replicate, Partial, ..."
+            )
+        elif isinstance(placement, (Shard, RaggedShard, StridedShard)) and not -ndim <= placement.dim < ndim:
+            problems.append(
+                f"placement {axis}: {placement} cuts dimension {placement.dim} of a {ndim}-dimensional tensor"
+            )
+        else:
+            result.append(_non_negative(placement, ndim))
+    if problems:
+        raise PlacementError("; ".join(problems))
+    return tuple(result)
+
+
+def wrong_count(mesh: DeviceMesh, placements: Sequence[Placement]) -> str | None:
+    """Why this is not one placement per mesh axis; None: it is."""
+    if len(placements) == mesh.ndim:
+        return None
+    return f"expected {mesh.ndim} placements for mesh {mesh.describe()}, got {len(placements)}"
+
+
+def _non_negative(placement: Placement, ndim: int) -> Placement:
+    if isinstance(placement, Shard) and placement.dim < 0:
+        return Shard(placement.dim + ndim)
+    if isinstance(placement, RaggedShard) and placement.dim < 0:
+        return RaggedShard(placement.dim + ndim, placement.units)
+    if isinstance(placement, StridedShard) and placement.dim < 0:
+        return StridedShard(placement.dim + ndim, placement.split_factor)
+    return placement
+
+
+def describe(placement: Placement) -> str:
+    """`R`, `S(0)`, `P(sum)`, `Ragged(0; 3,1)`."""
+    if isinstance(placement, Replicate):
+        return "R"
+    if isinstance(placement, Shard):
+        return f"S({placement.dim})"
+    if isinstance(placement, Partial):
+        return f"P({placement.op})"
+    if isinstance(placement, StridedShard):
+        return f"Strided({placement.dim}; {placement.split_factor})"
+    if isinstance(placement, RaggedShard):
+        return f"Ragged({placement.dim}; {','.join(map(str, placement.units))})"
+    return repr(placement)

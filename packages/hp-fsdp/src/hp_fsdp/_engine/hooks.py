@@ -1,0 +1,180 @@
+"""The hooks that one call of `fully_shard` puts on its modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.trees import map_tensors, tensors_in
+from hp_fsdp._engine.group import ParameterGroup
+from hp_fsdp._engine.parameters import STATE_ATTRIBUTE, left_out
+from hp_fsdp._engine.schedule import Context
+from hp_fsdp.exceptions import FSDPStateError
+from hp_fsdp.policies import MixedPrecisionPolicy
+from hp_fsdp.storage import ParameterStorage
+
+Tensor = Any
+Module = Any
+DType = Any
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+class ModuleState:
+    """What the modules of one group know; kept on each of them."""
+
+    def __init__(
+        self,
+        storage: ParameterStorage,
+        group: ParameterGroup,
+        policy: MixedPrecisionPolicy,
+    ) -> None:
+        self.storage = storage
+        self.platform: Platform = storage.platform
+        self.modules = group.modules
+        self.group = group
+        self.policy = policy
+        self.context: Context | None = None
+        self._to_come = list(self.modules)
+
+    def install(self) -> None:
+        """Put this state and its hooks on the modules."""
+        for module in self.modules:
+            object.__setattr__(module, STATE_ATTRIBUTE, self)
+            self.platform.add_forward_pre_hook(module, self.before_forward, prepend=True)
+            self.platform.add_forward_hook(module, self.after_forward)
+
+    def before_forward(
+        self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Unshard, and cast the inputs; not where a forward of the module calls the module, or a method of it."""
+        if self._is_inner(module):
+            return None
+        context = self.context if self.context is not None else self._become_root()
+        was_entered = self.group.entered
+        context.enter(self.group, module, lambda: tensors_in((args, kwargs), self.platform.Tensor))
+        if self.group.entered and not was_entered:
+            self._to_come = list(self.modules)
+        if self.policy.cast_forward_inputs and self.policy.param_dtype is not None:
+            args, kwargs = self._cast((args, kwargs), self.policy.param_dtype)
+            return args, kwargs
+        return None
+
+    def after_forward(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Cast the outputs, watch for their gradients, and reshard."""
+        assert self.context is not None
+        if self._is_inner(module):
+            return output
+        if self.policy.output_dtype is not None:
+            output = self._cast(output, self.policy.output_dtype)
+        outputs = self._requiring_grad(output)
+        watched = self.context.leave(self.group, module, outputs, self._is_last(module))
+        return _replace(output, self.platform.Tensor, outputs, watched)
+
+    def run(self, module: Module, forward: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+        """Call `forward`, with the hooks that it calls; know of it while it runs, and when it fails."""
+        running, key = self.group.running, id(module)
+        running[key] = running.get(key, 0) + 1
+        try:
+            return forward(*args, **kwargs)
+        except BaseException:
+            if not self._is_inner(module):
+                self._forward_failed()
+            raise
+        finally:
+            running[key] -= 1
+            if not running[key]:
+                del running[key]
+
+    def _is_inner(self, module: Module) -> bool:
+        return self.group.running.get(id(module), 0) > 1
+
+    def _forward_failed(self) -> None:
+        self._to_come = list(self.modules)
+        if self.context is not None:
+            self.context.fail(self.group)
+
+    def _is_last(self, module: Module) -> bool:
+        """Whether every module of the group has now been called, in any order."""
+        if any(other is module for other in self._to_come):
+            self._to_come = [other for other in self._to_come if other is not module]
+        if self._to_come:
+            return False
+        self._to_come = list(self.modules)
+        return True
+
+    def _requiring_grad(self, output: Any) -> list[Tensor]:
+        if not self.platform.is_grad_enabled():
+            return []
+        tensors = tensors_in(output, self.platform.Tensor)
+        return [tensor for tensor in tensors if self.platform.requires_grad(tensor)]
+
+    def _cast(self, tree: Any, dtype: DType) -> Any:
+        def cast(x: Tensor) -> Tensor:
+            return self.platform.ops.cast(x, dtype) if self.platform.is_floating(x.dtype) and x.dtype != dtype else x
+
+        return map_tensors(tree, self.platform.Tensor, cast)
+
+    def _become_root(self) -> Context:
+        """Make one context for all groups below these modules: the first forward from outside is the root's.
+
+        Raises:
+            FSDPStateError: parameters below them have been replaced, or added after `fully_shard`.
+        """
+        self._name_groups()
+        states = dict.fromkeys([self, *(s for module in self.modules for s in states_below(self.platform, module))])
+        for state in states:
+            state.group.attach()
+        self._check_none_added(state.group for state in states)
+        context = Context(self.storage, self.group, (state.group for state in states))
+        for state in states:
+            state.context = context
+        return context
+
+    def _check_none_added(self, groups: Iterable[ParameterGroup]) -> None:
+        managed = [parameter for group in groups for buffer in group.buffers for parameter in buffer.parameters]
+        # By place: modules may hold the unsharded ones now.
+        known = {id(getattr(*place, None)) for parameter in managed for place in parameter.owners}
+        added = [name for module in self.modules for name in left_out(self.platform, module, known)]
+        if added:
+            raise FSDPStateError(
+                f"{self.group.place}: {', '.join(added)}: added after fully_shard, so that nobody would reduce their "
+                "gradients. Add them before it, or call fully_shard on their module before those around it; what is to "
+                "keep its own rank's gradients belongs to ignored_params"
+            )
+
+    def _name_groups(self) -> None:
+        """Call the groups below by the places of their modules."""
+        places: dict[ModuleState, list[str]] = {}
+        for module in self.modules:
+            for name, each in self.platform.named_modules(module):
+                state = state_of(each)
+                if state is not None and name:
+                    places.setdefault(state, []).append(f"{name} ({_original_name(each)})")
+        for state, names in places.items():
+            state.group.name = ", ".join(names)
+
+
+def _original_name(module: Module) -> str:
+    """The class that the module had before `fully_shard`."""
+    return next(cls.__name__ for cls in type(module).__mro__[1:] if not hasattr(cls, "unshard"))
+
+
+def states_below(platform: Platform, module: Module) -> list[ModuleState]:
+    """The states of `module` and the modules below it, each once, outer ones first."""
+    found = (state_of(each) for _, each in platform.named_modules(module))
+    return list(dict.fromkeys(state for state in found if state is not None))
+
+
+def state_of(module: Any) -> ModuleState | None:
+    """The state that `fully_shard` has put on a module itself, if it has."""
+    found: ModuleState | None = getattr(module, "__dict__", {}).get(STATE_ATTRIBUTE)
+    return found
+
+
+def _replace(tree: Any, tensor_type: type, old: list[Tensor], new: list[Tensor]) -> Any:
+    if old is new or not old:
+        return tree
+    instead = {id(before): after for before, after in zip(old, new, strict=True)}
+    return map_tensors(tree, tensor_type, lambda x: instead.get(id(x), x))

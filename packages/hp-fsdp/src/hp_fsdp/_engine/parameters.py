@@ -1,0 +1,258 @@
+"""Which parameters a group manages, and what becomes of each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.comm.world import ProcessGroup
+from hp_dtensor.exceptions import HPError
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.spec.placements import Placement, RaggedShard, Replicate, Shard
+from hp_dtensor.spec.tensor_spec import TensorSpec
+from hp_dtensor.tensor.dtensor import DTensor
+from hp_fsdp.exceptions import FullyShardError
+from hp_fsdp.layout import Block
+
+Tensor = Any
+Module = Any
+
+STATE_ATTRIBUTE = "_hp_fsdp_state"
+TAKEN_ATTRIBUTE = "_hp_fsdp_taken_by"
+IGNORED_ATTRIBUTE = "_hp_fsdp_ignored"
+# Blocks start at multiples of this many bytes, which vectorised kernels and tensor cores want.
+ALIGNMENT_BYTES = 16
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """Where the parameters of a buffer go: the last axis of `mesh` shards them, unless every rank keeps them whole."""
+
+    mesh: DeviceMesh
+    shards: bool
+
+    @property
+    def num_shards(self) -> int:
+        return self.mesh.shape[-1] if self.shards else 1
+
+    @property
+    def shard_group(self) -> ProcessGroup:
+        """The ranks that hold one shard each; of one rank where nothing is sharded."""
+        world = self.mesh.world
+        return self.mesh.get_group(self.mesh.ndim - 1) if self.shards else world.group((world.rank,))
+
+    @property
+    def replicate_group(self) -> ProcessGroup | None:
+        """The ranks that hold the same shard; None when there is one such rank for want of an axis."""
+        if not self.shards:
+            return self.mesh.world.group(self.mesh.ranks()) if self.mesh.size() > 1 else None
+        return self.mesh.get_group(0) if self.mesh.ndim == 2 else None
+
+
+@dataclass(slots=True)
+class Original:
+    """A parameter as the module had it before `fully_shard`.
+
+    Attributes:
+        name: dotted name below the first module of the group; the first one of a tied parameter.
+        tensor: the parameter, plain or a DTensor.
+        owners: every (module, attribute) that holds it.
+        chosen_dim: the dimension to cut that `shard_placement_fn` has named, if it has.
+        mesh: likewise, the mesh.
+    """
+
+    name: str
+    tensor: Tensor
+    owners: list[tuple[Module, str]] = field(default_factory=list)
+    chosen_dim: int | None = None
+    mesh: DeviceMesh | None = None
+
+    @property
+    def spec(self) -> TensorSpec | None:
+        """The spec of a parameter that is a DTensor already."""
+        return self.tensor.spec if isinstance(self.tensor, DTensor) else None
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape that this rank computes with."""
+        return self.spec.local_shape if self.spec is not None else tuple(self.tensor.shape)
+
+    @property
+    def cut_dim(self) -> int:
+        """The dimension that is cut: the one named, else the first one longer than 1, where parts are contiguous.
+
+        The same on every rank: what counts is the longest part that any rank has.
+        """
+        if self.chosen_dim is not None:
+            return self.chosen_dim
+        return next((dim for dim, size in enumerate(self._longest_shape) if size > 1), 0)
+
+    @property
+    def first_dim(self) -> int:
+        """The dimension that is outermost in the flat buffer, so that what one rank holds is contiguous there."""
+        return self.cut_dim if any(size > 1 for size in self._longest_shape[: self.cut_dim]) else 0
+
+    @property
+    def longest_numel(self) -> int:
+        """Elements of the longest part that any rank has."""
+        return math.prod(self._longest_shape)
+
+    @property
+    def _longest_shape(self) -> Sequence[int]:
+        return _longest_local_shape(self.spec) if self.spec is not None else self.local_shape
+
+    @property
+    def row_numel(self) -> int:
+        """Elements of the local tensor for each index of the dimension that is cut."""
+        return math.prod(self.local_shape[: self.cut_dim]) * math.prod(self.local_shape[self.cut_dim + 1 :])
+
+    def block(self, itemsize: int) -> Block:
+        alignment = max(1, ALIGNMENT_BYTES // itemsize)
+        return Block(math.prod(self.local_shape), math.lcm(max(1, self.row_numel), alignment))
+
+
+def _longest_local_shape(spec: TensorSpec) -> list[int]:
+    shape = list(spec.shape)
+    for size, placement in zip(spec.mesh.shape, spec.placements, strict=True):
+        if isinstance(placement, Shard):
+            shape[placement.dim] = -(-shape[placement.dim] // size)
+        elif isinstance(placement, RaggedShard):
+            shape[placement.dim] = max(placement.units)
+    return shape
+
+
+def sharded_spec(original: Original, parallel: DataParallel, pieces: Sequence[int]) -> TensorSpec:
+    """The spec of the sharded parameter: the original's axes, then the mesh's, the last one ragged if it shards.
+
+    Args:
+        pieces: elements of the local tensor that each rank of the last axis of the mesh holds.
+    """
+    mesh = parallel.mesh
+    added: tuple[Placement, ...] = (Replicate(),) * mesh.ndim
+    if parallel.shards:
+        added = (*added[1:], RaggedShard(original.cut_dim, _rows(original, pieces)))
+    if original.spec is None:
+        return TensorSpec(mesh, added, original.local_shape, original.tensor.dtype)
+    joined = original.spec.mesh.concatenate(mesh)
+    return TensorSpec(joined, original.spec.placements + added, original.spec.shape, original.tensor.dtype)
+
+
+def _rows(original: Original, pieces: Sequence[int]) -> tuple[int, ...]:
+    rows = tuple(piece // max(1, original.row_numel) for piece in pieces)
+    if math.prod(original.local_shape) == 0:
+        rows = (original.local_shape[original.cut_dim], *rows[1:])
+    return rows
+
+
+def collect(platform: Platform, modules: Sequence[Module], ignored: Collection[Tensor]) -> list[Original]:
+    """Parameters below `modules` that belong to no other group and are not ignored, each once.
+
+    Statistics that forwards write stay as they are, like buffers: what is written to a full parameter is lost.
+    """
+    ignored_ids = {id(parameter) for parameter in ignored}
+    found: dict[int, Original] = {}
+    for root in modules:
+        for name, module, attribute, parameter in _held_by(platform, _own_modules(platform, root)):
+            if id(parameter) not in ignored_ids and not platform.is_statistic(module, attribute):
+                original = found.setdefault(id(parameter), Original(name, parameter))
+                if (module, attribute) not in original.owners:
+                    original.owners.append((module, attribute))
+    return list(found.values())
+
+
+def _held_by(platform: Platform, modules: Iterable[tuple[str, Module]]) -> Iterator[tuple[str, Module, str, Tensor]]:
+    """(name, module, attribute, parameter) of every place among these named modules that holds one."""
+    for prefix, module in modules:
+        for attribute, parameter in platform.named_parameters(module, recurse=False, remove_duplicate=False):
+            yield f"{prefix}.{attribute}" if prefix else attribute, module, attribute, parameter
+
+
+def mark_ignored(platform: Platform, modules: Sequence[Module], ignored: Collection[Tensor]) -> None:
+    """Let modules know which of their attributes hold parameters that stay as they are.
+
+    Attributes, not parameters: `to_empty` puts other objects in their places.
+    """
+    ids = {id(parameter) for parameter in ignored}
+    for root in modules if ids else ():
+        for _, module, attribute, parameter in _held_by(platform, platform.named_modules(root)):
+            if id(parameter) in ids:
+                known: frozenset[str] = getattr(module, IGNORED_ATTRIBUTE, frozenset())
+                object.__setattr__(module, IGNORED_ATTRIBUTE, known | {attribute})
+
+
+def check_ties(platform: Platform, modules: Sequence[Module], originals: Sequence[Original]) -> None:
+    """Raise `FullyShardError` if a module below has a parameter that it was told to ignore: the two would part."""
+    named = {id(original.tensor): original.name for original in originals}
+    problems = [
+        f"{named[id(parameter)]} is {name} too, which an earlier fully_shard was given in ignored_params: give it "
+        "here too"
+        for root in modules
+        for name, module, attribute, parameter in _held_by(platform, platform.named_modules(root))
+        if id(parameter) in named and attribute in getattr(module, IGNORED_ATTRIBUTE, ())
+    ]
+    if problems:
+        raise FullyShardError("; ".join(problems))
+
+
+def left_out(platform: Platform, root: Module, known: Collection[int]) -> list[str]:
+    """Trainable parameters below `root` that are not `known` (by identity) and were not to be ignored."""
+    return [
+        name
+        for name, module, attribute, parameter in _held_by(platform, platform.named_modules(root))
+        if platform.requires_grad(parameter)
+        and id(parameter) not in known
+        and attribute not in getattr(module, IGNORED_ATTRIBUTE, ())
+    ]
+
+
+def _own_modules(platform: Platform, root: Any) -> list[tuple[str, Any]]:
+    """`root` and the modules below it that are not below another sharded module."""
+    pruned: list[str] = []
+    own = []
+    for name, module in platform.named_modules(root):
+        if any(name.startswith(prefix) for prefix in pruned):
+            continue
+        if module is not root and STATE_ATTRIBUTE in vars(module):
+            pruned.append(f"{name}.")
+            continue
+        own.append((name, module))
+    return own
+
+
+def problems_of(original: Original, mesh: DeviceMesh) -> list[str]:
+    """Why a parameter cannot be sharded over `mesh`; empty when it can."""
+    name, tensor = original.name, original.tensor
+    problems = []
+    if getattr(tensor, "_gradient_from", None) == "fully_shard":
+        return [
+            f"{name} has been sharded by another fully_shard: if of a module above, shard inner modules first, then "
+            "those around them; if of a module that shares it, one group for both, fully_shard([first, second], mesh)"
+        ]
+    taken_by = getattr(tensor, TAKEN_ATTRIBUTE, None)
+    if taken_by is not None:
+        problems.append(
+            f"{name} is the same parameter as {taken_by} of another group; put both modules in one group, "
+            "fully_shard([first, second], mesh), or leave both to a module above them"
+        )
+    if len(tensor.shape) == 0:
+        problems.append(f"{name} is a scalar, which cannot be cut; give it the shape (1,)")
+    if not mesh.platform.is_floating(tensor.dtype):
+        problems.append(f"{name} is of {tensor.dtype}, expected a floating-point parameter; make it a buffer")
+    if original.spec is not None:
+        problems += _mesh_problems(original, original.spec, mesh)
+    return problems
+
+
+def _mesh_problems(original: Original, spec: TensorSpec, mesh: DeviceMesh) -> list[str]:
+    partial = [p for p in spec.placements if p.is_partial()]
+    if partial:
+        return [f"{original.name} is a DTensor placed {spec.describe_placements()}; redistribute the partial first"]
+    try:
+        spec.mesh.concatenate(mesh)
+    except HPError as error:
+        where = f"{original.name} is a DTensor on mesh {spec.mesh.describe()}"
+        return [f"{where}, which does not go with {mesh.describe()}: {error}"]
+    return []

@@ -1,0 +1,295 @@
+"""What `fully_shard` adds to a module."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hp_fsdp._engine.group import ParameterGroup
+from hp_fsdp._engine.hooks import ModuleState, state_of, states_below
+from hp_fsdp._engine.parameters import STATE_ATTRIBUTE
+from hp_fsdp._settings import reshard_problems, reshard_size
+from hp_fsdp.communication import Communication, get_communication
+from hp_fsdp.exceptions import FullyShardError, StateDictError
+from hp_fsdp.state.model_state import sharded_parameters
+from hp_fsdp.state.state_dict import IncompatibleKeys, StateDictOptions, set_model_state_dict
+
+Module = Any
+
+
+@functools.cache
+def with_methods(cls: type, mixin: type | None = None) -> type:
+    """`cls` with the methods of `mixin` (default: `FSDPModule`), its own name behind the mixin's first four letters."""
+    mixin = mixin or FSDPModule
+    if issubclass(cls, mixin):
+        return cls
+    return type(f"{mixin.__name__[:4]}{cls.__name__}", (mixin, cls), {"__module__": cls.__module__})
+
+
+class FSDPModule:
+    """Mixed into the class of every module that has been through `fully_shard`."""
+
+    @property
+    def _fsdp(self) -> ModuleState:
+        state: ModuleState = self.__dict__[STATE_ATTRIBUTE]
+        return state
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._fsdp.run(self, super().__call__, args, kwargs)  # type: ignore[misc]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise TypeError(f"{type(self).__name__}: a sharded module cannot be copied; copy it before fully_shard")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"{type(self).__name__}: a sharded module cannot be pickled or copied; save get_model_state_dict(...) of it"
+        )
+
+    def _groups(self, recurse: bool) -> list[ParameterGroup]:
+        states = states_below(self._fsdp.platform, self) if recurse else [self._fsdp]
+        return [state.group for state in states]
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather the group's parameters and put them into the modules.
+
+        Args:
+            async_op: return at once; the handle's `wait` does the rest.
+        """
+        group = self._fsdp.group
+        group.attach()
+        group.check_filled()
+        group.start_unshard()
+        handle = UnshardHandle(group)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free the group's full parameters and put the sharded ones back into the modules.
+
+        Raises:
+            FSDPStateError: within the forward of one of them.
+        """
+        group = self._fsdp.group
+        if not group.entered:
+            group.conceal()
+        group.reshard()
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients, or accumulates them unsharded without communication."""
+        wanted = _bool("set_requires_gradient_sync", requires_gradient_sync)
+        for group in self._groups(recurse):
+            group.gradient_sync = wanted
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backward also reduces over the replicate axis, or accumulates reduced shards."""
+        wanted = _bool("set_requires_all_reduce", requires_all_reduce)
+        for group in self._groups(recurse):
+            group.reduce_options.all_reduce = wanted
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """False: another backward through the same forward follows, so unused parameters may still be used."""
+        wanted = _bool("set_is_last_backward", is_last_backward)
+        for group in self._groups(recurse=True):
+            group.is_last_backward = wanted
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool | int, *, recurse: bool = True) -> None:
+        """Whether full parameters are freed after forward, or over how many ranks they are kept; see `fully_shard`.
+
+        Raises:
+            FullyShardError: a group's `zero_stage` keeps its parameters, or its shard axis has no such part.
+        """
+        groups = self._groups(recurse)
+        problems = [
+            f"group {group.name} of zero_stage={group.zero_stage} keeps its full parameters"
+            for group in groups
+            if reshard_after_forward and group.keeps_full
+        ]
+        for group in groups:
+            for num_shards in group.shard_counts:
+                wrong = reshard_problems(reshard_after_forward, num_shards)
+                problems += [f"group {group.name}: {problem}" for problem in wrong]
+        if problems:
+            raise FullyShardError(f"set_reshard_after_forward({reshard_after_forward!r}): " + "; ".join(problems))
+        for group in groups:
+            group.reshard_after_forward = reshard_size(reshard_after_forward, max(group.shard_counts, default=1))
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether full parameters are freed after a backward that does not reduce (one that does always frees)."""
+        wanted = _bool("set_reshard_after_backward", reshard_after_backward)
+        for group in self._groups(recurse):
+            group.reshard_after_backward = wanted
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[Module]) -> None:
+        """Gather these modules' groups before this one's forward, instead of the next in recorded order."""
+        self._fsdp.group.forward_prefetch = _groups_of("set_modules_to_forward_prefetch", modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[Module]) -> None:
+        """Gather these modules' groups before this one's backward, instead of the previous in recorded order."""
+        self._fsdp.group.backward_prefetch = _groups_of("set_modules_to_backward_prefetch", modules)
+
+    def set_buffers_in_flight(
+        self, *, gathered_ahead: int | None = None, gradients: int | None = None, recurse: bool = True
+    ) -> None:
+        """Limits on what is held for the sake of overlap.
+
+        Args:
+            gathered_ahead: groups whose full parameters are gathered before they are needed, in recorded order
+                (default 1; 0: none; prefetch lists are taken as they are).
+            gradients: buffers of full gradients, including the one being written, before a reduction must have
+                finished (default 1: a reduction runs during the backward of one further group).
+
+        Raises:
+            FullyShardError: a number that is none, or below 0 or 1.
+        """
+        problems = [
+            f"{name}: expected a number from {least}, got {number!r}"
+            for name, number, least in (("gathered_ahead", gathered_ahead, 0), ("gradients", gradients, 1))
+            if number is not None and (type(number) is not int or number < least)
+        ]
+        if problems:
+            raise FullyShardError("set_buffers_in_flight: " + "; ".join(problems))
+        for group in self._groups(recurse):
+            group.prefetch_depth = group.prefetch_depth if gathered_ahead is None else gathered_ahead
+            group.max_gradient_buffers = group.max_gradient_buffers if gradients is None else gradients
+
+    def set_gradient_scaling_factor(self, factor: float, *, recurse: bool = True) -> None:
+        """What every reduced gradient is multiplied by, besides the mean or sum that it is; default 1.
+
+        Raises:
+            FullyShardError: a factor that is no positive finite number.
+        """
+        for group in self._groups(recurse):
+            group.reduce_options.scaling_factor = _positive("set_gradient_scaling_factor", factor)
+
+    def set_gradient_divide_factor(self, factor: float, *, recurse: bool = False) -> None:
+        """What the sum of gradients over all data-parallel ranks is divided by; default: their number."""
+        for group in self._groups(recurse):
+            group.reduce_options.divide_factor = _positive("set_gradient_divide_factor", factor)
+
+    def set_reduce_op_type(self, op: str, *, recurse: bool = True) -> None:
+        """ "avg" or "sum" over the data-parallel ranks."""
+        if op not in ("avg", "sum"):
+            raise FullyShardError(f"set_reduce_op_type: expected 'avg' or 'sum', got {op!r}")
+        for group in self._groups(recurse):
+            group.reduce_options.op = op
+            group.reduce_options.divide_factor = None
+
+    def set_communication(self, communication: str | Communication, *, recurse: bool = True) -> None:
+        """How the groups are gathered and reduced from now on; see `fully_shard`."""
+        transport = get_communication(communication, self._fsdp.platform)
+        for group in self._groups(recurse):
+            for buffer in group.buffers:
+                buffer.communication = transport
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As the framework's own: DTensors that share the parameters' memory, also while they are unsharded."""
+        with sharded_parameters(self._fsdp.platform, self):
+            return super().state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> IncompatibleKeys:
+        """Load DTensors of any layout, full tensors or this rank's shards; see `set_model_state_dict`.
+
+        Every rank calls it. Values are copied, also into parameters that were on the meta device before fully_shard.
+
+        Raises:
+            StateDictError: on every rank; nothing has been changed.
+        """
+        if assign:
+            raise StateDictError(
+                "load_state_dict(assign=True) would replace the sharded parameters; leave assign out: values are "
+                "copied, also into parameters that were on the meta device before fully_shard"
+            )
+        return set_model_state_dict(self, state_dict, options=StateDictOptions(strict=strict))
+
+    def reset(self) -> None:
+        """Back to the resting state at once, and drop gradients that wait for a reduction.
+
+        After an exception in backward the next forward does it by itself; one in forward needs nothing.
+        """
+        states = states_below(self._fsdp.platform, self)
+        for context in dict.fromkeys(state.context for state in states):
+            if context is not None:
+                context.reset()
+        for group in (state.group for state in states if state.context is None):
+            group.conceal()
+            group.reshard()
+
+
+HSDPModule = FSDPModule
+
+
+class UnshardHandle:
+    """A gather under way."""
+
+    def __init__(self, group: ParameterGroup) -> None:
+        self._group = group
+
+    def wait(self) -> None:
+        """Return when the modules hold their full parameters."""
+        self._group.unshard()
+        if not self._group.exposed:
+            self._group.expose()
+
+
+def _bool(method: str, flag: bool) -> bool:
+    if not isinstance(flag, bool):
+        raise FullyShardError(f"{method}: expected a bool, got {flag!r}")
+    return flag
+
+
+def _groups_of(method: str, modules: Sequence[Module]) -> list[ParameterGroup]:
+    if not isinstance(modules, (list, tuple)):
+        raise FullyShardError(f"{method}: expected a list of modules, got {type(modules).__name__}")
+    return [_state_of(module).group for module in modules]
+
+
+def _positive(method: str, factor: float) -> float:
+    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
+        raise FullyShardError(f"{method}: expected a positive finite number, got {factor!r}")
+    return float(factor)
+
+
+_RUN_LATER = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
+
+
+def register_fsdp_forward_method(module: Module, name: str) -> None:
+    """Let `module.<name>(...)`, like its forward, run on gathered parameters.
+
+    Raises:
+        FullyShardError: `module` has not been through `fully_shard`, has no such method, or it is a generator or a
+            coroutine, which computes when the call is over.
+    """
+    state = _state_of(module)
+    method = getattr(module, name, None)
+    if not callable(method):
+        raise FullyShardError(f"register_fsdp_forward_method: {type(module).__name__} has no method {name!r}")
+    if any(runs_later(method) for runs_later in _RUN_LATER):
+        raise FullyShardError(
+            f"register_fsdp_forward_method: {type(module).__name__}.{name} is a generator or a coroutine, which "
+            "computes when the call is over; register the methods that it calls"
+        )
+
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        changed = state.before_forward(module, args, kwargs)
+        args, kwargs = changed if changed is not None else (args, kwargs)
+        return state.after_forward(module, args, kwargs, method(*args, **kwargs))
+
+    @functools.wraps(method)
+    def sharded(*args: Any, **kwargs: Any) -> Any:
+        return state.run(module, hooked, args, kwargs)
+
+    object.__setattr__(module, name, sharded)
+
+
+def _state_of(module: Module) -> ModuleState:
+    state = state_of(module)
+    if state is None:
+        raise FullyShardError(f"{type(module).__name__} has not been through fully_shard")
+    return state

@@ -1,0 +1,225 @@
+"""`hsdp`: the older interface, a front to `fully_shard`."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hp_dtensor.comm.mesh import DeviceMesh, init_device_mesh
+from hp_dtensor.comm.world import World, current_world
+from hp_dtensor.exceptions import CapabilityError
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.platform.selection import get_platform
+from hp_fsdp._engine.hooks import ModuleState, state_of, states_below
+from hp_fsdp._fsdp_module import FSDPModule, with_methods
+from hp_fsdp._fully_shard import fully_shard
+from hp_fsdp._settings import dtype_problem
+from hp_fsdp.exceptions import HSDPError
+from hp_fsdp.policies import MixedPrecisionPolicy
+
+Module = Any
+DType = Any
+
+ZERO_STAGES = {"level1": 1, "level2": 2, "level3": 3}
+_asynchronous: weakref.WeakKeyDictionary[ModuleState, World] = weakref.WeakKeyDictionary()
+
+
+def hsdp(
+    cell: Module,
+    shard_size: int = -1,
+    threshold: int = 64,
+    optimizer_level: str = "level1",
+    enable_grad_accumulation: bool = False,
+    use_eager_hook: bool = True,
+    grad_scale: float = 1.0,
+    reduce_dtype: DType | str | None = None,
+    comm_async: bool = False,
+    comm_fusion: bool = False,
+    bucket_size: int = -1,
+    *,
+    mesh: DeviceMesh | None = None,
+) -> Any:
+    """Shard the parameters of `cell` over groups of data-parallel ranks, in place; see `fully_shard`.
+
+    Args:
+        cell: a module of the platform. Parameters that an inner `hsdp` or `fully_shard` has taken stay as they are.
+        shard_size: ranks that share one parameter, consecutive ones; the others hold replicas. -1: all ranks.
+        threshold: in KB; smaller parameters are replicated.
+        optimizer_level: what is sharded: "level1" optimizer state and weights (which stay gathered beside their
+            shards), "level2" gradients too; "level3" also frees gathered weights after forward and gathers them
+            again for backward. These are the `zero_stage` 1, 2 and 3 of `fully_shard`.
+        enable_grad_accumulation: reduce gradients only after `set_requires_grad_sync(True)`.
+        use_eager_hook: False, hooks for graph mode, is refused: no platform has them.
+        grad_scale: what every reduced gradient, the mean over all ranks, is multiplied by; positive.
+        reduce_dtype: in which gradients are reduced; a dtype of the platform or its name; None: the parameters'.
+        comm_async: reductions may still run when backward returns; call `hsdp_sync_stream` before gradients are used.
+            Without it they may be None or an older backward's, and the optimizer's step does nothing or takes those,
+            without an error.
+        comm_fusion: gather and reduce several parameters in one collective; else each in one of its own.
+        bucket_size: with `comm_fusion`, KB of parameters in one collective; -1: no limit, 0: one parameter. Without
+            `comm_fusion` it has no effect.
+        mesh: the data-parallel ranks, one axis; None: all ranks of the world. To be given when parameters are DTensors.
+
+    Returns:
+        `cell`, whose class gains `HSDPCell`.
+
+    Raises:
+        HSDPError: a `ValueError` that lists every argument that does not fit; nothing has been changed.
+        FullyShardError: the same, for the parameters of `cell`.
+        CapabilityError: `use_eager_hook=False`.
+    """
+    platform = mesh.platform if isinstance(mesh, DeviceMesh) else get_platform()
+    num_ranks = mesh.size() if isinstance(mesh, DeviceMesh) else current_world(platform).size
+    problems = [
+        *_cell_problems(cell, platform, mesh),
+        *_size_problems(shard_size, num_ranks, threshold, bucket_size),
+        *_choice_problems(optimizer_level, grad_scale, platform, reduce_dtype),
+        *_bool_problems(
+            enable_grad_accumulation=enable_grad_accumulation,
+            use_eager_hook=use_eager_hook,
+            comm_async=comm_async,
+            comm_fusion=comm_fusion,
+        ),
+    ]
+    if problems:
+        raise HSDPError("hsdp: " + "; ".join(problems))
+    if not use_eager_hook:
+        raise CapabilityError("use_eager_hook=False: hooks for graph mode exist on no platform; leave it at True")
+    kind: Any = type(cell)
+    data_mesh = _data_mesh(platform, mesh, shard_size, num_ranks)
+    fully_shard(
+        cell,
+        data_mesh,
+        zero_stage=ZERO_STAGES[optimizer_level],
+        mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
+        threshold=threshold,
+        bucket_size=None if comm_fusion and bucket_size == -1 else bucket_size if comm_fusion else 0,
+    )
+    cell.__class__ = with_methods(kind, HSDPCell)
+    cell.set_requires_gradient_sync(not enable_grad_accumulation, recurse=False)
+    cell.set_gradient_scaling_factor(grad_scale, recurse=False)
+    if comm_async:
+        state = cell._fsdp
+        state.group.defers_reduction = True
+        _asynchronous[state] = data_mesh.world
+    return cell
+
+
+def hsdp_sync_stream() -> None:
+    """Wait for the reductions that this rank's cells of `comm_async=True` have under way; gradients are then there."""
+    for state, world in list(_asynchronous.items()):
+        if state.context is not None and world is current_world(state.platform):
+            state.context.finish_reductions()
+
+
+class HSDPCell(FSDPModule):
+    """Mixed into the class of every cell that has been through `hsdp`; has the methods of `FSDPModule` too."""
+
+    @property
+    def _fsdp(self) -> ModuleState:
+        state = state_of(self)
+        if state is None:
+            raise HSDPError(f"{type(self).__name__} has not been through hsdp; call hsdp(cell, ...) first")
+        return state
+
+    def set_requires_grad_sync(self, requires_grad_sync: bool) -> None:
+        """Whether backward reduces gradients, of this cell and those below it, or accumulates them.
+
+        Raises:
+            HSDPError: not a bool, or before `hsdp`.
+        """
+        if not isinstance(requires_grad_sync, bool):
+            raise HSDPError(f"set_requires_grad_sync: expected a bool, got {requires_grad_sync!r}")
+        self.set_requires_gradient_sync(requires_grad_sync)
+
+    def zero_grads(self) -> None:
+        """Forget all gradients of this cell and those below it, accumulated ones and those under reduction included.
+
+        Raises:
+            HSDPError: before `hsdp`.
+        """
+        if self._fsdp.context is not None:
+            self._fsdp.context.finish_reductions()
+        for state in states_below(self._fsdp.platform, self):
+            for buffer in state.group.buffers:
+                buffer.forget_gradients()
+                for parameter in buffer.parameters:
+                    state.platform.set_grad(parameter.sharded, None)
+
+    def set_forward_prefetch_cells(self, hsdp_cell_list: Sequence[Module]) -> None:
+        """Gather these cells' parameters before this one's forward, instead of the next one's in recorded order.
+
+        Raises:
+            HSDPError: not a list of cells that have been through `hsdp`, or before `hsdp`.
+        """
+        self._fsdp.group.forward_prefetch = _groups_of("set_forward_prefetch_cells", hsdp_cell_list)
+
+    def set_backward_prefetch_cells(self, hsdp_cell_list: Sequence[Module]) -> None:
+        """As `set_forward_prefetch_cells`, before this one's backward."""
+        self._fsdp.group.backward_prefetch = _groups_of("set_backward_prefetch_cells", hsdp_cell_list)
+
+
+def _groups_of(method: str, cells: Any) -> list[Any]:
+    if not isinstance(cells, (list, tuple)):
+        raise HSDPError(f"{method}: expected a list of cells that have been through hsdp, got {type(cells).__name__}")
+    states = [state_of(cell) if isinstance(cell, HSDPCell) else None for cell in cells]
+    wrong = [f"number {i}, {type(c).__name__}" for i, (c, s) in enumerate(zip(cells, states, strict=True)) if s is None]
+    if wrong:
+        raise HSDPError(f"{method}: expected cells that have been through hsdp, got {'; '.join(wrong)}")
+    return [state.group for state in states if state is not None]
+
+
+def _data_mesh(platform: Platform, mesh: DeviceMesh | None, shard_size: int, num_ranks: int) -> DeviceMesh:
+    """All ranks in one axis, or (replicate, shard)."""
+    if mesh is None:
+        kind = platform.device_types[0]
+        mesh = init_device_mesh(kind, (num_ranks,), mesh_dim_names=("hsdp",), platform=platform)
+    if shard_size in (-1, num_ranks):
+        return mesh
+    return mesh.unflatten(
+        mesh.mesh_dim_names[0], (num_ranks // shard_size, shard_size), ("hsdp_replicate", "hsdp_shard")
+    )
+
+
+# Checks ---------------------------------------------------------------------------------------------------
+
+
+def _cell_problems(cell: Any, platform: Platform, mesh: Any) -> Iterator[str]:
+    if not isinstance(cell, platform.Module):
+        yield f"cell: expected a module of platform {platform.name!r}, got {type(cell).__name__}"
+    if mesh is None:
+        return
+    if not isinstance(mesh, DeviceMesh):
+        yield f"mesh: expected a DeviceMesh, got {type(mesh).__name__}"
+    elif mesh.ndim != 1:
+        yield f"mesh: expected one axis of data-parallel ranks, which shard_size divides, got {mesh.describe()}"
+
+
+def _size_problems(shard_size: Any, num_ranks: int, threshold: Any, bucket_size: Any) -> Iterator[str]:
+    if type(shard_size) is not int or shard_size < -1 or shard_size == 0:
+        yield f"shard_size: expected a number of ranks, or -1 for all, got {shard_size!r}"
+    elif shard_size > 0 and num_ranks % shard_size:
+        divisors = ", ".join(str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0)
+        yield f"shard_size={shard_size} does not divide the {num_ranks} data-parallel ranks; expected one of {divisors}"
+    if type(threshold) is not int or threshold < 0:
+        yield f"threshold: expected KB, an int that is not negative, got {threshold!r}"
+    if type(bucket_size) is not int or bucket_size < -1:
+        yield f"bucket_size: expected KB, -1 for no limit, or 0 for no fusion, got {bucket_size!r}"
+
+
+def _choice_problems(level: Any, grad_scale: Any, platform: Platform, reduce_dtype: Any) -> Iterator[str]:
+    if not isinstance(level, str) or level not in ZERO_STAGES:
+        yield f"optimizer_level: expected one of {', '.join(map(repr, ZERO_STAGES))}, got {level!r}"
+    if not isinstance(grad_scale, float) or not 0 < grad_scale < math.inf:
+        yield f"grad_scale: expected a float above 0, got {grad_scale!r}"
+    problem = dtype_problem(platform, "reduce_dtype", reduce_dtype)
+    if problem is not None:
+        yield problem
+
+
+def _bool_problems(**flags: Any) -> Iterator[str]:
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            yield f"{name}: expected a bool, got {flag!r}"

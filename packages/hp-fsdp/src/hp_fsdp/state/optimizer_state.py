@@ -1,0 +1,294 @@
+"""An optimizer's state by parameter name, of the two kinds of optimizers there are."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import json
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from hp_dtensor.comm.world import ProcessGroup
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.spec.tensor_spec import TensorSpec
+from hp_dtensor.tensor.dtensor import DTensor
+from hp_fsdp._engine.full_tensors import copy_of
+from hp_fsdp.exceptions import StateDictError
+from hp_fsdp.state import model_state as _state
+
+Tensor = Any
+Named = dict[str, Any]
+Match = tuple[_state.Problems, Named, Named]
+
+
+class OptimizerView(Protocol):
+    """State by parameter name."""
+
+    def slots(self) -> dict[str, Named]:
+        """Of each parameter that has state: slot name to value."""
+
+    def hyperparameters(self) -> Named:
+        """What else belongs to the state."""
+
+    def match(self, state_dict: Mapping[str, Any]) -> Match:
+        """(problems, tensors that say what each value must look like, values) by `<parameter>.<slot>`."""
+
+    def load(self, state_dict: Mapping[str, Any], values: Named) -> None:
+        """Take over a state that fits."""
+
+    def make(self) -> None:
+        """See `init_optimizer_state`."""
+
+
+def view_of(platform: Platform, optimizer: Any, parameters: Mapping[str, Tensor]) -> OptimizerView:
+    """The view of an optimizer over a model's parameters.
+
+    Raises:
+        StateDictError: it is of neither kind, or has parameters that the model has not.
+    """
+    if callable(getattr(optimizer, "state", None)) and hasattr(optimizer, "num_steps"):
+        return NamedOptimizerView(platform, optimizer)
+    if hasattr(optimizer, "param_groups") and isinstance(getattr(optimizer, "state", None), Mapping):
+        return GroupedOptimizerView(platform, optimizer, parameters)
+    expected = "an optimizer with param_groups and state, or with state() and num_steps"
+    raise StateDictError(f"expected {expected}, got {type(optimizer).__name__}")
+
+
+class NamedOptimizerView:
+    """An optimizer that names its parameters itself (`hp_trainer.optimizers.Optimizer`)."""
+
+    def __init__(self, platform: Platform, optimizer: Any) -> None:
+        self._platform = platform
+        self._optimizer = optimizer
+
+    def slots(self) -> dict[str, Named]:
+        return {name: dict(slots) for name, slots in self._optimizer.state().items()}
+
+    def make(self) -> None:
+        """Nothing: it has had state from the start."""
+
+    def hyperparameters(self) -> Named:
+        return {"num_steps": self._optimizer.num_steps}
+
+    def match(self, state_dict: Mapping[str, Any]) -> Match:
+        targets, values = _flat(self.slots()), _flat(state_dict.get("state", {}))
+        problems = _state.Problems([k for k in targets if k not in values], [k for k in values if k not in targets])
+        if not isinstance(state_dict.get("num_steps"), int):
+            problems.others.append(f"num_steps: expected an int, got {state_dict.get('num_steps')!r}")
+        return problems, targets, values
+
+    def load(self, state_dict: Mapping[str, Any], values: Named) -> None:
+        for name, target in _flat(self.slots()).items():
+            if name in values:
+                _state.copy_into(self._platform, target, values[name])
+        self._optimizer.num_steps = int(state_dict["num_steps"])
+
+
+class GroupedOptimizerView:
+    """An optimizer with `param_groups` and `state` by parameter, as those of torch.optim."""
+
+    def __init__(self, platform: Platform, optimizer: Any, parameters: Mapping[str, Tensor]) -> None:
+        self._platform = platform
+        self._optimizer = optimizer
+        self._named: dict[int, str] = {}
+        for name, parameter in parameters.items():
+            self._named.setdefault(id(parameter), name)
+        self._first = {name: self._named[id(parameter)] for name, parameter in parameters.items()}
+        unknown = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in self._named]
+        if unknown:
+            raise StateDictError(
+                f"{len(unknown)} parameters of the optimizer are not the model's, the first of shape "
+                f"{list(unknown[0].shape)}; make the optimizer after fully_shard, from the same model"
+            )
+
+    def _parameters(self) -> dict[str, Tensor]:
+        return {self._named[id(p)]: p for group in self._optimizer.param_groups for p in group["params"]}
+
+    def slots(self) -> dict[str, Named]:
+        state = self._optimizer.state
+        return {name: dict(state[p]) for name, p in self._parameters().items() if state.get(p)}
+
+    def hyperparameters(self) -> Named:
+        groups = []
+        for group in self._optimizer.param_groups:
+            groups.append({**group, "params": [self._named[id(p)] for p in group["params"]]})
+        return {"param_groups": groups}
+
+    def match(self, state_dict: Mapping[str, Any]) -> Match:
+        parameters, present = self._parameters(), self.slots()
+        state = {self._first.get(name, name): slots for name, slots in state_dict.get("state", {}).items()}
+        saved_names = [name for group in state_dict.get("param_groups", ()) for name in group["params"]]
+        saved = [self._first.get(name, name) for name in saved_names]
+        problems = _state.Problems(
+            [name for name in parameters if name not in saved],
+            [name for name in dict.fromkeys((*saved, *state)) if name not in parameters],
+        )
+        problems.others += self._group_problems(state_dict)
+        self._add_slot_problems(problems, state_dict, state)
+        if not state and self._keeps_state():
+            problems.missing.append(
+                "all of its state: this is a state dict of an optimizer that has not stepped, or one that "
+                "torch.distributed.checkpoint has read nothing into for that reason (call "
+                "hp_fsdp.init_optimizer_state before get_optimizer_state_dict)"
+            )
+        values = _flat({name: slots for name, slots in state.items() if name in parameters})
+        targets = {}
+        for name, slots in state.items():
+            for slot, value in slots.items():
+                target = present.get(name, {}).get(slot, parameters.get(name))
+                if name in parameters and isinstance(value, self._platform.Tensor) and len(value.shape):
+                    targets[f"{name}.{slot}"] = target
+        return problems, targets, values
+
+    def _add_slot_problems(
+        self, problems: _state.Problems, state_dict: Mapping[str, Any], state: Mapping[str, Named]
+    ) -> None:
+        """Slots that differ from those of parameters that have been stepped; the optimizer makes those of others.
+
+        Which slots there are depends on choices such as `amsgrad`, which are loaded too.
+        """
+        present = self.slots() if state else {}
+        for group in self._optimizer.param_groups:
+            names = [name for name in (self._named[id(p)] for p in group["params"]) if name in present]
+            if not names or not self._has_same_choices(state_dict, group):
+                continue
+            expected = _flat({name: present[name] for name in names})
+            found = _flat({name: state[name] for name in names if name in state})
+            problems.missing += [key for key in expected if key not in found]
+            problems.unexpected += [key for key in found if key not in expected]
+
+    def _keeps_state(self) -> bool:
+        """Whether it has state after a step: tried by a copy of it, with a parameter of zeros for each group."""
+        trial = copy.copy(self._optimizer)
+        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            setattr(trial, hooks, {})
+        trial.state = collections.defaultdict(dict)
+        trial.param_groups = [
+            {**group, "params": [self._zeros(x) for x in group["params"][:1]]} for group in self._optimizer.param_groups
+        ]
+        try:
+            type(trial).step(trial)
+        except Exception:  # of a step that takes a closure, say: by far most optimizers have state
+            return True
+        return any(trial.state.values())
+
+    def _zeros(self, parameter: Tensor) -> Tensor:
+        zeros = self._platform.detach(self._platform.ops.zeros_like(self._platform.unwrap(parameter)))
+        self._platform.set_requires_grad(zeros, True)
+        self._platform.set_grad(zeros, self._platform.ops.zeros_like(zeros))
+        return zeros
+
+    def make(self) -> None:
+        """Give a new optimizer state, by a step that leaves the parameters as they are."""
+        if self.slots():
+            return
+        ops = self._platform.ops
+        parameters = [x for x in self._parameters().values() if self._platform.requires_grad(x)]
+        grads = [self._platform.get_grad(x) for x in parameters]
+        rates = [group["lr"] for group in self._optimizer.param_groups]
+        try:
+            for x in parameters:
+                self._platform.set_grad(x, ops.zeros_like(self._platform.detach(x)))
+            for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+                group["lr"] = ops.zeros_like(rate) if isinstance(rate, self._platform.Tensor) else 0.0
+            self._optimizer.step()
+        finally:
+            for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+            for x, grad in zip(parameters, grads, strict=True):
+                self._platform.set_grad(x, grad)
+
+    def _has_same_choices(self, state_dict: Mapping[str, Any], group: Named) -> bool:
+        names = [self._named[id(p)] for p in group["params"]]
+        saved = [state_dict["param_groups"][number] for number in self._saved_groups(state_dict, names)]
+        pairs = [(group[key], value) for each in saved for key, value in each.items() if key in group]
+        return all(bool(mine) == bool(its) for mine, its in pairs if isinstance(its, bool | int | float | None))
+
+    def _group_problems(self, state_dict: Mapping[str, Any]) -> list[str]:
+        problems = []
+        for number, group in enumerate(self._optimizer.param_groups):
+            names = [self._named[id(p)] for p in group["params"]]
+            found = self._saved_groups(state_dict, names)
+            if len(found) > 1:
+                problems.append(f"param_groups[{number}]: its parameters are in groups {found} of the state dict")
+        return problems
+
+    def _saved_groups(self, state_dict: Mapping[str, Any], names: list[str]) -> list[int]:
+        return [
+            number
+            for number, group in enumerate(state_dict.get("param_groups", ()))
+            if any(self._first.get(name, name) in names for name in group["params"])
+        ]
+
+    def load(self, state_dict: Mapping[str, Any], values: Named) -> None:
+        indices = {name: index for index, name in enumerate(self._parameters())}
+        state: dict[int, Named] = {}
+        for name, slots in state_dict.get("state", {}).items():
+            name = self._first.get(name, name)
+            if name in indices:
+                parameter = self._parameters()[name]
+                state[indices[name]] = {slot: self._placed(values[f"{name}.{slot}"], parameter) for slot in slots}
+        groups = [self._merged(state_dict, group, indices) for group in self._optimizer.param_groups]
+        self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    def _merged(self, state_dict: Mapping[str, Any], group: Named, indices: Mapping[str, int]) -> Named:
+        names = [self._named[id(p)] for p in group["params"]]
+        saved = [state_dict["param_groups"][number] for number in self._saved_groups(state_dict, names)]
+        return {**group, **(saved[0] if saved else {}), "params": [indices[name] for name in names]}
+
+    def _placed(self, value: Any, parameter: Tensor) -> Any:
+        """A slot as the optimizer keeps it: laid out as the parameter where it is as large."""
+        platform = self._platform
+        if not isinstance(value, platform.Tensor):
+            return value
+        spec = _state.spec_of(parameter)
+        shapes = (tuple(parameter.shape), None if spec is None else spec.local_shape)
+        if spec is None or not len(value.shape) or tuple(value.shape) not in shapes:
+            return value if isinstance(value, DTensor) else copy_of(platform, value)
+        with platform.no_grad():
+            # As the optimizer makes it: with the strides that the parameter has in its buffer.
+            local = platform.ops.cast(platform.ops.zeros_like(platform.unwrap(parameter)), value.dtype)
+            platform.copy_(local, _state.as_local(platform, value, spec))
+            return platform.wrap(local, TensorSpec(spec.mesh, spec.placements, spec.shape, local.dtype))
+
+
+def _flat(state: Mapping[str, Mapping[str, Any]]) -> Named:
+    return {f"{name}.{slot}": value for name, slots in state.items() for slot, value in slots.items()}
+
+
+# From one rank -------------------------------------------------------------------------------------------
+
+
+def taken_apart(platform: Platform, ranks: ProcessGroup, state_dict: Mapping[str, Any]) -> tuple[Named, Named]:
+    """(the first rank's tensors by `<parameter>.<slot>`, all else of its state dict, on every rank).
+
+    Raises:
+        StateDictError: on every rank: what is no tensor cannot be sent as JSON.
+    """
+    tensors: Named = {}
+    answer: Named = {}
+    if ranks.rank == 0:
+        flat = _flat(state_dict.get("state", {}))
+        tensors = {key: value for key, value in flat.items() if isinstance(value, platform.Tensor)}
+        rest = {
+            "names": [[f"{name}.{slot}", name] for name, slots in state_dict["state"].items() for slot in slots],
+            "numbers": {key: value for key, value in flat.items() if key not in tensors},
+            "others": {key: value for key, value in state_dict.items() if key != "state"},
+        }
+        try:
+            answer = {"rest": rest, "json": json.dumps(rest)}
+        except TypeError as error:
+            answer = {"error": f"broadcast_from_rank0 of an optimizer's state: {error}"}
+    sent = answer.get("json", json.dumps({"error": answer.get("error")}))
+    received: Named = json.loads(ranks.all_gather_bytes(sent.encode())[0])
+    if received.get("error"):
+        raise StateDictError(received["error"])
+    return tensors, received
+
+
+def put_together(values: Named, rest: Mapping[str, Any]) -> Named:
+    """The state dict again, from tensors and the rest."""
+    state: dict[str, Named] = {}
+    for key, name in rest["names"]:
+        state.setdefault(name, {})[key[len(name) + 1 :]] = values[key] if key in values else rest["numbers"][key]
+    return {"state": state, **rest["others"]}

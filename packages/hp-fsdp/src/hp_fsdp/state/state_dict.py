@@ -1,0 +1,310 @@
+"""State of models and optimizers by parameter names, sharded or full, loadable into any layout.
+
+Names and meanings follow `torch.distributed.checkpoint.state_dict`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from hp_dtensor.comm.world import ProcessGroup
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.platform.selection import get_platform
+from hp_dtensor.tensor.dtensor import DTensor
+from hp_fsdp._engine.full_tensors import copy_of, gather_full, to_host
+from hp_fsdp._engine.hooks import state_of
+from hp_fsdp.exceptions import FSDPStateError, StateDictError
+from hp_fsdp.state import load_hooks as _load_hooks
+from hp_fsdp.state import model_state as _state
+from hp_fsdp.state import optimizer_state as _optimizer_state
+from hp_fsdp.storage import ParameterStorage, get_storage
+
+Tensor = Any
+Module = Any
+StateDict = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class StateDictOptions:
+    """What a state dict is made of, and how strictly one is loaded.
+
+    Attributes:
+        full_state_dict: whole plain tensors, gathered one at a time into memory of their own; else what the
+            module holds: DTensors that share the parameters' memory.
+        cpu_offload: bring each to the host before the next is gathered.
+        rank0_only: with `full_state_dict`: only the first rank keeps them, the others return an empty dict.
+        strict: loading refuses missing and unexpected keys.
+        broadcast_from_rank0: loading takes full tensors of the first rank, one at a time; what the others pass
+            is not looked at.
+    """
+
+    full_state_dict: bool = False
+    cpu_offload: bool = False
+    rank0_only: bool = False
+    strict: bool = True
+    broadcast_from_rank0: bool = False
+
+
+class IncompatibleKeys(NamedTuple):
+    """Keys that loading did not find in the state dict, and keys that it did not use."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+DEFAULT = StateDictOptions()
+
+
+def get_model_state_dict(model: Module, *, options: StateDictOptions = DEFAULT) -> StateDict:
+    """Parameters, persistent buffers and extra states by name; tied parameters under all their names.
+
+    With `full_state_dict` it communicates: every rank of the model calls it.
+    """
+    storage = get_storage(_platform_of(model))
+    platform = storage.platform
+    found: dict[str, Tensor] = _state.named_parameters(platform, model)
+    found |= _state.persistent_buffers(platform, model)
+    collected = _Collector(storage, options, _state.ranks_of(platform, found.values())).collect(found)
+    if not collected and found:
+        return collected
+    return collected | {key: each.get_extra_state() for key, each in _state.extra_states(platform, model).items()}
+
+
+def set_model_state_dict(
+    model: Module, state_dict: Mapping[str, Any], *, options: StateDictOptions = DEFAULT
+) -> IncompatibleKeys:
+    """Load parameters and buffers, before or after the first forward, sharded or unsharded.
+
+    Every rank of the model calls it. A value may be a DTensor of any layout of this job, the full tensor, or
+    this rank's shard; it is converted to the parameter's dtype. Of a tied parameter one name is enough.
+
+    Load hooks that modules have registered are called: those before loading with a copy of the state dict (with
+    `broadcast_from_rank0` on the first rank only), those after it with the incompatible keys. With `strict`, keys that
+    those leave are an error after loading.
+
+    Raises:
+        StateDictError: on every rank, listing all keys and shapes that do not fit, and modules with a
+            `_load_from_state_dict` of their own; nothing has been changed.
+        FSDPStateError: inside `summon_full_params`.
+    """
+    platform = _platform_of(model)
+    groups = _state.groups_below(platform, model)
+    if any(group.summoned for group in groups):
+        raise FSDPStateError("set_model_state_dict inside summon_full_params, whose end would overwrite what is loaded")
+    parameters = _state.named_parameters(platform, model)
+    targets = parameters | _state.persistent_buffers(platform, model)
+    extra = _state.extra_states(platform, model)
+    ranks = _state.ranks_of(platform, targets.values())
+    values, problems = dict(state_dict), _state.Problems(others=_load_hooks.own_loading(platform, model))
+    if not options.broadcast_from_rank0 or ranks.rank == 0:
+        values = _load_hooks.run_before(platform, model, state_dict, options.strict, problems)
+    if options.broadcast_from_rank0:
+        values = _broadcast(platform, ranks, values, targets)
+    problems.missing += _missing(parameters, targets, values) + [key for key in extra if key not in values]
+    problems.unexpected += [key for key in values if key not in targets and key not in extra]
+    settled_by_hooks = _load_hooks.has_after(platform, model)
+    _load(platform, "load_state_dict", ranks, targets, values, problems, options.strict and not settled_by_hooks)
+    for key in extra.keys() & values.keys():
+        extra[key].set_extra_state(values[key])
+    _state.gather_again(groups)
+    if settled_by_hooks:
+        _load_hooks.run_after(platform, model, IncompatibleKeys(problems.missing, problems.unexpected))
+        left = _state.Problems(problems.missing, problems.unexpected)
+        _state.agree(
+            ranks, "load_state_dict, after its hooks; the rest has been loaded", left.sentences(options.strict)
+        )
+    return IncompatibleKeys(problems.missing, problems.unexpected)
+
+
+def get_optimizer_state_dict(model: Module, optimizer: Any, *, options: StateDictOptions = DEFAULT) -> StateDict:
+    """An optimizer's state by parameter name: `{"state": {name: {slot: value}}, "param_groups": [...]}`.
+
+    Nothing is made: before the optimizer's first step there is no state to read a checkpoint into, see
+    `init_optimizer_state`.
+
+    Args:
+        optimizer: of torch.optim or any other with `param_groups` and `state`, or one of hp-trainer, for which
+            `"num_steps"` stands instead of `"param_groups"`.
+    """
+    storage = get_storage(_platform_of(model))
+    platform = storage.platform
+    parameters = _state.named_parameters(platform, model)
+    view = _optimizer_state.view_of(platform, optimizer, parameters)
+    collector = _Collector(storage, options, _state.ranks_of(platform, parameters.values()))
+    state = {name: collector.collect(slots) for name, slots in view.slots().items()}
+    return {} if collector.drops else {"state": state, **view.hyperparameters()}
+
+
+def init_optimizer_state(model: Module, optimizer: Any) -> None:
+    """Give an optimizer that has not stepped yet state for a checkpoint to be read into.
+
+    It takes one step with gradients of zeros and a learning rate of zero, which leaves parameters, gradients and rates
+    as they are; the state is that after this step, and is meant to be replaced. Every rank of the model calls it. An
+    optimizer that has state stays as it is.
+    """
+    platform = _platform_of(model)
+    _optimizer_state.view_of(platform, optimizer, _state.named_parameters(platform, model)).make()
+
+
+def set_optimizer_state_dict(
+    model: Module, optimizer: Any, state_dict: Mapping[str, Any], *, options: StateDictOptions = DEFAULT
+) -> None:
+    """Load what `get_optimizer_state_dict` gave, whatever layout and number of ranks it came from.
+
+    Training then goes on as if it had not been interrupted. Every rank of the model calls it.
+
+    Raises:
+        StateDictError: on every rank, listing parameters that the optimizer has not and shapes that do not fit; unless
+            `strict=False` also parameters that are missing, slots that are missing or unexpected where the optimizer
+            has stepped a parameter, and a state dict without any state, of an optimizer that keeps some. Nothing has
+            been changed.
+    """
+    platform = _platform_of(model)
+    parameters = _state.named_parameters(platform, model)
+    view = _optimizer_state.view_of(platform, optimizer, parameters)
+    ranks = _state.ranks_of(platform, parameters.values())
+    if options.broadcast_from_rank0:
+        tensors, rest = _optimizer_state.taken_apart(platform, ranks, state_dict)
+        of_parameter = {key: parameters[name] for key, name in rest["names"] if name in parameters}
+        values = _broadcast(platform, ranks, tensors, of_parameter)
+        state_dict = _optimizer_state.put_together(values, rest)
+    problems, targets, values = view.match(state_dict)
+    _check(platform, "load the optimizer's state", ranks, targets, values, problems, options.strict)
+    view.load(state_dict, values)
+
+
+# Getting -------------------------------------------------------------------------------------------------
+
+
+class _Collector:
+    """Brings tensors into the form that `options` asks for."""
+
+    def __init__(self, storage: ParameterStorage, options: StateDictOptions, ranks: ProcessGroup) -> None:
+        self._storage = storage
+        self._platform = storage.platform
+        self._options = options
+        self.drops = options.full_state_dict and options.rank0_only and ranks.rank != 0
+
+    def collect(self, found: Mapping[str, Any]) -> StateDict:
+        """One by one; what occurs under several names is gathered once."""
+        known: dict[int, Any] = {}
+        result: StateDict = {}
+        for name, value in found.items():
+            if id(value) not in known:
+                known[id(value)] = self._collect_one(value)
+            if not self.drops:
+                result[name] = known[id(value)]
+        return result
+
+    def _collect_one(self, value: Any) -> Any:
+        if not isinstance(value, self._platform.Tensor):
+            return value
+        if not self._options.full_state_dict:
+            return self._kept(self._platform.detach(value))
+        full = gather_full(self._storage, value) if isinstance(value, DTensor) else copy_of(self._platform, value)
+        if self.drops:
+            return None
+        return to_host(self._platform, full) if self._options.cpu_offload else full
+
+    def _kept(self, value: Tensor) -> Tensor:
+        if not self._options.cpu_offload:
+            return value
+        if isinstance(value, DTensor):
+            return self._platform.wrap(to_host(self._platform, self._platform.unwrap(value)), value.spec)
+        return to_host(self._platform, value)
+
+
+# Setting -------------------------------------------------------------------------------------------------
+
+
+def _missing(parameters: Mapping[str, Tensor], targets: Mapping[str, Tensor], values: Mapping[str, Any]) -> list[str]:
+    """Names without a value, unless the same parameter has one under another name."""
+    given = {id(targets[name]) for name in values if name in targets}
+    return [name for name, target in targets.items() if name not in values and id(target) not in given]
+
+
+def _check(
+    platform: Platform,
+    what: str,
+    ranks: ProcessGroup,
+    targets: Mapping[str, Tensor],
+    values: Mapping[str, Any],
+    problems: _state.Problems,
+    strict: bool,
+) -> None:
+    matched = [name for name in targets if name in values]
+    for name in matched:
+        problem = _state.value_problem(platform, name, targets[name], values[name])
+        if problem is not None:
+            problems.others.append(problem)
+    moved = [name for name in matched if isinstance(values[name], DTensor)]
+    _state.agree(ranks, f"{what}; nothing has been changed", problems.sentences(strict), moved)
+
+
+def _load(
+    platform: Platform,
+    what: str,
+    ranks: ProcessGroup,
+    targets: Mapping[str, Tensor],
+    values: Mapping[str, Any],
+    problems: _state.Problems,
+    strict: bool,
+) -> None:
+    _check(platform, what, ranks, targets, values, problems, strict)
+    for name, target in targets.items():
+        if name in values:
+            _state.copy_into(platform, target, values[name])
+
+
+def _broadcast(
+    platform: Platform, ranks: ProcessGroup, values: Mapping[str, Any], targets: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """The first rank's tensors on every rank, one at a time, each cut to this rank's part before the next.
+
+    Raises:
+        StateDictError: on every rank: a value of the first rank is no full plain tensor.
+    """
+    facts: list[Any] = []
+    wrong: list[str] = []
+    if ranks.rank == 0:
+        for name, value in values.items():
+            plain = isinstance(value, platform.Tensor) and not isinstance(value, DTensor)
+            if not plain:
+                wrong.append(f"{name}: broadcast_from_rank0 needs full plain tensors, got {type(value).__name__}")
+            else:
+                facts.append([name, list(value.shape), platform.dtype_name(value.dtype)])
+    answer = json.loads(ranks.all_gather_bytes(json.dumps([wrong, facts]).encode())[0])
+    if answer[0]:
+        raise StateDictError(f"load_state_dict; nothing has been changed: {'; '.join(answer[0])}")
+    given = values if ranks.rank == 0 else {}
+    return {
+        name: _broadcast_one(platform, ranks, given.get(name), shape, dtype, targets.get(name))
+        for name, shape, dtype in answer[1]
+    }
+
+
+def _broadcast_one(
+    platform: Platform, ranks: ProcessGroup, value: Tensor | None, shape: list[int], dtype: str, target: Tensor | None
+) -> Tensor:
+    device = None if target is None else platform.device_of(target)
+    with platform.no_grad():
+        full = platform.empty(shape, platform.dtype(dtype), device)
+        if value is not None:
+            platform.copy_(full, value)
+        ranks.broadcast(full)
+        spec = None if target is None else _state.spec_of(target)
+        if spec is None or spec.shape != tuple(shape):
+            return full
+        return platform.ops.clone(_state.as_local(platform, full, spec))
+
+
+def _platform_of(model: Module) -> Platform:
+    """That of the model's own group, else its own, else the one installed or named by HP_PLATFORM."""
+    state = state_of(model)
+    if state is not None:
+        return state.platform
+    own = getattr(model, "platform", None)
+    return own if isinstance(own, Platform) else get_platform()

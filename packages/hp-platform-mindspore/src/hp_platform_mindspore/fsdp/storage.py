@@ -1,0 +1,236 @@
+"""Flat buffers and their autograd nodes on MindSpore."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, mint
+from mindspore.common._grad_function import _Function
+from mindspore.graph.api import _pynative_executor as executor
+
+from hp_dtensor.exceptions import CapabilityError
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.spec.tensor_spec import TensorSpec
+from hp_fsdp.storage import Gradients, ParameterStorage, moved_to_front
+from hp_platform_mindspore.tensor.autograd import GradMode, arm
+from hp_platform_mindspore.tensor.dtensor import MindSporeDTensor, unwrap, wrap
+from hp_platform_mindspore.tensor.memory import HOST_DTYPES, host_view, share
+
+
+class MindSporeParameterStorage(ParameterStorage):
+    """See `ParameterStorage`.
+
+    Views of a buffer are MindSpore's own, which follow its storage when that is freed and made again; they are
+    only read. What is written in place is written through NumPy on CPU, where MindSpore's in-place arithmetic
+    writes elsewhere and its copies into views are lost.
+    """
+
+    counts_filling = True
+
+    def __init__(self, platform: Platform) -> None:
+        super().__init__(platform)
+        self._on_host: bool = platform.capabilities.host_memory  # type: ignore[attr-defined]
+
+    # Memory ----------------------------------------------------------------------------------------------
+
+    def view(self, buffer: Tensor, start: int, shape: Sequence[int], first_dim: int = 0) -> Tensor:
+        with GradMode(False):
+            stored = mint.narrow(buffer, 0, start, math.prod(shape)).view(tuple(moved_to_front(shape, first_dim)))
+            return _first_moved_to(stored, first_dim)
+
+    def num_writes(self, view: Tensor) -> int:
+        return self.platform.version(view)
+
+    def gather_target(self, buffer: Tensor) -> Tensor:
+        # Collectives on views do nothing, and there is no version to protect: groups write through `data`.
+        return buffer
+
+    def part(self, buffer: Tensor, start: int, shape: Sequence[int], first_dim: int = 0) -> Tensor:
+        if not self._on_host:
+            return self.view(buffer, start, shape, first_dim)
+        stored = host_view(buffer)[start : start + math.prod(shape)].reshape(moved_to_front(shape, first_dim))
+        with GradMode(False):
+            return _first_moved_to(share(stored), first_dim)
+
+    def release(self, buffer: Tensor) -> None:
+        buffer.untyped_storage().resize_(0)
+
+    def refill(self, buffer: Tensor) -> None:
+        buffer.untyped_storage().resize_(math.prod(buffer.shape) * self.platform.itemsize(buffer.dtype))
+
+    def held_bytes(self, buffer: Tensor) -> int:
+        return int(buffer.untyped_storage().nbytes())
+
+    def add_(self, target: Tensor, x: Tensor) -> None:
+        if self._on_host:
+            into = host_view(target)
+            np.add(into, host_view(x), out=into, casting="unsafe")
+        else:
+            with GradMode(False):
+                target.add_(x)
+
+    def scale_(self, target: Tensor, factor: float) -> None:
+        if self._on_host:
+            into = host_view(target)
+            np.multiply(into, into.dtype.type(factor), out=into)
+        else:
+            with GradMode(False):
+                target.mul_(factor)
+
+    def zero_(self, target: Tensor) -> None:
+        if self._on_host:
+            host_view(target).fill(0)
+        else:
+            with GradMode(False):
+                target.zero_()
+
+    def differ(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[bool]:
+        if self._on_host:
+            return [not np.array_equal(host_view(a).view(np.uint8), host_view(b).view(np.uint8)) for a, b in pairs]
+        with GradMode(False):
+            return [bool(mint.ne(a, b).any()) for a, b in pairs]
+
+    def unscale_(self, tensors: Sequence[Tensor], factor: float) -> Tensor:
+        if not self._on_host:
+            return super().unscale_(tensors, factor)
+        finite = True
+        for x in tensors:
+            self.scale_(x, factor)
+            finite = finite and bool(np.isfinite(host_view(x)).all())
+        return share(np.array(0.0 if finite else 1.0, np.float32))
+
+    def address(self, x: Tensor) -> int:
+        return int(x.data_ptr())
+
+    # Offload ---------------------------------------------------------------------------------------------
+
+    def check_gradient_apart(self) -> None:
+        return
+
+    # Parameters ------------------------------------------------------------------------------------------
+
+    def parameter(self, local: Tensor, spec: TensorSpec, requires_grad: bool) -> Tensor:
+        return self.platform.Parameter(wrap(local, spec), requires_grad=requires_grad)
+
+    def put_data(self, parameter: Tensor, local: Tensor) -> None:
+        # A DTensor's own `data` cannot be set.
+        Tensor.data.__set__(parameter, local)
+
+    def local_grad(self, parameter: Tensor) -> Tensor | None:
+        return parameter._grad
+
+    def set_local_grad(self, parameter: Tensor, grad: Tensor | None, spec: TensorSpec) -> None:
+        # A DTensor's `grad` makes a DTensor of it when somebody looks.
+        parameter.__dict__.pop("_grad_wrapper", None)
+        parameter._grad = grad
+
+    def take_grad(self, leaf: Tensor) -> Tensor | None:
+        grad = leaf._grad
+        if grad is not None:
+            leaf._grad = None
+        return grad
+
+    def check_dtype(self, dtype: Any) -> None:
+        if dtype == ms.bfloat16 and self._on_host:
+            raise CapabilityError(
+                "MindSpore has next to no bfloat16 kernels on CPU; use float16 there (MixedPrecisionPolicy("
+                'param_dtype="float16")), or bfloat16 on Ascend'
+            )
+
+    # Autograd --------------------------------------------------------------------------------------------
+
+    def anchor(self) -> Tensor:
+        leaf = self.platform.zeros((1,), ms.float32)
+        leaf.requires_grad_(True)
+        return leaf
+
+    def gather_node(
+        self, token: Tensor, views: Sequence[Tensor], backward: Callable[[Gradients], None]
+    ) -> tuple[Tensor, list[Tensor]]:
+        arm()
+        token, *outputs = _Gather.apply(token, list(views), backward)
+        return token, outputs
+
+    def join(self, token: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return _identity(tensors, _Join, token)
+
+    def before_backward(self, tensors: Sequence[Tensor], hook: Callable[[], None]) -> list[Tensor]:
+        # A hook on the tensor would be called as soon as its gradient is there, before nodes that wait for their turn.
+        return _identity(tensors, _Watch, hook)
+
+    def on_gradient(self, tensor: Tensor, hook: Callable[[], None]) -> None:
+        tensor.register_hook(lambda grad: hook())
+
+    def at_end_of_backward(self, callback: Callable[[], None]) -> None:
+        executor.queue_backward_final_callback(callback)
+
+
+def _first_moved_to(x: Tensor, dim: int) -> Tensor:
+    """A view of `x` in which its first dimension comes at `dim`."""
+    if dim == 0:
+        return x
+    if math.prod(x.shape) == 0:
+        return share(np.empty((*x.shape[1 : dim + 1], x.shape[0], *x.shape[dim + 1 :]), HOST_DTYPES[x.dtype]), x.dtype)
+    return mint.permute(x, (*range(1, dim + 1), 0, *range(dim + 1, len(x.shape))))
+
+
+def _identity(tensors: Sequence[Tensor], node: type[_Function], argument: Any) -> list[Tensor]:
+    """The same tensors behind one autograd node."""
+    arm()
+    behind = node.apply(argument, *(unwrap(x) for x in tensors))
+    return [wrap(y, x._spec) if isinstance(x, MindSporeDTensor) else y for x, y in zip(tensors, behind, strict=True)]
+
+
+def _token_grad(token: Tensor) -> Tensor | None:
+    """A gradient for a token: MindSpore does not run nodes to which none comes. The anchor needs none."""
+    if token._is_leaf:
+        return None
+    with GradMode(False):
+        return mint.zeros((1,), dtype=token.dtype)
+
+
+class _Gather(_Function):
+    """The token in, the next token and the unsharded parameters out."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, views: list[Tensor], backward: Callable[[Gradients], None]) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.complete = backward
+        ctx.token_grad = _token_grad(token)
+        return token.data, *(view.data for view in views)
+
+    @staticmethod
+    def backward(ctx: Any, token: Tensor | None, *grads: Tensor | None) -> Any:
+        with GradMode(False):
+            ctx.complete(grads)
+        return ctx.token_grad, None, None
+
+
+class _Join(_Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, *tensors: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.token_grad = _token_grad(token)
+        return tuple(x.view(x.shape) for x in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return ctx.token_grad, *grads
+
+
+class _Watch(_Function):
+    @staticmethod
+    def forward(ctx: Any, hook: Callable[[], None], *tensors: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.hook = hook
+        return tuple(x.view(x.shape) for x in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        with GradMode(False):
+            ctx.hook()
+        return None, *grads

@@ -1,0 +1,121 @@
+"""Operations that write their first argument, from those that do not.
+
+MindSpore's own have no effect on CPU, or no kernel. Here the result is computed from a copy, so that nothing that
+backward needs is overwritten, and then stored. Where operations are recorded MindSpore's `copy_` takes the gradient
+along, but not through views: its gradients of what shares memory with the written tensor are wrong, so that is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from mindspore import Tensor, ops
+
+from hp_dtensor.exceptions import CapabilityError
+from hp_dtensor.tensor.dtensor import DTensor
+from hp_platform_mindspore.cpu_kernels import basic as kernels
+from hp_platform_mindspore.cpu_kernels import scattering
+from hp_platform_mindspore.tensor.autograd import is_recording
+from hp_platform_mindspore.tensor.memory import FLOATING
+
+if TYPE_CHECKING:
+    from hp_platform_mindspore.platform import MindSporePlatform
+
+SHARING = frozenset(
+    """
+    view reshape flatten unflatten ravel transpose swapaxes permute t mT adjoint movedim moveaxis squeeze unsqueeze
+    expand broadcast_to narrow select split chunk unbind getitem diagonal contiguous to type type_as cast float double
+    half bfloat16 int long short byte bool tensor_split hsplit vsplit
+    """.split()
+)
+"""Operations whose results may share the memory, and the gradient, of their first argument."""
+
+WRITTEN: dict[str, Callable[..., Tensor]] = {
+    "zero_": ops.zeros_like,
+    "fill_": lambda x, value: kernels.expand(_as_tensor(value, x), x.shape),
+    "copy_": lambda x, source, non_blocking=False: kernels.expand(source, x.shape),
+}
+"""What those that no operation without the underscore is like store in their first argument."""
+
+PRUNED_AT = 64
+
+
+def _as_tensor(value: Any, x: Tensor) -> Tensor:
+    return kernels.cast(value, x.dtype) if isinstance(value, Tensor) else kernels.full((), value, x.dtype)
+
+
+def writing(platform: MindSporePlatform, name: str, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The form of `kernel` that stores its result in its first argument and returns that."""
+
+    @functools.wraps(kernel)
+    def write(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        source = platform.unwrap(x)
+        assign(platform, name, x, kernel(kernels.clone(source) if is_recording(x) else source, *args, **kwargs))
+        return x
+
+    return write
+
+
+def set_item(platform: MindSporePlatform, x: Tensor, index: Any, value: Any) -> Tensor:
+    """`x[index] = value`."""
+    source = platform.unwrap(x)
+    written = scattering.put(kernels.clone(source) if is_recording(x) else source, index, value)
+    assign(platform, "setitem", x, written)
+    return x
+
+
+def assign(platform: MindSporePlatform, name: str, x: Tensor, result: Tensor) -> None:
+    """Store a result in `x`, a plain tensor, or a DTensor inside `LocalOperations`.
+
+    Raises:
+        ValueError: the result has another shape.
+        TypeError: the result is floating-point and `x` is not.
+        CapabilityError: the operation is recorded, and `x` shares memory with a view.
+    """
+    if tuple(result.shape) != tuple(x._shape):
+        raise ValueError(f"{name}: a result of shape {list(result.shape)} does not fit into {list(x._shape)}")
+    if result.dtype in FLOATING and x.dtype not in FLOATING:
+        raise TypeError(f"{name}: a result of {result.dtype} cannot be stored in {x.dtype}; cast first")
+    if is_recording(x, result):
+        _check_unshared(name, x)
+        x.copy_(kernels.cast(result, x.dtype))
+    else:
+        platform.copy_(x, result)
+
+
+# Which tensors share memory ------------------------------------------------------------------------------
+
+
+def remember_sharing(source: Any, results: Any) -> None:
+    """Note that DTensors among `results` may be views of `source`.
+
+    They get one list of weak references in common, the original first.
+    """
+    if not isinstance(source, DTensor):
+        return
+    family = source.__dict__.get("_sharing")
+    if family is None:
+        family = [weakref.ref(source)]
+        if not (source._is_leaf and source._requires_grad):  # which is not written where operations are recorded
+            source._sharing = family
+    if len(family) >= PRUNED_AT:
+        family[1:] = [member for member in family[1:] if member() is not None]
+    for view in results if isinstance(results, (tuple, list)) else (results,):
+        if view is not source:
+            view._sharing = family
+            family.append(weakref.ref(view))
+
+
+def _check_unshared(name: str, x: Any) -> None:
+    family = getattr(x, "_sharing", None)
+    if family is None:
+        return
+    if family[0]() is not x or any(member() is not None for member in family[1:]):
+        raise CapabilityError(
+            f"{name} where gradients are recorded, on a tensor that shares memory with "
+            f"{'one that it is a view of' if family[0]() is not x else 'a view of it'}: MindSpore's gradients would be "
+            "wrong. Use the operation that gives a new tensor, write a clone, or write inside no_grad."
+        )

@@ -1,0 +1,117 @@
+"""Random operations on plain tensors, drawn from the platform's generator on the host.
+
+MindSpore's own differ between kernels in what seeds them, and some have no kernel on CPU. These follow
+`Platform.manual_seed` alone; all numbers are drawn in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor
+
+from hp_platform_mindspore.cpu_kernels import basic as kernels
+from hp_platform_mindspore.tensor.memory import numbers, share, store
+
+Array = np.ndarray[Any, Any]
+Generator = Callable[[], np.random.Generator]
+
+
+def random_operations(generator: Generator) -> dict[str, Callable[..., Any]]:
+    """By canonical name; `generator()` is what they draw from.
+
+    Those that end in an underscore give the numbers that the first argument is to be filled with.
+    """
+    filled = {
+        "uniform_": lambda size, low=0.0, high=1.0: low + (high - low) * _uniform(generator(), size),
+        "normal_": lambda size, mean=0.0, std=1.0: mean + std * _normal(generator(), size),
+        "exponential_": lambda size, rate=1.0: generator().standard_exponential(size, np.float32) / rate,
+        "log_normal_": lambda size, mean=1.0, std=2.0: np.exp(mean + std * _normal(generator(), size)),
+        "geometric_": lambda size, p: generator().geometric(p, size),
+        "bernoulli_": lambda size, p=0.5: _uniform(generator(), size) < _host(p),
+    }
+    return {
+        **{name: _filling(draw) for name, draw in filled.items()},
+        "dropout": _dropout(generator, None),
+        **{f"dropout{count}d": _dropout(generator, 2) for count in (1, 2, 3)},
+        "feature_dropout": _dropout(generator, 2),
+        "random_": _filling_integers(generator),
+        "rand_like": lambda x, *, dtype=None: _made(_uniform(generator(), tuple(x.shape)), dtype or x.dtype),
+        "randn_like": lambda x, *, dtype=None: _made(_normal(generator(), tuple(x.shape)), dtype or x.dtype),
+        "bernoulli": lambda x: _made(_uniform(generator(), tuple(x.shape)) < numbers(x), x.dtype),
+        "multinomial": _multinomial(generator),
+    }
+
+
+def _uniform(generator: np.random.Generator, size: Sequence[int]) -> Array:
+    return generator.random(tuple(size), np.float32)
+
+
+def _normal(generator: np.random.Generator, size: Sequence[int]) -> Array:
+    return generator.standard_normal(tuple(size), np.float32)
+
+
+def _host(value: Any) -> Any:
+    return numbers(value) if isinstance(value, Tensor) else value
+
+
+def _made(values: Array, dtype: Any) -> Tensor:
+    made = kernels.zeros(values.shape, dtype)
+    store(made, values)
+    return made
+
+
+def _filling(draw: Callable[..., Array]) -> Callable[..., Tensor]:
+    return lambda x, *args, **kwargs: _made(draw(tuple(x.shape), *args, **kwargs), x.dtype)
+
+
+def _filling_integers(generator: Generator) -> Callable[..., Tensor]:
+    """`random_(to)` or `random_(from, to)`; without an end all integers that the dtype holds exactly."""
+
+    def drawn(x: Tensor, low: int = 0, high: int | None = None) -> Tensor:
+        begin, end = (0, low) if high is None and low else (low, high)
+        return _made(generator().integers(begin, _largest(x.dtype) if end is None else end, tuple(x.shape)), x.dtype)
+
+    return drawn
+
+
+def _largest(dtype: Any) -> int:
+    exact = {ms.float16: 2**11, ms.bfloat16: 2**8, ms.float32: 2**24, ms.float64: 2**53, ms.bool_: 2}
+    return exact[dtype] if dtype in exact else int(np.iinfo(ms.dtype_to_nptype(dtype)).max)
+
+
+def _dropout(generator: Generator, dims: int | None) -> Callable[..., Tensor]:
+    """Of elements, or of channels as a whole: what the first `dims` dimensions tell apart."""
+
+    def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
+        if not 0 <= p <= 1:
+            raise ValueError(f"dropout: the probability must be between 0 and 1, got {p}")
+        if not training or p == 0:
+            return kernels.clone(x)
+        shape = tuple(x.shape) if dims is None else (*x.shape[:dims], *[1] * (x.ndim - dims))
+        kept = _uniform(generator(), shape) >= p
+        return kernels.mul(x, _made(kept / (1 - p) if p < 1 else kept * 0.0, x.dtype))
+
+    return dropout
+
+
+def _multinomial(generator: Generator) -> Callable[..., Tensor]:
+    """Rows of probabilities, which need not sum to one; without replacement by the largest of p / exponential."""
+
+    def drawn(x: Tensor, num_samples: int, replacement: bool = False) -> Tensor:
+        weights = numbers(x).astype(np.float64)
+        total = weights.sum(-1, keepdims=True)
+        if (weights < 0).any() or not (total > 0).all():
+            raise ValueError("multinomial: weights must not be negative, and some of each row positive")
+        if replacement:
+            numbers_drawn = generator().random((*weights.shape[:-1], num_samples, 1))
+            return share((np.cumsum(weights / total, -1)[..., None, :] <= numbers_drawn).sum(-1))
+        if ((weights > 0).sum(-1) < num_samples).any():
+            raise ValueError(f"multinomial: fewer than {num_samples} positive weights in a row")
+        scores = weights / generator().standard_exponential(weights.shape)
+        return share(np.ascontiguousarray(np.argsort(-scores, axis=-1, kind="stable")[..., :num_samples]))
+
+    return drawn

@@ -1,0 +1,126 @@
+"""Steps of MindSpore's elementwise optimizers on the local data of DTensor parameters.
+
+Such a step computes every element from its own gradient and state, which are placed as the parameter is. Optimizers
+that look at a parameter as a whole, or that are fused into kernels of unknown content, are refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from mindspore import nn
+from mindspore.experimental import optim
+
+from hp_dtensor.exceptions import CapabilityError, PlacementError
+from hp_platform_mindspore.tensor.dtensor import LocalOperations, MindSporeDTensor, local_gradient
+
+# Exactly these: what a subclass adds need not be elementwise.
+ELEMENTWISE = frozenset(
+    {
+        optim.ASGD,
+        optim.Adadelta,
+        optim.Adagrad,
+        optim.Adam,
+        optim.AdamW,
+        optim.Adamax,
+        optim.NAdam,
+        optim.RAdam,
+        optim.RMSprop,
+        optim.Rprop,
+        optim.SGD,
+    }
+)
+
+
+@functools.cache
+def install() -> None:
+    """Take part in MindSpore's optimizers, in this process."""
+    optim.Optimizer._preprocess_param_group = _checking(optim.Optimizer._preprocess_param_group)
+    optim.Optimizer.__call__ = _step
+    nn.Optimizer.__init__ = _refusing(nn.Optimizer.__init__)
+
+
+def _checking(own: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """What makes a list of a group's parameters, before the group is added."""
+
+    @functools.wraps(own)
+    def _preprocess_param_group(self: optim.Optimizer, param_group: dict[str, Any]) -> dict[str, Any]:
+        group = own(self, param_group)
+        added = _distributed(group["params"])
+        if added and type(self) not in ELEMENTWISE:
+            raise _refusal(self)
+        for parameter in added:
+            if parameter.spec.is_partial:
+                raise PlacementError(
+                    f"parameter {parameter.name!r}: an optimizer cannot update parts that are summed, "
+                    f"{parameter.spec!r}; redistribute it first"
+                )
+        return group
+
+    return _preprocess_param_group
+
+
+def _refusing(own: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(own)
+    def __init__(self: nn.Optimizer, learning_rate: Any, parameters: Any, *args: Any, **kwargs: Any) -> None:
+        given = list(parameters) if isinstance(parameters, Iterable) else parameters
+        if _distributed(_flat(given)):
+            raise _refusal(self)
+        own(self, learning_rate, given, *args, **kwargs)
+
+    return __init__
+
+
+def _flat(parameters: Any) -> list[Any]:
+    """Parameters, those of groups included."""
+    if isinstance(parameters, dict):
+        return _flat(parameters.get("params"))
+    if isinstance(parameters, (list, tuple)):
+        return [x for item in parameters for x in _flat(item)]
+    return [parameters]
+
+
+def _distributed(parameters: Iterable[Any]) -> list[Any]:
+    return [x for x in parameters if isinstance(x, MindSporeDTensor)]
+
+
+def _refusal(optimizer: Any) -> CapabilityError:
+    kind = type(optimizer)
+    known = ", ".join(sorted(known.__name__ for known in ELEMENTWISE))
+    return CapabilityError(
+        f"{kind.__module__}.{kind.__qualname__} does not take DTensor parameters: use one of "
+        f"mindspore.experimental.optim ({known}), or of hp_platform_mindspore.optim.optimizers"
+    )
+
+
+def _step(self: optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    """`optimizer(gradients)`: DTensors placed as the gradients of their parameters, or local shards of those.
+
+    Raises:
+        ValueError: there are more or fewer gradients than parameters.
+        PlacementError: a gradient is placed otherwise.
+    """
+    distributed = _distributed(self.parameters)
+    if not distributed:
+        return nn.Cell.__call__(self, *args, **kwargs)
+    (gradients,) = (*args, *kwargs.values())
+    local = _local_gradients(self.parameters, gradients)
+    with LocalOperations():
+        result = nn.Cell.__call__(self, local)
+    for parameter in distributed:
+        parameter._spec.mesh.platform.count_write(parameter)
+    return result
+
+
+def _local_gradients(parameters: Sequence[Any], gradients: Sequence[Any]) -> tuple[Any, ...]:
+    if len(gradients) != len(parameters):
+        raise ValueError(f"expected a gradient for each of {len(parameters)} parameters, got {len(gradients)}")
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient is None:
+            raise ValueError(f"parameter {parameter.name!r} has no gradient; give the optimizer zeros, or leave it out")
+    return tuple(
+        local_gradient(parameter, gradient) if isinstance(parameter, MindSporeDTensor) else gradient
+        for parameter, gradient in zip(parameters, gradients, strict=True)
+    )

@@ -1,0 +1,265 @@
+"""Autograd: nodes with their own backward, running backward, and the two process-wide flags.
+
+MindSpore records when both flags are on: the grad flag, which only `value_and_grad` and errors turn off and
+which is turned on again here wherever a forward or a backward starts, and the enable flag, which is the one
+that `no_grad` means.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+from mindspore import Tensor, mint, ops
+from mindspore._c_expression import run_backward as _run_backward
+from mindspore.common._grad_function import _Function
+from mindspore.common.recompute import _RecomputeCell
+from mindspore.graph.api import _pynative_executor as executor
+
+from hp_dtensor.exceptions import CapabilityError, GradientPathError
+from hp_dtensor.tensor.conversions import check_reached
+from hp_dtensor.tensor.dtensor import DTensor
+
+Map = Callable[[Tensor], Tensor]
+
+
+class _Running(threading.local):
+    """Whether the backward that runs in this thread is for inputs that it was told; of several, the innermost."""
+
+    is_for_inputs = False
+
+
+_running = _Running()
+
+
+class GradMode:
+    """Context in which operations are recorded, or are not."""
+
+    __slots__ = ("_before", "_enabled")
+
+    def __init__(self, enabled: bool) -> None:
+        self._enabled = enabled
+
+    def __enter__(self) -> None:
+        self._before = executor.enable_grad()
+        if self._enabled:
+            executor.set_grad_flag(True)
+        executor.set_enable_grad(self._enabled)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        executor.set_enable_grad(self._before)
+
+
+def arm() -> None:
+    """Turn the grad flag on."""
+    executor.set_grad_flag(True)
+
+
+def is_recording(*tensors: Any) -> bool:
+    """Whether an operation on these is recorded."""
+    return executor.enable_grad() and any(isinstance(x, Tensor) and x._requires_grad for x in tensors)
+
+
+def linear_map(x: Tensor, forward: Map, backward: Map) -> Tensor:
+    """See `Platform.linear_map`."""
+    if is_recording(x):
+        arm()
+        return _LinearMap.apply(x, forward, backward)
+    with GradMode(False):
+        return forward(x)
+
+
+class _LinearMap(_Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Map, backward: Map) -> Tensor:
+        ctx.maps = forward, backward
+        return forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        forward, backward = ctx.maps
+        result = linear_map(grad, backward, forward) if executor.enable_grad() else backward(grad)
+        return result, None, None
+
+
+def accumulate_safely(leaf: Tensor) -> None:
+    """Have `leaf` accumulate gradients that are contiguous and its own.
+
+    MindSpore adds a gradient to an accumulated one as if both were contiguous, which that of a transposed
+    weight is not; and one that others use too it copies with a kernel that the CPU lacks.
+    """
+    if leaf._requires_grad and leaf._is_leaf and "_accumulates_safely" not in leaf.__dict__:
+        leaf._grad_node.register_prehook(_own_gradient)
+        leaf._accumulates_safely = True
+
+
+def _own_gradient(grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(mint.mul(grad, 1) if isinstance(grad, Tensor) else grad for grad in grads)
+
+
+def custom_function(forward: Callable[..., Any], backward: Callable[..., Any], *inputs: Any) -> Any:
+    """See `Platform.custom_function`."""
+    if is_recording(*inputs):
+        arm()
+        return _CustomFunction.apply(forward, backward, *inputs)
+    with GradMode(False):
+        return _as_tuple(forward(*inputs))
+
+
+class _CustomFunction(_Function):
+    @staticmethod
+    def forward(ctx: Any, forward: Callable[..., Any], backward: Callable[..., Any], *inputs: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.map = backward
+        return _as_tuple(forward(*inputs))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        result = ctx.map(*grads)
+        return (None, None, *([result] if isinstance(result, Tensor) else result))
+
+
+def _as_tuple(outputs: Any) -> Any:
+    return tuple(outputs) if isinstance(outputs, list) else outputs
+
+
+def backward(loss: Tensor, gradient: Tensor | None, retain_graph: bool) -> None:
+    """Accumulate the gradients of the leaves below a plain `loss` into `_grad`.
+
+    Raises:
+        RuntimeError: `loss` was not recorded.
+        ValueError: `gradient` is missing and `loss` is no scalar.
+    """
+    _check_recorded("backward", [loss])
+    arm()
+    with _running_for(inputs=False):
+        _run_backward(
+            (loss,),
+            (_output_grad(loss, gradient),),
+            retain_graph,
+            False,
+            (),
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
+
+
+@contextlib.contextmanager
+def _running_for(inputs: bool) -> Iterator[None]:
+    before, _running.is_for_inputs = _running.is_for_inputs, inputs
+    try:
+        yield
+    finally:
+        _running.is_for_inputs = before
+
+
+def is_for_parameters() -> bool:
+    """Whether the running backward is for the gradients of parameters, not of inputs that it was told."""
+    return not _running.is_for_inputs
+
+
+def grad(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], output_grads: Sequence[Tensor | None] | None
+) -> list[Tensor | None]:
+    """Gradients of `inputs`; None where one is unused.
+
+    MindSpore finds no gradient of a leaf, or of anything further up, in a run that is also asked for the result
+    of an operation; so each of those gets a run of its own.
+
+    Raises:
+        RuntimeError: none of the outputs was recorded.
+    """
+    _check_recorded("grad", outputs)
+    grads = output_grads if output_grads is not None else [None] * len(outputs)
+    seeds = tuple(_output_grad(y, g) for y, g in zip(outputs, grads, strict=True))
+    leaves = [i for i, x in enumerate(inputs) if x._is_leaf]
+    runs = ([leaves] if leaves else []) + [[i] for i, x in enumerate(inputs) if not x._is_leaf]
+    found: list[Tensor | None] = [None] * len(inputs)
+    arm()
+    for wanted in runs:
+        keep_graph = wanted is not runs[-1]
+        chosen = tuple(inputs[i] for i in wanted)
+        with _running_for(inputs=True):
+            results = _run_backward(
+                tuple(outputs), seeds, keep_graph, False, chosen, allow_unreachable=True, accumulate_grad=False
+            )
+        for i, result in zip(wanted, results, strict=True):
+            found[i] = result
+    return found
+
+
+def guard() -> None:
+    """Have MindSpore's own ways to gradients say what they cannot do here; a second call changes nothing."""
+    cls = type(executor)
+    if hasattr(cls.grad, "__wrapped__"):
+        return
+    cls.grad = _checking_weights(cls.grad)
+    cls.call_custom_bprop = _explaining(cls.call_custom_bprop)
+
+
+def _checking_weights(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def grad(self: Any, obj: Any, grad: Any, weights: Any, *args: Any) -> Any:
+        try:
+            check_reached("mindspore.value_and_grad", weights if isinstance(weights, (tuple, list)) else [weights])
+        except GradientPathError:
+            self.clear_res()  # what the forward has recorded
+            raise
+        with _running_for(inputs=True):
+            return plain(self, obj, grad, weights, *args)
+
+    return grad
+
+
+def _explaining(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def call_custom_bprop(self: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(obj, _RecomputeCell) and any(isinstance(x, DTensor) for x in (*args, *kwargs.values())):
+            raise CapabilityError(
+                f"{type(obj).__name__} has a bprop of its own, which would see this rank's shards of DTensors, without "
+                "their placements. Run it on local tensors (local_map), or write it without a bprop"
+            )
+        try:
+            return plain(self, obj, *args, **kwargs)
+        except RuntimeError as error:
+            if "top_cell" not in str(error):
+                raise
+            raise CapabilityError(
+                f"{type(obj).__name__} has a bprop of its own, as every Cell after recompute() has: MindSpore runs it "
+                "in mindspore.value_and_grad only. With platform.backward recompute by hp_dtensor.parallel.recompute"
+                ".checkpoint(block, x, platform=platform), and give gradients of your own by "
+                "platform.custom_function"
+            ) from error
+
+    return call_custom_bprop
+
+
+def _check_recorded(name: str, outputs: Sequence[Tensor]) -> None:
+    if any(x._requires_grad for x in outputs):
+        return
+    message = (
+        f"{name}: the loss does not depend on anything that requires a gradient, or was computed while "
+        "nothing was recorded (no_grad, or after mindspore.value_and_grad without a new forward)"
+    )
+    thread = threading.current_thread()
+    if thread is not threading.main_thread():
+        message += (
+            f". This is thread {thread.name!r}: off the main thread MindSpore records only after "
+            "platform.enable_grad() was entered there, or a module of the platform called"
+        )
+    raise RuntimeError(message)
+
+
+def _output_grad(output: Tensor, gradient: Tensor | None) -> Tensor:
+    if gradient is not None:
+        return gradient
+    if math.prod(output.shape) != 1:
+        raise ValueError(f"backward of a tensor of shape {list(output.shape)} needs its gradient; expected a scalar")
+    return ops.ones_like(output)

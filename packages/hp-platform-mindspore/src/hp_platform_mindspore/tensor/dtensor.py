@@ -1,0 +1,450 @@
+"""`MindSporeDTensor`: MindSpore's tensor subclass that is its own local shard.
+
+Interception is MindSpore's `__fallback__`, which sees primitives. Operations of `platform.ops` do not get that
+far: they go to hp_dtensor's dispatch by themselves, with their own arguments. What comes here is what a
+program calls on a DTensor directly (`x + y`, `mint.matmul`, `x.sum()`).
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, NoReturn
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, mint
+from mindspore._c_expression import NoFallbackGuard
+from mindspore.graph.api import _pynative_executor as executor
+
+from hp_dtensor.debug.comm_debug import check_explicit, gathered
+from hp_dtensor.dispatch import dispatch
+from hp_dtensor.exceptions import CapabilityError, MixedOperandsError, PlacementError
+from hp_dtensor.rules.pointwise import LINEAR_UNARY, NONLINEAR
+from hp_dtensor.spec.tensor_spec import TensorSpec, shown_grad_spec
+from hp_dtensor.tensor.conversions import check_hook, distribute_tensor
+from hp_dtensor.tensor.dtensor import DTensor
+from hp_platform_mindspore.cpu_kernels import basic as kernels
+from hp_platform_mindspore.cpu_kernels.empty import unless_empty
+from hp_platform_mindspore.ops.composed_primitives import COMPOSED
+from hp_platform_mindspore.ops.functions import FOUND
+from hp_platform_mindspore.ops.in_place import SHARING, remember_sharing, set_item
+from hp_platform_mindspore.ops.names import WITHOUT_KERNEL, caller, canonical, is_older_kind, older_method
+from hp_platform_mindspore.tensor.autograd import GradMode
+from hp_platform_mindspore.tensor.memory import numbers
+
+POINTWISE = frozenset(f"{NONLINEAR} {LINEAR_UNARY} alias".split())
+
+
+class _Depth(threading.local):
+    value = 0
+
+
+_depth = _Depth()
+
+
+class LocalOperations:
+    """Context in which operations on DTensors run on their local data and give plain tensors; per thread."""
+
+    __slots__ = ("_guard",)
+
+    def __enter__(self) -> None:
+        self._guard = NoFallbackGuard()
+        self._guard.__enter__()
+        _depth.value += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _depth.value -= 1
+        self._guard.__exit__(kind, error, trace)
+
+
+def is_local() -> bool:
+    """Whether this thread is inside `LocalOperations`."""
+    return _depth.value > 0
+
+
+def _reflected(name: str) -> Callable[[Any, Any], Any]:
+    """The operator of a DTensor on the right of what is no DTensor."""
+    of_tensor = getattr(Tensor, name, None)
+
+    def operate(self: Any, other: Any) -> Any:
+        if not is_local() and isinstance(other, Tensor) and other.ndim:
+            raise MixedOperandsError(
+                f"{name}: a plain tensor of shape {list(other.shape)} among DTensors. Say how it is placed: "
+                "distribute_tensor, DTensor.from_local, or replicate_like for a constant that is equal on all ranks."
+            )
+        return NotImplemented if of_tensor is None else of_tensor(self, other)
+
+    return operate
+
+
+def _refused(name: str, instead: str) -> Callable[..., NoReturn]:
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        raise CapabilityError(f"{name} of a DTensor {self._spec!r}: use {instead}")
+
+    return refuse
+
+
+class MindSporeDTensor(DTensor, Tensor):
+    """The local shard as a tensor, with a spec. Made by `wrap`; users call `distribute_tensor` or `from_local`."""
+
+    def __new__(cls, local: Tensor, *args: Any, **kwargs: Any) -> MindSporeDTensor:
+        # mindspore.Parameter comes here to make the class that is both.
+        if not isinstance(local, MindSporeDTensor):
+            raise TypeError("a DTensor is made by distribute_tensor or DTensor.from_local, not by its class")
+        made = Tensor._make_subclass(cls, local)
+        made._spec = local._spec
+        return made
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the data came with `__new__`."""
+
+    def __fallback__(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func.name == "typeof":  # MindSpore asks for it in some of its functions
+            with LocalOperations():
+                return func(*args, **(kwargs or {}))
+        platform = self._spec.mesh.platform
+        older = older_method(func.name)
+        if older is not None:
+            return older(*args, **(kwargs or {}))
+        composed = COMPOSED.get(func.name)
+        if composed is not None:
+            primitive, given = (args[0], args[2]) if is_older_kind(args) else (None, args)
+            return composed(platform.operations, tuple(given), primitive)
+        name, (new_args, new_kwargs) = canonical(func.name, args, kwargs)
+        if name == "copy_":
+            return _copy_(platform, *new_args)
+        if name == "getitem":
+            return new_args[0][new_args[1]]
+        operation = platform.own_operation(name)
+        if operation is not None:
+            return operation(*new_args, **new_kwargs)
+        if func.name.startswith("Inplace"):
+            raise CapabilityError(
+                f"{func.name} on a DTensor: MindSpore's own does not write on CPU; use one that gives a new tensor"
+            )
+
+        kernel = FOUND[name] if func.name in WITHOUT_KERNEL else caller(func, args)
+        if name in POINTWISE:
+            kernel = unless_empty(kernel, name)
+        return dispatched(platform, name, unwrapping(kernel), new_args, new_kwargs)
+
+    # MindSpore looks for the interception on the left operand; Python asks the right one's class first.
+    __radd__ = _reflected("__radd__")
+    __rsub__ = _reflected("__rsub__")
+    __rmul__ = _reflected("__rmul__")
+    __rtruediv__ = _reflected("__rtruediv__")
+    __rmatmul__ = _reflected("__rmatmul__")
+
+    # The global view -------------------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._spec.shape
+
+    @property
+    def ndim(self) -> int:
+        return len(self._spec.shape)
+
+    def dim(self) -> int:
+        return len(self._spec.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements, as MindSpore's tensors have it."""
+        return math.prod(self._spec.shape)
+
+    def numel(self) -> int:
+        return math.prod(self._spec.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.itemsize
+
+    def __len__(self) -> int:
+        if not self._spec.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self._spec.shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[i] for i in range(len(self)))
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __getitem__(self, index: Any) -> Any:
+        # MindSpore does not intercept basic indexing.
+        return dispatched(self._spec.mesh.platform, "getitem", _getitem, (self, index), {})
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        platform = self._spec.mesh.platform
+
+        def store(_: Tensor, index: Any, value: Any) -> Tensor:
+            with LocalOperations():
+                return set_item(platform, self, _unwrapped(index), _unwrapped(value))
+
+        dispatch.dispatch(platform, "setitem", store, (self, index, value), {})
+
+    # Methods that no primitive stands for, and that would work on the local part or make a plain tensor
+    cauchy = _refused("cauchy", "local_map")
+    fill = _refused("fill", "fill_ or mint.full_like")
+    # On CPU MindSpore's are of another kind than on Ascend, and than those of `ops`.
+    std = _refused("std", "mint.std, which says what it divides by")
+    median = _refused("median", "mint.median")
+    isreal = _refused("isreal", "mint.ones_like")
+    set_ = _refused("set_", "copy_")
+
+    def assign_value(self, value: Tensor) -> Any:
+        """Take over values: a DTensor, placed in any way, or a whole plain tensor that all ranks have.
+
+        It is how MindSpore loads and assigns parameters, so plain values are whole ones here.
+
+        Raises:
+            ValueError: they have another shape.
+        """
+        spec = self._spec
+        if tuple(value.shape) != spec.shape:
+            raise ValueError(f"new values of a DTensor {spec!r} must have its whole shape, got {list(value.shape)}")
+        with GradMode(False):
+            if not isinstance(value, MindSporeDTensor):
+                value = distribute_tensor(value, spec.mesh, spec.placements, source_rank=None)
+            return _copy_(spec.mesh.platform, self, value)
+
+    def set_data(self, data: Any, slice_shape: bool = False) -> Any:
+        """`assign_value`, also of one number for all elements."""
+        if isinstance(data, (int, float)):
+            with GradMode(False):
+                return self._spec.mesh.platform.operation("fill_")(self, data)
+        return self.assign_value(data)
+
+    init_data = _refused("init_data", "full_tensor() to save it, or the checkpoints of hp-trainer")
+
+    # Gradients -------------------------------------------------------------------------------------------
+
+    @property
+    def grad(self) -> Any:
+        """The accumulated gradient: a DTensor placed as this one, replicated where this one is a partial sum.
+
+        Raises:
+            GradientPathError: this one is partial by something else.
+        """
+        local = self._grad
+        if local is None and self._awaited_gradient is not None:
+            self._awaited_gradient.fetch()
+            local = self._grad
+        if local is None:
+            self.__dict__.pop("_grad_wrapper", None)
+            return None
+        # MindSpore gives another object for the same gradient at each access.
+        known = self.__dict__.get("_grad_wrapper")
+        if known is None or known.data_ptr() != local.data_ptr() or known.dtype != local.dtype:
+            known = self.__dict__["_grad_wrapper"] = wrap_gradient(self, local)
+        return known
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        local = None if value is None else local_gradient(self, value)
+        if self._awaited_gradient is not None:
+            self._awaited_gradient.drop()
+        self.__dict__.pop("_grad_wrapper", None)
+        self._grad = local
+
+    def backward(self, gradient: Tensor | None = None, retain_graph: bool = False) -> None:
+        """Accumulate gradients; a partial result needs no reduction first, each rank drives its own part."""
+        self._spec.mesh.platform.backward(self, gradient, retain_graph)
+
+    def register_hook(self, hook: Callable[[Any], Any]) -> Any:
+        """The hook gets, and may return, the gradient as a DTensor.
+
+        Raises:
+            GradientPathError: the gradient goes past this tensor already, or autograd has none of it.
+        """
+        check_hook(self)
+
+        def on_dtensor(grad: Tensor) -> Tensor | None:
+            changed = hook(wrap_gradient(self, grad))
+            return None if changed is None else unwrap(changed)
+
+        return Tensor.register_hook(self, on_dtensor)
+
+    @property
+    def data(self) -> Any:
+        return wrap(Tensor.data.__get__(self), self._spec)
+
+    # Values on the host ----------------------------------------------------------------------------------
+
+    def asnumpy(self) -> np.ndarray[Any, Any]:
+        """The whole tensor on the host. Communicates unless replicated: every rank must call it."""
+        return _whole("asnumpy", self).asnumpy()
+
+    def item(self, *args: Any) -> Any:
+        """The value of a one-element tensor; communicates as `asnumpy` does."""
+        return _whole("item", self).item(*args)
+
+    def tolist(self) -> Any:
+        """All values; communicates as `asnumpy` does."""
+        return _whole("tolist", self).asnumpy().tolist()
+
+    def __array__(self, dtype: Any = None) -> np.ndarray[Any, Any]:
+        whole = self.asnumpy()
+        return whole if dtype is None else whole.astype(dtype)
+
+    def __bool__(self) -> bool:
+        return bool(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __repr__(self) -> str:
+        kind = "Parameter of DTensor" if isinstance(self, ms.Parameter) else "DTensor"
+        spec = self._spec
+        local = np.array2string(numbers(self), threshold=20, separator=", ")
+        return (
+            f"{kind}({list(spec.shape)}, {spec.dtype}, {spec.describe_placements()} on mesh {spec.mesh.describe()}, "
+            f"local={local})"
+        )
+
+    __str__ = __repr__
+
+    # Copies ----------------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        from hp_platform_mindspore.tensor.module import Parameter
+
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self._is_leaf:
+            raise RuntimeError("only leaf tensors can be deep-copied; this one is the result of an operation")
+        twin = wrap(_copied(self), self._spec)
+        if isinstance(self, ms.Parameter):
+            twin = Parameter(twin, requires_grad=self.requires_grad, name=self.name)
+        elif self._requires_grad:
+            twin.requires_grad_(True)
+        memo[id(self)] = twin
+        return twin
+
+    def clone(self, init: Any = "same") -> Any:
+        """A copy; of a parameter one with the same values, with a number or with ones or zeros, as optimizers make
+        their state."""
+        if not isinstance(self, ms.Parameter):
+            return Tensor.clone(self)
+        from hp_platform_mindspore.tensor.module import Parameter
+
+        value = {"zeros": 0, "ones": 1}.get(init, init) if isinstance(init, str) else init
+        if isinstance(value, (int, float)):
+            local = kernels.full(self._shape, value, self.dtype)
+        elif value == "same":
+            local = _copied(self)
+        else:
+            raise CapabilityError(f"clone of a DTensor parameter: expected same, zeros, ones or a number, got {init!r}")
+        return Parameter(wrap(local, self._spec), requires_grad=self.requires_grad, name=self.name)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"a DTensor {self._spec!r} cannot be pickled: it belongs to the ranks of a running job. "
+            "Save a checkpoint, or its full_tensor()."
+        )
+
+
+def wrap(local: Tensor, spec: TensorSpec) -> MindSporeDTensor:
+    """`local` (plain) as a DTensor that shares its storage and its place in the autograd graph."""
+    made = Tensor._make_subclass(MindSporeDTensor, _graph_alias(local))
+    made._spec = spec
+    return made
+
+
+def unwrap(x: Tensor) -> Tensor:
+    """The local data of a DTensor as a plain tensor, in the autograd graph; a plain tensor as it is."""
+    if not isinstance(x, MindSporeDTensor):
+        return x
+    if executor.enable_grad() and x._requires_grad:
+        return Tensor._make_subclass(Tensor, _graph_alias(x))
+    return Tensor.data.__get__(x)
+
+
+def _graph_alias(x: Tensor) -> Tensor:
+    """`x`, or a recorded view of a parameter: another object for a parameter itself would get no gradient."""
+    if not isinstance(x, ms.Parameter):
+        return x
+    if not (executor.enable_grad() and x._requires_grad):
+        return Tensor.data.__get__(x)
+    with NoFallbackGuard():
+        return mint.reshape(x, x._shape)
+
+
+def _copied(x: Tensor) -> Tensor:
+    """The local data of a DTensor in storage of its own."""
+    with GradMode(False):
+        return kernels.clone(Tensor.data.__get__(x))
+
+
+def _unwrapped(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)([_unwrapped(item) for item in value])
+    return unwrap(value) if isinstance(value, DTensor) else value
+
+
+def unwrapping(kernel: Callable[..., Any], written: bool = False) -> Callable[..., Any]:
+    """`kernel` on the local data of DTensors among its arguments, lists included; of one that it writes, on itself."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        local = (*args[:1], *_unwrapped(args[1:])) if written else _unwrapped(args)
+        return kernel(*local, **{name: _unwrapped(value) for name, value in kwargs.items()})
+
+    return run
+
+
+def dispatched(platform: Any, name: str, kernel: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+    """`hp_dtensor.dispatch.dispatch`, with a note of results that share memory with the first argument."""
+    result = dispatch.dispatch(platform, name, kernel, args, kwargs)
+    if name in SHARING and args:
+        remember_sharing(args[0], result)
+    return result
+
+
+_getitem = unwrapping(kernels.getitem)
+
+
+def _copy_(platform: Any, target: MindSporeDTensor, source: Any, *_: Any) -> MindSporeDTensor:
+    if not isinstance(source, MindSporeDTensor):
+        raise MixedOperandsError("copy_ into a DTensor: expected a DTensor, got a plain tensor; distribute it first")
+    if source._spec.mesh != target._spec.mesh or source._spec.placements != target._spec.placements:
+        check_explicit("copy_", (1,), source._spec, target._spec)
+        source = source.redistribute(target.device_mesh, target.placements)
+    platform.copy_(target, source)
+    return target
+
+
+def _whole(operation: str, x: MindSporeDTensor) -> Tensor:
+    return x._spec.mesh.platform.detach(gathered(operation, x))
+
+
+def local_gradient(x: MindSporeDTensor, value: Tensor) -> Tensor:
+    """`value` (a DTensor, or a local shard) as the local gradient of `x`."""
+    wanted = shown_grad_spec(x._spec)
+    if not isinstance(value, MindSporeDTensor):
+        if tuple(value.shape) != wanted.local_shape:
+            raise PlacementError(
+                f"grad of a DTensor {x._spec!r}: the local gradient must be {list(wanted.local_shape)}, "
+                f"got {list(value.shape)}"
+            )
+        return value
+    have = value._spec
+    if (have.placements, have.mesh, have.shape) != (wanted.placements, wanted.mesh, wanted.shape):
+        raise PlacementError(f"grad of a DTensor: expected {wanted!r}, got {have!r}; redistribute it first")
+    return Tensor.data.__get__(value)
+
+
+def wrap_gradient(x: MindSporeDTensor, local: Tensor) -> MindSporeDTensor:
+    """A local gradient of `x` as a DTensor."""
+    spec = shown_grad_spec(x._spec)
+    if spec.dtype != local.dtype:
+        spec = TensorSpec(spec.mesh, spec.placements, spec.shape, local.dtype)
+    return wrap(local, spec)

@@ -1,0 +1,97 @@
+"""Dtypes, and host memory that a tensor and a NumPy array share.
+
+NumPy has no bfloat16, and the one that MindSpore registers crashes when it is copied: on the host a bfloat16
+is its bit pattern, a uint16.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor
+from mindspore.common.np_dtype import bfloat16
+
+from hp_dtensor.platform.interface import DTYPE_NAMES
+
+Array = np.ndarray[Any, Any]
+
+DTYPES: dict[str, Any] = {name: ms.bool_ if name == "bool" else getattr(ms, name) for name in DTYPE_NAMES}
+NAMES: dict[Any, str] = {dtype: name for name, dtype in DTYPES.items()}
+HOST_DTYPES: dict[Any, np.dtype[Any]] = {
+    dtype: np.dtype("uint16" if name == "bfloat16" else name) for name, dtype in DTYPES.items()
+}
+FLOATING = frozenset(DTYPES[name] for name in ("float64", "float32", "float16", "bfloat16"))
+
+
+class _Memory:
+    """Exposes a tensor's memory to NumPy and keeps the tensor alive for as long as the array is."""
+
+    __slots__ = ("__array_interface__", "tensor")
+
+    def __init__(self, x: Tensor) -> None:
+        self.tensor = x
+        self.__array_interface__ = {
+            "data": (x.data_ptr(), False),
+            "shape": x._shape,
+            # `strides` is that of the shape, whatever the view; `stride()` counts elements.
+            "strides": tuple(step * HOST_DTYPES[x.dtype].itemsize for step in x.stride()),
+            "typestr": HOST_DTYPES[x.dtype].str,
+            "version": 3,
+        }
+
+
+def host_view(x: Tensor) -> Array:
+    """The memory of a CPU tensor, a DTensor's shard or a view included, as a writable array of its shape.
+
+    `asnumpy` gives a read-only copy for a view, and MindSpore's own writes to a view are lost.
+    """
+    if math.prod(x._shape) == 0:
+        return np.empty(x._shape, HOST_DTYPES[x.dtype])
+    return np.asarray(_Memory(x))
+
+
+def share(array: Array, dtype: Any = None) -> Tensor:
+    """The array as a CPU tensor, sharing its memory where that is writable and contiguous.
+
+    Args:
+        dtype: bfloat16, for an array of its bit patterns; None: the array's own.
+    """
+    ready = np.require(array, requirements=("C", "W"))
+    return Tensor.from_numpy(ready.view(bfloat16) if dtype == ms.bfloat16 else ready)
+
+
+def numbers(x: Tensor) -> Array:
+    """The values of a CPU tensor: its memory, or for bfloat16 a float32 copy."""
+    return decode(host_view(x)) if x.dtype == ms.bfloat16 else host_view(x)
+
+
+def store(target: Tensor, values: Array) -> None:
+    """Overwrite a CPU tensor with values of its shape, converted to its dtype."""
+    if target.dtype == ms.bfloat16:
+        values = encode(values)
+    np.copyto(host_view(target), values, casting="unsafe")
+
+
+def copy(target: Tensor, source: Tensor) -> None:
+    """Overwrite a CPU tensor with another of as many elements, converted to its dtype."""
+    if target.dtype == source.dtype:
+        np.copyto(host_view(target), host_view(source).reshape(target._shape))
+    else:
+        store(target, numbers(source).reshape(target._shape))
+
+
+def decode(bits: Array) -> Array:
+    """bfloat16 bit patterns as float32."""
+    return np.left_shift(bits.astype(np.uint32), np.uint32(16), dtype=np.uint32).view(np.float32)
+
+
+def encode(values: Array) -> Array:
+    """Values as bfloat16 bit patterns, rounded to nearest, ties to even."""
+    wide = np.asarray(values, np.float32).view(np.uint32)
+    odd = np.bitwise_and(np.right_shift(wide, np.uint32(16), dtype=np.uint32), np.uint32(1), dtype=np.uint32)
+    rounded = np.right_shift(wide + np.uint32(0x7FFF) + odd, np.uint32(16), dtype=np.uint32)
+    quiet_nan = np.right_shift(wide, np.uint32(16), dtype=np.uint32) | np.uint32(0x40)
+    return np.where(np.isnan(values), quiet_nan, rounded).astype(np.uint16)

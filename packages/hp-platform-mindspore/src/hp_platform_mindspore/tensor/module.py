@@ -1,0 +1,169 @@
+"""Modules and parameters: a Cell with `forward`, and parameters that share the storage they are made from."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import mindspore as ms
+from mindspore import Tensor, nn
+from mindspore.nn.layer.normalization import _BatchNorm, _InstanceNorm
+
+from hp_platform_mindspore.tensor import autograd
+
+
+class _ModuleMeta(type):
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, nn.Cell) if cls is Module else super().__instancecheck__(instance)
+
+
+class Module(nn.Cell, metaclass=_ModuleMeta):
+    """A Cell whose entry point is `forward`. Its parameters go by their place, not by MindSpore's global names.
+
+    Every Cell is an instance.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(auto_prefix=False)
+        # Otherwise the first call renames every parameter and refuses equal names.
+        self._init_flag = True
+        self._is_check_and_refresh = True
+        # A new module trains, as on other platforms; a Cell does not until `set_train`.
+        self.training = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        autograd.arm()
+        return super().__call__(*args, **kwargs)
+
+    def construct(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"{type(self).__name__} has no forward")
+
+
+_AUTOMATIC_NAME = re.compile(r"Parameter#?\d*$")
+
+
+class _ParameterMeta(type):
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, ms.Parameter)
+
+    def __call__(cls, tensor: Tensor, requires_grad: bool = True, name: str | None = None) -> ms.Parameter:
+        data = detached(tensor)
+        make = _sharing_parameter if type(data) is Tensor else ms.Parameter
+        parameter = make(data, name, requires_grad)
+        autograd.accumulate_safely(parameter)
+        return parameter
+
+
+def _sharing_parameter(data: Tensor, name: str | None, requires_grad: bool) -> ms.Parameter:
+    """mindspore.Parameter itself copies a plain tensor, unless nobody else refers to it."""
+    parameter = Tensor.__new__(ms.Parameter._get_base_class(Tensor))
+    Tensor.__init__(parameter, data)
+    parameter.init_mode = None
+    parameter.is_default_input_init = False
+    ms.Parameter.__init__(parameter, data, name, requires_grad)
+    return parameter
+
+
+class Parameter(metaclass=_ParameterMeta):
+    """`Parameter(tensor, requires_grad=True)`: a `mindspore.Parameter` that shares the tensor's storage.
+
+    A DTensor gives a parameter that is a DTensor. Every `mindspore.Parameter` is an instance.
+    """
+
+
+def detached(x: Tensor) -> Tensor:
+    """The same storage with an autograd identity of its own, still a DTensor if `x` is one."""
+    spec = getattr(x, "_spec", None)
+    data = x.data
+    if spec is None:
+        return data
+    from hp_platform_mindspore.tensor.dtensor import wrap
+
+    return wrap(data, spec)
+
+
+def named_modules(module: nn.Cell, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Cell]]:
+    """All cells with dotted names, `module` first as "", each once or under each of its names."""
+    seen: set[int] = set()
+    waiting = [("", module)]
+    while waiting:
+        name, cell = waiting.pop()
+        if remove_duplicate and id(cell) in seen:
+            continue
+        seen.add(id(cell))
+        yield name, cell
+        children = [
+            (f"{name}.{key}" if name else key, child) for key, child in cell._cells.items() if child is not None
+        ]
+        waiting += reversed(children)
+
+
+def named_parameters(module: nn.Cell, recurse: bool, remove_duplicate: bool) -> Iterator[tuple[str, Tensor]]:
+    """Parameters with dotted names; what stands in for one during a forward is none."""
+    seen: set[int] = set()
+    for prefix, cell in named_modules(module, remove_duplicate) if recurse else [("", module)]:
+        for name, parameter in cell._params.items():
+            if not isinstance(parameter, ms.Parameter) or (remove_duplicate and id(parameter) in seen):
+                continue
+            seen.add(id(parameter))
+            autograd.accumulate_safely(parameter)
+            yield f"{prefix}.{name}" if prefix else name, parameter
+
+
+def is_statistic(module: nn.Cell, name: str) -> bool:
+    """Whether a parameter is a running mean or variance of MindSpore's normalizations, which their kernels write."""
+    return name in ("moving_mean", "moving_variance") and isinstance(module, (_BatchNorm, _InstanceNorm))
+
+
+def named_buffers(module: nn.Cell) -> Iterator[tuple[str, Tensor]]:
+    """Buffers with dotted names, each once."""
+    seen: set[int] = set()
+    for prefix, cell in named_modules(module):
+        for name, buffer in cell._buffers.items():
+            if buffer is not None and id(buffer) not in seen:
+                seen.add(id(buffer))
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def adapt_lists() -> None:
+    """Have Cell's own lists take what stands in for a parameter during a forward, and the parameters in them
+    accumulate safely; a second call changes nothing.
+
+    Cell goes through its parameters at its first call. Whoever trains lists them too: parameters that a Cell has made,
+    or that are copies, come by here before a backward.
+    """
+    plain = nn.Cell.parameters_and_names
+    if hasattr(plain, "__wrapped__"):
+        return
+
+    @functools.wraps(plain)
+    def parameters_and_names(self: nn.Cell, name_prefix: str = "", expand: bool = True) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in plain(self, name_prefix, expand):
+            if isinstance(parameter, ms.Parameter):
+                autograd.accumulate_safely(parameter)
+            yield name, parameter
+
+    nn.Cell.parameters_and_names = parameters_and_names
+    Tensor.inited_param = None
+
+
+def set_parameter(module: nn.Cell, name: str, value: Tensor) -> None:
+    """Replace an own parameter by any tensor; Cell's assignment would write into the parameter instead.
+
+    A parameter without a name of its own gets that of the one it replaces: checkpoints of MindSpore go by it.
+    """
+    if name not in module._params:
+        owned = ", ".join(module._params) or "none"
+        raise KeyError(f"{type(module).__name__} owns no parameter {name!r}; its own are: {owned}")
+    replaced = module._params[name]
+    if isinstance(value, ms.Parameter) and isinstance(replaced, ms.Parameter) and _AUTOMATIC_NAME.match(value.name):
+        value.name = replaced.name
+    elif not isinstance(value, ms.Parameter):
+        # What Cell, and who goes through its lists, ask of a parameter.
+        value.name, value.requires_grad = getattr(replaced, "name", name), value._requires_grad
+    module._params[name] = value

@@ -1,0 +1,62 @@
+"""Optimizers for hp-trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mindspore import Tensor
+
+from hp_platform_mindspore.optim.optimizers import AdamWStep, adamw_, zeros_like
+
+if TYPE_CHECKING:
+    from hp_platform_mindspore.platform import MindSporePlatform
+    from hp_trainer.config import AdamWConfig
+
+
+@dataclass(frozen=True, slots=True)
+class _Slots:
+    """One parameter and its moments, laid out as it is."""
+
+    parameter: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+
+class AdamW:
+    """Loshchilov and Hutter, 2019, with the arithmetic of `torch.optim.AdamW`; see `hp_trainer.optimizers.Optimizer`.
+
+    Args:
+        parameters: (dotted name, parameter), DTensors or plain; floating-point leaves.
+    """
+
+    def __init__(
+        self, parameters: Iterable[tuple[str, Tensor]], options: AdamWConfig, platform: MindSporePlatform
+    ) -> None:
+        self.num_steps = 0
+        self._options = options
+        self._platform = platform
+        self._slots = {
+            name: _Slots(parameter, zeros_like(platform, parameter), zeros_like(platform, parameter))
+            for name, parameter in parameters
+        }
+
+    def step(self, learning_rate: float) -> None:
+        """Update every parameter that has a gradient, and count the update."""
+        self.num_steps += 1
+        options = self._options
+        coefficients = AdamWStep.number(self.num_steps, learning_rate, options.betas, options.eps, options.weight_decay)
+        for slots in self._slots.values():
+            gradient = self._platform.get_grad(slots.parameter)
+            if gradient is not None:
+                adamw_(self._platform, slots.parameter, gradient, slots.exp_avg, slots.exp_avg_sq, coefficients)
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        for slots in self._slots.values():
+            self._platform.set_grad(slots.parameter, None)
+
+    def state(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """`exp_avg` and `exp_avg_sq` of each parameter by name; zeros before the first step."""
+        return {name: {"exp_avg": slots.exp_avg, "exp_avg_sq": slots.exp_avg_sq} for name, slots in self._slots.items()}

@@ -1,0 +1,31 @@
+"""What this platform gives to hp-trainer; loaded through the entry-point group `hp_trainer`.
+
+Importing this module imports no framework: MindSpore comes in when an optimizer is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from hp_dtensor.platform.plugins import hookimpl
+
+if TYPE_CHECKING:
+    from hp_dtensor.platform.interface import Platform
+    from hp_trainer.config import AdamWConfig
+    from hp_trainer.optimizers import Optimizer
+    from hp_trainer.registry import Registry
+
+
+@hookimpl
+def hp_optimizers(registry: Registry) -> None:
+    """AdamW, as `adamw`."""
+    from hp_trainer.config import AdamWConfig
+
+    registry.add("adamw", _build_adamw, options=AdamWConfig, platform="mindspore")
+
+
+def _build_adamw(parameters: Iterable[tuple[str, Any]], options: AdamWConfig, platform: Platform) -> Optimizer:
+    from hp_platform_mindspore.trainer.optimizers import AdamW
+
+    return AdamW(parameters, options, platform)

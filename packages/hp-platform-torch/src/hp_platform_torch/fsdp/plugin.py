@@ -1,0 +1,24 @@
+"""What this platform gives to hp-fsdp; loaded through the entry-point group `hp_fsdp`.
+
+Importing this module imports no framework: torch comes in when a torch mesh is first sharded over.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hp_dtensor.platform.plugins import hookimpl
+
+if TYPE_CHECKING:
+    from hp_dtensor.platform.interface import Platform
+    from hp_fsdp.storage import ParameterStorage
+
+
+@hookimpl
+def hp_fsdp_parameter(platform: Platform) -> ParameterStorage | None:
+    """Sharded parameters on torch."""
+    if platform.name != "torch":
+        return None
+    from hp_platform_torch.fsdp.storage import TorchParameterStorage
+
+    return TorchParameterStorage(platform)

@@ -1,0 +1,302 @@
+"""Flat buffers and their autograd nodes on torch."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+from torch.autograd.function import once_differentiable
+
+from hp_dtensor.comm.world import Work
+from hp_dtensor.exceptions import CapabilityError
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.spec.tensor_spec import TensorSpec
+from hp_fsdp.storage import Gradients, ParameterStorage, moved_to_front
+from hp_platform_torch.fsdp import host_memory
+from hp_platform_torch.ops.calls import LocalOperations, NoGrad
+from hp_platform_torch.tensor.dtensor import TorchDTensor, adopt
+
+Tensor = torch.Tensor
+
+# Torch's own: it is given storages here, no tensors that might be DTensors.
+_set = torch._C.TensorBase.set_
+_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+_set_grad = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
+
+
+class TorchParameterStorage(ParameterStorage):
+    """See `ParameterStorage`.
+
+    Every view is a tensor of its own over the buffer's storage, not an autograd view: torch counts versions
+    per tensor and its views, so a view that an operation has saved stays at its version when the buffer is
+    filled again through another one.
+    """
+
+    def __init__(self, platform: Platform) -> None:
+        super().__init__(platform)
+        self._streams: dict[str, torch.Stream] = {}
+
+    # Memory ----------------------------------------------------------------------------------------------
+
+    def view(self, buffer: Tensor, start: int, shape: Sequence[int], first_dim: int = 0) -> Tensor:
+        shape = tuple(shape)
+        alias = torch.empty(0, dtype=buffer.dtype, device=buffer.device)
+        return _set(alias, buffer.untyped_storage(), start, shape, _strides(shape, first_dim))
+
+    part = view
+
+    def num_writes(self, view: Tensor) -> int:
+        return self.platform.version(view)
+
+    def new_buffer(self, numel: int, dtype: torch.dtype, device_type: str) -> Tensor:
+        if device_type == "cpu":
+            return host_memory.allocate(numel, dtype)
+        return super().new_buffer(numel, dtype, device_type)
+
+    def release(self, buffer: Tensor) -> None:
+        buffer.untyped_storage().resize_(0)
+
+    def refill(self, buffer: Tensor) -> None:
+        storage, nbytes = buffer.untyped_storage(), buffer.numel() * buffer.itemsize
+        if buffer.device.type == "cpu":
+            host_memory.refill(storage, nbytes)
+        else:
+            storage.resize_(nbytes)
+
+    def held_bytes(self, buffer: Tensor) -> int:
+        # Its storage may ask for more than what is ever touched.
+        return buffer.numel() * buffer.itemsize if buffer.untyped_storage().nbytes() else 0
+
+    def add_(self, target: Tensor, x: Tensor) -> None:
+        with NoGrad(), LocalOperations():
+            target.add_(x)
+
+    def scale_(self, target: Tensor, factor: float) -> None:
+        with NoGrad():
+            target.mul_(factor)
+
+    def zero_(self, target: Tensor) -> None:
+        with NoGrad():
+            target.zero_()
+
+    def differ(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[bool]:
+        if not pairs:
+            return []
+        with NoGrad():
+            return torch.stack([torch.ne(_bits(a), _bits(b)).any() for a, b in pairs]).tolist()  # type: ignore[no-any-return]
+
+    def unscale_(self, tensors: Sequence[Tensor], factor: float) -> Tensor:
+        """In one fused operation per device for float32; torch has none for float16 on CPU."""
+        found = torch.zeros((), device=self.platform.device)  # type: ignore[attr-defined]
+        fused: dict[torch.device, list[Tensor]] = {}
+        others = []
+        for x in tensors:
+            (fused.setdefault(x.device, []) if x.dtype == torch.float32 else others).append(x)
+        with NoGrad():
+            for device, together in fused.items():
+                here = torch.zeros(1, device=device)
+                torch._amp_foreach_non_finite_check_and_unscale_(
+                    together, here, torch.full((1,), factor, device=device)
+                )
+                found = torch.maximum(found, here.to(found.device).squeeze(0))
+            return torch.maximum(found, super().unscale_(others, factor)) if others else found
+
+    def address(self, x: Tensor) -> int:
+        return x.data_ptr() if x.layout is torch.strided else 0  # a sparse gradient, refused later by name
+
+    # Offload ---------------------------------------------------------------------------------------------
+
+    def check_offload(self, device_type: str) -> None:
+        """Any accelerator that torch knows has streams and page-locked host memory."""
+
+    def host_buffer(self, numel: int, dtype: torch.dtype, pin_memory: bool) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=pin_memory and torch.accelerator.is_available())
+
+    def beside_computation(self) -> AbstractContextManager[None]:
+        return self._beside("to device")
+
+    @contextlib.contextmanager
+    def _beside(self, purpose: str) -> Iterator[None]:
+        stream, current = self._stream(purpose), torch.accelerator.current_stream()
+        stream.wait_stream(current)
+        torch.accelerator.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(current)
+
+    def to_device(self, target: Tensor, host: Tensor) -> Work:
+        with NoGrad():
+            target.copy_(host, non_blocking=True)
+        # Its memory may be used for something else by the computation once nobody refers to it.
+        target.record_stream(torch.accelerator.current_stream())
+        return _CopiedToDevice(target, torch.accelerator.current_stream().record_event())
+
+    def finish_reading(self, copying: Work) -> None:
+        if isinstance(copying, _CopiedToDevice):
+            copying.event.synchronize()
+
+    def to_host(self, host: Tensor, source: Tensor) -> Work:
+        with self._beside("to host"), NoGrad():
+            host.copy_(source, non_blocking=True)
+            source.record_stream(torch.accelerator.current_stream())
+            return _CopiedToHost(torch.accelerator.current_stream().record_event())
+
+    def _stream(self, purpose: str) -> torch.Stream:
+        """One for each direction of copies: they need not wait for each other."""
+        if purpose not in self._streams:
+            self._streams[purpose] = torch.Stream(torch.accelerator.current_accelerator())
+        return self._streams[purpose]
+
+    def check_gradient_apart(self) -> None:
+        return
+
+    # Parameters ------------------------------------------------------------------------------------------
+
+    def parameter(self, local: Tensor, spec: TensorSpec, requires_grad: bool) -> Tensor:
+        # What nn.Parameter does with a subclass, without an operation on it that a sharding rule would see.
+        local.requires_grad_(requires_grad)
+        parameter = adopt(local, spec)
+        parameter._is_param = True  # type: ignore[attr-defined]
+        return parameter
+
+    def put_data(self, parameter: Tensor, local: Tensor) -> None:
+        with LocalOperations():
+            parameter.data = local
+
+    def local_grad(self, parameter: Tensor) -> Tensor | None:
+        with LocalOperations():
+            return _grad(parameter)  # type: ignore[no-any-return]
+
+    def set_local_grad(self, parameter: Tensor, grad: Tensor | None, spec: TensorSpec) -> None:
+        # A DTensor's `grad` makes a DTensor of it when somebody looks.
+        with LocalOperations():
+            _set_grad(parameter, grad)
+
+    def take_grad(self, leaf: Tensor) -> Tensor | None:
+        with LocalOperations():
+            grad = _grad(leaf)
+            if grad is not None:
+                _set_grad(leaf, None)
+        return grad  # type: ignore[no-any-return]
+
+    def run_gradient_hooks(self, parameter: Tensor) -> None:
+        hooks = parameter._post_accumulate_grad_hooks
+        with NoGrad():
+            for hook in list(hooks.values()) if hooks else ():
+                returned = hook(parameter)
+                if returned is not None and returned is not parameter:
+                    raise RuntimeError("Tensor post accumulate grad hooks should return None.")
+
+    def check_grad_dtype(self, dtype: torch.dtype) -> None:
+        return
+
+    def set_grad_dtype(self, parameter: Tensor, dtype: torch.dtype) -> None:
+        with LocalOperations():
+            parameter.grad_dtype = dtype
+
+    # Autograd --------------------------------------------------------------------------------------------
+
+    def anchor(self) -> Tensor:
+        device = getattr(self.platform, "device", None)
+        return torch.empty(0, device=device, requires_grad=True)
+
+    def gather_node(
+        self, token: Tensor, views: Sequence[Tensor], backward: Callable[[Gradients], None]
+    ) -> tuple[Tensor, list[Tensor]]:
+        token, *outputs = _Gather.apply(token, backward, views)
+        return token, outputs
+
+    def join(self, token: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+        with LocalOperations():
+            joined = _Join.apply(token, *tensors)
+        return [
+            adopt(after, before._spec) if isinstance(before, TorchDTensor) else after
+            for before, after in zip(tensors, joined, strict=True)
+        ]
+
+    def on_gradient(self, tensor: Tensor, hook: Callable[[], None]) -> None:
+        with LocalOperations():
+            tensor.register_hook(lambda grad: hook())
+
+    def at_end_of_backward(self, callback: Callable[[], None]) -> None:
+        if torch.is_grad_enabled():
+            raise CapabilityError(
+                "create_graph=True: a backward through modules of fully_shard frees what it gathers and cannot be "
+                "differentiated; take such gradients (a gradient penalty) through modules that are not sharded"
+            )
+        Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+@functools.lru_cache(maxsize=4096)
+def _strides(shape: tuple[int, ...], first_dim: int) -> tuple[int, ...]:
+    """Those of a tensor of `shape` that lies contiguously with `first_dim` outermost."""
+    stored = moved_to_front(shape, first_dim)
+    strides = [math.prod(stored[dim + 1 :]) for dim in range(len(shape))]
+    strides.insert(first_dim, strides.pop(0)) if first_dim else None
+    return tuple(strides)
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize])
+
+
+class _CopiedToHost:
+    """A copy that the host waits for."""
+
+    def __init__(self, event: torch.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+class _CopiedToDevice:
+    """A copy that the computation waits for."""
+
+    def __init__(self, target: Tensor, event: torch.Event) -> None:
+        # Of a target that nobody has any more nothing needs to be known.
+        self._target = weakref.ref(target)
+        self.event = event
+
+    def wait(self) -> None:
+        stream = torch.accelerator.current_stream()
+        stream.wait_event(self.event)
+        target = self._target()
+        if target is not None:
+            target.record_stream(stream)
+
+
+class _Gather(torch.autograd.Function):
+    """The token in, the next token and the unsharded parameters out."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, backward: Callable[[Gradients], None], views: Sequence[Tensor]) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.complete = backward
+        return token.detach(), *(view.detach() for view in views)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, token: Tensor | None, *grads: Tensor | None) -> Any:
+        with NoGrad(), LocalOperations():
+            ctx.complete(grads)
+        return None, None, None
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, *tensors: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return None, *grads

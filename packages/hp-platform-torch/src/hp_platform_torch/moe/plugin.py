@@ -1,0 +1,45 @@
+"""What this platform gives to hp-moe; loaded through the entry-point group `hp_moe`."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from hp_dtensor.platform.interface import Platform
+from hp_moe.plugins import hookimpl
+from hp_moe.products import GroupedMatmul, GroupSizes, loop_grouped_matmul
+
+_GROUPED_MM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_STRIDE_BYTES = 16
+
+
+@hookimpl
+def hp_grouped_matmul(platform: Platform) -> GroupedMatmul | None:
+    """torch's `grouped_mm` where it applies, for torch's platform only."""
+    return torch_grouped_matmul if platform.name == "torch" else None
+
+
+def torch_grouped_matmul(x: torch.Tensor, weight: torch.Tensor, sizes: GroupSizes) -> torch.Tensor:
+    """`F.grouped_mm`, or the loop for what it refuses (float64, odd widths, no row or no group at all)."""
+    if not _fits(x, weight):
+        looped: torch.Tensor = loop_grouped_matmul(x, weight, sizes)
+        return looped
+    product = F.grouped_mm(x.contiguous(), weight.transpose(1, 2), offs=sizes.offsets)
+    if product.requires_grad:
+        # The backward refuses a gradient with expanded strides, such as a sum's.
+        product.register_hook(torch.Tensor.contiguous)  # type: ignore[no-untyped-call]
+    return product
+
+
+def _fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    groups, out_features, in_features = weight.shape
+    widths = (out_features * x.element_size(), in_features * x.element_size())
+    return (
+        x.dtype in _GROUPED_MM_DTYPES
+        # float32 has no CUDA kernel behind it.
+        and (x.device.type == "cpu" or x.dtype == torch.bfloat16)
+        and groups > 0
+        # Tensors without elements may have any strides.
+        and x.shape[0] > 0
+        and all(width > 0 and width % _STRIDE_BYTES == 0 for width in widths)
+    )

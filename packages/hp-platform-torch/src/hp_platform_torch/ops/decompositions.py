@@ -1,0 +1,321 @@
+"""torch functions that are others put together: on DTensors they run as those, and so by their sharding rules."""
+
+from __future__ import annotations
+
+import itertools
+import string
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from hp_dtensor.exceptions import IndexOutOfRangeError, ShardingRuleError
+from hp_platform_torch.ops.losses import LOSSES
+from hp_platform_torch.ops.multihead_attention import multi_head_attention
+
+Tensor = torch.Tensor
+
+
+def _movedim(x: Tensor, source: int | Sequence[int], destination: int | Sequence[int]) -> Tensor:
+    sources, targets = (
+        [_within(x, d) for d in ([dims] if isinstance(dims, int) else dims)] for dims in (source, destination)
+    )
+    if len({*sources}) != len({*targets}) or len({*sources}) != len(sources):
+        raise ShardingRuleError(
+            f"movedim of {x.shape}: dimensions {source} and {destination} are not as many, or repeat"
+        )
+    rest = iter(d for d in range(x.dim()) if d not in sources)
+    order = [sources[targets.index(d)] if d in targets else next(rest) for d in range(x.dim())]
+    return x.permute(order)
+
+
+def _within(x: Tensor, dim: int) -> int:
+    if not -x.dim() <= dim < x.dim():
+        raise IndexOutOfRangeError(f"dimension {dim} is out of range for a tensor of {x.dim()} dimensions")
+    return dim % x.dim()
+
+
+def _rot90(x: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
+    first, second = dims
+    match k % 4:
+        case 1:
+            return x.flip(second).transpose(first, second)
+        case 2:
+            return x.flip(first, second)
+        case 3:
+            return x.transpose(first, second).flip(second)
+    return x.clone()
+
+
+def _diff(x: Tensor, n: int = 1, dim: int = -1, prepend: Tensor | None = None, append: Tensor | None = None) -> Tensor:
+    parts = [part for part in (prepend, x, append) if part is not None]
+    x = torch.cat(parts, dim) if len(parts) > 1 else x
+    for _ in range(n):
+        length = x.shape[dim]
+        pairs = max(0, length - 1)
+        x = x.narrow(dim, length - pairs, pairs) - x.narrow(dim, 0, pairs)
+    return x
+
+
+def _at_least(ndim: int) -> Callable[..., Any]:
+    def widened(*tensors: Any) -> Any:
+        listed = tensors[0] if isinstance(tensors[0], (tuple, list)) else tensors
+        made = tuple(_widened(x, ndim) for x in listed)
+        return made[0] if len(tensors) == 1 and isinstance(tensors[0], Tensor) else made
+
+    return widened
+
+
+def _widened(x: Tensor, ndim: int) -> Tensor:
+    if x.dim() == 0:
+        return x.reshape((1,) * ndim)
+    if ndim >= 2 and x.dim() == 1:
+        x = x.unsqueeze(0)
+    return x.unsqueeze(-1) if ndim == 3 and x.dim() == 2 else x
+
+
+def _hstack(tensors: Sequence[Tensor]) -> Tensor:
+    wide = [_widened(x, 1) for x in tensors]
+    return torch.cat(wide, 0 if wide[0].dim() == 1 else 1)
+
+
+def _vstack(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([_widened(x, 2) for x in tensors], 0)
+
+
+def _dstack(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([_widened(x, 3) for x in tensors], 2)
+
+
+def _column_stack(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([x.reshape(-1, 1) if x.dim() < 2 else x for x in tensors], 1)
+
+
+def _tensor_split(x: Tensor, indices_or_sections: int | Sequence[int], dim: int = 0) -> tuple[Tensor, ...]:
+    size = x.shape[dim]
+    if isinstance(indices_or_sections, int):
+        piece, longer = divmod(size, indices_or_sections)
+        lengths = [piece + (i < longer) for i in range(indices_or_sections)]
+        return torch.split(x, lengths, dim)
+    ends = [min(max(i + size if i < 0 else i, 0), size) for i in indices_or_sections]
+    bounds = [0, *ends, size]
+    return torch.split(x, [max(0, stop - start) for start, stop in itertools.pairwise(bounds)], dim)
+
+
+def _meshgrid(*tensors: Any, indexing: str = "ij") -> tuple[Tensor, ...]:
+    listed = list(tensors[0]) if isinstance(tensors[0], (tuple, list)) else list(tensors)
+    sizes = [x.numel() for x in listed]
+    grids = []
+    for i, x in enumerate(listed):
+        shape = [1] * len(listed)
+        shape[i] = sizes[i]
+        grids.append(x.reshape(shape).expand(sizes))
+    return tuple(grid.transpose(0, 1) for grid in grids) if indexing == "xy" and len(grids) > 1 else tuple(grids)
+
+
+def _diag(x: Tensor, diagonal: int = 0) -> Tensor:
+    return torch.diag_embed(x, diagonal) if x.dim() == 1 else x.diagonal(diagonal).clone()
+
+
+def _trace(x: Tensor) -> Tensor:
+    return x.diagonal().sum()
+
+
+# Products --------------------------------------------------------------------------------------------------
+
+
+def _inner(x: Tensor, y: Tensor) -> Tensor:
+    return x * y if not x.dim() or not y.dim() else torch.tensordot(x, y, ([-1], [-1]))
+
+
+def _tensordot(x: Tensor, y: Tensor, dims: Any = 2) -> Tensor:
+    if isinstance(dims, int):
+        dims = (list(range(x.dim() - dims, x.dim())), list(range(dims)))
+    left, right = ([d] if isinstance(d, int) else list(d) for d in dims)
+    letters = iter(string.ascii_letters)
+    first = [next(letters) for _ in range(x.dim())]
+    second = [next(letters) for _ in range(y.dim())]
+    for a, b in zip(left, right, strict=True):
+        second[b] = first[a]
+    kept = [a for i, a in enumerate(first) if i not in {d % x.dim() for d in left}]
+    kept += [b for i, b in enumerate(second) if i not in {d % y.dim() for d in right}]
+    return torch.einsum(f"{''.join(first)},{''.join(second)}->{''.join(kept)}", x, y)
+
+
+def _plus(product: Tensor, x: Tensor, beta: float, alpha: float) -> Tensor:
+    product = product if alpha == 1 else product * alpha
+    return product if beta == 0 else product + (x if beta == 1 else x * beta)
+
+
+def _addmv(x: Tensor, mat: Tensor, vec: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    return _plus(torch.mv(mat, vec), x, beta, alpha)
+
+
+def _addr(x: Tensor, vec1: Tensor, vec2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    return _plus(torch.outer(vec1, vec2), x, beta, alpha)
+
+
+def _addbmm(x: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    return _plus(torch.einsum("bij,bjk->ik", batch1, batch2), x, beta, alpha)
+
+
+def _kron(x: Tensor, y: Tensor) -> Tensor:
+    ndim = max(x.dim(), y.dim())
+    left, right = (t.reshape((1,) * (ndim - t.dim()) + tuple(t.shape)) for t in (x, y))
+    apart = left.reshape([n for size in left.shape for n in (size, 1)])
+    product = apart * right.reshape([n for size in right.shape for n in (1, size)])
+    return product.reshape([a * b for a, b in zip(left.shape, right.shape, strict=True)])
+
+
+def _bilinear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    product = (_tensordot(x, weight, ([-1], [1])) * y.unsqueeze(-2)).sum(-1)
+    return product if bias is None else product + bias
+
+
+# Weights ---------------------------------------------------------------------------------------------------
+
+
+def _norm_except_dim(v: Tensor, pow: int = 2, dim: int = 0) -> Tensor:
+    if dim == -1:
+        return v.norm(pow)
+    return v.norm(pow, [d for d in range(v.dim()) if d != dim], keepdim=True)
+
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    return v * (g / _norm_except_dim(v, 2, dim))
+
+
+# Random numbers --------------------------------------------------------------------------------------------
+
+
+def _gumbel_softmax(logits: Tensor, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1) -> Tensor:
+    noise = -torch.empty_like(logits, memory_format=torch.contiguous_format).exponential_().log()
+    soft = ((logits + noise) / tau).softmax(dim)
+    if not hard:
+        return soft
+    best = soft.max(dim, keepdim=True)[1]
+    chosen = torch.zeros_like(logits, memory_format=torch.contiguous_format).scatter(dim, best, 1.0)
+    return chosen - soft.detach() + soft
+
+
+# Distances -------------------------------------------------------------------------------------------------
+
+
+def _normalize(input: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12) -> Tensor:
+    return input / input.norm(p, dim, keepdim=True).clamp_min(eps)
+
+
+def _cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
+    shape = torch.broadcast_shapes(x1.shape, x2.shape)  # norms and `dim` are those of the broadcast operands
+    left, right = (x / _kept_from_zero(x.norm(2, dim, keepdim=True), eps) for x in (x1.expand(shape), x2.expand(shape)))
+    return (left * right).sum(dim)
+
+
+def _kept_from_zero(norm: Tensor, eps: float) -> Tensor:
+    """At least `eps`, with the gradient of the norm all the same, as in torch."""
+    kept = norm.clone()
+    with torch.no_grad():
+        return kept.clamp_min_(eps)
+
+
+def _pairwise_distance(x1: Tensor, x2: Tensor, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Tensor:
+    return (x1 - x2 + eps).norm(p, -1, keepdim)
+
+
+def _pixel_shuffle(x: Tensor, upscale_factor: int) -> Tensor:
+    r, (channels, height, width) = upscale_factor, x.shape[-3:]
+    apart = x.reshape(*x.shape[:-3], channels // r**2, r, r, height, width)
+    n = apart.dim()
+    moved = apart.permute(*range(n - 4), n - 2, n - 4, n - 1, n - 3)
+    return moved.reshape(*x.shape[:-3], channels // r**2, height * r, width * r)
+
+
+def _channel_shuffle(x: Tensor, groups: int) -> Tensor:
+    channels, *space = x.shape[1:]
+    return x.reshape(x.shape[0], groups, channels // groups, *space).transpose(1, 2).reshape(x.shape)
+
+
+def _pixel_unshuffle(x: Tensor, downscale_factor: int) -> Tensor:
+    r, (channels, height, width) = downscale_factor, x.shape[-3:]
+    apart = x.reshape(*x.shape[:-3], channels, height // r, r, width // r, r)
+    n = apart.dim()
+    moved = apart.permute(*range(n - 4), n - 3, n - 1, n - 4, n - 2)
+    return moved.reshape(*x.shape[:-3], channels * r**2, height // r, width // r)
+
+
+def _contains(x: Tensor, element: Any) -> bool:
+    return bool((x == element).any())
+
+
+def _adjoint(x: Tensor) -> Tensor:
+    return x.mT.conj() if x.is_complex() else x.mT
+
+
+def _to_kind(kind: str) -> Callable[..., Any]:
+    def moved(x: Tensor, device: Any = None, non_blocking: bool = False, **options: Any) -> Tensor:
+        return x.to(kind if device is None else device, non_blocking=non_blocking, **options)
+
+    return moved
+
+
+_BY_NAME: dict[str, Callable[..., Any]] = {
+    "__contains__": _contains,
+    "__reversed__": lambda x: x.flip(0) if x.dim() else x,
+    "cpu": lambda x, **options: x.to("cpu", **options),
+    "cuda": _to_kind("cuda"),
+    "npu": _to_kind("npu"),
+    "ravel": lambda x: x.flatten(),
+    "adjoint": _adjoint,
+    "movedim": _movedim,
+    "moveaxis": _movedim,
+    "fliplr": lambda x: x.flip(1),
+    "flipud": lambda x: x.flip(0),
+    "rot90": _rot90,
+    "diff": _diff,
+    "atleast_1d": _at_least(1),
+    "atleast_2d": _at_least(2),
+    "atleast_3d": _at_least(3),
+    "hstack": _hstack,
+    "vstack": _vstack,
+    "row_stack": _vstack,
+    "dstack": _dstack,
+    "column_stack": _column_stack,
+    "tensor_split": _tensor_split,
+    "hsplit": lambda x, parts: _tensor_split(x, parts, 0 if x.dim() == 1 else 1),
+    "vsplit": lambda x, parts: _tensor_split(x, parts, 0),
+    "dsplit": lambda x, parts: _tensor_split(x, parts, 2),
+    "meshgrid": _meshgrid,
+    "diag": _diag,
+    "trace": _trace,
+    "inner": _inner,
+    "tensordot": _tensordot,
+    "addmv": _addmv,
+    "addr": _addr,
+    "addbmm": _addbmm,
+    "kron": _kron,
+    "multi_head_attention_forward": multi_head_attention,
+    "vdot": lambda x, y: torch.dot(x.conj(), y),
+    "bilinear": _bilinear,
+    "norm_except_dim": _norm_except_dim,
+    "_weight_norm": _weight_norm,
+    "channel_shuffle": _channel_shuffle,
+    "gumbel_softmax": _gumbel_softmax,
+    "normalize": _normalize,
+    "cosine_similarity": _cosine_similarity,
+    "pairwise_distance": _pairwise_distance,
+    "pixel_shuffle": _pixel_shuffle,
+    "pixel_unshuffle": _pixel_unshuffle,
+}
+
+DECOMPOSED: dict[Any, Callable[..., Any]] = {
+    getattr(owner, name): function
+    for name, function in _BY_NAME.items()
+    for owner in (torch, torch.Tensor, F, torch._C._VariableFunctions)
+    if hasattr(owner, name)
+} | {getattr(F, name): function for name, function in LOSSES.items()}
+DECOMPOSED |= {
+    torch.Tensor.mH.__get__: _adjoint,  # type: ignore[attr-defined]
+    torch.Tensor.H.__get__: _adjoint,  # type: ignore[attr-defined]
+}
+"""torch's function or method -> what runs in its place on DTensors."""

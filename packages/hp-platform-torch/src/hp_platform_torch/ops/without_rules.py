@@ -1,0 +1,384 @@
+"""torch functions that no sharding rule is about: accessors, autograd, and operations on lists of tensors."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from hp_dtensor.dispatch import dispatch, implicit_regions
+from hp_dtensor.dispatch.arguments import no_rule
+from hp_dtensor.exceptions import GradientPathError, MixedOperandsError, ShardingRuleError
+from hp_dtensor.spec.tensor_spec import TensorSpec
+from hp_dtensor.tensor.conversions import (
+    check_hook,
+    check_reached,
+    differentiated,
+    observe_gradient,
+    shortcut_views,
+    with_shortcuts,
+)
+from hp_platform_torch.ops.calls import Handler, LocalOperations, first_spec, locally, run_into
+from hp_platform_torch.ops.decompositions import DECOMPOSED
+from hp_platform_torch.ops.names import property_of
+from hp_platform_torch.tensor.dtensor import (
+    READS_NUMBER,
+    TorchDTensor,
+    _with_dtype,
+    adopt,
+    unwrap_gradient,
+    wrap_gradient,
+)
+
+Tensor = torch.Tensor
+
+# Answered by the local tensor, the result returned as it is.
+_LOCAL_NAMES = """
+    requires_grad_ register_post_accumulate_grad_hook is_contiguous stride storage_offset data_ptr
+    element_size is_floating_point is_complex is_signed is_inference is_conj is_neg is_pinned is_shared
+    share_memory_ get_device untyped_storage storage record_stream has_names _is_view _is_zerotensor
+    is_tensor is_distributed detach_ _typed_storage _has_compatible_shallow_copy_type __dir__ result_type
+"""
+_LOCAL = frozenset(_LOCAL_NAMES.split())
+_TENSOR_VALUED_PROPERTIES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
+
+
+def handler_of(func: Callable[..., Any]) -> Handler | None:
+    """The handler of a function; None where a sharding rule decides."""
+    accessed = property_of(func)
+    if accessed is not None and func not in DECOMPOSED:
+        return None if accessed in _TENSOR_VALUED_PROPERTIES else locally
+    if isinstance(func, torch._ops.OpOverload):
+        return _below_autograd
+    name = getattr(func, "__name__", "")
+    if name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
+        return _on_lists
+    if name in _LOCAL:
+        return locally
+    if name in _CLIPPING and dispatch.rule_registry().get(name) is None:
+        return _refuse_norm
+    decomposed = DECOMPOSED.get(func)
+    if decomposed is not None:
+        return lambda func, args, kwargs: _run_decomposed(decomposed, args, kwargs)
+    return _HANDLERS.get(func)
+
+
+def _below_autograd(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """An operation of the dispatcher's: a custom one, or what dispatch modes call in backward with what autograd has
+    saved, not knowing shards."""
+    if func in READS_NUMBER:
+        return args[0].item()
+    platform = first_spec(args, kwargs).mesh.platform
+    saved = is_in_torch_dispatch_mode() and platform.is_in_backward()
+    if implicit_regions.is_replicating() and not saved and not func._schema.is_mutable:  # type: ignore[attr-defined]
+        return dispatch.dispatch(platform, str(func), func, args, kwargs)
+    raise ShardingRuleError(
+        f"{no_rule(str(func), args, kwargs)} It comes from torch.ops, or from a dispatch mode (FlopCounterMode) "
+        "around a backward, which would take global shapes for those of shards: leave the backward out of the mode."
+    )
+
+
+def _run_decomposed(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    if kwargs.get("out") is not None:
+        return run_into(function, args, kwargs)
+    return function(*args, **{name: value for name, value in kwargs.items() if name != "out"})
+
+
+def _refuse_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    raise ShardingRuleError(
+        f"{func.__name__} would see local shards only; for gradient clipping use hp_dtensor.clip_grad_norm_, "
+        "otherwise full_tensor() or to_local()"
+    )
+
+
+# Autograd ------------------------------------------------------------------------------------------------
+
+
+def backward(
+    loss: TorchDTensor,
+    gradient: Tensor | None,
+    retain_graph: bool | None,
+    create_graph: bool,
+    inputs: Sequence[Tensor] | Tensor | None,
+) -> None:
+    """See `TorchDTensor.backward`. Interception stays on, so that hooks and recomputation see DTensors."""
+    root, seed = differentiated(loss, gradient)
+    if inputs is not None:
+        check_reached("backward(inputs=...)", _listed(inputs))
+        inputs = [_accumulating(x) for x in ((inputs,) if isinstance(inputs, Tensor) else inputs)]
+    torch.autograd.backward(root, seed, retain_graph, create_graph, inputs=inputs)
+
+
+def _backward_of_several(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """`torch.autograd.backward`."""
+    call = inspect.signature(func).bind(*args, **kwargs).arguments
+    outputs = _listed(call.pop("tensors"))
+    seeds = call.pop("grad_tensors", None)
+    seeds = [None] * len(outputs) if seeds is None else _listed(seeds)
+    roots = [differentiated(output, seed) for output, seed in zip(outputs, seeds, strict=True)]
+    inputs = call.pop("inputs", None)
+    check_reached("backward(inputs=...)", _listed(inputs) if inputs is not None else ())
+    inputs = None if inputs is None else [_accumulating(x) for x in _listed(inputs)]
+    func([root for root, _ in roots], [seed for _, seed in roots], inputs=inputs, **call)
+
+
+def _accumulating(x: Any) -> Any:
+    """`_edge` of a tensor that is to get a `grad`."""
+    if isinstance(x, TorchDTensor) and shortcut_views(x):
+        raise GradientPathError(
+            f"backward with {x._spec!r} among its inputs: part of its gradient goes straight to what it was "
+            "redistributed from; use torch.autograd.grad"
+        )
+    return _edge(x)
+
+
+def _edge(x: Any) -> Any:
+    """A DTensor by its place in the graph: its gradient is wanted, no operation on it intercepted."""
+    if not isinstance(x, TorchDTensor):
+        return x
+    with LocalOperations():
+        return get_gradient_edge(x)
+
+
+def _autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """`torch.autograd.grad`: gradients of DTensors are DTensors."""
+    call = inspect.signature(func).bind(*args, **kwargs).arguments
+    outputs, inputs = _listed(call.pop("outputs")), _listed(call.pop("inputs"))
+    check_reached("torch.autograd.grad", inputs)
+    seeds = call.pop("grad_outputs", None)
+    seeds = [None] * len(outputs) if seeds is None else _listed(seeds)
+    roots = [differentiated(output, seed) for output, seed in zip(outputs, seeds, strict=True)]
+    materialize = call.pop("materialize_grads", False)
+    past = [shortcut_views(x) if isinstance(x, TorchDTensor) else [] for x in inputs]
+    allow_unused = True if materialize or any(past) else call.get("allow_unused")
+    grads = func(
+        [root for root, _ in roots],
+        [*map(_edge, inputs), *(view for views in past for _, view in views)],
+        [seed for _, seed in roots],
+        **{**call, "allow_unused": allow_unused},
+    )
+    found = _joined(inputs, past, grads)
+    if None in [g if g is None else 0 for g in found] and not materialize and not call.get("allow_unused"):
+        raise RuntimeError(f"torch.autograd.grad: input {[g is None for g in found].index(True)} is unused")
+    return tuple(_gradient_of(x, grad, materialize) for x, grad in zip(inputs, found, strict=True))
+
+
+def _joined(inputs: Sequence[Any], past: Sequence[Any], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """One gradient per input of those through it and, further on in `grads`, those that went past it."""
+    rest = iter(grads[len(inputs) :])
+    return [
+        with_shortcuts(x, grad, [(axes, next(rest)) for axes, _ in views]) if views else grad
+        for x, views, grad in zip(inputs, past, grads, strict=False)
+    ]
+
+
+def _gradient_of(x: Any, grad: Tensor | None, materialize: bool) -> Tensor | None:
+    if grad is None:
+        return torch.zeros_like(x) if materialize and not isinstance(x, GradientEdge) else None
+    return wrap_gradient(x._spec, grad) if isinstance(x, TorchDTensor) else grad
+
+
+def _listed(value: Any) -> list[Any]:
+    return [value] if isinstance(value, (Tensor, GradientEdge)) else list(value)
+
+
+def _register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The hook gets, and may return, the gradient as a DTensor."""
+    x, hook = inspect.signature(func).bind(*args, **kwargs).args
+    check_hook(x)
+    spec = x._spec
+
+    def on_dtensor(grad: Tensor) -> Tensor | None:
+        changed = hook(wrap_gradient(spec, grad))
+        return None if changed is None else unwrap_gradient(spec, changed)
+
+    with LocalOperations():
+        return func(x, on_dtensor)
+
+
+def _retain_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    observe_gradient(args[0])
+    locally(func, args, kwargs)
+
+
+def _detach(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TorchDTensor:
+    """No rule has a say: the result must share the storage, whatever the placements."""
+    x: TorchDTensor = args[0] if args else kwargs["input"]
+    with LocalOperations():
+        result = torch.Tensor.detach(x)
+    detached = adopt(result, x._spec)
+    detached._copied_by = x._copied_by
+    return detached
+
+
+# Lists of tensors (optimizers) ----------------------------------------------------------------------------
+
+
+def _on_lists(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """`_foreach_*` and `_fused_*`: one call on the local data of all tensors."""
+    name = func.__name__
+    if name == "_amp_foreach_non_finite_check_and_unscale_":
+        return _unscale(func, *args, **kwargs)
+    if name in _REDUCING_LISTS:
+        return _refuse_norm(func, args, kwargs)
+    lists = [
+        value
+        for value in (*args, *kwargs.values())
+        if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor)
+    ]
+    specs = _common_specs(name, lists)
+    _check_numbers(name, (*args, *kwargs.values()))
+    with LocalOperations():
+        results = func(*args, **kwargs)
+    if name.endswith("_") or results is None:
+        return results
+    return type(results)(
+        [
+            x if spec is None else adopt(x, spec if x.dtype is spec.dtype else _with_dtype(spec, x.dtype))
+            for x, spec in zip(results, specs, strict=True)
+        ]
+    )
+
+
+def _unscale(func: Callable[..., Any], grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """What `torch.amp.GradScaler` does to gradients; `found_inf` is that of all ranks that hold parts of them."""
+    specs = [spec for spec in _common_specs(func.__name__, [grads]) if spec is not None]
+    with LocalOperations():
+        func(grads, found_inf, inv_scale)
+    for mesh in dict.fromkeys(spec.mesh for spec in specs):
+        if mesh.get_coordinate() is not None:
+            mesh.group_over(tuple(range(mesh.ndim))).all_reduce(found_inf, "max")
+
+
+_CLIPPING = frozenset({"linalg_vector_norm"})
+_REDUCING_LISTS = frozenset({"_foreach_norm", "_foreach_powsum", "_foreach_max"})
+
+
+def _common_specs(name: str, lists: Sequence[Sequence[Tensor]]) -> list[TensorSpec | None]:
+    """The spec at each position of the lists, after checking that they agree there."""
+    specs = [_specs_of(tensors) for tensors in lists]
+    first = specs[0]
+    for spec in set(first):
+        if spec is not None and spec.is_partial:
+            where = first.index(spec)
+            raise ShardingRuleError(f"{name}: tensor {where} is partial ({spec!r}); batch_redistribute the list first")
+    for tensors, others in zip(lists[1:], specs[1:], strict=True):
+        if others != first:
+            _check_positions(name, first, tensors, others)
+    return first
+
+
+def _check_numbers(name: str, values: Sequence[Any]) -> None:
+    """Refuse a factor for all tensors of which each rank has a part, or would get a part of the gradient."""
+    for x in values:
+        if type(x) is TorchDTensor and (x._spec.is_partial or (torch.is_grad_enabled() and x.requires_grad)):
+            raise ShardingRuleError(
+                f"{name}: a number that is partial or requires a gradient ({x._spec!r}) would be another one on each "
+                "rank; give its value, float(x), which every rank calls"
+            )
+
+
+def _specs_of(tensors: Sequence[Tensor]) -> list[TensorSpec | None]:
+    try:
+        return list(map(_spec, tensors))
+    except AttributeError:
+        return [getattr(x, "_spec", None) for x in tensors]
+
+
+_spec = operator.attrgetter("_spec")
+
+
+def _check_positions(
+    name: str, first: Sequence[TensorSpec | None], tensors: Sequence[Tensor], others: Sequence[TensorSpec | None]
+) -> None:
+    problems = []
+    for position, (spec, x, other) in enumerate(zip(first, tensors, others, strict=True)):
+        if other is None and (spec is None or x.dim() == 0):
+            continue
+        same = (
+            spec is not None
+            and other is not None
+            and ((spec.mesh, spec.placements, spec.shape) == (other.mesh, other.placements, other.shape))
+        )
+        if not same:
+            problems.append(f"tensor {position}: {spec or 'a plain tensor'} and {other or 'a plain tensor'}")
+    if problems:
+        raise MixedOperandsError(f"{name} on lists whose tensors are placed differently: {'; '.join(problems)}")
+
+
+# Shapes of other tensors -----------------------------------------------------------------------------------
+
+
+def _like_other(method: str) -> Handler:
+    def handler(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        x, other = args[0], args[1] if len(args) > 1 else kwargs["other"]
+        if method == "view" and x.shape == other.shape:
+            return _view_as_it_is(x)
+        return getattr(x, method)(tuple(other.shape))
+
+    return handler
+
+
+def _view_as_it_is(x: Tensor) -> Tensor:
+    """Of any placements: torch makes such views of what an `autograd.Function` hands on, and takes their gradients for
+    those of `x`."""
+    if not isinstance(x, TorchDTensor):
+        return x.view(x.shape)
+    with LocalOperations():
+        view = adopt(torch.Tensor.view_as(x, x), x._spec)
+    view._copied_by = x._copied_by
+    return view
+
+
+def _equal(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """`torch.equal`; every rank must call it, as it communicates."""
+    x, y = inspect.signature(lambda input, other: None).bind(*args, **kwargs).args
+    return x.shape == y.shape and bool((x == y).all())
+
+
+def _allclose(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """`torch.allclose`; every rank must call it, as it communicates."""
+    return bool(torch.isclose(*args, **kwargs).all())
+
+
+def _number_of_elements(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    x = args[0] if args else kwargs["input"]
+    return x.numel()
+
+
+def _initialize(method: str) -> Handler:
+    """torch passes on a function of `torch.nn.init` with keywords of its own: the method that it stands for."""
+
+    def handler(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        values = dict(kwargs)
+        x, generator = values.pop("tensor"), values.pop("generator", None)
+        with torch.no_grad():
+            return getattr(x, method)(*values.values(), **({} if generator is None else {"generator": generator}))
+
+    return handler
+
+
+_HANDLERS: dict[Callable[..., Any], Handler] = {
+    torch.autograd.grad: _autograd_grad,
+    torch.autograd.backward: _backward_of_several,
+    torch.Tensor.detach: _detach,
+    torch.detach: _detach,
+    torch.numel: _number_of_elements,
+    torch.equal: _equal,
+    torch.Tensor.equal: _equal,
+    torch.allclose: _allclose,
+    torch.Tensor.allclose: _allclose,
+    torch.Tensor.register_hook: _register_hook,
+    torch.Tensor.retain_grad: _retain_grad,
+    torch.Tensor.view_as: _like_other("view"),
+    torch.Tensor.reshape_as: _like_other("reshape"),
+    torch.Tensor.expand_as: _like_other("expand"),
+    torch.nn.init.uniform_: _initialize("uniform_"),
+    torch.nn.init.normal_: _initialize("normal_"),
+    torch.nn.init.constant_: _initialize("fill_"),
+}

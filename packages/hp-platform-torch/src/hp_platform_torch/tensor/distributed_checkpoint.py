@@ -1,0 +1,83 @@
+"""DTensors in `torch.distributed.checkpoint`: which parts this rank holds, and the memory they are read from or into.
+
+`TorchDTensor` has the three methods by which torch asks any tensor for this; parts are boxes, so every way to cut a
+tensor goes, ragged and strided ones too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from hp_dtensor.exceptions import PlacementError
+from hp_dtensor.spec.tensor_spec import Ranges, TensorSpec
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
+Tensor = torch.Tensor
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""(offset, shape) in the global tensor."""
+
+
+def chunks(spec: TensorSpec) -> list[ChunkStorageMetadata]:
+    """The boxes that this rank holds."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    return [ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)) for offset, shape in _boxes(spec)]
+
+
+def write_items(name: str, spec: TensorSpec, local: Tensor) -> list[WriteItem]:
+    """What this rank would write; torch leaves out what another rank writes too."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    properties = TensorProperties.create_from_tensor(local)
+    return [
+        WriteItem(
+            MetadataIndex(name, chunk.offsets),
+            WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk, properties, torch.Size(spec.shape)),
+        )
+        for chunk in chunks(spec)
+    ]
+
+
+def part(spec: TensorSpec, local: Tensor, index: MetadataIndex) -> Tensor:
+    """The view of the local data that is the box at `index.offset`."""
+    if not math.prod(spec.shape):
+        return local.new_empty(spec.shape)
+    for start, (offset, shape) in zip(_local_starts(spec), _boxes(spec), strict=True):
+        if index.offset is None or tuple(index.offset) == offset:
+            for dim, (begin, length) in enumerate(zip(start, shape, strict=True)):
+                local = local.narrow(dim, begin, length)
+            return local
+    raise ValueError(f"{index.fqn}: this rank holds no part at {index.offset} of {spec!r}")
+
+
+def _boxes(spec: TensorSpec) -> list[Box]:
+    """One for each combination of ranges; a tensor without elements is one box, that its shape may be written."""
+    if spec.is_partial:
+        raise PlacementError(f"a checkpoint of partial values, {spec!r}: reduce them first, x.reduce_partial()")
+    if spec.mesh.get_coordinate() is None:
+        return []
+    if not math.prod(spec.shape):
+        return [((0,) * spec.ndim, spec.shape)]
+    return [
+        (tuple(start for start, _ in box), tuple(stop - start for start, stop in box))
+        for box in itertools.product(*spec.ranges())
+    ]
+
+
+def _local_starts(spec: TensorSpec) -> list[tuple[int, ...]]:
+    """Where each box begins in the local data."""
+    return list(itertools.product(*map(_starts, spec.ranges())))
+
+
+def _starts(ranges: Ranges) -> list[int]:
+    lengths = [stop - start for start, stop in ranges]
+    return list(itertools.accumulate(lengths, initial=0))[:-1]

@@ -1,0 +1,461 @@
+"""`TorchDTensor`: a torch tensor that is its own local shard, intercepted above autograd.
+
+`__torch_function__` looks the operation up by the function, the specs and the static arguments. Where the
+plan found there runs on the local data as it is, the operation costs that look-up, torch's own function and
+the assignment of the result's class and spec; anything else is `hp_dtensor.dispatch.dispatch`.
+
+Everything below torch's Python functions (autograd, hooks, memory) sees plain tensors of the local shape.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from hp_dtensor.debug.comm_debug import gathered
+from hp_dtensor.dispatch import dispatch
+from hp_dtensor.dispatch.arguments import Uncached
+from hp_dtensor.exceptions import MixedOperandsError, PlacementError, ShardingRuleError
+from hp_dtensor.spec.tensor_spec import TensorSpec, shown_grad_spec
+from hp_dtensor.tensor.conversions import as_contributed, as_replicated, forget_source
+from hp_dtensor.tensor.dtensor import DTensor
+from hp_platform_torch.ops.calls import (
+    LocalOperations,
+    first_spec,
+    is_partial_number,
+    locally,
+    operations,
+    operations_in_place,
+    run_into,
+    run_locally,
+)
+from hp_platform_torch.tensor import distributed_checkpoint as checkpointing
+
+Tensor = torch.Tensor
+_intercepting = torch._C._is_torch_function_enabled
+_BelowDispatch = torch._C._DisableTorchDispatch
+READS_NUMBER = frozenset({torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default})
+
+_plain: Any = torch.Tensor
+_local_shape = _plain.shape.__get__
+_local_grad = _plain.grad.__get__
+_set_local_grad = _plain.grad.__set__
+_hooks_of_autograd = _plain._post_accumulate_grad_hooks
+_local_data = _plain.data.__get__
+_set_local_data = _plain.data.__set__
+_local_dtype = _plain.dtype.__get__
+_saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+class TorchDTensor(DTensor, torch.Tensor):
+    """DTensor on torch; made by `wrap`, never by its constructor. See `hp_dtensor.DTensor`."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError("a DTensor is made by hp_dtensor.distribute_tensor or DTensor.from_local")
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        operation = operations[func]
+        if operation.is_special:
+            if operation.handler is locally and not kwargs:
+                return run_locally(func, (), args)
+            if operation.handler is not None:
+                return operation.handler(func, args, kwargs or {})
+            args = args[::-1]
+        if kwargs and kwargs.get("inplace"):
+            operation = operations_in_place[operation]
+        call = operation.call
+        if operation.saves and _saved_tensor_hooks(True) is not None:
+            call = operation.call_with_plain
+        try:
+            if len(args) == 2:  # written out: the most frequent
+                x, y = args
+                key: tuple[Any, ...] = (
+                    x._spec if type(x) is TorchDTensor else operation.static_key(x),
+                    y._spec if type(y) is TorchDTensor else operation.static_key(y),
+                )
+            else:
+                key = tuple([x._spec if type(x) is TorchDTensor else operation.static_key(x) for x in args])
+            if kwargs:
+                key += (
+                    *kwargs,
+                    *[x._spec if type(x) is TorchDTensor else operation.static_key(x) for x in kwargs.values()],
+                )
+        except Uncached:
+            if kwargs and kwargs.get("out") is not None:
+                return run_into(call, args, kwargs)
+            if torch._C._are_functorch_transforms_active():
+                _refuse_transforms(operation.name)
+            if operation.check is not None:
+                operation.check(*args, **(kwargs or {}))
+            platform = first_spec(args, kwargs or {}).mesh.platform
+            return operation.named(dispatch.dispatch(platform, operation.name, call, args, kwargs or {}))
+        entry = operation.plans.get(key)
+        if entry is None:
+            return operation.run_first(call, key, args, kwargs or {})
+        spec = entry.spec
+        if spec is None or (operation.shares and args and args[0]._copied_by is not None):
+            return operation.named(entry.plan.run(call, args, kwargs or {}))
+        if entry.as_given and not kwargs:
+            result = run_locally(call, (), args)
+        elif entry.static is not None:
+            result = run_locally(call, (), (args[0], *entry.static[0]), entry.static[1])
+        else:
+            local_args = entry.viewed(args) if entry.views and torch.is_grad_enabled() else args
+            result = run_locally(call, (), local_args, kwargs or {})
+            if entry.is_number and not result.requires_grad:
+                return adopt(result, spec if result.dtype is spec.dtype else _with_dtype(spec, result.dtype))
+        if operation.in_place:
+            return args[0]
+        if result.dtype is not spec.dtype:  # under autocast the same call has another result
+            spec = TensorSpec(spec.mesh, spec.placements, spec.shape, result.dtype)
+        result.__class__ = TorchDTensor
+        result._spec = spec
+        return result
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Reached by partial numbers alone, see `adopt`: what torch reads unasked is the number of the whole."""
+        if func in READS_NUMBER and _intercepting():
+            return args[0].item()
+        with LocalOperations(), _BelowDispatch():
+            return func(*args, **(kwargs or {}))
+
+    # What it is: global, except to torch's own code that works on the local data ---------------------------
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self._spec.shape) if _intercepting() else _local_shape(self)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._spec.dtype if _intercepting() else _local_dtype(self)
+
+    @property
+    def ndim(self) -> int:
+        return len(self._spec.shape)
+
+    def dim(self) -> int:
+        return len(self._spec.shape)
+
+    ndimension = dim
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    nelement = numel
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel() * self.element_size()
+
+    def type(self, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+        if dtype is None:
+            return run_locally(_plain.type, (), (self,))
+        return super().type(dtype, non_blocking=non_blocking, **kwargs)
+
+    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ShardingRuleError("set_ of a DTensor would leave its spec behind; use x.data = another DTensor")
+
+    def __len__(self) -> int:
+        shape = self.shape
+        if not shape:
+            raise TypeError("len() of a 0-d tensor")
+        return shape[0]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.unbind(0))
+
+    __hash__ = torch.Tensor.__hash__  # that of the plain tensor which an optimizer's step sees
+
+    # Optimizers ask for each parameter; `check_dense` takes no tensor of which one of these is true.
+    is_sparse = is_sparse_csr = is_quantized = is_mkldnn = is_nested = False
+
+    # Gradients -------------------------------------------------------------------------------------------
+
+    @property
+    def grad(self) -> Any:
+        """The accumulated gradient: a DTensor placed as this one, replicated where this one is a partial sum.
+
+        Raises:
+            GradientPathError: this one is partial by something else.
+        """
+        local = run_locally(_local_grad, (), (self,))
+        if local is None and self._awaited_gradient is not None:
+            self._awaited_gradient.fetch()
+            local = run_locally(_local_grad, (), (self,))
+        if local is None or type(local) is TorchDTensor or not _intercepting():
+            return local
+        spec = shown_grad_spec(self._spec)
+        if local.requires_grad and spec is not self._spec:
+            return wrap_gradient(self._spec, local)
+        # Autograd made it and nobody else holds it: it becomes the DTensor itself, the same at every access.
+        return adopt(local, _with_dtype(spec, local.dtype))
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is not None and _intercepting():
+            value = _as_gradient(self, value)
+        if self._awaited_gradient is not None:
+            self._awaited_gradient.drop()
+        with LocalOperations():
+            _set_local_grad(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    @property
+    def _post_accumulate_grad_hooks(self) -> Any:
+        """Where `register_post_accumulate_grad_hook` puts hooks.
+
+        Where another than autograd sets the gradient, and calls them, autograd does not know of them: it would call
+        them with what it has itself.
+        """
+        if self._gradient_from:
+            return self.__dict__.get("_gradient_hooks")
+        with LocalOperations():
+            return _hooks_of_autograd.__get__(self)
+
+    @_post_accumulate_grad_hooks.setter
+    def _post_accumulate_grad_hooks(self, hooks: Any) -> None:
+        if self._gradient_from:
+            self.__dict__["_gradient_hooks"] = hooks
+            return
+        with LocalOperations():
+            _hooks_of_autograd.__set__(self, hooks)
+
+    @property
+    def data(self) -> Any:
+        with LocalOperations():
+            local = _local_data(self)
+        if not _intercepting():
+            return local
+        data = adopt(local, self._spec)
+        data._copied_by = self._copied_by
+        return data
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if _intercepting() and not isinstance(value, TorchDTensor):
+            raise MixedOperandsError("data of a DTensor: expected a DTensor, got a plain tensor; distribute it first")
+        forget_source(self)
+        with LocalOperations():
+            _set_local_data(self, value)
+        if isinstance(value, TorchDTensor):
+            self._spec = value._spec
+
+    def backward(
+        self,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Sequence[Tensor] | None = None,
+    ) -> None:
+        """As `torch.Tensor.backward`; a partial result needs no reduction first, each rank drives its own part.
+
+        Args:
+            gradient: a DTensor of any placements, or the local gradient; None for a scalar.
+        """
+        from hp_platform_torch.ops.without_rules import backward
+
+        backward(self, gradient, retain_graph, create_graph, inputs)
+
+    # Values on the host ----------------------------------------------------------------------------------
+
+    def item(self) -> Any:
+        """The value of a one-element tensor. Communicates unless replicated: every rank must call it."""
+        return _whole("item", self).item()
+
+    def tolist(self) -> Any:
+        """All values; communicates as `item` does."""
+        return _whole("tolist", self).tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The whole tensor; communicates as `item` does."""
+        return (_whole("numpy", self) if force else gathered("numpy", self)).numpy(force=force)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return gathered("__array__", self).__array__(dtype)
+
+    def __bool__(self) -> bool:
+        return bool(_whole("bool", self))
+
+    def __int__(self) -> int:
+        return int(_whole("int", self))
+
+    def __float__(self) -> float:
+        return float(_whole("float", self))
+
+    def __index__(self) -> int:
+        return _whole("index", self).__index__()
+
+    def __complex__(self) -> complex:
+        return complex(_whole("complex", self))
+
+    def __format__(self, format_spec: str) -> str:
+        return (
+            format(_whole("format", self), format_spec)
+            if not self._spec.shape
+            else object.__format__(self, format_spec)
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        with LocalOperations():
+            local = torch.Tensor.__repr__(self.detach())
+            recorded = f", grad_fn=<{self.grad_fn.name()}>" if self.grad_fn else ", requires_grad=True"
+        kind = "Parameter of DTensor" if getattr(self, "_is_param", False) else "DTensor"
+        spec = self._spec
+        return (
+            f"{kind}({list(spec.shape)}, {spec.dtype}, {spec.describe_placements()} on mesh {spec.mesh.describe()}, "
+            f"local={local}{recorded if self.requires_grad else ''})"
+        )
+
+    # Copies ----------------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TorchDTensor:
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError("only leaf tensors can be deep-copied; this one is the result of an operation")
+        with torch.no_grad():
+            twin = adopt(unwrap(self).clone(), self._spec)
+        memo[id(self)] = twin
+        twin.requires_grad_(self.requires_grad)
+        if getattr(self, "_is_param", False):
+            twin._is_param = True
+        if self.grad is not None:
+            twin.grad = copy.deepcopy(self.grad, memo)
+        return twin
+
+    def __copy__(self) -> TorchDTensor:
+        """Another tensor over the same data, outside the graph."""
+        twin = adopt(unwrap(self.detach()), self._spec).requires_grad_(self.requires_grad)
+        if getattr(self, "_is_param", False):
+            twin._is_param = True
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"a DTensor {self._spec!r} cannot be pickled: it belongs to the ranks of a running job. "
+            "Save a checkpoint (torch.distributed.checkpoint takes it), or its full_tensor()."
+        )
+
+    # In torch.distributed.checkpoint: the names by which it asks -------------------------------------------
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        return checkpointing.write_items(fqn, self._spec, unwrap(self).detach())
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return checkpointing.chunks(self._spec)
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        return checkpointing.part(self._spec, unwrap(self).detach(), index)
+
+
+def wrap(local: Tensor, spec: TensorSpec) -> TorchDTensor:
+    """`local` as a DTensor; `local` itself stays plain.
+
+    A leaf must be no view: of one that is, torch loses the gradient once a view of it is written under `no_grad`.
+    """
+    with LocalOperations():
+        recorded = local.requires_grad and torch.is_grad_enabled()
+        return adopt(local.as_subclass(torch.Tensor) if recorded else local.detach(), spec)
+
+
+def _is_read_unasked(result: Tensor, spec: TensorSpec) -> bool:
+    return is_partial_number(spec) and not result.requires_grad and type(result) is not TorchDTensor
+
+
+def adopt_output(result: Tensor, spec: TensorSpec) -> TorchDTensor:
+    """`adopt` for one of several results of an operation, which autograd may have saved: positions, say.
+
+    A hook gets a saved result that requires no gradient as the object it is, which must stay the local tensor.
+    """
+    if _saved_tensor_hooks(True) is not None and not result.requires_grad:
+        return wrap(result, spec)
+    return adopt(result, spec)
+
+
+def adopt(result: Tensor, spec: TensorSpec) -> TorchDTensor:
+    """`result`, which nobody else holds, turned into a DTensor.
+
+    torch takes tensors without dimensions for numbers (`torch.full((2,), x)`, `alpha=x`), unless they require a
+    gradient, and does not ask `__torch_function__`. Made by `as_subclass`, partial ones pass `__torch_dispatch__`.
+    """
+    if not spec.shape and _is_read_unasked(result, spec):
+        with LocalOperations():
+            result = result.as_subclass(TorchDTensor)  # type: ignore[type-var]
+    result.__class__ = TorchDTensor
+    result._spec = spec  # type: ignore[attr-defined]
+    return result  # type: ignore[return-value]
+
+
+def unwrap(x: Tensor) -> Tensor:
+    """The local data of a DTensor as a plain tensor; a plain tensor as it is."""
+    if not isinstance(x, TorchDTensor):
+        return x
+    with LocalOperations():
+        return x.as_subclass(torch.Tensor)
+
+
+def wrap_gradient(spec: TensorSpec, local: Tensor) -> TorchDTensor:
+    """The local gradient of a value of `spec` as a DTensor."""
+    return wrap(as_replicated(spec, local), _with_dtype(shown_grad_spec(spec), local.dtype))
+
+
+def unwrap_gradient(spec: TensorSpec, grad: Tensor) -> Tensor:
+    """The local gradient of a value of `spec`; a plain tensor is that already."""
+    return as_contributed(spec, unwrap(grad)) if isinstance(grad, TorchDTensor) else grad
+
+
+def _whole(operation: str, x: TorchDTensor) -> Tensor:
+    with torch.no_grad():
+        whole: Tensor = gathered(operation, x)
+    return whole
+
+
+def _as_gradient(x: TorchDTensor, value: Tensor) -> TorchDTensor:
+    """`value` (a DTensor, or a local shard) as the gradient of `x`."""
+    wanted = shown_grad_spec(x._spec)
+    if not isinstance(value, TorchDTensor):
+        if tuple(value.shape) != wanted.local_shape:
+            raise PlacementError(
+                f"grad of a DTensor {x._spec!r}: the local gradient must be {list(wanted.local_shape)}, "
+                f"got {list(value.shape)}"
+            )
+        return wrap(value, _with_dtype(wanted, value.dtype))
+    if value._spec.with_placements(wanted.placements).shape != wanted.shape or (
+        value._spec.placements != wanted.placements or value._spec.mesh != wanted.mesh
+    ):
+        raise PlacementError(f"grad of a DTensor: expected {wanted!r}, got {value._spec!r}; redistribute it first")
+    return value
+
+
+def _refuse_transforms(name: str) -> NoReturn:
+    raise ShardingRuleError(
+        f"{name} of a DTensor and a tensor that torch.func transforms would give this rank's part alone. Use "
+        "torch.autograd.grad, or transform local tensors inside hp_dtensor.local_map."
+    )
+
+
+def _with_dtype(spec: TensorSpec, dtype: torch.dtype) -> TensorSpec:
+    return spec if spec.dtype is dtype else TensorSpec(spec.mesh, spec.placements, spec.shape, dtype)

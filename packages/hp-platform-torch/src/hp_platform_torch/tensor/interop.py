@@ -1,0 +1,269 @@
+"""To and from torch's own DTensor and DeviceMesh, without copying data, over the same process groups.
+
+So torch's tools take our tensors. `torch.distributed.checkpoint` needs this for its `async_save` only: `save` and
+`load` take DTensors as they are (`checkpointing.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DeviceMesh as TorchMesh
+from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.distributed.tensor import Partial as TorchPartial
+from torch.distributed.tensor import Placement as TorchPlacement
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor.placement_types import _StridedShard as TorchStridedShard
+
+from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.comm.world import ProcessGroup, World
+from hp_dtensor.exceptions import MeshError, PlacementError
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.platform.selection import get_platform
+from hp_dtensor.spec.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
+from hp_dtensor.spec.tensor_spec import TensorSpec, has_gradient
+from hp_dtensor.tensor import conversions
+from hp_dtensor.tensor.dtensor import DTensor
+from hp_platform_torch.comm.groups import BACKEND_NAMES, TorchGroup, TorchWorld
+from hp_platform_torch.tensor.dtensor import unwrap
+
+_torch_meshes: WeakKeyDictionary[World, dict[DeviceMesh, TorchMesh]] = WeakKeyDictionary()
+
+
+# Tensors -------------------------------------------------------------------------------------------------
+
+
+def to_torch_dtensor(x: Any) -> TorchDTensor:
+    """`x` as torch's DTensor: the same memory, differentiable.
+
+    Raises:
+        PlacementError: ragged shards, which torch does not have; a partial avg, max, min or product with a gradient.
+        MeshError: see `to_torch_mesh`.
+    """
+    if not isinstance(x, DTensor):
+        raise TypeError(f"to_torch_dtensor takes a DTensor of hp_dtensor, got {type(x).__name__}")
+    spec = x.spec
+    _check_gradient("to_torch_dtensor", x, spec)
+    placements = to_torch_placements(spec.placements)
+    strides = list(itertools.accumulate(reversed(spec.shape[1:]), lambda a, b: a * b, initial=1))[::-1]
+    return TorchDTensor.from_local(
+        unwrap(x),  # type: ignore[arg-type]
+        to_torch_mesh(spec.mesh),
+        placements,
+        run_check=False,
+        shape=torch.Size(spec.shape),
+        stride=tuple(strides[: spec.ndim]),
+    )
+
+
+def from_torch_dtensor(x: TorchDTensor, platform: Platform | None = None) -> Any:
+    """torch's DTensor as ours: the same memory, differentiable.
+
+    Raises:
+        PlacementError: placements of torch's that have no counterpart; a partial avg, max, min or product with a
+            gradient.
+        MeshError: see `from_torch_mesh`.
+    """
+    if not isinstance(x, TorchDTensor):
+        raise TypeError(f"from_torch_dtensor takes a torch.distributed.tensor.DTensor, got {type(x).__name__}")
+    placements = from_torch_placements(x.placements)
+    mesh = from_torch_mesh(x.device_mesh, platform)
+    _check_gradient("from_torch_dtensor", x, TensorSpec(mesh, placements, tuple(x.shape), x.dtype))
+    return conversions.from_local(x.to_local(), mesh, placements, shape=tuple(x.shape))
+
+
+def _check_gradient(what: str, x: torch.Tensor, spec: TensorSpec) -> None:
+    """torch's gradient of a partial value is that of the whole, ours that of this rank's part: alike for sums only."""
+    if x.requires_grad and torch.is_grad_enabled() and not has_gradient(spec):
+        placement = next(p for p in spec.placements if p.is_partial() and p != Partial())
+        raise PlacementError(
+            f"{what}: gradients of {placement!r} mean another thing in torch's DTensor; redistribute to "
+            "Replicate() or Shard(dim) first, or convert x.detach()"
+        )
+
+
+def to_torch_state_dict(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict (nested ones too) with its DTensors as torch's, over the same memory; everything else as it is.
+
+    Raises:
+        PlacementError: ragged shards, which torch does not have.
+    """
+    return {name: _converted(value) for name, value in state.items()}
+
+
+def _converted(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        return to_torch_dtensor(value.detach())
+    if isinstance(value, Mapping):
+        return to_torch_state_dict(value)
+    return [_converted(item) for item in value] if type(value) is list else value
+
+
+# Placements ----------------------------------------------------------------------------------------------
+
+
+def to_torch_placements(placements: tuple[Placement, ...]) -> tuple[TorchPlacement, ...]:
+    """Our placements as torch's; a ragged shard that happens to be in chunk order is torch's `Shard`.
+
+    Raises:
+        PlacementError: other ragged shards.
+    """
+    return tuple(_to_torch(placement) for placement in placements)
+
+
+def _to_torch(placement: Placement) -> TorchPlacement:
+    match placement:
+        case Replicate():
+            return TorchReplicate()
+        case Shard(dim):
+            return TorchShard(dim)
+        case Partial(op):
+            return TorchPartial(op)
+        case StridedShard(dim, split_factor):
+            return TorchStridedShard(dim, split_factor=split_factor)
+        case RaggedShard(dim, units) if placement.parts(sum(units), len(units)) == Shard(dim).parts(
+            sum(units), len(units)
+        ):
+            return TorchShard(dim)
+    raise PlacementError(
+        f"torch's DTensor has no placement like {placement!r}; redistribute to Shard({getattr(placement, 'dim', 0)}) "
+        "or Replicate() first"
+    )
+
+
+def from_torch_placements(placements: tuple[TorchPlacement, ...]) -> tuple[Placement, ...]:
+    """torch's placements as ours.
+
+    Raises:
+        PlacementError: those that have no counterpart, such as the ones inside torch's own embedding.
+    """
+    return tuple(_from_torch(placement) for placement in placements)
+
+
+def _from_torch(placement: TorchPlacement) -> Placement:
+    kind = type(placement)
+    if kind is TorchReplicate:
+        return Replicate()
+    if kind is TorchStridedShard:
+        return StridedShard(placement.dim, placement.split_factor)  # type: ignore[attr-defined]
+    if kind is TorchShard:
+        return Shard(placement.dim)  # type: ignore[attr-defined]
+    if kind is TorchPartial:
+        return Partial(placement.reduce_op)  # type: ignore[attr-defined]
+    raise PlacementError(f"hp_dtensor has no placement like torch's {placement!r}; redistribute it in torch first")
+
+
+# Meshes --------------------------------------------------------------------------------------------------
+
+
+def to_torch_mesh(mesh: DeviceMesh) -> TorchMesh:
+    """`mesh` as torch's, over the same process groups; the same object each time.
+
+    Raises:
+        MeshError: ranks that are simulated or alone, or this rank is outside the mesh.
+    """
+    world = mesh.world
+    if not isinstance(world, TorchWorld) or not dist.is_initialized():
+        raise MeshError(
+            f"torch's meshes need real ranks of torch.distributed, got {mesh.describe()} on {type(world).__name__}; "
+            "connect first (hp_dtensor.init_process_group, torchrun)"
+        )
+    if mesh.get_coordinate() is None:
+        raise MeshError(f"rank {world.rank} is outside mesh {mesh.describe()}; only its members can convert it")
+    known = _torch_meshes.setdefault(world, {})
+    if mesh not in known:
+        groups = [torch_group(mesh.get_group(axis), mesh.device_type) for axis in range(mesh.ndim)]
+        ranks = torch.tensor(mesh.ranks(), dtype=torch.int).view(mesh.shape)
+        single = mesh.ndim == 1
+        known[mesh] = TorchMesh.from_group(
+            groups[0] if single else groups,
+            mesh.device_type,
+            ranks,
+            mesh_dim_names=mesh.mesh_dim_names,
+        )
+    return known[mesh]
+
+
+def from_torch_mesh(mesh: TorchMesh, platform: Platform | None = None) -> DeviceMesh:
+    """torch's mesh as ours, over the same process groups.
+
+    Where the program has started torch.distributed by itself, the platform joins that job first.
+
+    Raises:
+        MeshError: its ranks are in another order than those of its process groups, which torch sorts.
+    """
+    platform = platform if platform is not None else get_platform("torch")
+    world = platform.world
+    if world is None:
+        world = platform.connect(dist.get_rank(), dist.get_world_size(), "")
+    ranks = mesh.mesh.flatten().tolist()
+    ours = DeviceMesh(
+        mesh.device_type, tuple(mesh.mesh.shape), mesh_dim_names=mesh.mesh_dim_names, ranks=ranks, world=world
+    )
+    for axis in range(ours.ndim):
+        if ours.get_coordinate() is not None and ours.shape[axis] > 1:
+            _share(world, ours.ranks_along(axis), mesh.get_group(axis))
+    return ours
+
+
+def _share(world: World, ranks: tuple[int, ...], group: dist.ProcessGroup) -> None:
+    """Let `world` communicate among `ranks` by torch's group, where it has no group of its own for them yet.
+
+    Raises:
+        MeshError: the group has them in another order.
+    """
+    theirs = tuple(dist.get_process_group_ranks(group))
+    if theirs != ranks:
+        raise MeshError(
+            f"torch's mesh has ranks {list(ranks)} along an axis and communicates in the order {list(theirs)}, which "
+            "puts its shards in that order; make it with ascending ranks"
+        )
+    if ranks not in world._groups:
+        assert world.platform is not None
+        world._groups[ranks] = TorchGroup(
+            ranks, ranks.index(world.rank), world.platform, lambda device: group._get_backend(torch.device(device))
+        )
+
+
+def torch_group(group: ProcessGroup, device_type: str) -> dist.ProcessGroup:
+    """A group as one that torch's functions take, around the same backend.
+
+    `dist.new_group` would make a second connection, and every rank of the job would have to come to it.
+    """
+    world_group = dist.group.WORLD
+    assert world_group is not None
+    if group.ranks == tuple(range(dist.get_world_size())):
+        return world_group
+    name = f"hp_{device_type}_{'_'.join(map(str, group.ranks))}"
+    found = next((pg for pg, known in distributed_c10d._world.pg_names.items() if known == name), None)
+    return found if found is not None else _register(group, name, device_type)
+
+
+def _register(group: ProcessGroup, name: str, device_type: str) -> dist.ProcessGroup:
+    """Enter a group in torch's tables, as `dist.new_group` does with those that it makes."""
+    store = dist.PrefixStore(name, distributed_c10d._get_default_store())
+    made = dist.ProcessGroup(store, group.rank, group.size)
+    kind = dist.Backend.backend_type_map[BACKEND_NAMES[device_type]]
+    made._set_default_backend(kind)
+    if isinstance(group, TorchGroup):
+        made._register_backend(torch.device(device_type), kind, group.connection(device_type))
+    else:  # of one rank
+        made._register_backend(torch.device(device_type), kind, dist.ProcessGroupGloo(store, 0, 1))
+    made._set_group_name(name)
+    made._set_group_desc(name)
+    tables = distributed_c10d._world
+    tables.pg_map[made] = (BACKEND_NAMES[device_type], store)
+    tables.pg_names[made] = name
+    tables.pg_backend_config[made] = f"{device_type}:{BACKEND_NAMES[device_type]}"
+    tables.pg_to_tag[made] = f"ptd:{name}"
+    tables.tags_to_pg.setdefault(f"ptd:{name}", []).append(made)
+    tables.pg_group_ranks[made] = {rank: index for index, rank in enumerate(group.ranks)}
+    distributed_c10d._register_process_group(name, made)
+    return made

@@ -1,0 +1,64 @@
+"""`torch.compile` around DTensors: operations on them run as they do without it, everything else is compiled.
+
+Dynamo would read global shapes where its graphs see local ones. It leaves operations on DTensors out of its graphs, and
+looks neither into them nor into the functions of hp_dtensor, nor of hp_fsdp: its hooks run between compiled forwards.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+import torch
+
+from hp_platform_torch.tensor.dtensor import TorchDTensor
+
+_LEFT_ALONE = ("hp_dtensor", "hp_platform_torch", "hp_fsdp")
+
+
+def guard() -> None:
+    """Prepare dynamo: now where it is loaded, else at the first `torch.compile`, since loading it takes long."""
+    if "torch._dynamo" in sys.modules:
+        _leave_dtensors_out()
+    torch.compile = _prepared(torch.compile)
+
+
+def _prepared(compile_: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(compile_)
+    def compile_around_dtensors(*args: Any, **kwargs: Any) -> Any:
+        _leave_dtensors_out()
+        return compile_(*args, **kwargs)
+
+    return compile_around_dtensors
+
+
+def _leave_dtensors_out() -> None:
+    from torch._dynamo import config
+
+    _leave_them_out_in_every_thread()
+    config.nontraceable_tensor_subclasses.add(TorchDTensor)  # this thread may have its own settings already
+
+
+@functools.cache
+def _leave_them_out_in_every_thread() -> None:
+    from torch._C._dynamo.eval_frame import set_code_exec_strategy
+    from torch._dynamo import config, trace_rules
+    from torch._dynamo.types import FrameAction, FrameExecStrategy
+
+    # From torch 2.13 on settings are per thread; each begins with a copy of these.
+    config._config["nontraceable_tensor_subclasses"].default.add(TorchDTensor)
+    for package in _LEFT_ALONE:
+        trace_rules.add(package)
+    skipped = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)  # with all that they call
+    for member in vars(TorchDTensor).values():
+        code = _code_of(member)
+        if code is not None:
+            set_code_exec_strategy(code, skipped)
+
+
+def _code_of(member: Any) -> CodeType | None:
+    function = getattr(member, "__func__", None) or getattr(member, "fget", None) or member
+    return getattr(function, "__code__", None)
