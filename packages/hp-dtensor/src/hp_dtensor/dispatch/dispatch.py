@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
-from hp_dtensor.comm.world import ProcessGroup
 from hp_dtensor.debug.comm_debug import check_explicit
 from hp_dtensor.dispatch import implicit_regions, in_place
 from hp_dtensor.dispatch.arguments import (
@@ -37,6 +36,7 @@ from hp_dtensor.platform.interface import Platform
 from hp_dtensor.redistribute import plan_between
 from hp_dtensor.rules.engine.cost import cheapest
 from hp_dtensor.rules.engine.factors import Factorization, Part, Strategy, parts_of, strategies
+from hp_dtensor.rules.engine.local_call import LocalCall
 from hp_dtensor.rules.engine.registry import OpCall, Registration, RuleRegistry
 from hp_dtensor.rules.indexing.index_lists import INDEXING, with_positions
 from hp_dtensor.rules.pointwise import rounds
@@ -127,36 +127,6 @@ class Move:
             except PlacementError as error:
                 raise PlacementError(f"{self.operation}: {error}") from None
         return conversions.vary(x, self.vary) if self.vary else x
-
-
-@dataclass(frozen=True, slots=True)
-class LocalCall:
-    """What a rule's own local function works on, in place of the operation.
-
-    Attributes:
-        name: the operation.
-        arguments: by parameter name, tensors local and plain.
-        spans: cut factor -> (start, length) of this rank's part.
-        lengths: cut factor -> per group, the lengths of its ranks' parts.
-        groups: cut factor -> the groups over which it is cut, outermost first.
-        parts: cut factor that the rule wants `known` -> the group of all ranks over which it is cut, and the (start,
-            length) of each one's part.
-        sizes: factor -> its global size.
-        output: how the first output is placed, of no dtype.
-        on: `on(x, **static)` runs the operation itself with its first argument replaced by the plain tensor `x`,
-            and static ones by name.
-    """
-
-    platform: Platform
-    name: str
-    arguments: Mapping[str, Any]
-    spans: Mapping[str, tuple[int, int]]
-    lengths: Mapping[str, tuple[tuple[int, ...], ...]]
-    groups: Mapping[str, tuple[ProcessGroup, ...]]
-    parts: Mapping[str, tuple[ProcessGroup, tuple[Part, ...]]]
-    sizes: Mapping[str, int]
-    output: TensorSpec
-    on: Callable[..., Any]
 
 
 @dataclass(slots=True)

@@ -9,18 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hp_dtensor.comm import collectives
 from hp_dtensor.rules.engine.factors import Dims, Factorization
+from hp_dtensor.rules.engine.local_call import LocalCall
 from hp_dtensor.rules.engine.registry import OpCall, RuleRegistry
 from hp_dtensor.rules.indexing.ids import check_ids, own_ids
 
-if TYPE_CHECKING:
-    from hp_dtensor.dispatch.dispatch import LocalCall
-
 Tensor = Any
-Local = Callable[["LocalCall"], Tensor]
+Local = Callable[[LocalCall], Tensor]
 
 
 def register(registry: RuleRegistry) -> None:

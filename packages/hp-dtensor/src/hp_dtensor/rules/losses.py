@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hp_dtensor.rules.engine.factors import Factorization
+from hp_dtensor.rules.engine.local_call import LocalCall
 from hp_dtensor.rules.engine.registry import OpCall, RuleRegistry, names_for
-
-if TYPE_CHECKING:
-    from hp_dtensor.dispatch.dispatch import LocalCall
 
 Tensor = Any
 

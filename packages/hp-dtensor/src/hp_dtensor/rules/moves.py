@@ -6,16 +6,14 @@ import functools
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hp_dtensor.comm import collectives
 from hp_dtensor.comm.collectives import RowMove
 from hp_dtensor.rules.engine.factors import Factorization, Part
+from hp_dtensor.rules.engine.local_call import LocalCall
 from hp_dtensor.rules.engine.registry import OpCall, RuleRegistry, names_for
 from hp_dtensor.rules.views import LINEAR, _dim
-
-if TYPE_CHECKING:
-    from hp_dtensor.dispatch.dispatch import LocalCall
 
 Tensor = Any
 Targets = Callable[[Part], list[Part]]

@@ -18,16 +18,14 @@ import json
 import math
 from collections.abc import Callable
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hp_dtensor.rules.engine.factors import Factorization
+from hp_dtensor.rules.engine.local_call import LocalCall
 from hp_dtensor.rules.engine.registry import OpCall, Rule, RuleRegistry, names_for
 from hp_dtensor.rules.pointwise import pointwise
 from hp_dtensor.spec.placements import RaggedShard
 from hp_dtensor.spec.tensor_spec import TensorSpec
-
-if TYPE_CHECKING:
-    from hp_dtensor.dispatch.dispatch import LocalCall
 
 Tensor = Any
 LINEAR = (frozenset({0}),)

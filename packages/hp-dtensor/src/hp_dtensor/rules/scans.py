@@ -6,16 +6,14 @@ Where the dimension is cut, only totals of parts travel, never the data; the res
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hp_dtensor.comm import collectives
 from hp_dtensor.rules.engine.factors import Factorization
+from hp_dtensor.rules.engine.local_call import LocalCall
 from hp_dtensor.rules.engine.part_results import extreme_of_part, groups_of, lines
 from hp_dtensor.rules.engine.registry import OpCall, Rule, RuleRegistry, names_for
 from hp_dtensor.rules.reductions import LINEAR, check_floating, reduced_dims
-
-if TYPE_CHECKING:
-    from hp_dtensor.dispatch.dispatch import LocalCall
 
 Tensor = Any
 

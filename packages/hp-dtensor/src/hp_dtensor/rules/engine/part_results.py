@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from hp_dtensor.comm import collectives
 from hp_dtensor.comm.kept_tensors import Kept
 from hp_dtensor.comm.world import ProcessGroup
-
-if TYPE_CHECKING:
-    from hp_dtensor.dispatch.dispatch import LocalCall
+from hp_dtensor.rules.engine.local_call import LocalCall
 
 Tensor = Any
-Local = Callable[["LocalCall"], Any]
+Local = Callable[[LocalCall], Any]
 
 
 def lines(call: LocalCall, dims: Sequence[int]) -> Iterator[tuple[int, ProcessGroup, tuple[int, ...]]]:

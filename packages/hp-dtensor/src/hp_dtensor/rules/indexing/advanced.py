@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hp_dtensor.exceptions import IndexOutOfRangeError
 from hp_dtensor.rules.engine.factors import Dim, Dims, Factorization
+from hp_dtensor.rules.engine.local_call import LocalCall
 from hp_dtensor.rules.engine.registry import OpCall, RuleRegistry, names_for
 from hp_dtensor.rules.indexing import positions, slices
 from hp_dtensor.spec.tensor_spec import TensorSpec
-
-if TYPE_CHECKING:
-    from hp_dtensor.dispatch.dispatch import LocalCall
 
 LINEAR = (frozenset({0}),)
 Item = Any

@@ -5,17 +5,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hp_dtensor.comm import collectives
 from hp_dtensor.rules.engine import part_results
 from hp_dtensor.rules.engine.factors import Dims, Factorization
+from hp_dtensor.rules.engine.local_call import LocalCall
 from hp_dtensor.rules.engine.registry import OpCall, RuleRegistry, names_for
 from hp_dtensor.rules.indexing.ids import check_ids, own_ids
 from hp_dtensor.rules.views import LINEAR, _dim
-
-if TYPE_CHECKING:
-    from hp_dtensor.dispatch.dispatch import LocalCall
 
 
 def register(registry: RuleRegistry) -> None:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 
 from hp_dtensor.exceptions import IndexOutOfRangeError
 from hp_dtensor.rules.engine.factors import Dim, Dims
+from hp_dtensor.rules.engine.local_call import LocalCall
 from hp_dtensor.rules.engine.registry import OpCall, broadcast_shape
 from hp_dtensor.rules.indexing import slices
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor.dtensor import DTensor
-
-if TYPE_CHECKING:
-    from hp_dtensor.dispatch.dispatch import LocalCall
 
 Item = Any
 Tensor = Any

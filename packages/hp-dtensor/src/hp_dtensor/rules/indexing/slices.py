@@ -9,15 +9,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hp_dtensor.exceptions import IndexOutOfRangeError
 from hp_dtensor.rules.engine.factors import Dim, Dims, Factorization, Part, positions_within
+from hp_dtensor.rules.engine.local_call import LocalCall
 from hp_dtensor.rules.engine.registry import OpCall, RuleRegistry, names_for
 from hp_dtensor.rules.views import LINEAR, _dim
-
-if TYPE_CHECKING:
-    from hp_dtensor.dispatch.dispatch import LocalCall
 
 Item = Any
 Tensor = Any
