@@ -1,0 +1,114 @@
+"""Convolution, normalization, attention and losses of torch on cut operands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from two_rank_tensors import ROWS, Tensor, cut, on_two_ranks
+
+from hp_dtensor import DeviceMesh, Replicate, Shard
+from hp_dtensor.exceptions import ShardingRuleError
+
+
+def test_convolution_backward_of_an_image_cut_along_its_width() -> None:
+    """pytorch/pytorch#191926: the gradient's placement was wrong for an input cut along dimension 3."""
+    image, weight = torch.randn(2, 3, 5, 6), torch.randn(4, 3, 2, 2, requires_grad=True)
+    x = image.clone().requires_grad_()
+    F.conv2d(x, weight).square().sum().backward()
+
+    def program(mesh: DeviceMesh) -> list[Tensor]:
+        image_, weight_ = (
+            cut(t.detach(), mesh, p).requires_grad_() for t, p in ((image, Shard(3)), (weight, Replicate()))
+        )
+        F.conv2d(image_, weight_).square().sum().backward()
+        return [image_.grad.full_tensor(), weight_.grad.full_tensor()]
+
+    for got, expected in zip(on_two_ranks(program), (x.grad, weight.grad), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_products_in_inference_mode() -> None:
+    """pytorch/pytorch#142190."""
+
+    def program(mesh: DeviceMesh) -> Tensor:
+        x, w = cut(ROWS, mesh), cut(ROWS.T.contiguous(), mesh, Shard(1))
+        with torch.inference_mode():
+            return (x @ w).full_tensor().clone()
+
+    torch.testing.assert_close(on_two_ranks(program), ROWS @ ROWS.T)
+
+
+def test_batch_norm_keeps_the_statistics_of_the_whole_batch() -> None:
+    images = torch.randn(5, 3, 4)
+    layer = torch.nn.BatchNorm1d(3)
+    expected = layer(images)
+
+    def program(mesh: DeviceMesh) -> list[Tensor]:
+        twin = torch.nn.BatchNorm1d(3)
+        statistics = [cut(x, mesh, Replicate()) for x in (torch.zeros(3), torch.ones(3))]
+        weights = [cut(x.detach(), mesh, Replicate()) for x in (twin.weight, twin.bias)]
+        y = F.batch_norm(cut(images, mesh), *statistics, *weights, training=True)
+        return [y.full_tensor(), *(x.full_tensor() for x in statistics)]
+
+    for got, wanted in zip(on_two_ranks(program), (expected, layer.running_mean, layer.running_var), strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+LOSSES: dict[str, Callable[..., Tensor]] = {
+    "positions": lambda x, t, w: F.cross_entropy(x, t),
+    "positions, weights": lambda x, t, w: F.cross_entropy(x, t, w, ignore_index=2, label_smoothing=0.1),
+    "each": lambda x, t, w: F.cross_entropy(x, t, reduction="none"),
+    "likelihood": lambda x, t, w: F.nll_loss(x.log_softmax(1), t, w, ignore_index=1),
+}
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Shard(2)], ids=str)
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_over_positions_with_every_option(name: str, placement: Any) -> None:
+    logits, targets, weights = torch.randn(3, 5, 4), torch.randint(0, 5, (3, 4)), torch.rand(5) + 0.5
+    x = logits.clone().requires_grad_()
+    expected = LOSSES[name](x, targets, weights)
+    expected.sum().backward()
+
+    def program(mesh: DeviceMesh) -> list[Tensor]:
+        y = cut(logits, mesh, placement).requires_grad_()
+        loss = LOSSES[name](y, cut(targets, mesh, Replicate()), cut(weights, mesh))
+        loss.sum().backward()
+        return [loss.full_tensor().detach(), y.grad.full_tensor()]
+
+    for got, wanted in zip(on_two_ranks(program), (expected.detach(), x.grad), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_targets_outside_the_classes_fail_as_on_one_device() -> None:
+    def program(mesh: DeviceMesh) -> str:
+        targets = cut(torch.tensor([0, 7]), mesh, Replicate())
+        with pytest.raises(IndexError) as failure:
+            F.cross_entropy(cut(torch.randn(2, 5), mesh, Shard(1)), targets)
+        counts = cut(torch.tensor([0, 1, 9]), mesh)
+        with pytest.raises(ShardingRuleError, match="a value 9 is beyond minlength=4"):
+            torch.bincount(counts, minlength=4)
+        return type(failure.value).__name__
+
+    assert on_two_ranks(program) == "IndexError"
+
+
+def test_attention_with_a_mask_and_grouped_heads() -> None:
+    query, key, value = torch.randn(2, 4, 3, 2), torch.randn(2, 2, 3, 2), torch.randn(2, 2, 3, 2)
+    mask = torch.randn(2, 1, 3, 3)
+    expected = F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
+
+    def program(mesh: DeviceMesh) -> list[Tensor]:
+        return [
+            F.scaled_dot_product_attention(
+                cut(query, mesh, p), cut(key, mesh, p), cut(value, mesh, p), cut(mask, mesh), enable_gqa=True
+            ).full_tensor()
+            for p in (Shard(0), Shard(1), Shard(2))
+        ]
+
+    for got in on_two_ranks(program):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
