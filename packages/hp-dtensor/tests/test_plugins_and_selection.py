@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from hp_dtensor.exceptions import PlatformError, PluginError
+from hp_dtensor.exceptions import MeshError, PlatformError, PluginError
 from hp_dtensor.platform.plugins import create_plugin_manager, plugin_manager
 from hp_dtensor.platform.selection import get_platform
 
@@ -100,9 +100,41 @@ def test_unknown_hooks_are_refused_with_the_known_ones(install):
     with pytest.raises(PluginError) as caught:
         plugin_manager()
     assert str(caught.value) == (
-        "unknown hooks in group 'hp_dtensor': 'misspelt' implements 'hp_platfrom'. "
-        "Known hooks: hp_platform, hp_sharding_rules."
+        "unknown hooks in group 'hp_dtensor': plugin 'misspelt' of distribution 'misspelt-dist' implements "
+        "'hp_platfrom'. Known hooks: hp_platform, hp_sharding_rules."
     )
+
+
+def test_a_misnamed_argument_names_plugin_distribution_and_hook(install):
+    source = "from hp_dtensor.platform.plugins import hookimpl\n@hookimpl\ndef hp_sharding_rules(rules): ...\n"
+    install("odd-dist", {"odd": "odd_rules"}, odd_rules=source)
+    with pytest.raises(PluginError) as caught:
+        plugin_manager()
+    assert str(caught.value).startswith("plugin 'odd' of distribution 'odd-dist' (group 'hp_dtensor'): ")
+    assert "hp_sharding_rules" in str(caught.value)
+    assert "'rules'" in str(caught.value)
+
+
+def test_a_hook_that_raises_is_named_with_plugin_and_distribution(install):
+    source = WITHOUT_PLATFORM.replace('append("rule")', "no_such_method()")
+    install("odd-dist", {"odd": "odd_rules"}, odd_rules=source)
+    with pytest.raises(PluginError) as caught:
+        plugin_manager().hook.hp_sharding_rules(registry=[])
+    assert str(caught.value) == (
+        "plugin 'odd' of distribution 'odd-dist': hook hp_sharding_rules() raised AttributeError: "
+        "'list' object has no attribute 'no_such_method'"
+    )
+
+
+def test_an_error_raised_on_purpose_in_a_hook_keeps_its_type_and_gets_a_note(install):
+    source = WITHOUT_PLATFORM.replace(
+        'registry.append("rule")', "from hp_dtensor.exceptions import MeshError; raise MeshError('no mesh')"
+    )
+    install("odd-dist", {"odd": "odd_rules"}, odd_rules=source)
+    with pytest.raises(MeshError) as caught:
+        plugin_manager().hook.hp_sharding_rules(registry=[])
+    assert str(caught.value) == "no mesh"
+    assert caught.value.__notes__ == ["raised by hook hp_sharding_rules() of plugin 'odd' of distribution 'odd-dist'"]
 
 
 def test_two_distributions_may_not_have_one_name(install):
@@ -198,7 +230,27 @@ def test_a_platform_that_is_not_installed(install):
     install_platform(install, "arrow")
     with pytest.raises(PlatformError) as caught:
         get_platform("bow")
-    assert str(caught.value) == "platform 'bow' is not installed; found: arrow. Install hp-platform-bow."
+    assert str(caught.value) == (
+        "there is no platform 'bow'; found: arrow. Install the package of the plugin that provides it."
+    )
+
+
+@pytest.mark.usefixtures("install")
+def test_a_platform_of_ours_that_is_not_installed():
+    with pytest.raises(PlatformError) as caught:
+        get_platform("torch")
+    assert str(caught.value) == "platform 'torch' is not installed; found: none. Install hp-platform-torch."
+
+
+def test_a_misspelt_platform_is_told_the_nearest_name(install, monkeypatch):
+    install_platform(install, "arrow")
+    with pytest.raises(PlatformError) as caught:
+        get_platform("trch")
+    assert str(caught.value) == "there is no platform 'trch'; found: arrow. Did you mean 'torch'?"
+    monkeypatch.setenv("HP_PLATFORM", "arow")
+    with pytest.raises(PlatformError) as caught:
+        get_platform()
+    assert str(caught.value) == "HP_PLATFORM: there is no platform 'arow'; found: arrow. Did you mean 'arrow'?"
 
 
 def test_a_framework_that_is_too_old(install):
@@ -221,14 +273,16 @@ def test_an_unusable_platform_does_not_hide_a_usable_one(install):
 def test_a_hook_that_returns_no_platform(install):
     source = "from hp_dtensor.platform.plugins import hookimpl\n@hookimpl\ndef hp_platform():\n    return 'arrow'\n"
     install("odd-dist", {"odd": "odd_module"}, odd_module=source)
-    with pytest.raises(PlatformError, match=re.escape("its hp_platform() must return a Platform, got 'arrow'")):
+    with pytest.raises(
+        PlatformError, match=re.escape("'odd-dist': hook hp_platform() must return a Platform, got 'arrow'")
+    ):
         get_platform("odd")
 
 
 def test_a_framework_that_does_not_import_names_the_platform(install):
     body = HOOK.format(body="import no_such_framework")
     install("hp-platform-frame", {"frame": "frame_module"}, frame_module=body)
-    reason = r"'frame' is installed but cannot be used: its hp_platform\(\) does not import: .*'no_such_framework'"
+    reason = r"'frame' is installed but cannot be used: .*hook hp_platform\(\) raised ModuleNotFoundError: .*'no_such"
     with pytest.raises(PlatformError, match=reason):
         get_platform("frame")
     install_platform(install, "arrow")
@@ -237,13 +291,15 @@ def test_a_framework_that_does_not_import_names_the_platform(install):
 
 def test_a_plugin_without_platform_is_not_said_to_be_missing(install):
     install("some-rules", {"rules": "rules_module"}, rules_module=WITHOUT_PLATFORM)
-    with pytest.raises(PlatformError, match=r"plugin 'rules' is installed but gives no platform"):
+    with pytest.raises(PlatformError, match=r"'rules' of distribution 'some-rules' is installed but gives no platform"):
         get_platform("rules")
 
 
 def test_a_platform_asked_for_by_its_plugins_name(install):
     install("some-arrows", {"bow": "arrow_module"}, arrow_module=PLATFORM.format(name="arrow"))
-    with pytest.raises(PlatformError, match=r"plugin 'bow' gives a platform that calls itself 'arrow'"):
+    with pytest.raises(
+        PlatformError, match=r"'bow' of distribution 'some-arrows' gives a platform that calls itself 'arrow'"
+    ):
         get_platform("bow")
 
 

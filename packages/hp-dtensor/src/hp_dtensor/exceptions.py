@@ -13,6 +13,10 @@ class PluginError(HPError, RuntimeError):
     """A plugin cannot be imported or implements a hook that does not exist; names plugin and distribution."""
 
 
+class RegistryError(HPError, ValueError):
+    """A name that no plugin has registered, one that is taken, or an entry that its registry cannot take."""
+
+
 class CapabilityError(HPError, NotImplementedError):
     """The platform's framework cannot do what was asked on this device."""
 

@@ -10,26 +10,106 @@ import functools
 import importlib.metadata
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
+from typing import Any, NamedTuple
 
 import pluggy
 
-from hp_dtensor.exceptions import PluginError
+from hp_dtensor.exceptions import HPError, PluginError
 
 PROJECT_NAME = "hp"
 hookimpl = pluggy.HookimplMarker(PROJECT_NAME)
 
 
-def create_plugin_manager(group: str, hookspecs: ModuleType) -> pluggy.PluginManager:
-    """A manager with every wanted plugin of the entry-point `group` loaded and checked against `hookspecs`.
+class PluginManager(pluggy.PluginManager):
+    """pluggy's manager with errors that name the plugin, its distribution and the hook.
+
+    Attributes:
+        group: the entry-point group it serves.
+        distributions: plugin name -> the distribution it comes from; absent for plugins registered in code.
+    """
+
+    def __init__(self, group: str, hookspecs: ModuleType) -> None:
+        super().__init__(PROJECT_NAME)
+        self.group = group
+        self.distributions: dict[str, str] = {}
+        self.add_hookspecs(hookspecs)
+
+    def register(self, plugin: Any, name: str | None = None) -> str | None:
+        """Register a plugin whose hooks, when they raise, are named with it.
+
+        Raises:
+            PluginError: a hook of it has arguments that its specification does not have.
+        """
+        try:
+            registered = super().register(plugin, name)
+        except pluggy.PluginValidationError as error:
+            raise PluginError(f"{origin_of(self, str(name))} (group {self.group!r}): {error}") from error
+        for caller in self.get_hookcallers(plugin) or ():
+            for implementation in caller.get_hookimpls():
+                if implementation.plugin is plugin and not (implementation.wrapper or implementation.hookwrapper):
+                    guarded = _guarded(implementation.function, f"{origin_of(self, str(registered))}", caller.name)
+                    implementation.function = guarded  # type: ignore[misc]
+        return registered
+
+
+def _guarded(function: Callable[..., Any], origin: str, hook: str) -> Callable[..., Any]:
+    """Return the hook `function` with its errors told as those of the plugin that `origin` names.
+
+    An error that the packages raise on purpose keeps its type and its message, and gets a note.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        try:
+            return function(*args)
+        except HPError as error:
+            error.add_note(f"raised by hook {hook}() of {origin}")
+            raise
+        except Exception as error:
+            raise PluginError(f"{origin}: hook {hook}() raised {type(error).__name__}: {error}") from error
+
+    return call
+
+
+def origin_of(manager: pluggy.PluginManager, plugin: str) -> str:
+    """Return how messages name a plugin: `plugin 'q8' of distribution 'hp-q8'`."""
+    distribution = getattr(manager, "distributions", {}).get(plugin)
+    return f"plugin {plugin!r}" + (f" of distribution {distribution!r}" if distribution else "")
+
+
+class PluginHook(NamedTuple):
+    """One plugin's implementation of a hook.
+
+    Attributes:
+        name: the plugin's.
+        call: calls it alone, with the hook's arguments by keyword; returns what pluggy does for one plugin: a list
+            of one result (empty for None), or the result itself of a hook with `firstresult`.
+    """
+
+    name: str
+    call: Callable[..., Any]
+
+
+def call_each(manager: pluggy.PluginManager, hook: str) -> Iterator[PluginHook]:
+    """Yield every plugin's implementation of `hook`, in the order in which the plugins were registered."""
+    plugins = manager.list_name_plugin()
+    for implementation in getattr(manager.hook, hook).get_hookimpls():
+        others = [plugin for _, plugin in plugins if plugin is not implementation.plugin]
+        yield PluginHook(implementation.plugin_name, manager.subset_hook_caller(hook, remove_plugins=others))
+
+
+def create_plugin_manager(group: str, hookspecs: ModuleType) -> PluginManager:
+    """Return a manager with every wanted plugin of the entry-point `group` loaded and checked against `hookspecs`.
 
     Raises:
-        PluginError: a plugin does not import, or implements a hook that `hookspecs` does not have.
+        PluginError: a plugin does not import, implements a hook that `hookspecs` does not have, or takes arguments
+            that a hook does not have.
     """
-    manager = pluggy.PluginManager(PROJECT_NAME)
-    manager.add_hookspecs(hookspecs)
+    manager = PluginManager(group, hookspecs)
     for entry_point in _wanted_entry_points(group):
+        manager.distributions[entry_point.name] = _distribution(entry_point)
         manager.register(_load(entry_point, group), name=entry_point.name)
     _reject_unknown_hooks(manager, group)
     if os.environ.get("HP_TRACE_PLUGINS") == "1":
@@ -38,8 +118,8 @@ def create_plugin_manager(group: str, hookspecs: ModuleType) -> pluggy.PluginMan
 
 
 @functools.cache
-def plugin_manager() -> pluggy.PluginManager:
-    """hp_dtensor's own manager, made on first use."""
+def plugin_manager() -> PluginManager:
+    """Return hp_dtensor's own manager, made on first use."""
     from hp_dtensor.platform import hookspecs
 
     return create_plugin_manager("hp_dtensor", hookspecs)
@@ -81,11 +161,10 @@ def _load(entry_point: importlib.metadata.EntryPoint, group: str) -> object:
 
 
 def _reject_unknown_hooks(manager: pluggy.PluginManager, group: str) -> None:
-    known = ", ".join(
-        sorted(name for name in vars(manager.hook) if name.startswith("hp_") and _has_spec(manager, name))
-    )
+    hooks = sorted(name for name in vars(manager.hook) if name.startswith("hp_") and _has_spec(manager, name))
+    known = ", ".join(hooks)
     unknown = [
-        f"{implementation.plugin_name!r} implements {name!r}"
+        f"{origin_of(manager, implementation.plugin_name)} implements {name!r}"
         for name in sorted(vars(manager.hook))
         if not name.startswith("_") and not _has_spec(manager, name)
         for implementation in getattr(manager.hook, name).get_hookimpls()

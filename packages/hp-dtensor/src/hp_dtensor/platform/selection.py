@@ -2,33 +2,42 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import os
 
-from hp_dtensor.exceptions import PlatformError
+from hp_dtensor.exceptions import PlatformError, PluginError
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.platform.plugins import plugin_manager
+from hp_dtensor.platform.plugins import call_each, origin_of, plugin_manager
+
+OUR_PLATFORMS = ("mindspore", "torch")
 
 
 def get_platform(name: str | Platform | None = None) -> Platform:
-    """The platform called `name` (or `name` itself when it is one). Asked for by name, only its framework is imported.
+    """Return the platform called `name`, or `name` itself when it is one.
+
+    Asked for by name, only its framework is imported.
+
+    Args:
+        name: default: what `HP_PLATFORM` says, else the only platform installed.
 
     Raises:
-        PlatformError: none is installed, several are and none was chosen, there is none of that name, or its
-            framework is missing or too old.
+        PlatformError: none is installed, several are and none was chosen, there is none of that name (the message
+            gives the nearest one), or its framework is missing or too old.
     """
     if isinstance(name, Platform):
         return name
     wanted = name or os.environ.get("HP_PLATFORM") or None
     if wanted is not None:
-        return _named(wanted)
+        return _named(wanted, "" if name else "HP_PLATFORM: ")
     available, errors = _platforms()
     if len(available) == 1:
         return next(iter(available.values()))
     raise PlatformError(_no_choice(available, errors))
 
 
-def _named(wanted: str) -> Platform:
+def _named(wanted: str, source: str) -> Platform:
+    """Return the platform called `wanted`; errors begin with `source`, which tells where the name stands."""
     found = _load(wanted) if wanted in _plugins() else None
     if isinstance(found, Platform) and found.name == wanted:
         return found
@@ -36,13 +45,23 @@ def _named(wanted: str) -> Platform:
     if wanted in available:
         return available[wanted]
     if wanted in errors:
-        raise PlatformError(f"platform {wanted!r} is installed but cannot be used: {errors[wanted]}")
+        raise PlatformError(f"{source}platform {wanted!r} is installed but cannot be used: {errors[wanted]}")
+    origin = origin_of(plugin_manager(), wanted)
     if isinstance(found, Platform):
-        raise PlatformError(f"plugin {wanted!r} gives a platform that calls itself {found.name!r}; ask for that name.")
+        raise PlatformError(f"{source}{origin} gives a platform that calls itself {found.name!r}; ask for that name.")
     if plugin_manager().has_plugin(wanted):
-        raise PlatformError(f"plugin {wanted!r} is installed but gives no platform: it has no @hookimpl hp_platform().")
-    found_names = ", ".join(sorted(available)) or "none"
-    raise PlatformError(f"platform {wanted!r} is not installed; found: {found_names}. Install hp-platform-{wanted}.")
+        raise PlatformError(f"{source}{origin} is installed but gives no platform: it has no @hookimpl hp_platform().")
+    raise PlatformError(source + _unknown(wanted, sorted({*available, *errors})))
+
+
+def _unknown(wanted: str, installed: list[str]) -> str:
+    """Return the message about a name that no installed platform has."""
+    found = ", ".join(installed) or "none"
+    if wanted in OUR_PLATFORMS:
+        return f"platform {wanted!r} is not installed; found: {found}. Install hp-platform-{wanted}."
+    nearest = difflib.get_close_matches(wanted, [*installed, *OUR_PLATFORMS], n=1)
+    hint = f"Did you mean {nearest[0]!r}?" if nearest else "Install the package of the plugin that provides it."
+    return f"there is no platform {wanted!r}; found: {found}. {hint}"
 
 
 def _no_choice(available: dict[str, Platform], errors: dict[str, str]) -> str:
@@ -56,7 +75,7 @@ def _no_choice(available: dict[str, Platform], errors: dict[str, str]) -> str:
 
 
 def _platforms() -> tuple[dict[str, Platform], dict[str, str]]:
-    """Usable platforms by name, and by plugin name the reason of each one that is not."""
+    """Return the usable platforms by name, and by plugin name the reason of each one that is not."""
     available: dict[str, Platform] = {}
     errors: dict[str, str] = {}
     for plugin in _plugins():
@@ -74,15 +93,14 @@ def _plugins() -> list[str]:
 
 @functools.cache
 def _load(plugin: str) -> Platform | str:
-    """A plugin's platform, or why it cannot be used."""
+    """Return a plugin's platform, or why it cannot be used."""
     manager = plugin_manager()
-    others = [found for name, found in manager.list_name_plugin() if name != plugin]
+    hook = next(each for each in call_each(manager, "hp_platform") if each.name == plugin)
     try:
-        results = manager.subset_hook_caller("hp_platform", others)()
-    except PlatformError as error:
+        results = hook.call()
+    except (PlatformError, PluginError) as error:
         return str(error)
-    except ImportError as error:
-        return f"its hp_platform() does not import: {type(error).__name__}: {error}"
     if len(results) == 1 and isinstance(results[0], Platform):
         return results[0]
-    return f"its hp_platform() must return a Platform, got {results[0] if results else None!r}"
+    got = repr(results[0]) if results else "None"
+    return f"{origin_of(manager, plugin)}: hook hp_platform() must return a Platform, got {got}"

@@ -1,0 +1,164 @@
+"""Named things that plugins provide: communications, token dispatchers, models, datasets, optimizers, trackers.
+
+One class serves every package that lets plugins add things by name. A registry is filled by `fill_registry`, which
+calls the hook of one plugin after the other, so that an entry, and an error about it, names who registered it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, is_dataclass
+from typing import Any
+
+import pluggy
+
+from hp_dtensor.exceptions import HPError, RegistryError
+from hp_dtensor.platform.plugins import call_each, origin_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoOptions:
+    """The options of an entry that has none."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One named thing.
+
+    Attributes:
+        name: what a configuration or an argument writes.
+        build: makes it; its arguments are those that the registry's hook states.
+        options: frozen, keyword-only dataclass: the schema of its options, `name` aside.
+        platform: name of the only platform it works on; None: any.
+        plugin: who registered it.
+        origin: who registered it, for messages: `plugin 'q8' of distribution 'hp-q8'`.
+    """
+
+    name: str
+    build: Callable[..., Any]
+    options: type
+    platform: str | None
+    plugin: str
+    origin: str
+
+
+class Registry:
+    """Entries of one kind, by name and, where they differ, by platform.
+
+    Args:
+        kind: the field's word for an entry, such as `token dispatcher`, for messages.
+        owner: the package whose own entries are added outside of `registering`.
+        error: the exception raised for users' mistakes.
+    """
+
+    def __init__(self, kind: str, owner: str, error: type[HPError] = RegistryError) -> None:
+        self.kind = kind
+        self.a_kind = f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
+        self._error = error
+        self._entries: dict[tuple[str, str | None], Entry] = {}
+        self._plugin, self._origin = owner, f"plugin {owner!r}"
+
+    def add(
+        self,
+        name: str,
+        build: Callable[..., Any],
+        *,
+        options: type = NoOptions,
+        platform: str | None = None,
+    ) -> None:
+        """Register an entry.
+
+        Raises:
+            RegistryError (or the registry's `error`): the name is no text or `build` cannot be called, the name is
+                taken for this platform, `options` is no dataclass, or it differs from the options that the same name
+                has on another platform.
+        """
+        if not isinstance(name, str) or not callable(build):
+            raise self._error(
+                f"{self.kind} of {self._origin}: expected add(name, build) with a name and what builds it, got "
+                f"{name!r} and {build!r}"
+            )
+        if not (isinstance(options, type) and is_dataclass(options)):
+            raise self._error(f"{self.kind} {name!r} of {self._origin}: options must be a dataclass, got {options!r}")
+        for other in self._named(name):
+            if other.platform == platform:
+                raise self._error(
+                    f"{self.kind} {name!r} is registered by {other.origin} and again by {self._origin}; "
+                    "rename one of them"
+                )
+            if other.options is not options:
+                raise self._error(
+                    f"{self.kind} {name!r} has other options in {other.origin} than in {self._origin}; one name has "
+                    "one schema on every platform"
+                )
+        self._entries[name, platform] = Entry(name, build, options, platform, self._plugin, self._origin)
+
+    def names(self) -> list[str]:
+        """Return every name, sorted."""
+        return sorted({name for name, _ in self._entries})
+
+    def options(self, name: str) -> type:
+        """Return the dataclass of a name's options, the same on every platform.
+
+        Raises:
+            RegistryError (or the registry's `error`): the name is unknown.
+        """
+        return self._require(name)[0].options
+
+    def get(self, name: str, platform: str | None = None) -> Entry:
+        """Return the entry for a platform, else the one for any platform.
+
+        Raises:
+            RegistryError (or the registry's `error`): the name is unknown (the message gives the nearest one), or
+                there is none for this platform.
+        """
+        entries = {entry.platform: entry for entry in self._require(name)}
+        entry = entries.get(platform) or entries.get(None)
+        if entry is None:
+            found = ", ".join(sorted(str(key) for key in entries))
+            raise self._error(f"{self.kind} {name!r} exists for {found} only, not for platform {platform!r}")
+        return entry
+
+    def suggest(self, name: str) -> str:
+        """Return the registered name closest to `name`, or an empty string when none is close."""
+        return next(iter(difflib.get_close_matches(name, self.names(), n=1)), "")
+
+    @contextlib.contextmanager
+    def registering(self, plugin: str, origin: str | None = None) -> Iterator[Registry]:
+        """Make `plugin` the one that registers the entries added inside the block.
+
+        Args:
+            origin: how messages name it; default: by its name alone.
+        """
+        before = self._plugin, self._origin
+        self._plugin, self._origin = plugin, origin or f"plugin {plugin!r}"
+        try:
+            yield self
+        finally:
+            self._plugin, self._origin = before
+
+    def _named(self, name: str) -> list[Entry]:
+        return [entry for entry in self._entries.values() if entry.name == name]
+
+    def _require(self, name: str) -> list[Entry]:
+        entries = self._named(name)
+        if not entries:
+            known = ", ".join(self.names()) or "none is registered"
+            nearest = self.suggest(name)
+            hint = f". Did you mean {nearest!r}?" if nearest else ""
+            raise self._error(f"no {self.kind} is called {name!r}; known: {known}{hint}")
+        return entries
+
+
+def fill_registry(registry: Registry, manager: pluggy.PluginManager, hook: str) -> Registry:
+    """Call `hook(registry=registry)` of every plugin, each by itself, so that an entry knows who registered it.
+
+    Returns:
+        The registry given.
+    """
+    for plugin in call_each(manager, hook):
+        with registry.registering(plugin.name, origin_of(manager, plugin.name)):
+            plugin.call(registry=registry)
+    return registry
