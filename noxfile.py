@@ -36,7 +36,7 @@ nox.options.sessions = [
     "docs",
 ]
 # By name only: `main` is the other command of the README, `loss_parity` trains five times, `bench` measures,
-# `proof` takes hours.
+# `proof` takes hours, `release` is for those who release.
 
 CORES = len(os.sched_getaffinity(0))
 WORKERS = min(4, CORES)  # more of them import a framework for too few tests each
@@ -299,6 +299,12 @@ def bench(session: nox.Session) -> None:
     for path in session.posargs or sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("benchmarks/[!_]*.py")):
         platform = "mindspore" if Path(path).name.startswith("mindspore_") else "torch"
         run(session, full(platform), path, HP_PLATFORM=platform)
+
+
+@session
+def release(session: nox.Session) -> None:
+    """Prepare a package's release: `nox -s release -- PACKAGE [major|minor|patch|X.Y.Z] [--write]`; dry by default."""
+    run(session, house_tools(), "tools/release.py", *session.posargs)
 
 
 @session

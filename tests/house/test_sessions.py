@@ -7,7 +7,7 @@ import sys
 import pytest
 import workspace
 
-NOT_BY_DEFAULT = {"bench", "loss_parity", "main", "proof(mindspore)", "proof(torch)"}
+NOT_BY_DEFAULT = {"bench", "loss_parity", "main", "proof(mindspore)", "proof(torch)", "release"}
 
 
 @pytest.fixture(scope="module")
