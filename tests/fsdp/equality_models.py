@@ -16,8 +16,7 @@ from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.placements import Partial
 from hp_dtensor.tensor.conversions import replicate_like
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_moe import GroupedExperts, MoE, TokenChoiceTopKRouter
-from hp_moe.products import grouped_matmul
+from hp_moe import GroupedExperts, MoE, TokenChoiceTopKRouter, grouped_matmul
 
 DIM, WIDE, VOCABULARY, LENGTH, NUM_EXPERTS = 3, 7, 7, 3, 7
 MODELS = ("mlp", "transformer", "tied", "frozen", "moe")

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-import hp_moe.dispatch
-import hp_moe.products
+import hp_moe.dispatch.registry
+import hp_moe.grouped_gemm
 from hp_dtensor.platform.plugins import create_plugin_manager, hookimpl
 from hp_moe import DispatcherRegistry, ExpertParallelError, hookspecs, loop_grouped_matmul
 
@@ -17,8 +17,8 @@ def manager(monkeypatch):
     """A manager without the plugins of this environment, in place of the real one."""
     monkeypatch.setenv("HP_LOAD_PLUGINS", "")
     manager = create_plugin_manager("hp_moe", hookspecs)
-    caches = (hp_moe.products._implementation, hp_moe.dispatch.dispatchers)
-    for module in (hp_moe.products, hp_moe.dispatch):
+    caches = (hp_moe.grouped_gemm._implementation, hp_moe.dispatch.registry.dispatchers)
+    for module in (hp_moe.grouped_gemm, hp_moe.dispatch.registry):
         monkeypatch.setattr(module, "plugin_manager", lambda: manager)
     for cache in caches:
         cache.cache_clear()
@@ -38,7 +38,7 @@ def test_a_plugin_answers_for_its_platform_only(manager):
 
     manager.register(Plugin())
     mine, other = SimpleNamespace(name="mine"), SimpleNamespace(name="other")
-    find = hp_moe.products._implementation.__wrapped__
+    find = hp_moe.grouped_gemm._implementation.__wrapped__
     assert find(mine) is product
     assert find(other) is loop_grouped_matmul
 
@@ -50,12 +50,12 @@ def test_a_plugin_adds_a_dispatcher(manager):
             registry.add("echo", lambda group, num_experts: (group, num_experts))
 
     manager.register(Plugin())
-    assert hp_moe.dispatch.dispatchers().build("echo", "the group", 8) == ("the group", 8)
+    assert hp_moe.dispatch.registry.dispatchers().build("echo", "the group", 8) == ("the group", 8)
 
 
 def test_an_unknown_dispatcher_names_those_there_are(manager):
     with pytest.raises(ExpertParallelError, match="no token dispatcher is called 'deep'; known: all_to_all"):
-        hp_moe.dispatch.dispatchers().build("deep", None, 8)
+        hp_moe.dispatch.registry.dispatchers().build("deep", None, 8)
 
 
 def test_a_name_is_taken_once():

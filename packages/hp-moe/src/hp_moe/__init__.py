@@ -11,8 +11,8 @@ from hp_moe.dispatch import (
 from hp_moe.exceptions import ExpertParallelError, MoEConfigError
 from hp_moe.experts import GroupedExperts
 from hp_moe.feed_forward import FeedForward
+from hp_moe.grouped_gemm import GroupedMatmul, GroupSizes, grouped_matmul, loop_grouped_matmul
 from hp_moe.moe import MoE
-from hp_moe.products import GroupSizes, grouped_matmul, loop_grouped_matmul
 from hp_moe.router import Routing, TokenChoiceTopKRouter
 from hp_moe.styles import (
     BaseExpertParallel,
@@ -35,6 +35,7 @@ __all__ = [
     "FeedForward",
     "GroupSizes",
     "GroupedExperts",
+    "GroupedMatmul",
     "LoadMetrics",
     "LocalDispatcher",
     "MoE",

@@ -9,7 +9,7 @@ from hp_dtensor.parallel import nn
 from hp_dtensor.spec.placements import Partial
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_moe.dispatch import LocalDispatcher, TokenDispatcher
-from hp_moe.products import GroupSizes, grouped_matmul
+from hp_moe.grouped_gemm import GroupSizes, grouped_matmul
 from hp_moe.router import Routing
 
 Tensor = Any

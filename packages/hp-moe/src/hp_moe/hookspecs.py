@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 
 if TYPE_CHECKING:
     from hp_dtensor.platform.interface import Platform
     from hp_moe.dispatch import DispatcherRegistry
-    from hp_moe.products import GroupedMatmul
 
 hookspec = pluggy.HookspecMarker("hp")
 
 
 @hookspec(firstresult=True)
-def hp_grouped_matmul(platform: Platform) -> GroupedMatmul | None:
-    """Called once per platform, before the first product. Returns its grouped matrix product, or None.
+def hp_grouped_matmul(platform: Platform) -> Callable[..., Any] | None:
+    """Return a platform's grouped matrix product, a `hp_moe.GroupedMatmul`, or None for other platforms. Since 0.1.
 
-    `grouped_matmul(x, weight, sizes)` with x `[rows, in]` in group-major order, weight `[groups, out, in]`
-    and sizes a `hp_moe.GroupSizes` gives `[rows, out]`, `x[group e] @ weight[e].T`, differentiable; a group
-    without rows gets a gradient of exactly zero. Without an answer a loop of products is used. Since 0.1.
+    Called once per platform, before the first product; without an answer a loop of products is used. The
+    product takes x `[rows, in]` in group-major order, weight `[groups, out, in]` and a `hp_moe.GroupSizes`, and
+    gives `[rows, out]`, `x[rows of group e] @ weight[e].T`. It is differentiable, and a group without rows gets a
+    gradient of exactly zero (`hp_moe.loop_grouped_matmul` is the oracle).
     """
 
 
 @hookspec
 def hp_token_dispatcher(registry: DispatcherRegistry) -> None:
-    """Called once, before a dispatcher is first looked up by name. Registers token dispatchers. Since 0.1.
+    """Register token dispatchers by name, for `ExpertParallel("name")`. Since 0.1.
 
-    `registry.add(name, build)`, `build(group, num_experts)` returns a `hp_moe.TokenDispatcher`.
+    Called once, before the first look-up. `registry.add(name, build)`, where `build(group, num_experts)` returns a
+    `hp_moe.TokenDispatcher` for the ranks of a process group.
     """

@@ -12,7 +12,7 @@ from hp_dtensor.tensor.dtensor import DTensor
 from hp_moe.exceptions import ExpertParallelError, MoEConfigError
 from hp_moe.experts import GroupedExperts
 from hp_moe.feed_forward import FeedForward
-from hp_moe.region import enter_region
+from hp_moe.local_region import enter_region
 from hp_moe.router import Routing, ScoreFunction, TokenChoiceTopKRouter
 
 Tensor = Any

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from hp_dtensor.platform.interface import Platform
+from hp_moe import GroupedMatmul, GroupSizes, loop_grouped_matmul
 from hp_moe.plugins import hookimpl
-from hp_moe.products import GroupedMatmul, GroupSizes, loop_grouped_matmul
 
 _GROUPED_MM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STRIDE_BYTES = 16

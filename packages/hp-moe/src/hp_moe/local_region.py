@@ -1,6 +1,7 @@
-"""Routing is local work: each rank routes its own rows. This is the way in and out of it.
+"""Local regions: the way from a layer's input to the plain rows that this rank routes, and back.
 
-On the mesh of a distributed input, or of experts whose hidden dimension is cut, an axis is one of:
+Routing is local work, each rank routes rows of its own. On the mesh of a distributed input, or of experts whose
+hidden dimension is cut, an axis is one of:
 
 - sharded: every rank routes its own tokens, and the results are placed as the input was;
 - varying (experts cut over this axis): every rank routes all tokens and returns a part of every result;
@@ -25,12 +26,12 @@ Tensor = Any
 
 @dataclass(frozen=True, slots=True)
 class LocalRegion:
-    """A stretch of local work between input and output.
+    """A stretch of local work between a layer's input and its output.
 
     Attributes:
-        rows: the plain input.
-        mesh: None: input and output are plain and belong to this rank alone.
-        inside: placements of the results on `mesh`.
+        rows: the plain tensor to work on, `[..., dim]`.
+        mesh: the mesh of input and output; None: they are plain and belong to this rank alone.
+        inside: placements of the local results on `mesh`.
         outside: placements that the output shall have; None: plain and whole.
         shape: global shape of the output.
         around: the region that this one was entered from.
@@ -45,12 +46,12 @@ class LocalRegion:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks work on the tokens of `x`, or of parts of them."""
+        """Number of ranks that work on the tokens of the input, or on parts of them."""
         mine = 1 if self.mesh is None else self.mesh.size()
         return mine * (1 if self.around is None else self.around.num_ranks)
 
     def leave(self, y: Tensor) -> Tensor:
-        """`y`, shaped as `rows`, as the kind of tensor that came in."""
+        """Turn local results `y`, shaped as `rows`, into the kind of tensor that came in."""
         if self.mesh is not None:
             output = DTensor.from_local(y, self.mesh, self.inside, shape=self.shape)
             y = output.full_tensor() if self.outside is None else output.redistribute(placements=self.outside)
@@ -64,8 +65,8 @@ def enter_region(
 
     Args:
         x: plain (each rank's own, but the same on all ranks of the two meshes) or distributed.
-        partial_mesh: 1-D, over which the experts' hidden dimension is cut; None: it is not.
-        split_mesh: 1-D, of ranks that were given the same `x`; None: none were.
+        partial_mesh: 1-D mesh over which the experts' hidden dimension is cut; None: it is not.
+        split_mesh: 1-D mesh of ranks that were given the same `x`; None: none were.
 
     Raises:
         ExpertParallelError: `x` is distributed over other ranks than the experts' hidden dimension.

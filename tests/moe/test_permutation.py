@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy
 import pytest
 
-from hp_moe.row_copies import RowCopies
+from hp_moe.dispatch.permutation import TokenPermutation
 
 # rows, slots, keys: present keys are below 4, 9 marks a slot without a copy.
 CASES = {
@@ -30,7 +30,7 @@ def expected_entries(keys):
 
 
 def make(platform, keys):
-    return RowCopies(platform, platform.from_numpy(keys), int((keys < 9).sum()))
+    return TokenPermutation(platform, platform.from_numpy(keys), int((keys < 9).sum()))
 
 
 def leaf(platform, array):
@@ -44,7 +44,7 @@ def test_rows_are_copied_in_key_order_and_gradients_summed(platform, keys):
     entries = expected_entries(keys)
     data = numpy.arange(rows * 3).reshape(rows, 3) + 1
     x = leaf(platform, data)
-    copies = make(platform, keys).replicate(x)
+    copies = make(platform, keys).permute(x)
     numpy.testing.assert_array_equal(platform.to_numpy(copies), data[entries // slots])
     grad = numpy.arange(len(entries) * 3).reshape(-1, 3) + 5
     (got,) = platform.grad([copies], [x], [platform.from_numpy(grad.astype(numpy.float32))])
@@ -58,7 +58,7 @@ def test_copies_are_summed_per_row_and_gradients_copied(platform, keys):
     entries = expected_entries(keys)
     data = numpy.arange(len(entries) * 2).reshape(-1, 2) + 1
     y = leaf(platform, data)
-    sums = make(platform, keys).reduce(y)
+    sums = make(platform, keys).unpermute(y)
     expected = numpy.zeros((rows, 2))
     numpy.add.at(expected, entries // slots, data)
     numpy.testing.assert_array_equal(platform.to_numpy(sums), expected)
@@ -67,11 +67,11 @@ def test_copies_are_summed_per_row_and_gradients_copied(platform, keys):
     numpy.testing.assert_array_equal(platform.to_numpy(got), grad[entries // slots])
 
 
-def test_values_of_slots_are_picked(platform, keys):
+def test_scores_follow_their_copies(platform, keys):
     entries = expected_entries(keys)
     data = numpy.arange(keys.size).reshape(keys.shape) + 1
     values = leaf(platform, data)
-    picked = make(platform, keys).pick(values)
+    picked = make(platform, keys).permute_scores(values)
     numpy.testing.assert_array_equal(platform.to_numpy(picked), data.reshape(-1, 1)[entries])
     grad = numpy.arange(len(entries)).reshape(-1, 1) + 3
     (got,) = platform.grad([picked], [values], [platform.from_numpy(grad.astype(numpy.float32))])

@@ -1,4 +1,4 @@
-"""Products of row groups with one matrix per group: the platform's own, and the loop that is its oracle."""
+"""Grouped matrix products (grouped GEMM): each group of rows times its own matrix."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Tensor = Any
 
 
 class GroupSizes:
-    """How many rows each group has, on the device and on the host.
+    """Number of rows of each group, on the device and on the host.
 
     Args:
         tensor: int64 `[groups]`, on the device.
@@ -33,23 +33,33 @@ class GroupSizes:
 
     @functools.cached_property
     def host(self) -> tuple[int, ...]:
+        """The sizes as Python integers; reading them for the first time waits for the device."""
         return tuple(int(size) for size in self.platform.to_numpy(self.tensor))
 
     @functools.cached_property
     def offsets(self) -> Tensor:
-        """int32 `[groups]`: where each group ends."""
+        """Row number at which each group ends: int32 `[groups]`, on the device."""
         ops = self.platform.ops
         return ops.cast(ops.cumsum(self.tensor, 0), self.platform.dtype("int32"))
 
 
 class GroupedMatmul(Protocol):
-    """What `hp_grouped_matmul` returns."""
+    """A platform's grouped matrix product, as the hook `hp_grouped_matmul` returns it."""
 
     def __call__(self, x: Tensor, weight: Tensor, sizes: GroupSizes) -> Tensor: ...
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, sizes: GroupSizes) -> Tensor:
-    """`x[rows of group e] @ weight[e].T` for every group: `[rows, in]`, `[groups, out, in]` -> `[rows, out]`."""
+    """Multiply each group of rows with its matrix, `x[rows of group e] @ weight[e].T`; differentiable.
+
+    Args:
+        x: `[rows, in]` in group-major order.
+        weight: `[groups, out, in]`.
+        sizes: rows of each group; they add up to `rows`.
+
+    Returns:
+        `[rows, out]`. A group without rows gets a weight gradient of exactly zero.
+    """
     return _implementation(sizes.platform)(x, weight, sizes)
 
 
@@ -59,24 +69,26 @@ def _implementation(platform: Platform) -> GroupedMatmul:
 
 
 def loop_grouped_matmul(x: Tensor, weight: Tensor, sizes: GroupSizes) -> Tensor:
-    """`grouped_matmul` as one product per group that has rows; works on every platform and dtype."""
+    """`grouped_matmul` as one product per group that has rows.
+
+    It works on every platform and dtype, and is the oracle of the faster ones.
+    """
     ops = sizes.platform.ops
-    bounds = _bounds(sizes.host)
+    slices = _group_slices(sizes.host)
     kept = Kept(sizes.platform, x, weight)
 
     def forward(x: Tensor, weight: Tensor) -> Tensor:
         products = [
-            ops.matmul(_rows(ops, x, bound), ops.transpose(_matrix(ops, weight, group), 0, 1))
-            for group, bound in bounds
+            ops.matmul(_rows(ops, x, rows), ops.transpose(_matrix(ops, weight, group), 0, 1)) for group, rows in slices
         ]
         return _cat(sizes.platform, products, (0, weight.shape[1]), x.dtype)
 
     def backward(grad: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = kept.tensors
-        to_x = [ops.matmul(_rows(ops, grad, bound), _matrix(ops, weight, group)) for group, bound in bounds]
+        to_x = [ops.matmul(_rows(ops, grad, rows), _matrix(ops, weight, group)) for group, rows in slices]
         to_weight = [ops.zeros(tuple(weight.shape[1:]), weight.dtype)] * len(sizes.host)
-        for group, bound in bounds:
-            to_weight[group] = ops.matmul(ops.transpose(_rows(ops, grad, bound), 0, 1), _rows(ops, x, bound))
+        for group, rows in slices:
+            to_weight[group] = ops.matmul(ops.transpose(_rows(ops, grad, rows), 0, 1), _rows(ops, x, rows))
         matrices = [ops.unsqueeze(matrix, 0) for matrix in to_weight]
         return (
             _cat(sizes.platform, to_x, tuple(x.shape), x.dtype),
@@ -86,14 +98,14 @@ def loop_grouped_matmul(x: Tensor, weight: Tensor, sizes: GroupSizes) -> Tensor:
     return sizes.platform.custom_function(forward, backward, x, weight)
 
 
-def _bounds(host: tuple[int, ...]) -> list[tuple[int, tuple[int, int]]]:
-    """(group, (first row, rows)) of every group that has rows."""
+def _group_slices(host: tuple[int, ...]) -> list[tuple[int, tuple[int, int]]]:
+    """List (group, (first row, number of rows)) for every group that has rows."""
     starts = numpy.cumsum((0, *host))
     return [(group, (int(starts[group]), size)) for group, size in enumerate(host) if size]
 
 
-def _rows(ops: Any, x: Tensor, bound: tuple[int, int]) -> Tensor:
-    return ops.narrow(x, 0, *bound)
+def _rows(ops: Any, x: Tensor, rows: tuple[int, int]) -> Tensor:
+    return ops.narrow(x, 0, *rows)
 
 
 def _matrix(ops: Any, weight: Tensor, group: int) -> Tensor:

@@ -1,0 +1,144 @@
+"""Expert parallelism by variable all-to-all, with one row per token and destination rank on the wire."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+
+from hp_dtensor.comm.collectives import all_to_all_rows, all_to_all_rows_data
+from hp_dtensor.comm.world import ProcessGroup
+from hp_dtensor.parallel.recompute import kept
+from hp_dtensor.spec.placements import Shard
+from hp_moe.dispatch.base import Dispatched, Route, TokenDispatcher
+from hp_moe.dispatch.permutation import TokenPermutation
+from hp_moe.grouped_gemm import GroupSizes
+from hp_moe.router import Routing, count_keys
+
+Tensor = Any
+
+
+class AllToAllDispatcher(TokenDispatcher):
+    """Expert parallelism over a process group: rank i owns the i-th chunk of the experts.
+
+    One row per token and destination rank crosses the wire in each direction, however many experts of that rank
+    the token has: rows are copied for the experts there, and their results are summed there before they return.
+
+    Forward takes four all-to-alls (sizes; rows; expert numbers and scores; results) and waits for the device
+    once, for the sizes; backward takes three. A recomputation (`hp_dtensor.parallel.recompute`) reuses the
+    sizes and permutations of forward.
+
+    Args:
+        group: the ranks that share the experts; where experts run out, the last ranks own none.
+        num_experts: number of experts of all ranks together.
+    """
+
+    def __init__(self, group: ProcessGroup, num_experts: int) -> None:
+        assert group.platform is not None
+        self.group = group
+        self.platform = group.platform
+        self.num_experts = num_experts
+        self.chunk = -(-num_experts // group.size)
+        self.first, self.num_local = Shard(0).interval(num_experts, group.size, group.rank)
+
+    def dispatch(self, x: Tensor, routing: Routing) -> Dispatched:
+        """Send each token to every rank that owns experts of it; see `TokenDispatcher`."""
+        # Kept: a recomputation in backward replays the exchange with the sizes that forward agreed on.
+        route, sizes = kept(lambda: self._plan_route(routing))
+        rows = self._send(route, x)
+        experts, scores = self._send_choices(route, routing)
+        permutation = kept(lambda: TokenPermutation(self.platform, self._local_experts(experts), sum(sizes.host)))
+        permuted_scores = None if scores is None else permutation.permute_scores(scores)
+        return Dispatched(permutation.permute(rows), sizes, permuted_scores, permutation, route)
+
+    def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
+        """Sum results here, return them to their tokens' ranks and sum them there; see `TokenDispatcher`."""
+        permutation, route = dispatched.permutation, dispatched.route
+        assert permutation is not None
+        assert route is not None
+        returned = all_to_all_rows(permutation.unpermute(y), self.group, route.received, route.sent)
+        return route.permutation.unpermute(returned)
+
+    # Sizes and order of rows ------------------------------------------------------------------------------
+
+    def _plan_route(self, routing: Routing) -> tuple[Route, GroupSizes]:
+        """Agree with all ranks on the rows that travel, and on the rows of each of this rank's experts."""
+        destinations = self._without_repeats(self._owners(routing.experts))
+        sent, received, sizes = self._exchange_sizes(destinations, routing.counts)
+        return Route(TokenPermutation(self.platform, destinations, sum(sent)), sent, received), sizes
+
+    def _owners(self, experts: Tensor) -> Tensor:
+        """Map expert numbers, int64 `[tokens, top_k]`, to the group ranks that own them."""
+        ops = self.platform.ops
+        size = _numel(experts)
+        if size == 0 or self.group.size == 1:
+            return ops.zeros_like(experts)
+        table = self._constant(numpy.arange(self.num_experts) // self.chunk, experts)
+        return ops.reshape(ops.index_select(table, 0, ops.reshape(experts, (size,))), tuple(experts.shape))
+
+    def _without_repeats(self, owners: Tensor) -> Tensor:
+        """Replace each owner that an earlier slot of the same token has by the group's size. O(top_k**2)."""
+        top_k = int(owners.shape[1])
+        if top_k == 1:
+            return owners
+        ops, int64 = self.platform.ops, self.platform.dtype("int64")
+        earlier = self._constant(numpy.tril(numpy.ones((1, top_k, top_k), numpy.int64), -1), owners)
+        same = ops.cast(ops.eq(ops.unsqueeze(owners, 2), ops.unsqueeze(owners, 1)), int64)
+        repeats = ops.sum(ops.mul(same, earlier), 2)
+        return ops.masked_fill(owners, ops.gt(repeats, 0), self.group.size)
+
+    def _exchange_sizes(
+        self, destinations: Tensor, counts: Tensor
+    ) -> tuple[tuple[int, ...], tuple[int, ...], GroupSizes]:
+        """Return rows sent to each rank, rows received from each, and rows of each own expert.
+
+        This is where the host waits for the device, once per call: both directions are read together.
+        """
+        ops, n, chunk = self.platform.ops, self.group.size, self.chunk
+        rows = ops.narrow(count_keys(self.platform, destinations, n + 1), 0, 0, n)
+        padding = ops.zeros((n * chunk - self.num_experts,), counts.dtype)
+        by_owner = ops.reshape(ops.cat([counts, padding], 0), (n, chunk))
+        mine = ops.cat([ops.reshape(rows, (n, 1)), by_owner], 1)
+        theirs = all_to_all_rows_data(mine, self.group, [1] * n, [1] * n)
+        host = self.platform.to_numpy(ops.cat([mine, theirs], 0))
+        own = host[n:, 1 : 1 + self.num_local].sum(0)
+        sizes = self._constant(own, counts)
+        return _ints(host[:n, 0]), _ints(host[n:, 0]), GroupSizes(self.platform, sizes, _ints(own))
+
+    def _local_experts(self, experts: Tensor) -> Tensor:
+        """Renumber experts from the first of this rank; those of other ranks become `num_local`, which sorts last."""
+        ops = self.platform.ops
+        local = ops.sub(experts, self.first)
+        elsewhere = ops.logical_or(ops.lt(local, 0), ops.ge(local, self.num_local))
+        return ops.masked_fill(local, elsewhere, self.num_local)
+
+    # Rows -------------------------------------------------------------------------------------------------
+
+    def _send(self, route: Route, x: Tensor) -> Tensor:
+        """Exchange one row per token and destination: `[tokens, width]` -> `[rows received, width]`."""
+        return all_to_all_rows(route.permutation.permute(x), self.group, route.sent, route.received)
+
+    def _send_choices(self, route: Route, routing: Routing) -> tuple[Tensor, Tensor | None]:
+        """Exchange the expert numbers and scores of each row in one message.
+
+        Numbers travel as float32 beside the scores, which is exact up to 2**24 experts.
+        """
+        ops, top_k = self.platform.ops, int(routing.experts.shape[1])
+        experts = ops.cast(routing.experts, self.platform.dtype("float32"))
+        parts = [experts] if routing.scores is None else [experts, routing.scores]
+        received = self._send(route, ops.cat(parts, 1))
+        experts = ops.narrow(self.platform.detach(received), 1, 0, top_k)
+        scores = None if routing.scores is None else ops.narrow(received, 1, top_k, top_k)
+        return ops.cast(experts, self.platform.dtype("int64")), scores
+
+    def _constant(self, array: numpy.ndarray, like: Tensor) -> Tensor:
+        """An int64 tensor on the device of `like`."""
+        return self.platform.from_numpy(array.astype(numpy.int64), self.platform.device_of(like))
+
+
+def _numel(x: Tensor) -> int:
+    return int(numpy.prod(x.shape))
+
+
+def _ints(values: numpy.ndarray) -> tuple[int, ...]:
+    return tuple(int(value) for value in values)

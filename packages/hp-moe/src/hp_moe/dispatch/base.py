@@ -1,0 +1,76 @@
+"""The interface of a token dispatcher, and the record that its two halves share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+from hp_moe.dispatch.permutation import TokenPermutation
+from hp_moe.grouped_gemm import GroupSizes
+from hp_moe.router import Routing
+
+Tensor = Any
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The rows that travel between ranks in one call; every row is one token on its way to one rank.
+
+    Attributes:
+        permutation: own tokens -> rows to send, ordered by destination rank.
+        sent: number of rows sent to each rank, in rank order.
+        received: number of rows received from each rank, in rank order.
+    """
+
+    permutation: TokenPermutation
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatched:
+    """The result of `TokenDispatcher.dispatch`; `combine` needs it back.
+
+    It belongs to one call, so several micro-batches may be in flight through one dispatcher.
+
+    Attributes:
+        rows: `[rows, dim]`, inputs of this rank's experts in expert-major order.
+        sizes: number of rows of each of this rank's experts.
+        scores: float32 `[rows, 1]`; None: results are not weighted.
+        permutation: tokens of this rank (received ones, where there is a route) -> `rows`; None: they are the
+            same rows in the same order.
+        route: the way from and to the other ranks; None: no row left its rank.
+    """
+
+    rows: Tensor
+    sizes: GroupSizes
+    scores: Tensor | None
+    permutation: TokenPermutation | None
+    route: Route | None = None
+
+
+class TokenDispatcher(ABC):
+    """Takes tokens to their experts and brings the sum of each token's results back.
+
+    Both methods are differentiable. Every rank of a group calls them in the same order, also a rank that has no
+    tokens or whose experts get none.
+    """
+
+    @abstractmethod
+    def dispatch(self, x: Tensor, routing: Routing) -> Dispatched:
+        """Send tokens to the ranks that own their experts.
+
+        Args:
+            x: plain `[tokens, dim]`, this rank's own tokens.
+            routing: the experts of each token, with scores to differentiate through.
+        """
+
+    @abstractmethod
+    def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
+        """Return `[tokens, dim]`, for each token of `dispatch` the sum of its experts' results.
+
+        Args:
+            y: `[rows, dim]`, one (weighted) result for each of `dispatched.rows`.
+            dispatched: the record that `dispatch` returned for these tokens.
+        """
