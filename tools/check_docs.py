@@ -1,4 +1,4 @@
-"""Check the Markdown pages: links within the repository lead somewhere, Python blocks parse.
+"""Check the Markdown pages: links and named paths lead somewhere, Python blocks parse.
 
 python tools/check_docs.py
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+NAMED_PATH = re.compile(r"`((?:hp_\w+|packages|tests|docs|tools|benchmarks|examples)/[\w./-]+)`")
 HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
 
 
@@ -38,6 +39,17 @@ def link_problems(page: Path) -> Iterator[str]:
             yield f"the link {link} names a heading that {target.name} does not have"
 
 
+def path_problems(page: Path, root: Path) -> Iterator[str]:
+    """Yield a line for each path in backticks that is neither in the repository nor in a package's sources.
+
+    `hp_dtensor/comm/mesh.py` is looked for in `packages/hp-dtensor/src` too.
+    """
+    for path in dict.fromkeys(NAMED_PATH.findall(page.read_text())):
+        package = path.split("/")[0].replace("_", "-")
+        if not any((folder / path).exists() for folder in (root, root / "packages" / package / "src")):
+            yield f"there is no {path}"
+
+
 def block_problems(page: Path) -> Iterator[str]:
     """Yield a line for each Python block of `page` that does not parse."""
     text = page.read_text()
@@ -57,7 +69,7 @@ def main(root: Path = ROOT) -> int:
     problems = [
         f"{page.relative_to(root)}: {problem}"
         for page in pages
-        for problem in (*link_problems(page), *block_problems(page))
+        for problem in (*link_problems(page), *path_problems(page, root), *block_problems(page))
     ]
     print("\n".join([*problems, f"{len(pages)} pages, {len(problems)} problems"]))
     return len(problems)

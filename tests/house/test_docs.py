@@ -10,7 +10,7 @@ import pytest
 PAGE = """# A page
 
 [there](other.md) [heading](other.md#two-words) [web](https://example.org) ![picture](picture.png)
-[here](#a-page)
+[here](#a-page) `hp_x/y.py` and `docs/runs`
 
 ```python
 x = [1, 2](3)
@@ -23,6 +23,9 @@ def pages(tmp_path):
     (tmp_path / "page.md").write_text(PAGE)
     (tmp_path / "other.md").write_text("## Two words\n")
     (tmp_path / "picture.png").write_bytes(b"")
+    (tmp_path / "docs" / "runs").mkdir(parents=True)
+    (tmp_path / "packages" / "hp-x" / "src" / "hp_x").mkdir(parents=True)
+    (tmp_path / "packages" / "hp-x" / "src" / "hp_x" / "y.py").write_text("")
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
     subprocess.run(["git", "add", "."], cwd=tmp_path, check=True)
     return tmp_path
@@ -39,6 +42,7 @@ def test_right_pages_have_no_problem(pages, capsys):
         ("(other.md)", "(othr.md)", "page.md: the link othr.md leads to no file"),
         ("#two-words", "#two", "page.md: the link other.md#two names a heading that other.md does not have"),
         ("(picture.png)", "(pict.png)", "page.md: the link pict.png leads to no file"),
+        ("`hp_x/y.py`", "`hp_x/z.py`", "page.md: there is no hp_x/z.py"),
         (
             "x = [1, 2](3)",
             "x = [1, 2",
