@@ -12,7 +12,9 @@ from hp_dtensor import DeviceMesh, Replicate, Shard, ShardingPlan, distribute_te
 from hp_dtensor.exceptions import GradientPathError, MeshError, PlanError
 from hp_dtensor.optim.clip import clip_grad_norm_
 from hp_dtensor.parallel import nn
-from hp_dtensor.parallel.tensor_parallel import ColwiseParallel, RowwiseParallel, distribute_module, parallelize_module
+from hp_dtensor.parallel.distribute_module import distribute_module
+from hp_dtensor.parallel.parallelize_module import parallelize_module
+from hp_dtensor.parallel.tensor_parallel import ColwiseParallel, RowwiseParallel
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.testing import run_ranks
 

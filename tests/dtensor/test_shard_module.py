@@ -10,10 +10,13 @@ import pytest
 from small_model import loss_of, make_data, make_model, reference
 
 from hp_dtensor import DeviceMesh, Replicate, Shard, distribute_tensor, replicate_like
-from hp_dtensor.compat.shard_module import ShardingPlan, parallelize_value_and_grad, shard_module
+from hp_dtensor.compat.shard_module import shard_module
+from hp_dtensor.compat.sharding_plan import ShardingPlan
+from hp_dtensor.compat.value_and_grad import parallelize_value_and_grad
 from hp_dtensor.exceptions import GradientPathError, PlanError
 from hp_dtensor.optim.clip import clip_grad_norm_
-from hp_dtensor.parallel.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from hp_dtensor.parallel.parallelize_module import parallelize_module
+from hp_dtensor.parallel.tensor_parallel import ColwiseParallel, RowwiseParallel
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.testing import run_ranks
@@ -44,11 +47,7 @@ def _mesh(platform: Platform, shape: tuple[int, int]) -> DeviceMesh:
 
 def _sharded(platform: Platform, mesh: DeviceMesh, options: dict[str, Any]) -> tuple[Any, Any, Any]:
     """A sharded model, its output, and the loss's weight."""
-    plan = ShardingPlan(**options)
-    replicated = {name: (Replicate(), Replicate()) for name in ("up.weight", "up.bias", "down.weight", "down.bias")}
-    model = shard_module(
-        make_model(platform), mesh, ShardingPlan({**replicated, **plan.plan}, plan.input_plan, plan.output_plan)
-    )
+    model = shard_module(make_model(platform), mesh, ShardingPlan(**options))
     x, weight = make_data(platform)
     output = model(distribute_tensor(x, mesh))
     return model, output, replicate_like(weight, output)
@@ -110,9 +109,6 @@ def _valued(platform: Platform) -> list[np.ndarray]:
     mesh = _mesh(platform, (1, 2))
     model = shard_module(make_model(platform), mesh, ShardingPlan(**PLANS["tensor parallel"]))
     names = [name for name, _ in platform.named_parameters(model)]
-    for name, _ in list(platform.named_parameters(model.down, recurse=False)):
-        if name == "bias":
-            shard_module(model.down, mesh, ShardingPlan({"bias": (Replicate(), Replicate())}))
     x, weight = make_data(platform)
 
     def loss(inputs: Any) -> Any:
@@ -130,6 +126,74 @@ def test_value_and_grad_gives_single_device_gradients(hp_platform: Platform) -> 
     for grads in run_ranks(_valued, 2, hp_platform, hp_platform):
         for grad, want in zip(grads, expected, strict=True):
             np.testing.assert_allclose(grad, want, **CLOSE)
+
+
+def test_parameters_without_an_entry_are_replicated(hp_platform: Platform) -> None:
+    def program() -> dict[str, tuple[Any, ...]]:
+        model = shard_module(make_model(hp_platform), _mesh(hp_platform, (1, 2)), ShardingPlan({"up.bias": ("tp",)}))
+        return {name: p.placements for name, p in hp_platform.named_parameters(model)}
+
+    replicated = (Replicate(), Replicate())
+    cut = {"up.bias": (Replicate(), Shard(0))}
+    for placed in run_ranks(program, 2, hp_platform):
+        assert placed == {name: cut.get(name, replicated) for name in placed}
+
+
+@pytest.mark.parametrize(
+    "plans",
+    [
+        {"input_plan": {"input": None, "output": (Replicate(), Shard(1))}},
+        {"input_plan": {"input": None}, "output_plan": {"output": (Replicate(), Shard(1)), "up.input": None}},
+        {"input_plan": {"up.input": [None], "output": ("None", "tp")}},
+    ],
+)
+def test_either_plan_takes_inputs_outputs_and_none(hp_platform: Platform, plans: dict[str, Any]) -> None:
+    def program() -> tuple[np.ndarray, Any]:
+        model = shard_module(make_model(hp_platform), _mesh(hp_platform, (1, 2)), ShardingPlan(**plans))
+        x, _ = make_data(hp_platform)
+        output = model(distribute_tensor(x, model.up.weight.device_mesh))
+        return hp_platform.to_numpy(output.full_tensor()), output.placements
+
+    x, _ = make_data(hp_platform)
+    expected = hp_platform.to_numpy(make_model(hp_platform)(x))
+    for output, placements in run_ranks(program, 2, hp_platform):
+        np.testing.assert_allclose(output, expected, **CLOSE)
+        assert placements == (Replicate(), Shard(1))
+
+
+def test_one_key_in_both_plans_is_refused(hp_platform: Platform) -> None:
+    plan = ShardingPlan(input_plan={"output": None}, output_plan={"output": None})
+    with pytest.raises(PlanError, match="input_plan and output_plan both have the key 'output'"):
+        shard_module(lambda x: x, _mesh(hp_platform, (1, 1)), plan)
+
+
+def test_value_and_grad_of_one_parameter_and_of_an_unused_one(hp_platform: Platform) -> None:
+    def program() -> tuple[Any, Any, Any]:
+        platform, mesh = hp_platform, _mesh(hp_platform, (1, 2))
+        model = shard_module(make_model(platform), mesh, ShardingPlan({"down.weight": ("None", "tp")}))
+        x, weight = make_data(platform)
+        own = dict(platform.named_parameters(model))
+
+        def loss(inputs: Any) -> Any:
+            output = model(inputs)
+            return loss_of(platform, output, replicate_like(weight, output))
+
+        def half(inputs: Any) -> Any:
+            return platform.ops.sum(model.up(inputs))
+
+        _, one = parallelize_value_and_grad(loss, own["up.weight"])(distribute_tensor(x, mesh))
+        _, (used, unused) = parallelize_value_and_grad(half, [own["up.bias"], own["down.weight"]])(
+            distribute_tensor(x, mesh)
+        )
+        assert unused.placements == own["down.weight"].placements
+        return tuple(platform.to_numpy(grad.full_tensor()) for grad in (one, used, unused))
+
+    expected = reference(hp_platform)["up.weight"]
+    rows = next(iter(make_data(hp_platform)[0].shape))
+    for one, used, unused in run_ranks(program, 2, hp_platform):
+        np.testing.assert_allclose(one, expected, **CLOSE)
+        np.testing.assert_array_equal(used, np.full_like(used, rows))
+        assert not unused.any()
 
 
 def _refused(platform: Platform) -> str:
@@ -166,11 +230,11 @@ def test_all_problems_of_a_plan_come_at_once(hp_platform: Platform) -> None:
         "  plan['down.bias']: expected 2 placements for mesh (dp=2, tp=1), got 1\n"
         "  plan['down.weight']: placement 0: Shard(2) cuts dimension 2 of a 2-dimensional tensor; "
         "placement 1: Shard(2) cuts dimension 2 of a 2-dimensional tensor\n"
-        "  input_plan key 'up.inputs' must be 'input' or end in '.input'\n"
-        "  input_plan key 'middle.input': there is no module 'middle'; there are: down, up\n"
-        "  input: there is no input 'y'; there are: x\n"
-        "  up.input: 3 specifications for the 1 inputs x\n"
-        "  output: unknown alias 'ep'; known: dp, tp and 'None'\n"
+        "  input_plan key 'up.inputs' must be 'input' or 'output', or end in '.input' or '.output'\n"
+        "  input_plan['middle.input']: there is no module 'middle'; there are: down, up\n"
+        "  input_plan['input']: there is no input 'y'; there are: x\n"
+        "  input_plan['up.input']: 3 specifications for the 1 inputs x\n"
+        "  output_plan['output']: unknown alias 'ep'; known: dp, tp and 'None'\n"
         "  return_local_tensor 'dwn': there is no module 'dwn'; closest: down"
     )
 
@@ -179,14 +243,13 @@ def _sharded_twice(platform: Platform) -> str:
     mesh, plan = _mesh(platform, (1, 2)), ShardingPlan({"up.weight": ("tp", "None")})
     model = shard_module(make_model(platform), mesh, plan)
     with pytest.raises(PlanError) as refusal:
-        shard_module(model, mesh, ShardingPlan({"down.weight": ("None", "tp"), **plan.plan}))
-    assert not isinstance(dict(platform.named_parameters(model))["down.weight"], DTensor)
+        shard_module(model, mesh, plan)
     return str(refusal.value)
 
 
 def test_what_is_sharded_already_is_refused_by_name(hp_platform: Platform) -> None:
     message = run_ranks(_sharded_twice, 2, hp_platform, hp_platform)[0]
-    assert message.startswith("sharding plan:\n  plan['up.weight']: is a DTensor already: TensorSpec(")
+    assert message.startswith("sharding plan:\n  plan['up.weight']: is a DTensor already, placed (dp:")
 
 
 def test_modules_whose_outputs_become_local_are_a_list() -> None:
@@ -330,8 +393,8 @@ def test_value_and_grad_of_no_tensor_is_refused(hp_platform: Platform, outputs: 
     weight = hp_platform.from_numpy(np.ones(3, np.float32))
     with pytest.raises(TypeError, match="fn must return tensors, got"):
         parallelize_value_and_grad(lambda: outputs, [weight])()
-    with pytest.raises(TypeError, match="weights must be a list or tuple"):
-        parallelize_value_and_grad(lambda: outputs, weight)
+    with pytest.raises(TypeError, match="weights must be one tensor or several, got "):
+        parallelize_value_and_grad(lambda: outputs, "weight")
 
 
 @pytest.mark.parametrize(

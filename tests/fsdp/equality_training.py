@@ -15,7 +15,9 @@ import numpy
 
 from hp_dtensor.comm.mesh import DeviceMesh, init_device_mesh
 from hp_dtensor.comm.world import current_world
-from hp_dtensor.parallel.tensor_parallel import ColwiseParallel, RowwiseParallel, distribute_module, parallelize_module
+from hp_dtensor.parallel.distribute_module import distribute_module
+from hp_dtensor.parallel.parallelize_module import parallelize_module
+from hp_dtensor.parallel.tensor_parallel import ColwiseParallel, RowwiseParallel
 from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_fsdp import fully_shard

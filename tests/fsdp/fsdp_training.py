@@ -14,7 +14,8 @@ import numpy
 from hp_dtensor.comm.mesh import init_device_mesh
 from hp_dtensor.comm.world import current_world, record_collectives
 from hp_dtensor.parallel import nn
-from hp_dtensor.parallel.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from hp_dtensor.parallel.parallelize_module import parallelize_module
+from hp_dtensor.parallel.tensor_parallel import ColwiseParallel, RowwiseParallel
 from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.spec.placements import Replicate, Shard
 from hp_dtensor.tensor.dtensor import DTensor

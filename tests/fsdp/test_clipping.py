@@ -13,7 +13,9 @@ from hp_dtensor.comm.world import current_world, record_collectives
 from hp_dtensor.exceptions import LaunchError, RankMismatchError
 from hp_dtensor.optim.clip import clip_grad_norm_
 from hp_dtensor.parallel import nn
-from hp_dtensor.parallel.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize_module, place_parameter
+from hp_dtensor.parallel.parallelize_module import parallelize_module
+from hp_dtensor.parallel.parameters import place_parameter
+from hp_dtensor.parallel.tensor_parallel import ColwiseParallel, RowwiseParallel
 from hp_dtensor.spec.placements import Shard
 from hp_dtensor.testing.simulated import run_ranks
 from hp_fsdp import fully_shard

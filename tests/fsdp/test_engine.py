@@ -22,7 +22,7 @@ from fsdp_training import (
 from hp_dtensor.comm.mesh import init_device_mesh
 from hp_dtensor.comm.world import ProcessGroup, current_world, record_collectives
 from hp_dtensor.parallel import nn
-from hp_dtensor.parallel.tensor_parallel import place_parameter
+from hp_dtensor.parallel.parameters import place_parameter
 from hp_dtensor.spec.placements import RaggedShard, Replicate, Shard
 from hp_dtensor.spec.rank_checks import check_mode
 from hp_dtensor.tensor.dtensor import DTensor

@@ -11,7 +11,8 @@ from fsdp_training import VOCABULARY, Case, build, cut_last_dim, micro_loss, sha
 from hp_dtensor.comm.mesh import init_device_mesh
 from hp_dtensor.comm.world import current_world
 from hp_dtensor.exceptions import LaunchError
-from hp_dtensor.parallel.tensor_parallel import ColwiseParallel, parallelize_module
+from hp_dtensor.parallel.parallelize_module import parallelize_module
+from hp_dtensor.parallel.tensor_parallel import ColwiseParallel
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.testing.simulated import run_ranks
 from hp_fsdp import (

@@ -11,7 +11,7 @@ from fsdp_training import AdamW, Case, build, micro_loss, train_reference, whole
 from hp_dtensor.comm.mesh import init_device_mesh
 from hp_dtensor.comm.world import current_world, record_collectives
 from hp_dtensor.parallel import nn
-from hp_dtensor.parallel.tensor_parallel import place_parameter
+from hp_dtensor.parallel.parameters import place_parameter
 from hp_dtensor.spec.placements import RaggedShard, Replicate, Shard
 from hp_dtensor.testing.simulated import run_ranks
 from hp_fsdp import FSDPModule, HSDPCell, HSDPError, fully_shard, hsdp, hsdp_sync_stream, memory_use

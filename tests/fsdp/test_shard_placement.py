@@ -9,7 +9,7 @@ from fsdp_training import Case, build, mesh_of, micro_loss, train_reference, who
 from hp_dtensor.comm.mesh import init_device_mesh
 from hp_dtensor.comm.world import ProcessGroup, current_world
 from hp_dtensor.parallel import nn
-from hp_dtensor.parallel.tensor_parallel import place_parameter
+from hp_dtensor.parallel.parameters import place_parameter
 from hp_dtensor.spec.placements import RaggedShard, Replicate, Shard
 from hp_dtensor.testing.simulated import run_ranks
 from hp_fsdp import FullyShardError, ShardPlacementResult, fully_shard, summon_full_params

@@ -9,7 +9,8 @@ from mindspore import Tensor, nn, ops
 
 from hp_dtensor import Replicate, Shard, ShardingPlan, distribute_tensor, init_device_mesh, shard_module
 from hp_dtensor.exceptions import CapabilityError
-from hp_dtensor.parallel.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from hp_dtensor.parallel.parallelize_module import parallelize_module
+from hp_dtensor.parallel.tensor_parallel import ColwiseParallel, RowwiseParallel
 from hp_dtensor.testing import run_ranks
 
 RNG = np.random.default_rng(0)

@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
-from hp_dtensor.parallel.tensor_parallel import ParallelStyle, distribute_module, place_parameter
+from hp_dtensor.parallel.distribute_module import distribute_module
+from hp_dtensor.parallel.parameters import place_parameter
+from hp_dtensor.parallel.style import ParallelStyle
 from hp_dtensor.spec.placements import Placement, Replicate, Shard
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_moe.dispatch import TokenDispatcher, dispatchers
@@ -32,7 +34,7 @@ class BaseExpertParallel(ParallelStyle):
 
     mesh_ndims: tuple[int, ...] = (1,)
 
-    def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         """Lay out `module`, a `MoE` or `GroupedExperts` whose weights are plain; returns it.
 
         Raises:

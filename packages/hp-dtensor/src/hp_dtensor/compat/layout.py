@@ -1,4 +1,4 @@
-"""Layouts: a mesh with alias names, and how a tensor is mapped onto it, by axis or by tensor dimension."""
+"""`Layout`: HyperParallel's record of a mesh with named axes and of a tensor's placements on it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.spec.aliases import (
+    NOT_SHARDED,
+    AliasMap,
+    check_alias,
+    is_aliases,
+    is_placements,
+    placements_of_aliases,
+)
 from hp_dtensor.spec.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
-
-NOT_SHARDED = "None"
-AliasMap = tuple[str | tuple[str, ...], ...]
 
 
 class Layout:
-    """How a tensor lies on a mesh; calling a layout with a specification gives one that carries it.
+    """A mesh with named axes, and the placements of a tensor on it once the layout is called with a specification.
 
     A specification is a tuple of placements, one per mesh axis, or a tuple of alias names, one per tensor
     dimension: `layout("dp", "tp")`, `layout(("dp", "tp"), "None")` (two axes on one dimension, outermost
@@ -45,13 +50,22 @@ class Layout:
 
     @classmethod
     def from_device_mesh(cls, device_mesh: DeviceMesh) -> Layout:
-        """The layout of a mesh's axes and ranks."""
+        """Return the layout of a mesh's axes and ranks, without placements.
+
+        Raises:
+            TypeError: `device_mesh` is no `DeviceMesh`.
+        """
         if not isinstance(device_mesh, DeviceMesh):
             raise TypeError(f"from_device_mesh takes a DeviceMesh, got {device_mesh!r}")
         return cls(device_mesh.shape, device_mesh.mesh_dim_names, device_mesh.ranks())
 
     def __call__(self, *specification: Any) -> Layout:
-        """A new layout that carries `specification`."""
+        """Return a new layout that carries `specification`.
+
+        Raises:
+            TypeError: it is neither placements nor alias names.
+            ValueError: a wrong number of placements, an unknown alias, or one that cuts two dimensions.
+        """
         items = specification[0] if len(specification) == 1 and isinstance(specification[0], tuple) else specification
         if is_placements(items):
             return self._with_placements(tuple(items))
@@ -61,11 +75,13 @@ class Layout:
             f"a layout takes placements, one per mesh axis, or alias names, one per tensor dimension; got {items!r}"
         )
 
-    # What it says ----------------------------------------------------------------------------------------
-
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """One placement per mesh axis."""
+        """One placement per mesh axis.
+
+        Raises:
+            ValueError: the layout carries none yet.
+        """
         if self._placements is None:
             raise ValueError("this layout carries no map yet; call it with placements or alias names")
         return tuple(
@@ -75,9 +91,9 @@ class Layout:
 
     @property
     def alias_tensor_map(self) -> AliasMap:
-        """Per tensor dimension the alias that cuts it, a tuple for several, `"None"` for none.
+        """Per tensor dimension the alias of the axis that cuts it, a tuple for several, `"None"` for none.
 
-        Where placements were given, up to the last dimension that they cut.
+        A layout that was given placements knows no number of dimensions: the map ends with the last one that is cut.
 
         Raises:
             ValueError: placements that count dimensions from the end; how many there are is not known here.
@@ -108,7 +124,7 @@ class Layout:
         )
 
     def get_global_shape(self, local_shape: Sequence[int]) -> tuple[int, ...]:
-        """The global shape when every rank's shard has `local_shape`.
+        """Return the global shape of a tensor of which every rank's shard has `local_shape`.
 
         Raises:
             ValueError: the layout is one of a tensor with another number of dimensions.
@@ -127,41 +143,56 @@ class Layout:
         return tuple(shape)
 
     def repeat_num(self) -> int:
-        """How many ranks hold the same shard."""
+        """Return the number of ranks that hold the same shard."""
         return math.prod(
             size for size, placement in zip(self.mesh_shape, self.placements, strict=True) if not placement.is_shard()
         )
 
     def device_mesh(self, device_type: str = "cpu", **options: Any) -> DeviceMesh:
-        """The mesh of this layout's ranks; options as `DeviceMesh`."""
+        """Return the mesh of this layout's ranks; `options` are those of `DeviceMesh`."""
         return DeviceMesh(device_type, self.mesh_shape, mesh_dim_names=self.alias_name, ranks=self.rank_list, **options)
 
-    # Partial state ---------------------------------------------------------------------------------------
+    def placements_on(self, device_mesh: DeviceMesh) -> tuple[Placement, ...]:
+        """Return the placements, as `hp_dtensor.spec.aliases.placements_for` asks for them.
+
+        Raises:
+            ValueError: the axes of `device_mesh` have other sizes or names, or the layout carries no placements.
+        """
+        if self.mesh_shape != device_mesh.shape or self.alias_name != device_mesh.mesh_dim_names:
+            raise ValueError(f"{self} was made for another mesh than {device_mesh.describe()}")
+        return self.placements
 
     def set_partial_by_dev_axis(self, alias: str, op: str = "sum") -> None:
-        """The value is the reduction by `op` over `alias`, which must not cut a dimension."""
-        self._known(alias)
+        """Make the value a pending reduction by `op` over the axis `alias`.
+
+        Raises:
+            ValueError: the axis is unknown, or cuts a dimension of the tensor.
+        """
+        check_alias(alias, self.alias_name)
         placement = Partial(op)
         if self._placements is not None and self._placements[self.alias_name.index(alias)].is_shard():
             raise ValueError(f"axis {alias!r} cuts a dimension of the tensor and cannot be partial too")
         self._partial[alias] = placement.op
 
     def get_partial_by_dev_id(self, alias: str) -> str | None:
-        """The reduction pending over `alias`, or None."""
-        self._known(alias)
+        """Return the reduction that is pending over the axis `alias`, or None.
+
+        Raises:
+            ValueError: the axis is unknown.
+        """
+        check_alias(alias, self.alias_name)
         return self._partial.get(alias)
 
     def reset_partial(self) -> None:
-        """No reduction is pending."""
+        """Forget all pending reductions."""
         self._partial.clear()
 
     def is_partial(self) -> bool:
+        """Return whether a reduction is pending over some axis."""
         return bool(self._partial)
 
-    # Values ----------------------------------------------------------------------------------------------
-
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain lists, strings and numbers."""
+        """Return the layout as plain lists, strings and numbers, fit for JSON."""
         return {
             "mesh_shape": list(self.mesh_shape),
             "alias_name": list(self.alias_name),
@@ -185,8 +216,6 @@ class Layout:
         carried = "" if self._placements is None else f", {list(self.placements)}"
         return f"Layout({axes}{carried})"
 
-    # Internals -------------------------------------------------------------------------------------------
-
     def _copy(self) -> Layout:
         return Layout(self.mesh_shape, self.alias_name, self.rank_list)
 
@@ -201,75 +230,10 @@ class Layout:
         return result
 
     def _with_aliases(self, items: AliasMap) -> Layout:
-        placements: list[Placement] = [Replicate()] * len(self.mesh_shape)
-        used: set[str] = set()
-        for dim, item in enumerate(items):
-            names = item if isinstance(item, tuple) else (item,)
-            self._check_dimension(names, used)
-            for axis, placement in self._nested(dim, [name for name in names if name != NOT_SHARDED]):
-                placements[axis] = placement
         result = self._copy()
-        result._placements, result._alias_map = tuple(placements), tuple(items)
+        result._placements = placements_of_aliases(self.mesh_shape, self.alias_name, items)
+        result._alias_map = tuple(items)
         return result
-
-    def _check_dimension(self, names: tuple[str, ...], used: set[str]) -> None:
-        for name in names:
-            if name == NOT_SHARDED:
-                continue
-            self._known(name)
-            if name in used:
-                raise ValueError(f"axis {name!r} is used for two tensor dimensions; each axis cuts at most one")
-            used.add(name)
-
-    def _known(self, alias: str) -> None:
-        if alias not in self.alias_name:
-            raise ValueError(f"unknown alias {alias!r}; known: {', '.join(self.alias_name)} and 'None'")
-
-    def _nested(self, dim: int, names: list[str]) -> list[tuple[int, Placement]]:
-        """Placements of several axes that cut one dimension, the first name outermost.
-
-        Shards nest in mesh order; an axis that must cut after later ones has a strided shard.
-        """
-        axes = [self.alias_name.index(name) for name in names]
-        result: list[tuple[int, Placement]] = []
-        for position, axis in enumerate(axes):
-            later = math.prod(self.mesh_shape[other] for other in axes[:position] if other > axis)
-            result.append((axis, _shard(dim, later)))
-        return result
-
-
-def is_placements(items: Any) -> bool:
-    """Whether `items` is one specification by placements."""
-    return isinstance(items, (tuple, list)) and bool(items) and all(isinstance(item, Placement) for item in items)
-
-
-def is_aliases(items: Any) -> bool:
-    """Whether `items` is one specification by alias names."""
-    if not isinstance(items, (tuple, list)) or not items:
-        return False
-    return all(
-        isinstance(item, str) or (isinstance(item, tuple) and item and all(isinstance(name, str) for name in item))
-        for item in items
-    )
-
-
-def placements_for(device_mesh: DeviceMesh, specification: Any) -> tuple[Placement, ...]:
-    """Placements on `device_mesh` of a specification: placements, alias names, or a layout."""
-    if isinstance(specification, Layout):
-        if specification.mesh_shape != device_mesh.shape or specification.alias_name != device_mesh.mesh_dim_names:
-            raise ValueError(f"{specification} was made for another mesh than {device_mesh.describe()}")
-        return specification.placements
-    if is_placements(specification):
-        return tuple(specification)
-    if not isinstance(specification, (tuple, list)):
-        raise TypeError(f"expected placements, alias names or a Layout, got {specification!r}")
-    return Layout(device_mesh.shape, device_mesh.mesh_dim_names)(tuple(specification)).placements
-
-
-def _shard(dim: int, split: int) -> Placement:
-    if split == 1:
-        return Shard(dim)
-    return StridedShard(dim, split)
 
 
 def _shortest(names: list[str]) -> str | tuple[str, ...]:

@@ -8,15 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh, require_mesh
-from hp_dtensor.compat.layout import Layout, is_aliases, is_placements, placements_for
 from hp_dtensor.exceptions import MixedOperandsError, PlacementError
+from hp_dtensor.spec.aliases import is_specification, placements_for
 from hp_dtensor.spec.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.spec.tensor_spec import TensorSpec, normalize_placements, wrong_count
 from hp_dtensor.tensor import conversions
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.trees import like_sequence
 
-Placements = Sequence[Placement] | Sequence[str | tuple[str, ...]] | Layout
+Placements = Any
 """One specification: placements, alias names, or a layout."""
 Outputs = tuple[Placement, ...] | None
 """The placements of one output; None for what is no tensor."""
@@ -184,15 +184,10 @@ def _grad_along(axis: int, index: int, specs: Sequence[TensorSpec | None], outs:
     )
 
 
-def _is_one(entry: Any) -> bool:
-    """Whether this is one specification, not several."""
-    return isinstance(entry, Layout) or is_placements(entry) or is_aliases(entry)
-
-
 def _placements(mesh: DeviceMesh, entry: Any, where: str) -> tuple[Placement, ...] | None:
     if entry is None:
         return None
-    if not _is_one(entry):
+    if not is_specification(entry):
         raise PlacementError(f"local_map: {where} must be placements, alias names, a Layout or None, got {entry!r}")
     placements = placements_for(mesh, entry)
     if (count := wrong_count(mesh, placements)) is not None:
@@ -206,7 +201,7 @@ def _shown(entry: Any) -> Any:
 
 def _out_entries(placements: Any, mesh: DeviceMesh) -> list[Outputs]:
     """One entry per output."""
-    entries = [placements] if placements is None or _is_one(placements) else list(placements)
+    entries = [placements] if placements is None or is_specification(placements) else list(placements)
     return [_placements(mesh, entry, f"out_placements[{index}]") for index, entry in enumerate(entries)]
 
 

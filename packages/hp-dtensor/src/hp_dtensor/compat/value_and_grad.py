@@ -1,0 +1,104 @@
+"""`parallelize_value_and_grad`: outputs of a function of DTensors and the gradients of its weights, in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hp_dtensor.exceptions import GradientPathError
+from hp_dtensor.parallel import recompute
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.platform.selection import get_platform
+from hp_dtensor.spec.tensor_spec import grad_spec
+from hp_dtensor.tensor.conversions import check_reached
+from hp_dtensor.tensor.dtensor import DTensor
+
+Tensor = Any
+
+
+def parallelize_value_and_grad(
+    fn: Callable[..., Any], weights: Tensor | Sequence[Tensor], sens: Sequence[float] | None = None
+) -> Callable[..., tuple[Any, Any]]:
+    """Return a function that gives `(outputs, gradients of weights)`, as on one device whatever the layout.
+
+    Args:
+        fn: returns a tensor, or several (tuple or list) of which the first drives the gradient unless
+            `sens` weights them all. One with more elements counts by their sum.
+        weights: a list or tuple, for a tuple of gradients, or one parameter, for its gradient. A weight that the
+            outputs do not depend on has a gradient of zeros.
+        sens: one float per output; only for several outputs.
+
+    Raises:
+        TypeError: `sens` with a single output, of another kind than floats in a list or tuple, or of
+            another length than the outputs; `weights` that are neither tensors nor one.
+        GradientPathError: a weight that requires no gradient, or one of `fully_shard`; a forward with
+            `hp_dtensor.parallel.recompute.checkpoint`.
+    """
+    _check_sens(sens)
+    one = not isinstance(weights, (tuple, list))
+    listed = [weights] if one else list(weights)
+    wrong = [type(weight).__name__ for weight in listed if not hasattr(weight, "dtype")]
+    if wrong:
+        raise TypeError(f"parallelize_value_and_grad: weights must be one tensor or several, got {', '.join(wrong)}")
+
+    def value_and_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        with recompute.for_given_inputs():
+            outputs = fn(*args, **kwargs)
+        several = isinstance(outputs, (tuple, list))
+        losses = _losses(outputs if several else [outputs], several, sens)
+        platform = _platform_of([*listed, *losses])
+        _check_weights(platform, listed)
+        whole = [x.full_tensor() if isinstance(x, DTensor) else x for x in losses]
+        factors = [platform.ops.full(tuple(x.shape), s, x.dtype) for x, s in zip(whole, sens or [1.0], strict=True)]
+        grads = platform.grad(whole, listed, factors)
+        placed = tuple(_like(platform, weight, grad) for weight, grad in zip(listed, grads, strict=True))
+        return outputs, placed[0] if one else placed
+
+    return value_and_grad
+
+
+def _check_weights(platform: Platform, weights: Sequence[Tensor]) -> None:
+    check_reached("parallelize_value_and_grad", weights)
+    without = [index for index, weight in enumerate(weights) if not platform.requires_grad(weight)]
+    if without:
+        raise GradientPathError(
+            f"parallelize_value_and_grad: weights {without} of {len(weights)} require no gradient; requires_grad_() "
+            "before fn uses them"
+        )
+
+
+def _check_sens(sens: Any) -> None:
+    if sens is None:
+        return
+    if not isinstance(sens, (tuple, list)):
+        raise TypeError(f"sens must be a list or tuple of floats, got {type(sens).__name__}")
+    wrong = [item for item in sens if not isinstance(item, float)]
+    if wrong:
+        raise TypeError(f"sens must hold floats, got {wrong}")
+
+
+def _losses(outputs: Sequence[Any], several: bool, sens: Any) -> list[Any]:
+    wrong = [type(x).__name__ for x in outputs if not hasattr(x, "dtype")]
+    if wrong or not outputs:
+        raise TypeError(f"parallelize_value_and_grad: fn must return tensors, got {', '.join(wrong) or 'nothing'}")
+    if sens is None:
+        return [outputs[0]]
+    if not several:
+        raise TypeError("sens must be None for a single output")
+    if len(sens) != len(outputs):
+        raise TypeError(f"sens has {len(sens)} items for {len(outputs)} outputs")
+    return list(outputs)
+
+
+def _platform_of(tensors: Sequence[Any]) -> Platform:
+    return next((x.device_mesh.platform for x in tensors if isinstance(x, DTensor)), None) or get_platform()
+
+
+def _like(platform: Platform, weight: Any, grad: Any) -> Any:
+    """Return the gradient of `weight` as a tensor of its kind; None, that of a weight that is not used, as zeros."""
+    if not isinstance(weight, DTensor):
+        return platform.ops.zeros_like(weight) if grad is None else grad
+    if isinstance(grad, DTensor):
+        return grad
+    local = platform.ops.zeros_like(platform.unwrap(weight)) if grad is None else grad
+    return platform.wrap(local, grad_spec(weight.spec))

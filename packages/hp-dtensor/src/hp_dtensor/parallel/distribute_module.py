@@ -1,0 +1,69 @@
+"""`distribute_module`: every parameter and buffer of a module becomes a DTensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hp_dtensor.comm.mesh import DeviceMesh, require_mesh
+from hp_dtensor.parallel.parameters import own_parameters, parameter_owners, place_tied, tie_again, tied_owners
+from hp_dtensor.spec.placements import Replicate
+from hp_dtensor.tensor import conversions
+from hp_dtensor.tensor.dtensor import DTensor
+
+Module = Any
+PartitionFn = Callable[[str, Module, DeviceMesh], None]
+InputFn = Callable[[Module, tuple[Any, ...], DeviceMesh], tuple[Any, ...] | None]
+OutputFn = Callable[[Module, Any, DeviceMesh], Any]
+
+
+def distribute_module(
+    module: Module,
+    device_mesh: DeviceMesh,
+    partition_fn: PartitionFn | None = None,
+    input_fn: InputFn | None = None,
+    output_fn: OutputFn | None = None,
+) -> Module:
+    """Make every parameter and buffer of `module` a DTensor and hook its inputs and outputs.
+
+    A parameter with several names, of one module or of several, stays one parameter.
+
+    Args:
+        partition_fn: called as `partition_fn(name, submodule, mesh)` for every sub-module; places parameters, tied ones
+            under any of their names. Parameters and buffers that it leaves plain are replicated, with the values of the
+            mesh's first rank.
+        input_fn: `input_fn(module, args, mesh)` returns the positional arguments to call with.
+        output_fn: `output_fn(module, output, mesh)` returns the output to give.
+
+    Raises:
+        PlanError: `partition_fn` placed a tied parameter in several ways; a parameter has hooks for its gradient.
+    """
+    require_mesh("distribute_module", device_mesh)
+    platform = device_mesh.platform
+    if partition_fn is not None:
+        tied = tied_owners(platform, module)
+        for name, submodule in platform.named_modules(module):
+            partition_fn(name, submodule, device_mesh)
+        tie_again(platform, tied)
+    replicate_plain(module, device_mesh)
+    if input_fn is not None:
+        platform.add_forward_pre_hook(module, lambda m, args, kwargs: (input_fn(m, args, device_mesh) or args, kwargs))
+    if output_fn is not None:
+        platform.add_forward_hook(module, lambda m, args, kwargs, output: output_fn(m, output, device_mesh))
+    return module
+
+
+def replicate_plain(module: Module, device_mesh: DeviceMesh) -> None:
+    """Make every plain parameter and buffer of `module` a replicated DTensor with the values of the mesh's first rank.
+
+    Raises:
+        PlanError: a parameter has hooks for its gradient.
+    """
+    platform = device_mesh.platform
+    for owners in parameter_owners(platform, module).values():
+        if not isinstance(own_parameters(platform, owners[0].module)[owners[0].name], DTensor):
+            place_tied(owners, device_mesh, [Replicate()] * device_mesh.ndim)
+    for _, submodule in platform.named_modules(module):
+        for name, buffer in list(platform.named_buffers(submodule)):
+            if "." not in name and not isinstance(buffer, DTensor):
+                setattr(submodule, name, conversions.distribute_tensor(buffer, device_mesh))

@@ -1,0 +1,113 @@
+"""`parallelize_module`: styles for the modules of a model, all of them checked before any is applied."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hp_dtensor.comm.mesh import DeviceMesh, require_mesh
+from hp_dtensor.exceptions import MeshError, PlanError
+from hp_dtensor.parallel.parameters import Owner, PlannedParameters, dotted, tie_again, tied_owners
+from hp_dtensor.parallel.style import ParallelStyle
+from hp_dtensor.platform.interface import Platform
+
+Module = Any
+Matches = Sequence[tuple[str, Module, ParallelStyle]]
+"""(path, module, style) of every module that a pattern of the plan matches."""
+
+
+def parallelize_module(
+    module: Module, device_mesh: DeviceMesh, plan: ParallelStyle | Mapping[str, ParallelStyle]
+) -> Module:
+    """Apply a style to `module`, or styles to its sub-modules by dotted name; names may have `*` and `?`.
+
+    A parameter with several names, of one module or of several, stays one parameter.
+
+    Raises:
+        MeshError: the mesh is not one-dimensional.
+        PlanError: all that is wrong with the plan, before anything is changed: names that match no module;
+            styles that are for other modules; parameters that two styles place, that are DTensors already or that have
+            no such dimension; owners of a tied parameter that have no style, or styles that place it in different ways.
+    """
+    require_mesh("parallelize_module", device_mesh)
+    if device_mesh.ndim != 1:
+        raise MeshError(f"parallelize_module needs a 1-D mesh, got {device_mesh.describe()}; slice it: mesh['tp']")
+    if not isinstance(plan, (ParallelStyle, Mapping)):
+        raise PlanError(f"parallelize_module: the plan must be a ParallelStyle or a dict of them, got {plan!r}")
+    platform = device_mesh.platform
+    matches = _matches(module, platform, {"": plan} if isinstance(plan, ParallelStyle) else plan)
+    tied = tied_owners(platform, module)
+    problems = [*_placement_problems(platform, device_mesh, matches), *_uncovered_ties(platform, tied, matches)]
+    if problems:
+        raise PlanError("parallelize_module:\n  " + "\n  ".join(problems))
+    for _, target, style in matches:
+        style.apply(target, device_mesh)
+    tie_again(platform, tied)
+    return module
+
+
+def _matches(module: Module, platform: Platform, plan: Mapping[str, ParallelStyle]) -> Matches:
+    """Look the plan's patterns up in the model; several patterns may match one module.
+
+    Raises:
+        PlanError: a pattern matches nothing, or has no style.
+    """
+    modules = dict(platform.named_modules(module))
+    found, missing, wrong = [], [], []
+    for pattern, style in plan.items():
+        if not isinstance(style, ParallelStyle):
+            wrong.append(f"{pattern!r} has a {type(style).__name__}, expected a ParallelStyle")
+        names = [name for name in modules if _fits(name, pattern)]
+        found += [(name, modules[name], style) for name in names]
+        if not names:
+            missing.append(pattern)
+    if missing:
+        known = ", ".join(sorted(name for name in modules if name)[:20])
+        wrong.append(f"no module matches {', '.join(map(repr, missing))}; modules: {known}")
+    if wrong:
+        raise PlanError("parallelize_module: " + "; ".join(wrong))
+    return found
+
+
+def _fits(name: str, pattern: str) -> bool:
+    """Return whether each dotted part of `name` matches the part of `pattern` at its place."""
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
+
+
+def _placement_problems(platform: Platform, mesh: DeviceMesh, matches: Matches) -> list[str]:
+    """Return what is wrong with the placements that the styles will give, and which parameters two styles place."""
+    planned = PlannedParameters(mesh)
+    seen: set[str] = set()
+    for path, module, style in matches:
+        parameters = dict(platform.named_parameters(module, remove_duplicate=False))
+        if (reason := style.unfit(module, platform)) is not None:
+            planned.problems.append(f"{type(style).__name__} of {path or 'the root module'}: {reason}")
+        for name, placement in style.placements(module, platform).items():
+            where = dotted(path, name)
+            if where in seen:
+                planned.problems.append(f"two styles place {where}; give its module one pattern")
+                continue
+            if planned.add(f"{type(style).__name__} of {where}", parameters[name], (placement,)) is not None:
+                seen.add(where)
+    return planned.problems
+
+
+def _uncovered_ties(platform: Platform, tied: Sequence[Sequence[Owner]], matches: Matches) -> list[str]:
+    """Return a problem for each tied parameter of which only some owners have a style: the tie would break."""
+    problems = []
+    styled = {dotted(path, name) for path, module, style in matches for name in style.placements(module, platform)}
+    for owners in tied:
+        covered = [
+            owner.dotted in styled or any(owner.module is module for _, module, _ in matches) for owner in owners
+        ]
+        if any(covered) and not all(covered):
+            inside, outside = (
+                ", ".join(owner.dotted for owner, has in zip(owners, covered, strict=True) if has is wanted)
+                for wanted in (True, False)
+            )
+            problems.append(
+                f"{inside} is the same parameter as {outside}, whose module has no style; give every owner a style"
+            )
+    return problems
