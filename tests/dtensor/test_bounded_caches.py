@@ -74,7 +74,7 @@ def test_caches_of_changing_shapes_are_bounded(hp_platform: Platform, monkeypatc
 
 def _limit_platform(platform: Platform, monkeypatch) -> None:
     if platform.name == "torch":
-        from hp_platform_torch.ops import calls as operations
+        from hp_platform_torch.tensor import operations
 
         monkeypatch.setattr(operations, "CACHE_SIZE", LIMIT)
 
@@ -84,7 +84,7 @@ def _forget(platform: Platform) -> None:
     for cached in _caches():
         cached.cache_clear()
     if platform.name == "torch":
-        from hp_platform_torch.ops import calls as operations
+        from hp_platform_torch.tensor import operations
 
         operations.forget_plans()
 
@@ -173,7 +173,7 @@ def test_threads_share_the_caches(hp_platform: Platform, monkeypatch) -> None:
     """Each on tensors of its own, with caches so small that they are emptied all the time."""
     monkeypatch.setattr(dispatching, "CACHE_SIZE", 3)
     if hp_platform.name == "torch":
-        from hp_platform_torch.ops import calls as operations
+        from hp_platform_torch.tensor import operations
 
         monkeypatch.setattr(operations, "CACHE_SIZE", 2)
     _forget(hp_platform)

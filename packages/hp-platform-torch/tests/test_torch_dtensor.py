@@ -25,7 +25,7 @@ from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor.conversions import distribute_tensor
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.testing import run_ranks
-from hp_platform_torch.ops import calls as operations
+from hp_platform_torch.tensor import operations
 from hp_platform_torch.tensor.dtensor import TorchDTensor
 
 WHOLE = torch.arange(15.0).view(5, 3) - 4

@@ -24,7 +24,7 @@ from hp_dtensor import (
 )
 from hp_dtensor.exceptions import ShardingRuleError
 from hp_dtensor.testing import run_ranks
-from hp_platform_torch.ops.calls import forget_plans
+from hp_platform_torch.tensor.operations import forget_plans
 
 Tensor = torch.Tensor
 Gather = Callable[[Tensor], Tensor]

@@ -20,15 +20,16 @@ from hp_dtensor.comm.world import World
 from hp_dtensor.exceptions import CapabilityError, PlatformError
 from hp_dtensor.platform.interface import DTYPE_NAMES, Platform, Removable
 from hp_dtensor.spec.tensor_spec import TensorSpec
-from hp_platform_torch.comm import groups
-from hp_platform_torch.ops import calls as operations
-from hp_platform_torch.ops.calls import LocalOperations, NoGrad
+from hp_platform_torch.comm import rendezvous
+from hp_platform_torch.comm.capabilities import device_types
+from hp_platform_torch.comm.world import TorchWorld
 from hp_platform_torch.ops.names import function_named, names_of
 from hp_platform_torch.ops.namespace import build_ops
-from hp_platform_torch.optim import local_step as optimizer_step
-from hp_platform_torch.tensor import autograd, backward_inputs, dtensor
-from hp_platform_torch.tensor import torch_guards as entrances
+from hp_platform_torch.patches import backward_inputs, table
+from hp_platform_torch.tensor import autograd, dtensor, operations
 from hp_platform_torch.tensor.dtensor import TorchDTensor
+from hp_platform_torch.tensor.handlers import handler_of
+from hp_platform_torch.tensor.local_operations import LocalOperations, NoGrad
 
 Tensor = torch.Tensor
 Removable.register(RemovableHandle)
@@ -62,8 +63,8 @@ class TorchPlatform(Platform):
         self.ops = build_ops(lambda: self.device)
         self._owns_process_group = False
         self._connections = 0
-        entrances.guard()
-        optimizer_step.install()
+        operations.operations.handler_of = handler_of
+        table.install()
 
     @property
     def device(self) -> torch.device:
@@ -94,11 +95,11 @@ class TorchPlatform(Platform):
         store = None
         if dist.is_initialized():
             _check_same_job(rank, size)
-            store = groups.joined_store(self._connections)
+            store = rendezvous.joined_store(self._connections)
         elif size > 1:
-            store = groups.join(rank, size, address, timeout)
+            store = rendezvous.join(rank, size, address, timeout)
             self._owns_process_group = True
-        self.world = groups.TorchWorld(rank, size, self, store, timeout)
+        self.world = TorchWorld(rank, size, self, store, timeout)
         return self.world
 
     def disconnect(self) -> None:
@@ -108,7 +109,7 @@ class TorchPlatform(Platform):
         operations.forget_plans()
         if self._owns_process_group:
             self._owns_process_group = False
-            groups.leave()
+            rendezvous.leave()
 
     def environment(self, local_rank: int, local_size: int) -> dict[str, str]:
         """Threads: the cores of this machine divided among its ranks, unless the user has set a number."""
@@ -401,7 +402,7 @@ def _by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[Tensor]]:
 
 
 def _device_types() -> tuple[str, ...]:
-    usable = groups.device_types()
+    usable = device_types()
     wanted = os.environ.get("HP_DEVICE")
     if not wanted:
         return usable

@@ -20,8 +20,8 @@ from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_fsdp.storage import Gradients, ParameterStorage, moved_to_front
 from hp_platform_torch.fsdp import host_memory
-from hp_platform_torch.ops.calls import LocalOperations, NoGrad
 from hp_platform_torch.tensor.dtensor import TorchDTensor, adopt
+from hp_platform_torch.tensor.local_operations import LocalOperations, NoGrad
 
 Tensor = torch.Tensor
 

@@ -15,27 +15,25 @@ from typing import Any, NoReturn
 
 import torch
 
-from hp_dtensor.debug.comm_debug import gathered
 from hp_dtensor.dispatch import dispatch
 from hp_dtensor.dispatch.arguments import Uncached
 from hp_dtensor.exceptions import MixedOperandsError, PlacementError, ShardingRuleError
 from hp_dtensor.spec.tensor_spec import TensorSpec, shown_grad_spec
 from hp_dtensor.tensor.conversions import as_contributed, as_replicated, forget_source
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_platform_torch.ops.calls import (
-    LocalOperations,
+from hp_platform_torch.tensor import distributed_checkpoint as checkpointing
+from hp_platform_torch.tensor.host_values import HostValues
+from hp_platform_torch.tensor.local_operations import LocalOperations, locally, run_locally
+from hp_platform_torch.tensor.operations import (
     first_spec,
     is_partial_number,
-    locally,
     operations,
     operations_in_place,
     run_into,
-    run_locally,
 )
-from hp_platform_torch.tensor import distributed_checkpoint as checkpointing
 
 Tensor = torch.Tensor
-_intercepting = torch._C._is_torch_function_enabled
+is_intercepting = torch._C._is_torch_function_enabled
 _BelowDispatch = torch._C._DisableTorchDispatch
 READS_NUMBER = frozenset({torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default})
 
@@ -50,7 +48,7 @@ _local_dtype = _plain.dtype.__get__
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
-class TorchDTensor(DTensor, torch.Tensor):
+class TorchDTensor(HostValues, DTensor, torch.Tensor):
     """DTensor on torch; made by `wrap`, never by its constructor. See `hp_dtensor.DTensor`."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
@@ -113,7 +111,7 @@ class TorchDTensor(DTensor, torch.Tensor):
             local_args = entry.viewed(args) if entry.views and torch.is_grad_enabled() else args
             result = run_locally(call, (), local_args, kwargs or {})
             if entry.is_number and not result.requires_grad:
-                return adopt(result, spec if result.dtype is spec.dtype else _with_dtype(spec, result.dtype))
+                return adopt(result, spec if result.dtype is spec.dtype else with_dtype(spec, result.dtype))
         if operation.in_place:
             return args[0]
         if result.dtype is not spec.dtype:  # under autocast the same call has another result
@@ -131,7 +129,7 @@ class TorchDTensor(DTensor, torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Reached by partial numbers alone, see `adopt`: what torch reads unasked is the number of the whole."""
-        if func in READS_NUMBER and _intercepting():
+        if func in READS_NUMBER and is_intercepting():
             return args[0].item()
         with LocalOperations(), _BelowDispatch():
             return func(*args, **(kwargs or {}))
@@ -140,11 +138,11 @@ class TorchDTensor(DTensor, torch.Tensor):
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size(self._spec.shape) if _intercepting() else _local_shape(self)
+        return torch.Size(self._spec.shape) if is_intercepting() else _local_shape(self)
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._spec.dtype if _intercepting() else _local_dtype(self)
+        return self._spec.dtype if is_intercepting() else _local_dtype(self)
 
     @property
     def ndim(self) -> int:
@@ -202,17 +200,17 @@ class TorchDTensor(DTensor, torch.Tensor):
         if local is None and self._awaited_gradient is not None:
             self._awaited_gradient.fetch()
             local = run_locally(_local_grad, (), (self,))
-        if local is None or type(local) is TorchDTensor or not _intercepting():
+        if local is None or type(local) is TorchDTensor or not is_intercepting():
             return local
         spec = shown_grad_spec(self._spec)
         if local.requires_grad and spec is not self._spec:
             return wrap_gradient(self._spec, local)
         # Autograd made it and nobody else holds it: it becomes the DTensor itself, the same at every access.
-        return adopt(local, _with_dtype(spec, local.dtype))
+        return adopt(local, with_dtype(spec, local.dtype))
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        if value is not None and _intercepting():
+        if value is not None and is_intercepting():
             value = _as_gradient(self, value)
         if self._awaited_gradient is not None:
             self._awaited_gradient.drop()
@@ -247,7 +245,7 @@ class TorchDTensor(DTensor, torch.Tensor):
     def data(self) -> Any:
         with LocalOperations():
             local = _local_data(self)
-        if not _intercepting():
+        if not is_intercepting():
             return local
         data = adopt(local, self._spec)
         data._copied_by = self._copied_by
@@ -255,7 +253,7 @@ class TorchDTensor(DTensor, torch.Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if _intercepting() and not isinstance(value, TorchDTensor):
+        if is_intercepting() and not isinstance(value, TorchDTensor):
             raise MixedOperandsError("data of a DTensor: expected a DTensor, got a plain tensor; distribute it first")
         forget_source(self)
         with LocalOperations():
@@ -275,48 +273,9 @@ class TorchDTensor(DTensor, torch.Tensor):
         Args:
             gradient: a DTensor of any placements, or the local gradient; None for a scalar.
         """
-        from hp_platform_torch.ops.without_rules import backward
-
-        backward(self, gradient, retain_graph, create_graph, inputs)
-
-    # Values on the host ----------------------------------------------------------------------------------
-
-    def item(self) -> Any:
-        """The value of a one-element tensor. Communicates unless replicated: every rank must call it."""
-        return _whole("item", self).item()
-
-    def tolist(self) -> Any:
-        """All values; communicates as `item` does."""
-        return _whole("tolist", self).tolist()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """The whole tensor; communicates as `item` does."""
-        return (_whole("numpy", self) if force else gathered("numpy", self)).numpy(force=force)
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        return gathered("__array__", self).__array__(dtype)
-
-    def __bool__(self) -> bool:
-        return bool(_whole("bool", self))
-
-    def __int__(self) -> int:
-        return int(_whole("int", self))
-
-    def __float__(self) -> float:
-        return float(_whole("float", self))
-
-    def __index__(self) -> int:
-        return _whole("index", self).__index__()
-
-    def __complex__(self) -> complex:
-        return complex(_whole("complex", self))
-
-    def __format__(self, format_spec: str) -> str:
-        return (
-            format(_whole("format", self), format_spec)
-            if not self._spec.shape
-            else object.__format__(self, format_spec)
-        )
+        handler = operations[_plain.backward].handler
+        assert handler is not None
+        handler(_plain.backward, (self, gradient, retain_graph, create_graph, inputs), {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         with LocalOperations():
@@ -419,18 +378,12 @@ def unwrap(x: Tensor) -> Tensor:
 
 def wrap_gradient(spec: TensorSpec, local: Tensor) -> TorchDTensor:
     """The local gradient of a value of `spec` as a DTensor."""
-    return wrap(as_replicated(spec, local), _with_dtype(shown_grad_spec(spec), local.dtype))
+    return wrap(as_replicated(spec, local), with_dtype(shown_grad_spec(spec), local.dtype))
 
 
 def unwrap_gradient(spec: TensorSpec, grad: Tensor) -> Tensor:
     """The local gradient of a value of `spec`; a plain tensor is that already."""
     return as_contributed(spec, unwrap(grad)) if isinstance(grad, TorchDTensor) else grad
-
-
-def _whole(operation: str, x: TorchDTensor) -> Tensor:
-    with torch.no_grad():
-        whole: Tensor = gathered(operation, x)
-    return whole
 
 
 def _as_gradient(x: TorchDTensor, value: Tensor) -> TorchDTensor:
@@ -442,7 +395,7 @@ def _as_gradient(x: TorchDTensor, value: Tensor) -> TorchDTensor:
                 f"grad of a DTensor {x._spec!r}: the local gradient must be {list(wanted.local_shape)}, "
                 f"got {list(value.shape)}"
             )
-        return wrap(value, _with_dtype(wanted, value.dtype))
+        return wrap(value, with_dtype(wanted, value.dtype))
     if value._spec.with_placements(wanted.placements).shape != wanted.shape or (
         value._spec.placements != wanted.placements or value._spec.mesh != wanted.mesh
     ):
@@ -457,5 +410,5 @@ def _refuse_transforms(name: str) -> NoReturn:
     )
 
 
-def _with_dtype(spec: TensorSpec, dtype: torch.dtype) -> TensorSpec:
+def with_dtype(spec: TensorSpec, dtype: torch.dtype) -> TensorSpec:
     return spec if spec.dtype is dtype else TensorSpec(spec.mesh, spec.placements, spec.shape, dtype)

@@ -31,7 +31,9 @@ from hp_dtensor.spec.placements import Partial, Placement, RaggedShard, Replicat
 from hp_dtensor.spec.tensor_spec import TensorSpec, has_gradient
 from hp_dtensor.tensor import conversions
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_platform_torch.comm.groups import BACKEND_NAMES, TorchGroup, TorchWorld
+from hp_platform_torch.comm.capabilities import BACKEND_NAMES
+from hp_platform_torch.comm.groups import TorchGroup
+from hp_platform_torch.comm.world import TorchWorld
 from hp_platform_torch.tensor.dtensor import unwrap
 
 _torch_meshes: WeakKeyDictionary[World, dict[DeviceMesh, TorchMesh]] = WeakKeyDictionary()

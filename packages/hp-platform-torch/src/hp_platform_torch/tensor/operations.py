@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import batch_norm, group_norm, scaled_dot_product_attention
 
 from hp_dtensor.dispatch import dispatch
 from hp_dtensor.dispatch.arguments import Uncached, bounds_of
@@ -19,102 +15,17 @@ from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor.conversions import recorded_view, replicate_like
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.trees import map_tensors
+from hp_platform_torch.ops.local_forms import CHECKS, LOCAL_FORMS
 from hp_platform_torch.ops.names import canonical_name
+from hp_platform_torch.tensor.local_operations import LocalOperations
 
 Tensor = torch.Tensor
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
 
-# What torch's own tensor subclasses use (see README.md on torch internals).
-LocalOperations = torch._C.DisableTorchFunctionSubclass
-run_locally = torch._C._disabled_torch_function_impl  # (function, types, args): as inside LocalOperations
-
 CACHE_SIZE = 4096
 
 
-class NoGrad:
-    """`torch.no_grad()` at a third of its cost on the host, for what runs several times per module and step."""
-
-    __slots__ = ("_before",)
-
-    def __enter__(self) -> None:
-        self._before = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-
-    def __exit__(self, *_: object) -> None:
-        torch._C._set_grad_enabled(self._before)
-
-
 _SAVE_NOTHING = frozenset({"add", "add_", "sub", "sub_"})
-
-
-def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """torch's; on a rank that has no head, torch 2.11 divides by their number, in its fused kernel and for groups."""
-    if query.numel():
-        return scaled_dot_product_attention(query, key, value, *args, **kwargs)
-    if query.shape[-3:-2] == (0,):
-        kwargs = {**kwargs, "enable_gqa": False}
-    with sdpa_kernel(SDPBackend.MATH):
-        return scaled_dot_product_attention(query, key, value, *args, **kwargs)
-
-
-def _as_complex(x: Tensor) -> Tensor:
-    """torch's; of a part without elements, which may have any strides, it asks for those of pairs all the same."""
-    return torch.view_as_complex(x if x.numel() else x.clone(memory_format=torch.contiguous_format))
-
-
-def _group_norm(
-    input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
-) -> Tensor:
-    """torch's without its check of the batch, which a rank may have one row of."""
-    return torch.group_norm(input, num_groups, weight, bias, eps, torch.backends.cudnn.enabled)
-
-
-def _check_group_norm(input: Tensor, num_groups: int, *_: Any, **__: Any) -> None:
-    _refuse_one_value(input.shape, num_groups)
-
-
-def _check_batch_norm(
-    input: Tensor, mean: Any, variance: Any, weight: Any = None, bias: Any = None, training: bool = False, **__: Any
-) -> None:
-    if training and input.ndim > 1:
-        _refuse_one_value(input.shape, input.shape[1])
-
-
-def _refuse_one_value(shape: torch.Size, statistics: int) -> None:
-    if shape.numel() == statistics > 0:
-        raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(shape)}")
-
-
-def _pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
-    """torch's, which takes a part without elements in one mode only: others pad zeros of which nothing is kept."""
-    if x.numel() or mode == "constant":
-        return torch.nn.functional.pad(x, pad, mode, value)
-    empty = [dim for dim, size in enumerate(x.shape) if not size]
-    padded = torch.nn.functional.pad(x.sum(empty, keepdim=True), pad, mode)
-    return padded[tuple(slice(0, size) if dim in empty else slice(None) for dim, size in enumerate(x.shape))]
-
-
-def _contiguous(x: Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
-    """torch's, but with the strides of a contiguous tensor also where it leaves others to dimensions of one element.
-
-    Random operations tell the order of the whole tensor's memory by them.
-    """
-    result = x.contiguous(memory_format=memory_format)
-    if memory_format is not torch.contiguous_format or 1 not in result.shape:
-        return result
-    strides = tuple(itertools.accumulate(reversed(result.shape[1:]), operator.mul, initial=1))[::-1]
-    return result if result.stride() == strides else result.view(-1).view(result.shape)
-
-
-_LOCAL_FORMS = {
-    scaled_dot_product_attention: _attention,
-    torch.view_as_complex: _as_complex,
-    group_norm: _group_norm,
-    torch.nn.functional.pad: _pad,
-    torch.Tensor.contiguous: _contiguous,
-}
-# What torch asks of the whole, before the rule, on every rank alike.
-_CHECKS: dict[Callable[..., Any], Callable[..., None]] = {group_norm: _check_group_norm, batch_norm: _check_batch_norm}
 
 
 class _Entry:
@@ -183,16 +94,14 @@ class Operation:
         "shares",
     )
 
-    def __init__(self, func: Callable[..., Any], inplace: bool = False) -> None:
-        from hp_platform_torch.ops.without_rules import handler_of
-
+    def __init__(self, func: Callable[..., Any], handler: Handler | None = None, inplace: bool = False) -> None:
         self.name, self.reflected = canonical_name(func)
         if inplace:
             self.name += "_"
-        self.handler: Handler | None = handler_of(func)
+        self.handler = handler
         self.is_special = self.handler is not None or self.reflected
-        self.call = (lambda x, y: func(y, x)) if self.reflected else _LOCAL_FORMS.get(func, func)
-        self.check = _CHECKS.get(func)
+        self.call = (lambda x, y: func(y, x)) if self.reflected else LOCAL_FORMS.get(func, func)
+        self.check = CHECKS.get(func)
         registration = dispatch.rule_registry().get(self.name) if self.handler is None else None
         self.by_type = registration is not None and registration.by_type
         self.in_place = registration is not None and registration.in_place
@@ -336,15 +245,18 @@ def _holds_no_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 _KEPT_BY_VALUE = frozenset({type(None), type(...), str, torch.dtype, torch.device, torch.memory_format, torch.layout})
 
 
-def locally(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The handler of what the local tensor answers, the result returned as it is."""
-    with LocalOperations():
-        return func(*args, **kwargs)
+class Operations(dict[Callable[..., Any], Operation]):
+    """torch's functions -> their operations, made when a function first meets a DTensor.
 
+    Attributes:
+        handler_of: gives the handler of a function, or None; set by the platform, since handlers make DTensors and
+            the module of these looks operations up here.
+    """
 
-class _Operations(dict[Callable[..., Any], Operation]):
+    handler_of: Callable[[Callable[..., Any]], Handler | None] = staticmethod(lambda func: None)
+
     def __missing__(self, func: Callable[..., Any]) -> Operation:
-        operation = self[func] = Operation(func)
+        operation = self[func] = Operation(func, self.handler_of(func))
         return operation
 
 
@@ -356,7 +268,7 @@ class _OperationsInPlace(dict[Operation, Operation]):
         return written
 
 
-operations = _Operations()
+operations = Operations()
 operations_in_place = _OperationsInPlace()
 
 

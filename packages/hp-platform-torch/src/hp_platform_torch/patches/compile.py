@@ -12,21 +12,18 @@ from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
-import torch
-
 from hp_platform_torch.tensor.dtensor import TorchDTensor
 
 _LEFT_ALONE = ("hp_dtensor", "hp_platform_torch", "hp_fsdp")
 
 
-def guard() -> None:
-    """Prepare dynamo: now where it is loaded, else at the first `torch.compile`, since loading it takes long."""
+def prepare_if_loaded() -> None:
+    """Prepare dynamo where a program has loaded it already; else `torch.compile` does, since loading takes long."""
     if "torch._dynamo" in sys.modules:
         _leave_dtensors_out()
-    torch.compile = _prepared(torch.compile)
 
 
-def _prepared(compile_: Callable[..., Any]) -> Callable[..., Any]:
+def preparing(compile_: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(compile_)
     def compile_around_dtensors(*args: Any, **kwargs: Any) -> Any:
         _leave_dtensors_out()

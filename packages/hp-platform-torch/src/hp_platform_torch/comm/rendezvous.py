@@ -1,0 +1,82 @@
+"""How the ranks of a job meet: torch's default process group, and the store where smaller groups find together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from hp_dtensor.exceptions import PlatformError
+from hp_platform_torch.comm.capabilities import BACKEND_NAMES, device_types
+
+
+def join(rank: int, size: int, address: str, timeout: timedelta) -> dist.Store:
+    """Make torch's default process group, which must not exist yet; the store where its groups meet.
+
+    Raises:
+        PlatformError: the address is wrong or not reached in time, or not all ranks came.
+    """
+    store = _store(rank, size, address, timeout)
+    try:
+        dist.init_process_group(_backend_names(), store=store, rank=rank, world_size=size, timeout=timeout)
+    except RuntimeError as error:
+        raise PlatformError(
+            f"rank {rank} of {size} could not join the job at {address} within {timeout.total_seconds():g} s: {error}"
+        ) from error
+    return dist.PrefixStore("groups", store)
+
+
+def joined_store(connection: int) -> dist.Store:
+    """The store of the default process group that the program has made itself.
+
+    Args:
+        connection: how often this process, like every rank, has connected; keys are not met twice.
+    """
+    return dist.PrefixStore(f"hp/{connection}", distributed_c10d._get_default_store())
+
+
+def leave() -> None:
+    """Destroy torch's process groups, also those of a job that has failed."""
+    with contextlib.suppress(RuntimeError):
+        dist.destroy_process_group()
+
+
+def _store(rank: int, size: int, address: str, timeout: timedelta) -> dist.Store:
+    host, port = _host_and_port(address)
+    by_agent = _served_by_agent(rank, size, port)
+    try:
+        store = dist.TCPStore(host, port, size, is_master=rank == 0 and not by_agent, timeout=timeout)
+    except (RuntimeError, ValueError) as error:
+        role = "serve" if rank == 0 and not by_agent else "reach"
+        raise PlatformError(
+            f"rank {rank} of {size} could not {role} the meeting point {address}: {error}. "
+            "Check that the address is right, the port free on rank 0, and every rank started."
+        ) from error
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if by_agent else "0"
+    return dist.PrefixStore(f"hp/attempt_{attempt}", store)
+
+
+def _served_by_agent(rank: int, size: int, port: int) -> bool:
+    """Whether torchrun's agent serves the store at MASTER_PORT already, for every restart of this very rank."""
+    expected = {
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+    }
+    return all(os.environ.get(name) == value for name, value in expected.items())
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    host, separator, port = address.rpartition(":")
+    if not separator or not host or not port.isdigit():
+        raise PlatformError(f"the meeting point must be host:port, such as 127.0.0.1:29500; got {address!r}")
+    return host.strip("[]"), int(port)
+
+
+def _backend_names() -> str:
+    """A backend for each kind of device here, such as `cpu:gloo,cuda:nccl`."""
+    return ",".join(f"{device}:{BACKEND_NAMES[device]}" for device in device_types())

@@ -1,0 +1,101 @@
+"""`torch.autograd.Function.apply` and reentrant checkpoints, whose backward gets what their forward did not see."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch.nn.modules._functions import BackwardHookFunction
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointFunction
+
+from hp_dtensor.exceptions import ShardingRuleError
+from hp_dtensor.spec.tensor_spec import TensorSpec, has_gradient
+from hp_platform_torch.tensor.dtensor import TorchDTensor, is_intercepting, unwrap, unwrap_gradient, wrap_gradient
+
+Tensor = torch.Tensor
+
+_TRANSPARENT = ("torch.utils.checkpoint", "torch.distributed.fsdp", "torch.distributed._composable")
+"""Modules whose functions hand on what they get, or run forward and backward on DTensors again."""
+
+
+def asking_for_dtensors(apply: Any) -> Any:
+    plain = getattr(apply, "__func__", apply)  # torch 2.15's is C++'s own class method, which takes the class as it is
+
+    @functools.wraps(plain)
+    def asked(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        for x in (*args, *kwargs.values()) if kwargs else args:
+            if type(x) is TorchDTensor:
+                break
+        else:
+            return plain(cls, *args, **kwargs)
+        if not is_intercepting():  # the shard is meant
+            return plain(cls, *args, **kwargs)
+        if cls is BackwardHookFunction:
+            return _with_dtensor_hooks(plain(cls, *args), args)
+        if not cls.__module__.startswith(_TRANSPARENT):
+            _refuse_function(cls, x)
+        outputs = plain(cls, *args, **kwargs)
+        if cls is CheckpointFunction:
+            _refuse_contributions(outputs)
+        return outputs
+
+    return classmethod(asked)
+
+
+def _refuse_function(cls: type, x: TorchDTensor) -> NoReturn:
+    raise ShardingRuleError(
+        f"{cls.__qualname__}.apply on {x.spec!r}: torch hands the backward of an autograd.Function plain local "
+        f"gradients, whatever its forward got. Let it work on local tensors, with the placements said: "
+        f"hp_dtensor.local_map({cls.__qualname__}.apply, out_placements, in_placements)."
+    )
+
+
+def _refuse_contributions(outputs: Any) -> None:
+    """The backward of a reentrant checkpoint gets gradients of what ranks contribute: of a sum alone, those of it."""
+    for x in tree_leaves(outputs):
+        if type(x) is TorchDTensor and x.requires_grad and not has_gradient(x.spec):
+            raise ShardingRuleError(
+                f"torch.utils.checkpoint with use_reentrant=True of a function that returns {x.spec!r}: its backward "
+                "would take gradients of contributions for those of the whole. Redistribute the result to Replicate() "
+                "or Shard, or say use_reentrant=False."
+            )
+
+
+def giving_shards(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """The backward of a reentrant checkpoint finds DTensors as gradients of its inputs; autograd takes local ones."""
+
+    @functools.wraps(backward)
+    def giving(*args: Any) -> tuple[Any, ...]:
+        return tuple(map(unwrap, backward(*args)))
+
+    return giving
+
+
+def _with_dtensor_hooks(outputs: tuple[Tensor, ...], inputs: Sequence[Any]) -> tuple[Tensor, ...]:
+    """The results of the identity that carries a module's backward hooks, which get gradients as DTensors."""
+    specs = [x._spec if type(x) is TorchDTensor else None for x in inputs]
+    node = next((x.grad_fn for x in outputs if x.grad_fn is not None), None)
+    if node is not None:
+        register = node.register_hook
+        node.register_hook = lambda hook: register(_on_dtensors(hook, specs))  # type: ignore[method-assign]
+    return outputs
+
+
+def _on_dtensors(hook: Callable[..., Any], specs: Sequence[TensorSpec | None]) -> Callable[..., Any]:
+    def hooked(*grads: tuple[Tensor | None, ...]) -> Any:
+        changed = hook(*(_placed(several, specs) for several in grads))
+        if changed is None:
+            return None
+        listed = changed if isinstance(changed, tuple) else (changed,)
+        return tuple(x if spec is None else unwrap_gradient(spec, x) for x, spec in zip(listed, specs, strict=True))
+
+    return hooked
+
+
+def _placed(grads: tuple[Tensor | None, ...], specs: Sequence[TensorSpec | None]) -> tuple[Tensor | None, ...]:
+    return tuple(
+        x if x is None or spec is None else wrap_gradient(spec, x) for x, spec in zip(grads, specs, strict=True)
+    )

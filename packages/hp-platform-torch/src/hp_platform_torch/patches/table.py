@@ -1,0 +1,161 @@
+"""The table of everything in torch that this platform replaces, and why; installed when the platform is first made.
+
+A replacement asks whether a DTensor is among its arguments. Where none is, it calls torch's own function with what it
+was given: to plain tensors nothing happens.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from hp_platform_torch.optim import local_step
+from hp_platform_torch.patches import autograd_function, backward_inputs, compile, guards, new_values
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """One entry point of torch that is replaced for everybody in this process.
+
+    Attributes:
+        name: the full name, such as `torch.nn.init.eye_`.
+        why: what torch would do to a DTensor by itself.
+        dtensors: what happens to DTensors instead.
+        replacement: makes of torch's function the one that takes its place.
+    """
+
+    name: str
+    why: str
+    dtensors: str
+    replacement: Callable[[Any], Any]
+
+    def place(self) -> tuple[Any, str]:
+        """The module or class that holds the function, and its name there."""
+        owner, _, attribute = self.name.rpartition(".")
+        return pkgutil.resolve_name(owner), attribute
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """One of torch's own hooks or settings that the platform uses; fields as those of `Patch`."""
+
+    name: str
+    why: str
+    dtensors: str
+    register: Callable[[], None]
+
+
+_BYPASSED = "C++ takes the local shard for the tensor"
+_REFUSED = "refused"
+
+
+def _refused(name: str, replacement: Callable[..., Any], *told: str) -> Patch:
+    return Patch(name, _BYPASSED, _REFUSED, lambda function: replacement(function, *told))
+
+
+def _whole(name: str) -> Patch:
+    return Patch(
+        f"torch.nn.init.{name}",
+        "needs the whole matrix at once",
+        "every rank fills the whole and keeps its shard",
+        new_values.keeping_the_shard,
+    )
+
+
+PATCHES = (
+    Patch(
+        "torch.autograd.Function.apply",
+        "forward would get DTensors and backward plain local gradients",
+        "refused, but for torch's own checkpoints and module hooks, which get DTensors in both",
+        autograd_function.asking_for_dtensors,
+    ),
+    Patch(
+        "torch.utils.checkpoint.CheckpointFunction.backward",
+        "gives DTensors to autograd, which takes local gradients",
+        "their local data is given",
+        autograd_function.giving_shards,
+    ),
+    Patch(
+        "torch.autograd._engine_run_backward",
+        "does not tell whether a backward is for named inputs",
+        "noted while it runs: `fully_shard` reduces gradients of parameters only when they are asked for",
+        backward_inputs.noting,
+    ),
+    _refused(
+        "torch._functorch.eager_transforms._wrap_for_grad",
+        guards.refusing,
+        "torch.func (grad, vjp and the like)",
+        guards.TRANSFORMS_A_SHARD,
+    ),
+    _refused("torch._functorch.vmap._add_batch_dim", guards.refusing, "torch.func (vmap)", guards.TRANSFORMS_A_SHARD),
+    _refused(
+        "torch._functorch.eager_transforms._maybe_wrap_functional_tensor",
+        guards.refusing,
+        "torch.func.functionalize",
+        guards.TRANSFORMS_A_SHARD,
+    ),
+    _refused("torch.to_dlpack", guards.refusing, "to_dlpack", guards.EXPORTS_A_SHARD),
+    _refused("torch.utils.dlpack.to_dlpack", guards.refusing, "to_dlpack", guards.EXPORTS_A_SHARD),
+    _refused("torch.jit.trace", guards.refusing_to_trace, "torch.jit.trace"),
+    _refused("torch.jit.trace_module", guards.refusing_to_trace, "torch.jit.trace_module"),
+    _refused("torch.export.export", guards.refusing_to_trace, "torch.export"),
+    _refused("torch._C.ScriptFunction.__call__", guards.refusing_arguments, "a function made by torch.jit.script"),
+    _refused("torch.Tensor.set_", guards.refusing_source),
+    Patch(
+        "torch.Tensor.new_full",
+        _BYPASSED,
+        "one without dimensions is the number of the whole",
+        new_values.taking_numbers,
+    ),
+    Patch("torch.Tensor.new_tensor", _BYPASSED, "gives a DTensor that is placed alike", new_values.copying_as_new),
+    _whole("orthogonal_"),
+    _whole("sparse_"),
+    _whole("eye_"),
+    _whole("dirac_"),
+    Patch(
+        "torch.compile",
+        "its graphs would mix global and local shapes",
+        "operations on them are left out of the graphs",
+        compile.preparing,
+    ),
+)
+
+REGISTRATIONS = (
+    Registration(
+        "torch.optim.optimizer.register_optimizer_step_pre_hook",
+        "each operation of a step would be intercepted",
+        "steps of elementwise optimizers run on local data",
+        local_step.install,
+    ),
+    Registration(
+        "torch._dynamo.config.nontraceable_tensor_subclasses",
+        "see `torch.compile`, where the program has loaded dynamo before",
+        "operations on them are left out of the graphs",
+        compile.prepare_if_loaded,
+    ),
+)
+
+
+@functools.cache
+def install() -> Mapping[str, Any]:
+    """Put every replacement in its place, once in a process; return torch's own functions by their full names."""
+    replaced = {}
+    for patch in PATCHES:
+        owner, attribute = patch.place()
+        # Static: a class method as it is, not bound to the class that defines it.
+        own = replaced[patch.name] = inspect.getattr_static(owner, attribute)
+        setattr(owner, attribute, patch.replacement(own.__func__ if isinstance(own, staticmethod) else own))
+    for registration in REGISTRATIONS:
+        registration.register()
+    return MappingProxyType(replaced)
+
+
+def as_markdown() -> str:
+    """The table as the README of this package shows it."""
+    rows = [f"| `{entry.name}` | {entry.why} | {entry.dtensors} |" for entry in (*PATCHES, *REGISTRATIONS)]
+    return "\n".join(["| in torch | without it | DTensors |", "|---|---|---|", *rows])

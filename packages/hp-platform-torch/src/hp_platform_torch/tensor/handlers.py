@@ -1,0 +1,155 @@
+"""torch functions that no sharding rule is about: accessors, autograd, and operations on lists of tensors."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from hp_dtensor.dispatch import dispatch, implicit_regions
+from hp_dtensor.dispatch.arguments import no_rule
+from hp_dtensor.exceptions import ShardingRuleError
+from hp_platform_torch.ops.decompositions import DECOMPOSED
+from hp_platform_torch.ops.names import property_of
+from hp_platform_torch.tensor.autograd_functions import AUTOGRAD_FUNCTIONS
+from hp_platform_torch.tensor.dtensor import READS_NUMBER, TorchDTensor, adopt
+from hp_platform_torch.tensor.local_operations import LocalOperations, locally
+from hp_platform_torch.tensor.operations import Handler, first_spec, run_into
+from hp_platform_torch.tensor.tensor_lists import on_lists, refuse_norm
+
+Tensor = torch.Tensor
+
+_CLIPPING = frozenset({"linalg_vector_norm"})
+# Answered by the local tensor, the result returned as it is.
+_LOCAL_NAMES = """
+    requires_grad_ register_post_accumulate_grad_hook is_contiguous stride storage_offset data_ptr
+    element_size is_floating_point is_complex is_signed is_inference is_conj is_neg is_pinned is_shared
+    share_memory_ get_device untyped_storage storage record_stream has_names _is_view _is_zerotensor
+    is_tensor is_distributed detach_ _typed_storage _has_compatible_shallow_copy_type __dir__ result_type
+"""
+_LOCAL = frozenset(_LOCAL_NAMES.split())
+_TENSOR_VALUED_PROPERTIES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
+
+
+def handler_of(func: Callable[..., Any]) -> Handler | None:
+    """The handler of a function; None where a sharding rule decides."""
+    accessed = property_of(func)
+    if accessed is not None and func not in DECOMPOSED:
+        return None if accessed in _TENSOR_VALUED_PROPERTIES else locally
+    if isinstance(func, torch._ops.OpOverload):
+        return _below_autograd
+    name = getattr(func, "__name__", "")
+    if name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
+        return on_lists
+    if name in _LOCAL:
+        return locally
+    if name in _CLIPPING and dispatch.rule_registry().get(name) is None:
+        return refuse_norm
+    decomposed = DECOMPOSED.get(func)
+    if decomposed is not None:
+        return lambda func, args, kwargs: _run_decomposed(decomposed, args, kwargs)
+    return HANDLERS.get(func)
+
+
+def _below_autograd(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """An operation of the dispatcher's: a custom one, or what dispatch modes call in backward with what autograd has
+    saved, not knowing shards."""
+    if func in READS_NUMBER:
+        return args[0].item()
+    platform = first_spec(args, kwargs).mesh.platform
+    saved = is_in_torch_dispatch_mode() and platform.is_in_backward()
+    if implicit_regions.is_replicating() and not saved and not func._schema.is_mutable:  # type: ignore[attr-defined]
+        return dispatch.dispatch(platform, str(func), func, args, kwargs)
+    raise ShardingRuleError(
+        f"{no_rule(str(func), args, kwargs)} It comes from torch.ops, or from a dispatch mode (FlopCounterMode) "
+        "around a backward, which would take global shapes for those of shards: leave the backward out of the mode."
+    )
+
+
+def _run_decomposed(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    if kwargs.get("out") is not None:
+        return run_into(function, args, kwargs)
+    return function(*args, **{name: value for name, value in kwargs.items() if name != "out"})
+
+
+def _detach(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TorchDTensor:
+    """No rule has a say: the result must share the storage, whatever the placements."""
+    x: TorchDTensor = args[0] if args else kwargs["input"]
+    with LocalOperations():
+        result = torch.Tensor.detach(x)
+    detached = adopt(result, x._spec)
+    detached._copied_by = x._copied_by
+    return detached
+
+
+# Shapes of other tensors -----------------------------------------------------------------------------------
+
+
+def _like_other(method: str) -> Handler:
+    def handler(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        x, other = args[0], args[1] if len(args) > 1 else kwargs["other"]
+        if method == "view" and x.shape == other.shape:
+            return _view_as_it_is(x)
+        return getattr(x, method)(tuple(other.shape))
+
+    return handler
+
+
+def _view_as_it_is(x: Tensor) -> Tensor:
+    """Of any placements: torch makes such views of what an `autograd.Function` hands on, and takes their gradients for
+    those of `x`."""
+    if not isinstance(x, TorchDTensor):
+        return x.view(x.shape)
+    with LocalOperations():
+        view = adopt(torch.Tensor.view_as(x, x), x._spec)
+    view._copied_by = x._copied_by
+    return view
+
+
+def _equal(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """`torch.equal`; every rank must call it, as it communicates."""
+    x, y = inspect.signature(lambda input, other: None).bind(*args, **kwargs).args
+    return x.shape == y.shape and bool((x == y).all())
+
+
+def _allclose(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """`torch.allclose`; every rank must call it, as it communicates."""
+    return bool(torch.isclose(*args, **kwargs).all())
+
+
+def _number_of_elements(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    x = args[0] if args else kwargs["input"]
+    return x.numel()
+
+
+def _initialize(method: str) -> Handler:
+    """torch passes on a function of `torch.nn.init` with keywords of its own: the method that it stands for."""
+
+    def handler(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        values = dict(kwargs)
+        x, generator = values.pop("tensor"), values.pop("generator", None)
+        with torch.no_grad():
+            return getattr(x, method)(*values.values(), **({} if generator is None else {"generator": generator}))
+
+    return handler
+
+
+HANDLERS: dict[Callable[..., Any], Handler] = {
+    **AUTOGRAD_FUNCTIONS,
+    torch.Tensor.detach: _detach,
+    torch.detach: _detach,
+    torch.numel: _number_of_elements,
+    torch.equal: _equal,
+    torch.Tensor.equal: _equal,
+    torch.allclose: _allclose,
+    torch.Tensor.allclose: _allclose,
+    torch.Tensor.view_as: _like_other("view"),
+    torch.Tensor.reshape_as: _like_other("reshape"),
+    torch.Tensor.expand_as: _like_other("expand"),
+    torch.nn.init.uniform_: _initialize("uniform_"),
+    torch.nn.init.normal_: _initialize("normal_"),
+    torch.nn.init.constant_: _initialize("fill_"),
+}

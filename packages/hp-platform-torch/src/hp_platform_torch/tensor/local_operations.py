@@ -1,0 +1,31 @@
+"""Contexts in which torch's functions see the local data of DTensors, and record nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+# What torch's own tensor subclasses use (see README.md on torch internals).
+LocalOperations = torch._C.DisableTorchFunctionSubclass
+run_locally = torch._C._disabled_torch_function_impl  # (function, types, args): as inside LocalOperations
+
+
+class NoGrad:
+    """`torch.no_grad()` at a third of its cost on the host, for what runs several times per module and step."""
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *_: object) -> None:
+        torch._C._set_grad_enabled(self._before)
+
+
+def locally(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The handler of what the local tensor answers, the result returned as it is."""
+    with LocalOperations():
+        return func(*args, **kwargs)

@@ -1,0 +1,116 @@
+"""The table of what the platform replaces in torch: installed, listed in the README, and nothing to plain tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hp_platform_torch.patches import table
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+class _Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+def _ones():
+    return torch.ones(3, 4)
+
+
+def _gradient(function):
+    x = _ones().requires_grad_()
+    return torch.autograd.grad(function(x).sum(), x)[0]
+
+
+def _checkpointed():
+    return _gradient(lambda x: torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=False))
+
+
+def _reentrant():
+    x = _ones().requires_grad_()
+    torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=True).sum().backward()
+    return x.grad
+
+
+def _initial(name):
+    def fill():
+        torch.manual_seed(0)
+        x = torch.empty(3, 4, 2) if name == "dirac_" else torch.empty(3, 4)
+        return getattr(torch.nn.init, name)(x, *([0.5] if name == "sparse_" else []))
+
+    return fill
+
+
+def _scripted():
+    function = torch.jit.script(torch.nn.ReLU())
+    return torch._C.ScriptFunction.__call__(torch.jit.script(_relu), _ones()) + function(_ones())
+
+
+def _relu(x: torch.Tensor):
+    return torch.relu(x)
+
+
+PLAIN_CALLS = {
+    "torch.autograd.Function.apply": lambda: _gradient(_Double.apply),
+    "torch.utils.checkpoint.CheckpointFunction.backward": _reentrant,
+    "torch.autograd._engine_run_backward": _checkpointed,
+    "torch._functorch.eager_transforms._wrap_for_grad": lambda: torch.func.grad(lambda x: x.sin().sum())(_ones()),
+    "torch._functorch.vmap._add_batch_dim": lambda: torch.func.vmap(torch.sum)(_ones()),
+    "torch._functorch.eager_transforms._maybe_wrap_functional_tensor": lambda: torch.func.functionalize(torch.sin)(
+        _ones()
+    ),
+    "torch.to_dlpack": lambda: torch.from_dlpack(torch.to_dlpack(_ones())),
+    "torch.utils.dlpack.to_dlpack": lambda: torch.from_dlpack(torch.utils.dlpack.to_dlpack(_ones())),
+    "torch.jit.trace": lambda: torch.jit.trace(torch.sin, _ones())(_ones()),
+    "torch.jit.trace_module": lambda: torch.jit.trace_module(torch.nn.ReLU(), {"forward": _ones()})(_ones()),
+    "torch.export.export": lambda: torch.export.export(torch.nn.ReLU(), (_ones(),)).module()(_ones()),
+    "torch._C.ScriptFunction.__call__": _scripted,
+    "torch.Tensor.set_": lambda: torch.empty(0).set_(_ones()),
+    "torch.Tensor.new_full": lambda: _ones().new_full((2, 2), torch.tensor(5.0)),
+    "torch.Tensor.new_tensor": lambda: _ones().new_tensor([1, 2]),
+    "torch.nn.init.orthogonal_": _initial("orthogonal_"),
+    "torch.nn.init.sparse_": _initial("sparse_"),
+    "torch.nn.init.eye_": _initial("eye_"),
+    "torch.nn.init.dirac_": _initial("dirac_"),
+    "torch.compile": lambda: torch.compile(torch.sin, backend="eager")(_ones()),
+}
+
+
+@pytest.fixture(autouse=True)
+def installed(platform):
+    """The platform has been made, and with it everything is in its place."""
+
+
+@pytest.mark.parametrize("patch", table.PATCHES, ids=lambda patch: patch.name)
+def test_plain_tensors_get_what_torch_gives_them(patch, monkeypatch):
+    replaced = PLAIN_CALLS[patch.name]()
+    owner, attribute = patch.place()
+    ours = getattr(owner, attribute)
+    monkeypatch.setattr(owner, attribute, table.install()[patch.name])
+    assert getattr(owner, attribute) is not ours, "the replacement was in its place"
+    torch.testing.assert_close(replaced, PLAIN_CALLS[patch.name](), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("patch", table.PATCHES, ids=lambda patch: patch.name)
+def test_a_replacement_says_what_it_replaces(patch):
+    owner, attribute = patch.place()
+    assert getattr(owner, attribute).__wrapped__ is not None
+
+
+def test_installing_again_changes_nothing():
+    before = [getattr(*patch.place()) for patch in table.PATCHES]
+    table.install()
+    assert [getattr(*patch.place()) for patch in table.PATCHES] == before
+
+
+def test_the_readme_has_the_table():
+    assert table.as_markdown() in README.read_text(), "copy it from hp_platform_torch.patches.table.as_markdown()"
