@@ -16,7 +16,7 @@ import tracemalloc
 import numpy as np
 
 from hp_dtensor import DeviceMesh, Replicate, Shard, distribute_tensor, get_platform
-from hp_dtensor.dispatch import dispatch as dispatching
+from hp_dtensor.dispatch.operation import count_plans
 from hp_dtensor.redistribute import planner
 from hp_dtensor.spec import tensor_spec as spec
 
@@ -32,7 +32,7 @@ def step(platform, mesh, weight, rows):
 
 def entries():
     cached = [value.cache_info() for value in vars(planner).values() if hasattr(value, "cache_info")]
-    return len(dispatching._plans), sum(info.currsize for info in cached), len(spec._interned)
+    return count_plans(), sum(info.currsize for info in cached), len(spec._interned)
 
 
 def main():

@@ -19,12 +19,11 @@ from typing import Any
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.comm.world import SilentWorld
 from hp_dtensor.dispatch.arguments import bind
-from hp_dtensor.dispatch.dispatch import rule_registry
 from hp_dtensor.exceptions import ShardingRuleError
 from hp_dtensor.platform.selection import get_platform
-from hp_dtensor.rules.builtin import register_builtin_rules
 from hp_dtensor.rules.engine.factors import Factorization
 from hp_dtensor.rules.engine.registry import REQUIRED, OpCall, Parameter, Registration, RuleRegistry
+from hp_dtensor.rules.tables import register_builtin_rules, rule_registry
 from hp_dtensor.spec.placements import Replicate
 from hp_dtensor.spec.tensor_spec import TensorSpec
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from hp_dtensor import DeviceMesh, DTensor, Partial, Replicate, Shard, distribute_tensor, sharding_rule
-from hp_dtensor.dispatch import dispatch as dispatching
-from hp_dtensor.dispatch.dispatch import rule_registry
+from hp_dtensor.dispatch.operation import count_plans, forget_plans
 from hp_dtensor.exceptions import MixedOperandsError, ShardingRuleError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
+from hp_dtensor.rules.tables import rule_registry
 from hp_dtensor.testing import run_ranks
 from hp_dtensor.testing.rule_proof import prove
 from hp_dtensor.testing.rule_samples import Sample
@@ -198,7 +198,7 @@ def _what_is_left(platform: Platform) -> tuple[list[str], set[int]]:
         y = combined(given, options, then=lambda t, options=options: t, more={"step": [factor, {factor}, bytearray()]})
         np.testing.assert_array_equal(platform.to_numpy(y.full_tensor()), factor + 1)
         watched = {"options": weakref.ref(options), "tensor": weakref.ref(x)}
-        plans.add(len(dispatching._plans))
+        plans.add(count_plans())
         del x, options, given, y
         gc.collect()
         left += [name for name, reference in watched.items() if reference() is not None]
@@ -206,7 +206,7 @@ def _what_is_left(platform: Platform) -> tuple[list[str], set[int]]:
 
 
 def test_arguments_are_let_go(hp_platform: Platform) -> None:
-    dispatching.forget_plans()
+    forget_plans()
     left, plans = run_ranks(_what_is_left, 1, hp_platform, hp_platform)[0]
     assert left == []
     assert len(plans) == 1

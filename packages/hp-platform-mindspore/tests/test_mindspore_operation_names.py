@@ -115,7 +115,7 @@ def test_a_reverse_scan_is_refused_with_the_way_out() -> None:
 
 
 def test_every_adapter_leads_to_an_operation_that_there_is() -> None:
-    from hp_dtensor.dispatch.dispatch import rule_registry
+    from hp_dtensor.rules.tables import rule_registry
 
     known = {name for name, _ in ADAPTED.values()}
     without_rule = sorted(name for name in known if rule_registry().get(name) is None)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from hp_dtensor.comm.mesh import init_device_mesh
+from hp_dtensor.dispatch.operation import forget_plans
 from hp_dtensor.exceptions import (
     CapabilityError,
     GradientPathError,
@@ -578,5 +579,5 @@ def test_pickling_is_refused(mesh):
 def test_leaving_the_job_forgets_plans_and_meshes(platform, mesh):
     _ = sharded(mesh) + 1
     assert any(operation.plans for operation in operations.operations.values())
-    operations.forget_plans()
+    forget_plans()
     assert not any(operation.plans for operation in operations.operations.values())

@@ -22,9 +22,9 @@ from hp_dtensor import (
     distribute_tensor,
     get_platform,
 )
+from hp_dtensor.dispatch.operation import forget_plans
 from hp_dtensor.exceptions import ShardingRuleError
 from hp_dtensor.testing import run_ranks
-from hp_platform_torch.tensor.operations import forget_plans
 
 Tensor = torch.Tensor
 Gather = Callable[[Tensor], Tensor]

@@ -21,7 +21,7 @@ except ImportError:  # MindSpore 2.9
     set_versions = None
 
 from hp_dtensor.comm.world import World
-from hp_dtensor.dispatch.dispatch import forget_plans
+from hp_dtensor.dispatch.operation import forget_plans
 from hp_dtensor.exceptions import CapabilityError, PlatformError
 from hp_dtensor.platform.interface import Platform, Removable
 from hp_dtensor.spec.tensor_spec import TensorSpec

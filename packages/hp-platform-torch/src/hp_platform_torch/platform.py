@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hp_dtensor.comm.world import World
+from hp_dtensor.dispatch.operation import forget_plans
 from hp_dtensor.exceptions import CapabilityError, PlatformError
 from hp_dtensor.platform.interface import DTYPE_NAMES, Platform, Removable
 from hp_dtensor.spec.tensor_spec import TensorSpec
@@ -106,7 +107,7 @@ class TorchPlatform(Platform):
         world, self.world = self.world, None
         if world is not None:
             world.close()
-        operations.forget_plans()
+        forget_plans()
         if self._owns_process_group:
             self._owns_process_group = False
             rendezvous.leave()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -142,46 +141,6 @@ def specs_of(value: Any) -> Any:
     return value
 
 
-class Uncached(Exception):
-    """An argument that no plan may be kept for."""
-
-
-def key_of(platform: Platform, name: str, value: Any, registration: Registration) -> Any:
-    """What a plan depends on in an argument. A key keeps nothing alive but values and specs.
-
-    Raises:
-        Uncached: the rule may look at an object that lives for itself.
-        MixedOperandsError: a plain tensor or array.
-    """
-    if isinstance(value, DTensor):
-        return value._spec
-    kind = type(value)
-    if kind is int or kind is float or kind is bool or issubclass(kind, numpy.number):
-        return kind if registration.by_type else (kind, value)
-    if isinstance(value, (tuple, list)):  # told apart: as an index they mean different things
-        return kind, *[key_of(platform, name, item, registration) for item in value]
-    if isinstance(value, dict):
-        return tuple(
-            [
-                (key, type(item) if key == "generator" else key_of(platform, name, item, registration))
-                for key, item in value.items()
-            ]
-        )
-    if kind is slice:
-        return slice, *bounds_of(value)
-    if isinstance(value, platform.Tensor):
-        return _plain_key(platform, name, value)
-    if isinstance(value, (str, type)) or kind in dtype_classes(platform):
-        return value
-    if registration.own:
-        return kind
-    if not kind.__weakrefoffset__:  # None, a device, a complex number
-        return kind, value
-    if getattr(value, "shape", ()):
-        raise _mixed(name, value, "array")
-    raise Uncached
-
-
 @functools.cache
 def dtype_classes(platform: Platform) -> frozenset[type]:
     """The classes of a platform's dtypes, less those of ordinary values."""
@@ -192,32 +151,17 @@ def dtype_classes(platform: Platform) -> frozenset[type]:
     return frozenset(classes - {str, int, type})
 
 
-def bounds_of(value: slice) -> tuple[int | None, ...]:
-    """Start, stop and step as integers now: a tensor among them may hold another one at the next call."""
-    return tuple([None if x is None else operator.index(x) for x in (value.start, value.stop, value.step)])
-
-
-def _plain_key(platform: Platform, name: str, value: Tensor) -> Any:
-    if len(value.shape) == 0:
-        if platform.is_grad_enabled() and platform.requires_grad(value):
-            raise MixedOperandsError(
-                f"{name}: a plain scalar that requires a gradient among DTensors: the gradient would be this rank's "
-                "part alone. Make it a DTensor: distribute_tensor for a parameter, replicate_like for a value."
-            )
-        return "plain scalar", value.dtype
-    raise _mixed(name, value)
-
-
 def check_lists(platform: Platform, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Refuse plain scalars in a list of DTensors: there they are operands as the others, not factors."""
     for listed in (*args, *kwargs.values()):
         if isinstance(listed, (tuple, list)) and any(isinstance(x, DTensor) for x in listed):
             plain = [x for x in listed if isinstance(x, platform.Tensor) and not isinstance(x, DTensor)]
             if plain:
-                raise _mixed(name, plain[0])
+                raise mixed(name, plain[0])
 
 
-def _mixed(name: str, value: Tensor, kind: str = "tensor") -> MixedOperandsError:
+def mixed(name: str, value: Tensor, kind: str = "tensor") -> MixedOperandsError:
+    """Return the error of a plain tensor or array with dimensions as an operand of `name`."""
     return MixedOperandsError(
         f"{name}: a plain {kind} of shape {list(value.shape)} among DTensors. Say how it is placed: "
         "distribute_tensor, DTensor.from_local, or replicate_like for a constant that is equal on all ranks. A "

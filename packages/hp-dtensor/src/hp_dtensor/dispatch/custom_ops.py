@@ -12,10 +12,12 @@ from typing import Any, NoReturn, TypeVar, cast
 
 from hp_dtensor.comm.world import REDUCE_OPS
 from hp_dtensor.dispatch.arguments import Location, locate_tensors
+from hp_dtensor.dispatch.dispatch import dispatch
 from hp_dtensor.exceptions import ShardingRuleError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.rules.engine.factors import Dims, Factorization
 from hp_dtensor.rules.engine.registry import REQUIRED, OpCall, Parameter, Registration
+from hp_dtensor.rules.tables import rule_registry
 from hp_dtensor.spec.placements import RaggedShard
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.trees import map_tensors, tensors_in
@@ -152,12 +154,10 @@ class _OwnOperation:
 
     def run(self, located: Sequence[tuple[Location, Any]], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The function on arguments among which DTensors are `located`."""
-        from hp_dtensor.dispatch import dispatch
-
         if not self.is_registered:
             registration = _registration(self.function, self.notation)
             identity = self.notation.identity, repr(registration.parameters), registration.open
-            self.name = dispatch.rule_registry().add(self.name, registration, identity)
+            self.name = rule_registry().add(self.name, registration, identity)
             self.is_registered = True
         platform = located[0][1].device_mesh.platform
         self._check_depth(args, kwargs)
@@ -174,7 +174,7 @@ class _OwnOperation:
             self._check_results(result, platform)
             return result
 
-        return dispatch.dispatch(platform, self.name, local, args, kwargs)
+        return dispatch(platform, self.name, local, args, kwargs)
 
     def _check_depth(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Refuse DTensors that the rule does not see: it counts arguments, and tensors in lists of them."""

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
-from hp_dtensor.debug.comm_debug import gathered
-from hp_dtensor.exceptions import ShardingRuleError
 from hp_dtensor.spec import rank_checks
 from hp_dtensor.spec.placements import Replicate
 from hp_dtensor.spec.tensor_spec import TensorSpec
@@ -78,7 +76,7 @@ def lifted(
     platform: Platform, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with plain tensors as replicated DTensors; 0-d ones need no lifting."""
-    mesh = _mesh_of((args, tuple(kwargs.values())))
+    mesh = mesh_of((args, tuple(kwargs.values())))
 
     def lift(value: Any) -> Any:
         if isinstance(value, (tuple, list)):
@@ -87,55 +85,20 @@ def lifted(
             return value
         if rank_checks.is_checking():
             rank_checks.check_replicated(f"{name}: a plain operand in implicit_replication", value, mesh)
-        return platform.wrap(value, _replicated_spec(mesh, value))
+        return platform.wrap(value, replicated_spec(mesh, value))
 
     return tuple(lift(value) for value in args), {key: lift(value) for key, value in kwargs.items()}
 
 
-class GatheringPlan:
-    """Runs an operation that has no rule on whole operands; one of the plans of `dispatch`.
-
-    Args:
-        always: outside `implicit_replication` too, for operands that are whole.
-    """
-
-    def __init__(self, platform: Platform, name: str, refusal: str, always: bool = False) -> None:
-        self.platform, self.name, self.refusal, self.always = platform, name, refusal, always
-
-    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The operation on whole operands, its tensor results as replicated DTensors."""
-        mesh = _mesh_of((args, tuple(kwargs.values())))
-        if not (self.always or is_replicating()) or mesh is None:
-            raise ShardingRuleError(self.refusal)
-        if self.name.endswith("_"):
-            raise ShardingRuleError(
-                f"{self.refusal} It works in place, which implicit_replication cannot do on gathered operands."
-            )
-        whole_args, whole_kwargs = self._whole(args), {key: self._whole(value) for key, value in kwargs.items()}
-        with self.platform.local_op():
-            result = func(*whole_args, **whole_kwargs)
-        return self._wrapped(result, mesh)
-
-    def _whole(self, value: Any) -> Any:
-        if isinstance(value, DTensor):
-            return gathered(self.name, value)
-        return type(value)(self._whole(item) for item in value) if type(value) in (tuple, list) else value
-
-    def _wrapped(self, value: Any, mesh: DeviceMesh) -> Any:
-        if isinstance(value, (tuple, list)):
-            return tuple(self._wrapped(item, mesh) for item in value)
-        if isinstance(value, self.platform.Tensor):
-            return self.platform.wrap(value, _replicated_spec(mesh, value))
-        return value
-
-
-def _mesh_of(value: Any) -> DeviceMesh | None:
+def mesh_of(value: Any) -> DeviceMesh | None:
+    """Return the mesh of the first DTensor in `value`, a tensor or nested sequences, or None."""
     if isinstance(value, DTensor):
         return value.device_mesh
     if isinstance(value, (tuple, list)):
-        return next((mesh for item in value if (mesh := _mesh_of(item)) is not None), None)
+        return next((mesh for item in value if (mesh := mesh_of(item)) is not None), None)
     return None
 
 
-def _replicated_spec(mesh: DeviceMesh, x: Tensor) -> TensorSpec:
+def replicated_spec(mesh: DeviceMesh, x: Tensor) -> TensorSpec:
+    """Return the spec of plain tensor `x` replicated over `mesh`."""
     return TensorSpec(mesh, (Replicate(),) * mesh.ndim, tuple(x.shape), x.dtype)

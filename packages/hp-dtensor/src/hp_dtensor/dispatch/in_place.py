@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hp_dtensor.dispatch.arguments import locate_tensors
 from hp_dtensor.exceptions import ShardingRuleError
+from hp_dtensor.rules.tables import rule_registry
 
 if TYPE_CHECKING:
     from hp_dtensor.platform.interface import Platform
@@ -18,8 +19,6 @@ class KeptPlacementError(ShardingRuleError):
 
 def writes_result_of(name: str) -> bool:
     """Whether an operation writes into its first argument what the one without the underscore gives."""
-    from hp_dtensor.dispatch.dispatch import rule_registry
-
     registration = rule_registry().get(name.removesuffix("_")) if name.endswith("_") else None
     return registration is not None and not registration.view
 
@@ -47,6 +46,7 @@ class WritingPlan:
 
     def __init__(self, platform: Platform, name: str, refusal: str) -> None:
         self.platform, self.name, self.refusal = platform, name, refusal
+        self.direct: Any = None
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The first argument, written. The arguments are those of the operation in place, a keyword `inplace` or not.
@@ -72,8 +72,6 @@ class WritingPlan:
         return x
 
     def _first_name(self, kwargs: Mapping[str, Any]) -> str:
-        from hp_dtensor.dispatch.dispatch import rule_registry
-
         registration = rule_registry().get(self.name.removesuffix("_"))
         assert registration is not None, self.name
         return registration.first_among(kwargs)

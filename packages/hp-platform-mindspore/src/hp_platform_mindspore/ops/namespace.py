@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import mindspore as ms
 from mindspore import Tensor
 
-from hp_dtensor.dispatch.dispatch import rule_registry
 from hp_dtensor.platform.ops import OP_NAMES
+from hp_dtensor.rules.tables import rule_registry
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_platform_mindspore.capabilities import Capabilities
 from hp_platform_mindspore.cpu_kernels import scattering

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from hp_dtensor.dispatch import dispatch
-from hp_dtensor.dispatch.arguments import Uncached
+from hp_dtensor.dispatch.operation import Uncached
 from hp_dtensor.exceptions import MixedOperandsError, PlacementError, ShardingRuleError
 from hp_dtensor.spec.tensor_spec import TensorSpec, shown_grad_spec
 from hp_dtensor.tensor.conversions import as_contributed, as_replicated, forget_source
@@ -29,6 +29,7 @@ from hp_platform_torch.tensor.operations import (
     is_partial_number,
     operations,
     operations_in_place,
+    refuse_transforms,
     run_into,
 )
 
@@ -78,39 +79,40 @@ class TorchDTensor(HostValues, DTensor, torch.Tensor):
             if len(args) == 2:  # written out: the most frequent
                 x, y = args
                 key: tuple[Any, ...] = (
-                    x._spec if type(x) is TorchDTensor else operation.static_key(x),
-                    y._spec if type(y) is TorchDTensor else operation.static_key(y),
+                    x._spec if type(x) is TorchDTensor else operation.key_of(x),
+                    y._spec if type(y) is TorchDTensor else operation.key_of(y),
                 )
             else:
-                key = tuple([x._spec if type(x) is TorchDTensor else operation.static_key(x) for x in args])
+                key = tuple([x._spec if type(x) is TorchDTensor else operation.key_of(x) for x in args])
             if kwargs:
                 key += (
                     *kwargs,
-                    *[x._spec if type(x) is TorchDTensor else operation.static_key(x) for x in kwargs.values()],
+                    *[x._spec if type(x) is TorchDTensor else operation.key_of(x) for x in kwargs.values()],
                 )
         except Uncached:
             if kwargs and kwargs.get("out") is not None:
                 return run_into(call, args, kwargs)
             if torch._C._are_functorch_transforms_active():
-                _refuse_transforms(operation.name)
+                refuse_transforms(operation.name)
             if operation.check is not None:
                 operation.check(*args, **(kwargs or {}))
             platform = first_spec(args, kwargs or {}).mesh.platform
-            return operation.named(dispatch.dispatch(platform, operation.name, call, args, kwargs or {}))
-        entry = operation.plans.get(key)
-        if entry is None:
+            return operation.named(dispatch.run(operation, platform, call, args, kwargs or {}))
+        plan = operation.plans.get(key)
+        if plan is None:
             return operation.run_first(call, key, args, kwargs or {})
-        spec = entry.spec
-        if spec is None or (operation.shares and args and args[0]._copied_by is not None):
-            return operation.named(entry.plan.run(call, args, kwargs or {}))
-        if entry.as_given and not kwargs:
+        direct = plan.direct
+        if direct is None or (operation.shares and args and args[0]._copied_by is not None):
+            return operation.named(plan.run(call, args, kwargs or {}))
+        spec = direct.spec
+        if direct.as_given and not kwargs:
             result = run_locally(call, (), args)
-        elif entry.static is not None:
-            result = run_locally(call, (), (args[0], *entry.static[0]), entry.static[1])
+        elif direct.static is not None:
+            result = run_locally(call, (), (args[0], *direct.static[0]), direct.static[1])
         else:
-            local_args = entry.viewed(args) if entry.views and torch.is_grad_enabled() else args
+            local_args = direct.viewed(args) if direct.views and torch.is_grad_enabled() else args
             result = run_locally(call, (), local_args, kwargs or {})
-            if entry.is_number and not result.requires_grad:
+            if direct.is_number and not result.requires_grad:
                 return adopt(result, spec if result.dtype is spec.dtype else with_dtype(spec, result.dtype))
         if operation.in_place:
             return args[0]
@@ -401,13 +403,6 @@ def _as_gradient(x: TorchDTensor, value: Tensor) -> TorchDTensor:
     ):
         raise PlacementError(f"grad of a DTensor: expected {wanted!r}, got {value._spec!r}; redistribute it first")
     return value
-
-
-def _refuse_transforms(name: str) -> NoReturn:
-    raise ShardingRuleError(
-        f"{name} of a DTensor and a tensor that torch.func transforms would give this rank's part alone. Use "
-        "torch.autograd.grad, or transform local tensors inside hp_dtensor.local_map."
-    )
 
 
 def with_dtype(spec: TensorSpec, dtype: torch.dtype) -> TensorSpec:

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from hp_dtensor.dispatch import dispatch, implicit_regions
 from hp_dtensor.dispatch.arguments import no_rule
 from hp_dtensor.exceptions import ShardingRuleError
+from hp_dtensor.rules.tables import rule_registry
 from hp_platform_torch.ops.decompositions import DECOMPOSED
 from hp_platform_torch.ops.names import property_of
 from hp_platform_torch.tensor.autograd_functions import AUTOGRAD_FUNCTIONS
@@ -46,7 +47,7 @@ def handler_of(func: Callable[..., Any]) -> Handler | None:
         return on_lists
     if name in _LOCAL:
         return locally
-    if name in _CLIPPING and dispatch.rule_registry().get(name) is None:
+    if name in _CLIPPING and rule_registry().get(name) is None:
         return refuse_norm
     decomposed = DECOMPOSED.get(func)
     if decomposed is not None:

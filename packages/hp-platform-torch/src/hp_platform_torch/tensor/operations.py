@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from hp_dtensor.dispatch import dispatch
-from hp_dtensor.dispatch.arguments import Uncached, bounds_of
+from hp_dtensor.dispatch import operation as operations_by_name
+from hp_dtensor.dispatch.operation import VALUES, ArgumentKinds, Key
+from hp_dtensor.dispatch.plan import Move, OpPlan
 from hp_dtensor.exceptions import ShardingRuleError
-from hp_dtensor.rules.indexing.index_lists import INDEXING
+from hp_dtensor.rules.tables import rule_registry
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor.conversions import recorded_view, replicate_like
 from hp_dtensor.tensor.dtensor import DTensor
@@ -22,33 +23,33 @@ from hp_platform_torch.tensor.local_operations import LocalOperations
 Tensor = torch.Tensor
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
 
-CACHE_SIZE = 4096
-
 
 _SAVE_NOTHING = frozenset({"add", "add_", "sub", "sub_"})
 
 
-class _Entry:
-    """A plan as it runs.
+class _DirectRun:
+    """How a call runs without its plan, where the operation takes local data without redistribution.
 
     Attributes:
-        spec: that of the result where the operation runs on local data without redistribution, else None.
-        static: then, where the plan replaces static arguments, all arguments after the first tensor, by
-            position and by name.
-        views: then, positions of arguments that take a varying view where they are recorded, and over which axes.
-        is_number: then, the result is a partial number.
-        as_given: then, none of the three: the local data of the arguments is what it runs on.
+        spec: that of the result.
+        static: where the plan replaces static arguments, all arguments after the first tensor, by position and by
+            name.
+        views: positions of arguments that take a varying view where they are recorded, and over which axes.
+        is_number: the result is a partial number.
+        as_given: none of the three: the local data of the arguments is what it runs on.
     """
 
-    __slots__ = ("as_given", "is_number", "plan", "spec", "static", "views")
+    __slots__ = ("as_given", "is_number", "spec", "static", "views")
 
-    def __init__(self, plan: dispatch.Plan) -> None:
-        self.plan = plan
-        self.spec: TensorSpec | None = None
-        self.static: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        self.views: tuple[tuple[int, tuple[int, ...]], ...] = ()
-        self.is_number = False
-        self.as_given = False
+    def __init__(
+        self,
+        spec: TensorSpec,
+        static: tuple[tuple[Any, ...], dict[str, Any]] | None,
+        views: tuple[tuple[int, tuple[int, ...]], ...],
+        is_number: bool,
+    ) -> None:
+        self.spec, self.static, self.views, self.is_number = spec, static, views, is_number
+        self.as_given = not views and static is None and not is_number
 
     def viewed(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """The arguments with varying views."""
@@ -60,34 +61,49 @@ class _Entry:
         return tuple(result)
 
 
-class Operation:
+def _check_scalar(name: str, value: Tensor) -> None:
+    """Refuse a plain 0-d operand that requires a gradient, or that torch.func transforms."""
+    if torch._C._are_functorch_transforms_active():
+        refuse_transforms(name)
+    if torch.is_grad_enabled() and value.requires_grad:
+        raise operations_by_name.scalar_with_gradient(name)
+
+
+def refuse_transforms(name: str) -> NoReturn:
+    """Refuse an operation on a DTensor and a plain tensor inside a transform of torch.func."""
+    raise ShardingRuleError(
+        f"{name} of a DTensor and a tensor that torch.func transforms would give this rank's part alone. Use "
+        "torch.autograd.grad, or transform local tensors inside hp_dtensor.local_map."
+    )
+
+
+_KINDS = ArgumentKinds(
+    tensor=Tensor,
+    by_value=VALUES | {torch.dtype, torch.device, torch.memory_format, torch.layout},
+    check_scalar=_check_scalar,
+)
+
+
+class Operation(operations_by_name.Operation):
     """One torch function as seen by `__torch_function__`; with a keyword `inplace` that is true, another one.
 
     Attributes:
-        name: canonical; what sharding rules are registered under.
         call: runs it on arguments in canonical order.
         check: raises where torch refuses the global arguments; asked once per plan.
         handler: does all there is to do, for functions that no rule is about.
         in_place: it writes and returns its first argument.
-        indexes: lists among its arguments are positions.
         saves: autograd may save its arguments.
         shares: it writes its first argument, or its result is a view of it.
         is_special: it has a handler, or its arguments come in reverse.
         several: what torch gives several results as, whose fields have names; None: it has none.
-        by_type: scalars count by their type only.
-        plans: by specs and static arguments.
     """
 
     __slots__ = (
-        "by_type",
         "call",
         "check",
         "handler",
         "in_place",
-        "indexes",
         "is_special",
-        "name",
-        "plans",
         "reflected",
         "saves",
         "several",
@@ -95,41 +111,21 @@ class Operation:
     )
 
     def __init__(self, func: Callable[..., Any], handler: Handler | None = None, inplace: bool = False) -> None:
-        self.name, self.reflected = canonical_name(func)
+        name, self.reflected = canonical_name(func)
         if inplace:
-            self.name += "_"
+            name += "_"
         self.handler = handler
+        registration = rule_registry().get(name) if self.handler is None else None
+        super().__init__(name, registration, _KINDS)
         self.is_special = self.handler is not None or self.reflected
         self.call = (lambda x, y: func(y, x)) if self.reflected else LOCAL_FORMS.get(func, func)
         self.check = CHECKS.get(func)
-        registration = dispatch.rule_registry().get(self.name) if self.handler is None else None
-        self.by_type = registration is not None and registration.by_type
+        if self.check is not None:
+            self.plans = operations_by_name.plans_of(f"{name} checked")  # another function of the name checks nothing
         self.in_place = registration is not None and registration.in_place
         self.shares = self.in_place or (registration is not None and registration.view)
-        self.indexes = self.name in INDEXING
         self.saves = self.name not in _SAVE_NOTHING
         self.several: Callable[..., Any] | None = getattr(torch.return_types, self.name, None)
-        self.plans: dict[tuple[Any, ...], _Entry] = {}
-
-    def static_key(self, value: Any) -> Any:
-        """What a plan depends on in an argument that is no DTensor.
-
-        Raises:
-            Uncached: it is a plain tensor, or of no kind that is known here; `dispatch` decides what to do with it.
-        """
-        kind = type(value)
-        if kind is int or kind is float or kind is bool:
-            return kind if self.by_type else (kind, value)
-        if kind is tuple or kind is list or kind is torch.Size:
-            if kind is list and self.indexes:
-                raise Uncached
-            items = [x._spec if isinstance(x, DTensor) else self.static_key(x) for x in value]
-            return tuple(items) if kind is tuple else (kind, *items)
-        if kind is slice:
-            return slice, *bounds_of(value)
-        if kind in _KEPT_BY_VALUE:
-            return value
-        raise Uncached
 
     def named(self, result: Any) -> Any:
         """Results with the names that torch gives them, where a rule has put them together."""
@@ -150,7 +146,7 @@ class Operation:
     def run_first(
         self,
         call: Callable[..., Any],
-        key: tuple[Any, ...],
+        key: Key,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> Any:
@@ -159,7 +155,7 @@ class Operation:
             return run_into(self.call, args, kwargs)
         if self.check is not None:
             self.check(*args, **kwargs)
-        plan = dispatch.plan_for(first_spec(args, kwargs).mesh.platform, self.name, args, kwargs)
+        plan = self.new_plan(first_spec(args, kwargs).mesh.platform, args, kwargs)
         seen: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = []
 
         def recorded(*local_args: Any, **local_kwargs: Any) -> Any:
@@ -167,34 +163,33 @@ class Operation:
             return call(*local_args, **local_kwargs)
 
         result = plan.run(recorded, args, kwargs)
-        entry = _Entry(plan)
-        views = _views_only(plan.moves) if isinstance(plan, dispatch.OpPlan) and plan.local is None else None
-        if isinstance(result, DTensor) and seen and views is not None:
-            entry.views = views
-            self._run_directly_next_time(entry, result._spec, args, *seen[0])
-            entry.as_given = not views and entry.static is None and not entry.is_number
-        if len(self.plans) >= CACHE_SIZE:
-            self.plans.clear()
-        self.plans[key] = entry
+        if isinstance(plan, OpPlan) and plan.local is None and isinstance(result, DTensor) and seen:
+            plan.direct = self._direct_run(plan, result._spec, args, *seen[0])
+        if self.registration is not None:
+            self.keep(key, plan)
         return self.named(result)
 
-    def _run_directly_next_time(
+    def _direct_run(
         self,
-        entry: _Entry,
+        plan: OpPlan,
         spec: TensorSpec,
         args: tuple[Any, ...],
         local_args: tuple[Any, ...],
         local_kwargs: Mapping[str, Any],
-    ) -> None:
-        entry.is_number = is_partial_number(spec) and not self.in_place
-        if self.in_place and (entry.plan.replaced or not args or any(position == 0 for position, _ in entry.views)):
-            return
-        if not entry.plan.replaced:
-            entry.spec = spec
-        elif entry.is_number:
-            return
-        elif not self.by_type and args and local_args[0] is args[0] and _holds_no_tensor(local_args[1:], local_kwargs):
-            entry.spec, entry.static = spec, (local_args[1:], dict(local_kwargs))
+    ) -> _DirectRun | None:
+        """Return how the call runs next time, from how it ran now; None: by its plan."""
+        views, replaced = _views_only(plan.inputs.moves), plan.inputs.replaced
+        if views is None:
+            return None
+        if self.in_place and (replaced or not args or any(position == 0 for position, _ in views)):
+            return None
+        is_number = is_partial_number(spec) and not self.in_place
+        if not replaced:
+            return _DirectRun(spec, None, views, is_number)
+        first_stays = bool(args) and local_args[0] is args[0]
+        if is_number or self.by_type or not first_stays or not _holds_no_tensor(local_args[1:], local_kwargs):
+            return None
+        return _DirectRun(spec, (local_args[1:], dict(local_kwargs)), views, is_number)
 
 
 def run_into(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -222,7 +217,7 @@ def is_partial_number(spec: TensorSpec) -> bool:
     return spec.is_partial and not spec.shape
 
 
-def _views_only(moves: Sequence[dispatch.Move]) -> tuple[tuple[int, tuple[int, ...]], ...] | None:
+def _views_only(moves: Sequence[Move]) -> tuple[tuple[int, tuple[int, ...]], ...] | None:
     """(position, axes) per move where all of them are varying views of positional arguments, else None."""
     found = []
     for move in moves:
@@ -240,9 +235,6 @@ def _plain_where_constant(value: Any) -> Any:
 
 def _holds_no_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return not any(isinstance(x, (Tensor, list)) for x in (*args, *kwargs.values()))
-
-
-_KEPT_BY_VALUE = frozenset({type(None), type(...), str, torch.dtype, torch.device, torch.memory_format, torch.layout})
 
 
 class Operations(dict[Callable[..., Any], Operation]):
@@ -270,13 +262,6 @@ class _OperationsInPlace(dict[Operation, Operation]):
 
 operations = Operations()
 operations_in_place = _OperationsInPlace()
-
-
-def forget_plans() -> None:
-    """Drop every cached plan, and with them the meshes that they hold."""
-    dispatch.forget_plans()
-    for operation in (*operations.values(), *operations_in_place.values()):
-        operation.plans.clear()
 
 
 def first_spec(args: Sequence[Any], kwargs: Mapping[str, Any]) -> TensorSpec:

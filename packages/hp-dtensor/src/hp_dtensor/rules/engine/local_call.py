@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hp_dtensor.platform.interface import Platform
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LocalCall:
     """Call of an operation on this rank, as given to a rule's own local function, which runs in place of the operation.
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from hp_dtensor.dispatch import dispatch
+from hp_dtensor.dispatch.operation import forget_plans, planned_operations
 from hp_dtensor.platform.interface import Platform
+from hp_dtensor.rules.tables import rule_registry
 from hp_dtensor.testing import all_samples, rule_samples
 from hp_dtensor.testing.rule_proof import provable, prove
 from hp_dtensor.testing.simulated import run_ranks
@@ -14,16 +15,16 @@ PLACEMENTS_PER_SAMPLE = 4
 
 def test_every_rule_has_a_sample_that_holds(hp_platform: Platform) -> None:
     """On a platform that has the operation at all."""
-    dispatch.forget_plans()
+    forget_plans()
     tried = [provable(hp_platform, sample) for sample in all_samples.OPERATIONS]
     samples = [sample for sample in tried if sample is not None]
     reports = run_ranks(prove, RANKS, hp_platform, hp_platform, (RANKS,), samples, PLACEMENTS_PER_SAMPLE)
     assert [problem for report in reports for problem in report.wrong] == []
     assert reports[0].refused == []
     run_ranks(prove, 2, hp_platform, hp_platform, (2,), rule_samples.SAMPLES, 1)
-    run = {key[0] for key in dispatch._plans}
+    run = planned_operations()
     run |= {sample.name.split()[0] for sample in (*samples, *rule_samples.SAMPLES)}
-    names = dispatch.rule_registry().names()
+    names = rule_registry().names()
     there = [name for name in names if hp_platform.operation(name) is not None]
     print(f"{len(names)} rules, {len(there)} on {hp_platform.name}, {len(run & set(names))} of them with samples")
     missing = " ".join(name for name in there if name not in run)

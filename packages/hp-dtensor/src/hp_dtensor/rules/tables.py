@@ -1,6 +1,8 @@
-"""The list of tables whose rules hp_dtensor brings."""
+"""Tables of the built-in sharding rules, and the registry of these and the plugins' rules."""
 
 from __future__ import annotations
+
+import functools
 
 from hp_dtensor.rules import (
     batch_norm,
@@ -31,3 +33,14 @@ def register_builtin_rules(registry: RuleRegistry) -> None:
     """Register the rules of every table; an operation in two tables is an error."""
     for table in TABLES:
         table.register(registry)
+
+
+@functools.cache
+def rule_registry() -> RuleRegistry:
+    """Return the registry of all sharding rules: the built-in ones, then those of plugins."""
+    from hp_dtensor.platform.plugins import plugin_manager
+
+    registry = RuleRegistry()
+    register_builtin_rules(registry)
+    plugin_manager().hook.hp_sharding_rules(registry=registry)
+    return registry

@@ -1,0 +1,232 @@
+"""Operations by name, the keys of their calls, and the plans that are kept by these keys.
+
+A plan depends on the operation, the specs of its tensors and its static arguments. There is one key function and one
+cache, for the platforms' own fast ways too: the functions of a framework that mean one operation share its plans.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+
+from hp_dtensor.dispatch import implicit_regions, in_place
+from hp_dtensor.dispatch.arguments import dtype_classes, mixed, no_rule
+from hp_dtensor.dispatch.gathering_plan import GatheringPlan
+from hp_dtensor.dispatch.planning import Plan, make_plan
+from hp_dtensor.exceptions import MixedOperandsError, ShardingRuleError
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.redistribute import plan_between
+from hp_dtensor.rules.engine.registry import Registration
+from hp_dtensor.rules.indexing.index_lists import INDEXING
+from hp_dtensor.rules.tables import rule_registry
+from hp_dtensor.tensor.dtensor import DTensor
+
+Tensor = Any
+Key = tuple[Any, ...]
+
+CACHE_SIZE = 4096
+"""Plans that are kept of one operation; when there are more, all of them go."""
+
+_plans: dict[str, dict[Key, Plan]] = {}
+_operations: dict[tuple[str, str], Operation] = {}
+
+
+class Uncached(Exception):
+    """An argument that no plan may be kept for, or that `dispatch` must look at before there is a plan."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArgumentKinds:
+    """What a key must know of a framework's classes.
+
+    Attributes:
+        tensor: the class of plain tensors.
+        by_value: classes whose instances are part of a key as they are: they stand for themselves and hold nothing.
+        check_scalar: called with an operation's name and a plain 0-d tensor; raises if it may not be an operand.
+    """
+
+    tensor: Any
+    by_value: frozenset[type]
+    check_scalar: Callable[[str, Tensor], None]
+
+
+VALUES = frozenset({type(None), type(...), str})
+
+
+class Operation:
+    """One operation by its canonical name.
+
+    Attributes:
+        name: under which the sharding rule is registered.
+        registration: its rule; None: it has none.
+        by_type: scalars count in keys by their type only.
+        indexes: lists among its arguments are positions, which become DTensors before there is a key.
+        plans: by key; shared by all `Operation`s of this name.
+    """
+
+    __slots__ = ("by_type", "indexes", "kinds", "name", "plans", "registration")
+
+    def __init__(self, name: str, registration: Registration | None, kinds: ArgumentKinds) -> None:
+        self.name, self.registration, self.kinds = name, registration, kinds
+        self.by_type = registration is not None and registration.by_type
+        self.indexes = name in INDEXING
+        self.plans = plans_of(name)
+
+    def key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Key:
+        """Return the key of a call: a part per argument, then the names of keywords and a part for each of them."""
+        parts = [x._spec if isinstance(x, DTensor) else self.key_of(x) for x in args]
+        if kwargs:
+            parts += [*kwargs, *[self.key_of(x) for x in kwargs.values()]]
+        return tuple(parts)
+
+    def key_of(self, value: Any) -> Any:
+        """Return an argument's part of the key. It keeps nothing alive but values and specs.
+
+        Raises:
+            Uncached: no plan may be kept for it.
+            MixedOperandsError: a plain scalar that may not be an operand.
+        """
+        kind = type(value)
+        if kind is int or kind is float or kind is bool:
+            return kind if self.by_type else (kind, value)
+        if isinstance(value, DTensor):
+            return value._spec
+        if kind in self.kinds.by_value:
+            return value
+        if isinstance(value, (tuple, list)):  # told apart: as an index they mean different things
+            if kind is list and self.indexes:
+                raise Uncached
+            return kind, *[x._spec if isinstance(x, DTensor) else self.key_of(x) for x in value]
+        if kind is slice:
+            return slice, *bounds_of(value)
+        return self._key_of_rare(value, kind)
+
+    def _key_of_rare(self, value: Any, kind: type) -> Any:
+        if isinstance(value, self.kinds.tensor):
+            if len(value.shape):
+                raise Uncached
+            self.kinds.check_scalar(self.name, value)
+            return "plain scalar", value.dtype
+        if self.indexes:  # ranges, arrays and their numbers may be positions
+            raise Uncached
+        if issubclass(kind, numpy.number):
+            return kind if self.by_type else (kind, value)
+        if isinstance(value, dict):
+            return kind, *[(key, type(x) if key == "generator" else self.key_of(x)) for key, x in value.items()]
+        if isinstance(value, (str, type)):
+            return value
+        if self.registration is not None and self.registration.own:
+            return kind
+        if not kind.__weakrefoffset__:  # a device, a complex number
+            return kind, value
+        raise Uncached
+
+    def keep(self, key: Key, plan: Plan) -> None:
+        """Keep a plan under its key."""
+        if len(self.plans) >= CACHE_SIZE:
+            self.plans.clear()
+        self.plans[key] = plan
+
+    def plan_for(self, platform: Platform, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan:
+        """Return the plan of a call, a kept one unless an argument forbids it.
+
+        Raises:
+            ShardingRuleError: the operation has no rule, or its rule refuses these specs.
+            MixedOperandsError: plain tensors or several meshes among the arguments.
+        """
+        try:
+            key = self.key(args, kwargs)
+        except Uncached:
+            _check_no_plain(self, (*args, *kwargs.values()))
+            return self.new_plan(platform, args, kwargs)
+        plan = self.plans.get(key)
+        if plan is None:
+            plan = self.new_plan(platform, args, kwargs)
+            if self.registration is not None:
+                self.keep(key, plan)
+        return plan
+
+    def new_plan(self, platform: Platform, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan:
+        """Return a plan of a call, made now; see `plan_for`."""
+        if self.registration is not None:
+            return make_plan(platform, self.name, self.registration, args, kwargs)
+        if in_place.writes_result_of(self.name):
+            return in_place.WritingPlan(platform, self.name, in_place.refusal(self.name, args, kwargs))
+        if implicit_regions.is_replicating():
+            return GatheringPlan(platform, self.name, no_rule(self.name, args, kwargs))
+        raise ShardingRuleError(no_rule(self.name, args, kwargs))
+
+
+def plans_of(name: str) -> dict[Key, Plan]:
+    """Return the plans that are kept under a name, by key."""
+    return _plans.setdefault(name, {})
+
+
+def operation_of(platform: Platform, name: str) -> Operation:
+    """Return the operation that `name` means on a platform."""
+    operation = _operations.get((platform.name, name))
+    if operation is None:
+        registration = rule_registry().get(name)
+        operation = Operation(name, registration, argument_kinds(platform))
+        if registration is not None:  # a rule may come later
+            _operations[platform.name, name] = operation
+    return operation
+
+
+@functools.cache
+def argument_kinds(platform: Platform) -> ArgumentKinds:
+    """Return what keys must know of a platform's framework."""
+
+    def check_scalar(name: str, value: Tensor) -> None:
+        if platform.is_grad_enabled() and platform.requires_grad(value):
+            raise scalar_with_gradient(name)
+
+    return ArgumentKinds(tensor=platform.Tensor, by_value=VALUES | dtype_classes(platform), check_scalar=check_scalar)
+
+
+def scalar_with_gradient(name: str) -> MixedOperandsError:
+    """Return the error of a plain scalar that requires a gradient as an operand of `name`."""
+    return MixedOperandsError(
+        f"{name}: a plain scalar that requires a gradient among DTensors: the gradient would be this rank's "
+        "part alone. Make it a DTensor: distribute_tensor for a parameter, replicate_like for a value."
+    )
+
+
+def _check_no_plain(operation: Operation, values: Iterable[Any]) -> None:
+    """Refuse plain tensors, and arrays, with dimensions among the arguments: their placement is unknown."""
+    own = operation.registration is not None and operation.registration.own
+    for value in values:
+        if isinstance(value, (tuple, list, dict)):
+            _check_no_plain(operation, value.values() if isinstance(value, dict) else value)
+        elif isinstance(value, operation.kinds.tensor):
+            if len(value.shape) and not isinstance(value, DTensor):
+                raise mixed(operation.name, value)
+        elif not own and isinstance(value, numpy.ndarray) and value.shape:
+            raise mixed(operation.name, value, "array")
+
+
+def bounds_of(value: slice) -> tuple[int | None, ...]:
+    """Return start, stop and step as integers now: a tensor among them may hold another one at the next call."""
+    return tuple([None if x is None else operator.index(x) for x in (value.start, value.stop, value.step)])
+
+
+def count_plans() -> int:
+    """Return how many plans are kept, of all operations."""
+    return sum(map(len, _plans.values()))
+
+
+def planned_operations() -> set[str]:
+    """Return the names of operations of which plans are kept."""
+    return {name for name, plans in _plans.items() if plans}
+
+
+def forget_plans() -> None:
+    """Drop every kept plan, and with them the meshes and worlds they hold; for platforms that leave a job."""
+    for plans in _plans.values():
+        plans.clear()
+    plan_between.cache_clear()

@@ -1,0 +1,258 @@
+"""Plan of one call, and how it runs: redistribute the inputs, run locally, attach the specs of the results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.debug.comm_debug import check_explicit
+from hp_dtensor.dispatch import in_place
+from hp_dtensor.dispatch.arguments import Location, bind, replace_at, replace_static
+from hp_dtensor.exceptions import HPError, MeshError, PlacementError, ShardingRuleError
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.rules.engine.factors import Part
+from hp_dtensor.rules.engine.local_call import LocalCall
+from hp_dtensor.rules.engine.registry import Registration
+from hp_dtensor.spec.placements import Placement
+from hp_dtensor.spec.tensor_spec import TensorSpec
+from hp_dtensor.tensor import conversions
+from hp_dtensor.tensor.dtensor import DTensor
+
+Tensor = Any
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Redistribution, or varying view, of one tensor argument before the local operation.
+
+    Attributes:
+        operation: named in errors.
+        location: the argument's position or keyword, and its index where it is in a list.
+        target: the spec that it is redistributed to; None: it stays.
+        vary: mesh axes over which its gradient is summed, since ranks use the replicated value differently.
+    """
+
+    operation: str
+    location: Location
+    target: TensorSpec | None
+    vary: tuple[int, ...]
+
+    def apply(self, x: Any) -> Any:
+        """Return the argument as the local operation needs it."""
+        if self.target is not None:
+            check_explicit(self.operation, self.location, x.spec, self.target)
+            try:
+                x = conversions.redistribute_to(x, self.target)
+            except PlacementError as error:
+                raise PlacementError(f"{self.operation}: {error}") from None
+        return conversions.vary(x, self.vary) if self.vary else x
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """Changes to the arguments of a call before the local operation.
+
+    Attributes:
+        moves: one per tensor argument that is redistributed or enters through a varying view.
+        replaced: static arguments by parameter name -> the value to use on this rank, such as a local shape.
+    """
+
+    moves: tuple[Move, ...]
+    replaced: Mapping[str, Any]
+
+    @property
+    def stay(self) -> bool:
+        """True if the local operation gets the arguments as they are."""
+        return not self.moves and not self.replaced
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outputs:
+    """Results of a call.
+
+    Attributes:
+        placed: (placements, global shape) of each.
+        view: they share the storage of the first argument.
+        copies: on one device they would share it, but the rule's own local function makes copies.
+    """
+
+    placed: tuple[tuple[tuple[Placement, ...], tuple[int, ...]], ...]
+    view: bool
+    copies: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FactorCuts:
+    """Factors of a call, and how those that are cut lie on the ranks.
+
+    Attributes:
+        sizes: factor -> its global number of elements.
+        axes: cut factor -> the mesh axes that cut it, outermost first.
+        spans: cut factor -> (start, length) of this rank's part.
+        lengths: cut factor -> per axis, the lengths of the parts of its ranks; nothing outside the mesh.
+        parts: cut factor of which a rule needs every part (`Factorization.known`) -> (start, length) per rank.
+    """
+
+    sizes: Mapping[str, int]
+    axes: Mapping[str, tuple[int, ...]]
+    spans: Mapping[str, Part]
+    lengths: Mapping[str, tuple[tuple[int, ...], ...]]
+    parts: Mapping[str, tuple[Part, ...]]
+
+
+@dataclass(slots=True, kw_only=True)
+class OpPlan:
+    """How a call of one operation, with given specs and static arguments, runs on this rank.
+
+    Attributes:
+        operation: the operation's name.
+        local: the rule's own function to run in place of the operation, or None.
+        direct: a platform's note of how to run the call without `run`, kept from the first time; None at first.
+    """
+
+    operation: str
+    platform: Platform
+    mesh: DeviceMesh
+    registration: Registration
+    inputs: Inputs
+    outputs: Outputs
+    cuts: FactorCuts
+    local: Callable[[LocalCall], Any] | None
+    direct: Any = None
+    _specs: list[TensorSpec | None] = field(default_factory=list)
+
+    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run the call on `args` and `kwargs`, which have the structure the plan was made for."""
+        if self.registration.in_place:
+            in_place.check_reaches_original(self.operation, self._first(args, kwargs))
+        try:
+            if self.local is not None or not self.inputs.stay:
+                return self._run_changed(func, args, dict(kwargs))
+            with self.platform.local_op():
+                result = func(*args, **kwargs)
+        except Exception as error:
+            self._check_inside(error)
+            raise
+        if self.registration.in_place:
+            return self._first(args, kwargs)
+        wrapped = self._wrap(result)
+        if self.outputs.view and self._first(args, kwargs)._copied_by is not None:
+            self._mark_copies(wrapped, self._first(args, kwargs)._copied_by)
+        return wrapped
+
+    def _check_inside(self, error: Exception) -> None:
+        """Raise a MeshError for an error of the framework that comes of working on nothing, outside the mesh."""
+        if isinstance(error, HPError) or self.mesh.get_coordinate() is not None:
+            return
+        raise MeshError(
+            f"{self.operation}: rank {self.mesh.world.rank} is outside mesh {self.mesh.describe()} and holds nothing, "
+            f"which {self.platform.name} cannot do this on ({error}). Call it where mesh.get_coordinate() is not None."
+        ) from error
+
+    def _first(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return args[0] if args else kwargs[self.registration.first_among(kwargs)]
+
+    def _run_changed(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        first, new_args = self._first(args, kwargs), list(args)
+        for move in self.inputs.moves:
+            replace_at(new_args, kwargs, move.location, move.apply)
+        result = self._run_local(func, new_args, kwargs)
+        if self.registration.in_place:
+            return first
+        wrapped = self._wrap(result)
+        if self.outputs.copies or (self.outputs.view and any(move.target is not None for move in self.inputs.moves)):
+            self._mark_copies(wrapped, self.operation)
+        elif self.outputs.view and first._copied_by is not None:
+            self._mark_copies(wrapped, first._copied_by)
+        return wrapped
+
+    def _run_local(self, func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
+        if self.local is not None:
+            return self.local(self._local_call(func, args, kwargs))
+        if self.inputs.replaced:
+            args = replace_static(self.registration, args, kwargs, self.inputs.replaced)
+        with self.platform.local_op():
+            return func(*args, **kwargs)
+
+    @staticmethod
+    def _mark_copies(wrapped: Any, made_by: str) -> None:
+        for x in wrapped if isinstance(wrapped, (tuple, list)) else (wrapped,):
+            x._copied_by = made_by
+
+    def _local_call(self, func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> LocalCall:
+        unwrap = self.platform.unwrap
+        bound = {
+            name: unwrap(value) if isinstance(value, DTensor) else value
+            for name, value in bind(self.registration, tuple(args), kwargs).items()
+        }
+        inside = self.mesh.get_coordinate() is not None  # a rank outside the mesh works on nothing, alone
+        groups = {
+            factor: tuple(self.mesh.get_group(axis) for axis in axes if inside)
+            for factor, axes in self.cuts.axes.items()
+        }
+        parts = {
+            factor: (self.mesh.group_over(self.cuts.axes[factor]), held)
+            for factor, held in self.cuts.parts.items()
+            if inside
+        }
+        placements, shape = self.outputs.placed[0]
+        output = TensorSpec(self.mesh, placements, shape, None)
+        rest = [unwrap(x) if isinstance(x, DTensor) else x for x in args[1:]]
+        named = {name: unwrap(x) if isinstance(x, DTensor) else x for name, x in kwargs.items()}
+
+        def on(x: Tensor, **static: Any) -> Any:
+            given, by_name = [x, *rest] if args else [], dict(named)
+            if not args:
+                by_name[self.registration.first_among(named)] = x
+            if static:
+                given = replace_static(self.registration, given, by_name, static)
+            return func(*given, **by_name)
+
+        return LocalCall(
+            platform=self.platform,
+            name=self.operation,
+            arguments=bound,
+            spans=self.cuts.spans,
+            lengths=self.cuts.lengths,
+            groups=groups,
+            parts=parts,
+            sizes=self.cuts.sizes,
+            output=output,
+            on=on,
+        )
+
+    def _wrap(self, result: Any) -> Any:
+        if result is NotImplemented:  # an operator and an operand of a foreign type: Python asks that one
+            return result
+        if isinstance(result, (tuple, list)):
+            wrapped = [self._adopt(x, index) for index, x in enumerate(result)]
+            return tuple(wrapped) if type(result) is tuple else type(result)(wrapped)
+        return self._adopt(result, 0)
+
+    def _adopt(self, local: Any, index: int) -> Any:
+        if not self._specs:
+            self._specs = [None] * len(self.outputs.placed)
+        spec = self._specs[index]
+        if spec is None or spec.dtype != local.dtype:
+            placements, shape = self.outputs.placed[index]
+            spec = TensorSpec(self.mesh, placements, shape, local.dtype)
+            self._check_shape(local, spec)
+            self._specs[index] = spec
+        elif self.registration.own:  # another function of this name may have come here
+            self._check_shape(local, spec)
+        if not self.registration.own:
+            return self.platform.adopt(local, spec)
+        if self.platform.is_grad_enabled() and self.platform.requires_grad(local):
+            return self.platform.wrap(local, spec)
+        return self.platform.adopt(self.platform.detach(local), spec)
+
+    def _check_shape(self, local: Any, spec: TensorSpec) -> None:
+        got = self.platform.local_shape(local)
+        if got != spec.local_shape:
+            raise ShardingRuleError(
+                f"{self.operation}: the sharding rule expects a result {list(spec.local_shape)} on this rank, the "
+                f"operation gave {list(got)}; the rule does not cover this form of the call. Write it in another "
+                "way, or run it on local tensors (to_local, local_map)."
+            )

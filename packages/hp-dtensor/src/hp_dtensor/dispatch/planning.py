@@ -1,0 +1,148 @@
+"""Making the plan of a call from its sharding rule and the specs of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.dispatch import in_place
+from hp_dtensor.dispatch.arguments import (
+    Location,
+    bind,
+    check_known,
+    check_lists,
+    check_one_mesh,
+    dtype_classes,
+    locate_tensors,
+    rule_of,
+    specs_of,
+)
+from hp_dtensor.dispatch.gathering_plan import GatheringPlan
+from hp_dtensor.dispatch.plan import Inputs, Move, OpPlan, Outputs
+from hp_dtensor.dispatch.strategies import choose_strategies, factor_cuts
+from hp_dtensor.exceptions import ShardingRuleError
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.rules.engine.factors import Factorization, Part, Strategy
+from hp_dtensor.rules.engine.local_call import LocalCall
+from hp_dtensor.rules.engine.registry import OpCall, Registration
+from hp_dtensor.rules.pointwise import rounds
+from hp_dtensor.spec.placements import Placement
+from hp_dtensor.spec.tensor_spec import TensorSpec
+
+Plan = OpPlan | GatheringPlan | in_place.WritingPlan
+
+
+def make_plan(
+    platform: Platform, name: str, registration: Registration, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Plan:
+    """A plan; for an operation whose shapes depend on data, and whose data all ranks have, one that makes none; for one
+    in place that cannot work on the parts as they are, one that writes the result of the operation that can."""
+    try:
+        return _plan_by_rule(platform, name, registration, args, kwargs)
+    except in_place.KeptPlacementError as error:
+        return in_place.WritingPlan(platform, name, str(error))
+    except ShardingRuleError as error:
+        tensors = [x.spec for _, x in locate_tensors(args, kwargs)]
+        if not registration.data_dependent or not all(spec.is_replicated() for spec in tensors):
+            raise
+        check_one_mesh(name, tuple(tensors))
+        return GatheringPlan(platform, name, str(error), always=True)
+
+
+def _plan_by_rule(
+    platform: Platform,
+    name: str,
+    registration: Registration,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> OpPlan:
+    located = locate_tensors(args, dict(sorted(kwargs.items(), key=lambda item: registration.position(item[0]))))
+    specs = tuple(x.spec for _, x in located)
+    check_one_mesh(name, specs)
+    check_lists(platform, name, args, kwargs)
+    mesh = specs[0].mesh
+    arguments = {key: specs_of(value) for key, value in bind(registration, args, kwargs).items()}
+    call = OpCall(name, arguments, specs)
+    check_known(registration, call, args)
+    if registration.in_place and _is_first(registration, located[0][0]):
+        in_place.check_reaches_original(name, located[0][1])  # no other placement would help
+    rule = rule_of(registration, call)
+    if _makes_integers(platform, specs, args, kwargs):
+        rule = replace(rule, terms=None)
+    chosen = choose_strategies(platform, rule, call, registration)
+    outputs = tuple(
+        (tuple(strategy.outputs[i] for strategy in chosen), rule.output_shape(i)) for i in range(len(rule.outputs))
+    )
+    cuts = factor_cuts(rule, mesh, chosen)
+    return OpPlan(
+        operation=name,
+        platform=platform,
+        mesh=mesh,
+        registration=registration,
+        inputs=Inputs(
+            moves=_moves(name, located, chosen),
+            replaced=_replacements(rule, mesh, outputs, specs[0].dtype, cuts.spans),
+        ),
+        outputs=Outputs(
+            placed=outputs,
+            view=registration.view and len(specs) == 1,
+            copies=registration.view and any(strategy.factor in rule.reduced for strategy in chosen),
+        ),
+        cuts=cuts,
+        local=_local_function(rule, cuts.axes, chosen),
+    )
+
+
+def _is_first(registration: Registration, location: Location) -> bool:
+    (place, *inside) = location
+    return not inside and (place == 0 if isinstance(place, int) else registration.position(place) == 0)
+
+
+def _makes_integers(
+    platform: Platform, specs: tuple[TensorSpec, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether data is rounded to a dtype among the arguments, or becomes truth values: then nothing is linear."""
+    given = [platform.dtype_meant(value) for value in (*args, *kwargs.values())]
+    wanted = [value for value in given if type(value) in dtype_classes(platform)]
+    return any(rounds(platform, spec.dtype, dtype) for spec in specs for dtype in wanted)
+
+
+def _moves(operation: str, located: list[tuple[Location, Any]], chosen: list[Strategy]) -> tuple[Move, ...]:
+    moves = []
+    for index, (location, x) in enumerate(located):
+        placements = tuple(strategy.inputs[index] for strategy in chosen)
+        target = x.spec.with_placements(placements)
+        vary = tuple(
+            axis
+            for axis, strategy in enumerate(chosen)
+            if not strategy.is_replicated and strategy.inputs[index].is_replicate() and x.spec.mesh.shape[axis] > 1
+        )
+        if target is not x.spec or vary:
+            moves.append(Move(operation, location, target if target is not x.spec else None, vary))
+    return tuple(moves)
+
+
+def _replacements(
+    rule: Factorization,
+    mesh: DeviceMesh,
+    outputs: tuple[tuple[tuple[Placement, ...], tuple[int, ...]], ...],
+    dtype: Any,
+    spans: Mapping[str, Part],
+) -> Mapping[str, Any]:
+    if rule.localize is None:
+        return {}
+    shapes = [TensorSpec(mesh, placements, shape, dtype).local_shape for placements, shape in outputs]
+    return rule.localize(shapes, spans)
+
+
+def _local_function(
+    rule: Factorization, cut_axes: Mapping[str, Any], chosen: Sequence[Strategy]
+) -> Callable[[LocalCall], Any] | None:
+    if rule.of_part is not None and not all(p.is_replicate() or p.is_partial() for s in chosen for p in s.outputs):
+        return rule.of_part
+    for factor in cut_axes:
+        if factor in rule.local:
+            return rule.local[factor]
+    return None
