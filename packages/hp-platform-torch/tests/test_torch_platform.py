@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from hp_dtensor.exceptions import PlatformError
-from hp_dtensor.platform.interface import DTYPE_NAMES, Platform, Removable
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.platform.modules import Removable
+from hp_dtensor.platform.tensors import DTYPE_NAMES
 from hp_platform_torch import plugin
 from hp_platform_torch.platform import TorchPlatform
 

@@ -19,8 +19,6 @@ from hp_dtensor.compat.shard_module import shard_module as shard_module
 from hp_dtensor.compat.sharding_plan import ShardingPlan as ShardingPlan
 from hp_dtensor.compat.value_and_grad import parallelize_value_and_grad as parallelize_value_and_grad
 from hp_dtensor.debug.comm_debug import CommDebugMode as CommDebugMode
-from hp_dtensor.debug.comm_debug import explicit_redistribution as explicit_redistribution
-from hp_dtensor.debug.comm_debug import loss_parallel as loss_parallel
 from hp_dtensor.debug.visualize import draw_sharding as draw_sharding
 from hp_dtensor.debug.visualize import print_sharding as print_sharding
 from hp_dtensor.debug.visualize import visualize_sharding as visualize_sharding
@@ -45,6 +43,8 @@ from hp_dtensor.platform.plugins import hookimpl as hookimpl
 from hp_dtensor.platform.selection import get_platform as get_platform
 from hp_dtensor.redistribute import CostModel as CostModel
 from hp_dtensor.redistribute import plan_redistribute as plan_redistribute
+from hp_dtensor.redistribute.explicit import explicit_redistribution as explicit_redistribution
+from hp_dtensor.redistribute.explicit import loss_parallel as loss_parallel
 from hp_dtensor.spec.placements import Partial as Partial
 from hp_dtensor.spec.placements import Placement as Placement
 from hp_dtensor.spec.placements import RaggedShard as RaggedShard

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hp_dtensor.platform.interface import DTYPE_NAMES
+from hp_dtensor.platform.tensors import DTYPE_NAMES
 
 WITHOUT_BOOL = tuple(name for name in DTYPE_NAMES if name != "bool")
 

@@ -23,7 +23,8 @@ except ImportError:  # MindSpore 2.9
 from hp_dtensor.comm.world import World
 from hp_dtensor.dispatch.operation import forget_plans
 from hp_dtensor.exceptions import CapabilityError, PlatformError
-from hp_dtensor.platform.interface import Platform, Removable
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.platform.modules import Removable
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor.conversions import check_reached, differentiated, shortcut_views, with_shortcuts
 from hp_platform_mindspore.capabilities import ASCEND, CPU, Capabilities

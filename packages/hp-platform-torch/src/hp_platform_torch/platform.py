@@ -19,7 +19,9 @@ from torch.utils.hooks import RemovableHandle
 from hp_dtensor.comm.world import World
 from hp_dtensor.dispatch.operation import forget_plans
 from hp_dtensor.exceptions import CapabilityError, PlatformError
-from hp_dtensor.platform.interface import DTYPE_NAMES, Platform, Removable
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.platform.modules import Removable
+from hp_dtensor.platform.tensors import DTYPE_NAMES
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_platform_torch.comm import rendezvous
 from hp_platform_torch.comm.capabilities import device_types

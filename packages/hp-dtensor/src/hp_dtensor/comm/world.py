@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hp_dtensor.comm.recording import CollectiveLog, add_record, recorded
 from hp_dtensor.exceptions import CollectiveError
+from hp_dtensor.platform.recording import CollectiveLog, add_record, recorded
 
 if TYPE_CHECKING:
     from hp_dtensor.platform.interface import Platform

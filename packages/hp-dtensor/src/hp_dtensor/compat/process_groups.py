@@ -58,7 +58,8 @@ def _join(platform: Platform, init_method: str | None, rank: int | None, size: i
             "init_process_group: expected init_method 'env://', or 'tcp://host:port' with rank and world_size; "
             f"got {init_method!r}, rank={rank}, world_size={size}"
         )
-    return platform.connect(rank, size, init_method.removeprefix(_TCP), timeout_seconds=seconds)
+    world: World = platform.connect(rank, size, init_method.removeprefix(_TCP), timeout_seconds=seconds)
+    return world
 
 
 def destroy_process_group(group: ProcessGroup | None = None, *, platform: Platform | str | None = None) -> None:

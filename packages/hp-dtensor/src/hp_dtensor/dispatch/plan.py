@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
-from hp_dtensor.debug.comm_debug import check_explicit
 from hp_dtensor.dispatch import in_place
 from hp_dtensor.dispatch.arguments import Location, bind, replace_at, replace_static
 from hp_dtensor.exceptions import HPError, MeshError, PlacementError, ShardingRuleError
 from hp_dtensor.platform.interface import Platform
+from hp_dtensor.redistribute.explicit import check_explicit
 from hp_dtensor.rules.engine.factors import Part
 from hp_dtensor.rules.engine.local_call import LocalCall
 from hp_dtensor.rules.engine.registry import Registration

@@ -65,16 +65,18 @@ def from_environment(platform: Platform | str | None = None, timeout_seconds: fl
     if found is not None and found.is_scheduler:
         raise SystemExit(0)
     chosen = get_platform(platform)
-    if chosen.world is not None:
-        return chosen.world
+    world: World | None = chosen.world
+    if world is not None:
+        return world
     if found is None:
         raise LaunchError(
             "no launcher has started this process: start it with torchrun, msrun or srun, "
             "or start local ranks with hp_dtensor.launch.launch"
         )
-    return chosen.connect(
+    joined: World = chosen.connect(
         found.rank, found.size, found.address, timeout_seconds=timeout_seconds, local_rank=found.local_rank
     )
+    return joined
 
 
 def _launcher(environ: Mapping[str, str]) -> str | None:

@@ -77,13 +77,6 @@ class Module:
         raise NotImplementedError(f"{type(self).__name__} has no forward")
 
 
-def platform_of(module: Any, platform: Platform | str | None = None) -> Platform:
-    """The platform given; else that of a module of this file, else the selected one."""
-    if platform is None and isinstance(module, Module):
-        return module.platform
-    return get_platform(platform)
-
-
 @functools.cache
 def _realise(cls: type[Module], platform: Platform) -> type[Module]:
     return type(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import os
+from typing import Any
 
 from hp_dtensor.exceptions import PlatformError, PluginError
 from hp_dtensor.platform.interface import Platform
@@ -34,6 +35,17 @@ def get_platform(name: str | Platform | None = None) -> Platform:
     if len(available) == 1:
         return next(iter(available.values()))
     raise PlatformError(_no_choice(available, errors))
+
+
+def platform_of(module: Any, platform: Platform | str | None = None) -> Platform:
+    """Return the platform given, else the one that `module` was built for (`hp_dtensor.nn`), else the selected one.
+
+    Raises:
+        PlatformError: as `get_platform`.
+    """
+    if platform is None and isinstance(own := getattr(module, "platform", None), Platform):
+        return own
+    return get_platform(platform)
 
 
 def _named(wanted: str, source: str) -> Platform:

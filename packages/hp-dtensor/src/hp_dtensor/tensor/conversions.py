@@ -9,10 +9,10 @@ from typing import Any
 from hp_dtensor.comm import collectives
 from hp_dtensor.comm.current_mesh import get_current_mesh
 from hp_dtensor.comm.mesh import DeviceMesh, require_mesh
-from hp_dtensor.debug.comm_debug import check_explicit
 from hp_dtensor.exceptions import GradientPathError, MeshError, MixedOperandsError, PlacementError, ShardShapeError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.redistribute import RedistributePlan, plan_across, plan_between
+from hp_dtensor.redistribute.explicit import check_explicit
 from hp_dtensor.spec import rank_checks
 from hp_dtensor.spec.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.spec.tensor_spec import TensorSpec, grad_spec, has_gradient, normalize_placements, require_placements

@@ -17,8 +17,8 @@ from typing import Any
 import numpy
 
 from hp_dtensor.exceptions import MetaTensorError
-from hp_dtensor.parallel.nn import platform_of
 from hp_dtensor.platform.interface import Platform
+from hp_dtensor.platform.selection import platform_of
 from hp_dtensor.tensor.dtensor import DTensor
 
 Array = numpy.ndarray

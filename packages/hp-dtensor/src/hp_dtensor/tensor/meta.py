@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from hp_dtensor.exceptions import MetaTensorError
-from hp_dtensor.parallel.nn import platform_of
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.platform.selection import get_platform
+from hp_dtensor.platform.selection import get_platform, platform_of
 from hp_dtensor.tensor.dtensor import DTensor
 
 Module = Any

@@ -9,9 +9,9 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
-from hp_dtensor.comm.recording import inside, located
 from hp_dtensor.comm.world import current_world
 from hp_dtensor.exceptions import HPError
+from hp_dtensor.platform.recording import inside, located
 from hp_dtensor.spec.rank_checks import is_checking
 from hp_fsdp._engine.call_order import CallOrder, check_same_action
 from hp_fsdp._engine.flat_buffer import FlatBuffer

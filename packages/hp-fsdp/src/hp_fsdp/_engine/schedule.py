@@ -8,8 +8,8 @@ from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
-from hp_dtensor.comm.recording import located
 from hp_dtensor.comm.world import current_world
+from hp_dtensor.platform.recording import located
 from hp_fsdp._engine.call_order import PATIENCE_SECONDS, CallOrders
 from hp_fsdp._engine.flat_buffer import FlatBuffer, stale_buffers
 from hp_fsdp._engine.group import GatherRecord, GroupState, ParameterGroup

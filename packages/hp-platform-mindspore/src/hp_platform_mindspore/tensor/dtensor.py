@@ -19,9 +19,9 @@ from mindspore import Tensor, mint
 from mindspore._c_expression import NoFallbackGuard
 from mindspore.graph.api import _pynative_executor as executor
 
-from hp_dtensor.debug.comm_debug import check_explicit, gathered
 from hp_dtensor.dispatch import dispatch
 from hp_dtensor.exceptions import CapabilityError, MixedOperandsError, PlacementError
+from hp_dtensor.redistribute.explicit import check_explicit, gathered
 from hp_dtensor.rules.pointwise import LINEAR_UNARY, NONLINEAR
 from hp_dtensor.spec.tensor_spec import TensorSpec, shown_grad_spec
 from hp_dtensor.tensor.conversions import check_hook, distribute_tensor

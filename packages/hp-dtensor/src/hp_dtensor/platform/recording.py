@@ -10,10 +10,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    from hp_dtensor.platform.interface import Platform
+from typing import Any, NamedTuple, Protocol
 
 Module = Any
 Path = tuple[str, ...]
@@ -70,6 +67,12 @@ class Place(NamedTuple):
     in_backward: bool = False
 
 
+class KnowsBackward(Protocol):
+    """The one thing that a record asks of a platform."""
+
+    def is_in_backward(self) -> bool: ...
+
+
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.places: tuple[Place, ...] = ()
@@ -95,7 +98,7 @@ def is_recording() -> bool:
     return bool(_thread.places)
 
 
-def add_record(platform: Platform | None, name: str, group: tuple[int, ...], wire_bytes: float) -> None:
+def add_record(platform: KnowsBackward | None, name: str, group: tuple[int, ...], wire_bytes: float) -> None:
     """Tell the open logs of this thread of a collective."""
     if not _thread.places:
         return

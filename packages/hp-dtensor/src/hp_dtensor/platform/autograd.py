@@ -1,0 +1,128 @@
+"""Autograd of a framework: nodes with a backward of their own, gradients of leaves, and running a backward."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias
+
+from hp_dtensor.platform.recording import is_recording, located
+
+Tensor: TypeAlias = Any
+
+
+class AutogradInterface(ABC):
+    """The part of `Platform` that adds nodes to the framework's autograd graph and drives it."""
+
+    def linear_map(
+        self, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Return `forward(x)` as one autograd node whose gradient is `backward(grad)`: a linear map and its dual.
+
+        Both take and return plain tensors and run without recording. Differentiating the backward again
+        uses `forward` as its dual.
+        """
+        if is_recording():
+            forward, backward = located(forward), located(backward)
+        return self._linear_map(x, forward, backward)
+
+    def custom_function(
+        self,
+        forward: Callable[..., Any],
+        backward: Callable[..., Any],
+        *inputs: Tensor,
+    ) -> Any:
+        """Return `forward(*inputs)`, a tensor or a tuple of tensors, as one autograd node.
+
+        Values needed in backward are kept by the closure, in a `hp_dtensor.comm.kept_tensors.Kept`. Neither function
+        is recorded, and a second derivative is refused where a framework could take one.
+
+        Args:
+            backward: `backward(*grads)` gets the gradient of a single output, and one or None per output of a tuple;
+                it returns one or None per input.
+        """
+        return self._custom_function(forward, located(backward), *inputs)
+
+    @abstractmethod
+    def _linear_map(
+        self, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+    ) -> Tensor: ...
+
+    @abstractmethod
+    def _custom_function(self, forward: Callable[..., Any], backward: Callable[..., Any], *inputs: Tensor) -> Any: ...
+
+    @abstractmethod
+    def is_in_backward(self) -> bool:
+        """Return whether a backward of the framework called the code that runs now in this thread."""
+
+    @abstractmethod
+    def is_for_parameters(self) -> bool:
+        """Return whether the backward that runs accumulates gradients of leaves, rather than those asked for by `grad`.
+
+        It is called during a backward only.
+        """
+
+    @abstractmethod
+    def backward(self, loss: Tensor, gradient: Tensor | None = None, retain_graph: bool = False) -> None:
+        """Accumulate gradients of every leaf below `loss` (a scalar when `gradient` is None) into `.grad`."""
+
+    @abstractmethod
+    def grad(
+        self,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        output_grads: Sequence[Tensor | None] | None = None,
+    ) -> list[Tensor | None]:
+        """Return the gradients of `inputs`, touching no `.grad`; None where an input is unused.
+
+        Raises:
+            CapabilityError: the framework has no derivative of an operation.
+        """
+
+    @abstractmethod
+    def no_grad(self) -> AbstractContextManager[None]:
+        """Record no operations of this thread inside the block."""
+
+    @abstractmethod
+    def enable_grad(self) -> AbstractContextManager[None]:
+        """Record the operations of this thread inside the block."""
+
+    @abstractmethod
+    def is_grad_enabled(self) -> bool:
+        """Return whether operations of this thread are recorded."""
+
+    @abstractmethod
+    def requires_grad(self, x: Tensor) -> bool:
+        """Return whether `x` is part of a graph through which gradients come."""
+
+    @abstractmethod
+    def set_requires_grad(self, x: Tensor, flag: bool) -> None:
+        """Make a leaf require a gradient, or not."""
+
+    @abstractmethod
+    def is_leaf(self, x: Tensor) -> bool:
+        """Return whether `x` was made by the user, not by a recorded operation."""
+
+    @abstractmethod
+    def get_grad(self, x: Tensor) -> Tensor | None:
+        """Return the accumulated gradient of a leaf; a DTensor for a DTensor."""
+
+    @abstractmethod
+    def set_grad(self, x: Tensor, grad: Tensor | None) -> None:
+        """Replace the accumulated gradient of a leaf."""
+
+    def has_gradient_hooks(self, x: Tensor) -> bool:
+        """Return whether users have registered hooks on `x` that are called with its gradient, or after that."""
+        return False
+
+    def loss_dtype(self, x: Tensor) -> Any:
+        """Return the dtype of a loss of logits `x`: theirs, unless automatic mixed precision makes it wider."""
+        return x.dtype
+
+    def version(self, x: Tensor) -> int:
+        """Return how often the storage of a plain tensor has been written in place, as far as autograd counts that.
+
+        What was derived from `x` and kept is good only as long as the number stays the same.
+        """
+        return 0

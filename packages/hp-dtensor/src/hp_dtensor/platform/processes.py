@@ -1,0 +1,64 @@
+"""Processes of a framework: joining a job of several ranks, and the state and devices of one rank."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, TypeAlias
+
+from hp_dtensor.platform.tensors import DTYPE_NAMES
+
+World: TypeAlias = Any
+"""`hp_dtensor.World`, which is built on platforms and therefore not named here."""
+
+
+class ProcessInterface(ABC):
+    """The part of `Platform` that joins jobs and tells what a rank can do.
+
+    Attributes:
+        device_types: the kinds of device that it can use here, best first (`("cuda", "cpu")`).
+        world: the `World` of the job that this process has joined with `connect`; None before.
+    """
+
+    device_types: tuple[str, ...]
+    world: World | None = None
+
+    @abstractmethod
+    def connect(self, rank: int, size: int, address: str, timeout_seconds: float = 300.0, local_rank: int = 0) -> World:
+        """Join a job of `size` ranks that meets at `address` (`host:port`, served by rank 0); sets `world`."""
+
+    @abstractmethod
+    def disconnect(self) -> None:
+        """Leave the job; safe to call twice and after an error."""
+
+    def environment(self, local_rank: int, local_size: int) -> dict[str, str]:
+        """Return extra environment variables for a rank started on this machine (thread counts, log levels)."""
+        return {}
+
+    def collective_dtypes(self, reducing: bool) -> tuple[str, ...]:
+        """Return the names of the dtypes that its process groups can move here.
+
+        The conformance suite tries each of them.
+
+        Args:
+            reducing: also reduce.
+        """
+        return tuple(name for name in DTYPE_NAMES if not (reducing and name == "bool"))
+
+    @property
+    def records_by_thread(self) -> bool:
+        """Return whether threads record operations for their gradients apart from each other, as simulated ranks do."""
+        return True
+
+    def rank_state(self) -> Any:
+        """Return process-wide state that belongs to one rank, such as a global grad flag.
+
+        Simulated ranks share a process: the state is read when a rank's thread gives up its turn, and given back to
+        `set_rank_state` when that thread goes on. A framework that keeps such state per thread has none.
+        """
+        return None
+
+    def set_rank_state(self, state: Any) -> None:
+        """Restore what `rank_state` returned; called in the thread of the rank that goes on."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all that was asked of it (nothing on CPU)."""

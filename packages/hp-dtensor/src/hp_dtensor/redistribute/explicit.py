@@ -1,0 +1,108 @@
+"""Regions in which nothing is redistributed that the user has not asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+from hp_dtensor.exceptions import ImplicitRedistributionError
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.redistribute import plan_across, plan_between
+from hp_dtensor.spec.placements import Replicate
+from hp_dtensor.spec.tensor_spec import TensorSpec
+
+
+class _Checking(threading.local):
+    def __init__(self) -> None:
+        self.depth = 0
+        self.losses = 0
+
+
+_checking = _Checking()
+
+
+@contextlib.contextmanager
+def explicit_redistribution() -> Iterator[None]:
+    """Inside the block, an operation that would redistribute an input by itself raises instead.
+
+    So do `item`, `float`, `numpy` and the like of what is not replicated, and a backward whose gradient is placed in
+    another way than its output. Allowed is what sends nothing (replicated to sharded, or to partial), what is part of
+    an operation's own result (the reductions of its rule, as of `softmax` along a cut dimension or of
+    `bool((x == x).all())`, sums of earlier parts, rows that `roll` moves), and what backward sends for a forward.
+
+    Raises:
+        ImplicitRedistributionError: naming operation, module and line, input, placements, and what mends it.
+    """
+    _checking.depth += 1
+    try:
+        yield
+    finally:
+        _checking.depth -= 1
+
+
+@contextlib.contextmanager
+def loss_parallel() -> Iterator[None]:
+    """Inside the block, `cross_entropy` of logits cut over classes raises instead of gathering them.
+
+    torch needs such a block to keep them cut. Here they stay cut anyway; the block says that they must.
+
+    Raises:
+        ImplicitRedistributionError: from a `cross_entropy` that would communicate its logits.
+    """
+    _checking.losses += 1
+    try:
+        yield
+    finally:
+        _checking.losses -= 1
+
+
+def check_explicit(operation: str, location: tuple[int | str, ...], source: TensorSpec, target: TensorSpec) -> None:
+    """Refuse what an operation would do to one of its inputs, where only explicit redistribution is allowed."""
+    if not (_checking.depth or (_checking.losses and operation == "cross_entropy")):
+        return
+    platform = source.mesh.platform
+    plan = (plan_between if source.mesh == target.mesh else plan_across)(
+        source, target, platform.itemsize(source.dtype)
+    )
+    if not plan.wire_bytes:
+        return
+    argument = f"its argument {''.join(f'[{part}]' for part in location)}" if location else "a tensor"
+    raise ImplicitRedistributionError(
+        f"{operation}{_called_from(platform)} would redistribute {argument} {list(source.shape)} "
+        f"from {source.describe_placements()} to {target.describe_placements()}, sending "
+        f"{plan.wire_bytes:.0f} bytes per rank. Do it yourself before: "
+        f"x.redistribute(placements={list(target.placements)}), or place the other arguments to fit."
+    )
+
+
+def gathered(operation: str, x: Any) -> Any:
+    """The whole of a DTensor, plain, for an operation that needs it on every rank.
+
+    Raises:
+        ImplicitRedistributionError: only explicit redistribution is allowed.
+    """
+    spec: TensorSpec = x.spec
+    check_explicit(operation, (), spec, spec.with_placements([Replicate()] * spec.mesh.ndim))
+    return x.full_tensor()
+
+
+def _called_from(platform: Platform) -> str:
+    """The innermost line and module in the stack that are not those of a framework, as part of a sentence."""
+    theirs = {each.__module__.partition(".")[0] for each in (type(platform), platform.Tensor, platform.Module)}
+    theirs |= {"hp_dtensor", "contextlib"}
+    line, module, root = "", None, None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not line and frame.f_globals.get("__name__", "").partition(".")[0] not in theirs:
+            line = f" at {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, platform.Module):
+            module, root = module if module is not None else owner, owner
+        frame = frame.f_back
+    name = next((name for name, each in platform.named_modules(root) if each is module), "") if root is not None else ""
+    return line + (f" in module {name}" if name else "")
