@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hp_dtensor.exceptions import PlacementError
-from hp_dtensor.optim.owners import at_owners
+from hp_dtensor.optim.owner_computes import at_owners
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.tensor.dtensor import DTensor

@@ -1,10 +1,10 @@
 """From placements to placements: planning and running redistributions; see README.md."""
 
-from hp_dtensor.redistribute.across import AcrossPlan, plan_across
+from hp_dtensor.redistribute.across_meshes import AcrossPlan, plan_across
 from hp_dtensor.redistribute.costs import CostModel
 from hp_dtensor.redistribute.plan import RedistributePlan
 from hp_dtensor.redistribute.planner import plan_between, plan_redistribute
-from hp_dtensor.redistribute.steps import Step
+from hp_dtensor.redistribute.step import Step
 
 __all__ = [
     "AcrossPlan",

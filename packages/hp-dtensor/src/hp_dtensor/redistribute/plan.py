@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from hp_dtensor.comm.collectives import grad_of_selected
 from hp_dtensor.comm.kept_tensors import Kept
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.redistribute.steps import Step, scaled
+from hp_dtensor.redistribute.step import Step, scaled
 from hp_dtensor.spec.placements import Partial, Placement, Replicate
 from hp_dtensor.spec.tensor_spec import TensorSpec, describe
 

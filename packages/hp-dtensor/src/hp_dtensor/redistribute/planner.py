@@ -9,14 +9,17 @@ from dataclasses import replace
 
 from hp_dtensor.comm.mesh import DeviceMesh, require_mesh
 from hp_dtensor.exceptions import PlacementError
-from hp_dtensor.redistribute import steps
+from hp_dtensor.redistribute.collective_steps import AllGather, AllReduce, AllToAll, ReduceScatter
 from hp_dtensor.redistribute.costs import DEFAULT_COSTS, CostModel
-from hp_dtensor.redistribute.cuts import Placements, cuts_of, product
+from hp_dtensor.redistribute.exchange_steps import Exchange, ReduceToOwners
 from hp_dtensor.redistribute.ownership import Ownership
 from hp_dtensor.redistribute.plan import RedistributePlan, Stage
+from hp_dtensor.redistribute.ragged import around_ragged, restored, without_ragged
 from hp_dtensor.redistribute.search import REPLICATE, SUM, Move, Problem, cheapest_moves
+from hp_dtensor.redistribute.segments import Placements, cuts_of, product
+from hp_dtensor.redistribute.step import Scale, Step
 from hp_dtensor.redistribute.volume import least_volume
-from hp_dtensor.spec.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
+from hp_dtensor.spec.placements import Partial, Placement, RaggedShard, Shard, StridedShard
 from hp_dtensor.spec.tensor_spec import TensorSpec, require_placements
 
 LINEAR = ("sum", "avg")
@@ -117,9 +120,9 @@ class _Planner:
 
     def stage(self) -> Stage:
         first, last = self._plain(self.source.placements), self._plain(self.target.placements, self.source.placements)
-        found: list[steps.Step] = []
+        found: list[Step] = []
         if first != last:
-            before, middle, after = _around_ragged(self.mesh_shape, first, last)
+            before, middle, after = around_ragged(self.mesh_shape, first, last)
             for a, b in before:
                 found.append(self._on_own_line(a, b))
             found += [self._step(move) for move in self._moves(*middle)]
@@ -160,7 +163,7 @@ class _Planner:
         if 0 in self.shape:
             return (Move("slice", (), source, target, 0),)
         uneven = frozenset(p.dim for p in (*source, *target) if isinstance(p, RaggedShard))
-        first, last = _without_ragged(source), _without_ragged(target)
+        first, last = without_ragged(source), without_ragged(target)
         small = _smallest_alike(self.shape, self.mesh_shape, first, last, uneven)
         size_class = (math.prod(self.shape) * self.itemsize).bit_length() if self.costs.depends_on_size else 0
         moves = _found_moves(
@@ -172,7 +175,7 @@ class _Planner:
         return tuple(self._with_ragged(move, source, back) for move in scaled) if uneven else tuple(scaled)
 
     def _with_ragged(self, move: Move, source: Placements, back: dict[Placements, Placements]) -> Move:
-        first, last = _restored(move.source, source, back), _restored(move.target, source, back)
+        first, last = restored(move.source, source, back), restored(move.target, source, back)
         elements = move.elements
         if move.name in ("exchange", "all_to_all") and move.volume is None:
             elements = self._exact_volume(first, last, elements)
@@ -187,17 +190,17 @@ class _Planner:
         except PlacementError:
             return otherwise
 
-    def _step(self, move: Move) -> steps.Step:
+    def _step(self, move: Move) -> Step:
         wire_bytes = move.elements * self.itemsize / self.mesh.size()
         return self._make(move, wire_bytes)
 
-    def _make(self, move: Move, wire_bytes: float) -> steps.Step:
+    def _make(self, move: Move, wire_bytes: float) -> Step:
         seconds = self.costs.seconds(move.name, [self.names[a] for a in move.axes], wire_bytes)
-        kind = steps.AllToAll if self._is_regular(move) else _STEPS.get(move.name, steps.Exchange)
+        kind = AllToAll if self._is_regular(move) else _STEPS.get(move.name, Exchange)
         step = kind(move.name, self.mesh, move.axes, move.source, move.target, wire_bytes, seconds)
-        if isinstance(step, (steps.ReduceScatter, steps.AllReduce, steps.ReduceToOwners)):
+        if isinstance(step, (ReduceScatter, AllReduce, ReduceToOwners)):
             step.op = self.op
-        if isinstance(step, (steps.Exchange, steps.ReduceToOwners)):
+        if isinstance(step, (Exchange, ReduceToOwners)):
             step.ownership = Ownership(self.shape, self.mesh_shape, move.source, move.target, move.volume)
         return step
 
@@ -215,12 +218,12 @@ class _Planner:
         parts = product(self.mesh_shape, [a for a, _ in cuts])
         return cuts[-1][0] == axis and all(type(p) is Shard for _, p in cuts) and self.shape[dim] % parts == 0
 
-    def _scale(self, placements: Placements) -> steps.Step:
-        step = steps.Scale("scale", self.mesh, (), placements, placements, 0.0, 0.0)
+    def _scale(self, placements: Placements) -> Step:
+        step = Scale("scale", self.mesh, (), placements, placements, 0.0, 0.0)
         step.up, step.down = self.factors
         return step
 
-    def _on_own_line(self, source: Placements, target: Placements) -> steps.Step:
+    def _on_own_line(self, source: Placements, target: Placements) -> Step:
         """A step on one axis, planned with what this rank's line knows: ragged parts may differ on other lines."""
         (axis,) = (a for a, (s, t) in enumerate(zip(source, target, strict=True)) if s != t)
         around = [REPLICATE if a == axis else p for a, p in enumerate(source)]
@@ -240,11 +243,11 @@ class _Planner:
         return self._make(move, elements * self.itemsize / self.mesh.size())
 
 
-_STEPS: dict[str, type[steps.Step]] = {
-    "all_gather": steps.AllGather,
-    "all_reduce": steps.AllReduce,
-    "reduce_scatter": steps.ReduceScatter,
-    "reduce_to_owners": steps.ReduceToOwners,
+_STEPS: dict[str, type[Step]] = {
+    "all_gather": AllGather,
+    "all_reduce": AllReduce,
+    "reduce_scatter": ReduceScatter,
+    "reduce_to_owners": ReduceToOwners,
 }
 
 
@@ -296,73 +299,3 @@ def _smallest_alike(
         else:
             result.append(size if size % unit else unit * math.gcd(size // unit, every))
     return tuple(result)
-
-
-def _without_ragged(placements: Placements) -> Placements:
-    return tuple(Shard(p.dim) if isinstance(p, RaggedShard) else p for p in placements)
-
-
-def _restored(state: Placements, source: Placements, back: dict[Placements, Placements]) -> Placements:
-    """A state of the search with the ragged shards that stood still in place again."""
-    if state in back:
-        return back[state]
-    return tuple(p if isinstance(p, RaggedShard) else now for p, now in zip(source, state, strict=True))
-
-
-# Ragged shards --------------------------------------------------------------------------------------------
-
-_Links = list[tuple[Placements, Placements]]
-
-
-def _around_ragged(
-    mesh_shape: tuple[int, ...], source: Placements, target: Placements
-) -> tuple[_Links, tuple[Placements, Placements], _Links]:
-    """(steps before, the pair to plan freely, steps after).
-
-    Ragged parts are known on an axis' own line only, so an axis that is ragged now or then, and does not
-    stand still, leaves and takes that form in steps of its own.
-    """
-    moving = _moving(mesh_shape, source, target)
-    ragged = [a for a in moving if isinstance(source[a], RaggedShard) or isinstance(target[a], RaggedShard)]
-    if not ragged:
-        return [], (source, target), []
-    if len(moving) == 1:
-        return [(source, target)], (target, target), []
-    before = _unragged(source, target, moving)
-    after = _unragged(target, source, moving)
-    first, last = (before[-1][1] if before else source), (after[-1][1] if after else target)
-    return before, (first, last), [(b, a) for a, b in reversed(after)]
-
-
-def _moving(mesh_shape: tuple[int, ...], source: Placements, target: Placements) -> list[int]:
-    """The axes that differ, and those whose part of a dimension depends on one that does."""
-    differ = [a for a, (s, t) in enumerate(zip(source, target, strict=True)) if s != t]
-    dims = {
-        p.dim: min(a for a in differ if source[a].is_shard(p.dim) or target[a].is_shard(p.dim))
-        for a in differ
-        for p in (source[a], target[a])
-        if isinstance(p, (Shard, StridedShard, RaggedShard))
-    }
-    return [
-        a
-        for a, p in enumerate(source)
-        if a in differ or (isinstance(p, (Shard, StridedShard, RaggedShard)) and a > dims.get(p.dim, len(mesh_shape)))
-    ]
-
-
-def _unragged(placements: Placements, other: Placements, moving: Sequence[int]) -> _Links:
-    """From `placements` to others without ragged shards on the moving axes, one axis at a time, innermost first."""
-    dims = {p.dim: a for a in reversed(moving) if isinstance(p := placements[a], RaggedShard)}
-    links: _Links = []
-    now = placements
-    for axis in reversed(range(len(placements))):
-        placement = now[axis]
-        if not isinstance(placement, (Shard, StridedShard, RaggedShard)) or axis < dims.get(placement.dim, len(now)):
-            continue
-        outermost = axis == dims[placement.dim]
-        to_shard = outermost and not other[axis].is_replicate()
-        new: Placement = Shard(placement.dim) if to_shard else Replicate()
-        after = (*now[:axis], new, *now[axis + 1 :])
-        links.append((now, after))
-        now = after
-    return links

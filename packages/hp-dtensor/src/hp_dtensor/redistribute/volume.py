@@ -12,8 +12,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hp_dtensor.redistribute.agreement import agreeing
-from hp_dtensor.redistribute.cuts import Placements, product
+from hp_dtensor.redistribute.agreeing_elements import agreeing
+from hp_dtensor.redistribute.segments import Placements, product
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 
-from hp_dtensor.redistribute.cuts import Cut, Placements, cuts_of
+from hp_dtensor.redistribute.segments import Cut, Placements, cuts_of
 from hp_dtensor.spec.placements import Shard, StridedShard
 
 Span = tuple[int, int]

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import pickle
-import re
 import signal
 import subprocess
 import sys
@@ -20,18 +19,18 @@ from pathlib import Path
 from typing import IO, Any
 
 from hp_dtensor.exceptions import LaunchError
-from hp_dtensor.launch._rank import Failed, Returned, Run, Setup
+from hp_dtensor.launch.failures import Failure, failure_of_end, failure_of_exception
+from hp_dtensor.launch.messages import Failed, Returned, Run, Setup
 from hp_dtensor.platform.interface import Platform
 
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[4]); "
-    "from hp_dtensor.launch._rank import main; main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == 'True')"
+    "from hp_dtensor.launch.rank_process import main; main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == 'True')"
 )
 _OTHERS_SECONDS = 1.0  # how long to wait for other ranks' errors after the first
 _STACK_SECONDS = 1.0
 _TAIL_LINES = 30
 _START_ATTEMPTS = 3
-_ADDRESS_IN_USE = re.compile(r"EADDRINUSE|address (is )?already in use|errno: 98", re.IGNORECASE)
 
 
 @dataclass(slots=True)
@@ -42,7 +41,7 @@ class _Process:
     popen: subprocess.Popen[bytes]
     connection: Connection
     output: IO[bytes] | None
-    failure: _Failure | None = None
+    failure: Failure | None = None
     gone: bool = False
 
     def signal(self, signum: int) -> None:
@@ -57,17 +56,6 @@ class _Process:
         self.output.seek(max(0, size - 20_000))
         lines = self.output.read().decode(errors="replace").splitlines()[-_TAIL_LINES:]
         return "\n".join(lines)
-
-
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """What happened to a rank and when: one line, and the details that belong to it."""
-
-    headline: str
-    details: str
-    when: float
-    died: bool = False
-    address_in_use: bool = False
 
 
 @dataclass(slots=True)
@@ -229,14 +217,14 @@ class LocalRanks:
                 self._note_end(process)
                 continue
             if isinstance(message, Failed):
-                process.failure = _of_exception(message)
+                process.failure = failure_of_exception(message)
             else:
                 yield process, message.value if isinstance(message, Returned) else message
 
     def _note_end(self, process: _Process) -> None:
         process.gone = True
         if process.failure is None:
-            process.failure = _of_end(_exit_code(process), process.tail())
+            process.failure = failure_of_end(_exit_code(process), process.tail())
 
     def _failed(self) -> LaunchError:
         """The error for the user, after giving other ranks a moment to say theirs: the cause may be there."""
@@ -309,19 +297,3 @@ def _exit_code(process: _Process) -> int | None:
             return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
         time.sleep(0.01)
     return None
-
-
-def _of_exception(message: Failed) -> _Failure:
-    verb = "could not start" if message.phase == "start" else "failed"
-    in_use = message.phase == "start" and bool(_ADDRESS_IN_USE.search(message.what))
-    return _Failure(f"{verb}: {message.what}", message.traceback, message.when, address_in_use=in_use)
-
-
-def _of_end(code: int | None, tail: str) -> _Failure:
-    details, now = f"its last output:\n{tail}" if tail else "", time.monotonic()
-    if code is not None and code < 0:
-        hint = "; the machine may have run out of memory" if -code == signal.SIGKILL else ""
-        # Frameworks abort a process whose partner is gone.
-        died = -code != signal.SIGABRT
-        return _Failure(f"was killed by {signal.Signals(-code).name}{hint}", details, now, died)
-    return _Failure(f"ended without a result, exit code {code}", details, now, died=True)

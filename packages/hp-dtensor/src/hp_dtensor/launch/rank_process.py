@@ -15,53 +15,17 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from hp_dtensor.launch._targets import load_target
+from hp_dtensor.launch.messages import Failed, Returned, Run, Setup
+from hp_dtensor.launch.target_names import load_target
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
 
 HOST = "127.0.0.1"
 ORPHANED = 113  # exit code
 _PR_SET_PDEATHSIG = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """What a rank is told first."""
-
-    platform: str
-    rank: int
-    size: int
-    timeout_seconds: float
-    argv: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """An exception in a rank: where it was (`start` or `run`), what it was, and when, on the machine's clock."""
-
-    phase: str
-    what: str
-    traceback: str
-    when: float
-
-
-@dataclass(frozen=True, slots=True)
-class Returned:
-    """A function's result."""
-
-    value: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """A function to run, by name; the arguments stay pickled until its module is there."""
-
-    target: str
-    args: bytes
 
 
 class Link:

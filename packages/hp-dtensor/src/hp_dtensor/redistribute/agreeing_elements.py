@@ -7,8 +7,8 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 
-from hp_dtensor.redistribute.cuts import Cut, Placements, cuts_of, overlaps, segments
-from hp_dtensor.redistribute.digits import agreeing_evenly
+from hp_dtensor.redistribute.even_cuts import agreeing_evenly
+from hp_dtensor.redistribute.segments import Cut, Placements, cuts_of, overlaps, segments
 
 MOST_PARTS = 1024
 """Into how many parts a tensor may be cut to be counted through, where the cuts are not even."""

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
-from hp_dtensor.launch._processes import LocalRanks, Output
-from hp_dtensor.launch._targets import target_name
+from hp_dtensor.launch.local_ranks import LocalRanks, Output
+from hp_dtensor.launch.target_names import target_name
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
 
