@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 import hp_moe.dispatch.registry
+import hp_moe.fused_experts
 import hp_moe.grouped_gemm
 from hp_dtensor.platform.plugins import create_plugin_manager, hookimpl
-from hp_moe import DispatcherRegistry, ExpertParallelError, hookspecs, loop_grouped_matmul
+from hp_moe import Dispatched, DispatcherRegistry, ExpertParallelError, hookspecs, loop_grouped_matmul
 
 
 @pytest.fixture
@@ -17,8 +18,13 @@ def manager(monkeypatch):
     """A manager without the plugins of this environment, in place of the real one."""
     monkeypatch.setenv("HP_LOAD_PLUGINS", "")
     manager = create_plugin_manager("hp_moe", hookspecs)
-    caches = (hp_moe.grouped_gemm._implementation, hp_moe.dispatch.registry.dispatchers)
-    for module in (hp_moe.grouped_gemm, hp_moe.dispatch.registry):
+    modules = (hp_moe.grouped_gemm, hp_moe.fused_experts, hp_moe.dispatch.registry)
+    caches = (
+        hp_moe.grouped_gemm._implementation,
+        hp_moe.fused_experts._implementation,
+        hp_moe.dispatch.registry.dispatchers,
+    )
+    for module in modules:
         monkeypatch.setattr(module, "plugin_manager", lambda: manager)
     for cache in caches:
         cache.cache_clear()
@@ -41,6 +47,32 @@ def test_a_plugin_answers_for_its_platform_only(manager):
     find = hp_moe.grouped_gemm._implementation.__wrapped__
     assert find(mine) is product
     assert find(other) is loop_grouped_matmul
+
+
+class NamedPlatform:
+    def __init__(self, name):
+        self.name = name
+
+
+def test_fused_experts_are_asked_for_once_per_platform_and_may_decline(manager):
+    asked = []
+
+    class Plugin:
+        @hookimpl
+        def hp_fused_experts(self, platform):
+            asked.append(platform.name)
+            return (lambda x, *args: x) if platform.name == "mine" else None
+
+    manager.register(Plugin())
+
+    def run(platform, rows, permutation="permutation"):
+        sent = Dispatched(rows, SimpleNamespace(platform=platform), None, permutation)
+        return hp_moe.fused_experts.fused_experts(sent, (), False)
+
+    mine, other = NamedPlatform("mine"), NamedPlatform("other")
+    assert [run(mine, "rows"), run(mine, None), run(other, "rows")] == ["rows", None, None]
+    assert run(mine, "rows in expert-major order", None) is None
+    assert asked == ["mine", "other"]
 
 
 def test_a_plugin_adds_a_dispatcher(manager):

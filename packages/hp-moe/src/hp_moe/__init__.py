@@ -8,9 +8,11 @@ from hp_moe.dispatch import (
     LocalDispatcher,
     TokenDispatcher,
 )
+from hp_moe.dispatch.permutation import TokenPermutation
 from hp_moe.exceptions import ExpertParallelError, MoEConfigError
 from hp_moe.experts import GroupedExperts
 from hp_moe.feed_forward import FeedForward
+from hp_moe.fused_experts import FusedExperts
 from hp_moe.grouped_gemm import GroupedMatmul, GroupSizes, grouped_matmul, loop_grouped_matmul
 from hp_moe.moe import MoE
 from hp_moe.router import Routing, TokenChoiceTopKRouter
@@ -33,6 +35,7 @@ __all__ = [
     "ExpertParallelError",
     "ExpertTensorParallel",
     "FeedForward",
+    "FusedExperts",
     "GroupSizes",
     "GroupedExperts",
     "GroupedMatmul",
@@ -45,6 +48,7 @@ __all__ = [
     "TensorParallel",
     "TokenChoiceTopKRouter",
     "TokenDispatcher",
+    "TokenPermutation",
     "grouped_matmul",
     "loop_grouped_matmul",
     "moe_layers",

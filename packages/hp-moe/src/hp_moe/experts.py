@@ -8,7 +8,8 @@ from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.parallel import nn
 from hp_dtensor.spec.placements import Partial
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_moe.dispatch import LocalDispatcher, TokenDispatcher
+from hp_moe.dispatch import Dispatched, LocalDispatcher, TokenDispatcher
+from hp_moe.fused_experts import fused_experts
 from hp_moe.grouped_gemm import GroupSizes, grouped_matmul
 from hp_moe.router import Routing
 
@@ -56,14 +57,27 @@ class GroupedExperts(nn.Module):
         if not isinstance(routing, Routing):
             routing = Routing.expert_major(self.platform, routing)
         sent = self.dispatcher.dispatch(x, routing)
-        rows = self._weigh(sent.rows, sent.scores) if self.score_before_experts else sent.rows
-        results = self._swiglu(rows, sent.sizes)
-        if not self.score_before_experts:
-            results = self._weigh(results, sent.scores)
+        weights = tuple(_local(weight) for weight in (self.w1, self.w2, self.w3))
+        results = fused_experts(sent, weights, self.score_before_experts)
+        if results is None:
+            results = self._one_step_at_a_time(sent, weights)
         return self.dispatcher.combine(results, sent)
 
-    def _swiglu(self, x: Tensor, sizes: GroupSizes) -> Tensor:
-        w1, w2, w3 = (_local(weight) for weight in (self.w1, self.w2, self.w3))
+    def _one_step_at_a_time(self, sent: Dispatched, weights: tuple[Tensor, ...]) -> Tensor:
+        """Each step an operation of its own: for all platforms, and the oracle of fused experts."""
+        permutation, rows, scores = sent.permutation, sent.rows, sent.scores
+        if permutation is not None:
+            rows = permutation.permute(rows)
+            scores = None if scores is None else permutation.permute_scores(scores)
+        if self.score_before_experts:
+            rows = self._weigh(rows, scores)
+        results = self._swiglu(rows, weights, sent.sizes)
+        if not self.score_before_experts:
+            results = self._weigh(results, scores)
+        return results if permutation is None else permutation.unpermute(results)
+
+    def _swiglu(self, x: Tensor, weights: tuple[Tensor, ...], sizes: GroupSizes) -> Tensor:
+        w1, w2, w3 = weights
         gate = self.ops.silu(grouped_matmul(x, w1, sizes))
         return grouped_matmul(self.ops.mul(gate, grouped_matmul(x, w3, sizes)), w2, sizes)
 

@@ -25,6 +25,20 @@ def hp_grouped_matmul(platform: Platform) -> Callable[..., Any] | None:
     """
 
 
+@hookspec(firstresult=True)
+def hp_fused_experts(platform: Platform) -> Callable[..., Any] | None:
+    """Return a platform's whole SwiGLU experts, a `hp_moe.FusedExperts`, or None for other platforms. Since 0.1.
+
+    Called once per platform, before the first experts run. The experts take x `[rows, dim]`, the
+    `hp_moe.TokenPermutation` that copies rows into expert-major order, a `hp_moe.GroupSizes` of the copies, scores
+    float32 `[rows, slots]` or None, weights w1, w3 `[experts, hidden_dim, dim]` and w2 `[experts, dim, hidden_dim]` as
+    `(w1, w2, w3)`, and `score_before_experts`. They give `[rows, dim]`: the sum over a row's slots of score times
+    `w2 @ (silu(w1 @ row) * (w3 @ row))`, or with the score on the row instead. They are differentiable in x, scores and
+    weights, experts without rows get gradients of exactly zero, and repetition gives the same bits. Where they do not
+    apply they give None; then, as without an answer, the layer uses `hp_grouped_matmul`.
+    """
+
+
 @hookspec
 def hp_token_dispatcher(registry: DispatcherRegistry) -> None:
     """Register token dispatchers by name, for `ExpertParallel("name")`. Since 0.1.

@@ -48,15 +48,13 @@ class AllToAllDispatcher(TokenDispatcher):
         rows = self._send(route, x)
         experts, scores = self._send_choices(route, routing)
         permutation = kept(lambda: TokenPermutation(self.platform, self._local_experts(experts), sum(sizes.host)))
-        permuted_scores = None if scores is None else permutation.permute_scores(scores)
-        return Dispatched(permutation.permute(rows), sizes, permuted_scores, permutation, route)
+        return Dispatched(rows, sizes, scores, permutation, route)
 
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
-        """Sum results here, return them to their tokens' ranks and sum them there; see `TokenDispatcher`."""
-        permutation, route = dispatched.permutation, dispatched.route
-        assert permutation is not None
+        """Return sums to their tokens' ranks and add them up there; see `TokenDispatcher`."""
+        route = dispatched.route
         assert route is not None
-        returned = all_to_all_rows(permutation.unpermute(y), self.group, route.received, route.sent)
+        returned = all_to_all_rows(y, self.group, route.received, route.sent)
         return route.permutation.unpermute(returned)
 
     # Sizes and order of rows ------------------------------------------------------------------------------

@@ -35,11 +35,11 @@ class Dispatched:
     It belongs to one call, so several micro-batches may be in flight through one dispatcher.
 
     Attributes:
-        rows: `[rows, dim]`, inputs of this rank's experts in expert-major order.
-        sizes: number of rows of each of this rank's experts.
-        scores: float32 `[rows, 1]`; None: results are not weighted.
-        permutation: tokens of this rank (received ones, where there is a route) -> `rows`; None: they are the
-            same rows in the same order.
+        rows: `[rows, dim]`, own tokens or received ones, each once however many of this rank's experts it has.
+        sizes: number of inputs of each of this rank's experts.
+        scores: float32 `[rows, slots]`; None: results are not weighted.
+        permutation: `rows` -> inputs of this rank's experts in expert-major order; None: they are the same rows in
+            the same order.
         route: the way from and to the other ranks; None: no row left its rank.
     """
 
@@ -71,6 +71,6 @@ class TokenDispatcher(ABC):
         """Return `[tokens, dim]`, for each token of `dispatch` the sum of its experts' results.
 
         Args:
-            y: `[rows, dim]`, one (weighted) result for each of `dispatched.rows`.
+            y: `[rows, dim]`, for each of `dispatched.rows` the (weighted) sum of this rank's experts' results.
             dispatched: the record that `dispatch` returned for these tokens.
         """

@@ -17,22 +17,21 @@ Tensor = Any
 
 
 class LocalDispatcher(TokenDispatcher):
-    """Permutes rows into expert-major order within one rank; nothing is communicated."""
+    """Leaves rows where they are and finds their expert-major order; nothing is communicated."""
 
     def __init__(self, platform: Platform) -> None:
         self.platform = platform
 
     def dispatch(self, x: Tensor, routing: Routing) -> Dispatched:
-        """Copy each token once per expert, in expert-major order; see `TokenDispatcher`."""
+        """Find the order of tokens by expert; see `TokenDispatcher`."""
         sizes = GroupSizes(self.platform, routing.counts)
         if routing.is_expert_major:
             return Dispatched(x, sizes, routing.scores, None)
         num_rows = int(numpy.prod(routing.experts.shape))
         # Kept: a recomputation in backward must see the order of forward, and need not sort again.
         permutation = kept(lambda: TokenPermutation(self.platform, routing.experts, num_rows))
-        scores = None if routing.scores is None else permutation.permute_scores(routing.scores)
-        return Dispatched(permutation.permute(x), sizes, scores, permutation)
+        return Dispatched(x, sizes, routing.scores, permutation)
 
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
-        """Sum each token's results; see `TokenDispatcher`."""
-        return y if dispatched.permutation is None else dispatched.permutation.unpermute(y)
+        """Return `y`; see `TokenDispatcher`."""
+        return y

@@ -6,6 +6,7 @@ scatter-add on a GPU would.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from hp_dtensor.platform.interface import Platform
@@ -23,23 +24,44 @@ class TokenPermutation:
         keys: int `[rows, slots]`; a slot without a copy holds a key above all others.
         num_copies: number of slots with a copy.
 
+    The orders are sorted when first asked for: fused experts may have a quicker way to them.
+
     Attributes:
-        entries: int `[copies]`, the flat index (`row * slots + slot`) of each copy's slot.
-        rows: int `[copies]`, the row that each copy is of.
-        positions: int `[rows * slots]`, the copy of each slot; `num_copies` for a slot without one.
+        keys: as given.
     """
 
     def __init__(self, platform: Platform, keys: Tensor, num_copies: int) -> None:
-        ops = platform.ops
         self.platform = platform
+        self.keys = keys
         self.num_rows, self.num_slots = (int(size) for size in keys.shape)
         self.num_copies = num_copies
-        size = self.num_rows * self.num_slots
+
+    @functools.cached_property
+    def entries(self) -> Tensor:
+        """The flat index of each copy's slot, int `[copies]`."""
+        return self.platform.ops.narrow(self._order, 0, 0, self.num_copies)
+
+    @functools.cached_property
+    def positions(self) -> Tensor:
+        """The copy of each slot, int `[rows * slots]`; `num_copies` for a slot without one."""
+        ops = self.platform.ops
         # The argsort of a permutation is its inverse: from slots to places in the sorted order.
-        order = ops.argsort(ops.reshape(keys, (size,)), 0, stable=True)
-        self.entries = ops.narrow(order, 0, 0, num_copies)
-        self.positions = ops.clamp(ops.argsort(order, 0, stable=True), max=num_copies)
-        self.rows = self._rows_of_entries()
+        return ops.clamp(ops.argsort(self._order, 0, stable=True), max=self.num_copies)
+
+    @functools.cached_property
+    def rows(self) -> Tensor:
+        """The row that each copy is of, int `[copies]`."""
+        if self.num_slots == 1 or self.num_copies == 0:
+            return self.entries
+        ops = self.platform.ops
+        rows = ops.arange(self.num_rows, self.platform.dtype("int64"))
+        return ops.index_select(ops.repeat_interleave(rows, self.num_slots, 0), 0, self.entries)
+
+    @functools.cached_property
+    def _order(self) -> Tensor:
+        """The flat indices of all slots, sorted by key."""
+        ops = self.platform.ops
+        return ops.argsort(ops.reshape(self.keys, (self.num_rows * self.num_slots,)), 0, stable=True)
 
     def permute(self, x: Tensor) -> Tensor:
         """Copy rows into key order: `[rows, dim]` -> `[copies, dim]`; backward is `unpermute`."""
@@ -59,13 +81,6 @@ class TokenPermutation:
             return self._select(flat, self.entries, self.num_copies)
 
         return self.platform.linear_map(scores, forward, lambda g: ops.reshape(self._at_slots(g), shape))
-
-    def _rows_of_entries(self) -> Tensor:
-        if self.num_slots == 1 or self.num_copies == 0:
-            return self.entries
-        ops = self.platform.ops
-        rows = ops.arange(self.num_rows, self.platform.dtype("int64"))
-        return ops.index_select(ops.repeat_interleave(rows, self.num_slots, 0), 0, self.entries)
 
     def _permute(self, x: Tensor) -> Tensor:
         return self._select(x, self.rows, self.num_copies)
