@@ -43,6 +43,8 @@ WORKERS = min(4, CORES)  # more of them import a framework for too few tests eac
 SPREAD = (f"--numprocesses={WORKERS}", "--dist=worksteal")
 
 TEST_TOOLS = ("pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6")
+# On Triton's interpreter, kernels for CUDA devices are tested on the CPU; torch's CPU build comes without it.
+KERNEL_TOOLS = {"torch": ("triton>=3.7.1,<3.8",), "mindspore": ()}
 MAIN_CONFIG = "examples/moe_small.yaml"
 
 # One thread a rank: several ranks share the machine's cores.
@@ -125,7 +127,8 @@ def at_once(function: Callable[..., str], cases: Iterable[tuple[object, ...]]) -
 
 def full(framework: str) -> Path:
     """Return the interpreter of the environment that holds every package but the other platform."""
-    return workspace.development(framework, ("hp-trainer", f"hp-platform-{framework}"), TEST_TOOLS)
+    tools = (*TEST_TOOLS, *KERNEL_TOOLS[framework])
+    return workspace.development(framework, ("hp-trainer", f"hp-platform-{framework}"), tools)
 
 
 def components() -> Path:

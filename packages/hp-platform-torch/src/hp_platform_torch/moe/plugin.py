@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import torch
 import torch.nn.functional as F
 
 from hp_dtensor.platform.interface import Platform
-from hp_moe import GroupedMatmul, GroupSizes, loop_grouped_matmul
+from hp_moe import FusedExperts, GroupedMatmul, GroupSizes, loop_grouped_matmul
 from hp_moe.plugins import hookimpl
 
 _GROUPED_MM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -17,6 +19,16 @@ _STRIDE_BYTES = 16
 def hp_grouped_matmul(platform: Platform) -> GroupedMatmul | None:
     """torch's `grouped_mm` where it applies, for torch's platform only."""
     return torch_grouped_matmul if platform.name == "torch" else None
+
+
+@hookimpl
+def hp_fused_experts(platform: Platform) -> FusedExperts | None:
+    """Triton kernels where triton is, for torch's platform only; they decline what is not on a CUDA device."""
+    if platform.name != "torch" or importlib.util.find_spec("triton") is None:
+        return None
+    from hp_platform_torch.moe.first_use import checked_fused_experts
+
+    return checked_fused_experts
 
 
 def torch_grouped_matmul(x: torch.Tensor, weight: torch.Tensor, sizes: GroupSizes) -> torch.Tensor:

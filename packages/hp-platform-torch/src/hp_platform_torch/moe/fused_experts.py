@@ -1,0 +1,296 @@
+"""SwiGLU experts of one rank as one autograd node over Triton kernels.
+
+Forward keeps the tokens and the products before the activation; everything else is computed again in backward, from
+the output's gradient: `d_act = w2.T @ d_out` gives the gradient of the scores without the experts' outputs
+(`d_score = d_act · act`), as in SonicMoE (arXiv 2512.14080).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch.autograd.function import once_differentiable
+
+from hp_platform_torch.moe.combine_kernels import combine_kernel, score_gradient_kernel
+from hp_platform_torch.moe.row_kernels import (
+    activation_backward_kernel,
+    down_kernel,
+    gate_up_kernel,
+    input_gradient_kernel,
+)
+from hp_platform_torch.moe.row_order import RowOrder
+from hp_platform_torch.moe.tile_schedule import TileSchedule, schedule_tiles
+from hp_platform_torch.moe.tile_sizes import Tile, TileSizes
+from hp_platform_torch.moe.weight_kernels import weight_gradient_kernel
+
+_COMBINE_BLOCK = 2048
+_SCORE_BLOCK = 1024
+_SCORE_NONE, _SCORE_AFTER, _SCORE_BEFORE = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """Sizes and choices of one call; its rows are the copies of tokens in expert-major order.
+
+    Attributes:
+        order: of the rows.
+        counts: int64 `[experts]`, rows of each.
+        score: how scores enter.
+        tiles: sizes of tiles.
+        keep: what backward needs is kept.
+    """
+
+    order: RowOrder
+    counts: torch.Tensor
+    score: int
+    tiles: TileSizes
+    keep: bool
+
+    def schedule(self) -> TileSchedule:
+        return schedule_tiles(self.counts, self.order.num_rows, self.tiles.rows)
+
+
+def fused_experts(
+    x: torch.Tensor,
+    order: RowOrder,
+    counts: torch.Tensor,
+    scores: torch.Tensor | None,
+    weights: tuple[torch.Tensor, ...],
+    score_before_experts: bool,
+    tiles: TileSizes,
+) -> torch.Tensor:
+    """The weighted sum of each token's experts, `[tokens, dim]`; see `hp_moe.hookspecs.hp_fused_experts`.
+
+    There is at least one row, all tensors but the float32 `scores` have one dtype, and `counts` (int64 `[experts]`)
+    are those of `order`.
+    """
+    score = _SCORE_NONE if scores is None else _SCORE_BEFORE if score_before_experts else _SCORE_AFTER
+    inputs = (x, scores, *weights)
+    keep = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs)
+    return _FusedExperts.apply(_Problem(order, counts, score, tiles, keep), *inputs)
+
+
+class _FusedExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        problem: _Problem,
+        x: torch.Tensor,
+        scores: torch.Tensor | None,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        w3: torch.Tensor,
+    ) -> torch.Tensor:
+        x, w1, w2, w3 = (tensor.contiguous() for tensor in (x, w1, w2, w3))
+        scores = None if scores is None else scores.contiguous()
+        schedule = problem.schedule()
+        pre, act = _gate_up(problem, schedule, x, scores, w1, w3, problem.keep)
+        y = _down(problem, schedule, act, w2)
+        ctx.problem, ctx.schedule = problem, schedule
+        ctx.save_for_backward(x, scores, w1, w2, w3, pre)
+        return _combine(problem, y, scores if problem.score == _SCORE_AFTER else None)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, scores, w1, w2, w3, pre = ctx.saved_tensors
+        problem, schedule, grad = ctx.problem, ctx.schedule, grad.contiguous()
+        _, needs_x, needs_scores, *needs_weights = ctx.needs_input_grad
+        d_x = d_scores = d_w1 = d_w2 = d_w3 = None
+        d_pre, weighted, parts = _activation_backward(problem, schedule, grad, scores, w2, pre)
+        if needs_scores:
+            d_scores = _score_gradient(problem, parts, scores)
+        if needs_weights[1]:
+            (d_w2,) = _weight_gradients(problem, schedule, grad, weighted, [w2], problem.tiles.w2_gradient)
+        # Storage goes back before more is taken: it bounds the peak.
+        del weighted, parts
+        if needs_x:
+            d_x = _combine(problem, _input_gradient(problem, schedule, d_pre, w1, w3), None)
+        if needs_weights[0] or needs_weights[2]:
+            d_w1, d_w3 = _weight_gradients(problem, schedule, d_pre, x, [w1, w3], problem.tiles.w13_gradient)
+        return None, d_x, d_scores, d_w1, d_w2, d_w3
+
+
+def _programs(like: torch.Tensor, tile: Tile, num_tiles: int) -> tuple[int]:
+    """The grid for at most `num_tiles` tiles."""
+    if tile.programs and like.is_cuda:
+        count = torch.cuda.get_device_properties(like.device).multi_processor_count
+        return (min(num_tiles, count * tile.programs),)
+    return (num_tiles,)
+
+
+def _precision(x: torch.Tensor) -> str:
+    """Products of float32 are not rounded to tf32."""
+    return "ieee" if x.dtype == torch.float32 else "tf32"
+
+
+def _gate_up(
+    problem: _Problem,
+    schedule: TileSchedule,
+    x: torch.Tensor,
+    scores: torch.Tensor | None,
+    w1: torch.Tensor,
+    w3: torch.Tensor,
+    keep: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """The products before the activation, `[rows, 2 * hidden_dim]` where they are kept, and the activation."""
+    (_, width, dim), tile = w1.shape, problem.tiles.gate_up
+    act = x.new_empty((problem.order.num_rows, width))
+    pre = x.new_empty((problem.order.num_rows, 2 * width)) if keep else None
+    grid = _programs(x, tile, schedule.max_tiles * triton.cdiv(width, tile.columns))
+    gate_up_kernel[grid](
+        x,
+        problem.order.entries,
+        scores,
+        w1,
+        w3,
+        pre,
+        act,
+        schedule.table,
+        schedule.num_tiles,
+        H=dim,
+        I=width,
+        SLOTS=problem.order.num_slots,
+        SCORE=problem.score,
+        KEEP=keep,
+        PRECISION=_precision(x),
+        **tile.options(),
+    )
+    return pre, act
+
+
+def _down(problem: _Problem, schedule: TileSchedule, act: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+    """Each row's result, `[rows, dim]`, not weighted."""
+    (_, dim, width), tile = w2.shape, problem.tiles.down
+    y = act.new_empty((problem.order.num_rows, dim))
+    grid = _programs(act, tile, schedule.max_tiles * triton.cdiv(dim, tile.columns))
+    down_kernel[grid](
+        act, w2, y, schedule.table, schedule.num_tiles, H=dim, I=width, PRECISION=_precision(act), **tile.options()
+    )
+    return y
+
+
+def _combine(problem: _Problem, y: torch.Tensor, scores: torch.Tensor | None) -> torch.Tensor:
+    """`[rows, dim]` -> `[tokens, dim]`."""
+    order, width = problem.order, y.shape[1]
+    out = y.new_empty((order.num_tokens, width))
+    block = min(_COMBINE_BLOCK, triton.next_power_of_2(width))
+    combine_kernel[(order.num_tokens, triton.cdiv(width, block))](
+        y,
+        order.positions,
+        scores,
+        out,
+        order.num_rows,
+        WIDTH=width,
+        SLOTS=order.num_slots,
+        WEIGHTED=scores is not None,
+        BLOCK=block,
+    )
+    return out
+
+
+def _activation_backward(
+    problem: _Problem,
+    schedule: TileSchedule,
+    grad: torch.Tensor,
+    scores: torch.Tensor | None,
+    w2: torch.Tensor,
+    pre: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradient of `pre`; the weighted activation; parts of the scores' gradient, `[parts, rows]`."""
+    (_, dim, width), tile = w2.shape, problem.tiles.activation_backward
+    num_columns = triton.cdiv(width, tile.columns)
+    d_pre, weighted = torch.empty_like(pre), pre.new_empty((problem.order.num_rows, width))
+    parts = pre.new_empty((num_columns, problem.order.num_rows), dtype=torch.float32)
+    activation_backward_kernel[_programs(grad, tile, schedule.max_tiles * num_columns)](
+        grad,
+        problem.order.entries,
+        scores,
+        w2,
+        pre,
+        d_pre,
+        weighted,
+        parts,
+        schedule.table,
+        schedule.num_tiles,
+        problem.order.num_rows,
+        H=dim,
+        I=width,
+        SLOTS=problem.order.num_slots,
+        SCORE=problem.score,
+        PRECISION=_precision(grad),
+        PARTS=tile.parts,
+        **tile.options(),
+    )
+    return d_pre, weighted, parts
+
+
+def _score_gradient(problem: _Problem, parts: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """`[tokens, slots]`."""
+    out = torch.empty_like(scores)
+    score_gradient_kernel[(triton.cdiv(out.numel(), _SCORE_BLOCK),)](
+        parts,
+        problem.order.positions,
+        out,
+        problem.order.num_rows,
+        out.numel(),
+        NUM_PARTS=parts.shape[0],
+        BLOCK=_SCORE_BLOCK,
+    )
+    return out
+
+
+def _input_gradient(
+    problem: _Problem, schedule: TileSchedule, d_pre: torch.Tensor, w1: torch.Tensor, w3: torch.Tensor
+) -> torch.Tensor:
+    """Each row's part of its token's gradient, `[rows, dim]`."""
+    (_, width, dim), tile = w1.shape, problem.tiles.input_gradient
+    d_rows = d_pre.new_empty((problem.order.num_rows, dim))
+    grid = _programs(d_pre, tile, schedule.max_tiles * triton.cdiv(dim, tile.columns))
+    input_gradient_kernel[grid](
+        d_pre,
+        w1,
+        w3,
+        d_rows,
+        schedule.table,
+        schedule.num_tiles,
+        H=dim,
+        I=width,
+        PRECISION=_precision(d_pre),
+        **tile.options(),
+    )
+    return d_rows
+
+
+def _weight_gradients(
+    problem: _Problem,
+    schedule: TileSchedule,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    weights: list[torch.Tensor],
+    tile: Tile,
+) -> list[torch.Tensor]:
+    """Gradients of `weights`, each `[experts, M, N]`: of `w2` from tokens on the left, of `w1`, `w3` on the right."""
+    out = [torch.empty_like(weight) for weight in weights]
+    num_experts, rows, columns = weights[0].shape
+    num_tiles = num_experts * len(weights) * triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
+    weight_gradient_kernel[_programs(left, tile, num_tiles)](
+        left,
+        right,
+        problem.order.entries,
+        schedule.row_ends,
+        out[0],
+        out[-1],
+        num_experts,
+        M=rows,
+        N=columns,
+        HALVES=len(weights),
+        SLOTS=problem.order.num_slots,
+        GATHER_LEFT=len(weights) == 1,
+        PRECISION=_precision(left),
+        **tile.options(),
+    )
+    return out

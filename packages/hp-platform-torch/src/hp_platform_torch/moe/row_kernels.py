@@ -1,0 +1,292 @@
+"""Products of row groups with each group's matrices: the two forward kernels of SwiGLU experts and their duals.
+
+Rows are in expert-major order. Where the other operand belongs to tokens, its rows are gathered by the loads of the
+product, so no permuted copy of tokens exists. All sums are in float32 and in a fixed order.
+
+Names in the kernels: H width of a token, I width of an expert, BM, BN, BK the sizes of a tile, SLOTS experts per
+token; `entries[row] = token * SLOTS + slot` says which choice of which token a row is for.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# How a row's score enters, as a constant of the kernels.
+SCORE_NONE = tl.constexpr(0)
+SCORE_AFTER = tl.constexpr(1)
+SCORE_BEFORE = tl.constexpr(2)
+
+
+@triton.jit
+def _place(tile, num_m, num_n, GROUP: tl.constexpr):
+    """(m, n) of a tile: bands of GROUP row tiles, so that what runs at once shares weights and rows in the L2 cache."""
+    band = tile // (GROUP * num_n)
+    first = band * GROUP
+    height = min(num_m - first, GROUP)
+    inside = tile % (GROUP * num_n)
+    return first + inside % height, inside // height
+
+
+@triton.jit
+def _row_scores(scores, entry, SCORE: tl.constexpr):
+    """float32 score of each row; ones where results are not weighted."""
+    if SCORE == 0:
+        return tl.full(entry.shape, 1.0, tl.float32)
+    else:
+        return tl.load(scores + entry).to(tl.float32)
+
+
+@triton.jit
+def _load(pointers, mask, MASKED: tl.constexpr):
+    return tl.load(pointers, mask=mask, other=0.0) if MASKED else tl.load(pointers)
+
+
+@triton.jit
+def gate_up_kernel(
+    x,
+    entries,
+    scores,
+    w1,
+    w3,
+    pre,
+    act,
+    table,
+    num_tiles,
+    H: tl.constexpr,
+    I: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SCORE: tl.constexpr,
+    KEEP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+    FLATTEN: tl.constexpr,
+):
+    """`pre[r] = (w1 @ x[token], w3 @ x[token])` where it is kept, `act[r] = silu(gate) * up`, for rows r of a tile."""
+    num_m, num_n = tl.load(num_tiles), tl.cdiv(I, BN)
+    for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
+        m, n = _place(tile, num_m, num_n, GROUP)
+        expert = tl.load(table + m * 3).to(tl.int64)
+        start, end = tl.load(table + m * 3 + 1), tl.load(table + m * 3 + 2)
+        row = start + tl.arange(0, BM)
+        is_row = row < end
+        entry = tl.load(entries + row, mask=is_row, other=0).to(tl.int32)
+        column, k = n * BN + tl.arange(0, BN), tl.arange(0, BK)
+        a = x + (entry // SLOTS).to(tl.int64)[:, None] * H + k[None, :]
+        # Columns past the end are those of the first ones again: loads without a mask, and nothing stored.
+        matrix = expert * I * H + (column % I)[None, :] * H + k[:, None]
+        gate, up = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
+        for first in range(0, H, BK):
+            inside = k < H - first
+            rows = _load(a + first, inside[None, :], H % BK != 0)
+            b1 = _load(w1 + matrix + first, inside[:, None], H % BK != 0)
+            gate = tl.dot(rows, b1, gate, input_precision=PRECISION)
+            b3 = _load(w3 + matrix + first, inside[:, None], H % BK != 0)
+            up = tl.dot(rows, b3, up, input_precision=PRECISION)
+        out = is_row[:, None] & (column < I)[None, :]
+        wide = row.to(tl.int64)[:, None]
+        if KEEP:
+            tl.store(pre + wide * (2 * I) + column[None, :], gate.to(pre.dtype.element_ty), mask=out)
+            tl.store(pre + wide * (2 * I) + I + column[None, :], up.to(pre.dtype.element_ty), mask=out)
+        if SCORE == 2:
+            score = _row_scores(scores, entry, SCORE)[:, None]
+            gate, up = gate * score, up * score
+        tl.store(act + wide * I + column[None, :], (gate * tl.sigmoid(gate) * up).to(act.dtype.element_ty), mask=out)
+
+
+@triton.jit
+def down_kernel(
+    act,
+    w2,
+    y,
+    table,
+    num_tiles,
+    H: tl.constexpr,
+    I: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+    FLATTEN: tl.constexpr,
+):
+    """`y[r] = w2 @ act[r]`."""
+    num_m, num_n = tl.load(num_tiles), tl.cdiv(H, BN)
+    for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
+        m, n = _place(tile, num_m, num_n, GROUP)
+        expert = tl.load(table + m * 3).to(tl.int64)
+        start, end = tl.load(table + m * 3 + 1), tl.load(table + m * 3 + 2)
+        row = start + tl.arange(0, BM)
+        is_row = row < end
+        column, k = n * BN + tl.arange(0, BN), tl.arange(0, BK)
+        a = act + tl.where(is_row, row, start).to(tl.int64)[:, None] * I + k[None, :]
+        b = w2 + expert * H * I + (column % H)[None, :] * I + k[:, None]
+        total = tl.zeros((BM, BN), tl.float32)
+        for first in range(0, I, BK):
+            inside = k < I - first
+            rows = _load(a + first, inside[None, :], I % BK != 0)
+            matrix = _load(b + first, inside[:, None], I % BK != 0)
+            total = tl.dot(rows, matrix, total, input_precision=PRECISION)
+        out = is_row[:, None] & (column < H)[None, :]
+        tl.store(y + row.to(tl.int64)[:, None] * H + column[None, :], total.to(y.dtype.element_ty), mask=out)
+
+
+@triton.jit
+def _swiglu_backward(
+    d_act,
+    row,
+    num_rows,
+    column,
+    score,
+    pre,
+    d_pre,
+    weighted,
+    I: tl.constexpr,
+    SCORE: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Write what `d_act`, the gradient of an unweighted activation, makes of some rows and columns of a tile.
+
+    `pre`, `d_pre` and `weighted` point to the tile's first row. Returns each row's part of its score's gradient.
+    """
+    if PARTS > 1:
+        # Half of the columns at a time: what is loaded and computed here must fit into registers beside `d_act`.
+        BM: tl.constexpr = d_act.shape[0]
+        HALF: tl.constexpr = d_act.shape[1] // 2
+        left, right = tl.split(tl.permute(tl.reshape(d_act, (BM, 2, HALF)), (0, 2, 1)))
+        d_score = _swiglu_backward(left, row, num_rows, column, score, pre, d_pre, weighted, I, SCORE, PARTS // 2)
+        column += HALF
+        return d_score + _swiglu_backward(
+            right, row, num_rows, column, score, pre, d_pre, weighted, I, SCORE, PARTS // 2
+        )
+    columns = column + tl.arange(0, d_act.shape[1])
+    out = (row < num_rows)[:, None] & (columns < I)[None, :]
+    at = row[:, None] * (2 * I) + columns[None, :]
+    raw_gate = tl.load(pre + at, mask=out, other=0.0).to(tl.float32)
+    raw_up = tl.load(pre + at + I, mask=out, other=0.0).to(tl.float32)
+    # The score multiplies the input of the activation, or its output.
+    inner = score[:, None] if SCORE == 2 else 1.0
+    outer = score[:, None] if SCORE == 1 else 1.0
+    gate, up = raw_gate * inner, raw_up * inner
+    share = tl.sigmoid(gate)
+    silu = gate * share
+    act = silu * up
+    d_gate = d_act * outer * up * share * (1.0 + gate - silu)
+    d_up = d_act * outer * silu
+    tl.store(weighted + row[:, None] * I + columns[None, :], (act * outer).to(weighted.dtype.element_ty), mask=out)
+    tl.store(d_pre + at, (d_gate * inner).to(d_pre.dtype.element_ty), mask=out)
+    tl.store(d_pre + at + I, (d_up * inner).to(d_pre.dtype.element_ty), mask=out)
+    if SCORE == 2:
+        d_score = d_gate * raw_gate + d_up * raw_up
+    else:
+        d_score = d_act * act
+    return tl.sum(tl.where(out, d_score, 0.0), 1)
+
+
+@triton.jit
+def activation_backward_kernel(
+    d_out,
+    entries,
+    scores,
+    w2,
+    pre,
+    d_pre,
+    weighted,
+    d_scores,
+    table,
+    num_tiles,
+    num_rows,
+    H: tl.constexpr,
+    I: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SCORE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """From the output's gradient to that of `pre`; the activation is computed again and written times its score.
+
+    `d_scores[n, r]` gets what the n-th tile of columns adds to the gradient of row r's score.
+    """
+    num_m, num_n = tl.load(num_tiles), tl.cdiv(I, BN)
+    for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
+        m, n = _place(tile, num_m, num_n, GROUP)
+        expert = tl.load(table + m * 3).to(tl.int64)
+        start, end = tl.load(table + m * 3 + 1), tl.load(table + m * 3 + 2)
+        row = start + tl.arange(0, BM)
+        is_row = row < end
+        entry = tl.load(entries + row, mask=is_row, other=0).to(tl.int32)
+        column, k = n * BN + tl.arange(0, BN), tl.arange(0, BK)
+        a = d_out + (entry // SLOTS).to(tl.int64)[:, None] * H + k[None, :]
+        b = w2 + expert * H * I + (column % I)[None, :] + k[:, None] * I
+        d_act = tl.zeros((BM, BN), tl.float32)
+        for first in range(0, H, BK):
+            inside = k < H - first
+            rows = _load(a + first, inside[None, :], H % BK != 0)
+            matrix = _load(b + first * I, inside[:, None], H % BK != 0)
+            d_act = tl.dot(rows, matrix, d_act, input_precision=PRECISION)
+        score = _row_scores(scores, entry, SCORE)
+        at = start.to(tl.int64) * I
+        d_score = _swiglu_backward(
+            d_act,
+            tl.arange(0, BM),
+            end - start,
+            n * BN,
+            score,
+            pre + 2 * at,
+            d_pre + 2 * at,
+            weighted + at,
+            I,
+            SCORE,
+            PARTS,
+        )
+        if SCORE != 0:
+            tl.store(d_scores + n.to(tl.int64) * num_rows + row, d_score, mask=is_row)
+
+
+@triton.jit
+def input_gradient_kernel(
+    d_pre,
+    w1,
+    w3,
+    d_rows,
+    table,
+    num_tiles,
+    H: tl.constexpr,
+    I: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+    FLATTEN: tl.constexpr,
+):
+    """`d_rows[r] = w1.T @ d_pre[r, gate] + w3.T @ d_pre[r, up]`: each row's part of its token's gradient."""
+    num_m, num_n = tl.load(num_tiles), tl.cdiv(H, BN)
+    for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
+        m, n = _place(tile, num_m, num_n, GROUP)
+        expert = tl.load(table + m * 3).to(tl.int64)
+        start, end = tl.load(table + m * 3 + 1), tl.load(table + m * 3 + 2)
+        row = start + tl.arange(0, BM)
+        is_row = row < end
+        column, k = n * BN + tl.arange(0, BN), tl.arange(0, BK)
+        a = d_pre + tl.where(is_row, row, start).to(tl.int64)[:, None] * (2 * I) + k[None, :]
+        matrix = expert * I * H + (column % H)[None, :] + k[:, None] * H
+        total = tl.zeros((BM, BN), tl.float32)
+        for first in range(0, I, BK):
+            inside = k < I - first
+            gate = _load(a + first, inside[None, :], I % BK != 0)
+            b1 = _load(w1 + matrix + first * H, inside[:, None], I % BK != 0)
+            total = tl.dot(gate, b1, total, input_precision=PRECISION)
+            up = _load(a + I + first, inside[None, :], I % BK != 0)
+            b3 = _load(w3 + matrix + first * H, inside[:, None], I % BK != 0)
+            total = tl.dot(up, b3, total, input_precision=PRECISION)
+        out = is_row[:, None] & (column < H)[None, :]
+        tl.store(d_rows + row.to(tl.int64)[:, None] * H + column[None, :], total.to(d_rows.dtype.element_ty), mask=out)

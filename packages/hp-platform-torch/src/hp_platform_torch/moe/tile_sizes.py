@@ -1,0 +1,81 @@
+"""Sizes of the kernels' tiles, measured on an H100; what was not measured gets sizes that fit every CUDA device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Launch options of one kernel.
+
+    Attributes:
+        rows, columns, depth: of a tile of the result, and of what is added up at a time.
+        warps, stages: as Triton's `num_warps` and `num_stages`.
+        group: row tiles in a band that shares columns in the L2 cache.
+        programs: programs for each multiprocessor, each working on many tiles; 0: one program for each tile.
+        flatten: overlap a tile's end with the next one's start.
+        parts: in how many parts the activation's backward is done.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    group: int = 8
+    programs: int = 0
+    flatten: bool = False
+    parts: int = 1
+
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of a launch."""
+        return {
+            "BM": self.rows,
+            "BN": self.columns,
+            "BK": self.depth,
+            "GROUP": self.group,
+            "FLATTEN": self.flatten,
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class TileSizes:
+    """One `Tile` for each product; the first four have the same `rows`, those of the schedule."""
+
+    gate_up: Tile
+    down: Tile
+    activation_backward: Tile
+    input_gradient: Tile
+    w2_gradient: Tile
+    w13_gradient: Tile
+
+    @property
+    def rows(self) -> int:
+        return self.gate_up.rows
+
+
+_HOPPER = TileSizes(
+    gate_up=Tile(128, 128, 64, 8, 4, group=4),
+    down=Tile(128, 256, 64, 8, 4, programs=1),
+    activation_backward=Tile(128, 256, 64, 8, 4, parts=4),
+    input_gradient=Tile(128, 256, 32, 8, 4, group=4),
+    w2_gradient=Tile(128, 256, 64, 8, 5),
+    w13_gradient=Tile(128, 256, 64, 8, 5),
+)
+_SMALL = TileSizes(*[Tile(64, 64, 32, 4, 3, parts=2)] * 6)
+_FLOAT32 = TileSizes(*[Tile(32, 32, 32, 4, 2)] * 6)
+
+
+def choose_tile_sizes(x: torch.Tensor, num_rows: int, num_experts: int) -> TileSizes:
+    """Sizes for rows like `x`, `num_rows` of them over all experts; only what the host knows decides."""
+    if x.element_size() > 2:
+        return _FLOAT32
+    if x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9 and num_rows >= 64 * num_experts:
+        return _HOPPER
+    return _SMALL
