@@ -35,9 +35,7 @@ ORDER = (
 CIRCLES_BETWEEN: dict[str, str] = {}
 CIRCLES_INSIDE = {
     "hp_dtensor.comm.current_mesh hp_dtensor.comm.mesh": "a mesh enters itself",
-    "hp_dtensor.dispatch.dispatch hp_dtensor.dispatch.in_place": "the way of an in-place operation ends in its own",
     "hp_dtensor.redistribute.plan hp_dtensor.redistribute.planner": "a plan makes the plan of its backward",
-    "hp_dtensor.tensor.conversions hp_dtensor.tensor.dtensor": "methods of a DTensor are conversions",
 }
 
 

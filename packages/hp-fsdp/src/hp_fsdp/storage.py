@@ -15,7 +15,7 @@ from hp_dtensor.exceptions import CapabilityError, PlatformError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.plugins import create_plugin_manager
 from hp_dtensor.spec.tensor_spec import TensorSpec
-from hp_dtensor.tensor.dtensor import AwaitedGradient
+from hp_dtensor.tensor.base import AwaitedGradient
 
 Tensor = Any
 DType = Any

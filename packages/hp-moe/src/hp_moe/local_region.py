@@ -17,8 +17,8 @@ from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.spec.placements import Partial, Placement, Replicate, Shard
-from hp_dtensor.tensor.conversions import vary
 from hp_dtensor.tensor.dtensor import DTensor
+from hp_dtensor.tensor.varying import vary
 from hp_moe.exceptions import ExpertParallelError
 
 Tensor = Any

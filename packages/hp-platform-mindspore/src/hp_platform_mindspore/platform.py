@@ -26,7 +26,8 @@ from hp_dtensor.exceptions import CapabilityError, PlatformError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.modules import Removable
 from hp_dtensor.spec.tensor_spec import TensorSpec
-from hp_dtensor.tensor.conversions import check_reached, differentiated, shortcut_views, with_shortcuts
+from hp_dtensor.tensor.gradients import check_reached, differentiated
+from hp_dtensor.tensor.varying import shortcut_views, with_shortcuts
 from hp_platform_mindspore.capabilities import ASCEND, CPU, Capabilities
 from hp_platform_mindspore.comm.groups import MindSporeWorld
 from hp_platform_mindspore.ops.functions import FOUND, names_of

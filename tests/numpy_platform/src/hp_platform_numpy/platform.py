@@ -14,8 +14,8 @@ from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.modules import Removable
 from hp_dtensor.platform.tensors import DTYPE_NAMES
-from hp_dtensor.spec.tensor_spec import TensorSpec
-from hp_dtensor.tensor.conversions import differentiated, grad_spec
+from hp_dtensor.spec.tensor_spec import TensorSpec, grad_spec
+from hp_dtensor.tensor.gradients import differentiated
 from hp_platform_numpy import kernels, module, tape
 from hp_platform_numpy.dispatching import build_ops, local_operations
 from hp_platform_numpy.tensor import FLOATING, Array, NumpyDTensor, Tensor, alias, as_dtype

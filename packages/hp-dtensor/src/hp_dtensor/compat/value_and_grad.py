@@ -10,8 +10,8 @@ from hp_dtensor.parallel import recompute
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.spec.tensor_spec import grad_spec
-from hp_dtensor.tensor.conversions import check_reached
 from hp_dtensor.tensor.dtensor import DTensor
+from hp_dtensor.tensor.gradients import check_reached
 
 Tensor = Any
 

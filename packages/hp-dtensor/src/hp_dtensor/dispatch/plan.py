@@ -17,7 +17,7 @@ from hp_dtensor.rules.engine.local_call import LocalCall
 from hp_dtensor.rules.engine.registry import Registration
 from hp_dtensor.spec.placements import Placement
 from hp_dtensor.spec.tensor_spec import TensorSpec
-from hp_dtensor.tensor import conversions
+from hp_dtensor.tensor import redistribution, varying
 from hp_dtensor.tensor.dtensor import DTensor
 
 Tensor = Any
@@ -44,10 +44,10 @@ class Move:
         if self.target is not None:
             check_explicit(self.operation, self.location, x.spec, self.target)
             try:
-                x = conversions.redistribute_to(x, self.target)
+                x = redistribution.redistribute_to(x, self.target)
             except PlacementError as error:
                 raise PlacementError(f"{self.operation}: {error}") from None
-        return conversions.vary(x, self.vary) if self.vary else x
+        return varying.vary(x, self.vary) if self.vary else x
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

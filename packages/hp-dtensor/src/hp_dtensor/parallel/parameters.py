@@ -10,7 +10,7 @@ from hp_dtensor.exceptions import PlacementError, PlanError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.placements import Placement
 from hp_dtensor.spec.tensor_spec import normalize_placements
-from hp_dtensor.tensor import conversions
+from hp_dtensor.tensor import conversions, gradients
 from hp_dtensor.tensor.dtensor import DTensor
 
 Tensor = Any
@@ -90,7 +90,7 @@ def place_parameter(module: Module, name: str, device_mesh: DeviceMesh, placemen
     platform = device_mesh.platform
     own = own_parameters(platform, module)
     old = own[name]
-    if (hooks := conversions.lost_hooks(platform, name, old)) is not None:
+    if (hooks := gradients.lost_hooks(platform, name, old)) is not None:
         raise PlanError(f"{type(module).__name__}: {hooks}")
     with platform.no_grad():
         local = conversions.distribute_tensor(platform.detach(old), device_mesh, placements)
@@ -143,7 +143,7 @@ class PlannedParameters:
     ) -> tuple[str | None, Placements | None]:
         if isinstance(parameter, DTensor):
             return f"{label}: is a DTensor already, placed {parameter.spec.describe_placements()}", None
-        if (hooks := conversions.lost_hooks(self._mesh.platform, label, parameter)) is not None:
+        if (hooks := gradients.lost_hooks(self._mesh.platform, label, parameter)) is not None:
             return hooks, None
         try:
             normal = normalize_placements(self._mesh, placements, len(parameter.shape))

@@ -12,7 +12,7 @@ from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.placements import Placement
 from hp_dtensor.spec.rank_checks import check_created
 from hp_dtensor.spec.tensor_spec import TensorSpec, normalize_placements
-from hp_dtensor.tensor.conversions import placements_on
+from hp_dtensor.tensor.redistribution import placements_on
 
 Tensor = Any
 DType = Any

@@ -22,8 +22,8 @@ from mindspore.common.recompute import _RecomputeCell
 from mindspore.graph.api import _pynative_executor as executor
 
 from hp_dtensor.exceptions import CapabilityError, GradientPathError
-from hp_dtensor.tensor.conversions import check_reached
 from hp_dtensor.tensor.dtensor import DTensor
+from hp_dtensor.tensor.gradients import check_reached
 
 Map = Callable[[Tensor], Tensor]
 

@@ -24,8 +24,9 @@ from hp_dtensor.exceptions import CapabilityError, MixedOperandsError, Placement
 from hp_dtensor.redistribute.explicit import check_explicit, gathered
 from hp_dtensor.rules.pointwise import LINEAR_UNARY, NONLINEAR
 from hp_dtensor.spec.tensor_spec import TensorSpec, shown_grad_spec
-from hp_dtensor.tensor.conversions import check_hook, distribute_tensor
+from hp_dtensor.tensor.conversions import distribute_tensor
 from hp_dtensor.tensor.dtensor import DTensor
+from hp_dtensor.tensor.gradients import check_hook
 from hp_platform_mindspore.cpu_kernels import basic as kernels
 from hp_platform_mindspore.cpu_kernels.empty import unless_empty
 from hp_platform_mindspore.ops.composed_primitives import COMPOSED

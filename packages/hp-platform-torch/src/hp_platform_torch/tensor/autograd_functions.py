@@ -10,14 +10,8 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hp_dtensor.exceptions import GradientPathError
-from hp_dtensor.tensor.conversions import (
-    check_hook,
-    check_reached,
-    differentiated,
-    observe_gradient,
-    shortcut_views,
-    with_shortcuts,
-)
+from hp_dtensor.tensor.gradients import check_hook, check_reached, differentiated
+from hp_dtensor.tensor.varying import observe_gradient, shortcut_views, with_shortcuts
 from hp_platform_torch.tensor.dtensor import TorchDTensor, unwrap_gradient, wrap_gradient
 from hp_platform_torch.tensor.local_operations import LocalOperations, locally
 from hp_platform_torch.tensor.operations import Handler

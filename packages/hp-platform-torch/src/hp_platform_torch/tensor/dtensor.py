@@ -19,8 +19,9 @@ from hp_dtensor.dispatch import dispatch
 from hp_dtensor.dispatch.operation import Uncached
 from hp_dtensor.exceptions import MixedOperandsError, PlacementError, ShardingRuleError
 from hp_dtensor.spec.tensor_spec import TensorSpec, shown_grad_spec
-from hp_dtensor.tensor.conversions import as_contributed, as_replicated, forget_source
 from hp_dtensor.tensor.dtensor import DTensor
+from hp_dtensor.tensor.gradients import as_contributed, as_replicated
+from hp_dtensor.tensor.varying import forget_source
 from hp_platform_torch.tensor import distributed_checkpoint as checkpointing
 from hp_platform_torch.tensor.host_values import HostValues
 from hp_platform_torch.tensor.local_operations import LocalOperations, locally, run_locally

@@ -1,0 +1,118 @@
+"""Varying views: how a DTensor enters a computation that differs per rank, with its gradient summed over those ranks.
+
+Replicated data that ranks use differently (R -> V in the terms of `comm.collectives`) has a gradient that must be
+summed over them. The view is the point of the graph where that happens, and one view serves all users of a tensor.
+What was gathered just before keeps its source here, so that its view sends the gradient back by one reduce-scatter
+(S -> V), past the gathered tensor, instead of by an all-reduce and a slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hp_dtensor.comm import collectives
+from hp_dtensor.exceptions import GradientPathError
+from hp_dtensor.redistribute import RedistributePlan
+
+Tensor = Any
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a DTensor was redistributed from, by which plan, and the versions of both when that happened."""
+
+    local: Tensor
+    plan: RedistributePlan
+    version: int
+    result_version: int
+
+
+def vary(x: Any, axes: tuple[int, ...]) -> Tensor:
+    """The varying view of `x` on `axes` as a plain local tensor: its gradient is summed over those axes.
+
+    One view serves all users of `x`, until `x` is written in place; the view of something just gathered reduces
+    straight to its source.
+    """
+    platform = x._spec.mesh.platform
+    local = platform.unwrap(x)
+    if not (platform.is_grad_enabled() and platform.requires_grad(local)):
+        return local
+    return recorded_view(x, local, axes)
+
+
+def recorded_view(x: Any, local: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """`vary` where operations on `x`, whose local data is `local`, are recorded."""
+    platform = x._spec.mesh.platform
+    if platform.is_leaf(x):
+        return _varying_view(x, local, axes)
+    version = platform.version(local)
+    views = x.__dict__.setdefault("_varying_views", {})
+    made_at, view = views.get(axes, (None, None))
+    if made_at != version:
+        view = _varying_view(x, local, axes)
+        views[axes] = version, view
+    return view
+
+
+def forget_source(x: Any) -> None:
+    """From now on gradients of `x` come through `x` itself, not past it to what it was gathered from.
+
+    For whoever replaces the data of `x`; see `observe_gradient`.
+    """
+    x.__dict__.pop("_redistributed_from", None)
+    x.__dict__.pop("_varying_views", None)
+
+
+def observe_gradient(x: Any) -> None:
+    """`forget_source` for whoever wants to see or change the gradient of `x`: hooks, `retain_grad`.
+
+    Raises:
+        GradientPathError: `x` has been used already in a way whose gradient goes past it.
+    """
+    if shortcut_views(x):
+        raise GradientPathError(
+            f"a hook on {x.spec!r}, which was redistributed and then used differently per rank: that gradient goes "
+            "straight to what it came from, and the hook would not see it. Register it before the first use."
+        )
+    forget_source(x)
+
+
+def shortcut_views(x: Any) -> list[tuple[tuple[int, ...], Tensor]]:
+    """(axes, view) of the varying views of `x` as it is now whose gradients go past it, and are partial there."""
+    source: Source | None = x.__dict__.get("_redistributed_from")
+    if source is None:
+        return []
+    version = x._spec.mesh.platform.version(x)
+    views = x.__dict__.get("_varying_views", {})
+    return [
+        (axes, view) for axes, (made_at, view) in views.items() if made_at == version and _has_shortcut(x, source, axes)
+    ]
+
+
+def with_shortcuts(x: Any, grad: Tensor | None, past: Sequence[tuple[tuple[int, ...], Tensor | None]]) -> Tensor | None:
+    """The gradient (plain) of `x` from that which came through it and those of its `shortcut_views`."""
+    mesh = x._spec.mesh
+    for axes, part in past:
+        if part is not None:
+            summed = collectives.all_reduce(part, mesh.group_over(axes))
+            grad = summed if grad is None else mesh.platform.ops.add(grad, summed)
+    return grad
+
+
+def _varying_view(x: Any, local: Tensor, axes: tuple[int, ...]) -> Tensor:
+    mesh = x._spec.mesh
+    source: Source | None = x.__dict__.get("_redistributed_from")
+    if source is not None and _has_shortcut(x, source, axes):
+        return source.plan.run_varying(source.local, local, axes)
+    return collectives.vary(local, [mesh.group_over(axes)])
+
+
+def _has_shortcut(x: Any, source: Source, axes: tuple[int, ...]) -> bool:
+    version = x._spec.mesh.platform.version
+    return (
+        source.plan.varies_cheaply(axes)
+        and source.result_version == version(x)
+        and source.version == version(source.local)
+    )
