@@ -76,6 +76,10 @@ class TrainingError(HPError, RuntimeError):
     """Training cannot go on, such as with a loss that is no finite number."""
 
 
+class ScheduleError(HPError, ValueError):
+    """A pipeline schedule that does not exist for these numbers, leaves work out, or would hang."""
+
+
 class StoppedError(HPError, RuntimeError):
     """A run that was asked to stop by a signal, and did.
 

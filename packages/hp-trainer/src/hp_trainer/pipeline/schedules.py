@@ -1,0 +1,254 @@
+"""The schedules by name; each is a pure function of ranks, stages per rank and micro-batches.
+
+A schedule that is made for rounds of micro-batches is made for whole rounds, and the actions of micro-batches that do
+not exist are left out. That cannot make ranks wait for each other: an action depends on others of its own micro-batch
+only.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+from hp_dtensor.platform.registry import Registry
+from hp_trainer.exceptions import ScheduleError
+from hp_trainer.pipeline.actions import Action, Kind, Schedule
+from hp_trainer.pipeline.list_scheduling import list_schedule
+from hp_trainer.pipeline.placement import in_rounds, loop_placement, v_placement
+
+BuildSchedule = Callable[[int, int, int], Schedule]
+"""Makes a schedule of (ranks, stages per rank, micro-batches)."""
+
+
+@functools.cache
+def _registry() -> Registry:
+    registry = Registry("pipeline schedule", "hp-trainer", ScheduleError)
+    for name, build in _BUILT_IN.items():
+        registry.add(name, build)
+    return registry
+
+
+def schedule_names() -> list[str]:
+    """Return the names of all schedules, sorted.
+
+    Example:
+        >>> from hp_trainer.pipeline import schedule_names
+        >>> "zero_bubble_v" in schedule_names()
+        True
+    """
+    return _registry().names()
+
+
+def register_schedule(name: str, build: BuildSchedule) -> None:
+    """Add a schedule under a name.
+
+    Args:
+        build: called with (ranks, stages per rank, micro-batches); returns a `Schedule`, or raises `ScheduleError`
+            where it cannot be made.
+
+    Raises:
+        ScheduleError: the name is taken.
+
+    Example:
+        >>> from hp_trainer.pipeline import Schedule, build_schedule, register_schedule
+        >>> register_schedule("my_own", lambda ranks, stages_per_rank, microbatches: Schedule.parse("rank 0: 0F0 0B0"))
+        >>> print(build_schedule("my_own", num_ranks=1, num_microbatches=1))
+        rank 0: 0F0 0B0
+    """
+    _registry().add(name, build)
+
+
+def build_schedule(name: str, *, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None) -> Schedule:
+    """Make the schedule called `name`.
+
+    Args:
+        num_ranks: ranks of the pipeline axis.
+        num_microbatches: micro-batches of one step; any number, though idle time is least for multiples of the ranks.
+        stages_per_rank: default: 2 for the schedules that need several, else 1.
+
+    Raises:
+        ScheduleError: no schedule has that name, a number is below one, or the schedule does not exist for so many
+            stages per rank.
+
+    Example:
+        >>> from hp_trainer.pipeline import build_schedule
+        >>> build_schedule("zero_bubble_v", num_ranks=2, num_microbatches=4).rank_of_stage
+        (0, 1, 1, 0)
+    """
+    entry = _registry().get(name)
+    if stages_per_rank is None:
+        stages_per_rank = 2 if name in _SEVERAL_STAGES else 1
+    numbers = {"num_ranks": num_ranks, "num_microbatches": num_microbatches, "stages_per_rank": stages_per_rank}
+    wrong = [f"{key} must be at least 1, got {value}" for key, value in numbers.items() if value < 1]
+    if wrong:
+        raise ScheduleError(f"pipeline schedule {name!r}: {'; '.join(wrong)}")
+    schedule: Schedule = entry.build(num_ranks, stages_per_rank, num_microbatches)
+    return schedule
+
+
+def _require_stages(name: str, stages_per_rank: int, expected: int) -> None:
+    if stages_per_rank != expected:
+        raise ScheduleError(f"pipeline schedule {name!r} has {expected} stages per rank, got {stages_per_rank}")
+
+
+def _only(actions: Sequence[Action], num_microbatches: int) -> tuple[Action, ...]:
+    return tuple(action for action in actions if action.microbatch < num_microbatches)
+
+
+def gpipe(num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Schedule:
+    """All forwards, then all backwards (arXiv 1811.06965). Idle: (ranks - 1)(F + B) of a rank's stage."""
+    placement = loop_placement(num_ranks, stages_per_rank)
+    actions = []
+    for rank in range(num_ranks):
+        stages = [stage for stage, owner in enumerate(placement) if owner == rank]
+        forwards = [Action(stage, Kind.FORWARD, each) for stage in stages for each in range(num_microbatches)]
+        backwards = [Action(stage, Kind.BACKWARD, each) for stage in stages[::-1] for each in range(num_microbatches)]
+        actions.append((*forwards, *backwards))
+    return Schedule(placement, num_microbatches, tuple(actions))
+
+
+def one_forward_one_backward(num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Schedule:
+    """One forward, one backward after a warm-up (PipeDream-flush). Rank r keeps ranks - r activations."""
+    _require_stages("1f1b", stages_per_rank, 1)
+    return interleaved_1f1b(num_ranks, 1, num_microbatches)
+
+
+def interleaved_1f1b(num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Schedule:
+    """1F1B over several stages per rank, in rounds of micro-batches (arXiv 2104.04473, section 2.2).
+
+    Idle: (ranks - 1)(F + B) of one stage, `stages_per_rank` times less than 1F1B's, for that many times more sends.
+    """
+    placement = loop_placement(num_ranks, stages_per_rank)
+    whole_rounds = -(-num_microbatches // num_ranks) * num_ranks
+    actions = []
+    for rank in range(num_ranks):
+        stages = [stage for stage, owner in enumerate(placement) if owner == rank]
+        forwards = [Action(*each) for each in in_rounds(stages, Kind.FORWARD, whole_rounds, num_ranks)]
+        backwards = [Action(*each) for each in in_rounds(stages[::-1], Kind.BACKWARD, whole_rounds, num_ranks)]
+        # One forward more travels through every later rank and back before the first backward comes here; with several
+        # stages each of these hops waits for a stage of the ranks between, hence twice.
+        hops = num_ranks - 1 - rank
+        warm_up = hops if stages_per_rank == 1 else (stages_per_rank - 1) * num_ranks + 2 * hops
+        taken = forwards[:warm_up]
+        for index, backward in enumerate(backwards):
+            taken += [*forwards[warm_up + index : warm_up + index + 1], backward]
+        actions.append(_only(taken, num_microbatches))
+    return Schedule(placement, num_microbatches, tuple(actions))
+
+
+def zero_bubble_h1(num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Schedule:
+    """1F1B with the weight gradient put off by `rank` micro-batches, to fill the end (arXiv 2401.10241, section 3.1).
+
+    Idle: (ranks - 1)(F + I - W); every rank keeps as many activations as 1F1B's first.
+    """
+    _require_stages("zero_bubble_h1", stages_per_rank, 1)
+    actions = []
+    for rank in range(num_ranks):
+        forwards = [Action(rank, Kind.FORWARD, each) for each in range(num_microbatches)]
+        input_grads = [Action(rank, Kind.INPUT_GRAD, each) for each in range(num_microbatches)]
+        weight_grads = [Action(rank, Kind.WEIGHT_GRAD, each) for each in range(num_microbatches)]
+        warm_up = num_ranks - rank
+        taken = forwards[:warm_up]
+        for index, input_grad in enumerate(input_grads):
+            put_off = weight_grads[index - rank : index - rank + 1] if index >= rank else []
+            taken += [input_grad, *put_off, *forwards[warm_up + index : warm_up + index + 1]]
+        taken += weight_grads[max(0, num_microbatches - rank) :]
+        actions.append(tuple(taken))
+    return Schedule(tuple(range(num_ranks)), num_microbatches, tuple(actions))
+
+
+def zero_bubble_v(num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Schedule:
+    """Two stages per rank in a V, the backward split (arXiv 2401.10241, section 6); made by list scheduling.
+
+    Where F = I = W a rank has no gap between its first and its last action; it keeps as much as 1F1B's first.
+    """
+    _require_stages("zero_bubble_v", stages_per_rank, 2)
+    return list_schedule(
+        v_placement(num_ranks, 2), num_ranks, num_microbatches, max_activations=2 * num_ranks, deepest_first=True
+    )
+
+
+def interleaved_zero_bubble(num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Schedule:
+    """Several stages per rank in rounds, the backward split; made by list scheduling."""
+    placement = loop_placement(num_ranks, stages_per_rank)
+    limit = num_ranks * stages_per_rank
+    return list_schedule(placement, num_ranks, num_microbatches, max_activations=limit, deepest_first=False)
+
+
+def dualpipe_v(num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Schedule:
+    """Two stages per rank in a V; forwards of one direction beside backwards of the other (arXiv 2412.19437).
+
+    The eight phases of the published DualPipeV, whose pairs of a forward and a backward may overlap.
+    """
+    _require_stages("dualpipe_v", stages_per_rank, 2)
+    made_for = max(num_microbatches, 2 * num_ranks)
+    ranks = [_DualPipeRank(rank, num_ranks, made_for).actions() for rank in range(num_ranks)]
+    return Schedule(v_placement(num_ranks, 2), num_microbatches, tuple(_only(each, num_microbatches) for each in ranks))
+
+
+class _DualPipeRank:
+    """The phases of one rank; direction 0 goes down the V, 1 comes back up."""
+
+    def __init__(self, rank: int, num_ranks: int, num_microbatches: int) -> None:
+        self._rank, self._num_ranks, self._num_microbatches = rank, num_ranks, num_microbatches
+        self._stages = (rank, 2 * num_ranks - 1 - rank)
+        self._forwards, self._backwards = [0, 0], [0, 0]
+        self._put_off: list[Action] = []
+        self._taken: list[Action] = []
+
+    def actions(self) -> list[Action]:
+        """Return the rank's actions."""
+        before, after = self._rank + 1, self._num_ranks - 1 - self._rank
+        for _ in range(2 * after):
+            self._forward(0)
+        for _ in range(before):
+            self._forward(0)
+            self._forward(1)
+        for _ in range(after):
+            self._backward(1, puts_off=True)
+            self._weight_grad()
+            self._forward(1)
+        for _ in range(self._num_microbatches - 2 * self._num_ranks + before):
+            for direction in (0, 1):
+                self._forward(direction)
+                self._backward(1 - direction)
+        for _ in range(after):
+            self._backward(1)
+            self._forward(1)
+            self._backward(0)
+        for index in range(
+            2 * before
+        ):  # both directions in turn; the second half leaves its weight gradients for later
+            self._backward(1 - index % 2, puts_off=index >= before)
+        for _ in range(after):
+            self._weight_grad()
+            self._backward(0, puts_off=True)
+        while self._put_off:
+            self._weight_grad()
+        return self._taken
+
+    def _forward(self, direction: int) -> None:
+        self._taken.append(Action(self._stages[direction], Kind.FORWARD, self._forwards[direction]))
+        self._forwards[direction] += 1
+
+    def _backward(self, direction: int, puts_off: bool = False) -> None:
+        stage, microbatch = self._stages[direction], self._backwards[direction]
+        self._backwards[direction] += 1
+        self._taken.append(Action(stage, Kind.INPUT_GRAD, microbatch))
+        weight_grad = Action(stage, Kind.WEIGHT_GRAD, microbatch)
+        (self._put_off if puts_off else self._taken).append(weight_grad)
+
+    def _weight_grad(self) -> None:
+        self._taken.append(self._put_off.pop(0))
+
+
+_SEVERAL_STAGES = {"interleaved_1f1b", "interleaved_zero_bubble", "zero_bubble_v", "dualpipe_v"}
+_BUILT_IN: dict[str, BuildSchedule] = {
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+    "interleaved_1f1b": interleaved_1f1b,
+    "interleaved_zero_bubble": interleaved_zero_bubble,
+    "zero_bubble_h1": zero_bubble_h1,
+    "zero_bubble_v": zero_bubble_v,
+    "dualpipe_v": dualpipe_v,
+}

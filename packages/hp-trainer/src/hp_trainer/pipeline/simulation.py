@@ -1,0 +1,146 @@
+"""Simulated execution of a schedule: when each action runs, who idles, how many activations live."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from hp_trainer.exceptions import ScheduleError
+from hp_trainer.pipeline.actions import Action, Kind, Schedule
+from hp_trainer.pipeline.dependencies import alternatives
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActionSeconds:
+    """Time of each kind of action on one stage and micro-batch, in seconds (or any other unit).
+
+    Attributes:
+        forward: of `F`.
+        input_grad: of `I`.
+        weight_grad: of `W`; `B` takes the sum of both.
+        transfer: between the end of an action and the beginning of what needs its result on another rank.
+    """
+
+    forward: float = 1.0
+    input_grad: float = 1.0
+    weight_grad: float = 1.0
+    transfer: float = 0.0
+
+    def of(self, kind: Kind) -> float:
+        """Return the time of an action of `kind`."""
+        return {
+            Kind.FORWARD: self.forward,
+            Kind.INPUT_GRAD: self.input_grad,
+            Kind.WEIGHT_GRAD: self.weight_grad,
+            Kind.BACKWARD: self.input_grad + self.weight_grad,
+        }[kind]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When each action of a schedule runs.
+
+    Attributes:
+        spans: begin and end of each action.
+    """
+
+    schedule: Schedule
+    spans: Mapping[Action, tuple[float, float]]
+
+    @cached_property
+    def end(self) -> float:
+        """The time at which the last rank is through; the optimizer's step waits for it."""
+        return max((end for _, end in self.spans.values()), default=0.0)
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """The time that each rank works."""
+        return tuple(sum(self.spans[a][1] - self.spans[a][0] for a in each) for each in self.schedule.actions)
+
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """The time that each rank waits between the step's begin and the end of its last action on any rank."""
+        return tuple(self.end - busy for busy in self.busy)
+
+    @property
+    def bubble(self) -> float:
+        """The largest idle time of a rank, over the time that it works."""
+        return max((idle / busy for idle, busy in zip(self.idle, self.busy, strict=True) if busy), default=0.0)
+
+    @cached_property
+    def peak_activations(self) -> tuple[int, ...]:
+        """The largest number of (stage, micro-batch) pairs whose activations each rank keeps at once.
+
+        Activations live from the beginning of `F` to the end of `B`, or of `W` where the backward is split.
+        """
+        return tuple(_peak(actions) for actions in self.schedule.actions)
+
+
+def _peak(actions: tuple[Action, ...]) -> int:
+    live = peak = 0
+    for action in actions:
+        live += action.kind is Kind.FORWARD
+        peak = max(peak, live)
+        live -= action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD)
+    return peak
+
+
+def simulate(schedule: Schedule, seconds: ActionSeconds | None = None) -> Timeline:
+    """Run a schedule on paper: each rank takes its actions in order, each as soon as what it needs is there.
+
+    Sends do not block and a receive waits for its message, as the interpreter does it; so the simulation ends if and
+    only if the execution does.
+
+    Args:
+        seconds: how long actions take; one unit each by default.
+
+    Raises:
+        ScheduleError: ranks wait for each other for ever; the message names each rank's next action.
+
+    Example:
+        >>> from hp_trainer.pipeline import build_schedule, simulate
+        >>> timeline = simulate(build_schedule("1f1b", num_ranks=4, num_microbatches=8))
+        >>> timeline.bubble  # (ranks - 1) / microbatches
+        0.375
+    """
+    seconds = seconds or ActionSeconds()
+    spans: dict[Action, tuple[float, float]] = {}
+    free = [0.0] * schedule.num_ranks
+    positions = [0] * schedule.num_ranks
+    progress = True
+    while progress:
+        progress = False
+        for rank, actions in enumerate(schedule.actions):
+            while positions[rank] < len(actions):
+                action = actions[positions[rank]]
+                ready = _ready(action, schedule, spans, seconds.transfer)
+                if ready is None:
+                    break
+                begin = max(ready, free[rank])
+                free[rank] = begin + seconds.of(action.kind)
+                spans[action] = begin, free[rank]
+                positions[rank] += 1
+                progress = True
+    stuck = [
+        f"rank {rank} waits to begin {actions[position]}"
+        for rank, (actions, position) in enumerate(zip(schedule.actions, positions, strict=True))
+        if position < len(actions)
+    ]
+    if stuck:
+        raise ScheduleError(f"the schedule would hang: {'; '.join(stuck)}")
+    return Timeline(schedule, spans)
+
+
+def _ready(
+    action: Action, schedule: Schedule, spans: Mapping[Action, tuple[float, float]], transfer: float
+) -> float | None:
+    """Return when all that `action` needs is on its rank, or None if some of it has not been simulated yet."""
+    rank, time = schedule.rank_of_stage[action.stage], 0.0
+    for forms in alternatives(action, schedule.num_stages):
+        source = next((each for each in forms if each in spans), None)
+        if source is None:
+            return None
+        travels = schedule.rank_of_stage[source.stage] != rank
+        time = max(time, spans[source][1] + (transfer if travels else 0.0))
+    return time

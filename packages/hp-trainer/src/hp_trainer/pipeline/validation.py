@@ -1,0 +1,71 @@
+"""Checks of a schedule, before any rank runs it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from hp_trainer.exceptions import ScheduleError
+from hp_trainer.pipeline.actions import Action, Kind, Schedule
+from hp_trainer.pipeline.simulation import simulate
+
+_WHOLE = frozenset({Kind.FORWARD, Kind.BACKWARD})
+_SPLIT = frozenset({Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD})
+
+
+def validate(schedule: Schedule) -> None:
+    """Check that every micro-batch goes through every stage once, forward and backward, and that no rank hangs.
+
+    Raises:
+        ScheduleError: with every problem found, each naming stage, micro-batch and rank.
+
+    Example:
+        >>> from hp_trainer.pipeline import Schedule, validate
+        >>> validate(Schedule.parse("rank 0: 0F0 0B0"))
+    """
+    problems = [*_placement_problems(schedule), *_work_problems(schedule)]
+    if problems:
+        raise ScheduleError("; ".join(problems))
+    simulate(schedule)
+
+
+def _placement_problems(schedule: Schedule) -> Iterator[str]:
+    for rank, actions in enumerate(schedule.actions):
+        for action, count in Counter(actions).items():
+            if count > 1:
+                yield f"rank {rank} does {action} {count} times"
+            owner = schedule.rank_of_stage[action.stage] if 0 <= action.stage < schedule.num_stages else None
+            if owner is None:
+                yield f"rank {rank} does {action}, but there are {schedule.num_stages} stages"
+            elif owner != rank:
+                yield f"rank {rank} does {action}, but stage {action.stage} is on rank {owner}"
+            if not 0 <= action.microbatch < schedule.num_microbatches:
+                yield f"rank {rank} does {action}, but there are {schedule.num_microbatches} micro-batches"
+
+
+def _work_problems(schedule: Schedule) -> Iterator[str]:
+    done: dict[tuple[int, int], set[Kind]] = {}
+    for action in (action for actions in schedule.actions for action in actions):
+        done.setdefault((action.stage, action.microbatch), set()).add(action.kind)
+    for stage in range(schedule.num_stages):
+        for microbatch in range(schedule.num_microbatches):
+            kinds = frozenset(done.get((stage, microbatch), ()))
+            if kinds not in (_WHOLE, _SPLIT):
+                yield (
+                    f"stage {stage}, micro-batch {microbatch}: expected F and B, or F, I and W, got "
+                    f"{' '.join(sorted(kind.value for kind in kinds)) or 'nothing'}"
+                )
+            yield from _order_problems(schedule, stage, microbatch, kinds)
+
+
+def _order_problems(schedule: Schedule, stage: int, microbatch: int, kinds: frozenset[Kind]) -> Iterator[str]:
+    actions = schedule.actions[schedule.rank_of_stage[stage]]
+    positions = {kind: _position(actions, Action(stage, kind, microbatch)) for kind in kinds}
+    order = [Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD] if kinds == _SPLIT else [Kind.FORWARD, Kind.BACKWARD]
+    found = [positions[kind] for kind in order if positions.get(kind) is not None]
+    if found != sorted(found, key=lambda position: position or 0):
+        yield f"stage {stage}, micro-batch {microbatch}: expected the order {' '.join(kind.value for kind in order)}"
+
+
+def _position(actions: tuple[Action, ...], action: Action) -> int | None:
+    return actions.index(action) if action in actions else None

@@ -1,0 +1,170 @@
+"""Pipeline schedules on paper: complete, free of hangs, with the idle time and activations of their papers."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from hp_trainer.exceptions import ScheduleError
+from hp_trainer.pipeline import (
+    Action,
+    ActionSeconds,
+    Schedule,
+    build_schedule,
+    register_schedule,
+    schedule_names,
+    simulate,
+    validate,
+)
+from hp_trainer.pipeline.list_scheduling import list_schedule
+from hp_trainer.pipeline.placement import loop_placement
+
+STAGES = {"gpipe": (1, 2), "interleaved_1f1b": (1, 2, 3, 4), "interleaved_zero_bubble": (2, 3)}
+V_SCHEDULES = ("zero_bubble_v", "dualpipe_v")
+BUILT_IN = (
+    "1f1b",
+    "dualpipe_v",
+    "gpipe",
+    "interleaved_1f1b",
+    "interleaved_zero_bubble",
+    "zero_bubble_h1",
+    "zero_bubble_v",
+)
+
+
+def stages_of(name):
+    return STAGES.get(name, (2,) if name in V_SCHEDULES else (1,))
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_every_number_of_ranks_and_micro_batches_is_complete_and_does_not_hang(name):
+    for ranks, stages, microbatches in itertools.product(range(1, 9), stages_of(name), (1, 2, 3, 5, 8, 13)):
+        schedule = build_schedule(name, num_ranks=ranks, stages_per_rank=stages, num_microbatches=microbatches)
+        validate(schedule)
+        assert schedule.num_ranks == ranks
+        assert schedule.num_stages == ranks * stages
+        assert schedule.num_microbatches == microbatches
+
+
+# F = I = W = 1. Idle in units of one stage's action: arXiv 1811.06965, 2104.04473, 2401.10241.
+IDLE = {
+    "gpipe": lambda p, v: 3 * (p - 1),
+    "1f1b": lambda p, v: 3 * (p - 1),
+    "interleaved_1f1b": lambda p, v: 3 * (p - 1),
+    "interleaved_zero_bubble": lambda p, v: p - 1,
+    "zero_bubble_h1": lambda p, v: p - 1,
+    "dualpipe_v": lambda p, v: p - 1,
+}
+PEAK = {
+    "gpipe": lambda p, v, m: m * v,
+    "1f1b": lambda p, v, m: p,
+    "interleaved_1f1b": lambda p, v, m: (v - 1) * p + 2 * (p - 1) + 1 if v > 1 else p,
+    "interleaved_zero_bubble": lambda p, v, m: p * v,
+    "zero_bubble_h1": lambda p, v, m: p,
+    "zero_bubble_v": lambda p, v, m: 2 * p,
+    "dualpipe_v": lambda p, v, m: 2 * p + 1,
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("name", IDLE)
+def test_idle_time_is_that_of_the_paper(name, ranks):
+    for stages in stages_of(name):
+        if name == "gpipe" and stages > 1:
+            continue  # the formula is for one stage per rank
+        schedule = build_schedule(name, num_ranks=ranks, stages_per_rank=stages, num_microbatches=4 * ranks)
+        assert max(simulate(schedule).idle) == IDLE[name](ranks, stages)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_a_rank_of_the_v_schedule_has_almost_no_gap(ranks):
+    timeline = simulate(build_schedule("zero_bubble_v", num_ranks=ranks, num_microbatches=4 * ranks))
+    assert max(timeline.idle) <= ranks  # ranks - 1 of them before the first forward or after the last action
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("name", PEAK)
+def test_activations_kept_are_those_of_the_paper(name, ranks):
+    for stages in stages_of(name):
+        schedule = build_schedule(name, num_ranks=ranks, stages_per_rank=stages, num_microbatches=4 * ranks)
+        assert max(simulate(schedule).peak_activations) == PEAK[name](ranks, stages, 4 * ranks)
+
+
+def test_rank_r_of_1f1b_keeps_one_activation_less_than_the_one_before():
+    timeline = simulate(build_schedule("1f1b", num_ranks=4, num_microbatches=16))
+    assert timeline.peak_activations == (4, 3, 2, 1)
+
+
+def test_times_of_actions_and_transfers_count():
+    schedule = build_schedule("gpipe", num_ranks=2, num_microbatches=1)
+    timeline = simulate(schedule, ActionSeconds(forward=2.0, input_grad=3.0, weight_grad=1.0, transfer=0.5))
+    assert timeline.spans[Action.parse("1F0")] == (2.5, 4.5)
+    assert timeline.spans[Action.parse("0B0")] == (9.0, 13.0)
+    assert timeline.idle == (7.0, 7.0)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_text_reads_back(name):
+    schedule = build_schedule(name, num_ranks=3, num_microbatches=5)
+    assert Schedule.parse(str(schedule)) == schedule
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rank 0: 0F0", r"stage 0, micro-batch 0: expected F and B, or F, I and W, got F"),
+        ("rank 0: 0F0 0B0 0B0", r"rank 0 does 0B0 2 times"),
+        ("rank 0: 0F0 0W0 0I0", r"expected the order F I W"),
+        ("rank 0: 0F0 0I0", r"got F I"),
+        ("rank 0: 0F0 0B0 0F1 0B1\nrank 1: 1F1 1B1 1F0 1B0", r"would hang: rank 0 waits to begin 0B0; rank 1"),
+        ("rank 0: 0F0 0B0\nrank 1: 1B0 1F0", r"stage 1, micro-batch 0: expected the order F B"),
+    ],
+)
+def test_what_is_wrong_is_named(text, message):
+    with pytest.raises(ScheduleError, match=message):
+        validate(Schedule.parse(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rank 1: 0F0", "begins with 'rank 0:'"),
+        ("rank 0: 0X0", "expected an action such as 2F0"),
+        ("rank 0: 0F0\nrank 1: 0B0", "stage 0 is on rank 0 and on rank 1"),
+        ("rank 0: 1F0 1B0", r"no rank works on stages \[0\]"),
+    ],
+)
+def test_texts_that_are_no_schedule(text, message):
+    with pytest.raises(ValueError, match=message):
+        Schedule.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers", "message"),
+    [
+        ("1f1", {}, "Did you mean '1f1b'"),
+        ("1f1b", {"num_ranks": 0, "num_microbatches": 0}, "num_ranks must be at least 1, got 0; num_microbatches"),
+        ("1f1b", {"stages_per_rank": 2}, "'1f1b' has 1 stages per rank, got 2"),
+        ("zero_bubble_v", {"stages_per_rank": 1}, "'zero_bubble_v' has 2 stages per rank, got 1"),
+    ],
+)
+def test_numbers_that_cannot_be(name, numbers, message):
+    with pytest.raises(ScheduleError, match=message):
+        build_schedule(name, **{"num_ranks": 2, "num_microbatches": 2, **numbers})
+
+
+def test_too_few_activations_are_told_instead_of_waiting_for_ever():
+    with pytest.raises(ScheduleError, match="need more than 1 activations each"):
+        list_schedule(loop_placement(2, 2), 2, 4, max_activations=1, deepest_first=False)
+
+
+def test_a_schedule_of_ones_own_has_a_name_once():
+    def build(num_ranks, stages_per_rank, num_microbatches):
+        return build_schedule("gpipe", num_ranks=num_ranks, num_microbatches=num_microbatches)
+
+    register_schedule("mine", build)
+    assert "mine" in schedule_names()
+    assert build_schedule("mine", num_ranks=2, num_microbatches=3) == build(2, 1, 3)
+    with pytest.raises(ScheduleError, match="'mine' is registered by"):
+        register_schedule("mine", build)
