@@ -40,13 +40,15 @@ def link_problems(page: Path) -> Iterator[str]:
 
 
 def path_problems(page: Path, root: Path) -> Iterator[str]:
-    """Yield a line for each path in backticks that is neither in the repository nor in a package's sources.
+    """Yield a line for each path in backticks that leads nowhere.
 
-    `hp_dtensor/comm/mesh.py` is looked for in `packages/hp-dtensor/src` too.
+    It may begin at the repository's root, at a folder above the page (such as its package), or, as
+    `hp_dtensor/comm/mesh.py` does, in the sources of the package that it names.
     """
+    above = [folder for folder in page.parents if folder.is_relative_to(root)]
     for path in dict.fromkeys(NAMED_PATH.findall(page.read_text())):
         package = path.split("/")[0].replace("_", "-")
-        if not any((folder / path).exists() for folder in (root, root / "packages" / package / "src")):
+        if not any((folder / path).exists() for folder in (*above, root / "packages" / package / "src")):
             yield f"there is no {path}"
 
 
