@@ -2,11 +2,13 @@
 
 python tools/operations_page.py                     write docs/operations.md
 python tools/operations_page.py torch               write docs/operations_torch.md: what that platform calls them
-python tools/operations_page.py [PLATFORM] --check  say whether the page is current
+python tools/operations_page.py rules               write the list of tables in the README of the rules
+python tools/operations_page.py [NAME] --check  say whether the page is current
 """
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import sys
 from collections import defaultdict
@@ -21,6 +23,7 @@ from hp_dtensor.comm.world import SilentWorld
 from hp_dtensor.dispatch.arguments import bind
 from hp_dtensor.exceptions import ShardingRuleError
 from hp_dtensor.platform.selection import get_platform
+from hp_dtensor.rules import tables
 from hp_dtensor.rules.engine.factors import Factorization
 from hp_dtensor.rules.engine.registry import REQUIRED, OpCall, Parameter, Registration, RuleRegistry
 from hp_dtensor.rules.tables import register_builtin_rules, rule_registry
@@ -261,6 +264,23 @@ def names_page(name: str) -> str:
     return text + "\n".join(lines) + "\n"
 
 
+RULES = Path(tables.__file__).parent / "README.md"
+MARK = "<!-- tables -->\n"
+
+
+def tables_readme() -> str:
+    """The README of the rules, with a line per table: its file, its docstring's first line and its operations."""
+    lines = ["| File | Rules | Operations |", "|---|---|---|"]
+    for table in sorted(tables.TABLES, key=lambda table: table.__name__):
+        registry = RuleRegistry()
+        table.register(registry)
+        first = inspect.getdoc(table).partition("\n")[0]
+        names = registry.names()
+        shown = ", ".join(f"`{name}`" for name in names[:4]) + (f", and {len(names) - 4} more" if names[4:] else "")
+        lines.append(f"| `{table.__name__.partition('.rules.')[2].replace('.', '/')}.py` | {first} | {shown} |")
+    return RULES.read_text().partition(MARK)[0] + MARK + "\n".join(lines) + "\n"
+
+
 def version(name: str) -> str:
     """The framework's version, without what says how it was built."""
     return metadata.version(name).split("+")[0]
@@ -269,8 +289,11 @@ def version(name: str) -> str:
 def main() -> int:
     """Write or check a page; 1 when it is not current."""
     platforms = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
-    path = DOCS / (f"operations_{platforms[0]}.md" if platforms else "operations.md")
-    text = names_page(platforms[0]) if platforms else page()
+    if platforms == ["rules"]:
+        path, text = RULES, tables_readme()
+    else:
+        path = DOCS / (f"operations_{platforms[0]}.md" if platforms else "operations.md")
+        text = names_page(platforms[0]) if platforms else page()
     if "--check" not in sys.argv[1:]:
         path.write_text(text)
         return 0

@@ -25,6 +25,10 @@ def test_the_page_of_operations_is_current() -> None:
     _check()
 
 
+def test_the_list_of_tables_is_current() -> None:
+    _check("rules")
+
+
 def test_the_page_of_the_platforms_names_is_current(hp_platform: Platform) -> None:
     page = (ROOT / "docs" / f"operations_{hp_platform.name}.md").read_text()
     described = re.search(r"What \w+ ([\d.]+) calls", page).group(1)

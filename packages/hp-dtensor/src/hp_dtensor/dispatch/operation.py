@@ -22,7 +22,7 @@ from hp_dtensor.exceptions import MixedOperandsError, ShardingRuleError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.redistribute import plan_between
 from hp_dtensor.rules.engine.registry import Registration
-from hp_dtensor.rules.indexing.index_lists import INDEXING
+from hp_dtensor.rules.indexing.index_arrays import INDEXING
 from hp_dtensor.rules.tables import rule_registry
 from hp_dtensor.tensor.dtensor import DTensor
 

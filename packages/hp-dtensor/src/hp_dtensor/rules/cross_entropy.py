@@ -15,7 +15,7 @@ from hp_dtensor.comm import collectives
 from hp_dtensor.rules.engine.factors import Dims, Factorization
 from hp_dtensor.rules.engine.local_call import LocalCall
 from hp_dtensor.rules.engine.registry import OpCall, RuleRegistry
-from hp_dtensor.rules.indexing.ids import check_ids, own_ids
+from hp_dtensor.rules.indexing.owned_ids import check_ids, own_ids
 
 Tensor = Any
 Local = Callable[[LocalCall], Tensor]

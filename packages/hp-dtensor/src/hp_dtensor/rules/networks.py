@@ -7,7 +7,7 @@ from typing import Any
 from hp_dtensor.rules.engine.factors import Dims, Factorization
 from hp_dtensor.rules.engine.local_call import LocalCall
 from hp_dtensor.rules.engine.registry import OpCall, RuleRegistry, names_for
-from hp_dtensor.rules.indexing.ids import check_ids, own_ids
+from hp_dtensor.rules.indexing.owned_ids import check_ids, own_ids
 
 Tensor = Any
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from hp_dtensor.rules.engine import part_results
+from hp_dtensor.rules import partial_reductions
 from hp_dtensor.rules.engine.factors import Dims, Factorization
 from hp_dtensor.rules.engine.local_call import LocalCall
 from hp_dtensor.rules.engine.registry import OpCall, Rule, RuleRegistry, names_for
@@ -117,13 +117,13 @@ def _extremes(call: OpCall) -> Factorization:
     which = {"amax": ["max"], "max": ["max"], "aminmax": ["min", "max"]}.get(call.name, ["min"])
     if _is_bool(call):  # groups do not reduce truth values
         return replace(_whole(call), outputs=_whole(call).outputs * len(which))
-    return _by_parts(call, functools.partial(part_results.extremes, which), outputs=len(which))
+    return _by_parts(call, functools.partial(partial_reductions.extremes, which), outputs=len(which))
 
 
 def _merged(call: OpCall) -> Factorization:
     if not _is_floating(call):
         return _whole(call)
-    return _by_parts(call, part_results.merged)
+    return _by_parts(call, partial_reductions.merged)
 
 
 def _norm(call: OpCall) -> Factorization:
@@ -132,12 +132,14 @@ def _norm(call: OpCall) -> Factorization:
         return _whole(call)
     if call["p"] in (math.inf, -math.inf) and _is_floating(call):
         op = "max" if call["p"] > 0 else "min"
-        return _by_parts(call, functools.partial(part_results.extreme_of_magnitudes, op))
-    return _by_parts(call, part_results.merged)
+        return _by_parts(call, functools.partial(partial_reductions.extreme_of_magnitudes, op))
+    return _by_parts(call, partial_reductions.merged)
 
 
 def _truth(call: OpCall) -> Factorization:
-    return _whole(call) if _is_complex(call) else _by_parts(call, functools.partial(part_results.truth, call.name))
+    return (
+        _whole(call) if _is_complex(call) else _by_parts(call, functools.partial(partial_reductions.truth, call.name))
+    )
 
 
 def _spread(call: OpCall) -> Factorization:
@@ -148,7 +150,9 @@ def _spread(call: OpCall) -> Factorization:
     correction = call["correction"] if call["unbiased"] else 0
     return _by_parts(
         call,
-        lambda gone, keepdim: part_results.spread(call.name, gone, keepdim, 1 if correction is None else correction),
+        lambda gone, keepdim: partial_reductions.spread(
+            call.name, gone, keepdim, 1 if correction is None else correction
+        ),
         outputs=2 if call.name.endswith("mean") else 1,
     )
 
@@ -190,16 +194,16 @@ def _max(call: OpCall) -> Factorization:
         return pointwise(None)(call)
     if call["dim"] is None:
         return _extremes(call)
-    return _candidates(call, part_results.best_of_parts, outputs=2)
+    return _candidates(call, partial_reductions.best_of_parts, outputs=2)
 
 
 def _position(call: OpCall) -> Factorization:
-    return _whole(call) if call["dim"] is None else _candidates(call, part_results.position_of_best, outputs=1)
+    return _whole(call) if call["dim"] is None else _candidates(call, partial_reductions.position_of_best, outputs=1)
 
 
 def _candidates(call: OpCall, make: Callable[[int, bool], Any], outputs: int) -> Factorization:
     (dim,) = reduced_dims(call, call.tensors[0].ndim) or (None,)
-    if dim is None or _is_bool(call) or not part_results.candidates_are_fewer(call, dim, 1):
+    if dim is None or _is_bool(call) or not partial_reductions.candidates_are_fewer(call, dim, 1):
         return replace(_whole(call), outputs=_whole(call).outputs * outputs)
     return _by_parts(call, lambda gone, keepdim: make(gone[0], keepdim), outputs)
 

@@ -11,8 +11,8 @@ from typing import Any
 from hp_dtensor.comm import collectives
 from hp_dtensor.rules.engine.factors import Factorization
 from hp_dtensor.rules.engine.local_call import LocalCall
-from hp_dtensor.rules.engine.part_results import extreme_of_part, groups_of, lines
 from hp_dtensor.rules.engine.registry import OpCall, Rule, RuleRegistry, names_for
+from hp_dtensor.rules.partial_reductions import extreme_of_part, groups_of, lines
 from hp_dtensor.rules.reductions import LINEAR, check_floating, reduced_dims
 
 Tensor = Any

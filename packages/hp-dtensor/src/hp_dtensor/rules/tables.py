@@ -6,26 +6,30 @@ import functools
 
 from hp_dtensor.rules import (
     batch_norm,
+    cat_and_split,
     convolutions,
     cross_entropy,
     einsum,
     linear_algebra,
     losses,
-    moves,
     networks,
+    padding_and_diagonals,
     pointwise,
     products,
     random,
     reductions,
+    roll_and_flip,
     scans,
+    sorting,
     views,
 )
 from hp_dtensor.rules.engine.registry import RuleRegistry
-from hp_dtensor.rules.indexing import advanced, joining, scattering, slices
+from hp_dtensor.rules.indexing import gather, scatter, slices, subscript
 
 TABLES = (
-    pointwise, reductions, scans, products, einsum, linear_algebra, views, slices, moves, joining, advanced,
-    scattering, networks, batch_norm, cross_entropy, convolutions, losses, random,
+    pointwise, reductions, scans, sorting, products, einsum, linear_algebra, views, cat_and_split, slices, subscript,
+    gather, scatter, padding_and_diagonals, roll_and_flip, networks, batch_norm, cross_entropy, convolutions, losses,
+    random,
 )  # fmt: skip
 
 

@@ -7,10 +7,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hp_dtensor.rules.engine.factors import Dims, Factorization, Part
+from hp_dtensor.rules.engine.factors import LINEAR, Dims, Factorization, Part
 from hp_dtensor.rules.engine.registry import OpCall, RuleRegistry, names_for
-
-LINEAR = (frozenset({0}),)
 
 
 def register(registry: RuleRegistry) -> None:
@@ -140,13 +138,13 @@ def _flatten(call: OpCall) -> Factorization:
     shape = call.tensors[0].shape
     if not shape:
         return _reshape_to(call, (1,), None)
-    start, end = _dim(call, call["start_dim"]), _dim(call, call["end_dim"])
+    start, end = call.dim(call["start_dim"]), call.dim(call["end_dim"])
     merged = math.prod(shape[start : end + 1])
     return _reshape_to(call, (*shape[:start], merged, *shape[end + 1 :]), None)
 
 
 def _unflatten(call: OpCall) -> Factorization:
-    shape, dim = call.tensors[0].shape, _dim(call, call["dim"])
+    shape, dim = call.tensors[0].shape, call.dim(call["dim"])
     parts = resolve_shape(call, call["sizes"], shape[dim])
     count = len(parts)
     return _reshape_to(
@@ -156,14 +154,6 @@ def _unflatten(call: OpCall) -> Factorization:
     )
 
 
-def _dim(call: OpCall, dim: int, extra: int = 0) -> int:
-    """A non-negative dimension of the first tensor (`extra`: of one with more dimensions)."""
-    ndim = call.tensors[0].ndim + extra
-    if not -ndim <= dim < ndim:
-        raise call.refuse(f"dimension {dim} of a {ndim}-dimensional tensor")
-    return dim % ndim
-
-
 def _permuted(call: OpCall, order: Sequence[int]) -> Factorization:
     dims, sizes = names_for("d", call.tensors[0].shape)
     return _one(call, dims, tuple(dims[i] for i in order), sizes)
@@ -171,7 +161,7 @@ def _permuted(call: OpCall, order: Sequence[int]) -> Factorization:
 
 def _transpose(call: OpCall) -> Factorization:
     order = list(range(call.tensors[0].ndim))
-    first, second = _dim(call, call["dim0"]), _dim(call, call["dim1"])
+    first, second = call.dim(call["dim0"]), call.dim(call["dim1"])
     order[first], order[second] = order[second], order[first]
     return _permuted(call, order)
 
@@ -186,7 +176,7 @@ def _matrix_transpose(call: OpCall) -> Factorization:
 
 
 def _permute(call: OpCall) -> Factorization:
-    order = [_dim(call, dim) for dim in call["dims"]]
+    order = [call.dim(dim) for dim in call["dims"]]
     if sorted(order) != list(range(call.tensors[0].ndim)):
         raise call.refuse(f"{tuple(call['dims'])} is no permutation of its dimensions")
     return _permuted(call, order)
@@ -194,7 +184,7 @@ def _permute(call: OpCall) -> Factorization:
 
 def _unsqueeze(call: OpCall) -> Factorization:
     dims, sizes = names_for("d", call.tensors[0].shape)
-    dim = _dim(call, call["dim"], extra=1)
+    dim = call.dim(call["dim"], extra=1)
     return _one(call, dims, (*dims[:dim], (), *dims[dim:]), sizes)
 
 
@@ -203,7 +193,7 @@ def _squeeze(call: OpCall) -> Factorization:
     dims, sizes = names_for("d", shape)
     wanted = call["dim"]
     chosen = range(len(shape)) if wanted is None else [wanted] if isinstance(wanted, int) else wanted
-    gone = {_dim(call, dim) for dim in chosen}
+    gone = {call.dim(dim) for dim in chosen}
     squeezed = tuple(dim for i, dim in enumerate(dims) if not (i in gone and shape[i] == 1))
     return _one(call, dims, squeezed, sizes, localize=_squeeze_named(shape, gone))
 
@@ -232,7 +222,7 @@ def _repeat_interleave(call: OpCall) -> Factorization:
     if call["dim"] is None or not isinstance(call["repeats"], int):
         raise call.refuse("repeat_interleave needs a dimension and an integer number of repeats")
     dims, sizes = names_for("d", call.tensors[0].shape)
-    dim = _dim(call, call["dim"])
+    dim = call.dim(call["dim"])
     output = (*dims[:dim], (*dims[dim], "repeat"), *dims[dim + 1 :])
     return _one(call, dims, output, sizes | {"repeat": call["repeats"]})
 

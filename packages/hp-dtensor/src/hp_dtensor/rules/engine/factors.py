@@ -22,6 +22,8 @@ Part = tuple[int, int]
 _Kept = Callable[[Placement, int], Placement]
 REPLICATE = Replicate()
 SUM = Partial("sum")
+LINEAR: tuple[frozenset[int], ...] = (frozenset({0}),)
+"""`Factorization.terms` of an operation that is linear in its first tensor."""
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,17 @@ class OpCall:
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
 
+    def dim(self, dim: int, extra: int = 0) -> int:
+        """Return dimension `dim` of the first tensor, counted from the front (`extra`: of one with more dimensions).
+
+        Raises:
+            ShardingRuleError: the tensor does not have it.
+        """
+        ndim = self.tensors[0].ndim + extra
+        if not -ndim <= dim < ndim:
+            raise self.refuse(f"dimension {dim} of a {ndim}-dimensional tensor")
+        return dim % ndim
+
     def refuse(self, why: str) -> ShardingRuleError:
         """The error of an operation that its rule cannot take."""
         specs = ", ".join(repr(spec) for spec in self.tensors)

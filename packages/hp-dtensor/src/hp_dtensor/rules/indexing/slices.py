@@ -12,10 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from hp_dtensor.exceptions import IndexOutOfRangeError
-from hp_dtensor.rules.engine.factors import Dim, Dims, Factorization, Part, positions_within
+from hp_dtensor.rules.engine.factors import LINEAR, Dim, Dims, Factorization, Part, positions_within
 from hp_dtensor.rules.engine.local_call import LocalCall
 from hp_dtensor.rules.engine.registry import OpCall, RuleRegistry, names_for
-from hp_dtensor.rules.views import LINEAR, _dim
 
 Item = Any
 Tensor = Any
@@ -44,7 +43,7 @@ def check_position(call: OpCall, index: int, dim: int) -> None:
 
 
 def _narrow(call: OpCall) -> Factorization:
-    shape, dim = call.tensors[0].shape, _dim(call, call["dim"])
+    shape, dim = call.tensors[0].shape, call.dim(call["dim"])
     start, length = call["start"], call["length"]
     if not isinstance(start, int) or not isinstance(length, int):
         raise call.refuse("start and length must be integers")
@@ -68,7 +67,7 @@ def _narrow(call: OpCall) -> Factorization:
 
 def _select(call: OpCall) -> Factorization:
     dims, sizes = names_for("d", call.tensors[0].shape)
-    dim, index = _dim(call, call["dim"]), call["index"]
+    dim, index = call.dim(call["dim"]), call["index"]
     if not isinstance(index, int):
         raise call.refuse("its index must be an integer; use index_select for positions in a tensor")
     check_position(call, index, dim)

@@ -7,13 +7,12 @@ import math
 from typing import Any
 
 from hp_dtensor.exceptions import IndexOutOfRangeError
-from hp_dtensor.rules.engine.factors import Dim, Dims, Factorization
+from hp_dtensor.rules.engine.factors import LINEAR, Dim, Dims, Factorization
 from hp_dtensor.rules.engine.local_call import LocalCall
 from hp_dtensor.rules.engine.registry import OpCall, RuleRegistry, names_for
-from hp_dtensor.rules.indexing import positions, slices
+from hp_dtensor.rules.indexing import index_tensors, slices
 from hp_dtensor.spec.tensor_spec import TensorSpec
 
-LINEAR = (frozenset({0}),)
 Item = Any
 DATA_DEPENDENT = (
     "the shape of its result depends on data of all ranks; make it whole first: redistribute to Replicate()"
@@ -83,9 +82,9 @@ def _by_positions(call: OpCall, items: list[Item]) -> Factorization:
 
 def _picked(
     call: OpCall, items: list[Item], dims: Dims, sizes: dict[str, int]
-) -> tuple[positions.Picked, Dims, set[str]]:
+) -> tuple[index_tensors.Picked, Dims, set[str]]:
     """What tensors of positions pick, the dimensions of the result, and the factors that are sliced or picked from."""
-    picked = positions.picked(call, items)
+    picked = index_tensors.picked(call, items)
     output, fixed = _sliced_to_new_factors(call, items, dims, sizes)
     sizes |= picked.sizes
     return picked, picked.inserted([dim for dim in output if dim != ("tensor",)]), fixed
@@ -125,7 +124,7 @@ def _setitem_by_positions(call: OpCall, items: list[Item], value: TensorSpec | N
         inputs = (*inputs, _aligned(call, value.shape, shape, result))
     written = [name for (name,) in dims if (name,) not in result]
     fixed = (fixed | picked.sizes.keys()) - {name for (name,) in dims}
-    local = functools.partial(positions.assign_own, items, picked)
+    local = functools.partial(index_tensors.assign_own, items, picked)
     return Factorization(inputs, (dims,), sizes, fixed=frozenset(fixed), local=dict.fromkeys(written, local))
 
 

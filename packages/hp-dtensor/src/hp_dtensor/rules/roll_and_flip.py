@@ -1,4 +1,4 @@
-"""Rolling and flipping cut dimensions: the result is cut as the input, and ranks send the rows that others need."""
+"""`roll` and `flip` along cut dimensions: the result is cut as the input, and ranks send the rows that others need."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import Any
 
 from hp_dtensor.comm import collectives
 from hp_dtensor.comm.collectives import RowMove
-from hp_dtensor.rules.engine.factors import Factorization, Part
+from hp_dtensor.rules.engine.factors import LINEAR, Factorization, Part
 from hp_dtensor.rules.engine.local_call import LocalCall
 from hp_dtensor.rules.engine.registry import OpCall, RuleRegistry, names_for
-from hp_dtensor.rules.views import LINEAR, _dim
 
 Tensor = Any
 Targets = Callable[[Part], list[Part]]
@@ -45,12 +44,12 @@ def _roll(call: OpCall) -> Factorization:
     pairs = zip(*((value,) if isinstance(value, int) else tuple(value) for value in (shifts, dims)), strict=True)
     by_dim: dict[int, int] = {}
     for shift, dim in pairs:
-        by_dim[_dim(call, dim)] = by_dim.get(_dim(call, dim), 0) + shift
+        by_dim[call.dim(dim)] = by_dim.get(call.dim(dim), 0) + shift
     return _moving(call, [*by_dim], _rolled_by(by_dim))
 
 
 def _flip(call: OpCall) -> Factorization:
-    dims = [_dim(call, dim) for dim in call["dims"]]
+    dims = [call.dim(dim) for dim in call["dims"]]
     return _moving(call, dims, functools.partial(_flipped, dims))
 
 

@@ -10,7 +10,7 @@ import numpy
 
 from hp_dtensor.exceptions import IndexOutOfRangeError, ShardingRuleError
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.rules.indexing.positions import counted_from_front
+from hp_dtensor.rules.indexing.index_tensors import counted_from_front
 from hp_dtensor.spec.placements import Replicate
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor.dtensor import DTensor

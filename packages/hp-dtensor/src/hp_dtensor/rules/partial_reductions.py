@@ -1,4 +1,4 @@
-"""What ranks do where a dimension that an operation reduces is cut: each its part, then a merge of small results.
+"""Reductions along cut dimensions: each rank reduces its part, then the small results are merged.
 
 Every function here is called in place of the operation (`Factorization.local`) and leaves the whole result on
 every rank. A rank whose part is empty takes part with nothing, so no value stands for "nothing".

@@ -1,0 +1,96 @@
+"""Padding, repeating, windows and diagonals: the dimensions that change are whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hp_dtensor.rules.engine.factors import LINEAR, Dim, Dims, Factorization
+from hp_dtensor.rules.engine.registry import OpCall, RuleRegistry, names_for
+
+
+def register(registry: RuleRegistry) -> None:
+    registry.register("pad", "input pad mode=constant value=None", _pad)
+    registry.register("repeat tile", "input *repeats", _repeat)
+    registry.register("unfold", "input dimension size step", _unfold, view=True)
+    registry.register("tril triu", "input diagonal=0", _last_two_whole)
+    registry.register("tril_ triu_", "input diagonal=0", _last_two_whole, in_place=True)
+    registry.register("diagonal", "input offset=0 dim1=0 dim2=1", _diagonal, view=True)
+    registry.register("diag_embed", "input offset=0 dim1=-2 dim2=-1", _diag_embed)
+
+
+def _pad(call: OpCall) -> Factorization:
+    """Padded dimensions, from the last one backward in pairs, are whole."""
+    shape, pad = call.tensors[0].shape, list(call["pad"])
+    dims, sizes = names_for("d", shape)
+    output = list(dims)
+    fixed = set()
+    for pair in range(len(pad) // 2):
+        before, after = pad[2 * pair : 2 * pair + 2]
+        dim = len(shape) - 1 - pair
+        if before or after:
+            sizes[f"o{dim}"] = shape[dim] + before + after
+            fixed |= {f"d{dim}", f"o{dim}"}
+            output[dim] = (f"o{dim}",)
+    linear = call["mode"] == "constant" and not call["value"]
+    return Factorization((dims,), (tuple(output),), sizes, fixed=frozenset(fixed), terms=LINEAR if linear else None)
+
+
+def _repeat(call: OpCall) -> Factorization:
+    """A dimension that is repeated is whole; one repeated once is parallel."""
+    shape, repeats = call.tensors[0].shape, tuple(call["repeats"])
+    if call.name == "tile":
+        repeats = (1,) * (len(shape) - len(repeats)) + repeats
+    dims, sizes = names_for("d", shape)
+    aligned: Dims = (*((),) * (len(repeats) - len(shape)), *dims)
+    output: list[Dim] = []
+    for i, (dim, count) in enumerate(zip(aligned, repeats, strict=True)):
+        sizes |= {f"r{i}": count}
+        output.append(dim if count == 1 else (f"r{i}", *dim))
+    return Factorization(
+        (dims,), (tuple(output),), sizes, fixed=frozenset(f"r{i}" for i in range(len(repeats))), terms=LINEAR
+    )
+
+
+def _unfold(call: OpCall) -> Factorization:
+    shape = call.tensors[0].shape
+    dims, sizes = names_for("d", shape)
+    dim = call.dim(call["dimension"])
+    windows = (shape[dim] - call["size"]) // call["step"] + 1
+    output = (*dims[:dim], ("windows",), *dims[dim + 1 :], ("window",))
+    fixed = frozenset({f"d{dim}", "windows", "window"})
+    sizes = sizes | {"windows": windows, "window": call["size"]}
+    return Factorization((dims,), (output,), sizes, fixed=fixed, terms=LINEAR)
+
+
+def _keep_shape(call: OpCall, whole: Sequence[int], linear: bool = True) -> Factorization:
+    """The first tensor's shape, with the dimensions `whole` uncut."""
+    dims, sizes = names_for("d", call.tensors[0].shape)
+    fixed = frozenset(f"d{i}" for i in whole)
+    return Factorization((dims,), (dims,), sizes, fixed=fixed, terms=LINEAR if linear else None)
+
+
+def _last_two_whole(call: OpCall) -> Factorization:
+    ndim = call.tensors[0].ndim
+    return _keep_shape(call, range(ndim - 2, ndim))
+
+
+def _diagonal(call: OpCall) -> Factorization:
+    shape = call.tensors[0].shape
+    dims, sizes = names_for("d", shape)
+    first, second, offset = call.dim(call["dim1"]), call.dim(call["dim2"]), call["offset"]
+    rows, columns = shape[first] + min(offset, 0), shape[second] - max(offset, 0)
+    sizes = sizes | {"diagonal": max(0, min(rows, columns))}
+    output = (*(dim for i, dim in enumerate(dims) if i not in (first, second)), ("diagonal",))
+    fixed = frozenset({f"d{first}", f"d{second}", "diagonal"})
+    return Factorization((dims,), (output,), sizes, fixed=fixed, terms=LINEAR)
+
+
+def _diag_embed(call: OpCall) -> Factorization:
+    shape = call.tensors[0].shape
+    dims, sizes = names_for("d", shape)
+    if {call["dim1"], call["dim2"]} - {-2, -1} or call["dim1"] == call["dim2"]:
+        raise call.refuse("it puts the diagonal into the last two dimensions only; transpose its result")
+    length = shape[-1] + abs(call["offset"])
+    output = (*dims[:-1], ("row",), ("column",))
+    fixed = frozenset({dims[-1][0], "row", "column"})
+    return Factorization((dims,), (output,), sizes | {"row": length, "column": length}, fixed=fixed, terms=LINEAR)
