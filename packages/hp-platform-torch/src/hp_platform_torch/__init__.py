@@ -1,1 +1,1 @@
-"""The PyTorch platform."""
+"""PyTorch as a platform of hp-dtensor, hp-fsdp, hp-moe and hp-trainer; found through its entry points."""

@@ -1,4 +1,4 @@
-"""`TorchPlatform`: what hp_dtensor needs of a framework, in terms of torch."""
+"""`TorchPlatform`: everything that hp_dtensor asks of a framework, in terms of torch."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class TorchPlatform(Platform):
             rendezvous.leave()
 
     def environment(self, local_rank: int, local_size: int) -> dict[str, str]:
-        """Threads: the cores of this machine divided among its ranks, unless the user has set a number."""
+        """Return settings of a new rank: threads, the cores of this machine divided among its ranks, unless set."""
         threads = max(1, len(os.sched_getaffinity(0)) // max(1, local_size))
         return {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads)}
 
@@ -138,7 +138,7 @@ class TorchPlatform(Platform):
         return NAMES[dtype]
 
     def dtype_meant(self, value: Any) -> Any:
-        """Of `x.to(int)`, `x.type("torch.LongTensor")` and `x.type(torch.LongTensor)`."""
+        """Return the dtype that `x.to(int)`, `x.type("torch.LongTensor")` or `x.type(torch.LongTensor)` means."""
         kind = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
         if type(kind) is type(torch.LongTensor):
             return kind.dtype
@@ -377,7 +377,7 @@ class TorchPlatform(Platform):
         return draw(tuple(shape), dtype=dtype, device=self.device)
 
     def rank_state(self) -> torch.Tensor:
-        """The CPU generator's state: every simulated rank draws its own numbers."""
+        """Return the state of the CPU generator: every simulated rank draws its own numbers."""
         return torch.get_rng_state()
 
     def set_rank_state(self, state: torch.Tensor) -> None:
@@ -389,7 +389,7 @@ class TorchPlatform(Platform):
 
 
 def _lies_further_in(x: Tensor, dim: int, than: int) -> bool | None:
-    """As torch's TensorIterator decides it; None where strides do not tell."""
+    """Tell whether `dim` lies further in than another, as torch's TensorIterator does; None if strides do not tell."""
     (stride, size), (other, other_size) = ((x.stride(d), x.shape[d]) for d in (dim, than))
     if not stride or not other or (stride == other and size >= other_size):
         return None
@@ -397,7 +397,7 @@ def _lies_further_in(x: Tensor, dim: int, than: int) -> bool | None:
 
 
 def _by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[Tensor]]:
-    """Gradients that are offloaded lie on the host, those of replicated parameters on the device."""
+    """Sort tensors by device: offloaded gradients lie on the host, those of replicated parameters on the device."""
     found: dict[torch.device, list[Tensor]] = {}
     for x in tensors:
         found.setdefault(x.device, []).append(x)

@@ -1,4 +1,4 @@
-"""What this platform gives to hp-dtensor; loaded through the entry-point group `hp_dtensor`.
+"""Plugin for hp-dtensor, loaded through the entry-point group `hp_dtensor`.
 
 Importing this module imports no framework: torch comes in when the platform is asked for.
 """
@@ -20,7 +20,7 @@ MINIMUM_TORCH = (2, 11)
 
 @hookimpl
 def hp_platform() -> Platform:
-    """The torch platform.
+    """Return the torch platform, the same object each time.
 
     Raises:
         PlatformError: torch is missing, too old, or does not import.

@@ -1,4 +1,4 @@
-"""The kinds of device and their backends: what each backend does by itself, and what is composed for it."""
+"""Kinds of device and the table of what their backends can do by themselves; the rest is composed in `groups.py`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BACKEND_NAMES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a backend does by itself; the rest is composed.
+    """Abilities of one backend of torch.distributed; a collective that is missing is composed from others.
 
     Attributes:
         reduce_scatter: native; else parts are sent to their ranks and reduced there, in rank order. On gloo that
@@ -43,7 +43,7 @@ CAPABILITIES = {
 
 
 def movable(x: Tensor) -> Tensor:
-    """`x`, as bytes where its dtype cannot travel: the same storage with the same number of rows."""
+    """Return `x`, or a view of it as bytes with the same number of rows where the backend cannot send its dtype."""
     if x.dtype not in CAPABILITIES[x.device.type].as_bytes and not x.is_complex():
         return x
     # By way of one dimension, since empty tensors may have any strides, with which torch reinterprets nothing.
@@ -52,6 +52,7 @@ def movable(x: Tensor) -> Tensor:
 
 
 def check_reduction(x: Tensor, op: str) -> None:
+    """Raise CapabilityError where the numbers of `x` have no reduction `op`: an average of integers, say."""
     if x.is_complex() and op != "sum":
         raise CapabilityError(f"the reduction {op!r} of complex numbers, got {x.dtype}; they can be reduced with 'sum'")
     if op == "avg" and not x.is_floating_point():
@@ -61,7 +62,7 @@ def check_reduction(x: Tensor, op: str) -> None:
 
 
 def device_types() -> tuple[str, ...]:
-    """The kinds of device that torch can use here, best first."""
+    """Kinds of device that torch can use on this machine, best first; `cpu` is always the last."""
     found = ["cpu"]
     if torch.cuda.is_available():
         found.insert(0, "cuda")

@@ -36,7 +36,7 @@ REDUCE_OPS = {
 
 
 class TorchGroup(ProcessGroup):
-    """A group of two ranks or more.
+    """A process group of two ranks or more.
 
     It calls torch's backends themselves. `dist.new_group(use_local_synchronization=True)` is no help: it
     names a group after the number of groups that *this* rank has (torch 2.13), so that members which are in
@@ -58,13 +58,13 @@ class TorchGroup(ProcessGroup):
         self._exchanges: list[Exchange] = []
 
     def close(self) -> None:
-        """End the backends' threads now: one that still works while Python shuts down aborts the process."""
+        """Release the backends, which ends their threads: one that still works while Python shuts down aborts it."""
         super().close()
         self._exchanges.clear()
         self._connections.clear()
 
     def connection(self, device_type: str) -> Any:
-        """The backend that carries tensors of a device type, or `FACTS`."""
+        """Return the backend that carries tensors of a device type, or `FACTS`; make it at the first call."""
         found = self._connections.get(device_type)
         if found is None:
             if self.is_closed:
@@ -189,7 +189,7 @@ class TorchGroup(ProcessGroup):
         )
 
     def _gather_facts(self, output: Tensor, x: Tensor) -> Any:
-        """By a connection of their own: they meet each other even where ranks disagree on the tensors' collectives."""
+        """Gather over the connection for facts, whose messages match even where ranks disagree on other collectives."""
         return self.connection(FACTS)._allgather_base(
             output.view(-1), x, _options(distributed_c10d.AllgatherOptions, True)
         )
@@ -208,7 +208,7 @@ _COMBINE_BOOL = {**_COMBINE, "sum": torch.logical_or, "product": torch.logical_a
 
 
 def reduce_into(output: Tensor, others: Sequence[Tensor], op: str) -> None:
-    """Combine `output` with `others` in turn; sums and products of several are rounded once."""
+    """Combine `output` with `others` in turn; of 16-bit numbers, sums and products of several are rounded once."""
     combine = (_COMBINE_BOOL if output.dtype == torch.bool else _COMBINE)[op]
     is_rounded_once = len(others) == 1 or output.dtype not in (torch.bfloat16, torch.float16)
     total = output if is_rounded_once else output.float()

@@ -1,4 +1,4 @@
-"""How the ranks of a job meet: torch's default process group, and the store where smaller groups find together."""
+"""Meeting of the ranks of a job: torch's default process group, and the store where members of a group connect."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hp_platform_torch.comm.capabilities import BACKEND_NAMES, device_types
 
 
 def join(rank: int, size: int, address: str, timeout: timedelta) -> dist.Store:
-    """Make torch's default process group, which must not exist yet; the store where its groups meet.
+    """Make torch's default process group, which must not exist yet; return the store where members of groups connect.
 
     Raises:
         PlatformError: the address is wrong or not reached in time, or not all ranks came.
@@ -30,10 +30,10 @@ def join(rank: int, size: int, address: str, timeout: timedelta) -> dist.Store:
 
 
 def joined_store(connection: int) -> dist.Store:
-    """The store of the default process group that the program has made itself.
+    """Return the store of the default process group that the program has made itself.
 
     Args:
-        connection: how often this process, like every rank, has connected; keys are not met twice.
+        connection: number of times that this process, like every rank, has connected; no key is used twice.
     """
     return dist.PrefixStore(f"hp/{connection}", distributed_c10d._get_default_store())
 
@@ -60,7 +60,7 @@ def _store(rank: int, size: int, address: str, timeout: timedelta) -> dist.Store
 
 
 def _served_by_agent(rank: int, size: int, port: int) -> bool:
-    """Whether torchrun's agent serves the store at MASTER_PORT already, for every restart of this very rank."""
+    """Tell whether torchrun's agent serves the store at MASTER_PORT already, for every restart of this very rank."""
     expected = {
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "MASTER_PORT": str(port),
@@ -78,5 +78,5 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 
 def _backend_names() -> str:
-    """A backend for each kind of device here, such as `cpu:gloo,cuda:nccl`."""
+    """Name a backend for each kind of device on this machine as torch wants it: `cpu:gloo,cuda:nccl`."""
     return ",".join(f"{device}:{BACKEND_NAMES[device]}" for device in device_types())

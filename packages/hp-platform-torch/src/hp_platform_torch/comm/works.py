@@ -1,4 +1,4 @@
-"""Communications under way: what is composed after one, exchanges of several messages, and host-side facts."""
+"""Works: communications under way, which the caller waits for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ POLL_SECONDS = 0.0001
 
 
 class Then:
-    """The work of a composed collective: `finish` runs once the communication is over."""
+    """A communication with local work after it: `wait` waits for the first and then calls `finish`, once."""
 
     def __init__(self, work: Work, finish: Callable[[], object]) -> None:
         self._work = work
@@ -30,7 +30,7 @@ class Then:
 
 
 class Exchange:
-    """Sends and receives of one collective.
+    """The sends and receives that one composed collective consists of.
 
     Gloo matches those of two ranks in the order in which they begin, and one that is let go of under way takes what
     follows with it. So a group keeps them, also those that nobody waits for after an error, and ends them in order.
@@ -57,13 +57,14 @@ class Exchange:
 
 
 class PendingFacts:
-    """Bytes that each rank's row of `gathered` holds once `work` is over."""
+    """An all-gather of bytes under way; row `i` of `gathered` `[ranks, bytes]` is that of rank `i`."""
 
     def __init__(self, work: Any, gathered: Tensor) -> None:
         self._work = work
         self._gathered = gathered
 
     def wait(self, timeout_seconds: float | None = None) -> list[bytes] | None:
+        """Return the bytes of all ranks in rank order, or None if some rank did not answer in time."""
         if timeout_seconds is not None:
             deadline = time.monotonic() + timeout_seconds
             while not self._work.is_completed():
@@ -75,6 +76,7 @@ class PendingFacts:
 
 
 def settle(work: Work | None, async_op: bool) -> Work:
+    """Return `work` to a caller that waits for it later; else wait now and return `DONE`."""
     if async_op and work is not None:
         return work
     if work is not None:

@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 
 
 class TorchWorld(World):
-    """The ranks of a job joined through torch.distributed, whose default group is the group of all.
+    """Ranks of a job joined through torch.distributed, whose default group is the group of all ranks.
 
     Args:
-        store: where new groups meet; None for a job of one rank.
+        store: the key-value store where members of a new group connect; None for a job of one rank.
+        timeout: the longest that a collective waits for a peer.
     """
 
     platform: Platform

@@ -23,7 +23,7 @@ _MADV_HUGEPAGE = 14
 
 
 def allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised flat tensor in host memory, the only one over its storage."""
+    """Return an uninitialised flat tensor in host memory, the only one over its storage."""
     if numel * dtype.itemsize < SMALLEST:
         return torch.empty(numel, dtype=dtype)
     tensor = torch.empty(0, dtype=dtype)
@@ -46,5 +46,5 @@ def refill(storage: torch.UntypedStorage, nbytes: int) -> None:
 
 @functools.cache
 def _advise() -> Any:
-    """`madvise` of the C library, whose refusal would change nothing but speed; None on other systems than Linux."""
+    """Return `madvise` of the C library, whose refusal only costs speed; None on other systems than Linux."""
     return ctypes.CDLL(None).madvise if sys.platform == "linux" else None

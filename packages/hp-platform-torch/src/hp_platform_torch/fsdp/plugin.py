@@ -1,4 +1,4 @@
-"""What this platform gives to hp-fsdp; loaded through the entry-point group `hp_fsdp`.
+"""Plugin for hp-fsdp, loaded through the entry-point group `hp_fsdp`.
 
 Importing this module imports no framework: torch comes in when a torch mesh is first sharded over.
 """
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def hp_fsdp_parameter(platform: Platform) -> ParameterStorage | None:
-    """Sharded parameters on torch."""
+    """Return the storage of sharded parameters for the torch platform; None for other platforms."""
     if platform.name != "torch":
         return None
     from hp_platform_torch.fsdp.storage import TorchParameterStorage

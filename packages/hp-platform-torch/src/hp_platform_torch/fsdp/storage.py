@@ -1,4 +1,4 @@
-"""Flat buffers and their autograd nodes on torch."""
+"""Flat buffers of hp-fsdp on torch, and the autograd nodes through which parameters are gathered."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class TorchParameterStorage(ParameterStorage):
             return torch.stack([torch.ne(_bits(a), _bits(b)).any() for a, b in pairs]).tolist()  # type: ignore[no-any-return]
 
     def unscale_(self, tensors: Sequence[Tensor], factor: float) -> Tensor:
-        """In one fused operation per device for float32; torch has none for float16 on CPU."""
+        """Divide by a scale in one fused operation per device for float32; torch has none for float16 on CPU."""
         found = torch.zeros((), device=self.platform.device)  # type: ignore[attr-defined]
         fused: dict[torch.device, list[Tensor]] = {}
         others = []
@@ -150,7 +150,7 @@ class TorchParameterStorage(ParameterStorage):
             return _CopiedToHost(torch.accelerator.current_stream().record_event())
 
     def _stream(self, purpose: str) -> torch.Stream:
-        """One for each direction of copies: they need not wait for each other."""
+        """Return the stream of a direction of copies: copies to and from a device need not wait for each other."""
         if purpose not in self._streams:
             self._streams[purpose] = torch.Stream(torch.accelerator.current_accelerator())
         return self._streams[purpose]
@@ -237,7 +237,7 @@ class TorchParameterStorage(ParameterStorage):
 
 @functools.lru_cache(maxsize=4096)
 def _strides(shape: tuple[int, ...], first_dim: int) -> tuple[int, ...]:
-    """Those of a tensor of `shape` that lies contiguously with `first_dim` outermost."""
+    """Return the strides of a tensor of `shape` that lies contiguously with `first_dim` outermost."""
     stored = moved_to_front(shape, first_dim)
     strides = [math.prod(stored[dim + 1 :]) for dim in range(len(shape))]
     strides.insert(first_dim, strides.pop(0)) if first_dim else None
@@ -249,7 +249,7 @@ def _bits(x: Tensor) -> Tensor:
 
 
 class _CopiedToHost:
-    """A copy that the host waits for."""
+    """A copy to the host, which the host waits for."""
 
     def __init__(self, event: torch.Event) -> None:
         self._event = event
@@ -259,7 +259,7 @@ class _CopiedToHost:
 
 
 class _CopiedToDevice:
-    """A copy that the computation waits for."""
+    """A copy to the device, which the computation waits for."""
 
     def __init__(self, target: Tensor, event: torch.Event) -> None:
         # Of a target that nobody has any more nothing needs to be known.
@@ -275,7 +275,10 @@ class _CopiedToDevice:
 
 
 class _Gather(torch.autograd.Function):
-    """The token in, the next token and the unsharded parameters out."""
+    """Autograd node of a group's all-gather: takes a token, returns the next one and the unsharded parameters.
+
+    The tokens chain the groups in the order of forward, so autograd runs their backwards in the reverse order.
+    """
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, backward: Callable[[Gradients], None], views: Sequence[Tensor]) -> Any:
@@ -292,6 +295,8 @@ class _Gather(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
+    """Autograd node that hands tensors on and makes their backward run before that of the token's node."""
+
     @staticmethod
     def forward(ctx: Any, token: Tensor, *tensors: Tensor) -> Any:
         ctx.set_materialize_grads(False)

@@ -1,4 +1,4 @@
-"""torch functions that are others put together: on DTensors they run as those, and so by their sharding rules."""
+"""Functions of torch written as compositions of others: on DTensors they run so, by the sharding rules of these."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def _cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) 
 
 
 def _kept_from_zero(norm: Tensor, eps: float) -> Tensor:
-    """At least `eps`, with the gradient of the norm all the same, as in torch."""
+    """Return `norm` with values below `eps` raised to it, and the gradient of `norm` everywhere, as torch does."""
     kept = norm.clone()
     with torch.no_grad():
         return kept.clamp_min_(eps)

@@ -15,7 +15,7 @@ Tensor = torch.Tensor
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """torch's; on a rank that has no head, torch 2.11 divides by their number, in its fused kernel and for groups."""
+    """Run torch's attention, also on a rank without heads, by whose number torch 2.11 divides in its fused kernel."""
     if query.numel():
         return scaled_dot_product_attention(query, key, value, *args, **kwargs)
     if query.shape[-3:-2] == (0,):
@@ -25,14 +25,14 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: 
 
 
 def _as_complex(x: Tensor) -> Tensor:
-    """torch's; of a part without elements, which may have any strides, it asks for those of pairs all the same."""
+    """Run `torch.view_as_complex`, also of a part without elements, whose strides may be any."""
     return torch.view_as_complex(x if x.numel() else x.clone(memory_format=torch.contiguous_format))
 
 
 def _group_norm(
     input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
-    """torch's without its check of the batch, which a rank may have one row of."""
+    """Run torch's group norm without its check of the batch, of which a rank may have one row."""
     return torch.group_norm(input, num_groups, weight, bias, eps, torch.backends.cudnn.enabled)
 
 
@@ -53,7 +53,7 @@ def _refuse_one_value(shape: torch.Size, statistics: int) -> None:
 
 
 def _pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
-    """torch's, which takes a part without elements in one mode only: others pad zeros of which nothing is kept."""
+    """Run torch's `pad`; of a part without elements, which torch takes in mode `constant` only, pad zeros and cut."""
     if x.numel() or mode == "constant":
         return torch.nn.functional.pad(x, pad, mode, value)
     empty = [dim for dim, size in enumerate(x.shape) if not size]
@@ -62,7 +62,7 @@ def _pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | N
 
 
 def _contiguous(x: Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
-    """torch's, but with the strides of a contiguous tensor also where it leaves others to dimensions of one element.
+    """Run torch's `contiguous`, but give dimensions of one element the strides of a contiguous tensor too.
 
     Random operations tell the order of the whole tensor's memory by them.
     """
@@ -80,5 +80,5 @@ LOCAL_FORMS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.nn.functional.pad: _pad,
     torch.Tensor.contiguous: _contiguous,
 }
-# What torch asks of the whole, before the rule, on every rank alike.
+# Checks that torch makes of the whole tensor; run before the rule, on every rank alike.
 CHECKS: dict[Callable[..., Any], Callable[..., None]] = {group_norm: _check_group_norm, batch_norm: _check_batch_norm}

@@ -1,4 +1,4 @@
-"""torch's less common losses as other operations, term by term as torch computes them; see `decompositions`."""
+"""Less common losses of torch as compositions of other operations, term by term; see `decompositions`."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def _multilabel_margin_loss(
     reduce: bool | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """A row of the target lists classes up to the first -1; all pairs of classes are compared at once."""
+    """Compare all pairs of classes at once; a row of the target lists classes up to the first -1."""
     classes = input.shape[-1]
     listed = (target >= 0).long().cumprod(-1)
     index = target.clamp_min(0)

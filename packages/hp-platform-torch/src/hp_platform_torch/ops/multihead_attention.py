@@ -45,7 +45,7 @@ def multi_head_attention(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Arguments and results as torch's; shapes `[length, batch, features]`, or without the batch.
+    """Compute multi-head attention; arguments and results as torch's, `[length, batch, features]` or without a batch.
 
     Raises:
         ShardingRuleError: extra keys and values (`bias_k`, `add_zero_attn`, `static_k`), or causal without a mask
@@ -83,7 +83,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: flo
 
 
 def _merged(attn_mask: Tensor | None, padding: Tensor | None, batch: Sequence[int], q: Tensor) -> Tensor | None:
-    """What to add to the scores `[batch, heads, length, keys]`."""
+    """Merge both masks into one that is added to the scores `[batch, heads, length, keys]`."""
     masks: list[Any] = []
     if attn_mask is not None:
         masks.append(attn_mask.reshape(*batch, *attn_mask.shape[1:]) if attn_mask.dim() == 3 else attn_mask)

@@ -1,4 +1,4 @@
-"""torch's functions, methods and operators under canonical names: those of the sharding rules."""
+"""Canonical names of torch's functions, methods and operators: the names that sharding rules are registered under."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ _IN_PLACE = frozenset(f"__i{name[3:]}" for name in _REFLECTED)
 
 
 def property_of(func: Callable[..., Any]) -> str | None:
-    """The tensor property that `func` gets, sets or deletes; None where it is no such accessor."""
+    """Return the name of the tensor property that `func` gets, sets or deletes; None where it is no accessor."""
     if getattr(func, "__name__", "") not in ("__get__", "__set__", "__delete__"):
         return None
     return getattr(func.__self__, "__name__", None)  # type: ignore[attr-defined]
 
 
 def canonical_name(func: Callable[..., Any]) -> tuple[str, bool]:
-    """(name, reflected): `Tensor.__iadd__` is `add_`; `__rsub__` is `sub` with its operands exchanged."""
+    """Return (name, reflected): `Tensor.__iadd__` is `add_`; `__rsub__` is `sub` with its operands exchanged."""
     if func in _RENAMED:
         return _RENAMED[func], False
     accessed = property_of(func)
@@ -87,7 +87,7 @@ def canonical_name(func: Callable[..., Any]) -> tuple[str, bool]:
 
 
 def names_of(name: str) -> list[str]:
-    """Functions, methods and properties of torch that have a canonical name."""
+    """List the functions, methods and properties of torch that have a canonical name, for documentation."""
     return sorted(_names().get(name, ())) or [
         f"{path}.{name}"
         for path, owner in (
@@ -111,7 +111,7 @@ def _names() -> dict[str, set[str]]:
 
 
 def function_named(name: str) -> Callable[..., Any] | None:
-    """torch's function of a canonical name, else its method or property; None where there is none."""
+    """Return torch's function of a canonical name, else its method or property; None where there is none."""
     renamed = next((func for func, other in _RENAMED.items() if other == name), None)
     if renamed is not None or name == "unfold":  # torch.nn.functional's is another operation
         return renamed or torch.Tensor.unfold

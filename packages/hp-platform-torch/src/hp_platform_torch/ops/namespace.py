@@ -1,4 +1,4 @@
-"""The `ops` namespace: torch's functions by the names of `hp_dtensor.platform.ops`, on plain tensors and DTensors."""
+"""The namespace `platform.ops`: torch's functions by the names of `hp_dtensor.platform.ops`, for any tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Number = int | float | bool
 
 
 def build_ops(default_device: Callable[[], torch.device]) -> SimpleNamespace:
-    """The namespace; creation functions put their results on `default_device()`."""
+    """Make the namespace; its creation functions put their results on `default_device()`."""
     return SimpleNamespace(**_SAME_IN_TORCH, **_ADAPTED, **_creation(default_device))
 
 

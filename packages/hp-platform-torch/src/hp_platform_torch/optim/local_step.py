@@ -48,7 +48,7 @@ _spec = operator.attrgetter("_spec")
 
 @functools.cache
 def install() -> None:
-    """Take part in the steps of torch's optimizers, through torch's hook before each of them."""
+    """Register torch's hook before every step of an optimizer, once in a process."""
     register_optimizer_step_pre_hook(_before_step)
 
 
@@ -63,7 +63,7 @@ def _before_step(
 
 
 class _StandIn:
-    """What torch's `step` takes for the optimizer: when asked for the parameter groups, it takes the step itself.
+    """Stand-in that torch's `step` takes for the optimizer; asked for the parameter groups, it takes the step itself.
 
     That is after the other hooks and the closure, which see DTensors and can change gradients.
     """
@@ -75,7 +75,7 @@ class _StandIn:
         self.defaults = optimizer.defaults
 
     def _accelerator_graph_capture_health_check(self) -> None:
-        """Left to the step itself."""
+        """Do nothing: the step itself checks."""
 
     def __getattr__(self, name: str) -> Any:
         if name != "param_groups":
@@ -103,12 +103,12 @@ def _take_step(optimizer: optim.Optimizer) -> None:
 
 @functools.cache
 def _without_hooks(kind: type[optim.Optimizer]) -> Callable[[optim.Optimizer], Any]:
-    """What torch has written as `step`, without its decorators: hooks, profiling, gradient mode."""
+    """Return the bare `step` of an optimizer class, without its decorators: hooks, profiling, gradient mode."""
     return inspect.unwrap(kind.step)
 
 
 def _all_local(optimizer: optim.Optimizer) -> tuple[_Plan | None, list[Any]]:
-    """The plan of a step that needs only local data, and the DTensors it works on."""
+    """Return the plan of a step that needs only local data, and the DTensors it works on; else None and nothing."""
     for group in optimizer.param_groups:
         if group["differentiable"] or TorchDTensor in map(type, (*group.values(), *group.get("betas", ()))):
             return None, []
@@ -122,7 +122,7 @@ def _all_local(optimizer: optim.Optimizer) -> tuple[_Plan | None, list[Any]]:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What a step finds as it was in the one before. Holds no state, which others may want to free.
+    """Layouts that a step expects to find as they were in the step before; holds no state, which others may free.
 
     Attributes:
         given: all parameters of the optimizer.
@@ -145,7 +145,7 @@ class _Plan:
     collected: dict[int, _Collected] = field(default_factory=dict)
 
     def tensors(self, optimizer: optim.Optimizer) -> list[Any] | None:
-        """All DTensors that a step works on; None where something is not as it was, or a gradient does not fit."""
+        """Return all DTensors that a step works on; None where something changed, or a gradient does not fit."""
         state = optimizer.state
         if self.needed != _needed(optimizer) or not (
             _are_same(self.given, _given(optimizer)) and _are_same(self.owners, state)
@@ -170,7 +170,7 @@ class _Plan:
         return found + distributed if fit else None
 
     def collector(self, optimizer: optim.Optimizer) -> Callable[..., Any]:
-        """`_init_group` for one step, which takes the groups in their order."""
+        """Return what stands for `_init_group` during one step, which goes through the groups in their order."""
         first = type(optimizer)._init_group.__get__(optimizer)  # type: ignore[attr-defined]
         if len(self.parameters) < len(self.given) or (self.owners and not _are_same(self.given, self.owners)):
             return first
@@ -194,7 +194,7 @@ class _Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Collected:
-    """What torch's `_init_group` made of a group whose parameters all have dense gradients.
+    """Result of torch's `_init_group` for a group whose parameters all have dense gradients.
 
     Attributes:
         options: of the group, as far as they decide.
@@ -214,7 +214,7 @@ class _Collected:
         grads: list[Any],
         lists: Sequence[list[Any]],
     ) -> bool:
-        """Fill the lists as before; False, and nothing done, where gradients are missing or sparse."""
+        """Fill the lists as in the step before; return False, and do nothing, where gradients are missing or sparse."""
         dense = [grad for x in group["params"] if (grad := x.grad) is not None and not grad.is_sparse]
         if len(dense) < len(group["params"]):
             return False
@@ -227,7 +227,7 @@ class _Collected:
 
 
 def _options(group: Mapping[str, Any]) -> list[Any]:
-    """Options of a group, those that schedules change by no more than `_init_group` looks at."""
+    """Return the options of a group that decide what `_init_group` does; of numbers, whether they are zero."""
     given = [bool(x) if type(x) is float else x for name, x in group.items() if name not in _NOT_COLLECTED]
     return [type(group["lr"]), *given]
 
@@ -236,7 +236,7 @@ _NOT_COLLECTED = frozenset({"params", "lr", "initial_lr", "betas"})
 
 
 def _names(states: Sequence[Mapping[str, Any]], lists: Sequence[list[Any]]) -> list[str | None] | None:
-    """Which kind of state each list holds; None where one holds something else."""
+    """Return the kind of state that each list holds; None where one holds something else."""
     names: list[str | None] = []
     for values in lists:
         kinds = [name for own in states[:1] for name in own if _are_same(values, [own.get(name) for own in states])]
@@ -247,7 +247,7 @@ def _names(states: Sequence[Mapping[str, Any]], lists: Sequence[list[Any]]) -> l
 
 
 def _plan(optimizer: optim.Optimizer) -> _Plan | None:
-    """None where a step needs more than local data."""
+    """Make the plan of the coming step; None where it needs more than local data."""
     state, needed, given = optimizer.state, _needed(optimizer), _given(optimizer)
     parameters = list(filter(_is_dtensor, given))
     if any(x._spec.is_partial for x in parameters):
@@ -266,7 +266,7 @@ def _plan(optimizer: optim.Optimizer) -> _Plan | None:
 
 
 def _slots(spec: TensorSpec, state: Mapping[str, Any]) -> list[str] | None:
-    """The entries of a parameter's state that are laid out as it is; None where others are more than a number."""
+    """Return the names of state laid out as its parameter; None where other state is more than a number."""
     tensors = {name: x for name, x in state.items() if isinstance(x, Tensor)}
     names = [name for name, x in tensors.items() if _is_dtensor(x) and _fits(x, spec)]
     others = [x for name, x in tensors.items() if name not in names]
@@ -274,7 +274,7 @@ def _slots(spec: TensorSpec, state: Mapping[str, Any]) -> list[str] | None:
 
 
 def _needed(optimizer: optim.Optimizer) -> list[str | None]:
-    """Per group, the entry of a parameter's state without which a step makes that state."""
+    """Return, per group, the entry of state without which a step would make the state; None if it makes none."""
     if type(optimizer) is not optim.SGD:
         return ["step"] * len(optimizer.param_groups)
     return ["momentum_buffer" if group["momentum"] else None for group in optimizer.param_groups]
@@ -300,7 +300,7 @@ def _are_same(a: Sequence[Any], b: Collection[Any]) -> bool:
 
 
 def _fits(x: Any, spec: TensorSpec) -> bool:
-    """Whether `x` is laid out as `spec` says, where it is a DTensor."""
+    """Tell whether `x` is laid out as `spec` says, or is no DTensor."""
     if type(x) is not TorchDTensor:
         return True
     return (x._spec.mesh, x._spec.placements, x._spec.shape) == (spec.mesh, spec.placements, spec.shape)

@@ -1,4 +1,4 @@
-"""`torch.autograd.Function.apply` and reentrant checkpoints, whose backward gets what their forward did not see."""
+"""Replacements around `torch.autograd.Function`, whose backward gets local gradients of what forward saw whole."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ _TRANSPARENT = ("torch.utils.checkpoint", "torch.distributed.fsdp", "torch.distr
 
 
 def asking_for_dtensors(apply: Any) -> Any:
+    """Return `Function.apply` that refuses DTensors, but in torch's own checkpoints and module hooks."""
     plain = getattr(apply, "__func__", apply)  # torch 2.15's is C++'s own class method, which takes the class as it is
 
     @functools.wraps(plain)
@@ -54,7 +55,10 @@ def _refuse_function(cls: type, x: TorchDTensor) -> NoReturn:
 
 
 def _refuse_contributions(outputs: Any) -> None:
-    """The backward of a reentrant checkpoint gets gradients of what ranks contribute: of a sum alone, those of it."""
+    """Refuse results whose contributions have other gradients than the whole: all partial ones but sums.
+
+    The backward of a reentrant checkpoint would take the one for the other.
+    """
     for x in tree_leaves(outputs):
         if type(x) is TorchDTensor and x.requires_grad and not has_gradient(x.spec):
             raise ShardingRuleError(
@@ -65,7 +69,7 @@ def _refuse_contributions(outputs: Any) -> None:
 
 
 def giving_shards(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """The backward of a reentrant checkpoint finds DTensors as gradients of its inputs; autograd takes local ones."""
+    """Unwrap the gradients that a reentrant checkpoint returns: DTensors, where autograd takes local ones."""
 
     @functools.wraps(backward)
     def giving(*args: Any) -> tuple[Any, ...]:
@@ -75,7 +79,7 @@ def giving_shards(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_dtensor_hooks(outputs: tuple[Tensor, ...], inputs: Sequence[Any]) -> tuple[Tensor, ...]:
-    """The results of the identity that carries a module's backward hooks, which get gradients as DTensors."""
+    """Let hooks registered on the identity that carries a module's backward hooks get gradients as DTensors."""
     specs = [x._spec if type(x) is TorchDTensor else None for x in inputs]
     node = next((x.grad_fn for x in outputs if x.grad_fn is not None), None)
     if node is not None:

@@ -1,4 +1,4 @@
-"""Whether the backward that runs was told the inputs whose gradients it is for: torch does not say so inside of it."""
+"""Notes on the backward that runs: torch does not say inside of it whether it was told inputs (`inputs=`)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-# Of each thread that waits for backwards, one within another, whether each was told inputs.
+# Thread -> for each backward that it waits for, the innermost last, whether it was told inputs.
 _waiting: dict[int, list[bool]] = {}
 
 
 def are_named() -> bool:
-    """Whether it is that of `torch.autograd.grad` or of `backward(inputs=...)`; of several, the innermost."""
+    """Tell whether the innermost backward is that of `torch.autograd.grad` or of `backward(inputs=...)`."""
     own = _waiting.get(threading.get_ident())
     if own:
         return own[-1]
@@ -22,7 +22,7 @@ def are_named() -> bool:
 
 
 def noting(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.autograd._engine_run_backward`, of which every call is noted."""
+    """Return `torch.autograd._engine_run_backward` that notes every call while it runs."""
 
     @functools.wraps(run)
     def noted(

@@ -26,6 +26,8 @@ EXPORTS_A_SHARD = "would give this rank's shard; say so with x.to_local()"
 
 
 def refusing(function: Callable[..., Any], name: str, effect: str) -> Callable[..., Any]:
+    """Return `function` that refuses a DTensor as its first argument; the error says `name` and `effect`."""
+
     @functools.wraps(function)
     def refused(x: Any, *args: Any, **kwargs: Any) -> Any:
         if type(x) is TorchDTensor:
@@ -36,6 +38,8 @@ def refusing(function: Callable[..., Any], name: str, effect: str) -> Callable[.
 
 
 def refusing_arguments(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return `method` that refuses DTensors anywhere among its arguments."""
+
     @functools.wraps(method)
     def refused(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_intercepting():
@@ -48,6 +52,8 @@ def refusing_arguments(method: Callable[..., Any], name: str) -> Callable[..., A
 
 
 def refusing_source(set_: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `Tensor.set_` of plain tensors that refuses a DTensor as the source of the storage."""
+
     @functools.wraps(set_)
     def refused(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         for x in (*args, *kwargs.values()):
@@ -59,7 +65,7 @@ def refusing_source(set_: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refusing_to_trace(trace: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Neither among the inputs nor among the parameters of a module."""
+    """Return `trace` that refuses DTensors among its inputs and among the parameters of modules given to it."""
 
     @functools.wraps(trace)
     def refused(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Functions of torch that make or fill tensors in C++: of values that DTensors hold, or of the whole at once."""
+"""Replacements of functions that make a plain tensor of a DTensor's value, or fill the whole tensor at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Tensor = torch.Tensor
 
 
 def taking_numbers(new_full: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A DTensor without dimensions as the value is that of the whole, as in `float(x)`: every rank calls it."""
+    """Return `new_full` that takes a DTensor without dimensions for its number, as `float(x)`: every rank calls it."""
 
     @functools.wraps(new_full)
     def filled(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -29,6 +29,8 @@ def _number(x: Any) -> Any:
 
 
 def copying_as_new(new_tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return `new_tensor` that makes a DTensor of a DTensor, placed alike."""
+
     @functools.wraps(new_tensor)
     def copied(self: Tensor, data: Any, **options: Any) -> Tensor:
         if type(data) is TorchDTensor and is_intercepting():
@@ -48,7 +50,7 @@ def _copy(
 
 
 def keeping_the_shard(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Every rank fills the whole, from generators that are in step, and keeps its shard: one parameter at a time."""
+    """Return an initialiser of DTensors: every rank fills the whole, from generators in step, and keeps its shard."""
 
     @functools.wraps(function)
     def filled(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""The table of everything in torch that this platform replaces, and why; installed when the platform is first made.
+"""Table of everything in torch that this platform replaces, and why; installed when the platform is first made.
 
 A replacement asks whether a DTensor is among its arguments. Where none is, it calls torch's own function with what it
 was given: to plain tensors nothing happens.
@@ -35,7 +35,7 @@ class Patch:
     replacement: Callable[[Any], Any]
 
     def place(self) -> tuple[Any, str]:
-        """The module or class that holds the function, and its name there."""
+        """Return the module or class that holds the function, and its name there."""
         owner, _, attribute = self.name.rpartition(".")
         return pkgutil.resolve_name(owner), attribute
 
@@ -156,6 +156,6 @@ def install() -> Mapping[str, Any]:
 
 
 def as_markdown() -> str:
-    """The table as the README of this package shows it."""
+    """Return the table as the README of this package shows it."""
     rows = [f"| `{entry.name}` | {entry.why} | {entry.dtensors} |" for entry in (*PATCHES, *REGISTRATIONS)]
     return "\n".join(["| in torch | without it | DTensors |", "|---|---|---|", *rows])

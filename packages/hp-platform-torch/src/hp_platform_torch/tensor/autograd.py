@@ -1,4 +1,4 @@
-"""The two kinds of autograd node that everything differentiable here is made of."""
+"""Two kinds of autograd node: linear maps with a dual, and functions with a given backward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Map = Callable[[torch.Tensor], torch.Tensor]
 
 
 def linear_map(x: torch.Tensor, forward: Map, backward: Map) -> torch.Tensor:
-    """`forward(x)`, a linear map whose gradient is its dual `backward`; differentiable any number of times."""
+    """Apply `forward`, a linear map whose gradient is its dual `backward`; differentiable any number of times."""
     if torch.is_grad_enabled() and x.requires_grad:
         return _LinearMap.apply(x, forward, backward)
     with torch.no_grad():
@@ -19,7 +19,7 @@ def linear_map(x: torch.Tensor, forward: Map, backward: Map) -> torch.Tensor:
 
 
 def _no_view(result: torch.Tensor) -> torch.Tensor:
-    """`result` of a node, which may be written in place on every rank: torch refuses to write views that nodes give."""
+    """Detach a view from its base: results of a node may be written in place, and torch refuses to write such views."""
     return result.detach() if result._is_view() else result
 
 
@@ -40,7 +40,7 @@ class _LinearMap(torch.autograd.Function):
 def custom_function(
     forward: Callable[..., Any], backward: Callable[..., Any], *inputs: torch.Tensor
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """`forward(*inputs)` as one node with the given backward; see `Platform.custom_function`."""
+    """Run `forward(*inputs)` as one node with the given backward; see `Platform.custom_function`."""
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     anchor = _Anchor.apply(*inputs) if recorded else None
     return _CustomFunction.apply(forward, backward, anchor, *inputs)
@@ -75,7 +75,7 @@ class _CustomFunction(torch.autograd.Function):
 
 
 class _Anchor(torch.autograd.Function):
-    """Nothing, at the place in the graph that tensors have, and without keeping their data."""
+    """Empty tensor that depends on tensors in the graph without keeping their data."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
@@ -87,7 +87,7 @@ class _Anchor(torch.autograd.Function):
 
 
 def _differentiated_once(grad: torch.Tensor | None, depends_on: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """`grad` as something whose derivative with respect to what it depends on, which is not recorded, is refused."""
+    """Return `grad` as the result of a node that refuses to be differentiated: its derivative is not recorded."""
     return None if grad is None else _Refusal.apply(grad, *depends_on)
 
 

@@ -1,4 +1,4 @@
-"""torch's functions of autograd on DTensors: `backward`, `torch.autograd.grad`, and hooks."""
+"""Handlers of torch's autograd functions: `backward`, `torch.autograd.grad`, and hooks of tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Tensor = torch.Tensor
 
 
 def _backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """`torch.Tensor.backward`. Interception stays on, so that hooks and recomputation see DTensors."""
+    """Handle `torch.Tensor.backward`. Interception stays on, so that hooks and recomputation see DTensors."""
     _run_backward(*args, **kwargs)
 
 
@@ -39,7 +39,7 @@ def _run_backward(
 
 
 def _backward_of_several(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """`torch.autograd.backward`."""
+    """Handle `torch.autograd.backward` of one or several tensors."""
     call = inspect.signature(func).bind(*args, **kwargs).arguments
     outputs = _listed(call.pop("tensors"))
     seeds = call.pop("grad_tensors", None)
@@ -52,7 +52,7 @@ def _backward_of_several(func: Callable[..., Any], args: tuple[Any, ...], kwargs
 
 
 def _accumulating(x: Any) -> Any:
-    """`_edge` of a tensor that is to get a `grad`."""
+    """Return the `_edge` of a tensor that is to get a `grad`; refuse one past which part of the gradient goes."""
     if isinstance(x, TorchDTensor) and shortcut_views(x):
         raise GradientPathError(
             f"backward with {x._spec!r} among its inputs: part of its gradient goes straight to what it was "
@@ -62,7 +62,7 @@ def _accumulating(x: Any) -> Any:
 
 
 def _edge(x: Any) -> Any:
-    """A DTensor by its place in the graph: its gradient is wanted, no operation on it intercepted."""
+    """Return the place of a DTensor in the graph, so that asking for its gradient is no operation on it."""
     if not isinstance(x, TorchDTensor):
         return x
     with LocalOperations():
@@ -70,7 +70,7 @@ def _edge(x: Any) -> Any:
 
 
 def _autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """`torch.autograd.grad`: gradients of DTensors are DTensors."""
+    """Handle `torch.autograd.grad`: gradients of DTensors are DTensors."""
     call = inspect.signature(func).bind(*args, **kwargs).arguments
     outputs, inputs = _listed(call.pop("outputs")), _listed(call.pop("inputs"))
     check_reached("torch.autograd.grad", inputs)
@@ -93,7 +93,7 @@ def _autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
 
 
 def _joined(inputs: Sequence[Any], past: Sequence[Any], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """One gradient per input of those through it and, further on in `grads`, those that went past it."""
+    """Return one gradient per input: the one through it plus those in the rest of `grads` that went past it."""
     rest = iter(grads[len(inputs) :])
     return [
         with_shortcuts(x, grad, [(axes, next(rest)) for axes, _ in views]) if views else grad
@@ -112,7 +112,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The hook gets, and may return, the gradient as a DTensor."""
+    """Handle `Tensor.register_hook`: the hook gets, and may return, the gradient as a DTensor."""
     x, hook = inspect.signature(func).bind(*args, **kwargs).args
     check_hook(x)
     spec = x._spec

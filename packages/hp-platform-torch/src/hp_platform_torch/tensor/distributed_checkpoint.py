@@ -1,4 +1,4 @@
-"""DTensors in `torch.distributed.checkpoint`: which parts this rank holds, and the memory they are read from or into.
+"""DTensors in `torch.distributed.checkpoint`: the boxes that this rank holds, and their memory.
 
 `TorchDTensor` has the three methods by which torch asks any tensor for this; parts are boxes, so every way to cut a
 tensor goes, ragged and strided ones too.
@@ -25,14 +25,14 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def chunks(spec: TensorSpec) -> list[ChunkStorageMetadata]:
-    """The boxes that this rank holds."""
+    """Return the boxes of the tensor that this rank holds."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     return [ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)) for offset, shape in _boxes(spec)]
 
 
 def write_items(name: str, spec: TensorSpec, local: Tensor) -> list[WriteItem]:
-    """What this rank would write; torch leaves out what another rank writes too."""
+    """Return an item for each box that this rank could write; torch leaves out what another rank writes too."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -48,7 +48,7 @@ def write_items(name: str, spec: TensorSpec, local: Tensor) -> list[WriteItem]:
 
 
 def part(spec: TensorSpec, local: Tensor, index: MetadataIndex) -> Tensor:
-    """The view of the local data that is the box at `index.offset`."""
+    """Return the view of the local data that is the box at `index.offset`."""
     if not math.prod(spec.shape):
         return local.new_empty(spec.shape)
     for start, (offset, shape) in zip(_local_starts(spec), _boxes(spec), strict=True):
@@ -60,7 +60,7 @@ def part(spec: TensorSpec, local: Tensor, index: MetadataIndex) -> Tensor:
 
 
 def _boxes(spec: TensorSpec) -> list[Box]:
-    """One for each combination of ranges; a tensor without elements is one box, that its shape may be written."""
+    """Return a box for each combination of ranges; one for a tensor without elements, so that its shape is written."""
     if spec.is_partial:
         raise PlacementError(f"a checkpoint of partial values, {spec!r}: reduce them first, x.reduce_partial()")
     if spec.mesh.get_coordinate() is None:
@@ -74,7 +74,7 @@ def _boxes(spec: TensorSpec) -> list[Box]:
 
 
 def _local_starts(spec: TensorSpec) -> list[tuple[int, ...]]:
-    """Where each box begins in the local data."""
+    """Return the offset of each box in the local data."""
     return list(itertools.product(*map(_starts, spec.ranges())))
 
 

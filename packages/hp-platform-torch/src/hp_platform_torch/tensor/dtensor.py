@@ -51,7 +51,7 @@ _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class TorchDTensor(HostValues, DTensor, torch.Tensor):
-    """DTensor on torch; made by `wrap`, never by its constructor. See `hp_dtensor.DTensor`."""
+    """DTensor on torch: the local shard as a tensor, with a spec; made by `wrap`. See `hp_dtensor.DTensor`."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError("a DTensor is made by hp_dtensor.distribute_tensor or DTensor.from_local")
@@ -131,7 +131,7 @@ class TorchDTensor(HostValues, DTensor, torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Reached by partial numbers alone, see `adopt`: what torch reads unasked is the number of the whole."""
+        """Give torch the number of the whole where it reads one unasked; reached by partial numbers, see `adopt`."""
         if func in READS_NUMBER and is_intercepting():
             return args[0].item()
         with LocalOperations(), _BelowDispatch():
@@ -226,10 +226,10 @@ class TorchDTensor(HostValues, DTensor, torch.Tensor):
 
     @property
     def _post_accumulate_grad_hooks(self) -> Any:
-        """Where `register_post_accumulate_grad_hook` puts hooks.
+        """Hooks that `register_post_accumulate_grad_hook` has added.
 
-        Where another than autograd sets the gradient, and calls them, autograd does not know of them: it would call
-        them with what it has itself.
+        Where hp-fsdp sets the gradient, it calls them, and autograd must not know of them: it would call them with
+        its own part of the gradient.
         """
         if self._gradient_from:
             return self.__dict__.get("_gradient_hooks")
@@ -271,7 +271,7 @@ class TorchDTensor(HostValues, DTensor, torch.Tensor):
         create_graph: bool = False,
         inputs: Sequence[Tensor] | None = None,
     ) -> None:
-        """As `torch.Tensor.backward`; a partial result needs no reduction first, each rank drives its own part.
+        """Accumulate gradients, as `torch.Tensor.backward`; of a partial loss each rank drives its own part.
 
         Args:
             gradient: a DTensor of any placements, or the local gradient; None for a scalar.
@@ -309,7 +309,7 @@ class TorchDTensor(HostValues, DTensor, torch.Tensor):
         return twin
 
     def __copy__(self) -> TorchDTensor:
-        """Another tensor over the same data, outside the graph."""
+        """Return another tensor over the same data, outside the graph."""
         twin = adopt(unwrap(self.detach()), self._spec).requires_grad_(self.requires_grad)
         if getattr(self, "_is_param", False):
             twin._is_param = True
@@ -334,7 +334,7 @@ class TorchDTensor(HostValues, DTensor, torch.Tensor):
 
 
 def wrap(local: Tensor, spec: TensorSpec) -> TorchDTensor:
-    """`local` as a DTensor; `local` itself stays plain.
+    """Return `local` as a DTensor; `local` itself stays plain.
 
     A leaf must be no view: of one that is, torch loses the gradient once a view of it is written under `no_grad`.
     """
@@ -348,7 +348,7 @@ def _is_read_unasked(result: Tensor, spec: TensorSpec) -> bool:
 
 
 def adopt_output(result: Tensor, spec: TensorSpec) -> TorchDTensor:
-    """`adopt` for one of several results of an operation, which autograd may have saved: positions, say.
+    """Adopt one of several results of an operation, which autograd may have saved: positions, say.
 
     A hook gets a saved result that requires no gradient as the object it is, which must stay the local tensor.
     """
@@ -358,7 +358,7 @@ def adopt_output(result: Tensor, spec: TensorSpec) -> TorchDTensor:
 
 
 def adopt(result: Tensor, spec: TensorSpec) -> TorchDTensor:
-    """`result`, which nobody else holds, turned into a DTensor.
+    """Turn `result`, which nobody else holds, into a DTensor.
 
     torch takes tensors without dimensions for numbers (`torch.full((2,), x)`, `alpha=x`), unless they require a
     gradient, and does not ask `__torch_function__`. Made by `as_subclass`, partial ones pass `__torch_dispatch__`.
@@ -372,7 +372,7 @@ def adopt(result: Tensor, spec: TensorSpec) -> TorchDTensor:
 
 
 def unwrap(x: Tensor) -> Tensor:
-    """The local data of a DTensor as a plain tensor; a plain tensor as it is."""
+    """Return the local data of a DTensor as a plain tensor; a plain tensor as it is."""
     if not isinstance(x, TorchDTensor):
         return x
     with LocalOperations():
@@ -380,17 +380,17 @@ def unwrap(x: Tensor) -> Tensor:
 
 
 def wrap_gradient(spec: TensorSpec, local: Tensor) -> TorchDTensor:
-    """The local gradient of a value of `spec` as a DTensor."""
+    """Return the local gradient of a value of `spec` as a DTensor."""
     return wrap(as_replicated(spec, local), with_dtype(shown_grad_spec(spec), local.dtype))
 
 
 def unwrap_gradient(spec: TensorSpec, grad: Tensor) -> Tensor:
-    """The local gradient of a value of `spec`; a plain tensor is that already."""
+    """Return the local gradient of a value of `spec`; a plain tensor is that already."""
     return as_contributed(spec, unwrap(grad)) if isinstance(grad, TorchDTensor) else grad
 
 
 def _as_gradient(x: TorchDTensor, value: Tensor) -> TorchDTensor:
-    """`value` (a DTensor, or a local shard) as the gradient of `x`."""
+    """Return `value` (a DTensor, or a local shard) as the gradient of `x`."""
     wanted = shown_grad_spec(x._spec)
     if not isinstance(value, TorchDTensor):
         if tuple(value.shape) != wanted.local_shape:

@@ -1,4 +1,4 @@
-"""torch functions that no sharding rule is about: accessors, autograd, and operations on lists of tensors."""
+"""Handlers of torch's functions that no sharding rule decides: accessors, autograd, lists of tensors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _TENSOR_VALUED_PROPERTIES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 
 
 def handler_of(func: Callable[..., Any]) -> Handler | None:
-    """The handler of a function; None where a sharding rule decides."""
+    """Return the handler of a function; None where a sharding rule decides."""
     accessed = property_of(func)
     if accessed is not None and func not in DECOMPOSED:
         return None if accessed in _TENSOR_VALUED_PROPERTIES else locally
@@ -56,8 +56,10 @@ def handler_of(func: Callable[..., Any]) -> Handler | None:
 
 
 def _below_autograd(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """An operation of the dispatcher's: a custom one, or what dispatch modes call in backward with what autograd has
-    saved, not knowing shards."""
+    """Handle an operation of torch's dispatcher: a custom one, or one that a dispatch mode calls in a backward.
+
+    Such a mode works with what autograd has saved and does not know of shards.
+    """
     if func in READS_NUMBER:
         return args[0].item()
     platform = first_spec(args, kwargs).mesh.platform
@@ -77,7 +79,7 @@ def _run_decomposed(function: Callable[..., Any], args: tuple[Any, ...], kwargs:
 
 
 def _detach(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TorchDTensor:
-    """No rule has a say: the result must share the storage, whatever the placements."""
+    """Handle `detach`: the result shares the storage, whatever the placements, so no rule may redistribute."""
     x: TorchDTensor = args[0] if args else kwargs["input"]
     with LocalOperations():
         result = torch.Tensor.detach(x)
@@ -100,8 +102,10 @@ def _like_other(method: str) -> Handler:
 
 
 def _view_as_it_is(x: Tensor) -> Tensor:
-    """Of any placements: torch makes such views of what an `autograd.Function` hands on, and takes their gradients for
-    those of `x`."""
+    """Return a view of `x` of its own shape, whatever the placements.
+
+    torch makes such views of what an `autograd.Function` hands on, and takes their gradients for those of `x`.
+    """
     if not isinstance(x, TorchDTensor):
         return x.view(x.shape)
     with LocalOperations():
@@ -111,13 +115,13 @@ def _view_as_it_is(x: Tensor) -> Tensor:
 
 
 def _equal(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """`torch.equal`; every rank must call it, as it communicates."""
+    """Handle `torch.equal`, which communicates: every rank must call it."""
     x, y = inspect.signature(lambda input, other: None).bind(*args, **kwargs).args
     return x.shape == y.shape and bool((x == y).all())
 
 
 def _allclose(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """`torch.allclose`; every rank must call it, as it communicates."""
+    """Handle `torch.allclose`, which communicates: every rank must call it."""
     return bool(torch.isclose(*args, **kwargs).all())
 
 
@@ -127,7 +131,7 @@ def _number_of_elements(func: Callable[..., Any], args: tuple[Any, ...], kwargs:
 
 
 def _initialize(method: str) -> Handler:
-    """torch passes on a function of `torch.nn.init` with keywords of its own: the method that it stands for."""
+    """Make the handler of a function of `torch.nn.init`, which torch passes on with keywords of its own: `method`."""
 
     def handler(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         values = dict(kwargs)

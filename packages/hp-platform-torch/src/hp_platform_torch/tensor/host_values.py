@@ -12,7 +12,7 @@ Tensor = torch.Tensor
 
 
 class HostValues:
-    """The methods of a DTensor that give Python numbers and NumPy arrays of the whole tensor.
+    """Methods of a DTensor that give Python numbers and NumPy arrays of the whole tensor.
 
     Each communicates unless the tensor is replicated, so every rank of the mesh must call it.
     """
@@ -20,15 +20,15 @@ class HostValues:
     _spec: Any
 
     def item(self) -> Any:
-        """The value of a one-element tensor. Communicates unless replicated: every rank must call it."""
+        """Return the value of a one-element tensor."""
         return _whole("item", self).item()
 
     def tolist(self) -> Any:
-        """All values; communicates as `item` does."""
+        """Return all values as nested lists."""
         return _whole("tolist", self).tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The whole tensor; communicates as `item` does."""
+        """Return the whole tensor as a NumPy array."""
         return (_whole("numpy", self) if force else gathered("numpy", self)).numpy(force=force)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:

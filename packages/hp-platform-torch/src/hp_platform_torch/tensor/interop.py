@@ -1,7 +1,7 @@
-"""To and from torch's own DTensor and DeviceMesh, without copying data, over the same process groups.
+"""Conversions to and from torch's own DTensor and DeviceMesh, without copies, over the same process groups.
 
 So torch's tools take our tensors. `torch.distributed.checkpoint` needs this for its `async_save` only: `save` and
-`load` take DTensors as they are (`checkpointing.py`).
+`load` take DTensors as they are (`distributed_checkpoint.py`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _torch_meshes: WeakKeyDictionary[World, dict[DeviceMesh, TorchMesh]] = WeakKeyDi
 
 
 def to_torch_dtensor(x: Any) -> TorchDTensor:
-    """`x` as torch's DTensor: the same memory, differentiable.
+    """Return `x` as torch's DTensor: the same memory, differentiable.
 
     Raises:
         PlacementError: ragged shards, which torch does not have; a partial avg, max, min or product with a gradient.
@@ -66,7 +66,7 @@ def to_torch_dtensor(x: Any) -> TorchDTensor:
 
 
 def from_torch_dtensor(x: TorchDTensor, platform: Platform | None = None) -> Any:
-    """torch's DTensor as ours: the same memory, differentiable.
+    """Return torch's DTensor as ours: the same memory, differentiable.
 
     Raises:
         PlacementError: placements of torch's that have no counterpart; a partial avg, max, min or product with a
@@ -82,7 +82,10 @@ def from_torch_dtensor(x: TorchDTensor, platform: Platform | None = None) -> Any
 
 
 def _check_gradient(what: str, x: torch.Tensor, spec: TensorSpec) -> None:
-    """torch's gradient of a partial value is that of the whole, ours that of this rank's part: alike for sums only."""
+    """Refuse a gradient through a partial value that is no sum.
+
+    torch's gradient of a partial value is that of the whole, ours that of this rank's part: alike for sums only.
+    """
     if x.requires_grad and torch.is_grad_enabled() and not has_gradient(spec):
         placement = next(p for p in spec.placements if p.is_partial() and p != Partial())
         raise PlacementError(
@@ -92,7 +95,7 @@ def _check_gradient(what: str, x: torch.Tensor, spec: TensorSpec) -> None:
 
 
 def to_torch_state_dict(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict (nested ones too) with its DTensors as torch's, over the same memory; everything else as it is.
+    """Return a state dict (nested ones too) with its DTensors as torch's, over the same memory, the rest as it is.
 
     Raises:
         PlacementError: ragged shards, which torch does not have.
@@ -112,7 +115,7 @@ def _converted(value: Any) -> Any:
 
 
 def to_torch_placements(placements: tuple[Placement, ...]) -> tuple[TorchPlacement, ...]:
-    """Our placements as torch's; a ragged shard that happens to be in chunk order is torch's `Shard`.
+    """Return our placements as torch's; a ragged shard that happens to be in chunk order is torch's `Shard`.
 
     Raises:
         PlacementError: other ragged shards.
@@ -141,7 +144,7 @@ def _to_torch(placement: Placement) -> TorchPlacement:
 
 
 def from_torch_placements(placements: tuple[TorchPlacement, ...]) -> tuple[Placement, ...]:
-    """torch's placements as ours.
+    """Return torch's placements as ours.
 
     Raises:
         PlacementError: those that have no counterpart, such as the ones inside torch's own embedding.
@@ -166,7 +169,7 @@ def _from_torch(placement: TorchPlacement) -> Placement:
 
 
 def to_torch_mesh(mesh: DeviceMesh) -> TorchMesh:
-    """`mesh` as torch's, over the same process groups; the same object each time.
+    """Return `mesh` as torch's, over the same process groups; the same object each time.
 
     Raises:
         MeshError: ranks that are simulated or alone, or this rank is outside the mesh.
@@ -194,7 +197,7 @@ def to_torch_mesh(mesh: DeviceMesh) -> TorchMesh:
 
 
 def from_torch_mesh(mesh: TorchMesh, platform: Platform | None = None) -> DeviceMesh:
-    """torch's mesh as ours, over the same process groups.
+    """Return torch's mesh as ours, over the same process groups.
 
     Where the program has started torch.distributed by itself, the platform joins that job first.
 
@@ -235,7 +238,7 @@ def _share(world: World, ranks: tuple[int, ...], group: dist.ProcessGroup) -> No
 
 
 def torch_group(group: ProcessGroup, device_type: str) -> dist.ProcessGroup:
-    """A group as one that torch's functions take, around the same backend.
+    """Return a group as one that torch's functions take, around the same backend.
 
     `dist.new_group` would make a second connection, and every rank of the job would have to come to it.
     """

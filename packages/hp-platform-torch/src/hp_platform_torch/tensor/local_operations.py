@@ -13,7 +13,7 @@ run_locally = torch._C._disabled_torch_function_impl  # (function, types, args):
 
 
 class NoGrad:
-    """`torch.no_grad()` at a third of its cost on the host, for what runs several times per module and step."""
+    """Context like `torch.no_grad()` at a third of its cost, for what runs several times per module and step."""
 
     __slots__ = ("_before",)
 
@@ -26,6 +26,6 @@ class NoGrad:
 
 
 def locally(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The handler of what the local tensor answers, the result returned as it is."""
+    """Handle a function that the local tensor answers; the result is returned as it is."""
     with LocalOperations():
         return func(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""torch functions as `TorchDTensor` sees them: what runs them, and the plans that are kept for their calls."""
+"""Torch's functions as `TorchDTensor` sees them: their names, handlers and local forms, and plans of their calls."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SAVE_NOTHING = frozenset({"add", "add_", "sub", "sub_"})
 
 
 class _DirectRun:
-    """How a call runs without its plan, where the operation takes local data without redistribution.
+    """Shortcut of a call that runs without its plan, where the operation takes local data without redistribution.
 
     Attributes:
         spec: that of the result.
@@ -53,7 +53,7 @@ class _DirectRun:
         self.as_given = not views and static is None and not is_number
 
     def viewed(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """The arguments with varying views."""
+        """Return the arguments with varying views in place of those that need them."""
         result = list(args)
         with LocalOperations():
             for position, axes in self.views:
@@ -86,7 +86,7 @@ _KINDS = ArgumentKinds(
 
 
 class Operation(operations_by_name.Operation):
-    """One torch function as seen by `__torch_function__`; with a keyword `inplace` that is true, another one.
+    """One function of torch as `__torch_function__` sees it; with `inplace=True` it is another operation.
 
     Attributes:
         call: runs it on arguments in canonical order.
@@ -129,11 +129,11 @@ class Operation(operations_by_name.Operation):
         self.several: Callable[..., Any] | None = getattr(torch.return_types, self.name, None)
 
     def named(self, result: Any) -> Any:
-        """Results with the names that torch gives them, where a rule has put them together."""
+        """Give several results the names that torch has for them (`values`, `indices`), where a rule made a tuple."""
         return self.several(result) if type(result) is tuple and self.several is not None else result
 
     def call_with_plain(self, *args: Any, **kwargs: Any) -> Any:
-        """`call` where hooks take the tensors that autograd saves, such as those of activation checkpointing.
+        """Run `call` where hooks take the tensors that autograd saves, such as those of activation checkpointing.
 
         A hook gets an argument that requires no gradient as the object it is. It would look at a DTensor now,
         inside the operation, and see the local shape, and later, in backward, the global one.
@@ -194,7 +194,7 @@ class Operation(operations_by_name.Operation):
 
 
 def run_into(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What `call` gives without its keyword `out`, written into the tensors given as that."""
+    """Run `call` without its keyword `out` and write the result into the tensors given as that."""
     rest, out = dict(kwargs), kwargs["out"]
     del rest["out"]
     result = call(*args, **rest)
@@ -204,7 +204,7 @@ def run_into(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
 
 
 def _written(out: Tensor, result: Tensor) -> Tensor:
-    """`out` with the values of `result`, which torch would not broadcast to it either."""
+    """Write `result` into `out`; refuse what would need broadcasting, as torch does."""
     if out.shape != result.shape or not torch.can_cast(result.dtype, out.dtype):
         raise ShardingRuleError(
             f"out= takes a tensor {list(result.shape)} to which {result.dtype} can be cast, as the result is; "
@@ -214,12 +214,12 @@ def _written(out: Tensor, result: Tensor) -> Tensor:
 
 
 def is_partial_number(spec: TensorSpec) -> bool:
-    """Whether it has no dimensions and several ranks hold parts of its value."""
+    """Tell whether a tensor of `spec` has no dimensions and several ranks hold parts of its value."""
     return spec.is_partial and not spec.shape
 
 
 def _views_only(moves: Sequence[Move]) -> tuple[tuple[int, tuple[int, ...]], ...] | None:
-    """(position, axes) per move where all of them are varying views of positional arguments, else None."""
+    """Return (position, axes) per move where all are varying views of positional arguments, else None."""
     found = []
     for move in moves:
         position, *inside = move.location
@@ -230,7 +230,7 @@ def _views_only(moves: Sequence[Move]) -> tuple[tuple[int, tuple[int, ...]], ...
 
 
 def _plain_where_constant(value: Any) -> Any:
-    """`value` with the DTensors in it that require no gradient as plain tensors; inside `LocalOperations`."""
+    """Unwrap the DTensors in `value` that require no gradient; call it inside `LocalOperations`."""
     return map_tensors(value, DTensor, lambda x: x if x.requires_grad else x.as_subclass(Tensor))
 
 
@@ -254,7 +254,7 @@ class Operations(dict[Callable[..., Any], Operation]):
 
 
 class _OperationsInPlace(dict[Operation, Operation]):
-    """By the operation that makes a new tensor: what it is with `inplace=True`."""
+    """An operation that makes a new tensor -> the one that it is with `inplace=True`."""
 
     def __missing__(self, operation: Operation) -> Operation:
         written = self[operation] = Operation(operation.call, inplace=True)
@@ -266,7 +266,7 @@ operations_in_place = _OperationsInPlace()
 
 
 def first_spec(args: Sequence[Any], kwargs: Mapping[str, Any]) -> TensorSpec:
-    """The spec of some DTensor among the arguments, lists included."""
+    """Return the spec of the first DTensor among the arguments, lists included."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, DTensor):
             return value._spec

@@ -1,4 +1,4 @@
-"""torch's functions of lists of tensors, `_foreach_*` and `_fused_*`: one call on the local data of all."""
+"""Handler of torch's functions of lists of tensors, `_foreach_*` and `_fused_*`, which optimizers call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Tensor = torch.Tensor
 
 
 def on_lists(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """`_foreach_*` and `_fused_*`: one call on the local data of all tensors."""
+    """Run a function of lists once on the local data of all tensors, after checking that layouts agree."""
     name = func.__name__
     if name == "_amp_foreach_non_finite_check_and_unscale_":
         return _unscale(func, *args, **kwargs)
@@ -43,7 +43,7 @@ def on_lists(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
 
 
 def _unscale(func: Callable[..., Any], grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    """What `torch.amp.GradScaler` does to gradients; `found_inf` is that of all ranks that hold parts of them."""
+    """Unscale gradients for `torch.amp.GradScaler`; `found_inf` becomes that of all ranks that hold parts of them."""
     specs = [spec for spec in _common_specs(func.__name__, [grads]) if spec is not None]
     with LocalOperations():
         func(grads, found_inf, inv_scale)
@@ -56,7 +56,7 @@ _REDUCING_LISTS = frozenset({"_foreach_norm", "_foreach_powsum", "_foreach_max"}
 
 
 def _common_specs(name: str, lists: Sequence[Sequence[Tensor]]) -> list[TensorSpec | None]:
-    """The spec at each position of the lists, after checking that they agree there."""
+    """Return the spec at each position of the lists, after checking that they agree there."""
     specs = [_specs_of(tensors) for tensors in lists]
     first = specs[0]
     for spec in set(first):

@@ -70,6 +70,6 @@ class AdamW:
 
 
 def _zeros(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Zeros laid out as each parameter."""
+    """Return zeros placed as each parameter, by its name."""
     with torch.no_grad():
         return {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
