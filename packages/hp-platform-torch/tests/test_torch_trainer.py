@@ -14,7 +14,7 @@ from hp_dtensor.comm.mesh import init_device_mesh  # noqa: E402
 from hp_dtensor.spec.placements import Replicate, Shard  # noqa: E402
 from hp_dtensor.tensor.conversions import distribute_tensor  # noqa: E402
 from hp_dtensor.testing import run_ranks  # noqa: E402
-from hp_platform_torch import trainer  # noqa: E402
+from hp_platform_torch.trainer import plugin as trainer  # noqa: E402
 from hp_trainer.config import AdamWConfig  # noqa: E402
 from hp_trainer.registry import Registry  # noqa: E402
 
@@ -63,8 +63,8 @@ def by_torch():
 
 def test_registering_imports_no_framework():
     code = (
-        "import sys; from hp_platform_torch import trainer; from hp_trainer.registry import Registry; "
-        "trainer.hp_optimizers(Registry('optimizer')); sys.exit('torch' in sys.modules)"
+        "import sys; from hp_platform_torch.trainer import plugin; from hp_trainer.registry import Registry; "
+        "plugin.hp_optimizers(Registry('optimizer')); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
