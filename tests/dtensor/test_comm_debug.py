@@ -73,9 +73,9 @@ class SharedLayers(Layers):
 
 
 PLAN = {
-    "*.up": ColwiseParallel(input_layouts=Shard(0)),
-    "*.down": RowwiseParallel(output_layouts=Shard(0)),
-    "last": RowwiseParallel(input_layouts=Shard(0)),
+    "*.up": ColwiseParallel(input_layouts=Shard(0), use_local_output=False),
+    "*.down": RowwiseParallel(output_layouts=Shard(0), use_local_output=False),
+    "last": RowwiseParallel(input_layouts=Shard(0), use_local_output=False),
 }
 
 

@@ -74,7 +74,9 @@ WAYS_TO_DISTRIBUTE: dict[str, Callable[[Any, DeviceMesh], Any]] = {
         model, mesh, ShardingPlan({"first.weight": (Shard(0),), "second.weight": (Shard(0),)})
     ),
     "parallelize_module": lambda model, mesh: parallelize_module(
-        model, mesh, {"first": ColwiseParallel(), "second": RowwiseParallel()}
+        model,
+        mesh,
+        {"first": ColwiseParallel(use_local_output=False), "second": RowwiseParallel(use_local_output=False)},
     ),
     "distribute_module": distribute_module,
 }

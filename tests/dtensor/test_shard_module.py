@@ -72,7 +72,11 @@ def test_gradients_equal_the_unsharded_ones(
 
 def _styled(platform: Platform) -> dict[str, np.ndarray]:
     mesh = DeviceMesh("cpu", (3,), mesh_dim_names=("tp",), platform=platform)
-    model = parallelize_module(make_model(platform), mesh, {"up": ColwiseParallel(), "dow?": RowwiseParallel()})
+    model = parallelize_module(
+        make_model(platform),
+        mesh,
+        {"up": ColwiseParallel(use_local_output=False), "dow?": RowwiseParallel(use_local_output=False)},
+    )
     x, weight = make_data(platform)
     output = model(x)
     platform.backward(loss_of(platform, output, replicate_like(weight, output)).full_tensor())

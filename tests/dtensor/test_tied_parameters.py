@@ -62,7 +62,9 @@ def run(platform: Platform, model: Any) -> np.ndarray:
 
 def _parallelized(platform: Platform) -> np.ndarray:
     mesh, model = DeviceMesh("cpu", (2,), platform=platform), make(platform)
-    parallelize_module(model, mesh, {"table": RowwiseParallel(), "head": ColwiseParallel()})
+    parallelize_module(
+        model, mesh, {"table": RowwiseParallel(use_local_output=False), "head": ColwiseParallel(use_local_output=False)}
+    )
     assert model.head.weight is model.table.weight
     return run(platform, model)
 
@@ -112,7 +114,9 @@ WAYS: dict[str, Callable[[Any, DeviceMesh], Any]] = {
     "shard_module, the other name": lambda m, mesh: shard_module(m, mesh, ShardingPlan({"alias": (Shard(0),)})),
     "distribute_module": distribute_module,
     "distribute_module, placed by hand": lambda m, mesh: distribute_module(m, mesh, _placed_by_hand),
-    "parallelize_module": lambda m, mesh: parallelize_module(m, mesh, ColwiseParallel(output_layouts=Replicate())),
+    "parallelize_module": lambda m, mesh: parallelize_module(
+        m, mesh, ColwiseParallel(output_layouts=Replicate(), use_local_output=False)
+    ),
 }
 
 
@@ -239,7 +243,7 @@ def test_inputs_and_outputs_may_be_prepared_without_layouts(hp_platform: Platfor
 
 
 def _shared_style(platform: Platform) -> Any:
-    mesh, style = DeviceMesh("cpu", (2,), platform=platform), RowwiseParallel()
+    mesh, style = DeviceMesh("cpu", (2,), platform=platform), RowwiseParallel(use_local_output=False)
     with nn.building(platform):
         table, down = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, 3, bias=False)
     style.apply(table, mesh)

@@ -203,9 +203,9 @@ def _cut_sequence(layer, mesh):
     if layer.shared_experts is not None:
         plan = {
             "shared_experts": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
-            "shared_experts.w1": ColwiseParallel(),
-            "shared_experts.w3": ColwiseParallel(),
-            "shared_experts.w2": RowwiseParallel(output_layouts=Shard(1)),
+            "shared_experts.w1": ColwiseParallel(use_local_output=False),
+            "shared_experts.w3": ColwiseParallel(use_local_output=False),
+            "shared_experts.w2": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
         }
         parallelize_module(layer, mesh, plan)
 

@@ -131,9 +131,9 @@ class Words(nn.Cell):
 
 
 EMBEDDINGS = {
-    "by vocabulary": (RowwiseParallel(), ColwiseParallel(), False),
-    "by vocabulary, tied": (RowwiseParallel(), ColwiseParallel(), True),
-    "by width": (ColwiseParallel(), RowwiseParallel(), False),
+    "by vocabulary": (RowwiseParallel(use_local_output=False), ColwiseParallel(use_local_output=False), False),
+    "by vocabulary, tied": (RowwiseParallel(use_local_output=False), ColwiseParallel(use_local_output=False), True),
+    "by width": (ColwiseParallel(use_local_output=False), RowwiseParallel(use_local_output=False), False),
 }
 
 

@@ -30,6 +30,7 @@ from hp_dtensor.optim.muon import Muon as Muon
 from hp_dtensor.optim.muon import MuonOptions as MuonOptions
 from hp_dtensor.parallel import nn as nn
 from hp_dtensor.parallel.distribute_module import distribute_module as distribute_module
+from hp_dtensor.parallel.loss_parallel import loss_parallel as loss_parallel
 from hp_dtensor.parallel.parallelize_module import parallelize_module as parallelize_module
 from hp_dtensor.parallel.prepare_module import PrepareModuleInput as PrepareModuleInput
 from hp_dtensor.parallel.prepare_module import PrepareModuleInputOutput as PrepareModuleInputOutput
@@ -44,7 +45,6 @@ from hp_dtensor.platform.selection import get_platform as get_platform
 from hp_dtensor.redistribute import CostModel as CostModel
 from hp_dtensor.redistribute import plan_redistribute as plan_redistribute
 from hp_dtensor.redistribute.explicit import explicit_redistribution as explicit_redistribution
-from hp_dtensor.redistribute.explicit import loss_parallel as loss_parallel
 from hp_dtensor.spec.placements import Partial as Partial
 from hp_dtensor.spec.placements import Placement as Placement
 from hp_dtensor.spec.placements import RaggedShard as RaggedShard

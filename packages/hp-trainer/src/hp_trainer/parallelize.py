@@ -82,11 +82,11 @@ def _tensor_parallel(model: MoEDecoder, mesh: DeviceMesh) -> None:
     """
     sequence = Shard(1)
     plan: dict[str, ParallelStyle] = {
-        "embed": RowwiseParallel(output_layouts=sequence),
+        "embed": RowwiseParallel(output_layouts=sequence, use_local_output=False),
         "norm": SequenceParallel(),
     }
     if model.head is not None:
-        plan["head"] = ColwiseParallel(input_layouts=sequence)
+        plan["head"] = ColwiseParallel(input_layouts=sequence, use_local_output=False)
     parallelize_module(model, mesh, plan)
     for block in model.layers:
         parallelize_module(block, mesh, _block_plan(block))
@@ -97,12 +97,12 @@ def _block_plan(block: DecoderBlock) -> dict[str, ParallelStyle]:
     plan: dict[str, ParallelStyle] = {
         "attention_norm": SequenceParallel(),
         "attention": PrepareModuleInput(input_layouts=(sequence, None), desired_input_layouts=(Replicate(), None)),
-        "attention.q_proj": ColwiseParallel(),
-        "attention.k_proj": ColwiseParallel(),
-        "attention.v_proj": ColwiseParallel(),
+        "attention.q_proj": ColwiseParallel(use_local_output=False),
+        "attention.k_proj": ColwiseParallel(use_local_output=False),
+        "attention.v_proj": ColwiseParallel(use_local_output=False),
         "attention.q_norm": heads,
         "attention.k_norm": heads,
-        "attention.o_proj": RowwiseParallel(output_layouts=sequence),
+        "attention.o_proj": RowwiseParallel(output_layouts=sequence, use_local_output=False),
         "ffn_norm": SequenceParallel(),
     }
     if block.feed_forward is not None:
@@ -115,9 +115,9 @@ def _block_plan(block: DecoderBlock) -> dict[str, ParallelStyle]:
 def _feed_forward_plan(name: str) -> dict[str, ParallelStyle]:
     return {
         name: PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
-        f"{name}.w1": ColwiseParallel(),
-        f"{name}.w3": ColwiseParallel(),
-        f"{name}.w2": RowwiseParallel(output_layouts=Shard(1)),
+        f"{name}.w1": ColwiseParallel(use_local_output=False),
+        f"{name}.w3": ColwiseParallel(use_local_output=False),
+        f"{name}.w2": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
     }
 
 

@@ -167,8 +167,8 @@ def mixed(name: str, value: Tensor, kind: str = "tensor") -> MixedOperandsError:
         f"{name}: a plain {kind} of shape {list(value.shape)} among DTensors. Say how it is placed: "
         "distribute_tensor, DTensor.from_local, or replicate_like for a constant that is equal on all ranks. A "
         "parameter that no plan has placed is replicated by distribute_module; one that fully_shard has cut is plain "
-        "in its module's forward, and in methods named to register_fsdp_forward_method; a module's output is plain "
-        f"where its style has use_local_output=True.{_more_about(name, value)}"
+        "in its module's forward, and in methods named to register_fsdp_forward_method; the output of a "
+        f"module with a parallel style is plain unless the style has use_local_output=False.{_more_about(name, value)}"
     )
 
 

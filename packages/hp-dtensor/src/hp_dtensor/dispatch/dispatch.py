@@ -37,7 +37,7 @@ def run(
     kwargs: Mapping[str, Any],
 ) -> Any:
     """Run `operation`; as `dispatch`, for a platform that has looked it up."""
-    if implicit_regions.is_replicating():
+    if implicit_regions.takes_plain_operands(operation.name):
         args, kwargs = implicit_regions.lifted(platform, operation.name, args, kwargs)
     if operation.indexes:
         args = with_positions(platform, args)

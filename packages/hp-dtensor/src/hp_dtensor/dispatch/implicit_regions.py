@@ -23,6 +23,7 @@ Tensor = Any
 class _Mode(threading.local):
     def __init__(self) -> None:
         self.depth = 0
+        self.operations: list[str] = []
 
 
 _mode = _Mode()
@@ -43,9 +44,28 @@ def implicit_replication() -> Iterator[None]:
         _mode.depth -= 1
 
 
+@contextlib.contextmanager
+def implicit_replication_of(operation: str) -> Iterator[None]:
+    """Inside the block, plain tensors among the DTensors that one operation is given are taken as replicated.
+
+    Args:
+        operation: its platform-neutral name, such as `cross_entropy`.
+    """
+    _mode.operations.append(operation)
+    try:
+        yield
+    finally:
+        _mode.operations.remove(operation)
+
+
 def is_replicating() -> bool:
-    """Whether this thread is in `implicit_replication`."""
+    """Return whether this thread is in `implicit_replication`."""
     return _mode.depth > 0
+
+
+def takes_plain_operands(operation: str) -> bool:
+    """Return whether plain tensors among DTensors are taken as replicated for an operation in this thread."""
+    return _mode.depth > 0 or operation in _mode.operations
 
 
 class SkipDTensorDispatch:

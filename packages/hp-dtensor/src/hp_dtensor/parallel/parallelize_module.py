@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import fnmatch
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hp_dtensor.comm.current_mesh import get_current_mesh
 from hp_dtensor.comm.mesh import DeviceMesh, require_mesh
 from hp_dtensor.exceptions import MeshError, PlanError
 from hp_dtensor.parallel.parameters import Owner, PlannedParameters, dotted, tie_again, tied_owners
@@ -18,33 +20,55 @@ Matches = Sequence[tuple[str, Module, ParallelStyle]]
 
 
 def parallelize_module(
-    module: Module, device_mesh: DeviceMesh, plan: ParallelStyle | Mapping[str, ParallelStyle]
+    module: Module,
+    device_mesh: DeviceMesh | None = None,
+    parallelize_plan: ParallelStyle | Mapping[str, ParallelStyle] | None = None,
+    *,
+    src_data_rank: int | None = 0,
 ) -> Module:
     """Apply a style to `module`, or styles to its sub-modules by dotted name; names may have `*` and `?`.
 
-    A parameter with several names, of one module or of several, stays one parameter.
+    Follows torch's `torch.distributed.tensor.parallel.parallelize_module`. A parameter with several names, of one
+    module or of several, stays one parameter.
+
+    Args:
+        device_mesh: a 1-D mesh; default: the current one (`with mesh:`).
+        parallelize_plan: a style, or styles by name; None warns and changes nothing.
+        src_data_rank: the mesh coordinate whose parameters count; None: every rank has the same ones, and nothing is
+            sent.
 
     Raises:
-        MeshError: the mesh is not one-dimensional.
+        MeshError: the mesh is not one-dimensional, or there is none.
         PlanError: all that is wrong with the plan, before anything is changed: names that match no module;
             styles that are for other modules; parameters that two styles place, that are DTensors already or that have
             no such dimension; owners of a tied parameter that have no style, or styles that place it in different ways.
     """
+    device_mesh = device_mesh if device_mesh is not None else get_current_mesh()
     require_mesh("parallelize_module", device_mesh)
     if device_mesh.ndim != 1:
         raise MeshError(f"parallelize_module needs a 1-D mesh, got {device_mesh.describe()}; slice it: mesh['tp']")
-    if not isinstance(plan, (ParallelStyle, Mapping)):
-        raise PlanError(f"parallelize_module: the plan must be a ParallelStyle or a dict of them, got {plan!r}")
+    if parallelize_plan is None:
+        warnings.warn("parallelize_module: there is no parallelize_plan, so nothing is changed", stacklevel=2)
+        return module
+    if not isinstance(parallelize_plan, (ParallelStyle, Mapping)):
+        raise PlanError(
+            f"parallelize_module: the plan must be a ParallelStyle or a dict of them, got {parallelize_plan!r}"
+        )
     platform = device_mesh.platform
-    matches = _matches(module, platform, {"": plan} if isinstance(plan, ParallelStyle) else plan)
+    matches = _matches(module, platform, _by_name(parallelize_plan))
     tied = tied_owners(platform, module)
     problems = [*_placement_problems(platform, device_mesh, matches), *_uncovered_ties(platform, tied, matches)]
     if problems:
         raise PlanError("parallelize_module:\n  " + "\n  ".join(problems))
     for _, target, style in matches:
+        style.src_data_rank = src_data_rank
         style.apply(target, device_mesh)
     tie_again(platform, tied)
     return module
+
+
+def _by_name(plan: ParallelStyle | Mapping[str, ParallelStyle]) -> Mapping[str, ParallelStyle]:
+    return {"": plan} if isinstance(plan, ParallelStyle) else plan
 
 
 def _matches(module: Module, platform: Platform, plan: Mapping[str, ParallelStyle]) -> Matches:

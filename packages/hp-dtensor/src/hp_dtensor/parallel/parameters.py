@@ -78,11 +78,20 @@ def tie_again(platform: Platform, tied: Iterable[Sequence[Owner]]) -> None:
                 platform.set_parameter(owner.module, owner.name, chosen)
 
 
-def place_parameter(module: Module, name: str, device_mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
+def place_parameter(
+    module: Module,
+    name: str,
+    device_mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    src_data_rank: int | None = 0,
+) -> None:
     """Replace a plain parameter that `module` itself holds by a DTensor parameter.
 
-    The values are those of the mesh's first rank. The parameter is replaced under all names that it has in this
-    module; where other modules hold it too, they keep the plain one.
+    The parameter is replaced under all names that it has in this module; where other modules hold it too, they keep
+    the plain one.
+
+    Args:
+        src_data_rank: the mesh coordinate whose values count; None: every rank has the same ones.
 
     Raises:
         PlanError: the parameter has hooks for its gradient, which the DTensor would not call.
@@ -93,18 +102,23 @@ def place_parameter(module: Module, name: str, device_mesh: DeviceMesh, placemen
     if (hooks := gradients.lost_hooks(platform, name, old)) is not None:
         raise PlanError(f"{type(module).__name__}: {hooks}")
     with platform.no_grad():
-        local = conversions.distribute_tensor(platform.detach(old), device_mesh, placements)
+        local = conversions.distribute_tensor(platform.detach(old), device_mesh, placements, source_rank=src_data_rank)
     new = platform.Parameter(local, requires_grad=platform.requires_grad(old))
     for each, parameter in own.items():
         if parameter is old:
             platform.set_parameter(module, each, new)
 
 
-def place_tied(owners: Sequence[Owner], device_mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
+def place_tied(
+    owners: Sequence[Owner],
+    device_mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    src_data_rank: int | None = 0,
+) -> None:
     """Replace a plain parameter, as `place_parameter` does, in all modules that hold it."""
     platform = device_mesh.platform
     first, *others = owners
-    place_parameter(first.module, first.name, device_mesh, placements)
+    place_parameter(first.module, first.name, device_mesh, placements, src_data_rank)
     placed = own_parameters(platform, first.module)[first.name]
     for owner in others:
         platform.set_parameter(owner.module, owner.name, placed)

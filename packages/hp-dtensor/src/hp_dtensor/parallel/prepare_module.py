@@ -26,7 +26,7 @@ class PrepareModuleInput(ParallelStyle):
         input_layouts: per positional argument, the placement of a plain local tensor; None leaves it alone.
         desired_input_layouts: per positional argument, the placement it is brought to.
         input_kwarg_layouts, desired_input_kwarg_layouts: the same by keyword.
-        use_local_output: hand the module plain local tensors.
+        use_local_output: hand the module plain local tensors; default: DTensors.
 
     Raises:
         PlanError: given and desired layouts differ in number or names.
@@ -88,14 +88,14 @@ class PrepareModuleOutput(ParallelStyle):
     Args:
         output_layouts: per output, the placement of a plain local tensor; None leaves it alone.
         desired_output_layouts: per output, the placement it is brought to.
-        use_local_output: give plain local tensors.
+        use_local_output: give plain local tensors (default); False: DTensors.
 
     Raises:
         PlanError: given and desired layouts differ in number.
     """
 
     def __init__(
-        self, *, output_layouts: Layouts = None, desired_output_layouts: Layouts = None, use_local_output: bool = False
+        self, *, output_layouts: Layouts = None, desired_output_layouts: Layouts = None, use_local_output: bool = True
     ) -> None:
         self.output_layouts = _as_tuple(output_layouts)
         self.desired_output_layouts = _as_tuple(desired_output_layouts)
@@ -134,7 +134,7 @@ class PrepareModuleInputOutput(ParallelStyle):
         use_local_input: bool = False,
         output_layouts: Layouts = None,
         desired_output_layouts: Layouts = None,
-        use_local_output: bool = False,
+        use_local_output: bool = True,
     ) -> None:
         self.prepare_module_input = PrepareModuleInput(
             input_layouts=input_layouts,

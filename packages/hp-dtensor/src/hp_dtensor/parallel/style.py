@@ -18,7 +18,13 @@ class ParallelStyle(ABC):
 
     A subclass overrides `_apply`, as in torch. One that also overrides `placements` and `unfit` has its mistakes
     reported together with those of the whole plan, before any module is changed.
+
+    Attributes:
+        src_data_rank: the mesh coordinate whose parameters count; None: every rank has the same ones. Set by
+            `parallelize_module`.
     """
+
+    src_data_rank: int | None = 0
 
     def placements(self, module: Module, platform: Platform) -> Mapping[str, Placement]:
         """Return the placement that `apply` will give to each parameter, by its dotted name in `module`."""

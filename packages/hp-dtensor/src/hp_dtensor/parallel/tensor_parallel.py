@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
-from hp_dtensor.parallel.distribute_module import distribute_module
+from hp_dtensor.parallel.distribute_module import distribute_module, replicate_plain
 from hp_dtensor.parallel.inputs_outputs import bring, first_input
 from hp_dtensor.parallel.parameters import own_parameters, place_parameter
 from hp_dtensor.parallel.style import ParallelStyle
@@ -67,7 +67,7 @@ class _CutLayer(ParallelStyle):
     def _apply(self, module: Module, device_mesh: DeviceMesh) -> Module:
         platform = device_mesh.platform
         for name, placement in self.placements(module, platform).items():
-            place_parameter(module, name, device_mesh, (placement,))
+            place_parameter(module, name, device_mesh, (placement,), self.src_data_rank)
         given, wanted, result = self._ways(module)
 
         def before(m: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -88,7 +88,7 @@ class ColwiseParallel(_CutLayer):
     Args:
         input_layouts: placement of a plain input (default: replicated). The layer computes with it replicated.
         output_layouts: placement that the output is brought to (default: cut over its last dimension).
-        use_local_output: give the plain local shard instead of a DTensor.
+        use_local_output: give the plain local shard (default), as plain modules expect; False: the DTensor.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class ColwiseParallel(_CutLayer):
         *,
         input_layouts: Placement | None = None,
         output_layouts: Placement | None = None,
-        use_local_output: bool = False,
+        use_local_output: bool = True,
     ) -> None:
         super().__init__(input_layouts, output_layouts, use_local_output)
 
@@ -115,7 +115,7 @@ class RowwiseParallel(_CutLayer):
         input_layouts: placement of a plain input (default: cut over its last dimension; ids of an embedding:
             replicated).
         output_layouts: placement that the output, which is partial, is brought to (default: replicated).
-        use_local_output: give the plain local shard instead of a DTensor.
+        use_local_output: give the plain local shard (default), as plain modules expect; False: the DTensor.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class RowwiseParallel(_CutLayer):
         *,
         input_layouts: Placement | None = None,
         output_layouts: Placement | None = None,
-        use_local_output: bool = False,
+        use_local_output: bool = True,
     ) -> None:
         super().__init__(input_layouts, output_layouts, use_local_output)
 
@@ -160,6 +160,7 @@ class SequenceParallel(ParallelStyle):
         def output_fn(m: Module, output: Any, mesh: DeviceMesh) -> Any:
             return output.to_local() if self.use_local_output else output
 
+        replicate_plain(module, device_mesh, self.src_data_rank)
         return distribute_module(module, device_mesh, None, input_fn, output_fn)
 
 

@@ -20,7 +20,7 @@ from hp_dtensor.spec.tensor_spec import TensorSpec
 class _Checking(threading.local):
     def __init__(self) -> None:
         self.depth = 0
-        self.losses = 0
+        self.operations: list[str] = []
 
 
 _checking = _Checking()
@@ -46,24 +46,25 @@ def explicit_redistribution() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def loss_parallel() -> Iterator[None]:
-    """Inside the block, `cross_entropy` of logits cut over classes raises instead of gathering them.
-
-    torch needs such a block to keep them cut. Here they stay cut anyway; the block says that they must.
-
-    Raises:
-        ImplicitRedistributionError: from a `cross_entropy` that would communicate its logits.
-    """
-    _checking.losses += 1
+def explicit_redistribution_of(operation: str) -> Iterator[None]:
+    """Do for one operation, by its platform-neutral name, what `explicit_redistribution` does for all."""
+    _checking.operations.append(operation)
     try:
         yield
     finally:
-        _checking.losses -= 1
+        _checking.operations.remove(operation)
 
 
 def check_explicit(operation: str, location: tuple[int | str, ...], source: TensorSpec, target: TensorSpec) -> None:
-    """Refuse what an operation would do to one of its inputs, where only explicit redistribution is allowed."""
-    if not (_checking.depth or (_checking.losses and operation == "cross_entropy")):
+    """Refuse to redistribute an input of `operation` from `source` to `target` where that must be asked for.
+
+    Args:
+        location: the way to the input in the operation's arguments; empty for a tensor that is read as a whole.
+
+    Raises:
+        ImplicitRedistributionError: bytes would be sent in a region of `explicit_redistribution`.
+    """
+    if not (_checking.depth or operation in _checking.operations):
         return
     platform = source.mesh.platform
     plan = (plan_between if source.mesh == target.mesh else plan_across)(
@@ -81,7 +82,7 @@ def check_explicit(operation: str, location: tuple[int | str, ...], source: Tens
 
 
 def gathered(operation: str, x: Any) -> Any:
-    """The whole of a DTensor, plain, for an operation that needs it on every rank.
+    """Return the whole of a DTensor, plain, for an operation that needs it on every rank.
 
     Raises:
         ImplicitRedistributionError: only explicit redistribution is allowed.
@@ -92,7 +93,7 @@ def gathered(operation: str, x: Any) -> Any:
 
 
 def _called_from(platform: Platform) -> str:
-    """The innermost line and module in the stack that are not those of a framework, as part of a sentence."""
+    """Return the innermost line and module in the stack that are not a framework's, as part of a sentence."""
     theirs = {each.__module__.partition(".")[0] for each in (type(platform), platform.Tensor, platform.Module)}
     theirs |= {"hp_dtensor", "contextlib"}
     line, module, root = "", None, None
