@@ -10,7 +10,7 @@ import hp_moe.dispatch.registry
 import hp_moe.fused_experts
 import hp_moe.grouped_gemm
 from hp_dtensor.platform.plugins import create_plugin_manager, hookimpl
-from hp_moe import Dispatched, DispatcherRegistry, ExpertParallelError, hookspecs, loop_grouped_matmul
+from hp_moe import Dispatched, ExpertParallelError, hookspecs, loop_grouped_matmul
 
 
 @pytest.fixture
@@ -82,16 +82,9 @@ def test_a_plugin_adds_a_dispatcher(manager):
             registry.add("echo", lambda group, num_experts: (group, num_experts))
 
     manager.register(Plugin())
-    assert hp_moe.dispatch.registry.dispatchers().build("echo", "the group", 8) == ("the group", 8)
+    assert hp_moe.dispatch.registry.dispatchers().get("echo").build("the group", 8) == ("the group", 8)
 
 
 def test_an_unknown_dispatcher_names_those_there_are(manager):
     with pytest.raises(ExpertParallelError, match="no token dispatcher is called 'deep'; known: all_to_all"):
-        hp_moe.dispatch.registry.dispatchers().build("deep", None, 8)
-
-
-def test_a_name_is_taken_once():
-    registry = DispatcherRegistry()
-    registry.add("one", lambda group, num_experts: None)
-    with pytest.raises(ExpertParallelError, match="'one' is registered already"):
-        registry.add("one", lambda group, num_experts: None)
+        hp_moe.dispatch.registry.dispatchers().get("deep")

@@ -4,7 +4,6 @@ from hp_moe.balance import LoadMetrics, moe_layers, update_expert_bias
 from hp_moe.dispatch import (
     AllToAllDispatcher,
     Dispatched,
-    DispatcherRegistry,
     LocalDispatcher,
     TokenDispatcher,
 )
@@ -30,7 +29,6 @@ __all__ = [
     "AllToAllDispatcher",
     "BaseExpertParallel",
     "Dispatched",
-    "DispatcherRegistry",
     "ExpertParallel",
     "ExpertParallelError",
     "ExpertTensorParallel",

@@ -9,7 +9,7 @@ import pluggy
 
 if TYPE_CHECKING:
     from hp_dtensor.platform.interface import Platform
-    from hp_moe.dispatch import DispatcherRegistry
+    from hp_dtensor.platform.registry import Registry
 
 hookspec = pluggy.HookspecMarker("hp")
 
@@ -40,7 +40,7 @@ def hp_fused_experts(platform: Platform) -> Callable[..., Any] | None:
 
 
 @hookspec
-def hp_token_dispatcher(registry: DispatcherRegistry) -> None:
+def hp_token_dispatcher(registry: Registry) -> None:
     """Register token dispatchers by name, for `ExpertParallel("name")`. Since 0.1.
 
     Called once, before the first look-up. `registry.add(name, build)`, where `build(group, num_experts)` returns a

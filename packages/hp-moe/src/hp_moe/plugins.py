@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import functools
 
-import pluggy
-
-from hp_dtensor.platform.plugins import create_plugin_manager, hookimpl
+from hp_dtensor.platform.plugins import PluginManager, create_plugin_manager, hookimpl
 
 __all__ = ["hookimpl", "plugin_manager"]
 
 
 @functools.cache
-def plugin_manager() -> pluggy.PluginManager:
-    """hp_moe's manager, made on first use.
+def plugin_manager() -> PluginManager:
+    """Return hp_moe's plugin manager, made on first use.
 
     Raises:
-        PluginError: a plugin does not import, or implements a hook that does not exist.
+        PluginError: a plugin does not import, or implements a hook that does not exist or
+            with other arguments.
     """
     from hp_moe import hookspecs
 

@@ -106,7 +106,9 @@ class ExpertParallel(BaseExpertParallel):
         return dict.fromkeys(("w1", "w2", "w3"), (Shard(0), Replicate())[: mesh.ndim])
 
     def _dispatcher(self, experts: GroupedExperts, mesh: DeviceMesh) -> TokenDispatcher | None:
-        return dispatchers().build(self.dispatcher, mesh.get_group(0), experts.num_experts)
+        build = dispatchers().get(self.dispatcher).build
+        dispatcher: TokenDispatcher = build(mesh.get_group(0), experts.num_experts)
+        return dispatcher
 
     def _split_mesh(self, mesh: DeviceMesh) -> DeviceMesh | None:
         return mesh[mesh.mesh_dim_names[0]] if self.split_tokens else None

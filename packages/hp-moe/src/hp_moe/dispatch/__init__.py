@@ -3,12 +3,11 @@
 from hp_moe.dispatch.all_to_all import AllToAllDispatcher
 from hp_moe.dispatch.base import Dispatched, TokenDispatcher
 from hp_moe.dispatch.local import LocalDispatcher
-from hp_moe.dispatch.registry import DispatcherRegistry, dispatchers
+from hp_moe.dispatch.registry import dispatchers
 
 __all__ = [
     "AllToAllDispatcher",
     "Dispatched",
-    "DispatcherRegistry",
     "LocalDispatcher",
     "TokenDispatcher",
     "dispatchers",
