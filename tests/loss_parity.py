@@ -91,7 +91,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def check_platform(python: str, platform: str) -> None:
     """Refuse an interpreter that cannot train on the platform."""
-    command = [python, "-c", "from hp_trainer.preflight import installed_platforms; print(*installed_platforms())"]
+    program = "from hp_trainer.launch.platforms import installed_platforms; print(*installed_platforms())"
+    command = [python, "-c", program]
     try:
         found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     except OSError as error:

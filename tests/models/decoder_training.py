@@ -14,7 +14,7 @@ from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.tensor.init import init_parameters
 from hp_trainer.config import TrainingConfig
 from hp_trainer.models import MoEDecoderConfig, build_moe_decoder
-from hp_trainer.parallel_dims import ParallelDims
+from hp_trainer.parallel import ParallelDims
 
 CONFIG = MoEDecoderConfig(
     vocab_size=40,

@@ -11,8 +11,7 @@ from decoder_training import CONFIG, LENGTH, train_decoder
 
 from hp_dtensor.exceptions import LaunchError
 from hp_dtensor.testing import run_ranks
-from hp_trainer.layouts import list_layouts
-from hp_trainer.parallel_dims import ParallelDims
+from hp_trainer.parallel import ParallelDims, list_layouts
 
 # float32, sums in another order, five steps; AdamW divides by the size of the gradient itself.
 CLOSE = {"sgd": {"rtol": 1e-4, "atol": 2e-6}, "adamw": {"rtol": 1e-4, "atol": 5e-6}}

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hp_dtensor.platform.selection import get_platform
-from hp_trainer import launching
 from hp_trainer.config import parse_config
 from hp_trainer.data import Corpus
-from hp_trainer.plugins import Registries, registries
+from hp_trainer.launch import job
+from hp_trainer.plugins import registries
+from hp_trainer.registries import Registries
+from hp_trainer.run import create_run
 
 CONFIG = """\
 training: {{steps: 1, sequence_length: 8}}
@@ -47,17 +49,17 @@ def known() -> Registries:
 
 
 def main(folder: str, local_ranks: str, *, fail: bool) -> None:
-    launching.train_rank = note_rank
-    launching.write_samples = lambda run, config: []
+    job.run_rank = note_rank
+    job.write_samples = lambda run, config: []
     config = parse_config(CONFIG.format(local_ranks=local_ranks), registered=known()).config
 
     def prepare() -> tuple[Path, str]:
-        run = launching.begin_run(Path(folder), config)
+        run = create_run(Path(folder), config)
         if fail:
             (run.path / "fail").touch()
         return run.path, "step-00000007"
 
-    launching.train(config, prepare)
+    job.launch_training(config, prepare)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from training_runs import FOUR_RANKS, events
+from training_runs import FOUR_RANKS, events, train_rank
 
 from hp_dtensor.comm.world import record_collectives
 from hp_dtensor.testing import run_ranks
-from hp_trainer import loop
 
 SETTINGS = {"training__steps": 2, "checkpoint__interval": None, "model__num_experts_per_tok": 2}
 
@@ -38,7 +37,7 @@ def test_routing_is_not_agreed_on_again(lab):
 
         def rank():
             with record_collectives() as log:
-                loop.train(run, run.load_config().config, lab.platform, None)
+                train_rank(run, lab.platform)
             return log.count("all_to_all")
 
         return run_ranks(rank, 2, lab.platform)[0]

@@ -7,15 +7,14 @@ import shutil
 
 import numpy as np
 import pytest
-from training_runs import FOUR_RANKS, Lab, newest
+from training_runs import FOUR_RANKS, Lab, newest, train_rank
 
 from hp_dtensor.exceptions import LaunchError
 from hp_dtensor.testing import run_ranks
-from hp_trainer import launching, loop
 from hp_trainer.config import GenerateConfig
 from hp_trainer.exceptions import CheckpointError
-from hp_trainer.generation import Sampler, generate
-from hp_trainer.run_folder import RunFolder
+from hp_trainer.generation import Sampler, generate, write_samples
+from hp_trainer.run import RunFolder
 
 DIGITS = "0123456789" * 400
 
@@ -69,13 +68,13 @@ def test_draws_depend_on_the_seed_alone(lab, trained):
 def test_samples_are_kept_with_a_finished_run(lab, trained):
     settings = {"generate__prompts": "['01', '']", "generate__max_new_tokens": 4, "generate__temperature": 0}
     config = lab.config(training__steps=40, **settings)
-    texts = launching.write_samples(trained, config)
+    texts = write_samples(trained, config)
     assert texts[0] == "012345"
     kept = trained.samples_file.read_text()
     assert kept.startswith("after 40 steps")
     assert all(text in kept for text in texts)
     trained.samples_file.unlink()
-    assert launching.write_samples(trained, lab.config(training__steps=41, **settings)) == []
+    assert write_samples(trained, lab.config(training__steps=41, **settings)) == []
     assert not trained.samples_file.exists()
 
 
@@ -159,6 +158,5 @@ def test_a_damaged_checkpoint_is_refused_by_name(lab, trained):
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)
-    config = trained.load_config().config
     with pytest.raises(LaunchError, match=rf"{shard.name}.*checksum"):
-        run_ranks(loop.train, 4, lab.platform, trained, config, lab.platform, folder)
+        run_ranks(train_rank, 4, lab.platform, trained, lab.platform, folder)

@@ -19,9 +19,8 @@ import pytest
 from training_runs import CONFIG
 
 from hp_trainer.checkpoint import LocalStorage, find_latest
-from hp_trainer.config import load_config
 from hp_trainer.metrics import read_metrics
-from hp_trainer.run_folder import RunFolder
+from hp_trainer.run import RunFolder
 
 pytestmark = pytest.mark.real_ranks
 
@@ -168,7 +167,7 @@ def test_a_run_from_the_command_to_the_samples(folder, hp_train):
     assert "\nü" in samples
     assert "run folder: out" in out
     # The resolved configuration is a configuration: the same run again, elsewhere.
-    config = load_config(run.config_file).config
+    config = run.load_config().config
     assert (config.launch.local_ranks, config.training.eval_interval, config.run.folder) == (2, 3, "out")
     code, out, err = hp_train("generate", "out", "--prompt", "naïve", "--generate.temperature=0").finish()
     assert code == 0, err

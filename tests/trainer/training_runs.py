@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from hp_dtensor.testing import run_ranks
-from hp_trainer import launching, loop
 from hp_trainer.checkpoint import Checkpoint, open_latest
 from hp_trainer.config import TrainerConfig, parse_config
-from hp_trainer.launching import storage_of
 from hp_trainer.metrics import read_metrics
-from hp_trainer.run_folder import RunFolder
+from hp_trainer.plugins import registries
+from hp_trainer.run import RunFolder, checkpoint_storage, create_run
+from hp_trainer.training import Trainer
 
 STEPS = 6
 
@@ -73,15 +73,15 @@ class Lab:
         """The configuration of `CONFIG`; settings with two underscores for the dot."""
         settings = {f"parallel__{name}": value for name, value in (degrees or {}).items()} | overrides
         given = [(name.replace("__", "."), "null" if value is None else str(value)) for name, value in settings.items()]
-        return parse_config(CONFIG.format(text=self.text), given).config
+        return parse_config(CONFIG.format(text=self.text), given, registered=registries()).config
 
     def start(self, name: str, degrees: dict[str, Any] | None = None, **overrides: Any) -> RunFolder:
         """A new run, its data prepared, not trained yet."""
-        return launching.begin_run(self.folder / name, self.config(degrees, **overrides))
+        return create_run(self.folder / name, self.config(degrees, **overrides))
 
     def train(self, run: RunFolder, world_size: int = 1, checkpoint: str | None = None) -> RunFolder:
         """Train on simulated ranks with the run's own configuration."""
-        run_ranks(loop.train, world_size, self.platform, run, run.load_config().config, self.platform, checkpoint)
+        run_ranks(train_rank, world_size, self.platform, run, self.platform, checkpoint)
         return run
 
     def run(self, name: str, degrees: dict[str, Any] | None = None, world_size: int = 1, **overrides: Any) -> RunFolder:
@@ -107,8 +107,18 @@ class Lab:
         return self.train(run, world_size, newest(run).folder)
 
 
+def train_rank(
+    run: RunFolder, platform: Any, checkpoint: str | None = None, config: TrainerConfig | None = None
+) -> int | None:
+    """One rank's part of a run, as its configuration (or another) says."""
+    trainer = Trainer(run, config or run.load_config().config, platform)
+    if checkpoint is not None:
+        trainer.resume(checkpoint)
+    return trainer.run()
+
+
 def newest(run: RunFolder) -> Checkpoint:
-    return open_latest(storage_of(run, run.load_config().config))
+    return open_latest(checkpoint_storage(run, run.load_config().config))
 
 
 def events(run: RunFolder, kind: str) -> list[dict[str, Any]]:

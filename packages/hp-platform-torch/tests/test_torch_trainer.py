@@ -11,12 +11,12 @@ import torch
 hp_trainer = pytest.importorskip("hp_trainer", reason="hp-trainer is not installed")
 
 from hp_dtensor.comm.mesh import init_device_mesh  # noqa: E402
+from hp_dtensor.platform.registry import Registry  # noqa: E402
 from hp_dtensor.spec.placements import Replicate, Shard  # noqa: E402
 from hp_dtensor.tensor.conversions import distribute_tensor  # noqa: E402
 from hp_dtensor.testing import run_ranks  # noqa: E402
 from hp_platform_torch.trainer import plugin as trainer  # noqa: E402
 from hp_trainer.config import AdamWConfig  # noqa: E402
-from hp_trainer.registry import Registry  # noqa: E402
 
 SHAPES = {"weight": (5, 3), "bias": (3,), "norm": (1,)}
 OPTIONS = AdamWConfig(lr=9.0, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3)
@@ -25,7 +25,7 @@ LEARNING_RATES = [0.1, 0.02, 0.3]
 
 @pytest.fixture
 def build(platform):
-    registry = Registry("optimizer")
+    registry = Registry("optimizer", "hp_platform_torch")
     with registry.registering("torch"):
         trainer.hp_optimizers(registry)
     entry = registry.get("adamw", "torch")
@@ -63,8 +63,8 @@ def by_torch():
 
 def test_registering_imports_no_framework():
     code = (
-        "import sys; from hp_platform_torch.trainer import plugin; from hp_trainer.registry import Registry; "
-        "plugin.hp_optimizers(Registry('optimizer')); sys.exit('torch' in sys.modules)"
+        "import sys; from hp_platform_torch.trainer import plugin; from hp_dtensor.platform.registry import Registry; "
+        "plugin.hp_optimizers(Registry('optimizer', 'hp_platform_torch')); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 

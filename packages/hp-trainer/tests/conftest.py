@@ -10,9 +10,11 @@ import pluggy
 import pytest
 
 from hp_dtensor.platform.plugins import PROJECT_NAME
-from hp_trainer import builtin_plugin, hookspecs, plugins, preflight
+from hp_trainer import builtin_plugin, hookspecs, plugins
 from hp_trainer.config import AdamWConfig, setting
-from hp_trainer.plugins import Registries, fill_registries, hookimpl
+from hp_trainer.launch import platforms
+from hp_trainer.plugins import hookimpl
+from hp_trainer.registries import Registries, fill_registries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +51,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Registries]:
     caches = (plugins.plugin_manager, plugins.registries, plugins.life_cycle)
     monkeypatch.setenv("HP_LOAD_PLUGINS", "")
     monkeypatch.delenv("HP_PLATFORM", raising=False)
-    monkeypatch.setattr(preflight, "installed_platforms", lambda: ["torch"])
+    monkeypatch.setattr(platforms, "installed_platforms", lambda: ["torch"])
     for cache in caches:
         cache.cache_clear()
     plugins.plugin_manager().register(TinyPlugin(), name="tiny")

@@ -10,11 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hp_trainer import cli, launching, preflight
+from hp_trainer import cli
 from hp_trainer.checkpoint import Box, LocalStorage, TensorPart, save_checkpoint
+from hp_trainer.cli import commands
+from hp_trainer.cli.help import USAGE, describe_option
 from hp_trainer.config import list_options, load_config, to_plain
-from hp_trainer.plugins import Registries
-from hp_trainer.run_folder import RunFolder
+from hp_trainer.launch import platforms
+from hp_trainer.plugins import registries
+from hp_trainer.registries import Registries
+from hp_trainer.run import RunFolder, create_run
 
 OPTIONS = Path(__file__).with_name("options.txt")
 
@@ -70,14 +74,14 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
         found.append((config, path, checkpoint))
         return path
 
-    monkeypatch.setattr(launching, "train", train)
+    monkeypatch.setattr(commands, "launch_training", train)
     return found
 
 
 def make_run(work: Path, step: int = 2) -> RunFolder:
     """A run with a checkpoint."""
-    config = load_config(work / "run.yaml").config
-    run = launching.begin_run(work / "out", config)
+    config = load_config(work / "run.yaml", registered=registries()).config
+    run = create_run(work / "out", config)
     part = TensorPart("w", "float32", (2,), [(Box.whole((2,)), np.ones(2, np.float32))])
     save_checkpoint(LocalStorage(run.checkpoints), [part], step=step, model=to_plain(config.model), state={})
     return run
@@ -162,10 +166,10 @@ def test_keys_and_types_are_told_before_anything_else(work: Path, error) -> None
 def test_degrees_that_training_cannot_do_yet_are_refused(work: Path, error) -> None:
     assert error("run.yaml", "--launch.local_ranks=4", "--parallel.cp=2", "--parallel.pp=2") == (
         "hp-train: run.yaml: 2 problems\n"
-        "--parallel.cp: parallel.cp: the training loop has no context parallelism yet\n"
-        "    expected: 1\n    got: 2\n    try: parallel.cp=1\n"
-        "--parallel.pp: parallel.pp: the training loop has no pipeline parallelism yet\n"
-        "    expected: 1\n    got: 2\n    try: parallel.pp=1\n"
+        "--parallel.cp: parallel.cp: there is no context parallelism yet\n"
+        "    expected: 1\n    got: 2\n    try: cp=1\n"
+        "--parallel.pp: parallel.pp: there is no pipeline parallelism yet\n"
+        "    expected: 1\n    got: 2\n    try: pp=1\n"
     )
 
 
@@ -206,7 +210,7 @@ def test_a_full_disk_is_told_with_what_to_do(work: Path, capsys, monkeypatch: py
     def full(config, prepare) -> Path:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(launching, "train", full)
+    monkeypatch.setattr(commands, "launch_training", full)
     assert cli.main(["run.yaml"]) == 1
     told = capsys.readouterr().err
     assert told == "hp-train: [Errno 28] No space left on device; free some space, then run the same command again\n"
@@ -234,7 +238,7 @@ def test_each_rank_of_a_launcher_tells_what_only_it_may_have_found(
     # The folder and the data are looked at by the rank that prepares the run, when the others can hear of it.
     monkeypatch.setenv("RANK", "0")
     (work / "corpus.txt").unlink()
-    monkeypatch.setattr(launching, "train", lambda config, prepare: prepare())
+    monkeypatch.setattr(commands, "launch_training", lambda config, prepare: prepare())
     assert cli.main(["run.yaml"]) == 2
     assert "does not exist" in capsys.readouterr().err
 
@@ -244,13 +248,13 @@ def test_a_file_that_is_not_there_is_told(work: Path, error) -> None:
 
 
 def test_no_platform_and_several_platforms_are_told(work: Path, error, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "installed_platforms", list)
+    monkeypatch.setattr(platforms, "installed_platforms", list)
     assert error("run.yaml") == (
         "hp-train: run.yaml: 1 problem\n"
         "platform: no platform is installed\n"
         "    try: pip install hp-platform-torch or hp-platform-mindspore\n"
     )
-    monkeypatch.setattr(preflight, "installed_platforms", lambda: ["mindspore", "torch"])
+    monkeypatch.setattr(platforms, "installed_platforms", lambda: ["mindspore", "torch"])
     assert error("run.yaml") == (
         "hp-train: run.yaml: 1 problem\n"
         "platform: several platforms are installed and none is chosen\n"
@@ -298,8 +302,8 @@ def test_a_checkpoint_of_another_model_is_refused(work: Path, error) -> None:
     make_run(work)
     other = (work / "run.yaml").read_text().replace("name: tiny", "name: tiny\n  hidden_size: 32")
     (work / "run.yaml").write_text(other.replace("folder: out", "folder: second"))
-    config = load_config(work / "run.yaml").config
-    launching.begin_run(work / "second", config)
+    config = load_config(work / "run.yaml", registered=registries()).config
+    create_run(work / "second", config)
     assert error("resume", "second", "--checkpoint.folder=out/checkpoints") == (
         "hp-train: out/checkpoints/step-00000002 is a checkpoint of another model: "
         "hidden_size is 64 there and 32 here\n"
@@ -308,7 +312,7 @@ def test_a_checkpoint_of_another_model_is_refused(work: Path, error) -> None:
 
 def test_resume_without_a_run_or_a_checkpoint_is_refused(work: Path, error) -> None:
     assert "holds no run (no run.json)" in error("resume", "out")
-    launching.begin_run(work / "out", load_config(work / "run.yaml").config)
+    create_run(work / "out", load_config(work / "run.yaml", registered=registries()).config)
     assert "out/checkpoints holds no sound checkpoint" in error("resume", "out")
 
 
@@ -326,7 +330,10 @@ def test_generate_continues_the_prompts_given_or_configured(
 ) -> None:
     make_run(work)
     asked = []
-    monkeypatch.setattr(launching, "generate", lambda run, config, prompts, ckpt: asked.append(prompts) or prompts)
+    monkeypatch.setattr(commands, "get_platform", lambda name: name)
+    monkeypatch.setattr(
+        commands, "generate", lambda run, config, platform, prompts, checkpoint: asked.append(prompts) or prompts
+    )
     assert cli.main(["generate", "out", "--prompt", "--a=b", "--prompt=def f", "--generate.temperature=0"]) == 0
     assert cli.main(["generate", "out"]) == 0
     assert asked == [["--a=b", "def f"], ["def ", "import "]]
@@ -350,8 +357,8 @@ def test_layouts_of_a_configuration_leave_out_what_it_cannot_do(work: Path, caps
         "             4         1   1   1   1   1    1       folded\n"
         "every degree must be one of: 1, 2, 4\n"
         "10 layouts cannot be used:\n"
-        "  parallel.cp: the training loop has no context parallelism yet (5 layouts)\n"
-        "  parallel.pp: the training loop has no pipeline parallelism yet (5 layouts)\n"
+        "  parallel.cp: there is no context parallelism yet (5 layouts)\n"
+        "  parallel.pp: there is no pipeline parallelism yet (5 layouts)\n"
         "  parallel.tp: num_key_value_heads = 2 cannot be split over tp = 4 (1 layout)\n"
     )
 
@@ -370,14 +377,14 @@ def test_layouts_of_a_configuration_leave_out_what_it_cannot_do(work: Path, caps
     ],
 )
 def test_a_command_line_that_makes_no_sense_is_told(error, installed, arguments: list[str], message: str) -> None:
-    assert error(*arguments) == f"hp-train: {message}\n{cli.USAGE}\n"
+    assert error(*arguments) == f"hp-train: {message}\n{USAGE}\n"
 
 
 # Help --------------------------------------------------------------------------------------------------------
 
 
 def test_the_options_are_frozen(registered: Registries) -> None:
-    options = "\n".join(cli.describe_option(one) for one in list_options(registered)) + "\n"
+    options = "\n".join(describe_option(one) for one in list_options(registered)) + "\n"
     assert options == OPTIONS.read_text(), f"options changed; where that is wanted, write the left side to {OPTIONS}"
 
 
@@ -385,7 +392,7 @@ def test_help_lists_every_option_and_command(installed: Registries, capsys) -> N
     for arguments in (["--help"], ["resume", "-h"], ["layouts", "--help"]):
         assert cli.main(arguments) == 0
         text = capsys.readouterr().out
-        assert text.startswith(cli.USAGE)
+        assert text.startswith(USAGE)
         assert "  --training.steps=(a whole number; must be given)\n      optimizer steps of the whole run\n" in text
         assert "  with model.name=tiny:\n  --model.hidden_size=(a whole number; default 64)" in text
 

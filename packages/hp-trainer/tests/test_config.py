@@ -9,7 +9,7 @@ import pytest
 from hp_trainer.config import Component, LoadedConfig, TrainerConfig, dump_config, load_config, parse_config
 from hp_trainer.data import TextDataConfig
 from hp_trainer.exceptions import ConfigError
-from hp_trainer.plugins import Registries
+from hp_trainer.registries import Registries
 
 MINIMAL = """\
 model:

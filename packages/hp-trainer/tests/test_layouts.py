@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from hp_trainer.exceptions import ParallelDimsError, Problem
-from hp_trainer.layouts import describe_layouts, list_layouts
-from hp_trainer.parallel_dims import ParallelDims
+from hp_trainer.parallel import ParallelDims, describe_layouts, list_layouts
 
 NAMES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp")
 

@@ -18,8 +18,8 @@ from hp_trainer.metrics import (
 )
 from hp_trainer.metrics.loss_curve import running_means
 from hp_trainer.metrics.progress import format_seconds
-from hp_trainer.plugins import Registries
 from hp_trainer.records import CheckpointRecord, EvaluationRecord, RunRecord, StepRecord
+from hp_trainer.registries import Registries
 
 
 @pytest.fixture

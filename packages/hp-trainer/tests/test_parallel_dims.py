@@ -10,7 +10,7 @@ import pytest
 
 from hp_dtensor.comm.world import fake_world
 from hp_trainer.exceptions import ParallelDimsError
-from hp_trainer.parallel_dims import ParallelDims
+from hp_trainer.parallel import ParallelDims
 
 
 def message(**degrees: object) -> str:

@@ -8,12 +8,13 @@ from typing import Any
 import pluggy
 import pytest
 
+from hp_dtensor.exceptions import RegistryError
 from hp_dtensor.platform.plugins import PROJECT_NAME
+from hp_dtensor.platform.registry import Registry
 from hp_trainer import builtin_plugin, hookspecs
-from hp_trainer.exceptions import RegistryError
-from hp_trainer.plugins import LifeCycle, fill_registries, hookimpl, resolve_life_cycle
+from hp_trainer.plugins import LifeCycle, hookimpl, resolve_life_cycle
 from hp_trainer.records import CheckpointRecord, StepRecord
-from hp_trainer.registry import NoOptions, Registry
+from hp_trainer.registries import fill_registries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,41 +59,6 @@ def test_the_built_in_plugin_registers_through_the_same_hooks() -> None:
     assert registries.datasets.names() == ["text"]
     assert registries.trackers.names() == ["jsonl", "loss_curve", "progress"]
     assert registries.checkpoint_storages.names() == ["local"]
-
-
-def test_a_name_may_have_one_entry_per_platform_with_the_same_options() -> None:
-    registry = Registry("optimizer")
-    registry.add("adamw", lambda: "t", options=Options, platform="torch")
-    registry.add("adamw", lambda: "m", options=Options, platform="mindspore")
-    assert registry.names() == ["adamw"]
-    assert registry.get("adamw", "mindspore").build() == "m"
-    assert registry.options("adamw") is Options
-    with pytest.raises(RegistryError, match="exists for mindspore, torch only, not for platform 'numpy'"):
-        registry.get("adamw", "numpy")
-    with pytest.raises(RegistryError, match="has other options"):
-        registry.add("adamw", lambda: "n", options=NoOptions, platform="numpy")
-
-
-def test_an_entry_for_any_platform_serves_those_without_their_own() -> None:
-    registry = Registry("model")
-    registry.add("m", lambda: "any")
-    registry.add("m", lambda: "torch", platform="torch")
-    assert (registry.get("m", "torch").build(), registry.get("m", "mindspore").build()) == ("torch", "any")
-
-
-def test_an_unknown_name_lists_the_known_ones() -> None:
-    registry = Registry("model")
-    with pytest.raises(RegistryError, match="no model is called 'x'; known: none is registered"):
-        registry.get("x")
-    registry.add("llama", lambda: None)
-    with pytest.raises(RegistryError, match="known: llama"):
-        registry.options("x")
-    assert registry.suggest("lama") == "llama"
-
-
-def test_options_must_be_a_dataclass() -> None:
-    with pytest.raises(RegistryError, match="options must be a dataclass, got"):
-        Registry("model").add("m", lambda: None, options=int)
 
 
 def test_life_cycle_hooks_receive_frozen_records_in_every_plugin() -> None:

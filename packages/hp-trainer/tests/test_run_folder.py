@@ -9,8 +9,8 @@ import pytest
 
 from hp_trainer.config import TrainerConfig, parse_config
 from hp_trainer.exceptions import RunFolderError
-from hp_trainer.plugins import Registries
-from hp_trainer.run_folder import RunFolder, default_run_folder
+from hp_trainer.registries import Registries
+from hp_trainer.run import RunFolder, default_run_folder
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_nothing_is_left_of_a_run_folder_that_could_not_be_written(
     def full(path: Path, text: str) -> None:
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr("hp_trainer.run_folder.write_atomically", full)
+    monkeypatch.setattr("hp_trainer.run.folder.write_atomically", full)
     with pytest.raises(OSError, match="No space left"):
         RunFolder.create(tmp_path / "a", config)
     assert list(tmp_path.iterdir()) == []

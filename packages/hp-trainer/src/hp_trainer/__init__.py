@@ -1,6 +1,5 @@
 """The trainer: one YAML file, any layout, any framework that has a platform package."""
 
-from hp_trainer.layouts import Layout, list_layouts
-from hp_trainer.parallel_dims import ParallelDims
+from hp_trainer.parallel import Layout, ParallelDims, list_layouts
 
 __all__ = ["Layout", "ParallelDims", "list_layouts"]

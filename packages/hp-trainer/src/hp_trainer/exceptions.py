@@ -60,10 +60,6 @@ class ParallelDimsError(ProblemsError):
     """Parallel degrees that do not fit each other, the world size or the model."""
 
 
-class RegistryError(HPError, ValueError):
-    """A name registered twice, or asked for and never registered."""
-
-
 class DataError(HPError, ValueError):
     """Data that is missing, holds no text, or is not what an earlier part of the run has seen."""
 
@@ -105,3 +101,9 @@ def raise_if_any(problems: Iterable[Problem], error: type[ProblemsError], title:
     found = tuple(problems)
     if found:
         raise error(found, title)
+
+
+def join_choices(values: Sequence[object]) -> str:
+    """Join values for a message: `2`, `2 or 4`, `1, 2 or 4`."""
+    *rest, last = (str(value) for value in values)
+    return f"{', '.join(rest)} or {last}" if rest else last

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
+    from hp_dtensor.platform.registry import Registry
     from hp_trainer.records import CheckpointRecord, ErrorRecord, EvaluationRecord, RunRecord, StepRecord
-    from hp_trainer.registry import Registry
+
 
 hookspec = pluggy.HookspecMarker("hp")
 
@@ -42,7 +43,7 @@ def hp_optimizers(registry: Registry) -> None:
     """Called once, before the configuration is read. Registers optimizers, one per platform. Since 0.1.
 
     `build(parameters, options, platform)` takes `(dotted name, parameter)` pairs, all of them DTensors or all
-    plain, and returns a `hp_trainer.optimizers.Optimizer`. AdamW is registered as `adamw` with
+    plain, and returns a `hp_trainer.training.Optimizer`. AdamW is registered as `adamw` with
     `hp_trainer.config.AdamWConfig` as its options.
     """
 

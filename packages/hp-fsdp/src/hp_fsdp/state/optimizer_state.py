@@ -55,7 +55,7 @@ def view_of(platform: Platform, optimizer: Any, parameters: Mapping[str, Tensor]
 
 
 class NamedOptimizerView:
-    """An optimizer that names its parameters itself (`hp_trainer.optimizers.Optimizer`)."""
+    """An optimizer that names its parameters itself (`hp_trainer.training.Optimizer`)."""
 
     def __init__(self, platform: Platform, optimizer: Any) -> None:
         self._platform = platform

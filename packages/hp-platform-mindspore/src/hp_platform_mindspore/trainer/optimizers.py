@@ -25,7 +25,7 @@ class _Slots:
 
 
 class AdamW:
-    """Loshchilov and Hutter, 2019, with the arithmetic of `torch.optim.AdamW`; see `hp_trainer.optimizers.Optimizer`.
+    """Loshchilov and Hutter, 2019, with the arithmetic of `torch.optim.AdamW`; see `hp_trainer.training.Optimizer`.
 
     Args:
         parameters: (dotted name, parameter), DTensors or plain; floating-point leaves.

@@ -20,7 +20,7 @@ _FUSED_DEVICES = ("cpu", "cuda")
 
 
 class AdamW:
-    """AdamW (arXiv 1711.05101): decoupled weight decay on every parameter. See `hp_trainer.optimizers.Optimizer`.
+    """AdamW (arXiv 1711.05101): decoupled weight decay on every parameter. See `hp_trainer.training.Optimizer`.
 
     Args:
         parameters: (name, parameter), DTensors or plain; floating-point leaves.

@@ -12,9 +12,9 @@ from hp_dtensor.platform.plugins import hookimpl
 
 if TYPE_CHECKING:
     from hp_dtensor.platform.interface import Platform
+    from hp_dtensor.platform.registry import Registry
     from hp_trainer.config import AdamWConfig
-    from hp_trainer.optimizers import Optimizer
-    from hp_trainer.registry import Registry
+    from hp_trainer.training import Optimizer
 
 
 @hookimpl

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hp_trainer.config._convert import INVALID, Converter
+from hp_trainer.config._converter import Converter
 from hp_trainer.config._tree import Items, Section, Tree, apply_overrides, parse_yaml
+from hp_trainer.config._values import INVALID
 from hp_trainer.config.schema import TrainerConfig
 from hp_trainer.exceptions import ConfigError, Problem, raise_if_any
-from hp_trainer.plugins import Registries, registries
+from hp_trainer.registries import Registries
 
 Override = tuple[str, str]
 
@@ -38,16 +39,14 @@ class LoadedConfig:
         return self.sources.get(path, "")
 
 
-def load_config(
-    path: str | Path, overrides: Sequence[Override] = (), registered: Registries | None = None
-) -> LoadedConfig:
+def load_config(path: str | Path, overrides: Sequence[Override] = (), *, registered: Registries) -> LoadedConfig:
     """Read a YAML file.
 
     Args:
         path: the file.
         overrides: `(dotted path, text)` pairs that take precedence; the text is read as YAML, but taken as it
             is where the setting is text.
-        registered: default those of the installed plugins.
+        registered: what names in the file may mean; `hp_trainer.plugins.registries()` are the installed plugins'.
 
     Raises:
         ConfigError: listing every problem.
@@ -65,8 +64,8 @@ def parse_config(
     text: str,
     overrides: Sequence[Override] = (),
     *,
+    registered: Registries,
     source: str = "configuration",
-    registered: Registries | None = None,
 ) -> LoadedConfig:
     """Like `load_config`, from YAML text; `source` names it in problems.
 
@@ -80,7 +79,7 @@ def parse_config(
         raise ConfigError(problems, source)
     tree.source = source
     problems += apply_overrides(tree, overrides)
-    converter = Converter(registered if registered is not None else registries(), TrainerConfig)
+    converter = Converter(registered, TrainerConfig)
     config = converter.section(TrainerConfig, tree, "")
     raise_if_any([*problems, *converter.problems], ConfigError, source)
     assert config is not INVALID, "an invalid configuration without a problem"

@@ -9,11 +9,11 @@ from typing import Any
 
 import yaml
 
-from hp_trainer.config._convert import describe, field_types, is_required
+from hp_trainer.config._annotations import describe, field_types, is_required
 from hp_trainer.config._setting import Component
 from hp_trainer.config.dump import to_plain
 from hp_trainer.config.schema import TrainerConfig
-from hp_trainer.plugins import Registries
+from hp_trainer.registries import Registries
 
 
 @dataclass(frozen=True)

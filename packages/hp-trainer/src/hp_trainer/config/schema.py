@@ -102,12 +102,11 @@ class ParallelConfig:
 
     dp_replicate: int = setting(1, help="replicas of the sharded model", minimum=1)
     dp_shard: int = setting(-1, help="data-parallel ranks that share the weights; -1: what is left")
-    cp: int = setting(1, help="context parallel ranks", minimum=1)
+    cp: int = setting(1, help="context parallel ranks; there is no context parallelism yet", minimum=1)
     tp: int = setting(1, help="tensor parallel ranks", minimum=1)
-    pp: int = setting(1, help="pipeline stages", minimum=1)
+    pp: int = setting(1, help="pipeline stages; there is no pipeline parallelism yet", minimum=1)
     ep: int = setting(1, help="expert parallel ranks", minimum=1)
     etp: int | None = setting(None, help="tensor parallel ranks in an expert, 1 or tp; null: tp", minimum=1)
-    ulysses_degree: int | None = setting(None, help="how many of the cp ranks exchange heads; null: all", minimum=1)
     expert_mesh: Literal["folded", "peer"] = setting(
         "folded", help="folded: experts re-use the dense ranks; peer: ep is an axis of its own"
     )

@@ -2,12 +2,13 @@
 
 from hp_trainer.metrics.jsonl import JsonLinesTracker, keep_steps, read_metrics
 from hp_trainer.metrics.loss_curve import LossCurveTracker, draw_loss_curve
-from hp_trainer.metrics.progress import ProgressTracker
+from hp_trainer.metrics.progress import ProgressConfig, ProgressTracker
 from hp_trainer.metrics.tracker import Tracker
 
 __all__ = [
     "JsonLinesTracker",
     "LossCurveTracker",
+    "ProgressConfig",
     "ProgressTracker",
     "Tracker",
     "draw_loss_curve",

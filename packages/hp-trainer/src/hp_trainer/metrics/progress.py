@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import dataclass
 from typing import Any, TextIO
 
+from hp_trainer.config import setting
 from hp_trainer.metrics.tracker import Tracker
 from hp_trainer.records import CheckpointRecord, EvaluationRecord, RunRecord, StepRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgressConfig:
+    """Live progress on the terminal."""
+
+    interval_seconds: float = setting(5.0, help="between lines where the output is no terminal", minimum=0)
 
 
 class ProgressTracker(Tracker):

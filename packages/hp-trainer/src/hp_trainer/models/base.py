@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from hp_dtensor.comm.mesh import DeviceMesh
     from hp_dtensor.tensor.init import Distribution
     from hp_trainer.config import TrainingConfig
-    from hp_trainer.parallel_dims import ParallelDims
+    from hp_trainer.parallel import ParallelDims
 
 Tensor = Any
 

@@ -22,7 +22,7 @@ from hp_trainer.models.rotary import RotaryTables, Rotation
 if TYPE_CHECKING:
     from hp_dtensor.comm.mesh import DeviceMesh
     from hp_trainer.config import TrainingConfig
-    from hp_trainer.parallel_dims import ParallelDims
+    from hp_trainer.parallel import ParallelDims
 
 Tensor = Any
 
@@ -225,7 +225,7 @@ class MoEDecoder(nn.Module):
         reshard_after_forward: bool | None = None,
     ) -> None:
         """See `hp_trainer.models.LanguageModel`."""
-        from hp_trainer.parallelize import parallelize
+        from hp_trainer.models.parallelize import parallelize
 
         parallelize(self, dims, mesh, training, reshard_after_forward=reshard_after_forward)
         self.recomputes = training is not None and training.activation_checkpointing

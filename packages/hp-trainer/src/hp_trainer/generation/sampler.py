@@ -1,4 +1,4 @@
-"""Texts from a trained model: one rank, the whole model, token by token."""
+"""Sampling of texts from a model's logits, token by token."""
 
 from __future__ import annotations
 
@@ -8,38 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from hp_dtensor.comm.world import SilentWorld, use_world
 from hp_dtensor.platform.interface import Platform
-from hp_trainer.checkpoint import Checkpoint
-from hp_trainer.config import GenerateConfig, TrainerConfig, to_plain
-from hp_trainer.launching import storage_of
-from hp_trainer.plugins import registries
-from hp_trainer.run_folder import RunFolder
-from hp_trainer.state import load_state
+from hp_trainer.config import GenerateConfig
 
 Model = Any
-
-
-def generate(
-    run: RunFolder, config: TrainerConfig, platform: Platform, prompts: Sequence[str], checkpoint: str
-) -> list[str]:
-    """Prompts with what the model of a checkpoint writes after each; the same for the same seed.
-
-    Args:
-        checkpoint: folder in the run's storage, written by any layout on any platform.
-    """
-    source = registries().datasets.get(config.data.name).build(config.data.options)
-    tokenizer = source.tokenizer()
-    with use_world(SilentWorld(0, 1, platform)), platform.no_grad():
-        model = registries().models.get(config.model.name, platform.name).build(config.model.options, platform)
-        opened = Checkpoint(storage_of(run, config), checkpoint)
-        opened.check_model(to_plain(config.model))
-        load_state(platform, model, None, opened)
-        sampler = Sampler(
-            config.generate, config.training.sequence_length, tokenizer.separator, vocab_size=tokenizer.vocab_size
-        )
-        begun = [tokenizer.encode(prompt).tolist() for prompt in prompts]
-        return [tokenizer.decode(tokens) for tokens in sampler.extend(platform, model, begun)]
 
 
 @dataclass

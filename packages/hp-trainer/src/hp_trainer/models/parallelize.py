@@ -27,12 +27,13 @@ from hp_moe import (
     ReplicatedExperts,
     TensorParallel,
 )
-from hp_trainer.exceptions import ParallelDimsError, Problem, raise_if_any
+from hp_trainer.exceptions import ParallelDimsError, raise_if_any
+from hp_trainer.parallel import unsupported_degrees
 
 if TYPE_CHECKING:
     from hp_trainer.config import TrainingConfig
     from hp_trainer.models.moe_decoder import DecoderBlock, MoEDecoder
-    from hp_trainer.parallel_dims import ParallelDims
+    from hp_trainer.parallel import ParallelDims
 
 
 def parallelize(
@@ -54,7 +55,7 @@ def parallelize(
         ParallelDimsError: degrees that do not divide the model, or that this model cannot use.
     """
     dims.validate_against_model(model)
-    raise_if_any(_unsupported(dims), ParallelDimsError, "parallel degrees")
+    raise_if_any(unsupported_degrees(dims), ParallelDimsError, "parallel degrees")
     if dims.tp_enabled:
         _tensor_parallel(model, mesh["tp"])
     for block in model.layers:
@@ -62,14 +63,6 @@ def parallelize(
             _expert_parallel(block.moe, dims, mesh)
     _shard_over_data(model, dims, mesh, _policy(training), reshard_after_forward)
     return model
-
-
-def _unsupported(dims: ParallelDims) -> list[Problem]:
-    return [
-        Problem(path=name, what="this model cannot do that yet", expected="1", got=str(getattr(dims, name)))
-        for name in ("cp", "pp")
-        if getattr(dims, name) > 1
-    ]
 
 
 # Tensor parallel -----------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ from typing import Any
 from hp_trainer._files import write_atomically
 from hp_trainer.config import LoadedConfig, TrainerConfig, dump_config, load_config
 from hp_trainer.exceptions import RunFolderError
-from hp_trainer.plugins import Registries
+from hp_trainer.plugins import registries
+from hp_trainer.registries import Registries
 
 _MARK = "run.json"
 
@@ -104,7 +105,7 @@ class RunFolder:
         Raises:
             ConfigError: listing every problem.
         """
-        return load_config(self.config_file, overrides, registered)
+        return load_config(self.config_file, overrides, registered=registered or registries())
 
     def write_config(self, config: TrainerConfig) -> None:
         """Replace the run's configuration in one step."""

@@ -10,7 +10,7 @@ from hp_dtensor.comm.world import current_world
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_trainer.checkpoint import Box, Checkpoint, TensorPart
-from hp_trainer.optimizers import Optimizer
+from hp_trainer.training.optimizer import Optimizer
 
 Tensor = Any
 Module = Any

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from hp_trainer._divisors import divisors
 from hp_trainer.exceptions import Problem
-from hp_trainer.parallel_dims import ExpertMesh, ParallelDims
+from hp_trainer.parallel.axes import ExpertMesh
+from hp_trainer.parallel.dims import ParallelDims
+from hp_trainer.parallel.divisors import divisors
 
 Check = Callable[[ParallelDims], Iterable[Problem]]
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
-from hp_dtensor.platform.plugins import plugin_manager
-from hp_trainer._divisors import join_choices
+from hp_dtensor.exceptions import RegistryError
 from hp_trainer.config import LoadedConfig, TrainerConfig, to_plain
-from hp_trainer.exceptions import ParallelDimsError, Problem, RegistryError
-from hp_trainer.parallel_dims import DEGREES, ParallelDims, degrees_from_config, find_model_problems
-from hp_trainer.plugins import Registries
-from hp_trainer.run_folder import RunFolder
+from hp_trainer.exceptions import ParallelDimsError, Problem, join_choices
+from hp_trainer.launch.platforms import chosen_platform
+from hp_trainer.parallel import DEGREES, ParallelDims, degrees_from_config, find_model_problems, unsupported_degrees
+from hp_trainer.registries import Registries
+from hp_trainer.run import RunFolder
 
 # What decides which samples a step reads, and what the weights mean: fixed when a run begins.
 _FIXED = ("model.", "data.", "training.seed", "training.sequence_length")
@@ -47,44 +45,13 @@ def check_resumed_run(
 
 def training_problems(dims: ParallelDims, config: TrainerConfig) -> Iterator[Problem]:
     """What of valid degrees the training loop or this batch cannot do; paths are within the configuration."""
-    for name, what in (("cp", "context"), ("pp", "pipeline")):
-        if getattr(dims, name) > 1:
-            yield Problem(
-                path=f"parallel.{name}",
-                what=f"the training loop has no {what} parallelism yet",
-                expected="1",
-                got=str(getattr(dims, name)),
-                hint=f"parallel.{name}=1",
-            )
+    for problem in unsupported_degrees(dims):
+        yield problem.within("parallel")
     for problem in dims.model_problems(config.model.options, config.training.sequence_length):
         # What `ParallelDims` calls seq_len has another name in the file.
         hint = problem.hint.replace("seq_len=", "training.sequence_length=")
         yield dataclasses.replace(problem, hint=hint).within("parallel")
     yield from _batch_problems(dims, config)
-
-
-def chosen_platform(name: str | None) -> str | Problem:
-    """The platform's name by the rules of `hp_dtensor.get_platform`, without loading a framework."""
-    wanted = name or os.environ.get("HP_PLATFORM") or None
-    found = installed_platforms()
-    if wanted is None and len(found) == 1:
-        return found[0]
-    if wanted in found:
-        return str(wanted)
-    if not found:
-        hint = "pip install hp-platform-torch or hp-platform-mindspore"
-        return Problem(path="platform", what="no platform is installed", hint=hint)
-    if wanted is None:
-        what, hint = "several platforms are installed and none is chosen", f"--platform={found[0]}"
-        return Problem(path="platform", what=what, expected=join_choices(found), hint=hint)
-    near = next(iter(difflib.get_close_matches(wanted, found, n=1)), "")
-    hint = near or f"pip install hp-platform-{wanted}"
-    return Problem(path="platform", what="is not installed", expected=join_choices(found), got=wanted, hint=hint)
-
-
-def installed_platforms() -> list[str]:
-    """Names of the platform plugins, without loading their frameworks."""
-    return sorted(one.plugin_name for one in plugin_manager().hook.hp_platform.get_hookimpls())
 
 
 def _run_problems(config: TrainerConfig, world_size: int, registered: Registries) -> Iterator[Problem]:

@@ -1,0 +1,58 @@
+"""Help of the command: usage, introduction, and every setting."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hp_trainer.config import Option
+
+USAGE = """\
+usage: hp-train CONFIG [--section.setting=value ...]
+       hp-train resume RUN [--section.setting=value ...]
+       hp-train generate RUN [--prompt TEXT ...] [--section.setting=value ...]
+       hp-train layouts [CONFIG] [--world-size N] [--section.setting=value ...]
+       hp-train --help | --version"""
+
+INTRODUCTION = """\
+Train the model that a YAML file describes, on PyTorch or on MindSpore, in any parallel layout.
+
+commands:
+  CONFIG      train from the beginning, in a new run folder
+  resume      go on from the newest sound checkpoint of a run folder; layout, number of ranks and platform may
+              change, the model and its data may not
+  generate    continue prompts with the model of a run folder
+  layouts     list every parallel layout for a number of ranks, and why others cannot be used
+
+hp-train starts launch.local_ranks ranks on this machine. Started by torchrun, msrun or srun it is one of theirs.
+Ctrl-C and SIGTERM end the training after the step under way, with a checkpoint; a second one ends it at once.
+Exit code: 0 done, 1 failed, 2 bad input, 130 stopped by Ctrl-C, 143 by SIGTERM.
+
+Every setting of the YAML file is an option too (--section.setting=value, or with a space); the command line wins.
+settings, with what they take and their default:"""
+
+
+def help_text() -> str:
+    """Return all of `hp-train --help`."""
+    from hp_trainer.config import list_options
+    from hp_trainer.plugins import registries
+
+    lines = [USAGE, "", INTRODUCTION]
+    section = when = ""
+    for option in list_options(registries()):
+        head = option.path.partition(".")[0]
+        if head != section:
+            section, when = head, ""
+            lines += ["", f"{section}:"]
+        if option.when and option.when != when:
+            when = option.when
+            lines.append(f"  with {when}:")
+        lines.append(describe_option(option))
+    return "\n".join(lines)
+
+
+def describe_option(option: Option) -> str:
+    """Return the lines of help of one setting: what it takes, its default, and what it is for."""
+    default = "must be given" if option.default is None else f"default {option.default}"
+    head = f"  --{option.path}=({option.takes}; {default})"
+    return f"{head}\n      {option.help}" if option.help else head

@@ -1,0 +1,129 @@
+"""A training job: ranks started on this machine, or joined where a launcher has started them."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from hp_dtensor.comm.world import current_world
+from hp_dtensor.launch import from_environment, is_launched, launch, rank_environment
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.platform.selection import get_platform
+from hp_trainer._exchange import coordinator
+from hp_trainer.checkpoint import find_latest
+from hp_trainer.config import TrainerConfig
+from hp_trainer.exceptions import RunFolderError, StoppedError
+from hp_trainer.generation import write_samples
+from hp_trainer.run import RunFolder, checkpoint_storage
+from hp_trainer.signals import Interrupted
+from hp_trainer.training import Trainer
+
+
+def world_size_of(config: TrainerConfig) -> int:
+    """Return the number of ranks of the job: those of the launcher that started this process, else local ones."""
+    found = rank_environment() if is_launched() else None
+    return found.size if found is not None else config.launch.local_ranks or 1
+
+
+def is_first_process() -> bool:
+    """Return whether this process speaks for the job: it was not started by a launcher, or it is rank 0."""
+    found = rank_environment() if is_launched() else None
+    return found is None or (found.rank == 0 and not found.is_scheduler)
+
+
+def launch_training(config: TrainerConfig, prepare: Callable[[], tuple[Path, str | None]]) -> Path:
+    """Train on all ranks of a job; return the run folder when every rank has finished.
+
+    Args:
+        config: says how many ranks to start here, and on which platform.
+        prepare: called once in the whole job, before any rank needs it; makes or opens the run folder and
+            returns it with the name of the checkpoint to go on from (None: from the beginning).
+
+    Raises:
+        LaunchError: a local rank failed.
+        StoppedError: a signal ended the run before its last step.
+        HPError: what `prepare` or, where this process is a rank, the training raises.
+    """
+    platform = get_platform(config.platform)
+    if is_launched():
+        world = from_environment(platform, config.launch.timeout_seconds)
+        folder, checkpoint = coordinator(world.all, "preparing the run", lambda: _as_text(prepare()), RunFolderError)
+        ended_by = run_rank(folder, checkpoint, platform.name, False)
+        platform.disconnect()
+        path = Path(folder)
+        if ended_by is None and is_first_process():
+            write_samples(RunFolder(path), config)
+    else:
+        path, checkpoint = prepare()
+        arguments = (str(path), checkpoint, platform.name, True)
+        if world_size_of(config) == 1:
+            ended_by = run_rank(*arguments)
+        else:
+            ended_by = _start(run_rank, arguments, config, platform, RunFolder(path).logs)
+    if ended_by is not None:
+        raise StoppedError(_how_far(RunFolder(path), config, ended_by), ended_by)
+    return path
+
+
+def run_rank(folder: str, checkpoint: str | None, platform: str, samples: bool) -> int | None:
+    """Do one rank's part of a job; its world is connected.
+
+    Args:
+        folder: the run folder; its data are prepared.
+        checkpoint: name of the checkpoint to go on from; None: from the beginning.
+        platform: the platform's name.
+        samples: rank 0 writes the samples of a finished run. Where ranks were started here this is the process that
+            has the right number of threads for it.
+
+    Returns:
+        The signal that ended the run before its last step, the same on every rank; None: it is done.
+    """
+    run, chosen = RunFolder.open(Path(folder)), get_platform(platform)
+    config = run.load_config().config
+    trainer = Trainer(run, config, chosen)
+    if checkpoint is not None:
+        trainer.resume(checkpoint)
+    ended_by = trainer.run()
+    if samples and ended_by is None and current_world(chosen).rank == 0:
+        write_samples(run, config)
+    return ended_by
+
+
+def _start(
+    target: Callable[..., int | None],
+    arguments: Sequence[object],
+    config: TrainerConfig,
+    platform: Platform,
+    logs: Path,
+) -> int | None:
+    try:
+        ended_by: list[int | None] = launch(
+            target,
+            arguments,
+            num_ranks=world_size_of(config),
+            platform=platform,
+            log_dir=logs,
+            timeout_seconds=config.launch.timeout_seconds,
+            stop_seconds=config.launch.stop_seconds,
+        )
+    except Interrupted as interrupted:
+        # The ranks have ended by now, in their own time.
+        return int(interrupted.signal)
+    return ended_by[0]
+
+
+def _how_far(run: RunFolder, config: TrainerConfig, number: int) -> str:
+    """Tell how far a stopped run has come, and how to go on."""
+    name, newest = signal.Signals(number).name, find_latest(checkpoint_storage(run, config), content=False).checkpoint
+    if newest is None:
+        return f"stopped by {name} before the first checkpoint of {run.path}"
+    return (
+        f"stopped by {name}; the newest checkpoint is of step {newest.step} of {config.training.steps}. "
+        f"Go on with `hp-train resume {run.path}`"
+    )
+
+
+def _as_text(prepared: tuple[Path, str | None]) -> tuple[str, str | None]:
+    path, checkpoint = prepared
+    return str(path.absolute()), checkpoint

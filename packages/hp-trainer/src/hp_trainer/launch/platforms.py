@@ -1,0 +1,33 @@
+"""The platform of a run, chosen without loading a framework."""
+
+from __future__ import annotations
+
+import difflib
+import os
+
+from hp_dtensor.platform.plugins import plugin_manager
+from hp_trainer.exceptions import Problem, join_choices
+
+
+def chosen_platform(name: str | None) -> str | Problem:
+    """The platform's name by the rules of `hp_dtensor.get_platform`, without loading a framework."""
+    wanted = name or os.environ.get("HP_PLATFORM") or None
+    found = installed_platforms()
+    if wanted is None and len(found) == 1:
+        return found[0]
+    if wanted in found:
+        return str(wanted)
+    if not found:
+        hint = "pip install hp-platform-torch or hp-platform-mindspore"
+        return Problem(path="platform", what="no platform is installed", hint=hint)
+    if wanted is None:
+        what, hint = "several platforms are installed and none is chosen", f"--platform={found[0]}"
+        return Problem(path="platform", what=what, expected=join_choices(found), hint=hint)
+    near = next(iter(difflib.get_close_matches(wanted, found, n=1)), "")
+    hint = near or f"pip install hp-platform-{wanted}"
+    return Problem(path="platform", what="is not installed", expected=join_choices(found), got=wanted, hint=hint)
+
+
+def installed_platforms() -> list[str]:
+    """Names of the platform plugins, without loading their frameworks."""
+    return sorted(one.plugin_name for one in plugin_manager().hook.hp_platform.get_hookimpls())

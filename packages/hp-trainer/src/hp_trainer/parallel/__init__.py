@@ -1,0 +1,18 @@
+"""Parallel degrees: inferred, checked, listed, and turned into a device mesh."""
+
+from hp_trainer.parallel.axes import DEGREES, ExpertMesh
+from hp_trainer.parallel.dims import ParallelDims, degrees_from_config
+from hp_trainer.parallel.layouts import Layout, describe_layouts, list_layouts
+from hp_trainer.parallel.problems import find_model_problems, unsupported_degrees
+
+__all__ = [
+    "DEGREES",
+    "ExpertMesh",
+    "Layout",
+    "ParallelDims",
+    "degrees_from_config",
+    "describe_layouts",
+    "find_model_problems",
+    "list_layouts",
+    "unsupported_degrees",
+]

@@ -1,0 +1,222 @@
+"""All parallel degrees of a job: inferred, validated and turned into a device mesh before anything is built.
+
+Everything here is arithmetic on degrees and strides, so it costs the same for 8 and for 1,048,576 ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.comm.world import World, current_world
+from hp_trainer.exceptions import ParallelDimsError, Problem, raise_if_any
+from hp_trainer.parallel.axes import ALIASES, DEGREES, DENSE_AXES, ExpertMesh, around_dp_shard, product
+from hp_trainer.parallel.mesh import build_mesh
+from hp_trainer.parallel.problems import find_model_problems, find_problems
+
+if TYPE_CHECKING:
+    from hp_dtensor.platform.interface import Platform
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelDims:
+    """The degrees of every kind of parallelism, checked against each other when created.
+
+    `expert_mesh` says where experts live:
+
+    - `"folded"`: `dp_replicate*dp_shard*cp*tp*pp == world_size`, and experts re-use the dense ranks:
+      `dp_shard*cp*tp == efsdp*ep*etp`, with `efsdp` inferred; `dp_replicate` and `pp` stay outside.
+    - `"peer"`: `ep` is an axis of its own: `dp_replicate*dp_shard*ep*cp*tp*pp == world_size`.
+
+    Attributes:
+        dp_replicate: replicas of the sharded model (HSDP's outer axis).
+        dp_shard: data-parallel ranks that share one copy of the weights; -1 takes what is left.
+        cp: context parallel ranks, which share a sequence.
+        tp: tensor parallel ranks.
+        pp: pipeline stages.
+        ep: expert parallel ranks.
+        etp: tensor parallel ranks within an expert, 1 or `tp`.
+        ulysses_degree: how many of the `cp` ranks exchange heads; None: all of them.
+        world_size: ranks of the job.
+
+    Raises:
+        ParallelDimsError: listing every problem with the nearest legal values.
+    """
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int = 1
+    ulysses_degree: int | None = None
+    world_size: int = 1
+    expert_mesh: ExpertMesh = "folded"
+
+    def __post_init__(self) -> None:
+        raise_if_any(find_problems(self), ParallelDimsError, "parallel degrees")
+        if self.dp_shard == -1:
+            object.__setattr__(self, "dp_shard", self.world_size // product(self, around_dp_shard(self.expert_mesh)))
+
+    @classmethod
+    def from_config(cls, config: Any, world_size: int) -> ParallelDims:
+        """Read the degrees from any object that has some of the fields as attributes (None: not set).
+
+        `etp` defaults to `tp`, and an older `dp` is read as `dp_shard` where that is not set.
+
+        Raises:
+            ParallelDimsError: listing every problem.
+        """
+        return cls(**degrees_from_config(config), world_size=world_size)
+
+    # Sizes -----------------------------------------------------------------------------------------------
+
+    @property
+    def dp_size(self) -> int:
+        """Ranks that read different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def non_dp_size(self) -> int:
+        """Ranks that share one sample."""
+        return self.world_size // self.dp_size
+
+    @property
+    def fsdp_size(self) -> int:
+        """Ranks that share one copy of the dense weights."""
+        return product(self, ALIASES[self.expert_mesh]["fsdp"])
+
+    @property
+    def efsdp_size(self) -> int:
+        """Ranks that share one copy of an expert's weights."""
+        if self.expert_mesh == "peer":
+            return self.fsdp_size
+        return self.dp_shard * self.cp * self.tp // (self.ep * self.etp)
+
+    @property
+    def ulysses_size(self) -> int:
+        """Ranks that exchange heads for sequence in context parallel attention."""
+        return self.cp if self.ulysses_degree is None else self.ulysses_degree
+
+    @property
+    def tp_enabled(self) -> bool:
+        return self.tp > 1
+
+    @property
+    def cp_enabled(self) -> bool:
+        return self.cp > 1
+
+    @property
+    def ep_enabled(self) -> bool:
+        return self.ep > 1
+
+    @property
+    def pp_enabled(self) -> bool:
+        return self.pp > 1
+
+    @property
+    def fsdp_enabled(self) -> bool:
+        return self.fsdp_size > 1
+
+    def summary(self) -> str:
+        """One line with every degree."""
+        names = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp")
+        degrees = " ".join(f"{name}={getattr(self, name)}" for name in names)
+        return (
+            f"{degrees} efsdp={self.efsdp_size} ulysses={self.ulysses_size} "
+            f"expert_mesh={self.expert_mesh} dp={self.dp_size} world={self.world_size}"
+        )
+
+    # Mesh ------------------------------------------------------------------------------------------------
+
+    def dense_sizes(self) -> dict[str, int]:
+        """The size of every axis of the dense mesh, outermost first, those of size 1 included."""
+        return {name: getattr(self, name) for name in DENSE_AXES[self.expert_mesh]}
+
+    def sparse_sizes(self) -> dict[str, int]:
+        """The size of every axis of the experts' view of the folded mesh, outermost first."""
+        sizes = {"pp": self.pp, "dp_replicate": self.dp_replicate}
+        return sizes | {"efsdp": self.efsdp_size, "ep": self.ep, "etp": self.etp}
+
+    def aliases(self) -> dict[str, tuple[str, ...]]:
+        """Names for several axes of the dense mesh taken together."""
+        return dict(ALIASES[self.expert_mesh])
+
+    def build_mesh(
+        self, device_type: str = "cpu", *, world: World | None = None, platform: Platform | None = None
+    ) -> DeviceMesh:
+        """The dense mesh, with every other name reachable as `mesh[name]`.
+
+        Its axes are those of degree above 1 (all ones: `dp_shard` alone). Besides them there are the names
+        of the degrees that are 1, `fsdp`, `dp`, `batch`, `loss`, and for experts `efsdp`, `ep` and `etp`
+        over the same ranks; an axis that nothing is split over has size 1 rather than being absent.
+
+        Args:
+            device_type: `cpu`, `cuda`, `npu`.
+            world: default the current world of `platform`.
+
+        Raises:
+            ParallelDimsError: the world has another size.
+        """
+        world = world if world is not None else current_world(platform)
+        raise_if_any(self._world_problems(world), ParallelDimsError, "device mesh")
+        aliases, sparse = self.aliases(), None
+        if self.expert_mesh == "folded":
+            sparse = self.sparse_sizes()
+        else:
+            aliases |= {"efsdp": aliases["fsdp"], "etp": ("tp",) if self.etp == self.tp else ()}
+        return build_mesh(device_type, world, self.dense_sizes(), aliases, sparse)
+
+    def _world_problems(self, world: World) -> Iterator[Problem]:
+        if world.size != self.world_size:
+            yield Problem(
+                path="world_size",
+                what="the world has another size",
+                expected=str(self.world_size),
+                got=f"a world of {world.size} ranks",
+                hint=f"start {self.world_size} ranks, or world_size={world.size}",
+            )
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Where `rank` stands on each axis of the dense mesh."""
+        coordinate = {}
+        for name, size in reversed(self.dense_sizes().items()):
+            rank, coordinate[name] = divmod(rank, size)
+        return coordinate
+
+    def batch_rank(self, rank: int) -> int:
+        """Which of the `dp_size` slices of a global batch `rank` reads."""
+        coordinate = self.coordinate(rank)
+        return coordinate["dp_replicate"] * self.dp_shard + coordinate["dp_shard"]
+
+    # Model -----------------------------------------------------------------------------------------------
+
+    def model_problems(self, model: Any, seq_len: int | None = None) -> Iterator[Problem]:
+        """What of `model.config` (or of a `model` that has no `config`) these degrees do not divide."""
+        return find_model_problems(self, model, seq_len)
+
+    def validate_against_model(self, model: Any, seq_len: int | None = None) -> None:
+        """Check heads, key-value heads, experts and sequence length; fields the model lacks are skipped.
+
+        Args:
+            model: anything with a `config` (or such a configuration itself).
+            seq_len: tokens per sample.
+
+        Raises:
+            ParallelDimsError: listing every problem with the legal degrees.
+        """
+        raise_if_any(self.model_problems(model, seq_len), ParallelDimsError, "parallel degrees do not fit the model")
+
+
+def degrees_from_config(config: Any) -> dict[str, Any]:
+    """The fields of `ParallelDims` (but `world_size`) that `config` sets, with `from_config`'s defaults."""
+    names = (*DEGREES, "expert_mesh")
+    found = {name: getattr(config, name, None) for name in names}
+    if found["dp_shard"] is None:
+        found["dp_shard"] = getattr(config, "dp", None)
+    if found["etp"] is None:
+        found["etp"] = found["tp"]
+    return {name: value for name, value in found.items() if value is not None}

@@ -1,0 +1,190 @@
+"""Problems of parallel degrees, each told with the nearest legal values: among themselves, and with a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, get_args
+
+from hp_trainer.exceptions import Problem, join_choices
+from hp_trainer.parallel.axes import DEGREES, ExpertMesh, around_dp_shard, dense_degrees, product
+from hp_trainer.parallel.divisors import nearest_divisors
+
+
+def find_problems(dims: Any) -> Iterator[Problem]:
+    """Yield everything wrong with the degrees of an object that has the fields of `ParallelDims`."""
+    malformed = list(_malformed(dims))
+    yield from malformed
+    if malformed:
+        return
+    shard = dims.dp_shard
+    if shard == -1:
+        filled, rest = divmod(dims.world_size, product(dims, around_dp_shard(dims.expert_mesh)))
+        shard = None if rest else filled
+        if rest:
+            yield _unfillable(dims)
+    elif product(dims, dense_degrees(dims.expert_mesh)) != dims.world_size:
+        yield _wrong_product(dims)
+    yield from _expert_problems(dims, shard)
+    yield from _ulysses_problems(dims)
+
+
+def find_model_problems(dims: Any, model: Any, seq_len: int | None = None) -> Iterator[Problem]:
+    """Yield every size of a model that degrees do not divide; sizes that it lacks are skipped.
+
+    Args:
+        dims: an object with the fields of `ParallelDims`; they need not fit each other.
+        model: an object with a `config`, or such a configuration itself.
+        seq_len: tokens per sample.
+    """
+    config = getattr(model, "config", model)
+    for field, degree in (("num_attention_heads", "tp"), ("num_key_value_heads", "tp"), ("num_experts", "ep")):
+        yield from _divides(field, getattr(config, field, None), degree, getattr(dims, degree))
+    if seq_len is not None and seq_len % (dims.cp * dims.tp):
+        yield _sequence_problem(seq_len, dims.cp, dims.tp)
+
+
+def unsupported_degrees(dims: Any) -> Iterator[Problem]:
+    """Yield the kinds of parallelism that the built-in model and training loop do not have."""
+    for name, kind in (("cp", "context"), ("pp", "pipeline")):
+        if getattr(dims, name) > 1:
+            yield Problem(
+                path=name,
+                what=f"there is no {kind} parallelism yet",
+                expected="1",
+                got=str(getattr(dims, name)),
+                hint=f"{name}=1",
+            )
+
+
+def _malformed(dims: Any) -> Iterator[Problem]:
+    for name in (*DEGREES, "world_size"):
+        value = getattr(dims, name)
+        if name == "ulysses_degree" and value is None:
+            continue
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if not whole or (value < 1 and not (name == "dp_shard" and value == -1)):
+            expected = "-1 or a whole number >= 1" if name == "dp_shard" else "a whole number >= 1"
+            yield Problem(path=name, what="impossible degree", expected=expected, got=repr(value), hint=f"{name}=1")
+    if dims.expert_mesh not in get_args(ExpertMesh):
+        yield Problem(
+            path="expert_mesh",
+            what="unknown way to place experts",
+            expected="'folded' or 'peer'",
+            got=repr(dims.expert_mesh),
+        )
+
+
+def _unfillable(dims: Any) -> Problem:
+    names = around_dp_shard(dims.expert_mesh)
+    return Problem(
+        path="dp_shard",
+        what=(
+            f"-1 cannot be filled: world_size / ({'*'.join(names)}) = {dims.world_size} / "
+            f"({_spelt(dims, names)}) = {dims.world_size}/{product(dims, names)} is no whole number"
+        ),
+        expected=f"{'*'.join(names)} to divide {dims.world_size}",
+        got=str(product(dims, names)),
+        hint=_nearest_products(dims, names, divides=True),
+    )
+
+
+def _wrong_product(dims: Any) -> Problem:
+    names = dense_degrees(dims.expert_mesh)
+    total = product(dims, names)
+    return Problem(
+        path="dp_shard",
+        what=f"{'*'.join(names)} = {_spelt(dims, names)} = {total} is not world_size = {dims.world_size}",
+        expected=f"a product of {dims.world_size}",
+        got=str(total),
+        hint=_nearest_products(dims, names, divides=False),
+    )
+
+
+def _nearest_products(dims: Any, names: tuple[str, ...], *, divides: bool) -> str:
+    """Name for each degree alone the nearest values that mend the equation, and the world size that would."""
+    total = product(dims, names)
+    choices = []
+    for name in names:
+        degree = getattr(dims, name)
+        share, rest = divmod(dims.world_size, total // degree)
+        if rest == 0:
+            values = nearest_divisors(share, degree) if divides else [share]
+            choices.append(f"{name}={join_choices(values)}")
+    if not choices:
+        choices = [", ".join(_nearest_degrees(dims, names))]
+    nearest = max(1, round(dims.world_size / total)) * total if divides else total
+    return ", or ".join([choice for choice in choices if choice] + [f"world_size={nearest}"])
+
+
+def _nearest_degrees(dims: Any, names: tuple[str, ...]) -> Iterator[str]:
+    for name in names:
+        if dims.world_size % getattr(dims, name):
+            yield f"{name}={join_choices(nearest_divisors(dims.world_size, getattr(dims, name)))}"
+
+
+def _expert_problems(dims: Any, shard: int | None) -> Iterator[Problem]:
+    etp_matters = dims.expert_mesh == "folded" or dims.ep > 1
+    etp_fits = dims.etp in (1, dims.tp)
+    if etp_matters and not etp_fits:
+        legal = join_choices(sorted({1, dims.tp}))
+        yield Problem(
+            path="etp",
+            what="experts are tensor parallel over all of tp or not at all",
+            expected=f"1 or tp (= {dims.tp})",
+            got=str(dims.etp),
+            hint=f"etp={legal}",
+        )
+    if dims.expert_mesh == "peer" or shard is None or not etp_fits:
+        return
+    dense, used = shard * dims.cp * dims.tp, dims.ep * dims.etp
+    if dense % used:
+        nearest = nearest_divisors(dense // dims.etp, dims.ep)
+        yield Problem(
+            path="ep",
+            what=(
+                f"dp_shard*cp*tp = {shard}*{dims.cp}*{dims.tp} = {dense} ranks cannot be split into "
+                f"efsdp*ep*etp = efsdp*{dims.ep}*{dims.etp}"
+            ),
+            expected=f"ep to divide {dense // dims.etp}",
+            got=str(dims.ep),
+            hint=f"ep={join_choices(nearest)}",
+        )
+
+
+def _ulysses_problems(dims: Any) -> Iterator[Problem]:
+    degree = dims.ulysses_degree
+    if dims.cp > 1 and degree is not None and dims.cp % degree:
+        yield Problem(
+            path="ulysses_degree",
+            what="must divide cp",
+            expected=f"a divisor of cp = {dims.cp}",
+            got=str(degree),
+            hint=f"ulysses_degree={join_choices(nearest_divisors(dims.cp, degree))}",
+        )
+
+
+def _divides(field: str, value: int | None, degree: str, size: int) -> Iterator[Problem]:
+    if value is not None and value % size:
+        yield Problem(
+            path=degree,
+            what=f"{field} = {value} cannot be split over {degree} = {size}",
+            expected=f"a divisor of {value}",
+            got=str(size),
+            hint=f"{degree}={join_choices(nearest_divisors(value, size))}",
+        )
+
+
+def _sequence_problem(seq_len: int, cp: int, tp: int) -> Problem:
+    shares = cp * tp
+    nearest = sorted({max(1, seq_len // shares) * shares, -(-seq_len // shares) * shares})
+    return Problem(
+        path="tp" if cp == 1 else "cp",
+        what=f"seq_len = {seq_len} cannot be split over cp*tp = {cp}*{tp} = {shares}",
+        expected=f"cp*tp to divide {seq_len}",
+        got=str(shares),
+        hint=f"seq_len={join_choices(nearest)}, or cp*tp={join_choices(nearest_divisors(seq_len, shares))}",
+    )
+
+
+def _spelt(dims: Any, names: tuple[str, ...]) -> str:
+    return "*".join(str(getattr(dims, name)) for name in names)

@@ -1,0 +1,12 @@
+"""A run: its folder, the data in it, and the place of its checkpoints."""
+
+from hp_trainer.run.checkpoints import checkpoint_storage
+from hp_trainer.run.create import create_run
+from hp_trainer.run.folder import RunFolder, default_run_folder
+
+__all__ = [
+    "RunFolder",
+    "checkpoint_storage",
+    "create_run",
+    "default_run_folder",
+]

@@ -1,0 +1,78 @@
+"""Checkpoints of a training: its model, optimizer and position, saved and taken up again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hp_trainer.checkpoint import Checkpoint, Storage, save_checkpoint
+from hp_trainer.config import to_plain
+from hp_trainer.exceptions import CheckpointError
+from hp_trainer.training.setup import RankSetup
+from hp_trainer.training.state import load_state, state_parts
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is: optimizer steps done, and samples read (of the global order)."""
+
+    step: int = 0
+    samples: int = 0
+
+
+class TrainingCheckpoints:
+    """Saves and loads everything that training changes, whatever layout, number of ranks or platform is next."""
+
+    def __init__(self, setup: RankSetup, storage: Storage) -> None:
+        self._setup, self._storage = setup, storage
+
+    def save(self, progress: Progress) -> str:
+        """Write a checkpoint on all ranks and return its folder's name; it is complete then.
+
+        Raises:
+            CheckpointError: on every rank when any failed; earlier checkpoints are untouched.
+        """
+        setup = self._setup
+        return save_checkpoint(
+            self._storage,
+            state_parts(setup.platform, setup.model, setup.optimizer),
+            step=progress.step,
+            model=to_plain(setup.config.model),
+            state=self._state(progress),
+            group=setup.mesh.world.all,
+            keep=setup.config.checkpoint.keep,
+        )
+
+    def load(self, folder: str) -> Progress:
+        """Fill model, optimizer and loss scaling from a checkpoint, and return where it stands.
+
+        Raises:
+            CheckpointError: it is of another model or of other data, or damaged.
+        """
+        setup = self._setup
+        checkpoint = Checkpoint(self._storage, folder)
+        checkpoint.check_model(to_plain(setup.config.model))
+        self._check_data(checkpoint)
+        load_state(setup.platform, setup.model, setup.optimizer, checkpoint)
+        setup.optimizer.num_steps = int(checkpoint.state["optimizer_steps"])
+        if checkpoint.state.get("loss_scaling"):
+            setup.scaler.load_state_dict(checkpoint.state["loss_scaling"])
+        return Progress(checkpoint.step, int(checkpoint.state["samples"]))
+
+    def _check_data(self, checkpoint: Checkpoint) -> None:
+        saved, found = checkpoint.state.get("dataset", {}), self._setup.dataset.fingerprint
+        differ = [name for name in {**saved, **found} if saved.get(name) != found.get(name)]
+        if differ:
+            told = ", ".join(f"{name} is {saved.get(name)!r} there and {found.get(name)!r} here" for name in differ)
+            raise CheckpointError(f"{checkpoint.folder} was trained on other data than this run's: {told}")
+
+    def _state(self, progress: Progress) -> dict[str, Any]:
+        setup = self._setup
+        return {
+            "samples": progress.samples,
+            "optimizer_steps": setup.optimizer.num_steps,
+            "loss_scaling": setup.scaler.state_dict(),
+            "dataset": dict(setup.dataset.fingerprint),
+            "platform": setup.platform.name,
+            "parallel": setup.dims.summary(),
+        }

@@ -1,0 +1,118 @@
+"""Setup of a rank: its model, optimizer and data, built from the configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.comm.world import current_world
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.tensor.init import init_parameters
+from hp_fsdp import GradScaler
+from hp_trainer.config import TrainerConfig
+from hp_trainer.data import BatchReader, Dataset, Samples
+from hp_trainer.parallel import ParallelDims
+from hp_trainer.plugins import registries
+from hp_trainer.run import RunFolder
+from hp_trainer.training.optimizer import Optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSetup:
+    """Everything that one rank trains with.
+
+    Attributes:
+        config: the run's configuration.
+        platform: the framework; its current world is the job.
+        dims: degrees of parallelism.
+        mesh: the mesh that `dims` built.
+        dataset: samples to train on and to evaluate with.
+        model: laid out over the mesh, with the initial weights of the run's seed.
+        optimizer: over the model's trainable parameters.
+        scaler: loss scaling; disabled unless the model computes in float16.
+    """
+
+    config: TrainerConfig
+    platform: Platform
+    dims: ParallelDims
+    mesh: DeviceMesh
+    dataset: Dataset
+    model: Any
+    optimizer: Optimizer
+    scaler: GradScaler
+
+    @classmethod
+    def build(cls, run: RunFolder, config: TrainerConfig, platform: Platform) -> RankSetup:
+        """Build a rank's setup; called by every rank of the platform's current world.
+
+        Args:
+            run: the run's folder; its data are prepared.
+        """
+        dims = ParallelDims.from_config(config.parallel, current_world(platform).size)
+        mesh = dims.build_mesh(platform.device_types[0], platform=platform)
+        dataset = open_dataset(run, config)
+        model = build_model(config, platform, dims, mesh)
+        return cls(
+            config=config,
+            platform=platform,
+            dims=dims,
+            mesh=mesh,
+            dataset=dataset,
+            model=model,
+            optimizer=build_optimizer(config, platform, model),
+            scaler=build_scaler(config, platform),
+        )
+
+    def batch_reader(self, samples: Samples) -> BatchReader:
+        """Return the reader of this rank's share of global batches of `samples`."""
+        training = self.config.training
+        return BatchReader(
+            samples,
+            global_batch_size=training.global_batch_size,
+            seed=training.seed,
+            num_shares=self.dims.dp_size,
+            share=self.dims.batch_rank(self.mesh.world.rank),
+        )
+
+
+def open_dataset(run: RunFolder, config: TrainerConfig) -> Dataset:
+    """Open the run's prepared data.
+
+    Raises:
+        DataError: the data are missing, damaged, or too few for one sample.
+    """
+    source = registries().datasets.get(config.data.name).build(config.data.options)
+    dataset: Dataset = source.open(run.data, config.training.sequence_length)
+    return dataset
+
+
+def build_model(config: TrainerConfig, platform: Platform, dims: ParallelDims, mesh: DeviceMesh) -> Any:
+    """Build the model, lay it out over the mesh and give it the initial weights of the run's seed."""
+    model = registries().models.get(config.model.name, platform.name).build(config.model.options, platform)
+    reshard = config.parallel.reshard_after_forward
+    # None is fully_shard's own default: all modules but the outermost are resharded after forward.
+    model.parallelize(dims, mesh, config.training, reshard_after_forward=None if reshard else False)
+    init_parameters(model, model.initializer, seed=config.training.seed)
+    return model
+
+
+def build_optimizer(config: TrainerConfig, platform: Platform, model: Any) -> Optimizer:
+    """Build the optimizer over the model's trainable parameters."""
+    entry = registries().optimizers.get(config.optimizer.name, platform.name)
+    named = [(name, p) for name, p in platform.named_parameters(model) if platform.requires_grad(p)]
+    optimizer: Optimizer = entry.build(named, config.optimizer.options, platform)
+    return optimizer
+
+
+def build_scaler(config: TrainerConfig, platform: Platform) -> GradScaler:
+    """Build the loss scaling of float16; it is disabled for other dtypes."""
+    scaling = config.training.loss_scaling
+    return GradScaler(
+        scaling.init_scale,
+        scaling.growth_factor,
+        scaling.backoff_factor,
+        scaling.growth_interval,
+        enabled=scaling.enabled and config.training.dtype == "float16",
+        platform=platform,
+    )

@@ -1,0 +1,97 @@
+"""One optimizer step as every rank takes it: gradients, agreement, clipping, update."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from hp_dtensor.optim.clip import clip_grad_norm_, total_norm
+from hp_trainer.data import Batch
+from hp_trainer.exceptions import TrainingError
+from hp_trainer.training.setup import RankSetup
+
+Tensor = Any
+
+
+class OptimizerStep:
+    """The numerical part of a step; it knows nothing of records, hooks or checkpoints."""
+
+    def __init__(self, setup: RankSetup) -> None:
+        self.config, self.platform, self.mesh = setup.config, setup.platform, setup.mesh
+        self.model, self.optimizer, self.scaler = setup.model, setup.optimizer, setup.scaler
+
+    def accumulate_gradients(self, batch: Batch) -> Tensor:
+        """Run forward and backward of every micro-batch; return this rank's part of the global mean loss.
+
+        Gradients are synchronized over the ranks in the backward of the last micro-batch alone.
+        """
+        ops, total = self.platform.ops, None
+        parts = batch.micro_batches(self.config.training.micro_batch_size)
+        for index, micro in enumerate(parts):
+            self.model.set_requires_gradient_sync(index == len(parts) - 1)
+            # One division by the tokens of the whole global batch: every layout sums the same terms.
+            loss = ops.div(self.loss_sum(micro), batch.global_tokens)
+            self.platform.backward(self.scaler.scale(loss))
+            loss = self.platform.detach(loss)
+            total = loss if total is None else ops.add(total, loss)
+        return total
+
+    def loss_sum(self, batch: Batch) -> Tensor:
+        """Return the cross entropy summed over this rank's tokens, in nats."""
+        inputs, targets = (self.platform.from_numpy(np.ascontiguousarray(x)) for x in (batch.inputs, batch.targets))
+        return self.model(inputs, targets)
+
+    def agree(self, loss: Tensor, stop: bool) -> tuple[float, bool]:
+        """Return the loss of the global batch and whether any rank wants to stop, by one all-reduce over the world.
+
+        Ranks that hold the same tokens (tensor parallel ones) each contribute their fraction of the loss.
+        """
+        world, ops = self.mesh.world, self.platform.ops
+        share = self.mesh["loss"].size() / world.size
+        flag = self.platform.from_numpy(np.array([float(stop)], np.float32))
+        both = ops.cat([ops.reshape(ops.mul(loss, share), (1,)), flag], 0)
+        world.all.all_reduce(both)
+        total, votes = self.platform.to_numpy(both).tolist()
+        return float(total), votes > 0
+
+    def update(self, step: int, learning_rate: float) -> float:
+        """Clip the gradients and update the weights; return the norm of the gradient before clipping.
+
+        Where float16 overflowed on any rank, no rank updates, the loss scale shrinks, and the norm is infinite.
+
+        Raises:
+            TrainingError: the norm is no finite number although nothing overflowed; no rank has updated.
+        """
+        self.scaler.unscale_(parameter for _, parameter in self.platform.named_parameters(self.model))
+        norm = math.inf if self.scaler.found_inf else self._clip()
+        if not self.scaler.found_inf:
+            check_finite("norm of the gradient", norm, step)
+        self.scaler.step(self.optimizer, learning_rate)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        return norm
+
+    def _clip(self) -> float:
+        parameters = [parameter for _, parameter in self.platform.named_parameters(self.model)]
+        limit = self.config.training.clip_norm
+        if limit is None:
+            grads = [grad for p in parameters if (grad := self.platform.get_grad(p)) is not None]
+            norm = total_norm(grads, 2.0, self.platform)
+        else:
+            norm = clip_grad_norm_(parameters, limit, platform=self.platform)
+        return float(self.platform.to_numpy(norm))
+
+
+def check_finite(what: str, value: float, step: int) -> None:
+    """Refuse a NaN or an infinity; all ranks see the same value, so all refuse it.
+
+    Raises:
+        TrainingError: with what to do.
+    """
+    if not math.isfinite(value):
+        raise TrainingError(
+            f"the {what} of step {step} is {value}; this step changed nothing. Go on from the last checkpoint with a "
+            "lower optimizer.lr or training.clip_norm, or with training.dtype=float32 if it is another"
+        )

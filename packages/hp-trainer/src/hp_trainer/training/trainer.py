@@ -1,0 +1,202 @@
+"""The training loop, run by every rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+from hp_dtensor.platform.interface import Platform
+from hp_trainer._exchange import all_ranks
+from hp_trainer.config import TrainerConfig
+from hp_trainer.exceptions import TrainingError
+from hp_trainer.metrics import Tracker
+from hp_trainer.plugins import LifeCycle, life_cycle, registries
+from hp_trainer.records import CheckpointRecord, ErrorRecord, EvaluationRecord, RunRecord, StepRecord
+from hp_trainer.run import RunFolder, checkpoint_storage
+from hp_trainer.signals import StopRequest, stop_requests
+from hp_trainer.training.checkpoints import Progress, TrainingCheckpoints
+from hp_trainer.training.lr_schedule import learning_rate_factor
+from hp_trainer.training.setup import RankSetup
+from hp_trainer.training.state import num_parameters
+from hp_trainer.training.step import OptimizerStep, check_finite
+
+
+class Trainer:
+    """One rank's training: steps, evaluations and checkpoints in their order, and who is told of them.
+
+    Args:
+        run: the run's folder; its data are prepared.
+        config: the run's configuration.
+        platform: its current world is the job.
+
+    Attributes:
+        setup: model, optimizer and data.
+        progress: how far this run is.
+    """
+
+    def __init__(self, run: RunFolder, config: TrainerConfig, platform: Platform) -> None:
+        self.run_folder, self.config = run, config
+        self.setup = RankSetup.build(run, config, platform)
+        self.progress = Progress()
+        self._step = OptimizerStep(self.setup)
+        self._checkpoints = TrainingCheckpoints(self.setup, checkpoint_storage(run, config))
+        self._train_batches = self.setup.batch_reader(self.setup.dataset.train)
+        self._evaluation_batches = self.setup.batch_reader(self.setup.dataset.evaluation)
+        self._hooks: LifeCycle = life_cycle()
+        self._trackers = self._build_trackers()
+        self._last = StepRecord(step=0, learning_rate=0.0, tokens=0, samples=0)
+
+    def resume(self, checkpoint: str) -> None:
+        """Take up a checkpoint (its folder's name), whatever layout, number of ranks or platform wrote it.
+
+        Raises:
+            CheckpointError: it is of another model or of other data, or damaged.
+        """
+        self.progress = self._checkpoints.load(checkpoint)
+
+    def run(self) -> int | None:
+        """Train until the last step, or until a rank is asked to stop; there is a checkpoint of where it ended.
+
+        Returns:
+            The signal that ended the run before its last step, the same on every rank; None: it is done.
+
+        Raises:
+            TrainingError: the loss or the norm of its gradient is no finite number.
+        """
+        record = self._run_record()
+        with ExitStack() as stack:
+            stop = stack.enter_context(stop_requests())
+            for tracker in self._trackers:
+                stack.callback(tracker.finish)
+                tracker.start(record)
+            try:
+                self._hooks.before_run(record)
+                ended_by = self._run_steps(stop)
+                self._hooks.after_run(record)
+            except Exception as error:
+                self._hooks.on_error(ErrorRecord(during="training", step=self.progress.step, error=error))
+                raise
+        return ended_by
+
+    def train_step(self, stop: StopRequest) -> bool:
+        """Take one optimizer step on the next global batch; return whether any rank was asked to stop.
+
+        Raises:
+            TrainingError: the loss or the norm of its gradient is no finite number; nothing was updated.
+        """
+        started, step = time.perf_counter(), self.progress.step + 1
+        learning_rate = self.learning_rate(step)
+        batch = self._train_batches.read(self.progress.samples)
+        samples = self.progress.samples + self.config.training.global_batch_size
+        before = StepRecord(step=step, learning_rate=learning_rate, tokens=batch.global_tokens, samples=samples)
+        self._hooks.before_step(before)
+        loss, stopping = self._step.agree(self._step.accumulate_gradients(batch), stop.is_made)
+        check_finite("loss", loss, step)
+        norm = self._step.update(step, learning_rate)
+        metrics = dict(self.setup.model.after_optimizer_step())
+        if self.setup.scaler.is_enabled():
+            metrics["loss_scale"] = self.setup.scaler.get_scale()
+        self.progress = Progress(step, samples)
+        seconds = time.perf_counter() - started
+        self._report_step(replace(before, loss=loss, gradient_norm=norm, seconds=seconds, metrics=metrics))
+        return stopping
+
+    def learning_rate(self, step: int) -> float:
+        """Return the learning rate of optimizer step `step` (from 1)."""
+        factor = learning_rate_factor(self.config.lr_schedule, step - 1, self.config.training.steps)
+        return float(self.config.optimizer.options.lr) * factor
+
+    def evaluate(self) -> float:
+        """Return the mean loss per token over the evaluation batches, the same ones every time, in nats."""
+        started = time.perf_counter()
+        self._hooks.before_evaluation(self._last)
+        with self.setup.platform.no_grad():
+            loss, tokens = self._evaluation_loss()
+        seconds = time.perf_counter() - started
+        record = EvaluationRecord(step=self.progress.step, loss=loss, tokens=tokens, seconds=seconds)
+        for tracker in self._trackers:
+            tracker.evaluation(record)
+        self._hooks.after_evaluation(record)
+        return loss
+
+    def save(self) -> None:
+        """Write a checkpoint of the present state; it is complete when this returns.
+
+        Raises:
+            CheckpointError: on every rank when any failed; earlier checkpoints are untouched.
+        """
+        started, step = time.perf_counter(), self.progress.step
+        self._hooks.before_checkpoint(CheckpointRecord(step=step))
+        folder = self._checkpoints.save(self.progress)
+        record = CheckpointRecord(step=step, folder=folder, seconds=time.perf_counter() - started)
+        for tracker in self._trackers:
+            tracker.checkpoint(record)
+        self._hooks.after_checkpoint(record)
+
+    def _run_steps(self, stop: StopRequest) -> int | None:
+        config, stopping = self.config, False
+        saved_at = self.progress.step if self.progress.step else None
+        while self.progress.step < config.training.steps and not stopping:
+            stopping = self.train_step(stop)
+            step = self.progress.step
+            if _is_due(step, config.training.eval_interval):
+                self.evaluate()
+            if stopping or _is_due(step, config.checkpoint.interval):
+                self.save()
+                saved_at = step
+        if saved_at != self.progress.step:
+            self.save()
+        return self._agreed_signal(stop) if self.progress.step < config.training.steps else None
+
+    def _evaluation_loss(self) -> tuple[float, int]:
+        """Return (mean loss, number of tokens) of the evaluation batches of all ranks."""
+        training, ops = self.config.training, self.setup.platform.ops
+        total, tokens = None, 0
+        for index in range(training.eval_batches):
+            batch = self._evaluation_batches.read(index * training.global_batch_size)
+            tokens += batch.global_tokens
+            for micro in batch.micro_batches(training.micro_batch_size):
+                part = self._step.loss_sum(micro)
+                total = part if total is None else ops.add(total, part)
+        loss, _ = self._step.agree(ops.div(total, tokens), stop=False)
+        return loss, tokens
+
+    def _agreed_signal(self, stop: StopRequest) -> int:
+        """Return the signal that some rank received; ranks that received none learn it here."""
+        world = self.setup.mesh.world.all
+        return int(max(all_ranks(world, "stopping", lambda: int(stop.signal or 0), TrainingError)))
+
+    # Records -------------------------------------------------------------------------------------------------
+
+    def _report_step(self, record: StepRecord) -> None:
+        self._last = record
+        for tracker in self._trackers:
+            tracker.step(record)
+        self._hooks.after_step(record)
+
+    def _run_record(self) -> RunRecord:
+        world = self.setup.mesh.world
+        return RunRecord(
+            folder=self.run_folder.path,
+            config=self.config,
+            platform=self.setup.platform.name,
+            rank=world.rank,
+            world_size=world.size,
+            first_step=self.progress.step,
+            num_parameters=num_parameters(self.setup.platform, self.setup.model),
+        )
+
+    def _build_trackers(self) -> list[Tracker]:
+        """Build the configured trackers, on rank 0 alone."""
+        if self.setup.mesh.world.rank != 0:
+            return []
+        known = registries().trackers
+        components: Sequence[Any] = self.config.metrics.trackers
+        return [known.get(one.name).build(one.options, self.run_folder) for one in components]
+
+
+def _is_due(step: int, interval: int | None) -> bool:
+    return interval is not None and step % interval == 0
