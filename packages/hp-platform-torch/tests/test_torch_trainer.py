@@ -15,7 +15,7 @@ from hp_dtensor.platform.registry import Registry  # noqa: E402
 from hp_dtensor.spec.placements import Replicate, Shard  # noqa: E402
 from hp_dtensor.tensor.conversions import distribute_tensor  # noqa: E402
 from hp_dtensor.testing import run_ranks  # noqa: E402
-from hp_platform_torch.trainer import plugin as trainer  # noqa: E402
+from hp_platform_torch.trainer import plugin  # noqa: E402
 from hp_trainer.config import AdamWConfig  # noqa: E402
 
 SHAPES = {"weight": (5, 3), "bias": (3,), "norm": (1,)}
@@ -27,7 +27,7 @@ LEARNING_RATES = [0.1, 0.02, 0.3]
 def build(platform):
     registry = Registry("optimizer", "hp_platform_torch")
     with registry.registering("torch"):
-        trainer.hp_optimizers(registry)
+        plugin.hp_optimizers(registry)
     entry = registry.get("adamw", "torch")
     assert entry.options is AdamWConfig
     return lambda parameters: entry.build(parameters.items(), OPTIONS, platform)
