@@ -1,4 +1,4 @@
-"""Even loads without a loss: expert biases, and what to report about loads."""
+"""Load balance without an auxiliary loss: expert biases, and metrics of the experts' loads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Tensor = Any
 
 @dataclass(frozen=True, slots=True)
 class LoadMetrics:
-    """How evenly the tokens of one layer went to its experts.
+    """Load balance of one layer: the distribution of its tokens over its experts.
 
     Attributes:
         tokens: choices counted (tokens times `top_k`).
@@ -34,7 +34,7 @@ class LoadMetrics:
 
     @classmethod
     def of(cls, counts: Sequence[int] | numpy.ndarray) -> LoadMetrics:
-        """The metrics of tokens per expert; all zero when no token was counted."""
+        """Return the metrics of tokens per expert; all zero when no token was counted."""
         loads = numpy.asarray(counts, numpy.float64)
         mean = loads.mean()
         if mean == 0:
@@ -49,7 +49,7 @@ class LoadMetrics:
 
 
 def moe_layers(model: Any) -> dict[str, MoE]:
-    """The mixture-of-experts layers of a module of any platform, by dotted name."""
+    """Return the mixture-of-experts layers of a module of any platform, by dotted name."""
     from hp_dtensor.parallel.nn import Module
     from hp_dtensor.platform.selection import get_platform
 
@@ -58,7 +58,7 @@ def moe_layers(model: Any) -> dict[str, MoE]:
 
 
 def update_expert_bias(model: Any) -> dict[str, LoadMetrics]:
-    """Once per optimizer step: take every layer's load since the last call and move its bias against it.
+    """Move every layer's expert bias against its load since the last call; to be called once per optimizer step.
 
     Experts with less than the mean load gain `load_balance_coeff`, those with more lose it, and the mean of
     the steps is taken off. All layers share one all-reduce over the ranks that routed different tokens, so
@@ -78,7 +78,7 @@ def update_expert_bias(model: Any) -> dict[str, LoadMetrics]:
 
 
 def _global_loads(layers: list[MoE]) -> list[numpy.ndarray]:
-    """Tokens per expert of each layer over all ranks, on the host."""
+    """Return the tokens per expert of each layer over all ranks, on the host."""
     first = layers[0]
     assert all(layer.token_mesh == first.token_mesh for layer in layers)
     counts = first.ops.cat([layer.take_counts() for layer in layers], 0)

@@ -19,5 +19,5 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(dim, hidden_dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., dim]` -> `[..., dim]`."""
+        """Apply the network to every token: `[..., dim]` -> `[..., dim]`."""
         return self.w2(self.ops.mul(self.ops.silu(self.w1(x)), self.w3(x)))

@@ -80,7 +80,7 @@ class MoE(nn.Module):
         self._counts: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., dim]` -> `[..., dim]`, plain or distributed; the output is placed as the input."""
+        """Apply the layer to every token: `[..., dim]` -> the same, plain or distributed and placed as the input."""
         region = enter_region(x, self.experts.partial_mesh, self.split_mesh)
         self._check_gate(region.num_ranks)
         rows = self.ops.reshape(region.rows, (math.prod(region.rows.shape[:-1]), self.dim))
@@ -91,7 +91,7 @@ class MoE(nn.Module):
         return routed if self.shared_experts is None else self.ops.add(routed, self.shared_experts(x))
 
     def take_counts(self) -> Tensor:
-        """int64 `[num_experts]`: this rank's tokens per expert in training since the last call."""
+        """Return and forget this rank's tokens per expert in training since the last call, int64 `[num_experts]`."""
         if self._counts:
             return self._counts.pop()
         return self.platform.zeros((self.num_experts,), self.platform.dtype("int64"))
@@ -102,7 +102,7 @@ class MoE(nn.Module):
             self._counts[:] = [self.ops.add(self._counts[0], counts) if self._counts else counts]
 
     def _check_gate(self, num_ranks: int) -> None:
-        """A gate whose gradient would miss the tokens of ranks that share this input trains wrongly in silence."""
+        """Refuse a gate whose gradient would miss the tokens of other ranks that share this input."""
         weight = self.router.gate.weight
         spread = weight.device_mesh.size() if isinstance(weight, DTensor) else 1
         if spread != num_ranks:

@@ -21,7 +21,7 @@ ScoreFunction = Literal["softmax", "sigmoid"]
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Where the tokens of one call go; decided once and kept until their results are back.
+    """Destinations of the tokens of one call: decided once, and kept until their results are back.
 
     Attributes:
         experts: int64 `[tokens, top_k]`, global expert numbers, distinct within a token.
@@ -37,7 +37,7 @@ class Routing:
 
     @classmethod
     def expert_major(cls, platform: Platform, counts: Tensor) -> Routing:
-        """The routing of rows that are sorted by expert, `counts` `[num_experts]` rows for each."""
+        """Return the routing of rows that are sorted by expert, `counts` `[num_experts]` rows for each."""
         host = platform.to_numpy(counts).astype(numpy.int64)
         experts = numpy.repeat(numpy.arange(len(host)), host).reshape(-1, 1)
         return cls(platform.from_numpy(experts, platform.device_of(counts)), counts, is_expert_major=True)
@@ -106,7 +106,7 @@ class TokenChoiceTopKRouter(nn.Module):
         return top_scores, selected, counts
 
     def _choose(self, choice: Tensor, expert_bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(experts of each token, tokens per expert), from scores `[tokens, num_experts]`."""
+        """Return (experts of each token, tokens per expert) for scores `[tokens, num_experts]`."""
         ops, platform = self.ops, self.platform
         if expert_bias is not None:
             choice = ops.add(choice, expert_bias)
@@ -116,7 +116,7 @@ class TokenChoiceTopKRouter(nn.Module):
         return selected, count_keys(platform, selected, self.num_experts)
 
     def _scores(self, x: Tensor) -> Tensor:
-        """float32 `[tokens, num_experts]`."""
+        """Return the score of every expert for every token, float32 `[tokens, num_experts]`."""
         ops, float32 = self.ops, self.platform.dtype("float32")
         weight = self.gate.weight
         if isinstance(weight, DTensor):
@@ -125,7 +125,7 @@ class TokenChoiceTopKRouter(nn.Module):
         return ops.softmax(logits, 1) if self.score_func == "softmax" else ops.sigmoid(logits)
 
     def _within_best_groups(self, choice: Tensor) -> Tensor:
-        """`choice` with minus infinity for experts outside each token's best groups."""
+        """Return `choice` with minus infinity for experts outside each token's best groups (arXiv 2412.19437)."""
         ops, groups = self.ops, self.num_expert_groups
         assert groups is not None
         tokens, size = choice.shape[0], self.num_experts // groups
@@ -138,7 +138,7 @@ class TokenChoiceTopKRouter(nn.Module):
 
 
 def count_keys(platform: Platform, keys: Tensor, num_keys: int) -> Tensor:
-    """int64 `[num_keys]`: how often each key occurs in an int tensor of any shape."""
+    """Count how often each key below `num_keys` occurs in an int tensor of any shape: int64 `[num_keys]`."""
     size = int(numpy.prod(keys.shape))
     if size == 0:
         return platform.zeros((num_keys,), platform.dtype("int64"))

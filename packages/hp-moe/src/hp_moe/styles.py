@@ -1,4 +1,4 @@
-"""How experts are laid out over a mesh.
+"""Parallel styles of experts: layouts of their weights over a mesh, and the tokens' way to them.
 
 Every style applies to a `MoE`, or to its `GroupedExperts` alone. On a `MoE` it also takes care of what cut
 experts need around them: the same tokens on every rank that shares an expert, and the sum of their parts.
@@ -25,7 +25,7 @@ Tensor = Any
 
 
 class BaseExpertParallel(ParallelStyle):
-    """What all layouts of experts share: check, place the weights, set the way to the experts.
+    """Base of the styles: checks the module, places the weights, and sets the tokens' way to the experts.
 
     Subclasses say how: `_placements` of each weight, `_dispatcher` to the experts of other ranks,
     `_partial_mesh` over which an expert itself is cut, `_split_mesh` of ranks that share tokens. A style holds
@@ -65,27 +65,27 @@ class BaseExpertParallel(ParallelStyle):
 
     @abstractmethod
     def _placements(self, mesh: DeviceMesh) -> Mapping[str, tuple[Placement, ...]]:
-        """Placements of `w1`, `w2` and `w3`."""
+        """Return the placements of `w1`, `w2` and `w3`."""
 
     def _dispatcher(self, experts: GroupedExperts, mesh: DeviceMesh) -> TokenDispatcher | None:
-        """How tokens come to the experts; None: all experts are on every rank."""
+        """Return the dispatcher that takes tokens to the experts; None: all experts are on every rank."""
         return None
 
     def _partial_mesh(self, mesh: DeviceMesh) -> DeviceMesh | None:
-        """The 1-D mesh over which each expert's hidden dimension is cut; None: it is not."""
+        """Return the 1-D mesh over which each expert's hidden dimension is cut; None: it is not."""
         return None
 
     def _split_mesh(self, mesh: DeviceMesh) -> DeviceMesh | None:
-        """The 1-D mesh of ranks that are given the same tokens and each route a share; None: none are."""
+        """Return the 1-D mesh of ranks that are given the same tokens and each route a share; None: none are."""
         return None
 
     def _router_mesh(self, mesh: DeviceMesh) -> DeviceMesh | None:
-        """The axes over which the input of a `MoE` is the same or distributed; None: each rank has its own."""
+        """Return the axes over which the input of a `MoE` is the same or distributed; None: each rank has its own."""
         return mesh
 
 
 class ExpertParallel(BaseExpertParallel):
-    """Whole experts on each rank of a 1-D mesh, in chunk order; tokens travel.
+    """Expert parallelism: whole experts on each rank of a 1-D mesh, in chunk order; tokens travel.
 
     On a 2-D mesh, along the first axis; the input is distributed along the second, whose ranks hold the same
     experts and route different tokens, and the experts' gradients are summed over them.
@@ -120,7 +120,7 @@ class ExpertParallel(BaseExpertParallel):
 
 
 class TensorParallel(BaseExpertParallel):
-    """Every expert's hidden dimension cut over a 1-D mesh; all ranks take the same tokens, none travel."""
+    """Tensor parallelism within experts: each hidden dimension is cut over a 1-D mesh, and no token travels."""
 
     def _placements(self, mesh: DeviceMesh) -> Mapping[str, tuple[Placement, ...]]:
         return {"w1": (Shard(1),), "w2": (Shard(2),), "w3": (Shard(1),)}
@@ -130,7 +130,7 @@ class TensorParallel(BaseExpertParallel):
 
 
 class ExpertTensorParallel(ExpertParallel):
-    """Experts over the first axis of a 2-D mesh, each one's hidden dimension over the second.
+    """Expert and tensor parallelism: experts over the first axis of a 2-D mesh, hidden dimensions over the second.
 
     Tokens travel along the first axis only; ranks along the second take the same tokens.
     """
@@ -145,7 +145,7 @@ class ExpertTensorParallel(ExpertParallel):
 
 
 class ReplicatedExperts(BaseExpertParallel):
-    """Every rank of a 1-D mesh, over which the input is distributed, holds all experts and routes its own tokens.
+    """Replicated experts: every rank of a 1-D mesh holds all of them and routes its own share of a distributed input.
 
     The experts' gradients are summed over it.
     """

@@ -1,4 +1,4 @@
-"""Steps that every rank takes, or that one takes for all: they succeed everywhere or fail everywhere."""
+"""Joint steps: taken by every rank, or by one for all, they succeed everywhere or fail everywhere."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hp_dtensor.exceptions import HPError
 
 
 class Group(Protocol):
-    """All ranks that act together: what is needed of `hp_dtensor.ProcessGroup`."""
+    """Interface of the ranks that act together: the part of `hp_dtensor.ProcessGroup` that is used here."""
 
     rank: int
 

@@ -35,7 +35,7 @@ class Problem:
         return "\n".join(lines)
 
     def within(self, prefix: str) -> Problem:
-        """The same problem, its path seen from the section that holds `prefix`."""
+        """Return the same problem, its path seen from the section that holds `prefix`."""
         return replace(self, path=f"{prefix}.{self.path}" if self.path else prefix)
 
 

@@ -1,4 +1,4 @@
-"""What life-cycle hooks and trackers receive: frozen records, never the trainer."""
+"""Frozen records that life-cycle hooks and trackers receive, never the trainer."""
 
 from __future__ import annotations
 

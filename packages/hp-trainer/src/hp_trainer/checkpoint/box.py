@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """The elements `offset[i] <= index[i] < offset[i] + shape[i]` of a tensor."""
+    """A rectangular part of a tensor: the elements with `offset[i] <= index[i] < offset[i] + shape[i]`."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """All of a tensor."""
+        """Return the box that is all of a tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -24,19 +24,19 @@ class Box:
         return math.prod(self.shape)
 
     def intersect(self, other: Box) -> Box | None:
-        """The common part; None where there is none."""
+        """Return the common part of two boxes, or None where there is none."""
         begin = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
         ends = zip(self._end, other._end, begin, strict=True)
         shape = tuple(min(a, b) - start for a, b, start in ends)
         return Box(begin, shape) if all(size > 0 for size in shape) else None
 
     def slices_in(self, outer: Box) -> tuple[slice, ...]:
-        """Where this box stands within an array that holds `outer`."""
+        """Return the slices at which this box stands within an array that holds the box `outer`."""
         begins = [a - b for a, b in zip(self.offset, outer.offset, strict=True)]
         return tuple(slice(begin, begin + size) for begin, size in zip(begins, self.shape, strict=True))
 
     def is_inside(self, shape: Sequence[int]) -> bool:
-        """Whether the box is a part of a tensor of this shape."""
+        """Return whether the box is a part of a tensor of this shape."""
         return (
             len(self.offset) == len(self.shape) == len(shape)
             and all(begin >= 0 and size >= 0 for begin, size in zip(self.offset, self.shape, strict=True))
@@ -49,7 +49,7 @@ class Box:
 
 
 def cover_exactly(boxes: Sequence[Box], shape: Sequence[int]) -> str | None:
-    """Why the boxes are no tiling of a tensor of this shape; None: they are.
+    """Return why the boxes are no tiling of a tensor of this shape, or None when they are one.
 
     O(n log n) for boxes that do not overlap on the first dimension.
     """

@@ -1,4 +1,4 @@
-"""All checkpoints of a run: names, the latest sound one, retention."""
+"""Catalog of a run's checkpoints: their names, the latest sound one, retention."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Latest:
 
 
 def step_name(step: int) -> str:
-    """The folder of a step that is saved for the first time."""
+    """Return the folder of a step that is saved for the first time."""
     return f"step-{step:08}"
 
 
 def list_checkpoints(storage: Storage) -> list[str]:
-    """Names of all complete checkpoints, newest first (by step, then by how often it was saved)."""
+    """List the names of all complete checkpoints, newest first (by step, then by how often it was saved)."""
     found = [(match, name) for name in storage.list_folders() if (match := _COMPLETE.match(name))]
     return [name for _, name in sorted(((_order(match), name) for match, name in found), reverse=True)]
 
@@ -52,7 +52,7 @@ def find_latest(storage: Storage, *, content: bool = True) -> Latest:
 
 
 def open_latest(storage: Storage, *, content: bool = True) -> Checkpoint:
-    """The newest checkpoint that verifies.
+    """Return the newest checkpoint that verifies.
 
     Raises:
         CheckpointError: there is none; says what was passed over.
@@ -93,7 +93,7 @@ def delete_leftovers(storage: Storage) -> None:
 
 
 def free_name(storage: Storage, stem: str) -> str:
-    """`stem`, or `stem-2`, `stem-3`, ... where that is taken: a published checkpoint is never written over."""
+    """Return `stem`, or `stem-2`, `stem-3`, ... where that is taken: a published checkpoint is never written over."""
     taken = set(storage.list_folders())
     name, attempt = stem, 1
     while name in taken:
@@ -103,7 +103,7 @@ def free_name(storage: Storage, stem: str) -> str:
 
 
 def step_of(name: str) -> int:
-    """The step in the name of a complete checkpoint.
+    """Return the step in the name of a complete checkpoint.
 
     Raises:
         CheckpointError: it is no such name.

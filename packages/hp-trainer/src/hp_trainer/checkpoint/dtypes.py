@@ -22,7 +22,7 @@ _DTYPES = {
 
 
 def safetensors_name(dtype: str) -> str:
-    """`float32` -> `F32`.
+    """Return the name that the safetensors format has for a dtype: `float32` -> `F32`.
 
     Raises:
         CheckpointError: the dtype cannot be saved.
@@ -31,7 +31,7 @@ def safetensors_name(dtype: str) -> str:
 
 
 def storage_dtype(dtype: str) -> np.dtype:
-    """The numpy dtype that holds the bits: that of the same name, uint16 for bfloat16.
+    """Return the numpy dtype that holds the bits: that of the same name, uint16 for bfloat16.
 
     Raises:
         CheckpointError: the dtype cannot be saved.

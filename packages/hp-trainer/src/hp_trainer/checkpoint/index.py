@@ -1,4 +1,4 @@
-"""The index of a checkpoint: what it holds and where."""
+"""Index of a checkpoint: every tensor with the files and keys that hold it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class Index:
-    """All that a checkpoint says about itself.
+    """The index of a checkpoint: its tensors, its model, and the trainer's state.
 
     Attributes:
         step: optimizer steps done.
@@ -55,7 +55,7 @@ class Index:
     state: Mapping[str, Any]
 
     def dump(self) -> str:
-        """The JSON text, with its own digest."""
+        """Return the JSON text, with its own digest."""
         body = {
             "format": FORMAT,
             "step": self.step,
@@ -70,7 +70,7 @@ class Index:
 
     @classmethod
     def parse(cls, text: str | bytes, where: str) -> Index:
-        """Inverse of `dump`; `where` names the file.
+        """Read the text of `dump` back; `where` names the file.
 
         Raises:
             CheckpointError: the text is damaged, or of another format version.
@@ -96,12 +96,12 @@ class Index:
 
 
 def shard_name(rank: int) -> str:
-    """The file that `rank` writes."""
+    """Return the file that `rank` writes."""
     return f"shard-{rank:05}.safetensors"
 
 
 def model_fingerprint(model: Mapping[str, Any]) -> str:
-    """A digest of a model's name and options; equal for equal models."""
+    """Return a digest of a model's name and options; equal for equal models."""
     return _digest(dict(model))
 
 

@@ -60,7 +60,7 @@ class Checkpoint:
         return self.index.state
 
     def read(self, name: str, box: Box | None = None) -> np.ndarray:
-        """The elements of a box (default: all) of a tensor, in its storage dtype (uint16 for bfloat16).
+        """Return the elements of a box (default: all) of a tensor, in its storage dtype (uint16 for bfloat16).
 
         Raises:
             CheckpointError: no such tensor, a box outside it, or damage; names the file and the tensor.
@@ -109,7 +109,7 @@ class Checkpoint:
             raise CheckpointError(f"{self._describe()} does not fit: {'; '.join(problems)}")
 
     def problems(self, *, content: bool = True) -> Iterator[str]:
-        """What is damaged; each names the file, and the tensor where one is hit.
+        """Yield every damage found; each names the file, and the tensor where one is hit.
 
         Args:
             content: read everything and compare checksums; False: look at sizes and headers only.
@@ -160,7 +160,7 @@ class Checkpoint:
             yield str(error)
 
     def _chunk(self, name: str, tensor: SavedTensor, chunk: Chunk, inside: tuple[slice, ...]) -> np.ndarray:
-        """A chunk as an array without a copy, the blocks below the slices `inside` verified."""
+        """Return a chunk as an array without a copy, the blocks below the slices `inside` verified."""
         file, _ = self._shard(chunk.shard)
         begin, end = self._place(name, tensor, chunk)
         row = (end - begin) // chunk.box.shape[0] if chunk.box.shape else end - begin
@@ -179,7 +179,7 @@ class Checkpoint:
         self._verified.add(key)
 
     def _place(self, name: str, tensor: SavedTensor, chunk: Chunk) -> tuple[int, int]:
-        """First and end byte of a chunk in its file, which must say the same about it as the index."""
+        """Return the first and end byte of a chunk in its file, where header and index must agree about it."""
         _, header = self._shard(chunk.shard)
         entry = header.entries.get(chunk.key)
         expected = (safetensors_name(tensor.dtype), chunk.box.shape)

@@ -22,7 +22,7 @@ from hp_trainer.exceptions import CheckpointError
 
 @dataclass(frozen=True)
 class TensorPart:
-    """What this rank holds of a tensor.
+    """A rank's part of a tensor.
 
     Attributes:
         name: dotted name, the same on every rank.
@@ -41,7 +41,7 @@ class TensorPart:
 
     @property
     def is_writer(self) -> bool:
-        """Whether this rank writes for its replicas: spread over them by name, without communication."""
+        """Tell whether this rank writes for its replicas; the tensor's name decides, without communication."""
         return zlib.crc32(self.name.encode()) % self.num_replicas == self.replica
 
 
@@ -124,7 +124,7 @@ def _entries(part: TensorPart) -> Iterator[tuple[Box, Entry]]:
 
 
 def _key(part: TensorPart, box: Box) -> str:
-    """The tensor's name where the box is all of it, so that one-rank checkpoints read as plain safetensors."""
+    """Return a box's key: of a whole tensor its name, so that one-rank checkpoints are plain safetensors."""
     if box.shape == part.shape:
         return part.name
     return f"{part.name}@{','.join(str(begin) for begin in box.offset)}"
@@ -133,7 +133,7 @@ def _key(part: TensorPart, box: Box) -> str:
 def _merge(
     shards: Sequence[dict[str, Any]], step: int, save_id: str, model: Mapping[str, Any], state: Mapping[str, Any]
 ) -> Index:
-    """The index of what the ranks wrote.
+    """Return the index of what the ranks wrote.
 
     Raises:
         CheckpointError: ranks disagree about a tensor, or their boxes do not cover it; lists all of them.

@@ -32,14 +32,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says it holds: key -> (safetensors dtype, shape, first byte, end byte) within the file."""
+    """Header of a file: key -> (safetensors dtype, shape, first byte, end byte) within the file."""
 
     entries: Mapping[str, tuple[str, tuple[int, ...], int, int]]
     metadata: Mapping[str, str]
 
 
 def file_parts(entries: Sequence[Entry], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
-    """The bytes of a file, part by part; arrays are not copied.
+    """Yield the bytes of a file, part by part; arrays are not copied.
 
     Larger items come first, which aligns every array.
     """
@@ -62,7 +62,7 @@ def file_parts(entries: Sequence[Entry], metadata: Mapping[str, str]) -> Iterato
 
 
 def read_header(file: np.ndarray, where: str) -> Header:
-    """The header of a mapped file (uint8 of shape `[size]`), checked against its size.
+    """Return the header of a mapped file (uint8 of shape `[size]`), checked against its size.
 
     Raises:
         CheckpointError: the file, called `where`, is no whole safetensors file.
@@ -85,18 +85,18 @@ def read_header(file: np.ndarray, where: str) -> Header:
 
 
 def checksums(data: np.ndarray) -> list[int]:
-    """CRC-32 of each 4 MiB of the bytes of a contiguous array."""
+    """Return the CRC-32 of each 4 MiB of the bytes of a contiguous array."""
     view = _bytes_of(data)
     return [zlib.crc32(view[i : i + CHECKSUM_BLOCK]) for i in range(0, len(view), CHECKSUM_BLOCK)]
 
 
 def block_checksum(data: np.ndarray, block: int) -> int:
-    """CRC-32 of one block of a mapped array of bytes."""
+    """Return the CRC-32 of one block of a mapped array of bytes."""
     return zlib.crc32(data[block * CHECKSUM_BLOCK : (block + 1) * CHECKSUM_BLOCK].data)
 
 
 def view_array(file: np.ndarray, begin: int, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    """An array of a mapped file that starts at byte `begin`, without copying."""
+    """Return an array of a mapped file that starts at byte `begin`, without copying."""
     kind = storage_dtype(dtype)
     size = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
     return np.frombuffer(file[begin : begin + size], dtype=kind).reshape(shape)

@@ -1,4 +1,4 @@
-"""Where checkpoint folders live."""
+"""Storages: the places of checkpoint folders."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Storage(ABC):
 
     @abstractmethod
     def list_folders(self) -> list[str]:
-        """Names of all folders, in any order."""
+        """List the names of all folders, in any order."""
 
     @abstractmethod
     def create_folder(self, name: str) -> None:
@@ -33,11 +33,11 @@ class Storage(ABC):
 
     @abstractmethod
     def file_size(self, folder: str, file: str) -> int | None:
-        """Size in bytes; None where there is no such file."""
+        """Return the size of a file in bytes, or None where there is no such file."""
 
     @abstractmethod
     def map_file(self, folder: str, file: str) -> np.ndarray:
-        """The bytes of a file, read as they are used: read-only uint8 of shape `[size]`."""
+        """Return the bytes of a file, read as they are used: read-only uint8 of shape `[size]`."""
 
     @abstractmethod
     def rename_folder(self, name: str, to: str) -> None:
@@ -49,7 +49,7 @@ class Storage(ABC):
 
     @abstractmethod
     def describe(self, folder: str, file: str = "") -> str:
-        """How to name a folder or file to the user."""
+        """Return how messages name a folder or a file."""
 
 
 class LocalStorage(Storage):

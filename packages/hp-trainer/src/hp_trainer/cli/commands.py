@@ -31,7 +31,7 @@ from hp_trainer.run import RunFolder, checkpoint_storage, create_run, default_ru
 
 
 def train_command(given: list[str]) -> int:
-    """`hp-train CONFIG`: train from the beginning, in a new run folder."""
+    """Train from the beginning in a new run folder: `hp-train CONFIG`."""
     parser = Parser(prog="hp-train", add_help=False)
     parser.add_argument("config", metavar="CONFIG")
     options, overrides = parse(parser, given)
@@ -58,7 +58,7 @@ def train_command(given: list[str]) -> int:
 
 
 def resume_command(given: list[str]) -> int:
-    """`hp-train resume RUN`: go on from the newest sound checkpoint."""
+    """Go on from the newest sound checkpoint: `hp-train resume RUN`."""
     parser = Parser(prog="hp-train resume", add_help=False)
     parser.add_argument("run", metavar="RUN")
     options, overrides = parse(parser, given)
@@ -77,7 +77,7 @@ def resume_command(given: list[str]) -> int:
 
 
 def generate_command(given: list[str]) -> int:
-    """`hp-train generate RUN`: print what the model of a run makes of prompts."""
+    """Print what the model of a run makes of prompts: `hp-train generate RUN`."""
     parser = Parser(prog="hp-train generate", add_help=False)
     parser.add_argument("run", metavar="RUN")
     parser.add_argument("--prompt", action="append", metavar="TEXT")
@@ -92,7 +92,7 @@ def generate_command(given: list[str]) -> int:
 
 
 def layouts_command(given: list[str]) -> int:
-    """`hp-train layouts [CONFIG]`: print every parallel layout, and why others cannot be used."""
+    """Print every parallel layout, and why others cannot be used: `hp-train layouts [CONFIG]`."""
     parser = Parser(prog="hp-train layouts", add_help=False)
     parser.add_argument("config", metavar="CONFIG", nargs="?")
     parser.add_argument("--world-size", type=int, metavar="N")

@@ -1,4 +1,4 @@
-"""How a dataclass field becomes a setting: its help, its limits, or the registry that gives its schema."""
+"""Settings as dataclass fields: their help, their limits, or the registry that gives their schema."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ Tree = Scalar | Items | Section | Override
 
 
 def parse_yaml(text: str, source: str, *, numbered: bool = True) -> tuple[Tree | None, list[Problem]]:
-    """The tree of a YAML text, or the reason why there is none; `source` names the text in problems."""
+    """Return the tree of a YAML text, or the reason why there is none; `source` names the text in problems."""
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:

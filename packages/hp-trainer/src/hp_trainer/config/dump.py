@@ -11,7 +11,7 @@ from hp_trainer.config._setting import Component
 
 
 def to_plain(value: Any) -> Any:
-    """Dataclasses as mappings, components as mappings with a `name`, tuples as lists."""
+    """Return dataclasses as mappings, components as mappings with a `name`, tuples as lists."""
     if isinstance(value, Component):
         return {"name": value.name} | to_plain(value.options)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -22,6 +22,6 @@ def to_plain(value: Any) -> Any:
 
 
 def dump_config(config: Any) -> str:
-    """The YAML text of a configuration, every setting included."""
+    """Return the YAML text of a configuration, every setting included."""
     text: str = yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True, width=110)
     return text

@@ -30,7 +30,7 @@ class LoadedConfig:
     sources: dict[str, str]
 
     def locate(self, problems: Iterable[Problem]) -> list[Problem]:
-        """The problems with the place of their path, or of the nearest section that was given."""
+        """Return the problems with the place of their path, or of the nearest section that was given."""
         return [dataclasses.replace(problem, source=self._source(problem.path)) for problem in problems]
 
     def _source(self, path: str) -> str:

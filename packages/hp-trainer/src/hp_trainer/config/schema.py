@@ -14,7 +14,7 @@ DTypeName = Literal["float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Where the run's files go."""
+    """Place of the run's files."""
 
     folder: str | None = setting(None, help="run folder; null: runs/<name of the YAML file>-<date and time>")
 
@@ -38,7 +38,7 @@ class LossScalingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """How long and on how much."""
+    """Length, batch and precision of the training."""
 
     steps: int = setting(help="optimizer steps of the whole run", minimum=1)
     global_batch_size: int = setting(8, help="samples per optimizer step, over all ranks", minimum=1)
@@ -127,7 +127,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
-    """Who is told about each step."""
+    """Trackers of loss, speed and learning rate."""
 
     trackers: tuple[Component, ...] = component(
         "trackers", ("jsonl", "progress", "loss_curve"), help="trackers of metrics, run by rank 0"

@@ -23,7 +23,7 @@ _DESCRIPTION = "corpus.json"
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusInfo:
-    """What a corpus holds.
+    """Description of a corpus.
 
     Attributes:
         tokens: how many, separators included.
@@ -85,7 +85,7 @@ def build_corpus(folder: Path, files: Iterable[Path], *, origin: str, max_tokens
 
 
 def read_corpus_info(folder: Path) -> CorpusInfo | None:
-    """The description of the corpus in `folder`; None when there is no whole one.
+    """Return the description of the corpus in `folder`; None when there is no whole one.
 
     Raises:
         DataError: the description is damaged or of another format, or the token file has another size.
@@ -129,7 +129,7 @@ class Corpus:
 
 
 def _documents(files: Iterable[Path], max_tokens: int | None) -> Iterator[bytes]:
-    """The bytes of each text with its separator, cut off after `max_tokens`."""
+    """Yield the bytes of each text with its separator, cut off after `max_tokens`."""
     left = max_tokens
     for path in files:
         data = read_text_bytes(path)

@@ -1,4 +1,4 @@
-"""What the training loop reads: samples by index, and global batches by position."""
+"""Samples by index and global batches by position, as the training loop reads them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Samples(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, indices: np.ndarray) -> np.ndarray:
-        """The samples of `indices` (`[n]`): int64 of shape `[n, sequence_length + 1]`."""
+        """Return the samples of `indices` (`[n]`): int64 of shape `[n, sequence_length + 1]`."""
         ...
 
 
@@ -58,7 +58,7 @@ class DatasetSource(ABC):
 
     @abstractmethod
     def problems(self) -> Iterator[Problem]:
-        """What is wrong with the options, seen from this machine; paths are within the `data` section."""
+        """Yield what is wrong with the options on this machine; paths are within the `data` section."""
 
     @abstractmethod
     def prepare(self, folder: Path) -> None:
@@ -66,7 +66,7 @@ class DatasetSource(ABC):
 
     @abstractmethod
     def open(self, folder: Path, sequence_length: int) -> Dataset:
-        """The dataset, for samples of `sequence_length` tokens and their successors."""
+        """Return the dataset, for samples of `sequence_length` tokens and their successors."""
 
     @abstractmethod
     def tokenizer(self) -> Tokenizer: ...
@@ -89,7 +89,7 @@ class Batch:
     global_tokens: int
 
     def micro_batches(self, size: int | None) -> list[Batch]:
-        """The batch in parts of at most `size` samples (None: in one)."""
+        """Return the batch in parts of at most `size` samples (None: in one)."""
         size = size or max(1, len(self.samples))
         starts = range(0, len(self.samples), size)
         return [

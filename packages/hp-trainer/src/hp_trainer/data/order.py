@@ -12,7 +12,7 @@ _ROUNDS = 8
 
 
 class SampleOrder:
-    """Which sample stands at which global position. O(1) memory, O(1) time per position.
+    """The sample at each global position, computed in O(1) memory and O(1) time per position.
 
     Each epoch's permutation is a balanced Feistel network over the smallest even-bit domain that holds all
     samples, walked until it falls inside (Black and Rogaway, 2002, "Ciphers with arbitrary finite domains");
@@ -29,7 +29,7 @@ class SampleOrder:
         self._half_bits = np.uint64(max(1, ((num_samples - 1).bit_length() + 1) // 2))
 
     def samples(self, first: int, count: int) -> np.ndarray:
-        """The samples at global positions `first` to `first + count - 1`: int64 of shape `[count]`."""
+        """Return the samples at global positions `first` to `first + count - 1`: int64 of shape `[count]`."""
         positions = np.arange(first, first + count, dtype=np.int64)
         epochs, indices = np.divmod(positions, self.num_samples)
         result = np.empty(count, dtype=np.int64)
@@ -63,7 +63,7 @@ def _round_keys(seed: int, epoch: int) -> np.ndarray:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """The splitmix64 finalizer, modulo 2**64 as unsigned arithmetic is (Steele, Lea and Flood, 2014)."""
+    """Mix bits by the splitmix64 finalizer, modulo 2**64 as unsigned arithmetic is (Steele, Lea and Flood, 2014)."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -74,7 +74,7 @@ class TextSource(DatasetSource):
             build_corpus(folder, files, origin=str(self.path), max_tokens=self.options.max_tokens)
 
     def open(self, folder: Path, sequence_length: int) -> Dataset:
-        """The corpus cut into samples that overlap by one token; the last tokens are for evaluation.
+        """Return the corpus cut into samples that overlap by one token; the last tokens are for evaluation.
 
         Raises:
             DataError: the corpus is missing, or too short for one training sample.
@@ -106,13 +106,13 @@ class TokenSamples:
         return max(0, (len(self._tokens) - 1) // self._length)
 
     def read(self, indices: np.ndarray) -> np.ndarray:
-        """The windows of `indices` (`[n]`): int64 of shape `[n, sequence_length + 1]`."""
+        """Return the windows of `indices` (`[n]`): int64 of shape `[n, sequence_length + 1]`."""
         offsets = indices[:, None] * self._length + np.arange(self._length + 1)
         return np.asarray(self._tokens[offsets], dtype=np.int64)
 
 
 def _nearest_existing(path: Path) -> str:
-    """The part of the path that exists, which shows where it goes wrong."""
+    """Return the part of the path that exists, which shows where it goes wrong."""
     for parent in path.absolute().parents:
         if parent.is_dir():
             return f"a path that exists ({parent} does)"

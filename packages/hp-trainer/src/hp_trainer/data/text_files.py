@@ -13,12 +13,12 @@ _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "node_modul
 
 
 def standard_library() -> Path:
-    """The folder of this Python's standard library."""
+    """Return the folder of this Python's standard library."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 def find_text_files(path: Path, suffixes: tuple[str, ...] = ()) -> Iterator[Path]:
-    """Candidate files below `path` (or `path` itself), in an order that depends on their names alone.
+    """Yield the candidate files below `path` (or `path` itself), in an order that depends on their names alone.
 
     Hidden files and folders, installed packages and caches are left out, and so is what is no regular file (reading
     a pipe would never end); links to folders are not followed.
@@ -44,7 +44,7 @@ def find_text_files(path: Path, suffixes: tuple[str, ...] = ()) -> Iterator[Path
 
 
 def read_text_bytes(path: Path) -> bytes | None:
-    """The bytes of a text file; None where it cannot be read, is empty, holds a zero byte or is not UTF-8."""
+    """Return the bytes of a text file; None where it cannot be read, is empty, holds a zero byte or is not UTF-8."""
     try:
         data = path.read_bytes()
         data.decode("utf-8")
@@ -54,7 +54,7 @@ def read_text_bytes(path: Path) -> bytes | None:
 
 
 def holds_text(path: Path, suffixes: tuple[str, ...] = ()) -> bool:
-    """Whether at least one file below `path` is text; reads no more than it needs to know.
+    """Return whether at least one file below `path` is text; reads no more than it needs to know.
 
     Raises:
         DataError: there is no such file or folder.

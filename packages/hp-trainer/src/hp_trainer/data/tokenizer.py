@@ -19,9 +19,9 @@ class ByteTokenizer:
     separator = 0
 
     def encode(self, text: str) -> np.ndarray:
-        """The tokens of a text: uint8 of shape `[bytes]`; non-UTF-8 bytes of a command line stay as they are."""
+        """Return the tokens of a text: uint8 of shape `[bytes]`; non-UTF-8 bytes of a command line stay as they are."""
         return np.frombuffer(text.encode("utf-8", errors="surrogateescape"), dtype=np.uint8)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of tokens; bytes that are no UTF-8 become the replacement character."""
+        """Return the text of tokens; bytes that are no UTF-8 become the replacement character."""
         return bytes(int(token) for token in tokens).decode("utf-8", errors="replace")

@@ -58,7 +58,7 @@ class Sampler:
         return [text.tokens for text in texts]
 
     def _logits(self, platform: Platform, model: Model, texts: list[Text]) -> list[np.ndarray]:
-        """What the model expects after each text: float64 `[vocab_size]` each."""
+        """Return the model's logits for the token after each text: float64 `[vocab_size]` each."""
         shown = [text.tokens[-self.window :] for text in texts]
         # Shorter rows are filled up at the end, which does not reach back: the model is causal.
         ids = np.zeros((len(shown), max(map(len, shown))), np.int64)

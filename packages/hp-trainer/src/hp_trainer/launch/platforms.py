@@ -10,7 +10,7 @@ from hp_trainer.exceptions import Problem, join_choices
 
 
 def chosen_platform(name: str | None) -> str | Problem:
-    """The platform's name by the rules of `hp_dtensor.get_platform`, without loading a framework."""
+    """Return the platform's name by the rules of `hp_dtensor.get_platform`, without loading a framework."""
     wanted = name or os.environ.get("HP_PLATFORM") or None
     found = installed_platforms()
     if wanted is None and len(found) == 1:
@@ -29,5 +29,5 @@ def chosen_platform(name: str | None) -> str | Problem:
 
 
 def installed_platforms() -> list[str]:
-    """Names of the platform plugins, without loading their frameworks."""
+    """List the names of the platform plugins, without loading their frameworks."""
     return sorted(one.plugin_name for one in plugin_manager().hook.hp_platform.get_hookimpls())

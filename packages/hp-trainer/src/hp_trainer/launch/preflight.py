@@ -20,12 +20,12 @@ _FIXED = ("model.", "data.", "training.seed", "training.sequence_length")
 
 
 def check_settings(loaded: LoadedConfig, world_size: int, registered: Registries) -> list[Problem]:
-    """What of `check_new_run` is in the configuration alone, so that every process finds the same."""
+    """Return the problems of `check_new_run` that lie in the configuration alone: every process finds the same."""
     return loaded.locate(list(_run_problems(loaded.config, world_size, registered)))
 
 
 def check_new_run(loaded: LoadedConfig, folder: Path, world_size: int, registered: Registries) -> list[Problem]:
-    """Everything that would keep a new run in `folder` from training on `world_size` ranks."""
+    """Return everything that would keep a new run in `folder` from training on `world_size` ranks."""
     config = loaded.config
     problems = [*_run_problems(config, world_size, registered), *_data_problems(config, registered)]
     reason = RunFolder.check_new(folder)
@@ -38,13 +38,13 @@ def check_new_run(loaded: LoadedConfig, folder: Path, world_size: int, registere
 def check_resumed_run(
     loaded: LoadedConfig, before: TrainerConfig, world_size: int, registered: Registries
 ) -> list[Problem]:
-    """Everything that would keep a run that began as `before` from going on as `loaded` on `world_size` ranks."""
+    """Return everything that would keep a run begun as `before` from going on as `loaded` on `world_size` ranks."""
     problems = [*_run_problems(loaded.config, world_size, registered), *_changed(before, loaded.config)]
     return loaded.locate(problems)
 
 
 def training_problems(dims: ParallelDims, config: TrainerConfig) -> Iterator[Problem]:
-    """What of valid degrees the training loop or this batch cannot do; paths are within the configuration."""
+    """Yield why valid degrees cannot train this model on this batch; paths are within the configuration."""
     for problem in unsupported_degrees(dims):
         yield problem.within("parallel")
     for problem in dims.model_problems(config.model.options, config.training.sequence_length):
@@ -131,7 +131,7 @@ def _changed(before: TrainerConfig, after: TrainerConfig) -> Iterator[Problem]:
 
 
 def _settings(tree: object, path: str = "") -> dict[str, object]:
-    """The leaves of a plain configuration by dotted path."""
+    """Return the leaves of a plain configuration by dotted path."""
     if not isinstance(tree, dict):
         return {path: tree}
     inner = {name: f"{path}.{name}" if path else name for name in tree}

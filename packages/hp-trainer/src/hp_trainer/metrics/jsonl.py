@@ -57,7 +57,7 @@ class JsonLinesTracker(Tracker):
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The events of a metrics file in order; a last line cut off by a crash is left out."""
+    """Yield the events of a metrics file in order; a last line cut off by a crash is left out."""
     if not path.is_file():
         return
     for line in path.read_text(encoding="utf-8").splitlines():

@@ -74,14 +74,14 @@ def _draw(axes: Any, train: list[Point], evaluation: list[Point]) -> None:
 
 
 def running_means(points: list[Point], window: int) -> list[Point]:
-    """Each point with the mean of the last `window` losses up to it, of fewer at the beginning."""
+    """Return each point with the mean of the last `window` losses up to it, of fewer at the beginning."""
     losses = [loss for _, loss in points]
     ends = range(1, len(points) + 1)
     return [(points[end - 1][0], fmean(losses[max(0, end - window) : end])) for end in ends]
 
 
 def _title(events: list[dict[str, Any]]) -> str:
-    """What was trained, and where; of the last start."""
+    """Return the title: sizes, ranks and platform of the last start."""
     starts = [event for event in events if event.get("event") == "start"]
     if not starts:
         return ""

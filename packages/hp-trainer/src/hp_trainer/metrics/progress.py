@@ -104,7 +104,7 @@ class ProgressTracker(Tracker):
 
 
 def format_seconds(seconds: float) -> str:
-    """`0:05`, `12:34`, `1:02:03`."""
+    """Format a duration: `0:05`, `12:34`, `1:02:03`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,4 +1,4 @@
-"""What the trainer asks of a model."""
+"""Interface of a model that hp-train trains."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LanguageModel(Protocol):
         """
 
     def initializer(self, name: str, shape: tuple[int, ...]) -> Distribution:
-        """How to draw a parameter, for `hp_dtensor.tensor.init.init_parameters`."""
+        """Return the distribution to draw a parameter from, for `hp_dtensor.tensor.init.init_parameters`."""
 
     def parallelize(
         self,

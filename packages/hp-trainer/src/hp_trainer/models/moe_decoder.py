@@ -133,7 +133,7 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps)
 
     def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
-        """`[batch, length, hidden]` -> the same."""
+        """Transform every token: `[batch, length, hidden]` -> the same."""
         batch, length, _ = x.shape
         q = self.q_norm(self._heads(self.q_proj(x), self.num_heads))
         k = self.k_norm(self._heads(self.k_proj(x), self.num_kv_heads))
@@ -165,7 +165,7 @@ class DecoderBlock(nn.Module):
         self.moe: Any = None if dense else _moe(config)
 
     def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
-        """`[batch, length, hidden]` -> the same."""
+        """Transform every token: `[batch, length, hidden]` -> the same."""
         x = self.ops.add(x, self.attention(self.attention_norm(x), rotation))
         inside = self.ffn_norm(x)
         return self.ops.add(x, self.feed_forward(inside) if self.moe is None else self.moe(inside))
@@ -231,7 +231,7 @@ class MoEDecoder(nn.Module):
         self.recomputes = training is not None and training.activation_checkpointing
 
     def after_optimizer_step(self) -> Mapping[str, float]:
-        """Moves the expert biases; returns how unevenly the step's tokens went to the experts.
+        """Move the expert biases; return how unevenly the step's tokens went to the experts.
 
         `max_load_violation`: the largest load of any block over the mean one, less 1. `load_variation`: standard
         deviation of a block's loads over their mean, the mean over the blocks.
@@ -246,7 +246,7 @@ class MoEDecoder(nn.Module):
 
 
 def build_moe_decoder(options: MoEDecoderConfig, platform: Platform) -> MoEDecoder:
-    """The decoder on a platform, its parameters plain and zero."""
+    """Return the decoder on a platform, its parameters plain and zero."""
     with nn.building(platform):
         return MoEDecoder(options)
 

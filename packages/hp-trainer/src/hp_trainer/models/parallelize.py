@@ -1,4 +1,4 @@
-"""How the decoder is laid out over the meshes of `ParallelDims`.
+"""Layout of the decoder over the meshes of `ParallelDims`.
 
 First tensor parallel (sequence-parallel activations between the projections, arXiv 2205.05198), then the
 experts, then fully sharded data parallel, block by block. Every gradient ends up as the sum over the tokens of
@@ -72,7 +72,7 @@ def parallelize(
 
 
 def _tensor_parallel(model: MoEDecoder, mesh: DeviceMesh) -> None:
-    """Activations between blocks are cut along the sequence; within them along heads or hidden width.
+    """Cut activations along the sequence between blocks, and along heads or hidden width within them.
 
     The vocabulary is cut in the embedding and in the head, so that the loss works on cut logits.
     """
@@ -130,7 +130,7 @@ def _expert_parallel(moe: MoE, dims: ParallelDims, mesh: DeviceMesh) -> None:
 
 
 def _expert_style(dims: ParallelDims) -> tuple[BaseExpertParallel | None, tuple[str, ...]]:
-    """The style for these degrees and the axes it is applied to.
+    """Return the style for these degrees and the axes it is applied to.
 
     Peer `ep` ranks are given the same tokens, so they split them; folded ones stand in place of dense ranks,
     each of which has tokens of its own (with `etp` = `tp`, each group of `tp` ranks).
@@ -151,7 +151,7 @@ def _expert_style(dims: ParallelDims) -> tuple[BaseExpertParallel | None, tuple[
 
 
 def _token_mesh(dims: ParallelDims, mesh: DeviceMesh) -> DeviceMesh:
-    """All ranks that route different tokens, as one axis."""
+    """Return all ranks that route different tokens, as one axis."""
     axes = ["loss"]
     if dims.expert_mesh == "peer":
         axes.append("ep")

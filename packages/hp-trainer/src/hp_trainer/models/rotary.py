@@ -21,7 +21,7 @@ class RotaryTables:
         self._tables: dict[int, tuple[Tensor, Tensor]] = {}
 
     def of_length(self, length: int, like: Tensor) -> Rotation:
-        """The rotation of positions 0 .. length, replicated where `like` is distributed."""
+        """Return the rotation of positions 0 .. length, replicated where `like` is distributed."""
         if length not in self._tables:
             angles = numpy.outer(numpy.arange(length), self.frequencies)[:, None, :]
             tables = (numpy.cos(angles), numpy.sin(angles))
@@ -44,7 +44,7 @@ class Rotation:
         self.platform, self.cos, self.sin = platform, cos, sin
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`x` `[batch, length, heads, head_dim]` turned, in float32; the result has `x`'s dtype."""
+        """Turn `x` `[batch, length, heads, head_dim]`, in float32; the result has `x`'s dtype."""
         ops = self.platform.ops
         first, second = ops.chunk(ops.cast(x, self.platform.dtype("float32")), 2, -1)
         turned = (

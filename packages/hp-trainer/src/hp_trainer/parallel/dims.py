@@ -1,4 +1,4 @@
-"""All parallel degrees of a job: inferred, validated and turned into a device mesh before anything is built.
+"""Parallel degrees of a job: inferred, validated and turned into a device mesh before anything is built.
 
 Everything here is arithmetic on degrees and strides, so it costs the same for 8 and for 1,048,576 ranks.
 """
@@ -122,7 +122,7 @@ class ParallelDims:
         return self.fsdp_size > 1
 
     def summary(self) -> str:
-        """One line with every degree."""
+        """Return one line with every degree."""
         names = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp")
         degrees = " ".join(f"{name}={getattr(self, name)}" for name in names)
         return (
@@ -133,22 +133,22 @@ class ParallelDims:
     # Mesh ------------------------------------------------------------------------------------------------
 
     def dense_sizes(self) -> dict[str, int]:
-        """The size of every axis of the dense mesh, outermost first, those of size 1 included."""
+        """Return the size of every axis of the dense mesh, outermost first, those of size 1 included."""
         return {name: getattr(self, name) for name in DENSE_AXES[self.expert_mesh]}
 
     def sparse_sizes(self) -> dict[str, int]:
-        """The size of every axis of the experts' view of the folded mesh, outermost first."""
+        """Return the size of every axis of the experts' view of the folded mesh, outermost first."""
         sizes = {"pp": self.pp, "dp_replicate": self.dp_replicate}
         return sizes | {"efsdp": self.efsdp_size, "ep": self.ep, "etp": self.etp}
 
     def aliases(self) -> dict[str, tuple[str, ...]]:
-        """Names for several axes of the dense mesh taken together."""
+        """Return the names for several axes of the dense mesh taken together."""
         return dict(ALIASES[self.expert_mesh])
 
     def build_mesh(
         self, device_type: str = "cpu", *, world: World | None = None, platform: Platform | None = None
     ) -> DeviceMesh:
-        """The dense mesh, with every other name reachable as `mesh[name]`.
+        """Return the dense mesh, with every other name reachable as `mesh[name]`.
 
         Its axes are those of degree above 1 (all ones: `dp_shard` alone). Besides them there are the names
         of the degrees that are 1, `fsdp`, `dp`, `batch`, `loss`, and for experts `efsdp`, `ep` and `etp`
@@ -181,21 +181,21 @@ class ParallelDims:
             )
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Where `rank` stands on each axis of the dense mesh."""
+        """Return the coordinate of `rank` on each axis of the dense mesh."""
         coordinate = {}
         for name, size in reversed(self.dense_sizes().items()):
             rank, coordinate[name] = divmod(rank, size)
         return coordinate
 
     def batch_rank(self, rank: int) -> int:
-        """Which of the `dp_size` slices of a global batch `rank` reads."""
+        """Return which of the `dp_size` slices of a global batch `rank` reads."""
         coordinate = self.coordinate(rank)
         return coordinate["dp_replicate"] * self.dp_shard + coordinate["dp_shard"]
 
     # Model -----------------------------------------------------------------------------------------------
 
     def model_problems(self, model: Any, seq_len: int | None = None) -> Iterator[Problem]:
-        """What of `model.config` (or of a `model` that has no `config`) these degrees do not divide."""
+        """Yield the sizes of `model.config` (or of a `model` that has no `config`) that these degrees do not divide."""
         return find_model_problems(self, model, seq_len)
 
     def validate_against_model(self, model: Any, seq_len: int | None = None) -> None:
@@ -212,7 +212,7 @@ class ParallelDims:
 
 
 def degrees_from_config(config: Any) -> dict[str, Any]:
-    """The fields of `ParallelDims` (but `world_size`) that `config` sets, with `from_config`'s defaults."""
+    """Return the fields of `ParallelDims` (but `world_size`) that `config` sets, with `from_config`'s defaults."""
     names = (*DEGREES, "expert_mesh")
     found = {name: getattr(config, name, None) for name in names}
     if found["dp_shard"] is None:

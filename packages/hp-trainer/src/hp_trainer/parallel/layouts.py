@@ -61,7 +61,7 @@ def list_layouts(
 
 
 def describe_layouts(layouts: Iterable[Layout], world_size: int) -> str:
-    """A table of the legal layouts, then each reason with the number of layouts it rules out."""
+    """Return a table of the legal layouts, then each reason with the number of layouts it rules out."""
     layouts = list(layouts)
     legal = [layout.dims for layout in layouts if layout.legal]
     reasons = Counter(f"{p.path}: {p.what}" for layout in layouts for p in layout.problems)
@@ -107,7 +107,7 @@ def _candidates(world_size: int, expert_meshes: Sequence[ExpertMesh], *, has_exp
 
 
 def _factorizations(n: int, count: int) -> Iterator[tuple[int, ...]]:
-    """All ordered ways to write `n` as a product of `count` factors."""
+    """Yield all ordered ways to write `n` as a product of `count` factors."""
     if count == 1:
         yield (n,)
         return

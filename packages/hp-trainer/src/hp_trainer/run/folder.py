@@ -1,4 +1,4 @@
-"""The folder of one run: what is in it, and whose it is."""
+"""Run folders: their files, and the mark that says whose they are."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RunFolder:
 
     @classmethod
     def check_new(cls, path: Path) -> str | None:
-        """Why no new run may go into `path`; None: it may."""
+        """Return why no new run may go into `path`, or None when it may."""
         if (path / _MARK).is_file():
             return f"holds the run {_read_mark(path).get('id', '?')}"
         if path.is_dir() and any(path.iterdir()):
@@ -83,7 +83,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
-        """The folder of an existing run.
+        """Return the folder of an existing run.
 
         Raises:
             RunFolderError: there is no run in it.
@@ -100,7 +100,7 @@ class RunFolder:
     def load_config(
         self, overrides: Sequence[tuple[str, str]] = (), registered: Registries | None = None
     ) -> LoadedConfig:
-        """The run's configuration, with overrides.
+        """Return the run's configuration, with overrides.
 
         Raises:
             ConfigError: listing every problem.
@@ -113,7 +113,7 @@ class RunFolder:
 
 
 def default_run_folder(config_file: Path, now: datetime | None = None) -> Path:
-    """`runs/<name of the configuration file>-<date and time>`."""
+    """Return `runs/<name of the configuration file>-<date and time>`."""
     return Path("runs") / f"{config_file.stem}-{(now or datetime.now()):%Y%m%d-%H%M%S}"
 
 

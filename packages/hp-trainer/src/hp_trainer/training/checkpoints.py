@@ -14,7 +14,7 @@ from hp_trainer.training.state import load_state, state_parts
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is: optimizer steps done, and samples read (of the global order)."""
+    """Position of a run: optimizer steps done, and samples read (of the global order)."""
 
     step: int = 0
     samples: int = 0

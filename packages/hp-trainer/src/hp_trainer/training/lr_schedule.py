@@ -8,7 +8,7 @@ from hp_trainer.config import LrScheduleConfig
 
 
 def learning_rate_factor(schedule: LrScheduleConfig, step: int, total_steps: int) -> float:
-    """What the peak learning rate is multiplied with.
+    """Return the factor on the peak learning rate.
 
     After `warmup_steps` steps of linear warm-up: `cosine` falls to `final_fraction` at the last step
     (Loshchilov and Hutter, 2017, "SGDR"); `wsd` stays at 1 and falls linearly during the last `decay_steps`
@@ -29,7 +29,7 @@ def learning_rate_factor(schedule: LrScheduleConfig, step: int, total_steps: int
 
 
 def _wsd_begin(schedule: LrScheduleConfig, total_steps: int) -> int:
-    """The last step at the peak."""
+    """Return the last step at the peak."""
     decay = schedule.decay_steps if schedule.decay_steps is not None else -(-total_steps // 10)
     return max(schedule.warmup_steps, total_steps - 1 - decay)
 

@@ -1,4 +1,4 @@
-"""What a registered optimizer is to the training loop."""
+"""Interface of an optimizer, as a platform registers it and the training loop uses it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Optimizer(Protocol):
         """Forget all gradients."""
 
     def state(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """The state of each parameter by name and slot (`exp_avg`, ...), laid out as the parameter.
+        """Return the state of each parameter by name and slot (`exp_avg`, ...), laid out as the parameter.
 
         Slots that no step has made yet are there, as zeros. Writing into the tensors changes the state.
         """

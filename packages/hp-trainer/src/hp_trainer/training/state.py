@@ -17,7 +17,7 @@ Module = Any
 
 
 def named_state(platform: Platform, model: Module, optimizer: Optimizer | None) -> Iterator[tuple[str, Tensor]]:
-    """Everything that training changes: `model.<name>` and `optimizer.<parameter>.<slot>`."""
+    """Yield everything that training changes: `model.<name>` and `optimizer.<parameter>.<slot>`."""
     for name, parameter in platform.named_parameters(model):
         yield f"model.{name}", parameter
     for name, buffer in platform.named_buffers(model):
@@ -29,7 +29,7 @@ def named_state(platform: Platform, model: Module, optimizer: Optimizer | None) 
 
 
 def state_parts(platform: Platform, model: Module, optimizer: Optimizer) -> Iterator[TensorPart]:
-    """What this rank contributes to a checkpoint; each tensor is brought to the host when its turn comes."""
+    """Yield this rank's part of a checkpoint; each tensor is brought to the host when its turn comes."""
     for name, tensor in named_state(platform, model, optimizer):
         box = _box_of(tensor)
         replica, num_replicas = _replica_of(platform, tensor)
@@ -59,7 +59,7 @@ def load_state(platform: Platform, model: Module, optimizer: Optimizer | None, c
 
 
 def num_parameters(platform: Platform, model: Module) -> int:
-    """Elements of all parameters, unsharded."""
+    """Return the number of elements of all parameters, unsharded."""
     return sum(math.prod(parameter.shape) for _, parameter in platform.named_parameters(model))
 
 
@@ -72,7 +72,7 @@ def _box_of(tensor: Tensor) -> Box:
 
 
 def _replica_of(platform: Platform, tensor: Tensor) -> tuple[int, int]:
-    """(which, of how many) among the ranks that hold the same box; those outside the first mesh never write."""
+    """Return (which, of how many) this rank is of those with the same box; those outside the first mesh never write."""
     if not isinstance(tensor, DTensor):
         world = current_world(platform)
         return world.rank, world.size
