@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("hp_dtensor", "hp_moe", "hp_trainer")
+PACKAGES = ("hp_dtensor", "hp_moe", "hp_trainer", "hp_platform_mindspore")
 
 # Folders of hp_dtensor in the order in which they build on each other: each imports itself and earlier ones only.
 # Those of one line are beside each other. Modules on top of the package count as folders of their own.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, mint, nn, ops
 
 from hp_dtensor import Replicate, Shard, ShardingPlan, distribute_tensor, init_device_mesh, shard_module
 from hp_dtensor.exceptions import CapabilityError
@@ -181,3 +181,28 @@ def test_pooling_that_keeps_the_size(platform, size, stride):
     for found in run_ranks(program, 2, platform):
         for result in found:
             np.testing.assert_array_equal(result, expected)
+
+
+NOT_COMPOSED = {
+    "conv3d": (lambda: mint.nn.functional.conv3d, (1, 2, 3, 3, 3), (2, 2, 2, 2, 2)),
+    "conv_transpose2d": (lambda: mint.nn.functional.conv_transpose2d, (1, 2, 3, 3), (2, 2, 2, 2)),
+    "max_pool3d": (lambda: lambda x: x._spec.mesh.platform.operations.max_pool3d(x, 2), (1, 2, 4, 4, 4)),
+    "avg_pool3d": (lambda: lambda x: mint.nn.functional.avg_pool3d(x, 2), (1, 2, 4, 4, 4)),
+    "adaptive_max_pool2d": (lambda: lambda x: mint.nn.functional.adaptive_max_pool2d(x, 2), (1, 2, 4, 4)),
+    "im2col": (lambda: lambda x: mint.nn.functional.unfold(x, 2), (1, 2, 4, 4)),
+    "mode='bicubic'": (lambda: lambda x: mint.nn.functional.interpolate(x, (8, 8), mode="bicubic"), (1, 2, 4, 4)),
+}
+
+
+@pytest.mark.parametrize("name", NOT_COMPOSED)
+def test_what_is_not_composed_on_the_cpu_says_where_it_works(platform, name):
+    def program():
+        function, *shapes = NOT_COMPOSED[name]
+        given = [
+            distribute_tensor(Tensor(np.ones(shape, np.float32)), mesh_of(platform), [Replicate()]) for shape in shapes
+        ]
+        with pytest.raises(CapabilityError, match=f"(?s){name}.*MindSpore's CPU.*Ascend.*torch platform"):
+            function()(*given)
+        return platform.operation(name) is None or "mode" in name
+
+    assert run_ranks(program, 2, platform) == [True, True]

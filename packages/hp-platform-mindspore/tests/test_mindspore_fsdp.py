@@ -161,7 +161,7 @@ def test_gradients_that_autograd_does_not_find_are_refused(platform, way):
 def test_recomputation_that_mindspore_cannot_do_here_says_what_can(platform):
     model = _build("cells in cells")
     model[0].recompute()
-    with platform.enable_grad(), pytest.raises(CapabilityError, match=r"hp_dtensor\.recompute\.checkpoint"):
+    with platform.enable_grad(), pytest.raises(CapabilityError, match=r"hp_dtensor\.parallel\.recompute\.checkpoint"):
         model(_inputs("cells in cells", 0, 0))
 
 

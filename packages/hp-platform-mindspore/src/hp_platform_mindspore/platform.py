@@ -22,19 +22,22 @@ except ImportError:  # MindSpore 2.9
 
 from hp_dtensor.comm.world import World
 from hp_dtensor.dispatch.operation import forget_plans
-from hp_dtensor.exceptions import CapabilityError, PlatformError
-from hp_dtensor.platform.interface import Platform
+from hp_dtensor.exceptions import PlatformError
 from hp_dtensor.platform.modules import Removable
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor.gradients import check_reached, differentiated
 from hp_dtensor.tensor.varying import shortcut_views, with_shortcuts
-from hp_platform_mindspore.capabilities import ASCEND, CPU, Capabilities
-from hp_platform_mindspore.comm.groups import MindSporeWorld
-from hp_platform_mindspore.ops.functions import FOUND, names_of
-from hp_platform_mindspore.ops.names import primitives_of
-from hp_platform_mindspore.ops.namespace import build_functions, build_ops
-from hp_platform_mindspore.optim import local_step as optimizer_step
-from hp_platform_mindspore.tensor import autograd, dtensor, interception, module
+from hp_platform_mindspore.base import MindSporeBase
+from hp_platform_mindspore.capabilities import CPU
+from hp_platform_mindspore.comm.world import MindSporeWorld
+from hp_platform_mindspore.device import choose_device
+from hp_platform_mindspore.ops.mindspore_functions import FOUND
+from hp_platform_mindspore.ops.names import names_of, primitives_of
+from hp_platform_mindspore.ops.namespace import Operations, build_functions, build_ops
+from hp_platform_mindspore.ops.primitives import call_primitive
+from hp_platform_mindspore.patches import table
+from hp_platform_mindspore.tensor import autograd, dtensor, modules
+from hp_platform_mindspore.tensor.local_operations import LocalOperations
 from hp_platform_mindspore.tensor.memory import (
     DTYPES,
     FLOATING,
@@ -46,13 +49,14 @@ from hp_platform_mindspore.tensor.memory import (
     share,
     store,
 )
+from hp_platform_mindspore.tensor.parameter import Parameter
 
 Removable.register(HookHandle)
 # MindSpore 2.9 has no hooks for a forward that raises.
 _CALLS_ALWAYS = "always_call" in inspect.signature(nn.Cell.register_forward_hook).parameters
 
 
-class MindSporePlatform(Platform):
+class MindSporePlatform(MindSporeBase):
     """MindSpore on CPU or Ascend.
 
     `HP_DEVICE` (`cpu`, `npu`) limits it to one kind of device where it could use several.
@@ -63,21 +67,18 @@ class MindSporePlatform(Platform):
 
     name = "mindspore"
     Tensor = Tensor
-    Parameter = module.Parameter
-    Module = module.Module
+    Parameter = Parameter
+    Module = modules.Module
     DTensor = dtensor.MindSporeDTensor
 
     def __init__(self) -> None:
-        self.capabilities = _choose_device()
+        self.capabilities = choose_device()
         self.device_types = ("cpu",) if self.capabilities is CPU else (self.capabilities.device_type, "cpu")
         self.ops = build_ops(self)
-        interception.intercept()
-        optimizer_step.install()
-        module.adapt_lists()
-        autograd.guard()
-        self.functions = build_functions(self)
-        self.operations = Operations(self)
+        table.install()
         self._generator = np.random.Generator(np.random.Philox())
+        self.functions = build_functions(self, self.generator)
+        self.operations = Operations(self)
         autograd.arm()
 
     # Processes -------------------------------------------------------------------------------------------
@@ -176,22 +177,21 @@ class MindSporePlatform(Platform):
             copy(target, source)
             self.count_write(target)
         else:
-            with autograd.GradMode(False), dtensor.LocalOperations():
+            with autograd.GradMode(False), LocalOperations():
                 target.copy_(mint.reshape(source, target._shape))
 
     def count_write(self, target: Tensor) -> None:
-        """Tell autograd of a write that it has not seen."""
         if set_versions is not None:
             set_versions([target], [target._version + 1])
             return
-        with autograd.GradMode(False), dtensor.LocalOperations():
+        with autograd.GradMode(False), LocalOperations():
             target.copy_(target)
 
     def contiguous(self, x: Tensor) -> Tensor:
         return x if x.is_contiguous() else x.contiguous()
 
     def detach(self, x: Tensor) -> Tensor:
-        return module.detached(x)
+        return dtensor.detached(x)
 
     def device_of(self, x: Tensor) -> str:
         return "cpu" if x.device.startswith("CPU") else self.capabilities.device_type
@@ -276,7 +276,6 @@ class MindSporePlatform(Platform):
         return self.own_operation(name) or FOUND.get(name)
 
     def own_operation(self, name: str) -> Callable[..., Any] | None:
-        """An operation with a kernel of ours under a canonical name; None where MindSpore's own is called."""
         return getattr(self.ops, name, None) or self.functions.get(name)
 
     def operation_names(self, name: str) -> list[str]:
@@ -294,8 +293,11 @@ class MindSporePlatform(Platform):
     def unwrap(self, x: Tensor) -> Tensor:
         return dtensor.unwrap(x)
 
+    def call_primitive(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return call_primitive(self, func, args, kwargs)
+
     def local_op(self) -> AbstractContextManager[None]:
-        return dtensor.LocalOperations()
+        return LocalOperations()
 
     # Many tensors at once --------------------------------------------------------------------------------
 
@@ -316,24 +318,24 @@ class MindSporePlatform(Platform):
     # Modules ---------------------------------------------------------------------------------------------
 
     def named_modules(self, module_: nn.Cell) -> Iterator[tuple[str, nn.Cell]]:
-        return module.named_modules(module_)
+        return modules.named_modules(module_)
 
     def named_parameters(
         self, module_: nn.Cell, recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        return module.named_parameters(module_, recurse, remove_duplicate)
+        return modules.named_parameters(module_, recurse, remove_duplicate)
 
     def set_parameter(self, module_: nn.Cell, name: str, value: Tensor) -> None:
-        module.set_parameter(module_, name, value)
+        modules.set_parameter(module_, name, value)
 
     def is_container(self, module_: nn.Cell) -> bool:
         return type(module_).construct in (nn.CellList.construct, nn.CellDict.construct)
 
     def is_statistic(self, module_: nn.Cell, name: str) -> bool:
-        return module.is_statistic(module_, name)
+        return modules.is_statistic(module_, name)
 
     def named_buffers(self, module_: nn.Cell) -> Iterator[tuple[str, Tensor]]:
-        return module.named_buffers(module_)
+        return modules.named_buffers(module_)
 
     def add_forward_pre_hook(
         self,
@@ -370,34 +372,3 @@ class MindSporePlatform(Platform):
 
     def synchronize(self) -> None:
         ms.runtime.synchronize()
-
-
-class Operations:
-    """All operations as attributes, by canonical name."""
-
-    def __init__(self, platform: MindSporePlatform) -> None:
-        self._platform = platform
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        function = self._platform.operation(name)
-        if function is None:
-            raise CapabilityError(f"MindSpore has no operation {name!r} here")
-        return function
-
-    def getitem(self, x: Tensor, index: Any) -> Tensor:
-        return x[index]
-
-
-def _choose_device() -> Capabilities:
-    usable = {"cpu": CPU}
-    if ms.device_context.ascend.is_available():
-        usable = {ASCEND.device_type: ASCEND, **usable}
-    wanted = os.environ.get("HP_DEVICE") or next(iter(usable))
-    if wanted not in usable:
-        raise PlatformError(f"HP_DEVICE is {wanted!r}, but mindspore can use here only: {', '.join(usable)}")
-    capabilities = usable[wanted]
-    ms.set_device(capabilities.target)
-    if capabilities is CPU:
-        # On CPU asynchronous launches are slower, and a failing kernel corrupts the interpreter.
-        ms.runtime.launch_blocking()
-    return capabilities

@@ -1,4 +1,4 @@
-"""Ranks and process groups on MindSpore's communication (MCCL on CPU, HCCL on Ascend).
+"""Collectives on MindSpore's CPU communication (MCCL).
 
 MCCL has few collectives, few dtypes in each, and does nothing at all on views. What works for every dtype and
 any ranks is a transfer of bytes between two ranks, so on CPU every collective is composed of those and of
@@ -8,123 +8,24 @@ ones where those exist. Groups then need no start-up of their own.
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Callable, Sequence
-from datetime import timedelta
-from functools import reduce
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import mindspore.mint.distributed as dist
 import numpy as np
 from mindspore import Tensor
-from mindspore.communication.management import _init_with_store
-from mindspore.mint.distributed import distributed as _distributed
 
-from hp_dtensor.comm.world import DONE, GatheredBytes, NoCommunicationGroup, PendingBytes, ProcessGroup, Work, World
-from hp_dtensor.exceptions import CapabilityError, PlatformError
-from hp_platform_mindspore.comm.silent_shutdown import end_without_messages
-from hp_platform_mindspore.tensor.memory import FLOATING, NAMES, decode, encode, host_view, share
-
-if TYPE_CHECKING:
-    from hp_platform_mindspore.platform import MindSporePlatform
+from hp_dtensor.comm.world import DONE, GatheredBytes, PendingBytes, ProcessGroup, Work
+from hp_platform_mindspore.base import MindSporeBase
+from hp_platform_mindspore.comm.reductions import Reduction, reduction_of
+from hp_platform_mindspore.tensor.memory import host_view
 
 Array = np.ndarray[Any, Any]
-Reduction = Callable[[Sequence[Array]], Array]
 
 MCCL_WORLD = "mccl_world_group"
-TIMEOUT_VARIABLE = "MS_CPU_COMM_OP_TIMEOUT"
-READY_KEY = "hp_dtensor/ready"
 
 # Up to this size one round of messages beats reduce-scatter and all-gather (measured with 2 and 4 ranks).
 SMALL_BYTES = 1 << 16
-
-PAIRWISE: dict[str, Callable[[Array, Array], Array]] = {
-    "sum": np.add,
-    "avg": np.add,
-    "max": np.maximum,
-    "min": np.minimum,
-    "product": np.multiply,
-}
-
-
-class MindSporeWorld(World):
-    """All ranks of a job."""
-
-    platform: MindSporePlatform
-    _joined = False
-
-    @classmethod
-    def join(
-        cls,
-        platform: MindSporePlatform,
-        rank: int,
-        size: int,
-        address: str,
-        timeout_seconds: float,
-        local_rank: int,
-    ) -> MindSporeWorld:
-        """Meet the other ranks at `address`.
-
-        Raises:
-            PlatformError: this process has joined before, or the others did not come in time.
-        """
-        if size > 1:
-            if cls._joined:
-                raise PlatformError(
-                    "this process has been in a job before; MindSpore joins one only once per process. Start a new one"
-                )
-            try:
-                _join(platform, rank, size, address, timeout_seconds, local_rank)
-            except RuntimeError as error:
-                raise PlatformError(
-                    f"rank {rank} of {size} could not join the job at {address} within {timeout_seconds:g} s: {error}"
-                ) from error
-            cls._joined = True
-        return cls(rank, size, platform)
-
-    def _create_group(self, ranks: tuple[int, ...]) -> ProcessGroup:
-        rank = ranks.index(self.rank)
-        if len(ranks) == 1:
-            return NoCommunicationGroup(ranks, rank, self.platform)
-        if self.platform.capabilities.native_collectives:
-            from hp_platform_mindspore.comm.native_groups import NativeGroup
-
-            return NativeGroup(ranks, rank, self.platform)
-        return HostGroup(ranks, rank, self.platform)
-
-
-def _join(
-    platform: MindSporePlatform, rank: int, size: int, address: str, timeout_seconds: float, local_rank: int
-) -> None:
-    host, port = address.rsplit(":", 1)
-    timeout = timedelta(seconds=timeout_seconds)
-    if platform.capabilities.native_collectives:
-        dist.init_process_group(
-            "hccl", init_method=f"tcp://{address}", timeout=timeout, world_size=size, rank=rank, device_id=local_rank
-        )
-        return
-    os.environ.setdefault(TIMEOUT_VARIABLE, str(max(1, round(timeout_seconds))))
-    store = dist.TCPStore(host, int(port), world_size=size, is_master=rank == 0, timeout=timeout)
-    _init_with_store(backend="mccl", timeout=timeout, world_size=size, rank=rank, store=store)
-    # Their default group is HCCL's whatever the backend; isend and irecv look ranks up with it.
-    for function in (_distributed.get_cache_group_rank, _distributed.get_cache_group_size):
-        function.__defaults__ = (MCCL_WORLD,)
-    _wait_for_all(store, size, timeout_seconds)
-    end_without_messages()
-
-
-def _wait_for_all(store: Any, size: int, timeout_seconds: float) -> None:
-    """Rank 0 comes out of the start seconds before its peers can receive, and the first collective connects them."""
-    deadline = time.monotonic() + timeout_seconds
-    store.add(READY_KEY, 1)
-    while store.add(READY_KEY, 0) < size:
-        if time.monotonic() > deadline:
-            raise RuntimeError("not every rank was ready in time")
-        time.sleep(0.005)
-    one = share(np.ones(1, np.float32))
-    dist.all_reduce(one)
-    one.asnumpy()
 
 
 class HostGroup(ProcessGroup):
@@ -132,7 +33,7 @@ class HostGroup(ProcessGroup):
 
     backend = "mccl"
 
-    platform: MindSporePlatform
+    platform: MindSporeBase
 
     def _all_reduce(self, x: Tensor, op: str, async_op: bool) -> Work:
         reduction = reduction_of(x, op)
@@ -261,47 +162,6 @@ class _Contiguous:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if error is None:
             self.store()
-
-
-def reduction_of(x: Tensor, op: str) -> Reduction:
-    """How arrays of the dtype of `x`, one per rank, become one. Sums and products of bool mean any and all.
-
-    Raises:
-        CapabilityError: the average of a dtype that is not floating-point.
-    """
-    check_average(x, op)
-    return _reduce_bfloat16(op) if NAMES[x.dtype] == "bfloat16" else _reduce_in_rank_order(op)
-
-
-def check_average(x: Tensor, op: str) -> None:
-    """Refuse averages that are no numbers of the dtype."""
-    if op == "avg" and x.dtype not in FLOATING:
-        raise CapabilityError(
-            f"the reduction 'avg' needs a floating-point tensor, got {x.dtype}; reduce with 'sum' and divide"
-        )
-
-
-def _reduce_in_rank_order(op: str) -> Reduction:
-    """Every intermediate result has the dtype of the parts."""
-
-    def reduction(parts: Sequence[Array]) -> Array:
-        total = reduce(PAIRWISE[op], parts)
-        return (total / len(parts)).astype(total.dtype) if op == "avg" else total
-
-    return reduction
-
-
-def _reduce_bfloat16(op: str) -> Reduction:
-    """The same for bit patterns, every intermediate result rounded to bfloat16."""
-
-    def pair(x: Array, y: Array) -> Array:
-        return encode(PAIRWISE[op](decode(x), decode(y)))
-
-    def reduction(parts: Sequence[Array]) -> Array:
-        total = reduce(pair, parts)
-        return encode(decode(total) / np.float32(len(parts))) if op == "avg" else total
-
-    return reduction
 
 
 def _as_bytes(array: Array) -> Tensor:

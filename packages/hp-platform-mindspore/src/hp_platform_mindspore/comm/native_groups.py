@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mindspore.mint.distributed as dist
 import numpy as np
 from mindspore import Tensor, mint
 
 from hp_dtensor.comm.world import DONE, PendingBytes, ProcessGroup, Work
-from hp_platform_mindspore.comm.groups import check_average
-
-if TYPE_CHECKING:
-    from hp_platform_mindspore.platform import MindSporePlatform
+from hp_platform_mindspore.base import MindSporeBase
+from hp_platform_mindspore.comm.reductions import check_average
 
 REDUCE_OPS = {"sum": "sum", "avg": "sum", "max": "max", "min": "min", "product": "prod"}
 
@@ -55,9 +53,9 @@ class NativeGroup(ProcessGroup):
 
     backend = "hccl"
 
-    platform: MindSporePlatform
+    platform: MindSporeBase
 
-    def __init__(self, ranks: Sequence[int], rank: int, platform: MindSporePlatform) -> None:
+    def __init__(self, ranks: Sequence[int], rank: int, platform: MindSporeBase) -> None:
         super().__init__(ranks, rank, platform)
         # Only members may create a group.
         self._name = dist.new_group(list(ranks))

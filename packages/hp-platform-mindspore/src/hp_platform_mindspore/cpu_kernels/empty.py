@@ -1,4 +1,4 @@
-"""Operations on empty tensors: the CPU kernels give wrong shapes, garbage or errors, mostly in backward.
+"""Operations on tensors without elements: MindSpore's CPU kernels give wrong shapes, garbage or errors there.
 
 Ranks that hold nothing of a tensor are normal, so every operation here must be right on nothing.
 """
@@ -17,11 +17,11 @@ from hp_platform_mindspore.tensor.autograd import custom_function
 from hp_platform_mindspore.tensor.memory import FLOATING
 
 FLAT = frozenset("ceil round sign sgn floor_divide heaviside".split())
-"""Constant but for their steps: MindSpore gives no gradient at all, torch (and this platform) zeros."""
+"""Step functions, constant almost everywhere: MindSpore gives them no gradient at all, torch (and we) zeros."""
 
 
 def constant(forward: Callable[..., Any], *inputs: Any) -> Any:
-    """`forward(*inputs)` in the autograd graph, where the result does not depend on the inputs' values."""
+    """Call `forward(*inputs)` and record its result with zero gradients for all inputs."""
     return custom_function(forward, lambda *grads: [_zero_gradient(x) for x in inputs], *inputs)
 
 
@@ -30,8 +30,10 @@ def _zero_gradient(x: Any) -> Tensor | None:
 
 
 def filled(value: float, shape: Sequence[int], x: Tensor, *others: Tensor, dtype: Any = None) -> Tensor:
-    """A tensor of one value and of the dtype, that of `x` unless given, in the graph of the given tensors with zero
-    gradients."""
+    """Make a tensor of one value and record it with zero gradients for the given tensors.
+
+    Its dtype is that of `x` unless given.
+    """
 
     def forward(t: Tensor, *_: Tensor) -> Tensor:
         zeros = mint.zeros(tuple(shape), dtype=dtype or t.dtype)
@@ -41,19 +43,21 @@ def filled(value: float, shape: Sequence[int], x: Tensor, *others: Tensor, dtype
 
 
 def result_dtype(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The dtype that a kernel gives for arguments like these, tried on single elements: on an empty tensor it must be
-    that of the other ranks."""
+    """Return the dtype that a kernel gives for arguments like these, tried on single elements.
+
+    A rank that holds nothing must get the dtype that the others get.
+    """
     single = [mint.ones((1,) * x.ndim, dtype=x.dtype) if isinstance(x, Tensor) else x for x in args]
     return kernel(*single, **kwargs).dtype
 
 
 def is_empty(*values: Any) -> bool:
-    """Whether any of the values is a tensor without elements."""
+    """Return True if any of the values is a tensor without elements."""
     return any(isinstance(x, Tensor) and x.size == 0 for x in values)
 
 
 def with_zero_gradient_if_empty(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """`kernel`, whose forward is right on empty tensors but whose backward is not: an empty one makes it `constant`."""
+    """Replace a kernel's backward, where an argument is empty, by zero gradients; its forward is right there."""
 
     @functools.wraps(kernel)
     def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -65,7 +69,7 @@ def with_zero_gradient_if_empty(kernel: Callable[..., Any]) -> Callable[..., Any
 
 
 def unless_empty(kernel: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The `kernel` of a pointwise operation, which on an empty tensor may stop the process, not run on one.
+    """Keep the kernel of a pointwise operation from running on an empty tensor, which may stop the process.
 
     Whether there is a gradient must not depend on what a rank holds: collectives further up would wait for each other.
     """
@@ -82,7 +86,11 @@ def unless_empty(kernel: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def nothing(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """The empty result of picking from `x`."""
+    """Return the empty result of picking from `x`, which may be empty itself.
+
+    Raises:
+        IndexError: the result has elements, and `x` has none.
+    """
     if math.prod(shape):
         raise IndexError(f"indices into a tensor of shape {list(x.shape)}, which holds no element")
     return filled(0, shape, x)

@@ -1,4 +1,8 @@
-"""Extremes, medians and quantiles: positions come from NumPy on the host, values are picked by them."""
+"""Sorting, extremes, medians and quantiles.
+
+NumPy finds the positions on the host, where the order of equal elements is defined; a differentiable gather then picks
+the values, so positions need no gradient.
+"""
 
 from __future__ import annotations
 
@@ -8,31 +12,83 @@ from typing import Any
 import numpy as np
 from mindspore import Tensor, mint
 
-from hp_platform_mindspore.cpu_kernels import basic as kernels
-from hp_platform_mindspore.cpu_kernels.basic import gather
+from hp_platform_mindspore.cpu_kernels import indexing, pointwise, reductions
 from hp_platform_mindspore.tensor.memory import HOST_DTYPES, numbers, share
 
 Array = np.ndarray[Any, Any]
 Position = Callable[[Array, int], Array]
 
 
-def _flat(x: Tensor) -> Tensor:
+def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Tensor, Tensor]:
+    """Return the `k` largest (or smallest) values in order and their indices; of equal values the lower index."""
+    order = np.take(order_of(x, dim, largest), np.arange(k), axis=dim)
+    indices = share(order)
+    return indexing.gather(x, dim, indices), indices
+
+
+def argsort(x: Tensor, dim: int = -1, stable: bool = True, descending: bool = False) -> Tensor:
+    return share(order_of(x, dim, descending))
+
+
+def order_of(x: Tensor, dim: int, descending: bool) -> np.ndarray[Any, Any]:
+    """Return the indices (int64) that sort along `dim`; equal elements keep their order."""
+    values = numbers(x)
+    if not descending:
+        return np.argsort(values, axis=dim, kind="stable")
+    backward = np.flip(np.argsort(np.flip(values, dim), axis=dim, kind="stable"), dim)
+    return values.shape[dim] - 1 - backward if values.ndim else backward
+
+
+def argmax(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
+    return share(np.asarray(np.argmax(numbers(x), axis=dim, keepdims=keepdim), np.int64))
+
+
+def argmin(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    return share(np.asarray(np.argmin(numbers(x), axis=dim, keepdims=keepdim), np.int64))
+
+
+def sort(x: Tensor, dim: int = -1, descending: bool = False, stable: bool = False) -> tuple[Tensor, Tensor]:
+    order = argsort(x, dim, True, descending)
+    return indexing.gather(x, dim, order), order
+
+
+def extreme(name: str) -> Callable[..., Any]:
+    """Make `max` or `min`: of everything, along a dimension with positions, or of two tensors."""
+    own = getattr(mint, name)
+    position = np.argmax if name == "max" else np.argmin
+
+    def found(x: Tensor, dim: Any = None, keepdim: bool = False) -> Any:
+        if dim is None:
+            return own(x)
+        if isinstance(dim, Tensor):
+            return pointwise.maximum(x, dim) if name == "max" else pointwise.minimum(x, dim)
+        where = share(np.asarray(np.expand_dims(position(numbers(x), axis=dim), dim), np.int64))
+        values = indexing.gather(x, dim, where)
+        return (values, where) if keepdim else (mint.squeeze(values, dim), mint.squeeze(where, dim))
+
+    return found
+
+
+def flattened(x: Tensor) -> Tensor:
     return mint.reshape(x, (-1,))
 
 
 def _picked(x: Tensor, dim: int, position: Array, keepdim: bool) -> tuple[Tensor, Tensor]:
-    """Values and positions (`[..., 1, ...]`)."""
+    """Pick the values at positions `[..., 1, ...]` along `dim`, and return both."""
     where = share(position.astype(np.int64))
-    values = gather(x, dim, where)
+    values = indexing.gather(x, dim, where)
     return (values, where) if keepdim else (mint.squeeze(values, dim), mint.squeeze(where, dim))
 
 
 def by_position(find: Position, alone: bool = True) -> Callable[..., Any]:
-    """An operation that finds one element along a dimension; with `alone` of everything too, without position."""
+    """Make an operation that finds one element along a dimension.
+
+    With `alone`, a call without a dimension gives the value among all elements, without its position.
+    """
 
     def found(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
         if dim is None and alone:
-            return _picked(_flat(x), 0, find(numbers(_flat(x)), 0), False)[0]
+            return _picked(flattened(x), 0, find(numbers(flattened(x)), 0), False)[0]
         dim = -1 if dim is None else dim
         return _picked(x, dim, find(numbers(x), dim), keepdim)
 
@@ -40,7 +96,7 @@ def by_position(find: Position, alone: bool = True) -> Callable[..., Any]:
 
 
 def _median(values: Array, dim: int) -> Array:
-    """The lower one of two; NaN where there is one."""
+    """Find the median, the lower one of two; a NaN where there is one, as torch."""
     order = np.argsort(values, axis=dim, kind="stable")
     nans = np.isnan(values).sum(axis=dim, keepdims=True)
     rank = np.where(nans > 0, values.shape[dim] - nans, (values.shape[dim] - 1) // 2)
@@ -54,7 +110,7 @@ def _nanmedian(values: Array, dim: int) -> Array:
 
 
 def _mode(values: Array, dim: int) -> Array:
-    """The most frequent value, the smallest of several; the last place where it is."""
+    """Find the most frequent value (the smallest of several), at its last place, as torch."""
     moved = np.moveaxis(values, dim, -1)
     rows = moved.reshape(-1, moved.shape[-1])
     found = np.empty(len(rows), np.int64)
@@ -69,35 +125,20 @@ def kthvalue(x: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[T
     return _picked(x, dim, np.take(order, [k - 1], axis=dim), keepdim)
 
 
-def cumulative_extreme(better: Callable[[Array, Array], Array]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`cummax` or `cummin`, with the last position of several equal ones."""
-
-    def found(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-        values = np.moveaxis(numbers(x), dim, 0)
-        position = np.zeros(values.shape, np.int64)
-        for i in range(1, len(values)):
-            best = np.take_along_axis(values, position[i - 1 : i], 0)[0]
-            position[i] = np.where(better(values[i], best) | np.isnan(values[i]), i, position[i - 1])
-        where = share(np.ascontiguousarray(np.moveaxis(position, 0, dim)))
-        return gather(x, dim, where), where
-
-    return found
-
-
 def aminmax(x: Tensor, *, dim: int | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     dims = tuple(range(x.ndim)) if dim is None else dim
-    return kernels.amin(x, dims, keepdim), kernels.amax(x, dims, keepdim)
+    return reductions.amin(x, dims, keepdim), reductions.amax(x, dims, keepdim)
 
 
 def quantile(skip_nan: bool) -> Callable[..., Tensor]:
-    """`quantile` or `nanquantile` of one number `q`."""
+    """Make `quantile` or `nanquantile` for one number `q`."""
 
     def found(
         x: Tensor, q: float, dim: int | None = None, keepdim: bool = False, *, interpolation: str = "linear"
     ) -> Tensor:
         if dim is None:
             shape = (1,) * x.ndim if keepdim else ()
-            return mint.reshape(found(_flat(x), q, 0, interpolation=interpolation), shape)
+            return mint.reshape(found(flattened(x), q, 0, interpolation=interpolation), shape)
         values = numbers(x)
         order, nans = np.argsort(values, axis=dim, kind="stable"), np.isnan(values).sum(axis=dim, keepdims=True)
         last = values.shape[dim] - 1 - (nans if skip_nan else 0)
@@ -115,7 +156,7 @@ def _ranks(low: Array, weight: Array) -> tuple[Array, Array]:
 
 
 def _interpolated(place: Array, how: str) -> tuple[Array, Array]:
-    """The rank below a place, and the weight of the one above."""
+    """Return the rank below a fractional place, and the weight of the rank above."""
     low = np.floor(place).astype(np.int64)
     part = place - low
     rounded = {
@@ -130,26 +171,24 @@ def _interpolated(place: Array, how: str) -> tuple[Array, Array]:
 
 
 def _between(low: Tensor, high: Tensor, weight: Tensor) -> Tensor:
-    return kernels.add(low, kernels.mul(kernels.sub(high, low), weight))
-
-
-def nanmean(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-    x = x if dtype is None else x.astype(dtype)
-    there = ~np.isnan(numbers(x))
-    axes = dim if dim is None or isinstance(dim, int) else tuple(dim)
-    counts = np.asarray(there.sum(axis=axes, keepdims=keepdim)).astype(HOST_DTYPES[x.dtype])
-    return kernels.div(kernels.total(kernels.masked_fill(x, share(~there), 0.0), dim, keepdim), share(counts))
+    return pointwise.add(low, pointwise.mul(pointwise.sub(high, low), weight))
 
 
 KERNELS: dict[str, Callable[..., Any]] = {
+    "topk": topk,
+    "argsort": argsort,
+    "sort": sort,
+    "argmax": argmax,
+    "argmin": argmin,
+    "max": extreme("max"),
+    "min": extreme("min"),
+    "aminmax": aminmax,
     "median": by_position(_median),
     "nanmedian": by_position(_nanmedian),
     "mode": by_position(_mode, alone=False),
     "kthvalue": kthvalue,
-    "cummax": cumulative_extreme(np.greater_equal),
-    "cummin": cumulative_extreme(np.less_equal),
-    "aminmax": aminmax,
     "quantile": quantile(False),
     "nanquantile": quantile(True),
-    "nanmean": nanmean,
+    "searchsorted": lambda boundaries, x, right=False: mint.searchsorted(boundaries, x, right=right),
+    "bucketize": lambda x, boundaries, right=False: mint.searchsorted(boundaries, x, right=right),
 }

@@ -1,25 +1,95 @@
-"""Pointwise operations, views and losses for which the CPU has no kernel, from those that it has."""
+"""Operations that compute every element from the elements at its place."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, mint
+from mindspore import Tensor, mint, ops
 
-from hp_platform_mindspore.cpu_kernels import basic as kernels
-from hp_platform_mindspore.cpu_kernels.basic import clamp, mean, total
-from hp_platform_mindspore.cpu_kernels.empty import filled, is_empty, unless_empty
-from hp_platform_mindspore.tensor import module
+from hp_platform_mindspore.cpu_kernels.empty import (
+    filled,
+    is_empty,
+    result_dtype,
+    unless_empty,
+    with_zero_gradient_if_empty,
+)
+from hp_platform_mindspore.tensor.dtensor import detached
 from hp_platform_mindspore.tensor.memory import numbers, share
 
-where = kernels.CPU["where"]
+F = mint.nn.functional
+Number = int | float | bool
 
 
-# Numbers -------------------------------------------------------------------------------------------------
+@with_zero_gradient_if_empty
+def add(x: Any, y: Any) -> Tensor:
+    return x + y
+
+
+@with_zero_gradient_if_empty
+def sub(x: Any, y: Any) -> Tensor:
+    return x - y
+
+
+@with_zero_gradient_if_empty
+def mul(x: Any, y: Any) -> Tensor:
+    return x * y
+
+
+@with_zero_gradient_if_empty
+def div(x: Any, y: Any, rounding_mode: str | None = None) -> Tensor:
+    return x / y if rounding_mode is None else x // y if rounding_mode == "floor" else mint.trunc(x / y)
+
+
+@with_zero_gradient_if_empty
+def power(x: Any, y: Any) -> Tensor:
+    return x**y
+
+
+def maximum(x: Any, y: Any) -> Tensor:
+    return _of_nothing(mint.maximum, x, y) if is_empty(x, y) else mint.maximum(x, y)
+
+
+def minimum(x: Any, y: Any) -> Tensor:
+    return _of_nothing(mint.minimum, x, y) if is_empty(x, y) else mint.minimum(x, y)
+
+
+def _of_nothing(kernel: Callable[..., Any], x: Any, y: Any) -> Tensor:
+    """Make the empty result of two operands, of their common shape and dtype."""
+    operands = [t for t in (x, y) if isinstance(t, Tensor)]
+    shape = np.broadcast_shapes(*(t.shape for t in operands))
+    return filled(0, shape, *operands, dtype=result_dtype(kernel, x, y))
+
+
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    return ops.gelu(x, approximate)
+
+
+def square(x: Tensor) -> Tensor:
+    return x * x
+
+
+@with_zero_gradient_if_empty
+def clamp(x: Tensor, min: Number | None = None, max: Number | None = None) -> Tensor:
+    return mul(x, 1) if is_empty(x) else mint.clamp(x, min, max)
+
+
+where = with_zero_gradient_if_empty(mint.where)
+
+
+@with_zero_gradient_if_empty
+def masked_fill(x: Tensor, mask: Tensor, value: Number) -> Tensor:
+    return x.masked_fill(mask, value)
+
+
+def cast(x: Tensor, dtype: Any) -> Tensor:
+    return x if x.dtype == dtype else x.astype(dtype)
+
+
+def clone(x: Tensor) -> Tensor:
+    return mint.logical_or(x, x) if x.dtype == ms.bool_ else mint.mul(x, 1)
 
 
 def bitwise_not(x: Tensor) -> Tensor:
@@ -29,17 +99,17 @@ def bitwise_not(x: Tensor) -> Tensor:
 def copysign(x: Tensor, y: Any) -> Tensor:
     negative = share(np.signbit(numbers(y) if isinstance(y, Tensor) else np.asarray(y)))
     size = mint.abs(x)
-    return where(negative, kernels.mul(size, -1), size)
+    return where(negative, mul(size, -1), size)
 
 
 def fmin(x: Tensor, y: Tensor) -> Tensor:
-    """The smaller one, or the one that is a number."""
+    """Take the smaller of two elements, or the one that is a number."""
     a, b = numbers(x), numbers(y)
     return where(share((a <= b) | np.isnan(b)), x, y)
 
 
 def float_power(x: Any, y: Any) -> Tensor:
-    return kernels.power(*(v.astype(ms.float64) if isinstance(v, Tensor) else float(v) for v in (x, y)))
+    return power(*(v.astype(ms.float64) if isinstance(v, Tensor) else float(v) for v in (x, y)))
 
 
 def floor_divide(x: Any, y: Any) -> Tensor:
@@ -47,140 +117,60 @@ def floor_divide(x: Any, y: Any) -> Tensor:
 
 
 def leaky_relu(x: Tensor, negative_slope: float = 0.01) -> Tensor:
-    return where(x > 0, x, kernels.mul(x, negative_slope))
+    return where(x > 0, x, mul(x, negative_slope))
 
 
 def logaddexp(x: Tensor, y: Tensor) -> Tensor:
-    difference = kernels.masked_fill(kernels.sub(x, y), x == y, 0.0)
-    return kernels.maximum(x, y) + mint.log1p(mint.exp(-mint.abs(difference)))
+    difference = masked_fill(sub(x, y), x == y, 0.0)
+    return maximum(x, y) + mint.log1p(mint.exp(-mint.abs(difference)))
 
 
 def logit(x: Tensor, eps: float | None = None) -> Tensor:
     x = x if eps is None else clamp(x, eps, 1 - eps)
-    return mint.log(kernels.div(x, 1 - x))
+    return mint.log(div(x, 1 - x))
 
 
 def logsigmoid(x: Tensor) -> Tensor:
-    """Without the overflow of the logarithm of a sigmoid."""
+    """Compute log(sigmoid(x)) without the overflow of the exponential."""
     return clamp(x, max=0.0) - mint.log1p(mint.exp(-mint.abs(x)))
 
 
 def selu(x: Tensor) -> Tensor:
-    """MindSpore's own has a wrong gradient on CPU."""
+    """Compute SELU (arXiv 1706.02515), whose gradient MindSpore's own kernel gets wrong on CPU."""
     scale, alpha = 1.0507009873554805, 1.6732632423543772
-    below = kernels.mul(mint.expm1(clamp(x, max=0.0)), alpha)
-    return kernels.mul(where(x > 0, x, below), scale)
+    below = mul(mint.expm1(clamp(x, max=0.0)), alpha)
+    return mul(where(x > 0, x, below), scale)
 
 
 def threshold(x: Tensor, threshold: float, value: float) -> Tensor:
-    return kernels.masked_fill(x, x <= threshold, value)
+    return masked_fill(x, x <= threshold, value)
 
 
-def full_like(x: Tensor, fill_value: Any, *, dtype: Any = None) -> Tensor:
-    return kernels.full(tuple(x.shape), fill_value, dtype or x.dtype)
-
-
-def empty_like(x: Tensor, *, dtype: Any = None) -> Tensor:
-    return mint.empty(tuple(x.shape), dtype=dtype or x.dtype)
-
-
-def new_full(x: Tensor, size: Sequence[int], fill_value: Any, *, dtype: Any = None) -> Tensor:
-    return kernels.full(tuple(size), fill_value, dtype or x.dtype)
-
-
-# Shapes --------------------------------------------------------------------------------------------------
-
-
-def repeat(x: Tensor, *repeats: Any) -> Tensor:
-    counts = tuple(repeats[0]) if len(repeats) == 1 and not isinstance(repeats[0], int) else repeats
-    x = mint.reshape(x, (*(1,) * (len(counts) - x.ndim), *x.shape))
-    shape = tuple(size for pair in zip(counts, x.shape, strict=True) for size in pair)
-    between = tuple(size for extent in x.shape for size in (1, extent))
-    result = tuple(count * size for count, size in zip(counts, x.shape, strict=True))
-    return mint.reshape(kernels.expand(mint.reshape(x, between), shape), result)
-
-
-def tile(x: Tensor, *repeats: Any) -> Tensor:
-    counts = tuple(repeats[0]) if len(repeats) == 1 and not isinstance(repeats[0], int) else repeats
-    return repeat(x, (*(1,) * (x.ndim - len(counts)), *counts))
-
-
-def diag_embed(x: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Tensor:
-    """Diagonals in the last two dimensions."""
-    length = x.shape[-1]
-    size = length + abs(offset)
-    places = np.full((size, size), length)
-    steps = np.arange(length)
-    places[steps + max(0, -offset), steps + max(0, offset)] = steps
-    padded = kernels.cat([x, kernels.zeros((*x.shape[:-1], 1), x.dtype)], -1)
-    square = kernels.index_select(padded, -1, share(places))
-    return square if (dim1, dim2) == (-2, -1) else mint.transpose(square, -2, -1)
-
-
-def diagonal(x: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
-    order = [dim for dim in range(x.ndim) if dim not in (dim1 % x.ndim, dim2 % x.ndim)]
-    rows, columns = x.shape[dim1], x.shape[dim2]
-    length = max(0, min(rows + min(offset, 0), columns - max(offset, 0)))
-    steps = np.arange(length)
-    places = (steps + max(0, -offset)) * columns + steps + max(0, offset)
-    matrices = mint.permute(x, (*order, dim1 % x.ndim, dim2 % x.ndim))
-    flat = mint.reshape(matrices, (*matrices.shape[:-2], rows * columns))
-    return kernels.index_select(flat, -1, share(places))
-
-
-def unflatten(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
-    dim %= x.ndim
-    known = -math.prod(sizes)
-    given = tuple(x.shape[dim] // known if size == -1 else size for size in sizes)
-    return mint.reshape(x, (*x.shape[:dim], *given, *x.shape[dim + 1 :]))
-
-
-# Losses --------------------------------------------------------------------------------------------------
-
-
-def _reduced(losses: Tensor, reduction: str) -> Tensor:
-    if reduction == "none":
-        return losses
-    if reduction not in ("sum", "mean"):
-        raise ValueError(f"reduction must be none, sum or mean, got {reduction!r}")
-    return (total if reduction == "sum" else mean)(losses)
-
-
-def kl_div(x: Tensor, target: Tensor, *, reduction: str = "mean", log_target: bool = False) -> Tensor:
-    if log_target:
-        losses = kernels.mul(mint.exp(target), kernels.sub(target, x))
-    else:
-        zero = target == 0
-        entropy = kernels.mul(target, mint.log(kernels.masked_fill(target, zero, 1.0)))
-        losses = kernels.sub(entropy, kernels.mul(target, x))
-    if reduction == "batchmean":
-        return kernels.div(total(losses), x.shape[0])
-    return _reduced(losses, reduction)
-
-
-def soft_margin_loss(x: Tensor, target: Tensor, *, reduction: str = "mean") -> Tensor:
-    return _reduced(-logsigmoid(kernels.mul(x, target)), reduction)
-
-
-def _elementwise(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def reduced(x: Tensor, target: Tensor, *args: Any, reduction: str = "mean", **more: Any) -> Tensor:
-        if is_empty(x, target):
-            return _reduced(filled(0, np.broadcast_shapes(x.shape, target.shape), x, target), reduction)
-        return _reduced(loss(kernels.sub(x, target), *args, **more), reduction)
-
-    return reduced
-
-
-def _huber(d: Tensor, delta: float = 1.0) -> Tensor:
-    size = mint.abs(d)
-    return where(size <= delta, 0.5 * d * d, delta * (size - 0.5 * delta))
+def prelu(x: Tensor, weight: Tensor) -> Tensor:
+    return filled(0, x.shape, x, weight) if is_empty(x, weight) else F.prelu(x, weight)
 
 
 KERNELS: dict[str, Callable[..., Any]] = {
-    "detach": module.detached,
-    "bitwise_not": bitwise_not,
+    "add": add,
+    "sub": sub,
+    "mul": mul,
+    "div": div,
+    "pow": power,
+    "maximum": maximum,
+    "minimum": minimum,
+    "gelu": gelu,
+    "silu": F.silu,
+    "relu": F.relu,
+    "square": square,
+    "clamp": clamp,
     "clamp_min": lambda x, min: clamp(x, min, None),
     "clamp_max": lambda x, max: clamp(x, None, max),
+    "where": where,
+    "masked_fill": masked_fill,
+    "cast": cast,
+    "clone": clone,
+    "detach": detached,
+    "bitwise_not": bitwise_not,
     "copysign": copysign,
     "fmin": fmin,
     "float_power": float_power,
@@ -191,18 +181,12 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "logsigmoid": logsigmoid,
     "selu": selu,
     "threshold": threshold,
-    "full_like": full_like,
-    "empty_like": empty_like,
-    "new_full": new_full,
-    "repeat": repeat,
-    "tile": tile,
-    "diag_embed": diag_embed,
-    "diagonal": diagonal,
-    "unflatten": unflatten,
-    "mT": lambda x: mint.transpose(x, -2, -1),
-    "kl_div": kl_div,
-    "soft_margin_loss": soft_margin_loss,
-    "mse_loss": _elementwise(lambda d: d * d),
-    "l1_loss": _elementwise(mint.abs),
-    "huber_loss": _elementwise(_huber),
+    "prelu": prelu,
+    **{
+        name: getattr(mint, name)
+        for name in """
+            eq ne lt le gt ge logical_and logical_or logical_not isfinite
+            neg exp log sqrt rsqrt abs sin cos tanh sigmoid
+        """.split()
+    },
 }

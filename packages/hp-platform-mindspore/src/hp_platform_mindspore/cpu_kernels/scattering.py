@@ -1,6 +1,6 @@
-"""Writing and picking by index on plain tensors: what the CPU has no kernel for, or none that takes int64 indices.
+"""Writing by index: what the CPU has no kernel for, or none that takes int64 indices.
 
-Where an index says what is written is worked out in NumPy, as places in the flattened tensor: indices have no gradient.
+NumPy works out the places that an index names, as positions in the flattened tensor: indices have no gradient.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import Any
 import numpy as np
 from mindspore import Tensor, mint, ops
 
-from hp_platform_mindspore.cpu_kernels import basic as kernels
+from hp_platform_mindspore.cpu_kernels import creation, pointwise, reductions, shapes
 from hp_platform_mindspore.cpu_kernels.empty import filled, is_empty
 from hp_platform_mindspore.tensor.memory import HOST_DTYPES, numbers, share
 
 Array = np.ndarray[Any, Any]
 
 
-def _flat(x: Tensor) -> Tensor:
+def flattened(x: Tensor) -> Tensor:
     return mint.reshape(x, (-1,))
 
 
 def _along(shape: tuple[int, ...], dim: int, index: Array) -> Array:
-    """The places of `x[..., index[i], ...]` for an index of the shape of what is written."""
+    """Return the places of `x[..., index[i], ...]` for an index of the shape of what is written."""
     grids = np.indices(index.shape)
     grids[dim] = np.where(index < 0, index + shape[dim], index)
     _check_inside(grids[dim], shape[dim])
@@ -32,7 +32,7 @@ def _along(shape: tuple[int, ...], dim: int, index: Array) -> Array:
 
 
 def _rows(shape: tuple[int, ...], dim: int, index: Array) -> Array:
-    """The places of `x.index_select(dim, index)`."""
+    """Return the places of `x.index_select(dim, index)`."""
     index = np.where(index < 0, index + shape[dim], index)
     _check_inside(index, shape[dim])
     return np.take(np.arange(math.prod(shape)).reshape(shape), index, axis=dim)
@@ -44,29 +44,29 @@ def _check_inside(index: Array, size: int) -> None:
 
 
 def _replaced(x: Tensor, places: Array, values: Tensor) -> Tensor:
-    """`x` with `values` (of the shape of `places`) at places; of several at one place the last counts."""
+    """Write `values` (of the shape of `places`) into a copy of `x`; of several at one place the last one counts."""
     if is_empty(values, x):
-        return kernels.add(x, filled(0, x.shape, values)) if x.dtype == values.dtype else kernels.clone(x)
+        return pointwise.add(x, filled(0, x.shape, values)) if x.dtype == values.dtype else pointwise.clone(x)
     last = np.zeros(x.size, np.int64) - 1
     last[places.reshape(-1)] = np.arange(places.size)
     source = share(np.maximum(last, 0))
-    picked = mint.reshape(ops.gather(_flat(kernels.cast(values, x.dtype)), source, 0), x.shape)
-    return kernels.CPU["where"](share((last >= 0).reshape(x.shape)), picked, x)
+    picked = mint.reshape(ops.gather(flattened(pointwise.cast(values, x.dtype)), source, 0), x.shape)
+    return pointwise.where(share((last >= 0).reshape(x.shape)), picked, x)
 
 
 def _added(x: Tensor, places: Array, values: Tensor) -> Tensor:
-    """`x` with all `values` added at their places."""
+    """Add all `values` at their places to a copy of `x`."""
     if is_empty(values, x):
-        return kernels.add(x, filled(0, x.shape, values))
-    sums = ops.unsorted_segment_sum(_flat(values), share(places.reshape(-1).astype(np.int32)), x.size)
-    return kernels.add(x, mint.reshape(sums, x.shape))
+        return pointwise.add(x, filled(0, x.shape, values))
+    sums = ops.unsorted_segment_sum(flattened(values), share(places.reshape(-1).astype(np.int32)), x.size)
+    return pointwise.add(x, mint.reshape(sums, x.shape))
 
 
 def scatter(x: Tensor, dim: int, index: Tensor, src: Any = None, *, value: Any = None, reduce: Any = None) -> Tensor:
     places = _along(tuple(x.shape), dim % x.ndim, numbers(index))
     given = value if src is None else src
     if not isinstance(given, Tensor):
-        given = kernels.full(index.shape, given, x.dtype)
+        given = creation.full(index.shape, given, x.dtype)
     source = _leading(given, places.shape)
     if reduce in ("add", "multiply"):
         return _reduced(x, places, source, {"add": "sum", "multiply": "prod"}[reduce], True)
@@ -74,7 +74,7 @@ def scatter(x: Tensor, dim: int, index: Tensor, src: Any = None, *, value: Any =
 
 
 def _leading(src: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The part of a source that an index of `shape` covers."""
+    """Cut off the part of a source that an index of `shape` does not cover."""
     for dim, size in enumerate(shape):
         src = src if src.shape[dim] == size else mint.narrow(src, dim, 0, size)
     return src
@@ -99,39 +99,42 @@ def index_reduce(
 
 
 def _reduced(x: Tensor, places: Array, values: Tensor, reduce: str, include_self: bool) -> Tensor:
-    """sum, prod, mean, amax or amin of the values at each place, and of what is there with `include_self`.
+    """Reduce the values at each place by sum, prod, mean, amax or amin; with `include_self` also what `x` has there.
 
     Values are laid out in one row per element of `x`, padded with what changes nothing.
     """
     if is_empty(values, x):
-        return kernels.add(x, filled(0, x.shape, values))
+        return pointwise.add(x, filled(0, x.shape, values))
     neutral = {"sum": 0.0, "mean": 0.0, "prod": 1.0, "amax": -math.inf, "amin": math.inf}
     if reduce not in neutral:
         raise ValueError(f"reduce must be one of {', '.join(neutral)}, got {reduce!r}")
     table, counts = _by_place(places.reshape(-1), x.size, places.size)
-    padded = kernels.cat([_flat(values), kernels.full((1,), neutral[reduce], values.dtype)], 0)
+    padded = shapes.cat([flattened(values), creation.full((1,), neutral[reduce], values.dtype)], 0)
     rows = ops.gather(padded, share(table), 0)
     written = share(counts > 0)
-    own = _flat(x) if include_self else kernels.masked_fill(_flat(x), written, neutral[reduce])
-    rows = kernels.cat([mint.unsqueeze(own, 1), rows], 1)
+    own = flattened(x) if include_self else pointwise.masked_fill(flattened(x), written, neutral[reduce])
+    rows = shapes.cat([mint.unsqueeze(own, 1), rows], 1)
     if reduce in ("sum", "mean"):
-        result = kernels.total(rows, 1)
+        result = reductions.total(rows, 1)
         if reduce == "mean":
             divisor = np.maximum(counts + (1 if include_self else 0), 1)
-            result = kernels.div(result, share(np.where(counts > 0, divisor, 1).astype(HOST_DTYPES[x.dtype])))
+            result = pointwise.div(result, share(np.where(counts > 0, divisor, 1).astype(HOST_DTYPES[x.dtype])))
     elif reduce == "prod":
         result = mint.prod(rows, 1)
     else:
-        result = {"amax": kernels.amax, "amin": kernels.amin}[reduce](rows, 1)
-    return mint.reshape(kernels.CPU["where"](written, result, _flat(x)), x.shape)
+        result = {"amax": reductions.amax, "amin": reductions.amin}[reduce](rows, 1)
+    return mint.reshape(pointwise.where(written, result, flattened(x)), x.shape)
 
 
-def _by_place(places: Array, size: int, nothing: int) -> tuple[Array, Array]:
-    """`[size, most at one place]`: which values go to each place, `nothing` where there are fewer; and how many."""
+def _by_place(places: Array, size: int, absent: int) -> tuple[Array, Array]:
+    """Tabulate which values go to each place, and count them.
+
+    Returns the table `[size, most at one place]`, filled up with the number `absent`, and the counts `[size]`.
+    """
     counts = np.bincount(places, minlength=size)
     order = np.argsort(places, kind="stable")
     rank = np.arange(places.size) - np.repeat(np.cumsum(counts) - counts, counts)
-    table = np.full((size, counts.max()), nothing)
+    table = np.full((size, counts.max()), absent)
     table[places[order], rank] = order
     return table, counts
 
@@ -148,8 +151,8 @@ def index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
     mask = np.zeros(tuple(x.shape), np.bool_)
     mask.reshape(-1)[_rows(tuple(x.shape), dim, numbers(index)).reshape(-1)] = True
     if not isinstance(value, Tensor):
-        return kernels.masked_fill(x, share(mask), value)
-    return kernels.CPU["where"](share(mask), kernels.expand(kernels.cast(value, x.dtype), x.shape), x)
+        return pointwise.masked_fill(x, share(mask), value)
+    return pointwise.where(share(mask), shapes.expand(pointwise.cast(value, x.dtype), x.shape), x)
 
 
 def index_put(x: Tensor, indices: Any, values: Tensor, accumulate: bool = False) -> Tensor:
@@ -158,14 +161,14 @@ def index_put(x: Tensor, indices: Any, values: Tensor, accumulate: bool = False)
 
 
 def put(x: Tensor, index: Any, value: Any, accumulate: bool = False) -> Tensor:
-    """`x` after `x[index] = value` (or `+=`), any index that NumPy takes."""
+    """Return `x` as it is after `x[index] = value` (or `+=`), for any index that NumPy takes."""
     places = np.arange(x.size).reshape(x.shape)[_host_index(index)]
     if not isinstance(value, Tensor):
-        value = kernels.full((), value, x.dtype)
-    value = kernels.cast(value, x.dtype)
+        value = creation.full((), value, x.dtype)
+    value = pointwise.cast(value, x.dtype)
     while value.ndim > places.ndim and value.shape[0] == 1:
         value = mint.squeeze(value, 0)
-    values = kernels.expand(value, places.shape)
+    values = shapes.expand(value, places.shape)
     return _added(x, places, values) if accumulate else _replaced(x, places, values)
 
 
@@ -173,48 +176,6 @@ def _host_index(index: Any) -> Any:
     if isinstance(index, (tuple, list)):
         return type(index)(_host_index(item) for item in index)
     return numbers(index) if isinstance(index, Tensor) else index
-
-
-def take_along_dim(x: Tensor, index: Tensor, dim: int | None = None) -> Tensor:
-    if dim is None:
-        return kernels.gather(_flat(x), 0, _flat(index))
-    return kernels.gather(x, dim, index)
-
-
-# Shapes that depend on data ------------------------------------------------------------------------------
-
-
-def masked_select(x: Tensor, mask: Tensor) -> Tensor:
-    shape = np.broadcast_shapes(x.shape, mask.shape)
-    places = np.flatnonzero(np.broadcast_to(numbers(mask), shape))
-    return kernels.index_select(_flat(kernels.expand(x, shape)), 0, share(places))
-
-
-def nonzero(x: Tensor, as_tuple: bool = False) -> Any:
-    found = np.nonzero(numbers(x))
-    return tuple(share(f) for f in found) if as_tuple else share(np.stack(found, -1))
-
-
-def unique(x: Tensor, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False) -> Any:
-    """Sorted values, with where each element went and how many there are."""
-    values, inverse, counts = np.unique(numbers(x), return_inverse=True, return_counts=True)
-    return _chosen(values, inverse.reshape(x.shape), counts, return_inverse, return_counts)
-
-
-def unique_consecutive(x: Tensor, return_inverse: bool = False, return_counts: bool = False, dim: None = None) -> Any:
-    if dim is not None:
-        raise TypeError("unique_consecutive of DTensors takes no dim")
-    flat = numbers(x).reshape(-1)
-    first = np.ones(flat.size, np.bool_)
-    first[1:] = flat[1:] != flat[:-1]
-    inverse = np.cumsum(first) - 1
-    return _chosen(flat[first], inverse.reshape(x.shape), np.bincount(inverse), return_inverse, return_counts)
-
-
-def _chosen(values: Array, inverse: Array, counts: Array, with_inverse: bool, with_counts: bool) -> Any:
-    extra = [array.astype(np.int64) for array, wanted in ((inverse, with_inverse), (counts, with_counts)) if wanted]
-    found = [share(np.ascontiguousarray(array)) for array in (values, *extra)]
-    return tuple(found) if extra else found[0]
 
 
 KERNELS: dict[str, Callable[..., Any]] = {
@@ -226,10 +187,4 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "index_fill": index_fill,
     "index_reduce": index_reduce,
     "index_put_": index_put,
-    "take_along_dim": take_along_dim,
-    "masked_select": masked_select,
-    "nonzero": nonzero,
-    "argwhere": nonzero,
-    "unique": unique,
-    "unique_consecutive": unique_consecutive,
 }

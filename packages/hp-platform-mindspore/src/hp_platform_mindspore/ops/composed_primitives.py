@@ -86,36 +86,6 @@ def _diagonal_matrix(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
     return run.diag_embed(x, offset) if x.ndim == 1 else run.diagonal(x, offset, 0, 1)
 
 
-def _image_columns(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
-    """`unfold` of images: `[batch, channels * positions inside, windows]`."""
-    x, kernel, dilation, padding, stride = (*args[:1], *(_pair(value) for value in args[1:5]))
-    x = run.pad(x, (padding[1], padding[1], padding[0], padding[0]))
-    counts = [
-        (size - d * (k - 1) - 1) // s + 1 for size, k, d, s in zip(x.shape[2:], kernel, dilation, stride, strict=True)
-    ]
-    pieces = [
-        run.getitem(
-            x,
-            (
-                slice(None),
-                slice(None),
-                *(_every(o * d, n, s) for o, d, n, s in zip(at, dilation, counts, stride, strict=True)),
-            ),
-        )
-        for at in ((i, j) for i in range(kernel[0]) for j in range(kernel[1]))
-    ]
-    stacked = run.stack(pieces, 2)
-    return run.reshape(stacked, (x.shape[0], x.shape[1] * len(pieces), math.prod(counts)))
-
-
-def _pair(value: Any) -> tuple[int, int]:
-    return (value, value) if isinstance(value, int) else (tuple(value) * 2)[:2]
-
-
-def _every(start: int, count: int, step: int) -> slice:
-    return slice(start, start + (count - 1) * step + 1, step)
-
-
 def _extreme_with_position(name: str) -> Function:
     def found(run: Any, args: tuple[Any, ...], primitive: Any) -> tuple[Tensor, Tensor]:
         values, positions = getattr(run, name)(*args)
@@ -210,13 +180,16 @@ def _max_pool_with_places(run: Any, args: tuple[Any, ...], primitive: Any) -> An
 
 
 def _avg_pool_3d(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
-    """`AvgPool3D`, of `mindspore.ops.avg_pool1d`, `2d` and `3d`."""
+    """`AvgPool3D`, of `mindspore.ops.avg_pool1d` and `2d` too, which give it dimensions of one element."""
     pads = tuple(primitive.pad_list)
     if primitive.pad_mode == "SAME" or pads[::2] != pads[1::2]:
         raise TypeError("avg_pool of DTensors takes the same padding before and behind")
     kernel, stride = (tuple(getattr(primitive, name))[-3:] for name in ("kernel_size", "strides"))
-    divisor = primitive.divisor_override or None
-    return run.avg_pool3d(args[0], kernel, stride, pads[::2], primitive.ceil_mode, primitive.count_include_pad, divisor)
+    options = primitive.ceil_mode, primitive.count_include_pad, primitive.divisor_override or None
+    if kernel[0] == args[0].shape[2] == 1 and pads[0] == 0:
+        image = run.squeeze(args[0], 2)
+        return run.unsqueeze(run.avg_pool2d(image, kernel[1:], stride[1:], pads[2::2], *options), 2)
+    return run.avg_pool3d(args[0], kernel, stride, pads[::2], *options)
 
 
 def _hot(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
@@ -310,7 +283,6 @@ COMPOSED: dict[str, Function] = {
     "DiagExt": _diagonal_matrix,
     "TraceExt": lambda run, args, primitive: run.sum(run.diagonal(args[0], 0, 0, 1)),
     "Trace": lambda run, args, primitive: run.sum(run.diagonal(args[0], 0, 0, 1)),
-    "Im2ColExt": _image_columns,
     "ArgMaxWithValue": _extreme_with_position("max"),
     "ArgMinWithValue": _extreme_with_position("min"),
     "EqualExt": _all_equal,

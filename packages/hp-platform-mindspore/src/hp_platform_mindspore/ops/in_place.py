@@ -10,19 +10,16 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mindspore import Tensor, ops
 
 from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_platform_mindspore.cpu_kernels import basic as kernels
-from hp_platform_mindspore.cpu_kernels import scattering
+from hp_platform_mindspore.base import MindSporeBase
+from hp_platform_mindspore.cpu_kernels import creation, pointwise, scattering, shapes
 from hp_platform_mindspore.tensor.autograd import is_recording
 from hp_platform_mindspore.tensor.memory import FLOATING
-
-if TYPE_CHECKING:
-    from hp_platform_mindspore.platform import MindSporePlatform
 
 SHARING = frozenset(
     """
@@ -35,39 +32,39 @@ SHARING = frozenset(
 
 WRITTEN: dict[str, Callable[..., Tensor]] = {
     "zero_": ops.zeros_like,
-    "fill_": lambda x, value: kernels.expand(_as_tensor(value, x), x.shape),
-    "copy_": lambda x, source, non_blocking=False: kernels.expand(source, x.shape),
+    "fill_": lambda x, value: shapes.expand(_as_tensor(value, x), x.shape),
+    "copy_": lambda x, source, non_blocking=False: shapes.expand(source, x.shape),
 }
-"""What those that no operation without the underscore is like store in their first argument."""
+"""In-place operations with no form of the same name without the underscore: what they store."""
 
 PRUNED_AT = 64
 
 
 def _as_tensor(value: Any, x: Tensor) -> Tensor:
-    return kernels.cast(value, x.dtype) if isinstance(value, Tensor) else kernels.full((), value, x.dtype)
+    return pointwise.cast(value, x.dtype) if isinstance(value, Tensor) else creation.full((), value, x.dtype)
 
 
-def writing(platform: MindSporePlatform, name: str, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The form of `kernel` that stores its result in its first argument and returns that."""
+def writing(platform: MindSporeBase, name: str, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Make the form of `kernel` that stores its result in its first argument and returns that."""
 
     @functools.wraps(kernel)
     def write(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         source = platform.unwrap(x)
-        assign(platform, name, x, kernel(kernels.clone(source) if is_recording(x) else source, *args, **kwargs))
+        assign(platform, name, x, kernel(pointwise.clone(source) if is_recording(x) else source, *args, **kwargs))
         return x
 
     return write
 
 
-def set_item(platform: MindSporePlatform, x: Tensor, index: Any, value: Any) -> Tensor:
-    """`x[index] = value`."""
+def set_item(platform: MindSporeBase, x: Tensor, index: Any, value: Any) -> Tensor:
+    """Do `x[index] = value` on a plain tensor, or on a DTensor inside `LocalOperations`, and return `x`."""
     source = platform.unwrap(x)
-    written = scattering.put(kernels.clone(source) if is_recording(x) else source, index, value)
+    written = scattering.put(pointwise.clone(source) if is_recording(x) else source, index, value)
     assign(platform, "setitem", x, written)
     return x
 
 
-def assign(platform: MindSporePlatform, name: str, x: Tensor, result: Tensor) -> None:
+def assign(platform: MindSporeBase, name: str, x: Tensor, result: Tensor) -> None:
     """Store a result in `x`, a plain tensor, or a DTensor inside `LocalOperations`.
 
     Raises:
@@ -81,7 +78,7 @@ def assign(platform: MindSporePlatform, name: str, x: Tensor, result: Tensor) ->
         raise TypeError(f"{name}: a result of {result.dtype} cannot be stored in {x.dtype}; cast first")
     if is_recording(x, result):
         _check_unshared(name, x)
-        x.copy_(kernels.cast(result, x.dtype))
+        x.copy_(pointwise.cast(result, x.dtype))
     else:
         platform.copy_(x, result)
 

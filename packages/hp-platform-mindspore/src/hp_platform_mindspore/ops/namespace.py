@@ -9,43 +9,66 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mindspore as ms
 from mindspore import Tensor
 
+from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform.ops import OP_NAMES
 from hp_dtensor.rules.tables import rule_registry
 from hp_dtensor.tensor.dtensor import DTensor
+from hp_platform_mindspore.base import MindSporeBase
 from hp_platform_mindspore.capabilities import Capabilities
-from hp_platform_mindspore.cpu_kernels import scattering
-from hp_platform_mindspore.cpu_kernels.basic import CPU, NATIVE
+from hp_platform_mindspore.cpu_kernels import scattering, table
 from hp_platform_mindspore.cpu_kernels.empty import unless_empty
-from hp_platform_mindspore.ops.functions import FOUND, KERNELS, NATIVE_KERNELS
+from hp_platform_mindspore.cpu_kernels.random import Generator, random_operations
+from hp_platform_mindspore.ops import native_kernels
 from hp_platform_mindspore.ops.in_place import WRITTEN, writing
-from hp_platform_mindspore.ops.random import random_operations
-from hp_platform_mindspore.tensor.dtensor import POINTWISE, dispatched, is_local, unwrapping
-
-if TYPE_CHECKING:
-    from hp_platform_mindspore.platform import MindSporePlatform
+from hp_platform_mindspore.ops.local_forms import POINTWISE, dispatched, getitem, setitem, unwrapping
+from hp_platform_mindspore.ops.mindspore_functions import FOUND
+from hp_platform_mindspore.tensor.local_operations import is_local
 
 Function = Callable[..., Any]
 
 
-def build_ops(platform: MindSporePlatform) -> SimpleNamespace:
-    """The namespace of a platform, from the kernels that its device has."""
+class Operations:
+    """All operations as attributes, by canonical name; each takes plain tensors or DTensors."""
+
+    getitem = staticmethod(getitem)
+    setitem = staticmethod(setitem)
+
+    def __init__(self, platform: MindSporeBase) -> None:
+        self._platform = platform
+
+    def __getattr__(self, name: str) -> Function:
+        function = self._platform.operation(name)
+        if function is None:
+            table.check_composed(name)
+            raise CapabilityError(f"MindSpore has no operation {name!r} here")
+        return function
+
+
+def build_ops(platform: MindSporeBase) -> SimpleNamespace:
+    """Build the namespace of a platform, from the kernels that its device has."""
     kernels = kernels_of(platform.capabilities)
     return SimpleNamespace(**{name: _intercepting(platform, name, kernels[name]) for name in OP_NAMES})
 
 
-def build_functions(platform: MindSporePlatform) -> dict[str, Function]:
-    """Kernels of ours beyond `ops`, by name: composed ones, random ones, and those that write their first argument."""
-    direct = platform.capabilities.bfloat16_operations
-    kernels = dict(NATIVE_KERNELS if platform.capabilities.native_operations else KERNELS)
-    kernels |= random_operations(platform.generator)
-    made = {name: kernel if direct is None else _through_float32(kernel) for name, kernel in kernels.items()}
+def build_functions(platform: MindSporeBase, generator: Generator) -> dict[str, Function]:
+    """Build the kernels beyond `ops`, by name: composed ones, random ones, and those that write their first argument.
+
+    Args:
+        generator: gives what random operations draw from.
+    """
+    known = kernels_of(platform.capabilities)
+    made = {name: kernel for name, kernel in known.items() if name not in OP_NAMES}
+    random = random_operations(generator)
+    if platform.capabilities.bfloat16_operations is not None:
+        random = {name: _through_float32(kernel) for name, kernel in random.items()}
+    made |= random
     found = {name: unless_empty(kernel, name) if name in POINTWISE else kernel for name, kernel in FOUND.items()}
-    out_of_place = {**found, **kernels_of(platform.capabilities), **made}
+    out_of_place = {**found, **known, **made}
     in_place = {
         name: writing(platform, name, made.pop(name, None) or out_of_place[name[:-1]])
         for name in rule_registry().names()
@@ -56,8 +79,8 @@ def build_functions(platform: MindSporePlatform) -> dict[str, Function]:
 
 
 def kernels_of(capabilities: Capabilities) -> dict[str, Function]:
-    """Every operation on plain tensors; those without a bfloat16 kernel compute bfloat16 in float32."""
-    kernels = NATIVE if capabilities.native_operations else CPU
+    """Return every kernel on plain tensors by name; those without a bfloat16 form compute bfloat16 in float32."""
+    kernels = native_kernels.KERNELS if capabilities.native_operations else table.KERNELS
     direct = capabilities.bfloat16_operations
     if direct is None:
         return kernels
@@ -65,9 +88,9 @@ def kernels_of(capabilities: Capabilities) -> dict[str, Function]:
 
 
 def _through_float32(kernel: Function) -> Function:
-    """`kernel` computed in float32 and rounded to bfloat16 where an argument is bfloat16.
+    """Have `kernel` compute in float32 and round to bfloat16 where an argument is bfloat16.
 
-    That is what the CPU does for bfloat16 where it has kernels, too.
+    MindSpore's CPU does the same where it has bfloat16 kernels.
     """
 
     @functools.wraps(kernel)
@@ -86,7 +109,7 @@ def _cast(x: Any, source: Any, target: Any) -> Any:
     return x.astype(target) if isinstance(x, Tensor) and x.dtype == source else x
 
 
-def _intercepting(platform: MindSporePlatform, name: str, kernel: Function) -> Function:
+def _intercepting(platform: MindSporeBase, name: str, kernel: Function) -> Function:
     local = unwrapping(kernel, written=name.endswith("_"))
     adapt = _ADAPTED.get(name)
 

@@ -14,7 +14,8 @@ from mindspore import nn
 from mindspore.experimental import optim
 
 from hp_dtensor.exceptions import CapabilityError, PlacementError
-from hp_platform_mindspore.tensor.dtensor import LocalOperations, MindSporeDTensor, local_gradient
+from hp_platform_mindspore.tensor.dtensor import MindSporeDTensor, local_gradient
+from hp_platform_mindspore.tensor.local_operations import LocalOperations
 
 # Exactly these: what a subclass adds need not be elementwise.
 ELEMENTWISE = frozenset(
@@ -34,16 +35,8 @@ ELEMENTWISE = frozenset(
 )
 
 
-@functools.cache
-def install() -> None:
-    """Take part in MindSpore's optimizers, in this process."""
-    optim.Optimizer._preprocess_param_group = _checking(optim.Optimizer._preprocess_param_group)
-    optim.Optimizer.__call__ = _step
-    nn.Optimizer.__init__ = _refusing(nn.Optimizer.__init__)
-
-
-def _checking(own: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """What makes a list of a group's parameters, before the group is added."""
+def checking(own: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Have an optimizer check DTensor parameters where it makes a list of a group's parameters."""
 
     @functools.wraps(own)
     def _preprocess_param_group(self: optim.Optimizer, param_group: dict[str, Any]) -> dict[str, Any]:
@@ -62,7 +55,9 @@ def _checking(own: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any
     return _preprocess_param_group
 
 
-def _refusing(own: Callable[..., None]) -> Callable[..., None]:
+def refusing(own: Callable[..., None]) -> Callable[..., None]:
+    """Have an optimizer of `mindspore.nn` refuse DTensor parameters."""
+
     @functools.wraps(own)
     def __init__(self: nn.Optimizer, learning_rate: Any, parameters: Any, *args: Any, **kwargs: Any) -> None:
         given = list(parameters) if isinstance(parameters, Iterable) else parameters
@@ -95,23 +90,27 @@ def _refusal(optimizer: Any) -> CapabilityError:
     )
 
 
-def _step(self: optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-    """`optimizer(gradients)`: DTensors placed as the gradients of their parameters, or local shards of those.
+def stepping_on_shards(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Have `optimizer(gradients)` take DTensors placed as the gradients of their parameters, or local shards of those.
 
-    Raises:
-        ValueError: there are more or fewer gradients than parameters.
-        PlacementError: a gradient is placed otherwise.
+    The step then raises ValueError if there are more or fewer gradients than parameters or one is None, and
+    PlacementError if one is placed otherwise.
     """
-    distributed = _distributed(self.parameters)
-    if not distributed:
-        return nn.Cell.__call__(self, *args, **kwargs)
-    (gradients,) = (*args, *kwargs.values())
-    local = _local_gradients(self.parameters, gradients)
-    with LocalOperations():
-        result = nn.Cell.__call__(self, local)
-    for parameter in distributed:
-        parameter._spec.mesh.platform.count_write(parameter)
-    return result
+
+    @functools.wraps(own)
+    def step(self: optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        distributed = _distributed(self.parameters)
+        if not distributed:
+            return own(self, *args, **kwargs)
+        (gradients,) = (*args, *kwargs.values())
+        local = _local_gradients(self.parameters, gradients)
+        with LocalOperations():
+            result = own(self, local)
+        for parameter in distributed:
+            parameter._spec.mesh.platform.count_write(parameter)
+        return result
+
+    return step
 
 
 def _local_gradients(parameters: Sequence[Any], gradients: Sequence[Any]) -> tuple[Any, ...]:

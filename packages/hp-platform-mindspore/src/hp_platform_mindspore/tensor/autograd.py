@@ -8,7 +8,6 @@ that `no_grad` means.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -18,12 +17,7 @@ from typing import Any
 from mindspore import Tensor, mint, ops
 from mindspore._c_expression import run_backward as _run_backward
 from mindspore.common._grad_function import _Function
-from mindspore.common.recompute import _RecomputeCell
 from mindspore.graph.api import _pynative_executor as executor
-
-from hp_dtensor.exceptions import CapabilityError, GradientPathError
-from hp_dtensor.tensor.dtensor import DTensor
-from hp_dtensor.tensor.gradients import check_reached
 
 Map = Callable[[Tensor], Tensor]
 
@@ -139,7 +133,7 @@ def backward(loss: Tensor, gradient: Tensor | None, retain_graph: bool) -> None:
     """
     _check_recorded("backward", [loss])
     arm()
-    with _running_for(inputs=False):
+    with running_for(inputs=False):
         _run_backward(
             (loss,),
             (_output_grad(loss, gradient),),
@@ -152,7 +146,8 @@ def backward(loss: Tensor, gradient: Tensor | None, retain_graph: bool) -> None:
 
 
 @contextlib.contextmanager
-def _running_for(inputs: bool) -> Iterator[None]:
+def running_for(inputs: bool) -> Iterator[None]:
+    """Note for `is_for_parameters` whether the backward inside is for inputs that it was told."""
     before, _running.is_for_inputs = _running.is_for_inputs, inputs
     try:
         yield
@@ -186,59 +181,13 @@ def grad(
     for wanted in runs:
         keep_graph = wanted is not runs[-1]
         chosen = tuple(inputs[i] for i in wanted)
-        with _running_for(inputs=True):
+        with running_for(inputs=True):
             results = _run_backward(
                 tuple(outputs), seeds, keep_graph, False, chosen, allow_unreachable=True, accumulate_grad=False
             )
         for i, result in zip(wanted, results, strict=True):
             found[i] = result
     return found
-
-
-def guard() -> None:
-    """Have MindSpore's own ways to gradients say what they cannot do here; a second call changes nothing."""
-    cls = type(executor)
-    if hasattr(cls.grad, "__wrapped__"):
-        return
-    cls.grad = _checking_weights(cls.grad)
-    cls.call_custom_bprop = _explaining(cls.call_custom_bprop)
-
-
-def _checking_weights(plain: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(plain)
-    def grad(self: Any, obj: Any, grad: Any, weights: Any, *args: Any) -> Any:
-        try:
-            check_reached("mindspore.value_and_grad", weights if isinstance(weights, (tuple, list)) else [weights])
-        except GradientPathError:
-            self.clear_res()  # what the forward has recorded
-            raise
-        with _running_for(inputs=True):
-            return plain(self, obj, grad, weights, *args)
-
-    return grad
-
-
-def _explaining(plain: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(plain)
-    def call_custom_bprop(self: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(obj, _RecomputeCell) and any(isinstance(x, DTensor) for x in (*args, *kwargs.values())):
-            raise CapabilityError(
-                f"{type(obj).__name__} has a bprop of its own, which would see this rank's shards of DTensors, without "
-                "their placements. Run it on local tensors (local_map), or write it without a bprop"
-            )
-        try:
-            return plain(self, obj, *args, **kwargs)
-        except RuntimeError as error:
-            if "top_cell" not in str(error):
-                raise
-            raise CapabilityError(
-                f"{type(obj).__name__} has a bprop of its own, as every Cell after recompute() has: MindSpore runs it "
-                "in mindspore.value_and_grad only. With platform.backward recompute by hp_dtensor.parallel.recompute"
-                ".checkpoint(block, x, platform=platform), and give gradients of your own by "
-                "platform.custom_function"
-            ) from error
-
-    return call_custom_bprop
 
 
 def _check_recorded(name: str, outputs: Sequence[Tensor]) -> None:

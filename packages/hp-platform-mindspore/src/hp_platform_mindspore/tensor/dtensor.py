@@ -8,9 +8,7 @@ program calls on a DTensor directly (`x + y`, `mint.matmul`, `x.sum()`).
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Any, NoReturn
 
 import mindspore as ms
@@ -19,53 +17,15 @@ from mindspore import Tensor, mint
 from mindspore._c_expression import NoFallbackGuard
 from mindspore.graph.api import _pynative_executor as executor
 
-from hp_dtensor.dispatch import dispatch
 from hp_dtensor.exceptions import CapabilityError, MixedOperandsError, PlacementError
 from hp_dtensor.redistribute.explicit import check_explicit, gathered
-from hp_dtensor.rules.pointwise import LINEAR_UNARY, NONLINEAR
 from hp_dtensor.spec.tensor_spec import TensorSpec, shown_grad_spec
 from hp_dtensor.tensor.conversions import distribute_tensor
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.tensor.gradients import check_hook
-from hp_platform_mindspore.cpu_kernels import basic as kernels
-from hp_platform_mindspore.cpu_kernels.empty import unless_empty
-from hp_platform_mindspore.ops.composed_primitives import COMPOSED
-from hp_platform_mindspore.ops.functions import FOUND
-from hp_platform_mindspore.ops.in_place import SHARING, remember_sharing, set_item
-from hp_platform_mindspore.ops.names import WITHOUT_KERNEL, caller, canonical, is_older_kind, older_method
 from hp_platform_mindspore.tensor.autograd import GradMode
+from hp_platform_mindspore.tensor.local_operations import is_local
 from hp_platform_mindspore.tensor.memory import numbers
-
-POINTWISE = frozenset(f"{NONLINEAR} {LINEAR_UNARY} alias".split())
-
-
-class _Depth(threading.local):
-    value = 0
-
-
-_depth = _Depth()
-
-
-class LocalOperations:
-    """Context in which operations on DTensors run on their local data and give plain tensors; per thread."""
-
-    __slots__ = ("_guard",)
-
-    def __enter__(self) -> None:
-        self._guard = NoFallbackGuard()
-        self._guard.__enter__()
-        _depth.value += 1
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        _depth.value -= 1
-        self._guard.__exit__(kind, error, trace)
-
-
-def is_local() -> bool:
-    """Whether this thread is inside `LocalOperations`."""
-    return _depth.value > 0
 
 
 def _reflected(name: str) -> Callable[[Any, Any], Any]:
@@ -105,34 +65,7 @@ class MindSporeDTensor(DTensor, Tensor):
         """Nothing: the data came with `__new__`."""
 
     def __fallback__(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func.name == "typeof":  # MindSpore asks for it in some of its functions
-            with LocalOperations():
-                return func(*args, **(kwargs or {}))
-        platform = self._spec.mesh.platform
-        older = older_method(func.name)
-        if older is not None:
-            return older(*args, **(kwargs or {}))
-        composed = COMPOSED.get(func.name)
-        if composed is not None:
-            primitive, given = (args[0], args[2]) if is_older_kind(args) else (None, args)
-            return composed(platform.operations, tuple(given), primitive)
-        name, (new_args, new_kwargs) = canonical(func.name, args, kwargs)
-        if name == "copy_":
-            return _copy_(platform, *new_args)
-        if name == "getitem":
-            return new_args[0][new_args[1]]
-        operation = platform.own_operation(name)
-        if operation is not None:
-            return operation(*new_args, **new_kwargs)
-        if func.name.startswith("Inplace"):
-            raise CapabilityError(
-                f"{func.name} on a DTensor: MindSpore's own does not write on CPU; use one that gives a new tensor"
-            )
-
-        kernel = FOUND[name] if func.name in WITHOUT_KERNEL else caller(func, args)
-        if name in POINTWISE:
-            kernel = unless_empty(kernel, name)
-        return dispatched(platform, name, unwrapping(kernel), new_args, new_kwargs)
+        return self._spec.mesh.platform.call_primitive(func, args, kwargs or {})
 
     # MindSpore looks for the interception on the left operand; Python asks the right one's class first.
     __radd__ = _reflected("__radd__")
@@ -178,17 +111,11 @@ class MindSporeDTensor(DTensor, Tensor):
         return id(self)
 
     def __getitem__(self, index: Any) -> Any:
-        # MindSpore does not intercept basic indexing.
-        return dispatched(self._spec.mesh.platform, "getitem", _getitem, (self, index), {})
+        # MindSpore does not intercept basic indexing, which would give plain tensors of the shard.
+        return self._spec.mesh.platform.operations.getitem(self, index)
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        platform = self._spec.mesh.platform
-
-        def store(_: Tensor, index: Any, value: Any) -> Tensor:
-            with LocalOperations():
-                return set_item(platform, self, _unwrapped(index), _unwrapped(value))
-
-        dispatch.dispatch(platform, "setitem", store, (self, index, value), {})
+        self._spec.mesh.platform.operations.setitem(self, index, value)
 
     # Methods that no primitive stands for, and that would work on the local part or make a plain tensor
     cauchy = _refused("cauchy", "local_map")
@@ -213,7 +140,7 @@ class MindSporeDTensor(DTensor, Tensor):
         with GradMode(False):
             if not isinstance(value, MindSporeDTensor):
                 value = distribute_tensor(value, spec.mesh, spec.placements, source_rank=None)
-            return _copy_(spec.mesh.platform, self, value)
+            return copy_values(self, value)
 
     def set_data(self, data: Any, slice_shape: bool = False) -> Any:
         """`assign_value`, also of one number for all elements."""
@@ -317,15 +244,13 @@ class MindSporeDTensor(DTensor, Tensor):
     # Copies ----------------------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        from hp_platform_mindspore.tensor.module import Parameter
-
         if id(self) in memo:
             return memo[id(self)]
         if not self._is_leaf:
             raise RuntimeError("only leaf tensors can be deep-copied; this one is the result of an operation")
         twin = wrap(_copied(self), self._spec)
         if isinstance(self, ms.Parameter):
-            twin = Parameter(twin, requires_grad=self.requires_grad, name=self.name)
+            twin = self._spec.mesh.platform.Parameter(twin, requires_grad=self.requires_grad, name=self.name)
         elif self._requires_grad:
             twin.requires_grad_(True)
         memo[id(self)] = twin
@@ -336,16 +261,15 @@ class MindSporeDTensor(DTensor, Tensor):
         their state."""
         if not isinstance(self, ms.Parameter):
             return Tensor.clone(self)
-        from hp_platform_mindspore.tensor.module import Parameter
-
+        platform = self._spec.mesh.platform
         value = {"zeros": 0, "ones": 1}.get(init, init) if isinstance(init, str) else init
         if isinstance(value, (int, float)):
-            local = kernels.full(self._shape, value, self.dtype)
+            local = platform.ops.full(self._shape, value, self.dtype)
         elif value == "same":
             local = _copied(self)
         else:
             raise CapabilityError(f"clone of a DTensor parameter: expected same, zeros, ones or a number, got {init!r}")
-        return Parameter(wrap(local, self._spec), requires_grad=self.requires_grad, name=self.name)
+        return platform.Parameter(wrap(local, self._spec), requires_grad=self.requires_grad, name=self.name)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
@@ -370,6 +294,11 @@ def unwrap(x: Tensor) -> Tensor:
     return Tensor.data.__get__(x)
 
 
+def detached(x: Tensor) -> Tensor:
+    """Return the same storage with an autograd identity of its own, a DTensor if `x` is one."""
+    return wrap(x.data, x._spec) if isinstance(x, MindSporeDTensor) else x.data
+
+
 def _graph_alias(x: Tensor) -> Tensor:
     """`x`, or a recorded view of a parameter: another object for a parameter itself would get no gradient."""
     if not isinstance(x, ms.Parameter):
@@ -383,43 +312,21 @@ def _graph_alias(x: Tensor) -> Tensor:
 def _copied(x: Tensor) -> Tensor:
     """The local data of a DTensor in storage of its own."""
     with GradMode(False):
-        return kernels.clone(Tensor.data.__get__(x))
+        return x._spec.mesh.platform.ops.clone(Tensor.data.__get__(x))
 
 
-def _unwrapped(value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return type(value)([_unwrapped(item) for item in value])
-    return unwrap(value) if isinstance(value, DTensor) else value
+def copy_values(target: MindSporeDTensor, source: Any) -> MindSporeDTensor:
+    """Overwrite a DTensor with another of its shape, which is redistributed first.
 
-
-def unwrapping(kernel: Callable[..., Any], written: bool = False) -> Callable[..., Any]:
-    """`kernel` on the local data of DTensors among its arguments, lists included; of one that it writes, on itself."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        local = (*args[:1], *_unwrapped(args[1:])) if written else _unwrapped(args)
-        return kernel(*local, **{name: _unwrapped(value) for name, value in kwargs.items()})
-
-    return run
-
-
-def dispatched(platform: Any, name: str, kernel: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-    """`hp_dtensor.dispatch.dispatch`, with a note of results that share memory with the first argument."""
-    result = dispatch.dispatch(platform, name, kernel, args, kwargs)
-    if name in SHARING and args:
-        remember_sharing(args[0], result)
-    return result
-
-
-_getitem = unwrapping(kernels.getitem)
-
-
-def _copy_(platform: Any, target: MindSporeDTensor, source: Any, *_: Any) -> MindSporeDTensor:
+    Raises:
+        MixedOperandsError: `source` is a plain tensor.
+    """
     if not isinstance(source, MindSporeDTensor):
         raise MixedOperandsError("copy_ into a DTensor: expected a DTensor, got a plain tensor; distribute it first")
     if source._spec.mesh != target._spec.mesh or source._spec.placements != target._spec.placements:
         check_explicit("copy_", (1,), source._spec, target._spec)
         source = source.redistribute(target.device_mesh, target.placements)
-    platform.copy_(target, source)
+    target._spec.mesh.platform.copy_(target, source)
     return target
 
 

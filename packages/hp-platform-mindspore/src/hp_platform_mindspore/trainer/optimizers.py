@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from mindspore import Tensor
 
-from hp_platform_mindspore.optim.optimizers import AdamWStep, adamw_, zeros_like
+from hp_platform_mindspore.base import MindSporeBase
+from hp_platform_mindspore.optim.adamw import AdamWStep, adamw_, zeros_like
 
 if TYPE_CHECKING:
-    from hp_platform_mindspore.platform import MindSporePlatform
     from hp_trainer.config import AdamWConfig
 
 
@@ -31,9 +31,7 @@ class AdamW:
         parameters: (dotted name, parameter), DTensors or plain; floating-point leaves.
     """
 
-    def __init__(
-        self, parameters: Iterable[tuple[str, Tensor]], options: AdamWConfig, platform: MindSporePlatform
-    ) -> None:
+    def __init__(self, parameters: Iterable[tuple[str, Tensor]], options: AdamWConfig, platform: MindSporeBase) -> None:
         self.num_steps = 0
         self._options = options
         self._platform = platform

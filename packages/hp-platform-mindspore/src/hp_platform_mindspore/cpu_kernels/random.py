@@ -13,7 +13,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
-from hp_platform_mindspore.cpu_kernels import basic as kernels
+from hp_platform_mindspore.cpu_kernels import creation, pointwise
 from hp_platform_mindspore.tensor.memory import numbers, share, store
 
 Array = np.ndarray[Any, Any]
@@ -21,7 +21,7 @@ Generator = Callable[[], np.random.Generator]
 
 
 def random_operations(generator: Generator) -> dict[str, Callable[..., Any]]:
-    """By canonical name; `generator()` is what they draw from.
+    """Return the random operations by canonical name, all drawing from `generator()`.
 
     Those that end in an underscore give the numbers that the first argument is to be filled with.
     """
@@ -59,7 +59,7 @@ def _host(value: Any) -> Any:
 
 
 def _made(values: Array, dtype: Any) -> Tensor:
-    made = kernels.zeros(values.shape, dtype)
+    made = creation.zeros(values.shape, dtype)
     store(made, values)
     return made
 
@@ -69,7 +69,7 @@ def _filling(draw: Callable[..., Array]) -> Callable[..., Tensor]:
 
 
 def _filling_integers(generator: Generator) -> Callable[..., Tensor]:
-    """`random_(to)` or `random_(from, to)`; without an end all integers that the dtype holds exactly."""
+    """Make `random_(to)` and `random_(from, to)`; without an end it draws all integers that the dtype holds exactly."""
 
     def drawn(x: Tensor, low: int = 0, high: int | None = None) -> Tensor:
         begin, end = (0, low) if high is None and low else (low, high)
@@ -84,22 +84,25 @@ def _largest(dtype: Any) -> int:
 
 
 def _dropout(generator: Generator, dims: int | None) -> Callable[..., Tensor]:
-    """Of elements, or of channels as a whole: what the first `dims` dimensions tell apart."""
+    """Make dropout of elements, or of whole channels: what the first `dims` dimensions tell apart."""
 
     def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
         if not 0 <= p <= 1:
             raise ValueError(f"dropout: the probability must be between 0 and 1, got {p}")
         if not training or p == 0:
-            return kernels.clone(x)
+            return pointwise.clone(x)
         shape = tuple(x.shape) if dims is None else (*x.shape[:dims], *[1] * (x.ndim - dims))
         kept = _uniform(generator(), shape) >= p
-        return kernels.mul(x, _made(kept / (1 - p) if p < 1 else kept * 0.0, x.dtype))
+        return pointwise.mul(x, _made(kept / (1 - p) if p < 1 else kept * 0.0, x.dtype))
 
     return dropout
 
 
 def _multinomial(generator: Generator) -> Callable[..., Tensor]:
-    """Rows of probabilities, which need not sum to one; without replacement by the largest of p / exponential."""
+    """Make `multinomial` over rows of weights, which need not sum to one.
+
+    Without replacement it takes the largest of weight / exponential, as Efraimidis and Spirakis (2006) do.
+    """
 
     def drawn(x: Tensor, num_samples: int, replacement: bool = False) -> Tensor:
         weights = numbers(x).astype(np.float64)

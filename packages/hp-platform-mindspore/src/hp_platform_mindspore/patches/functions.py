@@ -1,4 +1,4 @@
-"""DTensors among the arguments of MindSpore's functions, where `__fallback__` does not see them.
+"""Functions of MindSpore in which `__fallback__` does not see DTensors.
 
 MindSpore looks for tensor subclasses among the arguments of primitives. It does not look into lists that primitives of
 the older kind get, and some of its functions make their result from a tensor's shape alone.
@@ -11,44 +11,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import mindspore as ms
-from mindspore import mint, ops
-from mindspore.common._register_for_tensor import tensor_operator_registry
-from mindspore.ops.function import array_func, random_func
 
 from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.tensor.conversions import replicate_like
-from hp_platform_mindspore.tensor.dtensor import MindSporeDTensor, is_local
+from hp_platform_mindspore.tensor.dtensor import MindSporeDTensor
+from hp_platform_mindspore.tensor.local_operations import is_local
 
 Function = Callable[..., Any]
 
 
-def intercept() -> None:
-    """Have MindSpore's functions, in this process, give calls with DTensors to those of the DTensor's platform."""
-    for primitive, name in (
-        (ops.operations.Stack, "stack"),
-        (ops.operations.AddN, "addn"),
-        (ops.operations.Einsum, "einsum"),
-    ):
-        if not hasattr(primitive.check_elim, "__wrapped__"):
-            # MindSpore asks it before it runs a primitive, and takes a result from it.
-            primitive.check_elim = _of_list(primitive.check_elim, name)
-    for name, function in FUNCTIONS.items():
-        for owner in (ops, ops.function, ops.functional, array_func, random_func, tensor_operator_registry):
-            own = getattr(owner, name, None)
-            if own is not None and not hasattr(own, _MARK):
-                setattr(owner, name, _given_to(function, own))
-    if ms.__version__.startswith("2.9"):  # which asks in no list at all
-        for name in ("cat", "concat"):
-            own = getattr(mint, name)
-            if not hasattr(own, _MARK):
-                setattr(mint, name, _given_to(lambda run, tensors, dim=0: run.cat(list(tensors), dim), own))
-
-
-_MARK = "_gives_dtensors_away"
-
-
-def _given_to(function: Function, own: Function) -> Function:
-    """`own`, but `function(operations of the platform, *arguments)` where an argument is a DTensor, or has one."""
+def giving_dtensors_away(function: Function, own: Function) -> Function:
+    """Replace `own` by `function(operations of the platform, *arguments)` where a DTensor is among the arguments."""
 
     @functools.wraps(own)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -57,7 +30,6 @@ def _given_to(function: Function, own: Function) -> Function:
             return own(*args, **kwargs)
         return function(found._spec.mesh.platform.operations, *args, **kwargs)
 
-    setattr(call, _MARK, True)
     return call
 
 
@@ -70,7 +42,12 @@ def _first_dtensor(values: Sequence[Any]) -> Any:
     return None
 
 
-def _of_list(own: Function, name: str) -> Function:
+def looking_into_lists(own: Function, name: str) -> Function:
+    """Have a primitive of the older kind look for DTensors in its list of tensors.
+
+    MindSpore asks `check_elim` before it runs such a primitive, and takes a result from it.
+    """
+
     @functools.wraps(own)
     def check_elim(self: Any, *args: Any) -> tuple[bool, Any]:
         tensors = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
@@ -87,7 +64,7 @@ def _of_list(own: Function, name: str) -> Function:
     return check_elim
 
 
-# Functions that see a shape only -------------------------------------------------------------------------
+# Functions that make their result from a tensor's shape alone ------------------------------------------------
 
 
 def _random_like(name: str) -> Function:
@@ -128,4 +105,4 @@ FUNCTIONS: dict[str, Function] = {
     "isreal": lambda run, input: run.eq(run.zeros_like(input), 0),
     "tensor_split": lambda run, input, indices_or_sections, axis=0: run.tensor_split(input, indices_or_sections, axis),
 }
-"""By name in `mindspore.ops`: the function of a platform's operations and the same arguments."""
+"""By name in `mindspore.ops`: the same function of (operations of a platform, *arguments)."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -42,49 +41,6 @@ class Module(nn.Cell, metaclass=_ModuleMeta):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__} has no forward")
-
-
-_AUTOMATIC_NAME = re.compile(r"Parameter#?\d*$")
-
-
-class _ParameterMeta(type):
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, ms.Parameter)
-
-    def __call__(cls, tensor: Tensor, requires_grad: bool = True, name: str | None = None) -> ms.Parameter:
-        data = detached(tensor)
-        make = _sharing_parameter if type(data) is Tensor else ms.Parameter
-        parameter = make(data, name, requires_grad)
-        autograd.accumulate_safely(parameter)
-        return parameter
-
-
-def _sharing_parameter(data: Tensor, name: str | None, requires_grad: bool) -> ms.Parameter:
-    """mindspore.Parameter itself copies a plain tensor, unless nobody else refers to it."""
-    parameter = Tensor.__new__(ms.Parameter._get_base_class(Tensor))
-    Tensor.__init__(parameter, data)
-    parameter.init_mode = None
-    parameter.is_default_input_init = False
-    ms.Parameter.__init__(parameter, data, name, requires_grad)
-    return parameter
-
-
-class Parameter(metaclass=_ParameterMeta):
-    """`Parameter(tensor, requires_grad=True)`: a `mindspore.Parameter` that shares the tensor's storage.
-
-    A DTensor gives a parameter that is a DTensor. Every `mindspore.Parameter` is an instance.
-    """
-
-
-def detached(x: Tensor) -> Tensor:
-    """The same storage with an autograd identity of its own, still a DTensor if `x` is one."""
-    spec = getattr(x, "_spec", None)
-    data = x.data
-    if spec is None:
-        return data
-    from hp_platform_mindspore.tensor.dtensor import wrap
-
-    return wrap(data, spec)
 
 
 def named_modules(module: nn.Cell, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Cell]]:
@@ -130,26 +86,7 @@ def named_buffers(module: nn.Cell) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 
-def adapt_lists() -> None:
-    """Have Cell's own lists take what stands in for a parameter during a forward, and the parameters in them
-    accumulate safely; a second call changes nothing.
-
-    Cell goes through its parameters at its first call. Whoever trains lists them too: parameters that a Cell has made,
-    or that are copies, come by here before a backward.
-    """
-    plain = nn.Cell.parameters_and_names
-    if hasattr(plain, "__wrapped__"):
-        return
-
-    @functools.wraps(plain)
-    def parameters_and_names(self: nn.Cell, name_prefix: str = "", expand: bool = True) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in plain(self, name_prefix, expand):
-            if isinstance(parameter, ms.Parameter):
-                autograd.accumulate_safely(parameter)
-            yield name, parameter
-
-    nn.Cell.parameters_and_names = parameters_and_names
-    Tensor.inited_param = None
+_AUTOMATIC_NAME = re.compile(r"Parameter#?\d*$")
 
 
 def set_parameter(module: nn.Cell, name: str, value: Tensor) -> None:

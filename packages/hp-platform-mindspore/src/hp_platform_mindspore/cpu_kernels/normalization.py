@@ -1,0 +1,108 @@
+"""Softmax, and normalization by mean and variance."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import mindspore as ms
+from mindspore import Tensor, mint, ops
+
+from hp_platform_mindspore.cpu_kernels import pointwise, reductions
+from hp_platform_mindspore.tensor.memory import numbers, store
+
+F = mint.nn.functional
+LOW_PRECISION = (ms.float16, ms.bfloat16)
+
+
+def softmax(x: Tensor, dim: int) -> Tensor:
+    if dim % max(x.ndim, 1) == x.ndim - 1:
+        return F.softmax(x, dim)
+    # Along another dimension the CPU's gradient is wrong for some shapes, [7, 1] among them.
+    return mint.transpose(F.softmax(mint.transpose(x, dim, -1), -1), dim, -1)
+
+
+def log_softmax(x: Tensor, dim: int, dtype: Any = None) -> Tensor:
+    x = x if dtype is None else pointwise.cast(x, dtype)
+    return ops.log_softmax(x, dim)
+
+
+def softmin(x: Tensor, dim: int, dtype: Any = None) -> Tensor:
+    return softmax(-(x if dtype is None else x.astype(dtype)), dim)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalize over the last dimension, in float32 (RMSNorm, arXiv 1910.07467)."""
+    wide = x.astype(ms.float32) if x.dtype in LOW_PRECISION else x
+    normalized = pointwise.mul(wide, mint.rsqrt(reductions.mean(wide * wide, -1, keepdim=True) + eps))
+    return pointwise.mul(pointwise.cast(normalized, x.dtype), weight)
+
+
+def group_norm(x: Tensor, groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Tensor:
+    parts = mint.reshape(x, (x.shape[0], groups, math.prod(x.shape[1:]) // groups))
+    channel = (1, -1, *[1] * (x.ndim - 2))
+    return _affine(mint.reshape(_normalized(parts, (2,), eps), tuple(x.shape)), weight, bias, channel)
+
+
+def layer_norm(x: Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Tensor:
+    count = 1 if isinstance(normalized_shape, int) else len(normalized_shape)
+    dims = tuple(range(x.ndim - count, x.ndim))
+    return _affine(_normalized(x, dims, eps), weight, bias, tuple(x.shape[-count:]))
+
+
+def instance_norm(x: Tensor, *, eps: float = 1e-5) -> Tensor:
+    return _normalized(x, tuple(range(2, x.ndim)), eps)
+
+
+def _normalized(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
+    centered = x - reductions.mean(x, dims, True)
+    return pointwise.mul(centered, mint.rsqrt(reductions.mean(pointwise.mul(centered, centered), dims, True) + eps))
+
+
+def _affine(x: Tensor, weight: Any, bias: Any, shape: tuple[int, ...]) -> Tensor:
+    x = x if weight is None else pointwise.mul(x, mint.reshape(weight, shape))
+    return x if bias is None else pointwise.add(x, mint.reshape(bias, shape))
+
+
+def batch_norm(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Normalize channels (dimension 1), as `torch.nn.functional.batch_norm`.
+
+    In training it uses the statistics of the batch, and moves the running ones towards them in place.
+    """
+    channel = (1, -1, *[1] * (x.ndim - 2))
+    if training:
+        others = tuple(dim for dim in range(x.ndim) if dim != 1)
+        mean = reductions.mean(x, others, True)
+        centered = x - mean
+        variance = reductions.mean(pointwise.mul(centered, centered), others, True)
+        count = math.prod(x.shape[dim] for dim in others)
+        for kept, value in ((running_mean, mean), (running_var, variance * (count / max(1, count - 1)))):
+            if kept is not None:
+                store(kept, numbers(kept) * (1 - momentum) + numbers(value).reshape(kept.shape) * momentum)
+    else:
+        centered, variance = x - mint.reshape(running_mean, channel), mint.reshape(running_var, channel)
+    result = pointwise.mul(centered, mint.rsqrt(variance + eps))
+    result = result if weight is None else pointwise.mul(result, mint.reshape(weight, channel))
+    return result if bias is None else pointwise.add(result, mint.reshape(bias, channel))
+
+
+KERNELS: dict[str, Callable[..., Any]] = {
+    "softmax": softmax,
+    "log_softmax": log_softmax,
+    "softmin": softmin,
+    "rms_norm": rms_norm,
+    "layer_norm": layer_norm,
+    "group_norm": group_norm,
+    "instance_norm": instance_norm,
+    "batch_norm": batch_norm,
+}

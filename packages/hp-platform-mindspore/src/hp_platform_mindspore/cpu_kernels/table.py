@@ -1,0 +1,75 @@
+"""All kernels of this folder by canonical (torch) name, and the operations that have none on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hp_dtensor.exceptions import CapabilityError
+from hp_dtensor.platform.ops import OP_NAMES
+from hp_platform_mindspore.cpu_kernels import (
+    convolutions,
+    creation,
+    einsum,
+    indexing,
+    interpolation,
+    losses,
+    normalization,
+    ordering,
+    pointwise,
+    pooling,
+    products,
+    reductions,
+    scans,
+    scattering,
+    selection,
+    shapes,
+)
+
+MODULES = (
+    creation,
+    pointwise,
+    shapes,
+    indexing,
+    reductions,
+    scans,
+    products,
+    einsum,
+    normalization,
+    losses,
+    ordering,
+    scattering,
+    selection,
+    convolutions,
+    pooling,
+    interpolation,
+)
+
+KERNELS: dict[str, Callable[..., Any]] = {name: kernel for module in MODULES for name, kernel in module.KERNELS.items()}
+"""By canonical name, on plain tensors, with torch's order of arguments."""
+
+OPS: dict[str, Callable[..., Any]] = {name: KERNELS[name] for name in OP_NAMES}
+"""Those of `platform.ops`."""
+
+_POOLS = "pool rows and columns with the 1-d and 2-d pools"
+NOT_COMPOSED: dict[str, str] = {
+    "conv3d": "apply conv2d to slices and add",
+    **{f"conv_transpose{n}d": "resize with interpolate and apply conv1d or conv2d" for n in (1, 2, 3)},
+    **{f"{kind}_pool3d": _POOLS for kind in ("max", "avg", "adaptive_avg", "adaptive_max")},
+    **{f"adaptive_max_pool{n}d": f"use max_pool{n}d with the kernel size that gives the wanted size" for n in (1, 2)},
+    **dict.fromkeys(("im2col", "col2im"), "index the windows and use matmul"),
+}
+"""Operations with a sharding rule that MindSpore's CPU lacks and nobody needs there, and what to use instead."""
+
+
+def check_composed(name: str) -> None:
+    """Refuse an operation that has neither a kernel of MindSpore on CPU nor one here.
+
+    Raises:
+        CapabilityError: it is in `NOT_COMPOSED`.
+    """
+    if name in NOT_COMPOSED:
+        raise CapabilityError(
+            f"{name} of DTensors does not work on MindSpore's CPU, which lacks kernels for it; it works on Ascend and "
+            f"on the torch platform. On this CPU, {NOT_COMPOSED[name]}"
+        )

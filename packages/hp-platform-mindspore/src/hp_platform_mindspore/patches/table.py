@@ -1,0 +1,138 @@
+"""The table of everything in MindSpore that this platform replaces, and why; installed when the platform is made.
+
+A replacement asks whether a DTensor is among its arguments. Where none is, it calls MindSpore's own function with what
+it was given: to plain tensors nothing happens.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mindspore as ms
+from mindspore import Tensor
+
+from hp_platform_mindspore.optim import local_step
+from hp_platform_mindspore.patches import cells, functions, gradients
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """One entry point of MindSpore that is replaced for everybody in this process.
+
+    Attributes:
+        name: the full name, such as `mindspore.nn.Cell.parameters_and_names`.
+        why: what MindSpore would do to a DTensor by itself.
+        dtensors: what happens to DTensors instead.
+        replacement: makes of MindSpore's function the one that takes its place.
+    """
+
+    name: str
+    why: str
+    dtensors: str
+    replacement: Callable[[Any], Any]
+
+    def place(self) -> tuple[Any, str]:
+        """Return the module, class or object that holds the function, and its name there."""
+        owner, _, attribute = self.name.rpartition(".")
+        return pkgutil.resolve_name(owner), attribute
+
+    def is_there(self) -> bool:
+        """Return True if this version of MindSpore has the function."""
+        owner, attribute = self.place()
+        return hasattr(owner, attribute)
+
+
+def _of_list(primitive: str, name: str) -> Patch:
+    return Patch(
+        f"mindspore.ops.operations.{primitive}.check_elim",
+        "does not look for DTensors in a list",
+        "the operation of that name",
+        functools.partial(functions.looking_into_lists, name=name),
+    )
+
+
+def _of_shape(path: str, name: str) -> Patch:
+    return Patch(
+        f"{path}.{name}",
+        "makes its result from the shape alone, as a plain tensor of the whole",
+        "the result is a DTensor, or the function is refused",
+        functools.partial(functions.giving_dtensors_away, functions.FUNCTIONS[name]),
+    )
+
+
+def _of_cat(name: str) -> Patch:
+    def replacement(own: Any) -> Any:
+        return functions.giving_dtensors_away(lambda run, tensors, dim=0: run.cat(list(tensors), dim), own)
+
+    return Patch(f"mindspore.mint.{name}", "asks in no list (MindSpore 2.9)", "the operation `cat`", replacement)
+
+
+# The same function is reached by several names, each bound when MindSpore was imported.
+_OWNERS = (
+    "mindspore.ops",
+    "mindspore.ops.function",
+    "mindspore.ops.functional",
+    "mindspore.ops.function.array_func",
+    "mindspore.ops.function.random_func",
+    "mindspore.common._register_for_tensor.tensor_operator_registry",
+)
+
+PATCHES = (
+    Patch(
+        "mindspore.graph.api._PyNativeExecutor.grad",
+        "gives None or zeros for parameters whose gradients `fully_shard` takes",
+        "refused for such parameters",
+        gradients.checking_weights,
+    ),
+    Patch(
+        "mindspore.graph.api._PyNativeExecutor.call_custom_bprop",
+        "a `bprop` would get shards without their placements",
+        "refused, but for `recompute()` inside `value_and_grad`",
+        gradients.explaining_custom_bprop,
+    ),
+    Patch(
+        "mindspore.nn.Cell.parameters_and_names",
+        "parameters that cells make add up transposed gradients wrongly (plain ones too)",
+        "every listed parameter accumulates safely",
+        cells.accumulating_safely,
+    ),
+    Patch(
+        "mindspore.experimental.optim.Optimizer._preprocess_param_group",
+        "would step on shards of partial sums",
+        "placements are checked; optimizers that are not elementwise are refused",
+        local_step.checking,
+    ),
+    Patch(
+        "mindspore.experimental.optim.Optimizer.__call__",
+        "each operation of a step would be intercepted",
+        "the step runs on local data",
+        local_step.stepping_on_shards,
+    ),
+    Patch(
+        "mindspore.nn.Optimizer.__init__",
+        "some of its optimizers look at a parameter as a whole",
+        "refused",
+        local_step.refusing,
+    ),
+    _of_list("Stack", "stack"),
+    _of_list("AddN", "addn"),
+    _of_list("Einsum", "einsum"),
+    *(_of_shape(owner, name) for name in functions.FUNCTIONS for owner in _OWNERS),
+    *((_of_cat("cat"), _of_cat("concat")) if ms.__version__.startswith("2.9") else ()),
+)
+
+
+@functools.cache
+def install() -> None:
+    """Put every replacement in its place, once in a process."""
+    for patch in PATCHES:
+        if patch.is_there():
+            owner, attribute = patch.place()
+            setattr(owner, attribute, patch.replacement(inspect.getattr_static(owner, attribute)))
+    # Cell's lists ask this of what stands in for a parameter during a forward.
+    Tensor.inited_param = None
