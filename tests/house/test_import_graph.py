@@ -34,7 +34,6 @@ ORDER = (
 # Circles that there are, each with its reason.
 CIRCLES_BETWEEN: dict[str, str] = {}
 CIRCLES_INSIDE = {
-    "hp_dtensor.comm.current_mesh hp_dtensor.comm.mesh": "a mesh enters itself",
     "hp_dtensor.redistribute.plan hp_dtensor.redistribute.planner": "a plan makes the plan of its backward",
 }
 

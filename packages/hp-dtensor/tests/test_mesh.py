@@ -217,7 +217,13 @@ def test_a_process_that_joined_no_job_is_told_so():
         (lambda: init_device_mesh("cpu", 8), "mesh_shape must be a tuple of ints, got 8"),
         (lambda: DeviceMesh("cpu", (8,), mesh_dim_names="dp"), "mesh_dim_names must be a tuple of names, got 'dp'"),
         (lambda: DeviceMesh("cpu", (4, 2), ("dp", 1)), "mesh_dim_names must be a tuple of names, got ('dp', 1)"),
-        (lambda: DeviceMesh("cpu", [[0, 1], [2, 3]]), "got ([0, 1], [2, 3]); which ranks they are, ranks= says"),
+        (lambda: DeviceMesh("cpu", [[0, 1], [2]]), "or ranks (nested lists of ints, an array), got [[0, 1], [2]]"),
+        (lambda: DeviceMesh("cpu", [0.5]), "or ranks (nested lists of ints, an array), got [0.5]"),
+        (lambda: DeviceMesh("cpu", [1, 1]), "ranks repeat: [1, 1]"),
+        (lambda: DeviceMesh("cpu", [1, 9]), "ranks [9] are outside the world of 8"),
+        (lambda: DeviceMesh("cpu", [0, 1], ranks=(0, 1)), "mesh=[0, 1] gives the ranks already"),
+        (lambda: DeviceMesh("cpu"), "its ranks (mesh=, as in torch) or its shape (mesh_shape=): give one of them"),
+        (lambda: DeviceMesh("cpu", [0], mesh_shape=(1,)), "give one of them"),
     ],
 )
 def test_meshes_that_cannot_be(make, message):
@@ -278,3 +284,46 @@ def test_axes_flattened_from_far_apart_cannot_be_split():
         far = mesh.flatten("ac", ("a", "c"))
         with pytest.raises(MeshError, match="flattened from axes that are not adjacent and cannot be split"):
             far.unflatten("ac", (3, 2), ("x", "y"))
+
+
+# torch's forms -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [[1, 3], np.array([1, 3]), [np.int64(1), np.int64(3)]])
+def test_a_list_of_numbers_is_ranks_as_in_torch(ranks):
+    with fake_world(8, rank=3):
+        mesh = DeviceMesh("cpu", ranks)
+        assert (mesh.shape, mesh.ranks(), mesh.get_coordinate()) == ((2,), (1, 3), (1,))
+        assert mesh == DeviceMesh("cpu", mesh=ranks)
+
+
+def test_nested_lists_are_the_ranks_of_a_mesh_of_their_shape():
+    with fake_world(8, rank=5):
+        mesh = DeviceMesh("cpu", [[7, 5, 3], [0, 2, 4]], mesh_dim_names=("dp", "tp"))
+        assert mesh.shape == (2, 3)
+        assert mesh.get_coordinate() == (0, 1)
+        assert mesh["tp"].ranks() == (7, 5, 3)
+        assert mesh["dp"].ranks() == (5, 2)
+
+
+def test_a_tuple_of_numbers_is_a_shape():
+    with fake_world(8):
+        assert DeviceMesh("cpu", (2, 4)) == DeviceMesh("cpu", mesh_shape=[2, 4]) == init_device_mesh("cpu", [2, 4])
+
+
+def test_the_ranks_of_a_mesh_in_its_shape():
+    with fake_world(12, rank=7):
+        mesh = DeviceMesh("cpu", (3, 4), ("a", "b"))
+        assert mesh.mesh.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+        assert mesh.mesh.dtype == np.int32
+        assert mesh["b"].mesh.tolist() == [4, 5, 6, 7]
+        assert mesh["b", "a"].mesh.shape == (4, 3)
+
+
+def test_flattening_under_torchs_name():
+    with fake_world(12, rank=7):
+        mesh = DeviceMesh("cpu", (3, 4), ("a", "b"))
+        assert mesh._flatten() == mesh["a_b"] == mesh.flatten("a_b")
+        assert mesh["a", "b"]._flatten("ab").ranks() == tuple(range(12))
+        assert mesh.get_local_rank(mesh_dim="b") == 3
+        assert mesh.size(mesh_dim=0) == 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 import torch_interop_ranks as on_rank
 
 
@@ -34,6 +35,16 @@ def test_torchs_tensors_take_part_in_our_operations(two_ranks):
 def test_process_groups_are_shared(three_ranks):
     expected = ([4.0, 4.0], [4.0, 4.0], [0, 2], (3,))
     assert three_ranks.run(on_rank.groups_are_shared) == [expected, None, expected]
+
+
+def test_torchs_mesh_is_taken_wherever_ours_is(two_ranks):
+    assert two_ranks.run(on_rank.torchs_mesh_wherever_ours_is) == [[True] * 4] * 2
+
+
+def test_our_mesh_over_torchs_groups(three_ranks):
+    outside, inside, also_inside = three_ranks.run(on_rank.a_mesh_from_torchs_groups)
+    assert inside == also_inside == ([1, 2], torch.int32, [5.0, 5.0])
+    assert "from_group takes a ProcessGroup, or one per axis, got" in outside
 
 
 def test_a_mesh_of_descending_ranks(two_ranks):

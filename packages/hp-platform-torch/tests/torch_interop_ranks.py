@@ -25,6 +25,7 @@ from hp_dtensor import (
     from_local,
     init_device_mesh,
     shard_module,
+    zeros,
 )
 from hp_dtensor.exceptions import MeshError, PlacementError
 from hp_platform_torch.tensor.interop import (
@@ -113,6 +114,32 @@ def groups_are_shared():
     back.get_group().all_reduce(y)
     total = to_torch_dtensor(from_local(torch.ones(2 - rank // 2), lower, [Shard(0)], shape=(3,)))
     return x.tolist(), y.tolist(), dist.get_process_group_ranks(theirs.get_group()), total.shape
+
+
+def torchs_mesh_wherever_ours_is():
+    """A mesh of torch.distributed.device_mesh given to distribute_tensor, from_local, factories and redistribute."""
+    theirs = TorchMesh("cpu", torch.arange(dist.get_world_size()), mesh_dim_names=("dp",))
+    x = distribute_tensor(WHOLE.clone(), theirs, [Shard(0)])
+    y = from_local(x.to_local(), theirs, [Shard(0)], shape=WHOLE.shape)
+    z = zeros(7, 5, device_mesh=theirs, placements=[Shard(0)]) + x
+    moved = z.redistribute(theirs, [Replicate()])
+    assert x.spec is y.spec is z.spec
+    return [torch.equal(each.full_tensor(), WHOLE) for each in (x, y, z, moved)]
+
+
+def a_mesh_from_torchs_groups():
+    """Our mesh over a group of two ranks that the program has made in torch, on three ranks."""
+    created = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        try:
+            DeviceMesh.from_group(created, "cpu")
+        except MeshError as error:
+            return str(error)
+    mesh = DeviceMesh.from_group(created, "cpu", mesh_dim_names=("dp",))
+    assert mesh.get_group().connection("cpu") is created._get_backend(torch.device("cpu"))
+    x = torch.full((2,), float(dist.get_rank() + 1))
+    mesh.get_group().all_reduce(x)
+    return mesh.mesh.tolist(), mesh.mesh.dtype, x.tolist()
 
 
 def descending_ranks():

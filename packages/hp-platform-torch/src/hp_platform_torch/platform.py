@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hp_dtensor.comm.world import World
+from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.comm.world import ProcessGroup, World
 from hp_dtensor.dispatch.operation import forget_plans
 from hp_dtensor.exceptions import CapabilityError, PlatformError
 from hp_dtensor.platform.interface import Platform
@@ -56,6 +57,7 @@ class TorchPlatform(Platform):
     Parameter = nn.Parameter
     Module = nn.Module
     DTensor = TorchDTensor
+    host_device = "cpu"
     picks_integers_first = True
     masks_of_bytes = True
 
@@ -104,6 +106,20 @@ class TorchPlatform(Platform):
             self._owns_process_group = True
         self.world = TorchWorld(rank, size, self, store, timeout)
         return self.world
+
+    def adopt_mesh(self, mesh: Any) -> DeviceMesh | None:
+        """Return a `torch.distributed.device_mesh.DeviceMesh` as ours, over the same process groups."""
+        from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+
+        from hp_platform_torch.tensor.interop import from_torch_mesh
+
+        return from_torch_mesh(mesh, self) if isinstance(mesh, TorchMesh) else None
+
+    def adopt_group(self, group: Any) -> ProcessGroup | None:
+        """Return a process group of torch.distributed as ours, communicating through it."""
+        from hp_platform_torch.tensor.interop import from_torch_group
+
+        return from_torch_group(group, self) if isinstance(group, dist.ProcessGroup) else None
 
     def disconnect(self) -> None:
         world, self.world = self.world, None

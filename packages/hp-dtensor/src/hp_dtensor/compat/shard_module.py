@@ -35,7 +35,7 @@ def shard_module(model: ModuleOrFunction, device_mesh: DeviceMesh, sharding_plan
     """
     if not isinstance(sharding_plan, ShardingPlan):
         raise TypeError(f"sharding_plan must be a ShardingPlan, got {type(sharding_plan).__name__}")
-    require_mesh("shard_module", device_mesh)
+    device_mesh = require_mesh("shard_module", device_mesh)
     if not isinstance(model, device_mesh.platform.Module):
         return _shard_function(model, device_mesh, sharding_plan)
     _ModulePlan(model, device_mesh, sharding_plan).apply()

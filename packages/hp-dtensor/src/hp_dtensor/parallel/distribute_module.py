@@ -42,8 +42,7 @@ def distribute_module(
     Raises:
         PlanError: `partition_fn` placed a tied parameter in several ways; a parameter has hooks for its gradient.
     """
-    mesh = device_mesh if device_mesh is not None else get_current_mesh()
-    require_mesh("distribute_module", mesh)
+    mesh = require_mesh("distribute_module", device_mesh if device_mesh is not None else get_current_mesh())
     platform = mesh.platform
     if partition_fn is not None:
         tied = tied_owners(platform, module)

@@ -43,8 +43,8 @@ def parallelize_module(
             styles that are for other modules; parameters that two styles place, that are DTensors already or that have
             no such dimension; owners of a tied parameter that have no style, or styles that place it in different ways.
     """
-    device_mesh = device_mesh if device_mesh is not None else get_current_mesh()
-    require_mesh("parallelize_module", device_mesh)
+    given = device_mesh if device_mesh is not None else get_current_mesh()
+    device_mesh = require_mesh("parallelize_module", given)
     if device_mesh.ndim != 1:
         raise MeshError(f"parallelize_module needs a 1-D mesh, got {device_mesh.describe()}; slice it: mesh['tp']")
     if parallelize_plan is None:

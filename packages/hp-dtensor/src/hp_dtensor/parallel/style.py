@@ -40,7 +40,7 @@ class ParallelStyle(ABC):
         Raises:
             MeshError: `device_mesh` is no mesh.
         """
-        require_mesh(type(self).__name__, device_mesh)
+        device_mesh = require_mesh(type(self).__name__, device_mesh)
         return self._apply(module, device_mesh)
 
     @abstractmethod

@@ -60,5 +60,19 @@ class ProcessInterface(ABC):
     def set_rank_state(self, state: Any) -> None:
         """Restore what `rank_state` returned; called in the thread of the rank that goes on."""
 
+    def adopt_mesh(self, mesh: Any) -> Any | None:
+        """Return a device mesh of the framework's own as a `hp_dtensor.DeviceMesh` over the same groups.
+
+        None, the default, for something else.
+        """
+        return None
+
+    def adopt_group(self, group: Any) -> Any | None:
+        """Return a process group of the framework's own as a `hp_dtensor.ProcessGroup` that communicates through it.
+
+        None, the default, for something else.
+        """
+        return None
+
     def synchronize(self) -> None:
         """Wait until the device has done all that was asked of it (nothing on CPU)."""

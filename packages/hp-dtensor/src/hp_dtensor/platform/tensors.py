@@ -43,6 +43,7 @@ class TensorInterface(ABC):
             (`OP_NAMES` in `hp_dtensor.platform.ops` lists what must be there).
         picks_integers_first: whether an index's integers are taken before its tensors: `x[0, :, positions]` is
             `x[0][:, positions]`, where in NumPy the picked dimension would come first.
+        host_device: what `device=` takes for a tensor on the host; None: the framework's default.
         masks_of_bytes: whether uint8 in an index means truth values; elsewhere it is refused.
     """
 
@@ -54,6 +55,7 @@ class TensorInterface(ABC):
     Parameter: Any
     DTensor: type
     ops: SimpleNamespace
+    host_device: Any = None
     picks_integers_first: bool = False
     masks_of_bytes: bool = False
 

@@ -49,7 +49,7 @@ def plan_redistribute(
         MeshError: `mesh` is no mesh.
         PlacementError: placements that do not fit mesh or shape, or a redistribution that does not exist.
     """
-    require_mesh("plan_redistribute", mesh)
+    mesh = require_mesh("plan_redistribute", mesh)
     specs = [TensorSpec(mesh, require_placements("plan_redistribute", mesh, p), shape, None) for p in (source, target)]
     return plan_between(*specs, itemsize, costs)
 

@@ -142,8 +142,7 @@ def _where(
     what: str, tensor: Any, mesh: DeviceMesh | None, placements: Sequence[Placement] | None
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
     """The mesh and placements that are meant, after checking that mesh and tensor are such."""
-    mesh = mesh if mesh is not None else get_current_mesh()
-    require_mesh(what, mesh)
+    mesh = require_mesh(what, mesh if mesh is not None else get_current_mesh())
     if not isinstance(tensor, mesh.platform.Tensor):
         raise MixedOperandsError(
             f"{what}: expected a tensor of platform {mesh.platform.name!r}, got {type(tensor).__name__}"

@@ -110,8 +110,7 @@ def _make(
     dtype: DType | str,
     fill: Fill,
 ) -> Any:
-    mesh = device_mesh if device_mesh is not None else get_current_mesh()
-    require_mesh("a factory", mesh)
+    mesh = require_mesh("a factory", device_mesh if device_mesh is not None else get_current_mesh())
     platform = mesh.platform
     chosen = normalize_placements(mesh, placements_on("a factory", mesh, placements), len(_flat(shape)))
     if any(placement.is_partial() for placement in chosen):

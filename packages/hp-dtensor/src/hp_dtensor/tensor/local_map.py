@@ -61,7 +61,7 @@ def local_map(
             not, or because replicated outputs come of arguments that are not.
     """
     if device_mesh is not None:
-        require_mesh("local_map", device_mesh)
+        device_mesh = require_mesh("local_map", device_mesh)
     if not callable(func):
         raise TypeError(f"local_map takes a function, got {func!r}")
 

@@ -35,8 +35,7 @@ def redistribute(
         PlacementError: placements that do not fit, or a mesh of another world.
     """
     source: TensorSpec = x.spec
-    mesh = device_mesh if device_mesh is not None else source.mesh
-    require_mesh("redistribute", mesh)
+    mesh = source.mesh if device_mesh is None else require_mesh("redistribute", device_mesh)
     wanted = placements_on("redistribute", mesh, placements)
     target = TensorSpec(mesh, wanted, source.shape, source.dtype)
     if async_op:

@@ -204,10 +204,7 @@ def from_torch_mesh(mesh: TorchMesh, platform: Platform | None = None) -> Device
     Raises:
         MeshError: its ranks are in another order than those of its process groups, which torch sorts.
     """
-    platform = platform if platform is not None else get_platform("torch")
-    world = platform.world
-    if world is None:
-        world = platform.connect(dist.get_rank(), dist.get_world_size(), "")
+    world = _joined(platform)
     ranks = mesh.mesh.flatten().tolist()
     ours = DeviceMesh(
         mesh.device_type, tuple(mesh.mesh.shape), mesh_dim_names=mesh.mesh_dim_names, ranks=ranks, world=world
@@ -216,6 +213,30 @@ def from_torch_mesh(mesh: TorchMesh, platform: Platform | None = None) -> Device
         if ours.get_coordinate() is not None and ours.shape[axis] > 1:
             _share(world, ours.ranks_along(axis), mesh.get_group(axis))
     return ours
+
+
+def from_torch_group(group: dist.ProcessGroup, platform: Platform | None = None) -> ProcessGroup:
+    """Return torch's process group as ours, with the same ranks and communicating through it.
+
+    Where the program has started torch.distributed by itself, the platform joins that job first.
+
+    Raises:
+        MeshError: this rank is outside the group.
+    """
+    world = _joined(platform)
+    ranks = tuple(dist.get_process_group_ranks(group))
+    if world.rank not in ranks:
+        raise MeshError(f"rank {world.rank} is outside torch's process group of ranks {list(ranks)}")
+    if len(ranks) > 1:
+        _share(world, ranks, group)
+    return world.group(ranks)
+
+
+def _joined(platform: Platform | None) -> World:
+    """Return the platform's world, after joining the job that the program has started by itself."""
+    platform = platform if platform is not None else get_platform("torch")
+    world: World | None = platform.world
+    return world if world is not None else platform.connect(dist.get_rank(), dist.get_world_size(), "")
 
 
 def _share(world: World, ranks: tuple[int, ...], group: dist.ProcessGroup) -> None:

@@ -1,0 +1,156 @@
+"""Coordinates of ranks on named axes: which global rank sits where, by arithmetic alone."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+
+from hp_dtensor.comm.mesh_axes import MeshAxis
+from hp_dtensor.comm.world import World
+from hp_dtensor.exceptions import MeshError
+
+
+class MeshCoordinates:
+    """Named axes over the ranks of a world, seen from one rank; the part of a mesh that knows nothing of groups.
+
+    Attributes:
+        axes: the axes, outermost first.
+        shape: their sizes.
+        world: the world whose ranks they are.
+    """
+
+    __slots__ = ("_aliases", "_base", "_coordinate", "_ranks", "axes", "shape", "world")
+
+    def _place(
+        self,
+        axes: tuple[MeshAxis, ...],
+        base: int,
+        ranks: tuple[int, ...] | None,
+        world: World,
+        aliases: dict[str, MeshAxis],
+    ) -> None:
+        """Set what the coordinates follow from.
+
+        Args:
+            base: the index of coordinate (0, ..., 0).
+            ranks: the global rank at each index; None: the index itself.
+            aliases: flattened axes by name, shared with the meshes sliced from this one.
+        """
+        self.axes = axes
+        self.shape = tuple(axis.size for axis in axes)
+        self.world = world
+        self._base = base
+        self._ranks = ranks
+        self._aliases = aliases
+        self._coordinate = self._find_coordinate()
+
+    @property
+    def mesh_dim_names(self) -> tuple[str, ...]:
+        """Return the names of the axes."""
+        return tuple(axis.name for axis in self.axes)
+
+    @property
+    def ndim(self) -> int:
+        """Return the number of axes."""
+        return len(self.axes)
+
+    def size(self, mesh_dim: int | str | None = None) -> int:
+        """Return the number of ranks, of the mesh or along one axis."""
+        return math.prod(self.shape) if mesh_dim is None else self.shape[self.axis_index(mesh_dim)]
+
+    def axis_index(self, axis: int | str) -> int:
+        """Return the position of an axis given by name or (negative) number.
+
+        Raises:
+            MeshError: the mesh has no such axis.
+        """
+        if isinstance(axis, str):
+            if axis in self.mesh_dim_names:
+                return self.mesh_dim_names.index(axis)
+            raise MeshError(self._unknown_axis(axis))
+        if not -self.ndim <= axis < self.ndim:
+            raise MeshError(f"mesh {self.describe()} has no axis {axis}")
+        return axis % self.ndim
+
+    def describe(self) -> str:
+        """Return a short form, such as `(dp=2, tp=4)`."""
+        return "(" + ", ".join(f"{axis.name}={axis.size}" for axis in self.axes) + ")"
+
+    def get_coordinate(self) -> tuple[int, ...] | None:
+        """Return this rank's coordinate, or None when it is outside the mesh."""
+        return self._coordinate
+
+    def get_rank(self) -> int:
+        """Return this process's global rank, in the mesh or outside."""
+        return self.world.rank
+
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
+        """Return this rank's coordinate along one axis (of a 1-D mesh: its only one).
+
+        Raises:
+            MeshError: this rank is outside the mesh, or the mesh has several axes and none was named.
+        """
+        if self._coordinate is None:
+            raise MeshError(f"rank {self.world.rank} is outside mesh {self.describe()}")
+        if mesh_dim is None and self.ndim != 1:
+            raise MeshError(f"mesh {self.describe()} has {self.ndim} axes; say which")
+        return self._coordinate[self.axis_index(0 if mesh_dim is None else mesh_dim)]
+
+    def rank_at(self, coordinate: Sequence[int]) -> int:
+        """Return the global rank at a coordinate."""
+        index = self._base + sum(axis.offset(c) for axis, c in zip(self.axes, coordinate, strict=True))
+        return index if self._ranks is None else self._ranks[index]
+
+    def ranks_along(self, axis: int | str) -> tuple[int, ...]:
+        """Return the global ranks of this rank's line along an axis."""
+        where = self.axis_index(axis)
+        mine = list(self._coordinate if self._coordinate is not None else (0,) * self.ndim)
+        mine[where] = 0
+        start = self._base + sum(axis.offset(c) for axis, c in zip(self.axes, mine, strict=True))
+        line = [start + self.axes[where].offset(c) for c in range(self.shape[where])]
+        return tuple(line) if self._ranks is None else tuple(self._ranks[index] for index in line)
+
+    def ranks(self) -> tuple[int, ...]:
+        """Return all global ranks in row-major order; takes time and memory in proportion to their number."""
+        line = [0]
+        for axis in self.axes:
+            line = [index + axis.offset(c) for index in line for c in range(axis.size)]
+        line = [index + self._base for index in line]
+        return tuple(line) if self._ranks is None else tuple(self._ranks[index] for index in line)
+
+    def members_over(self, axes: Sequence[int]) -> list[tuple[int, ...]]:
+        """Return the coordinates of the ranks that differ from this one on `axes` only, in mesh order."""
+        here = self._coordinate
+        assert here is not None
+        return list(itertools.product(*(range(n) if a in axes else (here[a],) for a, n in enumerate(self.shape))))
+
+    def _index(self) -> int | None:
+        if self._ranks is None:
+            return self.world.rank
+        return self._ranks.index(self.world.rank) if self.world.rank in self._ranks else None
+
+    def _find_coordinate(self) -> tuple[int, ...] | None:
+        index = self._index()
+        if index is None:
+            return None
+        coordinate = tuple(axis.coordinate(index) for axis in self.axes)
+        here = self._base + sum(axis.offset(c) for axis, c in zip(self.axes, coordinate, strict=True))
+        return coordinate if here == index else None
+
+    def _base_of(self, axes: Iterable[MeshAxis]) -> int:
+        index = self._index()
+        if index is None or self._coordinate is None:
+            return self._base
+        return index - sum(axis.offset(axis.coordinate(index)) for axis in axes)
+
+    def _axis_named(self, name: str) -> MeshAxis:
+        if name in self.mesh_dim_names:
+            return self.axes[self.mesh_dim_names.index(name)]
+        if name in self._aliases:
+            return self._aliases[name]
+        raise MeshError(self._unknown_axis(name))
+
+    def _unknown_axis(self, name: str) -> str:
+        aliases = f", aliases: {', '.join(self._aliases)}" if self._aliases else ""
+        return f"mesh {self.describe()} has no axis {name!r}; axes: {', '.join(self.mesh_dim_names)}{aliases}"
