@@ -22,7 +22,7 @@ def init_process_group(
     timeout: float | timedelta = 300.0,
     platform: Platform | str | None = None,
 ) -> World:
-    """Join a job; what the launcher's environment variables say (torchrun, msrun, Slurm), or what is given.
+    """Join a job, as the launcher's environment variables say (torchrun, msrun, Slurm) or as given.
 
     Args:
         backend: default: the platform's own. Another one is refused.
@@ -71,24 +71,24 @@ def destroy_process_group(group: ProcessGroup | None = None, *, platform: Platfo
 
 
 def get_process_group_ranks(group: ProcessGroup | None = None) -> list[int]:
-    """The global ranks of a group (default: all), in group order."""
+    """Return the global ranks of a group (default: all), in group order."""
     return list(_group(group).ranks)
 
 
 def get_backend(group: ProcessGroup | None = None) -> str:
-    """What a group (default: that of all ranks) communicates by: `gloo`, `nccl`, `hccl`, `simulated`, `none`, ..."""
+    """Return the backend of a group (default: that of all ranks): `gloo`, `nccl`, `hccl`, `simulated`, `none`, ..."""
     return _group(group).backend
 
 
 def get_group_local_rank(group: ProcessGroup | None = None) -> int:
-    """This rank's index in a group (default: that of all ranks)."""
+    """Return this rank's index in a group (default: that of all ranks)."""
     return _group(group).rank
 
 
 def split_group(
     parent: ProcessGroup | None = None, split_ranks: Sequence[Sequence[int]] | None = None
 ) -> ProcessGroup | None:
-    """The group of this rank among disjoint parts of `parent` (default: all); None when it is in no part.
+    """Return the group of this rank among disjoint parts of `parent` (default: all), or None if it is in no part.
 
     Args:
         split_ranks: parts as ranks within the parent group; the same on every rank.

@@ -48,6 +48,7 @@ def parallelize_value_and_grad(
         losses = _losses(outputs if several else [outputs], several, sens)
         platform = _platform_of([*listed, *losses])
         _check_weights(platform, listed)
+        # Every rank drives the whole loss: partial and sharded ones would each have this rank's part as their gradient.
         whole = [x.full_tensor() if isinstance(x, DTensor) else x for x in losses]
         factors = [platform.ops.full(tuple(x.shape), s, x.dtype) for x, s in zip(whole, sens or [1.0], strict=True)]
         grads = platform.grad(whole, listed, factors)

@@ -37,13 +37,13 @@ class ShardingPicture:
     holders: dict[tuple[int, int], tuple[int, ...]]
 
     def cell(self, row: int, column: int) -> str:
-        """The ranks of a cell, shortened."""
+        """Return the ranks of a cell, shortened."""
         ranks = self.holders.get((row, column), ())
         return shorten(ranks) if ranks else "-"
 
 
 def sharding_picture(x: TensorSpec | Any, dims: Sequence[int] = (0, 1)) -> ShardingPicture:
-    """Which ranks hold what of a spec or a DTensor; needs no processes and no framework.
+    """Return the cells of a spec or a DTensor with the ranks that hold them; needs no processes and no framework.
 
     Args:
         dims: the one or two tensor dimensions to show; the others are not cut in the picture.
@@ -68,7 +68,7 @@ def sharding_picture(x: TensorSpec | Any, dims: Sequence[int] = (0, 1)) -> Shard
 
 
 def visualize_sharding(x: TensorSpec | Any, dims: Sequence[int] = (0, 1), *, color: bool | None = None) -> str:
-    """A table of a spec or a DTensor: cells are parts of the tensor, in them the ranks that hold them.
+    """Return a table of a spec or a DTensor: cells are parts of the tensor, in them the ranks that hold them.
 
     Args:
         dims: the one or two tensor dimensions to show.
@@ -119,7 +119,7 @@ def draw_sharding(x: TensorSpec | Any, path: str, dims: Sequence[int] = (0, 1)) 
 
 
 def _held(spec: TensorSpec, dims: tuple[int, ...]) -> dict[int, tuple[Sequence[Boundary], Sequence[Boundary]]]:
-    """Per rank the ranges of the two shown dimensions, nothing where its shard is empty."""
+    """Return, per rank, the ranges of the two shown dimensions; nothing for a rank whose shard is empty."""
     held: dict[int, tuple[Sequence[Boundary], Sequence[Boundary]]] = {}
     for coordinate in itertools.product(*map(range, spec.mesh.shape)):
         ranges = spec.ranges(coordinate)
@@ -131,7 +131,7 @@ def _held(spec: TensorSpec, dims: tuple[int, ...]) -> dict[int, tuple[Sequence[B
 
 
 def _cells(held: Sequence[Sequence[Boundary]]) -> tuple[Boundary, ...]:
-    """The finest pieces that no rank's ranges cut."""
+    """Return the finest pieces that no rank's ranges cut."""
     edges = sorted({edge for ranges in held for boundary in ranges for edge in boundary})
     return tuple(itertools.pairwise(edges)) or ((0, 0),)
 
@@ -153,7 +153,7 @@ def _covered(cells: tuple[Boundary, ...], ranges: Sequence[Boundary]) -> list[in
 
 
 def shorten(ranks: Sequence[int]) -> str:
-    """`0,2`, `0-3`, `0-6:2`, and the first of many irregular ones."""
+    """Return ranks in short: `0,2`, `0-3`, `0-6:2`, and the first of many irregular ones."""
     if len(ranks) <= 2:
         return ",".join(map(str, ranks))
     steps = {b - a for a, b in itertools.pairwise(ranks)}

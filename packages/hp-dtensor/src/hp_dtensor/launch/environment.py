@@ -1,4 +1,4 @@
-"""Joining a job that torchrun, msrun or Slurm has started: what their environment variables say."""
+"""Joining a job that torchrun, msrun or Slurm has started, by their environment variables."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class RankEnvironment:
 
 
 def is_launched(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether this process was started as a rank by torchrun, msrun, Slurm's srun or `launch`."""
+    """Return whether this process was started as a rank by torchrun, msrun, Slurm's srun or `launch`."""
     return _launcher(os.environ if environ is None else environ) is not None
 
 
 def rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvironment | None:
-    """What the launcher's variables say; None when no launcher has set any.
+    """Return this rank's place in a job by the launcher's variables, or None if no launcher has set any.
 
     Raises:
         LaunchError: variables are missing or make no sense; lists all of them.
@@ -91,7 +91,7 @@ def _launcher(environ: Mapping[str, str]) -> str | None:
 
 
 class _Variables:
-    """Reads variables and notes what is wrong with them, to report everything at once."""
+    """A reader of environment variables that notes what is wrong with them, to report everything at once."""
 
     def __init__(self, launcher: str, environ: Mapping[str, str]) -> None:
         self.launcher = launcher
@@ -180,13 +180,13 @@ _READERS: dict[str, Callable[[_Variables], RankEnvironment]] = {
 
 
 def first_host(node_list: str) -> str:
-    """The first host of Slurm's short form: `gpu[003-006,9],cpu1` -> `gpu003`."""
+    """Return the first host of Slurm's short form: `gpu[003-006,9],cpu1` -> `gpu003`."""
     match = re.match(r"([^\[,]*)(?:\[(\d+)[^\]]*\])?([^\[,]*)", node_list)
     assert match is not None
     return "".join(part or "" for part in match.groups())
 
 
 def _leading_number(text: str) -> int:
-    """`4(x2),3` -> 4."""
+    """Return the number at the front: `4(x2),3` -> 4."""
     match = re.match(r"\d+", text)
     return int(match.group()) if match else 1

@@ -1,4 +1,4 @@
-"""What happened to a rank that failed, in the words that its user reads."""
+"""Failures of ranks, described for the user who reads them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ADDRESS_IN_USE = re.compile(r"EADDRINUSE|address (is )?already in use|errno: 98
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What happened to a rank and when: one line, and the details that belong to it."""
+    """The failure of one rank: a line, the details that belong to it, and when it was noticed."""
 
     headline: str
     details: str

@@ -27,7 +27,7 @@ def launch(
     grace_seconds: float = 5.0,
     stop_seconds: float | None = None,
 ) -> list[Any]:
-    """Run `target(*args)` on `num_ranks` local processes, connected as one job; returns the results by rank.
+    """Run `target(*args)` on `num_ranks` local processes, connected as one job, and return the results by rank.
 
     In a rank `current_world(platform)` is the job. Ranks have the variables of torchrun (`RANK`, ...) and
     standard input closed. Rank 0 writes to this process's terminal; the output of the others goes to
@@ -75,7 +75,7 @@ def launch(
 
 
 class _Stopper:
-    """Passes the first signal on to the ranks, and kills them at the second or when their time is up.
+    """Handler that passes the first signal on to the ranks, and kills them at the second or when their time is up.
 
     Attributes:
         started: the ranks run the program. Before that they have nothing to end in order, and SIGTERM ends an

@@ -60,13 +60,15 @@ class _Process:
 
 @dataclass(slots=True)
 class Output:
-    """Where ranks write: rank 0 to the terminal or, as the others do, to a log in `folder` or a file without name."""
+    """Destination of the ranks' output: rank 0's the terminal or, as the others', a log in `folder` or a file without
+    name.
+    """
 
     folder: Path | None = None
     terminal: bool = True
 
     def file_of(self, rank: int) -> IO[bytes] | None:
-        """The open file of a rank; None for the terminal."""
+        """Return the open file for a rank's output, or None for the terminal."""
         if rank == 0 and self.terminal:
             return None
         if self.folder is None:
@@ -77,7 +79,7 @@ class Output:
 
 @dataclass(slots=True)
 class LocalRanks:
-    """`size` connected ranks on this machine.
+    """A number of connected ranks on this machine.
 
     Args:
         timeout_seconds: for joining the job, and for each collective where the platform can limit that.
@@ -118,7 +120,7 @@ class LocalRanks:
             raise
 
     def run(self, target: str, args: tuple[Any, ...], timeout_seconds: float | None) -> list[Any]:
-        """Run the function named `target` on every rank; the results by rank.
+        """Run the function named `target` on every rank and return the results by rank.
 
         Raises:
             LaunchError: a rank failed or the time is up; none is left then.
@@ -194,7 +196,7 @@ class LocalRanks:
             process.connection.send(message)
 
     def _collect(self, processes: Sequence[_Process], timeout_seconds: float | None) -> list[Any]:
-        """One answer of each of `processes`; fails as soon as any rank does."""
+        """Return one answer of each of `processes`; raise as soon as any rank fails."""
         answers: dict[int, Any] = {}
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while len(answers) < len(processes):
@@ -207,7 +209,7 @@ class LocalRanks:
         return [answers[process.rank] for process in processes]
 
     def _messages(self, timeout_seconds: float | None) -> Iterator[tuple[_Process, Any]]:
-        """The answers that are there or come first; failures are noted in their processes."""
+        """Yield the answers that are there or come first; note failures in their processes."""
         alive = {process.connection: process for process in self._processes if not process.gone}
         for connection in wait(list(alive), timeout_seconds):
             process = alive[connection]  # type: ignore[index]
@@ -227,7 +229,7 @@ class LocalRanks:
             process.failure = failure_of_end(_exit_code(process), process.tail())
 
     def _failed(self) -> LaunchError:
-        """The error for the user, after giving other ranks a moment to say theirs: the cause may be there."""
+        """Return the error for the user, after giving other ranks a moment to tell theirs: the cause may be there."""
         deadline = time.monotonic() + _OTHERS_SECONDS
         while any(not p.failure and not p.gone for p in self._processes) and time.monotonic() < deadline:
             for _ in self._messages(_remaining(deadline)):
@@ -268,7 +270,7 @@ class LocalRanks:
 
 
 class _AddressTaken(LaunchError):
-    """Another process took the port between its choice and its use."""
+    """Failure to start because another process took the port between its choice and its use."""
 
 
 def _remaining(deadline: float | None) -> float | None:
@@ -276,7 +278,7 @@ def _remaining(deadline: float | None) -> float | None:
 
 
 def _is_launchers(name: str) -> bool:
-    """Variables of a launcher above this process, which must not reach ranks of another job."""
+    """Return whether a variable is a launcher's above this process; ranks of another job must not see it."""
     return name.startswith(("TORCHELASTIC_", "MS_SCHED_", "MS_NODE_", "MS_WORKER_")) or name in (
         "GROUP_RANK",
         "ROLE_RANK",
@@ -289,7 +291,9 @@ def _is_launchers(name: str) -> bool:
 
 
 def _exit_code(process: _Process) -> int | None:
-    """The exit code of a rank whose pipe is closed; left to be reaped, so that its group can be signalled."""
+    """Return the exit code of a rank whose pipe is closed. The process is left to be reaped, so that its group can be
+    signalled.
+    """
     deadline = time.monotonic() + 1.0
     while time.monotonic() < deadline:
         found = os.waitid(os.P_PID, process.popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)

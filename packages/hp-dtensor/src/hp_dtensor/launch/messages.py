@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a rank is told first."""
+    """First message to a rank: its place in the job."""
 
     platform: str
     rank: int
@@ -19,7 +19,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """An exception in a rank: where it was (`start` or `run`), what it was, and when, on the machine's clock."""
+    """Report of an exception in a rank: the phase (`start` or `run`), the exception, and its time."""
 
     phase: str
     what: str
@@ -29,14 +29,14 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """A function's result."""
+    """Report of a function's result."""
 
     value: Any
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A function to run, by name; the arguments stay pickled until its module is there."""
+    """Request to run a function, by name. The arguments stay pickled until the function's module is there."""
 
     target: str
     args: bytes

@@ -1,4 +1,4 @@
-"""Ranks that stay: for tests, where starting processes takes longer than what they do."""
+"""Ranks that stay for several calls: for tests, where starting processes takes longer than the calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hp_dtensor.platform.selection import get_platform
 
 
 class RankPool:
-    """`num_ranks` connected local processes, started when first needed and again after any failure.
+    """A pool of `num_ranks` connected local processes, started when first needed and again after any failure.
 
     A context manager; `close` ends the processes, and so does the end of this process, however it comes.
 
@@ -29,7 +29,7 @@ class RankPool:
         self._ranks: LocalRanks | None = None
 
     def run(self, target: str | Callable[..., Any], *args: Any, timeout_seconds: float | None = 300.0) -> list[Any]:
-        """Run `target(*args)` on every rank; the results by rank.
+        """Run `target(*args)` on every rank and return the results by rank.
 
         Args:
             target: a top-level function, or its name, `"module:function"`.

@@ -89,7 +89,7 @@ def _join(link: Link, setup: Setup) -> Platform:
 
 
 def _leave(code: int) -> NoReturn:
-    """End as processes of multiprocessing do: threads of frameworks may abort an interpreter that is taken down."""
+    """End the process as multiprocessing does: threads of frameworks may abort an interpreter that is taken down."""
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.current_thread():
             thread.join()
@@ -101,7 +101,7 @@ def _leave(code: int) -> NoReturn:
 
 
 def _serve(link: Link) -> bool:
-    """Whether all that was asked was done."""
+    """Run what the parent asks for until it ends or something fails, and return whether all was done."""
     while (request := link.receive()) is not None:
         try:
             answer: Returned | Failed = Returned(_run(request))
@@ -138,7 +138,7 @@ def _free_port() -> int:
 
 
 def _die_with(parent: int, parent_is_main_thread: bool) -> None:
-    """Be killed with the parent even while native code holds the interpreter and no thread can run.
+    """Have this process killed with its parent even while native code holds the interpreter and no thread can run.
 
     Linux sends the signal when the *thread* that started this process ends, so only the main one counts.
     """

@@ -18,7 +18,7 @@ _SCRIPT_MODULE = "__hp_main__"
 
 
 def target_name(target: str | Callable[..., Any]) -> str:
-    """The name by which another process finds `target`.
+    """Return the name by which another process finds `target`.
 
     Raises:
         LaunchError: it is a lambda, a local function or a method, or belongs to an interactive session.
@@ -59,7 +59,7 @@ def _module_of(target: Callable[..., Any]) -> str:
 
 
 def load_target(name: str) -> Callable[..., Any]:
-    """The function of a name that `target_name` gave in another process."""
+    """Return the function of a name that `target_name` gave in another process."""
     module_name, _, attribute = name.rpartition(":")
     module = _load_script(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
     found: Callable[..., Any] = operator.attrgetter(attribute)(module)

@@ -27,7 +27,7 @@ def clip_grad_norm_(
     platform: Platform | None = None,
     copies_over: DeviceMesh | None = None,
 ) -> Tensor:
-    """Scale all gradients so that their joint norm is at most `max_norm`; returns the norm before that.
+    """Scale all gradients so that their joint norm is at most `max_norm`, and return the norm before that.
 
     Every rank of the world calls it with its own shards. Plain parameters count as equal on all ranks, and a
     DTensor on a smaller mesh, such as `mesh["tp"]`, as one of equal ones that tile the world. One all-reduce of
@@ -61,7 +61,7 @@ def clip_grad_norm_(
 def total_norm(
     tensors: Iterable[Tensor], norm_type: float, platform: Platform, copies_over: DeviceMesh | None = None
 ) -> Tensor:
-    """The joint norm of tensors of any layouts; see `clip_grad_norm_`."""
+    """Return the joint norm of tensors of any layouts; see `clip_grad_norm_`."""
     ops, world = platform.ops, current_world(platform)
     holders = world.size if copies_over is None else copies_over.size()
     tensors = list(tensors)
@@ -92,7 +92,7 @@ def _check_tiling(tensors: Iterable[Tensor], holders: int, world: World) -> None
 
 
 def _by_distinct_shards(platform: Platform, tensors: Iterable[Tensor]) -> dict[int, list[Tensor]]:
-    """Local shards by the number of different shards that exist: each is held by holders / number ranks."""
+    """Group local shards by the number of different shards that exist: each is held by holders / number ranks."""
     groups: dict[int, list[Tensor]] = defaultdict(list)
     for x in tensors:
         distinct = x.spec.mesh.size() // x.spec.num_replicas() if isinstance(x, DTensor) else 1
@@ -114,7 +114,7 @@ def _largest(platform: Platform, tensors: Iterable[Tensor]) -> Tensor:
 def _reduce(
     platform: Platform, world: World, x: Tensor, op: str, tensors: Sequence[Tensor], copies_over: DeviceMesh | None
 ) -> Tensor:
-    """`x` reduced over all ranks, together with two numbers by which ranks know that they reduce the same."""
+    """Return `x` reduced over all ranks, together with two numbers by which ranks know that they reduce the same."""
     mark = 0.0 if copies_over is not None else _mark(tensors, world.size)
     marks = (mark, -mark) if op == "max" else (mark, mark * mark)
     both = platform.ops.cat([platform.ops.reshape(x, (1,)), _on_device(platform, x, marks)], 0)
@@ -139,7 +139,7 @@ def _on_device(platform: Platform, like: Tensor, values: Sequence[float]) -> Ten
 
 
 def _mark(tensors: Sequence[Tensor], size: int) -> float:
-    """A small whole number that depends on the tensors' global shapes and the sizes of their meshes.
+    """Return a small whole number that depends on the tensors' global shapes and the sizes of their meshes.
 
     Sums of `size` of its squares are exact in float32.
     """

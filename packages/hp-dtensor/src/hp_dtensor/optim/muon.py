@@ -22,12 +22,14 @@ Tensor = Any
 
 @dataclass(frozen=True, kw_only=True)
 class MuonOptions:
-    """Attributes:
-    momentum, nesterov: of the running mean of gradients.
-    weight_decay: decoupled, times the learning rate.
-    steps, coefficients, eps: of the Newton-Schulz iteration.
-    match_rms: scale updates to the size of AdamW's (arXiv 2502.16982); else by the root of rows per column.
-    compute_dtype: of the iteration and of what travels.
+    """Options of `Muon`.
+
+    Attributes:
+        momentum, nesterov: of the running mean of gradients.
+        weight_decay: decoupled, times the learning rate.
+        steps, coefficients, eps: of the Newton-Schulz iteration.
+        match_rms: scale updates to the size of AdamW's (arXiv 2502.16982); else by the root of rows per column.
+        compute_dtype: of the iteration and of what travels.
     """
 
     momentum: float = 0.95
@@ -40,13 +42,13 @@ class MuonOptions:
     compute_dtype: str = "bfloat16"
 
     def scale(self, shape: tuple[int, ...]) -> float:
-        """What the learning rate is multiplied by for a matrix of `shape`."""
+        """Return the factor of the learning rate for a matrix of `shape`."""
         rows, columns = shape
         return 0.2 * math.sqrt(max(rows, columns)) if self.match_rms else math.sqrt(max(1.0, rows / columns))
 
 
 class Muon:
-    """Updates matrices: 2-D parameters, DTensors of any placements but partial, or plain.
+    """Optimizer of matrices: 2-D parameters, DTensors of any placements but partial, or plain.
 
     Every rank of the parameters' meshes calls `step`, which communicates: two all-to-alls per mesh.
 
@@ -92,7 +94,7 @@ class Muon:
             self.platform.set_grad(parameter, None)
 
     def state(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """The momentum of each parameter by name, laid out as the parameter."""
+        """Return the momentum of each parameter by name, laid out as the parameter."""
         return {name: {"momentum_buffer": momentum} for name, momentum in self._momenta.items()}
 
     def _zeros(self, parameter: Tensor) -> Tensor:
@@ -100,7 +102,7 @@ class Muon:
         return self.platform.wrap(zeros, parameter.spec) if isinstance(parameter, DTensor) else zeros
 
     def _direction(self, name: str, grad: Tensor) -> Tensor:
-        """The momentum with `grad` taken in, on the shard, in the dtype of the iteration."""
+        """Return the momentum with `grad` taken in, on the shard, in the dtype of the iteration."""
         ops, options = self.platform.ops, self.options
         momentum = self.platform.unwrap(self._momenta[name])
         new = _mix(ops, momentum, grad, 1.0 - options.momentum)
@@ -116,7 +118,7 @@ class Muon:
         return {name: updates[name] if name in updates else self._newton_schulz(x) for name, x in directions.items()}
 
     def _newton_schulz(self, matrix: Tensor) -> Tensor:
-        """The nearest matrix with singular values near one."""
+        """Return the nearest matrix with singular values near one."""
         ops, (a, b, c) = self.platform.ops, self.options.coefficients
         tall = matrix.shape[0] > matrix.shape[1]
         x = ops.transpose(matrix, 0, 1) if tall else matrix
@@ -137,7 +139,7 @@ class Muon:
 
 
 def _mix(ops: Any, x: Tensor, y: Tensor, share: float) -> Tensor:
-    """x + share * (y - x)."""
+    """Return x + share * (y - x)."""
     return ops.add(x, ops.mul(ops.sub(y, x), share))
 
 

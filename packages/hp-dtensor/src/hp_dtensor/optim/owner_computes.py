@@ -24,7 +24,7 @@ Compute = Callable[[Tensor], Tensor]
 
 
 def at_owners(locals_: Sequence[Tensor], specs: Sequence[TensorSpec], compute: Compute) -> list[Tensor]:
-    """The shards of `compute(whole)` for every tensor, each computed by one rank.
+    """Return the shards of `compute(whole)` for every tensor, each computed by one rank.
 
     Args:
         locals_: this rank's shards, plain and all of one dtype; specs of the same mesh may mix any placements.
@@ -57,7 +57,7 @@ def at_owners(locals_: Sequence[Tensor], specs: Sequence[TensorSpec], compute: C
 
 
 def assign_owners(costs: Sequence[float], num_owners: int) -> list[int]:
-    """An owner per task: the dearest first, each to the least loaded (the longest-processing-time rule)."""
+    """Return an owner per task: the dearest first, each to the least loaded (the longest-processing-time rule)."""
     loads = [0.0] * num_owners
     owners = [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
@@ -73,7 +73,7 @@ Piece = tuple[int, Coordinate]
 
 @dataclass(frozen=True)
 class _Trip:
-    """Who owns what, and what this rank sends and gets, by rank of the mesh in its order.
+    """Owners of a list of tensors, and what this rank sends and gets, by rank of the mesh in its order.
 
     Attributes:
         leaving: per rank, the tensors whose shard of this rank it needs as owner.
@@ -94,7 +94,7 @@ class _Trip:
         return [index for index, owner in enumerate(self.owners) if owner == self.me]
 
     def numel(self, tensor: int, position: int) -> int:
-        """Elements of a rank's shard."""
+        """Return the number of elements of a rank's shard."""
         ranges = self.specs[tensor].ranges(self.coordinates[position])
         return math.prod(sum(stop - start for start, stop in dim) for dim in ranges)
 
@@ -120,7 +120,9 @@ def _cost(shape: tuple[int, ...]) -> float:
 
 
 def _sends(spec: TensorSpec, coordinate: Coordinate, owner: Coordinate) -> bool:
-    """Of replicas, the one that the owner shares its place on the replicated axes with."""
+    """Return whether a rank sends its shard: of replicas, the one does that has the owner's place on the replicated
+    axes.
+    """
     return all(
         not placement.is_replicate() or mine == its
         for placement, mine, its in zip(spec.placements, coordinate, owner, strict=True)
@@ -162,7 +164,7 @@ class _Traveller:
         return results
 
     def _exchange(self, pieces: Sequence[Tensor], sizes: list[int], expected: list[int], dtype: Any) -> Tensor:
-        """One all-to-all of elements; `pieces` in rank order."""
+        """Run one all-to-all of elements; `pieces` are in rank order."""
         flat = [self.ops.reshape(piece, (-1,)) for piece in pieces if math.prod(piece.shape)]
         sent = self.platform.contiguous(self.ops.cat(flat, 0)) if flat else self.platform.empty((0,), dtype)
         arrived = self.platform.empty((sum(expected),), dtype)
@@ -170,7 +172,7 @@ class _Traveller:
         return arrived
 
     def _pieces(self, flat: Tensor, tensors: Sequence[Sequence[int]]) -> Iterator[tuple[tuple[int, int], Tensor]]:
-        """((tensor, rank), its elements) of what has arrived."""
+        """Yield ((tensor, rank), its elements) of what has arrived."""
         start = 0
         for rank, theirs in enumerate(tensors):
             for t in theirs:
@@ -179,7 +181,7 @@ class _Traveller:
                 start += count
 
     def _cut(self, whole: Tensor, tensor: int, rank: int) -> Tensor:
-        """A rank's shard of a whole tensor."""
+        """Return a rank's shard of a whole tensor."""
         for dim, ranges in enumerate(self.trip.specs[tensor].ranges(self.trip.coordinates[rank])):
             parts = [self.ops.narrow(whole, dim, start, stop - start) for start, stop in ranges if start < stop]
             if not parts:
@@ -189,7 +191,9 @@ class _Traveller:
 
 
 def _parts(traveller: _Traveller, tensor: int, rank: int, piece: Tensor) -> Iterator[tuple[Compute, Tensor]]:
-    """Per contiguous box of a shard: the view of a whole tensor there, and the shard's elements for it."""
+    """Yield, per contiguous box of a shard, a function to the view of a whole tensor there, and the shard's elements
+    for it.
+    """
     ops = traveller.ops
     ranges = traveller.trip.specs[tensor].ranges(traveller.trip.coordinates[rank])
     sizes = tuple(sum(stop - start for start, stop in dim) for dim in ranges)

@@ -37,7 +37,7 @@ _building = _Building()
 
 @contextlib.contextmanager
 def building(platform: Platform | str | None = None) -> Iterator[Platform]:
-    """Modules made inside the block belong to `platform` (default: the selected one)."""
+    """Make the modules of the block belong to `platform` (default: the selected one)."""
     chosen = get_platform(platform)
     _building.platforms.append(chosen)
     try:
@@ -69,7 +69,7 @@ class Module:
         return self.platform.ops
 
     def parameter(self, shape: Sequence[int], dtype: str = "float32", requires_grad: bool = True) -> Tensor:
-        """A zero-filled parameter; `hp_dtensor.init_parameters` gives it its values."""
+        """Return a zero-filled parameter; `hp_dtensor.init_parameters` gives it its values."""
         zeros = self.platform.zeros(tuple(shape), self.platform.dtype(dtype))
         return self.platform.Parameter(zeros, requires_grad=requires_grad)
 

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def checkpoint(function: Callable[..., Tensor], x: Tensor, *args: Any, platform: Platform) -> Tensor:
-    """`function(x, *args)`, computed again in backward instead of keeping what it would need there.
+    """Return `function(x, *args)`, computed again in backward instead of keeping what it would need there.
 
     Forward and recomputation must do the same: what is decided from data goes through `kept`, random operations have
     no place in `function`. Where nothing is recorded, or `x` needs no gradient, this is a plain call.
@@ -65,7 +65,7 @@ def checkpoint(function: Callable[..., Tensor], x: Tensor, *args: Any, platform:
 
 
 def kept(decide: Callable[[], T]) -> T:
-    """`decide()`; while `checkpoint` computes again, what the same call gave the first time.
+    """Return `decide()` or, while `checkpoint` computes again, the value that the same call gave the first time.
 
     For decisions from data (which experts a token goes to), for counting, and for what is dear and needs no gradient.
     """
@@ -74,13 +74,13 @@ def kept(decide: Callable[[], T]) -> T:
 
 
 def is_checkpointed() -> bool:
-    """Whether what runs now is part of a training pass that is not recorded because it is computed again."""
+    """Return whether the current code is part of a training pass that is not recorded because it is computed again."""
     return _current.get() is not None
 
 
 @contextlib.contextmanager
 def for_given_inputs() -> Iterator[None]:
-    """The backward of what the block computes will be to given inputs: `checkpoint` is refused at once.
+    """Refuse `checkpoint` in the block, because the backward of its results will be to given inputs.
 
     Where none of the inputs lies in front of it, the backward itself would not come by and notice.
     """
@@ -92,7 +92,7 @@ def for_given_inputs() -> Iterator[None]:
 
 
 class _Decisions:
-    """What one call of `checkpoint` decided, in order; a call within another one takes over the decisions of that."""
+    """Decisions of one call of `checkpoint`, in order; a nested call takes over those of the outer one."""
 
     def __init__(self, outer: _Decisions | None) -> None:
         self._outer = outer
@@ -147,7 +147,7 @@ def _within(decisions: _Decisions) -> Iterator[None]:
 
 
 def _way_back(x: Tensor) -> Callable[[Tensor], Tensor]:
-    """From a local tensor to one like `x`."""
+    """Return a function from a local tensor to one like `x`."""
     if not isinstance(x, DTensor):
         return lambda local: local
     return functools.partial(DTensor.from_local, device_mesh=x.device_mesh, placements=x.placements, shape=x.spec.shape)

@@ -73,6 +73,8 @@ class _CutLayer(ParallelStyle):
         def before(m: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             return (bring(first_input(m, args), device_mesh, given, wanted), *args[1:]), kwargs
 
+        # A replicated input of a column-wise layer gets a different gradient from each rank's columns. The varying view
+        # that `linear` takes of it sums them, so no hook of the backward is needed here.
         def after(m: Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             output = output.redistribute(placements=(result,))
             return output.to_local() if self.use_local_output else output

@@ -36,7 +36,7 @@ Tensor = Any
 
 @dataclass(frozen=True)
 class AcrossPlan:
-    """From a spec on one mesh to a spec on another.
+    """A redistribution from a spec on one mesh to a spec on another, ready to run.
 
     Attributes:
         before, after: the plans within the source's and within the target's mesh.
@@ -52,12 +52,12 @@ class AcrossPlan:
 
     @property
     def wire_bytes(self) -> float:
-        """Sent per rank, the mean over the ranks of both meshes."""
+        """Bytes sent per rank, the mean over the ranks of both meshes."""
         within = [plan.wire_bytes * plan.source.mesh.size() for plan in (self.before, self.after)]
         return (sum(within) + self._elements * self.itemsize) / len(self.ranks)
 
     def run(self, local: Tensor) -> Tensor:
-        """This rank's `local` (plain; empty outside the source's mesh) redistributed; differentiable.
+        """Return this rank's `local` (plain; empty outside the source's mesh) redistributed; differentiable.
 
         The backward communicates too: the gradient must flow on every rank of both meshes.
         """
@@ -91,7 +91,9 @@ class AcrossPlan:
 
     @functools.cached_property
     def _recipe(self) -> Recipe:
-        """How the parts are put together: along each dimension they are cut at the same places everywhere."""
+        """Recipe that puts the received parts together. All parts are cut at the same places along each dimension, so
+        they form a grid.
+        """
         shape = self.after.source.local_shape
         if 0 in shape:
             return Zeros(shape)
@@ -106,7 +108,7 @@ class AcrossPlan:
 
     @functools.cached_property
     def _sends(self) -> list[Region | None]:
-        """For each rank of the group the region of this rank's part that it gets."""
+        """Regions of this rank's local tensor for each rank of the group, None for ranks that get nothing."""
         source, me = self.before.target, self.source.mesh.world.rank
         result: list[Region | None] = [None] * len(self.ranks)
         if source.mesh.get_coordinate() is None:
@@ -121,7 +123,7 @@ class AcrossPlan:
 
     @functools.cached_property
     def _receives(self) -> dict[int, Region]:
-        """Index of the sending rank in the group -> the region of this rank's result."""
+        """Regions of this rank's result by the index in the group of the rank that sends them."""
         me = self.source.mesh.world.rank
         wanted = self._wanting.get(me)
         result: dict[int, Region] = {}
@@ -136,7 +138,7 @@ class AcrossPlan:
 
     @functools.cached_property
     def _elements(self) -> int:
-        """That all ranks together receive from others."""
+        """Number of elements that all ranks together receive from others."""
         total = 0
         for receiver, wanted in self._wanting.items():
             for coordinate, held in self._owners:
@@ -146,14 +148,14 @@ class AcrossPlan:
 
     @functools.cached_property
     def _wanting(self) -> dict[int, tuple[Ranges, ...]]:
-        """What each rank of the target's mesh will hold; ranks with nothing are left out."""
+        """Index ranges that each rank of the target's mesh will hold; ranks with nothing are left out."""
         spec = self.after.source
         held = {spec.mesh.rank_at(where): spec.ranges(where) for where in _coordinates(spec.mesh.shape)}
         return {rank: ranges for rank, ranges in held.items() if all(ranges)}
 
     @functools.cached_property
     def _owners(self) -> list[tuple[tuple[int, ...], tuple[Ranges, ...]]]:
-        """Coordinates in the source's mesh, one for each different part, and the parts."""
+        """Coordinates in the source's mesh, one for each different part, and the parts' index ranges."""
         spec = self.before.target
         choices = [
             range(n) if p.is_shard() else range(1) for n, p in zip(spec.mesh.shape, spec.placements, strict=True)
@@ -161,7 +163,9 @@ class AcrossPlan:
         return [(where, spec.ranges(where)) for where in itertools.product(*choices)]
 
     def _sender(self, receiver: int, owner: Sequence[int] | None) -> int:
-        """Of the ranks that hold what `owner` holds, the receiver itself, else one by turns."""
+        """Return the global rank that sends to `receiver` what `owner` holds: the receiver itself if it holds that too,
+        else one of the replicas, which take turns.
+        """
         assert owner is not None
         spec = self.before.target
         replicas = [
@@ -182,7 +186,7 @@ class AcrossPlan:
 
 @functools.lru_cache(maxsize=256)
 def plan_across(source: TensorSpec, target: TensorSpec, itemsize: int = 4) -> AcrossPlan:
-    """The plan from one mesh to another. Its cost grows with the numbers of ranks of both.
+    """Return the plan from one mesh to another; it takes time in proportion to the ranks of both.
 
     Raises:
         PlacementError: different shapes, or meshes of different worlds.
@@ -200,7 +204,9 @@ def plan_across(source: TensorSpec, target: TensorSpec, itemsize: int = 4) -> Ac
 
 
 def _movable(spec: TensorSpec, divide: bool) -> TensorSpec:
-    """Without partial results (reduced to shards where that is even, if `divide`) and ragged shards."""
+    """Return `spec` without partial results and ragged shards, which only its own mesh can undo. Partial results become
+    shards where those are even and `divide` is true, and replicas elsewhere.
+    """
     result: list[Placement] = []
     for axis, placement in enumerate(spec.placements):
         if isinstance(placement, RaggedShard):
@@ -224,13 +230,13 @@ def _coordinates(mesh_shape: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _common(first: Ranges, second: Ranges) -> Ranges:
-    """The intersection of two lists of ascending ranges."""
+    """Return the intersection of two lists of ascending ranges."""
     pairs = ((max(a, c), min(b, d)) for a, b in first for c, d in second)
     return tuple((start, stop) for start, stop in pairs if start < stop)
 
 
 def _cell(owners: dict[tuple[Runs, ...], int], chosen: tuple[tuple[tuple[int, int], Runs], ...]) -> Recipe:
-    """The part of a message that fills one run per dimension of the result."""
+    """Return the part of a message that fills one run per dimension of the result."""
     within = [((sum(n for start, n in runs if start < offset), length),) for (offset, length), runs in chosen]
     sizes = [sum(length for _, length in runs) for _, runs in chosen]
     return Part(owners[tuple(runs for _, runs in chosen)], Region(within, sizes))

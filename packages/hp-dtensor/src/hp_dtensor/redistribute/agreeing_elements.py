@@ -1,4 +1,4 @@
-"""For how many elements a source and a target agree on who has them."""
+"""Number of elements for which some rank that holds them in a source also wants them in a target."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_PARTS = 1024
 
 
 def agreeing(shape: Sequence[int], mesh_shape: Sequence[int], source: Placements, target: Placements) -> int:
-    """How many elements have the same digit in `source` and `target` on every axis that cuts in both.
+    """Return the number of elements with the same digit in `source` and `target` on every axis that cuts in both.
 
     Those are the elements for which some rank that holds them is one that wants them. Dimensions that are cut
     unevenly, in a new order and into more than `MOST_PARTS` parts count as if their cuts were even.
@@ -43,7 +43,7 @@ def _parts(mesh_shape: Sequence[int], source: Placements, target: Placements) ->
 def _as_if_even(
     shape: Sequence[int], mesh_shape: Sequence[int], source: Placements, target: Placements, shared: set[int]
 ) -> int:
-    """The share of agreeing elements in a tensor that every cut divides, or were the axes independent.
+    """Return the number of agreeing elements in the proportion of a tensor that every cut divides.
 
     Never all of them: that would mean that nothing needs to move.
     """
@@ -73,7 +73,7 @@ _Counts = tuple[tuple[int, ...], dict[tuple[int, ...], int]]
 
 
 def _same_cuts(first: Sequence[Cut], second: Sequence[Cut]) -> set[int]:
-    """The axes of the common outer cuts: their digits always agree."""
+    """Return the axes of the outer cuts that both have in common: on these the digits always agree."""
     pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
     return {cut[0] for cut, _ in pairs}
 
@@ -93,7 +93,7 @@ def _count(
 
 
 def _joined(counts: Sequence[_Counts]) -> int:
-    """The number of combinations of one index per dimension whose digits agree on every axis."""
+    """Return the number of combinations of one index per dimension whose digits agree on every axis."""
     axes: tuple[int, ...] = ()
     found: dict[tuple[int, ...], int] = {(): 1}
     for more_axes, more in counts:

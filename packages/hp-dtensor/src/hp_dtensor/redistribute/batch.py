@@ -25,7 +25,7 @@ BUCKET_BYTES = 32 * 2**20
 def run_data_together(
     plans: Sequence[RedistributePlan], locals_: Sequence[Tensor], bucket_bytes: int = BUCKET_BYTES
 ) -> list[Tensor]:
-    """What `run_data` gives for each plan and local tensor.
+    """Return the result of `run_data` for each plan and its local tensor, sharing collectives.
 
     Args:
         bucket_bytes: what is sent together at most, per rank; a tensor above that goes alone and is not copied.
@@ -42,7 +42,7 @@ def run_data_together(
 
 
 def _buckets(due: dict[int, Step], data: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[int]]:
-    """Which steps go together, of those to be taken."""
+    """Yield the indices of the steps that go together."""
     filling: dict[Hashable, tuple[float, list[int]]] = {}
     for index, step in due.items():
         key = _kind(step, data[index])
@@ -56,7 +56,7 @@ def _buckets(due: dict[int, Step], data: Sequence[Tensor], bucket_bytes: int) ->
 
 
 def _kind(step: Step, x: Tensor) -> Hashable:
-    """What steps that go together have in common."""
+    """Return a key that is equal for steps which may share a collective."""
     if isinstance(step, Collective):
         return type(step), step.group, step.op, x.dtype, step.platform.device_of(x)
     if isinstance(step, Exchange) and step.axes:
@@ -80,7 +80,7 @@ def _run_together(steps: Sequence[Any], locals_: Sequence[Tensor]) -> list[Tenso
 
 
 def _collect(steps: Sequence[Collective], locals_: Sequence[Tensor]) -> list[Tensor]:
-    """One collective: each block holds those of all tensors, one after the other."""
+    """Run steps as one collective, of which each block holds the blocks of all tensors, one after the other."""
     first = steps[0]
     platform, ops, num_blocks = first.platform, first.platform.ops, first.blocks_sent
     shapes = []
@@ -103,7 +103,7 @@ def _collect(steps: Sequence[Collective], locals_: Sequence[Tensor]) -> list[Ten
 
 
 def _exchange(steps: Sequence[Exchange], locals_: Sequence[Tensor]) -> list[Tensor]:
-    """One exchange: a message holds what a rank gets of all tensors, one after the other."""
+    """Run steps as one exchange, of which each message holds all that a rank gets, one tensor after the other."""
     platform, group, like = steps[0].platform, steps[0].group, locals_[0]
     leaving: list[list[Tensor]] = [[] for _ in range(group.size)]
     arriving: list[list[int]] = [[] for _ in range(group.size)]
@@ -131,5 +131,5 @@ def _exchange(steps: Sequence[Exchange], locals_: Sequence[Tensor]) -> list[Tens
 
 
 def _own(platform: Platform, part: Tensor) -> Tensor:
-    """A contiguous tensor of its own, that neither keeps its bucket alive nor is changed with others."""
+    """Return a contiguous copy, which neither keeps its bucket alive nor changes with its neighbours."""
     return platform.contiguous(platform.ops.clone(part))

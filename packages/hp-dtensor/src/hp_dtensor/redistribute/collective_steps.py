@@ -42,22 +42,22 @@ class Collective(Step):
 
     @abstractmethod
     def pack(self, local: Tensor) -> Tensor:
-        """The blocks that go out, contiguous."""
+        """Return the blocks that go out, contiguous."""
 
     @abstractmethod
     def communicate(self, landed: Tensor, sent: Tensor, async_op: bool) -> Work:
-        """The collective, which may write to `sent` too."""
+        """Start the collective, which may write to `sent` too."""
 
     def unpack(self, landed: Tensor) -> Tensor:
-        """The step's result of the blocks that have come in."""
+        """Return the step's result from the blocks that have come in."""
         return landed
 
     def landing_shape(self, sent: Sequence[int]) -> tuple[int, ...]:
-        """That of the blocks that come in for blocks of shape `sent`."""
+        """Return the shape of the blocks that come in for blocks of shape `sent`."""
         return (sent[0] // self.blocks_sent * self.blocks_landed, *sent[1:])
 
     def landing(self, sent: Tensor) -> Tensor:
-        """Memory for the blocks that come in."""
+        """Return memory for the blocks that come in."""
         platform = self.platform
         return platform.empty(self.landing_shape(sent.shape), sent.dtype, platform.device_of(sent))
 
@@ -70,12 +70,12 @@ class Collective(Step):
         return self._digits(self.target)
 
     def _digits(self, placements: Placements) -> list[tuple[int, int]]:
-        """(dimension, number of parts) for each axis, which cuts one."""
+        """Return (dimension, number of parts) for each axis of the step, all of which cut one."""
         return [(placements[a].dim, self.mesh.shape[a]) for a in self.axes]  # type: ignore[attr-defined]
 
 
 class AllGather(Collective):
-    """Equal shards, innermost in their dimensions, become whole on every rank of the axes."""
+    """All-gather: equal shards, innermost in their dimensions, become whole on every rank of the axes."""
 
     blocks_sent = 1
 
@@ -94,7 +94,7 @@ class AllGather(Collective):
 
 
 class ReduceScatter(Collective):
-    """Partial results become equal shards, innermost in their dimensions."""
+    """Reduce-scatter: partial results become equal shards, innermost in their dimensions."""
 
     blocks_landed = 1
 
@@ -110,7 +110,7 @@ class ReduceScatter(Collective):
 
 
 class AllReduce(Collective):
-    """Partial results are reduced on every rank of the axes."""
+    """All-reduce: partial results are reduced on every rank of the axes."""
 
     blocks_sent = blocks_landed = 1
 
@@ -128,7 +128,7 @@ class AllReduce(Collective):
 
 
 class AllToAll(Collective):
-    """Equal shards of one dimension, innermost there, become equal shards of another, innermost there too."""
+    """All-to-all: equal shards of one dimension, innermost there, become equal shards of another, innermost there."""
 
     @property
     def blocks_sent(self) -> int:
@@ -149,7 +149,9 @@ class AllToAll(Collective):
 
 
 def _digits_to_dims(platform: Platform, blocks: Tensor, digits: Sequence[Any]) -> Tensor:
-    """Equal blocks, one after the other in dim 0, put where their digits (dim, number) say."""
+    """Return the tensor of which `blocks` holds equal blocks, one after the other in dim 0, each put where its digits
+    (dim, number) say.
+    """
     if all(dim == 0 for dim, _ in digits):
         return blocks
     counts = [n for _, n in digits]
@@ -164,7 +166,7 @@ def _digits_to_dims(platform: Platform, blocks: Tensor, digits: Sequence[Any]) -
 
 
 def _dims_to_digits(platform: Platform, x: Tensor, digits: Sequence[Any]) -> Tensor:
-    """A copy with the blocks at the digits (dim, number) one after the other in dim 0."""
+    """Return a copy of `x` as equal blocks, one after the other in dim 0 in the order of their digits (dim, number)."""
     expanded: list[int] = []
     block: list[int] = []
     where: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""What a step costs: bytes on the wire first, seconds by latency and bandwidth next."""
+"""The cost of a step: bytes on the wire, and seconds by latency and bandwidth."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class CostModel:
 
     @property
     def depends_on_size(self) -> bool:
-        """Whether tensors of different sizes that are cut alike may have different cheapest plans."""
+        """Return whether tensors of different sizes that are cut alike may have different cheapest plans."""
         same_everywhere = isinstance(self.latency, (int, float)) and isinstance(self.bandwidth, (int, float))
         return self.minimize == "seconds" or not same_everywhere
 
     def seconds(self, name: str, axes: Iterable[str], wire_bytes: float) -> float:
-        """The time of a step over named axes in which a rank sends `wire_bytes` on average."""
+        """Return the time of a step over named axes in which a rank sends `wire_bytes` on average."""
         axes = list(axes)
         if not axes:
             return 0.0

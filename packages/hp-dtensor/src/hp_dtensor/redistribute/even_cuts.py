@@ -23,7 +23,7 @@ Digits = list[tuple[int, Span]]
 def agreeing_evenly(
     shape: Sequence[int], mesh_shape: Sequence[int], source: Placements, target: Placements, shared: Iterable[int]
 ) -> int | None:
-    """How many elements have equal digits in both on the axes `shared`; None where this way cannot tell."""
+    """Return the number of elements with equal digits in both on axes `shared`, or None if cuts are not even."""
     first, second = _spans(shape, mesh_shape, source), _spans(shape, mesh_shape, target)
     if first is None or second is None:
         return None
@@ -39,7 +39,7 @@ def agreeing_evenly(
 
 
 def _spans(shape: Sequence[int], mesh_shape: Sequence[int], placements: Placements) -> dict[int, Digits] | None:
-    """The digits that each axis takes."""
+    """Return the digits that each axis takes, or None if a cut is not even."""
     result: dict[int, Digits] = {}
     for dim, size in enumerate(shape):
         free: list[Span] = [(1, size)]
@@ -52,7 +52,7 @@ def _spans(shape: Sequence[int], mesh_shape: Sequence[int], placements: Placemen
 
 
 def _take(free: list[Span], cut: Cut, ranks: int) -> list[Span] | None:
-    """Take the leading free digits, for a strided shard those after its split factor."""
+    """Take the leading free digits; for a strided shard those after its split factor."""
     _, placement = cut
     if isinstance(placement, StridedShard):
         passed = _lead(free, placement.split_factor)
@@ -64,7 +64,7 @@ def _take(free: list[Span], cut: Cut, ranks: int) -> list[Span] | None:
 
 
 def _lead(free: list[Span], parts: int) -> list[Span] | None:
-    """Remove the leading digits that count `parts`; None where they cannot be told apart from the rest."""
+    """Remove the leading digits that count `parts` and return them, or None if the rest shares a digit."""
     taken: list[Span] = []
     while parts > 1:
         if not free:
@@ -81,7 +81,7 @@ def _lead(free: list[Span], parts: int) -> list[Span] | None:
 
 
 def _refine(bounds: list[set[int]], pairs: Sequence[tuple[Digits, Digits]]) -> bool:
-    """Split digits until both sides of every equation have the same; whether that is possible."""
+    """Split digits until both sides of every equation have the same ones, and return whether that is possible."""
     before = -1
     while before != (before := sum(map(len, bounds))):
         if not all(_is_chain(found) for found in bounds):
@@ -110,12 +110,12 @@ def _radices(digits: Digits) -> list[int]:
 
 
 def _counts(digits: Digits) -> list[int]:
-    """Into how many parts the leading digits cut, for each number of them."""
+    """Return the number of parts that the first one, two, ... of the digits cut into."""
     return list(itertools.accumulate(_radices(digits), int.__mul__))
 
 
 def _add(digits: Digits, counts: Iterable[int], bounds: list[set[int]]) -> None:
-    """Add the boundaries at which the leading digits count as many."""
+    """Add the boundaries at which the leading digits count one of `counts`."""
     passed = 1
     for dim, (low, high) in digits:
         for count in counts:
@@ -125,7 +125,7 @@ def _add(digits: Digits, counts: Iterable[int], bounds: list[set[int]]) -> None:
 
 
 def _restriction(equal: Sequence[tuple[tuple[int, Span], tuple[int, Span]]]) -> int:
-    """By what factor the equations make combinations of digits fewer."""
+    """Return the factor by which the equations make the combinations of digits fewer."""
     parent: dict[tuple[int, Span], tuple[int, Span]] = {}
 
     def root(digit: tuple[int, Span]) -> tuple[int, Span]:

@@ -18,7 +18,7 @@ Tensor = Any
 
 
 class Exchange(Step):
-    """Each rank receives exactly what it lacks; without axes, a change of the local data alone.
+    """Exchange in which each rank receives exactly what it lacks; without axes, a change of the local data alone.
 
     Args:
         ownership: who holds what before; see there.
@@ -42,11 +42,11 @@ class Exchange(Step):
         return self.assemble(local, received)
 
     def leaving(self, local: Tensor) -> list[tuple[int, Tensor]]:
-        """(rank in the group, what it gets), in the group's order."""
+        """Return (rank in the group, its message) in the group's order."""
         return [(i, self.platform.contiguous(region.of(self.platform, local))) for i, region in self._leaving]
 
     def start(self, local: Tensor) -> Callable[[], Tensor]:
-        """As one variable all-to-all of flat messages, which can go on by itself."""
+        """Begin one variable all-to-all of flat messages, which can go on by itself."""
         if not self.axes:
             return super().start(local)
         platform, group = self.platform, self.group
@@ -60,7 +60,7 @@ class Exchange(Step):
         return after(work, lambda: self.assemble(local, self._unpacked(flat)))
 
     def _flat(self, local: Tensor) -> Tensor:
-        """All messages that leave, one after the other."""
+        """Return all messages that leave, one after the other in one dimension."""
         platform = self.platform
         messages = [message for _, message in self.leaving(local)]
         if not messages:
@@ -77,7 +77,7 @@ class Exchange(Step):
         return received
 
     def assemble(self, local: Tensor, received: Received) -> Tensor:
-        """The step's result of what has come, by the coordinate that it comes from, and of what stays."""
+        """Return the step's result from the messages, by their senders' coordinates, and from what stays here."""
         platform, messages = self.platform, self._messages
         if messages.own is not None:
             received[self.coordinate] = messages.own.of(platform, local)
@@ -95,12 +95,12 @@ class Exchange(Step):
 
     @functools.cached_property
     def _leaving(self) -> list[tuple[int, Region]]:
-        """(rank in the group, region) in the group's order."""
+        """Pairs (rank in the group, region of the local tensor) in the group's order."""
         return sorted(((self._index[peer], region) for peer, region in self._messages.sends.items()), key=_first)
 
     @functools.cached_property
     def arriving(self) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-        """(rank in the group, its coordinate, shape) in the group's order."""
+        """Triples (rank in the group, its coordinate, shape of its message) in the group's order."""
         return sorted(((self._index[peer], peer, shape) for peer, shape in self._messages.receives.items()), key=_first)
 
     @functools.cached_property
@@ -109,7 +109,7 @@ class Exchange(Step):
 
 
 class ReduceToOwners(Step):
-    """Partial results go to the one rank of the axes that will own them, which sums them up in rank order."""
+    """Reduction of partial results by the one rank of the axes that will own them, in rank order."""
 
     ownership: Ownership
     op = "sum"
@@ -132,7 +132,7 @@ class ReduceToOwners(Step):
 
     @functools.cached_property
     def _empty_shape(self) -> tuple[int, ...]:
-        """What the target places here: of an owner of nothing it may have another shape than what it owns."""
+        """Shape of what the target places on this rank, which for an owner of nothing may differ from what it owns."""
         wanted = Ownership(self.ownership.shape, self.ownership.mesh_shape, self.target, self.target)
         held = wanted.source_ranges(self.coordinate)
         return tuple(sum(stop - start for start, stop in ranges) for ranges in held)

@@ -1,4 +1,4 @@
-"""What this rank sends and receives in a direct exchange, as parts of its local tensor."""
+"""One rank's messages in a direct exchange, as regions of its local tensor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Label = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of the result along one dimension: from the messages with a label, or zeros (label None)."""
+    """A run of the result along one dimension, out of the messages with a label; label None stands for zeros."""
 
     label: Label | None
     offset: int
@@ -42,7 +42,7 @@ class Messages:
 
 
 def exchange_messages(ownership: Ownership, me: Coordinate) -> Messages:
-    """This rank's part in bringing everything from its owners to where the target wants it."""
+    """Return this rank's part in bringing everything from its owners to where the target wants it."""
     rows, owned = ownership.rows_wanted(me), ownership.rows_owned(me)
     held = tuple(_held(ownership, me, dim, dim_rows) for dim, dim_rows in enumerate(owned))
     pieces = tuple(_pieces(ownership, me, dim, dim_rows) for dim, dim_rows in enumerate(rows))
@@ -73,7 +73,7 @@ def _cell(found: dict[tuple[Label, ...], tuple[Coordinate, tuple[int, ...]]], ch
 
 
 def reduction_regions(ownership: Ownership, me: Coordinate) -> dict[Coordinate, Region | None]:
-    """For each rank of this one's line over the reduced axes, the part of the partial results that it will own."""
+    """Return, for each rank of this one's line over the reduced axes, the region of the partial results it will own."""
     rows = ownership.rows_partial(me)
     whole = ownership.source_ranges(me)
     sizes = [size_of(ranges) for ranges in whole]
@@ -115,7 +115,7 @@ def _sends(
 
 
 def _pieces(ownership: Ownership, me: Coordinate, dim: int, rows: Sequence[Row]) -> tuple[Piece, ...]:
-    """The runs of this rank's result along a dimension, neighbours with one label joined."""
+    """Return the runs of this rank's result along a dimension, neighbours with one label joined."""
     mine = tuple(me[a] for a in ownership.target_axes[dim])
     partial = [i for i, a in enumerate(ownership.owner_axes[dim]) if ownership.target[a].is_partial()]
     axes = ownership.owner_axes[dim]
@@ -148,7 +148,7 @@ def _held(ownership: Ownership, me: Coordinate, dim: int, rows: Sequence[Row]) -
 
 
 def _stays(ownership: Ownership, me: Coordinate, rows: Sequence[Sequence[Row]], held: Sequence[Ranges]) -> Region:
-    """The part of what this rank owns that it also wants."""
+    """Return the region of what this rank owns that it also wants."""
     result = []
     for dim, dim_rows in enumerate(rows):
         owner = tuple(me[a] for a in ownership.owner_axes[dim])

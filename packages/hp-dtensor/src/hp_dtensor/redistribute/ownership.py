@@ -1,4 +1,4 @@
-"""Which rank holds an element before it moves, and which rank sends it to whom.
+"""Owners of elements before they move, and senders and receivers that follow from them.
 
 Before a direct exchange every element has one owner among the ranks that differ on the axes with an owner's
 digit; the other axes hold replicas. A receiver with several replicas to choose from takes the one on its own
@@ -24,7 +24,7 @@ Row = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 
 
 class Ownership:
-    """Owners between a source and a target.
+    """The one rank that owns each element between a source and a target, and the rank that sends it to whom.
 
     Args:
         volume: how a reduction was divided; None: the source holds complete values.
@@ -67,7 +67,7 @@ class Ownership:
         return (*axes, *(self._cut if dim == self._cut_dim else ()))
 
     def _is_inert(self, axis: int) -> bool:
-        """Whether every rank gets all it lacks from ranks with its own coordinate on the axis."""
+        """Return whether every rank gets all it lacks from ranks with its own coordinate on the axis."""
         source, target = self.source[axis], self.target[axis]
         if axis in self.owned and not (source.is_shard() and target.is_shard()):
             return False
@@ -80,12 +80,12 @@ class Ownership:
         return outer[0] == outer[1]
 
     def rows_wanted(self, coordinate: Coordinate) -> list[list[Row]]:
-        """Per dimension what the rank at `coordinate` will hold, whoever owns it."""
+        """Return, per dimension, the rows that the rank at `coordinate` will hold, whoever owns them."""
         fixed = self._fixed(coordinate, self.moving)
         return self._rows(fixed, dict(enumerate(coordinate)) if not self._cut else fixed)
 
     def rows_owned(self, coordinate: Coordinate) -> list[list[Row]]:
-        """Per dimension what the rank at `coordinate` owns, whoever wants it."""
+        """Return, per dimension, the rows that the rank at `coordinate` owns, whoever wants them."""
         fixed = self._fixed(coordinate, self.moving)
         if self._cut:
             return self._rows(fixed, fixed)
@@ -93,7 +93,7 @@ class Ownership:
         return self._rows(own, fixed | {a: own[a] for a in self._from_target})
 
     def rows_partial(self, coordinate: Coordinate) -> list[list[Row]]:
-        """Per dimension the partial results of a rank that its line over the reduced axes will own."""
+        """Return, per dimension, the partial results of a rank that its line over the reduced axes will own."""
         fixed = self._fixed(coordinate, self.reduced)
         return self._rows(fixed, {a: c for a, c in fixed.items() if a in self._from_target or self._is_inert(a)})
 
@@ -101,7 +101,7 @@ class Ownership:
         return {a: c for a, c in enumerate(coordinate) if a not in moving}
 
     def _rows(self, source: Mapping[int, int], target: Mapping[int, int]) -> list[list[Row]]:
-        """The segments of ranks with the given coordinates in the source and in the target."""
+        """Return, per dimension, the segments of ranks with the given coordinates in the source and in the target."""
         result = []
         for dim, size in enumerate(self.shape):
             first = segments(size, cuts_of(self.source, dim), self.mesh_shape, source)
@@ -119,7 +119,7 @@ class Ownership:
         return self._cut_rows(rows, fixed)
 
     def _cut_rows(self, rows: Sequence[Row], fixed: Mapping[int, int]) -> list[Row]:
-        """What each owner would hold, cut evenly over the axes that nothing else divides."""
+        """Return the rows with each owner's part cut evenly over the axes that nothing else divides."""
         held: dict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
         for start, stop, owner, _ in rows:
             held[owner].append((start, stop))
@@ -136,7 +136,7 @@ class Ownership:
         return overlaps(owners, targets)
 
     def source_ranges(self, coordinate: Coordinate) -> list[Ranges]:
-        """Per dimension what the source places on the rank at `coordinate`."""
+        """Return, per dimension, the ranges that the source places on the rank at `coordinate`."""
         fixed = dict(enumerate(coordinate))
         held = [
             segments(size, cuts_of(self.source, dim), self.mesh_shape, fixed) for dim, size in enumerate(self.shape)
@@ -146,14 +146,14 @@ class Ownership:
     # Senders and receivers -------------------------------------------------------------------------------
 
     def owns(self, coordinate: Coordinate, owner: Mapping[int, int]) -> bool:
-        """Whether the rank at `coordinate` holds what the owners with these digits hold."""
+        """Return whether the rank at `coordinate` holds what the owners with these digits hold."""
         return all(coordinate[a] == digit for a, digit in owner.items()) and self.holds_any(coordinate)
 
     def holds_any(self, coordinate: Coordinate) -> bool:
         return all(coordinate[a] == 0 for a in self.only_first)
 
     def wants_any(self, coordinate: Coordinate) -> bool:
-        """Of replicas that become partial results only the first takes part."""
+        """Return whether the rank takes part: of replicas that become partial results only the first does."""
         return all(
             coordinate[a] == 0
             for a in self.moving
@@ -161,7 +161,7 @@ class Ownership:
         )
 
     def sender(self, receiver: Coordinate, owner: Mapping[int, int]) -> Coordinate:
-        """The rank that sends to `receiver` what owners with these digits hold."""
+        """Return the rank that sends to `receiver` what owners with these digits hold."""
         result = list(receiver)
         for axis, digit in owner.items():
             result[axis] = digit
@@ -176,7 +176,7 @@ class Ownership:
         return tuple(result)
 
     def receivers(self, sender: Coordinate, wanted: Mapping[int, int]) -> Iterator[Coordinate]:
-        """The ranks at the target's digits `wanted` that `sender` may have to serve."""
+        """Yield the ranks at the target's digits `wanted` that `sender` may have to serve."""
         choices: list[Sequence[int]] = []
         for axis, own in enumerate(sender):
             if axis in wanted:

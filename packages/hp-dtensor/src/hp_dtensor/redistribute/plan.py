@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Stage:
-    """Steps with one gradient rule.
+    """A sequence of steps with one gradient rule.
 
     Attributes:
         op: how partial results are reduced (`sum` also for averages).
@@ -49,7 +49,7 @@ class Stage:
         return platform.linear_map(local, self.run_data, self.run_backward)
 
     def start(self, local: Tensor) -> Callable[[], Tensor]:
-        """Begin the steps; the function returned waits for the last one and gives the result, differentiable."""
+        """Begin the steps and return a function that waits for the last one and gives the result, differentiable."""
         platform = self.source.mesh.platform
         if self.selected_axes or not self.steps:
             result = self.run(local)
@@ -67,13 +67,13 @@ class Stage:
         return lambda: platform.linear_map(local, forward, self.run_backward)
 
     def run_data(self, local: Tensor) -> Tensor:
-        """Without gradient."""
+        """Return this rank's data after the steps, without gradient."""
         for step in self.steps:
             local = self._noting(step, step.run, local)
         return local
 
     def _noting(self, step: Step, part: Callable[..., Result], *args: Any) -> Result:
-        """What a part of the step gives; its errors say where they happened."""
+        """Return the result of a part of the step; add to its errors where they happened."""
         try:
             return part(*args)
         except Exception as error:
@@ -85,7 +85,8 @@ class Stage:
             raise
 
     def run_backward(self, grad: Tensor) -> Tensor:
-        """The gradient of the stage's input from that of its output."""
+        """Return the gradient of the stage's input from that of its output."""
+        # The dual: P -> S (reduce-scatter) has S -> R (all-gather) as its backward, P -> R (all-reduce) has R -> R.
         grad = self._backward.run_data(grad)
         up, down = self.factors
         return scaled(self.source.mesh.platform, grad, up * self._repeated, down)
@@ -96,7 +97,9 @@ class Stage:
 
     @functools.cached_property
     def _repeated(self) -> int:
-        """Over how many ranks a value was repeated as partial max or min, each of which gets its share."""
+        """Number of ranks over which a value was repeated as partial max or min; each of them gets its share of the
+        gradient.
+        """
         pairs = zip(self.source.mesh.shape, self.source.placements, self.target.placements, strict=True)
         return math.prod(n for n, s, t in pairs if s != t and t in (Partial("max"), Partial("min")))
 
@@ -104,7 +107,7 @@ class Stage:
 
     @functools.cached_property
     def selected_axes(self) -> tuple[int, ...]:
-        """The axes reduced by max, min or product."""
+        """Axes that are reduced by max, min or product."""
         if self.op == "sum":
             return ()
         pairs = enumerate(zip(self.source.mesh.shape, self.source.placements, self.target.placements, strict=True))
@@ -134,7 +137,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class RedistributePlan:
-    """The steps from one spec to another; `print` explains it."""
+    """The steps from one spec to another; `print` explains them."""
 
     source: TensorSpec
     target: TensorSpec
@@ -147,16 +150,16 @@ class RedistributePlan:
 
     @property
     def wire_bytes(self) -> float:
-        """Sent per rank, the mean over the mesh's ranks."""
+        """Bytes sent per rank, the mean over the mesh's ranks."""
         return math.fsum(step.wire_bytes for step in self.steps)
 
     @property
     def seconds(self) -> float:
-        """By the cost model."""
+        """Time of the steps by the cost model."""
         return math.fsum(step.seconds for step in self.steps)
 
     def run(self, local: Tensor) -> Tensor:
-        """This rank's `local` (plain) redistributed; differentiable."""
+        """Return this rank's `local` (plain) redistributed; differentiable."""
         if self.is_elsewhere:
             return local
         platform = self.source.mesh.platform
@@ -167,7 +170,7 @@ class RedistributePlan:
         return local
 
     def start(self, local: Tensor) -> Callable[[], Tensor]:
-        """Begin what `run` does; the function returned waits and gives its result, differentiable.
+        """Begin what `run` does and return a function that waits and gives its result, differentiable.
 
         The last step goes on by itself where the plan's last stage is linear; what comes before is done first.
         """
@@ -179,14 +182,14 @@ class RedistributePlan:
         return last.start(local)
 
     def record(self, local: Tensor, result: Tensor) -> Tensor:
-        """The `result` of `run_data`, at hand, as what `run` would give: differentiable.
+        """Return `result`, which `run_data` has given for `local`, recorded as `run` would record it.
 
         Not for a plan with a stage that `selects`.
         """
         return self._at_hand(local, result, self._run_backward)
 
     def _at_hand(self, local: Tensor, result: Tensor, backward: Callable[[Tensor], Tensor]) -> Tensor:
-        """`result`, recorded as computed from `local`, with this `backward`."""
+        """Return `result` recorded as computed from `local`, with this `backward`."""
         platform = self.source.mesh.platform
         # Taken by the first call and not kept: the node outlives it, and a second derivative runs the plan anew.
         held = [platform.detach(result)]
@@ -199,11 +202,11 @@ class RedistributePlan:
 
     @property
     def selects(self) -> bool:
-        """Whether a stage reduces by max, min or product: its gradient depends on the values."""
+        """Return whether a stage reduces by max, min or product, so that its gradient depends on the values."""
         return any(stage.selected_axes for stage in self.stages)
 
     def run_data(self, local: Tensor) -> Tensor:
-        """As `run`, without gradient."""
+        """Return this rank's `local` (plain) redistributed, without gradient."""
         if self.is_elsewhere:
             return local
         for stage in self.stages:
@@ -212,13 +215,13 @@ class RedistributePlan:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether this rank is outside the mesh and holds nothing."""
+        """Return whether this rank is outside the mesh and holds nothing."""
         return self.source.mesh.get_coordinate() is None
 
     # A use of the result that differs per rank --------------------------------------------------------------
 
     def varies_cheaply(self, axes: tuple[int, ...]) -> bool:
-        """Whether `run_varying` saves something: on one of `axes` the source is sharded and the target is not."""
+        """Return whether `run_varying` saves bytes: on one of `axes` the source is sharded and the target is not."""
         return (
             all(not isinstance(p, Partial) for p in (*self.source.placements, *self.target.placements))
             and all(self.target.placements[a].is_replicate() for a in axes)
@@ -226,11 +229,13 @@ class RedistributePlan:
         )
 
     def run_varying(self, local: Tensor, result: Tensor, axes: tuple[int, ...]) -> Tensor:
-        """The plan's `result`, at hand, for a use that differs between the ranks of `axes`.
+        """Return `result`, which the plan has given for `local`, for a use that differs between the ranks of `axes`.
 
         Nothing is communicated forward; the gradient goes straight to the source's placements, which for an
         all-gather is one reduce-scatter.
         """
+        # R -> V has P as its gradient, so S -> R -> V goes back as P -> S: a reduce-scatter, where the views one by one
+        # would cost an all-reduce and a slice.
         comes = self.target.with_placements(
             [Partial() if a in axes else p for a, p in enumerate(self.target.placements)]
         )
@@ -261,7 +266,9 @@ def _changes(names: tuple[str, ...], step: Step) -> str:
 
 
 def _grad_specs(source: TensorSpec, target: TensorSpec) -> tuple[TensorSpec, TensorSpec]:
-    """(the gradient's spec as it comes, as it is wanted); an axis that stays partial max or min stands still."""
+    """Return the specs of the gradient as it comes and as it is wanted. An axis that stays partial max or min keeps its
+    placement.
+    """
 
     def placed(spec: TensorSpec) -> TensorSpec:
         result: list[Placement] = []

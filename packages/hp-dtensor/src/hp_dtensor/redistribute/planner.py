@@ -1,4 +1,4 @@
-"""Plans redistributions: what is asked is brought to the search's terms, what it finds becomes steps."""
+"""Plans of redistributions: a problem in the search's terms, and the steps that its moves become."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def plan_redistribute(
     itemsize: int = 4,
     costs: CostModel = DEFAULT_COSTS,
 ) -> RedistributePlan:
-    """The cheapest steps from `source` to `target`; communicates nothing and needs no processes.
+    """Return the cheapest steps from `source` to `target`; communicates nothing and needs no processes.
 
     Args:
         mesh: also one of a fake world.
@@ -58,7 +58,7 @@ def plan_redistribute(
 def plan_between(
     source: TensorSpec, target: TensorSpec, itemsize: int = 4, costs: CostModel = DEFAULT_COSTS
 ) -> RedistributePlan:
-    """The plan from one spec to another of the same mesh and shape, cached."""
+    """Return the plan from one spec to another of the same mesh and shape, cached."""
     if source.mesh != target.mesh:
         raise PlacementError(
             f"cannot plan between meshes: {source.mesh.describe()} -> {target.mesh.describe()}; use redistribute"
@@ -73,7 +73,9 @@ def plan_between(
 
 
 def _stages(source: TensorSpec, target: TensorSpec) -> Iterator[tuple[TensorSpec, TensorSpec]]:
-    """Cut in two where one kind of partial results must be reduced before another kind is made."""
+    """Yield (source, target) of each stage: two where one kind of partial results must be reduced before another is
+    made.
+    """
     kinds = _kinds(source), _kinds(target)
     if source is target:
         return
@@ -84,6 +86,7 @@ def _stages(source: TensorSpec, target: TensorSpec) -> Iterator[tuple[TensorSpec
                 f"{' and '.join(sorted(found))} in one tensor have no common order of reduction; redistribute one axis "
                 "before the other becomes partial"
             )
+    # The sum of maxima is not the maximum of sums: the first kind is reduced on all its axes before the second begins.
     if kinds[0] and kinds[1] and kinds[0] != kinds[1]:
         middle = target.with_placements([REPLICATE if p.is_partial() else p for p in target.placements])
         yield source, middle
@@ -98,7 +101,7 @@ def _kinds(spec: TensorSpec) -> set[str]:
 
 
 def _average_factors(source: TensorSpec, target: TensorSpec) -> tuple[int, int]:
-    """(times, divided by) where averages become sums or sums averages; what is whole counts as a sum."""
+    """Return (times, divided by) where averages become sums or sums averages; what is whole counts as a sum."""
     up, down = (
         math.prod(n for n, p in zip(spec.mesh.shape, spec.placements, strict=True) if p == Partial("avg"))
         for spec in (target, source)
@@ -108,7 +111,7 @@ def _average_factors(source: TensorSpec, target: TensorSpec) -> tuple[int, int]:
 
 
 class _Planner:
-    """One stage: the search's moves as steps, with ragged shards and averages around them."""
+    """Planner of one stage: the search's moves as steps, with ragged shards and averages around them."""
 
     def __init__(self, source: TensorSpec, target: TensorSpec, itemsize: int, costs: CostModel) -> None:
         self.source, self.target, self.itemsize, self.costs = source, target, itemsize, costs
@@ -133,7 +136,9 @@ class _Planner:
         return Stage(self.source, self.target, tuple(found), self.op, self.factors, self.itemsize)
 
     def _plain(self, placements: Placements, before: Placements | None = None) -> Placements:
-        """Axes of one rank count as replicated, averages as sums, and new partial max or min as replicated."""
+        """Return placements in the search's terms: axes of one rank are replicated, averages are sums, and new partial
+        max or min is replicated.
+        """
         result: list[Placement] = []
         for axis, placement in enumerate(placements):
             if self.mesh_shape[axis] == 1:
@@ -182,7 +187,7 @@ class _Planner:
         return replace(move, source=first, target=last, elements=elements)
 
     def _exact_volume(self, source: Placements, target: Placements, otherwise: int) -> int:
-        """Elements that all ranks send, where ragged parts are the same on every line; else `otherwise`."""
+        """Return the elements that all ranks send where ragged parts are the same on every line, else `otherwise`."""
         still = [s == t and not s.is_shard() for s, t in zip(source, target, strict=True)]
         ranks = [1 if alone else n for n, alone in zip(self.mesh_shape, still, strict=True)]
         try:
@@ -205,14 +210,14 @@ class _Planner:
         return step
 
     def _is_regular(self, move: Move) -> bool:
-        """Whether an all-to-all cuts both its dimensions into equal parts, inside all other cuts."""
+        """Return whether an all-to-all cuts both its dimensions into equal parts, inside all other cuts."""
         changed = tuple(a for a, (s, t) in enumerate(zip(move.source, move.target, strict=True)) if s != t)
         if move.name != "all_to_all" or changed != move.axes:
             return False
         return all(self._is_even_inside(placements, *move.axes) for placements in (move.source, move.target))
 
     def _is_even_inside(self, placements: Placements, axis: int) -> bool:
-        """Whether the dimension that `axis` cuts is cut in chunk order, evenly, and by this axis last."""
+        """Return whether the dimension that `axis` cuts is cut in chunk order, evenly, and by this axis last."""
         dim: int = placements[axis].dim  # type: ignore[attr-defined]
         cuts = cuts_of(placements, dim)
         parts = product(self.mesh_shape, [a for a, _ in cuts])
@@ -224,7 +229,9 @@ class _Planner:
         return step
 
     def _on_own_line(self, source: Placements, target: Placements) -> Step:
-        """A step on one axis, planned with what this rank's line knows: ragged parts may differ on other lines."""
+        """Return a step on one axis, planned with the parts that this rank's line knows; other lines may have other
+        ragged parts.
+        """
         (axis,) = (a for a, (s, t) in enumerate(zip(source, target, strict=True)) if s != t)
         around = [REPLICATE if a == axis else p for a, p in enumerate(source)]
         where = self.mesh.get_coordinate() or (0,) * self.mesh.ndim
@@ -263,7 +270,9 @@ def _found_moves(
     names: tuple[str, ...],
     size_class: int,
 ) -> tuple[Move, ...]:
-    """The moves for all tensors that are cut alike and have at most 2**size_class bytes and more than half of that."""
+    """Return the moves for all tensors that are cut alike and have at most 2**size_class bytes and more than half of
+    that.
+    """
     scale = 2.0**size_class / max(math.prod(shape), 1) / math.prod(mesh_shape)
 
     def seconds(name: str, axes: tuple[int, ...], elements: int) -> float:
@@ -280,7 +289,7 @@ def _smallest_alike(
     target: Placements,
     uneven: frozenset[int],
 ) -> tuple[int, ...]:
-    """The smallest shape that is cut in the same proportions: all such shapes share one plan.
+    """Return the smallest shape that is cut in the same proportions: all such shapes share one plan.
 
     Ragged parts stand for any: their dimension is long enough for every cut to divide it.
     """

@@ -13,7 +13,7 @@ def without_ragged(placements: Placements) -> Placements:
 
 
 def restored(state: Placements, source: Placements, back: dict[Placements, Placements]) -> Placements:
-    """A state of the search with the ragged shards that stood still in place again."""
+    """Return a state of the search with the ragged shards that stood still in place again."""
     if state in back:
         return back[state]
     return tuple(p if isinstance(p, RaggedShard) else now for p, now in zip(source, state, strict=True))
@@ -27,7 +27,7 @@ _Links = list[tuple[Placements, Placements]]
 def around_ragged(
     mesh_shape: tuple[int, ...], source: Placements, target: Placements
 ) -> tuple[_Links, tuple[Placements, Placements], _Links]:
-    """(steps before, the pair to plan freely, steps after).
+    """Return (steps before, the pair to plan freely, steps after), each step a pair of placements.
 
     Ragged parts are known on an axis' own line only, so an axis that is ragged now or then, and does not
     stand still, leaves and takes that form in steps of its own.
@@ -45,7 +45,7 @@ def around_ragged(
 
 
 def _moving(mesh_shape: tuple[int, ...], source: Placements, target: Placements) -> list[int]:
-    """The axes that differ, and those whose part of a dimension depends on one that does."""
+    """Return the axes that differ, and those whose part of a dimension depends on one that does."""
     differ = [a for a, (s, t) in enumerate(zip(source, target, strict=True)) if s != t]
     dims = {
         p.dim: min(a for a in differ if source[a].is_shard(p.dim) or target[a].is_shard(p.dim))
@@ -61,7 +61,9 @@ def _moving(mesh_shape: tuple[int, ...], source: Placements, target: Placements)
 
 
 def _unragged(placements: Placements, other: Placements, moving: Sequence[int]) -> _Links:
-    """From `placements` to others without ragged shards on the moving axes, one axis at a time, innermost first."""
+    """Return steps from `placements` to others without ragged shards on the moving axes, one axis at a time, innermost
+    first.
+    """
     dims = {p.dim: a for a in reversed(moving) if isinstance(p := placements[a], RaggedShard)}
     links: _Links = []
     now = placements

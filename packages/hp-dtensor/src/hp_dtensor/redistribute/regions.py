@@ -17,7 +17,7 @@ Received = dict[Hashable, Tensor]
 
 
 class Region:
-    """A part of a local tensor: along each dimension some runs.
+    """A part of a local tensor: some runs along each dimension.
 
     Args:
         sizes: the local tensor's shape.
@@ -35,7 +35,7 @@ class Region:
         ]
 
     def of(self, platform: Platform, x: Tensor) -> Tensor:
-        """That part of `x`; may share its storage."""
+        """Return that part of `x`, which may share its storage."""
         narrow = platform.ops.narrow
         for dim, runs in self._cuts:
             pieces = [narrow(x, dim, offset, length) for offset, length in runs]
@@ -44,7 +44,7 @@ class Region:
 
 
 def compact_copy(platform: Platform, x: Tensor) -> Tensor:
-    """A copy of part of a tensor that lies in memory as what comes from other ranks does: random operations go by that.
+    """Return a copy with the strides of a tensor that came from another rank: random operations depend on strides.
 
     Of a dimension with one element, too, whose stride `contiguous` leaves as it is.
     """
@@ -53,7 +53,7 @@ def compact_copy(platform: Platform, x: Tensor) -> Tensor:
 
 
 def runs_in(ranges: Ranges, held: Ranges) -> Runs:
-    """Where `ranges`, which `held` contains, lie in a local tensor that holds `held`."""
+    """Return the runs at which `ranges`, which `held` contains, lie in a local tensor that holds `held`."""
     result: list[tuple[int, int]] = []
     passed = i = 0
     for start, stop in ranges:
@@ -75,14 +75,14 @@ def size_of(ranges: Ranges) -> int:
 
 
 class Recipe(Protocol):
-    """How a tensor is made of received ones."""
+    """Recipe by which a tensor is made of received ones."""
 
     def make(self, platform: Platform, received: Received, like: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A region of what came from `key`."""
+    """Recipe for a region of the tensor received from `key`."""
 
     key: Hashable
     region: Region
@@ -93,7 +93,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Zeros:
-    """Zeros of the dtype and device of the local tensor."""
+    """Recipe for zeros of the dtype and device of the local tensor."""
 
     shape: tuple[int, ...]
 
@@ -103,7 +103,7 @@ class Zeros:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Parts one after the other along a dimension."""
+    """Recipe for parts one after the other along a dimension."""
 
     dim: int
     parts: tuple[Recipe, ...]
@@ -115,7 +115,7 @@ class Joined:
 def recipe_over(
     pieces: Sequence[Sequence[Any]], cell: Callable[[tuple[Any, ...]], Recipe], chosen: tuple[Any, ...] = ()
 ) -> Recipe:
-    """A grid of cells, one for each combination of one piece per dimension."""
+    """Return the recipe for a grid of cells, one for each combination of one piece per dimension."""
     dim = len(chosen)
     if dim == len(pieces):
         return cell(chosen)

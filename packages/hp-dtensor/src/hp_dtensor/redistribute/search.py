@@ -28,7 +28,7 @@ Seconds = Callable[[str, tuple[int, ...], int], float]
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A step to be made, for tensors of any size.
+    """A step yet to be made, for tensors of any size.
 
     Attributes:
         name, axes, source, target: as of `Step`.
@@ -45,7 +45,7 @@ class Move:
 
 
 def cheapest_moves(problem: Problem, source: Placements, by_bytes: bool) -> tuple[Move, ...]:
-    """The moves from `source` to the problem's target.
+    """Return the moves from `source` to the problem's target.
 
     Args:
         by_bytes: fewest bytes, then least time; else least time.
@@ -70,7 +70,9 @@ def cheapest_moves(problem: Problem, source: Placements, by_bytes: bool) -> tupl
 
 
 def _add(cost: tuple[float, ...], moves: Sequence[Move], seconds: Seconds) -> tuple[float, ...]:
-    """(seconds, irregular steps, communicating steps, local steps): ties go to the framework's own collectives."""
+    """Return the sum of two costs (seconds, irregular steps, communicating steps, local steps). So ties go to the
+    framework's own collectives.
+    """
     total, irregular, communicating, local = cost
     for move in moves:
         total += seconds(move.name, move.axes, move.elements)
@@ -81,7 +83,7 @@ def _add(cost: tuple[float, ...], moves: Sequence[Move], seconds: Seconds) -> tu
 
 
 def _without_detours(path: Sequence[Move]) -> tuple[Move, ...]:
-    """Neighbouring local moves as one."""
+    """Return the moves with neighbouring local ones joined."""
     result: list[Move] = []
     for move in path:
         if move.name == "slice" and result and result[-1].name == "slice" and result[-1].volume is None:
@@ -121,7 +123,7 @@ class Problem:
         return self._least[state]
 
     def direct(self, state: Placements) -> tuple[Move, ...]:
-        """Reduce to owners and exchange, with the fewest bytes of all."""
+        """Return the moves of a reduction to owners and an exchange, with the fewest bytes of all."""
         volume = self.least(state)
         if not volume.reduced:
             return (self._exchange(state, volume.moving, None),)
@@ -140,18 +142,18 @@ class Problem:
         )
 
     def _embeds(self, state: Placements) -> bool:
-        """Whether the owners' values still have to be put between zeros or cut out of replicas."""
+        """Return whether the owners' values still have to be put between zeros or cut out of replicas."""
         return any(
             t.is_partial() and not (s.is_partial() and a not in self.least(state).reduced)
             for a, (s, t) in enumerate(zip(state, self.target, strict=True))
         )
 
     def _reduced(self, state: Placements) -> Placements:
-        """The target, or where something is to be done yet, a name for what owners hold then."""
+        """Return the target or, where something is left to do, a name for the state in which owners hold the values."""
         return self.target
 
     def moves(self, state: Placements) -> Iterator[tuple[Move, ...]]:
-        """All that can be done in a state; each item is one step, or two that go together."""
+        """Yield all that can be done in a state; each item is one step, or two that go together."""
         yield from self._slices(state)
         yield from self._all_gathers(state)
         yield from self._all_reduces(state)
@@ -220,7 +222,7 @@ class Problem:
         return math.prod(n for n, p in zip(self.mesh_shape, state, strict=True) if not p.is_shard())
 
     def _is_even(self, state: Placements, dim: int) -> bool:
-        """Whether a dimension is cut in chunk order only, into equal parts everywhere."""
+        """Return whether a dimension is cut in chunk order only, into equal parts everywhere."""
         cuts = cuts_of(state, dim)
         return (
             dim not in self._uneven
@@ -233,7 +235,7 @@ class Problem:
         return not any(p.is_shard(dim) for p in state[axis + 1 :])
 
     def _are_inner(self, state: Placements, dim: int, axes: Sequence[int]) -> bool:
-        """Whether those of `axes` that cut the dimension do so inside all others."""
+        """Return whether those of `axes` that cut the dimension do so inside all others."""
         inner = [axis in axes for axis, _ in cuts_of(state, dim)]
         return inner == sorted(inner)
 

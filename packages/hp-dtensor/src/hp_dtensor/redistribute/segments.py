@@ -1,4 +1,4 @@
-"""Who holds which element: every dimension as segments labelled with the ranks' coordinates.
+"""Segments of a dimension, labelled with the coordinates of the ranks that hold them.
 
 A placement that cuts a dimension maps each of its indices to a coordinate on the mesh axis, its digit. Chunk
 order, strided and ragged shards and any nesting of them differ only in those maps, so one table per
@@ -20,14 +20,14 @@ Segment = tuple[int, int, tuple[int, ...]]
 
 
 def cuts_of(placements: Sequence[Placement], dim: int) -> tuple[Cut, ...]:
-    """The (axis, placement) pairs that cut a dimension, outermost first."""
+    """Return the (axis, placement) pairs that cut a dimension, outermost first."""
     return tuple([(axis, placement) for axis, placement in enumerate(placements) if placement.is_shard(dim)])
 
 
 def segments(
     size: int, cuts: Sequence[Cut], mesh_shape: Sequence[int], fixed: Mapping[int, int] | None = None
 ) -> list[Segment]:
-    """A dimension's segments, ascending, with one digit per cut; empty ones are left out.
+    """Return a dimension's segments, ascending, with one digit per cut; empty ones are left out.
 
     Args:
         fixed: axis -> coordinate to which it is restricted; ragged parts need not be known elsewhere.
@@ -47,7 +47,7 @@ def segments(
 def overlaps(
     first: Sequence[Segment], second: Sequence[Segment]
 ) -> list[tuple[int, int, tuple[int, ...], tuple[int, ...]]]:
-    """(start, stop, digits in the first, digits in the second), ascending, of two lists of segments."""
+    """Return (start, stop, digits in the first, digits in the second), ascending, of two lists of segments."""
     result = []
     i = j = 0
     while i < len(first) and j < len(second):

@@ -1,4 +1,4 @@
-"""A step of a plan: it acts on this rank's local data, and its gradient is the plan's business."""
+"""Base of a plan's steps: each acts on this rank's local data; the plan has the gradient."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class Step(ABC):
 
     @abstractmethod
     def run(self, local: Tensor) -> Tensor:
-        """The step on this rank's local tensor, as data; the result is a tensor of its own."""
+        """Return this rank's local tensor after the step, as data; the result is a tensor of its own."""
 
     def start(self, local: Tensor) -> Callable[[], Tensor]:
-        """Begin the step; the function returned waits for it and gives the result. `local` must not change before."""
+        """Begin the step; return a function that waits and gives the result. `local` must not change before."""
         result = self.run(local)
         return lambda: result
 
@@ -67,7 +67,7 @@ class Step(ABC):
 
 
 class Scale(Step):
-    """Averages become sums, or sums averages: times `up`, divided by `down`."""
+    """Scaling of averages to sums, or of sums to averages: times `up`, divided by `down`."""
 
     up, down = 1, 1
 

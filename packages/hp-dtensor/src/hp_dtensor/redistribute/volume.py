@@ -1,4 +1,4 @@
-"""The fewest elements that any sequence of messages must move, and how a reduction is divided to need no more.
+"""The fewest elements that any sequence of messages must move, and the division of a reduction that needs no more.
 
 Only sums of several contributions and copies are needed: an element that n ranks contribute to takes n - 1
 messages to reach a reducer, and one more for every further rank (or group of ranks that will hold it as
@@ -18,7 +18,7 @@ from hp_dtensor.redistribute.segments import Placements, product
 
 @dataclass(frozen=True, slots=True)
 class Volume:
-    """Elements that all ranks together send.
+    """Numbers of elements that all ranks together send.
 
     Attributes:
         reducing: to sum up partial results.
@@ -40,7 +40,7 @@ class Volume:
 def least_volume(
     shape: Sequence[int], mesh_shape: Sequence[int], source: Placements, target: Placements, linear: bool = True
 ) -> Volume:
-    """The fewest elements for one redistribution.
+    """Return the fewest elements that one redistribution must send.
 
     Args:
         linear: partial results are sums, so that an axis may also be reduced on the way to partial again.
@@ -66,7 +66,7 @@ def _volume(
     agree: int,
     anyway: Sequence[int],
 ) -> Volume:
-    """With the axes `anyway` reduced although both source and target are partial on them."""
+    """Return the volume with the axes `anyway` reduced although both source and target are partial on them."""
     pairs = list(enumerate(zip(source, target, strict=True)))
     reduced = tuple(a for a, (s, t) in pairs if s.is_partial() and (a in anyway or not t.is_partial()))
     lines = math.prod(mesh_shape[a] for a, (s, t) in pairs if s.is_partial() and t.is_partial() and a not in reduced)

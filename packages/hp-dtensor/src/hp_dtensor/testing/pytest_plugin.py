@@ -62,7 +62,7 @@ def _keep_to_one_core(worker: str) -> None:
 
 
 def pytest_report_teststatus(report: pytest.CollectReport | pytest.TestReport) -> tuple[str, str, str] | None:
-    """With -v, what a proof counted."""
+    """With -v, report the number of cases that a proof counted."""
     if not isinstance(report, pytest.TestReport):  # a module that is skipped as a whole
         return None
     counts: list[Any] = [value for name, value in report.user_properties if name == CASES]
@@ -73,7 +73,7 @@ def pytest_report_teststatus(report: pytest.CollectReport | pytest.TestReport) -
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """The cases of all proofs by their label."""
+    """Write the cases of all proofs by their label."""
     everything = itertools.chain.from_iterable(terminalreporter.stats.values())
     reports = (report for report in everything if getattr(report, "when", None) == "call")
     properties = itertools.chain.from_iterable(report.user_properties for report in reports)

@@ -23,7 +23,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass
 class RedistributionReport:
-    """What a proof found on one rank.
+    """Report of a proof on one rank.
 
     Attributes:
         tried: number of pairs.
@@ -79,7 +79,7 @@ class _Proof:
         return [some for some in itertools.product(options, repeat=self.mesh.ndim) if self._fits(some)]
 
     def _fits(self, placements: Placements) -> bool:
-        """Whether every rank can hold its part (ragged parts must sum up on every line)."""
+        """Return whether every rank can hold its part (ragged parts must sum up on every line)."""
         try:
             spec = self._spec(placements)
             for coordinate in itertools.product(*map(range, self.mesh.shape)):
@@ -89,7 +89,9 @@ class _Proof:
         return True
 
     def check(self, source: Placements, target: Placements, report: RedistributionReport) -> None:
-        """Whether `source` -> `target` -> replicated gives each rank its part, and its gradient the source's part."""
+        """Return whether `source` -> `target` -> replicated gives each rank its part, and its gradient the source's
+        part.
+        """
         platform, plan = self.platform, self._plan(source, target)
         x = platform.from_numpy(self._local(source))
         platform.set_requires_grad(x, True)
@@ -123,7 +125,7 @@ class _Proof:
         return local_values(self.array, self.mesh, placements)
 
     def _gradient(self, placements: Placements) -> Array:
-        """The weights' part, of which each contribution to an average has its share."""
+        """Return the weights' part, of which each contribution to an average has its share."""
         ranks = [n for n, p in zip(self.mesh.shape, placements, strict=True) if p == Partial("avg")]
         return _part(self.weight, self.mesh, placements) / np.float32(np.prod(ranks, initial=1.0))
 
@@ -135,7 +137,7 @@ class _Proof:
 
 
 def local_values(array: Array, mesh: DeviceMesh, placements: Sequence[Placement]) -> Array:
-    """This rank's part of a whole array; partial axes hold uneven contributions that differ per rank."""
+    """Return this rank's part of a whole array; partial axes hold uneven contributions that differ per rank."""
     part = _part(array, mesh, placements)
     coordinate = mesh.get_coordinate()
     for axis, placement in enumerate(placements):
@@ -152,7 +154,7 @@ def _part(array: Array, mesh: DeviceMesh, placements: Sequence[Placement]) -> Ar
 
 
 def _contribution(part: Array, op: str, rank: int, ranks: int) -> Array:
-    """All but the first rank are off by different amounts; the first makes up for them."""
+    """Return this rank's contribution: all but the first are off by different amounts, for which the first makes up."""
     offset = ranks * (ranks - 1) / 2 if rank == 0 else -rank
     if op == "avg" or rank == 0:
         return part + np.float32(offset)

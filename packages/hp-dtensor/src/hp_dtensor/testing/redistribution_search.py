@@ -19,12 +19,12 @@ Pairs = dict[tuple[Placements, Placements], int]
 
 
 def placement_options(ndim: int, *more: Placement) -> list[Placement]:
-    """Replicated, partial sum and every shard."""
+    """Return replicated, partial sum and every shard."""
     return [Replicate(), Partial(), *(Shard(dim) for dim in range(ndim)), *more]
 
 
 def exhaustive_volumes(mesh_shape: Sequence[int], shape: Sequence[int], options: Sequence[Placement]) -> Pairs:
-    """For every pair of placements the fewest elements that all ranks together must send."""
+    """Return, for every pair of placements, the fewest elements that all ranks together must send."""
     states = list(itertools.product(options, repeat=len(mesh_shape)))
     held = {state: _held(mesh_shape, shape, state) for state in states}
     edges = {state: list(_edges(mesh_shape, held, state, states)) for state in states}
@@ -32,7 +32,7 @@ def exhaustive_volumes(mesh_shape: Sequence[int], shape: Sequence[int], options:
 
 
 def _distances(edges: dict[Placements, list[tuple[Placements, int]]], source: Placements) -> dict[Placements, int]:
-    """Dijkstra's algorithm."""
+    """Return the least volumes from one state to all by Dijkstra's algorithm."""
     found: dict[Placements, int] = {}
     ticket = itertools.count()
     queue = [(0, next(ticket), source)]
@@ -48,7 +48,7 @@ def _distances(edges: dict[Placements, list[tuple[Placements, int]]], source: Pl
 
 
 def _held(mesh_shape: Sequence[int], shape: Sequence[int], state: Placements) -> list[frozenset[int]]:
-    """Per rank the numbers of the elements that it holds (partial results count)."""
+    """Return, per rank, the numbers of the elements that it holds (partial results count)."""
     result = []
     for coordinate in itertools.product(*map(range, mesh_shape)):
         indices = []
@@ -91,7 +91,7 @@ def _edges(
 
 
 def _covers(mesh_shape: Sequence[int], now: list[frozenset[int]], then: list[frozenset[int]], axis: int) -> bool:
-    """Whether the ranks along `axis` together hold all that each of them will hold as partial results."""
+    """Return whether the ranks along `axis` together hold all that each of them will hold as partial results."""
     return all(frozenset().union(*(now[r] for r in line)) >= then[line[0]] for line in _lines(mesh_shape, axis))
 
 
@@ -102,7 +102,7 @@ def _reduction(
     arrival: Placements,
     axis: int,
 ) -> Iterator[tuple[Placements, int]]:
-    """All-reduce, or reduce-scatter where every rank keeps a part of what its line holds."""
+    """Return the volume of an all-reduce, or of a reduce-scatter where each rank keeps a part of its line."""
     ranks = mesh_shape[axis]
     total = 0
     for line in _lines(mesh_shape, axis):
@@ -123,5 +123,5 @@ def _lines(mesh_shape: Sequence[int], axis: int) -> list[list[int]]:
 
 
 def mean_bytes(elements: int, mesh_shape: Sequence[int], itemsize: int) -> float:
-    """Bytes sent per rank."""
+    """Return the bytes sent per rank."""
     return elements * itemsize / math.prod(mesh_shape)

@@ -46,7 +46,9 @@ class Operations:
 
 
 def provable(platform: Platform, sample: Sample) -> Sample | None:
-    """A sample as the platform runs it on plain tensors: without gradients where it lacks them, None where it can't."""
+    """Return a sample as the platform runs it on plain tensors: without gradients where it lacks them, None where it
+    can't run.
+    """
     mesh = DeviceMesh("cpu", (1,), world=SilentWorld(0, 1, platform))
     for tried in (sample, dataclasses.replace(sample, gradients=False)):
         with contextlib.suppress(CapabilityError):
@@ -57,7 +59,7 @@ def provable(platform: Platform, sample: Sample) -> Sample | None:
 
 @dataclass
 class Report:
-    """What a proof found on one rank.
+    """Report of a proof on one rank.
 
     Attributes:
         right: cases with the values and gradients of one device.
@@ -132,7 +134,7 @@ class _Case:
         return self.platform.from_numpy(rng.uniform(0.5, 1.5, tuple(x.shape)).astype(np.float32))
 
     def _gradients(self, outputs: list[Tensor], leaves: list[Tensor]) -> list[np.ndarray | None]:
-        """Gradients of a fixed weighted sum of all outputs."""
+        """Return the gradients of a fixed weighted sum of all outputs."""
         wanted = [x for x, array in zip(leaves, self.arrays, strict=True) if self._differentiable(array)]
         if not wanted:
             return []
@@ -191,7 +193,7 @@ class _Case:
         return problems
 
     def _local(self, index: int, placed: Placements) -> np.ndarray:
-        """This rank's part of an argument, which many cases have in common."""
+        """Return this rank's part of an argument, which many cases have in common."""
         if (index, placed) not in self._locals:
             self._locals[index, placed] = local_part(self.arrays[index], self.mesh, placed)
         return self._locals[index, placed]
@@ -213,7 +215,7 @@ def _compare(expected: np.ndarray, got: np.ndarray) -> str:
 
 
 def local_part(array: np.ndarray, mesh: DeviceMesh, placements: Sequence[Placement]) -> np.ndarray:
-    """This rank's part of a whole array; partial axes hold uneven, rank-dependent contributions."""
+    """Return this rank's part of a whole array; partial axes hold uneven, rank-dependent contributions."""
     spec = _numpy_spec(mesh, placements, array)
     offset, shape = spec.box()
     part = array[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
@@ -226,7 +228,7 @@ def local_part(array: np.ndarray, mesh: DeviceMesh, placements: Sequence[Placeme
 
 
 def _contribution(part: np.ndarray, rank: int, ranks: int) -> np.ndarray:
-    """Contributions of all ranks sum to `part`; all but the first are offset by different amounts."""
+    """Return this rank's contribution to `part`; all but the first are offset by different amounts."""
     offsets = [float(r) for r in range(ranks)]
     return part + sum(offsets[1:]) if rank == 0 else np.full_like(part, -offsets[rank])
 

@@ -12,7 +12,7 @@ Case = TypeVar("Case")
 
 @dataclass(frozen=True)
 class Share:
-    """Share `number`, counted from 1, of `count` that are disjoint, equal but for one case, and together everything."""
+    """Share `number` (from 1) of `count` disjoint, nearly equal shares that are together everything."""
 
     number: int = 1
     count: int = 1
@@ -26,7 +26,7 @@ class Share:
 
     @classmethod
     def parse(cls, text: str) -> Share:
-        """Of text such as `2/4`.
+        """Return the share that text such as `2/4` names.
 
         Raises:
             ValueError: it is anything else.
@@ -42,7 +42,7 @@ ALL = Share()
 
 
 def chosen(cases: Sequence[Case], limit: int | None = None, share: Share = ALL) -> list[Case]:
-    """The share's cases, at most `limit` of all, in their order; drawn the same way each time.
+    """Return the share's cases, at most `limit` of all, in their order; the same ones each time.
 
     Drawn, since every nth case of a product of options would have the same last option.
     """

@@ -28,7 +28,7 @@ def run_ranks(
     *args: Any,
     timeout_seconds: float = 300.0,
 ) -> list[Any]:
-    """Call `fn(*args)` on each rank, every one with its own `current_world(platform)`; results by rank.
+    """Call `fn(*args)` on each rank, every one with its own `current_world(platform)`, and return the results by rank.
 
     Args:
         platform: whose tensors the collectives take; a name, or None for the selected platform.

@@ -21,7 +21,7 @@ Tensor = Any
 
 
 def describe_tensor(platform: Platform, x: Tensor, shape: Sequence[int] | None = None) -> str:
-    """Dtype and shape, such as `float32[2, 3]`."""
+    """Return dtype and shape, such as `float32[2, 3]`."""
     return f"{platform.dtype_name(x.dtype)}{list(x.shape if shape is None else shape)}"
 
 

@@ -1,4 +1,4 @@
-"""The threads of one `run_ranks`: which of them runs, which wait where, and what went wrong first."""
+"""The threads of one `run_ranks`: the one that runs, those that wait, and the first error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hp_dtensor.platform.interface import Platform
 
 @dataclass(slots=True)
 class Call:
-    """One rank inside a collective: what must agree between ranks, and its buffers."""
+    """One rank's call of a collective: facts on which all ranks must agree, and its buffers."""
 
     name: str
     ranks: tuple[int, ...]
@@ -35,14 +35,14 @@ Complete = Callable[[Platform, "list[Call]"], None]
 
 
 class Posted:
-    """Bytes of every rank under way."""
+    """Bytes of every rank that are under way."""
 
     def __init__(self, call: Call, job: Job) -> None:
         self._call = call
         self._job = job
 
     def wait(self, timeout_seconds: float | None = None) -> list[bytes] | None:
-        """A time that is not 0 is over when no rank can go on."""
+        """Return the bytes of all ranks, or None. A timeout that is not 0 is over when no rank can go on."""
         if not self._is_complete and timeout_seconds != 0:
             self._job.wait_for_post(self._call, is_patient=timeout_seconds is None)
         everything = sorted(self._call.here.items())
@@ -54,11 +54,11 @@ class Posted:
 
 
 class Aborted(BaseException):
-    """Unwinds a rank whose job has failed elsewhere; no `except Exception` may swallow it."""
+    """Exception that unwinds a rank whose job has failed elsewhere; no `except Exception` may swallow it."""
 
 
 class Job:
-    """The ranks of one `run_ranks`: who has the baton, who waits where, and what went wrong first."""
+    """The ranks of one `run_ranks`: the one that has the baton, those that wait, and the first error."""
 
     def __init__(self, size: int, platform: Platform, make_world: Callable[[int, Job], World]) -> None:
         self.size = size
@@ -90,13 +90,13 @@ class Job:
             raise self.error
 
     def close(self) -> tuple[Exception | None, list[Any]]:
-        """What came of it, kept here no longer: caches of plans know meshes, and so this job, for a long time."""
+        """Return the first error and the results, and forget them: caches of plans keep the job alive."""
         error, results = self.error, self.results
         self.error, self.results, self._states = None, [], []
         return error, results
 
     def run(self, rank: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        """The life of one rank's thread."""
+        """Run one rank's program in its thread, in turn with the others."""
         try:
             self._take_turn(rank)
             with use_world(self._make_world(rank, self)):
@@ -142,7 +142,7 @@ class Job:
         return Posted(call, self)
 
     def wait_for_post(self, call: Call, is_patient: bool) -> None:
-        """Let other ranks go on until all have posted; not patient: or until nobody can go on."""
+        """Let other ranks go on until all have posted; if not patient, only until nobody can go on."""
         rank = call.ranks[call.rank]
         self._impatient[rank] = not is_patient
         self._wait(rank, call)

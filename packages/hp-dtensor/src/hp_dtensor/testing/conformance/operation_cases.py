@@ -282,7 +282,7 @@ def _selection() -> list[Case]:
 
 
 def creation_cases(platform: Platform) -> dict[str, tuple[Any, Array]]:
-    """What makes tensors from nothing, and casts: label -> (result, expected)."""
+    """Return label -> (result, expected) for operations that make tensors from nothing, and for casts."""
     ops, float32, int64 = platform.ops, platform.dtype("float32"), platform.dtype("int64")
     x = platform.from_numpy(np.array([1.7, -2.2, 0.0], np.float32))
     return {

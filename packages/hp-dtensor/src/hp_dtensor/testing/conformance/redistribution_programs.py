@@ -1,4 +1,4 @@
-"""What ranks do in the tests of redistribution; every one asserts in each rank."""
+"""Programs that ranks run in the tests of redistribution; each asserts on every rank."""
 
 from __future__ import annotations
 

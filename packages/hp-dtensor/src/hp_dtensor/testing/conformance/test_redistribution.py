@@ -136,7 +136,7 @@ def test_redistribution_between_views_of_the_same_ranks(hp_platform: Platform) -
 
 
 def _select(platform: Platform, op: str, target: Sequence[Placement]) -> tuple[np.ndarray, ...]:
-    """(result as a whole, gradient of this rank's contribution), by `weight` at each element."""
+    """Return the result as a whole and the gradient of this rank's contribution, by `weight` at each element."""
     mesh = DeviceMesh("cpu", (2, 2), mesh_dim_names=("a", "b"), platform=platform)
     x = platform.from_numpy(_contributions()[mesh.world.rank])
     platform.set_requires_grad(x, True)
