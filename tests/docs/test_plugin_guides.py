@@ -1,0 +1,61 @@
+"""The steps of each plugin guide: its files make a distribution, whose `try_it.py` runs.
+
+A distribution that pip installed is a folder on the path with its metadata beside it; that is what is made here, so
+that nothing is downloaded or built.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from pages import ROOT, Block, blocks
+
+GUIDES: dict[str, list[Block]] = {}
+for block in blocks():
+    if block.title:
+        GUIDES.setdefault(str(block.page.relative_to(ROOT)), []).append(block)
+
+
+def install(files: list[Block], site: Path) -> None:
+    """Write a guide's files below `site`, and the metadata that installing its `pyproject.toml` would give."""
+    for block in files:
+        path = site / block.title
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(block.code)
+    project = tomllib.loads((site / "pyproject.toml").read_text())["project"]
+    metadata = site / f"{re.sub(r'[-.]+', '_', project['name'])}-{project['version']}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    )
+    groups = project.get("entry-points", {})
+    text = "".join(
+        f"[{group}]\n" + "".join(f"{name} = {module}\n" for name, module in entries.items())
+        for group, entries in groups.items()
+    )
+    (metadata / "entry_points.txt").write_text(text)
+
+
+def test_there_is_a_guide_for_each_kind_of_plugin() -> None:
+    assert {Path(page).stem for page in GUIDES} >= {"token_dispatcher", "model_and_tracker"}
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_the_steps_of_a_guide_work(page: str, hp_platform, tmp_path) -> None:
+    install(GUIDES[page], tmp_path)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "try_it.py")],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path, "HP_PLATFORM": hp_platform.name},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
