@@ -6,11 +6,11 @@ class HPError(Exception):
 
 
 class PlatformError(HPError, RuntimeError):
-    """No platform, several and none chosen, or the framework behind one is missing or too old."""
+    """There is no platform, there are several and none was chosen, or a framework is missing or too old."""
 
 
 class PluginError(HPError, RuntimeError):
-    """A plugin cannot be imported or implements a hook that does not exist; names plugin and distribution."""
+    """A plugin does not import, implements a hook that does not exist, or failed in a hook; the message names it."""
 
 
 class RegistryError(HPError, ValueError):

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def map_tensors(tree: Any, tensor_type: type, function: Callable[[Any], Any]) -> Any:
-    """`tree` with `function` applied to its tensors; containers without a change come back as they are."""
+    """Return `tree` with `function` applied to its tensors; containers without a change come back as they are."""
     if isinstance(tree, tensor_type):
         return function(tree)
     if isinstance(tree, (list, tuple)):
@@ -30,7 +30,7 @@ def map_tensors(tree: Any, tensor_type: type, function: Callable[[Any], Any]) ->
 
 
 def fields_of(tree: Any) -> dict[str, Any] | None:
-    """What a mapping, named tuple or dataclass holds, by name; None for anything else."""
+    """Return the values that a mapping, named tuple or dataclass holds, by name; None for anything else."""
     if isinstance(tree, Mapping):
         return dict(tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -41,7 +41,7 @@ def fields_of(tree: Any) -> dict[str, Any] | None:
 
 
 def with_fields(tree: Any, changes: Mapping[str, Any]) -> Any:
-    """A mapping, named tuple or dataclass as `tree` with some of its values replaced."""
+    """Return a mapping, named tuple or dataclass like `tree` with some of its values replaced."""
     if isinstance(tree, Mapping):
         return _like_mapping(tree, [changes.get(key, value) for key, value in tree.items()])
     if isinstance(tree, tuple):
@@ -50,7 +50,7 @@ def with_fields(tree: Any, changes: Mapping[str, Any]) -> Any:
 
 
 def tensors_in(tree: Any, tensor_type: type) -> list[Any]:
-    """The tensors of `tree`, in order."""
+    """Return the tensors of `tree`, in order."""
     found: list[Any] = []
 
     def note(tensor: Any) -> Any:
@@ -66,7 +66,7 @@ def _same(new: list[Any], old: Any) -> bool:
 
 
 def like_sequence(old: list[Any] | tuple[Any, ...], items: Sequence[Any]) -> Any:
-    """A list, tuple or named tuple as `old`, of `items`."""
+    """Return a list, tuple or named tuple like `old`, of `items`."""
     return type(old)(*items) if hasattr(old, "_fields") else type(old)(items)
 
 

@@ -1,6 +1,6 @@
-"""Differentiable collectives on plain local tensors, each with its dual (DESIGN section 3).
+"""Differentiable collectives on plain local tensors, each with its dual.
 
-On one axis a value is replicated (R), sharded (S), partial (P) or varying (V: the same number entering a
+On one mesh axis a value is replicated (R), sharded (S), partial (P) or varying (V: the same number entering a
 computation whose result differs per rank). Gradients have the types R -> R, S -> S, P -> R, V -> P, from
 which each collective's backward follows. `lengths[i]` is rank i's extent along the dimension; uneven and
 empty ones are normal.
@@ -20,14 +20,14 @@ Lengths = Sequence[int]
 
 
 def all_gather(x: Tensor, group: ProcessGroup, dim: int, lengths: Lengths) -> Tensor:
-    """S -> R: every rank gets the whole; backward keeps the local slice."""
+    """Gather the parts of all ranks (S -> R); backward keeps the local slice."""
     return _platform(group).linear_map(
         x, lambda t: gather_data(t, group, dim, lengths), lambda g: slice_data(g, group, dim, lengths)
     )
 
 
 def all_gather_varying(x: Tensor, group: ProcessGroup, dim: int, lengths: Lengths) -> Tensor:
-    """S -> V: as `all_gather`, for a use that differs per rank; backward reduce-scatters."""
+    """Gather the parts of all ranks for a use that differs per rank (S -> V); backward reduce-scatters."""
     return _platform(group).linear_map(
         x,
         lambda t: gather_data(t, group, dim, lengths),
@@ -36,7 +36,10 @@ def all_gather_varying(x: Tensor, group: ProcessGroup, dim: int, lengths: Length
 
 
 def regather_varying(x: Tensor, gathered: Tensor, group: ProcessGroup, dim: int, lengths: Lengths) -> Tensor:
-    """S -> V of `x` when its all-gather is at hand as `gathered`: no communication forward, reduce-scatter backward."""
+    """Return `gathered`, the all-gather of `x` made before, for a use that differs per rank (S -> V).
+
+    Nothing is communicated in forward; backward reduce-scatters to `x`.
+    """
     platform = _platform(group)
     # Taken by the first call and not kept: the node outlives it, and a second derivative gathers anew.
     at_hand = [platform.detach(gathered)]
@@ -48,19 +51,22 @@ def regather_varying(x: Tensor, gathered: Tensor, group: ProcessGroup, dim: int,
 
 
 def vary(x: Tensor, groups: Sequence[ProcessGroup]) -> Tensor:
-    """R -> V over every group: the value itself; backward all-reduces."""
+    """Return `x` for a use that differs per rank of every group (R -> V); backward all-reduces."""
     return _platform(groups[0]).linear_map(x, lambda t: t, lambda g: _all_reduce_over(g, groups))
 
 
 def local_slice(x: Tensor, group: ProcessGroup, dim: int, lengths: Lengths) -> Tensor:
-    """R -> S: this rank's part; backward all-gathers."""
+    """Return this rank's part (R -> S); backward all-gathers."""
     return _platform(group).linear_map(
         x, lambda t: slice_data(t, group, dim, lengths), lambda g: gather_data(g, group, dim, lengths)
     )
 
 
 def all_reduce(x: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
-    """P -> R; backward is the identity for sums, 1/n for averages, and goes to the winners for max and min."""
+    """Reduce over the ranks (P -> R).
+
+    Backward is the identity for sums, a factor 1/n for averages, and goes to the winners for max and min.
+    """
     platform = _platform(group)
     if op == "sum":
         return platform.linear_map(x, lambda t: all_reduce_data(t, group), lambda g: g)
@@ -71,7 +77,7 @@ def all_reduce(x: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
 
 
 def reduce_scatter(x: Tensor, group: ProcessGroup, dim: int, lengths: Lengths) -> Tensor:
-    """P(sum) -> S; backward all-gathers."""
+    """Sum over the ranks and keep this rank's part (P -> S); backward all-gathers."""
     return _platform(group).linear_map(
         x,
         lambda t: reduce_scatter_data(t, group, dim, lengths),
@@ -87,7 +93,7 @@ def all_to_all(
     cat_dim: int,
     cat_lengths: Lengths,
 ) -> Tensor:
-    """S(cat_dim) -> S(split_dim): cut along one dimension, put together along the other; backward the reverse."""
+    """Cut along `split_dim` what was cut along `cat_dim` (S -> S); backward does the reverse."""
     return _platform(group).linear_map(
         x,
         lambda t: all_to_all_data(t, group, split_dim, split_lengths, cat_dim, cat_lengths),
@@ -96,7 +102,7 @@ def all_to_all(
 
 
 def all_to_all_rows(x: Tensor, group: ProcessGroup, input_rows: Lengths, output_rows: Lengths) -> Tensor:
-    """Rows to their owners: `input_rows[j]` rows (dim 0, in rank order) go to rank j, `output_rows[j]` come from it.
+    """Send `input_rows[j]` rows (dim 0, in rank order) to rank j and receive `output_rows[j]` rows from it.
 
     Backward sends the gradients' rows back.
     """
@@ -108,7 +114,13 @@ def all_to_all_rows(x: Tensor, group: ProcessGroup, input_rows: Lengths, output_
 
 
 class RowMove(NamedTuple):
-    """So many rows from a row on of one rank's part, to a row on of another's (or the same rank's) new part."""
+    """A block of rows that goes from one rank's part to a place in the new part of another, or of the same rank.
+
+    Attributes:
+        source: the group rank that has the rows, from `source_row` on.
+        target: the group rank that gets them, from `target_row` on.
+        rows: the number of rows.
+    """
 
     source: int
     source_row: int
@@ -121,7 +133,7 @@ class RowMove(NamedTuple):
 
 
 def move_rows(x: Tensor, group: ProcessGroup, dim: int, moves: Sequence[RowMove]) -> Tensor:
-    """Each row of every rank to its place, along `dim`: a permutation of all rows, known to every rank.
+    """Bring each row of every rank to its place along `dim`: a permutation of all rows, known to every rank.
 
     Backward moves the gradients' rows back.
     """
@@ -132,7 +144,7 @@ def move_rows(x: Tensor, group: ProcessGroup, dim: int, moves: Sequence[RowMove]
 
 
 def as_partial(x: Tensor, group: ProcessGroup) -> Tensor:
-    """R -> P(sum): the value on the group's first rank, zeros elsewhere; backward is the identity."""
+    """Return the value on the group's first rank and zeros elsewhere (R -> P); backward is the identity."""
     platform = _platform(group)
     return platform.linear_map(x, lambda t: t if group.rank == 0 else platform.ops.zeros_like(t), lambda g: g)
 
@@ -141,7 +153,7 @@ def as_partial(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def gather_data(x: Tensor, group: ProcessGroup, dim: int, lengths: Lengths) -> Tensor:
-    """All ranks' `x` put together along `dim`."""
+    """Return all ranks' `x` put together along `dim`."""
     if group.size == 1:
         return x
     platform, x = _platform(group), _fit(group, x)
@@ -155,7 +167,7 @@ def gather_data(x: Tensor, group: ProcessGroup, dim: int, lengths: Lengths) -> T
 
 
 def slice_data(x: Tensor, group: ProcessGroup, dim: int, lengths: Lengths) -> Tensor:
-    """This rank's part of `x` along `dim`, as a tensor of its own."""
+    """Return this rank's part of `x` along `dim`, as a tensor of its own."""
     if group.size == 1:
         return x
     part = _platform(group).ops.narrow(x, dim, sum(lengths[: group.rank]), lengths[group.rank])
@@ -163,7 +175,7 @@ def slice_data(x: Tensor, group: ProcessGroup, dim: int, lengths: Lengths) -> Te
 
 
 def reduce_scatter_data(x: Tensor, group: ProcessGroup, dim: int, lengths: Lengths) -> Tensor:
-    """This rank's part along `dim` of the sum over ranks."""
+    """Return this rank's part along `dim` of the sum over ranks."""
     if group.size == 1:
         return x
     platform = _platform(group)
@@ -182,7 +194,7 @@ def reduce_scatter_data(x: Tensor, group: ProcessGroup, dim: int, lengths: Lengt
 
 
 def all_reduce_data(x: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
-    """The reduction of all ranks' `x`, as a new tensor."""
+    """Return the reduction of all ranks' `x`, as a new tensor."""
     if group.size == 1:
         return x
     result = _own_copy(group, x)
@@ -215,7 +227,7 @@ def all_to_all_data(
 
 
 def all_to_all_rows_data(x: Tensor, group: ProcessGroup, input_rows: Lengths, output_rows: Lengths) -> Tensor:
-    """Rows of `x` to their owners; see `all_to_all_rows`."""
+    """Send rows of `x` to their owners; see `all_to_all_rows`."""
     if group.size == 1:
         return x
     output = _platform(group).empty((sum(output_rows), *x.shape[1:]), x.dtype)
@@ -224,7 +236,7 @@ def all_to_all_rows_data(x: Tensor, group: ProcessGroup, input_rows: Lengths, ou
 
 
 def move_rows_data(x: Tensor, group: ProcessGroup, dim: int, moves: Sequence[RowMove]) -> Tensor:
-    """Rows to their places; see `move_rows`."""
+    """Bring rows to their places; see `move_rows`."""
     platform = _platform(group)
     ops, me = platform.ops, group.rank
     moves = sorted(moves, key=lambda move: move.target_row)
@@ -254,7 +266,7 @@ def _all_reduce_over(x: Tensor, groups: Sequence[ProcessGroup]) -> Tensor:
 
 
 def _all_reduce_selecting(x: Tensor, group: ProcessGroup, op: str) -> Tensor:
-    """max, min or product over ranks, with the gradient of the single-device reduction."""
+    """Reduce by max, min or product over the ranks, with the gradient of the single-device reduction."""
     platform = _platform(group)
     kept: list[Kept] = []
 
@@ -271,9 +283,9 @@ def _all_reduce_selecting(x: Tensor, group: ProcessGroup, op: str) -> Tensor:
 
 
 def grad_of_selected(grad: Tensor, x: Tensor, result: Tensor, group: ProcessGroup, op: str) -> Tensor:
-    """The gradient of this rank's `x` from that of the `result` of all ranks'.
+    """Return the gradient of this rank's `x` for the gradient of `result`, the reduction over all ranks.
 
-    It goes to those that won, equally where several did; of a product, times that of the others.
+    Those that won share it equally; of a product, each gets it times the product of the others.
     """
     ops = _platform(group).ops
     if op == "product":

@@ -1,4 +1,4 @@
-"""What a custom function keeps for its backward."""
+"""Tensors that a custom function keeps for its backward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ Tensor = Any
 
 
 class Kept:
-    """Tensors as a forward had them: plain ones outside the graph, whatever becomes of the objects that were given.
+    """Tensors as a forward had them, plain and outside the graph.
+
+    They stay the same whatever becomes of the objects that were given.
 
     Raises:
         RuntimeError: from `tensors`, if one has been written in place meanwhile (where the framework counts that).

@@ -30,7 +30,7 @@ class MeshCoordinates:
         world: World,
         aliases: dict[str, MeshAxis],
     ) -> None:
-        """Set what the coordinates follow from.
+        """Set the axes and ranks from which coordinates follow.
 
         Args:
             base: the index of coordinate (0, ..., 0).

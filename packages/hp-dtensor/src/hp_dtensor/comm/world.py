@@ -1,4 +1,4 @@
-"""Ranks and process groups: what every platform, the simulator and the fake world provide."""
+"""Ranks and process groups, as every platform, the simulator and the fake world provide them."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ DONE = Done()
 
 
 class PendingBytes(Protocol):
-    """Bytes of every rank under way."""
+    """An all-gather of bytes under way."""
 
     def wait(self, timeout_seconds: float | None = None) -> list[bytes] | None:
-        """They, in rank order; None where they have not come in time."""
+        """Return the bytes of all ranks in rank order, or None if some rank did not answer in `timeout_seconds`."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatheredBytes:
-    """Bytes that are there."""
+    """An all-gather of bytes that is over."""
 
     parts: list[bytes]
 
@@ -63,8 +63,11 @@ _local = _Local()
 
 
 def record_collectives() -> contextlib.AbstractContextManager[CollectiveLog]:
-    """Record the collectives that this rank (thread) starts inside the block, and those of a backward in the block of
-    what was computed there, in whatever thread the framework runs it."""
+    """Record the collectives that this rank (thread) starts inside the block.
+
+    Those of a backward belong to it where the backward runs in the block and what it differentiates was computed there,
+    in whatever thread the framework runs it.
+    """
     return recorded({})
 
 
@@ -79,8 +82,8 @@ class ProcessGroup(ABC):
         backend: what it communicates by: `gloo`, `nccl`, ..., or `none`.
         ranks: global ranks, ascending in group order.
         rank: this process's index in `ranks`.
-        is_closed: it has been let go of, and its world makes another one.
-        notes: what packages keep of the group, by a name that begins with theirs.
+        is_closed: whether it has been released, so that its world makes another one.
+        notes: values that packages keep beside the group, each under a name that begins with the package's.
         platform: the platform that owns the tensors (None in a fake world).
     """
 
@@ -95,7 +98,7 @@ class ProcessGroup(ABC):
         self.notes: dict[str, Any] = {}
 
     def close(self) -> None:
-        """Let go of what the group holds; it is not used afterwards."""
+        """Release what the group holds; it is not used afterwards."""
         self.is_closed = True
 
     def all_reduce(self, x: Tensor, op: str = "sum", async_op: bool = False) -> Work:
@@ -136,7 +139,7 @@ class ProcessGroup(ABC):
         return self._all_to_all_into(output, x, tuple(output_rows), tuple(input_rows), async_op)
 
     def exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> None:
-        """Point to point: `sends[j]` goes to rank j, `receives[j]` is filled from rank j; None or empty: nothing.
+        """Send `sends[j]` to rank j and fill `receives[j]` from rank j, point to point; None or empty: nothing.
 
         Both sides must agree on what is empty. The entry of this rank itself is copied.
         """
@@ -154,7 +157,7 @@ class ProcessGroup(ABC):
             self._exchange(sends, receives)
 
     def broadcast(self, x: Tensor, source: int = 0, async_op: bool = False) -> Work:
-        """Overwrite `x` with that of group rank `source`."""
+        """Overwrite `x` with the `x` of group rank `source`."""
         if not 0 <= source < self.size:
             raise CollectiveError(f"broadcast in group {self.ranks}: there is no group rank {source}")
         sent = (self.size - 1) * _nbytes(self.platform, x) if self.rank == source else 0
@@ -162,14 +165,14 @@ class ProcessGroup(ABC):
         return DONE if self.size == 1 else self._broadcast(x, source, async_op)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Every rank's `data`, in rank order (any lengths); for small host-side facts such as JSON."""
+        """Return every rank's `data`, in rank order (any lengths); for small host-side facts such as JSON."""
         return [data] if self.size == 1 else self._all_gather_bytes(data)
 
     def start_all_gather_bytes(self, data: bytes) -> PendingBytes:
-        """Begin `all_gather_bytes` of as many bytes from each rank, at least one.
+        """Begin an `all_gather_bytes` to which each rank gives the same number of bytes, at least one.
 
-        On torch and between simulated ranks it meets others of its kind only, whatever happens to tensors meanwhile;
-        on MindSpore's CPU it ends here.
+        On torch and between simulated ranks it travels apart from the collectives of tensors, so that these may go on
+        meanwhile. On MindSpore's CPU it is over when this returns.
         """
         return GatheredBytes([data]) if self.size == 1 else self._start_all_gather_bytes(data)
 
@@ -244,7 +247,11 @@ class World(ABC):
         self._groups: dict[tuple[int, ...], ProcessGroup] = {}
 
     def group(self, ranks: Sequence[int]) -> ProcessGroup:
-        """The group of `ranks` (global, this rank among them). Only members may ask, all in the same order."""
+        """Return the group of `ranks` (global, this rank among them). Only members ask, all naming the same order.
+
+        Raises:
+            CollectiveError: this rank is no member.
+        """
         key = tuple(ranks)
         found = self._groups.get(key)
         if found is None:
@@ -255,14 +262,14 @@ class World(ABC):
 
     @property
     def all(self) -> ProcessGroup:
-        """The group of every rank."""
+        """Return the group of every rank."""
         return self.group(range(self.size))
 
     @abstractmethod
     def _create_group(self, ranks: tuple[int, ...]) -> ProcessGroup: ...
 
     def release(self, group: ProcessGroup) -> None:
-        """Let go of a group; it is made anew when it is asked for again."""
+        """Close a group; it is made anew when it is asked for again."""
         if self._groups.get(group.ranks) is group:
             del self._groups[group.ranks]
         group.close()
@@ -275,7 +282,7 @@ class World(ABC):
 
 
 class NoCommunicationGroup(ProcessGroup):
-    """A group that can be asked about but not communicate: of one rank, or of a fake world."""
+    """A group of one rank or of a fake world: its ranks are known, and every collective is refused."""
 
     def _refuse(self) -> CollectiveError:
         return CollectiveError(
@@ -320,7 +327,7 @@ class SilentWorld(World):
 
 
 def current_world(platform: Platform | None = None) -> World:
-    """The world of this thread: the innermost `use_world`, else the platform's, else one rank alone.
+    """Return the world of this thread: the innermost `use_world`, else the platform's, else one rank alone.
 
     Worlds of another platform than the one asked for are passed over; those of none are anybody's.
     """
@@ -333,7 +340,7 @@ def current_world(platform: Platform | None = None) -> World:
 
 @functools.cache
 def alone(platform: Platform | None) -> World:
-    """One rank alone: the same world whenever it is asked for, so that its meshes are equal."""
+    """Return the world of one rank, the same one whenever it is asked for, so that its meshes are equal."""
     return SilentWorld(0, 1, platform)
 
 
@@ -349,7 +356,13 @@ def use_world(world: World) -> Iterator[World]:
 
 @contextlib.contextmanager
 def fake_world(world_size: int, rank: int = 0) -> Iterator[World]:
-    """A world of any size seen from `rank`, for planning: no processes, no sockets, no framework."""
+    """Make a world of any size, seen from `rank`, the current one inside the block.
+
+    It serves planning: there are no processes, no sockets and no framework, and collectives are refused.
+
+    Raises:
+        CollectiveError: there is no such rank.
+    """
     if not 0 <= rank < world_size:
         raise CollectiveError(f"fake_world: rank {rank} is outside a world of {world_size} ranks")
     with use_world(SilentWorld(rank, world_size, None)) as world:

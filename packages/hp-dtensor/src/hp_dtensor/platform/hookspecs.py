@@ -14,7 +14,7 @@ hookspec = pluggy.HookspecMarker("hp")
 
 @hookspec
 def hp_platform() -> Platform:  # type: ignore[empty-body]
-    """Called once, when a platform is first asked for. Returns this plugin's platform.
+    """Return this plugin's platform. Called once, when a platform is first asked for.
 
     May raise `PlatformError` when the framework behind it is missing or too old; the platform then counts
     as unavailable, and the error is shown where it is asked for by name. Since 0.1.
@@ -23,4 +23,4 @@ def hp_platform() -> Platform:  # type: ignore[empty-body]
 
 @hookspec
 def hp_sharding_rules(registry: Any) -> None:
-    """Called once, before the first operation on a DTensor. Registers rules in the `RuleRegistry`. Since 0.1."""
+    """Register rules in the `RuleRegistry`. Called once, before the first operation on a DTensor. Since 0.1."""

@@ -1,4 +1,4 @@
-"""Which collectives a rank started, inside which modules, forward or backward.
+"""Records of the collectives that a rank starts: inside which module, in forward or in backward.
 
 A thread is at one `Place` per open log. What a forward leaves to be done in backward takes its places along
 (`located`), so that the collectives there belong to the module that caused them, in whatever thread they run.
@@ -25,7 +25,7 @@ class CollectiveRecord:
         wire_bytes: what this rank sends to others, in bytes.
         module: the innermost module that the log knows whose forward made it, or for whose forward a backward did; ""
             outside of all.
-        in_backward: made while a backward ran, or to reduce its gradients.
+        in_backward: whether it was made while a backward ran, or to reduce its gradients.
     """
 
     name: str
@@ -55,12 +55,12 @@ class CollectiveLog:
         return sum(record.wire_bytes for record in self.records if name in (None, record.name))
 
     def name_of(self, modules: Sequence[Module]) -> Path:
-        """The first of `modules` that is known, as a path."""
+        """Return the first of `modules` that is known, as a path; an empty path when none is."""
         return next(((self.modules[id(module)],) for module in modules if id(module) in self.modules), ())
 
 
 class Place(NamedTuple):
-    """Where a thread is, as a log sees it: inside which modules, outermost first."""
+    """The position of a thread, as a log sees it: the modules that it is inside of, outermost first."""
 
     log: CollectiveLog
     path: Path = ()
@@ -94,12 +94,12 @@ def recorded(modules: Mapping[int, str]) -> Iterator[CollectiveLog]:
 
 
 def is_recording() -> bool:
-    """Whether a log is open in this thread."""
+    """Return whether a log is open in this thread."""
     return bool(_thread.places)
 
 
 def add_record(platform: KnowsBackward | None, name: str, group: tuple[int, ...], wire_bytes: float) -> None:
-    """Tell the open logs of this thread of a collective."""
+    """Add a collective to the open logs of this thread."""
     if not _thread.places:
         return
     running = platform is not None and platform.is_in_backward()
@@ -110,7 +110,10 @@ def add_record(platform: KnowsBackward | None, name: str, group: tuple[int, ...]
 
 
 def located(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, whose collectives belong to where `located` is called, not to where it is called itself."""
+    """Return `function` with its collectives recorded for the modules that this thread is inside of now.
+
+    Without that, those of a backward would be recorded for the place where the backward runs.
+    """
     then = _thread.places
     if not then:
         return function
@@ -125,7 +128,7 @@ def located(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def inside(modules: Sequence[Module], in_backward: bool = False) -> contextlib.AbstractContextManager[None]:
-    """The collectives in the block belong to `modules`, of which a log takes the first that it knows.
+    """Record the collectives in the block for the first of `modules` that a log knows.
 
     Args:
         in_backward: they reduce gradients, whether a backward still runs or not.
@@ -136,10 +139,10 @@ def inside(modules: Sequence[Module], in_backward: bool = False) -> contextlib.A
 
 
 def enter(log: CollectiveLog, module: str, arrive: bool) -> None:
-    """The forward of a module begins.
+    """Note that the forward of a module begins.
 
     Args:
-        arrive: also in a thread of which the log does not know yet, one that a framework runs backward in.
+        arrive: whether to follow this thread too where the log does not know it, as one that runs a backward.
     """
     if arrive and all(place.log is not log for place in _thread.places):
         _thread.places += (Place(log),)
@@ -147,7 +150,10 @@ def enter(log: CollectiveLog, module: str, arrive: bool) -> None:
 
 
 def leave(log: CollectiveLog, module: str) -> None:
-    """The forward of a module is over, and that of all inside it; nothing if it has not begun."""
+    """Note that the forward of a module is over, and that of all modules inside it.
+
+    A module whose forward has not begun is passed over.
+    """
     _step(log, lambda path: path[: len(path) - path[::-1].index(module) - 1] if module in path else path)
 
 

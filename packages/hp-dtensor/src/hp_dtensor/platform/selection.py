@@ -1,4 +1,4 @@
-"""Which platform to use: an explicit argument, else `HP_PLATFORM`, else the only one installed."""
+"""Choice of a platform: an explicit argument, else `HP_PLATFORM`, else the only one installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How one mesh axis holds a tensor: replicated, sharded (in chunk order, strided, ragged), or as partial results."""
+"""Placements of a tensor on one mesh axis: replicated, sharded (in chunk order, strided, ragged), or partial."""
 
 from __future__ import annotations
 
@@ -16,17 +16,23 @@ class Placement:
     symbol: ClassVar[str]
 
     def is_shard(self, dim: int | None = None) -> bool:
-        """Whether it cuts a tensor dimension (that one, if `dim` is given)."""
+        """Return whether it cuts a tensor dimension (that one, if `dim` is given)."""
         return False
 
     def is_replicate(self) -> bool:
+        """Return whether every rank holds the same data."""
         return False
 
     def is_partial(self, op: str | None = None) -> bool:
+        """Return whether the value is a reduction over ranks (by `op`, if it is given)."""
         return False
 
     def parts(self, size: int, ranks: int) -> list[list[tuple[int, int]]]:
-        """Per rank of the axis the (start, stop) ranges of a dimension of `size` that it holds, ascending."""
+        """Return per rank of the axis the (start, stop) ranges of a dimension of `size` that it holds, ascending.
+
+        Raises:
+            PlacementError: the placement cuts no dimension, or does not fit the size.
+        """
         raise PlacementError(f"{self!r} cuts no dimension")
 
 
@@ -60,7 +66,7 @@ class Shard(Placement):
         return dim is None or dim == self.dim
 
     def interval(self, size: int, ranks: int, rank: int) -> tuple[int, int]:
-        """(start, length) of `rank`'s part of a dimension of `size`."""
+        """Return (start, length) of `rank`'s part of a dimension of `size`."""
         chunk = -(-size // ranks)
         start = min(chunk * rank, size)
         return start, min(chunk, size - start)
@@ -128,7 +134,7 @@ class RaggedShard(Placement):
         return dim is None or dim == self.dim
 
     def interval(self, size: int, ranks: int, rank: int) -> tuple[int, int]:
-        """(start, length) of `rank`'s part of a dimension of `size`."""
+        """Return (start, length) of `rank`'s part of a dimension of `size`."""
         if len(self.units) != ranks or sum(self.units) != size:
             raise PlacementError(
                 f"{self} cannot cut a dimension of {size} over {ranks} ranks: "

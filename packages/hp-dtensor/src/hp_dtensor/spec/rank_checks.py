@@ -37,10 +37,10 @@ _always = os.environ.get("HP_CHECK", "") not in ("", "0")
 
 @contextlib.contextmanager
 def check_mode() -> Iterator[None]:
-    """Inside the block (or everywhere with `HP_CHECK=1`), ranks compare what they do.
+    """Compare, inside the block, the tensors that ranks make; with `HP_CHECK=1` this holds everywhere.
 
-    Global shape, dtype and placements of every tensor that is made from local data, by a factory or by
-    `distribute_tensor`, and of every redistribution; and the values of replicas that are taken to be equal. All
+    Compared are the global shape, dtype and placements of every tensor that is made from local data, by a factory or
+    by `distribute_tensor`, and of every redistribution; and the values of replicas that are taken to be equal. All
     ranks of a mesh must be in the mode together.
 
     Raises:
@@ -54,12 +54,12 @@ def check_mode() -> Iterator[None]:
 
 
 def is_checking() -> bool:
-    """Whether this thread is in `check_mode`."""
+    """Return whether this thread is in `check_mode`."""
     return _always or _mode.depth > 0
 
 
 def check_created(what: str, spec: TensorSpec) -> None:
-    """In `check_mode`: every rank of the mesh makes a tensor of the same global shape, dtype and placements.
+    """In `check_mode`, refuse a tensor of which ranks have another global shape, dtype or placements.
 
     Raises:
         RankMismatchError: naming the ranks that differ.
@@ -69,15 +69,14 @@ def check_created(what: str, spec: TensorSpec) -> None:
 
 
 def check_moved(source: TensorSpec, target: TensorSpec) -> None:
-    """In `check_mode`: every rank of the mesh makes the same redistribution; raises as `check_created`."""
+    """In `check_mode`, refuse a redistribution that differs between ranks; raises as `check_created`."""
     if is_checking():
         fact = f"{list(source.shape)} {source.dtype} {_describe_alike(source)} to {_describe_alike(target)}"
         _check_equal(source.mesh, "redistribute", fact)
 
 
 def check_alike(mesh: DeviceMesh, what: str, facts: Sequence[str]) -> None:
-    """In `check_mode`: every rank of the mesh gives the same facts; raises as `check_created`, telling the first that
-    differs."""
+    """In `check_mode`, refuse facts that differ between ranks; raises as `check_created`, telling the first of them."""
     if not is_checking() or mesh.get_coordinate() is None or mesh.size() == 1:
         return
     told = {rank: json.loads(data) for rank, data in _exchange(mesh, json.dumps(list(facts)).encode()).items()}
@@ -86,7 +85,10 @@ def check_alike(mesh: DeviceMesh, what: str, facts: Sequence[str]) -> None:
 
 
 def _describe_alike(spec: TensorSpec) -> str:
-    """The placements as every rank must have them: how many rows go where may depend on what another axis has cut."""
+    """Return the placements as text that every rank must share.
+
+    The units of a ragged shard are left out where another axis cuts too: they may differ between that axis's ranks.
+    """
     cut = [p for p in spec.placements if p.is_shard() or isinstance(p, RaggedShard)]
     if len(cut) < 2:
         return spec.describe_placements()
@@ -96,7 +98,7 @@ def _describe_alike(spec: TensorSpec) -> str:
 
 
 def check_replicated(what: str, x: Tensor, mesh: DeviceMesh) -> None:
-    """Every rank of the mesh holds the same plain tensor.
+    """Refuse a plain tensor that is not the same on every rank of the mesh.
 
     Raises:
         RankMismatchError: naming the ranks whose shape, dtype or values differ.
@@ -105,7 +107,7 @@ def check_replicated(what: str, x: Tensor, mesh: DeviceMesh) -> None:
 
 
 def digest(platform: Platform, x: Tensor) -> str:
-    """A short fingerprint of a plain tensor's values, bit by bit."""
+    """Return a short fingerprint of a plain tensor's values, bit by bit."""
     return hashlib.sha256(platform.to_numpy(x).tobytes()).hexdigest()[:16]
 
 
@@ -122,7 +124,7 @@ def _raise_unless_equal(what: str, facts: Mapping[int, str]) -> None:
 
 
 def ranks_by_fact(facts: Mapping[int, str]) -> dict[str, list[int]]:
-    """The ranks for which each fact holds, in the order in which facts are first met."""
+    """Return the ranks for which each fact holds, in the order in which facts are first met."""
     groups: dict[str, list[int]] = defaultdict(list)
     for rank, fact in facts.items():
         groups[fact].append(rank)
@@ -130,19 +132,19 @@ def ranks_by_fact(facts: Mapping[int, str]) -> dict[str, list[int]]:
 
 
 def _told(by_fact: Mapping[str, Sequence[int]]) -> str:
-    """`rank 3: <fact>; ranks 0, 1, 2: <fact>`, the fewest ranks first."""
+    """Return `rank 3: <fact>; ranks 0, 1, 2: <fact>`, the fewest ranks first."""
     ordered = sorted(by_fact.items(), key=lambda item: len(item[1]))
     return "; ".join(f"{name_ranks(ranks)}: {fact}" for fact, ranks in ordered)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """`rank 3` or `ranks 0, 1, 2`, the first eight of them."""
+    """Return `rank 3` or `ranks 0, 1, 2`, naming the first eight."""
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}{more}"
 
 
 def _exchange(mesh: DeviceMesh, data: bytes) -> dict[int, bytes]:
-    """What every rank of the mesh gives, by global rank in the mesh's order."""
+    """Return the data that every rank of the mesh gives, by global rank in the mesh's order."""
     ranks = mesh.ranks()
     return dict(zip(ranks, mesh.world.group(ranks).all_gather_bytes(data), strict=True))
 
@@ -152,7 +154,7 @@ def _exchange(mesh: DeviceMesh, data: bytes) -> dict[int, bytes]:
 
 @dataclass(frozen=True, slots=True)
 class _Local:
-    """What one rank says of its shard."""
+    """The shard of one rank, as it describes it to the others."""
 
     rank: int
     coordinate: Coordinate
@@ -164,10 +166,10 @@ class _Local:
 def global_shape(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int] | None
 ) -> tuple[int, ...]:
-    """The global shape that the shards of all ranks make together, all of them checked against it.
+    """Return the global shape that the shards of all ranks make together, after checking each of them against it.
 
     Args:
-        shape: what it should be; None: found from the shards, which may be uneven.
+        shape: the global shape that is expected; None: found from the shards, which may be uneven.
 
     Raises:
         ShardShapeError: shards that do not fit, with the rank of each.
@@ -195,7 +197,7 @@ def _shards(local: Tensor, mesh: DeviceMesh) -> dict[Coordinate, _Local]:
 
 
 def _joined(mine: _Local, shards: Mapping[Coordinate, _Local], placements: Sequence[Placement]) -> tuple[int, ...]:
-    """Per dimension the sum of the shards along the axes that cut it."""
+    """Return per dimension the sum of the shards along the axes that cut it."""
     shape = list(mine.shape)
     if len({len(shard.shape) for shard in shards.values()}) > 1:
         return tuple(shape)

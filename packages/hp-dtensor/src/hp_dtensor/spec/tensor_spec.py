@@ -1,4 +1,4 @@
-"""What a DTensor is beyond its local shard: mesh, placements, global shape and dtype, interned."""
+"""TensorSpec: mesh, placements, global shape and dtype of a DTensor, interned."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 class TensorSpec:
-    """Immutable and interned: equal specs are the same object, so they compare and hash by identity.
+    """Mesh, placements, global shape and dtype of a DTensor.
+
+    Immutable and interned: equal specs are the same object, so they compare and hash by identity.
 
     Attributes:
         mesh: the device mesh.
@@ -45,16 +47,19 @@ class TensorSpec:
 
     @property
     def ndim(self) -> int:
+        """Return the number of dimensions of the tensor."""
         return len(self.shape)
 
     def with_placements(self, placements: Sequence[Placement]) -> TensorSpec:
+        """Return the spec of the same tensor with other placements."""
         return TensorSpec(self.mesh, placements, self.shape, self.dtype)
 
     def is_replicated(self) -> bool:
+        """Return whether every rank of the mesh holds the whole tensor."""
         return all(placement.is_replicate() for placement in self.placements)
 
     def box(self, coordinate: Sequence[int] | None = None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(offset, shape) in the global tensor of the shard at a mesh coordinate (default: this rank's).
+        """Return (offset, shape) in the global tensor of the shard at a mesh coordinate (default: this rank's).
 
         A rank outside the mesh holds an empty box.
 
@@ -75,7 +80,7 @@ class TensorSpec:
         return tuple(offset), tuple(shape)
 
     def ranges(self, coordinate: Sequence[int] | None = None) -> tuple[Ranges, ...]:
-        """Per dimension the (start, stop) ranges of the global tensor that the shard consists of, ascending.
+        """Return per dimension the (start, stop) ranges of the global tensor that the shard consists of, ascending.
 
         A rank outside the mesh holds none.
         """
@@ -99,7 +104,7 @@ class TensorSpec:
         return tuple(start for start, _ in boxes), tuple(stop - start for start, stop in boxes)
 
     def num_replicas(self) -> int:
-        """How many ranks of the mesh hold the same shard."""
+        """Return the number of ranks of the mesh that hold the same shard."""
         return math.prod(
             size for size, placement in zip(self.mesh.shape, self.placements, strict=True) if placement.is_replicate()
         )
@@ -110,7 +115,7 @@ class TensorSpec:
         )
 
     def describe_placements(self) -> str:
-        """Short form, such as `(dp:S(0), tp:R)`."""
+        """Return a short form, such as `(dp:S(0), tp:R)`."""
         named = zip(self.mesh.mesh_dim_names, self.placements, strict=True)
         return "(" + ", ".join(f"{name}:{describe(placement)}" for name, placement in named) + ")"
 
@@ -141,14 +146,20 @@ def _intern(key: tuple[Any, ...]) -> Any:
 
 
 def grad_spec(spec: TensorSpec) -> TensorSpec:
-    """The placements of a value's gradient: R -> R, S -> S, P -> R."""
+    """Return the spec of a value's gradient: R -> R, S -> S, P -> R.
+
+    Every contribution to a sum has the gradient of the whole, so the gradient of a partial value is replicated.
+    """
     if not spec.is_partial:
         return spec
     return spec.with_placements([Replicate() if p.is_partial() else p for p in spec.placements])
 
 
 def has_gradient(spec: TensorSpec) -> bool:
-    """Whether placements describe the gradient of a value: not where it is partial by something else than a sum."""
+    """Return whether placements describe the gradient of a value.
+
+    They do not where it is partial by something else than a sum: each rank has the gradient of its own contribution.
+    """
     return not spec.is_partial or all(
         size == 1 or not placement.is_partial() or placement == Partial()
         for size, placement in zip(spec.mesh.shape, spec.placements, strict=True)
@@ -156,7 +167,7 @@ def has_gradient(spec: TensorSpec) -> bool:
 
 
 def shown_grad_spec(spec: TensorSpec) -> TensorSpec:
-    """`grad_spec` of a value whose gradient users ask for.
+    """Return `grad_spec` of a value whose gradient users ask for.
 
     Raises:
         GradientPathError: the value is partial by something else than a sum.
@@ -176,7 +187,7 @@ def _local_shape(spec: TensorSpec) -> tuple[int, ...]:
 
 
 def split_ranges(ranges: Ranges, placement: Placement, ranks: int) -> list[Ranges]:
-    """What each of `ranks` ranks gets of ascending disjoint (start, stop) ranges; adjacent results are joined."""
+    """Return each rank's part of ascending disjoint (start, stop) ranges; adjacent ones are joined."""
     size = sum(stop - start for start, stop in ranges)
     return [
         join_ranges([piece for part in parts for piece in _take(ranges, *part)])
@@ -185,7 +196,7 @@ def split_ranges(ranges: Ranges, placement: Placement, ranks: int) -> list[Range
 
 
 def join_ranges(ranges: Sequence[tuple[int, int]]) -> Ranges:
-    """Ascending ranges without the empty ones, adjacent ones as one."""
+    """Return ascending ranges without the empty ones, and with adjacent ones as one."""
     result: list[tuple[int, int]] = []
     for start, stop in ranges:
         if start == stop:
@@ -198,7 +209,7 @@ def join_ranges(ranges: Sequence[tuple[int, int]]) -> Ranges:
 
 
 def _take(ranges: Ranges, begin: int, end: int) -> list[tuple[int, int]]:
-    """The elements at positions [begin, end) of what `ranges` list."""
+    """Return the ranges of the elements at positions [begin, end) among those that `ranges` list."""
     result, passed = [], 0
     for start, stop in ranges:
         low, high = max(begin - passed, 0), min(end - passed, stop - start)
@@ -223,7 +234,7 @@ def require_placements(what: str, mesh: DeviceMesh, placements: Any) -> tuple[Pl
 
 
 def normalize_placements(mesh: DeviceMesh, placements: Sequence[Placement], ndim: int) -> tuple[Placement, ...]:
-    """Placements with non-negative dimensions, checked against mesh and tensor.
+    """Return placements with non-negative dimensions, checked against mesh and tensor.
 
     Raises:
         PlacementError: listing every problem at once.
@@ -249,7 +260,7 @@ def normalize_placements(mesh: DeviceMesh, placements: Sequence[Placement], ndim
 
 
 def wrong_count(mesh: DeviceMesh, placements: Sequence[Placement]) -> str | None:
-    """Why this is not one placement per mesh axis; None: it is."""
+    """Return why this is not one placement per mesh axis; None: it is."""
     if len(placements) == mesh.ndim:
         return None
     return f"expected {mesh.ndim} placements for mesh {mesh.describe()}, got {len(placements)}"
@@ -266,7 +277,7 @@ def _non_negative(placement: Placement, ndim: int) -> Placement:
 
 
 def describe(placement: Placement) -> str:
-    """`R`, `S(0)`, `P(sum)`, `Ragged(0; 3,1)`."""
+    """Return a short form: `R`, `S(0)`, `P(sum)`, `Ragged(0; 3,1)`."""
     if isinstance(placement, Replicate):
         return "R"
     if isinstance(placement, Shard):

@@ -11,18 +11,19 @@ from hp_dtensor.spec.tensor_spec import TensorSpec
 
 
 class AwaitedGradient(NamedTuple):
-    """What sets a gradient that lies elsewhere, when somebody looks at it, and what is called when it is replaced."""
+    """The way to a gradient that lies elsewhere, as on the host.
+
+    Attributes:
+        fetch: sets the gradient; called when somebody looks at it.
+        drop: called when it is replaced.
+    """
 
     fetch: Callable[[], None]
     drop: Callable[[], None]
 
 
 class DTensorBase:
-    """Mixed into each platform's tensor subclass; `isinstance(x, DTensor)` holds on every platform.
-
-    The object is the local shard: autograd, hooks and memory are the framework's own. `shape` is the
-    global shape; `spec.local_shape` the shard's.
-    """
+    """The attributes of a `DTensor`, without its methods, for the functions that those call."""
 
     _spec: TensorSpec
     _copied_by: str | None = None
@@ -30,7 +31,7 @@ class DTensorBase:
     _awaited_gradient: AwaitedGradient | None = None
     """A platform's `grad` fetches it when there is none, and drops it when it is set."""
     _gradient_from: str | None = None
-    """What sets the gradient of this parameter in a backward, where autograd itself does not reach it."""
+    """The name of what sets this parameter's gradient in a backward, where autograd itself does not reach it."""
 
     @property
     def spec(self) -> TensorSpec:

@@ -14,10 +14,11 @@ Tensor = Any
 
 
 class DTensor(DTensorBase):
-    """Mixed into each platform's tensor subclass; `isinstance(x, DTensor)` holds on every platform.
+    """A tensor cut over a mesh, or held by every rank of it, that is used like one tensor.
 
-    The object is the local shard: autograd, hooks and memory are the framework's own. `shape` is the
-    global shape; `spec.local_shape` the shard's.
+    The class is mixed into each platform's tensor subclass, so `isinstance(x, DTensor)` holds on every platform. The
+    object is the local shard: autograd, hooks and memory are the framework's own. `shape` is the global shape;
+    `spec.local_shape` the shard's.
     """
 
     @staticmethod

@@ -20,7 +20,7 @@ Tensor = Any
 
 
 def check_hook(x: Any) -> None:
-    """`observe_gradient` for a hook that is to be called with the gradient of `x`.
+    """Prepare `x` for a hook that is to be called with its gradient; see `varying.observe_gradient`.
 
     Raises:
         GradientPathError: also where autograd does not have that gradient.
@@ -34,14 +34,14 @@ def check_hook(x: Any) -> None:
 
 
 def lost_hooks(platform: Platform, name: str, parameter: Tensor) -> str | None:
-    """Why another parameter cannot take the place of this one: its hooks would be lost. None: it has none."""
+    """Return why another parameter cannot take the place of this one: its hooks would be lost. None: it has none."""
     if not platform.has_gradient_hooks(parameter):
         return None
     return f"{name} has hooks for its gradient, which the DTensor in its place would not call; register them afterwards"
 
 
 def check_reached(what: str, weights: Sequence[Any]) -> None:
-    """Every one of these gets its gradient from autograd itself.
+    """Refuse weights whose gradients autograd itself does not give.
 
     Raises:
         GradientPathError: some do not: those of `fully_shard`, which are not what the forward computes with.
@@ -55,9 +55,10 @@ def check_reached(what: str, weights: Sequence[Any]) -> None:
 
 
 def as_replicated(spec: TensorSpec, grad: Tensor) -> Tensor:
-    """The gradient (plain) of a value of `spec` as that of the whole, through which a second derivative goes once.
+    """Return the gradient (plain) of a value of `spec` as that of the whole, for second derivatives.
 
-    Every rank has that of its own contribution to a sum, and what goes back through it is added up over the ranks.
+    Of a sum every rank has the gradient of its own contribution. What goes back through it is added up over the ranks,
+    so it must go through one of them only.
     """
     axes = _summed_axes(spec, grad)
     if not axes:
@@ -68,13 +69,13 @@ def as_replicated(spec: TensorSpec, grad: Tensor) -> Tensor:
 
 
 def as_contributed(spec: TensorSpec, grad: Tensor) -> Tensor:
-    """A gradient (plain) of the whole as that of every rank's contribution to it: the dual of `as_replicated`."""
+    """Return a gradient (plain) of the whole as that of every rank's contribution: the dual of `as_replicated`."""
     axes = _summed_axes(spec, grad)
     return collectives.vary(grad, [spec.mesh.group_over(axes)]) if axes else grad
 
 
 def _summed_axes(spec: TensorSpec, grad: Tensor) -> tuple[int, ...]:
-    """The axes over which a value of `spec` is a sum of several, if its gradient is recorded."""
+    """Return the axes over which a value of `spec` is a sum of several; none if its gradient is not recorded."""
     mesh = spec.mesh
     if mesh.get_coordinate() is None or not mesh.platform.requires_grad(grad):
         return ()
@@ -82,7 +83,11 @@ def _summed_axes(spec: TensorSpec, grad: Tensor) -> tuple[int, ...]:
 
 
 def gradient_placed(what: str, spec: TensorSpec, grad_placements: Sequence[Placement]) -> TensorSpec:
-    """The spec of a gradient of local shards of `spec`, which must have their shape on every rank."""
+    """Return the spec of a gradient of local shards of `spec`, which must have their shape on every rank.
+
+    Raises:
+        PlacementError: in the name of `what`: placements that cut in another way than the shards.
+    """
     wanted = spec.with_placements(placements_on(what, spec.mesh, grad_placements))
     for size, placement, value in zip(spec.mesh.shape, wanted.placements, spec.placements, strict=True):
         if size > 1 and placement != value and (placement.is_shard() or value.is_shard()):
@@ -94,7 +99,7 @@ def gradient_placed(what: str, spec: TensorSpec, grad_placements: Sequence[Place
 
 
 def differentiated(output: Tensor, gradient: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """An output and its gradient, either of which may be a DTensor, as the plain local tensors that drive a backward.
+    """Return an output and its gradient, either of which may be a DTensor, as the plain tensors that drive a backward.
 
     Raises:
         PlacementError: a gradient of another shape, or a plain one that is not the local part of the output's.
@@ -124,7 +129,7 @@ def differentiated(output: Tensor, gradient: Tensor | None) -> tuple[Tensor, Ten
 
 
 def with_grad_plan(platform: Any, local: Tensor, comes: TensorSpec, wanted: TensorSpec) -> Tensor:
-    """`local` whose gradient, arriving as `comes`, is redistributed to `wanted`."""
+    """Return `local` with its gradient, which arrives placed as `comes`, redistributed to `wanted`."""
     if comes is wanted:
         return local
     plan = plan_between(comes, wanted, platform.itemsize(comes.dtype))

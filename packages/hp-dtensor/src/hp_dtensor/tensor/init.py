@@ -26,11 +26,11 @@ _BLOCK_WORDS = 1 << 20
 
 
 class Distribution(ABC):
-    """How one parameter's elements are drawn from one random 64-bit word each."""
+    """A distribution of one parameter's elements, each drawn from one random 64-bit word."""
 
     @abstractmethod
     def values(self, words: Array) -> Array:
-        """Values (float64) for `words` (uint64), element by element."""
+        """Return values (float64) for `words` (uint64), element by element."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _fill(platform: Platform, parameter: Any, distribution: Distribution, key: t
 
 
 def stream_key(seed: int, name: str) -> tuple[int, int]:
-    """The 128-bit Philox key of one parameter."""
+    """Return the 128-bit Philox key of one parameter."""
     digest = hashlib.sha256(f"{seed}\0{name}".encode()).digest()
     return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:16], "little")
 
@@ -120,7 +120,7 @@ def draw(
     offset: Sequence[int],
     extent: Sequence[int],
 ) -> Array:
-    """The float32 values of the box at `offset` with shape `extent` of a tensor of `shape`.
+    """Return the float32 values of the box at `offset` with shape `extent` of a tensor of `shape`.
 
     Args:
         key: from `stream_key`.
@@ -134,7 +134,7 @@ def draw(
 def _words(
     key: tuple[int, int], shape: tuple[int, ...], offset: tuple[int, ...], extent: tuple[int, ...]
 ) -> Iterator[tuple[Any, Array]]:
-    """Indices of the box and the words of its elements there, in blocks of bounded size.
+    """Yield indices of the box and the words of its elements there, in blocks of bounded size.
 
     Runs of whole rows are generated at once; where inner dimensions are cut, a row's words are generated up
     to the end of the box and sliced, at most the row's size.
@@ -159,7 +159,7 @@ def _words(
 
 
 def _run(key: tuple[int, int], start: int, count: int) -> Array:
-    """Words start .. start+count of the key's stream (Philox makes four per counter)."""
+    """Return words start .. start+count of the key's stream (Philox makes four per counter)."""
     generator = numpy.random.Philox(
         key=numpy.array(key, numpy.uint64), counter=numpy.array([start // 4, 0, 0, 0], numpy.uint64)
     )

@@ -31,7 +31,7 @@ def local_map(
     *,
     redistribute_inputs: bool = True,
 ) -> Callable[..., Any]:
-    """`func` on local tensors, as a function of DTensors. Follows torch's `local_map`.
+    """Return a function of DTensors that calls `func` on their local tensors. Follows torch's `local_map`.
 
     The global shape of an output follows from the arguments: along a dimension that is cut as one of theirs, and as
     long on this rank, it is as long as that one; otherwise every rank's part is as long as this one's.
@@ -91,7 +91,7 @@ def custom_shard(
     in_placements: Any = None,
     redistribute_inputs: bool = True,
 ) -> Callable[..., Any]:
-    """`local_map` under its older name and argument order."""
+    """Return `local_map` of `func`, under its older name and argument order."""
     return local_map(
         func, out_placements, in_placements, device_mesh=device_mesh, redistribute_inputs=redistribute_inputs
     )
@@ -125,7 +125,7 @@ def _per_argument(entries: Sequence[Any] | None, args: Sequence[Any], name: str)
 
 
 def _placed(x: Any, index: int, wanted: Placements | None, mesh: DeviceMesh, redistribute: bool) -> Any:
-    """An argument as `wanted`."""
+    """Return an argument placed as `wanted`."""
     if not isinstance(x, DTensor):
         if wanted is not None:
             raise PlacementError(f"local_map: argument {index} has placements {_shown(wanted)} but is no DTensor")
@@ -147,7 +147,7 @@ def _placed(x: Any, index: int, wanted: Placements | None, mesh: DeviceMesh, red
 def _local(
     x: Any, index: int, grads: Placements | None, specs: Sequence[TensorSpec | None], outs: Sequence[Outputs]
 ) -> Any:
-    """An argument as `func` takes it; its gradient comes back as `grads` or as the placements say."""
+    """Return an argument as `func` takes it; its gradient comes back as `grads` or as the placements say."""
     spec = specs[index]
     if spec is None:
         return x
@@ -160,7 +160,7 @@ def _local(
 
 
 def _grad_along(axis: int, index: int, specs: Sequence[TensorSpec | None], outs: Sequence[Outputs]) -> Placement:
-    """How the gradient of argument `index` is placed along a mesh axis."""
+    """Return the placement of the gradient of argument `index` along a mesh axis."""
     spec = specs[index]
     assert spec is not None
     placement = spec.placements[axis]
@@ -200,7 +200,7 @@ def _shown(entry: Any) -> Any:
 
 
 def _out_entries(placements: Any, mesh: DeviceMesh) -> list[Outputs]:
-    """One entry per output."""
+    """Return the placements of each output."""
     entries = [placements] if placements is None or is_specification(placements) else list(placements)
     return [_placements(mesh, entry, f"out_placements[{index}]") for index, entry in enumerate(entries)]
 
@@ -231,7 +231,7 @@ Cut = tuple[tuple[int, Any], ...]
 
 
 def _cuts(placements: Sequence[Placement]) -> dict[int, Cut]:
-    """Dimension -> its cut."""
+    """Return the cut of each dimension that is cut."""
     found: dict[int, Cut] = {}
     for axis, placement in enumerate(placements):
         if isinstance(placement, (Shard, StridedShard, RaggedShard)):
@@ -243,7 +243,7 @@ def _cuts(placements: Sequence[Placement]) -> dict[int, Cut]:
 def _global_shape(
     local: tuple[int, ...], placements: Sequence[Placement], index: int, mesh: DeviceMesh, inputs: Sequence[TensorSpec]
 ) -> tuple[int, ...]:
-    """See `local_map`."""
+    """Return the global shape of output `index`; see `local_map`."""
     shape = list(conversions.even_global_shape(local, mesh, placements))
     for dim, cut in _cuts(placements).items():
         if any(isinstance(p, RaggedShard) and p.dim == dim for p in placements):

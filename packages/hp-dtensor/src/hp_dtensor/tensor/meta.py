@@ -26,7 +26,7 @@ MakeBuffer = Callable[[str, tuple[int, ...], Any], Tensor]
 
 @contextlib.contextmanager
 def init_on_device(device: Any, platform: Platform | str | None = None) -> Iterator[None]:
-    """Tensors and modules made inside the block lie on `device`; `"meta"`: they have shapes and no data.
+    """Make tensors and modules inside the block on `device`; on `"meta"` they have shapes and no data.
 
     Raises:
         CapabilityError: the platform cannot, such as MindSpore for `"meta"`.
@@ -36,7 +36,7 @@ def init_on_device(device: Any, platform: Platform | str | None = None) -> Itera
 
 
 def init_empty_weights(platform: Platform | str | None = None) -> contextlib.AbstractContextManager[None]:
-    """`init_on_device("meta")`, for a model that is too large for one rank."""
+    """Make tensors and modules inside the block without data, for a model that is too large for one rank."""
     return init_on_device("meta", platform)
 
 
@@ -76,7 +76,7 @@ def materialize(
 
 
 def _with_memory(platform: Platform, old: Tensor, device: Any) -> Tensor:
-    """A parameter like `old`, uninitialised."""
+    """Return a parameter like `old`, uninitialised."""
     with platform.no_grad():
         data = platform.empty(platform.local_shape(old), old.dtype, device)
         if isinstance(old, DTensor):
@@ -96,7 +96,7 @@ def _make_buffers(platform: Platform, owner: Module, path: str, make: MakeBuffer
 
 
 def meta_tensors(module: Module, platform: Platform | str | None = None) -> list[str]:
-    """Dotted names of the parameters and buffers that have no data yet."""
+    """Return the dotted names of the parameters and buffers that have no data yet."""
     chosen = platform_of(module, platform)
     named = [*chosen.named_parameters(module), *chosen.named_buffers(module)]
     return [name for name, x in named if chosen.is_meta(x)]

@@ -22,7 +22,7 @@ def redistribute(
     *,
     async_op: bool = False,
 ) -> Any:
-    """`x` with other placements, on its own or on another mesh of the same world; differentiable.
+    """Return `x` with other placements, on its own or on another mesh of the same world; differentiable.
 
     To another mesh every rank of both makes the call, and its backward communicates between them too. A rank
     outside the mesh of `x` passes an empty `x`; one outside the other mesh gets an empty result.
@@ -44,7 +44,7 @@ def redistribute(
 
 
 def redistribute_to(x: Any, target: TensorSpec) -> Any:
-    """`x` as `target`, which has the same shape."""
+    """Return `x` as `target`, which has the same shape."""
     source: TensorSpec = x.spec
     if source is target:
         return x
@@ -71,7 +71,7 @@ class PendingDTensor:
         self._result: Any = None
 
     def wait(self) -> Any:
-        """The DTensor, once its communication is over; the same one every time."""
+        """Return the DTensor, once its communication is over; the same one every time."""
         if self._finish is not None:
             finish, self._finish = self._finish, None
             self._result = finish()
@@ -92,7 +92,7 @@ def _start_redistribute(x: Any, target: TensorSpec) -> PendingDTensor:
 
 
 def remembering(local: Tensor, plan: RedistributePlan, moved: Tensor, target: TensorSpec) -> Any:
-    """The result as a DTensor that knows what it came from, for gradients of uses that differ per rank."""
+    """Return the result as a DTensor that knows its source, for gradients of uses that differ per rank."""
     platform = target.mesh.platform
     result = platform.wrap(moved, target)
     if platform.requires_grad(local):
@@ -101,7 +101,7 @@ def remembering(local: Tensor, plan: RedistributePlan, moved: Tensor, target: Te
 
 
 def placements_on(what: str, mesh: DeviceMesh, placements: Sequence[Placement] | None) -> tuple[Placement, ...]:
-    """The placements given, by default replicated ones.
+    """Return the placements given, by default replicated ones.
 
     Raises:
         PlacementError: a single placement, or something else that is no sequence.

@@ -21,7 +21,14 @@ Tensor = Any
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a DTensor was redistributed from, by which plan, and the versions of both when that happened."""
+    """The source of a redistributed DTensor.
+
+    Attributes:
+        local: the local data of the source.
+        plan: the plan that moved it.
+        version: of `local` then; once it has been written, the result is of other values.
+        result_version: of the result then, likewise.
+    """
 
     local: Tensor
     plan: RedistributePlan
@@ -30,7 +37,7 @@ class Source:
 
 
 def vary(x: Any, axes: tuple[int, ...]) -> Tensor:
-    """The varying view of `x` on `axes` as a plain local tensor: its gradient is summed over those axes.
+    """Return the varying view of `x` on `axes` as a plain local tensor: its gradient is summed over those axes.
 
     One view serves all users of `x`, until `x` is written in place; the view of something just gathered reduces
     straight to its source.
@@ -43,7 +50,7 @@ def vary(x: Any, axes: tuple[int, ...]) -> Tensor:
 
 
 def recorded_view(x: Any, local: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """`vary` where operations on `x`, whose local data is `local`, are recorded."""
+    """Return `vary` of `x`, whose local data is `local`, where it is known that operations on it are recorded."""
     platform = x._spec.mesh.platform
     if platform.is_leaf(x):
         return _varying_view(x, local, axes)
@@ -57,16 +64,16 @@ def recorded_view(x: Any, local: Tensor, axes: tuple[int, ...]) -> Tensor:
 
 
 def forget_source(x: Any) -> None:
-    """From now on gradients of `x` come through `x` itself, not past it to what it was gathered from.
+    """Let gradients of `x` come through `x` itself from now on, not past it to what it was gathered from.
 
-    For whoever replaces the data of `x`; see `observe_gradient`.
+    Whoever replaces the data of `x` calls it, and whoever looks at its gradient; see `observe_gradient`.
     """
     x.__dict__.pop("_redistributed_from", None)
     x.__dict__.pop("_varying_views", None)
 
 
 def observe_gradient(x: Any) -> None:
-    """`forget_source` for whoever wants to see or change the gradient of `x`: hooks, `retain_grad`.
+    """Let the gradient of `x` be seen and changed where it passes, as hooks and `retain_grad` do.
 
     Raises:
         GradientPathError: `x` has been used already in a way whose gradient goes past it.
@@ -80,7 +87,7 @@ def observe_gradient(x: Any) -> None:
 
 
 def shortcut_views(x: Any) -> list[tuple[tuple[int, ...], Tensor]]:
-    """(axes, view) of the varying views of `x` as it is now whose gradients go past it, and are partial there."""
+    """Return (axes, view) of the varying views of `x` as it is now whose gradients go past it, partial on `axes`."""
     source: Source | None = x.__dict__.get("_redistributed_from")
     if source is None:
         return []
@@ -92,7 +99,12 @@ def shortcut_views(x: Any) -> list[tuple[tuple[int, ...], Tensor]]:
 
 
 def with_shortcuts(x: Any, grad: Tensor | None, past: Sequence[tuple[tuple[int, ...], Tensor | None]]) -> Tensor | None:
-    """The gradient (plain) of `x` from that which came through it and those of its `shortcut_views`."""
+    """Return the gradient (plain) of `x`: what came through it, plus what went past it by its `shortcut_views`.
+
+    Args:
+        grad: what came through `x`; None: nothing.
+        past: (axes, gradient) of each shortcut view, to be summed over those axes.
+    """
     mesh = x._spec.mesh
     for axes, part in past:
         if part is not None:
