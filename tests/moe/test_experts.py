@@ -6,7 +6,7 @@ from moe_reference import LAYER, ReferenceMoE
 
 from hp_dtensor.parallel import nn
 from hp_dtensor.tensor.init import Normal, init_parameters
-from hp_moe import GroupedExperts, GroupSizes, MoE, grouped_matmul, loop_grouped_matmul
+from hp_moe import ExpertParallelError, GroupedExperts, GroupSizes, MoE, grouped_matmul, loop_grouped_matmul
 
 # float32 against float64: a few hundred sums of products of order one.
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}
@@ -71,6 +71,47 @@ def test_rows_in_expert_major_order(platform):
         a = w1[e] @ x[row]
         expected = w2[e] @ (a / (1 + numpy.exp(-a)) * (w3[e] @ x[row]))
         numpy.testing.assert_allclose(platform.to_numpy(y)[row], expected, **CLOSE)
+
+
+@pytest.mark.parametrize("dtype", ["int64", "int32"])
+def test_counts_by_name_and_in_any_integer_dtype(platform, dtype):
+    with nn.building(platform):
+        experts = GroupedExperts(8, 4, 3)
+    init_parameters(experts, lambda name, shape: Normal(0.5), seed=1)
+    x = platform.from_numpy(normal(3, 6, 8))
+    expected = experts(x, platform.from_numpy(numpy.array((1, 0, 5), numpy.int64)))
+    got = experts(x, num_tokens_per_expert=platform.from_numpy(numpy.array((1, 0, 5), dtype)))
+    numpy.testing.assert_array_equal(platform.to_numpy(got), platform.to_numpy(expected))
+
+
+@pytest.mark.parametrize(
+    ("counts", "told"),
+    [
+        ([1, 0, 4], r"the counts \[1, 0, 4\] add up to 5, but there are 6 rows"),
+        ([1, 2, 5], r"the counts \[1, 2, 5\] add up to 8, but there are 6 rows"),
+        ([1, 5], r"one count for each of 3 experts, got shape \[2\]"),
+        ([1, 0, 5, 0], r"one count for each of 3 experts, got shape \[4\]"),
+        ([8, -1, -1], r"expected whole numbers of rows, got \[8, -1, -1\] \(int64\)"),
+    ],
+)
+def test_counts_that_do_not_describe_the_rows_are_refused(platform, counts, told):
+    with nn.building(platform):
+        experts = GroupedExperts(8, 4, 3)
+    counts = platform.from_numpy(numpy.array(counts, numpy.int64))
+    with pytest.raises(ExpertParallelError, match=told):
+        experts(platform.from_numpy(normal(3, 6, 8)), counts)
+
+
+def test_experts_take_a_routing_or_counts(platform):
+    with nn.building(platform):
+        experts = GroupedExperts(8, 4, 1)
+    x, counts = platform.from_numpy(normal(3, 6, 8)), platform.from_numpy(numpy.array([6], numpy.int64))
+    with pytest.raises(ExpertParallelError, match="give one"):
+        experts(x)
+    with pytest.raises(ExpertParallelError, match="give one"):
+        experts(x, counts, num_tokens_per_expert=counts)
+    with pytest.raises(ExpertParallelError, match=r"expected whole numbers of rows, got \[6.0\] \(float32\)"):
+        experts(x, platform.from_numpy(numpy.array([6], numpy.float32)))
 
 
 OPTIONS = [

@@ -9,6 +9,7 @@ from hp_dtensor.parallel import nn
 from hp_dtensor.spec.placements import Partial
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_moe.dispatch import Dispatched, LocalDispatcher, TokenDispatcher
+from hp_moe.exceptions import ExpertParallelError
 from hp_moe.fused_experts import fused_experts
 from hp_moe.grouped_gemm import GroupSizes, grouped_matmul
 from hp_moe.router import Routing
@@ -43,25 +44,38 @@ class GroupedExperts(nn.Module):
         self.dispatcher = LocalDispatcher(self.platform)
         self.partial_mesh = None
 
-    def forward(self, x: Tensor, routing: Routing | Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, routing: Routing | Tensor | None = None, *, num_tokens_per_expert: Tensor | None = None
+    ) -> Tensor:
         """Run rows through their experts.
 
         Args:
-            x: plain `[tokens, dim]`, or `[sum(counts), dim]` in expert-major order.
-            routing: where the tokens go, or int64 counts `[num_experts]` when rows are in expert-major order.
+            x: plain `[tokens, dim]`, or `[rows, dim]` in expert-major order where counts are given.
+            routing: the experts of each token, or the counts.
+            num_tokens_per_expert: the counts by name: integers `[num_experts]` that add up to `rows`.
 
         Returns:
             `[tokens, dim]`, the (weighted) sum over each token's experts; one result per row, in the same
             order, when counts were given. With `partial_mesh`, this rank's part of it.
+
+        Raises:
+            ExpertParallelError: the counts do not describe the rows, or are given twice or not at all.
         """
-        if not isinstance(routing, Routing):
-            routing = Routing.expert_major(self.platform, routing)
+        routing = self._routing(x, routing, num_tokens_per_expert)
         sent = self.dispatcher.dispatch(x, routing)
         weights = tuple(_local(weight) for weight in (self.w1, self.w2, self.w3))
         results = fused_experts(sent, weights, self.score_before_experts)
         if results is None:
             results = self._one_step_at_a_time(sent, weights)
         return self.dispatcher.combine(results, sent)
+
+    def _routing(self, x: Tensor, routing: Routing | Tensor | None, counts: Tensor | None) -> Routing:
+        if isinstance(routing, Routing) and counts is None:
+            return routing
+        if (routing is None) == (counts is None):
+            raise ExpertParallelError("GroupedExperts takes a Routing, or the number of rows of each expert; give one")
+        counts = routing if counts is None else counts
+        return Routing.expert_major(self.platform, counts, int(x.shape[0]), self.num_experts)
 
     def _one_step_at_a_time(self, sent: Dispatched, weights: tuple[Tensor, ...]) -> Tensor:
         """Each step an operation of its own: for all platforms, and the oracle of fused experts."""
@@ -88,7 +102,7 @@ class GroupedExperts(nn.Module):
 
 
 def _local(weight: Tensor) -> Tensor:
-    """This rank's part of a weight; where ranks hold the same part, each adds its own tokens' gradient."""
+    """Return this rank's part of a weight; where ranks hold the same part, each adds its own tokens' gradient."""
     if not isinstance(weight, DTensor):
         return weight
     grads = [Partial() if placement.is_replicate() else placement for placement in weight.placements]

@@ -13,7 +13,7 @@ from hp_dtensor.parallel.recompute import kept
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.placements import Partial
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_moe.exceptions import MoEConfigError
+from hp_moe.exceptions import ExpertParallelError, MoEConfigError
 
 Tensor = Any
 ScoreFunction = Literal["softmax", "sigmoid"]
@@ -36,11 +36,23 @@ class Routing:
     is_expert_major: bool = False
 
     @classmethod
-    def expert_major(cls, platform: Platform, counts: Tensor) -> Routing:
-        """Return the routing of rows that are sorted by expert, `counts` `[num_experts]` rows for each."""
-        host = platform.to_numpy(counts).astype(numpy.int64)
-        experts = numpy.repeat(numpy.arange(len(host)), host).reshape(-1, 1)
-        return cls(platform.from_numpy(experts, platform.device_of(counts)), counts, is_expert_major=True)
+    def expert_major(cls, platform: Platform, counts: Tensor, num_rows: int, num_experts: int) -> Routing:
+        """Return the routing of rows that are sorted by expert; this waits for the device, to read the counts.
+
+        Args:
+            counts: rows of each expert, an integer tensor `[num_experts]`.
+            num_rows: rows there are.
+            num_experts: experts there are, those of all ranks.
+
+        Raises:
+            ExpertParallelError: there is not one count for each expert, one is no whole number or below 0, or they do
+                not add up to the rows.
+        """
+        host = platform.to_numpy(counts)
+        _check_counts(host, num_rows, num_experts)
+        experts = numpy.repeat(numpy.arange(num_experts), host).reshape(-1, 1)
+        int64 = platform.ops.cast(counts, platform.dtype("int64"))
+        return cls(platform.from_numpy(experts, platform.device_of(counts)), int64, is_expert_major=True)
 
 
 class TokenChoiceTopKRouter(nn.Module):
@@ -143,6 +155,24 @@ def count_keys(platform: Platform, keys: Tensor, num_keys: int) -> Tensor:
     if size == 0:
         return platform.zeros((num_keys,), platform.dtype("int64"))
     return platform.ops.bincount(platform.ops.reshape(keys, (size,)), num_keys)
+
+
+def _check_counts(counts: numpy.ndarray, num_rows: int, num_experts: int) -> None:
+    """Refuse counts that do not describe the rows: products of too few rows would go unnoticed."""
+    if counts.shape != (num_experts,):
+        raise ExpertParallelError(
+            f"num_tokens_per_expert: expected one count for each of {num_experts} experts, got shape "
+            f"{list(counts.shape)}"
+        )
+    if counts.dtype.kind not in "iu" or (counts < 0).any():
+        raise ExpertParallelError(
+            f"num_tokens_per_expert: expected whole numbers of rows, got {counts.tolist()} ({counts.dtype})"
+        )
+    if counts.sum() != num_rows:
+        raise ExpertParallelError(
+            f"num_tokens_per_expert: the counts {counts.tolist()} add up to {int(counts.sum())}, but there are "
+            f"{num_rows} rows"
+        )
 
 
 def _problems(router: TokenChoiceTopKRouter) -> Iterator[str]:
