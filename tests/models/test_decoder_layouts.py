@@ -120,7 +120,7 @@ class TestFourRanks:
 def test_degrees_that_the_model_cannot_use_are_refused():
     with pytest.raises(LaunchError, match="num_experts = 4 cannot be split over ep = 3"):
         on_ranks({"dp_shard": 3, "ep": 3, "world_size": 3})
-    with pytest.raises(LaunchError, match="cp: this model cannot do that yet"):
+    with pytest.raises(LaunchError, match="cp: there is no context parallelism yet"):
         on_ranks({"cp": 2, "world_size": 2})
 
 

@@ -106,6 +106,38 @@ def test_from_config_reads_any_object_and_the_older_dp() -> None:
     assert ParallelDims.from_config(both, 2).dp_shard == 1
 
 
+def test_an_open_shard_degree_beside_experts_is_refused_until_it_is_said_where_they_live() -> None:
+    assert message(dp_shard=-1, ep=4, world_size=8) == (
+        "parallel degrees: 1 problem\n"
+        "dp_shard: -1 with ep = 4 has two readings: dp_shard would be 8 where experts re-use the dense ranks (folded), "
+        "2 where ep is an axis of its own (peer)\n"
+        "    expected: expert_mesh, or dp_shard itself\n"
+        "    got: -1\n"
+        "    try: expert_mesh='folded' or 'peer'"
+    )
+    with pytest.raises(ParallelDimsError, match="two readings"):
+        ParallelDims.from_config(SimpleNamespace(dp_shard=-1, ep=4), world_size=8)
+    read = {
+        kind: ParallelDims.from_config(SimpleNamespace(dp_shard=-1, ep=4, expert_mesh=kind), world_size=8).dp_shard
+        for kind in ("folded", "peer")
+    }
+    assert read == {"folded": 8, "peer": 2}
+
+
+def test_a_given_shard_degree_says_itself_where_experts_live() -> None:
+    assert ParallelDims(dp_shard=8, ep=4, world_size=8).expert_mesh == "folded"
+    assert ParallelDims(dp_shard=2, ep=4, world_size=8).expert_mesh == "peer"
+    assert ParallelDims.from_config(SimpleNamespace(dp=2, tp=2, ep=2), world_size=8).expert_mesh == "peer"
+    assert ParallelDims(dp_shard=-1, world_size=8).expert_mesh == "folded"
+    assert "= 4 is not world_size = 8" in message(dp_shard=4, ep=4, world_size=8)
+
+
+def test_replicas_are_no_shards() -> None:
+    dims = ParallelDims(dp_replicate=2, world_size=2)
+    assert (dims.dp_replicate_enabled, dims.fsdp_enabled, dims.fsdp_size) == (True, False, 1)
+    assert ParallelDims(dp_shard=2, world_size=2).fsdp_enabled
+
+
 def test_summary_is_one_line_with_every_degree() -> None:
     assert ParallelDims(dp_shard=2, tp=2, ep=2, world_size=4).summary() == (
         "dp_replicate=1 dp_shard=2 cp=1 tp=2 pp=1 ep=2 etp=1 efsdp=2 ulysses=1 expert_mesh=folded dp=2 world=4"
@@ -221,7 +253,7 @@ def test_a_world_of_another_size_is_refused() -> None:
 def seconds_for(world_size: int) -> float:
     start = time.perf_counter()
     with fake_world(world_size, world_size - 1) as world:
-        dims = ParallelDims(dp_replicate=2, dp_shard=-1, tp=2, ep=2, world_size=world_size)
+        dims = ParallelDims(dp_replicate=2, dp_shard=-1, tp=2, ep=2, world_size=world_size, expert_mesh="folded")
         dims.build_mesh(world=world)
     return time.perf_counter() - start
 

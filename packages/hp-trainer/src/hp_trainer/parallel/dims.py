@@ -14,7 +14,7 @@ from hp_dtensor.comm.world import World, current_world
 from hp_trainer.exceptions import ParallelDimsError, Problem, raise_if_any
 from hp_trainer.parallel.axes import ALIASES, DEGREES, DENSE_AXES, ExpertMesh, around_dp_shard, product
 from hp_trainer.parallel.mesh import build_mesh
-from hp_trainer.parallel.problems import find_model_problems, find_problems
+from hp_trainer.parallel.problems import chosen_expert_mesh, find_model_problems, find_problems
 
 if TYPE_CHECKING:
     from hp_dtensor.platform.interface import Platform
@@ -29,6 +29,8 @@ class ParallelDims:
     - `"folded"`: `dp_replicate*dp_shard*cp*tp*pp == world_size`, and experts re-use the dense ranks:
       `dp_shard*cp*tp == efsdp*ep*etp`, with `efsdp` inferred; `dp_replicate` and `pp` stay outside.
     - `"peer"`: `ep` is an axis of its own: `dp_replicate*dp_shard*ep*cp*tp*pp == world_size`.
+    - `None`: the one whose equation holds, folded where `ep` is 1. With `dp_shard=-1` and `ep` above 1 either
+      could, with different layouts, so this is refused: say which one is meant.
 
     Attributes:
         dp_replicate: replicas of the sharded model (HSDP's outer axis).
@@ -54,12 +56,19 @@ class ParallelDims:
     etp: int = 1
     ulysses_degree: int | None = None
     world_size: int = 1
-    expert_mesh: ExpertMesh = "folded"
+    expert_mesh: ExpertMesh | None = None
 
     def __post_init__(self) -> None:
         raise_if_any(find_problems(self), ParallelDimsError, "parallel degrees")
+        object.__setattr__(self, "expert_mesh", chosen_expert_mesh(self))
         if self.dp_shard == -1:
-            object.__setattr__(self, "dp_shard", self.world_size // product(self, around_dp_shard(self.expert_mesh)))
+            object.__setattr__(self, "dp_shard", self.world_size // product(self, around_dp_shard(self._experts)))
+
+    @property
+    def _experts(self) -> ExpertMesh:
+        """`expert_mesh`, which is never None once the degrees are checked."""
+        assert self.expert_mesh is not None
+        return self.expert_mesh
 
     @classmethod
     def from_config(cls, config: Any, world_size: int) -> ParallelDims:
@@ -87,7 +96,7 @@ class ParallelDims:
     @property
     def fsdp_size(self) -> int:
         """Ranks that share one copy of the dense weights."""
-        return product(self, ALIASES[self.expert_mesh]["fsdp"])
+        return product(self, ALIASES[self._experts]["fsdp"])
 
     @property
     def efsdp_size(self) -> int:
@@ -118,7 +127,16 @@ class ParallelDims:
         return self.pp > 1
 
     @property
+    def dp_replicate_enabled(self) -> bool:
+        """Whether the model has replicas; they shard nothing, so this alone does not enable `fsdp`."""
+        return self.dp_replicate > 1
+
+    @property
     def fsdp_enabled(self) -> bool:
+        """Whether dense weights are sharded: over `dp_shard` and, folded, over `cp`.
+
+        As in torchtitan, replicas are no shards: `dp_replicate=2` alone leaves it False.
+        """
         return self.fsdp_size > 1
 
     def summary(self) -> str:
@@ -134,7 +152,7 @@ class ParallelDims:
 
     def dense_sizes(self) -> dict[str, int]:
         """Return the size of every axis of the dense mesh, outermost first, those of size 1 included."""
-        return {name: getattr(self, name) for name in DENSE_AXES[self.expert_mesh]}
+        return {name: getattr(self, name) for name in DENSE_AXES[self._experts]}
 
     def sparse_sizes(self) -> dict[str, int]:
         """Return the size of every axis of the experts' view of the folded mesh, outermost first."""
@@ -143,7 +161,7 @@ class ParallelDims:
 
     def aliases(self) -> dict[str, tuple[str, ...]]:
         """Return the names for several axes of the dense mesh taken together."""
-        return dict(ALIASES[self.expert_mesh])
+        return dict(ALIASES[self._experts])
 
     def build_mesh(
         self, device_type: str = "cpu", *, world: World | None = None, platform: Platform | None = None

@@ -16,16 +16,45 @@ def find_problems(dims: Any) -> Iterator[Problem]:
     yield from malformed
     if malformed:
         return
-    shard = dims.dp_shard
+    if _is_ambiguous(dims):
+        yield _ambiguous(dims)
+        return
+    expert_mesh, shard = chosen_expert_mesh(dims), dims.dp_shard
     if shard == -1:
-        filled, rest = divmod(dims.world_size, product(dims, around_dp_shard(dims.expert_mesh)))
+        filled, rest = divmod(dims.world_size, product(dims, around_dp_shard(expert_mesh)))
         shard = None if rest else filled
         if rest:
-            yield _unfillable(dims)
-    elif product(dims, dense_degrees(dims.expert_mesh)) != dims.world_size:
-        yield _wrong_product(dims)
-    yield from _expert_problems(dims, shard)
+            yield _unfillable(dims, around_dp_shard(expert_mesh))
+    elif product(dims, dense_degrees(expert_mesh)) != dims.world_size:
+        yield _wrong_product(dims, dense_degrees(expert_mesh))
+    yield from _expert_problems(dims, expert_mesh, shard)
     yield from _ulysses_problems(dims)
+
+
+def chosen_expert_mesh(dims: Any) -> ExpertMesh:
+    """Return `dims.expert_mesh`, or where it is None the one whose equation holds (of none: folded)."""
+    if dims.expert_mesh is not None:
+        given: ExpertMesh = dims.expert_mesh
+        return given
+    peer = dims.ep > 1 and product(dims, dense_degrees("peer")) == dims.world_size
+    return "peer" if peer else "folded"
+
+
+def _is_ambiguous(dims: Any) -> bool:
+    return dims.expert_mesh is None and dims.dp_shard == -1 and dims.ep > 1
+
+
+def _ambiguous(dims: Any) -> Problem:
+    """Tell both readings of `dp_shard=-1` beside expert parallelism."""
+    fills = {kind: dims.world_size / product(dims, around_dp_shard(kind)) for kind in get_args(ExpertMesh)}
+    return Problem(
+        path="dp_shard",
+        what=f"-1 with ep = {dims.ep} has two readings: dp_shard would be {fills['folded']:g} where experts re-use the "
+        f"dense ranks (folded), {fills['peer']:g} where ep is an axis of its own (peer)",
+        expected="expert_mesh, or dp_shard itself",
+        got="-1",
+        hint="expert_mesh='folded' or 'peer'",
+    )
 
 
 def find_model_problems(dims: Any, model: Any, seq_len: int | None = None) -> Iterator[Problem]:
@@ -65,7 +94,7 @@ def _malformed(dims: Any) -> Iterator[Problem]:
         if not whole or (value < 1 and not (name == "dp_shard" and value == -1)):
             expected = "-1 or a whole number >= 1" if name == "dp_shard" else "a whole number >= 1"
             yield Problem(path=name, what="impossible degree", expected=expected, got=repr(value), hint=f"{name}=1")
-    if dims.expert_mesh not in get_args(ExpertMesh):
+    if dims.expert_mesh not in (None, *get_args(ExpertMesh)):
         yield Problem(
             path="expert_mesh",
             what="unknown way to place experts",
@@ -74,8 +103,7 @@ def _malformed(dims: Any) -> Iterator[Problem]:
         )
 
 
-def _unfillable(dims: Any) -> Problem:
-    names = around_dp_shard(dims.expert_mesh)
+def _unfillable(dims: Any, names: tuple[str, ...]) -> Problem:
     return Problem(
         path="dp_shard",
         what=(
@@ -88,8 +116,7 @@ def _unfillable(dims: Any) -> Problem:
     )
 
 
-def _wrong_product(dims: Any) -> Problem:
-    names = dense_degrees(dims.expert_mesh)
+def _wrong_product(dims: Any, names: tuple[str, ...]) -> Problem:
     total = product(dims, names)
     return Problem(
         path="dp_shard",
@@ -122,8 +149,8 @@ def _nearest_degrees(dims: Any, names: tuple[str, ...]) -> Iterator[str]:
             yield f"{name}={join_choices(nearest_divisors(dims.world_size, getattr(dims, name)))}"
 
 
-def _expert_problems(dims: Any, shard: int | None) -> Iterator[Problem]:
-    etp_matters = dims.expert_mesh == "folded" or dims.ep > 1
+def _expert_problems(dims: Any, expert_mesh: ExpertMesh, shard: int | None) -> Iterator[Problem]:
+    etp_matters = expert_mesh == "folded" or dims.ep > 1
     etp_fits = dims.etp in (1, dims.tp)
     if etp_matters and not etp_fits:
         legal = join_choices(sorted({1, dims.tp}))
@@ -134,7 +161,7 @@ def _expert_problems(dims: Any, shard: int | None) -> Iterator[Problem]:
             got=str(dims.etp),
             hint=f"etp={legal}",
         )
-    if dims.expert_mesh == "peer" or shard is None or not etp_fits:
+    if expert_mesh == "peer" or shard is None or not etp_fits:
         return
     dense, used = shard * dims.cp * dims.tp, dims.ep * dims.etp
     if dense % used:
