@@ -242,3 +242,25 @@ def _check_replicas(placements: Sequence[Placement], shards: Mapping[Coordinate,
                 problems.append(f"rank {shard.rank} differs from rank {first.rank} along axis {axis}")
     if problems:
         raise RankMismatchError(f"values that should be replicated are not: {'; '.join(problems)}")
+
+
+# Always ----------------------------------------------------------------------------------------------------
+
+
+def require_same(what: str, spec: TensorSpec) -> None:
+    """Refuse a tensor of which the ranks of the mesh have another global shape, dtype or placements; always checked.
+
+    One exchange of a few bytes; only where ranks differ, a second one of the facts that the error tells.
+
+    Raises:
+        RankMismatchError: on every rank of the mesh, naming the ranks and what each has.
+    """
+    mesh = spec.mesh
+    if mesh.get_coordinate() is None or mesh.size() == 1:
+        return
+    fact = f"{list(spec.shape)} {mesh.platform.dtype_name(spec.dtype)} {_describe_alike(spec)}"
+    # Fixed in length, so that ranks need not agree on a length first.
+    fingerprint = hashlib.sha256(fact.encode()).digest()[:16]
+    of_all = mesh.world.group(mesh.ranks()).start_all_gather_bytes(fingerprint).wait()
+    if of_all is not None and any(each != fingerprint for each in of_all):
+        _check_equal(mesh, what, fact)

@@ -38,13 +38,19 @@ def distribute_tensor(
     Raises:
         PlacementError: placements that do not fit.
         MixedOperandsError: `tensor` is a DTensor already (use `redistribute`).
+        RankMismatchError: ranks give tensors of other shapes, dtypes or placements. Checked unless `source_rank` is
+            None; then in `check_mode` only.
     """
     if isinstance(tensor, DTensorBase):
         raise MixedOperandsError("distribute_tensor takes a plain tensor, got a DTensor; use its redistribute()")
     device_mesh, chosen = _where("distribute_tensor", tensor, device_mesh, placements)
     platform = device_mesh.platform
     target = TensorSpec(device_mesh, chosen, tuple(tensor.shape), tensor.dtype)
-    rank_checks.check_created("distribute_tensor", target)
+    if platform.is_meta(tensor) or source_rank is None:
+        rank_checks.check_created("distribute_tensor", target)
+    else:
+        # A broadcast of other sizes would hang, or give some ranks numbers that nobody has.
+        rank_checks.require_same("distribute_tensor", target)
     if not platform.is_meta(tensor):
         tensor = _agreed(tensor, device_mesh, source_rank)
     whole = target.with_placements(replicated_on(device_mesh))
