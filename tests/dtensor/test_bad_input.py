@@ -76,7 +76,6 @@ def _operands(platform: Platform) -> Iterator[Case]:
         )
     yield lambda: x.redistribute("dp"), "MeshError", "redistribute: device_mesh must be a DeviceMesh, got 'dp'"
     yield lambda: local_map(abs, [S0, R], device_mesh="dp"), "MeshError", "local_map: device_mesh must be"
-    yield lambda: local_map(abs, [S0], device_mesh=mesh["dp"])(x), "MixedOperandsError", "argument 0 is on mesh .*tp=2"
     yield lambda: local_map(abs, [S0, R])(x=x), "PlacementError", "DTensors are given by position, got x by keyword"
     yield lambda: local_map(abs, [S0, R], [None])(x), "PlacementError", "argument 0 is a DTensor .* is None"
     yield lambda: local_map(abs, [Shard(3), R])(x), "PlacementError", "Shard.3. cuts dimension 3 of a 2-dimensional"

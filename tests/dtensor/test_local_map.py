@@ -82,9 +82,9 @@ WRONG: dict[str, tuple[Callable[..., Any], str]] = {
     "one output more": (lambda f, x: local_map(f, [[S0], [S0]])(x), "gave 1 outputs, out_placements has 2"),
     "bare placements": (lambda f, x: local_map(f, [S0], [S0])(x), r"in_placements\[0\] must be placements"),
     "no tensor": (lambda f, x: local_map(lambda t: 3, [S0])(x), "output 0 has placements but is no tensor: int"),
-    "no DTensor": (lambda f, x: local_map(f, [S0], [[S0], [R]])(x, 3), "argument 1 has placements .* is no DTensor"),
+    "a number": (lambda f, x: local_map(f, [S0], [[S0], [R]])(x, 3), "argument 1 has placements .* is no DTensor"),
     "placed otherwise": (
-        lambda f, x: local_map(f, [S1], [[S1]], redistribute_inputs=False)(x),
+        lambda f, x: local_map(f, [S1], [[S1]])(x),
         r"argument 0 must be placed \[Shard\(1\)\], got \(dp:S\(0\)\)",
     ),
 }
@@ -97,6 +97,55 @@ def test_what_does_not_fit_is_refused(hp_platform: Platform, call: Callable[...,
             call(lambda t, *rest: t, x)
 
     on_ranks(hp_platform, rank)
+
+
+def test_as_a_decorator_with_plain_and_nested_arguments(hp_platform: Platform) -> None:
+    ops = hp_platform.ops
+
+    @local_map(out_placements=([S1], [S0], None), in_placements=([S1], [S0], [R], None), redistribute_inputs=True)
+    def shifted(pair: Any, plain: Any, label: str) -> Any:
+        """Named."""
+        return {"columns": ops.add(pair[0], plain), "rows": [pair[1], label]}
+
+    assert shifted.__name__ == "shifted"
+    assert shifted.__doc__ == "Named."
+
+    def rank(mesh: DeviceMesh, x: Any) -> None:
+        plain = hp_platform.zeros((1,), hp_platform.dtype("float32"))
+        x = distribute_tensor(hp_platform.from_numpy(WHOLE[:4].copy()), mesh, [S0])
+        found = shifted([x, x], plain, "a")
+        columns, (rows, label) = found["columns"], found["rows"]
+        assert (columns.placements, rows.placements, label) == ((S1,), (S0,), "a")
+        for each in (columns, rows):
+            np.testing.assert_array_equal(hp_platform.to_numpy(each.full_tensor()), WHOLE[:4])
+
+    on_ranks(hp_platform, rank)
+
+
+def test_arguments_on_several_meshes(hp_platform: Platform) -> None:
+    """A batch cut over dp and a weight cut over tp; the outputs lie on both axes."""
+    ops = hp_platform.ops
+    batch, columns = (np.arange(12, dtype=np.float32).reshape(4, 3), np.arange(6, dtype=np.float32).reshape(3, 2))
+
+    def program() -> tuple[np.ndarray, np.ndarray, str]:
+        mesh = DeviceMesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), platform=hp_platform)
+        x = distribute_tensor(hp_platform.from_numpy(batch), mesh, [S0, R])
+        w = distribute_tensor(hp_platform.from_numpy(columns), mesh["tp"], [S1])
+        hp_platform.set_requires_grad(x, True)
+        y = local_map(ops.matmul, [S0, S1], [[S0, R], [S1]])(x, w)
+        assert y.device_mesh == mesh
+        hp_platform.backward(ops.sum(y))  # x is used for other columns on each rank of tp: its gradient is summed
+        grad = hp_platform.to_numpy(hp_platform.get_grad(x).full_tensor())
+        bare = distribute_tensor(hp_platform.from_numpy(columns), mesh["tp"], [R])
+        hp_platform.set_requires_grad(bare, True)
+        with pytest.raises(PlacementError, match=r"argument 1, replicated over axis 'tp'.*no such axis") as refusal:
+            local_map(ops.matmul, [S0], device_mesh=mesh["dp"])(distribute_tensor(x.to_local(), mesh["dp"], [R]), bare)
+        return hp_platform.to_numpy(y.full_tensor()), grad, str(refusal.value)
+
+    for y, grad, message in run_ranks(program, 4, hp_platform):
+        np.testing.assert_array_equal(y, batch @ columns)
+        np.testing.assert_array_equal(grad, np.tile(columns.sum(1), (4, 1)))
+        assert "in_grad_placements" in message
 
 
 class Pair(NamedTuple):

@@ -29,6 +29,29 @@ def map_tensors(tree: Any, tensor_type: type, function: Callable[[Any], Any]) ->
     return tree
 
 
+def flattened(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    """Return the leaves of nested lists, tuples and mappings in order, and a function from leaves to a tree as `tree`.
+
+    Everything else is a leaf, None and dataclasses too.
+    """
+    if isinstance(tree, Mapping):
+        children: list[Any] = list(tree.values())
+    elif isinstance(tree, (list, tuple)):
+        children = list(tree)
+    else:
+        return [tree], lambda leaves: leaves[0]
+    parts = [flattened(child) for child in children]
+
+    def rebuilt(leaves: Sequence[Any]) -> Any:
+        items, start = [], 0
+        for own, rebuild in parts:
+            items.append(rebuild(leaves[start : start + len(own)]))
+            start += len(own)
+        return _like_mapping(tree, items) if isinstance(tree, Mapping) else like_sequence(tree, items)
+
+    return [leaf for own, _ in parts for leaf in own], rebuilt
+
+
 def fields_of(tree: Any) -> dict[str, Any] | None:
     """Return the values that a mapping, named tuple or dataclass holds, by name; None for anything else."""
     if isinstance(tree, Mapping):

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh, require_mesh
-from hp_dtensor.exceptions import MixedOperandsError, PlacementError
+from hp_dtensor.exceptions import PlacementError
 from hp_dtensor.spec.aliases import is_specification, placements_for
 from hp_dtensor.spec.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.spec.tensor_spec import TensorSpec, normalize_placements, wrong_count
 from hp_dtensor.tensor import conversions
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_dtensor.trees import like_sequence
+from hp_dtensor.trees import flattened
 
 Placements = Any
 """One specification: placements, alias names, or a layout."""
@@ -23,15 +23,20 @@ Outputs = tuple[Placement, ...] | None
 
 
 def local_map(
-    func: Callable[..., Any],
-    out_placements: Placements | Sequence[Placements | None] | None,
+    func: Callable[..., Any] | None = None,
+    out_placements: Placements | Sequence[Placements | None] | None = None,
     in_placements: Sequence[Placements | None] | None = None,
     in_grad_placements: Sequence[Placements | None] | None = None,
     device_mesh: DeviceMesh | None = None,
     *,
-    redistribute_inputs: bool = True,
+    redistribute_inputs: bool = False,
 ) -> Callable[..., Any]:
-    """Return a function of DTensors that calls `func` on their local tensors. Follows torch's `local_map`.
+    """Return a function of DTensors that calls `func` on their local tensors.
+
+    Follows torch's `torch.distributed.tensor.experimental.local_map`. Without `func` it is a decorator:
+
+        @local_map(out_placements=[Partial()])
+        def total(x): ...
 
     The global shape of an output follows from the arguments: along a dimension that is cut as one of theirs, and as
     long on this rank, it is as long as that one; otherwise every rank's part is as long as this one's.
@@ -42,11 +47,13 @@ def local_map(
 
     Args:
         out_placements: placements (or alias names, or a `Layout`) of the only output, or one entry per output; None for
-            what is no tensor.
-        in_placements: one entry per positional argument; None for what is no DTensor. Default: as they come.
+            what is no tensor. Tensors in nested lists, tuples and mappings count one by one, in inputs too.
+        in_placements: one entry per positional argument; None for what is no tensor. Plain tensors are given to `func`
+            as they are. Default: DTensors as they come.
         in_grad_placements: how the gradient that `func` produces for an argument is placed: cut as the argument,
             elsewhere `Replicate()` or `Partial()`. Default (also for an entry that is None): see above.
-        device_mesh: default: that of the first DTensor argument.
+        device_mesh: the mesh of the outputs; default: that of the first DTensor argument. Arguments may lie on other
+            meshes; their gradients follow where their axes are axes of the outputs' mesh.
         redistribute_inputs: bring arguments to `in_placements`; False: refuse others.
 
     Returns:
@@ -54,12 +61,34 @@ def local_map(
 
     Raises:
         MeshError: `device_mesh` is no mesh.
-        MixedOperandsError: an argument on another mesh.
         PlacementError: counts that differ, a DTensor by keyword or without an entry, an argument that is not placed as
-            stated; an output whose global shape cannot be known because arguments cut over the same axes are uneven
-            there; a replicated argument whose gradient does not follow, because some outputs are replicated and others
-            not, or because replicated outputs come of arguments that are not.
+            stated; a non-tensor with an entry; an output whose global shape cannot be known because arguments cut over
+            the same axes are uneven there; a replicated argument whose gradient does not follow, because some outputs
+            are replicated and others not, because replicated outputs come of arguments that are not, or because the
+            outputs' mesh has no such axis.
     """
+    if func is None:
+        return functools.partial(
+            local_map,
+            out_placements=out_placements,
+            in_placements=in_placements,
+            in_grad_placements=in_grad_placements,
+            device_mesh=device_mesh,
+            redistribute_inputs=redistribute_inputs,
+        )
+    entries = out_placements, in_placements, in_grad_placements
+    return _mapped(func, entries, device_mesh, redistribute_inputs, plain_inputs=True)
+
+
+def _mapped(
+    func: Callable[..., Any],
+    entries: tuple[Any, Any, Any],
+    device_mesh: DeviceMesh | None,
+    redistribute_inputs: bool,
+    plain_inputs: bool,
+) -> Callable[..., Any]:
+    """Return the function that `local_map` does; without `plain_inputs` plain tensors may have no `in_placements`."""
+    out_placements, in_placements, in_grad_placements = entries
     if device_mesh is not None:
         device_mesh = require_mesh("local_map", device_mesh)
     if not callable(func):
@@ -68,18 +97,19 @@ def local_map(
     @functools.wraps(func)
     def mapped(*args: Any, **kwargs: Any) -> Any:
         _check_keywords(kwargs)
-        mesh = device_mesh or _mesh_of(args)
-        if mesh is None or not any(isinstance(x, DTensor) for x in args):
+        flat, rebuilt = flattened(args)
+        mesh = device_mesh or _mesh_of(flat)
+        if mesh is None or not any(isinstance(x, DTensor) for x in flat):
             return func(*args, **kwargs)
-        _check_meshes(args, mesh)
-        wanted = _per_argument(in_placements, args, "in_placements")
-        grads = _per_argument(in_grad_placements, args, "in_grad_placements")
-        outs = _out_entries(out_placements, mesh)
+        wanted = _per_argument(in_placements, flat, "in_placements")
+        grads = _per_argument(in_grad_placements, flat, "in_grad_placements")
+        outs = _Outputs(mesh, _out_entries(out_placements, mesh))
         if in_placements is not None:
-            args = tuple(_placed(x, i, wanted[i], mesh, redistribute_inputs) for i, x in enumerate(args))
-        specs = [x.spec if isinstance(x, DTensor) else None for x in args]
-        local_args = [_local(x, index, grads[index], specs, outs) for index, x in enumerate(args)]
-        return _leave(func(*local_args, **kwargs), outs, mesh, [spec for spec in specs if spec is not None])
+            plain = mesh.platform.Tensor if plain_inputs else ()
+            flat = [_placed(x, i, wanted[i], plain, redistribute_inputs) for i, x in enumerate(flat)]
+        specs = [x.spec if isinstance(x, DTensor) else None for x in flat]
+        local_args = rebuilt([_local(x, index, grads[index], specs, outs) for index, x in enumerate(flat)])
+        return outs.placed(func(*local_args, **kwargs), [spec for spec in specs if spec is not None])
 
     return mapped
 
@@ -91,13 +121,14 @@ def custom_shard(
     in_placements: Any = None,
     redistribute_inputs: bool = True,
 ) -> Callable[..., Any]:
-    """Return `local_map` of `func`, under its older name and argument order."""
-    return local_map(
-        func, out_placements, in_placements, device_mesh=device_mesh, redistribute_inputs=redistribute_inputs
-    )
+    """Return `local_map` of `func`, under its older name and argument order.
+
+    Inputs are redistributed by default, and `in_placements` of anything but a DTensor must be None.
+    """
+    return _mapped(func, (out_placements, in_placements, None), device_mesh, redistribute_inputs, plain_inputs=False)
 
 
-def _mesh_of(args: tuple[Any, ...]) -> DeviceMesh | None:
+def _mesh_of(args: Sequence[Any]) -> DeviceMesh | None:
     return next((x.device_mesh for x in args if isinstance(x, DTensor)), None)
 
 
@@ -105,15 +136,6 @@ def _check_keywords(kwargs: Mapping[str, Any]) -> None:
     given = [name for name, x in kwargs.items() if isinstance(x, DTensor)]
     if given:
         raise PlacementError(f"local_map: DTensors are given by position, got {', '.join(given)} by keyword")
-
-
-def _check_meshes(args: Sequence[Any], mesh: DeviceMesh) -> None:
-    for index, x in enumerate(args):
-        if isinstance(x, DTensor) and x.device_mesh != mesh:
-            raise MixedOperandsError(
-                f"local_map: argument {index} is on mesh {x.device_mesh.describe()}, the region on {mesh.describe()}; "
-                "redistribute it"
-            )
 
 
 def _per_argument(entries: Sequence[Any] | None, args: Sequence[Any], name: str) -> Sequence[Any]:
@@ -124,12 +146,13 @@ def _per_argument(entries: Sequence[Any] | None, args: Sequence[Any], name: str)
     return entries
 
 
-def _placed(x: Any, index: int, wanted: Placements | None, mesh: DeviceMesh, redistribute: bool) -> Any:
-    """Return an argument placed as `wanted`."""
+def _placed(x: Any, index: int, wanted: Placements | None, plain: Any, redistribute: bool) -> Any:
+    """Return an argument placed as `wanted`, on its own mesh; those of the type `plain` stay as they are."""
     if not isinstance(x, DTensor):
-        if wanted is not None:
+        if wanted is not None and not isinstance(x, plain):
             raise PlacementError(f"local_map: argument {index} has placements {_shown(wanted)} but is no DTensor")
         return x
+    mesh = x.device_mesh
     placements = _placements(mesh, wanted, f"in_placements[{index}]")
     if placements is None:
         is_one = f"is a DTensor {x.spec.describe_placements()}"
@@ -144,9 +167,7 @@ def _placed(x: Any, index: int, wanted: Placements | None, mesh: DeviceMesh, red
     return x
 
 
-def _local(
-    x: Any, index: int, grads: Placements | None, specs: Sequence[TensorSpec | None], outs: Sequence[Outputs]
-) -> Any:
+def _local(x: Any, index: int, grads: Placements | None, specs: Sequence[TensorSpec | None], outs: _Outputs) -> Any:
     """Return an argument as `func` takes it; its gradient comes back as `grads` or as the placements say."""
     spec = specs[index]
     if spec is None:
@@ -159,29 +180,47 @@ def _local(
     return x.to_local(stated)
 
 
-def _grad_along(axis: int, index: int, specs: Sequence[TensorSpec | None], outs: Sequence[Outputs]) -> Placement:
-    """Return the placement of the gradient of argument `index` along a mesh axis."""
+def _grad_along(axis: int, index: int, specs: Sequence[TensorSpec | None], outs: _Outputs) -> Placement:
+    """Return the placement of the gradient of argument `index` along an axis of its mesh."""
     spec = specs[index]
     assert spec is not None
     placement = spec.placements[axis]
     if placement.is_shard():
         return placement
-    placed = [out[axis] for out in outs if out is not None]
-    if not placement.is_replicate() or spec.mesh.shape[axis] == 1 or not placed:
+    if not placement.is_replicate() or spec.mesh.shape[axis] == 1 or not any(outs.entries):
         return Replicate()
-    same = [out.is_replicate() for out in placed]
-    others = [other for other in specs if other is not None and not other.placements[axis].is_replicate()]
-    if not any(same):
+    same = outs.replicated_along(spec.mesh, axis)
+    others = [other for other in specs if other is not None and _varies_along(other, spec.mesh, axis)]
+    if same and not any(same):
         return Partial()
-    if all(same) and not others:
+    if same and all(same) and not others:
         return Replicate()
     name = spec.mesh.mesh_dim_names[axis]
-    why = "outputs are replicated and come of arguments that are not" if all(same) else "not all outputs are replicated"
+    why = "the mesh of the outputs has no such axis, and so nothing is known"
+    if same:
+        came = "outputs are replicated and come of arguments that are not"
+        why = came if all(same) else "not all outputs are replicated"
     raise PlacementError(
         f"local_map: the gradient of argument {index}, replicated over axis {name!r}, does not follow from the "
         f"placements: {why} there. Say it by in_grad_placements: Partial() where each rank computes a part of it, "
         "Replicate() where each computes the whole."
     )
+
+
+def _axis_of(mesh: DeviceMesh, other: DeviceMesh, axis: int) -> int | None:
+    """Return the axis of `mesh` whose line through this rank has the ranks of that along `axis` of another mesh."""
+    if mesh == other:
+        return axis
+    if mesh.get_coordinate() is None or other.get_coordinate() is None:
+        return None
+    line = other.group_over((axis,)).ranks
+    return next((each for each in range(mesh.ndim) if mesh.group_over((each,)).ranks == line), None)
+
+
+def _varies_along(spec: TensorSpec, mesh: DeviceMesh, axis: int) -> bool:
+    """Return whether ranks along an axis of `mesh` hold other data of a tensor of `spec`, of any mesh."""
+    own = _axis_of(spec.mesh, mesh, axis)
+    return not (spec.is_replicated() if own is None else spec.placements[own].is_replicate())
 
 
 def _placements(mesh: DeviceMesh, entry: Any, where: str) -> tuple[Placement, ...] | None:
@@ -205,14 +244,25 @@ def _out_entries(placements: Any, mesh: DeviceMesh) -> list[Outputs]:
     return [_placements(mesh, entry, f"out_placements[{index}]") for index, entry in enumerate(entries)]
 
 
-def _leave(output: Any, placements: Sequence[Outputs], mesh: DeviceMesh, inputs: Sequence[TensorSpec]) -> Any:
-    several = isinstance(output, (tuple, list))
-    values = list(output) if several else [output]
-    count = len(placements)
-    if len(values) != count:
-        raise PlacementError(f"local_map: the function gave {len(values)} outputs, out_placements has {count}")
-    wrapped = [_wrapped(values[index], placements[index], index, mesh, inputs) for index in range(count)]
-    return like_sequence(output, wrapped) if several else wrapped[0]
+class _Outputs:
+    """Placements of the outputs of one call, on their mesh."""
+
+    def __init__(self, mesh: DeviceMesh, entries: Sequence[Outputs]) -> None:
+        self.mesh, self.entries = mesh, entries
+
+    def replicated_along(self, mesh: DeviceMesh, axis: int) -> list[bool]:
+        """Return, for each tensor, whether it is replicated along an axis of `mesh`; empty without such an axis."""
+        own = _axis_of(self.mesh, mesh, axis)
+        return [] if own is None else [entry[own].is_replicate() for entry in self.entries if entry is not None]
+
+    def placed(self, output: Any, inputs: Sequence[TensorSpec]) -> Any:
+        """Return what the function gave with its tensors as DTensors."""
+        values, rebuilt = flattened(output)
+        count = len(self.entries)
+        if len(values) != count:
+            raise PlacementError(f"local_map: the function gave {len(values)} outputs, out_placements has {count}")
+        on_mesh = [spec for spec in inputs if spec.mesh == self.mesh]
+        return rebuilt([_wrapped(values[i], self.entries[i], i, self.mesh, on_mesh) for i in range(count)])
 
 
 def _wrapped(x: Any, placements: Outputs, index: int, mesh: DeviceMesh, inputs: Sequence[TensorSpec]) -> Any:
