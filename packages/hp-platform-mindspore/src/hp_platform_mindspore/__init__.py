@@ -1,1 +1,1 @@
-"""The MindSpore platform."""
+"""The MindSpore platform of hp-dtensor, hp-fsdp, hp-moe and hp-trainer."""

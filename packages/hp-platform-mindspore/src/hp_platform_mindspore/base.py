@@ -1,4 +1,4 @@
-"""The interface that the parts of this package have of the platform that they are parts of."""
+"""The platform as its parts see it: they get one, and must not import the module that puts them together."""
 
 from __future__ import annotations
 

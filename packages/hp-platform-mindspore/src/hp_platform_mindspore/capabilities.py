@@ -1,4 +1,4 @@
-"""What MindSpore can do on each kind of device; every choice of native or composed is made here."""
+"""Tables of MindSpore's abilities on each kind of device, by which native or composed forms are chosen."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BFLOAT16_ON_CPU = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """One kind of device.
+    """Abilities of one kind of device.
 
     Attributes:
         target: MindSpore's name of the device.

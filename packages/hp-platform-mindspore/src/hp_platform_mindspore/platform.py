@@ -1,4 +1,4 @@
-"""`MindSporePlatform`: what hp_dtensor needs of a framework, in terms of MindSpore in PyNative mode."""
+"""`MindSporePlatform`: hp_dtensor's interface to a framework, on MindSpore in PyNative mode."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _CALLS_ALWAYS = "always_call" in inspect.signature(nn.Cell.register_forward_hook
 
 
 class MindSporePlatform(MindSporeBase):
-    """MindSpore on CPU or Ascend.
+    """MindSpore in PyNative mode, on CPU or Ascend.
 
     `HP_DEVICE` (`cpu`, `npu`) limits it to one kind of device where it could use several.
 
@@ -84,7 +84,7 @@ class MindSporePlatform(MindSporeBase):
     # Processes -------------------------------------------------------------------------------------------
 
     def connect(self, rank: int, size: int, address: str, timeout_seconds: float = 300.0, local_rank: int = 0) -> World:
-        """See `Platform.connect`.
+        """Join a job as `Platform.connect` says.
 
         On CPU a collective fails on the other ranks within `timeout_seconds` when one has died, or
         `MS_CPU_COMM_OP_TIMEOUT` if that is set.
@@ -107,7 +107,10 @@ class MindSporePlatform(MindSporeBase):
         forget_plans()
 
     def environment(self, local_rank: int, local_size: int) -> dict[str, str]:
-        """Errors only in the log, and the cores of this machine divided among its ranks, unless set by the user."""
+        """Return the variables for a new rank: a log of errors only, and its share of this machine's cores.
+
+        What the user has set stays.
+        """
         threads = max(1, len(os.sched_getaffinity(0)) // max(1, local_size))
         wanted = {"GLOG_v": "3", "OMP_NUM_THREADS": str(threads)}
         return {name: value for name, value in wanted.items() if name not in os.environ}
@@ -120,7 +123,7 @@ class MindSporePlatform(MindSporeBase):
         return not ms.__version__.startswith("2.9")
 
     def rank_state(self) -> tuple[bool, bool, Any]:
-        """The two grad flags, and the state of the generator: every simulated rank draws its own numbers."""
+        """Return the two grad flags and the state of the generator, which a simulated rank takes along."""
         return executor.grad_flag(), executor.enable_grad(), self._generator.bit_generator.state
 
     def set_rank_state(self, state: tuple[bool, bool, Any]) -> None:
@@ -363,7 +366,7 @@ class MindSporePlatform(MindSporeBase):
         self._generator = np.random.Generator(np.random.Philox(seed % 2**64))
 
     def generator(self) -> np.random.Generator:
-        """What random operations on the host draw from."""
+        """Return the generator that random operations on the host draw from."""
         return self._generator
 
     def random(self, distribution: str, shape: Sequence[int], dtype: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""What this platform gives to hp-dtensor; loaded through the entry-point group `hp_dtensor`.
+"""The plugin for hp-dtensor, loaded through the entry-point group `hp_dtensor`.
 
 Importing this module imports no framework: MindSpore comes in when the platform is asked for.
 """
@@ -22,7 +22,7 @@ NUMPY_LIMIT = (2, 0)
 
 @hookimpl
 def hp_platform() -> Platform:
-    """The MindSpore platform.
+    """Return the MindSpore platform, the same object for every caller.
 
     Raises:
         PlatformError: MindSpore is missing, too old, or does not import; or NumPy is 2 or newer, with which

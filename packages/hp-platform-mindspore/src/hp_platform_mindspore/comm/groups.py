@@ -47,7 +47,7 @@ class HostGroup(ProcessGroup):
         return DONE
 
     def _all_reduce_in_parts(self, flat: Array, reduction: Reduction) -> Array:
-        """Reduce-scatter, then all-gather."""
+        """All-reduce a flat array by a reduce-scatter and an all-gather."""
         parts = np.array_split(flat, self.size)
         mine = reduction(self._swap(parts, [parts[self.rank].size] * self.size))
         return np.concatenate(self._swap([mine] * self.size, [part.size for part in parts]))
@@ -107,7 +107,7 @@ class HostGroup(ProcessGroup):
         return [part.tobytes() for part in self._swap([mine] * self.size, [int(n[0]) for n in lengths])]
 
     def _start_all_gather_bytes(self, data: bytes) -> PendingBytes:
-        """In one round: the lengths are known. Nothing overlaps here."""
+        """Gather bytes of a length that all ranks know, in one round; it is over when this returns."""
         return GatheredBytes([part.tobytes() for part in self._gather_arrays(np.frombuffer(data, np.int8))])
 
     # Host arrays -----------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ class HostGroup(ProcessGroup):
 
 
 class _Contiguous:
-    """A tensor's memory as a flat contiguous array to receive into; stored back where the tensor has gaps."""
+    """Flat contiguous array to receive into, in place of a tensor's memory; stored back where the tensor has gaps."""
 
     def __init__(self, x: Tensor) -> None:
         self._values = host_view(x)
@@ -165,6 +165,6 @@ class _Contiguous:
 
 
 def _as_bytes(array: Array) -> Tensor:
-    """Contiguous memory as an int8 tensor, the one dtype that every transfer takes."""
+    """View contiguous memory as an int8 tensor, the one dtype that every transfer takes."""
     flat = array.reshape(-1).view(np.int8)
     return Tensor.from_numpy(flat if flat.flags.writeable else flat.copy())

@@ -49,7 +49,7 @@ class _PendingFacts:
 
 
 class NativeGroup(ProcessGroup):
-    """A group with HCCL's collectives, asynchronous ones included."""
+    """Group with HCCL's collectives, asynchronous ones included."""
 
     backend = "hccl"
 

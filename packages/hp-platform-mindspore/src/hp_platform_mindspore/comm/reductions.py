@@ -25,7 +25,9 @@ PAIRWISE: dict[str, Callable[[Array, Array], Array]] = {
 
 
 def reduction_of(x: Tensor, op: str) -> Reduction:
-    """How arrays of the dtype of `x`, one per rank, become one. Sums and products of bool mean any and all.
+    """Return the function that reduces arrays of the dtype of `x`, one per rank, to one.
+
+    Sums and products of bool mean any and all.
 
     Raises:
         CapabilityError: the average of a dtype that is not floating-point.
@@ -35,7 +37,7 @@ def reduction_of(x: Tensor, op: str) -> Reduction:
 
 
 def check_average(x: Tensor, op: str) -> None:
-    """Refuse averages that are no numbers of the dtype."""
+    """Refuse averages of integers, which are no numbers of their dtype."""
     if op == "avg" and x.dtype not in FLOATING:
         raise CapabilityError(
             f"the reduction 'avg' needs a floating-point tensor, got {x.dtype}; reduce with 'sum' and divide"
@@ -43,7 +45,7 @@ def check_average(x: Tensor, op: str) -> None:
 
 
 def _reduce_in_rank_order(op: str) -> Reduction:
-    """Every intermediate result has the dtype of the parts."""
+    """Reduce pair by pair; every intermediate result has the dtype of the parts."""
 
     def reduction(parts: Sequence[Array]) -> Array:
         total = reduce(PAIRWISE[op], parts)
@@ -53,7 +55,7 @@ def _reduce_in_rank_order(op: str) -> Reduction:
 
 
 def _reduce_bfloat16(op: str) -> Reduction:
-    """The same for bit patterns, every intermediate result rounded to bfloat16."""
+    """Reduce bit patterns pair by pair, with every intermediate result rounded to bfloat16."""
 
     def pair(x: Array, y: Array) -> Array:
         return encode(PAIRWISE[op](decode(x), decode(y)))

@@ -1,4 +1,4 @@
-"""Keeps out of the terminal what MindSpore's network threads print there at the end, whatever the log level."""
+"""Silence at exit, when MindSpore's network threads print to the terminal whatever the log level."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ READY_KEY = "hp_dtensor/ready"
 
 
 class MindSporeWorld(World):
-    """All ranks of a job."""
+    """The ranks of a job, and the groups among them."""
 
     platform: MindSporeBase
     _joined = False
@@ -87,7 +87,10 @@ def _join(platform: MindSporeBase, rank: int, size: int, address: str, timeout_s
 
 
 def _wait_for_all(store: Any, size: int, timeout_seconds: float) -> None:
-    """Rank 0 comes out of the start seconds before its peers can receive, and the first collective connects them."""
+    """Wait until every rank can receive, and connect all by a first collective.
+
+    Rank 0 comes out of MindSpore's start seconds before its peers can receive: a transfer right away would fail.
+    """
     deadline = time.monotonic() + timeout_seconds
     store.add(READY_KEY, 1)
     while store.add(READY_KEY, 0) < size:

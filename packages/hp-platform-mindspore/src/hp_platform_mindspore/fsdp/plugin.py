@@ -1,4 +1,4 @@
-"""What this platform gives to hp-fsdp; loaded through the entry-point group `hp_fsdp`.
+"""The plugin for hp-fsdp, loaded through the entry-point group `hp_fsdp`.
 
 Importing this module imports no framework: MindSpore comes in when a MindSpore mesh is first sharded over.
 """
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def hp_fsdp_parameter(platform: Platform) -> ParameterStorage | None:
-    """Sharded parameters on MindSpore."""
+    """Return the parameter storage for MindSpore; None for another platform."""
     if platform.name != "mindspore":
         return None
     from hp_platform_mindspore.fsdp.storage import MindSporeParameterStorage

@@ -22,7 +22,7 @@ from hp_platform_mindspore.tensor.memory import HOST_DTYPES, host_view, share
 
 
 class MindSporeParameterStorage(ParameterStorage):
-    """See `ParameterStorage`.
+    """Storage of sharded parameters on MindSpore; `ParameterStorage` describes the methods.
 
     Views of a buffer are MindSpore's own, which follow its storage when that is freed and made again; they are
     only read. What is written in place is written through NumPy on CPU, where MindSpore's in-place arithmetic
@@ -170,7 +170,7 @@ class MindSporeParameterStorage(ParameterStorage):
 
 
 def _first_moved_to(x: Tensor, dim: int) -> Tensor:
-    """A view of `x` in which its first dimension comes at `dim`."""
+    """Return a view of `x` in which its first dimension comes at `dim`."""
     if dim == 0:
         return x
     if math.prod(x.shape) == 0:
@@ -179,14 +179,14 @@ def _first_moved_to(x: Tensor, dim: int) -> Tensor:
 
 
 def _identity(tensors: Sequence[Tensor], node: type[_Function], argument: Any) -> list[Tensor]:
-    """The same tensors behind one autograd node."""
+    """Put tensors behind one autograd node, without a change of values."""
     arm()
     behind = node.apply(argument, *(unwrap(x) for x in tensors))
     return [wrap(y, x._spec) if isinstance(x, MindSporeDTensor) else y for x, y in zip(tensors, behind, strict=True)]
 
 
 def _token_grad(token: Tensor) -> Tensor | None:
-    """A gradient for a token: MindSpore does not run nodes to which none comes. The anchor needs none."""
+    """Make a gradient for a token, as MindSpore does not run nodes to which none comes; the anchor needs none."""
     if token._is_leaf:
         return None
     with GradMode(False):
@@ -194,7 +194,7 @@ def _token_grad(token: Tensor) -> Tensor | None:
 
 
 class _Gather(_Function):
-    """The token in, the next token and the unsharded parameters out."""
+    """Node from a token to the next token and the unsharded parameters of a group."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, views: list[Tensor], backward: Callable[[Gradients], None]) -> Any:

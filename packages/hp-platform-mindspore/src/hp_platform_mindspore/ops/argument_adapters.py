@@ -1,4 +1,7 @@
-"""Arguments of MindSpore's primitives as torch's operations take them."""
+"""Adapters: each turns the arguments of a primitive of MindSpore's into those of torch's operation.
+
+An adapter gets (args, kwargs) of the primitive's call, without the primitive, and returns those of the operation.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ Adapter = Callable[[tuple[Any, ...], dict[str, Any]], Arguments]
 
 
 def scaled_second(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """`add(x, y, alpha=a)` is `x + a * y`."""
+    """Turn `add(x, y, alpha=a)` into `add(x, a * y)`."""
     x, y, *rest = args
     alpha = rest[0] if rest else kwargs.get("alpha", 1)
     return (x, y if alpha == 1 else y * alpha), {}
@@ -78,14 +81,14 @@ def topk(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
 
 
 def variadic(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """`x.reshape(2, 3)` is `reshape(x, (2, 3))`."""
+    """Turn `x.reshape(2, 3)` into `reshape(x, (2, 3))`."""
     if len(args) == 2 and isinstance(args[1], (list, tuple)):
         return (args[0], tuple(args[1])), {}
     return (args[0], tuple(args[1:])), {}
 
 
 def permutation(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """The reverse order where none is given."""
+    """Permute as given, or reverse all dimensions where none is given."""
     (x, dims), _ = variadic(args, kwargs)
     return (x, dims or tuple(reversed(range(x.ndim)))), {}
 
@@ -102,7 +105,7 @@ def all_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
 
 
 def scan_by_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """`scan` of a primitive that has its axis in a tensor."""
+    """Adapt as `scan` does, for a primitive that has its axis in a tensor."""
     x, dim, *exclusive_or_reverse = args
     return scan((x, int(dim.asnumpy()), *exclusive_or_reverse), kwargs)
 
@@ -150,7 +153,7 @@ _REDUCTIONS = {0: "sum", 1: "mean", 2: "none"}
 
 
 def loss(*names: str) -> Adapter:
-    """`loss(input, target, *names, reduction)`."""
+    """Adapt `loss(input, target, *names, reduction)`, with the reduction as a number."""
 
     def adapt(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         x, target, *values, reduction = args
@@ -168,24 +171,24 @@ def likelihood(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
 
 
 def unless_default(x: Any, value: float) -> Any:
-    """None for the tensor of one value that MindSpore makes for a call that gives none."""
+    """Return None for the constant tensor that MindSpore makes where a call gives none."""
     made = type(x) is Tensor and not x._requires_grad and bool((x.asnumpy() == value).all())
     return None if made else x
 
 
 def first(count: int) -> Adapter:
-    """Only the first arguments; behind them come seeds, or what is the same for all."""
+    """Keep only the first arguments; behind them are seeds, or what is the same for all."""
     return lambda args, kwargs: (args[:count], {})
 
 
 def random_like(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Seed and offset are MindSpore's generator's."""
+    """Drop the seed and offset, which are of MindSpore's own generator."""
     x, _, _, wanted, *_ = args
     return (x,), {} if wanted is None else {"dtype": dtype_of(wanted)}
 
 
 def typed(*names: str) -> Adapter:
-    """Arguments after the tensor by name, the last of them a dtype, which is left out where there is none."""
+    """Name the arguments after the tensor; the last is a dtype, and is left out where it is None."""
 
     def adapt(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         given = dict(zip(names, args[1:], strict=False)) | kwargs
@@ -196,7 +199,7 @@ def typed(*names: str) -> Adapter:
 
 
 def dtype_of(value: Any) -> Any:
-    """Primitives get a dtype as its number."""
+    """Return the dtype that a primitive gets as a number."""
     return typing.type_id_to_type(value) if isinstance(value, int) else value
 
 
@@ -209,7 +212,7 @@ def sorting(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
 
 
 def along_one(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Of a primitive that may have its one dimension in a list."""
+    """Take the one dimension out of a list."""
     x, dim = args
     if isinstance(dim, (list, tuple)):
         (dim, *others) = dim
@@ -238,7 +241,7 @@ def constant_pad(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
 
 
 def scaled_sum(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """`addmm` and its like: `beta` and `alpha` by name, where they are not 1."""
+    """Adapt `addmm` and its like: name `beta` and `alpha` where they are not 1."""
     given = dict(zip(("beta", "alpha"), args[3:], strict=False)) | kwargs
     return args[:3], {name: value for name, value in given.items() if value != 1}
 

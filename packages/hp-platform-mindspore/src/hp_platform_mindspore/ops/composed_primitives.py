@@ -1,4 +1,4 @@
-"""Primitives that no single operation is, or whose results are other than an operation's, from operations.
+"""Primitives that are several operations, or whose results differ from the operation's.
 
 Each is `function(run, args, primitive)`: `run` has the operations by canonical name, `args` are the call's, without the
 primitive and its name for one of the older kind, whose attributes are on `primitive`.
@@ -18,7 +18,7 @@ Function = Callable[[Any, tuple[Any, ...], Any], Any]
 
 
 def _convolution(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
-    """`Conv2D`, `Conv3D`: what `mindspore.nn.Conv1d`, `2d` and `3d` call."""
+    """Run `Conv2D` or `Conv3D`, which `mindspore.nn.Conv1d`, `2d` and `3d` call."""
     x, weight = args
     count = weight.ndim - 2
     stride, dilation = (tuple(getattr(primitive, name))[-count:] for name in ("stride", "dilation"))
@@ -30,7 +30,7 @@ def _convolution(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
 def _explicitly_padded(
     run: Any, x: Tensor, primitive: Any, kernel: Any, stride: Any, dilation: Any, value: float = 0.0
 ) -> tuple[Any, Any]:
-    """The input, padded where its two sides differ, and the padding that is left."""
+    """Pad the input where its two sides differ, and return it with the padding that is left."""
     mode = str(primitive.pad_mode).lower()
     if mode in ("valid", "2"):
         return x, (0,) * len(kernel)
@@ -48,14 +48,14 @@ def _explicitly_padded(
 
 
 def _max_pool_as_said(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
-    """`MaxPool`, of `mindspore.nn.MaxPool2d`: without padding, or with as much as keeps the size."""
+    """Run `MaxPool`, of `mindspore.nn.MaxPool2d`: without padding, or with as much as keeps the size."""
     kernel, stride = tuple(primitive.kernel_size)[-2:], tuple(primitive.strides)[-2:]
     x, padding = _explicitly_padded(run, args[0], primitive, kernel, stride, (1, 1), -math.inf)
     return run.max_pool2d(x, kernel, stride, padding)
 
 
 def _avg_pool_as_said(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
-    """`AvgPool`, of `mindspore.nn.AvgPool2d`; without padding."""
+    """Run `AvgPool`, of `mindspore.nn.AvgPool2d`, without padding."""
     if str(primitive.pad_mode).lower() not in ("valid", "2"):
         raise TypeError(f"avg pooling of DTensors with pad_mode {primitive.pad_mode!r}: use mint.nn.functional")
     kernel, stride = tuple(primitive.kernel_size)[-2:], tuple(primitive.strides)[-2:]
@@ -63,7 +63,7 @@ def _avg_pool_as_said(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor
 
 
 def _batch_norm(run: Any, args: tuple[Any, ...], primitive: Any) -> tuple[Any, ...]:
-    """The result first; MindSpore's callers take nothing else."""
+    """Return the result and four times None: MindSpore's callers take nothing but the first."""
     x, weight, bias, mean, variance, training, *rest = args
     if primitive is None:
         momentum, eps = rest
@@ -99,7 +99,7 @@ def _all_equal(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
 
 
 def _meshgrid(run: Any, args: tuple[Any, ...], primitive: Any) -> tuple[Tensor, ...]:
-    """`ij` or (1) `xy` indexing, which has the first two dimensions the other way round."""
+    """Expand vectors to grids; with `xy` (1) indexing the first two dimensions are the other way round."""
     tensors, indexing = args
     swapped = indexing in (1, "xy") and len(tensors) > 1
     order = [1, 0, *range(2, len(tensors))] if swapped else range(len(tensors))
@@ -112,25 +112,25 @@ def _meshgrid(run: Any, args: tuple[Any, ...], primitive: Any) -> tuple[Tensor, 
 
 
 def _with_channel_bias(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
-    """`BiasAdd`: along dimension 1, or the last one where channels come last."""
+    """Run `BiasAdd` along dimension 1, or along the last one where channels come last."""
     x, bias = args[:2]
     last = str(args[2] if len(args) > 2 else primitive.data_format) in ("NHWC", "1") or x.ndim == 2
     return run.add(x, bias if last else run.reshape(bias, (-1, *[1] * (x.ndim - 2))))
 
 
 def _adaptive_avg_pool(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
-    """The size of the input is -1 here."""
+    """Run an adaptive average pool, whose primitive has -1 for the size of the input."""
     sizes = tuple(None if n == -1 else n for n in primitive.output_size)
     return getattr(run, f"adaptive_avg_pool{len(sizes)}d")(args[0], sizes)
 
 
 def _first_of(name: str, results: int, count: int | None = None) -> Function:
-    """The result of an operation, of which MindSpore's callers take the first of several."""
+    """Make a primitive of several results, of which MindSpore's callers take the first."""
     return lambda run, args, primitive: (getattr(run, name)(*args[:count]), *[None] * (results - 1))
 
 
 def _norm(name: str) -> Function:
-    """`LayerNormExt`, `GroupNorm`: of a shape, or of so many groups."""
+    """Run `LayerNormExt` over a shape, or `GroupNorm` over a number of groups."""
 
     def normalized(run: Any, args: tuple[Any, ...], primitive: Any) -> tuple[Any, ...]:
         x, over, weight, bias, eps = args
@@ -140,7 +140,7 @@ def _norm(name: str) -> Function:
 
 
 def _layer_norm(run: Any, args: tuple[Any, ...], primitive: Any) -> tuple[Any, ...]:
-    """`LayerNorm`: from an axis on."""
+    """Run `LayerNorm`, which normalizes from an axis on."""
     x, weight, bias = args[:3]
     axis = primitive.begin_norm_axis % x.ndim
     if axis != primitive.begin_params_axis % x.ndim:
@@ -160,7 +160,7 @@ def _likelihood(run: Any, args: tuple[Any, ...], primitive: Any) -> tuple[Any, .
 
 
 def _looked_up(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
-    """`EmbeddingLookup`, of `mindspore.nn.EmbeddingLookup`."""
+    """Run `EmbeddingLookup`, of `mindspore.nn.EmbeddingLookup`."""
     table, ids, offset = args
     if offset:
         raise TypeError("EmbeddingLookup of DTensors takes no offset")
@@ -168,19 +168,19 @@ def _looked_up(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
 
 
 def _max_pool(run: Any, args: tuple[Any, ...], primitive: Any) -> Any:
-    """`FuncMaxPool2D`: values and positions, whatever its last argument says."""
+    """Run `FuncMaxPool2D`, which gives values and positions whatever its last argument says."""
     *given, _ = args
     return run.max_pool2d(*given, True)
 
 
 def _max_pool_with_places(run: Any, args: tuple[Any, ...], primitive: Any) -> Any:
-    """`MaxPoolWithArgmaxV2`, of `mindspore.ops.max_pool2d`."""
+    """Run `MaxPoolWithArgmaxV2`, of `mindspore.ops.max_pool2d`."""
     options = [tuple(getattr(primitive, name))[-2:] for name in ("kernel_size", "strides", "pads", "dilation")]
     return run.max_pool2d(args[0], *options, primitive.ceil_mode, True)
 
 
 def _avg_pool_3d(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
-    """`AvgPool3D`, of `mindspore.ops.avg_pool1d` and `2d` too, which give it dimensions of one element."""
+    """Run `AvgPool3D`, of `mindspore.ops.avg_pool1d` and `2d` too, which give it dimensions of one element."""
     pads = tuple(primitive.pad_list)
     if primitive.pad_mode == "SAME" or pads[::2] != pads[1::2]:
         raise TypeError("avg_pool of DTensors takes the same padding before and behind")
@@ -193,7 +193,7 @@ def _avg_pool_3d(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
 
 
 def _hot(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
-    """`OneHot` of any two numbers, in a last dimension."""
+    """Run `OneHot`, of any two numbers, in a last dimension."""
     ids, classes, on, off = args[:4]
     axis = primitive.axis
     if axis not in (-1, ids.ndim):
@@ -220,7 +220,7 @@ def _index_fill(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
 
 
 def _resized(mode: str) -> Function:
-    """`ResizeBilinearV2`, `ResizeNearestNeighborV2`, of `mindspore.ops.interpolate`."""
+    """Make `ResizeBilinearV2` or `ResizeNearestNeighborV2`, of `mindspore.ops.interpolate`."""
 
     def resize(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
         x, size, align_corners, half_pixel = args
@@ -234,7 +234,7 @@ def _resized(mode: str) -> Function:
 
 
 def _gated(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
-    """`Swiglu`: one half, through SiLU, times the other."""
+    """Run `Swiglu`: one half, through SiLU, times the other."""
     gate, value = run.chunk(args[0], 2, args[1])
     return run.mul(run.silu(gate), value)
 

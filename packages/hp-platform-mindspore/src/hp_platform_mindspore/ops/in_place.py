@@ -1,4 +1,4 @@
-"""Operations that write their first argument, from those that do not.
+"""In-place operations, made of those that give a new tensor.
 
 MindSpore's own have no effect on CPU, or no kernel. Here the result is computed from a copy, so that nothing that
 backward needs is overwritten, and then stored. Where operations are recorded MindSpore's `copy_` takes the gradient

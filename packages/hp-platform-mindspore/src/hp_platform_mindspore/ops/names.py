@@ -15,14 +15,14 @@ from hp_platform_mindspore.ops.primitive_names import ADAPTED, ATTRIBUTES, SAME_
 
 
 def primitives_of(name: str) -> list[str]:
-    """The primitives that are taken for an operation: what error messages and profiles of MindSpore show."""
+    """Return the primitives that are taken for an operation, as MindSpore's messages and profiles name them."""
     same = [primitive for primitive, known in SAME_ARGUMENTS.items() if known == name]
     adapted = [primitive for primitive, (known, _) in (ADAPTED | WRITING).items() if known == name]
     return sorted({*same, *adapted})
 
 
 def canonical(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> tuple[str, Arguments]:
-    """torch's name and arguments of a primitive's call; an unknown primitive keeps its own."""
+    """Return torch's name and arguments of a primitive's call; an unknown primitive keeps its own."""
     given, named = tuple(args), dict(kwargs or {})
     if is_older_kind(args):
         given = (*args[2], *(getattr(args[0], attribute) for attribute in ATTRIBUTES.get(name, ())))
@@ -42,7 +42,7 @@ def canonical(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
 
 @functools.cache
 def older_method(name: str) -> Callable[..., Any] | None:
-    """MindSpore's function for the older signature of a method (`x.mean(axis=1)`), which it writes in terms of others.
+    """Return MindSpore's function for the older signature of a method (`x.mean(axis=1)`), written in terms of others.
 
     None: `name` is no such method, or one that `ADAPTED` knows.
     """
@@ -53,7 +53,7 @@ def older_method(name: str) -> Callable[..., Any] | None:
 
 
 def caller(func: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
-    """`func` as a function of the arguments that `canonical` gives, for an operation with the same arguments."""
+    """Make `func` callable with the arguments that `canonical` gives, for an operation with the same arguments."""
     if not is_older_kind(args):
         return func
     primitive, name, _ = args
@@ -61,7 +61,7 @@ def caller(func: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any
 
 
 def is_older_kind(args: tuple[Any, ...]) -> bool:
-    """Primitives of the older kind come as (primitive, name, arguments)."""
+    """Return True for the arguments of a primitive of the older kind: (primitive, name, arguments)."""
     return len(args) == 3 and isinstance(args[1], str)
 
 
@@ -75,7 +75,7 @@ NOT_ON_DTENSORS = frozenset(
 
 
 def names_of(name: str, function: Callable[..., Any]) -> list[str]:
-    """Where users find an operation: the function that is called for it, else those and the method of its name."""
+    """Return the paths by which users find an operation: of its function, else of all that have its name."""
     places = (("mint", mint), ("mint.nn.functional", mint.nn.functional), ("ops", ops), ("Tensor", Tensor))
     having = [
         (f"mindspore.{path}.{name}", getattr(owner, name))

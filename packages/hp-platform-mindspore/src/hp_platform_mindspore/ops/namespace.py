@@ -160,7 +160,7 @@ def _attention(
 
 
 def _index_put(run: Function, x: Any, index: Any, values: Any, accumulate: bool = False) -> Adapted:
-    """`ops` has one index for the first dimension, MindSpore's method a tuple of them."""
+    """Adapt `ops.index_put`, which has one index for the first dimension, or MindSpore's method, which has a tuple."""
     if isinstance(index, Tensor) and not accumulate:
         return lambda x, indices, values: run(x, indices[0], values), (x, (index,), values), {}
     indices = (index,) if isinstance(index, Tensor) else index

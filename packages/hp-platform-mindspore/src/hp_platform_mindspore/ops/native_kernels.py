@@ -1,5 +1,4 @@
-"""MindSpore's own kernels in place of composed ones, for Ascend: there they exist, and a value must not go through the
-host."""
+"""MindSpore's own kernels on Ascend, where they exist and where a value must not go through the host."""
 
 from __future__ import annotations
 

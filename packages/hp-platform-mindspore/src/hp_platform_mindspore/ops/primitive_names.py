@@ -1,4 +1,4 @@
-"""Tables of MindSpore's primitives in terms of torch's operations: names, and what adapts the arguments."""
+"""Tables from MindSpore's primitives to torch's operations: names, and what adapts the arguments."""
 
 from __future__ import annotations
 

@@ -14,14 +14,14 @@ from hp_platform_mindspore.tensor.memory import HOST_DTYPES, numbers, store
 
 
 def zeros_like(platform: MindSporeBase, x: Tensor) -> Tensor:
-    """Zeros of the same shape and dtype, a DTensor if `x` is one."""
+    """Make zeros of the same shape and dtype, a DTensor if `x` is one."""
     zeros = platform.zeros(platform.local_shape(x), x.dtype)
     return platform.wrap(zeros, x.spec) if isinstance(x, DTensor) else zeros
 
 
 @dataclass(frozen=True, slots=True)
 class AdamWStep:
-    """The numbers of one step."""
+    """Coefficients of one step, the same for all parameters of a group."""
 
     decay: float
     beta1: float
@@ -32,7 +32,7 @@ class AdamWStep:
 
     @classmethod
     def number(cls, count: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> AdamWStep:
-        """Step `count`, from 1."""
+        """Compute the coefficients of step `count`, which counts from 1."""
         beta1, beta2 = betas
         return cls(
             decay=1 - lr * weight_decay,
@@ -72,7 +72,7 @@ def _adamw_on_host(
 
 
 def _computable(values: np.ndarray) -> np.ndarray:
-    """The same memory, or of float16 a copy in float32."""
+    """Return the same memory, or of float16 a copy in float32."""
     return values.astype(np.float32) if values.dtype == np.float16 else values
 
 

@@ -69,7 +69,7 @@ def refusing(own: Callable[..., None]) -> Callable[..., None]:
 
 
 def _flat(parameters: Any) -> list[Any]:
-    """Parameters, those of groups included."""
+    """List parameters, those of groups included."""
     if isinstance(parameters, dict):
         return _flat(parameters.get("params"))
     if isinstance(parameters, (list, tuple)):

@@ -20,7 +20,7 @@ Group = dict[str, Any]
 
 
 class Optimizer(ABC):
-    """Updates parameters, DTensors or plain floating-point leaves, in place.
+    """Base of optimizers that update parameters, DTensors or plain floating-point leaves, in place.
 
     Args:
         params: parameters, or groups of them: mappings with `params` and options of their own.
@@ -44,7 +44,7 @@ class Optimizer(ABC):
         self._check()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; what `closure`, called before, returns."""
+        """Update every parameter that has a gradient, and return the result of `closure`, which is called before."""
         loss = None
         if closure is not None:
             with self.platform.enable_grad():
@@ -57,7 +57,7 @@ class Optimizer(ABC):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients; else fill them with zeros."""
+        """Forget all gradients, or fill them with zeros unless `set_to_none`."""
         for parameter in self._parameters():
             gradient = None if set_to_none else self.platform.get_grad(parameter)
             if gradient is not None:
@@ -66,7 +66,7 @@ class Optimizer(ABC):
                 self.platform.set_grad(parameter, None)
 
     def state_dict(self) -> dict[str, Any]:
-        """`state` and `param_groups` with the parameters' positions in place of them."""
+        """Return `state` and `param_groups`, with positions in place of the parameters."""
         positions = {id(parameter): index for index, parameter in enumerate(self._parameters())}
         return {
             "state": {positions[id(parameter)]: dict(slots) for parameter, slots in self.state.items()},
@@ -77,7 +77,7 @@ class Optimizer(ABC):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` of an optimizer of the same groups returned.
+        """Take over the `state_dict` of an optimizer of the same groups.
 
         Raises:
             ValueError: its groups are others.
@@ -154,7 +154,7 @@ class SGD(Optimizer):
             platform.copy_(local, ops.sub(local, self._times(change, group["lr"])))
 
     def _times(self, x: Tensor, factor: float) -> Tensor:
-        """MindSpore itself takes a number as float32, for float64 too."""
+        """Multiply by a number of the tensor's dtype: MindSpore itself takes a number as float32, for float64 too."""
         ops = self.platform.ops
         return ops.mul(x, ops.full((), factor, x.dtype))
 

@@ -1,4 +1,4 @@
-"""Lists of a Cell's parameters."""
+"""Replacements for the lists of a Cell's parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MindSpore's own ways to gradients: they say what they cannot do with DTensors."""
+"""Replacements for MindSpore's own ways to gradients, which say what they cannot do with DTensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Autograd: nodes with their own backward, running backward, and the two process-wide flags.
+"""Autograd on MindSpore: nodes with a backward of their own, running backward, and two process-wide flags.
 
 MindSpore records when both flags are on: the grad flag, which only `value_and_grad` and errors turn off and
 which is turned on again here wherever a forward or a backward starts, and the enable flag, which is the one
@@ -23,7 +23,7 @@ Map = Callable[[Tensor], Tensor]
 
 
 class _Running(threading.local):
-    """Whether the backward that runs in this thread is for inputs that it was told; of several, the innermost."""
+    """The kind of the innermost backward that runs in this thread: for named inputs, or for all leaves."""
 
     is_for_inputs = False
 
@@ -32,7 +32,7 @@ _running = _Running()
 
 
 class GradMode:
-    """Context in which operations are recorded, or are not."""
+    """Context that turns the recording of operations on or off."""
 
     __slots__ = ("_before", "_enabled")
 
@@ -52,17 +52,17 @@ class GradMode:
 
 
 def arm() -> None:
-    """Turn the grad flag on."""
+    """Turn on the grad flag, without which MindSpore records nothing whatever the enable flag says."""
     executor.set_grad_flag(True)
 
 
 def is_recording(*tensors: Any) -> bool:
-    """Whether an operation on these is recorded."""
+    """Return True if an operation on these values is recorded."""
     return executor.enable_grad() and any(isinstance(x, Tensor) and x._requires_grad for x in tensors)
 
 
 def linear_map(x: Tensor, forward: Map, backward: Map) -> Tensor:
-    """See `Platform.linear_map`."""
+    """Apply a linear map whose gradient is another one; `Platform.linear_map` says more."""
     if is_recording(x):
         arm()
         return _LinearMap.apply(x, forward, backward)
@@ -99,7 +99,7 @@ def _own_gradient(grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def custom_function(forward: Callable[..., Any], backward: Callable[..., Any], *inputs: Any) -> Any:
-    """See `Platform.custom_function`."""
+    """Apply a function with a backward of its own; `Platform.custom_function` says more."""
     if is_recording(*inputs):
         arm()
         return _CustomFunction.apply(forward, backward, *inputs)
@@ -156,14 +156,14 @@ def running_for(inputs: bool) -> Iterator[None]:
 
 
 def is_for_parameters() -> bool:
-    """Whether the running backward is for the gradients of parameters, not of inputs that it was told."""
+    """Return True if the running backward is for all leaves, not for inputs that it was told."""
     return not _running.is_for_inputs
 
 
 def grad(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], output_grads: Sequence[Tensor | None] | None
 ) -> list[Tensor | None]:
-    """Gradients of `inputs`; None where one is unused.
+    """Return the gradients of `inputs`; None where one is unused.
 
     MindSpore finds no gradient of a leaf, or of anything further up, in a run that is also asked for the result
     of an operation; so each of those gets a run of its own.

@@ -29,7 +29,7 @@ from hp_platform_mindspore.tensor.memory import numbers
 
 
 def _reflected(name: str) -> Callable[[Any, Any], Any]:
-    """The operator of a DTensor on the right of what is no DTensor."""
+    """Make the operator of a DTensor that stands on the right of something else."""
     of_tensor = getattr(Tensor, name, None)
 
     def operate(self: Any, other: Any) -> Any:
@@ -62,7 +62,7 @@ class MindSporeDTensor(DTensor, Tensor):
         return made
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the data came with `__new__`."""
+        """Do nothing: `__new__` has the data."""
 
     def __fallback__(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         return self._spec.mesh.platform.call_primitive(func, args, kwargs or {})
@@ -143,7 +143,7 @@ class MindSporeDTensor(DTensor, Tensor):
             return copy_values(self, value)
 
     def set_data(self, data: Any, slice_shape: bool = False) -> Any:
-        """`assign_value`, also of one number for all elements."""
+        """Take over values as `assign_value` does, or one number for all elements."""
         if isinstance(data, (int, float)):
             with GradMode(False):
                 return self._spec.mesh.platform.operation("fill_")(self, data)
@@ -186,7 +186,7 @@ class MindSporeDTensor(DTensor, Tensor):
         self._spec.mesh.platform.backward(self, gradient, retain_graph)
 
     def register_hook(self, hook: Callable[[Any], Any]) -> Any:
-        """The hook gets, and may return, the gradient as a DTensor.
+        """Call `hook` with the gradient, a DTensor, during backward; it may return another one.
 
         Raises:
             GradientPathError: the gradient goes past this tensor already, or autograd has none of it.
@@ -214,7 +214,7 @@ class MindSporeDTensor(DTensor, Tensor):
         return _whole("item", self).item(*args)
 
     def tolist(self) -> Any:
-        """All values; communicates as `asnumpy` does."""
+        """Nested lists of all values; communicates as `asnumpy` does."""
         return _whole("tolist", self).asnumpy().tolist()
 
     def __array__(self, dtype: Any = None) -> np.ndarray[Any, Any]:
@@ -257,8 +257,11 @@ class MindSporeDTensor(DTensor, Tensor):
         return twin
 
     def clone(self, init: Any = "same") -> Any:
-        """A copy; of a parameter one with the same values, with a number or with ones or zeros, as optimizers make
-        their state."""
+        """Copy a tensor, or make a parameter like this one as optimizers make their state.
+
+        Args:
+            init: of a parameter, "same", "zeros", "ones" or a number for all elements.
+        """
         if not isinstance(self, ms.Parameter):
             return Tensor.clone(self)
         platform = self._spec.mesh.platform
@@ -279,14 +282,14 @@ class MindSporeDTensor(DTensor, Tensor):
 
 
 def wrap(local: Tensor, spec: TensorSpec) -> MindSporeDTensor:
-    """`local` (plain) as a DTensor that shares its storage and its place in the autograd graph."""
+    """Make a DTensor of a plain local shard, sharing its storage and its place in the autograd graph."""
     made = Tensor._make_subclass(MindSporeDTensor, _graph_alias(local))
     made._spec = spec
     return made
 
 
 def unwrap(x: Tensor) -> Tensor:
-    """The local data of a DTensor as a plain tensor, in the autograd graph; a plain tensor as it is."""
+    """Return the local data of a DTensor as a plain tensor in the autograd graph; a plain tensor as it is."""
     if not isinstance(x, MindSporeDTensor):
         return x
     if executor.enable_grad() and x._requires_grad:
@@ -300,7 +303,7 @@ def detached(x: Tensor) -> Tensor:
 
 
 def _graph_alias(x: Tensor) -> Tensor:
-    """`x`, or a recorded view of a parameter: another object for a parameter itself would get no gradient."""
+    """Return `x`, or a recorded view of a parameter: another object for the parameter would get no gradient."""
     if not isinstance(x, ms.Parameter):
         return x
     if not (executor.enable_grad() and x._requires_grad):
@@ -310,7 +313,7 @@ def _graph_alias(x: Tensor) -> Tensor:
 
 
 def _copied(x: Tensor) -> Tensor:
-    """The local data of a DTensor in storage of its own."""
+    """Copy the local data of a DTensor."""
     with GradMode(False):
         return x._spec.mesh.platform.ops.clone(Tensor.data.__get__(x))
 
@@ -335,7 +338,7 @@ def _whole(operation: str, x: MindSporeDTensor) -> Tensor:
 
 
 def local_gradient(x: MindSporeDTensor, value: Tensor) -> Tensor:
-    """`value` (a DTensor, or a local shard) as the local gradient of `x`."""
+    """Check that `value`, a DTensor or a local shard, is placed as the gradient of `x`, and return its local data."""
     wanted = shown_grad_spec(x._spec)
     if not isinstance(value, MindSporeDTensor):
         if tuple(value.shape) != wanted.local_shape:
@@ -351,7 +354,7 @@ def local_gradient(x: MindSporeDTensor, value: Tensor) -> Tensor:
 
 
 def wrap_gradient(x: MindSporeDTensor, local: Tensor) -> MindSporeDTensor:
-    """A local gradient of `x` as a DTensor."""
+    """Make a DTensor of the local gradient of `x`."""
     spec = shown_grad_spec(x._spec)
     if spec.dtype != local.dtype:
         spec = TensorSpec(spec.mesh, spec.placements, spec.shape, local.dtype)

@@ -1,4 +1,4 @@
-"""Dtypes, and host memory that a tensor and a NumPy array share.
+"""Dtypes, and NumPy arrays that share the host memory of tensors.
 
 NumPy has no bfloat16, and the one that MindSpore registers crashes when it is copied: on the host a bfloat16
 is its bit pattern, a uint16.
@@ -44,7 +44,7 @@ class _Memory:
 
 
 def host_view(x: Tensor) -> Array:
-    """The memory of a CPU tensor, a DTensor's shard or a view included, as a writable array of its shape.
+    """Return the memory of a CPU tensor (also a DTensor's shard, or a view) as a writable array of its shape.
 
     `asnumpy` gives a read-only copy for a view, and MindSpore's own writes to a view are lost.
     """
@@ -54,7 +54,7 @@ def host_view(x: Tensor) -> Array:
 
 
 def share(array: Array, dtype: Any = None) -> Tensor:
-    """The array as a CPU tensor, sharing its memory where that is writable and contiguous.
+    """Make a CPU tensor that shares the array's memory where that is writable and contiguous.
 
     Args:
         dtype: bfloat16, for an array of its bit patterns; None: the array's own.
@@ -64,7 +64,7 @@ def share(array: Array, dtype: Any = None) -> Tensor:
 
 
 def numbers(x: Tensor) -> Array:
-    """The values of a CPU tensor: its memory, or for bfloat16 a float32 copy."""
+    """Return the values of a CPU tensor: its memory, or for bfloat16 a float32 copy."""
     return decode(host_view(x)) if x.dtype == ms.bfloat16 else host_view(x)
 
 
@@ -84,12 +84,12 @@ def copy(target: Tensor, source: Tensor) -> None:
 
 
 def decode(bits: Array) -> Array:
-    """bfloat16 bit patterns as float32."""
+    """Convert bfloat16 bit patterns to float32."""
     return np.left_shift(bits.astype(np.uint32), np.uint32(16), dtype=np.uint32).view(np.float32)
 
 
 def encode(values: Array) -> Array:
-    """Values as bfloat16 bit patterns, rounded to nearest, ties to even."""
+    """Convert values to bfloat16 bit patterns, rounded to nearest, ties to even."""
     wide = np.asarray(values, np.float32).view(np.uint32)
     odd = np.bitwise_and(np.right_shift(wide, np.uint32(16), dtype=np.uint32), np.uint32(1), dtype=np.uint32)
     rounded = np.right_shift(wide + np.uint32(0x7FFF) + odd, np.uint32(16), dtype=np.uint32)

@@ -1,4 +1,4 @@
-"""Modules and parameters: a Cell with `forward`, and parameters that share the storage they are made from."""
+"""Modules: a Cell with `forward`, and walks over cells, parameters and buffers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _ModuleMeta(type):
 
 
 class Module(nn.Cell, metaclass=_ModuleMeta):
-    """A Cell whose entry point is `forward`. Its parameters go by their place, not by MindSpore's global names.
+    """Cell whose entry point is `forward`, and whose parameters go by their place, not by MindSpore's global names.
 
     Every Cell is an instance.
     """
@@ -44,7 +44,7 @@ class Module(nn.Cell, metaclass=_ModuleMeta):
 
 
 def named_modules(module: nn.Cell, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Cell]]:
-    """All cells with dotted names, `module` first as "", each once or under each of its names."""
+    """Yield all cells with dotted names, `module` first as "", each once or under each of its names."""
     seen: set[int] = set()
     waiting = [("", module)]
     while waiting:
@@ -60,7 +60,7 @@ def named_modules(module: nn.Cell, remove_duplicate: bool = True) -> Iterator[tu
 
 
 def named_parameters(module: nn.Cell, recurse: bool, remove_duplicate: bool) -> Iterator[tuple[str, Tensor]]:
-    """Parameters with dotted names; what stands in for one during a forward is none."""
+    """Yield parameters with dotted names, without the tensors that stand in for some during a forward."""
     seen: set[int] = set()
     for prefix, cell in named_modules(module, remove_duplicate) if recurse else [("", module)]:
         for name, parameter in cell._params.items():
@@ -72,12 +72,12 @@ def named_parameters(module: nn.Cell, recurse: bool, remove_duplicate: bool) -> 
 
 
 def is_statistic(module: nn.Cell, name: str) -> bool:
-    """Whether a parameter is a running mean or variance of MindSpore's normalizations, which their kernels write."""
+    """Return True for a running mean or variance of MindSpore's normalizations, which their kernels write."""
     return name in ("moving_mean", "moving_variance") and isinstance(module, (_BatchNorm, _InstanceNorm))
 
 
 def named_buffers(module: nn.Cell) -> Iterator[tuple[str, Tensor]]:
-    """Buffers with dotted names, each once."""
+    """Yield buffers with dotted names, each once."""
     seen: set[int] = set()
     for prefix, cell in named_modules(module):
         for name, buffer in cell._buffers.items():

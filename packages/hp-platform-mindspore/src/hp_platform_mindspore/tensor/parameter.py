@@ -24,7 +24,10 @@ class _ParameterMeta(type):
 
 
 def _sharing_parameter(data: Tensor, name: str | None, requires_grad: bool) -> ms.Parameter:
-    """mindspore.Parameter itself copies a plain tensor, unless nobody else refers to it."""
+    """Make a parameter of the storage of a plain tensor.
+
+    `mindspore.Parameter` itself copies a tensor that somebody else refers to.
+    """
     parameter = Tensor.__new__(ms.Parameter._get_base_class(Tensor))
     Tensor.__init__(parameter, data)
     parameter.init_mode = None

@@ -1,4 +1,4 @@
-"""Optimizers for hp-trainer."""
+"""AdamW for hp-trainer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Slots:
-    """One parameter and its moments, laid out as it is."""
+    """Parameter and its moments, which are laid out as it is."""
 
     parameter: Tensor
     exp_avg: Tensor
@@ -25,7 +25,7 @@ class _Slots:
 
 
 class AdamW:
-    """Loshchilov and Hutter, 2019, with the arithmetic of `torch.optim.AdamW`; see `hp_trainer.training.Optimizer`.
+    """AdamW (arXiv 1711.05101) with the arithmetic of `torch.optim.AdamW`; see `hp_trainer.training.Optimizer`.
 
     Args:
         parameters: (dotted name, parameter), DTensors or plain; floating-point leaves.
@@ -56,5 +56,5 @@ class AdamW:
             self._platform.set_grad(slots.parameter, None)
 
     def state(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """`exp_avg` and `exp_avg_sq` of each parameter by name; zeros before the first step."""
+        """Return `exp_avg` and `exp_avg_sq` of each parameter by name; zeros before the first step."""
         return {name: {"exp_avg": slots.exp_avg, "exp_avg_sq": slots.exp_avg_sq} for name, slots in self._slots.items()}

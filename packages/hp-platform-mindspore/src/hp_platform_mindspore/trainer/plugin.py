@@ -1,4 +1,4 @@
-"""What this platform gives to hp-trainer; loaded through the entry-point group `hp_trainer`.
+"""The plugin for hp-trainer, loaded through the entry-point group `hp_trainer`.
 
 Importing this module imports no framework: MindSpore comes in when an optimizer is built.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def hp_optimizers(registry: Registry) -> None:
-    """AdamW, as `adamw`."""
+    """Register AdamW as `adamw`."""
     from hp_trainer.config import AdamWConfig
 
     registry.add("adamw", _build_adamw, options=AdamWConfig, platform="mindspore")
