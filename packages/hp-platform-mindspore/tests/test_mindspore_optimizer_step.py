@@ -81,7 +81,12 @@ def test_state_is_placed_as_its_parameter(platform):
             np.testing.assert_allclose(values, wanted.asnumpy(), rtol=1e-5, atol=1e-7)
 
 
-def test_parameters_that_fully_shard_has_cut(platform):
+# Along a later dimension the parameters are permuted views of a flat buffer.
+CUTS = [(optim.AdamW, 0), (optim.SGD, 0), *((kind, 1) for kind in OPTIMIZERS)]
+
+
+@pytest.mark.parametrize(("kind", "dim"), CUTS, ids=lambda value: getattr(value, "__name__", value))
+def test_parameters_that_fully_shard_has_cut(platform, kind, dim):
     hp_fsdp = pytest.importorskip("hp_fsdp")
 
     class Model(platform.Module):
@@ -102,15 +107,15 @@ def test_parameters_that_fully_shard_has_cut(platform):
                 platform.set_grad(parameter, None)
         return [platform.to_numpy(x.full_tensor() if isinstance(x, DTensor) else x).copy() for x in parameters]
 
-    def program(kind):
-        model = Model()
-        hp_fsdp.fully_shard(model, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",), platform=platform))
+    def program():
+        model, mesh = Model(), init_device_mesh("cpu", (2,), mesh_dim_names=("dp",), platform=platform)
+        hp_fsdp.fully_shard(model, mesh=mesh, shard_placement_fn=lambda x: Shard(min(dim, x.ndim - 1)))
         return steps(model, kind)
 
-    for kind in (optim.AdamW, optim.SGD):
-        for found in run_ranks(program, 2, platform, kind):
-            for array, wanted in zip(found, steps(Model(), kind), strict=True):
-                np.testing.assert_allclose(array, wanted, rtol=1e-6, atol=1e-6)
+    expected = steps(Model(), kind)
+    for found in run_ranks(program, 2, platform):
+        for array, wanted in zip(found, expected, strict=True):
+            np.testing.assert_allclose(array, wanted, rtol=1e-6, atol=1e-6)
 
 
 REFUSED = {

@@ -6,11 +6,12 @@ that look at a parameter as a whole, or that are fused into kernels of unknown c
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from mindspore import nn
+from mindspore import Tensor, nn
 from mindspore.experimental import optim
 
 from hp_dtensor.exceptions import CapabilityError, PlacementError
@@ -104,13 +105,34 @@ def stepping_on_shards(own: Callable[..., Any]) -> Callable[..., Any]:
             return own(self, *args, **kwargs)
         (gradients,) = (*args, *kwargs.values())
         local = _local_gradients(self.parameters, gradients)
-        with LocalOperations():
+        with LocalOperations(), _contiguous(distributed):
             result = own(self, local)
         for parameter in distributed:
             parameter._spec.mesh.platform.count_write(parameter)
         return result
 
     return step
+
+
+@contextlib.contextmanager
+def _contiguous(parameters: Iterable[Any]) -> Iterator[None]:
+    """Give parameters that are cut along a later dimension contiguous data for a while, and keep what is written.
+
+    Under `fully_shard` they are views of a flat buffer with permuted dimensions, which MindSpore's in-place kernels
+    refuse. The copy of a parameter stays the same for all steps, as graphs that a step compiles keep its address; the
+    view comes back afterwards, also when the step fails: groups gather from the flat buffer.
+    """
+    views = [(parameter, Tensor.data.__get__(parameter)) for parameter in parameters if not parameter.is_contiguous()]
+    for parameter, view in views:
+        staged = parameter.__dict__.setdefault("_step_copy", view.contiguous())
+        parameter._spec.mesh.platform.copy_(staged, view)
+        Tensor.data.__set__(parameter, staged)
+    try:
+        yield
+    finally:
+        for parameter, view in views:
+            parameter._spec.mesh.platform.copy_(view, parameter._step_copy)
+            Tensor.data.__set__(parameter, view)
 
 
 def _local_gradients(parameters: Sequence[Any], gradients: Sequence[Any]) -> tuple[Any, ...]:
@@ -120,6 +142,6 @@ def _local_gradients(parameters: Sequence[Any], gradients: Sequence[Any]) -> tup
         if gradient is None:
             raise ValueError(f"parameter {parameter.name!r} has no gradient; give the optimizer zeros, or leave it out")
     return tuple(
-        local_gradient(parameter, gradient) if isinstance(parameter, MindSporeDTensor) else gradient
+        local_gradient(parameter, gradient).contiguous() if isinstance(parameter, MindSporeDTensor) else gradient
         for parameter, gradient in zip(parameters, gradients, strict=True)
     )

@@ -17,7 +17,7 @@ import mindspore as ms
 from mindspore import Tensor
 
 from hp_platform_mindspore.optim import local_step
-from hp_platform_mindspore.patches import cells, functions, gradients
+from hp_platform_mindspore.patches import cells, functions, gradients, graphs
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,10 @@ class Patch:
 
     def is_there(self) -> bool:
         """Return True if this version of MindSpore has the function."""
-        owner, attribute = self.place()
+        try:
+            owner, attribute = self.place()
+        except (ImportError, AttributeError):
+            return False
         return hasattr(owner, attribute)
 
 
@@ -63,6 +66,10 @@ def _of_shape(path: str, name: str) -> Patch:
         "the result is a DTensor, or the function is refused",
         functools.partial(functions.giving_dtensors_away, functions.FUNCTIONS[name]),
     )
+
+
+def _of_graph(name: str, replacement: Callable[[Any], Any]) -> Patch:
+    return Patch(name, "compiles a graph of this rank's shard, as if it were the whole", "refused", replacement)
 
 
 def _of_cat(name: str) -> Patch:
@@ -95,6 +102,11 @@ PATCHES = (
         "refused, but for `recompute()` inside `value_and_grad`",
         gradients.explaining_custom_bprop,
     ),
+    _of_graph("mindspore.graph.api._JitExecutor.compile", graphs.refusing_source),
+    _of_graph("mindspore.graph.api._CellGraphExecutor.compile", graphs.refusing_cell),
+    _of_graph("mindspore.graph._utils.pijit_context.PreJit", graphs.refusing_bytecode_arguments),
+    _of_graph("mindspore.graph._utils.pijit_context.PIJitCaptureContext.__enter__", graphs.refusing_bytecode_closure),
+    _of_graph("mindspore.graph.jit_trace._jit_trace_begin", graphs.refusing_trace),
     Patch(
         "mindspore.nn.Cell.parameters_and_names",
         "parameters that cells make add up transposed gradients wrongly (plain ones too)",
