@@ -24,7 +24,7 @@ from hp_dtensor.spec import tensor_spec as spec
 def step(platform, mesh, weight, rows):
     ops = platform.ops
     data = platform.from_numpy(np.ones((rows, 4), np.float32))
-    x = distribute_tensor(data, mesh, (Shard(0),), source_rank=None)
+    x = distribute_tensor(data, mesh, (Shard(0),), src_data_rank=None)
     y = ops.relu(ops.matmul(x, weight))
     platform.backward(ops.mean(y.redistribute(placements=(Replicate(),))).full_tensor())
     platform.set_grad(weight, None)
@@ -43,7 +43,7 @@ def main():
     platform = get_platform(options.platform)
     mesh = DeviceMesh("cpu", (1,), mesh_dim_names=("dp",), platform=platform)
     whole = platform.from_numpy(np.ones((4, 4), np.float32))
-    weight = platform.Parameter(distribute_tensor(whole, mesh, (Replicate(),), source_rank=None))
+    weight = platform.Parameter(distribute_tensor(whole, mesh, (Replicate(),), src_data_rank=None))
     tracemalloc.start()
     print(
         f"{platform.name}: {'steps':>8}{'op plans':>12}{'redist. plans':>15}{'specs':>8}{'traced MB':>11}{'us/step':>9}"

@@ -48,7 +48,7 @@ def _train(platform: Platform) -> list[str]:
 
 
 def _placed(platform: Platform, mesh: DeviceMesh, array: np.ndarray, placement: Any) -> Any:
-    return distribute_tensor(platform.from_numpy(array.copy()), mesh, (placement,), source_rank=None)
+    return distribute_tensor(platform.from_numpy(array.copy()), mesh, (placement,), src_data_rank=None)
 
 
 def test_their_jobs_run_at_the_same_time(hp_platform: Platform, numpy_platform: Platform, monkeypatch) -> None:

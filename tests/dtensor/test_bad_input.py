@@ -37,8 +37,8 @@ Case = tuple[Callable[[], Any], str, str]
 
 def _operands(platform: Platform) -> Iterator[Case]:
     ops, plain, mesh = platform.ops, _plain(platform), _mesh(platform)
-    x = distribute_tensor(plain, mesh, (S0, R), source_rank=None)
-    y = distribute_tensor(plain, mesh["dp"], (S0,), source_rank=None)
+    x = distribute_tensor(plain, mesh, (S0, R), src_data_rank=None)
+    y = distribute_tensor(plain, mesh["dp"], (S0,), src_data_rank=None)
     yield lambda: x + y, "MixedOperandsError", "add: operands on different meshes: .*dp=2, tp=2.* and .*dp=2"
     yield lambda: ops.cat([x, y], 0), "MixedOperandsError", "cat: operands on different meshes"
     yield lambda: x + plain, "MixedOperandsError", "plain tensor of shape .4, 4. among DTensors. Say how it is placed"
@@ -90,7 +90,7 @@ def _operands(platform: Platform) -> Iterator[Case]:
 
 def _creation(platform: Platform) -> Iterator[Case]:
     plain, mesh = _plain(platform), _mesh(platform)
-    x = distribute_tensor(plain, mesh, (S0, R), source_rank=None)
+    x = distribute_tensor(plain, mesh, (S0, R), src_data_rank=None)
     for make in (distribute_tensor, DTensor.from_local):
         yield lambda make=make: make(plain, mesh, (Shard(2), R)), "PlacementError", "dimension 2 of a 2-dimensional"
         yield lambda make=make: make(plain, mesh, (S0,)), "PlacementError", "expected 2 placements for mesh .*, got 1"
@@ -99,7 +99,8 @@ def _creation(platform: Platform) -> Iterator[Case]:
         yield lambda make=make: make(plain, "dp", (S0,)), "MeshError", "device_mesh must be a DeviceMesh, got 'dp'"
         yield lambda make=make: make(plain), "MeshError", "no mesh was given and there is no current one"
         yield lambda make=make: make([1.0], mesh, (S0, R)), "MixedOperandsError", f"'{platform.name}', got list"
-        yield lambda make=make: make(x, mesh, (S0, R)), "MixedOperandsError", "takes a plain"
+    yield lambda: DTensor.from_local(x, mesh, (S0, R)), "MixedOperandsError", "takes a plain"
+    yield lambda: distribute_tensor(x, mesh, (R, R)), "PlacementError", "is a DTensor placed"
     yield lambda: distribute_tensor(plain, mesh, (RaggedShard(0, (1, 2)), R)), "PlacementError", "parts that sum to 3"
     yield lambda: zeros(4, device_mesh=mesh, placements=(Partial(), R)), "PlacementError", "cannot make partial"
     yield lambda: zeros(4, device_mesh="dp"), "MeshError", "a factory: device_mesh must be a DeviceMesh, got 'dp'"
@@ -119,7 +120,7 @@ def _creation(platform: Platform) -> Iterator[Case]:
 def _meshes(platform: Platform) -> Iterator[Case]:
     """On ranks 2 and 3 of four."""
     half = DeviceMesh("cpu", (2,), ranks=(0, 1), platform=platform)
-    outside = distribute_tensor(_plain(platform), half, (S0,), source_rank=None)
+    outside = distribute_tensor(_plain(platform), half, (S0,), src_data_rank=None)
     yield lambda: DTensor.from_local(_plain(platform), half, (S0,)), "ShardShapeError", "this rank is outside mesh"
     yield lambda: outside.full_tensor(), "MeshError", "full_tensor: rank . is outside mesh"
     yield lambda: half.get_group(), "MeshError", "rank . is outside mesh"
@@ -129,7 +130,7 @@ def _meshes(platform: Platform) -> Iterator[Case]:
     yield lambda: init_device_mesh("cpu", (2,), platform=platform), "MeshError", "has 2 ranks, the world has 4"
     yield lambda: DeviceMesh("cpu", (2,), ranks=(0, 9), platform=platform), "MeshError", "ranks .9. are outside"
     yield lambda: DeviceMesh("cpu", (2,), ranks=(1, 1), platform=platform), "MeshError", "ranks repeat"
-    yield lambda: DeviceMesh("cpu", "22", platform=platform), "MeshError", "must be a tuple of ints"
+    yield lambda: DeviceMesh("cpu", "22", platform=platform), "MeshError", "must be a shape .a tuple of ints. or ranks"
     yield lambda: DeviceMesh("toaster", (4,), platform=platform), "MeshError", "has no device 'toaster' here, only"
     yield lambda: _mesh(platform)["pp"], "MeshError", "has no axis 'pp'; axes: dp, tp"
 

@@ -28,7 +28,7 @@ def _steps(platform: Platform, weight: Any, mesh: DeviceMesh, first: int, count:
     ops = platform.ops
     for step in range(first, first + count):
         x = distribute_tensor(
-            platform.from_numpy(np.ones((2 + step, 4), np.float32)), mesh, (Shard(0),), source_rank=None
+            platform.from_numpy(np.ones((2 + step, 4), np.float32)), mesh, (Shard(0),), src_data_rank=None
         )
         y = ops.relu(ops.matmul(x, weight))
         platform.backward(ops.mean(y.redistribute(placements=(Replicate(),))).full_tensor())
@@ -48,7 +48,7 @@ def _sizes(mesh: DeviceMesh) -> dict[str, int]:
 def _grown(platform: Platform) -> list[dict[str, int]]:
     mesh = DeviceMesh("cpu", (2,), mesh_dim_names=("dp",), platform=platform)
     whole = platform.from_numpy(np.ones((4, 4), np.float32))
-    weight = platform.Parameter(distribute_tensor(whole, mesh, (Replicate(),), source_rank=None))
+    weight = platform.Parameter(distribute_tensor(whole, mesh, (Replicate(),), src_data_rank=None))
     sizes = []
     for first in (0, 60, 120):
         _steps(platform, weight, mesh, first, 60)
@@ -87,10 +87,10 @@ def _same_step(platform: Platform) -> tuple[int, int]:
     """Objects alive after 40 and after 140 equal steps."""
     mesh = DeviceMesh("cpu", (2,), mesh_dim_names=("dp",), platform=platform)
     whole = platform.from_numpy(np.ones((4, 4), np.float32))
-    weight = platform.Parameter(distribute_tensor(whole, mesh, (Replicate(),), source_rank=None))
+    weight = platform.Parameter(distribute_tensor(whole, mesh, (Replicate(),), src_data_rank=None))
     ops, alive = platform.ops, []
     for step in range(141):
-        x = distribute_tensor(platform.from_numpy(np.ones((5, 4), np.float32)), mesh, (Shard(0),), source_rank=None)
+        x = distribute_tensor(platform.from_numpy(np.ones((5, 4), np.float32)), mesh, (Shard(0),), src_data_rank=None)
         y = ops.sum(ops.matmul(ops.relu(ops.matmul(x, weight)), weight))
         assert y.placements == (Partial(),)
         platform.backward(y.full_tensor())
@@ -111,7 +111,7 @@ def _memory_of_changing_shapes(platform: Platform) -> list[int]:
     """Traced bytes after each of four rounds of 30 steps with shapes not seen before, the bounded caches emptied."""
     mesh = DeviceMesh("cpu", (1,), mesh_dim_names=("dp",), platform=platform)
     whole = platform.from_numpy(np.ones((4, 4), np.float32))
-    weight = platform.Parameter(distribute_tensor(whole, mesh, (Replicate(),), source_rank=None))
+    weight = platform.Parameter(distribute_tensor(whole, mesh, (Replicate(),), src_data_rank=None))
     traced = []
     for first in range(0, 120, 30):
         _steps(platform, weight, mesh, first, 30)
@@ -143,7 +143,7 @@ def _in_a_thread(platform: Platform, mesh: DeviceMesh, seed: int, failures: list
         rows, axis = 2 + (seed + step) % 9, step % 2
         x = np.arange(rows * 4, dtype=np.float32).reshape(rows, 4) - seed
         try:
-            one = distribute_tensor(platform.from_numpy(x.copy()), mesh, (Shard(axis),), source_rank=None)
+            one = distribute_tensor(platform.from_numpy(x.copy()), mesh, (Shard(axis),), src_data_rank=None)
             plan = operations.operation_of(platform, "sum").plan_for(platform, (one, axis), {})
             if plan.outputs.placed != (((Partial(),), x.sum(axis).shape),):
                 failures.append(f"thread {seed}, step {step}: {plan.outputs.placed}")

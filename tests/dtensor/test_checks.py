@@ -145,13 +145,13 @@ def test_whole_tensors_that_differ_are_found_only_when_checking(hp_platform: Pla
         mesh = _mesh(hp_platform, 2)
         x = _numbers(hp_platform, 4, start=mesh.world.rank)
         if not checking:
-            distribute_tensor(x, mesh, source_rank=None)
+            distribute_tensor(x, mesh, src_data_rank=None)
             return
         with check_mode():
-            distribute_tensor(x, mesh, source_rank=None)
+            distribute_tensor(x, mesh, src_data_rank=None)
 
     run_ranks(made, 2, hp_platform, False)
-    with pytest.raises(LaunchError, match="distribute_tensor without source_rank: ranks differ"):
+    with pytest.raises(LaunchError, match="distribute_tensor without src_data_rank: ranks differ"):
         run_ranks(made, 2, hp_platform, True)
 
 

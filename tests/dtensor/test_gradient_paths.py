@@ -24,8 +24,8 @@ W = np.arange(12, dtype=np.float32).reshape(3, 4) + 1
 
 def _gathered(platform: Platform) -> tuple[Any, Any, Any]:
     mesh = DeviceMesh("cpu", (2,), platform=platform)
-    x = distribute_tensor(platform.from_numpy(X.copy()), mesh, (Shard(0),), source_rank=None)
-    w = distribute_tensor(platform.from_numpy(W.copy()), mesh, (Shard(1),), source_rank=None)
+    x = distribute_tensor(platform.from_numpy(X.copy()), mesh, (Shard(0),), src_data_rank=None)
+    w = distribute_tensor(platform.from_numpy(W.copy()), mesh, (Shard(1),), src_data_rank=None)
     platform.set_requires_grad(x, True)
     return x, w, x.redistribute(placements=(Replicate(),))
 
@@ -122,8 +122,8 @@ def _norms(platform: Platform) -> list[float]:
 
 def _with_gradient(platform: Platform, mesh: DeviceMesh, data: np.ndarray) -> Any:
     whole = platform.from_numpy(data.astype(np.float32))
-    p = platform.Parameter(distribute_tensor(whole, mesh, (Shard(0),), source_rank=None))
-    platform.set_grad(p, distribute_tensor(whole, mesh, (Shard(0),), source_rank=None))
+    p = platform.Parameter(distribute_tensor(whole, mesh, (Shard(0),), src_data_rank=None))
+    platform.set_grad(p, distribute_tensor(whole, mesh, (Shard(0),), src_data_rank=None))
     return p
 
 

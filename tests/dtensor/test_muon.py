@@ -77,7 +77,7 @@ def _sharded(platform: Platform, layout: str) -> list[np.ndarray]:
 
     def place(arrays: list[np.ndarray]) -> list[Any]:
         return [
-            distribute_tensor(platform.from_numpy(x.copy()), mesh, p, source_rank=None)
+            distribute_tensor(platform.from_numpy(x.copy()), mesh, p, src_data_rank=None)
             for x, p in zip(arrays, placements, strict=True)
         ]
 
@@ -121,7 +121,7 @@ def test_the_update_follows_the_formulas(hp_platform: Platform) -> None:
 def _counted(platform: Platform) -> tuple[dict[str, int], float, int]:
     mesh = DeviceMesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), platform=platform)
     wholes = [platform.from_numpy(x) for x in _arrays(0)]
-    placed = [distribute_tensor(x, mesh, (Shard(0), Replicate()), source_rank=None) for x in wholes]
+    placed = [distribute_tensor(x, mesh, (Shard(0), Replicate()), src_data_rank=None) for x in wholes]
     calls = 0
 
     def compute(x: Any) -> Any:

@@ -52,7 +52,7 @@ def test_nothing_is_sent_where_every_rank_has_the_data(hp_platform: Platform) ->
     def program() -> int:
         mesh = DeviceMesh("cpu", (2,), platform=hp_platform)
         with record_collectives() as log:
-            distribute_tensor(hp_platform.from_numpy(np.ones((4, 2), np.float32)), mesh, [Shard(0)], source_rank=None)
+            distribute_tensor(hp_platform.from_numpy(np.ones((4, 2), np.float32)), mesh, [Shard(0)], src_data_rank=None)
         return log.count()
 
     assert run_ranks(program, 2, hp_platform) == [0, 0]

@@ -229,7 +229,7 @@ def _place(platform, mesh, layout, array, positive=False):
     if layout.sequence is None:
         platform.set_requires_grad(x, True)
         return x
-    placed = distribute_tensor(x, mesh[layout.sequence], [Shard(1)], source_rank=None)
+    placed = distribute_tensor(x, mesh[layout.sequence], [Shard(1)], src_data_rank=None)
     platform.set_requires_grad(placed, True)
     return placed
 

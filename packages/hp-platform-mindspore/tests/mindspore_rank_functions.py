@@ -229,7 +229,7 @@ def train_tensor_parallel(steps):
     mesh = init_device_mesh("cpu", (current_world(PLATFORM).size,), mesh_dim_names=("tp",), platform=PLATFORM)
     ops = PLATFORM.ops
     placed = zip(layers(), (Shard(0), Shard(1), Replicate()), strict=True)
-    first, second, x = (distribute_tensor(_tensor("float32", a), mesh, [p], source_rank=None) for a, p in placed)
+    first, second, x = (distribute_tensor(_tensor("float32", a), mesh, [p], src_data_rank=None) for a, p in placed)
     first, second = PLATFORM.Parameter(first), PLATFORM.Parameter(second)
     losses = []
     for _ in range(steps):

@@ -40,7 +40,7 @@ def mesh(platform):
 
 
 def sharded(mesh, whole=WHOLE, placement=None):
-    return distribute_tensor(Tensor(whole), mesh, [placement or Shard(0)], source_rank=None)
+    return distribute_tensor(Tensor(whole), mesh, [placement or Shard(0)], src_data_rank=None)
 
 
 # What it is ----------------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def test_cells_of_mindspore_run_on_dtensors(platform):
     def program(mesh):
         twin = copy.deepcopy(layer)
         for name in ("weight", "bias"):
-            parameter = distribute_tensor(getattr(layer, name).data, mesh, [Shard(0)], source_rank=None)
+            parameter = distribute_tensor(getattr(layer, name).data, mesh, [Shard(0)], src_data_rank=None)
             platform.set_parameter(twin, name, platform.Parameter(parameter))
         return twin(sharded(mesh)).asnumpy()
 
@@ -387,7 +387,7 @@ def _cell(cell, **parameters):
     def call(platform, x):
         made = cell()
         for name, value in parameters.items():
-            placed = distribute_tensor(Tensor(value), x.device_mesh, [Replicate()], source_rank=None)
+            placed = distribute_tensor(Tensor(value), x.device_mesh, [Replicate()], src_data_rank=None)
             platform.set_parameter(made, name, platform.Parameter(placed))
         return made(x)
 
@@ -398,7 +398,7 @@ def _with(function, *arrays):
     """`function(x, *tensors)` with replicated DTensors."""
 
     def call(platform, x):
-        others = [distribute_tensor(Tensor(a), x.device_mesh, [Replicate()], source_rank=None) for a in arrays]
+        others = [distribute_tensor(Tensor(a), x.device_mesh, [Replicate()], src_data_rank=None) for a in arrays]
         return function(x, *others)
 
     return call

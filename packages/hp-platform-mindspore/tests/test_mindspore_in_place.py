@@ -22,7 +22,7 @@ def on_ranks(platform, fn):
     def program():
         mesh = init_device_mesh("cpu", (2,), platform=platform)
         return [
-            fn(lambda array, placed=placed: distribute_tensor(Tensor(array), mesh, [placed], source_rank=None))
+            fn(lambda array, placed=placed: distribute_tensor(Tensor(array), mesh, [placed], src_data_rank=None))
             for placed in LAYOUTS
         ]
 

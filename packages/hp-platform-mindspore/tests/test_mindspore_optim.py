@@ -89,7 +89,7 @@ def test_shards_are_updated_as_the_whole(platform):
 
         def place(platform, array):
             placement = Shard(0) if array.ndim else Replicate()
-            return distribute_tensor(plain(platform, array), mesh, [placement], source_rank=None)
+            return distribute_tensor(plain(platform, array), mesh, [placement], src_data_rank=None)
 
         parameters = made(platform, place)
         optimizer = make(parameters.values())

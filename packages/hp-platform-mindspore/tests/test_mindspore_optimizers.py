@@ -73,7 +73,7 @@ def test_shards_are_updated_as_the_whole(platform):
         def place(name, array):
             placement = Shard(0) if array.ndim else Replicate()
             whole = platform.from_numpy(array.astype(np.float32))
-            return distribute_tensor(whole, mesh, [placement], source_rank=None)
+            return distribute_tensor(whole, mesh, [placement], src_data_rank=None)
 
         parameters = {name: platform.Parameter(place(name, array)) for name, array in values(0).items()}
         optimizer = train(platform, parameters, place)

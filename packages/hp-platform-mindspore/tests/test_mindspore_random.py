@@ -45,7 +45,7 @@ def test_numbers_are_those_of_one_device(platform, name):
         found = []
         for placements in layouts(shape):
             platform.manual_seed(3)
-            x = distribute_tensor(Tensor(WHOLE), mesh, placements, source_rank=None)
+            x = distribute_tensor(Tensor(WHOLE), mesh, placements, src_data_rank=None)
             found.append([DRAWS[name](x).asnumpy().copy() for _ in range(2)])
         return found
 
@@ -62,7 +62,7 @@ def test_dropout_of_a_plain_tensor_has_these_numbers_too(platform):
     platform.manual_seed(3)
     plain = platform.operation("dropout")(Tensor(WHOLE), 0.4).asnumpy()
     platform.manual_seed(3)
-    x = distribute_tensor(Tensor(WHOLE), mesh, [Shard(0)], source_rank=None)
+    x = distribute_tensor(Tensor(WHOLE), mesh, [Shard(0)], src_data_rank=None)
     np.testing.assert_array_equal(mint.nn.functional.dropout(x, 0.4).asnumpy(), plain)
     kept = plain != 0
     np.testing.assert_allclose(plain[kept], 1 / 0.6, rtol=1e-6)

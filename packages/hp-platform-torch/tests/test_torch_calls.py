@@ -128,7 +128,7 @@ def _placements(x: Tensor) -> list[Any]:
 
 def _place(x: Tensor, mesh: DeviceMesh, placement: Any) -> Any:
     if not placement.is_partial():
-        return distribute_tensor(x, mesh, (placement,), source_rank=None)
+        return distribute_tensor(x, mesh, (placement,), src_data_rank=None)
     first = 0.3 * x + 1.0
     return from_local(first if mesh.get_local_rank() == 0 else x - first, mesh, (placement,), shape=x.shape)
 
@@ -235,9 +235,9 @@ def _nested() -> list[Tensor]:
     """Rows cut over one axis, then raggedly over the other: units differ between ranks of the first."""
     mesh = DeviceMesh("cpu", (2, 2), platform=get_platform("torch"))
     units = ((2, 1), (0, 2))[mesh.get_coordinate()[0]]
-    x = distribute_tensor(floats(5, 4), mesh, (Shard(0), RaggedShard(0, units)), source_rank=None)
-    y = distribute_tensor(floats(5, 4), mesh, (Shard(1), Replicate()), source_rank=None)
-    z = distribute_tensor(floats(4, 3), mesh, (Replicate(), Shard(0)), source_rank=None)
+    x = distribute_tensor(floats(5, 4), mesh, (Shard(0), RaggedShard(0, units)), src_data_rank=None)
+    y = distribute_tensor(floats(5, 4), mesh, (Shard(1), Replicate()), src_data_rank=None)
+    z = distribute_tensor(floats(4, 3), mesh, (Replicate(), Shard(0)), src_data_rank=None)
     return [result.full_tensor() for result in (x + y, x * x, x @ z, x.sum(0), x.sum(1), x.view(20), x.t())]
 
 

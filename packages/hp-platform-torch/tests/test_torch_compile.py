@@ -53,7 +53,7 @@ def _rows(x: Tensor) -> Tensor:
 
 def _compiled_on_the_first_rank(compiled: Any) -> list[int] | None:
     mesh = _mesh()
-    x = distribute_tensor(ROWS, mesh, [Shard(0)], source_rank=None)
+    x = distribute_tensor(ROWS, mesh, [Shard(0)], src_data_rank=None)
     if mesh.world.rank:
         return None
     y = (compiled or torch.compile(_rows, backend="eager"))(x)

@@ -41,14 +41,14 @@ def _sharded(target, weighted, options, shape, placements):
     mesh = init_device_mesh("cpu", shape)
     logits, targets, weight = _data(target)
     everywhere = [R] * mesh.ndim
-    x = distribute_tensor(logits, mesh, placements, source_rank=None).requires_grad_()
-    y = distribute_tensor(targets, mesh, everywhere, source_rank=None)
-    w = distribute_tensor(weight, mesh, everywhere, source_rank=None) if weighted else None
+    x = distribute_tensor(logits, mesh, placements, src_data_rank=None).requires_grad_()
+    y = distribute_tensor(targets, mesh, everywhere, src_data_rank=None)
+    w = distribute_tensor(weight, mesh, everywhere, src_data_rank=None) if weighted else None
     with loss_parallel(), record_collectives() as log:
         loss = F.cross_entropy(x, y, w, **options)
     assert log.count("all_gather") == log.count("all_to_all") == 0
     factors = torch.arange(1.0, 6.0)[: loss.numel()].view(loss.shape)
-    (loss * distribute_tensor(factors, mesh, everywhere, source_rank=None)).sum().backward()
+    (loss * distribute_tensor(factors, mesh, everywhere, src_data_rank=None)).sum().backward()
     return loss.full_tensor().detach(), x.grad.full_tensor()
 
 

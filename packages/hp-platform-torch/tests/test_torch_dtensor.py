@@ -44,7 +44,7 @@ def mesh(platform):
 
 
 def sharded(mesh, whole=WHOLE, placement=None):
-    return distribute_tensor(whole, mesh, [placement or Shard(0)], source_rank=None)
+    return distribute_tensor(whole, mesh, [placement or Shard(0)], src_data_rank=None)
 
 
 # What it is ----------------------------------------------------------------------------------------------

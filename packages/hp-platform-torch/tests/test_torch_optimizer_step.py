@@ -52,7 +52,7 @@ def placements_on(mesh):
 def spread(mesh, seed):
     generator = torch.Generator().manual_seed(seed)
     return [
-        distribute_tensor(torch.randn(shape, generator=generator), mesh, [placement], source_rank=None)
+        distribute_tensor(torch.randn(shape, generator=generator), mesh, [placement], src_data_rank=None)
         for shape, placement in zip(SHAPES, placements_on(mesh), strict=True)
     ]
 
@@ -140,7 +140,7 @@ def test_nothing_is_intercepted_from_the_second_step_on(mesh, monkeypatch, name,
 
 
 def _on(mesh, placement, whole=None):
-    return distribute_tensor(torch.ones(4) if whole is None else whole, mesh, [placement], source_rank=None)
+    return distribute_tensor(torch.ones(4) if whole is None else whole, mesh, [placement], src_data_rank=None)
 
 
 def one_step_on(mesh, kind=optim.AdamW, **options):

@@ -49,7 +49,7 @@ def test_three_steps(name, flavour):
 
         def spread(tensors):
             return [
-                distribute_tensor(x, mesh, [placement], source_rank=None)
+                distribute_tensor(x, mesh, [placement], src_data_rank=None)
                 for x, placement in zip(tensors, PLACEMENTS, strict=True)
             ]
 
@@ -72,7 +72,7 @@ def test_three_steps(name, flavour):
 
 def test_an_optimizer_continues_from_its_state(platform):
     mesh = init_device_mesh("cpu", (1,), platform=platform)
-    parameter = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)], source_rank=None))
+    parameter = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)], src_data_rank=None))
 
     def step(p, optimizer):
         (p * p).sum().backward()
@@ -95,7 +95,7 @@ def mesh(platform):
 
 
 def _on(mesh, placement, whole=None):
-    return distribute_tensor(torch.ones(4) if whole is None else whole, mesh, [placement], source_rank=None)
+    return distribute_tensor(torch.ones(4) if whole is None else whole, mesh, [placement], src_data_rank=None)
 
 
 def test_lists_of_other_placements_are_refused(mesh):

@@ -90,7 +90,7 @@ def test_shards_are_trained_as_the_whole(build):
         mesh = init_device_mesh("cpu", (2,))
 
         def place(name, whole):
-            return distribute_tensor(whole, mesh, [placements[name]], source_rank=None)
+            return distribute_tensor(whole, mesh, [placements[name]], src_data_rank=None)
 
         parameters = {name: torch.nn.Parameter(place(name, x)) for name, x in values(0).items()}
         optimizer = build(parameters)

@@ -47,7 +47,7 @@ def there_and_back():
     """Every placement that both have: memory, values, placements."""
     mesh = one_axis()
     for placement in (Replicate(), Shard(0), Shard(1)):
-        x = distribute_tensor(WHOLE.clone(), mesh, [placement], source_rank=None)
+        x = distribute_tensor(WHOLE.clone(), mesh, [placement], src_data_rank=None)
         theirs = to_torch_dtensor(x)
         ours = from_torch_dtensor(theirs)
         assert torch.equal(theirs.full_tensor(), WHOLE)
@@ -60,7 +60,7 @@ def there_and_back():
 def gradients():
     """Through both conversions and torch's own operations in between."""
     mesh = one_axis()
-    w = distribute_tensor(WHOLE.clone(), mesh, [Shard(0)], source_rank=None).requires_grad_()
+    w = distribute_tensor(WHOLE.clone(), mesh, [Shard(0)], src_data_rank=None).requires_grad_()
     ours = from_torch_dtensor(to_torch_dtensor(w) * 3.0)
     (ours * ours).sum().backward()
     return torch.equal(w.grad.full_tensor(), 18 * WHOLE)
@@ -69,7 +69,7 @@ def gradients():
 def gradients_of_partial_values(op):
     """Sums have the gradients of one rank; of the others the error of each direction."""
     mesh = one_axis()
-    w = distribute_tensor(WHOLE.clone(), mesh, [Replicate()], source_rank=None).requires_grad_()
+    w = distribute_tensor(WHOLE.clone(), mesh, [Replicate()], src_data_rank=None).requires_grad_()
     partial = w.redistribute(placements=[Partial(op)])
     assert torch.equal(to_torch_dtensor(partial.detach()).full_tensor(), WHOLE)
     local = torch.ones(2).requires_grad_()
@@ -150,7 +150,7 @@ def descending_ranks():
         from_torch_dtensor(theirs)
     except MeshError as error:
         mesh = DeviceMesh("cpu", (2,), ranks=(1, 0), world=one_axis().world)
-        ours = distribute_tensor(WHOLE.clone(), mesh, [Shard(0)], source_rank=None)
+        ours = distribute_tensor(WHOLE.clone(), mesh, [Shard(0)], src_data_rank=None)
         there = to_torch_dtensor(ours)
         whole = [x.full_tensor() for x in (ours, there, from_torch_dtensor(there))]
         return [str(error), *(torch.equal(x, WHOLE) for x in whole)]
@@ -159,7 +159,7 @@ def descending_ranks():
 def two_axes():
     size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("pp", "tp"), platform="torch")
-    x = distribute_tensor(WHOLE, mesh, [Shard(0), Shard(1)], source_rank=None)
+    x = distribute_tensor(WHOLE, mesh, [Shard(0), Shard(1)], src_data_rank=None)
     theirs = to_torch_dtensor(x)
     assert theirs.device_mesh.mesh_dim_names == ("pp", "tp")
     return torch.equal(theirs.full_tensor(), WHOLE)
@@ -243,7 +243,7 @@ def _holds(x, whole):
     if x.device_mesh.get_coordinate() is None:
         return True
     return torch.equal(
-        x.to_local(), distribute_tensor(whole, *(x.device_mesh, x.placements), source_rank=None).to_local()
+        x.to_local(), distribute_tensor(whole, *(x.device_mesh, x.placements), src_data_rank=None).to_local()
     )
 
 
@@ -257,7 +257,7 @@ def checkpoint_of_partial_values(folder):
 
 def checkpoint_in_the_background(folder):
     """The values of when it was asked for."""
-    x = distribute_tensor(WHOLE.clone(), one_axis(), [Shard(0)], source_rank=None)
+    x = distribute_tensor(WHOLE.clone(), one_axis(), [Shard(0)], src_data_rank=None)
     under_way = dcp.async_save(to_torch_state_dict({"x": x}), checkpoint_id=folder)
     x.zero_()
     under_way.result()

@@ -26,4 +26,4 @@ def on_two_ranks(program: Callable[[DeviceMesh], Any]) -> Any:
 
 
 def cut(x: Tensor, mesh: DeviceMesh, placement: Any = None) -> Any:
-    return distribute_tensor(x.clone(), mesh, (placement or Shard(0),), source_rank=None)
+    return distribute_tensor(x.clone(), mesh, (placement or Shard(0),), src_data_rank=None)

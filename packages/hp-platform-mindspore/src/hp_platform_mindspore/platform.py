@@ -293,6 +293,9 @@ class MindSporePlatform(MindSporeBase):
     def local_shape(self, x: Tensor) -> tuple[int, ...]:
         return tuple(x._shape)
 
+    def strides(self, x: Tensor) -> tuple[int, ...]:
+        return tuple(x.stride())
+
     def unwrap(self, x: Tensor) -> Tensor:
         return dtensor.unwrap(x)
 

@@ -310,6 +310,9 @@ class TorchPlatform(Platform):
         with LocalOperations():
             return tuple(x.shape)
 
+    def strides(self, x: Tensor) -> tuple[int, ...]:
+        return tuple(x.stride())
+
     def memory_order(self, x: Tensor) -> tuple[int, ...]:
         inner_first = list(reversed(range(x.dim())))
         for place in range(1, x.dim()):

@@ -82,4 +82,6 @@ def replicate_plain(module: Module, device_mesh: DeviceMesh, src_data_rank: int 
     for _, submodule in platform.named_modules(module):
         for name, buffer in list(platform.named_buffers(submodule)):
             if "." not in name and not isinstance(buffer, DTensor):
-                setattr(submodule, name, conversions.distribute_tensor(buffer, device_mesh, source_rank=src_data_rank))
+                setattr(
+                    submodule, name, conversions.distribute_tensor(buffer, device_mesh, src_data_rank=src_data_rank)
+                )

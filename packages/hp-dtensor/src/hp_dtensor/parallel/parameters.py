@@ -102,7 +102,9 @@ def place_parameter(
     if (hooks := gradients.lost_hooks(platform, name, old)) is not None:
         raise PlanError(f"{type(module).__name__}: {hooks}")
     with platform.no_grad():
-        local = conversions.distribute_tensor(platform.detach(old), device_mesh, placements, source_rank=src_data_rank)
+        local = conversions.distribute_tensor(
+            platform.detach(old), device_mesh, placements, src_data_rank=src_data_rank
+        )
     new = platform.Parameter(local, requires_grad=platform.requires_grad(old))
     for each, parameter in own.items():
         if parameter is old:

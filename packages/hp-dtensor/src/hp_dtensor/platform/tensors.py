@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -139,6 +140,10 @@ class TensorInterface(ABC):
             CapabilityError: the framework has no such device.
         """
         raise CapabilityError(f"platform {self.name!r} cannot make tensors on {device!r} instead of its own device")
+
+    def strides(self, x: Tensor) -> tuple[int, ...]:
+        """Return the strides (in elements) of a plain tensor; by default those of a contiguous one."""
+        return tuple(math.prod(x.shape[dim + 1 :]) for dim in range(len(x.shape)))
 
     def memory_order(self, x: Tensor) -> tuple[int, ...] | None:
         """Return the dimensions of a plain tensor, outermost in memory first, as random operations go through them.

@@ -186,7 +186,7 @@ class RedistributePlan:
 
         Not for a plan with a stage that `selects`.
         """
-        return self._at_hand(local, result, self._run_backward)
+        return self._at_hand(local, result, self.run_backward)
 
     def _at_hand(self, local: Tensor, result: Tensor, backward: Callable[[Tensor], Tensor]) -> Tensor:
         """Return `result` recorded as computed from `local`, with this `backward`."""
@@ -195,7 +195,10 @@ class RedistributePlan:
         held = [platform.detach(result)]
         return platform.linear_map(local, lambda x: held.pop() if held else self.run_data(x), backward)
 
-    def _run_backward(self, grad: Tensor) -> Tensor:
+    def run_backward(self, grad: Tensor) -> Tensor:
+        """Return the gradient of `run_data`'s input from that of its result; not for a plan that `selects`."""
+        if self.is_elsewhere:
+            return grad
         for stage in reversed(self.stages):
             grad = stage.run_backward(grad)
         return grad

@@ -1,4 +1,4 @@
-"""Placements by alias: per tensor dimension the name of the mesh axis that cuts it, `"None"` for none.
+"""Placements by alias: per tensor dimension the name of the mesh axis that cuts it, `"None"` or None for none.
 
 A specification of one tensor is a tuple of placements (one per mesh axis), a tuple of alias names (one per tensor
 dimension; a nested tuple names several axes, outermost first), or an object with `placements_on(mesh)`, as
@@ -30,10 +30,12 @@ def is_placements(items: Any) -> bool:
 
 def is_aliases(items: Any) -> bool:
     """Return whether `items` is one specification by alias names."""
-    if not isinstance(items, (tuple, list)) or not items:
+    if not isinstance(items, (tuple, list)) or all(item is None for item in items):
         return False
     return all(
-        isinstance(item, str) or (isinstance(item, tuple) and item and all(isinstance(name, str) for name in item))
+        item is None
+        or isinstance(item, str)
+        or (isinstance(item, tuple) and item and all(isinstance(name, str) for name in item))
         for item in items
     )
 
@@ -60,7 +62,7 @@ def placements_for(device_mesh: DeviceMesh, specification: Any) -> tuple[Placeme
 
 
 def placements_of_aliases(
-    mesh_shape: Sequence[int], axis_names: Sequence[str], aliases: Sequence[str | tuple[str, ...]]
+    mesh_shape: Sequence[int], axis_names: Sequence[str], aliases: Sequence[str | tuple[str, ...] | None]
 ) -> tuple[Placement, ...]:
     """Return one placement per mesh axis for alias names, one entry per tensor dimension.
 
@@ -70,7 +72,7 @@ def placements_of_aliases(
     placements: list[Placement] = [Replicate()] * len(mesh_shape)
     used: set[str] = set()
     for dim, item in enumerate(aliases):
-        names = [name for name in (item if isinstance(item, tuple) else (item,)) if name != NOT_SHARDED]
+        names = [name for name in (item if isinstance(item, tuple) else (item,)) if name not in (None, NOT_SHARDED)]
         for name in names:
             check_alias(name, axis_names)
             if name in used:

@@ -103,6 +103,24 @@ class TensorSpec:
         boxes = [ranges[0] if ranges else (0, 0) for ranges in held]
         return tuple(start for start, _ in boxes), tuple(stop - start for start, stop in boxes)
 
+    def strides(self, local: Sequence[int]) -> tuple[int, ...]:
+        """Return the strides (in elements) of the global tensor that lies in memory in the order of this rank's shard.
+
+        Args:
+            local: the strides of the shard.
+        """
+        packed = [math.prod(self.shape[dim + 1 :]) for dim in range(self.ndim)]
+        result = list(local)
+        grown, shrunk = 1, 1  # by how much the dimensions further in are longer than on this rank
+        for dim in sorted(range(self.ndim), key=lambda dim: (local[dim], -dim)):
+            # An empty shard has no order, and one cut out of a larger tensor may have no whole strides.
+            if not shrunk or local[dim] * grown % shrunk:
+                return tuple(packed)
+            result[dim] = local[dim] * grown // shrunk
+            if local[dim]:
+                grown, shrunk = grown * self.shape[dim], shrunk * self.local_shape[dim]
+        return tuple(result) if shrunk else tuple(packed)
+
     def num_replicas(self) -> int:
         """Return the number of ranks of the mesh that hold the same shard."""
         return math.prod(

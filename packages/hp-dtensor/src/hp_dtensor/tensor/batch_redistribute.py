@@ -1,4 +1,4 @@
-"""Redistributing many DTensors at once."""
+"""Redistribution of many DTensors at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def batch_redistribute(
     *,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> list[Any]:
-    """`redistribute` of many DTensors on their own meshes, with one collective where each would take its own.
+    """Redistribute many DTensors on their own meshes, with one collective where each would take its own.
 
     What tensors of one dtype on one device send in the same kind of collective over the same ranks goes together. The
     results, their gradients too, are those of `redistribute`, bit for bit where no sums are formed in another order;

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
-from hp_dtensor.spec.placements import Placement, Replicate
+from hp_dtensor.spec.placements import Replicate
 from hp_dtensor.tensor import conversions, redistribution
 from hp_dtensor.tensor.base import DTensorBase
 
 Tensor = Any
+DType = Any
+Placements = Any
+"""Placements (one per mesh axis), alias names (one per tensor dimension), or a layout."""
 
 
 class DTensor(DTensorBase):
@@ -23,43 +26,63 @@ class DTensor(DTensorBase):
 
     @staticmethod
     def from_local(
-        local: Tensor,
+        local_tensor: Tensor,
         device_mesh: DeviceMesh | None = None,
-        placements: Sequence[Placement] | None = None,
+        placements: Placements | None = None,
         *,
-        shape: Sequence[int] | None = None,
-        grad_placements: Sequence[Placement] | None = None,
         run_check: bool = False,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+        grad_placements: Placements | None = None,
     ) -> Any:
-        """See `hp_dtensor.tensor.conversions.from_local`."""
+        """Return a DTensor whose shard on this rank is `local_tensor`; see `conversions.from_local`."""
         return conversions.from_local(
-            local, device_mesh, placements, shape=shape, grad_placements=grad_placements, run_check=run_check
+            local_tensor,
+            device_mesh,
+            placements,
+            run_check=run_check,
+            shape=shape,
+            stride=stride,
+            grad_placements=grad_placements,
         )
 
-    def to_local(self, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """The plain local tensor, in the autograd graph.
+    def to_local(self, grad_placements: Placements | None = None) -> Tensor:
+        """Return the plain local tensor, in the autograd graph.
 
         Args:
             grad_placements: how the gradient that comes back is placed; default: what follows from the
                 placements (R -> R, S -> S, P -> R). A replicated tensor used in a computation that differs
                 between ranks needs `Partial()` there.
+
+        Raises:
+            PlacementError: a gradient cut in another way than the shard.
         """
         return conversions.to_local(self, grad_placements)
 
     def redistribute(
         self,
         device_mesh: DeviceMesh | None = None,
-        placements: Sequence[Placement] | None = None,
+        placements: Placements | None = None,
         *,
         async_op: bool = False,
+        forward_dtype: DType | None = None,
+        backward_dtype: DType | None = None,
     ) -> Any:
         """Return this tensor with other placements, also on another mesh; see `redistribution.redistribute`."""
-        return redistribution.redistribute(self, device_mesh, placements, async_op=async_op)
+        return redistribution.redistribute(
+            self,
+            device_mesh,
+            placements,
+            async_op=async_op,
+            forward_dtype=forward_dtype,
+            backward_dtype=backward_dtype,
+        )
 
     def reduce_partial(self) -> Any:
-        """The same tensor with every partial axis reduced to a replicated one, the others as they are."""
-        return redistribution.redistribute(self, None, [Replicate() if p.is_partial() else p for p in self.placements])
+        """Return the tensor with every partial axis reduced to a replicated one, the others as they are."""
+        reduced = [Replicate() if p.is_partial() else p for p in self.placements]
+        return redistribution.redistribute(self, None, reduced)
 
-    def full_tensor(self) -> Tensor:
-        """The whole tensor as a plain one on every rank; differentiable."""
-        return conversions.full_tensor(self)
+    def full_tensor(self, *, grad_placements: Placements | None = None) -> Tensor:
+        """Return the whole tensor as a plain one on every rank; differentiable. See `conversions.full_tensor`."""
+        return conversions.full_tensor(self, grad_placements)

@@ -9,10 +9,9 @@ from hp_dtensor.comm.current_mesh import get_current_mesh
 from hp_dtensor.comm.mesh import DeviceMesh, require_mesh
 from hp_dtensor.exceptions import PlacementError
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.spec.placements import Placement
 from hp_dtensor.spec.rank_checks import check_created
 from hp_dtensor.spec.tensor_spec import TensorSpec, normalize_placements
-from hp_dtensor.tensor.redistribution import placements_on
+from hp_dtensor.tensor.redistribution import Placements, placements_on
 
 Tensor = Any
 DType = Any
@@ -23,31 +22,34 @@ Fill = Callable[[Platform, TensorSpec], Tensor]
 def zeros(
     *shape: Shape,
     device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
-    dtype: DType | str = "float32",
+    placements: Placements | None = None,
+    dtype: DType | str | None = None,
+    requires_grad: bool = False,
 ) -> Any:
-    """A DTensor of zeros.
+    """Return a DTensor of zeros.
 
     Args:
         shape: global, as numbers or as one sequence.
         device_mesh: default: the current one (`with mesh:`).
-        placements: default: replicated.
-        dtype: the platform's, or a name such as `"bfloat16"`.
+        placements: one per mesh axis, or alias names, one per tensor dimension; default: replicated.
+        dtype: the platform's, or a name such as `"bfloat16"`; default: float32.
+        requires_grad: whether the result is a leaf that gets a gradient.
 
     Raises:
         PlacementError: placements that do not fit, or partial ones.
     """
-    return _make(shape, device_mesh, placements, dtype, lambda p, spec: p.zeros(spec.local_shape, spec.dtype))
+    return _make(shape, device_mesh, placements, dtype, requires_grad, _zeros)
 
 
 def empty(
     *shape: Shape,
     device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
-    dtype: DType | str = "float32",
+    placements: Placements | None = None,
+    dtype: DType | str | None = None,
+    requires_grad: bool = False,
 ) -> Any:
-    """An uninitialised DTensor; arguments and errors as `zeros`."""
-    return _make(shape, device_mesh, placements, dtype, lambda p, spec: p.empty(spec.local_shape, spec.dtype))
+    """Return an uninitialised DTensor; arguments and errors as `zeros`."""
+    return _make(shape, device_mesh, placements, dtype, requires_grad, _empty)
 
 
 def full(
@@ -55,47 +57,53 @@ def full(
     fill_value: float,
     *,
     device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
-    dtype: DType | str = "float32",
+    placements: Placements | None = None,
+    dtype: DType | str | None = None,
+    requires_grad: bool = False,
 ) -> Any:
-    """A DTensor of one value; arguments and errors as `zeros`."""
+    """Return a DTensor of one value; arguments and errors as `zeros`."""
 
     def fill(platform: Platform, spec: TensorSpec) -> Tensor:
         return platform.ops.full(spec.local_shape, fill_value, spec.dtype)
 
-    return _make((shape,), device_mesh, placements, dtype, fill)
+    return _make((shape,), device_mesh, placements, dtype, requires_grad, fill)
 
 
 def ones(
     *shape: Shape,
     device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
-    dtype: DType | str = "float32",
+    placements: Placements | None = None,
+    dtype: DType | str | None = None,
+    requires_grad: bool = False,
 ) -> Any:
-    """A DTensor of ones; arguments and errors as `zeros`."""
-    return _make(shape, device_mesh, placements, dtype, lambda p, spec: p.ops.ones(spec.local_shape, spec.dtype))
+    """Return a DTensor of ones; arguments and errors as `zeros`."""
+    return _make(shape, device_mesh, placements, dtype, requires_grad, _ones)
 
 
 def rand(
     *shape: Shape,
     device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
-    dtype: DType | str = "float32",
+    placements: Placements | None = None,
+    dtype: DType | str | None = None,
+    requires_grad: bool = False,
 ) -> Any:
-    """Uniform in [0, 1): the single-device numbers under every layout, as every rank draws them all and keeps its
-    part. The generators of all ranks must be in the same state (`manual_seed`), and stay so. Arguments and errors
-    as `zeros`."""
-    return _make(shape, device_mesh, placements, dtype, lambda p, spec: _drawn(p, spec, "uniform"))
+    """Return a DTensor of numbers drawn uniformly from [0, 1), the same ones under every layout.
+
+    Every rank draws them all and keeps its part, so the generators of all ranks must be in the same state
+    (`manual_seed`), and stay so. Arguments and errors as `zeros`.
+    """
+    return _make(shape, device_mesh, placements, dtype, requires_grad, lambda p, spec: _drawn(p, spec, "uniform"))
 
 
 def randn(
     *shape: Shape,
     device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
-    dtype: DType | str = "float32",
+    placements: Placements | None = None,
+    dtype: DType | str | None = None,
+    requires_grad: bool = False,
 ) -> Any:
-    """Standard normal; see `rand`."""
-    return _make(shape, device_mesh, placements, dtype, lambda p, spec: _drawn(p, spec, "normal"))
+    """Return a DTensor of standard normal numbers; see `rand`."""
+    return _make(shape, device_mesh, placements, dtype, requires_grad, lambda p, spec: _drawn(p, spec, "normal"))
 
 
 def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
@@ -106,18 +114,36 @@ def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
 def _make(
     shape: Sequence[Shape],
     device_mesh: DeviceMesh | None,
-    placements: Sequence[Placement] | None,
-    dtype: DType | str,
+    placements: Placements | None,
+    dtype: DType | str | None,
+    requires_grad: bool,
     fill: Fill,
 ) -> Any:
     mesh = require_mesh("a factory", device_mesh if device_mesh is not None else get_current_mesh())
     platform = mesh.platform
-    chosen = normalize_placements(mesh, placements_on("a factory", mesh, placements), len(_flat(shape)))
+    sizes = _flat(shape)
+    chosen = normalize_placements(mesh, placements_on("a factory", mesh, placements, len(sizes)), len(sizes))
     if any(placement.is_partial() for placement in chosen):
         raise PlacementError(f"a factory cannot make partial results, got {list(chosen)}; use DTensor.from_local")
-    spec = TensorSpec(mesh, chosen, _flat(shape), platform.dtype(dtype) if isinstance(dtype, str) else dtype)
+    name = "float32" if dtype is None else dtype
+    spec = TensorSpec(mesh, chosen, sizes, platform.dtype(name) if isinstance(name, str) else name)
     check_created("a factory", spec)
-    return platform.wrap(fill(platform, spec), spec)
+    result = platform.wrap(fill(platform, spec), spec)
+    if requires_grad:
+        platform.set_requires_grad(result, True)
+    return result
+
+
+def _zeros(platform: Platform, spec: TensorSpec) -> Tensor:
+    return platform.zeros(spec.local_shape, spec.dtype)
+
+
+def _empty(platform: Platform, spec: TensorSpec) -> Tensor:
+    return platform.empty(spec.local_shape, spec.dtype)
+
+
+def _ones(platform: Platform, spec: TensorSpec) -> Tensor:
+    return platform.ops.ones(spec.local_shape, spec.dtype)
 
 
 def _flat(shape: Sequence[Shape]) -> tuple[int, ...]:

@@ -88,7 +88,7 @@ def gradient_placed(what: str, spec: TensorSpec, grad_placements: Sequence[Place
     Raises:
         PlacementError: in the name of `what`: placements that cut in another way than the shards.
     """
-    wanted = spec.with_placements(placements_on(what, spec.mesh, grad_placements))
+    wanted = spec.with_placements(placements_on(what, spec.mesh, grad_placements, spec.ndim))
     for size, placement, value in zip(spec.mesh.shape, wanted.placements, spec.placements, strict=True):
         if size > 1 and placement != value and (placement.is_shard() or value.is_shard()):
             raise PlacementError(

@@ -6,21 +6,28 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh, require_mesh
+from hp_dtensor.exceptions import PlacementError
 from hp_dtensor.redistribute import RedistributePlan, plan_across, plan_between
 from hp_dtensor.spec import rank_checks
+from hp_dtensor.spec.aliases import is_aliases, placements_for
 from hp_dtensor.spec.placements import Placement, Replicate
 from hp_dtensor.spec.tensor_spec import TensorSpec, require_placements
 from hp_dtensor.tensor.varying import Source
 
 Tensor = Any
+DType = Any
+Placements = Any
+"""Placements (one per mesh axis), alias names (one per tensor dimension), or a layout."""
 
 
 def redistribute(
     x: Any,
     device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
+    placements: Placements | None = None,
     *,
     async_op: bool = False,
+    forward_dtype: DType | None = None,
+    backward_dtype: DType | None = None,
 ) -> Any:
     """Return `x` with other placements, on its own or on another mesh of the same world; differentiable.
 
@@ -28,15 +35,21 @@ def redistribute(
     outside the mesh of `x` passes an empty `x`; one outside the other mesh gets an empty result.
 
     Args:
-        placements: default: replicated on every axis.
+        placements: one per mesh axis, or alias names, one per tensor dimension; default: replicated on every axis.
         async_op: return a `PendingDTensor` whose `wait()` gives the result; `x` must not be written before.
+        forward_dtype: the dtype in which the data travels and which the result has; default: that of `x`.
+        backward_dtype: the dtype in which the gradient travels; default: that of `x`. It arrives in that of `x`.
 
     Raises:
-        PlacementError: placements that do not fit, or a mesh of another world.
+        PlacementError: placements that do not fit, a mesh of another world, or dtypes together with another mesh or
+            with a partial max, min or product, whose gradient goes to the winners.
     """
     source: TensorSpec = x.spec
     mesh = source.mesh if device_mesh is None else require_mesh("redistribute", device_mesh)
-    wanted = placements_on("redistribute", mesh, placements)
+    wanted = placements_on("redistribute", mesh, placements, source.ndim)
+    if forward_dtype is not None or backward_dtype is not None:
+        result = _redistribute_in(x, mesh, wanted, forward_dtype, backward_dtype)
+        return PendingDTensor(result.spec, lambda: result) if async_op else result
     target = TensorSpec(mesh, wanted, source.shape, source.dtype)
     if async_op:
         return _start_redistribute(x, target)
@@ -56,6 +69,39 @@ def redistribute_to(x: Any, target: TensorSpec) -> Any:
     plan = plan_between(source, target, platform.itemsize(source.dtype))
     moved = plan.run(local)
     return remembering(local, plan, moved, target)
+
+
+def _redistribute_in(
+    x: Any, mesh: DeviceMesh, placements: Sequence[Placement], forward_dtype: DType | None, backward_dtype: DType | None
+) -> Any:
+    """Return `x` on `mesh` in `forward_dtype`, with its gradient travelling in `backward_dtype`."""
+    source: TensorSpec = x.spec
+    platform = source.mesh.platform
+    given = forward_dtype if forward_dtype is not None else source.dtype
+    there = TensorSpec(source.mesh, source.placements, source.shape, given)
+    target = TensorSpec(mesh, placements, source.shape, given)
+    back_dtype = backward_dtype if backward_dtype is not None else source.dtype
+    if source.mesh != mesh:
+        raise PlacementError(
+            "redistribute: forward_dtype and backward_dtype go with the tensor's own mesh; redistribute it there, then "
+            f"to {mesh.describe()}"
+        )
+    plan = plan_between(there, target, platform.itemsize(given))
+    if plan.selects:
+        raise PlacementError(
+            f"redistribute of {source!r}: forward_dtype and backward_dtype go with sums and averages; reduce it first"
+        )
+    rank_checks.check_moved(there, target)
+    cast, local = platform.ops.cast, platform.unwrap(x)
+    if platform.is_meta(local):
+        return platform.wrap(plan.run(cast(local, given)), target)
+    # One node: autograd would bring a gradient that passes between two nodes back to the dtype of the value there.
+    moved = platform.linear_map(
+        local,
+        lambda t: plan.run_data(cast(t, given)),
+        lambda g: cast(plan.run_backward(cast(g, back_dtype)), source.dtype),
+    )
+    return platform.wrap(moved, target)
 
 
 class PendingDTensor:
@@ -100,16 +146,33 @@ def remembering(local: Tensor, plan: RedistributePlan, moved: Tensor, target: Te
     return result
 
 
-def placements_on(what: str, mesh: DeviceMesh, placements: Sequence[Placement] | None) -> tuple[Placement, ...]:
-    """Return the placements given, by default replicated ones.
+def placements_on(
+    what: str, mesh: DeviceMesh, placements: Placements | None, ndim: int | None = None
+) -> tuple[Placement, ...]:
+    """Return the placements given, read from alias names where those are given; by default replicated ones.
+
+    Args:
+        ndim: the dimensions of the tensor, one alias name for each; None: placements only.
 
     Raises:
-        PlacementError: a single placement, or something else that is no sequence.
+        PlacementError: in the name of `what`: a single placement, something else that is no sequence, alias names that
+            the mesh does not have, that cut two dimensions, or whose number is not `ndim`.
     """
     if placements is None:
         return replicated_on(mesh)
-    return require_placements(what, mesh, placements)
+    if ndim is None or not (hasattr(placements, "placements_on") or is_aliases(placements)):
+        return require_placements(what, mesh, placements)
+    if is_aliases(placements) and len(placements) != ndim:
+        raise PlacementError(
+            f"{what}: expected {ndim} alias names, one per dimension of the tensor ('None' or None where it is not "
+            f"cut), got {placements!r}"
+        )
+    try:
+        return placements_for(mesh, placements)
+    except (TypeError, ValueError) as error:
+        raise PlacementError(f"{what}: {error}") from error
 
 
 def replicated_on(mesh: DeviceMesh) -> tuple[Placement, ...]:
+    """Return the placements of a tensor that every rank of the mesh holds whole."""
     return (Replicate(),) * mesh.ndim

@@ -95,6 +95,16 @@ class MindSporeDTensor(DTensor, Tensor):
     def numel(self) -> int:
         return math.prod(self._spec.shape)
 
+    def stride(self, dim: int | None = None) -> Any:
+        """Return the elements to step in each dimension of the whole tensor, or in one dimension."""
+        strides = self._spec.strides(tuple(unwrap(self).stride()))
+        return strides if dim is None else strides[dim]
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Return the bytes to step in each dimension of the whole tensor, as MindSpore's tensors have it."""
+        return tuple(step * self.itemsize for step in self.stride())
+
     @property
     def nbytes(self) -> int:
         return self.size * self.itemsize
@@ -139,7 +149,7 @@ class MindSporeDTensor(DTensor, Tensor):
             raise ValueError(f"new values of a DTensor {spec!r} must have its whole shape, got {list(value.shape)}")
         with GradMode(False):
             if not isinstance(value, MindSporeDTensor):
-                value = distribute_tensor(value, spec.mesh, spec.placements, source_rank=None)
+                value = distribute_tensor(value, spec.mesh, spec.placements, src_data_rank=None)
             return copy_values(self, value)
 
     def set_data(self, data: Any, slice_shape: bool = False) -> Any:

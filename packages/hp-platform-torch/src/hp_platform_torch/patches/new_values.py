@@ -60,7 +60,7 @@ def keeping_the_shard(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         whole = torch.empty(spec.shape, dtype=spec.dtype, device=tensor.device)
         function(whole, *args, **kwargs)
         with torch.no_grad():
-            tensor.copy_(distribute_tensor(whole, spec.mesh, spec.placements, source_rank=None))
+            tensor.copy_(distribute_tensor(whole, spec.mesh, spec.placements, src_data_rank=None))
         return tensor
 
     return filled

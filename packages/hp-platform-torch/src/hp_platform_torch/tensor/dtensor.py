@@ -159,6 +159,12 @@ class TorchDTensor(HostValues, DTensor, torch.Tensor):
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
 
+    def stride(self, dim: int | None = None) -> Any:
+        strides = run_locally(_plain.stride, (), (self,))
+        if is_intercepting():
+            strides = self._spec.strides(strides)
+        return strides if dim is None else strides[dim]
+
     def numel(self) -> int:
         return self.shape.numel()
 

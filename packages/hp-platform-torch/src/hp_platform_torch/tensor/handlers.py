@@ -26,7 +26,7 @@ Tensor = torch.Tensor
 _CLIPPING = frozenset({"linalg_vector_norm"})
 # Answered by the local tensor, the result returned as it is.
 _LOCAL_NAMES = """
-    requires_grad_ register_post_accumulate_grad_hook is_contiguous stride storage_offset data_ptr
+    requires_grad_ register_post_accumulate_grad_hook is_contiguous storage_offset data_ptr
     element_size is_floating_point is_complex is_signed is_inference is_conj is_neg is_pinned is_shared
     share_memory_ get_device untyped_storage storage record_stream has_names _is_view _is_zerotensor
     is_tensor is_distributed detach_ _typed_storage _has_compatible_shallow_copy_type __dir__ result_type
@@ -114,6 +114,10 @@ def _view_as_it_is(x: Tensor) -> Tensor:
     return view
 
 
+def _stride(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    return args[0].stride(*args[1:], **kwargs)
+
+
 def _equal(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Handle `torch.equal`, which communicates: every rank must call it."""
     x, y = inspect.signature(lambda input, other: None).bind(*args, **kwargs).args
@@ -147,6 +151,7 @@ HANDLERS: dict[Callable[..., Any], Handler] = {
     torch.Tensor.detach: _detach,
     torch.detach: _detach,
     torch.numel: _number_of_elements,
+    torch.Tensor.stride: _stride,
     torch.equal: _equal,
     torch.Tensor.equal: _equal,
     torch.allclose: _allclose,
