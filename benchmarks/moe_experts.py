@@ -1,0 +1,302 @@
+"""One expert layer, forward and backward: hp_moe's, and what else there is, in the same process on the same data.
+
+    python benchmarks/moe_experts.py                                # CPU: a small layer in float32
+    python benchmarks/moe_experts.py --device cuda                  # T 16384, H 2048, I 768, E 128, K 8 in bfloat16
+    python benchmarks/moe_experts.py --only hp grouped_mm
+
+Contenders take turns. Each gets tokens, expert numbers and scores, and does its own counting and sorting; gradients
+go to tokens, scores and weights. Printed are medians of rounds, TFLOP/s counted as 6 * T * K * H * I forward and 18
+forward and backward, hp_moe's time over the contender's, and on CUDA what is kept for backward with the tokens (also as
+a multiple of the floor: tokens and the two pre-activations) and the peak, in which gradients are. `error` is the
+largest relative difference of output and gradients from the loop over experts in float32. transformers and Liger
+take part where they are installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from hp_dtensor.parallel import nn
+from hp_dtensor.platform.selection import get_platform
+from hp_moe import GroupedExperts, Routing
+
+
+@dataclass
+class Problem:
+    """Inputs of every contender, leaves of autograd; w1, w3 `[E, I, H]`, w2 `[E, H, I]`, scores float32 `[T, K]`."""
+
+    x: torch.Tensor
+    experts: torch.Tensor
+    scores: torch.Tensor
+    w1: torch.Tensor
+    w2: torch.Tensor
+    w3: torch.Tensor
+    grad: torch.Tensor
+
+    @classmethod
+    def random(cls, tokens, dim, hidden_dim, num_experts, top_k, device, dtype):
+        generator = torch.Generator(device).manual_seed(0)
+
+        def normal(*shape):
+            return torch.randn(shape, generator=generator, device=device)
+
+        x, gate = normal(tokens, dim), normal(dim, num_experts) / dim**0.5
+        scores, experts = torch.softmax(x @ gate, 1).topk(top_k, 1)
+        shapes = ((hidden_dim, dim), (dim, hidden_dim), (hidden_dim, dim))
+        weights = [(normal(num_experts, *shape) / shape[1] ** 0.5).to(dtype).requires_grad_() for shape in shapes]
+        x = x.to(dtype).requires_grad_()
+        return cls(x, experts, scores.detach().requires_grad_(), *weights, normal(tokens, dim).to(dtype))
+
+    def leaves(self):
+        return [self.x, self.scores, self.w1, self.w2, self.w3]
+
+    def flop(self):
+        (_, hidden_dim, dim), (tokens, top_k) = self.w1.shape, self.scores.shape
+        return 6 * tokens * top_k * dim * hidden_dim
+
+    def floor(self):
+        """Bytes of tokens and pre-activations."""
+        rows, hidden_dim = self.scores.numel(), self.w1.shape[1]
+        return self.x.element_size() * (self.x.numel() + 2 * rows * hidden_dim)
+
+
+@dataclass
+class Contender:
+    """A layer on a problem's data: `run(x, scores)`, and the leaves that are its weights."""
+
+    run: object
+    weights: list
+
+    def forward(self, problem):
+        return self.run(problem.x, problem.scores)
+
+    def step(self, problem):
+        """Output and gradients: of tokens, scores and weights."""
+        y = self.forward(problem)
+        return y, *torch.autograd.grad(y, [problem.x, problem.scores, *self.weights], problem.grad)
+
+
+def hp(problem, fused=True):
+    platform = get_platform("torch")
+    with nn.building(platform):
+        layer = GroupedExperts(problem.x.shape[1], problem.w1.shape[1], problem.w1.shape[0])
+    for name in ("w1", "w2", "w3"):
+        setattr(layer, name, torch.nn.Parameter(getattr(problem, name).detach()))
+
+    def run(x, scores):
+        # The count is the router's, but the others count too.
+        counts = platform.ops.bincount(problem.experts.reshape(-1), problem.w1.shape[0])
+        routing = Routing(problem.experts, counts, scores)
+        if fused:
+            return layer(x, routing)
+        sent = layer.dispatcher.dispatch(x, routing)
+        return layer._one_step_at_a_time(sent, (layer.w1, layer.w2, layer.w3))
+
+    return Contender(run, [layer.w1, layer.w2, layer.w3])
+
+
+def loop(problem):
+    """One expert after the other."""
+
+    def run(x, scores):
+        out = torch.zeros_like(x)
+        weights = zip(*(weight.unbind(0) for weight in (problem.w1, problem.w2, problem.w3)), strict=True)
+        for expert, (w1, w2, w3) in enumerate(weights):
+            token, slot = (problem.experts == expert).nonzero(as_tuple=True)
+            rows = x[token]
+            results = (F.silu(rows @ w1.T) * (rows @ w3.T)) @ w2.T
+            out = out.index_add(0, token, (results * scores[token, slot, None]).to(x.dtype))
+        return out
+
+    return Contender(run, [problem.w1, problem.w2, problem.w3])
+
+
+def grouped_mm(problem, compiled=False):
+    """Three of torch's grouped products between a sort and a sum."""
+
+    def run(x, scores):
+        (tokens, top_k), num_experts = scores.shape, problem.w1.shape[0]
+        flat = problem.experts.reshape(-1)
+        order = torch.argsort(flat, stable=True)
+        counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device)
+        ends = counts.scatter_add(0, flat, torch.ones_like(flat)).cumsum(0, dtype=torch.int32)
+        rows = x[order // top_k]
+        gate, up = (F.grouped_mm(rows, w.transpose(1, 2), offs=ends) for w in (problem.w1, problem.w3))
+        y = F.grouped_mm(F.silu(gate) * up, problem.w2.transpose(1, 2), offs=ends)
+        weighted = (y * scores.reshape(-1)[order][:, None]).to(x.dtype)
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(order.shape[0], device=order.device)
+        return weighted[inverse].view(tokens, top_k, -1).sum(1)
+
+    return Contender(torch.compile(run) if compiled else run, [problem.w1, problem.w2, problem.w3])
+
+
+def transformers(problem, implementation="grouped_mm"):
+    from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    num_experts, hidden_dim, dim = problem.w1.shape
+    config = Qwen3MoeConfig(hidden_size=dim, moe_intermediate_size=hidden_dim, num_experts=num_experts)
+    config._experts_implementation = implementation
+    with torch.device("meta"):
+        layer = Qwen3MoeExperts(config)
+    layer.gate_up_proj = torch.nn.Parameter(torch.cat([problem.w1, problem.w3], 1).detach())
+    layer.down_proj = torch.nn.Parameter(problem.w2.detach())
+    return Contender(lambda x, s: layer(x, problem.experts, s), [layer.gate_up_proj, layer.down_proj])
+
+
+def liger(problem):
+    from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
+
+    gate_up = torch.cat([problem.w1, problem.w3], 1).detach().requires_grad_()
+    experts = problem.experts.int()
+    weights = [gate_up, problem.w2]
+    return Contender(lambda x, s: LigerFusedMoEFunction.apply(x, *weights, experts, s), weights)
+
+
+CONTENDERS = {
+    "hp": hp,
+    "hp, one step at a time": lambda problem: hp(problem, fused=False),
+    "loop over experts": loop,
+    "grouped_mm": grouped_mm,
+    "grouped_mm, compiled": lambda problem: grouped_mm(problem, compiled=True),
+    "transformers": transformers,
+    "transformers, eager": lambda problem: transformers(problem, "eager"),
+    "liger": liger,
+}
+
+
+def takes_part(name, device):
+    module = {"transformers": "transformers", "liger": "liger_kernel"}.get(name.split(",")[0])
+    # On the CPU hp goes one step at a time anyhow, and compiled grouped products take bfloat16 only.
+    if name in ("hp, one step at a time", "grouped_mm, compiled", "liger") and device != "cuda":
+        return False
+    return module is None or importlib.util.find_spec(module) is not None
+
+
+def seconds(function, device):
+    if device != "cuda":
+        start = time.perf_counter()
+        function()
+        return time.perf_counter() - start
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    function()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def memory(contender, problem):
+    """(kept for backward with the tokens, peak), in bytes, beside weights, scores, output and its gradient."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    y = contender.forward(problem)
+    kept = torch.cuda.memory_allocated() - before - y.nbytes + problem.x.nbytes
+    grads = torch.autograd.grad(y, [problem.x, problem.scores, *contender.weights], problem.grad)
+    peak = torch.cuda.max_memory_allocated() - before + problem.x.nbytes
+    del y, grads
+    return kept, peak
+
+
+def reference(problem):
+    """Output and gradients of the loop over experts in float32, those of weights as w1, w2, w3."""
+    wide = Problem(*(getattr(problem, name).detach() for name in ("x", "experts", "scores", "w1", "w2", "w3", "grad")))
+    for name in ("x", "w1", "w2", "w3", "grad"):
+        setattr(wide, name, getattr(wide, name).float())
+    for leaf in wide.leaves():
+        leaf.requires_grad_()
+    return [result.detach() for result in loop(wide).step(wide)]
+
+
+def error(contender, problem, expected):
+    results = [result.detach().float() for result in contender.step(problem)]
+    if len(results) == len(expected) - 1:
+        d_gate_up, d_w2 = results[3:]
+        results[3:] = [*d_gate_up.split(problem.w1.shape[1], 1), d_w2]
+        results[4], results[5] = results[5], results[4]
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(results, expected, strict=True))
+
+
+def dense_rate(problem):
+    """TFLOP/s of a large dense product."""
+    size = 8192 if problem.x.is_cuda else 1024
+    a, b = (torch.randn(size, size, device=problem.x.device).to(problem.x.dtype) for _ in range(2))
+    device = problem.x.device.type
+    times = [seconds(lambda: a @ b, device) for _ in range(23)][3:]
+    return 2 * size**3 / statistics.median(times) / 1e12
+
+
+def measure(contenders, problem, rounds):
+    """Median seconds of (forward, forward and backward) of each, taking turns."""
+    device = problem.x.device.type
+    times = {name: ([], []) for name in contenders}
+    for _ in range(rounds):
+        for name, contender in contenders.items():
+            for at, function in enumerate((contender.forward, contender.step)):
+                # Twice: the first call refills the allocator's cache with blocks of this contender's sizes.
+                function(problem)
+                times[name][at].append(seconds(lambda f=function: f(problem), device))
+    return {name: [statistics.median(each) for each in both] for name, both in times.items()}
+
+
+def report(problem, names, rounds):
+    contenders = {name: CONTENDERS[name](problem) for name in names}
+    expected = reference(problem)
+    errors = {name: error(each, problem, expected) for name, each in contenders.items()}
+    del expected
+    print(f"dense product {dense_rate(problem):.3g} TFLOP/s, before")
+    times = measure(contenders, problem, rounds)
+    print(f"dense product {dense_rate(problem):.3g} TFLOP/s, after")
+    print(f"{'':24}{'forward':>9}{'TFLOP/s':>9}{'and back':>10}{'TFLOP/s':>9}{'hp over':>9}{'error':>9}", end="")
+    print(f"{'kept MiB':>10}{'floors':>8}{'peak MiB':>10}" if problem.x.is_cuda else "")
+    for name, (forward, both) in times.items():
+        rates = problem.flop() / forward / 1e12, 3 * problem.flop() / both / 1e12
+        ratio = times["hp"][1] / both if "hp" in times else float("nan")
+        print(f"{name:24}{forward * 1e3:6.2f} ms{rates[0]:9.3g}{both * 1e3:7.2f} ms{rates[1]:9.3g}", end="")
+        print(f"{ratio:9.2f}{errors[name]:9.1e}", end="")
+        if problem.x.is_cuda:
+            kept, peak = memory(contenders[name], problem)
+            print(f"{kept / 2**20:10.0f}{kept / problem.floor():8.2f}{peak / 2**20:10.0f}", end="")
+        print(flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    for name, short, cpu, cuda in (
+        ("tokens", "T", 1024, 16384),
+        ("dim", "H", 256, 2048),
+        ("hidden-dim", "I", 128, 768),
+        ("experts", "E", 32, 128),
+        ("top-k", "K", 4, 8),
+    ):
+        parser.add_argument(f"--{name}", type=int, help=f"{short}; {cpu} on the CPU, {cuda} on CUDA")
+        parser.set_defaults(**{f"default_{name}": (cpu, cuda)})
+    parser.add_argument("--dtype", help="float32 on the CPU, bfloat16 on CUDA")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", nargs="*", choices=CONTENDERS, metavar="NAME", help=", ".join(CONTENDERS))
+    options = vars(parser.parse_args())
+    on_cuda = options["device"] == "cuda"
+    sizes = [
+        options[name.replace("-", "_")] or options[f"default_{name}"][on_cuda]
+        for name in ("tokens", "dim", "hidden-dim", "experts", "top-k")
+    ]
+    dtype = options["dtype"] or ("bfloat16" if on_cuda else "float32")
+    names = options["only"] or [name for name in CONTENDERS if takes_part(name, options["device"])]
+    device = torch.cuda.get_device_name() if on_cuda else f"CPU, {torch.get_num_threads()} threads"
+    print("T {} H {} I {} E {} K {}".format(*sizes), f"{dtype} on {device}, torch {torch.__version__}")
+    problem = Problem.random(*sizes, options["device"], getattr(torch, dtype))
+    report(problem, names, options["rounds"])
+
+
+if __name__ == "__main__":
+    main()
