@@ -23,7 +23,7 @@ def combine_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for slot in tl.static_range(SLOTS):
-        position = tl.load(positions + token * SLOTS + slot)
+        position = tl.load(positions + token * SLOTS + slot).to(tl.int64)
         is_here = position < num_copies
         inside = tl.where(is_here, column, WIDTH) < WIDTH
         row = tl.load(y + position * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
@@ -38,7 +38,7 @@ def combine_kernel(
 def score_gradient_kernel(parts, positions, out, num_copies, num_slots, NUM_PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """`out[slot] = sum over n of parts[n, positions[slot]]`; zero for a slot without a row."""
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    position = tl.load(positions + slot, mask=slot < num_slots, other=0)
+    position = tl.load(positions + slot, mask=slot < num_slots, other=0).to(tl.int64)
     is_here = (slot < num_slots) & (position < num_copies)
     total = tl.zeros((BLOCK,), tl.float32)
     for n in tl.static_range(NUM_PARTS):

@@ -7,6 +7,7 @@ the output's gradient: `d_act = w2.T @ d_out` gives the gradient of the scores w
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,9 +118,13 @@ class _FusedExperts(torch.autograd.Function):
 def _programs(like: torch.Tensor, tile: Tile, num_tiles: int) -> tuple[int]:
     """The grid for at most `num_tiles` tiles."""
     if tile.programs and like.is_cuda:
-        count = torch.cuda.get_device_properties(like.device).multi_processor_count
-        return (min(num_tiles, count * tile.programs),)
+        return (min(num_tiles, _num_multiprocessors(like.device) * tile.programs),)
     return (num_tiles,)
+
+
+@functools.cache
+def _num_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _precision(x: torch.Tensor) -> str:

@@ -73,7 +73,7 @@ def gate_up_kernel(
         start, end = tl.load(table + m * 3 + 1), tl.load(table + m * 3 + 2)
         row = start + tl.arange(0, BM)
         is_row = row < end
-        entry = tl.load(entries + row, mask=is_row, other=0).to(tl.int32)
+        entry = tl.load(entries + row, mask=is_row, other=0)
         column, k = n * BN + tl.arange(0, BN), tl.arange(0, BK)
         a = x + (entry // SLOTS).to(tl.int64)[:, None] * H + k[None, :]
         # Columns past the end are those of the first ones again: loads without a mask, and nothing stored.
@@ -222,7 +222,7 @@ def activation_backward_kernel(
         start, end = tl.load(table + m * 3 + 1), tl.load(table + m * 3 + 2)
         row = start + tl.arange(0, BM)
         is_row = row < end
-        entry = tl.load(entries + row, mask=is_row, other=0).to(tl.int32)
+        entry = tl.load(entries + row, mask=is_row, other=0)
         column, k = n * BN + tl.arange(0, BN), tl.arange(0, BK)
         a = d_out + (entry // SLOTS).to(tl.int64)[:, None] * H + k[None, :]
         b = w2 + expert * H * I + (column % I)[None, :] + k[:, None] * I

@@ -14,8 +14,8 @@ class RowOrder:
     """Where each slot's row is, and whose each row is.
 
     Attributes:
-        entries: int64 `[num_rows]`: flat index of each row's slot, `token * num_slots + slot`.
-        positions: int64 `[num_tokens * num_slots]`: each slot's row; `num_rows` or more where it has none.
+        entries: int32 `[num_rows]`: flat index of each row's slot, `token * num_slots + slot`.
+        positions: int32 `[num_tokens * num_slots]`: each slot's row; `num_rows` or more where it has none.
     """
 
     entries: torch.Tensor
@@ -26,12 +26,16 @@ class RowOrder:
 
 
 def order_rows(permutation: TokenPermutation, num_experts: int) -> RowOrder:
-    """The order that `permutation` have, by fewer and quicker operations: sorting takes time for each byte of a key."""
+    """The order of a `permutation`, by fewer and quicker operations: sorting takes time for each byte of a key."""
     keys = permutation.keys.reshape(-1)
     narrow = torch.int16 if num_experts < 2**15 else torch.int64
     order = torch.sort(keys.to(narrow), stable=True).indices
-    positions = torch.empty_like(order)
-    positions[order] = torch.arange(order.shape[0], device=order.device)
+    positions = torch.empty(order.shape, dtype=torch.int32, device=order.device)
+    positions[order] = torch.arange(order.shape[0], dtype=torch.int32, device=order.device)
     return RowOrder(
-        order[: permutation.num_copies], positions, permutation.num_rows, permutation.num_slots, permutation.num_copies
+        order[: permutation.num_copies].int(),
+        positions,
+        permutation.num_rows,
+        permutation.num_slots,
+        permutation.num_copies,
     )

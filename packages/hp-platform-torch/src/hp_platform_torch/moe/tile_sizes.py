@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,9 +45,12 @@ class Tile:
         }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class TileSizes:
-    """One `Tile` for each product; the first four have the same `rows`, those of the schedule."""
+    """One `Tile` for each product; the first four have the same `rows`, those of the schedule.
+
+    Equal if the same object, which makes one a quick key.
+    """
 
     gate_up: Tile
     down: Tile
@@ -60,13 +64,22 @@ class TileSizes:
         return self.gate_up.rows
 
 
-_HOPPER = TileSizes(
+_MANY_ROWS = TileSizes(
     gate_up=Tile(128, 128, 64, 8, 4, group=4),
     down=Tile(128, 256, 64, 8, 4, programs=1),
     activation_backward=Tile(128, 256, 64, 8, 4, parts=4),
     input_gradient=Tile(128, 256, 32, 8, 4, group=4),
     w2_gradient=Tile(128, 256, 64, 8, 5),
     w13_gradient=Tile(128, 256, 64, 8, 5),
+)
+_SOME_ROWS = replace(_MANY_ROWS, w2_gradient=Tile(128, 256, 32, 8, 5), w13_gradient=Tile(128, 256, 32, 8, 5))
+_FEW_ROWS = TileSizes(
+    gate_up=Tile(64, 128, 64, 4, 4),
+    down=Tile(64, 128, 64, 4, 4),
+    activation_backward=Tile(64, 128, 64, 4, 4, parts=2),
+    input_gradient=Tile(64, 128, 32, 4, 4),
+    w2_gradient=Tile(64, 128, 32, 4, 4),
+    w13_gradient=Tile(64, 128, 32, 4, 4),
 )
 _SMALL = TileSizes(*[Tile(64, 64, 32, 4, 3, parts=2)] * 6)
 _FLOAT32 = TileSizes(*[Tile(32, 32, 32, 4, 2)] * 6)
@@ -76,6 +89,12 @@ def choose_tile_sizes(x: torch.Tensor, num_rows: int, num_experts: int) -> TileS
     """Sizes for rows like `x`, `num_rows` of them over all experts; only what the host knows decides."""
     if x.element_size() > 2:
         return _FLOAT32
-    if x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9 and num_rows >= 64 * num_experts:
-        return _HOPPER
-    return _SMALL
+    if not x.is_cuda or _capability(x.device)[0] != 9:
+        return _SMALL
+    rows_per_expert = num_rows / num_experts
+    return _FEW_ROWS if rows_per_expert < 96 else _SOME_ROWS if rows_per_expert < 512 else _MANY_ROWS
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)

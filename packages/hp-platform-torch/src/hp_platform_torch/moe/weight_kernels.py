@@ -48,7 +48,7 @@ def weight_gradient_kernel(
         for first in range(start, end, BK):
             row = first + k
             is_row = row < end
-            token = tl.load(entries + row, mask=is_row, other=0).to(tl.int32) // SLOTS
+            token = tl.load(entries + row, mask=is_row, other=0) // SLOTS
             left_row = (token if GATHER_LEFT else row).to(tl.int64)
             right_row = (row if GATHER_LEFT else token).to(tl.int64)
             # Both are masked: zero times what is not finite would not be zero.

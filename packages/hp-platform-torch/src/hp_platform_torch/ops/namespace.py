@@ -123,6 +123,10 @@ def argsort(x: Tensor, dim: int = -1, stable: bool = True, descending: bool = Fa
 
 
 def bincount(x: Tensor, minlength: int) -> Tensor:
+    if type(x) is Tensor and x.is_cuda and 0 < minlength < 2**31 - 1:
+        # torch.bincount reads the largest value on the host, to know how long its result is.
+        counts = torch.histc(x.int(), minlength + 1, 0, minlength)
+        return counts[:minlength].long()
     return torch.bincount(x, minlength=minlength)
 
 
