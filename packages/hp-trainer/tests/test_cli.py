@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -135,7 +137,7 @@ def test_all_that_is_wrong_is_told_at_once(work: Path, error, prepared: list) ->
         "    try: seq_len=6 or 12, or cp*tp=4 or 8\n"
         "run.yaml:4: data.path: does not exist\n"
         "    expected: a text file, or a folder that holds some\n"
-        "    got: none.txt\n"
+        f"    got: {work}/none.txt\n"
         f"    try: a path that exists ({work} does)\n"
         "run.yaml:9: run.folder: holds files that are no run\n"
         "    expected: a new folder\n"
@@ -202,8 +204,44 @@ def test_the_folder_of_another_run_is_refused(work: Path, error) -> None:
 
 def test_what_the_system_refuses_is_told_without_a_traceback(work: Path, prepared: list, capsys) -> None:
     (work / "corpus").write_text("a file, not a folder")
-    assert cli.main(["run.yaml", "--run.folder=corpus/run"]) == 1
-    assert capsys.readouterr().err == f"hp-train: [Errno 20] Not a directory: '{Path('corpus/run')}'\n"
+    assert cli.main(["run.yaml", "--run.folder=corpus/run"]) == 2
+    told = capsys.readouterr().err
+    assert f"--run.folder: run.folder: cannot be made: {work / 'corpus'} is no folder\n" in told
+
+
+def test_folders_that_cannot_be_written_are_refused(work: Path, error, monkeypatch: pytest.MonkeyPatch) -> None:
+    (work / "locked").mkdir()
+    access = os.access
+    # The superuser may write anywhere, so the answer of the system is given here.
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != work / "locked" and access(path, mode))
+    told = error("run.yaml", "--run.folder=locked/a/run", "--checkpoint.folder=locked/b")
+    where = f"cannot be written: {work / 'locked'} belongs to another user or is read-only\n"
+    assert f"--run.folder: run.folder: {where}    expected: a folder that you may write to\n" in told
+    assert f"--checkpoint.folder: checkpoint.folder: {where}" in told
+
+
+def test_a_run_folder_in_the_file_counts_from_the_file(work: Path, prepared: list) -> None:
+    (work / "configs").mkdir()
+    (work / "configs" / "run.yaml").write_text(GOOD.replace("corpus.txt", "../corpus.txt"))
+    assert cli.main(["configs/run.yaml"]) == 0
+    assert cli.main(["configs/run.yaml", "--run.folder=here"]) == 0
+    assert [path for _, path, _ in prepared] == [Path("configs/out"), Path("here")]
+
+
+def test_a_misspelt_command_is_told_the_nearest(error) -> None:
+    assert error("resme", "out").startswith(
+        "hp-train: there is no command or file 'resme'; did you mean `hp-train resume`?\nusage: "
+    )
+    assert "did you mean `hp-train layouts`?" in error("layout")
+    assert "cannot be read" in error("resume.yaml"), "a file that is not there"
+
+
+def test_torchrun_is_told_the_error_that_it_prints_last(work: Path, error, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(work / "error.json"))
+    told = error("run.yaml", "--training.stpes=3")
+    written = json.loads((work / "error.json").read_text())["message"]
+    assert written["message"] == written["extraInfo"]["py_callstack"] == told.removesuffix("\n")
+    assert int(written["extraInfo"]["timestamp"]) > 0
 
 
 def test_a_full_disk_is_told_with_what_to_do(work: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,6 +292,8 @@ def test_no_platform_and_several_platforms_are_told(work: Path, error, monkeypat
         "platform: no platform is installed\n"
         "    try: pip install hp-platform-torch or hp-platform-mindspore\n"
     )
+    assert "optimizer" not in error("run.yaml", "--optimizer.name=adamw"), "no platform has registered any"
+    assert "no platform is installed" in error("layouts", "run.yaml")
     monkeypatch.setattr(platforms, "installed_platforms", lambda: ["mindspore", "torch"])
     assert error("run.yaml") == (
         "hp-train: run.yaml: 1 problem\n"
@@ -305,7 +345,7 @@ def test_a_checkpoint_of_another_model_is_refused(work: Path, error) -> None:
     config = load_config(work / "run.yaml", registered=registries()).config
     create_run(work / "second", config)
     assert error("resume", "second", "--checkpoint.folder=out/checkpoints") == (
-        "hp-train: out/checkpoints/step-00000002 is a checkpoint of another model: "
+        f"hp-train: {work}/out/checkpoints/step-00000002 is a checkpoint of another model: "
         "hidden_size is 64 there and 32 here\n"
     )
 

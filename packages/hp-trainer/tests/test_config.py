@@ -52,7 +52,7 @@ def test_what_is_not_given_has_its_default(parse) -> None:
 
 def test_a_named_section_has_the_schema_of_what_it_names(parse) -> None:
     config = parse(MINIMAL + "data: {name: text, path: corpus.txt}\noptimizer: {lr: 1e-3}\n").config
-    assert config.data.options.path == "corpus.txt"
+    assert Path(config.data.options.path) == Path("corpus.txt").absolute()
     assert config.optimizer.name == "adamw"
     assert config.optimizer.options.lr == 1e-3  # YAML 1.1 alone would read this as text
 
@@ -62,6 +62,35 @@ def test_a_list_of_components_takes_names_and_sections(parse) -> None:
     trackers = parse(text).config.metrics.trackers
     assert [tracker.name for tracker in trackers] == ["jsonl", "progress"]
     assert trackers[1].options.interval_seconds == 2.0
+
+
+def test_relative_paths_are_those_of_the_file_and_of_the_command_line(tmp_path, registered, monkeypatch) -> None:
+    (tmp_path / "configs").mkdir()
+    file = tmp_path / "configs" / "run.yaml"
+    file.write_text(MINIMAL + "data: {path: texts/a.txt}\ncheckpoint: {folder: /far/away}\n")
+    monkeypatch.chdir(tmp_path)
+    config = load_config("configs/run.yaml", registered=registered).config
+    assert config.data.options.path == str(tmp_path / "configs" / "texts" / "a.txt")
+    assert config.checkpoint.folder == "/far/away"
+    config = load_config(file, [("data.path", "b.txt"), ("checkpoint.folder", "kept")], registered=registered).config
+    assert (config.data.options.path, config.checkpoint.folder) == (str(tmp_path / "b.txt"), str(tmp_path / "kept"))
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("data: {path: ''}", "data.path: empty\n    expected: a text file or folder, or null\n    try: null"),
+        ("optimizer: {lr: .inf}", "out of range\n    expected: a number finite and > 0\n    got: .inf"),
+        ("optimizer: {eps: .nan}", "out of range\n    expected: a number finite and > 0\n    got: .nan"),
+        ("optimizer: {betas: [0.9, .inf]}", "a number finite and >= 0\n    got: .inf"),
+        (f"model: {{name: tiny, hidden_size: {10**30}}}", f">= 1 and <= 2147483647\n    got: {10**30}"),
+        ("model: {name: tiny, hidden_size: 1e30}", "wrong type"),
+        ("launch: {timeout_seconds: 3}", "out of range\n    expected: a number >= 10\n    got: 3"),
+        (f"generate: {{seed: {2**63}}}", f">= 0 and <= {2**63 - 1}\n    got: {2**63}"),
+    ],
+)
+def test_values_that_would_reach_the_ranks_before_they_fail_are_refused(refusal, line: str, told: str) -> None:
+    assert told in refusal(f"training: {{steps: 4}}\n{line}\n")
 
 
 def test_a_misspelt_key_names_the_right_one(refusal) -> None:
@@ -231,7 +260,7 @@ def test_an_override_may_fill_a_section_that_is_null(parse) -> None:
 
 def test_text_of_an_override_needs_no_quotes(parse) -> None:
     config = parse(MINIMAL, ("data.path", "a: {b"), ("run.folder", "2024")).config
-    assert (config.data.options.path, config.run.folder) == ("a: {b", "2024")
+    assert (Path(config.data.options.path).name, config.run.folder) == ("a: {b", "2024")
 
 
 def test_a_wrong_override_names_the_option(refusal) -> None:

@@ -22,6 +22,7 @@ from hp_trainer.launch import (
     chosen_platform,
     is_first_process,
     launch_training,
+    no_platform,
     training_problems,
     world_size_of,
 )
@@ -37,7 +38,9 @@ def train_command(given: list[str]) -> int:
     options, overrides = parse(parser, given)
     loaded = _load(options.config, overrides)
     wanted = loaded.config.run.folder
-    folder = default_run_folder(Path(options.config)) if wanted is None else Path(wanted)
+    # The folder of a run is where the command is given, unless the YAML file names another, seen from there.
+    base = Path() if loaded.sources.get("run.folder", "--").startswith("--") else Path(options.config).parent
+    folder = default_run_folder(Path(options.config)) if wanted is None else base / Path(wanted).expanduser()
     world_size = world_size_of(loaded.config)
 
     def check() -> None:
@@ -63,6 +66,7 @@ def resume_command(given: list[str]) -> int:
     parser.add_argument("run", metavar="RUN")
     options, overrides = parse(parser, given)
     run = RunFolder.open(Path(options.run))
+    _require_platform(str(run.config_file))
     loaded, before = run.load_config(overrides), run.load_config().config
     world_size = world_size_of(loaded.config)
     _refuse(check_resumed_run(loaded, before, world_size, registries()), str(run.config_file))
@@ -83,6 +87,7 @@ def generate_command(given: list[str]) -> int:
     parser.add_argument("--prompt", action="append", metavar="TEXT")
     options, overrides = parse(parser, given)
     run = RunFolder.open(Path(options.run))
+    _require_platform(str(run.config_file))
     config = _resolved(run.load_config(overrides).config, run.path)
     prompts = options.prompt or list(config.generate.prompts)
     newest = _newest(run, config).folder
@@ -123,7 +128,14 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 
 
 def _load(path: str, overrides: Overrides) -> LoadedConfig:
+    _require_platform(path)
     return load_config(path, overrides, registered=registries())
+
+
+def _require_platform(title: str) -> None:
+    """Refuse to read settings without any platform: names that platforms register would be called unknown."""
+    problem = no_platform()
+    _refuse([] if problem is None else [problem], title)
 
 
 def _refuse(problems: list[Problem], title: str) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import errno
+import json
 import os
 import sys
+import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from hp_dtensor.exceptions import HPError, LaunchError
 from hp_trainer.cli.arguments import UsageError
@@ -49,16 +54,24 @@ def _dispatch(given: list[str]) -> int:
     if "--help" in given or "-h" in given:
         print(help_text())
         return 0
-    from hp_trainer.cli import commands
-
-    if given[0] in commands.COMMANDS:
-        return commands.COMMANDS[given[0]](given[1:])
     if given == ["--version"]:
         from importlib.metadata import version
 
         print(version("hp-trainer"))
         return 0
+    from hp_trainer.cli import commands
+
+    if given[0] in commands.COMMANDS:
+        return commands.COMMANDS[given[0]](given[1:])
+    _refuse_misspelt_command(given[0], list(commands.COMMANDS))
     return commands.train_command(given)
+
+
+def _refuse_misspelt_command(word: str, known: list[str]) -> None:
+    """Refuse a first word that is neither a file nor an option, but nearly a command."""
+    near = difflib.get_close_matches(word, known, n=1)
+    if near and not Path(word).suffix and not Path(word).exists():
+        raise UsageError(f"there is no command or file {word!r}; did you mean `hp-train {near[0]}`?\n{USAGE}")
 
 
 def _fail(message: str, code: int, *, every_rank: bool = False) -> int:
@@ -74,4 +87,19 @@ def _fail(message: str, code: int, *, every_rank: bool = False) -> int:
         print(f"hp-train: {message}", file=sys.stderr)
     elif every_rank:
         print(f"hp-train: rank {found.rank}: {message}", file=sys.stderr)
+    if code < 128:
+        _tell_torchrun(message)
     return code
+
+
+def _tell_torchrun(message: str) -> None:
+    """Write the message where torchrun looks for a rank's error, which it prints last, below its own traceback.
+
+    The format is that of `torch.distributed.elastic.multiprocessing.errors.ErrorHandler`.
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file and not Path(file).exists():
+        extra = {"py_callstack": f"hp-train: {message}", "timestamp": str(int(time.time()))}
+        text = json.dumps({"message": {"message": f"hp-train: {message}", "extraInfo": extra}})
+        with contextlib.suppress(OSError):
+            Path(file).write_text(text, encoding="utf-8")

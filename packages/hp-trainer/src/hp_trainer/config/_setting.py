@@ -3,28 +3,45 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
+
+# The largest whole number where a setting states no other: a size or a count above it is a slip.
+LARGEST = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of a number; None: none."""
+    """Bounds of a number; None: none but what every number has: it is finite, and whole ones are below 2**31."""
 
     minimum: float | None = None
     above: float | None = None
     maximum: float | None = None
 
     def allows(self, value: float) -> bool:
+        """Return whether a number, or each number of a list, may have this value."""
         return (
-            (self.minimum is None or value >= self.minimum)
+            math.isfinite(value)
+            and (self.maximum is not None or not isinstance(value, int) or value <= LARGEST)
+            and (self.minimum is None or value >= self.minimum)
             and (self.above is None or value > self.above)
             and (self.maximum is None or value <= self.maximum)
         )
 
     def __str__(self) -> str:
-        bounds = ((">=", self.minimum), (">", self.above), ("<=", self.maximum))
+        stated = self.maximum if self.maximum is None or self.maximum < LARGEST else None
+        bounds = ((">=", self.minimum), (">", self.above), ("<=", stated))
         return " and ".join(f"{sign} {bound:g}" for sign, bound in bounds if bound is not None)
+
+    def describe(self, value: float) -> str:
+        """Tell the bounds that `value` breaks."""
+        if not math.isfinite(value):
+            return " and ".join(part for part in ("finite", str(self)) if part)
+        largest = LARGEST if self.maximum is None else self.maximum
+        if isinstance(value, int) and value > largest >= LARGEST:
+            return " and ".join(part for part in (str(self), f"<= {largest}") if part)
+        return str(self)
 
 
 @dataclass(frozen=True)
@@ -42,14 +59,17 @@ def setting(
     minimum: float | None = None,
     above: float | None = None,
     maximum: float | None = None,
+    is_path: bool = False,
 ) -> Any:
     """A dataclass field that is a setting; without a default it must be given.
 
     Args:
         help: one line for `--help`, with the unit.
         minimum, above, maximum: bounds of a number, or of each number of a list.
+        is_path: the value is a path: a relative one in the YAML file counts from the file's folder, one on the
+            command line from the working directory; it becomes absolute.
     """
-    metadata = {"help": help, "limits": Limits(minimum, above, maximum)}
+    metadata = {"help": help, "limits": Limits(minimum, above, maximum), "is_path": is_path}
     return dataclasses.field(default=default, metadata=metadata)
 
 

@@ -66,7 +66,9 @@ class ValueConverter:
         if type(found) is not annotation:
             return None
         if isinstance(found, (int, float)) and annotation is not bool and not limits.allows(found):
-            self.problems.add(path, "out of range", value.source, f"{describe(annotation)} {limits}", value.text)
+            self.problems.add(
+                path, "out of range", value.source, f"{describe(annotation)} {limits.describe(found)}", value.text
+            )
             return INVALID
         return found
 

@@ -57,7 +57,7 @@ def load_config(path: str | Path, overrides: Sequence[Override] = (), *, registe
         raise ConfigError([_unreadable(str(path), error.strerror or str(error))], str(path)) from error
     except UnicodeDecodeError as error:
         raise ConfigError([_unreadable(str(path), "not UTF-8 text")], str(path)) from error
-    return parse_config(text, overrides, source=str(path), registered=registered)
+    return parse_config(text, overrides, source=str(path), registered=registered, folder=Path(path).parent)
 
 
 def parse_config(
@@ -66,8 +66,9 @@ def parse_config(
     *,
     registered: Registries,
     source: str = "configuration",
+    folder: Path = Path(),
 ) -> LoadedConfig:
-    """Like `load_config`, from YAML text; `source` names it in problems.
+    """Like `load_config`, from YAML text; `source` names it in problems, relative paths count from `folder`.
 
     Raises:
         ConfigError: listing every problem.
@@ -79,7 +80,7 @@ def parse_config(
         raise ConfigError(problems, source)
     tree.source = source
     problems += apply_overrides(tree, overrides)
-    converter = Converter(registered, TrainerConfig)
+    converter = Converter(registered, TrainerConfig, folder)
     config = converter.section(TrainerConfig, tree, "")
     raise_if_any([*problems, *converter.problems], ConfigError, source)
     assert config is not INVALID, "an invalid configuration without a problem"

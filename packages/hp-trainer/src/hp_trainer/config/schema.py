@@ -46,7 +46,7 @@ class TrainingConfig:
         None, help="samples per rank and forward pass; null: a rank's whole share at once", minimum=1
     )
     sequence_length: int = setting(256, help="tokens per sample", minimum=1)
-    seed: int = setting(0, help="seed of the initial weights and of the order of samples", minimum=0)
+    seed: int = setting(0, help="seed of the initial weights and of the order of samples", minimum=0, maximum=2**63 - 1)
     dtype: DTypeName = setting("float32", help="dtype of computation; weights and optimizer stay float32")
     reduce_dtype: Literal["float32", "bfloat16", "float16"] = setting(
         "float32", help="dtype in which gradients are summed over ranks"
@@ -121,7 +121,9 @@ class CheckpointConfig:
 
     interval: int | None = setting(None, help="steps between checkpoints; null: one at the end", minimum=1)
     keep: int | None = setting(2, help="newest checkpoints to keep; null: all", minimum=1)
-    folder: str | None = setting(None, help="folder of the checkpoints; null: checkpoints/ in the run folder")
+    folder: str | None = setting(
+        None, help="folder of the checkpoints; null: checkpoints/ in the run folder", is_path=True
+    )
     storage: Component = component("checkpoint_storages", "local", help="where checkpoints live")
 
 
@@ -141,7 +143,9 @@ class LaunchConfig:
     local_ranks: int | None = setting(
         None, help="ranks to start here; null: one, or those that torchrun or msrun started", minimum=1
     )
-    timeout_seconds: float = setting(300.0, help="longest wait for the other ranks to join", above=0)
+    timeout_seconds: float = setting(
+        300.0, help="longest wait for the other ranks to join; below 10 none could start", minimum=10
+    )
     stop_seconds: float = setting(
         120.0, help="longest wait for the step under way and its checkpoint after Ctrl-C or SIGTERM", above=0
     )
@@ -155,7 +159,7 @@ class GenerateConfig:
     max_new_tokens: int = setting(200, help="tokens to add to a prompt", minimum=0)
     temperature: float = setting(0.8, help="divides the logits; 0: always the likeliest token", minimum=0)
     top_k: int | None = setting(40, help="draw among so many likeliest tokens; null: all", minimum=1)
-    seed: int = setting(0, help="seed of the draws", minimum=0)
+    seed: int = setting(0, help="seed of the draws", minimum=0, maximum=2**63 - 1)
 
 
 @dataclass(frozen=True, kw_only=True)

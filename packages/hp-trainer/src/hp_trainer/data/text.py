@@ -20,14 +20,20 @@ from hp_trainer.exceptions import DataError, Problem
 class TextDataConfig:
     """Text files as bytes."""
 
-    path: str | None = setting(None, help="text file or folder; null: Python's standard library on this machine")
+    path: str | None = setting(
+        None, help="text file or folder; null: Python's standard library on this machine", is_path=True
+    )
     suffixes: tuple[str, ...] = setting((), help="file endings wanted in a folder, such as .py; empty: all")
-    max_tokens: int | None = setting(None, help="stop reading after so many bytes; null: read all", minimum=2)
+    max_tokens: int | None = setting(
+        None, help="stop reading after so many bytes; null: read all", minimum=2, maximum=2**63 - 1
+    )
     eval_fraction: float = setting(
         0.05, help="share of the tokens, at the end, kept for evaluation", minimum=0, maximum=0.9
     )
 
     def check(self) -> Iterator[Problem]:
+        if self.path == "":
+            yield Problem(path="path", what="empty", expected="a text file or folder, or null", hint="null")
         for suffix in self.suffixes:
             if not suffix.startswith("."):
                 yield Problem(

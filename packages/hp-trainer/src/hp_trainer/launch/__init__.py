@@ -1,7 +1,7 @@
 """Launch of a job: checks before any rank starts, then the ranks."""
 
 from hp_trainer.launch.job import is_first_process, launch_training, world_size_of
-from hp_trainer.launch.platforms import chosen_platform
+from hp_trainer.launch.platforms import chosen_platform, no_platform
 from hp_trainer.launch.preflight import check_new_run, check_resumed_run, check_settings, training_problems
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "chosen_platform",
     "is_first_process",
     "launch_training",
+    "no_platform",
     "training_problems",
     "world_size_of",
 ]

@@ -17,15 +17,20 @@ def chosen_platform(name: str | None) -> str | Problem:
         return found[0]
     if wanted in found:
         return str(wanted)
-    if not found:
-        hint = "pip install hp-platform-torch or hp-platform-mindspore"
-        return Problem(path="platform", what="no platform is installed", hint=hint)
+    if (missing := no_platform()) is not None:
+        return missing
     if wanted is None:
         what, hint = "several platforms are installed and none is chosen", f"--platform={found[0]}"
         return Problem(path="platform", what=what, expected=join_choices(found), hint=hint)
     near = next(iter(difflib.get_close_matches(wanted, found, n=1)), "")
     hint = near or f"pip install hp-platform-{wanted}"
     return Problem(path="platform", what="is not installed", expected=join_choices(found), got=wanted, hint=hint)
+
+
+def no_platform() -> Problem | None:
+    """Return the problem that no platform is installed at all; None: one is."""
+    hint = "pip install hp-platform-torch or hp-platform-mindspore"
+    return None if installed_platforms() else Problem(path="platform", what="no platform is installed", hint=hint)
 
 
 def installed_platforms() -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +33,10 @@ def check_new_run(loaded: LoadedConfig, folder: Path, world_size: int, registere
     if reason is not None:
         hint = f"another --run.folder, or `hp-train resume {folder}`"
         problems.append(Problem(path="run.folder", what=reason, expected="a new folder", got=str(folder), hint=hint))
+    else:
+        problems += _unwritable("run.folder", folder)
+    if config.checkpoint.folder is not None:
+        problems += _unwritable("checkpoint.folder", Path(config.checkpoint.folder))
     return loaded.locate(problems)
 
 
@@ -115,6 +120,20 @@ def _data_problems(config: TrainerConfig, registered: Registries) -> Iterator[Pr
             got=str(vocab_size),
             hint=f"model.vocab_size={needed}",
         )
+
+
+def _unwritable(setting: str, folder: Path) -> Iterator[Problem]:
+    """Yield why nothing can be written into a folder, which is there or will be made."""
+    existing = folder.absolute()
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir():
+        what = f"cannot be made: {existing} is no folder"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        what = f"cannot be written: {existing} belongs to another user or is read-only"
+    else:
+        return
+    yield Problem(path=setting, what=what, expected="a folder that you may write to", got=str(folder))
 
 
 def _changed(before: TrainerConfig, after: TrainerConfig) -> Iterator[Problem]:

@@ -43,7 +43,7 @@ def draw_loss_curve(events: list[dict[str, Any]], picture: Path) -> None:
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
-    _draw(figure.add_subplot(), train, _points(events, "evaluation"))
+    draw(figure.add_subplot(), train, _points(events, "evaluation"))
     figure.suptitle(_title(events), fontsize="medium")
     temporary = picture.with_name(f"{picture.name}.incomplete")
     try:
@@ -58,17 +58,20 @@ def _points(events: list[dict[str, Any]], kind: str) -> list[Point]:
     return [(step, loss) for step, loss in pairs if isinstance(loss, (int, float)) and math.isfinite(loss)]
 
 
-def _draw(axes: Any, train: list[Point], evaluation: list[Point]) -> None:
+def draw(axes: Any, train: list[Point], evaluation: list[Point]) -> None:
+    """Draw both curves into the axes of a figure."""
     axes.plot(*zip(*train, strict=True), color="tab:blue", linewidth=0.8, alpha=0.35)
     window = max(1, len(train) // 30)
     smooth = running_means(train, window)
     label = "training" if window == 1 else f"training, mean over {window} steps"
     axes.plot(*zip(*smooth, strict=True), color="tab:blue", linewidth=1.8, label=label)
     if evaluation:
-        axes.plot(*zip(*evaluation, strict=True), "o--", color="tab:orange", linewidth=1, label="evaluation")
-        step, loss = evaluation[-1]
-        axes.annotate(f"{loss:.3f}", (step, loss), (0, -14), textcoords="offset points", ha="center")
+        # The last value stands in the legend, where it cannot lie upon a curve.
+        label = f"evaluation, last {evaluation[-1][1]:.3f}"
+        axes.plot(*zip(*evaluation, strict=True), "o--", color="tab:orange", linewidth=1, label=label)
     axes.set(xlabel="step", ylabel="loss (nats per token)")
+    # There is no half step.
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
     axes.legend()
 
