@@ -24,6 +24,14 @@ class LoadMetrics:
         min_ratio: the smallest load over the mean one.
         coefficient_of_variation: standard deviation of the loads over their mean.
         idle_experts: experts without a token.
+
+    Example:
+        >>> with nn.building(platform):
+        ...     model = MoE(dim=4, hidden_dim=8, num_experts=4, top_k=2, load_balance_coeff=1e-3)
+        >>> y = model(platform.ops.ones((3, 4), platform.dtype("float32")))
+        >>> loads = update_expert_bias(model)  # by the layer's name; this one is the model itself
+        >>> [load.tokens for load in loads.values()]
+        [6]
     """
 
     tokens: int
@@ -49,7 +57,14 @@ class LoadMetrics:
 
 
 def moe_layers(model: Any) -> dict[str, MoE]:
-    """Return the mixture-of-experts layers of a module of any platform, by dotted name."""
+    """Return the mixture-of-experts layers of a module of any platform, by dotted name.
+
+    Example:
+        >>> with nn.building(platform):
+        ...     model = nn.ModuleList([FeedForward(4, 8), MoE(dim=4, hidden_dim=8, num_experts=4, top_k=2)])
+        >>> [*moe_layers(model)]
+        ['1']
+    """
     from hp_dtensor.parallel.nn import Module
     from hp_dtensor.platform.selection import get_platform
 
@@ -63,6 +78,14 @@ def update_expert_bias(model: Any) -> dict[str, LoadMetrics]:
     Experts with less than the mean load gain `load_balance_coeff`, those with more lose it, and the mean of
     the steps is taken off. All layers share one all-reduce over the ranks that routed different tokens, so
     every rank takes the same step and returns the same metrics.
+
+    Example:
+        >>> with nn.building(platform):
+        ...     model = MoE(dim=4, hidden_dim=8, num_experts=4, top_k=2, load_balance_coeff=1e-3)
+        >>> y = model(platform.ops.ones((3, 4), platform.dtype("float32")))
+        >>> loads = update_expert_bias(model)  # by the layer's name; this one is the model itself
+        >>> [load.tokens for load in loads.values()]
+        [6]
     """
     layers = moe_layers(model)
     if not layers:

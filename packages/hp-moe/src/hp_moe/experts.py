@@ -29,6 +29,13 @@ class GroupedExperts(nn.Module):
         dispatcher: takes rows to their experts; a style that spreads the experts replaces it.
         partial_mesh: 1-D mesh over which each expert's hidden dimension is cut: every rank then takes the
             same rows and returns a part of the sum, which `MoE` (or the caller) reduces; None: not cut.
+
+    Example:
+        >>> with nn.building(platform):
+        ...     experts = GroupedExperts(dim=4, hidden_dim=8, num_experts=2)
+        >>> rows = platform.ops.ones((3, 4), platform.dtype("float32"))
+        >>> tuple(experts(rows, platform.from_numpy(np.array([2, 1]))).shape)  # 2 rows for expert 0, 1 for expert 1
+        (3, 4)
     """
 
     dispatcher: TokenDispatcher

@@ -10,7 +10,14 @@ Tensor = Any
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (arXiv 2002.05202): `w2(silu(w1(x)) * w3(x))`."""
+    """SwiGLU (arXiv 2002.05202): `w2(silu(w1(x)) * w3(x))`.
+
+    Example:
+        >>> with nn.building(platform):
+        ...     layer = FeedForward(dim=4, hidden_dim=8)
+        >>> tuple(layer(platform.ops.ones((2, 3, 4), platform.dtype("float32"))).shape)
+        (2, 3, 4)
+    """
 
     def __init__(self, dim: int, hidden_dim: int) -> None:
         super().__init__()

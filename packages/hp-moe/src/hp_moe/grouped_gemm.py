@@ -20,6 +20,11 @@ class GroupSizes:
     Args:
         tensor: int64 `[groups]`, on the device.
         host: the same numbers; None: they are read from the device when first asked for, which waits for it.
+
+    Example:
+        >>> sizes = GroupSizes(platform, platform.from_numpy(np.array([2, 0, 1])))
+        >>> sizes.host, platform.to_numpy(sizes.offsets).tolist()
+        ((2, 0, 1), [2, 2, 3])
     """
 
     def __init__(self, platform: Platform, tensor: Tensor, host: tuple[int, ...] | None = None) -> None:
@@ -59,6 +64,13 @@ def grouped_matmul(x: Tensor, weight: Tensor, sizes: GroupSizes) -> Tensor:
 
     Returns:
         `[rows, out]`. A group without rows gets a weight gradient of exactly zero.
+
+    Example:
+        >>> sizes = GroupSizes(platform, platform.from_numpy(np.array([2, 1])))
+        >>> x = platform.ops.ones((3, 4), platform.dtype("float32"))
+        >>> weight = platform.ops.ones((2, 5, 4), platform.dtype("float32"))
+        >>> tuple(grouped_matmul(x, weight, sizes).shape)
+        (3, 5)
     """
     return _implementation(sizes.platform)(x, weight, sizes)
 
@@ -72,6 +84,13 @@ def loop_grouped_matmul(x: Tensor, weight: Tensor, sizes: GroupSizes) -> Tensor:
     """`grouped_matmul` as one product per group that has rows.
 
     It works on every platform and dtype, and is the oracle of the faster ones.
+
+    Example:
+        >>> sizes = GroupSizes(platform, platform.from_numpy(np.array([2, 1])))
+        >>> x = platform.ops.ones((3, 4), platform.dtype("float32"))
+        >>> weight = platform.ops.ones((2, 5, 4), platform.dtype("float32"))
+        >>> tuple(loop_grouped_matmul(x, weight, sizes).shape)
+        (3, 5)
     """
     ops = sizes.platform.ops
     slices = _group_slices(sizes.host)

@@ -42,6 +42,12 @@ class MoE(nn.Module):
 
     Raises:
         MoEConfigError: sizes or options that do not fit; all at once for the router.
+
+    Example:
+        >>> with nn.building(platform):
+        ...     layer = MoE(dim=4, hidden_dim=8, num_experts=4, top_k=2, num_shared_experts=1)
+        >>> tuple(layer(platform.ops.ones((2, 3, 4), platform.dtype("float32"))).shape)
+        (2, 3, 4)
     """
 
     split_mesh: DeviceMesh | None

@@ -28,6 +28,12 @@ class Routing:
         counts: int64 `[num_experts]`: how many tokens picked each expert.
         scores: float32 `[tokens, top_k]`; None: results are not weighted.
         is_expert_major: tokens are sorted by expert already and `top_k` is 1.
+
+    Example:
+        >>> experts = platform.from_numpy(np.array([[0, 1], [1, 2]]))  # of two tokens, two each
+        >>> routing = Routing(experts, counts=platform.from_numpy(np.array([1, 2, 1])))
+        >>> tuple(routing.experts.shape)
+        (2, 2)
     """
 
     experts: Tensor
@@ -69,6 +75,13 @@ class TokenChoiceTopKRouter(nn.Module):
 
     Raises:
         MoEConfigError: listing everything that does not fit.
+
+    Example:
+        >>> with nn.building(platform):
+        ...     router = TokenChoiceTopKRouter(dim=4, num_experts=8, top_k=2)
+        >>> scores, experts, counts = router(platform.ops.ones((3, 4), platform.dtype("float32")))
+        >>> tuple(scores.shape), int(platform.to_numpy(counts).sum())
+        ((3, 2), 6)
     """
 
     def __init__(

@@ -30,6 +30,10 @@ class BaseExpertParallel(ParallelStyle):
     Subclasses say how: `_placements` of each weight, `_dispatcher` to the experts of other ranks,
     `_partial_mesh` over which an expert itself is cut, `_split_mesh` of ranks that share tokens. A style holds
     no state of a call, so one object may be applied to any number of layers.
+
+    Example:
+        >>> [style.mesh_ndims for style in (ExpertParallel, ExpertTensorParallel)]
+        [(1, 2), (2,)]
     """
 
     mesh_ndims: tuple[int, ...] = (1,)
@@ -94,6 +98,16 @@ class ExpertParallel(BaseExpertParallel):
         dispatcher: name of the token dispatcher (hook `hp_token_dispatcher`).
         split_tokens: ranks of the first axis are given the same tokens, as where it is an axis of its own
             beside data parallelism; each then routes a share of them, and all get all results.
+
+    Example:
+        >>> def program():
+        ...     with nn.building(platform):
+        ...         layer = MoE(dim=4, hidden_dim=8, num_experts=4, top_k=2)
+        ...     ExpertParallel().apply(layer, init_device_mesh("cpu", (2,)))
+        ...     y = layer(platform.ops.ones((3, 4), platform.dtype("float32")))
+        ...     return layer.experts.w1.placements
+        >>> run_ranks(program, 2)[0]
+        (Shard(0),)
     """
 
     mesh_ndims: tuple[int, ...] = (1, 2)
@@ -120,7 +134,18 @@ class ExpertParallel(BaseExpertParallel):
 
 
 class TensorParallel(BaseExpertParallel):
-    """Tensor parallelism within experts: each hidden dimension is cut over a 1-D mesh, and no token travels."""
+    """Tensor parallelism within experts: each hidden dimension is cut over a 1-D mesh, and no token travels.
+
+    Example:
+        >>> def program():
+        ...     with nn.building(platform):
+        ...         layer = MoE(dim=4, hidden_dim=8, num_experts=4, top_k=2)
+        ...     TensorParallel().apply(layer, init_device_mesh("cpu", (2,)))
+        ...     y = layer(platform.ops.ones((3, 4), platform.dtype("float32")))
+        ...     return layer.experts.w1.placements
+        >>> run_ranks(program, 2)[0]
+        (Shard(1),)
+    """
 
     def _placements(self, mesh: DeviceMesh) -> Mapping[str, tuple[Placement, ...]]:
         return {"w1": (Shard(1),), "w2": (Shard(2),), "w3": (Shard(1),)}
@@ -133,6 +158,16 @@ class ExpertTensorParallel(ExpertParallel):
     """Expert and tensor parallelism: experts over the first axis of a 2-D mesh, hidden dimensions over the second.
 
     Tokens travel along the first axis only; ranks along the second take the same tokens.
+
+    Example:
+        >>> def program():
+        ...     with nn.building(platform):
+        ...         layer = MoE(dim=4, hidden_dim=8, num_experts=4, top_k=2)
+        ...     ExpertTensorParallel().apply(layer, init_device_mesh("cpu", (2, 2)))
+        ...     y = layer(platform.ops.ones((3, 4), platform.dtype("float32")))
+        ...     return layer.experts.w1.placements
+        >>> run_ranks(program, 4)[0]
+        (Shard(0), Shard(1))
     """
 
     mesh_ndims = (2,)
@@ -148,6 +183,17 @@ class ReplicatedExperts(BaseExpertParallel):
     """Replicated experts: every rank of a 1-D mesh holds all of them and routes its own share of a distributed input.
 
     The experts' gradients are summed over it.
+
+    Example:
+        >>> def program():
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     with nn.building(platform):
+        ...         layer = MoE(dim=4, hidden_dim=8, num_experts=4, top_k=2)
+        ...     ReplicatedExperts().apply(layer, mesh)
+        ...     y = layer(ones(6, 4, device_mesh=mesh, placements=[Shard(0)]))
+        ...     return layer.experts.w1.placements, y.placements
+        >>> run_ranks(program, 2)[0]
+        ((Replicate(),), (Shard(0),))
     """
 
     def _placements(self, mesh: DeviceMesh) -> Mapping[str, tuple[Placement, ...]]:

@@ -11,6 +11,13 @@ def get_current_mesh() -> DeviceMesh:
 
     Raises:
         MeshError: there is none.
+
+    Example:
+        >>> def program():
+        ...     with init_device_mesh("cpu", (2,)) as mesh:
+        ...         return get_current_mesh() is mesh
+        >>> run_ranks(program, 2)
+        [True, True]
     """
     if not entered.meshes:
         raise MeshError("no mesh was given and there is no current one; pass device_mesh=, or use `with mesh:`")

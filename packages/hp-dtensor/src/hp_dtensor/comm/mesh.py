@@ -43,6 +43,12 @@ class DeviceMesh(MeshCoordinates):
     Raises:
         MeshError: names that repeat or do not fit, sizes below 1, ranks that repeat, or a mesh larger
             than the world.
+
+    Example:
+        >>> with fake_world(8):
+        ...     mesh = DeviceMesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))
+        ...     mesh["tp"].shape, mesh.get_coordinate()
+        ((4,), (0, 0))
     """
 
     __slots__ = ("_groups", "_hash", "device_type")
@@ -296,6 +302,13 @@ def init_device_mesh(
 
     Raises:
         MeshError: also when the mesh does not hold exactly as many ranks as the world.
+
+    Example:
+        >>> def program():
+        ...     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        ...     return mesh.get_local_rank("dp"), mesh.get_local_rank("tp")
+        >>> run_ranks(program, 4)
+        [(0, 0), (0, 1), (1, 0), (1, 1)]
     """
     if isinstance(platform, str) or (platform is None and current_world(None).size == 1):
         platform = get_platform(platform)

@@ -67,6 +67,15 @@ def record_collectives() -> contextlib.AbstractContextManager[CollectiveLog]:
 
     Those of a backward belong to it where the backward runs in the block and what it differentiates was computed there,
     in whatever thread the framework runs it.
+
+    Example:
+        >>> def program():
+        ...     x = ones(4, device_mesh=init_device_mesh("cpu", (2,)), placements=[Shard(0)])
+        ...     with record_collectives() as log:
+        ...         x.full_tensor()
+        ...     return log.count("all_gather")
+        >>> run_ranks(program, 2)
+        [1, 1]
     """
     return recorded({})
 
@@ -85,6 +94,13 @@ class ProcessGroup(ABC):
         is_closed: whether it has been released, so that its world makes another one.
         notes: values that packages keep beside the group, each under a name that begins with the package's.
         platform: the platform that owns the tensors (None in a fake world).
+
+    Example:
+        >>> def program():
+        ...     group = init_device_mesh("cpu", (2,)).get_group()
+        ...     return [each[0] for each in group.all_gather_bytes(bytes([group.rank]))]
+        >>> run_ranks(program, 2)[1]
+        [0, 1]
     """
 
     backend: str = "none"
@@ -238,7 +254,12 @@ class ProcessGroup(ABC):
 
 
 class World(ABC):
-    """All ranks of a job, seen from one of them; hands out process groups, creating each once and lazily."""
+    """All ranks of a job, seen from one of them; hands out process groups, creating each once and lazily.
+
+    Example:
+        >>> run_ranks(lambda: (current_world(platform).rank, current_world(platform).size), 2)
+        [(0, 2), (1, 2)]
+    """
 
     def __init__(self, rank: int, size: int, platform: Platform | None) -> None:
         self.rank = rank
@@ -330,6 +351,10 @@ def current_world(platform: Platform | None = None) -> World:
     """Return the world of this thread: the innermost `use_world`, else the platform's, else one rank alone.
 
     Worlds of another platform than the one asked for are passed over; those of none are anybody's.
+
+    Example:
+        >>> run_ranks(lambda: current_world(platform).rank, 3)
+        [0, 1, 2]
     """
     for used in reversed(_local.worlds):
         if platform is None or used.platform is None or used.platform is platform:
@@ -362,6 +387,11 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[World]:
 
     Raises:
         CollectiveError: there is no such rank.
+
+    Example:
+        >>> with fake_world(1_000_000, rank=7) as world:
+        ...     DeviceMesh("cuda", (1000, 1000)).get_coordinate()
+        (0, 7)
     """
     if not 0 <= rank < world_size:
         raise CollectiveError(f"fake_world: rank {rank} is outside a world of {world_size} ranks")

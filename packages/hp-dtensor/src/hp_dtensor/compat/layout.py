@@ -32,6 +32,11 @@ class Layout:
 
     Raises:
         TypeError, ValueError: names, shapes or ranks of the wrong kind or number; the message names them.
+
+    Example:
+        >>> layout = Layout((2, 2), ("dp", "tp"))
+        >>> layout("dp", "None").placements
+        (Shard(0), Replicate())
     """
 
     __slots__ = ("_alias_map", "_partial", "_placements", "alias_name", "mesh_shape", "rank_list")

@@ -32,6 +32,15 @@ def init_process_group(
     Raises:
         LaunchError: no launcher has started this process, or arguments are missing.
         CapabilityError: the platform does not communicate by `backend`.
+
+    Example:
+        >>> import socket
+        >>> with socket.create_server(("127.0.0.1", 0)) as server:
+        ...     port = server.getsockname()[1]
+        >>> init_process_group(init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1, platform=platform)
+        >>> current_world(platform).size
+        1
+        >>> destroy_process_group(platform=platform)
     """
     chosen = get_platform(platform)
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
@@ -63,7 +72,17 @@ def _join(platform: Platform, init_method: str | None, rank: int | None, size: i
 
 
 def destroy_process_group(group: ProcessGroup | None = None, *, platform: Platform | str | None = None) -> None:
-    """Leave the job (no group given), or let go of one group, which is made anew when it is asked for again."""
+    """Leave the job (no group given), or let go of one group, which is made anew when it is asked for again.
+
+    Example:
+        >>> import socket
+        >>> with socket.create_server(("127.0.0.1", 0)) as server:
+        ...     port = server.getsockname()[1]
+        >>> init_process_group(init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1, platform=platform)
+        >>> current_world(platform).size
+        1
+        >>> destroy_process_group(platform=platform)
+    """
     if group is None:
         get_platform(platform).disconnect()
         return
@@ -71,17 +90,32 @@ def destroy_process_group(group: ProcessGroup | None = None, *, platform: Platfo
 
 
 def get_process_group_ranks(group: ProcessGroup | None = None) -> list[int]:
-    """Return the global ranks of a group (default: all), in group order."""
+    """Return the global ranks of a group (default: all), in group order.
+
+    Example:
+        >>> run_ranks(lambda: get_process_group_ranks(), 2)
+        [[0, 1], [0, 1]]
+    """
     return list(_group(group).ranks)
 
 
 def get_backend(group: ProcessGroup | None = None) -> str:
-    """Return the backend of a group (default: that of all ranks): `gloo`, `nccl`, `hccl`, `simulated`, `none`, ..."""
+    """Return the backend of a group (default: that of all ranks): `gloo`, `nccl`, `hccl`, `simulated`, `none`, ...
+
+    Example:
+        >>> run_ranks(lambda: isinstance(get_backend(), str), 2)
+        [True, True]
+    """
     return _group(group).backend
 
 
 def get_group_local_rank(group: ProcessGroup | None = None) -> int:
-    """Return this rank's index in a group (default: that of all ranks)."""
+    """Return this rank's index in a group (default: that of all ranks).
+
+    Example:
+        >>> run_ranks(lambda: get_group_local_rank(), 2)
+        [0, 1]
+    """
     return _group(group).rank
 
 
@@ -95,6 +129,13 @@ def split_group(
 
     Raises:
         CollectiveError: all that is wrong with the parts.
+
+    Example:
+        >>> def program():
+        ...     group = split_group(split_ranks=[[0, 2], [1]])
+        ...     return get_process_group_ranks(group)
+        >>> run_ranks(program, 3)
+        [[0, 2], [1], [0, 2]]
     """
     whole = _group(parent)
     parts = [tuple(part) for part in split_ranks or ()]

@@ -32,6 +32,16 @@ def shard_module(model: ModuleOrFunction, device_mesh: DeviceMesh, sharding_plan
         TypeError: `sharding_plan` is no `ShardingPlan`, or `model` neither a module nor a function.
         MeshError: `device_mesh` is no mesh.
         PlanError: everything that is wrong with the plan, at once; nothing has been changed then.
+
+    Example:
+        >>> def program():
+        ...     with nn.building(platform):
+        ...         model = nn.Linear(4, 6)
+        ...     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        ...     shard_module(model, mesh, ShardingPlan(plan={"weight": (Shard(0),)}))
+        ...     return model.weight.placements
+        >>> run_ranks(program, 2)[0]
+        (Shard(0),)
     """
     if not isinstance(sharding_plan, ShardingPlan):
         raise TypeError(f"sharding_plan must be a ShardingPlan, got {type(sharding_plan).__name__}")

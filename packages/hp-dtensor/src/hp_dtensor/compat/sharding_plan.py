@@ -34,6 +34,11 @@ class ShardingPlan:
 
     Raises:
         TypeError: a plan is no dict with names as keys, or `return_local_tensor` no list of names.
+
+    Example:
+        >>> plan = ShardingPlan(plan={"weight": (Shard(0),)}, output_plan={"": (Replicate(),)})
+        >>> plan.plan["weight"]
+        (Shard(0),)
     """
 
     plan: Mapping[str, Specification] = field(default_factory=dict)

@@ -33,6 +33,16 @@ def parallelize_value_and_grad(
             another length than the outputs; `weights` that are neither tensors nor one.
         GradientPathError: a weight that requires no gradient, or one of `fully_shard`; a forward with
             `hp_dtensor.parallel.recompute.checkpoint`.
+
+    Example:
+        >>> def program():
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     weight = platform.Parameter(ones(4, device_mesh=mesh, placements=[Shard(0)]))
+        ...     step = parallelize_value_and_grad(lambda: platform.ops.sum(platform.ops.mul(weight, weight)), [weight])
+        ...     loss, (grad,) = step()
+        ...     return float(platform.to_numpy(loss.full_tensor())), grad.placements
+        >>> run_ranks(program, 2)[0]
+        (4.0, (Shard(0),))
     """
     _check_sens(sens)
     one = not isinstance(weights, (tuple, list))

@@ -31,6 +31,15 @@ class CommDebugMode:
 
     Attributes:
         log: every collective with its bytes, in order.
+
+    Example:
+        >>> def program():
+        ...     x = ones(4, device_mesh=init_device_mesh("cpu", (2,)), placements=[Shard(0)])
+        ...     with CommDebugMode(platform=platform) as comms:
+        ...         x.full_tensor()
+        ...     return comms.get_total_counts()
+        >>> run_ranks(program, 2)
+        [1, 1]
     """
 
     def __init__(self, module: Module | None = None, platform: Platform | None = None) -> None:

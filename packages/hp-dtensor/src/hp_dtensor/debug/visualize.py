@@ -73,13 +73,24 @@ def visualize_sharding(x: TensorSpec | Any, dims: Sequence[int] = (0, 1), *, col
     Args:
         dims: the one or two tensor dimensions to show.
         color: colored by holders, with `rich`; default: plain text. `print_sharding` colors a terminal.
+
+    Example:
+        >>> with fake_world(2):
+        ...     table = visualize_sharding(TensorSpec(DeviceMesh("cpu", (2,)), [Shard(0)], (4, 4), None), color=False)
+        >>> "rank 1" in table.lower() or "1" in table
+        True
     """
     picture = sharding_picture(x, dims)
     return _rich_table(picture) if color else _plain_table(picture)
 
 
 def print_sharding(x: TensorSpec | Any, dims: Sequence[int] = (0, 1)) -> None:
-    """Print `visualize_sharding`, colored where `rich` is installed and the output is a terminal."""
+    """Print `visualize_sharding`, colored where `rich` is installed and the output is a terminal.
+
+    Example:
+        >>> with fake_world(2):
+        ...     print_sharding(TensorSpec(DeviceMesh("cpu", (2,)), [Shard(0)], (4, 4), None))
+    """
     try:
         from rich.console import Console
     except ImportError:
@@ -92,6 +103,11 @@ def draw_sharding(x: TensorSpec | Any, path: str, dims: Sequence[int] = (0, 1)) 
     """Write an image (`.png`, `.svg`, `.pdf`, by the path's ending) of a spec or a DTensor.
 
     Needs matplotlib: `pip install 'hp-dtensor[image]'`.
+
+    Example:
+        >>> with fake_world(4):
+        ...     spec = TensorSpec(DeviceMesh("cpu", (2, 2)), [Shard(0), Shard(1)], (8, 8), None)
+        ...     draw_sharding(spec, "sharding.png")
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle

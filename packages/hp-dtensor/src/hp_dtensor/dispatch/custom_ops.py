@@ -52,6 +52,18 @@ def sharding_rule(
         ShardingRuleError: from a call whose tensors do not fit the factors, or are in mappings or in lists inside
             others; of a function that writes an argument which was redistributed (where the framework counts that), or
             that returns other than the outputs' tensors.
+
+    Example:
+        >>> @sharding_rule("m k, k n -> m n", reduced={"k": "sum"}, linear=True)
+        ... def product(x, y):
+        ...     return platform.ops.matmul(x, y)
+        >>> def program():
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     x = ones(4, 6, device_mesh=mesh, placements=[Shard(1)])
+        ...     y = ones(6, 2, device_mesh=mesh, placements=[Shard(0)])
+        ...     return product(x, y).placements == (Partial(),)
+        >>> run_ranks(program, 2)
+        [True, True]
     """
     notation = _Notation(factors, dict(reduced or {}), frozenset(whole), linear)
 

@@ -36,6 +36,15 @@ def implicit_replication() -> Iterator[None]:
 
     Raises:
         RankMismatchError: in `check_mode`, from the operation whose plain operand is not the same on all ranks.
+
+    Example:
+        >>> def program():
+        ...     x = ones(4, device_mesh=init_device_mesh("cpu", (2,)), placements=[Shard(0)])
+        ...     with implicit_replication():
+        ...         y = platform.ops.add(x, platform.from_numpy(np.arange(4, dtype="float32")))
+        ...     return y.placements
+        >>> run_ranks(program, 2)[0]
+        (Shard(0),)
     """
     _mode.depth += 1
     try:
@@ -75,6 +84,14 @@ class SkipDTensorDispatch:
 
     Args:
         platform: default: the selected one.
+
+    Example:
+        >>> def program():
+        ...     x = ones(4, device_mesh=init_device_mesh("cpu", (2,)), placements=[Shard(0)])
+        ...     with SkipDTensorDispatch(platform):
+        ...         return float(platform.to_numpy(platform.ops.sum(x)))  # of this rank's two elements
+        >>> run_ranks(program, 2)
+        [2.0, 2.0]
     """
 
     def __init__(self, platform: Platform | str | None = None) -> None:

@@ -45,6 +45,14 @@ def clip_grad_norm_(
         MeshError: a parameter whose mesh does not tile those ranks, or that this rank is outside of.
         RankMismatchError: without `copies_over`, ranks have gradients of different shapes, so that each would
             count as copied to ranks that have it not. On devices with a queue the norm is NaN instead.
+
+    Example:
+        >>> def program():
+        ...     weight = platform.Parameter(ones(4, device_mesh=init_device_mesh("cpu", (2,)), placements=[Shard(0)]))
+        ...     platform.backward(platform.ops.sum(weight))
+        ...     return round(float(platform.to_numpy(clip_grad_norm_([weight], 1.0))), 4)
+        >>> run_ranks(program, 2)  # of all four elements
+        [2.0, 2.0]
     """
     if norm_type not in (2.0, math.inf):
         raise ValueError(f"clip_grad_norm_: norm_type must be 2 or inf, got {norm_type}")

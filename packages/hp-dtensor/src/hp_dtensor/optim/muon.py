@@ -30,6 +30,10 @@ class MuonOptions:
         steps, coefficients, eps: of the Newton-Schulz iteration.
         match_rms: scale updates to the size of AdamW's (arXiv 2502.16982); else by the root of rows per column.
         compute_dtype: of the iteration and of what travels.
+
+    Example:
+        >>> MuonOptions(momentum=0.9).steps
+        5
     """
 
     momentum: float = 0.95
@@ -61,6 +65,17 @@ class Muon:
 
     Raises:
         PlacementError: parameters that are no matrices, or partial; all of them listed.
+
+    Example:
+        >>> def program():
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     weight = platform.Parameter(randn(6, 4, device_mesh=mesh, placements=[Shard(0)]))
+        ...     optimizer = Muon([("weight", weight)], MuonOptions(weight_decay=0.0))
+        ...     platform.backward(platform.ops.sum(platform.ops.mul(weight, weight)))
+        ...     optimizer.step(0.1)
+        ...     return weight.placements
+        >>> run_ranks(program, 2)[0]
+        (Shard(0),)
     """
 
     def __init__(

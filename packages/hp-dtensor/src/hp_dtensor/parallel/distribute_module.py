@@ -41,6 +41,14 @@ def distribute_module(
 
     Raises:
         PlanError: `partition_fn` placed a tied parameter in several ways; a parameter has hooks for its gradient.
+
+    Example:
+        >>> def program():
+        ...     with nn.building(platform):
+        ...         model = nn.Linear(4, 6)
+        ...     return distribute_module(model, init_device_mesh("cpu", (2,))).weight.placements
+        >>> run_ranks(program, 2)[0]
+        (Replicate(),)
     """
     mesh = require_mesh("distribute_module", device_mesh if device_mesh is not None else get_current_mesh())
     platform = mesh.platform

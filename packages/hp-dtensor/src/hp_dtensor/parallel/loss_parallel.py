@@ -20,6 +20,17 @@ def loss_parallel() -> Iterator[None]:
     Raises:
         ImplicitRedistributionError: from a `cross_entropy` that would communicate its logits.
         RankMismatchError: in `check_mode`, from one whose plain targets differ between ranks.
+
+    Example:
+        >>> def program():
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     logits = zeros(3, 4, device_mesh=mesh, placements=[Shard(1)])  # classes are cut
+        ...     targets = distribute_tensor(platform.from_numpy(np.array([0, 1, 2])), mesh, [Replicate()])
+        ...     with loss_parallel():
+        ...         loss = platform.ops.cross_entropy(logits, targets)
+        ...     return round(float(platform.to_numpy(loss.full_tensor())), 4)
+        >>> run_ranks(program, 2)[0]
+        1.3863
     """
     with explicit_redistribution_of("cross_entropy"), implicit_replication_of("cross_entropy"):
         yield

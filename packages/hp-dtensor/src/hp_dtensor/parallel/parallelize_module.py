@@ -42,6 +42,16 @@ def parallelize_module(
         PlanError: all that is wrong with the plan, before anything is changed: names that match no module;
             styles that are for other modules; parameters that two styles place, that are DTensors already or that have
             no such dimension; owners of a tied parameter that have no style, or styles that place it in different ways.
+
+    Example:
+        >>> def program():
+        ...     with nn.building(platform):
+        ...         model = nn.ModuleList([nn.Linear(4, 6), nn.Linear(6, 4)])
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        ...     return model[0].weight.placements, model[1].weight.placements
+        >>> run_ranks(program, 2)[0]
+        ((Shard(0),), (Shard(1),))
     """
     given = device_mesh if device_mesh is not None else get_current_mesh()
     device_mesh = require_mesh("parallelize_module", given)

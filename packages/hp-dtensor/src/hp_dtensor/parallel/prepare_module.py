@@ -30,6 +30,18 @@ class PrepareModuleInput(ParallelStyle):
 
     Raises:
         PlanError: given and desired layouts differ in number or names.
+
+    Example:
+        >>> style = PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
+        >>> def program():
+        ...     with nn.building(platform):
+        ...         model = nn.Linear(4, 4)
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     parallelize_module(model, mesh, style)
+        ...     distribute_module(model, mesh)
+        ...     return tuple(model(platform.zeros((3, 4), platform.dtype("float32"))).shape)
+        >>> run_ranks(program, 2)[0]  # each rank gave 3 rows, and works on all
+        (6, 4)
     """
 
     def __init__(
@@ -92,6 +104,17 @@ class PrepareModuleOutput(ParallelStyle):
 
     Raises:
         PlanError: given and desired layouts differ in number.
+
+    Example:
+        >>> style = PrepareModuleOutput(output_layouts=Shard(0), desired_output_layouts=Replicate())
+        >>> def program():
+        ...     with nn.building(platform):
+        ...         model = nn.Linear(4, 4)
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     parallelize_module(model, mesh, style)
+        ...     return tuple(model(platform.zeros((3, 4), platform.dtype("float32"))).shape)
+        >>> run_ranks(program, 2)[0]
+        (6, 4)
     """
 
     def __init__(
@@ -122,6 +145,21 @@ class PrepareModuleInputOutput(ParallelStyle):
     """`PrepareModuleInput` and `PrepareModuleOutput` in one.
 
     Takes the arguments of both; `use_local_input` is the input's `use_local_output`.
+
+    Example:
+        >>> style = PrepareModuleInputOutput(
+        ...     input_layouts=Shard(0), desired_input_layouts=Replicate(),
+        ...     output_layouts=Replicate(), desired_output_layouts=Shard(0),
+        ... )
+        >>> def program():
+        ...     with nn.building(platform):
+        ...         model = nn.Linear(4, 4)
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     parallelize_module(model, mesh, style)
+        ...     distribute_module(model, mesh)
+        ...     return tuple(model(platform.zeros((3, 4), platform.dtype("float32"))).shape)
+        >>> run_ranks(program, 2)[0]
+        (3, 4)
     """
 
     def __init__(

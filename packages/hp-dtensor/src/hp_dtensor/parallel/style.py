@@ -22,6 +22,18 @@ class ParallelStyle(ABC):
     Attributes:
         src_data_rank: the mesh coordinate whose parameters count; None: every rank has the same ones. Set by
             `parallelize_module`.
+
+    Example:
+        >>> class Replicated(ParallelStyle):
+        ...     def _apply(self, module, device_mesh):
+        ...         return distribute_module(module, device_mesh)
+        >>> def program():
+        ...     with nn.building(platform):
+        ...         model = nn.Linear(4, 6)
+        ...     parallelize_module(model, init_device_mesh("cpu", (2,)), Replicated())
+        ...     return model.weight.placements
+        >>> run_ranks(program, 2)[0]
+        (Replicate(),)
     """
 
     src_data_rank: int | None = 0

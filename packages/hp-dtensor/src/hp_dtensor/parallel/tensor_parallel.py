@@ -91,6 +91,16 @@ class ColwiseParallel(_CutLayer):
         input_layouts: placement of a plain input (default: replicated). The layer computes with it replicated.
         output_layouts: placement that the output is brought to (default: cut over its last dimension).
         use_local_output: give the plain local shard (default), as plain modules expect; False: the DTensor.
+
+    Example:
+        >>> def program():
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     with nn.building(platform):
+        ...         model = nn.Linear(4, 6)
+        ...     parallelize_module(model, mesh, ColwiseParallel())
+        ...     return model.weight.placements, tuple(model(platform.zeros((3, 4), model.weight.dtype)).shape)
+        >>> run_ranks(program, 2)[0]
+        ((Shard(0),), (3, 3))
     """
 
     def __init__(
@@ -118,6 +128,16 @@ class RowwiseParallel(_CutLayer):
             replicated).
         output_layouts: placement that the output, which is partial, is brought to (default: replicated).
         use_local_output: give the plain local shard (default), as plain modules expect; False: the DTensor.
+
+    Example:
+        >>> def program():
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     with nn.building(platform):
+        ...         model = nn.Linear(4, 6)
+        ...     parallelize_module(model, mesh, RowwiseParallel())
+        ...     return model.weight.placements, tuple(model(platform.zeros((3, 2), model.weight.dtype)).shape)
+        >>> run_ranks(program, 2)[0]
+        ((Shard(1),), (3, 6))
     """
 
     def __init__(
@@ -144,6 +164,17 @@ class SequenceParallel(ParallelStyle):
     Args:
         sequence_dim: the dimension that is cut (default 1). A plain input is this rank's part of it.
         use_local_output: give the plain local shard instead of a DTensor.
+
+    Example:
+        >>> def program():
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     with nn.building(platform):
+        ...         model = nn.RMSNorm(4)
+        ...     parallelize_module(model, mesh, SequenceParallel())
+        ...     x = platform.zeros((3, 5, 4), model.weight.dtype)  # this rank's 5 positions of 10
+        ...     return model(x).placements, tuple(model(x).shape)
+        >>> run_ranks(program, 2)[0]
+        ((Shard(1),), (3, 10, 4))
     """
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:

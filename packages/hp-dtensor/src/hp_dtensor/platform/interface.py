@@ -17,4 +17,8 @@ class Platform(TensorInterface, AutogradInterface, ModuleInterface, ProcessInter
 
     The methods are those of the four interfaces. What is abstract must be there; what has a body is a default that
     a framework may do better. `hp_dtensor.testing` checks an implementation (the conformance suite).
+
+    Example:
+        >>> platform.to_numpy(platform.zeros((2,), platform.dtype("float32"))).tolist()
+        [0.0, 0.0]
     """

@@ -25,6 +25,10 @@ def get_platform(name: str | Platform | None = None) -> Platform:
     Raises:
         PlatformError: none is installed, several are and none was chosen, there is none of that name (the message
             gives the nearest one), or its framework is missing or too old.
+
+    Example:
+        >>> get_platform().name in ("torch", "mindspore")
+        True
     """
     if isinstance(name, Platform):
         return name

@@ -20,6 +20,14 @@ class CostModel:
             for the others). A collective over several axes takes the largest.
         bandwidth: bytes per second that a rank sends; as `latency`, several axes have the smallest.
         minimize: `bytes`: fewest bytes, among those the least time; `seconds`: the least time.
+
+    Example:
+        >>> costs = CostModel(bandwidth={"node": 25e9, "gpu": 400e9}, minimize="seconds")
+        >>> with fake_world(16):
+        ...     mesh = DeviceMesh("cuda", (2, 8), mesh_dim_names=("node", "gpu"))
+        ...     plan = plan_redistribute(mesh, [Shard(0)] * 2, [Replicate()] * 2, (1024, 1024), costs=costs)
+        >>> plan.seconds > 0
+        True
     """
 
     latency: float | Mapping[str, float] | AxisValues = 10e-6

@@ -37,6 +37,14 @@ def explicit_redistribution() -> Iterator[None]:
 
     Raises:
         ImplicitRedistributionError: naming operation, module and line, input, placements, and what mends it.
+
+    Example:
+        >>> def program():
+        ...     x = ones(4, device_mesh=init_device_mesh("cpu", (2,)), placements=[Shard(0)])
+        ...     with explicit_redistribution():
+        ...         return platform.ops.mul(x, x).placements  # needs none; one that does would raise
+        >>> run_ranks(program, 2)[0]
+        (Shard(0),)
     """
     _checking.depth += 1
     try:

@@ -48,6 +48,13 @@ def plan_redistribute(
     Raises:
         MeshError: `mesh` is no mesh.
         PlacementError: placements that do not fit mesh or shape, or a redistribution that does not exist.
+
+    Example:
+        >>> with fake_world(8):
+        ...     mesh = DeviceMesh("cuda", (8,))
+        ...     plan = plan_redistribute(mesh, [Shard(0)], [Shard(1)], (1024, 1024), itemsize=2)
+        >>> plan.wire_bytes == 1024 * 1024 * 2 // 8 * 7 // 8  # an all-to-all: each rank keeps an eighth of its part
+        True
     """
     mesh = require_mesh("plan_redistribute", mesh)
     specs = [TensorSpec(mesh, require_placements("plan_redistribute", mesh, p), shape, None) for p in (source, target)]

@@ -11,7 +11,12 @@ from hp_dtensor.exceptions import PlacementError
 
 
 class Placement:
-    """Base of all placements; immutable, hashable, compared by value."""
+    """Base of all placements; immutable, hashable, compared by value.
+
+    Example:
+        >>> [placement.is_shard() for placement in (Shard(0), Replicate(), Partial())]
+        [True, False, False]
+    """
 
     symbol: ClassVar[str]
 
@@ -38,7 +43,12 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Replicate(Placement):
-    """Every rank of the axis holds the same data."""
+    """Every rank of the axis holds the same data.
+
+    Example:
+        >>> Replicate() == Replicate(), Replicate().is_replicate()
+        (True, True)
+    """
 
     symbol: ClassVar[str] = "R"
 
@@ -54,6 +64,13 @@ class Shard(Placement):
     """Dimension `dim` is cut in chunk order: rank i holds rows [i*c, (i+1)*c), c = ceil(size / ranks).
 
     The last ranks may hold fewer rows or none.
+
+    Example:
+        >>> def program():
+        ...     x = ones(5, device_mesh=init_device_mesh("cpu", (3,)), placements=[Shard(0)])
+        ...     return tuple(x.to_local().shape)
+        >>> run_ranks(program, 3)  # chunk order, as torch.chunk
+        [(2,), (2,), (1,)]
     """
 
     dim: int
@@ -86,6 +103,10 @@ class StridedShard(Placement):
     The dimension is cut in chunk order into `split_factor` chunks, each of those into one piece per rank;
     rank i holds the i-th piece of every chunk, in order. With `Shard(dim)` on a later axis of `split_factor`
     ranks, that later axis cuts the dimension first. (torch's `_StridedShard`.)
+
+    Example:
+        >>> StridedShard(0, split_factor=2).is_shard(0)
+        True
     """
 
     dim: int
@@ -117,6 +138,14 @@ class RaggedShard(Placement):
 
     What it cuts is the part that placements on earlier mesh axes left to this rank, so `units` may differ
     between ranks of other axes; they sum to that part's size. (Idea: veScale-FSDP, arXiv 2602.22437.)
+
+    Example:
+        >>> def program():
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     x = ones(4, 2, device_mesh=mesh, placements=[RaggedShard(0, (1, 3))])
+        ...     return tuple(x.to_local().shape)
+        >>> run_ranks(program, 2)
+        [(1, 2), (3, 2)]
     """
 
     dim: int
@@ -153,7 +182,17 @@ class RaggedShard(Placement):
 
 @dataclass(frozen=True, slots=True)
 class Partial(Placement):
-    """Every rank holds a contribution; the value is their reduction by `op`."""
+    """Every rank holds a contribution; the value is their reduction by `op`.
+
+    Example:
+        >>> def program():
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     x = ones(4, device_mesh=mesh, placements=[Shard(0)])
+        ...     total = platform.ops.sum(x)  # each rank's summand; nothing has been sent
+        ...     return total.placements == (Partial(),), float(platform.to_numpy(total.full_tensor()))
+        >>> run_ranks(program, 2)[0]
+        (True, 4.0)
+    """
 
     op: str = "sum"
     symbol: ClassVar[str] = "P"

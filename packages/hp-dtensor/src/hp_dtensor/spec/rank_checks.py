@@ -45,6 +45,19 @@ def check_mode() -> Iterator[None]:
 
     Raises:
         RankMismatchError: from the operation where ranks differ; it names them.
+
+    Example:
+        >>> def program():
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     rows = 3 + current_world(platform).rank  # a mistake: all ranks must mean the same tensor
+        ...     with check_mode():
+        ...         return zeros(rows, device_mesh=mesh, placements=[Shard(0)])
+        >>> try:
+        ...     run_ranks(program, 2)
+        ... except Exception as error:
+        ...     found = str(error)
+        >>> "rank" in found
+        True
     """
     _mode.depth += 1
     try:

@@ -29,6 +29,12 @@ class TensorSpec:
         dtype: the platform's dtype (opaque).
         local_shape: the shape of this rank's shard.
         is_partial: whether it is partial on some mesh axis.
+
+    Example:
+        >>> with fake_world(4):
+        ...     spec = TensorSpec(DeviceMesh("cpu", (4,)), [Shard(0)], (10, 3), None)
+        ...     spec.local_shape
+        (3, 3)
     """
 
     __slots__ = ("__weakref__", "dtype", "is_partial", "local_shape", "mesh", "placements", "shape")

@@ -39,6 +39,16 @@ def batch_redistribute(
         TypeError: a single DTensor.
         MixedOperandsError: others than DTensors, by position.
         PlacementError: placements that do not fit, by position. Nothing has been communicated then.
+
+    Example:
+        >>> def program():
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     tensors = [ones(4, device_mesh=mesh, placements=[Shard(0)]) for _ in range(10)]
+        ...     with record_collectives() as log:
+        ...         whole = batch_redistribute(tensors, [Replicate()])
+        ...     return log.count(), {x.placements for x in whole}
+        >>> run_ranks(program, 2)[0]
+        (1, {(Replicate(),)})
     """
     if isinstance(tensors, DTensor):
         raise TypeError(f"batch_redistribute takes many DTensors, got one, {tensors.spec!r}; use its redistribute()")

@@ -50,6 +50,14 @@ def distribute_tensor(
         GradientPathError: a tensor computed from others, whose gradient a broadcast would cut off.
         RankMismatchError: ranks give tensors of other shapes, dtypes or placements. Checked unless `src_data_rank` is
             None; then in `check_mode` only.
+
+    Example:
+        >>> def program():
+        ...     whole = platform.ops.arange(5, platform.dtype("int64"))
+        ...     x = distribute_tensor(whole, init_device_mesh("cpu", (2,)), [Shard(0)])
+        ...     return platform.to_numpy(x.to_local()).tolist()
+        >>> run_ranks(program, 2)
+        [[0, 1, 2], [3, 4]]
     """
     if isinstance(tensor, DTensorBase):
         return _distributed_already(tensor, device_mesh, placements)
@@ -137,6 +145,13 @@ def from_local(
         ShardShapeError: `local` is not the shard that `placements` give for `shape`; with `run_check`, on every
             rank, naming those whose shards do not fit. Also `stride` without `shape`, or of another order in memory.
         RankMismatchError: with `run_check`: replicas or dtypes differ; names the ranks.
+
+    Example:
+        >>> def program():
+        ...     mine = platform.from_numpy(np.full((2, 3), current_world(platform).rank, "float32"))
+        ...     return tuple(from_local(mine, init_device_mesh("cpu", (2,)), [Shard(0)]).shape)
+        >>> run_ranks(program, 2)[0]
+        (4, 3)
     """
     if isinstance(local, DTensorBase):
         raise MixedOperandsError("from_local takes a plain local tensor, got a DTensor")
@@ -194,6 +209,13 @@ def full_tensor(x: Any, grad_placements: Placements | None = None) -> Tensor:
 
     Raises:
         MeshError: this rank is outside the mesh and would get nothing.
+
+    Example:
+        >>> def program():
+        ...     x = ones(4, device_mesh=init_device_mesh("cpu", (2,)), placements=[Shard(0)])
+        ...     return tuple(full_tensor(x).shape)
+        >>> run_ranks(program, 2)
+        [(4,), (4,)]
     """
     mesh = x.spec.mesh
     if mesh.get_coordinate() is None:
@@ -208,6 +230,14 @@ def replicate_like(x: Tensor, reference: Any) -> Any:
     """Return `x` as a DTensor replicated on the mesh of `reference`, or unchanged where `reference` is plain.
 
     For constants in model code (masks, rotary tables, targets), which must be equal on all ranks.
+
+    Example:
+        >>> def program():
+        ...     x = ones(4, device_mesh=init_device_mesh("cpu", (2,)), placements=[Shard(0)])
+        ...     scale = replicate_like(platform.from_numpy(np.arange(4, dtype="float32")), x)
+        ...     return platform.ops.mul(x, scale).placements
+        >>> run_ranks(program, 2)[0]
+        (Shard(0),)
     """
     if not isinstance(reference, DTensorBase) or isinstance(x, DTensorBase):
         return x

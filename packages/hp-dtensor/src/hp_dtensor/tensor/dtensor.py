@@ -22,6 +22,14 @@ class DTensor(DTensorBase):
     The class is mixed into each platform's tensor subclass, so `isinstance(x, DTensor)` holds on every platform. The
     object is the local shard: autograd, hooks and memory are the framework's own. `shape` is the global shape;
     `spec.local_shape` the shard's.
+
+    Example:
+        >>> def program():
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     x = ones(5, 4, device_mesh=mesh, placements=[Shard(0)])
+        ...     return tuple(x.shape), tuple(x.to_local().shape)
+        >>> run_ranks(program, 2)
+        [((5, 4), (3, 4)), ((5, 4), (2, 4))]
     """
 
     @staticmethod

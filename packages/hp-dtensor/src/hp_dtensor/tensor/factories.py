@@ -37,6 +37,13 @@ def zeros(
 
     Raises:
         PlacementError: placements that do not fit, or partial ones.
+
+    Example:
+        >>> def program():
+        ...     x = zeros(4, device_mesh=init_device_mesh("cpu", (2,)), placements=[Shard(0)])
+        ...     return float(platform.to_numpy(platform.ops.sum(x).full_tensor()))
+        >>> run_ranks(program, 2)[0]
+        0.0
     """
     return _make(shape, device_mesh, placements, dtype, requires_grad, _zeros)
 
@@ -48,7 +55,15 @@ def empty(
     dtype: DType | str | None = None,
     requires_grad: bool = False,
 ) -> Any:
-    """Return an uninitialised DTensor; arguments and errors as `zeros`."""
+    """Return an uninitialised DTensor; arguments and errors as `zeros`.
+
+    Example:
+        >>> def program():
+        ...     x = empty(4, 2, device_mesh=init_device_mesh("cpu", (2,)), placements=[Shard(0)])
+        ...     return tuple(x.shape), tuple(x.to_local().shape)
+        >>> run_ranks(program, 2)[0]
+        ((4, 2), (2, 2))
+    """
     return _make(shape, device_mesh, placements, dtype, requires_grad, _empty)
 
 
@@ -61,7 +76,15 @@ def full(
     dtype: DType | str | None = None,
     requires_grad: bool = False,
 ) -> Any:
-    """Return a DTensor of one value; arguments and errors as `zeros`."""
+    """Return a DTensor of one value; arguments and errors as `zeros`.
+
+    Example:
+        >>> def program():
+        ...     x = full((4,), 0.5, device_mesh=init_device_mesh("cpu", (2,)), placements=[Shard(0)])
+        ...     return platform.to_numpy(x.to_local()).tolist()
+        >>> run_ranks(program, 2)[0]
+        [0.5, 0.5]
+    """
 
     def fill(platform: Platform, spec: TensorSpec) -> Tensor:
         return platform.ops.full(spec.local_shape, fill_value, spec.dtype)
@@ -76,7 +99,15 @@ def ones(
     dtype: DType | str | None = None,
     requires_grad: bool = False,
 ) -> Any:
-    """Return a DTensor of ones; arguments and errors as `zeros`."""
+    """Return a DTensor of ones; arguments and errors as `zeros`.
+
+    Example:
+        >>> def program():
+        ...     x = ones(4, device_mesh=init_device_mesh("cpu", (2,)), placements=[Shard(0)])
+        ...     return float(platform.to_numpy(platform.ops.sum(x).full_tensor()))
+        >>> run_ranks(program, 2)[0]
+        4.0
+    """
     return _make(shape, device_mesh, placements, dtype, requires_grad, _ones)
 
 
@@ -91,6 +122,14 @@ def rand(
 
     Every rank draws them all and keeps its part, so the generators of all ranks must be in the same state
     (`manual_seed`), and stay so. Arguments and errors as `zeros`.
+
+    Example:
+        >>> def program(placement):
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     manual_seed(0, mesh)
+        ...     return platform.to_numpy(rand(4, device_mesh=mesh, placements=[placement]).full_tensor()).tolist()
+        >>> run_ranks(program, 2, platform, Shard(0)) == run_ranks(program, 2, platform, Replicate())
+        True
     """
     return _make(shape, device_mesh, placements, dtype, requires_grad, lambda p, spec: _drawn(p, spec, "uniform"))
 
@@ -102,12 +141,30 @@ def randn(
     dtype: DType | str | None = None,
     requires_grad: bool = False,
 ) -> Any:
-    """Return a DTensor of standard normal numbers; see `rand`."""
+    """Return a DTensor of standard normal numbers; see `rand`.
+
+    Example:
+        >>> def program(placement):
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     manual_seed(0, mesh)
+        ...     return platform.to_numpy(randn(4, device_mesh=mesh, placements=[placement]).full_tensor()).tolist()
+        >>> run_ranks(program, 2, platform, Shard(0)) == run_ranks(program, 2, platform, Replicate())
+        True
+    """
     return _make(shape, device_mesh, placements, dtype, requires_grad, lambda p, spec: _drawn(p, spec, "normal"))
 
 
 def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
-    """Bring the generator of every rank of the mesh's platform to the same state; call it on all of them."""
+    """Bring the generator of every rank of the mesh's platform to the same state; call it on all of them.
+
+    Example:
+        >>> def program(placement):
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     manual_seed(0, mesh)
+        ...     return platform.to_numpy(rand(4, device_mesh=mesh, placements=[placement]).full_tensor()).tolist()
+        >>> run_ranks(program, 2, platform, Shard(0)) == run_ranks(program, 2, platform, Replicate())
+        True
+    """
     device_mesh.platform.manual_seed(seed)
 
 

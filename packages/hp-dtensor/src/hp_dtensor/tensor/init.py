@@ -86,6 +86,12 @@ def init_parameters(module: Any, initializer: Initializer, seed: int, platform: 
 
     Raises:
         MetaTensorError: parameters without data, all of them listed.
+
+    Example:
+        >>> from hp_dtensor.tensor.init import Constant, Normal
+        >>> with nn.building(platform):
+        ...     model = nn.Linear(4, 4)
+        >>> init_parameters(model, lambda name, shape: Normal(0.02) if len(shape) > 1 else Constant(0.0), seed=0)
     """
     chosen = platform_of(module, platform)
     without_data = [name for name, parameter in chosen.named_parameters(module) if chosen.is_meta(parameter)]

@@ -66,6 +66,15 @@ def local_map(
             the same axes are uneven there; a replicated argument whose gradient does not follow, because some outputs
             are replicated and others not, because replicated outputs come of arguments that are not, or because the
             outputs' mesh has no such axis.
+
+    Example:
+        >>> def program():
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     double = local_map(lambda x: platform.ops.mul(x, 2.0), [Shard(0)])
+        ...     y = double(ones(4, device_mesh=mesh, placements=[Shard(0)]))
+        ...     return tuple(y.shape), y.placements
+        >>> run_ranks(program, 2)[0]
+        ((4,), (Shard(0),))
     """
     if func is None:
         return functools.partial(
@@ -124,6 +133,15 @@ def custom_shard(
     """Return `local_map` of `func`, under its older name and argument order.
 
     Inputs are redistributed by default, and `in_placements` of anything but a DTensor must be None.
+
+    Example:
+        >>> def program():
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     rows = [[Shard(0)]]
+        ...     double = custom_shard(lambda x: platform.ops.mul(x, 2.0), mesh, rows, rows)
+        ...     return double(ones(4, device_mesh=mesh, placements=[Replicate()])).placements
+        >>> run_ranks(program, 2)[0]
+        (Shard(0),)
     """
     return _mapped(func, (out_placements, in_placements, None), device_mesh, redistribute_inputs, plain_inputs=False)
 

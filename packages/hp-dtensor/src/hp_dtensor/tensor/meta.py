@@ -30,13 +30,34 @@ def init_on_device(device: Any, platform: Platform | str | None = None) -> Itera
 
     Raises:
         CapabilityError: the platform cannot, such as MindSpore for `"meta"`.
+
+    Example:
+        >>> from hp_dtensor.exceptions import CapabilityError
+        >>> try:
+        ...     with init_on_device("meta", platform), nn.building(platform):
+        ...         has_data = not platform.is_meta(nn.Linear(1000, 1000).weight)
+        ... except CapabilityError:
+        ...     has_data = False
+        >>> has_data
+        False
     """
     with get_platform(platform).default_device(device):
         yield
 
 
 def init_empty_weights(platform: Platform | str | None = None) -> contextlib.AbstractContextManager[None]:
-    """Make tensors and modules inside the block without data, for a model that is too large for one rank."""
+    """Make tensors and modules inside the block without data, for a model that is too large for one rank.
+
+    Example:
+        >>> from hp_dtensor.exceptions import CapabilityError
+        >>> try:
+        ...     with init_empty_weights(platform), nn.building(platform):
+        ...         has_data = not platform.is_meta(nn.Linear(1000, 1000).weight)
+        ... except CapabilityError:  # MindSpore before it has such a device
+        ...     has_data = False
+        >>> has_data
+        False
+    """
     return init_on_device("meta", platform)
 
 
@@ -55,6 +76,17 @@ def materialize(
 
     Raises:
         MetaTensorError: buffers without data and no `buffers`; nothing has been changed then.
+
+    Example:
+        >>> from hp_dtensor.exceptions import CapabilityError
+        >>> try:
+        ...     with init_empty_weights(platform), nn.building(platform):
+        ...         model = nn.Linear(4, 4)
+        ...     lacks_data = platform.is_meta(materialize(model, platform=platform).weight)
+        ... except CapabilityError:
+        ...     lacks_data = False
+        >>> lacks_data
+        False
     """
     chosen = platform_of(module, platform)
     missing = [name for name, buffer in chosen.named_buffers(module) if chosen.is_meta(buffer)]

@@ -31,6 +31,15 @@ class AllToAllDispatcher(TokenDispatcher):
     Args:
         group: the ranks that share the experts; where experts run out, the last ranks own none.
         num_experts: number of experts of all ranks together.
+
+    Example:
+        >>> def program():
+        ...     dispatcher = AllToAllDispatcher(init_device_mesh("cpu", (2,)).get_group(), num_experts=2)
+        ...     experts = platform.from_numpy(np.array([[0], [1], [1]]))
+        ...     x = platform.ops.ones((3, 4), platform.dtype("float32"))
+        ...     return dispatcher.dispatch(x, Routing(experts, platform.from_numpy(np.array([1, 2])))).sizes.host
+        >>> run_ranks(program, 2)  # rank 0 has expert 0, rank 1 expert 1
+        [(2,), (4,)]
     """
 
     def __init__(self, group: ProcessGroup, num_experts: int) -> None:

@@ -41,6 +41,14 @@ class Dispatched:
         permutation: `rows` -> inputs of this rank's experts in expert-major order; None: they are the same rows in
             the same order.
         route: the way from and to the other ranks; None: no row left its rank.
+
+    Example:
+        >>> x = platform.ops.ones((3, 4), platform.dtype("float32"))
+        >>> experts = platform.from_numpy(np.array([[0, 1], [1, 2], [0, 2]]))
+        >>> routing = Routing(experts, platform.from_numpy(np.array([2, 2, 2])))
+        >>> sent = LocalDispatcher(platform).dispatch(x, routing)
+        >>> sent.sizes.host  # inputs of each expert
+        (2, 2, 2)
     """
 
     rows: Tensor
@@ -55,6 +63,10 @@ class TokenDispatcher(ABC):
 
     Both methods are differentiable. Every rank of a group calls them in the same order, also a rank that has no
     tokens or whose experts get none.
+
+    Example:
+        >>> issubclass(AllToAllDispatcher, TokenDispatcher)
+        True
     """
 
     @abstractmethod

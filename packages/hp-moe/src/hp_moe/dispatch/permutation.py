@@ -28,6 +28,12 @@ class TokenPermutation:
 
     Attributes:
         keys: as given.
+
+    Example:
+        >>> keys = platform.from_numpy(np.array([[2, 0], [1, 2]]))  # two rows, a copy for each of two keys
+        >>> permutation = TokenPermutation(platform, keys, num_copies=4)
+        >>> platform.to_numpy(permutation.rows).tolist()  # in key order
+        [0, 1, 0, 1]
     """
 
     def __init__(self, platform: Platform, keys: Tensor, num_copies: int) -> None:

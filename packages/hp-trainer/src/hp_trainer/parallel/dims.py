@@ -45,6 +45,11 @@ class ParallelDims:
 
     Raises:
         ParallelDimsError: listing every problem with the nearest legal values.
+
+    Example:
+        >>> dims = ParallelDims(dp_shard=-1, tp=2, world_size=8)
+        >>> dims.dp_shard
+        4
     """
 
     dp_replicate: int = 1

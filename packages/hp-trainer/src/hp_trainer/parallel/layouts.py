@@ -20,7 +20,14 @@ _COLUMNS = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "expert_m
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees that fit the number of ranks, and what else speaks against them (nothing: legal)."""
+    """Degrees that fit the number of ranks, and what else speaks against them (nothing: legal).
+
+    Example:
+        >>> from hp_trainer import list_layouts
+        >>> layout = next(iter(list_layouts(2)))
+        >>> layout.dims.world_size
+        2
+    """
 
     dims: ParallelDims
     problems: tuple[Problem, ...]
@@ -51,6 +58,11 @@ def list_layouts(
         expert_meshes: which ways to place experts are listed; with `ep` 1 they are the same layout,
             listed once.
         checks: more that may speak against a layout.
+
+    Example:
+        >>> usable = [layout for layout in list_layouts(4, has_experts=False) if not layout.problems]
+        >>> len(usable) > 1
+        True
     """
     has_experts = _has_experts(model) if has_experts is None else has_experts
     for dims in _candidates(world_size, expert_meshes, has_experts=has_experts):

@@ -20,6 +20,11 @@ class ActionSeconds:
         input_grad: of `I`.
         weight_grad: of `W`; `B` takes the sum of both.
         transfer: between the end of an action and the beginning of what needs its result on another rank.
+
+    Example:
+        >>> from hp_trainer.pipeline import Kind
+        >>> ActionSeconds(input_grad=2.0).of(Kind.BACKWARD)
+        3.0
     """
 
     forward: float = 1.0
@@ -43,6 +48,11 @@ class Timeline:
 
     Attributes:
         spans: begin and end of each action.
+
+    Example:
+        >>> timeline = simulate(build_schedule("gpipe", num_ranks=2, num_microbatches=4))
+        >>> timeline.end, timeline.idle, timeline.peak_activations
+        (15.0, (3.0, 3.0), (4, 4))
     """
 
     schedule: Schedule
