@@ -170,6 +170,19 @@ def test_an_address_without_host_or_port_is_refused(address):
         TorchPlatform().connect(1, 2, address)
 
 
+def test_gradients_that_are_known_to_be_zero_are_sent_as_zeros(two_ranks):
+    assert two_ranks.run(on_rank.zero_gradients) == [[[[0.0] * 3] * 4] * 3] * 2
+
+
+def test_torchs_own_debug_mode_sees_our_collectives(two_ranks):
+    x, w = torch.arange(12.0).reshape(4, 3), torch.ones(3, 2, requires_grad=True)
+    torch.tanh(x @ w).sum().backward()
+    expected = {"c10d._allgather_base_": 1, "c10d._reduce_scatter_base_": 1, "c10d.allreduce_": 1}
+    for counts, grad in two_ranks.run(on_rank.communications_seen_by_torch, 1):
+        assert counts == expected
+        torch.testing.assert_close(torch.tensor(grad), w.grad)
+
+
 def test_nobody_at_the_meeting_point():
     with pytest.raises(PlatformError, match=r"rank 1 of 2 could not reach the meeting point 127\.0\.0\.1:9"):
         TorchPlatform().connect(1, 2, "127.0.0.1:9", timeout_seconds=1)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 from two_simulated_ranks import WHOLE, on_ranks
 
 from hp_dtensor import (
@@ -90,13 +91,34 @@ def test_a_partial_number_is_that_of_the_whole_under_a_dispatch_mode():
     assert all(torch.equal(found, torch.full((2,), 105.0)) for found in on_ranks(rank))
 
 
-def test_a_dispatch_mode_around_a_backward_is_refused():
+def test_a_dispatch_mode_around_a_backward_alone_is_refused():
     def backward(x):
+        y = (x.requires_grad_() * x).sum()
         with Nothing():
-            (x.requires_grad_() * x).sum().backward()
+            y.backward()
 
-    refused(backward, ShardingRuleError, r"'aten\.mul\.Tensor' has no sharding rule.*leave the backward out of")
+    refused(backward, ShardingRuleError, r"'aten\.mul\.Tensor' has no sharding rule.*before the forward")
     refused(torch.ops.aten.relu.default, ShardingRuleError, r"'aten\.relu\.default' has no sharding rule.*torch\.ops")
+
+
+def test_flops_of_forward_and_backward_are_those_of_this_rank():
+    def flops(a, b):
+        with FlopCounterMode(display=False) as counter:
+            torch.tanh(a @ b).sum().backward()
+        return counter.get_total_flops(), b.grad
+
+    whole = torch.arange(12.0).reshape(4, 3).requires_grad_(), torch.ones(3, 2, requires_grad=True)
+    expected, grad = flops(*whole)
+
+    def rank(mesh, x):
+        a = distribute_tensor(whole[0].detach(), mesh, [Shard(0)]).requires_grad_()
+        b = distribute_tensor(whole[1].detach(), mesh, [Replicate()]).requires_grad_()
+        counted, local = flops(a, b)
+        return counted, local.full_tensor()
+
+    for counted, found in on_ranks(rank):
+        assert counted == expected // 2
+        torch.testing.assert_close(found, grad)
 
 
 @torch.library.custom_op("hp_tests::summed", mutates_args=())

@@ -7,6 +7,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import CommDebugMode as TorchCommDebugMode
 
 from hp_dtensor import DeviceMesh, DTensor, Partial, Replicate, Shard, distribute_tensor
 from hp_dtensor.comm.world import current_world
@@ -270,3 +271,33 @@ def complex_numbers(dtype_name):
         distribute_tensor(whole if group.rank == 0 else whole * 0, mesh, [Replicate()]).to_local(),
     ]
     return [x.tolist() for x in results], refused
+
+
+def _line():
+    return DeviceMesh("cpu", (current_world(PLATFORM).size,))
+
+
+def zero_gradients():
+    """The gradients of `sgn`, which torch gives as tensors without storage, sent by an all-gather and a reduction."""
+    mesh = _line()
+    found = []
+    for source, target in ((Shard(0), Replicate()), (Replicate(), Shard(0)), (Shard(0), Shard(1))):
+        w = distribute_tensor(torch.ones(4, 3), mesh, [source]).requires_grad_()
+        torch.sgn(w.redistribute(placements=[target])).sum().backward()
+        found.append(w.grad.full_tensor().tolist())
+    return found
+
+
+def communications_seen_by_torch(slow_rank):
+    """What torch's `CommDebugMode` counts in a few redistributions and their backward, and the gradient."""
+    mesh = _line()
+    x = distribute_tensor(torch.arange(12.0).reshape(4, 3), mesh, [Shard(0)]).requires_grad_()
+    w = distribute_tensor(torch.ones(3, 2), mesh, [Replicate()]).requires_grad_()
+    with TorchCommDebugMode() as mode:
+        if PLATFORM.world.rank == slow_rank:
+            time.sleep(0.5)  # the others wait for a while
+        gathered = x.redistribute(placements=[Replicate()])
+        torch.tanh(x @ w).sum().backward()  # one reduction, of the gradient of `w`
+        DTensor.from_local(torch.ones(4), mesh, [Partial()]).redistribute(placements=[Shard(0)])
+    assert gathered.to_local().tolist() == torch.arange(12.0).reshape(4, 3).tolist()
+    return {str(name): count for name, count in mode.get_comm_counts().items()}, w.grad.full_tensor().tolist()

@@ -201,7 +201,11 @@ class TorchPlatform(Platform):
             target.copy_(source if target.shape == source.shape else source.reshape(target.shape))
 
     def contiguous(self, x: Tensor) -> Tensor:
-        return x.contiguous().resolve_conj().resolve_neg()  # else backends would send what is not conjugated yet
+        # Backends send storage as it lies: not conjugated or negated yet, or, of the ZeroTensors that torch gives for
+        # gradients known to be zero (of `sgn`), no storage at all.
+        if x._is_zerotensor():
+            return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+        return x.contiguous().resolve_conj().resolve_neg()
 
     def detach(self, x: Tensor) -> Tensor:
         return x.detach()

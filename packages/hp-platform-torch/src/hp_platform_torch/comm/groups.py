@@ -26,6 +26,10 @@ Tensor = torch.Tensor
 FACTS = "facts"
 """The connection for host-side facts, beside one for each kind of device."""
 
+_num_dispatch_modes = torch._C._len_torch_dispatch_stack  # of this thread
+_SUMMED_NATIVELY = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
+"""Dtypes whose reduce-scatter is gloo's own under a dispatch mode, which could not tell what a composed one is."""
+
 REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
     "avg": dist.ReduceOp.SUM,  # the sum is divided afterwards: no backend averages every dtype
@@ -55,12 +59,14 @@ class TorchGroup(ProcessGroup):
         self.backend = BACKEND_NAMES[platform.device_types[0]]
         self._connect = connect
         self._connections: dict[str, Any] = {}
+        self._seen_by_modes: dict[str, dist.ProcessGroup] = {}
         self._exchanges: list[Exchange] = []
 
     def close(self) -> None:
         """Release the backends, which ends their threads: one that still works while Python shuts down aborts it."""
         super().close()
         self._exchanges.clear()
+        self._seen_by_modes.clear()
         self._connections.clear()
 
     def connection(self, device_type: str) -> Any:
@@ -72,6 +78,20 @@ class TorchGroup(ProcessGroup):
             found = self._connections[device_type] = self._connect(device_type)
         return found
 
+    def _channel(self, device_type: str) -> Any:
+        """Return what carries tensors: the backend, or under a dispatch mode a process group around it.
+
+        The mode (torch's `CommDebugMode`, say) sees the calls of a process group, which go through torch's dispatcher.
+        """
+        if not _num_dispatch_modes():
+            return self.connection(device_type)
+        found = self._seen_by_modes.get(device_type)
+        if found is None:
+            found = self._seen_by_modes[device_type] = around(
+                self.connection(device_type), device_type, self.rank, self.size
+            )
+        return found
+
     def _all_reduce(self, x: Tensor, op: str, async_op: bool) -> Work:
         if x.numel() == 0:
             return DONE
@@ -79,7 +99,7 @@ class TorchGroup(ProcessGroup):
         buffer = x.to(torch.int32) if x.dtype in CAPABILITIES[x.device.type].as_int32 else x
         summed = torch.view_as_real(x) if x.is_complex() else buffer
         options = _options(distributed_c10d.AllreduceOptions, async_op, reduceOp=REDUCE_OPS[op])
-        work: Work = self.connection(x.device.type).allreduce([summed], options)
+        work: Work = self._channel(x.device.type).allreduce([summed], options)
         if buffer is not x:
             work = Then(work, lambda: x.copy_(buffer))
         if op == "avg":
@@ -91,21 +111,21 @@ class TorchGroup(ProcessGroup):
             return DONE
         into, sent = movable(output).view(-1), movable(x).view(-1)
         options = _options(distributed_c10d.AllgatherOptions, async_op)
-        return settle(self.connection(x.device.type)._allgather_base(into, sent, options), async_op)
+        return settle(self._channel(x.device.type)._allgather_base(into, sent, options), async_op)
 
     def _reduce_scatter_into(self, output: Tensor, x: Tensor, op: str, async_op: bool) -> Work:
         if x.numel() == 0:
             return DONE
         check_reduction(x, op)
         can = CAPABILITIES[x.device.type]
-        if not can.reduce_scatter:
+        if not can.reduce_scatter and not (_num_dispatch_modes() and x.dtype in _SUMMED_NATIVELY):
             return settle(self._exchange_and_reduce(output.view(-1), x.view(self.size, -1), op), async_op)
         as_int32 = x.dtype in can.as_int32
         into, sent = (output.to(torch.int32), x.to(torch.int32)) if as_int32 else (output, x)
         if x.is_complex():
             into, sent = torch.view_as_real(into), torch.view_as_real(sent)
         options = _options(distributed_c10d.ReduceScatterOptions, async_op, reduceOp=REDUCE_OPS[op])
-        work = self.connection(x.device.type)._reduce_scatter_base(into.view(-1), sent.view(-1), options)
+        work = self._channel(x.device.type)._reduce_scatter_base(into.view(-1), sent.view(-1), options)
         if as_int32:
             work = Then(work, lambda: output.copy_(into))
         if op == "avg":
@@ -116,7 +136,7 @@ class TorchGroup(ProcessGroup):
         """Send each rank its row of `rows` `[ranks, elements]`; reduce what arrives, in rank order, into `output`."""
         others = [j for j in range(self.size) if j != self.rank]
         arriving = [output, *output.new_empty(self.size - 2, output.numel())]
-        connection = self.connection(rows.device.type)
+        connection = self._channel(rows.device.type)
         works = [connection.recv([movable(row)], j, 0) for j, row in zip(others, arriving, strict=True)]
         works += [connection.send([movable(rows[j])], j, 0) for j in others]
 
@@ -138,7 +158,7 @@ class TorchGroup(ProcessGroup):
         async_op: bool,
     ) -> Work:
         options = _options(distributed_c10d.AllToAllOptions, async_op)
-        work = self.connection(x.device.type).alltoall_base(
+        work = self._channel(x.device.type).alltoall_base(
             movable(output), movable(x), list(output_rows), list(input_rows), options
         )
         return settle(work, async_op)
@@ -152,9 +172,9 @@ class TorchGroup(ProcessGroup):
         arriving = [self._for_others(j, x, nothing) for j, x in enumerate(receives)]
         if nothing.device.type != "cpu":
             options = _options(distributed_c10d.AllToAllOptions, False)
-            settle(self.connection(nothing.device.type).alltoall(arriving, leaving, options), False)
+            settle(self._channel(nothing.device.type).alltoall(arriving, leaving, options), False)
             return
-        gloo = self.connection("cpu")  # its all-to-all takes one tensor only
+        gloo = self._channel("cpu")  # its all-to-all takes one tensor only
         works = [gloo.send([x], j, 0) for j, x in enumerate(leaving) if x.numel()]
         works += [gloo.recv([x], j, 0) for j, x in enumerate(arriving) if x.numel()]
         for work in works:
@@ -167,7 +187,7 @@ class TorchGroup(ProcessGroup):
         if x.numel() == 0:
             return DONE
         options = _options(distributed_c10d.BroadcastOptions, async_op, rootRank=source, rootTensor=0)
-        return settle(self.connection(x.device.type).broadcast([movable(x)], options), async_op)
+        return settle(self._channel(x.device.type).broadcast([movable(x)], options), async_op)
 
     def _all_gather_bytes(self, data: bytes) -> list[bytes]:
         lengths = torch.empty(self.size, dtype=torch.int64)
@@ -193,6 +213,15 @@ class TorchGroup(ProcessGroup):
         return self.connection(FACTS)._allgather_base(
             output.view(-1), x, _options(distributed_c10d.AllgatherOptions, True)
         )
+
+
+def around(backend: dist.Backend, device_type: str, rank: int, size: int) -> dist.ProcessGroup:
+    """Return a process group around the backend of a kind of device; it communicates by no connection of its own."""
+    group = dist.ProcessGroup(dist.HashStore(), rank, size)
+    kind = dist.Backend.backend_type_map[BACKEND_NAMES[device_type]]
+    group._set_default_backend(kind)
+    group._register_backend(torch.device(device_type), kind, backend)
+    return group
 
 
 def _options(kind: type[Any], async_op: bool, **fields: Any) -> Any:

@@ -47,6 +47,7 @@ _hooks_of_autograd = _plain._post_accumulate_grad_hooks
 _local_data = _plain.data.__get__
 _set_local_data = _plain.data.__set__
 _local_dtype = _plain.dtype.__get__
+_num_dispatch_modes = torch._C._len_torch_dispatch_stack  # of this thread
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
@@ -74,8 +75,11 @@ class TorchDTensor(HostValues, DTensor, torch.Tensor):
         if kwargs and kwargs.get("inplace"):
             operation = operations_in_place[operation]
         call = operation.call
-        if operation.saves and _saved_tensor_hooks(True) is not None:
-            call = operation.call_with_plain
+        if operation.saves:
+            if _saved_tensor_hooks(True) is not None:
+                call = operation.call_with_plain
+            elif _num_dispatch_modes():
+                call = operation.call_with_local
         try:
             if len(args) == 2:  # written out: the most frequent
                 x, y = args

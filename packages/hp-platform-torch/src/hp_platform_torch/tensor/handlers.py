@@ -68,7 +68,7 @@ def _below_autograd(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
         return dispatch.dispatch(platform, str(func), func, args, kwargs)
     raise ShardingRuleError(
         f"{no_rule(str(func), args, kwargs)} It comes from torch.ops, or from a dispatch mode (FlopCounterMode) "
-        "around a backward, which would take global shapes for those of shards: leave the backward out of the mode."
+        "around a backward alone, which would take global shapes for local ones: enter the mode before the forward."
     )
 
 

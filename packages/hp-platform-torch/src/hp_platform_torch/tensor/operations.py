@@ -144,6 +144,18 @@ class Operation(operations_by_name.Operation):
             return self.call(**kwargs)
         return self.call(args[0], *_plain_where_constant(args[1:]), **_plain_where_constant(kwargs))
 
+    def call_with_local(self, *args: Any, **kwargs: Any) -> Any:
+        """Run `call` on local tensors alone, under a dispatch mode (`FlopCounterMode`, torch's `CommDebugMode`).
+
+        Autograd saves an argument as the object it is. In backward the mode would get a saved DTensor, ask it for its
+        shape outside of any operation, and be told the global one.
+        """
+        if not self.in_place:
+            return self.call(*_local(args), **_local(kwargs))
+        if not args:
+            return self.call(**kwargs)
+        return self.call(args[0], *_local(args[1:]), **_local(kwargs))
+
     def run_first(
         self,
         call: Callable[..., Any],
@@ -232,6 +244,11 @@ def _views_only(moves: Sequence[Move]) -> tuple[tuple[int, tuple[int, ...]], ...
 def _plain_where_constant(value: Any) -> Any:
     """Unwrap the DTensors in `value` that require no gradient; call it inside `LocalOperations`."""
     return map_tensors(value, DTensor, lambda x: x if x.requires_grad else x.as_subclass(Tensor))
+
+
+def _local(value: Any) -> Any:
+    """Unwrap all DTensors in `value`; call it inside `LocalOperations`."""
+    return map_tensors(value, DTensor, lambda x: x.as_subclass(Tensor))
 
 
 def _holds_no_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
