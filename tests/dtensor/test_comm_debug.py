@@ -6,6 +6,7 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from hp_dtensor import (
     record_collectives,
 )
 from hp_dtensor.comm.world import CollectiveLog, current_world
+from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.parallel.recompute import checkpoint
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.testing import run_ranks
@@ -289,6 +291,37 @@ def test_what_stays_behind(hp_platform: Platform) -> None:
     assert comm.get_total_counts() == 1, "a block begins anew"
 
 
-def test_a_module_needs_its_platform() -> None:
-    with pytest.raises(ValueError, match=r"CommDebugMode\(model, platform\)"):
-        CommDebugMode(object())
+def _all_gather(*args: Any) -> None:
+    """Stands for a framework's function: torch.ops.c10d_functional.all_gather_into_tensor has its name."""
+
+
+_all_gather.__name__ = "all_gather_into_tensor"
+
+
+def test_counts_are_found_by_name_and_by_function(hp_platform: Platform, tmp_path: Path) -> None:
+    def program() -> None:
+        model, x = _made(hp_platform)
+        comm = CommDebugMode(model, hp_platform)
+        with comm:
+            output = model(x)
+        counts = comm.get_comm_counts()
+        assert counts[_all_gather] == counts["all_gather"] > 0
+        assert _all_gather in counts
+        assert counts.get(_all_gather) == comm.comm_counts["all_gather"]
+        assert counts["broadcast"] == counts[print] == 0
+        renamed = {(_all_gather if name == "all_gather" else name): count for name, count in counts.items()}
+        assert counts == renamed
+        assert sum(counts.values()) == comm.get_total_counts()
+        assert comm.get_sharding_info()["first.up.weight"] == (Shard(0),)
+        table = comm.generate_comm_debug_tracing_table()
+        assert table.startswith(comm.table())
+        assert "first.up.weight  [Shard(0)]" in table
+        with pytest.raises(CapabilityError, match="noise_level=3 tells operations"):
+            comm.generate_comm_debug_tracing_table(noise_level=3)
+        if output.device_mesh.get_local_rank() == 0:
+            comm.generate_json_dump(str(tmp_path / "counts.json"))
+            comm.log_comm_debug_tracing_table_to_file(str(tmp_path / "table.txt"), noise_level=0)
+            assert json.loads((tmp_path / "counts.json").read_text()) == comm.to_dict()
+            assert (tmp_path / "table.txt").read_text() == comm.table() + "\n"
+
+    run_ranks(program, 2, hp_platform)

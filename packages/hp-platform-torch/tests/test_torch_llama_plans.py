@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from hp_dtensor import (
     ColwiseParallel,
+    CommDebugMode,
     DTensor,
     PrepareModuleInput,
     Replicate,
@@ -152,3 +153,21 @@ def test_plans_give_the_losses_and_gradients_of_one_device(plans):
         assert got_losses == pytest.approx(losses, rel=1e-5)
         for name, grad in grads.items():
             torch.testing.assert_close(got_grads[name], grad, **CLOSE, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_collectives_are_counted_by_torchs_functions():
+    def run():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        layer = parallelize_module(FeedForward(), mesh, {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel()})
+        parallelize_module(layer, mesh, {"down_proj": RowwiseParallel()})
+        comm_mode = CommDebugMode()
+        with comm_mode:
+            layer(torch.ones(2, WIDTH))
+        counts = comm_mode.get_comm_counts()
+        functional = torch.ops._c10d_functional
+        assert counts[functional.all_reduce] == counts[functional.all_reduce.default] == 1
+        assert counts[functional.all_gather_into_tensor] == 0
+        assert counts[torch.distributed.all_reduce] == 1
+        assert comm_mode.get_total_counts() == 1
+
+    run_ranks(run, 2, "torch")

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+from hp_dtensor.debug.comm_counts import CommCounts
+from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.modules import Removable
 from hp_dtensor.platform.recording import CollectiveLog, CollectiveRecord, enter, leave, recorded
+from hp_dtensor.platform.selection import platform_of
+from hp_dtensor.spec.placements import Placement
+from hp_dtensor.tensor.dtensor import DTensor
 
 Module = Any
 
 
 class CommDebugMode:
-    """Tells the collectives of this rank inside a `with` block by module, and which of them are forward or backward.
+    """Record of the collectives of this rank inside a `with` block, by module, forward and backward.
+
+    Follows torch's `torch.distributed.tensor.debug.CommDebugMode`, but follows the modules of one model, which it is
+    given, and records no other operations.
 
     A collective belongs to the innermost module whose forward started it, or for whose forward a backward did, in the
     block too. Gathers and reductions of `hp_fsdp` belong to the module whose parameters they are of, whenever they are
@@ -27,10 +37,13 @@ class CommDebugMode:
 
     Args:
         module: whose sub-modules collectives are told by; None: no modules are told.
-        platform: of the module.
+        platform: of the module; default: the one it was built for, else the selected one.
 
     Attributes:
         log: every collective with its bytes, in order.
+
+    Raises:
+        PlatformError: several platforms are installed and none was chosen.
 
     Example:
         >>> def program():
@@ -42,10 +55,9 @@ class CommDebugMode:
         [1, 1]
     """
 
-    def __init__(self, module: Module | None = None, platform: Platform | None = None) -> None:
-        if module is not None and platform is None:
-            raise ValueError("CommDebugMode: a module needs its platform: CommDebugMode(model, platform)")
-        self.module, self.platform = module, platform
+    def __init__(self, module: Module | None = None, platform: Platform | str | None = None) -> None:
+        self.module = module
+        self.platform = None if module is None else platform_of(module, platform)
         self.log = CollectiveLog(is_open=False)
         self._stack = contextlib.ExitStack()
 
@@ -64,26 +76,32 @@ class CommDebugMode:
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
-    def get_comm_counts(self) -> dict[str, int]:
-        """Collectives by name."""
-        return dict(Counter(record.name for record in self.log.records))
+    @property
+    def comm_counts(self) -> CommCounts:
+        """The numbers of collectives, as `get_comm_counts` gives them."""
+        return self.get_comm_counts()
+
+    def get_comm_counts(self) -> CommCounts:
+        """Return the numbers of collectives, by name or by the framework's function: 0 for those that were not used."""
+        return CommCounts(Counter(record.name for record in self.log.records))
 
     def get_total_counts(self) -> int:
+        """Return the number of all collectives."""
         return self.log.count()
 
     def get_comm_bytes(self) -> dict[str, float]:
-        """Bytes that this rank sent, by name of collective."""
+        """Return the bytes that this rank sent, by name of collective."""
         return {name: self.log.wire_bytes(name) for name in self.get_comm_counts()}
 
     def by_module(self) -> dict[str, list[CollectiveRecord]]:
-        """Collectives by the name of their module, in the order of their first ones; a record says its direction."""
+        """Return records by the name of their module, modules in the order of their first collectives."""
         result: dict[str, list[CollectiveRecord]] = {}
         for record in self.log.records:
             result.setdefault(record.module, []).append(record)
         return result
 
     def to_dict(self) -> dict[str, dict[str, dict[str, dict[str, float]]]]:
-        """Name of module -> of collective -> "forward" or "backward" -> "count" and "bytes"; fit for JSON."""
+        """Return module -> collective -> "forward" or "backward" -> "count" and "bytes"; fit for JSON."""
         return {
             module: {
                 collective: {
@@ -96,7 +114,7 @@ class CommDebugMode:
         }
 
     def table(self) -> str:
-        """A line per module and collective: count and bytes of forward, count and bytes of backward; a line of sums."""
+        """Return a line per module and collective (count and bytes of forward and of backward), and a line of sums."""
         rows = [
             (module or "(no module)", collective, *(x for name, _ in _DIRECTIONS for x in both[name].values()))
             for module, collectives in self.to_dict().items()
@@ -106,6 +124,47 @@ class CommDebugMode:
         return _table([*rows, ("total", "", *(x for each in sums for x in each))])
 
     __str__ = table
+
+    def get_parameter_info(self) -> dict[str, dict[str, Any]]:
+        """Return the parameters of each module of the model by name, modules that hold some only."""
+        assert self.platform is not None or self.module is None
+        found = {}
+        for path, module in self._named_modules():
+            own = dict(self.platform.named_parameters(module, recurse=False)) if self.platform else {}
+            if own:
+                found[path] = own
+        return found
+
+    def get_sharding_info(self) -> dict[str, tuple[Placement, ...]]:
+        """Return the placements of every DTensor parameter of the model, by `<module>.<name>`."""
+        return {
+            f"{path}.{name}": parameter.placements
+            for path, own in self.get_parameter_info().items()
+            for name, parameter in own.items()
+            if isinstance(parameter, DTensor)
+        }
+
+    def generate_comm_debug_tracing_table(self, noise_level: int = 1) -> str:
+        """Return the table; at `noise_level` 1 with the placements of parameters below it.
+
+        Raises:
+            CapabilityError: a higher level, at which torch tells operations too: they are not recorded here.
+        """
+        if noise_level > 1:
+            raise CapabilityError(
+                f"generate_comm_debug_tracing_table: noise_level={noise_level} tells operations, which CommDebugMode "
+                "does not record; pass 0 (collectives by module) or 1 (placements of parameters too)"
+            )
+        sharding = [f"{name}  {list(placed)}" for name, placed in self.get_sharding_info().items()]
+        return "\n".join([self.table(), *(sharding if noise_level else [])])
+
+    def log_comm_debug_tracing_table_to_file(self, file_name: str = "comm_mode_log.txt", noise_level: int = 1) -> None:
+        """Write `generate_comm_debug_tracing_table` to a file."""
+        Path(file_name).write_text(self.generate_comm_debug_tracing_table(noise_level) + "\n", encoding="utf-8")
+
+    def generate_json_dump(self, file_name: str = "comm_mode_log.json") -> None:
+        """Write `to_dict` to a file as JSON."""
+        Path(file_name).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
 
     def _named_modules(self) -> Iterator[tuple[str, Module]]:
         if self.module is not None:
