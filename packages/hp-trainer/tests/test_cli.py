@@ -17,11 +17,13 @@ from hp_trainer.checkpoint import Box, LocalStorage, TensorPart, save_checkpoint
 from hp_trainer.cli import commands
 from hp_trainer.cli.help import USAGE, describe_option
 from hp_trainer.config import list_options, load_config, to_plain
-from hp_trainer.launch import platforms
+from hp_trainer.launch import job, platforms, preflight
+from hp_trainer.parallel import ParallelDims
 from hp_trainer.plugins import registries
 from hp_trainer.registries import Registries
 from hp_trainer.run import RunFolder, create_run
 
+EXAMPLE = Path(__file__).parents[3] / "examples" / "moe_small.yaml"
 OPTIONS = Path(__file__).with_name("options.txt")
 
 GOOD = """\
@@ -228,7 +230,48 @@ def test_a_run_folder_in_the_file_counts_from_the_file(work: Path, prepared: lis
     assert [path for _, path, _ in prepared] == [Path("configs/out"), Path("here")]
 
 
-def test_a_misspelt_command_is_told_the_nearest(error) -> None:
+def test_local_ranks_are_the_accelerators_or_else_those_of_the_cpu(
+    work: Path, prepared: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    monkeypatch.setattr(commands, "check_new_run", lambda loaded, folder, ranks, known: seen.append(ranks) or [])
+    for accelerators in (0, 1, 2, 8):
+        monkeypatch.setattr(job, "num_accelerators", lambda platform, found=accelerators: found)
+        assert cli.main(["run.yaml", f"--run.folder=run{accelerators}", "--launch.cpu_ranks=4"]) == 0
+    assert cli.main(["run.yaml", "--run.folder=three", "--launch.local_ranks=3"]) == 0
+    assert seen == [4, 1, 2, 8, 3]
+
+
+def test_more_ranks_than_accelerators_are_refused_with_the_way_out(
+    work: Path, error, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "num_accelerators", lambda platform: 1)
+    assert error("run.yaml", "--launch.local_ranks=4") == (
+        "hp-train: run.yaml: 1 problem\n"
+        "--launch.local_ranks: launch.local_ranks: there is only one accelerator on this machine, and each rank needs "
+        "its own\n"
+        "    expected: at most 1\n"
+        "    got: 4\n"
+        "    try: launch.local_ranks=1, or HP_DEVICE=cpu in the environment to train on the CPU\n"
+    )
+    monkeypatch.setattr(preflight, "num_accelerators", lambda platform: 2)
+    assert "are only 2 accelerators" in error("run.yaml", "--launch.local_ranks=4")
+
+
+@pytest.mark.parametrize("accelerators", [0, 1, 2, 8])
+def test_the_example_fits_any_machine(
+    tmp_path: Path, prepared: list, installed: Registries, monkeypatch: pytest.MonkeyPatch, accelerators: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for module in (job, preflight):
+        monkeypatch.setattr(module, "num_accelerators", lambda platform: accelerators)
+    assert cli.main([str(EXAMPLE), "--data.max_tokens=100000"]) == 0
+    ((config, *_),) = prepared
+    dims = ParallelDims.from_config(config.parallel, accelerators or 4, config.model.options.num_experts)
+    assert (dims.dp_shard, dims.ep) == (accelerators or 4, accelerators or 4)
+
+
+def test_a_misspelt_command_is_told_the_nearest(work: Path, error) -> None:
     assert error("resme", "out").startswith(
         "hp-train: there is no command or file 'resme'; did you mean `hp-train resume`?\nusage: "
     )

@@ -138,6 +138,22 @@ def test_replicas_are_no_shards() -> None:
     assert ParallelDims(dp_shard=2, world_size=2).fsdp_enabled
 
 
+@pytest.mark.parametrize(
+    ("config", "world_size", "num_experts", "ep"),
+    [
+        ({"dp_shard": -1}, 4, 8, 4),
+        ({"dp_shard": -1}, 12, 8, 4),
+        ({"dp_shard": -1, "tp": 2, "etp": 1}, 4, 8, 4),
+        ({"dp_shard": -1, "tp": 2}, 4, 8, 2),
+        ({"dp_shard": 2, "dp_replicate": 3}, 6, 8, 2),
+        ({"dp_shard": -1}, 4, None, 1),
+    ],
+)
+def test_expert_parallel_ranks_may_be_as_many_as_fit(config: dict, world_size: int, num_experts, ep: int) -> None:
+    config = SimpleNamespace(ep=-1, expert_mesh="folded", **config)
+    assert ParallelDims.from_config(config, world_size, num_experts).ep == ep
+
+
 def test_summary_is_one_line_with_every_degree() -> None:
     assert ParallelDims(dp_shard=2, tp=2, ep=2, world_size=4).summary() == (
         "dp_replicate=1 dp_shard=2 cp=1 tp=2 pp=1 ep=2 etp=1 efsdp=2 ulysses=1 expert_mesh=folded dp=2 world=4"

@@ -115,6 +115,9 @@ class MindSporePlatform(MindSporeBase):
         wanted = {"GLOG_v": "3", "OMP_NUM_THREADS": str(threads)}
         return {name: value for name, value in wanted.items() if name not in os.environ}
 
+    def num_accelerators(self) -> int:
+        return 0 if self.capabilities is CPU else int(ms.device_context.ascend.device_count())
+
     def collective_dtypes(self, reducing: bool) -> tuple[str, ...]:
         return self.capabilities.reduced_dtypes if reducing else self.capabilities.moved_dtypes
 

@@ -135,6 +135,10 @@ class TorchPlatform(Platform):
         threads = max(1, len(os.sched_getaffinity(0)) // max(1, local_size))
         return {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads)}
 
+    def num_accelerators(self) -> int:
+        kind = self.device_types[0]
+        return 0 if kind == "cpu" else int(getattr(torch, kind).device_count())
+
     def _use_device(self, local_rank: int) -> None:
         kind = self.device_types[0]
         if kind != "cpu":

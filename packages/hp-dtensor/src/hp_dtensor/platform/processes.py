@@ -34,6 +34,10 @@ class ProcessInterface(ABC):
         """Return extra environment variables for a rank started on this machine (thread counts, log levels)."""
         return {}
 
+    def num_accelerators(self) -> int:
+        """Return how many accelerators of its best kind this machine offers to ranks; 0: ranks run on the CPU."""
+        return 0
+
     def collective_dtypes(self, reducing: bool) -> tuple[str, ...]:
         """Return the names of the dtypes that its process groups can move here.
 

@@ -24,7 +24,7 @@ commands:
   generate    continue prompts with the model of a run folder
   layouts     list every parallel layout for a number of ranks, and why others cannot be used
 
-hp-train starts launch.local_ranks ranks on this machine. Started by torchrun, msrun or srun it is one of theirs.
+hp-train starts its ranks on this machine (launch.local_ranks). Started by torchrun, msrun or srun it is one of theirs.
 Ctrl-C and SIGTERM end the training after the step under way, with a checkpoint; a second one ends it at once.
 Exit code: 0 done, 1 failed, 2 bad input, 130 stopped by Ctrl-C, 143 by SIGTERM.
 

@@ -105,7 +105,7 @@ class ParallelConfig:
     cp: int = setting(1, help="context parallel ranks; there is no context parallelism yet", minimum=1)
     tp: int = setting(1, help="tensor parallel ranks", minimum=1)
     pp: int = setting(1, help="pipeline stages; there is no pipeline parallelism yet", minimum=1)
-    ep: int = setting(1, help="expert parallel ranks", minimum=1)
+    ep: int = setting(1, help="expert parallel ranks; -1: as many as divide both the experts and the ranks")
     etp: int | None = setting(None, help="tensor parallel ranks in an expert, 1 or tp; null: tp", minimum=1)
     expert_mesh: Literal["folded", "peer"] = setting(
         "folded", help="folded: experts re-use the dense ranks; peer: ep is an axis of its own"
@@ -113,6 +113,12 @@ class ParallelConfig:
     reshard_after_forward: bool = setting(
         True, help="free gathered weights after forward and gather them again for backward"
     )
+
+    def check(self) -> Iterator[Problem]:
+        if self.ep < 1 and self.ep != -1:
+            yield Problem(path="ep", what="out of range", expected="-1 or a whole number >= 1", got=str(self.ep))
+        if self.ep == -1 and self.expert_mesh == "peer":
+            yield Problem(path="ep", what="-1 needs expert_mesh = folded", expected="a whole number >= 1", got="-1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,8 +147,9 @@ class LaunchConfig:
     """The ranks that `hp-train` starts by itself on this machine."""
 
     local_ranks: int | None = setting(
-        None, help="ranks to start here; null: one, or those that torchrun or msrun started", minimum=1
+        None, help="ranks to start here; null: one for each accelerator, or cpu_ranks where there is none", minimum=1
     )
+    cpu_ranks: int = setting(1, help="ranks to start where local_ranks is null and there is no accelerator", minimum=1)
     timeout_seconds: float = setting(
         300.0, help="longest wait for the other ranks to join; below 10 none could start", minimum=10
     )

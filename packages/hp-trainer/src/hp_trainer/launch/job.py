@@ -15,15 +15,22 @@ from hp_trainer.checkpoint import find_latest
 from hp_trainer.config import TrainerConfig
 from hp_trainer.exceptions import RunFolderError, StoppedError
 from hp_trainer.generation import write_samples
+from hp_trainer.launch.platforms import num_accelerators
 from hp_trainer.run import RunFolder, checkpoint_storage
 from hp_trainer.signals import Interrupted
 from hp_trainer.training import Trainer
 
 
 def world_size_of(config: TrainerConfig) -> int:
-    """Return the number of ranks of the job: those of the launcher that started this process, else local ones."""
+    """Return the number of ranks of the job.
+
+    Those of the launcher that started this process, else `launch.local_ranks`, else one for each accelerator of this
+    machine, else `launch.cpu_ranks`.
+    """
     found = rank_environment() if is_launched() else None
-    return found.size if found is not None else config.launch.local_ranks or 1
+    if found is not None:
+        return found.size
+    return config.launch.local_ranks or num_accelerators(config.platform) or config.launch.cpu_ranks
 
 
 def is_first_process() -> bool:

@@ -1,11 +1,13 @@
-"""The platform of a run, chosen without loading a framework."""
+"""The platform of a run, chosen without loading a framework, and its accelerators."""
 
 from __future__ import annotations
 
 import difflib
 import os
 
+from hp_dtensor.exceptions import PlatformError
 from hp_dtensor.platform.plugins import plugin_manager
+from hp_dtensor.platform.selection import get_platform
 from hp_trainer.exceptions import Problem, join_choices
 
 
@@ -25,6 +27,20 @@ def chosen_platform(name: str | None) -> str | Problem:
     near = next(iter(difflib.get_close_matches(wanted, found, n=1)), "")
     hint = near or f"pip install hp-platform-{wanted}"
     return Problem(path="platform", what="is not installed", expected=join_choices(found), got=wanted, hint=hint)
+
+
+def num_accelerators(name: str | None) -> int:
+    """Return how many accelerators the platform of a run offers on this machine; this loads its framework.
+
+    A platform that is missing or broken has none; that is told where it is asked for by name.
+    """
+    platform = chosen_platform(name)
+    if isinstance(platform, Problem):
+        return 0
+    try:
+        return get_platform(platform).num_accelerators()
+    except PlatformError:
+        return 0
 
 
 def no_platform() -> Problem | None:

@@ -9,9 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from hp_dtensor.exceptions import RegistryError
+from hp_dtensor.launch import is_launched
 from hp_trainer.config import LoadedConfig, TrainerConfig, to_plain
 from hp_trainer.exceptions import ParallelDimsError, Problem, join_choices
-from hp_trainer.launch.platforms import chosen_platform
+from hp_trainer.launch.platforms import chosen_platform, num_accelerators
 from hp_trainer.parallel import DEGREES, ParallelDims, degrees_from_config, find_model_problems, unsupported_degrees
 from hp_trainer.registries import Registries
 from hp_trainer.run import RunFolder
@@ -65,20 +66,38 @@ def _run_problems(config: TrainerConfig, world_size: int, registered: Registries
         yield platform
     else:
         yield from _entry_problems(config, platform, registered)
+        yield from _device_problems(config, platform)
+    num_experts = getattr(config.model.options, "num_experts", None)
     try:
-        dims = ParallelDims.from_config(config.parallel, world_size)
+        dims = ParallelDims.from_config(config.parallel, world_size, num_experts)
     except ParallelDimsError as error:
-        for problem in [*error.problems, *_unfitting(config, error)]:
+        for problem in [*error.problems, *_unfitting(config, error, world_size)]:
             hint = problem.hint.replace("world_size=", "launch.local_ranks=")
             yield dataclasses.replace(problem, hint=hint).within("parallel")
     else:
         yield from training_problems(dims, config)
 
 
-def _unfitting(config: TrainerConfig, error: ParallelDimsError) -> Iterator[Problem]:
+def _device_problems(config: TrainerConfig, platform: str) -> Iterator[Problem]:
+    """Yield more local ranks than this machine has accelerators: the second rank of one would die in its start."""
+    ranks = config.launch.local_ranks or 1
+    # One rank always fits, and need not wait for a framework to count.
+    devices = num_accelerators(platform) if ranks > 1 and not is_launched() else 0
+    if 0 < devices < ranks:
+        there = "is only one accelerator" if devices == 1 else f"are only {devices} accelerators"
+        yield Problem(
+            path="launch.local_ranks",
+            what=f"there {there} on this machine, and each rank needs its own",
+            expected=f"at most {devices}",
+            got=str(ranks),
+            hint=f"launch.local_ranks={devices}, or HP_DEVICE=cpu in the environment to train on the CPU",
+        )
+
+
+def _unfitting(config: TrainerConfig, error: ParallelDimsError, world_size: int) -> Iterator[Problem]:
     """Degrees that do not fit each other may not fit the model either; told together."""
     if all(problem.what != "impossible degree" for problem in error.problems):
-        degrees = SimpleNamespace(**dict.fromkeys(DEGREES, 1) | degrees_from_config(config.parallel))
+        degrees = SimpleNamespace(**dict.fromkeys(DEGREES, 1) | degrees_from_config(config.parallel, world_size))
         yield from find_model_problems(degrees, config.model.options, config.training.sequence_length)
 
 

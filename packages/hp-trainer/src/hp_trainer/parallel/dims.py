@@ -5,6 +5,7 @@ Everything here is arithmetic on degrees and strides, so it costs the same for 8
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -76,15 +77,16 @@ class ParallelDims:
         return self.expert_mesh
 
     @classmethod
-    def from_config(cls, config: Any, world_size: int) -> ParallelDims:
+    def from_config(cls, config: Any, world_size: int, num_experts: int | None = None) -> ParallelDims:
         """Read the degrees from any object that has some of the fields as attributes (None: not set).
 
-        `etp` defaults to `tp`, and an older `dp` is read as `dp_shard` where that is not set.
+        `etp` defaults to `tp`, and an older `dp` is read as `dp_shard` where that is not set. `ep` of -1 becomes the
+        largest degree that divides both the ranks to spread experts over and `num_experts` (None: there are none).
 
         Raises:
             ParallelDimsError: listing every problem.
         """
-        return cls(**degrees_from_config(config), world_size=world_size)
+        return cls(**degrees_from_config(config, world_size, num_experts), world_size=world_size)
 
     # Sizes -----------------------------------------------------------------------------------------------
 
@@ -234,7 +236,7 @@ class ParallelDims:
         raise_if_any(self.model_problems(model, seq_len), ParallelDimsError, "parallel degrees do not fit the model")
 
 
-def degrees_from_config(config: Any) -> dict[str, Any]:
+def degrees_from_config(config: Any, world_size: int, num_experts: int | None = None) -> dict[str, Any]:
     """Return the fields of `ParallelDims` (but `world_size`) that `config` sets, with `from_config`'s defaults."""
     names = (*DEGREES, "expert_mesh")
     found = {name: getattr(config, name, None) for name in names}
@@ -242,4 +244,15 @@ def degrees_from_config(config: Any) -> dict[str, Any]:
         found["dp_shard"] = getattr(config, "dp", None)
     if found["etp"] is None:
         found["etp"] = found["tp"]
-    return {name: value for name, value in found.items() if value is not None}
+    degrees = {name: value for name, value in found.items() if value is not None}
+    if degrees.get("ep") == -1:
+        degrees["ep"] = _largest_ep(degrees, world_size, num_experts or 1)
+    return degrees
+
+
+def _largest_ep(degrees: dict[str, Any], world_size: int, num_experts: int) -> int:
+    """Return the largest `ep` of the folded mesh, where `dp_shard*cp*tp == efsdp*ep*etp`."""
+    shard, outside = degrees.get("dp_shard", 1), degrees.get("dp_replicate", 1) * degrees.get("pp", 1)
+    inside = degrees.get("cp", 1) * degrees.get("tp", 1)
+    dense = world_size // outside if shard == -1 else shard * inside
+    return math.gcd(num_experts, max(1, dense // degrees.get("etp", 1)))

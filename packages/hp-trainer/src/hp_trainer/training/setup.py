@@ -49,7 +49,8 @@ class RankSetup:
         Args:
             run: the run's folder; its data are prepared.
         """
-        dims = ParallelDims.from_config(config.parallel, current_world(platform).size)
+        num_experts = getattr(config.model.options, "num_experts", None)
+        dims = ParallelDims.from_config(config.parallel, current_world(platform).size, num_experts)
         mesh = dims.build_mesh(platform.device_types[0], platform=platform)
         dataset = open_dataset(run, config)
         model = build_model(config, platform, dims, mesh)
