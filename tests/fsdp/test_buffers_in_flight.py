@@ -189,9 +189,9 @@ def test_a_few_neighbours_keep_the_parameters_for_backward(hp_platform, low):
 def test_the_whole_axis_means_true_and_one_rank_false(hp_platform, wanted, expected):
     def rank():
         model = fully_shard(build(hp_platform, Case((4,))), mesh_of(hp_platform, 4), reshard_after_forward=wanted)
-        assert model._fsdp.group.reshard_after_forward is expected
+        assert model._fsdp.group.settings.reshard_after_forward is expected
         model.set_reshard_after_forward(2)
-        assert model._fsdp.group.reshard_after_forward == 2
+        assert model._fsdp.group.settings.reshard_after_forward == 2
         with pytest.raises(FullyShardError, match=r"group Net: reshard_after_forward=3: .* expected one of 1, 2, 4"):
             model.set_reshard_after_forward(3)
 

@@ -19,7 +19,7 @@ from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.tensor.init import Normal, init_parameters
 from hp_dtensor.testing.simulated import SimulatedGroup, run_ranks
 from hp_fsdp import CallOrderError, fully_shard, hsdp, hsdp_sync_stream, memory_use
-from hp_fsdp._engine.call_order import NUM_TOLD, order_of
+from hp_fsdp._engine.call_order import NUM_CODES_SENT, order_of
 
 WIDTH = 6
 SAME = (0, 1, 2)
@@ -275,8 +275,8 @@ def test_reductions_that_nobody_has_waited_for_yet_are_found(hp_platform):
 def test_a_difference_after_many_actions_alike_is_found_without_its_names(hp_platform):
     def rank():
         model = sharded(hp_platform, (2,))
-        many = (0, 1) * (NUM_TOLD // 2)
-        with order_error(f"ranks [0, 1] after {NUM_TOLD} actions alike", "the next step can go on"):
+        many = (0, 1) * (NUM_CODES_SENT // 2)
+        with order_error(f"ranks [0, 1] after {NUM_CODES_SENT} actions alike", "the next step can go on"):
             step(hp_platform, model, (*many, 2, 1) if current_world(hp_platform).rank else (*many, 1, 2))
         check_step(hp_platform, model, 2)
 

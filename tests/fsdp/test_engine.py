@@ -449,7 +449,7 @@ def test_resharding_what_is_in_use_names_both_states(hp_platform):
         fully_shard(model, mesh_of(hp_platform, 1))
         group = model._fsdp.group
         group.unshard()
-        group.expose()
+        group.use_unsharded()
         with pytest.raises(FSDPStateError, match=r"Linear.*'unsharded'.*'sharded'"):
             group.reshard()
         model.reshard()

@@ -72,7 +72,7 @@ def test_a_forward_that_failed_keeps_nothing_of_its_graph(hp_platform):
         model, kept = sharded(hp_platform, CASE), []
 
         def fail(module, args, kwargs, output):
-            kept.append(weakref.ref(model.blocks[0]._fsdp.group.record))
+            kept.append(weakref.ref(model.blocks[0]._fsdp.group.use))
             raise ArithmeticError("on purpose")
 
         hp_platform.add_forward_hook(model.blocks[1].down, fail)
@@ -601,7 +601,7 @@ def test_groups_are_called_by_their_places(hp_platform):
         assert names == ["Net", "blocks.0 (Block)", "blocks.1 (Block)", "blocks.2 (Block)"]
         group = model.blocks[1]._fsdp.group
         group.unshard()
-        group.expose()
+        group.use_unsharded()
         with pytest.raises(FSDPStateError, match=r"blocks\.1 \(Block\).*'unsharded'.*'sharded'"):
             group.reshard()
         model.blocks[1].reshard()

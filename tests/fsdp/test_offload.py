@@ -70,7 +70,10 @@ def _train(platform, case, policy, device=None):
             platform.backward(micro_loss(platform, model, case, rank, index, micro))
         log = device.of_rank(rank)[begin:] if device is not None else []
         places = {
-            (device.lies_on_host(b.shard), None if b.awaited.flat is None else device.lies_on_host(b.awaited.flat))
+            (
+                device.lies_on_host(b.shard),
+                None if b.gradients.awaited.flat is None else device.lies_on_host(b.gradients.awaited.flat),
+            )
             for b in (buffers if device is not None else ())
         }
         step(model)
@@ -218,7 +221,7 @@ def test_of_a_group_frozen_before_the_backward_nothing_is_kept_apart(hp_platform
             hp_platform.set_requires_grad(parameter, False)
         hp_platform.backward(loss)
         first, second, _ = (block._fsdp.group.buffers for block in model.blocks)
-        return [any(buffer.awaited.flat is not None for buffer in buffers) for buffers in (first, second)]
+        return [any(buffer.gradients.awaited.flat is not None for buffer in buffers) for buffers in (first, second)]
 
     assert run_ranks(rank, 2, hp_platform) == [[False, True]] * 2
 

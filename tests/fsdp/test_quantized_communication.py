@@ -14,8 +14,7 @@ from hp_dtensor.comm.world import current_world, record_collectives
 from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.testing.simulated import run_ranks
 from hp_fsdp import Communication, FullyShardError, fully_shard
-from hp_fsdp.communication import _registry
-from hp_fsdp.storage import plugin_manager
+from hp_fsdp.plugins import communications, plugin_manager
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "hp-fsdp-quantized" / "src"))
 
@@ -29,10 +28,10 @@ def registered():
     """The plugin without its entry point."""
     manager = plugin_manager()
     manager.register(plugin, name="quantized")
-    _registry.cache_clear()
+    communications.cache_clear()
     yield
     manager.unregister(plugin)
-    _registry.cache_clear()
+    communications.cache_clear()
 
 
 def _codec(platform, name):
@@ -237,13 +236,13 @@ def test_unknown_names_and_missing_capabilities_are_told(hp_platform, registered
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",), platform=hp_platform)
     model = build(hp_platform, Case((1,), num_blocks=1))
     with pytest.raises(
-        FullyShardError, match=r"expected one of 'default', 'fp8', 'int8' or a Communication, got 'int4'"
+        FullyShardError, match=r"no communication is called 'int4'; known: default, fp8, int8\. Did you"
     ):
         fully_shard(model, mesh, communication="int4")
     with pytest.raises(FullyShardError, match="expected a name or a Communication, got int"):
         fully_shard(model, mesh, communication=8)
-    with pytest.raises(FullyShardError, match="registered twice"):
-        plugin.hp_fsdp_communication(_registry())
+    with pytest.raises(FullyShardError, match=r"'int8' is registered by .* and again by"):
+        plugin.hp_fsdp_communication(communications())
     if hp_platform.name != "torch":
         with pytest.raises(CapabilityError, match=r"float8_e4m3fn; use Int8\(\)"):
             fully_shard(model, mesh, communication="fp8")

@@ -325,7 +325,7 @@ def test_hooks_of_parameters_run_once_their_gradient_is_reduced(hp_platform, syn
     def rank():
         net = shard_net(hp_platform, Net())
         net(torch.ones(1, 5))
-        net._fsdp.group.defers_reduction = sync == "deferred"
+        net._fsdp.group.settings.defers_reduction = sync == "deferred"
         seen = {name: [] for name, _ in net.named_parameters()}
         for name, parameter in net.named_parameters():
 
@@ -341,7 +341,7 @@ def test_hooks_of_parameters_run_once_their_gradient_is_reduced(hp_platform, syn
             (net(x) + net.blocks[0](x)).sum().backward()
             if sync == "deferred":
                 assert len(seen["first.weight"]) == micro
-                net._fsdp.context.finish_reductions()
+                net._fsdp.schedule.finish_reductions()
         for name, parameter in net.named_parameters():
             assert len(seen[name]) == (1 if sync == "last" else 2), name
             assert torch.equal(seen[name][-1], parameter.grad.full_tensor()), name

@@ -66,7 +66,7 @@ def test_gradients_that_accumulate_in_stage_2_are_never_whole(hp_platform):
         model.set_requires_gradient_sync(False)
         step(hp_platform, model, case)
         buffers = [buffer for module in sharded_modules(model) for buffer in module._fsdp.group.buffers]
-        whole_ones = sum(buffer.layout.numel for buffer in buffers if buffer.gradients is not None)
+        whole_ones = sum(buffer.layout.numel for buffer in buffers if buffer.gradients.unreduced is not None)
         assert all(hp_platform.get_grad(p) is None for _, p in hp_platform.named_parameters(model))
         return whole_ones / sum(buffer.layout.numel for buffer in buffers)
 

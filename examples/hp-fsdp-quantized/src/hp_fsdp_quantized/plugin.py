@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.plugins import hookimpl
-from hp_fsdp import CommunicationRegistry
+from hp_dtensor.platform.registry import Registry
 from hp_fsdp_quantized.codecs import Float8, Int8
 from hp_fsdp_quantized.communication import QuantizedCommunication
 
 
 @hookimpl
-def hp_fsdp_communication(registry: CommunicationRegistry) -> None:
-    """`int8` and `fp8`."""
+def hp_fsdp_communication(registry: Registry) -> None:
+    """Register `int8` and `fp8`."""
     registry.add("int8", _int8)
     registry.add("fp8", _fp8)
 

@@ -2,7 +2,7 @@
 
 from hp_fsdp._fsdp_module import FSDPModule, HSDPModule, UnshardHandle, register_fsdp_forward_method
 from hp_fsdp._fully_shard import fully_shard
-from hp_fsdp.communication import Communication, CommunicationRegistry
+from hp_fsdp.communication import Communication
 from hp_fsdp.compat.hsdp import HSDPCell, hsdp, hsdp_sync_stream
 from hp_fsdp.exceptions import (
     CallOrderError,
@@ -16,6 +16,7 @@ from hp_fsdp.exceptions import (
 from hp_fsdp.full_parameters import full_parameters, summon_full_params
 from hp_fsdp.grad_scaler import GradScaler
 from hp_fsdp.memory import MemoryMeter, MemoryUse, memory_use
+from hp_fsdp.plugins import get_storage
 from hp_fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, ShardPlacementResult
 from hp_fsdp.state.state_dict import (
     StateDictOptions,
@@ -25,7 +26,7 @@ from hp_fsdp.state.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from hp_fsdp.storage import ParameterStorage, get_storage
+from hp_fsdp.storage import ParameterStorage
 from hp_fsdp.streamed_optimizer import stream_optimizer
 
 __version__ = "0.1.0"
@@ -35,7 +36,6 @@ __all__ = [
     "CallOrderError",
     "Communication",
     "CommunicationError",
-    "CommunicationRegistry",
     "FSDPModule",
     "FSDPStateError",
     "FullyShardError",

@@ -1,4 +1,4 @@
-"""What `fully_shard` adds to a module."""
+"""`FSDPModule`: the methods that `fully_shard` adds to a module."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hp_fsdp._argument_checks import reshard_problems, reshard_size
+from hp_fsdp._engine.fsdp_state import FSDPState, state_of, states_below
 from hp_fsdp._engine.group import ParameterGroup
-from hp_fsdp._engine.hooks import ModuleState, state_of, states_below
-from hp_fsdp._engine.parameters import STATE_ATTRIBUTE
-from hp_fsdp._settings import reshard_problems, reshard_size
-from hp_fsdp.communication import Communication, get_communication
+from hp_fsdp._engine.original_parameters import STATE_ATTRIBUTE
+from hp_fsdp.communication import Communication
 from hp_fsdp.exceptions import FullyShardError, StateDictError
+from hp_fsdp.plugins import get_communication
 from hp_fsdp.state.model_state import sharded_parameters
 from hp_fsdp.state.state_dict import IncompatibleKeys, StateDictOptions, set_model_state_dict
 
@@ -22,7 +23,7 @@ Module = Any
 
 @functools.cache
 def with_methods(cls: type, mixin: type | None = None) -> type:
-    """`cls` with the methods of `mixin` (default: `FSDPModule`), its own name behind the mixin's first four letters."""
+    """Return a subclass of `cls` with the methods of `mixin` (default: `FSDPModule`): FSDPLinear of Linear."""
     mixin = mixin or FSDPModule
     if issubclass(cls, mixin):
         return cls
@@ -30,11 +31,11 @@ def with_methods(cls: type, mixin: type | None = None) -> type:
 
 
 class FSDPModule:
-    """Mixed into the class of every module that has been through `fully_shard`."""
+    """Mixin of the class of every module that has been through `fully_shard`; names as torch's `FSDPModule`."""
 
     @property
-    def _fsdp(self) -> ModuleState:
-        state: ModuleState = self.__dict__[STATE_ATTRIBUTE]
+    def _fsdp(self) -> FSDPState:
+        state: FSDPState = self.__dict__[STATE_ATTRIBUTE]
         return state
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -75,39 +76,39 @@ class FSDPModule:
             FSDPStateError: within the forward of one of them.
         """
         group = self._fsdp.group
-        if not group.entered:
-            group.conceal()
+        if not group.in_forward:
+            group.use_sharded()
         group.reshard()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients, or accumulates them unsharded without communication."""
+        """True: backward reduces gradients; False: it accumulates them unsharded, without communication."""
         wanted = _bool("set_requires_gradient_sync", requires_gradient_sync)
         for group in self._groups(recurse):
-            group.gradient_sync = wanted
+            group.settings.gradient_sync = wanted
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backward also reduces over the replicate axis, or accumulates reduced shards."""
+        """True: backward reduces over the replicate axis too; False: what is reduced over the shard axis waits."""
         wanted = _bool("set_requires_all_reduce", requires_all_reduce)
         for group in self._groups(recurse):
-            group.reduce_options.all_reduce = wanted
+            group.settings.reduce.all_reduce = wanted
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """False: another backward through the same forward follows, so unused parameters may still be used."""
+        """False: another backward through the same forward follows, which may use parameters that this one does not."""
         wanted = _bool("set_is_last_backward", is_last_backward)
         for group in self._groups(recurse=True):
-            group.is_last_backward = wanted
+            group.settings.is_last_backward = wanted
 
     def set_reshard_after_forward(self, reshard_after_forward: bool | int, *, recurse: bool = True) -> None:
-        """Whether full parameters are freed after forward, or over how many ranks they are kept; see `fully_shard`.
+        """Free full parameters after forward, keep them, or keep them over a number of ranks; see `fully_shard`.
 
         Raises:
             FullyShardError: a group's `zero_stage` keeps its parameters, or its shard axis has no such part.
         """
         groups = self._groups(recurse)
         problems = [
-            f"group {group.name} of zero_stage={group.zero_stage} keeps its full parameters"
+            f"group {group.name} of zero_stage={group.settings.zero_stage} keeps its full parameters"
             for group in groups
-            if reshard_after_forward and group.keeps_full
+            if reshard_after_forward and group.settings.keeps_full
         ]
         for group in groups:
             for num_shards in group.shard_counts:
@@ -116,13 +117,15 @@ class FSDPModule:
         if problems:
             raise FullyShardError(f"set_reshard_after_forward({reshard_after_forward!r}): " + "; ".join(problems))
         for group in groups:
-            group.reshard_after_forward = reshard_size(reshard_after_forward, max(group.shard_counts, default=1))
+            group.settings.reshard_after_forward = reshard_size(
+                reshard_after_forward, max(group.shard_counts, default=1)
+            )
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether full parameters are freed after a backward that does not reduce (one that does always frees)."""
+        """False: keep full parameters after a backward that does not reduce; one that reduces always frees them."""
         wanted = _bool("set_reshard_after_backward", reshard_after_backward)
         for group in self._groups(recurse):
-            group.reshard_after_backward = wanted
+            group.settings.reshard_after_backward = wanted
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[Module]) -> None:
         """Gather these modules' groups before this one's forward, instead of the next in recorded order."""
@@ -135,7 +138,7 @@ class FSDPModule:
     def set_buffers_in_flight(
         self, *, gathered_ahead: int | None = None, gradients: int | None = None, recurse: bool = True
     ) -> None:
-        """Limits on what is held for the sake of overlap.
+        """Limit the buffers that are held for the sake of overlap.
 
         Args:
             gathered_ahead: groups whose full parameters are gathered before they are needed, in recorded order
@@ -154,40 +157,42 @@ class FSDPModule:
         if problems:
             raise FullyShardError("set_buffers_in_flight: " + "; ".join(problems))
         for group in self._groups(recurse):
-            group.prefetch_depth = group.prefetch_depth if gathered_ahead is None else gathered_ahead
-            group.max_gradient_buffers = group.max_gradient_buffers if gradients is None else gradients
+            if gathered_ahead is not None:
+                group.settings.prefetch_depth = gathered_ahead
+            if gradients is not None:
+                group.settings.max_gradient_buffers = gradients
 
     def set_gradient_scaling_factor(self, factor: float, *, recurse: bool = True) -> None:
-        """What every reduced gradient is multiplied by, besides the mean or sum that it is; default 1.
+        """Multiply every reduced gradient, mean or sum, by `factor`; default 1.
 
         Raises:
             FullyShardError: a factor that is no positive finite number.
         """
         for group in self._groups(recurse):
-            group.reduce_options.scaling_factor = _positive("set_gradient_scaling_factor", factor)
+            group.settings.reduce.scaling_factor = _positive("set_gradient_scaling_factor", factor)
 
     def set_gradient_divide_factor(self, factor: float, *, recurse: bool = False) -> None:
-        """What the sum of gradients over all data-parallel ranks is divided by; default: their number."""
+        """Divide the sum of gradients over all data-parallel ranks by `factor`; default: their number."""
         for group in self._groups(recurse):
-            group.reduce_options.divide_factor = _positive("set_gradient_divide_factor", factor)
+            group.settings.reduce.divide_factor = _positive("set_gradient_divide_factor", factor)
 
     def set_reduce_op_type(self, op: str, *, recurse: bool = True) -> None:
-        """ "avg" or "sum" over the data-parallel ranks."""
+        """Reduce gradients by their mean ("avg", the default) or their sum ("sum") over the data-parallel ranks."""
         if op not in ("avg", "sum"):
             raise FullyShardError(f"set_reduce_op_type: expected 'avg' or 'sum', got {op!r}")
         for group in self._groups(recurse):
-            group.reduce_options.op = op
-            group.reduce_options.divide_factor = None
+            group.settings.reduce.op = op
+            group.settings.reduce.divide_factor = None
 
     def set_communication(self, communication: str | Communication, *, recurse: bool = True) -> None:
-        """How the groups are gathered and reduced from now on; see `fully_shard`."""
+        """Gather and reduce by a `Communication`, given or by its name, from now on; see `fully_shard`."""
         transport = get_communication(communication, self._fsdp.platform)
         for group in self._groups(recurse):
             for buffer in group.buffers:
                 buffer.communication = transport
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As the framework's own: DTensors that share the parameters' memory, also while they are unsharded."""
+        """Return the framework's own state dict, of DTensors that share the parameters' memory, always."""
         with sharded_parameters(self._fsdp.platform, self):
             return super().state_dict(*args, **kwargs)  # type: ignore[misc]
 
@@ -209,16 +214,16 @@ class FSDPModule:
         return set_model_state_dict(self, state_dict, options=StateDictOptions(strict=strict))
 
     def reset(self) -> None:
-        """Back to the resting state at once, and drop gradients that wait for a reduction.
+        """Return to the resting state at once, and drop gradients that wait for a reduction.
 
         After an exception in backward the next forward does it by itself; one in forward needs nothing.
         """
         states = states_below(self._fsdp.platform, self)
-        for context in dict.fromkeys(state.context for state in states):
-            if context is not None:
-                context.reset()
-        for group in (state.group for state in states if state.context is None):
-            group.conceal()
+        for schedule in dict.fromkeys(state.schedule for state in states):
+            if schedule is not None:
+                schedule.reset()
+        for group in (state.group for state in states if state.schedule is None):
+            group.use_sharded()
             group.reshard()
 
 
@@ -226,7 +231,7 @@ HSDPModule = FSDPModule
 
 
 class UnshardHandle:
-    """A gather under way."""
+    """Handle of a gather under way, as `unshard(async_op=True)` returns it."""
 
     def __init__(self, group: ParameterGroup) -> None:
         self._group = group
@@ -234,8 +239,8 @@ class UnshardHandle:
     def wait(self) -> None:
         """Return when the modules hold their full parameters."""
         self._group.unshard()
-        if not self._group.exposed:
-            self._group.expose()
+        if not self._group.uses_unsharded:
+            self._group.use_unsharded()
 
 
 def _bool(method: str, flag: bool) -> bool:
@@ -277,9 +282,9 @@ def register_fsdp_forward_method(module: Module, name: str) -> None:
         )
 
     def hooked(*args: Any, **kwargs: Any) -> Any:
-        changed = state.before_forward(module, args, kwargs)
+        changed = state.pre_forward(module, args, kwargs)
         args, kwargs = changed if changed is not None else (args, kwargs)
-        return state.after_forward(module, args, kwargs, method(*args, **kwargs))
+        return state.post_forward(module, args, kwargs, method(*args, **kwargs))
 
     @functools.wraps(method)
     def sharded(*args: Any, **kwargs: Any) -> Any:
@@ -288,7 +293,7 @@ def register_fsdp_forward_method(module: Module, name: str) -> None:
     object.__setattr__(module, name, sharded)
 
 
-def _state_of(module: Module) -> ModuleState:
+def _state_of(module: Module) -> FSDPState:
     state = state_of(module)
     if state is None:
         raise FullyShardError(f"{type(module).__name__} has not been through fully_shard")

@@ -1,4 +1,4 @@
-"""`fully_shard`: checks, then one group."""
+"""`fully_shard`: check everything, then make one group."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.parallel import nn
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.rank_checks import check_alike
+from hp_fsdp._argument_checks import check_policy, check_settings, parameters_given
 from hp_fsdp._engine.flat_buffer import FlatBuffer
+from hp_fsdp._engine.fsdp_state import FSDPState, state_of
 from hp_fsdp._engine.group import ParameterGroup
-from hp_fsdp._engine.hooks import ModuleState, state_of
-from hp_fsdp._engine.parameters import DataParallel, Original, check_ties, collect, mark_ignored
-from hp_fsdp._engine.placement import ShardPlacementFunction, place
+from hp_fsdp._engine.group_settings import GroupSettings
+from hp_fsdp._engine.layout import plan_buffers
+from hp_fsdp._engine.original_parameters import DataParallel, OriginalParameter, check_ties, collect, mark_ignored
+from hp_fsdp._engine.shard_placement import ShardPlacementFunction, place
 from hp_fsdp._fsdp_module import with_methods
-from hp_fsdp._settings import check_policy, check_settings, parameters_given
-from hp_fsdp.communication import Communication, get_communication
+from hp_fsdp.communication import Communication
 from hp_fsdp.exceptions import FullyShardError
-from hp_fsdp.layout import plan_buffers
+from hp_fsdp.plugins import get_communication, get_storage
 from hp_fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy
-from hp_fsdp.storage import ParameterStorage, get_storage
+from hp_fsdp.storage import ParameterStorage
 
 Tensor = Any
 Module = Any
@@ -115,13 +117,14 @@ def fully_shard(
     check_alike(mesh, f"fully_shard({name})", [*_facts(platform, originals, whole), str(policy), settings])
     buffers = _make_buffers(storage, originals, whole, policy, transport, bucket_size, offload_policy)
     mark_ignored(platform, modules, ignored)
-    group = ParameterGroup(name, modules, storage, list(buffers), reshard_after_forward, zero_stage)
+    settings_of_group = GroupSettings(zero_stage=zero_stage, reshard_after_forward=reshard_after_forward)
+    group = ParameterGroup(name, modules, storage, list(buffers), settings_of_group)
     _install(group, policy)
     return module
 
 
-def _facts(platform: Platform, originals: Sequence[Original], whole: Collection[int]) -> list[str]:
-    """What all ranks must have alike of their parameters."""
+def _facts(platform: Platform, originals: Sequence[OriginalParameter], whole: Collection[int]) -> list[str]:
+    """Describe each parameter by what must be alike on all ranks."""
     return [
         f"{original.name} {list(original.tensor.shape)} {original.tensor.dtype}, cut along {original.cut_dim}"
         f"{', whole' if id(original.tensor) in whole else ''}"
@@ -132,9 +135,9 @@ def _facts(platform: Platform, originals: Sequence[Original], whole: Collection[
 
 def _install(group: ParameterGroup, policy: MixedPrecisionPolicy) -> None:
     """Give the modules their sharded parameters, hooks and methods."""
-    group.exposed = True
-    group.conceal()
-    ModuleState(group.storage, group, policy).install()
+    group.uses_unsharded = True
+    group.use_sharded()
+    FSDPState(group.storage, group, policy).install()
     for each in group.modules:
         each.__class__ = with_methods(type(each))  # type: ignore[arg-type]
 
@@ -158,15 +161,15 @@ def _check_offload(
 
 def _make_buffers(
     storage: ParameterStorage,
-    originals: Sequence[Original],
+    originals: Sequence[OriginalParameter],
     whole: Collection[int],
     policy: MixedPrecisionPolicy,
     communication: Communication,
     bucket_size: float | None,
     offload: CPUOffloadPolicy | None,
 ) -> Iterator[FlatBuffer]:
-    """Parameters share a buffer that are of one dtype and mesh, and alike in being trainable and in `whole`."""
-    kinds: dict[Any, list[Original]] = {}
+    """Yield the flat buffers: parameters share one if dtype, mesh, trainability and membership in `whole` are alike."""
+    kinds: dict[Any, list[OriginalParameter]] = {}
     for original in originals:
         assert original.mesh is not None
         parallel = DataParallel(original.mesh, shards=id(original.tensor) not in whole)
@@ -182,9 +185,11 @@ def _make_buffers(
                 )
 
 
-def _buckets(platform: Platform, alike: Sequence[Original], bucket_size: float | None) -> list[list[Original]]:
-    """Parameters in order, cut into runs of at most `bucket_size` KB, or one parameter each."""
-    buckets: list[list[Original]] = []
+def _buckets(
+    platform: Platform, alike: Sequence[OriginalParameter], bucket_size: float | None
+) -> list[list[OriginalParameter]]:
+    """Cut parameters, in order, into runs of at most `bucket_size` KB, or of one larger parameter."""
+    buckets: list[list[OriginalParameter]] = []
     room = 0.0
     for original in alike:
         size = original.longest_numel * platform.itemsize(original.tensor.dtype)
@@ -197,9 +202,9 @@ def _buckets(platform: Platform, alike: Sequence[Original], bucket_size: float |
 
 
 def _whole_parameters(
-    platform: Platform, originals: Sequence[Original], replicated: Collection[Tensor], threshold: float
+    platform: Platform, originals: Sequence[OriginalParameter], replicated: Collection[Tensor], threshold: float
 ) -> set[int]:
-    """The ids of those that every rank keeps whole."""
+    """Return the ids of the parameters that every rank keeps whole: those named, and those below the threshold."""
     small = (
         original.tensor
         for original in originals
@@ -237,14 +242,14 @@ def _check_modules(platform: Platform, modules: Sequence[Module]) -> None:
 
 
 def _is_container(platform: Platform, module: Module) -> bool:
-    """Whether a module holds others, as a `ModuleList` does, without a forward."""
+    """Return True if a module only holds others, as a `ModuleList` does, without a forward of its own."""
     forward = getattr(type(module), "forward", None)
     unwritten = forward is not None and forward in (nn.Module.forward, getattr(platform.Module, "forward", None))
     holds = hasattr(type(module), "__getitem__") and unwritten and "forward" not in vars(module)
     return holds or platform.is_container(module)
 
 
-def _check_hooks(platform: Platform, originals: Sequence[Original]) -> None:
+def _check_hooks(platform: Platform, originals: Sequence[OriginalParameter]) -> None:
     hooked = [original.name for original in originals if platform.has_gradient_hooks(original.tensor)]
     if hooked:
         raise FullyShardError(
@@ -254,7 +259,9 @@ def _check_hooks(platform: Platform, originals: Sequence[Original]) -> None:
         )
 
 
-def _check_dtypes(storage: ParameterStorage, policy: MixedPrecisionPolicy, originals: Sequence[Original]) -> None:
+def _check_dtypes(
+    storage: ParameterStorage, policy: MixedPrecisionPolicy, originals: Sequence[OriginalParameter]
+) -> None:
     for dtype in (policy.param_dtype, policy.reduce_dtype, policy.output_dtype):
         if dtype is not None:
             storage.check_dtype(dtype)

@@ -1,4 +1,4 @@
-"""Every exception that hp_fsdp raises for a user's mistake; each is also the builtin one would expect."""
+"""All exceptions that hp_fsdp raises for a user's mistake; each has the builtin parent that one would expect."""
 
 from __future__ import annotations
 

@@ -9,14 +9,16 @@ from typing import Any
 
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_fsdp._engine.flat_buffer import FlatBuffer, ManagedParameter
-from hp_fsdp._engine.full_tensors import gather_full
+from hp_fsdp._engine.flat_buffer import FlatBuffer
+from hp_fsdp._engine.fsdp_parameter import FSDPParameter
+from hp_fsdp._engine.fsdp_state import state_of
 from hp_fsdp._engine.group import ParameterGroup
-from hp_fsdp._engine.hooks import state_of
+from hp_fsdp._plain_tensors import gather_full
 from hp_fsdp.exceptions import FSDPStateError
+from hp_fsdp.plugins import get_storage
 from hp_fsdp.state import model_state as _state
 from hp_fsdp.state.state_dict import _platform_of
-from hp_fsdp.storage import ParameterStorage, get_storage
+from hp_fsdp.storage import ParameterStorage
 
 Tensor = Any
 Module = Any
@@ -24,7 +26,7 @@ Module = Any
 
 @contextlib.contextmanager
 def summon_full_params(module: Module, *, recurse: bool = True, writeback: bool = True) -> Iterator[None]:
-    """Inside the block the modules hold whole parameters, in their own dtype, outside of autograd's sight.
+    """Have the modules hold whole parameters inside the block, in their own dtype, outside of autograd's sight.
 
     Every rank calls it. What is written into the parameters in place counts after the block: of each
     parameter, every rank keeps its own rows of what it has written, so all ranks must write the same. An
@@ -58,7 +60,7 @@ def summon_full_params(module: Module, *, recurse: bool = True, writeback: bool 
 
 
 def full_parameters(module: Module) -> Iterator[tuple[str, Tensor]]:
-    """Name and whole value of each parameter, one after the other; every rank iterates.
+    """Yield name and whole value of each parameter, one after the other; every rank iterates.
 
     At most one whole parameter exists at a time: the memory of a tensor given here is freed when the next one
     is asked for. Copy what is to stay, NumPy arrays of it too. Tied parameters come once.
@@ -82,7 +84,7 @@ def full_parameters(module: Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _check(platform: Platform, module: str, groups: list[ParameterGroup], writeback: bool) -> None:
-    busy = [group.name for group in groups if group.exposed and not group.summoned]
+    busy = [group.name for group in groups if group.uses_unsharded and not group.summon_depth]
     tensors = [p.sharded for group in groups for buffer in group.buffers for p in buffer.parameters]
     fact = [f"{module}, {len(groups)} groups, writeback={writeback}", busy]
     ranks = _state.ranks_of(platform, tensors)
@@ -99,7 +101,7 @@ def _check(platform: Platform, module: str, groups: list[ParameterGroup], writeb
 
 
 class _Summoned:
-    """One group's parameters, whole."""
+    """Shows one group's whole parameters in its modules."""
 
     def __init__(self, storage: ParameterStorage, group: ParameterGroup) -> None:
         self._storage = storage
@@ -108,24 +110,24 @@ class _Summoned:
 
     def show(self) -> None:
         """Gather into buffers of their own, in the parameters' own dtype, and put views of them into the modules."""
-        if not self._group.summoned:
+        if not self._group.summon_depth:
             self._group.attach()
             full = [self._gather(buffer) for buffer in self._group.buffers]
-            self._group.expose([self._views(*pair) for pair in zip(self._group.buffers, full, strict=True)])
+            self._group.use_unsharded([self._views(*pair) for pair in zip(self._group.buffers, full, strict=True)])
             self._group.summoned_buffers = full
-        self._group.summoned += 1
+        self._group.summon_depth += 1
         self._is_shown = True
 
     def _gather(self, buffer: FlatBuffer) -> Tensor:
         full = buffer.new_buffer(buffer.layout.numel, buffer.dtype)
-        buffer.shard_group.all_gather_into(full, buffer.shard_on_device())
+        buffer.shard_group.all_gather_into(full, buffer.gathering.shard_on_device())
         return full
 
     def _views(self, buffer: FlatBuffer, full: Tensor) -> list[Tensor]:
         pairs = zip(buffer.layout.offsets, buffer.parameters, strict=True)
         return [self._view(full, offset, parameter) for offset, parameter in pairs]
 
-    def _view(self, full: Tensor, offset: int, parameter: ManagedParameter) -> Tensor:
+    def _view(self, full: Tensor, offset: int, parameter: FSDPParameter) -> Tensor:
         spec = parameter.full_spec
         if spec is not None:
             return self._storage.parameter(
@@ -135,7 +137,7 @@ class _Summoned:
         return self._storage.platform.Parameter(view, requires_grad=False)
 
     def write_back(self) -> None:
-        """This rank's part of each buffer into its shard."""
+        """Copy this rank's part of each buffer into its shard."""
         for buffer, full in zip(self._group.buffers, self._group.summoned_buffers, strict=True):
             numel = buffer.layout.shard_numel
             part = self._storage.part(full, buffer.shard_group.rank * numel, (numel,))
@@ -145,7 +147,7 @@ class _Summoned:
         """Put the sharded parameters back, unless an outer block goes on."""
         if not self._is_shown:
             return
-        self._group.summoned -= 1
-        if not self._group.summoned:
-            self._group.conceal()
+        self._group.summon_depth -= 1
+        if not self._group.summon_depth:
+            self._group.use_sharded()
             self._group.summoned_buffers = []

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from hp_dtensor.comm.world import ProcessGroup, current_world
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
-from hp_fsdp._engine.full_tensors import local_of
+from hp_fsdp._plain_tensors import local_of
 from hp_fsdp.exceptions import LossScalingError
-from hp_fsdp.storage import get_storage
+from hp_fsdp.plugins import get_storage
 
 Tensor = Any
 
@@ -19,7 +19,7 @@ SMALLEST_SCALE = 2.0**-24
 
 
 class _Divided(NamedTuple):
-    """A parameter, its local gradient that has been divided, and whether some rank found one that is not finite.
+    """A parameter whose local gradient has been divided, and `not_finite`: some rank found one that is not finite.
 
     The gradient is held until `update`, so that no other one gets its memory.
     """
@@ -83,16 +83,16 @@ class GradScaler:
         return self._enabled
 
     def get_scale(self) -> float:
-        """What losses are multiplied by now; 1 when disabled."""
+        """Return the factor by which losses are multiplied now; 1 when disabled."""
         return self._scale if self._enabled else 1.0
 
     @property
     def found_inf(self) -> bool:
-        """Whether some rank found a gradient that is not finite since the last `update`."""
+        """True if some rank has found a gradient that is not finite since the last `update`."""
         return any(self._found)
 
     def scale(self, outputs: Any) -> Any:
-        """A loss (or a list, tuple or dict of them) multiplied by the scale."""
+        """Multiply a loss (or a list, tuple or dict of losses) by the scale."""
         if not self._enabled:
             return outputs
         if isinstance(outputs, (list, tuple)):
@@ -123,7 +123,7 @@ class GradScaler:
         self._unscale(list(optimizer))
 
     def _unscale(self, parameters: Sequence[Tensor]) -> bool:
-        """Unscale the gradients of which that has not been done; whether any of all these is not finite anywhere."""
+        """Unscale the gradients that are not yet; return True if one of them is not finite on some rank."""
         platform, storage = self._platform, get_storage(self._platform)
         done = [self._unscaled[id(p)] for p in parameters if self._is_divided(p)]
         found_before = any(each.not_finite for each in done)
@@ -143,7 +143,7 @@ class GradScaler:
         return not_finite
 
     def _is_divided(self, parameter: Tensor) -> bool:
-        """Whether its gradient is the one that has been divided, and not another one that came after it."""
+        """Return True if a parameter's gradient is the one that has been divided, not one that came after it."""
         known, grad = self._unscaled.get(id(parameter)), self._platform.get_grad(parameter)
         if known is None or grad is None:
             return False
@@ -152,7 +152,7 @@ class GradScaler:
             return address(local_of(self._platform, grad)) == address(known.gradient)
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """`optimizer.step(*args, **kwargs)`, unless some rank found a gradient of its parameters that is not finite.
+        """Call `optimizer.step(*args, **kwargs)`, unless a gradient of its parameters is not finite on some rank.
 
         Unscales first where `unscale_(optimizer)` has not been called, what is left to unscale. The decision is the
         same on every rank. An optimizer without `param_groups` goes by all that has been unscaled.
@@ -180,7 +180,7 @@ class GradScaler:
         return None if skipped else optimizer.step(*args, **kwargs)
 
     def update(self, new_scale: float | None = None) -> None:
-        """After the step: shrink or grow the scale, or set it.
+        """Shrink or grow the scale after the step, or set it.
 
         Raises:
             LossScalingError: nothing has been unscaled, or gradients are not finite at any scale.
@@ -212,7 +212,7 @@ class GradScaler:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that `update` depends on, as JSON values; empty when disabled."""
+        """Return everything that `update` depends on, as JSON values; empty when disabled."""
         if not self._enabled:
             return {}
         return {
@@ -224,7 +224,7 @@ class GradScaler:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from `state_dict()`.
+        """Take over the values of a `state_dict()`.
 
         Raises:
             LossScalingError: it is empty or lacks an entry; nothing has been changed.

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pluggy
 
-if TYPE_CHECKING:
-    from hp_dtensor.platform.interface import Platform
-    from hp_fsdp.communication import CommunicationRegistry
-    from hp_fsdp.storage import ParameterStorage
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.platform.registry import Registry
+from hp_fsdp.storage import ParameterStorage
 
 hookspec = pluggy.HookspecMarker("hp")
 
 
 @hookspec(firstresult=True)
 def hp_fsdp_parameter(platform: Platform) -> ParameterStorage | None:
-    """Called once per platform, by the first `fully_shard` on a mesh of that platform.
+    """Return a platform's implementation of sharded parameters, or None if `platform` is not this plugin's.
 
-    Returns the platform's implementation of sharded parameters, or None where `platform` is not this
-    plugin's. Since 0.1.
+    Called once per platform, by the first `fully_shard` on a mesh of that platform. Since 0.1.
     """
 
 
 @hookspec
-def hp_fsdp_communication(registry: CommunicationRegistry) -> None:
-    """Called once, when the first `fully_shard` resolves its communication.
+def hp_fsdp_communication(registry: Registry) -> None:
+    """Add named communications with `registry.add(name, factory)`, to be chosen by `fully_shard(communication=name)`.
 
-    Adds named ways of gathering and reducing with `registry.add(name, factory)`, to be chosen by
-    `fully_shard(..., communication=name)`. Since 0.1.
+    `factory(platform)` returns a `hp_fsdp.Communication`. Called once, when the first `fully_shard` resolves its
+    communication. Since 0.1.
     """

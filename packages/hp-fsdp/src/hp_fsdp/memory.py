@@ -1,4 +1,4 @@
-"""The project's own memory meter: what the engine's buffers hold, counted by the engine, on any device."""
+"""Memory that the engine's buffers hold, counted by the engine itself, on any device."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from hp_fsdp._engine.hooks import ModuleState, state_of, states_below
+from hp_fsdp._engine.fsdp_state import FSDPState, state_of, states_below
 from hp_fsdp.exceptions import FullyShardError
 
 Module = Any
@@ -32,11 +32,12 @@ class MemoryUse:
 
     @property
     def total(self) -> int:
+        """Bytes of all four kinds."""
         return self.shards + self.full + self.full_gradients + self.sharded_gradients
 
 
 def memory_use(module: Module) -> MemoryUse:
-    """What the groups of `module`, and of the modules below it, hold now.
+    """Return the bytes that the groups of `module`, and of the modules below it, hold now.
 
     Raises:
         FullyShardError: neither has been through `fully_shard`.
@@ -45,7 +46,7 @@ def memory_use(module: Module) -> MemoryUse:
 
 
 class MemoryMeter:
-    """Within the block, the largest total that the groups of a module hold at once, and when the most of each kind.
+    """Context manager that measures the largest total of bytes that the groups of a module hold at once.
 
     Counts at every allocation of the engine, so nothing escapes; costs a walk over the groups each time.
 
@@ -60,6 +61,7 @@ class MemoryMeter:
 
     @property
     def peak(self) -> int:
+        """Bytes of the largest total so far."""
         return self.at_peak.total
 
     def __enter__(self) -> MemoryMeter:
@@ -82,20 +84,20 @@ class MemoryMeter:
             self.at_peak = now
 
 
-def _states(module: Module) -> list[ModuleState]:
+def _states(module: Module) -> list[FSDPState]:
     own = state_of(module)
     if own is None:
         raise FullyShardError(f"{type(module).__name__} has not been through fully_shard")
     return states_below(own.platform, module)
 
 
-def _use(states: list[ModuleState]) -> MemoryUse:
+def _use(states: list[FSDPState]) -> MemoryUse:
     buffers = [buffer for state in states for buffer in state.group.buffers]
-    contexts = {id(state.context): state.context for state in states if state.context is not None}
+    schedules = {id(state.schedule): state.schedule for state in states if state.schedule is not None}
     return MemoryUse(
         shards=sum(buffer.shard_bytes for buffer in buffers),
-        full=sum(buffer.held_bytes for buffer in buffers),
-        full_gradients=sum(buffer.unreduced_bytes for buffer in buffers)
-        + sum(context.reducing_bytes for context in contexts.values()),
-        sharded_gradients=sum(buffer.reduced_bytes for buffer in buffers),
+        full=sum(buffer.gathering.held_bytes for buffer in buffers),
+        full_gradients=sum(buffer.gradients.unreduced_bytes for buffer in buffers)
+        + sum(schedule.reducing_bytes for schedule in schedules.values()),
+        sharded_gradients=sum(buffer.gradients.reduced_bytes for buffer in buffers),
     )

@@ -1,4 +1,4 @@
-"""What `fully_shard` may be told about dtypes and places."""
+"""Policies of `fully_shard`: dtypes, offload to the host, and the placement of one parameter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DType = Any
 
 @dataclass(frozen=True)
 class ShardPlacementResult:
-    """What a `shard_placement_fn` may say of one parameter.
+    """Placement of one parameter, as a `shard_placement_fn` may return it.
 
     Attributes:
         placement: `Shard(dim)`: the dimension to cut; None: the first one longer than 1.
@@ -27,7 +27,7 @@ class ShardPlacementResult:
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy:
-    """What lies in host memory between uses; torch's `CPUOffloadPolicy` when both do, as by default.
+    """Keep sharded parameters, gradients, or both in host memory between uses; both (the default) is torch's policy.
 
     Parameters that every rank keeps whole stay on the device, and so do their gradients. Where the device is the host
     nothing is copied. `stream_optimizer` does the same for the optimizer's state, which else lies where the parameters
@@ -72,7 +72,7 @@ class MixedPrecisionPolicy:
     grad_dtype: DType | str | None = None
 
     def resolve(self, platform: Platform) -> MixedPrecisionPolicy:
-        """The same policy with the platform's dtypes in place of names."""
+        """Return the same policy with the platform's dtypes in place of names."""
         named = {
             field.name: platform.dtype(getattr(self, field.name))
             for field in fields(self)

@@ -1,9 +1,8 @@
-"""What a platform does for the engine: memory that parameters share, and a way into its autograd."""
+"""The interface between the engine and a platform: memory that parameters share, and nodes in its autograd."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -11,9 +10,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from hp_dtensor.comm.world import DONE, Work
-from hp_dtensor.exceptions import CapabilityError, PlatformError
+from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.platform.plugins import create_plugin_manager
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor.base import AwaitedGradient
 
@@ -23,7 +21,7 @@ Gradients = Sequence[Tensor | None]
 
 
 class ParameterStorage(ABC):
-    """Flat buffers, views of them, and autograd nodes over them, on one platform.
+    """Makes flat buffers, views of them, and autograd nodes over them, on one platform.
 
     A *buffer* is a plain 1-D tensor that owns its memory. Nothing here is recorded by autograd except where
     it says so.
@@ -40,29 +38,32 @@ class ParameterStorage(ABC):
     # Memory ----------------------------------------------------------------------------------------------
 
     def new_buffer(self, numel: int, dtype: DType, device_type: str) -> Tensor:
-        """An uninitialised buffer on a mesh's device, to be freed soon."""
+        """Allocate an uninitialised buffer on a mesh's device, to be freed soon."""
         return self.platform.empty((numel,), dtype, device_type)
 
     @abstractmethod
     def view(self, buffer: Tensor, start: int, shape: Sequence[int], first_dim: int = 0) -> Tensor:
-        """A leaf over part of a buffer, to compute with: it follows `release` and `refill`, and writing to
-        the buffer does not make autograd believe that it has changed.
+        """Make a leaf over part of a buffer, to compute with.
+
+        It follows `release` and `refill`, and writing to the buffer does not make autograd believe that it has changed.
 
         Its elements lie in row-major order but for `first_dim`, which is outermost in memory.
         """
 
     def num_writes(self, view: Tensor) -> int:
-        """How often somebody has written into a tensor that comes from `view`, which filling its buffer is not, unless
-        `counts_filling`; 0 where that is not counted."""
+        """Return how often a tensor that comes from `view` has been written; 0 where that is not counted.
+
+        Filling its buffer is not counted, unless `counts_filling`.
+        """
         return 0
 
     def gather_target(self, buffer: Tensor) -> Tensor:
-        """The whole buffer as what an all-gather fills; see `view`."""
+        """Return the whole buffer in the form that an all-gather fills; see `view`."""
         return self.view(buffer, 0, (buffer.shape[0],))
 
     @abstractmethod
     def part(self, buffer: Tensor, start: int, shape: Sequence[int], first_dim: int = 0) -> Tensor:
-        """A leaf over part of a buffer that is never released, to read and to write in place; see `view`."""
+        """Make a leaf over part of a buffer that is never released, to read and to write in place; see `view`."""
 
     @abstractmethod
     def release(self, buffer: Tensor) -> None:
@@ -74,15 +75,15 @@ class ParameterStorage(ABC):
 
     @abstractmethod
     def held_bytes(self, buffer: Tensor) -> int:
-        """Bytes that the buffer holds now."""
+        """Return the bytes that the buffer holds now."""
 
     @abstractmethod
     def add_(self, target: Tensor, x: Tensor) -> None:
-        """`target += x` in place, `x` cast to its dtype."""
+        """Compute `target += x` in place, with `x` cast to its dtype."""
 
     @abstractmethod
     def scale_(self, target: Tensor, factor: float) -> None:
-        """`target *= factor` in place."""
+        """Compute `target *= factor` in place."""
 
     @abstractmethod
     def zero_(self, target: Tensor) -> None:
@@ -90,11 +91,14 @@ class ParameterStorage(ABC):
 
     @abstractmethod
     def differ(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[bool]:
-        """Whether the two tensors, of one dtype and size, differ in any bit, for each pair; waits for the device."""
+        """Return True for each pair of tensors, of one dtype and size, that differs in a bit; waits for the device."""
 
     def unscale_(self, tensors: Sequence[Tensor], factor: float) -> Tensor:
-        """Multiply floating-point tensors (empty ones too) in place; a 0-d float32 tensor on the platform's
-        device: 1 if an element is not finite then, else 0."""
+        """Multiply floating-point tensors, empty ones too, in place.
+
+        Returns:
+            A 0-d float32 tensor on the platform's device: 1 if an element is not finite then, else 0.
+        """
         ops, float32 = self.platform.ops, self.platform.dtype("float32")
         found = self.platform.zeros((), float32)
         for x in tensors:
@@ -106,12 +110,12 @@ class ParameterStorage(ABC):
 
     @abstractmethod
     def address(self, x: Tensor) -> int:
-        """Where the data of a tensor, or of a DTensor's shard, begins; called within `platform.local_op`."""
+        """Return the address of the data of a tensor, or of a DTensor's shard; called within `platform.local_op`."""
 
     # Offload ---------------------------------------------------------------------------------------------
 
     def is_host(self, device_type: str) -> bool:
-        """Whether tensors of a mesh's device lie in host memory anyway."""
+        """Return True if tensors of a mesh's device lie in host memory anyway."""
         return device_type == "cpu"
 
     def check_offload(self, device_type: str) -> None:
@@ -122,16 +126,19 @@ class ParameterStorage(ABC):
             )
 
     def host_buffer(self, numel: int, dtype: DType, pin_memory: bool) -> Tensor:
-        """An uninitialised flat tensor in host memory."""
+        """Allocate an uninitialised flat tensor in host memory."""
         return self.platform.empty((numel,), dtype, "cpu")
 
     def beside_computation(self) -> AbstractContextManager[None]:
-        """Inside the block the device works on a queue of its own, after what has been asked of it so far."""
+        """Have the device work on a queue of its own inside the block, after what has been asked of it so far."""
         return contextlib.nullcontext()
 
     def to_device(self, target: Tensor, host: Tensor) -> Work:
-        """Begin to overwrite a device tensor with a host tensor; called `beside_computation`, which then may read it;
-        the computation after `wait`, which the host need not wait for; the host may write after `finish_reading`."""
+        """Begin to overwrite a device tensor with a host tensor; called within `beside_computation`.
+
+        Work on that queue may read the device tensor at once; the computation after `wait`, for which the host does
+        not wait. The host may write its tensor after `finish_reading`.
+        """
         self.platform.copy_(target, host)
         return DONE
 
@@ -150,8 +157,12 @@ class ParameterStorage(ABC):
         )
 
     def await_gradient(self, parameter: Tensor, fetch: Callable[[], None], drop: Callable[[], None]) -> None:
-        """A DTensor parameter without a gradient will have one: call `fetch`, which sets it, when somebody looks at the
-        gradient, and `drop` when somebody else sets it; neither after `await_no_gradient`."""
+        """Announce a gradient for a DTensor parameter that has none yet.
+
+        Args:
+            fetch: sets the gradient; to be called when somebody looks at it.
+            drop: to be called when somebody else sets it. Neither is called after `await_no_gradient`.
+        """
         parameter._awaited_gradient = AwaitedGradient(fetch, drop)
 
     def await_no_gradient(self, parameter: Tensor) -> None:
@@ -162,7 +173,7 @@ class ParameterStorage(ABC):
 
     @abstractmethod
     def parameter(self, local: Tensor, spec: TensorSpec, requires_grad: bool) -> Tensor:
-        """A DTensor parameter over the memory of `local`, which comes from `part` and is used for nothing else."""
+        """Make a DTensor parameter over the memory of `local`, which comes from `part` and is used for nothing else."""
 
     def put_data(self, parameter: Tensor, local: Tensor) -> None:
         """Have a DTensor parameter, whose data has been replaced, lie in the memory of `local` again.
@@ -176,18 +187,18 @@ class ParameterStorage(ABC):
 
     @abstractmethod
     def local_grad(self, parameter: Tensor) -> Tensor | None:
-        """The gradient of a DTensor parameter as a plain local tensor that shares its memory."""
+        """Return the gradient of a DTensor parameter as a plain local tensor that shares its memory, or None."""
 
     @abstractmethod
     def set_local_grad(self, parameter: Tensor, grad: Tensor | None, spec: TensorSpec) -> None:
         """Make the plain local tensor `grad`, without a copy, the gradient of a DTensor parameter of `spec`."""
 
     def run_gradient_hooks(self, parameter: Tensor) -> None:
-        """Call what its users want to be called whenever a DTensor parameter's gradient has been set or added to."""
+        """Call the hooks that users have registered on a DTensor parameter for accumulated gradients."""
 
     @abstractmethod
     def take_grad(self, leaf: Tensor) -> Tensor | None:
-        """The plain gradient that has accumulated in a leaf, which has none afterwards."""
+        """Return the plain gradient that has accumulated in a leaf, and take it away from the leaf."""
 
     def check_dtype(self, dtype: DType) -> None:
         """Raise `CapabilityError` when the platform cannot compute in `dtype` on its device."""
@@ -206,13 +217,13 @@ class ParameterStorage(ABC):
 
     @abstractmethod
     def anchor(self) -> Tensor:
-        """A leaf that requires a gradient and never gets one: where a chain of gathers begins."""
+        """Make a leaf that requires a gradient and never gets one: the beginning of a chain of gathers."""
 
     @abstractmethod
     def gather_node(
         self, token: Tensor, views: Sequence[Tensor], backward: Callable[[Gradients], None]
     ) -> tuple[Tensor, list[Tensor]]:
-        """One autograd node with `token` as input; outputs: the next token, and a tensor over each view.
+        """Make one autograd node with `token` as input; its outputs are the next token, and a tensor over each view.
 
         When autograd has the gradients of all outputs that take part, it calls `backward` with one gradient
         or None per view, also when all are None, and before the node that `token` comes from.
@@ -220,16 +231,18 @@ class ParameterStorage(ABC):
 
     @abstractmethod
     def join(self, token: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The same tensors, from a node through which every gradient that reaches one of them also reaches
-        `token` (as zero)."""
+        """Return the same tensors behind a node; a gradient that reaches one of them also reaches `token`, as 0."""
 
     @abstractmethod
     def on_gradient(self, tensor: Tensor, hook: Callable[[], None]) -> None:
         """Call `hook` whenever the gradient of `tensor` is known, before it goes further back."""
 
     def before_backward(self, tensors: Sequence[Tensor], hook: Callable[[], None]) -> list[Tensor]:
-        """The same tensors; `hook` is called (once or more) before the first gradient goes back from them, and
-        after every `gather_node` made later in forward that autograd could run by then."""
+        """Return the same tensors, with a hook on their gradients.
+
+        `hook` is called, once or more, before the first gradient goes back from them, and after every `gather_node`
+        made later in forward that autograd could run by then.
+        """
         for tensor in tensors:
             self.on_gradient(tensor, hook)
         return list(tensors)
@@ -240,29 +253,5 @@ class ParameterStorage(ABC):
 
 
 def moved_to_front(items: Sequence[Any], index: int) -> list[Any]:
-    """The items with one of them first."""
+    """Return the items with one of them moved to the front."""
     return [items[index], *items[:index], *items[index + 1 :]] if index else list(items)
-
-
-@functools.cache
-def get_storage(platform: Platform) -> ParameterStorage:
-    """The implementation that an installed plugin gives for `platform`.
-
-    Raises:
-        PlatformError: no plugin of the entry-point group `hp_fsdp` serves it.
-    """
-    found: ParameterStorage | None = plugin_manager().hook.hp_fsdp_parameter(platform=platform)
-    if found is None:
-        raise PlatformError(
-            f"no plugin gives sharded parameters for platform {platform.name!r} (entry-point group 'hp_fsdp', "
-            "hook 'hp_fsdp_parameter'); is its package installed, and not left out by HP_LOAD_PLUGINS?"
-        )
-    return found
-
-
-@functools.cache
-def plugin_manager() -> Any:
-    """The plugins of the entry-point group `hp_fsdp`, loaded on first use."""
-    from hp_fsdp import hookspecs
-
-    return create_plugin_manager("hp_fsdp", hookspecs)

@@ -1,4 +1,4 @@
-"""An optimizer's step on the device, group by group, with what lies in host memory copied there and back beside it."""
+"""`stream_optimizer`: a step on the device, buffer by buffer, beside copies of what lies in host memory."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from hp_dtensor.comm.world import Work
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_fsdp._engine.flat_buffer import FlatBuffer, ManagedParameter
-from hp_fsdp._engine.full_tensors import local_of
-from hp_fsdp._engine.offload import Residence
+from hp_fsdp._engine.flat_buffer import FlatBuffer
+from hp_fsdp._engine.fsdp_parameter import FSDPParameter
+from hp_fsdp._engine.offload import ShardOffload
+from hp_fsdp._plain_tensors import local_of
 from hp_fsdp.exceptions import FullyShardError
+from hp_fsdp.plugins import get_storage
 from hp_fsdp.state import model_state as _state
 from hp_fsdp.state.state_dict import _platform_of
-from hp_fsdp.storage import get_storage
 
 Tensor = Any
 Module = Any
@@ -64,8 +65,8 @@ def stream_optimizer(
     for device in {buffer.device for buffer in buffers}:
         storage.check_offload(device)
     away = [buffer for buffer in buffers if not storage.is_host(buffer.device)]
-    parts = [_Part(optimizer, buffer, offload_state, pin_memory) for buffer in away]
-    setattr(optimizer, STEPS_ATTRIBUTE, _Steps(platform, optimizer, parts))
+    parts = [_BufferStep(optimizer, buffer, offload_state, pin_memory) for buffer in away]
+    setattr(optimizer, STEPS_ATTRIBUTE, _StreamedStep(platform, optimizer, parts))
     optimizer.__class__ = _streamed(type(optimizer))  # type: ignore[arg-type]
     if hasattr(optimizer, "_patch_step_function"):
         optimizer._patch_step_function()  # torch's hooks around a step of this class
@@ -103,10 +104,10 @@ def _is_needed(parameter: inspect.Parameter) -> bool:
 
 @functools.cache
 def _streamed(cls: type) -> type:
-    """`cls` with a step that goes through the buffers."""
+    """Return a subclass of an optimizer with a step that goes through the buffers."""
 
     def step(self: Any, closure: Any = None) -> Any:
-        steps: _Steps = getattr(self, STEPS_ATTRIBUTE)
+        steps: _StreamedStep = getattr(self, STEPS_ATTRIBUTE)
         loss = steps.loss_of(closure) if closure is not None else None
         steps.run(_unhooked(cls.step))  # type: ignore[attr-defined]
         return loss
@@ -126,14 +127,14 @@ def _streamed(cls: type) -> type:
 
 
 def _unhooked(step: Any) -> Any:
-    """A step without torch's hooks around it, which the streaming step has already."""
+    """Return a step without torch's hooks around it, which the streaming step has already."""
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
-class _Steps:
-    """The step of an optimizer as steps of the buffers, and one of the parameters that are in none."""
+class _StreamedStep:
+    """Takes an optimizer's step as one step per buffer, and one for the parameters that are in none."""
 
-    def __init__(self, platform: Platform, optimizer: Optimizer, parts: list[_Part]) -> None:
+    def __init__(self, platform: Platform, optimizer: Optimizer, parts: list[_BufferStep]) -> None:
         self._platform = platform
         self._optimizer = optimizer
         self._parts = parts
@@ -143,13 +144,13 @@ class _Steps:
         return {id(p) for group in self._optimizer.param_groups for p in group["params"]}
 
     def drop_gradients(self) -> None:
-        """Those that lie apart from their parameters, which a look at them would bring there."""
+        """Drop gradients that lie apart from their parameters; looking at them would copy them there first."""
         given = self._given
         for part in self._parts:
             part.drop_gradients(given)
 
     def loss_of(self, closure: Callable[[], Any]) -> Any:
-        """Forward and backward, also where `step` is called without gradients."""
+        """Run a closure (forward and backward) with gradients enabled, which `step` may have disabled."""
         with self._platform.enable_grad():
             return closure()
 
@@ -168,14 +169,14 @@ class _Steps:
             self.put_away()
 
     def put_away(self) -> None:
-        """Bring to where it is kept what is not there: after a step, a failed one, or state that has been loaded."""
+        """Copy everything back to where it is kept: after a step, a failed one, or after state has been loaded."""
         for part in self._parts:
             part.put_away()
         for part in self._parts:
             part.settle()
 
     def _step(self, step: Step, ids: Collection[int]) -> None:
-        """As if the optimizer had no other parameters."""
+        """Take a step as if the optimizer had only the parameters with these ids."""
         groups = self._optimizer.param_groups
         everything = [group["params"] for group in groups]
         try:
@@ -190,8 +191,8 @@ class _Steps:
                 group["params"] = parameters
 
 
-class _Part:
-    """What a step takes of one buffer: `fetch`, `put_in_place`, the step, `put_away`, `settle`.
+class _BufferStep:
+    """Moves what a step needs of one buffer: `fetch`, `put_in_place`, the step, `put_away`, `settle`.
 
     Attributes:
         ids: of its parameters.
@@ -212,37 +213,37 @@ class _Part:
         self._own_gradients: list[tuple[Tensor | None, Tensor | None]] = []
 
     def has_gradients(self, given: Collection[int]) -> bool:
-        """Whether a step changes one of the parameters with ids `given`."""
-        if self._buffer.awaited.flat is not None:
+        """Return True if a step changes one of the parameters with ids `given`."""
+        if self._buffer.gradients.awaited.flat is not None:
             return True
         mine = [p.sharded for p in self._buffer.parameters if id(p.sharded) in given]
         return any(self._storage.local_grad(parameter) is not None for parameter in mine)
 
     def drop_gradients(self, given: Collection[int]) -> None:
-        self._buffer.awaited.drop([p for p in self._buffer.parameters if id(p.sharded) in given])
+        self._buffer.gradients.awaited.drop([p for p in self._buffer.parameters if id(p.sharded) in given])
 
     def fetch(self) -> None:
         """Begin to copy to the device, unless that has been done."""
         if self._arriving is not None:
             return
-        residence, awaited = self._buffer.residence, self._buffer.awaited.flat
+        offload, awaited = self._buffer.offload, self._buffer.gradients.awaited.flat
         self._arriving = self._state.fetch() if self._state is not None else []
-        if residence.parameters:
+        if offload.parameters:
             self._shard = self._bring(self._buffer.shard)
             for parameter in self._buffer.parameters:
                 grad = self._storage.local_grad(parameter.sharded)
                 self._own_gradients.append((grad, None if grad is None else self._bring_gradient(parameter, grad)))
         if awaited is not None:
-            self._gradients = self._bring(awaited) if residence.gradients else awaited
+            self._gradients = self._bring(awaited) if offload.gradients else awaited
 
     def _bring(self, flat: Tensor) -> Tensor:
         assert self._arriving is not None
-        copy, arriving = self._buffer.residence.to_device(flat)
+        copy, arriving = self._buffer.offload.to_device(flat)
         self._arriving.append(arriving)
         return copy
 
-    def _bring_gradient(self, parameter: ManagedParameter, grad: Tensor) -> Tensor:
-        """Laid out as its parameter, which fused optimizers rely on."""
+    def _bring_gradient(self, parameter: FSDPParameter, grad: Tensor) -> Tensor:
+        """Begin to copy a gradient to the device, laid out as its parameter, which fused optimizers rely on."""
         assert self._arriving is not None
         grad = local_of(self._platform, grad)
         with self._storage.beside_computation():
@@ -260,14 +261,17 @@ class _Part:
         if self._shard is not None:
             self._move_parameters(self._shard, [copy for _, copy in self._own_gradients])
         if self._gradients is not None:
-            self._buffer.awaited.lend(self._gradients)
+            self._buffer.gradients.awaited.lend(self._gradients)
         if self._state is not None:
             self._state.put_in_place(self._optimizer)
         if self._shard is not None:
             self._bring_loaded_state()
 
     def _bring_loaded_state(self) -> None:
-        """State that was loaded to where the parameters lay; a 0-d one, `step`, only where updates want it here."""
+        """Copy to the device state that was loaded to where the parameters lay.
+
+        A 0-d one, `step`, only goes along for optimizers that want it on the device.
+        """
         groups = [group for group in self._optimizer.param_groups if group.get("fused") or group.get("capturable")]
         fused = {id(parameter) for group in groups for parameter in group["params"]}
         here = self._platform.device_of(self._shard)
@@ -281,7 +285,7 @@ class _Part:
                 if shape == parameter.local_shape or (shape == () and id(parameter.sharded) in fused):
                     entry[slot] = self._copy_here(parameter, value, local)
 
-    def _copy_here(self, parameter: ManagedParameter, value: Tensor, local: Tensor) -> Tensor:
+    def _copy_here(self, parameter: FSDPParameter, value: Tensor, local: Tensor) -> Tensor:
         flat = self._platform.empty((math.prod(local.shape),), local.dtype, self._buffer.device)
         first_dim = parameter.first_dim if local.shape else 0
         copy = self._storage.part(flat, 0, tuple(local.shape), first_dim)
@@ -295,7 +299,7 @@ class _Part:
         if self._state is not None:
             self._leaving += self._state.put_away(self._optimizer)
         if self._is_in_place and self._gradients is not None:
-            self._buffer.awaited.take_back()
+            self._buffer.gradients.awaited.take_back()
         if self._is_in_place and self._shard is not None:
             self._leaving.append(self._storage.to_host(self._buffer.shard, self._shard))
             self._move_parameters(self._buffer.shard, [own for own, _ in self._own_gradients])
@@ -310,7 +314,7 @@ class _Part:
         self._leaving.clear()
 
     def _move_parameters(self, flat: Tensor, grads: Sequence[Tensor | None]) -> None:
-        """Have the parameters be views of `flat`, with these gradients, which lie there too."""
+        """Make the parameters views of `flat`, with these gradients, which lie there too."""
         for parameter, grad in zip(self._buffer.parameters, grads, strict=True):
             self._storage.put_data(parameter.sharded, self._buffer.part_of(parameter, flat))
             if grad is not None:
@@ -318,19 +322,19 @@ class _Part:
 
 
 class _StateOnHost:
-    """A buffer's state of an optimizer: one flat tensor like the shard for each slot, such as `exp_avg`, and dtype."""
+    """Keeps an optimizer's state of a buffer on the host: one flat tensor like the shard for each slot and dtype."""
 
     def __init__(self, buffer: FlatBuffer, pin_memory: bool) -> None:
         self._buffer = buffer
         self._storage = buffer.storage
         self._platform = buffer.platform
-        self._residence = Residence(buffer.storage, buffer.device, pin_memory=pin_memory)
+        self._offload = ShardOffload(buffer.storage, buffer.device, pin_memory=pin_memory)
         self._on_host: dict[SlotKey, Tensor] = {}
         self._on_device: dict[SlotKey, Tensor] = {}
         self._given: dict[tuple[int, SlotKey], Tensor] = {}
 
     def fetch(self) -> list[Work]:
-        copies = {key: self._residence.to_device(host) for key, host in self._on_host.items()}
+        copies = {key: self._offload.to_device(host) for key, host in self._on_host.items()}
         self._on_device = {key: copy for key, (copy, _) in copies.items()}
         return [arriving for _, arriving in copies.values()]
 
@@ -339,7 +343,7 @@ class _StateOnHost:
         self._give(optimizer, self._on_device)
 
     def put_away(self, optimizer: Optimizer) -> list[Work]:
-        """Begin to copy back, also what the optimizer has made or been given since; it has what is on the host then."""
+        """Begin to copy back, also what the optimizer has made since, and give it the tensors on the host."""
         for parameter, _, key, value in self._values(optimizer):
             if key not in self._on_device and not self._is_given(parameter, key, value):
                 self._on_device[key] = self._first_copy(key)
@@ -347,7 +351,7 @@ class _StateOnHost:
         leaving = []
         for key, copy in self._on_device.items():
             if key not in self._on_host:
-                self._on_host[key] = self._residence.zeros(copy.shape[0], copy.dtype, on_host=True)
+                self._on_host[key] = self._offload.zeros(copy.shape[0], copy.dtype, on_host=True)
             leaving.append(self._storage.to_host(self._on_host[key], copy))
         self._give(optimizer, {key: self._on_host[key] for key in self._on_device}, copies=False)
         self._on_device = {}
@@ -355,13 +359,13 @@ class _StateOnHost:
 
     def _first_copy(self, key: SlotKey) -> Tensor:
         if key not in self._on_host:
-            return self._residence.zeros(self._buffer.layout.shard_numel, key[1], on_host=False)
-        copy, arriving = self._residence.to_device(self._on_host[key])
+            return self._offload.zeros(self._buffer.layout.shard_numel, key[1], on_host=False)
+        copy, arriving = self._offload.to_device(self._on_host[key])
         arriving.wait()
         return copy
 
-    def _values(self, optimizer: Optimizer) -> Iterator[tuple[ManagedParameter, dict[str, Any], SlotKey, Tensor]]:
-        """State that is as large as its parameter."""
+    def _values(self, optimizer: Optimizer) -> Iterator[tuple[FSDPParameter, dict[str, Any], SlotKey, Tensor]]:
+        """Yield (parameter, its state, slot and dtype, value) for each tensor of state as large as its parameter."""
         for parameter in self._buffer.parameters:
             entry = optimizer.state.get(parameter.sharded, {})
             for slot, value in list(entry.items()):
@@ -371,11 +375,11 @@ class _StateOnHost:
                 if tuple(local.shape) == parameter.local_shape:
                     yield parameter, entry, (slot, local.dtype), value
 
-    def _is_given(self, parameter: ManagedParameter, key: SlotKey, value: Tensor) -> bool:
+    def _is_given(self, parameter: FSDPParameter, key: SlotKey, value: Tensor) -> bool:
         return self._given.get((id(parameter), key)) is value
 
     def _give(self, optimizer: Optimizer, flats: Mapping[SlotKey, Tensor], copies: bool = True) -> None:
-        """Have the optimizer's state be views of `flats`; what is not ours is copied there first."""
+        """Make the optimizer's state views of `flats`; what is not ours is copied there first."""
         for parameter, entry, key, value in self._values(optimizer):
             if key in flats:
                 part = self._buffer.part_of(parameter, flats[key])

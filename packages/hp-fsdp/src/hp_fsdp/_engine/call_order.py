@@ -1,7 +1,7 @@
-"""Whether ranks gather and reduce the same modules in the same order.
+"""The order in which ranks gather and reduce the modules of a model, compared between them.
 
 Collectives of two ranks meet by their order alone: where one rank calls modules of equal size in another order, data
-of different modules mix, and no backend objects. So each rank notes what it begins with a process group, and a digest
+of different modules mix, and no backend objects. So each rank records what it begins with a process group, and a digest
 of that goes to the others at the end of each forward and each backward.
 """
 
@@ -27,11 +27,11 @@ GATHERS, GATHERS_KEPT, REDUCES = range(len(ACTIONS))
 NOTE = "hp_fsdp call order"
 # A fixed beginning, digests of all actions and of their kinds, how many, and the codes of the first ones, for errors.
 DIGEST_BYTES = 16
-NUM_TOLD = 240
-MESSAGE = Struct(f"8s{DIGEST_BYTES}s{DIGEST_BYTES}sI{NUM_TOLD}I")
+NUM_CODES_SENT = 240
+MESSAGE = Struct(f"8s{DIGEST_BYTES}s{DIGEST_BYTES}sI{NUM_CODES_SENT}I")
 BEGINNING = b"hp order"
 START_ANEW = "Their collectives do not meet as they should any more: start the ranks anew"
-# How much of a group, and of what went before, an error tells.
+# The parameters of a group, and the last actions, that an error names.
 NUM_PARAMETERS = 3
 NUM_ACTIONS = 3
 # Ranks that differ may wait for each other: one for this, the other for a collective. Then it goes on, and looks later.
@@ -44,44 +44,64 @@ SAME_CALLS = (
 
 
 class Group(Protocol):
-    """What is told of a parameter group."""
+    """The attributes of a parameter group that errors name."""
 
     name: str
     state: Any
 
 
-class Participant:
-    """One buffer's place in the order of a process group."""
+class BufferActions:
+    """Records what this rank begins with one flat buffer, in the call orders of its process groups."""
 
-    def __init__(self, order: CallOrder, number: int) -> None:
-        self.order = order
-        self._code = number * len(ACTIONS)
+    def __init__(self) -> None:
+        self._among_shards: tuple[CallOrder, int] | None = None
+        self._among_replicas: tuple[CallOrder, int] | None = None
 
-    def note(self, action: int) -> None:
-        """This rank has begun to do this with the buffer."""
-        self.order.note(self._code + action)
+    def join(
+        self, group: Group, parameters: Sequence[str], shard_group: ProcessGroup, replicate_group: ProcessGroup | None
+    ) -> None:
+        """Take the next number in each of the two call orders; every rank's buffers join in the same order."""
+        shards, replicas = order_of(shard_group), order_of(replicate_group)
+        self._among_shards = (shards, shards.join(group, parameters)) if shards is not None else None
+        self._among_replicas = (replicas, replicas.join(group, parameters)) if replicas is not None else None
+
+    def record(self, action: int, among_replicas: bool = False) -> None:
+        """Record an action that begins now; `among_replicas`: it communicates over the replicate axis, too."""
+        if self._among_shards is not None:
+            order, number = self._among_shards
+            order.record(number * len(ACTIONS) + action)
+        if among_replicas and self._among_replicas is not None:
+            order, number = self._among_replicas
+            order.record(number * len(ACTIONS) + action)
+
+    @property
+    def orders(self) -> list[CallOrder]:
+        """The call orders in which the buffer takes part."""
+        return [each[0] for each in (self._among_shards, self._among_replicas) if each is not None]
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One under way: of the first `count` actions noted, which end in `when`."""
+    """A comparison under way, of the first `count` actions recorded, at the end of `phase` (forward or backward)."""
 
     messages: PendingBytes
     count: int
-    when: str
+    phase: str
 
 
 class CallOrder:
-    """What this rank has begun with the others of a process group, and whether they have begun the same.
+    """Actions that this rank has begun with a process group, and their comparison with those of the other ranks.
+
+    An action is coded as `buffer number * len(ACTIONS) + kind`.
 
     Attributes:
-        noted: the actions since ranks last agreed, a code for each kind and buffer.
-        error: the last disagreement. Raised as a copy: the note of a process group would keep alive what a traceback
-            refers to, models and activations.
+        actions: codes of those since ranks last agreed.
+        error: the last disagreement. Raised as a copy: a process group keeps its call order, and an exception that has
+            been raised keeps, by its traceback, models and activations.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
-        self.noted = array("I")
+        self.actions = array("I")
         self.error: CallOrderError | None = None
         self._process_group = group
         self._rank = group.ranks[group.rank]
@@ -90,45 +110,45 @@ class CallOrder:
         self._num_joined = 0
         self._freed: deque[weakref.KeyedRef[int, Group]] = deque()
         self._agreed = bytes(DIGEST_BYTES)
-        self._has_met = False
-        self._under_way: Comparison | None = None
+        self._is_connected = False
+        self._comparison: Comparison | None = None
 
-    def join(self, group: Group, parameters: Sequence[str]) -> Participant:
-        """The next buffer, the same on every rank: of `group`, with `parameters`."""
+    def join(self, group: Group, parameters: Sequence[str]) -> int:
+        """Give the next buffer its number, the same on every rank; it belongs to `group` and holds `parameters`."""
         self._forget_freed()
         number = self._num_joined
         self._described[number] = weakref.KeyedRef(group, self._freed.append, number), list(parameters)
         self._num_joined += 1
-        return Participant(self, number)
+        return number
 
     def _forget_freed(self) -> None:
-        """Drop the descriptions of freed groups, but for those of which the actions noted tell."""
-        noted = {code // len(ACTIONS) for code in self.noted} if self._freed else ()
+        """Drop the descriptions of freed groups, but for those that an error about recorded actions would name."""
+        named = {code // len(ACTIONS) for code in self.actions} if self._freed else ()
         for _ in range(len(self._freed)):
             freed = self._freed.popleft()
-            if freed.key in noted:
+            if freed.key in named:
                 self._freed.append(freed)
             else:
                 del self._described[freed.key]
 
-    def note(self, code: int) -> None:
-        """This rank has begun something."""
-        self.noted.append(code)
-        if not self._has_met:
+    def record(self, code: int) -> None:
+        """Record an action that this rank has begun."""
+        self.actions.append(code)
+        if not self._is_connected:
             # Connections are made now, where every rank of the group comes to its first action.
-            self._has_met = True
+            self._is_connected = True
             self._process_group.barrier()
 
-    def start_comparing(self, when: str) -> None:
-        """Begin to compare what has been noted since the last time, if anything has."""
+    def start_comparing(self, phase: str) -> None:
+        """Begin to compare the actions recorded since the last comparison, if there are any."""
         self.check()
-        if self.noted:
-            digest = _digest(self._agreed + self.noted.tobytes())
-            told = [*self.noted[:NUM_TOLD], *[0] * (NUM_TOLD - len(self.noted))]
-            message = MESSAGE.pack(BEGINNING, digest, _digest(_kinds(self.noted)), len(self.noted), *told)
-            with self._naming_failures(when):
+        if self.actions:
+            digest = _digest(self._agreed + self.actions.tobytes())
+            codes = [*self.actions[:NUM_CODES_SENT], *[0] * (NUM_CODES_SENT - len(self.actions))]
+            message = MESSAGE.pack(BEGINNING, digest, _digest(_kinds(self.actions)), len(self.actions), *codes)
+            with self._naming_failures(phase):
                 messages = self._process_group.start_all_gather_bytes(message)
-            self._under_way = Comparison(messages, len(self.noted), when)
+            self._comparison = Comparison(messages, len(self.actions), phase)
 
     def check(self, timeout_seconds: float | None = None) -> None:
         """Wait for the comparison under way; every rank then finds the same `error`.
@@ -136,67 +156,70 @@ class CallOrder:
         Raises:
             CommunicationError: the comparison itself failed.
         """
-        under_way, self._under_way = self._under_way, None
-        if under_way is None:
+        comparison, self._comparison = self._comparison, None
+        if comparison is None:
             return
-        with self._naming_failures(under_way.when):
-            messages = under_way.messages.wait(timeout_seconds)
+        with self._naming_failures(comparison.phase):
+            messages = comparison.messages.wait(timeout_seconds)
         if messages is None:
-            self._under_way = under_way
+            self._comparison = comparison
             return
         heads = {message[: len(BEGINNING) + DIGEST_BYTES] for message in messages}
         if len(heads) == 1:
-            self._agree(heads.pop()[len(BEGINNING) :], under_way)
+            self._agree(heads.pop()[len(BEGINNING) :], comparison)
         else:
-            self.error = self._disagree(messages, under_way)
-
-    @contextlib.contextmanager
-    def _naming_failures(self, when: str) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            raise CommunicationError(
-                f"rank {self._rank}, in {when}: could not compare with ranks {list(self._process_group.ranks)} which "
-                f"modules have been called: {error}. {self.last_actions()}. {SAME_CALLS}"
-            ) from error
+            self.error = self._disagree(messages, comparison)
 
     def new_error(self) -> CallOrderError | None:
-        """A disagreement that the comparison under way, if it is over by now, has found."""
+        """Return a disagreement that the comparison under way, if it is over by now, has found."""
         before = self.error
         with contextlib.suppress(CommunicationError):
             self.check(0)
         return _copy(self.error) if self.error is not None and self.error is not before else None
 
-    def _agree(self, digest: bytes, under_way: Comparison) -> None:
-        self._agreed = digest
-        del self.noted[: under_way.count]
+    @contextlib.contextmanager
+    def _naming_failures(self, phase: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"rank {self._rank}, in {phase}: could not compare with ranks {list(self._process_group.ranks)} which "
+                f"modules have been called: {error}. {self.last_actions()}. {SAME_CALLS}"
+            ) from error
 
-    def _disagree(self, messages: Sequence[bytes], under_way: Comparison) -> CallOrderError:
-        beginnings, _, kinds, counts, *told = zip(*map(MESSAGE.unpack, messages), strict=True)
+    def _agree(self, digest: bytes, comparison: Comparison) -> None:
+        self._agreed = digest
+        del self.actions[: comparison.count]
+
+    def _disagree(self, messages: Sequence[bytes], comparison: Comparison) -> CallOrderError:
+        beginnings, _, kinds, counts, *codes = zip(*map(MESSAGE.unpack, messages), strict=True)
         if set(beginnings) != {BEGINNING}:
-            return self._no_answer(beginnings, under_way)
-        in_step = len(set(kinds)) == 1
-        error = self._disagreement(_first_difference(counts, told), under_way, in_step)
-        if in_step:
+            return self._other_collective(beginnings, comparison)
+        same_kinds = len(set(kinds)) == 1
+        error = self._disagreement(_first_difference(counts, codes), comparison, same_kinds)
+        if same_kinds:
             # Every collective has met another one: the next ones will meet as they should.
-            self._agree(bytes(DIGEST_BYTES), under_way)
+            self._agree(bytes(DIGEST_BYTES), comparison)
         return error
 
-    def _disagreement(self, codes: Sequence[int | None], under_way: Comparison, in_step: bool) -> CallOrderError:
-        actions = [f"{self._describe(code)} in {under_way.when}" for code in codes]
+    # Error messages --------------------------------------------------------------------------------------
+
+    def _disagreement(self, codes: Sequence[int | None], comparison: Comparison, can_go_on: bool) -> CallOrderError:
+        """Make the error for ranks that do `codes` where they differ first; None: a rank does nothing more."""
+        actions = [f"{self._describe(code)} in {comparison.phase}" for code in codes]
         if len(set(actions)) < len(set(codes)):
             # Two models have groups of this name, or one model has another number on each rank.
             numbers = ["no" if code is None else code // len(ACTIONS) for code in codes]
             actions = [f"{action}, buffer {number}" for action, number in zip(actions, numbers, strict=True)]
         ranks = self._process_group.ranks
-        each = who_does_what(ranks, actions) if codes else f"ranks {list(ranks)} after {NUM_TOLD} actions alike"
-        go_on = self._going_on() if in_step else START_ANEW
+        each = who_does_what(ranks, actions) if codes else f"ranks {list(ranks)} after {NUM_CODES_SENT} actions alike"
+        what_next = self._how_to_go_on() if can_go_on else START_ANEW
         return CallOrderError(
             f"ranks call modules in different orders: {each}. {self._states(codes)}Their data have mixed, or would. "
-            f"{go_on}. {SAME_CALLS}"
+            f"{what_next}. {SAME_CALLS}"
         )
 
-    def _going_on(self) -> str:
+    def _how_to_go_on(self) -> str:
         world = current_world(self._process_group.platform)
         if world.size == len(self._process_group.ranks):
             return "Nothing of it reaches the gradients; the next step can go on"
@@ -206,11 +229,12 @@ class CallOrder:
             "of which this group knows nothing: otherwise start the ranks anew"
         )
 
-    def _no_answer(self, beginnings: Sequence[bytes], under_way: Comparison) -> CallOrderError:
-        said = zip(self._process_group.ranks, beginnings, strict=True)
-        others = [rank for rank, beginning in said if beginning != BEGINNING]
+    def _other_collective(self, beginnings: Sequence[bytes], comparison: Comparison) -> CallOrderError:
+        """Make the error for ranks whose message is not one of a comparison: they are in another collective."""
+        by_rank = zip(self._process_group.ranks, beginnings, strict=True)
+        others = [rank for rank, beginning in by_rank if beginning != BEGINNING]
         return CallOrderError(
-            f"ranks call modules in different orders: rank {self._rank} is through with its {under_way.when} when "
+            f"ranks call modules in different orders: rank {self._rank} is through with its {comparison.phase} when "
             f"{name_ranks(others)} still gathers or reduces. {self.last_actions()}. {START_ANEW}. {SAME_CALLS}"
         )
 
@@ -235,8 +259,8 @@ class CallOrder:
         return f"On rank {self._rank} {', '.join(states)}. " if states else ""
 
     def last_actions(self) -> str:
-        """What this rank has begun last, for errors."""
-        last = "; ".join(map(self._describe, self.noted[-NUM_ACTIONS:]))
+        """Describe what this rank has begun last, for errors."""
+        last = "; ".join(map(self._describe, self.actions[-NUM_ACTIONS:]))
         return f"This rank's last actions: {last or 'none'}"
 
 
@@ -252,9 +276,12 @@ def _kinds(codes: Sequence[int]) -> bytes:
     return bytes(code % len(ACTIONS) for code in codes)
 
 
-def _first_difference(counts: Sequence[int], told: Sequence[Sequence[int]]) -> list[int | None]:
-    """What each rank does where they part, as far as they tell; `told[i]`: every rank's code of action i."""
-    for index, codes in enumerate(told):
+def _first_difference(counts: Sequence[int], sent: Sequence[Sequence[int]]) -> list[int | None]:
+    """Return the code of each rank's action where ranks differ first; `sent[i]` holds every rank's code of action i.
+
+    The list is empty where they differ beyond the actions sent.
+    """
+    for index, codes in enumerate(sent):
         different = [code if index < count else None for code, count in zip(codes, counts, strict=True)]
         if len(set(different)) > 1:
             return list(different)
@@ -262,33 +289,33 @@ def _first_difference(counts: Sequence[int], told: Sequence[Sequence[int]]) -> l
 
 
 class CallOrders:
-    """The orders in which one model takes part."""
+    """The call orders in which the buffers of one model take part."""
 
     def __init__(self, orders: Iterable[CallOrder]) -> None:
-        self._heard = {order: order.error for order in orders}
+        self._errors_raised = {order: order.error for order in orders}
 
-    def start_comparing(self, when: str) -> None:
-        """See `CallOrder.start_comparing`."""
-        for order in self._heard:
-            order.start_comparing(when)
+    def start_comparing(self, phase: str) -> None:
+        """Begin to compare every call order, at the end of a `phase`: forward or backward."""
+        for order in self._errors_raised:
+            order.start_comparing(phase)
 
     def check(self, timeout_seconds: float | None = None) -> None:
         """Wait for the comparisons under way.
 
         Raises:
-            CallOrderError: ranks have begun different things, with this model or another one, for which they meet.
+            CallOrderError: ranks have begun different things, with this model or another one that has the same ranks.
             CommunicationError: a comparison failed.
         """
-        for order in self._heard:
+        for order in self._errors_raised:
             order.check(timeout_seconds)
-        for order, heard in self._heard.items():
-            if order.error is not None and order.error is not heard:
-                self._heard[order] = order.error
+        for order, raised in self._errors_raised.items():
+            if order.error is not None and order.error is not raised:
+                self._errors_raised[order] = order.error
                 raise _copy(order.error)
 
 
 def order_of(group: ProcessGroup | None) -> CallOrder | None:
-    """That of a process group; None where there is nobody to meet."""
+    """Return the call order of a process group; None where there is no other rank to compare with."""
     if group is None or group.size == 1:
         return None
     if NOTE not in group.notes:
@@ -299,13 +326,13 @@ def order_of(group: ProcessGroup | None) -> CallOrder | None:
 
 def check_same_action(group: ProcessGroup, action: str) -> None:
     """Raise `CallOrderError` on every rank of `group` unless all of them give the same `action`."""
-    actions = [said.decode() for said in group.all_gather_bytes(action.encode())]
+    actions = [answer.decode() for answer in group.all_gather_bytes(action.encode())]
     if len(set(actions)) > 1:
         each = who_does_what(group.ranks, actions)
         raise CallOrderError(f"ranks call modules in different orders: {each}. {SAME_CALLS}")
 
 
 def who_does_what(ranks: Sequence[int], actions: Sequence[str]) -> str:
-    """`ranks 0, 2 <action>; rank 1 <action>`."""
+    """Join ranks with the same action: `ranks 0, 2 <action>; rank 1 <action>`."""
     alike = ranks_by_fact(dict(zip(ranks, actions, strict=True)))
     return "; ".join(f"{name_ranks(same)} {action}" for action, same in alike.items())

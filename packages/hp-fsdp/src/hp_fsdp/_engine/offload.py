@@ -1,4 +1,4 @@
-"""Where the shards of a flat buffer lie between uses, and gradients that lie apart from their parameters."""
+"""CPU offload of a flat buffer: shards in host memory between uses, and gradients that lie apart from parameters."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ SetGradients = Callable[[Sequence[Any], Tensor], None]
 
 
 @dataclass(frozen=True)
-class Residence:
-    """Which shards of a buffer lie in host memory between uses.
+class ShardOffload:
+    """Tells which shards of a buffer lie in host memory between uses, and copies them to the device and back.
 
     Attributes:
-        parameters: the sharded parameters.
-        gradients: their reduced gradients.
-        pin_memory: whether that memory is page-locked.
+        parameters: the sharded parameters lie there.
+        gradients: their reduced gradients lie there.
+        pin_memory: that memory is page-locked, so that copies can run beside the computation.
     """
 
     storage: ParameterStorage
@@ -33,11 +33,11 @@ class Residence:
 
     @property
     def is_apart(self) -> bool:
-        """Whether gradients lie elsewhere than their parameters."""
+        """True if gradients lie elsewhere than their parameters."""
         return self.parameters != self.gradients
 
     def zeros(self, numel: int, dtype: DType, on_host: bool) -> Tensor:
-        """A flat tensor in one of the two memories."""
+        """Make a flat tensor of zeros, in host memory or on the device."""
         if on_host:
             flat = self.storage.host_buffer(numel, dtype, self.pin_memory)
             self.storage.zero_(flat)
@@ -45,12 +45,16 @@ class Residence:
         return self.storage.platform.zeros((numel,), dtype, self.device)
 
     def to_host(self, flat: Tensor) -> tuple[Tensor, Work]:
-        """Begin to copy a flat device tensor: (the copy, when the host may read it)."""
+        """Begin to copy a flat device tensor; return the copy, and the work after whose `wait` the host may read it."""
         host = self.storage.host_buffer(flat.shape[0], flat.dtype, self.pin_memory)
         return host, self.storage.to_host(host, flat)
 
     def to_device(self, flat: Tensor) -> tuple[Tensor, Work]:
-        """Begin to copy a flat host tensor, beside the computation: (the copy, when that may read it)."""
+        """Begin to copy a flat host tensor beside the computation.
+
+        Returns:
+            The copy, and the work after whose `wait` the computation may read it.
+        """
         with self.storage.beside_computation():
             target = self.storage.platform.empty((flat.shape[0],), flat.dtype, self.device)
             return target, self.storage.to_device(target, flat)
@@ -63,9 +67,9 @@ class AwaitedGradients:
         flat: laid out as the shard; None: there are none.
     """
 
-    def __init__(self, residence: Residence, zero: Callable[[Any, Tensor], None], set_gradients: SetGradients) -> None:
-        self._residence = residence
-        self._storage = residence.storage
+    def __init__(self, offload: ShardOffload, zero: Callable[[Any, Tensor], None], set_gradients: SetGradients) -> None:
+        self._offload = offload
+        self._storage = offload.storage
         self._zero = zero
         self._set_gradients = set_gradients
         self._parameters: dict[int, Any] = {}
@@ -82,7 +86,7 @@ class AwaitedGradients:
             self._storage.await_gradient(parameter.sharded, self.fetch, partial(self.drop, [parameter]))
 
     def drop(self, parameters: Sequence[Any]) -> None:
-        """The gradients of some parameters have been replaced, or are not wanted."""
+        """Let go of the gradients of some parameters: they have been replaced, or are not wanted."""
         dropped = [parameter for parameter in parameters if self._parameters.pop(id(parameter), None) is not None]
         for parameter in dropped:
             self._storage.await_no_gradient(parameter.sharded)
@@ -92,7 +96,7 @@ class AwaitedGradients:
             self._zero(parameter, self.flat)
 
     def fetch(self) -> None:
-        """Bring all to the parameters, for good."""
+        """Copy all to where the parameters lie, and make them the parameters' gradients."""
         if self.flat is not None:
             brought, arriving = self.start_fetch()
             parameters, self._parameters, self.flat = list(self._parameters.values()), {}, None
@@ -102,18 +106,19 @@ class AwaitedGradients:
             self._set_gradients(parameters, brought)
 
     def start_fetch(self) -> tuple[Tensor, Work]:
-        """Begin to copy them to the parameters' memory."""
-        return (self._residence.to_host if self._residence.parameters else self._residence.to_device)(self.flat)
+        """Begin to copy all to where the parameters lie; return the copy and its work."""
+        return (self._offload.to_host if self._offload.parameters else self._offload.to_device)(self.flat)
 
     def lend(self, brought: Tensor) -> None:
-        """Set the gradients in `brought`, a copy, until `take_back`."""
+        """Make the parts of `brought`, a copy, the parameters' gradients until `take_back`."""
         self._set_gradients(list(self._parameters.values()), brought)
 
     def take_back(self) -> None:
+        """Undo `lend`."""
         for parameter in self._parameters.values():
             self._storage.set_local_grad(parameter.sharded, None, parameter.sharded.spec)
 
 
 def arrived(flat: Tensor) -> tuple[Tensor, Work]:
-    """What is where it belongs already."""
+    """Return a tensor that is where it belongs already, as a copy that is over."""
     return flat, DONE

@@ -1,54 +1,35 @@
-"""The way of gradients from the full gradient buffer to the sharded parameters, overlapped with backward."""
+"""Reductions of full gradients to the gradients of sharded parameters, overlapped with backward."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 from hp_dtensor.comm.world import DONE, Work
+from hp_fsdp._engine.call_order import REDUCES
+from hp_fsdp._engine.collective_errors import Communicating
 from hp_fsdp._engine.flat_buffer import FlatBuffer
+from hp_fsdp._engine.group import ParameterGroup
+from hp_fsdp._engine.group_settings import ReduceOptions
 
 Tensor = Any
-Communicating = Callable[..., AbstractContextManager[None]]  # ParameterGroup.communicating
-
-
-@dataclass(slots=True)
-class ReduceOptions:
-    """How a group's gradients are reduced.
-
-    Attributes:
-        all_reduce: also over the replicate axis; else the reduced shards wait for a later reduction.
-        divide_factor: what the sum over all ranks is divided by; None: the number of ranks for `op` "avg", 1
-            for "sum".
-        op: "avg" or "sum".
-        scaling_factor: what the result is multiplied by.
-    """
-
-    all_reduce: bool = True
-    divide_factor: float | None = None
-    op: str = "avg"
-    scaling_factor: float = 1.0
-
-    def factor(self, num_ranks: int) -> float:
-        """What the sum over all ranks is divided by in the end."""
-        divisor = self.divide_factor
-        if divisor is None:
-            divisor = float(num_ranks) if self.op == "avg" else 1.0
-        return divisor / self.scaling_factor
 
 
 class Reduction:
-    """One flat buffer's reduce-scatter, then its all-reduce, then its gradients.
+    """The reduction of one flat buffer: its reduce-scatter, then its all-reduce, then its gradients are stored.
 
     When it is not the last of a step, the reduced shard waits in the buffer for the next one.
+
+    Args:
+        group: whose buffer.
+        is_last: it completes the gradients of a step.
     """
 
-    def __init__(self, buffer: FlatBuffer, options: ReduceOptions, is_last: bool, communicating: Communicating) -> None:
+    def __init__(self, group: ParameterGroup, buffer: FlatBuffer, is_last: bool) -> None:
         self.buffer = buffer
-        self._communicating = communicating
+        self._group = group
+        options = group.settings.reduce
         self._all_reduce = is_last and options.all_reduce and buffer.replicate_group is not None
         self._waits_for_more = not is_last or (not options.all_reduce and buffer.replicate_group is not None)
         num_replicas = buffer.replicate_group.size if buffer.replicate_group is not None else 1
@@ -56,68 +37,80 @@ class Reduction:
         self._before, self._after = _split_factor(factor, buffer)
         self._shard: Tensor = None
         self._store: Callable[[], None] | None = None
-        with communicating("reduce gradients", in_backward=True):
+        with self._communicating():
             self._shard, self._work = self._scatter()
             # All-reduces follow in the same order.
-            buffer.note_reduction(self._all_reduce)
+            buffer.actions.record(REDUCES, among_replicas=self._all_reduce)
+
+    def _communicating(self) -> Communicating:
+        return Communicating(self._group, "reduce gradients", in_backward=True)
 
     def _scatter(self) -> tuple[Tensor, Work]:
-        buffer = self.buffer
-        # Held here until the reduce-scatter is over.
-        self._full, buffer.gradients = buffer.gradients, None
-        self._collected, buffer.collected = buffer.collected, frozenset()
+        """Take the full gradients from the buffer, and begin their reduce-scatter: (this rank's shard, the work)."""
+        buffer, gradients = self.buffer, self.buffer.gradients
+        # The collective reads them on another stream: they are held here until the reduce-scatter is over.
+        self._full, gradients.unreduced = gradients.unreduced, None
+        self._indices, gradients.unreduced_indices = gradients.unreduced_indices, frozenset()
         if self._before != 1.0:
             buffer.storage.scale_(self._full, 1.0 / self._before)
         if buffer.shard_group.size == 1:
             return self._full, DONE
         shard = buffer.new_buffer(buffer.layout.shard_numel, buffer.reduce_dtype)
-        buffer.note_allocation()
+        buffer.count_allocation()
         return shard, buffer.communication.reduce_scatter(shard, self._full, buffer.shard_group)
 
     def advance(self) -> None:
         """Wait for the reduce-scatter, free the full gradients, and begin the all-reduce."""
-        buffer = self.buffer
+        buffer, gradients = self.buffer, self.buffer.gradients
         self._wait()
         self._full, self._work = None, DONE
-        if buffer.partial_shard is not None:
-            buffer.storage.add_(self._shard, buffer.partial_shard)
-            self._collected |= buffer.partial_collected
-            buffer.partial_shard, buffer.partial_collected = None, frozenset()
+        if gradients.partial_shard is not None:
+            buffer.storage.add_(self._shard, gradients.partial_shard)
+            self._indices |= gradients.partial_indices
+            gradients.partial_shard, gradients.partial_indices = None, frozenset()
         if self._waits_for_more:
-            buffer.partial_shard, buffer.partial_collected = self._shard, self._collected
-            buffer.note_pending()
+            gradients.partial_shard, gradients.partial_indices = self._shard, self._indices
+            buffer.versions.mark_awaiting_reduction()
         elif self._all_reduce:
             assert buffer.replicate_group is not None
-            with self._communicating("reduce gradients", in_backward=True):
+            with self._communicating():
                 self._work = buffer.communication.all_reduce(self._shard, buffer.replicate_group)
 
     def _wait(self) -> None:
-        with self._communicating("reduce gradients", in_backward=True):
+        with self._communicating():
             self._work.wait()
 
     @property
     def held_bytes(self) -> int:
         """Bytes of the full gradients, while they are reduced, and of the reduced shard."""
-        held = {id(x): x for x in (self._full, self._shard) if x is not None and x is not self.buffer.partial_shard}
+        held = {
+            id(x): x
+            for x in (self._full, self._shard)
+            if x is not None and x is not self.buffer.gradients.partial_shard
+        }
         return sum(self.buffer.storage.held_bytes(x) for x in held.values())
 
     @property
     def is_copied_away(self) -> bool:
-        """Whether its gradients go to the host, which takes time beside the backward."""
-        return self.buffer.residence.gradients
+        """True if its gradients go to the host, which takes time beside the backward."""
+        return self.buffer.offload.gradients
 
     @property
     def stored(self) -> frozenset[int]:
-        """Indices of the parameters whose gradients it writes."""
-        return frozenset() if self._waits_for_more else self._collected
+        """Indices of the parameters whose gradients it sets or adds to."""
+        return frozenset() if self._waits_for_more else self._indices
 
     @property
     def is_communicating(self) -> bool:
+        """True while its all-reduce may still run."""
         return self._work is not DONE
 
     def finish(self) -> Callable[[], None]:
-        """Wait, scale, and begin to store the gradients, unless that has been done; the function returned does the
-        rest."""
+        """Wait, scale, and begin to store the gradients, unless that has been done.
+
+        Returns:
+            The function that makes them the parameters' gradients.
+        """
         if self._store is None:
             self._wait()
             self._store = self._start_store()
@@ -129,11 +122,15 @@ class Reduction:
             return lambda: None
         if self._after != 1.0:
             self.buffer.storage.scale_(self._shard, 1.0 / self._after)
-        return self.buffer.start_store(self._shard, self._collected)
+        return self.buffer.gradients.start_store(self._shard, self._indices)
 
 
 class Reducer:
-    """Reductions under way, of which the last few still hold full gradient buffers."""
+    """The reductions under way in one backward, the oldest first; the last few still hold full gradient buffers.
+
+    Full gradients of one buffer are reduced while the backward of the next group runs: `make_room` waits for as many
+    as must be over before another full gradient buffer may be allocated.
+    """
 
     def __init__(self) -> None:
         self._running: list[Reduction] = []
@@ -156,22 +153,25 @@ class Reducer:
         for reduction in due:
             reduction.finish()
 
-    def start(self, buffer: FlatBuffer, options: ReduceOptions, is_last: bool, communicating: Communicating) -> None:
-        self._running.append(Reduction(buffer, options, is_last, communicating))
+    def start(self, group: ParameterGroup, buffer: FlatBuffer, is_last: bool) -> None:
+        """Begin the reduction of a buffer's full gradients; `is_last`: it completes the gradients of a step."""
+        self._running.append(Reduction(group, buffer, is_last))
 
     def leaves_waiting(self, buffer: FlatBuffer, options: ReduceOptions) -> bool:
-        """Whether a buffer has gradients of which a reduction would be the last one, and none is under way."""
+        """Return True if a buffer has gradients that its next reduction would complete, and none is under way."""
+        gradients = buffer.gradients
         all_reduces = options.all_reduce or buffer.replicate_group is None
-        if buffer.gradients is None and (buffer.partial_shard is None or not all_reduces):
+        if gradients.unreduced is None and (gradients.partial_shard is None or not all_reduces):
             return False
         return all(reduction.buffer is not buffer for reduction in self._running)
 
     @property
     def held_bytes(self) -> int:
+        """Bytes of gradients under reduction."""
         return sum(reduction.held_bytes for reduction in self._running)
 
     def drain(self, check: Callable[[], None]) -> None:
-        """Finish all; the gradients are then there, unless `check`, called before, raises."""
+        """Finish all reductions; the gradients are there then, unless `check`, called before that, raises."""
         self.make_room(1)
         running = self._running
         self._forget()
@@ -184,10 +184,10 @@ class Reducer:
             self._stored[reduction.buffer] = self._stored.get(reduction.buffer, frozenset()) | reduction.stored
 
     def run_gradient_hooks(self) -> None:
-        """Of all parameters whose gradients have been written since the last time, each once."""
+        """Call the gradient hooks of each parameter whose gradient has been written since the last time, once."""
         stored, self._stored = self._stored, {}
         for buffer, indices in stored.items():
-            buffer.run_gradient_hooks(indices)
+            buffer.gradients.run_gradient_hooks(indices)
 
     def drop(self) -> None:
         """Forget what is under way, after an error."""
@@ -199,7 +199,7 @@ class Reducer:
 
 
 def _split_factor(factor: float, buffer: FlatBuffer) -> tuple[float, float]:
-    """(divisor before the reduction, divisor after it): float16 sums would overflow undivided."""
+    """Split a divisor into one before the reduction and one after it: undivided sums of float16 would overflow."""
     if factor <= 1.0 or buffer.platform.dtype_name(buffer.reduce_dtype) != "float16":
         return 1.0, factor
     before = 2.0 ** math.ceil(math.log2(factor) / 2)

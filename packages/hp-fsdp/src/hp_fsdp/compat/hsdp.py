@@ -12,10 +12,10 @@ from hp_dtensor.comm.world import World, current_world
 from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
-from hp_fsdp._engine.hooks import ModuleState, state_of, states_below
+from hp_fsdp._argument_checks import dtype_problem
+from hp_fsdp._engine.fsdp_state import FSDPState, state_of, states_below
 from hp_fsdp._fsdp_module import FSDPModule, with_methods
 from hp_fsdp._fully_shard import fully_shard
-from hp_fsdp._settings import dtype_problem
 from hp_fsdp.exceptions import HSDPError
 from hp_fsdp.policies import MixedPrecisionPolicy
 
@@ -23,7 +23,7 @@ Module = Any
 DType = Any
 
 ZERO_STAGES = {"level1": 1, "level2": 2, "level3": 3}
-_asynchronous: weakref.WeakKeyDictionary[ModuleState, World] = weakref.WeakKeyDictionary()
+_asynchronous: weakref.WeakKeyDictionary[FSDPState, World] = weakref.WeakKeyDictionary()
 
 
 def hsdp(
@@ -102,7 +102,7 @@ def hsdp(
     cell.set_gradient_scaling_factor(grad_scale, recurse=False)
     if comm_async:
         state = cell._fsdp
-        state.group.defers_reduction = True
+        state.group.settings.defers_reduction = True
         _asynchronous[state] = data_mesh.world
     return cell
 
@@ -110,22 +110,22 @@ def hsdp(
 def hsdp_sync_stream() -> None:
     """Wait for the reductions that this rank's cells of `comm_async=True` have under way; gradients are then there."""
     for state, world in list(_asynchronous.items()):
-        if state.context is not None and world is current_world(state.platform):
-            state.context.finish_reductions()
+        if state.schedule is not None and world is current_world(state.platform):
+            state.schedule.finish_reductions()
 
 
 class HSDPCell(FSDPModule):
-    """Mixed into the class of every cell that has been through `hsdp`; has the methods of `FSDPModule` too."""
+    """Mixin of the class of every cell that has been through `hsdp`; it has the methods of `FSDPModule` too."""
 
     @property
-    def _fsdp(self) -> ModuleState:
+    def _fsdp(self) -> FSDPState:
         state = state_of(self)
         if state is None:
             raise HSDPError(f"{type(self).__name__} has not been through hsdp; call hsdp(cell, ...) first")
         return state
 
     def set_requires_grad_sync(self, requires_grad_sync: bool) -> None:
-        """Whether backward reduces gradients, of this cell and those below it, or accumulates them.
+        """True: backward reduces the gradients of this cell and those below it; False: it accumulates them.
 
         Raises:
             HSDPError: not a bool, or before `hsdp`.
@@ -140,11 +140,11 @@ class HSDPCell(FSDPModule):
         Raises:
             HSDPError: before `hsdp`.
         """
-        if self._fsdp.context is not None:
-            self._fsdp.context.finish_reductions()
+        if self._fsdp.schedule is not None:
+            self._fsdp.schedule.finish_reductions()
         for state in states_below(self._fsdp.platform, self):
             for buffer in state.group.buffers:
-                buffer.forget_gradients()
+                buffer.gradients.forget()
                 for parameter in buffer.parameters:
                     state.platform.set_grad(parameter.sharded, None)
 
@@ -172,7 +172,7 @@ def _groups_of(method: str, cells: Any) -> list[Any]:
 
 
 def _data_mesh(platform: Platform, mesh: DeviceMesh | None, shard_size: int, num_ranks: int) -> DeviceMesh:
-    """All ranks in one axis, or (replicate, shard)."""
+    """Build the mesh for `fully_shard`: one axis, or (replicate, shard)."""
     if mesh is None:
         kind = platform.device_types[0]
         mesh = init_device_mesh(kind, (num_ranks,), mesh_dim_names=("hsdp",), platform=platform)

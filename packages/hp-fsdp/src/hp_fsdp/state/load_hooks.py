@@ -15,9 +15,9 @@ Module = Any
 def run_before(
     platform: Platform, model: Module, state_dict: Mapping[str, Any], strict: bool, problems: Problems
 ) -> dict[str, Any]:
-    """`state_dict` as `register_load_state_dict_pre_hook` functions of the modules leave it, who add to `problems`.
+    """Run the modules' `register_load_state_dict_pre_hook` functions on a copy of `state_dict`, and return the copy.
 
-    Outer modules' come first, all on one copy.
+    Outer modules' come first. The functions may add to `problems`.
     """
     changed: Any = OrderedDict(state_dict)
     metadata = getattr(state_dict, "_metadata", None) or {}
@@ -30,7 +30,7 @@ def run_before(
 
 
 def has_after(platform: Platform, model: Module) -> bool:
-    """Whether a module has a hook that `run_after` calls."""
+    """Return True if a module has a hook that `run_after` calls."""
     return any(getattr(module, "_load_state_dict_post_hooks", {}) for _, module in platform.named_modules(model))
 
 
@@ -43,8 +43,10 @@ def run_after(platform: Platform, model: Module, keys: Any) -> None:
 
 
 def own_loading(platform: Platform, model: Module) -> list[str]:
-    """Why modules that override `_load_from_state_dict` cannot be loaded; those of the framework only fill in what
-    older versions of it did not save."""
+    """Return why modules of users that override `_load_from_state_dict` cannot be loaded.
+
+    The framework's own overrides may be passed over: they only fill in what older versions of it did not save.
+    """
     frameworks = {_package(_definer(platform.Module)), _package(object)}
     found = []
     for name, module in platform.named_modules(model):

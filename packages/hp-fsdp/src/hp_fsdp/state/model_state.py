@@ -1,4 +1,4 @@
-"""State dicts: what is in them under which name, and how values of any layout come into this one's tensors."""
+"""Contents of a model's state dict by name, and the way of values of any layout into this model's tensors."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from hp_dtensor.spec.placements import Replicate
 from hp_dtensor.spec.rank_checks import name_ranks
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_fsdp._engine.full_tensors import local_of
+from hp_fsdp._engine.fsdp_state import states_below
 from hp_fsdp._engine.group import GroupState, ParameterGroup
-from hp_fsdp._engine.hooks import states_below
+from hp_fsdp._plain_tensors import local_of
 from hp_fsdp.exceptions import StateDictError
 
 Tensor = Any
@@ -31,17 +31,17 @@ EXTRA_STATE = "_extra_state"
 
 
 def groups_below(platform: Platform, module: Module) -> list[ParameterGroup]:
-    """The groups of `module` and the modules below it."""
+    """Return the groups of `module` and the modules below it."""
     return [state.group for state in states_below(platform, module)]
 
 
 @contextlib.contextmanager
 def sharded_parameters(platform: Platform, module: Module) -> Iterator[None]:
-    """Inside the block every module below `module` holds its sharded parameters, whatever state it is in."""
+    """Have every module at or below `module` hold its sharded parameters inside the block, whatever state it is in."""
     owners = [
         (owner, attribute, getattr(owner, attribute), parameter.sharded)
         for group in groups_below(platform, module)
-        if group.exposed
+        if group.uses_unsharded
         for buffer in group.buffers
         for parameter in buffer.parameters
         for owner, attribute in parameter.owners
@@ -56,13 +56,13 @@ def sharded_parameters(platform: Platform, module: Module) -> Iterator[None]:
 
 
 def named_parameters(platform: Platform, module: Module) -> dict[str, Tensor]:
-    """The sharded (or ignored, plain) parameters under all their names."""
+    """Return the sharded (or ignored, plain) parameters under all their names."""
     with sharded_parameters(platform, module):
         return dict(platform.named_parameters(module, remove_duplicate=False))
 
 
 def persistent_buffers(platform: Platform, module: Module) -> dict[str, Tensor]:
-    """The buffers that belong into a state dict; PyTorch and MindSpore note the others in the same way."""
+    """Return the buffers that belong into a state dict; PyTorch and MindSpore mark the others in the same way."""
     left_out = {
         f"{prefix}.{name}" if prefix else name
         for prefix, each in platform.named_modules(module)
@@ -72,7 +72,7 @@ def persistent_buffers(platform: Platform, module: Module) -> dict[str, Tensor]:
 
 
 def extra_states(platform: Platform, module: Module) -> dict[str, Module]:
-    """The modules with a state of their own beside tensors, by its key."""
+    """Return the modules with a state of their own beside tensors (`get_extra_state`), by its key."""
     return {
         f"{prefix}.{EXTRA_STATE}" if prefix else EXTRA_STATE: each
         for prefix, each in platform.named_modules(module)
@@ -88,7 +88,7 @@ def _overrides(module: Module, base: type, method: str) -> bool:
 
 
 def ranks_of(platform: Platform, tensors: Collection[Tensor]) -> ProcessGroup:
-    """The ranks that hold these tensors: those of the largest mesh if it contains the others, else all."""
+    """Return the ranks that hold these tensors: those of the largest mesh if it contains the others, else all."""
     world = current_world(platform)
     meshes = {x.spec.mesh for x in tensors if isinstance(x, DTensor)}
     members = sorted((frozenset(mesh.ranks()) for mesh in meshes), key=len)
@@ -99,7 +99,7 @@ def ranks_of(platform: Platform, tensors: Collection[Tensor]) -> ProcessGroup:
 
 @dataclass
 class Problems:
-    """What is wrong with a state dict.
+    """Everything found wrong with a state dict.
 
     Attributes:
         missing, unexpected: keys.
@@ -111,6 +111,7 @@ class Problems:
     others: list[str] = field(default_factory=list)
 
     def sentences(self, strict: bool) -> list[str]:
+        """Return all problems as sentences; missing and unexpected keys are problems only if `strict`."""
         found = list(self.others)
         if strict and self.unexpected:
             found.insert(0, f"unexpected keys: {', '.join(self.unexpected)}")
@@ -120,7 +121,11 @@ class Problems:
 
 
 def agree(group: ProcessGroup, what: str, sentences: list[str], moved: Collection[str] = ()) -> None:
-    """Raise on every rank if any has found something; `moved` are keys for which ranks communicate.
+    """Raise on every rank if any rank has found a problem.
+
+    Args:
+        sentences: the problems that this rank has found.
+        moved: keys for whose values the ranks communicate; they must be alike.
 
     Raises:
         StateDictError: naming the ranks and everything that they found.
@@ -145,7 +150,7 @@ def agree(group: ProcessGroup, what: str, sentences: list[str], moved: Collectio
 
 
 def value_problem(platform: Platform, name: str, target: Tensor, value: Any) -> str | None:
-    """Why `value` cannot be loaded into `target`; None when it can."""
+    """Return why `value` cannot be loaded into `target`; None if it can."""
     if not isinstance(value, platform.Tensor):
         return f"{name}: expected a tensor, got {type(value).__name__}"
     if platform.is_meta(value) or platform.is_meta(local_of(platform, target)):
@@ -165,7 +170,7 @@ def _local_shape(target: Tensor) -> tuple[int, ...]:
 
 
 def as_local(platform: Platform, value: Tensor, spec: TensorSpec | None) -> Tensor:
-    """`value` (DTensor, full or local) as the plain local tensor of `spec`; None: the whole.
+    """Convert `value` (a DTensor, full or local) to the plain local tensor of `spec`; spec None: to the whole.
 
     Communicates for a DTensor of another layout only.
     """
@@ -186,21 +191,21 @@ def spec_of(x: Tensor) -> TensorSpec | None:
 
 
 def copy_into(platform: Platform, target: Tensor, value: Tensor) -> None:
-    """Overwrite `target` with a value that `value_problem` had nothing against."""
+    """Overwrite `target` with a value in which `value_problem` has found none."""
     with platform.no_grad():
         # An empty shard too: every rank knows that it has been written.
         platform.copy_(local_of(platform, target), as_local(platform, value, spec_of(target)))
 
 
 def gather_again(groups: Collection[ParameterGroup]) -> None:
-    """Fill the full parameters of groups that are unsharded now: their shards have changed."""
+    """Fill the full parameters of groups that are unsharded now again, after their shards have changed."""
     for group in groups:
         if group.state is GroupState.SHARDED_AFTER_FORWARD:
             group.reshard()
         if group.state is not GroupState.SHARDED:
             for buffer in group.buffers:
-                buffer.wait_gather()
-                buffer.start_gather()
+                buffer.gathering.wait()
+                buffer.gathering.start()
             for buffer in group.buffers:
-                buffer.wait_gather()
+                buffer.gathering.wait()
             group.state = GroupState.UNSHARDED

@@ -1,4 +1,4 @@
-"""An optimizer's state by parameter name, of the two kinds of optimizers there are."""
+"""State of an optimizer by parameter name, for the two kinds of optimizers there are."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hp_dtensor.comm.world import ProcessGroup
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_fsdp._engine.full_tensors import copy_of
+from hp_fsdp._plain_tensors import copy_of
 from hp_fsdp.exceptions import StateDictError
 from hp_fsdp.state import model_state as _state
 
@@ -22,26 +22,30 @@ Match = tuple[_state.Problems, Named, Named]
 
 
 class OptimizerView(Protocol):
-    """State by parameter name."""
+    """Access to an optimizer's state by parameter name."""
 
     def slots(self) -> dict[str, Named]:
-        """Of each parameter that has state: slot name to value."""
+        """Return for each parameter that has state its slots: name to value."""
 
     def hyperparameters(self) -> Named:
-        """What else belongs to the state."""
+        """Return what belongs to the state beside slots: `param_groups` or `num_steps`."""
 
     def match(self, state_dict: Mapping[str, Any]) -> Match:
-        """(problems, tensors that say what each value must look like, values) by `<parameter>.<slot>`."""
+        """Compare a state dict with the optimizer.
+
+        Returns:
+            Problems; then, by `<parameter>.<slot>`, tensors of the shape that each value must have, and the values.
+        """
 
     def load(self, state_dict: Mapping[str, Any], values: Named) -> None:
         """Take over a state that fits."""
 
     def make(self) -> None:
-        """See `init_optimizer_state`."""
+        """Give a new optimizer state, see `init_optimizer_state`."""
 
 
 def view_of(platform: Platform, optimizer: Any, parameters: Mapping[str, Tensor]) -> OptimizerView:
-    """The view of an optimizer over a model's parameters.
+    """Return the view of an optimizer over a model's parameters.
 
     Raises:
         StateDictError: it is of neither kind, or has parameters that the model has not.
@@ -55,7 +59,7 @@ def view_of(platform: Platform, optimizer: Any, parameters: Mapping[str, Tensor]
 
 
 class NamedOptimizerView:
-    """An optimizer that names its parameters itself (`hp_trainer.training.Optimizer`)."""
+    """View of an optimizer that names its parameters itself (`hp_trainer.training.Optimizer`)."""
 
     def __init__(self, platform: Platform, optimizer: Any) -> None:
         self._platform = platform
@@ -65,7 +69,7 @@ class NamedOptimizerView:
         return {name: dict(slots) for name, slots in self._optimizer.state().items()}
 
     def make(self) -> None:
-        """Nothing: it has had state from the start."""
+        """Do nothing: the optimizer has had state from the start."""
 
     def hyperparameters(self) -> Named:
         return {"num_steps": self._optimizer.num_steps}
@@ -85,7 +89,7 @@ class NamedOptimizerView:
 
 
 class GroupedOptimizerView:
-    """An optimizer with `param_groups` and `state` by parameter, as those of torch.optim."""
+    """View of an optimizer with `param_groups` and `state` by parameter, as those of torch.optim."""
 
     def __init__(self, platform: Platform, optimizer: Any, parameters: Mapping[str, Tensor]) -> None:
         self._platform = platform
@@ -143,7 +147,7 @@ class GroupedOptimizerView:
     def _add_slot_problems(
         self, problems: _state.Problems, state_dict: Mapping[str, Any], state: Mapping[str, Named]
     ) -> None:
-        """Slots that differ from those of parameters that have been stepped; the optimizer makes those of others.
+        """Add slots to the problems that differ from those of parameters that the optimizer has stepped.
 
         Which slots there are depends on choices such as `amsgrad`, which are loaded too.
         """
@@ -158,7 +162,7 @@ class GroupedOptimizerView:
             problems.unexpected += [key for key in found if key not in expected]
 
     def _keeps_state(self) -> bool:
-        """Whether it has state after a step: tried by a copy of it, with a parameter of zeros for each group."""
+        """Return True if it has state after a step: a copy of it tries, with a parameter of zeros for each group."""
         trial = copy.copy(self._optimizer)
         for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             setattr(trial, hooks, {})
@@ -237,7 +241,7 @@ class GroupedOptimizerView:
         return {**group, **(saved[0] if saved else {}), "params": [indices[name] for name in names]}
 
     def _placed(self, value: Any, parameter: Tensor) -> Any:
-        """A slot as the optimizer keeps it: laid out as the parameter where it is as large."""
+        """Return a slot as the optimizer keeps it: laid out as the parameter where it is as large."""
         platform = self._platform
         if not isinstance(value, platform.Tensor):
             return value
@@ -260,7 +264,10 @@ def _flat(state: Mapping[str, Mapping[str, Any]]) -> Named:
 
 
 def taken_apart(platform: Platform, ranks: ProcessGroup, state_dict: Mapping[str, Any]) -> tuple[Named, Named]:
-    """(the first rank's tensors by `<parameter>.<slot>`, all else of its state dict, on every rank).
+    """Take the first rank's state dict apart into tensors and the rest, which every rank gets.
+
+    Returns:
+        (tensors by `<parameter>.<slot>`, on the first rank only; all else, on every rank).
 
     Raises:
         StateDictError: on every rank: what is no tensor cannot be sent as JSON.
@@ -287,7 +294,7 @@ def taken_apart(platform: Platform, ranks: ProcessGroup, state_dict: Mapping[str
 
 
 def put_together(values: Named, rest: Mapping[str, Any]) -> Named:
-    """The state dict again, from tensors and the rest."""
+    """Put a state dict together again from tensors and the rest, see `taken_apart`."""
     state: dict[str, Named] = {}
     for key, name in rest["names"]:
         state.setdefault(name, {})[key[len(name) + 1 :]] = values[key] if key in values else rest["numbers"][key]

@@ -14,13 +14,14 @@ from hp_dtensor.comm.world import ProcessGroup
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_fsdp._engine.full_tensors import copy_of, gather_full, to_host
-from hp_fsdp._engine.hooks import state_of
+from hp_fsdp._engine.fsdp_state import state_of
+from hp_fsdp._plain_tensors import copy_of, gather_full, to_host
 from hp_fsdp.exceptions import FSDPStateError, StateDictError
+from hp_fsdp.plugins import get_storage
 from hp_fsdp.state import load_hooks as _load_hooks
 from hp_fsdp.state import model_state as _state
 from hp_fsdp.state import optimizer_state as _optimizer_state
-from hp_fsdp.storage import ParameterStorage, get_storage
+from hp_fsdp.storage import ParameterStorage
 
 Tensor = Any
 Module = Any
@@ -29,7 +30,7 @@ StateDict = dict[str, Any]
 
 @dataclass(frozen=True)
 class StateDictOptions:
-    """What a state dict is made of, and how strictly one is loaded.
+    """Options for making and loading state dicts.
 
     Attributes:
         full_state_dict: whole plain tensors, gathered one at a time into memory of their own; else what the
@@ -59,7 +60,7 @@ DEFAULT = StateDictOptions()
 
 
 def get_model_state_dict(model: Module, *, options: StateDictOptions = DEFAULT) -> StateDict:
-    """Parameters, persistent buffers and extra states by name; tied parameters under all their names.
+    """Return parameters, persistent buffers and extra states by name; tied parameters under all their names.
 
     With `full_state_dict` it communicates: every rank of the model calls it.
     """
@@ -92,7 +93,7 @@ def set_model_state_dict(
     """
     platform = _platform_of(model)
     groups = _state.groups_below(platform, model)
-    if any(group.summoned for group in groups):
+    if any(group.summon_depth for group in groups):
         raise FSDPStateError("set_model_state_dict inside summon_full_params, whose end would overwrite what is loaded")
     parameters = _state.named_parameters(platform, model)
     targets = parameters | _state.persistent_buffers(platform, model)
@@ -120,7 +121,7 @@ def set_model_state_dict(
 
 
 def get_optimizer_state_dict(model: Module, optimizer: Any, *, options: StateDictOptions = DEFAULT) -> StateDict:
-    """An optimizer's state by parameter name: `{"state": {name: {slot: value}}, "param_groups": [...]}`.
+    """Return an optimizer's state by parameter name: `{"state": {name: {slot: value}}, "param_groups": [...]}`.
 
     Nothing is made: before the optimizer's first step there is no state to read a checkpoint into, see
     `init_optimizer_state`.
@@ -189,7 +190,7 @@ class _Collector:
         self.drops = options.full_state_dict and options.rank0_only and ranks.rank != 0
 
     def collect(self, found: Mapping[str, Any]) -> StateDict:
-        """One by one; what occurs under several names is gathered once."""
+        """Convert values one by one; what occurs under several names is gathered once."""
         known: dict[int, Any] = {}
         result: StateDict = {}
         for name, value in found.items():
@@ -221,7 +222,7 @@ class _Collector:
 
 
 def _missing(parameters: Mapping[str, Tensor], targets: Mapping[str, Tensor], values: Mapping[str, Any]) -> list[str]:
-    """Names without a value, unless the same parameter has one under another name."""
+    """Return names without a value, unless the same parameter has one under another name."""
     given = {id(targets[name]) for name in values if name in targets}
     return [name for name, target in targets.items() if name not in values and id(target) not in given]
 
@@ -262,7 +263,7 @@ def _load(
 def _broadcast(
     platform: Platform, ranks: ProcessGroup, values: Mapping[str, Any], targets: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """The first rank's tensors on every rank, one at a time, each cut to this rank's part before the next.
+    """Send the first rank's tensors to every rank, one at a time, each cut to this rank's part before the next.
 
     Raises:
         StateDictError: on every rank: a value of the first rank is no full plain tensor.
@@ -302,7 +303,7 @@ def _broadcast_one(
 
 
 def _platform_of(model: Module) -> Platform:
-    """That of the model's own group, else its own, else the one installed or named by HP_PLATFORM."""
+    """Return the platform of the model's group, else the model's own, else the default one (`get_platform`)."""
     state = state_of(model)
     if state is not None:
         return state.platform

@@ -1,4 +1,4 @@
-"""Replicas of shards, which every rank updates by itself: compared in `check_mode`."""
+"""Comparison of the replicas of shards, which every rank updates by itself, in `check_mode`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hp_fsdp._engine.group import ParameterGroup
 
 
 def check_replicas(groups: Iterable[ParameterGroup]) -> None:
-    """In `check_mode`: every rank that holds the same shards of these groups holds the same values.
+    """In `check_mode`: check that ranks that hold the same shards of these groups hold the same values.
 
     Two exchanges for each buffer with replicas; reads the shards on the host.
 
@@ -33,6 +33,7 @@ def check_replicas(groups: Iterable[ParameterGroup]) -> None:
 
 
 def _problem(buffer: FlatBuffer, replicas: ProcessGroup) -> str:
+    """Name the parameters whose replicas differ, and the ranks that agree; empty if all are equal."""
     platform, shard = buffer.platform, buffer.shard
     mine = json.dumps({each.name: digest(platform, buffer.part_of(each, shard)) for each in buffer.parameters})
     everybody = [json.loads(answer) for answer in replicas.all_gather_bytes(mine.encode())]

@@ -1,4 +1,4 @@
-"""What `shard_placement_fn` says of each parameter."""
+"""The mesh and the dimension to cut of each parameter, where `shard_placement_fn` chooses them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.spec.placements import Shard
-from hp_fsdp._engine.parameters import Original, problems_of
-from hp_fsdp._settings import mesh_problems, reshard_problems
+from hp_fsdp._argument_checks import mesh_problems, reshard_problems
+from hp_fsdp._engine.original_parameters import OriginalParameter, problems_of
 from hp_fsdp.exceptions import FullyShardError
 from hp_fsdp.policies import ShardPlacementResult
 
@@ -16,7 +16,7 @@ ShardPlacementFunction = Callable[[Any], Shard | ShardPlacementResult | None]
 
 
 def place(
-    originals: Sequence[Original],
+    originals: Sequence[OriginalParameter],
     mesh: DeviceMesh,
     choose: ShardPlacementFunction | None,
     reshard_after_forward: bool | int | None,
@@ -46,7 +46,9 @@ def place(
         raise FullyShardError(f"{where}, rank {mesh.world.rank}: {'; '.join(problems)}")
 
 
-def _choose(original: Original, mesh: DeviceMesh, chosen: Any, reshard_after_forward: bool | int | None) -> list[str]:
+def _choose(
+    original: OriginalParameter, mesh: DeviceMesh, chosen: Any, reshard_after_forward: bool | int | None
+) -> list[str]:
     result = chosen if isinstance(chosen, ShardPlacementResult) else ShardPlacementResult(chosen)
     if result.placement is not None and type(result.placement) is not Shard:
         return [f"expected Shard(dim), a ShardPlacementResult or None, got {chosen!r}"]

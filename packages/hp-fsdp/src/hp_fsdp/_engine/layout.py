@@ -1,4 +1,4 @@
-"""Where each parameter lies in a group's flat buffer: equal shards, cut only between units, little padding.
+"""The place of each parameter in a flat buffer: equal shards, cut only between units, little padding.
 
 The full buffer is `num_shards` shards of `shard_numel` elements, one after another, as an all-gather leaves
 them. Each tensor is one contiguous block of it, so that it is a view of the gathered buffer. A shard boundary
@@ -57,18 +57,18 @@ class FlatLayout:
         return self.numel - sum(block.numel for block in self.blocks)
 
     def piece(self, index: int, shard: int) -> tuple[int, int]:
-        """(offset in the shard, length) of what a shard holds of a block, in elements."""
+        """Return (offset in the shard, length) of a shard's piece of a block, in elements; the length may be 0."""
         start, stop = self.offsets[index], self.offsets[index] + self.blocks[index].numel
         first = min(max(start, shard * self.shard_numel), stop)
         last = max(min(stop, (shard + 1) * self.shard_numel), first)
         return (first - shard * self.shard_numel if last > first else 0), last - first
 
     def pieces(self, index: int) -> tuple[int, ...]:
-        """How many elements of a block each shard holds, in rank order."""
+        """Return how many elements of a block each shard holds, in rank order."""
         return tuple(self.piece(index, shard)[1] for shard in range(self.num_shards))
 
     def gaps(self) -> Iterator[tuple[int, int]]:
-        """(offset, length) of each stretch of padding in the full buffer, ascending."""
+        """Yield (offset, length) of each stretch of padding in the full buffer, ascending."""
         end = 0
         for offset, block in sorted(zip(self.offsets, self.blocks, strict=True), key=lambda pair: pair[0]):
             if offset > end:
@@ -79,7 +79,7 @@ class FlatLayout:
 
 
 def padding_bound(blocks: Sequence[Block], num_shards: int) -> int:
-    """What the padding of `plan_layout` never exceeds, in elements.
+    """Return the number of elements that the padding of `plan_layout` never exceeds.
 
     With L the least common multiple of the units, shards of a multiple of L let blocks start at multiples of
     their unit and be cut anywhere: every block wastes less than its successor's unit, the end less than L per
@@ -109,7 +109,10 @@ def plan_layout(blocks: tuple[Block, ...], num_shards: int) -> FlatLayout:
 
 
 def plan_buffers(blocks: Sequence[Block], num_shards: int) -> list[tuple[list[int], FlatLayout]]:
-    """The fewest buffers with little padding: (indices of the blocks, layout) of each; nearly always one.
+    """Distribute blocks over the fewest buffers with little padding, nearly always one.
+
+    Returns:
+        (indices of the blocks, layout) of each buffer.
 
     A buffer pads at most 1/8 of its parameters, or one largest unit per shard plus one unit per block, or
     `SMALL_PADDING` elements, whichever is most. Blocks whose units are so ill-assorted that no layout found
@@ -151,7 +154,7 @@ def _orders(blocks: Sequence[Block]) -> list[tuple[int, ...]]:
 
 
 def _shard_sizes(blocks: Sequence[Block], num_shards: int, lower: int) -> Iterator[int]:
-    """Shard sizes worth trying; the last one fits for certain (see `padding_bound`)."""
+    """Yield shard sizes worth trying; the last one fits for certain (see `padding_bound`)."""
     step = _alignment(blocks)
     yield from itertools.islice(_multiples(step, lower), FINE_STEPS)
     for multiple in _common_units(blocks, lower):
@@ -161,7 +164,7 @@ def _shard_sizes(blocks: Sequence[Block], num_shards: int, lower: int) -> Iterat
 
 
 def _common_units(blocks: Sequence[Block], lower: int) -> Iterable[int]:
-    """Least common multiples of the units of ever more blocks, the largest blocks (cut most often) first."""
+    """Return least common multiples of the units of ever more blocks, the largest blocks (cut most often) first."""
     multiple = 1
     found: dict[int, None] = {}
     for block in sorted(blocks, key=lambda b: -b.numel):
@@ -187,7 +190,7 @@ def _first_fit(
 
 
 def _place(blocks: Sequence[Block], order: Sequence[int], num_shards: int, shard_numel: int) -> tuple[int, ...] | None:
-    """Each block as far left as it goes, in this order; for one order no other placement ends earlier."""
+    """Place each block as far left as it goes, in this order; for one order no other placement ends earlier."""
     alignment = _alignment(blocks)
     offsets = [0] * len(blocks)
     end, limit = 0, num_shards * shard_numel
@@ -201,7 +204,7 @@ def _place(blocks: Sequence[Block], order: Sequence[int], num_shards: int, shard
 
 
 def _earliest(block: Block, start: int, shard_numel: int) -> int | None:
-    """The first legal start at or after `start`, or None when the shard size rules the block out."""
+    """Return the first legal start at or after `start`, or None when the shard size rules the block out."""
     for _ in range(2):
         boundary = start - start % shard_numel + shard_numel
         if start + block.numel <= boundary:
@@ -215,5 +218,5 @@ def _earliest(block: Block, start: int, shard_numel: int) -> int | None:
 
 
 def _alignment(blocks: Sequence[Block]) -> int:
-    """Blocks start at multiples of this, so that units given in multiples of 16 bytes keep views aligned."""
+    """Return a number of which every start is a multiple: units given in multiples of 16 bytes keep views aligned."""
     return math.gcd(*(block.unit for block in blocks))

@@ -1,4 +1,4 @@
-"""One whole tensor from its shards, without a second copy of it."""
+"""Plain tensors of DTensors: whole, local, copied, on the host."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Tensor = Any
 
 
 def gather_full(storage: ParameterStorage, x: Tensor) -> Tensor:
-    """The whole of a DTensor, plain and in memory of its own, on every rank of its mesh; untracked by autograd.
+    """Gather the whole of a DTensor into a plain tensor in memory of its own, on every rank of its mesh; no autograd.
 
     Rows that only the last mesh axis cuts are received where they belong, so nothing beside the result is held.
     """
@@ -28,20 +28,20 @@ def gather_full(storage: ParameterStorage, x: Tensor) -> Tensor:
 
 
 def to_host(platform: Platform, x: Tensor) -> Tensor:
-    """A plain tensor on the CPU; itself where it is there already."""
+    """Copy a plain tensor to the CPU; it is returned itself if it is there already."""
     if str(platform.device_of(x)).startswith("cpu"):
         return x
     return platform.from_bits(platform.to_numpy(x), x.dtype, "cpu")
 
 
 def copy_of(platform: Platform, x: Tensor) -> Tensor:
-    """A plain tensor's data in memory of its own."""
+    """Copy a plain tensor into memory of its own."""
     with platform.no_grad():
         return platform.ops.clone(platform.detach(x))
 
 
 def local_of(platform: Platform, x: Tensor) -> Tensor:
-    """The local data of a DTensor; a plain tensor as it is."""
+    """Return the local data of a DTensor, or a plain tensor itself."""
     return platform.unwrap(x) if isinstance(x, DTensor) else x
 
 
@@ -70,5 +70,5 @@ def _gather_rows(storage: ParameterStorage, x: Tensor) -> Tensor:
 
 
 def _shares_memory(spec: TensorSpec) -> bool:
-    """Whether redistributing to the whole moves nothing."""
+    """Return True if redistributing to the whole moves nothing, so that the result would share memory."""
     return all(n == 1 or p.is_replicate() for n, p in zip(spec.mesh.shape, spec.placements, strict=True))

@@ -1,4 +1,4 @@
-"""The hooks that one call of `fully_shard` puts on its modules."""
+"""The state and the hooks that one call of `fully_shard` puts on its modules."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.trees import map_tensors, tensors_in
 from hp_fsdp._engine.group import ParameterGroup
-from hp_fsdp._engine.parameters import STATE_ATTRIBUTE, left_out
-from hp_fsdp._engine.schedule import Context
+from hp_fsdp._engine.original_parameters import STATE_ATTRIBUTE, left_out
+from hp_fsdp._engine.schedule import Schedule
 from hp_fsdp.exceptions import FSDPStateError
 from hp_fsdp.policies import MixedPrecisionPolicy
 from hp_fsdp.storage import ParameterStorage
@@ -21,8 +21,12 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
-class ModuleState:
-    """What the modules of one group know; kept on each of them."""
+class FSDPState:
+    """The state of one group's modules, kept on each of them: their group, their policy, the schedule of their model.
+
+    Attributes:
+        schedule: shared by all groups below one root; None before the first forward, which tells the root.
+    """
 
     def __init__(
         self,
@@ -35,47 +39,50 @@ class ModuleState:
         self.modules = group.modules
         self.group = group
         self.policy = policy
-        self.context: Context | None = None
-        self._to_come = list(self.modules)
+        self.schedule: Schedule | None = None
+        self._not_called = list(self.modules)
 
     def install(self) -> None:
         """Put this state and its hooks on the modules."""
         for module in self.modules:
             object.__setattr__(module, STATE_ATTRIBUTE, self)
-            self.platform.add_forward_pre_hook(module, self.before_forward, prepend=True)
-            self.platform.add_forward_hook(module, self.after_forward)
+            self.platform.add_forward_pre_hook(module, self.pre_forward, prepend=True)
+            self.platform.add_forward_hook(module, self.post_forward)
 
-    def before_forward(
+    def pre_forward(
         self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Unshard, and cast the inputs; not where a forward of the module calls the module, or a method of it."""
+        """Unshard, and cast the inputs.
+
+        Nothing happens where a forward of the module calls the module itself, or a registered method of it.
+        """
         if self._is_inner(module):
             return None
-        context = self.context if self.context is not None else self._become_root()
-        was_entered = self.group.entered
-        context.enter(self.group, module, lambda: tensors_in((args, kwargs), self.platform.Tensor))
-        if self.group.entered and not was_entered:
-            self._to_come = list(self.modules)
+        schedule = self.schedule if self.schedule is not None else self._become_root()
+        was_in_forward = self.group.in_forward
+        schedule.forward.pre_forward(self.group, module, lambda: tensors_in((args, kwargs), self.platform.Tensor))
+        if self.group.in_forward and not was_in_forward:
+            self._not_called = list(self.modules)
         if self.policy.cast_forward_inputs and self.policy.param_dtype is not None:
             args, kwargs = self._cast((args, kwargs), self.policy.param_dtype)
             return args, kwargs
         return None
 
-    def after_forward(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def post_forward(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Cast the outputs, watch for their gradients, and reshard."""
-        assert self.context is not None
+        assert self.schedule is not None
         if self._is_inner(module):
             return output
         if self.policy.output_dtype is not None:
             output = self._cast(output, self.policy.output_dtype)
         outputs = self._requiring_grad(output)
-        watched = self.context.leave(self.group, module, outputs, self._is_last(module))
+        watched = self.schedule.forward.post_forward(self.group, module, outputs, self._is_last(module))
         return _replace(output, self.platform.Tensor, outputs, watched)
 
     def run(self, module: Module, forward: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-        """Call `forward`, with the hooks that it calls; know of it while it runs, and when it fails."""
-        running, key = self.group.running, id(module)
-        running[key] = running.get(key, 0) + 1
+        """Call `forward`, which calls the hooks; count it while it runs, and clean up when it fails."""
+        depth, key = self.group.forward_depth, id(module)
+        depth[key] = depth.get(key, 0) + 1
         try:
             return forward(*args, **kwargs)
         except BaseException:
@@ -83,25 +90,26 @@ class ModuleState:
                 self._forward_failed()
             raise
         finally:
-            running[key] -= 1
-            if not running[key]:
-                del running[key]
+            depth[key] -= 1
+            if not depth[key]:
+                del depth[key]
 
     def _is_inner(self, module: Module) -> bool:
-        return self.group.running.get(id(module), 0) > 1
+        """Return True within a forward of the module that another forward of it has called."""
+        return self.group.forward_depth.get(id(module), 0) > 1
 
     def _forward_failed(self) -> None:
-        self._to_come = list(self.modules)
-        if self.context is not None:
-            self.context.fail(self.group)
+        self._not_called = list(self.modules)
+        if self.schedule is not None:
+            self.schedule.forward.fail(self.group)
 
     def _is_last(self, module: Module) -> bool:
-        """Whether every module of the group has now been called, in any order."""
-        if any(other is module for other in self._to_come):
-            self._to_come = [other for other in self._to_come if other is not module]
-        if self._to_come:
+        """Return True if every module of the group has now been called, in any order."""
+        if any(other is module for other in self._not_called):
+            self._not_called = [other for other in self._not_called if other is not module]
+        if self._not_called:
             return False
-        self._to_come = list(self.modules)
+        self._not_called = list(self.modules)
         return True
 
     def _requiring_grad(self, output: Any) -> list[Tensor]:
@@ -116,8 +124,8 @@ class ModuleState:
 
         return map_tensors(tree, self.platform.Tensor, cast)
 
-    def _become_root(self) -> Context:
-        """Make one context for all groups below these modules: the first forward from outside is the root's.
+    def _become_root(self) -> Schedule:
+        """Make one schedule for all groups below these modules: the first forward from outside is the root's.
 
         Raises:
             FSDPStateError: parameters below them have been replaced, or added after `fully_shard`.
@@ -127,12 +135,13 @@ class ModuleState:
         for state in states:
             state.group.attach()
         self._check_none_added(state.group for state in states)
-        context = Context(self.storage, self.group, (state.group for state in states))
+        schedule = Schedule(self.storage, self.group, (state.group for state in states))
         for state in states:
-            state.context = context
-        return context
+            state.schedule = schedule
+        return schedule
 
     def _check_none_added(self, groups: Iterable[ParameterGroup]) -> None:
+        """Raise `FSDPStateError` where trainable parameters have been added after `fully_shard`."""
         managed = [parameter for group in groups for buffer in group.buffers for parameter in buffer.parameters]
         # By place: modules may hold the unsharded ones now.
         known = {id(getattr(*place, None)) for parameter in managed for place in parameter.owners}
@@ -145,8 +154,8 @@ class ModuleState:
             )
 
     def _name_groups(self) -> None:
-        """Call the groups below by the places of their modules."""
-        places: dict[ModuleState, list[str]] = {}
+        """Name the groups below by the places of their modules, for errors."""
+        places: dict[FSDPState, list[str]] = {}
         for module in self.modules:
             for name, each in self.platform.named_modules(module):
                 state = state_of(each)
@@ -157,23 +166,24 @@ class ModuleState:
 
 
 def _original_name(module: Module) -> str:
-    """The class that the module had before `fully_shard`."""
+    """Return the name of the class that a module had before `fully_shard`."""
     return next(cls.__name__ for cls in type(module).__mro__[1:] if not hasattr(cls, "unshard"))
 
 
-def states_below(platform: Platform, module: Module) -> list[ModuleState]:
-    """The states of `module` and the modules below it, each once, outer ones first."""
+def states_below(platform: Platform, module: Module) -> list[FSDPState]:
+    """Return the states of `module` and the modules below it, each once, outer ones first."""
     found = (state_of(each) for _, each in platform.named_modules(module))
     return list(dict.fromkeys(state for state in found if state is not None))
 
 
-def state_of(module: Any) -> ModuleState | None:
-    """The state that `fully_shard` has put on a module itself, if it has."""
-    found: ModuleState | None = getattr(module, "__dict__", {}).get(STATE_ATTRIBUTE)
+def state_of(module: Any) -> FSDPState | None:
+    """Return the state that `fully_shard` has put on a module itself; None: it has not been sharded."""
+    found: FSDPState | None = getattr(module, "__dict__", {}).get(STATE_ATTRIBUTE)
     return found
 
 
 def _replace(tree: Any, tensor_type: type, old: list[Tensor], new: list[Tensor]) -> Any:
+    """Put the tensors `new` where `old` are in a nested structure."""
     if old is new or not old:
         return tree
     instead = {id(before): after for before, after in zip(old, new, strict=True)}

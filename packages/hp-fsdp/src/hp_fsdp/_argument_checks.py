@@ -1,4 +1,4 @@
-"""Checks of what `fully_shard` and the methods of `FSDPModule` are told."""
+"""Checks of the arguments of `fully_shard` and of the methods of `FSDPModule`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ def check_settings(
     threshold: float,
     bucket_size: float | None,
 ) -> bool | int | None:
-    """`reshard_after_forward`, with False and True for groups of one and of all ranks.
+    """Check the settings of `fully_shard` that depend on its mesh and on each other.
+
+    Returns:
+        `reshard_after_forward`, with False for groups of one rank and True for groups of all ranks.
 
     Raises:
         FullyShardError: listing every setting that is none, or does not go with another.
@@ -44,7 +47,8 @@ def check_settings(
 
 
 def check_policy(platform: Platform, policy: Any) -> None:
-    """
+    """Check a mixed-precision policy.
+
     Raises:
         FullyShardError: no `MixedPrecisionPolicy`, or one with what is no floating-point dtype.
     """
@@ -57,7 +61,7 @@ def check_policy(platform: Platform, policy: Any) -> None:
 
 
 def dtype_problem(platform: Platform, name: str, dtype: Any) -> str | None:
-    """Why nothing can be computed in or reduced as `dtype`, the platform's or a name; None when it can."""
+    """Return why nothing can be computed or reduced in `dtype` (the platform's, or a name); None if it can."""
     if dtype is None:
         return None
     try:
@@ -68,7 +72,7 @@ def dtype_problem(platform: Platform, name: str, dtype: Any) -> str | None:
 
 
 def parameters_given(name: str, given: Any, platform: Platform) -> list[Any]:
-    """The parameters that an argument lists; generators, as of `module.parameters()`, may be gone through once only.
+    """Return the parameters that an argument lists, as a list: generators can be gone through once only.
 
     Raises:
         FullyShardError: what is no parameter.
@@ -83,7 +87,7 @@ def parameters_given(name: str, given: Any, platform: Platform) -> list[Any]:
 
 
 def mesh_problems(mesh: Any) -> list[str]:
-    """Why nothing can be sharded over `mesh`."""
+    """Return the reasons why nothing can be sharded over `mesh`; an empty list if parameters can."""
     if not isinstance(mesh, DeviceMesh):
         kind = type(mesh)
         got = f"one of {kind.__module__}" if kind.__name__ == "DeviceMesh" else kind.__name__
@@ -99,7 +103,7 @@ def mesh_problems(mesh: Any) -> list[str]:
 
 
 def reshard_problems(wanted: Any, num_shards: int) -> list[str]:
-    """Why parameters sharded over `num_shards` ranks cannot be resharded so after forward."""
+    """Return why parameters sharded over `num_shards` ranks cannot be resharded as `wanted` after forward."""
     if wanted is None or isinstance(wanted, bool):
         return []
     if not isinstance(wanted, int):
@@ -114,7 +118,7 @@ def reshard_problems(wanted: Any, num_shards: int) -> list[str]:
 
 
 def reshard_size(wanted: bool | int | None, num_shards: int) -> bool | int | None:
-    """The number of ranks that share full parameters after forward; False and True for one and for all."""
+    """Return how many ranks share full parameters after forward, with False for one rank and True for all."""
     if wanted is None or isinstance(wanted, bool):
         return wanted
     return {1: False, num_shards: True}.get(wanted, wanted)

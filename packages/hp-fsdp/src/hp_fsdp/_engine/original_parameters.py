@@ -1,4 +1,4 @@
-"""Which parameters a group manages, and what becomes of each."""
+"""The parameters of modules as they were before `fully_shard`, and the sharded form that each of them will have."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.placements import Placement, RaggedShard, Replicate, Shard
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor.dtensor import DTensor
+from hp_fsdp._engine.layout import Block
 from hp_fsdp.exceptions import FullyShardError
-from hp_fsdp.layout import Block
 
 Tensor = Any
 Module = Any
@@ -29,13 +29,19 @@ ALIGNMENT_BYTES = 16
 
 @dataclass(frozen=True)
 class DataParallel:
-    """Where the parameters of a buffer go: the last axis of `mesh` shards them, unless every rank keeps them whole."""
+    """A data-parallel layout: the last axis of `mesh` shards parameters, unless every rank keeps them whole.
+
+    Attributes:
+        mesh: 1-D (shard), or 2-D (replicate, shard).
+        shards: False: every rank of `mesh` is a replica.
+    """
 
     mesh: DeviceMesh
     shards: bool
 
     @property
     def num_shards(self) -> int:
+        """Number of ranks that hold one shard each."""
         return self.mesh.shape[-1] if self.shards else 1
 
     @property
@@ -46,22 +52,22 @@ class DataParallel:
 
     @property
     def replicate_group(self) -> ProcessGroup | None:
-        """The ranks that hold the same shard; None when there is one such rank for want of an axis."""
+        """The ranks that hold the same shard; None where no mesh axis replicates."""
         if not self.shards:
             return self.mesh.world.group(self.mesh.ranks()) if self.mesh.size() > 1 else None
         return self.mesh.get_group(0) if self.mesh.ndim == 2 else None
 
 
 @dataclass(slots=True)
-class Original:
+class OriginalParameter:
     """A parameter as the module had it before `fully_shard`.
 
     Attributes:
         name: dotted name below the first module of the group; the first one of a tied parameter.
         tensor: the parameter, plain or a DTensor.
         owners: every (module, attribute) that holds it.
-        chosen_dim: the dimension to cut that `shard_placement_fn` has named, if it has.
-        mesh: likewise, the mesh.
+        chosen_dim: the dimension to cut that `shard_placement_fn` has named; None: it has named none.
+        mesh: the mesh that shards it, the group's unless `shard_placement_fn` has named another; None: not known yet.
     """
 
     name: str
@@ -77,14 +83,14 @@ class Original:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape that this rank computes with."""
+        """Shape of the unsharded parameter on this rank: of the whole, or of this rank's tensor-parallel part."""
         return self.spec.local_shape if self.spec is not None else tuple(self.tensor.shape)
 
     @property
     def cut_dim(self) -> int:
         """The dimension that is cut: the one named, else the first one longer than 1, where parts are contiguous.
 
-        The same on every rank: what counts is the longest part that any rank has.
+        It is the same on every rank, because it goes by the longest tensor-parallel part that any rank has.
         """
         if self.chosen_dim is not None:
             return self.chosen_dim
@@ -110,11 +116,13 @@ class Original:
         return math.prod(self.local_shape[: self.cut_dim]) * math.prod(self.local_shape[self.cut_dim + 1 :])
 
     def block(self, itemsize: int) -> Block:
+        """The block that this parameter takes in a flat buffer whose elements have `itemsize` bytes."""
         alignment = max(1, ALIGNMENT_BYTES // itemsize)
         return Block(math.prod(self.local_shape), math.lcm(max(1, self.row_numel), alignment))
 
 
 def _longest_local_shape(spec: TensorSpec) -> list[int]:
+    """The longest size of each dimension over all ranks of a spec's mesh."""
     shape = list(spec.shape)
     for size, placement in zip(spec.mesh.shape, spec.placements, strict=True):
         if isinstance(placement, Shard):
@@ -124,8 +132,8 @@ def _longest_local_shape(spec: TensorSpec) -> list[int]:
     return shape
 
 
-def sharded_spec(original: Original, parallel: DataParallel, pieces: Sequence[int]) -> TensorSpec:
-    """The spec of the sharded parameter: the original's axes, then the mesh's, the last one ragged if it shards.
+def sharded_spec(original: OriginalParameter, parallel: DataParallel, pieces: Sequence[int]) -> TensorSpec:
+    """Build the spec of a sharded parameter: the original's mesh axes, then `mesh`'s, of which the last is ragged.
 
     Args:
         pieces: elements of the local tensor that each rank of the last axis of the mesh holds.
@@ -140,40 +148,42 @@ def sharded_spec(original: Original, parallel: DataParallel, pieces: Sequence[in
     return TensorSpec(joined, original.spec.placements + added, original.spec.shape, original.tensor.dtype)
 
 
-def _rows(original: Original, pieces: Sequence[int]) -> tuple[int, ...]:
+def _rows(original: OriginalParameter, pieces: Sequence[int]) -> tuple[int, ...]:
+    """The pieces in units of the cut dimension. An empty tensor has no elements, yet rank 0 holds all of its rows."""
     rows = tuple(piece // max(1, original.row_numel) for piece in pieces)
     if math.prod(original.local_shape) == 0:
         rows = (original.local_shape[original.cut_dim], *rows[1:])
     return rows
 
 
-def collect(platform: Platform, modules: Sequence[Module], ignored: Collection[Tensor]) -> list[Original]:
-    """Parameters below `modules` that belong to no other group and are not ignored, each once.
+def collect(platform: Platform, modules: Sequence[Module], ignored: Collection[Tensor]) -> list[OriginalParameter]:
+    """Collect the parameters below `modules` that belong to no other group and are not ignored, each once.
 
-    Statistics that forwards write stay as they are, like buffers: what is written to a full parameter is lost.
+    Statistics that forwards write, as of MindSpore's batch norms, stay as they are, like buffers: what a forward writes
+    into an unsharded parameter is lost.
     """
     ignored_ids = {id(parameter) for parameter in ignored}
-    found: dict[int, Original] = {}
+    found: dict[int, OriginalParameter] = {}
     for root in modules:
         for name, module, attribute, parameter in _held_by(platform, _own_modules(platform, root)):
             if id(parameter) not in ignored_ids and not platform.is_statistic(module, attribute):
-                original = found.setdefault(id(parameter), Original(name, parameter))
+                original = found.setdefault(id(parameter), OriginalParameter(name, parameter))
                 if (module, attribute) not in original.owners:
                     original.owners.append((module, attribute))
     return list(found.values())
 
 
 def _held_by(platform: Platform, modules: Iterable[tuple[str, Module]]) -> Iterator[tuple[str, Module, str, Tensor]]:
-    """(name, module, attribute, parameter) of every place among these named modules that holds one."""
+    """Yield (dotted name, module, attribute, parameter) for every attribute of these modules that holds a parameter."""
     for prefix, module in modules:
         for attribute, parameter in platform.named_parameters(module, recurse=False, remove_duplicate=False):
             yield f"{prefix}.{attribute}" if prefix else attribute, module, attribute, parameter
 
 
 def mark_ignored(platform: Platform, modules: Sequence[Module], ignored: Collection[Tensor]) -> None:
-    """Let modules know which of their attributes hold parameters that stay as they are.
+    """Mark on each module which of its attributes hold ignored parameters.
 
-    Attributes, not parameters: `to_empty` puts other objects in their places.
+    Attributes are marked, not parameters, because `to_empty` puts other objects in their places.
     """
     ids = {id(parameter) for parameter in ignored}
     for root in modules if ids else ():
@@ -183,8 +193,14 @@ def mark_ignored(platform: Platform, modules: Sequence[Module], ignored: Collect
                 object.__setattr__(module, IGNORED_ATTRIBUTE, known | {attribute})
 
 
-def check_ties(platform: Platform, modules: Sequence[Module], originals: Sequence[Original]) -> None:
-    """Raise `FullyShardError` if a module below has a parameter that it was told to ignore: the two would part."""
+def check_ties(platform: Platform, modules: Sequence[Module], originals: Sequence[OriginalParameter]) -> None:
+    """Check that no parameter to be sharded is tied to one that an earlier `fully_shard` was given in `ignored_params`.
+
+    Sharding one of the two would break the tie.
+
+    Raises:
+        FullyShardError: naming both places of every such parameter.
+    """
     named = {id(original.tensor): original.name for original in originals}
     problems = [
         f"{named[id(parameter)]} is {name} too, which an earlier fully_shard was given in ignored_params: give it "
@@ -198,7 +214,7 @@ def check_ties(platform: Platform, modules: Sequence[Module], originals: Sequenc
 
 
 def left_out(platform: Platform, root: Module, known: Collection[int]) -> list[str]:
-    """Trainable parameters below `root` that are not `known` (by identity) and were not to be ignored."""
+    """Return the names of trainable parameters below `root` that are neither `known` (by `id`) nor ignored."""
     return [
         name
         for name, module, attribute, parameter in _held_by(platform, platform.named_modules(root))
@@ -209,7 +225,7 @@ def left_out(platform: Platform, root: Module, known: Collection[int]) -> list[s
 
 
 def _own_modules(platform: Platform, root: Any) -> list[tuple[str, Any]]:
-    """`root` and the modules below it that are not below another sharded module."""
+    """Return `root` and the modules below it, but for those at or below another sharded module."""
     pruned: list[str] = []
     own = []
     for name, module in platform.named_modules(root):
@@ -222,8 +238,8 @@ def _own_modules(platform: Platform, root: Any) -> list[tuple[str, Any]]:
     return own
 
 
-def problems_of(original: Original, mesh: DeviceMesh) -> list[str]:
-    """Why a parameter cannot be sharded over `mesh`; empty when it can."""
+def problems_of(original: OriginalParameter, mesh: DeviceMesh) -> list[str]:
+    """Return the reasons why a parameter cannot be sharded over `mesh`; an empty list if it can."""
     name, tensor = original.name, original.tensor
     problems = []
     if getattr(tensor, "_gradient_from", None) == "fully_shard":
@@ -242,11 +258,12 @@ def problems_of(original: Original, mesh: DeviceMesh) -> list[str]:
     if not mesh.platform.is_floating(tensor.dtype):
         problems.append(f"{name} is of {tensor.dtype}, expected a floating-point parameter; make it a buffer")
     if original.spec is not None:
-        problems += _mesh_problems(original, original.spec, mesh)
+        problems += _spec_problems(original, original.spec, mesh)
     return problems
 
 
-def _mesh_problems(original: Original, spec: TensorSpec, mesh: DeviceMesh) -> list[str]:
+def _spec_problems(original: OriginalParameter, spec: TensorSpec, mesh: DeviceMesh) -> list[str]:
+    """Return why a parameter that is a DTensor already cannot be sharded over further mesh axes."""
     partial = [p for p in spec.placements if p.is_partial()]
     if partial:
         return [f"{original.name} is a DTensor placed {spec.describe_placements()}; redistribute the partial first"]
