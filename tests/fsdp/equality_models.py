@@ -130,8 +130,8 @@ class IntegerRouter(TokenChoiceTopKRouter):
 class IntegerExperts(GroupedExperts):
     """Gated by a clamp."""
 
-    def _swiglu(self, x, sizes):
-        w1, w2, w3 = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w1, self.w2, self.w3))
+    def _swiglu(self, x, weights, sizes):
+        w1, w2, w3 = weights
         gate = self.ops.clamp(grouped_matmul(x, w1, sizes), 0.0, 1.0)
         return grouped_matmul(self.ops.mul(gate, grouped_matmul(x, w3, sizes)), w2, sizes)
 

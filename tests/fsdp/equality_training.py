@@ -171,9 +171,9 @@ def _tensor_parallel(model, mesh: DeviceMesh) -> None:
     plan = {
         "blocks.*.mix.up": ColwiseParallel(),
         "blocks.*.mix.down": RowwiseParallel(use_local_output=True),
-        "blocks.*.attention.q": ColwiseParallel(),
-        "blocks.*.attention.k": ColwiseParallel(),
-        "blocks.*.attention.v": ColwiseParallel(),
+        "blocks.*.attention.q": ColwiseParallel(use_local_output=False),
+        "blocks.*.attention.k": ColwiseParallel(use_local_output=False),
+        "blocks.*.attention.v": ColwiseParallel(use_local_output=False),
         "blocks.*.attention.out": RowwiseParallel(use_local_output=True),
     }
     names = [name for name, _ in model.platform.named_modules(model)]

@@ -97,6 +97,8 @@ class Case:
         frozen: name parts of parameters that require no gradient.
         branch: see `Net`.
         branch_ranks: ranks whose loss uses the branch.
+        branch_steps: steps in which those ranks' loss uses the branch, in the last micro-batch but one or the only one;
+            None: in all steps and micro-batches.
         accumulate: micro-batches per step.
         sync: "every" micro-batch reduces, or only the "last" one.
         group_list: the blocks form one group.
@@ -113,6 +115,7 @@ class Case:
     frozen: tuple[str, ...] = ()
     branch: str | None = None
     branch_ranks: tuple[int, ...] = ()
+    branch_steps: tuple[int, ...] | None = None
     accumulate: int = 1
     sync: str = "every"
     all_reduce: str = "every"
@@ -210,7 +213,8 @@ def micro_loss(platform, model, case, rank, step, micro):
     rng = numpy.random.default_rng([rank, step, micro])
     ids = rng.integers(0, VOCABULARY, (3, LENGTH + 1))
     inputs, targets = (platform.from_numpy(numpy.ascontiguousarray(part)) for part in (ids[:, :-1], ids[:, 1:]))
-    logits = model(inputs, rank in case.branch_ranks)
+    wanted = case.branch_steps is None or (step in case.branch_steps and micro == max(case.accumulate - 2, 0))
+    logits = model(inputs, rank in case.branch_ranks and wanted)
     flat = platform.ops.cast(platform.ops.reshape(logits, (-1, VOCABULARY)), platform.dtype("float32"))
     loss = platform.ops.cross_entropy(flat, platform.ops.reshape(targets, (-1,)))
     ranks = case.num_data_ranks if case.gradient_sum else 1
@@ -288,7 +292,7 @@ def whole(platform, x):
 class AdamW:
     """On the host, element by element: every element's gradient counts alike, however small.
 
-    A trainable parameter without a gradient counts as one whose gradient is zero, as it has under fully_shard.
+    A parameter without a gradient stays as it is; one with a gradient of zeros would decay, and move by its moments.
     """
 
     def __init__(self, platform):
@@ -297,7 +301,7 @@ class AdamW:
 
     def __call__(self, model):
         for name, parameter in self.platform.named_parameters(model):
-            if self.platform.requires_grad(parameter):
+            if self.platform.get_grad(parameter) is not None:
                 self._step(name, self._local(parameter), self.platform.get_grad(parameter))
                 self.platform.set_grad(parameter, None)
 
@@ -305,7 +309,7 @@ class AdamW:
         return self.platform.unwrap(x) if isinstance(x, DTensor) else x
 
     def _step(self, name, local, grad):
-        grad = 0.0 if grad is None else self.platform.to_numpy(self._local(grad)).astype(numpy.float64)
+        grad = self.platform.to_numpy(self._local(grad)).astype(numpy.float64)
         first, second, count = self.state.get(name, (0.0, 0.0, 0))
         first, second, count = 0.9 * first + 0.1 * grad, 0.95 * second + 0.05 * grad**2, count + 1
         self.state[name] = first, second, count

@@ -58,8 +58,7 @@ def test_fsdp_tensor_and_expert_parallel_replicated_frozen_and_unused_parameters
         parameters = [p for module in (model, experts) for _, p in hp_platform.named_parameters(module)]
         grads = [hp_platform.get_grad(p) for p in parameters]
         before = [whole(hp_platform, grad) for grad in grads if grad is not None]
-        assert len(before) < len(grads)
-        assert any(not x.any() for x in before)  # unused
+        assert len(before) < len(grads)  # unused, or frozen
         with record_collectives() as log:
             norm = float(hp_platform.to_numpy(clip_grad_norm_(parameters, 0.25, norm_type)))
         assert [record.name for record in log.records] == ["all_reduce"]
@@ -147,7 +146,8 @@ def test_copies_on_meshes_beside_count_once(hp_platform):
         model = shard(build(hp_platform, case), mesh["tp"], case)
         hp_platform.backward(micro_loss(hp_platform, model, case, 0, 0, 0))
         parameters = [p for _, p in hp_platform.named_parameters(model)]
-        expected = _norm([whole(hp_platform, hp_platform.get_grad(p)) for p in parameters], 2)
+        grads = [hp_platform.get_grad(p) for p in parameters]
+        expected = _norm([whole(hp_platform, grad) for grad in grads if grad is not None], 2)
         assert float(hp_platform.to_numpy(clip_grad_norm_(parameters, 1.0))) == pytest.approx(expected, rel=1e-5)
 
     run_ranks(rank, 4, hp_platform)

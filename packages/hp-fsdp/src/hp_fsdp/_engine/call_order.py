@@ -2,7 +2,8 @@
 
 Collectives of two ranks meet by their order alone: where one rank calls modules of equal size in another order, data
 of different modules mix, and no backend objects. So each rank records what it begins with a process group, and a digest
-of that goes to the others at the end of each forward and each backward.
+of that goes to the others at the end of each forward and each backward. The same message tells of each reduction which
+parameters have gradients on this rank (`used_parameters.py`).
 """
 
 from __future__ import annotations
@@ -19,16 +20,18 @@ from typing import Any, Protocol
 
 from hp_dtensor.comm.world import PendingBytes, ProcessGroup, current_world
 from hp_dtensor.spec.rank_checks import name_ranks, ranks_by_fact
+from hp_fsdp._engine.used_parameters import FLAG_BYTES, UsedParameters, pack_flags, unpack_flags
 from hp_fsdp.exceptions import CallOrderError, CommunicationError
 
 ACTIONS = ("gathers", "gathers what was kept of", "reduces the gradients of")
 GATHERS, GATHERS_KEPT, REDUCES = range(len(ACTIONS))
 
 NOTE = "hp_fsdp call order"
-# A fixed beginning, digests of all actions and of their kinds, how many, and the codes of the first ones, for errors.
+# A fixed beginning, digests of all actions and of their kinds, how many, the codes of the first ones, for errors, and
+# flags of used parameters. Every message is as long: the exchange asks that of its ranks.
 DIGEST_BYTES = 16
 NUM_CODES_SENT = 240
-MESSAGE = Struct(f"8s{DIGEST_BYTES}s{DIGEST_BYTES}sI{NUM_CODES_SENT}I")
+MESSAGE = Struct(f"8s{DIGEST_BYTES}s{DIGEST_BYTES}sI{NUM_CODES_SENT}I{FLAG_BYTES}s")
 BEGINNING = b"hp order"
 START_ANEW = "Their collectives do not meet as they should any more: start the ranks anew"
 # The parameters of a group, and the last actions, that an error names.
@@ -65,28 +68,56 @@ class BufferActions:
         self._among_shards = (shards, shards.join(group, parameters)) if shards is not None else None
         self._among_replicas = (replicas, replicas.join(group, parameters)) if replicas is not None else None
 
-    def record(self, action: int, among_replicas: bool = False) -> None:
-        """Record an action that begins now; `among_replicas`: it communicates over the replicate axis, too."""
+    def record(self, action: int) -> None:
+        """Record an action among the shards that begins now."""
         if self._among_shards is not None:
             order, number = self._among_shards
             order.record(number * len(ACTIONS) + action)
+
+    def record_reduction(self, used: UsedParameters | None, among_replicas: bool) -> None:
+        """Record a reduction that begins now.
+
+        Args:
+            used: to be completed when ranks have compared; None: the gradients are not stored yet.
+            among_replicas: it communicates over the replicate axis, too.
+        """
+        if self._among_shards is not None:
+            order, number = self._among_shards
+            order.record(number * len(ACTIONS) + REDUCES, used)
         if among_replicas and self._among_replicas is not None:
             order, number = self._among_replicas
-            order.record(number * len(ACTIONS) + action)
+            order.record(number * len(ACTIONS) + REDUCES, used)
 
     @property
     def orders(self) -> list[CallOrder]:
         """The call orders in which the buffer takes part."""
-        return [each[0] for each in (self._among_shards, self._among_replicas) if each is not None]
+        return [*self.first_orders, *self.second_orders]
+
+    @property
+    def first_orders(self) -> list[CallOrder]:
+        """The call order among the shards; among the replicas, where nothing is sharded."""
+        first = self._among_shards or self._among_replicas
+        return [first[0]] if first is not None else []
+
+    @property
+    def second_orders(self) -> list[CallOrder]:
+        """The call order among the replicas of shards, to be compared when that among the shards has been."""
+        both = self._among_shards is not None and self._among_replicas is not None
+        return [self._among_replicas[0]] if both and self._among_replicas is not None else []
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A comparison under way, of the first `count` actions recorded, at the end of `phase` (forward or backward)."""
+    """A comparison under way, of the first `count` actions recorded, at the end of `phase` (forward or backward).
+
+    Attributes:
+        used: of the reductions among these actions, in their order.
+    """
 
     messages: PendingBytes
     count: int
     phase: str
+    used: list[UsedParameters]
 
 
 class CallOrder:
@@ -112,6 +143,7 @@ class CallOrder:
         self._agreed = bytes(DIGEST_BYTES)
         self._is_connected = False
         self._comparison: Comparison | None = None
+        self._used: list[UsedParameters] = []
 
     def join(self, group: Group, parameters: Sequence[str]) -> int:
         """Give the next buffer its number, the same on every rank; it belongs to `group` and holds `parameters`."""
@@ -131,9 +163,11 @@ class CallOrder:
             else:
                 del self._described[freed.key]
 
-    def record(self, code: int) -> None:
-        """Record an action that this rank has begun."""
+    def record(self, code: int, used: UsedParameters | None = None) -> None:
+        """Record an action that this rank has begun; of a reduction, the parameters that it has gradients of."""
         self.actions.append(code)
+        if used is not None:
+            self._used.append(used)
         if not self._is_connected:
             # Connections are made now, where every rank of the group comes to its first action.
             self._is_connected = True
@@ -145,10 +179,12 @@ class CallOrder:
         if self.actions:
             digest = _digest(self._agreed + self.actions.tobytes())
             codes = [*self.actions[:NUM_CODES_SENT], *[0] * (NUM_CODES_SENT - len(self.actions))]
-            message = MESSAGE.pack(BEGINNING, digest, _digest(_kinds(self.actions)), len(self.actions), *codes)
+            used, self._used = self._used, []
+            kinds, flags = _digest(_kinds(self.actions)), pack_flags(used)
+            message = MESSAGE.pack(BEGINNING, digest, kinds, len(self.actions), *codes, flags)
             with self._naming_failures(phase):
                 messages = self._process_group.start_all_gather_bytes(message)
-            self._comparison = Comparison(messages, len(self.actions), phase)
+            self._comparison = Comparison(messages, len(self.actions), phase, used)
 
     def check(self, timeout_seconds: float | None = None) -> None:
         """Wait for the comparison under way; every rank then finds the same `error`.
@@ -167,6 +203,7 @@ class CallOrder:
         heads = {message[: len(BEGINNING) + DIGEST_BYTES] for message in messages}
         if len(heads) == 1:
             self._agree(heads.pop()[len(BEGINNING) :], comparison)
+            unpack_flags([message[-FLAG_BYTES:] for message in messages], comparison.used)
         else:
             self.error = self._disagree(messages, comparison)
 
@@ -192,7 +229,7 @@ class CallOrder:
         del self.actions[: comparison.count]
 
     def _disagree(self, messages: Sequence[bytes], comparison: Comparison) -> CallOrderError:
-        beginnings, _, kinds, counts, *codes = zip(*map(MESSAGE.unpack, messages), strict=True)
+        beginnings, _, kinds, counts, *codes, _ = zip(*map(MESSAGE.unpack, messages), strict=True)
         if set(beginnings) != {BEGINNING}:
             return self._other_collective(beginnings, comparison)
         same_kinds = len(set(kinds)) == 1
@@ -289,24 +326,41 @@ def _first_difference(counts: Sequence[int], sent: Sequence[Sequence[int]]) -> l
 
 
 class CallOrders:
-    """The call orders in which the buffers of one model take part."""
+    """The call orders in which the buffers of one model take part.
 
-    def __init__(self, orders: Iterable[CallOrder]) -> None:
-        self._errors_raised = {order: order.error for order in orders}
+    Those among replicas of shards come second: which parameters some rank of a shard group has used is known when its
+    comparison is over, and goes to the replicas with theirs. So the parameters that any rank has used are known on all.
+    """
+
+    def __init__(self, buffers: Iterable[BufferActions]) -> None:
+        actions = list(buffers)
+        self._first = list(dict.fromkeys(order for each in actions for order in each.first_orders))
+        second = dict.fromkeys(order for each in actions for order in each.second_orders)
+        self._second = [order for order in second if order not in self._first]
+        self._errors_raised = {order: order.error for order in (*self._first, *self._second)}
+        self._second_phase = ""
 
     def start_comparing(self, phase: str) -> None:
-        """Begin to compare every call order, at the end of a `phase`: forward or backward."""
-        for order in self._errors_raised:
+        """Begin to compare the call orders, at the end of a `phase`: forward or backward."""
+        for order in self._first:
             order.start_comparing(phase)
+        self._second_phase = phase
 
     def check(self, timeout_seconds: float | None = None) -> None:
-        """Wait for the comparisons under way.
+        """Wait for the comparisons under way; without a limit of time, also for those among replicas of shards.
 
         Raises:
             CallOrderError: ranks have begun different things, with this model or another one that has the same ranks.
             CommunicationError: a comparison failed.
         """
-        for order in self._errors_raised:
+        for order in self._first:
+            order.check(timeout_seconds)
+        # Also where ranks of this shard group have parted: its replicas know nothing of it, and wait for these.
+        if timeout_seconds is None and self._second_phase:
+            phase, self._second_phase = self._second_phase, ""
+            for order in self._second:
+                order.start_comparing(phase)
+        for order in self._second:
             order.check(timeout_seconds)
         for order, raised in self._errors_raised.items():
             if order.error is not None and order.error is not raised:

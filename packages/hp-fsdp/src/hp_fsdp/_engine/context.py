@@ -37,7 +37,7 @@ class Context:
         self.platform = storage.platform
         self.root = root
         self.groups = list(groups)
-        self.orders = CallOrders(order for group in self.groups for order in group.orders)
+        self.orders = CallOrders(buffer.actions for group in self.groups for buffer in group.buffers)
         self.reducer = Reducer()
         self.prefetcher = Prefetcher()
         self.forward_pass = ForwardPass(storage.anchor())

@@ -9,6 +9,7 @@ from typing import Any
 from hp_fsdp._engine.buffer_memory import BufferMemory
 from hp_fsdp._engine.fsdp_parameter import FSDPParameter
 from hp_fsdp._engine.offload import AwaitedGradients, arrived
+from hp_fsdp._engine.used_parameters import UsedParameters
 from hp_fsdp._engine.versions import ParameterVersions
 from hp_fsdp.exceptions import FSDPStateError
 from hp_fsdp.storage import Gradients
@@ -24,7 +25,7 @@ class BufferGradients:
         unreduced_indices: the parameters that have gradients in there.
         partial_shard: a reduced shard that waits for another reduction: for later micro-batches (ZeRO-2), or for the
             replicate axis; None: there is none.
-        partial_indices: the parameters that have gradients in there.
+        partial_indices: the parameters that have gradients in there, or in reductions under way that will end there.
         awaited: reduced gradients that lie apart from their parameters.
     """
 
@@ -59,7 +60,7 @@ class BufferGradients:
         # A parameter that has been frozen since the forward takes no gradient.
         wanted = self._memory.wanted_gradients()
         given = {i: grad for i, grad in zip(indices, grads, strict=True) if wanted[i]}
-        self.unreduced_indices |= given.keys()
+        self.unreduced_indices |= {i for i, grad in given.items() if grad is not None}
         for index, parameter in enumerate(self._memory.parameters):
             self._collect_one(index, given.get(index), fresh)
             recomputed = self._storage.take_grad(parameter.leaf)
@@ -122,22 +123,27 @@ class BufferGradients:
 
     # Storing ---------------------------------------------------------------------------------------------
 
-    def start_store(self, reduced: Tensor, indices: Collection[int]) -> Callable[[], None]:
-        """Begin to bring a reduced shard to where the gradients of the parameters `indices` lie.
+    def start_store(self, reduced: Tensor, used: UsedParameters) -> Callable[[], None]:
+        """Begin to bring a reduced shard to where the parameters' gradients lie.
+
+        Args:
+            used: the parameters to get gradients; by the time the function returned is called, those of all ranks.
 
         Returns:
             The function that waits for the copy and makes the shard's parts the parameters' gradients.
         """
         offload = self._memory.offload
         flat = self._memory.cast(reduced, self._memory.grad_dtype)
-        parameters = [self._memory.parameters[index] for index in sorted(indices)]
         # What somebody has looked at lies with the parameters; what is added to it joins it.
-        apart = offload.is_apart and all(self._storage.local_grad(p.sharded) is None for p in parameters)
+        apart = offload.is_apart and not self._any_gradient_set()
         on_host = offload.gradients if apart else offload.parameters
         flat, copy = offload.to_host(flat) if on_host else arrived(flat)
 
         def finish() -> None:
             copy.wait()
+            parameters = [self._memory.parameters[index] for index in sorted(used.indices)]
+            if not parameters:
+                return
             if apart:
                 self.awaited.add(flat, parameters)
             else:
@@ -145,6 +151,10 @@ class BufferGradients:
                 self._set_gradients(parameters, flat)
 
         return finish
+
+    def _any_gradient_set(self) -> bool:
+        wanted = zip(self._memory.parameters, self._memory.wanted_gradients(), strict=True)
+        return any(self._storage.local_grad(each.sharded) is not None for each, is_wanted in wanted if is_wanted)
 
     def run_gradient_hooks(self, indices: Collection[int]) -> None:
         """Call the hooks that users have put on the gradients of these parameters, which have been written."""

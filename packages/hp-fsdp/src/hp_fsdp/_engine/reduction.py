@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from hp_dtensor.comm.world import DONE, Work
-from hp_fsdp._engine.call_order import REDUCES
 from hp_fsdp._engine.collective_errors import Communicating
 from hp_fsdp._engine.flat_buffer import FlatBuffer
 from hp_fsdp._engine.group import ParameterGroup
 from hp_fsdp._engine.group_settings import ReduceOptions
+from hp_fsdp._engine.used_parameters import UsedParameters
 
 Tensor = Any
 
@@ -35,22 +35,30 @@ class Reduction:
         num_replicas = buffer.replicate_group.size if buffer.replicate_group is not None else 1
         factor = options.factor(buffer.shard_group.size * num_replicas)
         self._before, self._after = _split_factor(factor, buffer)
+        self._used = self._take_used()
         self._shard: Tensor = None
         self._store: Callable[[], None] | None = None
         with self._communicating():
             self._shard, self._work = self._scatter()
             # All-reduces follow in the same order.
-            buffer.actions.record(REDUCES, among_replicas=self._all_reduce)
+            buffer.actions.record_reduction(None if self._waits_for_more else self._used, self._all_reduce)
 
     def _communicating(self) -> Communicating:
         return Communicating(self._group, "reduce gradients", in_backward=True)
+
+    def _take_used(self) -> UsedParameters:
+        """Take from the buffer which parameters have gradients, in this reduction and in those that it completes."""
+        gradients = self.buffer.gradients
+        indices = gradients.unreduced_indices | gradients.partial_indices
+        gradients.unreduced_indices = frozenset()
+        gradients.partial_indices = indices if self._waits_for_more else frozenset()
+        return UsedParameters(indices, len(self.buffer.parameters))
 
     def _scatter(self) -> tuple[Tensor, Work]:
         """Take the full gradients from the buffer, and begin their reduce-scatter: (this rank's shard, the work)."""
         buffer, gradients = self.buffer, self.buffer.gradients
         # The collective reads them on another stream: they are held here until the reduce-scatter is over.
         self._full, gradients.unreduced = gradients.unreduced, None
-        self._indices, gradients.unreduced_indices = gradients.unreduced_indices, frozenset()
         if self._before != 1.0:
             buffer.storage.scale_(self._full, 1.0 / self._before)
         if buffer.shard_group.size == 1:
@@ -66,10 +74,9 @@ class Reduction:
         self._full, self._work = None, DONE
         if gradients.partial_shard is not None:
             buffer.storage.add_(self._shard, gradients.partial_shard)
-            self._indices |= gradients.partial_indices
-            gradients.partial_shard, gradients.partial_indices = None, frozenset()
+            gradients.partial_shard = None
         if self._waits_for_more:
-            gradients.partial_shard, gradients.partial_indices = self._shard, self._indices
+            gradients.partial_shard = self._shard
             buffer.versions.mark_awaiting_reduction()
         elif self._all_reduce:
             assert buffer.replicate_group is not None
@@ -97,8 +104,8 @@ class Reduction:
 
     @property
     def stored(self) -> frozenset[int]:
-        """Indices of the parameters whose gradients it sets or adds to."""
-        return frozenset() if self._waits_for_more else self._indices
+        """Indices of the parameters whose gradients it sets or adds to; known for good when ranks have compared."""
+        return frozenset() if self._waits_for_more else self._used.indices
 
     @property
     def is_communicating(self) -> bool:
@@ -118,11 +125,11 @@ class Reduction:
         return self._store
 
     def _start_store(self) -> Callable[[], None]:
-        if not self.stored:
+        if self._waits_for_more:
             return lambda: None
         if self._after != 1.0:
             self.buffer.storage.scale_(self._shard, 1.0 / self._after)
-        return self.buffer.gradients.start_store(self._shard, self._indices)
+        return self.buffer.gradients.start_store(self._shard, self._used)
 
 
 class Reducer:
