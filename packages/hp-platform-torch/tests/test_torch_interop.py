@@ -41,6 +41,11 @@ def test_torchs_mesh_is_taken_wherever_ours_is(two_ranks):
     assert two_ranks.run(on_rank.torchs_mesh_wherever_ours_is) == [[True] * 4] * 2
 
 
+def test_our_groups_in_calls_of_torch_distributed(three_ranks):
+    expected = [4.0, 4.0], 2.0, [0.0, 2.0], ["rank 0", "rank 2"], (2, [0, 2], 2)
+    assert three_ranks.run(on_rank.our_groups_in_torchs_calls) == [expected, None, expected]
+
+
 def test_our_mesh_over_torchs_groups(three_ranks):
     outside, inside, also_inside = three_ranks.run(on_rank.a_mesh_from_torchs_groups)
     assert inside == also_inside == ([1, 2], torch.int32, [5.0, 5.0])

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from hp_platform_torch.patches import table
 
@@ -59,7 +61,43 @@ def _relu(x: torch.Tensor):
     return torch.relu(x)
 
 
+def _in_a_job_of_one(call):
+    def run():
+        started = not dist.is_initialized()
+        if started:
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            return torch.tensor(call(dist.group.WORLD))
+        finally:
+            if started:
+                dist.destroy_process_group()
+
+    return run
+
+
+def _summed(group):
+    x = _ones()
+    dist.all_reduce(x, group=group)
+    return x.tolist()
+
+
+def _gathered_objects(group):
+    found = [None]
+    dist.all_gather_object(found, 3, group=group)
+    return found
+
+
 PLAIN_CALLS = {
+    "torch.distributed.distributed_c10d._group_or_default_group": _in_a_job_of_one(_summed),
+    "torch.distributed.distributed_c10d._get_group_size": _in_a_job_of_one(dist.get_world_size),
+    "torch.distributed.distributed_c10d._get_object_coll_device": _in_a_job_of_one(_gathered_objects),
+    "torch.distributed.distributed_c10d.get_backend": _in_a_job_of_one(lambda group: len(c10d.get_backend(group))),
+    "torch.distributed.get_backend": _in_a_job_of_one(lambda group: len(dist.get_backend(group))),
+    "torch.distributed.distributed_c10d.get_group_rank": _in_a_job_of_one(dist.get_rank),
+    "torch.distributed.get_group_rank": _in_a_job_of_one(lambda group: dist.get_group_rank(group, 0)),
+    "torch.distributed.get_global_rank": _in_a_job_of_one(lambda group: dist.get_global_rank(group, 0)),
+    "torch.distributed.get_process_group_ranks": _in_a_job_of_one(dist.get_process_group_ranks),
+    "torch.distributed.barrier": _in_a_job_of_one(lambda group: float(dist.barrier(group) is None)),
     "torch.autograd.Function.apply": lambda: _gradient(_Double.apply),
     "torch.utils.checkpoint.CheckpointFunction.backward": _reentrant,
     "torch.autograd._engine_run_backward": _checkpointed,

@@ -139,7 +139,36 @@ def a_mesh_from_torchs_groups():
     assert mesh.get_group().connection("cpu") is created._get_backend(torch.device("cpu"))
     x = torch.full((2,), float(dist.get_rank() + 1))
     mesh.get_group().all_reduce(x)
+    assert mesh.get_group().all_gather_bytes(b"%d" % dist.get_rank()) == [b"1", b"2"]
     return mesh.mesh.tolist(), mesh.mesh.dtype, x.tolist()
+
+
+def our_groups_in_torchs_calls():
+    """Collectives and questions of torch.distributed with our groups, on three ranks, two of them in one group."""
+    mesh = one_axis()
+    rank = dist.get_rank()
+    x = torch.full((2,), float(rank + 1))
+    dist.all_reduce(x, group=mesh.get_group())
+    assert x.tolist() == [6.0, 6.0]
+    alone = DeviceMesh("cpu", (3, 1), world=mesh.world).get_group(1)
+    dist.all_reduce(x, group=alone)
+    assert (x.tolist(), dist.get_world_size(alone)) == ([6.0, 6.0], 1)
+    if rank == 1:
+        return None
+    group = DeviceMesh("cpu", [0, 2], world=mesh.world).get_group()
+    y = torch.full((2,), float(rank + 1))
+    dist.all_reduce(y, group=group)
+    dist.broadcast(z := torch.full((1,), float(rank)), src=2, group=group)
+    dist.all_gather(parts := [torch.zeros(1), torch.zeros(1)], torch.full((1,), float(rank)), group=group)
+    dist.all_gather_object(objects := [None, None], f"rank {rank}", group=group)
+    dist.all_gather_into_tensor(whole := torch.zeros(2), torch.full((1,), float(rank)), group=group)
+    dist.reduce_scatter_tensor(part := torch.zeros(1), torch.tensor([1.0, 2.0]), group=group)
+    assert whole.tolist() == [0.0, 2.0]
+    assert part.item() == 2.0 * (1 + rank // 2)
+    dist.barrier(group)
+    asked = dist.get_world_size(group), dist.get_process_group_ranks(group), dist.get_global_rank(group, 1)
+    assert dist.get_rank(group) == dist.get_group_rank(group, rank) == rank // 2
+    return y.tolist(), z.item(), [part.item() for part in parts], objects, asked
 
 
 def descending_ranks():

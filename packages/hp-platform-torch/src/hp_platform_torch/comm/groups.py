@@ -16,6 +16,7 @@ from torch.distributed import distributed_c10d
 from hp_dtensor.comm.world import DONE, PendingBytes, ProcessGroup, Work
 from hp_dtensor.exceptions import CollectiveError
 from hp_platform_torch.comm.capabilities import BACKEND_NAMES, CAPABILITIES, check_reduction, movable
+from hp_platform_torch.comm.torch_groups import CalledByTorch
 from hp_platform_torch.comm.works import Exchange, PendingFacts, Then, settle
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ REDUCE_OPS = {
 }
 
 
-class TorchGroup(ProcessGroup):
+class TorchGroup(CalledByTorch, ProcessGroup):
     """A process group of two ranks or more.
 
     It calls torch's backends themselves. `dist.new_group(use_local_synchronization=True)` is no help: it

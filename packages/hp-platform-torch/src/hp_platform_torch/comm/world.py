@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from hp_dtensor.comm.world import NoCommunicationGroup, ProcessGroup, World
+from hp_dtensor.comm.world import ProcessGroup, World
 from hp_dtensor.exceptions import CollectiveError
 from hp_platform_torch.comm.groups import FACTS, TorchGroup
+from hp_platform_torch.comm.torch_groups import GroupOfOne
 
 if TYPE_CHECKING:
     from hp_dtensor.platform.interface import Platform
@@ -39,10 +40,11 @@ class TorchWorld(World):
             raise CollectiveError(f"rank {self.rank} has left the job; it cannot make the group {ranks}")
         rank = ranks.index(self.rank)
         if len(ranks) == 1:
-            return NoCommunicationGroup(ranks, rank, self.platform)
-        return TorchGroup(ranks, rank, self.platform, functools.partial(self._connect, ranks))
+            return GroupOfOne(ranks, rank, self.platform)
+        return TorchGroup(ranks, rank, self.platform, functools.partial(self.connect, ranks))
 
-    def _connect(self, ranks: tuple[int, ...], device_type: str) -> dist.Backend:
+    def connect(self, ranks: tuple[int, ...], device_type: str) -> dist.Backend:
+        """Return a backend that carries tensors of a device type, or `FACTS`, between `ranks`; all of them call it."""
         if ranks == tuple(range(self.size)) and device_type != FACTS:
             return dist.group.WORLD._get_backend(torch.device(device_type))  # type: ignore[union-attr]
         members = hashlib.sha256(repr(ranks).encode()).hexdigest()

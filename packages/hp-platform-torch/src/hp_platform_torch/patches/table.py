@@ -15,7 +15,14 @@ from types import MappingProxyType
 from typing import Any
 
 from hp_platform_torch.optim import local_step
-from hp_platform_torch.patches import autograd_function, backward_inputs, compile, guards, new_values
+from hp_platform_torch.patches import (
+    autograd_function,
+    backward_inputs,
+    compile,
+    guards,
+    new_values,
+    process_groups,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +71,15 @@ def _whole(name: str) -> Patch:
         "needs the whole matrix at once",
         "every rank fills the whole and keeps its shard",
         new_values.keeping_the_shard,
+    )
+
+
+def _grouped(name: str) -> Patch:
+    return Patch(
+        f"torch.distributed.{name}",
+        "knows torch's own process groups only",
+        "not concerned; `mesh.get_group()` is taken as a group",
+        process_groups.taking_our_groups,
     )
 
 
@@ -117,6 +133,16 @@ PATCHES = (
     _whole("sparse_"),
     _whole("eye_"),
     _whole("dirac_"),
+    _grouped("distributed_c10d._group_or_default_group"),
+    _grouped("distributed_c10d._get_group_size"),
+    _grouped("distributed_c10d._get_object_coll_device"),
+    _grouped("distributed_c10d.get_backend"),
+    _grouped("distributed_c10d.get_group_rank"),
+    _grouped("get_backend"),
+    _grouped("get_group_rank"),
+    _grouped("get_global_rank"),
+    _grouped("get_process_group_ranks"),
+    _grouped("barrier"),
     Patch(
         "torch.compile",
         "its graphs would mix global and local shapes",

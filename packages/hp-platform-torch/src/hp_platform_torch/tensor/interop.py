@@ -13,7 +13,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DeviceMesh as TorchMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Partial as TorchPartial
@@ -31,8 +30,8 @@ from hp_dtensor.spec.placements import Partial, Placement, RaggedShard, Replicat
 from hp_dtensor.spec.tensor_spec import TensorSpec, has_gradient
 from hp_dtensor.tensor import conversions
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_platform_torch.comm.capabilities import BACKEND_NAMES
-from hp_platform_torch.comm.groups import TorchGroup
+from hp_platform_torch.comm.groups import FACTS, TorchGroup
+from hp_platform_torch.comm.torch_groups import torch_group
 from hp_platform_torch.comm.world import TorchWorld
 from hp_platform_torch.tensor.dtensor import unwrap
 
@@ -251,45 +250,12 @@ def _share(world: World, ranks: tuple[int, ...], group: dist.ProcessGroup) -> No
             f"torch's mesh has ranks {list(ranks)} along an axis and communicates in the order {list(theirs)}, which "
             "puts its shards in that order; make it with ascending ranks"
         )
-    if ranks not in world._groups:
-        assert world.platform is not None
-        world._groups[ranks] = TorchGroup(
-            ranks, ranks.index(world.rank), world.platform, lambda device: group._get_backend(torch.device(device))
-        )
+    if ranks in world._groups:
+        return
+    assert isinstance(world, TorchWorld)
 
+    def connect(device_type: str) -> Any:
+        # torch's group has no connection for facts of the host, so this world makes one.
+        return world.connect(ranks, FACTS) if device_type == FACTS else group._get_backend(torch.device(device_type))
 
-def torch_group(group: ProcessGroup, device_type: str) -> dist.ProcessGroup:
-    """Return a group as one that torch's functions take, around the same backend.
-
-    `dist.new_group` would make a second connection, and every rank of the job would have to come to it.
-    """
-    world_group = dist.group.WORLD
-    assert world_group is not None
-    if group.ranks == tuple(range(dist.get_world_size())):
-        return world_group
-    name = f"hp_{device_type}_{'_'.join(map(str, group.ranks))}"
-    found = next((pg for pg, known in distributed_c10d._world.pg_names.items() if known == name), None)
-    return found if found is not None else _register(group, name, device_type)
-
-
-def _register(group: ProcessGroup, name: str, device_type: str) -> dist.ProcessGroup:
-    """Enter a group in torch's tables, as `dist.new_group` does with those that it makes."""
-    store = dist.PrefixStore(name, distributed_c10d._get_default_store())
-    made = dist.ProcessGroup(store, group.rank, group.size)
-    kind = dist.Backend.backend_type_map[BACKEND_NAMES[device_type]]
-    made._set_default_backend(kind)
-    if isinstance(group, TorchGroup):
-        made._register_backend(torch.device(device_type), kind, group.connection(device_type))
-    else:  # of one rank
-        made._register_backend(torch.device(device_type), kind, dist.ProcessGroupGloo(store, 0, 1))
-    made._set_group_name(name)
-    made._set_group_desc(name)
-    tables = distributed_c10d._world
-    tables.pg_map[made] = (BACKEND_NAMES[device_type], store)
-    tables.pg_names[made] = name
-    tables.pg_backend_config[made] = f"{device_type}:{BACKEND_NAMES[device_type]}"
-    tables.pg_to_tag[made] = f"ptd:{name}"
-    tables.tags_to_pg.setdefault(f"ptd:{name}", []).append(made)
-    tables.pg_group_ranks[made] = {rank: index for index, rank in enumerate(group.ranks)}
-    distributed_c10d._register_process_group(name, made)
-    return made
+    world._groups[ranks] = TorchGroup(ranks, ranks.index(world.rank), world.platform, connect)
