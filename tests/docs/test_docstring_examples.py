@@ -18,7 +18,7 @@ import pytest
 
 from hp_dtensor.testing import run_ranks
 
-PACKAGES = ("hp_dtensor", "hp_moe", "hp_trainer", "hp_trainer.pipeline")
+PACKAGES = ("hp_dtensor", "hp_fsdp", "hp_moe", "hp_trainer", "hp_trainer.pipeline")
 
 
 def is_for_calling(value: Any) -> bool:

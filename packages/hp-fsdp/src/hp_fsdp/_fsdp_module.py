@@ -31,7 +31,18 @@ def with_methods(cls: type, mixin: type | None = None) -> type:
 
 
 class FSDPModule:
-    """Mixin of the class of every module that has been through `fully_shard`; names as torch's `FSDPModule`."""
+    """Mixin of the class of every module that has been through `fully_shard`; names as torch's `FSDPModule`.
+
+    Example:
+        >>> def program():
+        ...     with nn.building(platform):
+        ...         model = nn.Linear(4, 6)
+        ...     fully_shard(model, init_device_mesh("cpu", (2,)))
+        ...     model.set_requires_gradient_sync(False)  # accumulate micro-batches
+        ...     return isinstance(model, FSDPModule)
+        >>> run_ranks(program, 2)[0]
+        True
+    """
 
     @property
     def _fsdp(self) -> FSDPState:
@@ -231,7 +242,20 @@ HSDPModule = FSDPModule
 
 
 class UnshardHandle:
-    """Handle of a gather under way, as `unshard(async_op=True)` returns it."""
+    """Handle of a gather under way, as `unshard(async_op=True)` returns it.
+
+    Example:
+        >>> def program():
+        ...     with nn.building(platform):
+        ...         model = nn.Linear(4, 6)
+        ...     fully_shard(model, init_device_mesh("cpu", (2,)))
+        ...     handle = model.unshard(async_op=True)
+        ...     handle.wait()
+        ...     model.reshard()
+        ...     return tuple(model.weight.shape)
+        >>> run_ranks(program, 2)[0]
+        (6, 4)
+    """
 
     def __init__(self, group: ParameterGroup) -> None:
         self._group = group
@@ -270,6 +294,15 @@ def register_fsdp_forward_method(module: Module, name: str) -> None:
     Raises:
         FullyShardError: `module` has not been through `fully_shard`, has no such method, or it is a generator or a
             coroutine, which computes when the call is over.
+
+    Example:
+        >>> def program():
+        ...     with nn.building(platform):
+        ...         model = nn.Linear(4, 6)
+        ...     fully_shard(model, init_device_mesh("cpu", (2,)))
+        ...     register_fsdp_forward_method(model, "forward")  # or any other method that computes
+        >>> run_ranks(program, 2)[0]
+        None
     """
     state = _state_of(module)
     method = getattr(module, name, None)

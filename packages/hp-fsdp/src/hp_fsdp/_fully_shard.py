@@ -93,6 +93,17 @@ def fully_shard(
         FullyShardError: listing every problem of mesh, modules and parameters; nothing has been changed.
         RankMismatchError: in `check_mode`, where ranks have other parameters, ways to cut them, dtypes, or settings.
         CapabilityError: the platform cannot compute in the policy's dtypes.
+
+    Example:
+        >>> def program():
+        ...     with nn.building(platform):
+        ...         model = nn.Linear(4, 6)
+        ...     fully_shard(model, init_device_mesh("cpu", (2,)))
+        ...     x = platform.ops.ones((3, 4), platform.dtype("float32"))
+        ...     platform.backward(platform.ops.sum(model(x)))
+        ...     return tuple(model.weight.shape), tuple(platform.get_grad(model.weight).to_local().shape)
+        >>> run_ranks(program, 2)[0]
+        ((6, 4), (3, 4))
     """
     modules: list[Any] = list(module) if isinstance(module, (list, tuple)) else [module]
     reshard_after_forward = check_settings(mesh, zero_stage, reshard_after_forward, threshold, bucket_size)

@@ -17,6 +17,15 @@ class Communication:
     All tensors are plain, 1-D and contiguous; a group has at least two ranks. What a method starts may run
     until the returned work's `wait`; inputs stay untouched by others until then, and the method's own
     temporaries are kept by the work. Every rank of a group calls the same methods in the same order.
+
+    Example:
+        >>> def program():
+        ...     with nn.building(platform):
+        ...         model = nn.Linear(4, 6)
+        ...     fully_shard(model, init_device_mesh("cpu", (2,)), communication=Communication(platform))
+        ...     return tuple(model.weight.shape)
+        >>> run_ranks(program, 2)[0]
+        (6, 4)
     """
 
     def __init__(self, platform: Platform) -> None:

@@ -39,6 +39,16 @@ def summon_full_params(module: Module, *, recurse: bool = True, writeback: bool 
 
     Raises:
         FSDPStateError: on every rank: a group is in use by a forward or backward, or ranks disagree.
+
+    Example:
+        >>> def program():
+        ...     with nn.building(platform):
+        ...         model = nn.Linear(4, 6)
+        ...     fully_shard(model, init_device_mesh("cpu", (2,)))
+        ...     with summon_full_params(model):
+        ...         return type(model.weight) is not DTensor, tuple(model.weight.shape)
+        >>> run_ranks(program, 2)[0]
+        (True, (6, 4))
     """
     platform = _platform_of(module)
     own = state_of(module)
@@ -64,6 +74,15 @@ def full_parameters(module: Module) -> Iterator[tuple[str, Tensor]]:
 
     At most one whole parameter exists at a time: the memory of a tensor given here is freed when the next one
     is asked for. Copy what is to stay, NumPy arrays of it too. Tied parameters come once.
+
+    Example:
+        >>> def program():
+        ...     with nn.building(platform):
+        ...         model = nn.Linear(4, 6)
+        ...     fully_shard(model, init_device_mesh("cpu", (2,)))
+        ...     return {name: tuple(x.shape) for name, x in full_parameters(model)}
+        >>> run_ranks(program, 2)[0]
+        {'weight': (6, 4)}
     """
     storage = get_storage(_platform_of(module))
     seen: set[int] = set()

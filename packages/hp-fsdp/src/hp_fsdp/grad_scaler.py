@@ -51,6 +51,18 @@ class GradScaler:
 
     Raises:
         LossScalingError: factors or an interval that make no sense.
+
+    Example:
+        >>> def program():
+        ...     with nn.building(platform):
+        ...         model = nn.Linear(4, 6)
+        ...     fully_shard(model, init_device_mesh("cpu", (2,)))
+        ...     x = platform.ops.ones((3, 4), platform.dtype("float32"))
+        ...     scaler = GradScaler(init_scale=1024.0, platform=platform)
+        ...     platform.backward(scaler.scale(platform.ops.sum(model(x))))
+        ...     return scaler.get_scale()
+        >>> run_ranks(program, 2)[0]
+        1024.0
     """
 
     def __init__(

@@ -23,6 +23,15 @@ class MemoryUse:
         full: full parameters beyond the shards, and parts of them kept after forward.
         full_gradients: gradients not reduced yet, and reductions under way with their results.
         sharded_gradients: reduced gradients, those that wait for a further reduction included.
+
+    Example:
+        >>> def program():
+        ...     with nn.building(platform):
+        ...         model = nn.Linear(4, 6)
+        ...     fully_shard(model, init_device_mesh("cpu", (2,)))
+        ...     return memory_use(model).shards  # bytes: 12 of 24 float32 on this rank
+        >>> run_ranks(program, 2)[0]
+        48
     """
 
     shards: int
@@ -41,6 +50,15 @@ def memory_use(module: Module) -> MemoryUse:
 
     Raises:
         FullyShardError: neither has been through `fully_shard`.
+
+    Example:
+        >>> def program():
+        ...     with nn.building(platform):
+        ...         model = nn.Linear(4, 6)
+        ...     fully_shard(model, init_device_mesh("cpu", (2,)))
+        ...     return memory_use(model).shards  # bytes: 12 of 24 float32 on this rank
+        >>> run_ranks(program, 2)[0]
+        48
     """
     return _use(_states(module))
 
@@ -53,6 +71,17 @@ class MemoryMeter:
     Attributes:
         peak: bytes of the largest total so far.
         at_peak: what they consisted of.
+
+    Example:
+        >>> def program():
+        ...     with nn.building(platform):
+        ...         model = nn.Linear(4, 6)
+        ...     fully_shard(model, init_device_mesh("cpu", (2,)))
+        ...     with MemoryMeter(model) as meter:
+        ...         model(platform.ops.ones((3, 4), platform.dtype("float32")))
+        ...     return meter.peak > 0  # bytes
+        >>> run_ranks(program, 2)[0]
+        True
     """
 
     def __init__(self, module: Module) -> None:

@@ -32,6 +32,10 @@ def get_storage(platform: Platform) -> ParameterStorage:
 
     Raises:
         PlatformError: no plugin of the entry-point group `hp_fsdp` serves it.
+
+    Example:
+        >>> isinstance(get_storage(platform), ParameterStorage)
+        True
     """
     found: ParameterStorage | None = plugin_manager().hook.hp_fsdp_parameter(platform=platform)
     if found is None:

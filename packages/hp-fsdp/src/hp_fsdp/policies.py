@@ -19,6 +19,16 @@ class ShardPlacementResult:
     Attributes:
         placement: `Shard(dim)`: the dimension to cut; None: the first one longer than 1.
         mesh: 1-D (shard) or 2-D (replicate, shard), instead of the group's; None: the group's.
+
+    Example:
+        >>> def program():
+        ...     with nn.building(platform):
+        ...         model = nn.Linear(4, 6)
+        ...     last = lambda parameter: ShardPlacementResult(Shard(parameter.ndim - 1))
+        ...     fully_shard(model, init_device_mesh("cpu", (2,)), shard_placement_fn=last)
+        ...     return model.weight.placements
+        >>> run_ranks(program, 2)[0]
+        (RaggedShard(1, (2, 2)),)
     """
 
     placement: Shard | None = None
@@ -40,6 +50,15 @@ class CPUOffloadPolicy:
         gradients: reduced gradients. Those of a group are copied while the backward of the following ones runs. Where
             parameters and gradients are apart, these are brought to the parameters, group by group, when somebody looks
             at one (`parameter.grad`: an optimizer, clipping); until then they accumulate where they are.
+
+    Example:
+        >>> def program():
+        ...     with nn.building(platform):
+        ...         model = nn.Linear(4, 6)
+        ...     fully_shard(model, init_device_mesh("cpu", (2,)), offload_policy=CPUOffloadPolicy())
+        ...     return model.weight.placements
+        >>> run_ranks(program, 2)[0]
+        (RaggedShard(0, (3, 3)),)
     """
 
     pin_memory: bool = True
@@ -63,6 +82,16 @@ class MixedPrecisionPolicy:
             `reduce_dtype` keeps the sum of bfloat16 parameters' gradients unrounded; the optimizer must take it.
 
     Dtypes are the platform's, or names such as "bfloat16".
+
+    Example:
+        >>> def program():
+        ...     with nn.building(platform):
+        ...         model = nn.Linear(4, 6)
+        ...     fully_shard(model, init_device_mesh("cpu", (2,)), mp_policy=MixedPrecisionPolicy(param_dtype="float16"))
+        ...     x = platform.ops.ones((3, 4), platform.dtype("float32"))
+        ...     return platform.dtype_name(model(x).dtype), platform.dtype_name(model.weight.dtype)
+        >>> run_ranks(program, 2)[0]
+        ('float16', 'float32')
     """
 
     param_dtype: DType | str | None = None

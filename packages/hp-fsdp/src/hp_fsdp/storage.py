@@ -28,6 +28,10 @@ class ParameterStorage(ABC):
 
     Attributes:
         counts_filling: whether `num_writes` counts also what fills the buffer.
+
+    Example:
+        >>> isinstance(get_storage(platform), ParameterStorage)
+        True
     """
 
     counts_filling = False

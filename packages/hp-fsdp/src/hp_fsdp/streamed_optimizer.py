@@ -55,6 +55,18 @@ def stream_optimizer(
         FullyShardError: not such an optimizer, such as LBFGS, whose step calls the closure itself; already streamed; or
             somebody has replaced its `step`, as learning-rate schedulers do, which come after.
         CapabilityError: the platform cannot keep tensors of the model's device on the host.
+
+    Example:
+        >>> import torch
+        >>> def program():
+        ...     model = fully_shard(torch.nn.Linear(4, 6, bias=False), init_device_mesh("cpu", (2,)))
+        ...     optimizer = torch.optim.AdamW(model.parameters())
+        ...     optimizer = stream_optimizer(optimizer, model)  # its state lies in host memory
+        ...     model(torch.ones(3, 4)).sum().backward()
+        ...     optimizer.step()
+        ...     return len(optimizer.state)
+        >>> run_ranks(program, 2, "torch")[0]
+        1
     """
     platform = _platform_of(model)
     storage = get_storage(platform)

@@ -69,6 +69,15 @@ def hsdp(
         HSDPError: a `ValueError` that lists every argument that does not fit; nothing has been changed.
         FullyShardError: the same, for the parameters of `cell`.
         CapabilityError: `use_eager_hook=False`.
+
+    Example:
+        >>> def program():
+        ...     with nn.building(platform):
+        ...         model = nn.Linear(4, 6)
+        ...     hsdp(model, optimizer_level="level3")
+        ...     return isinstance(model, HSDPCell)
+        >>> run_ranks(program, 2)[0]
+        True
     """
     platform = mesh.platform if isinstance(mesh, DeviceMesh) else get_platform()
     num_ranks = mesh.size() if isinstance(mesh, DeviceMesh) else current_world(platform).size
@@ -108,14 +117,36 @@ def hsdp(
 
 
 def hsdp_sync_stream() -> None:
-    """Wait for the reductions that this rank's cells of `comm_async=True` have under way; gradients are then there."""
+    """Wait for the reductions that this rank's cells of `comm_async=True` have under way; gradients are then there.
+
+    Example:
+        >>> def program():
+        ...     with nn.building(platform):
+        ...         model = nn.Linear(4, 6)
+        ...     hsdp(model, optimizer_level="level3", comm_async=True)
+        ...     platform.backward(platform.ops.sum(model(platform.ops.ones((3, 4), platform.dtype("float32")))))
+        ...     hsdp_sync_stream()  # now the gradients are there
+        ...     return platform.get_grad(model.weight) is not None
+        >>> run_ranks(program, 2)[0]
+        True
+    """
     for state, world in list(_asynchronous.items()):
         if state.schedule is not None and world is current_world(state.platform):
             state.schedule.finish_reductions()
 
 
 class HSDPCell(FSDPModule):
-    """Mixin of the class of every cell that has been through `hsdp`; it has the methods of `FSDPModule` too."""
+    """Mixin of the class of every cell that has been through `hsdp`; it has the methods of `FSDPModule` too.
+
+    Example:
+        >>> def program():
+        ...     with nn.building(platform):
+        ...         model = nn.Linear(4, 6)
+        ...     hsdp(model, optimizer_level="level3")
+        ...     return isinstance(model, HSDPCell)
+        >>> run_ranks(program, 2)[0]
+        True
+    """
 
     @property
     def _fsdp(self) -> FSDPState:

@@ -40,6 +40,16 @@ class StateDictOptions:
         strict: loading refuses missing and unexpected keys.
         broadcast_from_rank0: loading takes full tensors of the first rank, one at a time; what the others pass
             is not looked at.
+
+    Example:
+        >>> def program():
+        ...     with nn.building(platform):
+        ...         model = nn.Linear(4, 6)
+        ...     fully_shard(model, init_device_mesh("cpu", (2,)))
+        ...     full = StateDictOptions(full_state_dict=True)
+        ...     return {name: tuple(x.shape) for name, x in get_model_state_dict(model, options=full).items()}
+        >>> run_ranks(program, 2)[0]
+        {'weight': (6, 4)}
     """
 
     full_state_dict: bool = False
@@ -63,6 +73,15 @@ def get_model_state_dict(model: Module, *, options: StateDictOptions = DEFAULT) 
     """Return parameters, persistent buffers and extra states by name; tied parameters under all their names.
 
     With `full_state_dict` it communicates: every rank of the model calls it.
+
+    Example:
+        >>> def program():
+        ...     with nn.building(platform):
+        ...         model = nn.Linear(4, 6)
+        ...     fully_shard(model, init_device_mesh("cpu", (2,)))
+        ...     return {name: x.placements for name, x in get_model_state_dict(model).items()}
+        >>> run_ranks(program, 2)[0]
+        {'weight': (RaggedShard(0, (3, 3)),)}
     """
     storage = get_storage(_platform_of(model))
     platform = storage.platform
@@ -90,6 +109,16 @@ def set_model_state_dict(
         StateDictError: on every rank, listing all keys and shapes that do not fit, and modules with a
             `_load_from_state_dict` of their own; nothing has been changed.
         FSDPStateError: inside `summon_full_params`.
+
+    Example:
+        >>> def program():
+        ...     with nn.building(platform):
+        ...         model = nn.Linear(4, 6)
+        ...     fully_shard(model, init_device_mesh("cpu", (2,)))
+        ...     result = set_model_state_dict(model, get_model_state_dict(model))
+        ...     return result.missing_keys, result.unexpected_keys
+        >>> run_ranks(program, 2)[0]
+        ([], [])
     """
     platform = _platform_of(model)
     groups = _state.groups_below(platform, model)
@@ -129,6 +158,17 @@ def get_optimizer_state_dict(model: Module, optimizer: Any, *, options: StateDic
     Args:
         optimizer: of torch.optim or any other with `param_groups` and `state`, or one of hp-trainer, for which
             `"num_steps"` stands instead of `"param_groups"`.
+
+    Example:
+        >>> import torch
+        >>> def program():
+        ...     model = fully_shard(torch.nn.Linear(4, 6, bias=False), init_device_mesh("cpu", (2,)))
+        ...     optimizer = torch.optim.AdamW(model.parameters())
+        ...     model(torch.ones(3, 4)).sum().backward()
+        ...     optimizer.step()
+        ...     return [*get_optimizer_state_dict(model, optimizer)["state"]["weight"]]
+        >>> run_ranks(program, 2, "torch")[0]
+        ['step', 'exp_avg', 'exp_avg_sq']
     """
     storage = get_storage(_platform_of(model))
     platform = storage.platform
@@ -145,6 +185,16 @@ def init_optimizer_state(model: Module, optimizer: Any) -> None:
     It takes one step with gradients of zeros and a learning rate of zero, which leaves parameters, gradients and rates
     as they are; the state is that after this step, and is meant to be replaced. Every rank of the model calls it. An
     optimizer that has state stays as it is.
+
+    Example:
+        >>> import torch
+        >>> def program():
+        ...     model = fully_shard(torch.nn.Linear(4, 6, bias=False), init_device_mesh("cpu", (2,)))
+        ...     optimizer = torch.optim.AdamW(model.parameters())
+        ...     init_optimizer_state(model, optimizer)  # as if a step of nothing had been taken
+        ...     return [*get_optimizer_state_dict(model, optimizer)["state"]]
+        >>> run_ranks(program, 2, "torch")[0]
+        ['weight']
     """
     platform = _platform_of(model)
     _optimizer_state.view_of(platform, optimizer, _state.named_parameters(platform, model)).make()
@@ -162,6 +212,19 @@ def set_optimizer_state_dict(
             `strict=False` also parameters that are missing, slots that are missing or unexpected where the optimizer
             has stepped a parameter, and a state dict without any state, of an optimizer that keeps some. Nothing has
             been changed.
+
+    Example:
+        >>> import torch
+        >>> def program():
+        ...     model = fully_shard(torch.nn.Linear(4, 6, bias=False), init_device_mesh("cpu", (2,)))
+        ...     optimizer = torch.optim.AdamW(model.parameters())
+        ...     model(torch.ones(3, 4)).sum().backward()
+        ...     optimizer.step()
+        ...     saved = get_optimizer_state_dict(model, optimizer)
+        ...     set_optimizer_state_dict(model, optimizer, saved)
+        ...     return len(optimizer.state)
+        >>> run_ranks(program, 2, "torch")[0]
+        1
     """
     platform = _platform_of(model)
     parameters = _state.named_parameters(platform, model)
