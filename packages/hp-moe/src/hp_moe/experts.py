@@ -6,10 +6,9 @@ from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.parallel import nn
-from hp_dtensor.spec.placements import Partial
-from hp_dtensor.tensor.dtensor import DTensor
 from hp_moe.dispatch import Dispatched, LocalDispatcher, TokenDispatcher
 from hp_moe.exceptions import ExpertParallelError
+from hp_moe.expert_hooks import local_weight
 from hp_moe.fused_experts import fused_experts
 from hp_moe.grouped_gemm import GroupSizes, grouped_matmul
 from hp_moe.router import Routing
@@ -70,7 +69,7 @@ class GroupedExperts(nn.Module):
         """
         routing = self._routing(x, routing, num_tokens_per_expert)
         sent = self.dispatcher.dispatch(x, routing)
-        weights = tuple(_local(weight) for weight in (self.w1, self.w2, self.w3))
+        weights = tuple(local_weight(weight) for weight in (self.w1, self.w2, self.w3))
         results = fused_experts(sent, weights, self.score_before_experts)
         if results is None:
             results = self._one_step_at_a_time(sent, weights)
@@ -82,7 +81,8 @@ class GroupedExperts(nn.Module):
         if (routing is None) == (counts is None):
             raise ExpertParallelError("GroupedExperts takes a Routing, or the number of rows of each expert; give one")
         counts = routing if counts is None else counts
-        return Routing.expert_major(self.platform, counts, int(x.shape[0]), self.num_experts)
+        # Of the weights: within a style's own dispatch they are this rank's experts alone.
+        return Routing.expert_major(self.platform, counts, int(x.shape[0]), int(self.w1.shape[0]))
 
     def _one_step_at_a_time(self, sent: Dispatched, weights: tuple[Tensor, ...]) -> Tensor:
         """Each step an operation of its own: for all platforms, and the oracle of fused experts."""
@@ -106,11 +106,3 @@ class GroupedExperts(nn.Module):
         if scores is None:
             return rows
         return self.ops.cast(self.ops.mul(self.ops.cast(rows, scores.dtype), scores), rows.dtype)
-
-
-def _local(weight: Tensor) -> Tensor:
-    """Return this rank's part of a weight; where ranks hold the same part, each adds its own tokens' gradient."""
-    if not isinstance(weight, DTensor):
-        return weight
-    grads = [Partial() if placement.is_replicate() else placement for placement in weight.placements]
-    return weight.to_local(grad_placements=grads)

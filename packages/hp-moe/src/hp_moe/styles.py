@@ -18,6 +18,7 @@ from hp_dtensor.spec.placements import Placement, Replicate, Shard
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_moe.dispatch import TokenDispatcher, dispatchers
 from hp_moe.exceptions import ExpertParallelError
+from hp_moe.expert_hooks import WEIGHTS, ExpertHooks, hooks_of, install
 from hp_moe.experts import GroupedExperts
 from hp_moe.moe import MoE
 
@@ -31,6 +32,17 @@ class BaseExpertParallel(ParallelStyle):
     `_partial_mesh` over which an expert itself is cut, `_split_mesh` of ranks that share tokens. A style holds
     no state of a call, so one object may be applied to any number of layers.
 
+    A style of one's own may instead override, as in torchtitan:
+
+    - `_partition_fn(name, module, device_mesh)`, which places the weights;
+    - `_token_dispatch(module, inputs, device_mesh)`, from the call's arguments to those of the experts: rows in
+      expert-major order and this rank's counts;
+    - `_token_combine(module, output, device_mesh)`, the way back.
+
+    Besides `GroupedExperts` any module is laid out that has weights `w1`, `w3` `[num_experts, hidden_dim, dim]` and
+    `w2` `[num_experts, dim, hidden_dim]` and takes rows in expert-major order and the number of rows of each expert.
+    Within its forward the weights are plain, those of this rank's experts.
+
     Example:
         >>> [style.mesh_ndims for style in (ExpertParallel, ExpertTensorParallel)]
         [(1, 2), (2,)]
@@ -39,19 +51,29 @@ class BaseExpertParallel(ParallelStyle):
     mesh_ndims: tuple[int, ...] = (1,)
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
-        """Lay out `module`, a `MoE` or `GroupedExperts` whose weights are plain; returns it.
+        """Lay out `module`, a `MoE` or experts, whose weights are plain; returns it.
 
         Raises:
             ExpertParallelError: another kind of module, or a mesh with another number of axes.
         """
         experts = module.experts if isinstance(module, MoE) else module
         self._check(experts, device_mesh)
-        for name, placements in self._placements(device_mesh).items():
-            place_parameter(experts, name, device_mesh, placements)
-        dispatcher = self._dispatcher(experts, device_mesh)
-        if dispatcher is not None:
-            experts.dispatcher = dispatcher
-        experts.partial_mesh = self._partial_mesh(device_mesh)
+        dispatcher = self._dispatcher(int(experts.w1.shape[0]), device_mesh)
+        if isinstance(experts, GroupedExperts) and not self._has_own_dispatch():
+            self._partition_fn("", experts, device_mesh)
+            if dispatcher is not None:
+                experts.dispatcher = dispatcher
+        else:
+            hooks = ExpertHooks(experts, device_mesh.platform, dispatcher)
+            self._partition_fn("", experts, device_mesh)
+            install(
+                experts,
+                hooks,
+                lambda inputs: self._token_dispatch(experts, inputs, device_mesh),
+                lambda output: self._token_combine(experts, output, device_mesh),
+            )
+        if isinstance(experts, GroupedExperts):
+            experts.partial_mesh = self._partial_mesh(device_mesh)
         if isinstance(module, MoE):
             module.split_mesh = self._split_mesh(device_mesh)
             router_mesh = self._router_mesh(device_mesh)
@@ -61,8 +83,17 @@ class BaseExpertParallel(ParallelStyle):
 
     def _check(self, experts: Any, mesh: DeviceMesh) -> None:
         name = type(self).__name__
-        if not isinstance(experts, GroupedExperts):
-            raise ExpertParallelError(f"{name} lays out a MoE or GroupedExperts, got {type(experts).__name__}")
+        if not all(len(getattr(getattr(experts, weight, None), "shape", ())) == 3 for weight in WEIGHTS):
+            raise ExpertParallelError(
+                f"{name} lays out a MoE, GroupedExperts, or experts with weights w1, w2, w3 of three dimensions, got "
+                f"{type(experts).__name__}"
+            )
+        others = [each for each, _ in mesh.platform.named_parameters(experts) if each not in WEIGHTS]
+        if others and type(self)._partition_fn is BaseExpertParallel._partition_fn:
+            raise ExpertParallelError(
+                f"{name} places w1, w2 and w3; {type(experts).__name__} has {', '.join(others)} too: override "
+                "_partition_fn in a style of your own"
+            )
         if mesh.ndim not in self.mesh_ndims:
             wanted = " or ".join(map(str, self.mesh_ndims))
             raise ExpertParallelError(f"{name} needs a mesh of {wanted} axes, got {mesh.describe()}")
@@ -71,7 +102,31 @@ class BaseExpertParallel(ParallelStyle):
     def _placements(self, mesh: DeviceMesh) -> Mapping[str, tuple[Placement, ...]]:
         """Return the placements of `w1`, `w2` and `w3`."""
 
-    def _dispatcher(self, experts: GroupedExperts, mesh: DeviceMesh) -> TokenDispatcher | None:
+    def _partition_fn(self, name: str, module: Any, device_mesh: DeviceMesh) -> None:
+        """Place the weights of experts, whose name in the module that they were found in is `name`."""
+        for weight, placements in self._placements(device_mesh).items():
+            place_parameter(module, weight, device_mesh, placements)
+
+    def _token_dispatch(self, module: Any, inputs: tuple[Any, ...], device_mesh: DeviceMesh) -> tuple[Any, ...]:
+        """Take tokens to their experts; for experts of another kind, or called by an override.
+
+        Args:
+            inputs: `(x, routing)`, or `(rows, counts)` in expert-major order with the counts of all experts.
+
+        Returns:
+            `(rows, counts)` of this rank's experts, in expert-major order.
+        """
+        return hooks_of(module).dispatch(module, inputs)
+
+    def _token_combine(self, module: Any, output: Any, device_mesh: DeviceMesh) -> Any:
+        """Bring the results of `_token_dispatch`'s rows back, in the order in which the call's rows came."""
+        return hooks_of(module).combine(output)
+
+    def _has_own_dispatch(self) -> bool:
+        base, own = BaseExpertParallel, type(self)
+        return (own._token_dispatch, own._token_combine) != (base._token_dispatch, base._token_combine)
+
+    def _dispatcher(self, num_experts: int, mesh: DeviceMesh) -> TokenDispatcher | None:
         """Return the dispatcher that takes tokens to the experts; None: all experts are on every rank."""
         return None
 
@@ -119,9 +174,9 @@ class ExpertParallel(BaseExpertParallel):
     def _placements(self, mesh: DeviceMesh) -> Mapping[str, tuple[Placement, ...]]:
         return dict.fromkeys(("w1", "w2", "w3"), (Shard(0), Replicate())[: mesh.ndim])
 
-    def _dispatcher(self, experts: GroupedExperts, mesh: DeviceMesh) -> TokenDispatcher | None:
+    def _dispatcher(self, num_experts: int, mesh: DeviceMesh) -> TokenDispatcher | None:
         build = dispatchers().get(self.dispatcher).build
-        dispatcher: TokenDispatcher = build(mesh.get_group(0), experts.num_experts)
+        dispatcher: TokenDispatcher = build(mesh.get_group(0), num_experts)
         return dispatcher
 
     def _split_mesh(self, mesh: DeviceMesh) -> DeviceMesh | None:

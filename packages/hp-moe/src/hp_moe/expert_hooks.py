@@ -1,0 +1,156 @@
+"""Hooks that put a parallel style around any experts module: rows in expert-major order and counts in, results out.
+
+`GroupedExperts` takes a `Routing` and its dispatcher itself. Someone else's experts, or a style that overrides the
+dispatch, get these hooks: before forward tokens are dispatched and weights become this rank's plain parts, after it
+both are undone. What one half leaves for the other is kept per call, so a style object may serve many layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.spec.placements import Partial
+from hp_dtensor.tensor.dtensor import DTensor
+from hp_moe.dispatch import Dispatched, LocalDispatcher, TokenDispatcher
+from hp_moe.router import Routing
+
+Tensor = Any
+Module = Any
+
+_STATE = "_hp_expert_hooks"
+WEIGHTS = ("w1", "w2", "w3")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an experts module, from before its forward to after it.
+
+    Attributes:
+        dispatched: what the dispatcher needs back.
+        scores: float32 `[rows, 1]` to weight results with; None: they are not weighted, or were before the experts.
+    """
+
+    dispatched: Dispatched
+    scores: Tensor | None
+
+
+class ExpertHooks:
+    """The dispatch around one experts module.
+
+    Args:
+        module: has weights `w1`, `w2`, `w3` whose first dimension is the experts of all ranks.
+        dispatcher: the tokens' way to other ranks; None: all experts are on every rank.
+    """
+
+    def __init__(self, module: Module, platform: Platform, dispatcher: TokenDispatcher | None) -> None:
+        self.platform = platform
+        self.num_experts = int(module.w1.shape[0])
+        self.dispatcher = dispatcher or LocalDispatcher(platform)
+        self.calls: list[Call] = []
+        self.weights: list[dict[str, Tensor]] = []
+
+    def dispatch(self, module: Module, inputs: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+        """Return the rows of this rank's experts in expert-major order, and the number of rows of each.
+
+        Args:
+            inputs: tokens and their `Routing`, or rows in expert-major order and their counts, of all experts.
+
+        Raises:
+            ExpertParallelError: the counts do not describe the rows.
+        """
+        x, routing = inputs
+        if not isinstance(routing, Routing):
+            routing = Routing.expert_major(self.platform, routing, int(x.shape[0]), self.num_experts)
+        sent = self.dispatcher.dispatch(x, routing)
+        rows, scores = sent.rows, sent.scores
+        if sent.permutation is not None:
+            rows = sent.permutation.permute(rows)
+            scores = None if scores is None else sent.permutation.permute_scores(scores)
+        if scores is not None and getattr(module, "score_before_experts", False):
+            rows, scores = _weighted(self.platform, rows, scores), None
+        self.calls.append(Call(sent, scores))
+        return rows, sent.sizes.tensor
+
+    def combine(self, results: Tensor) -> Tensor:
+        """Return the results of the rows, or the sums of the tokens, that the last `dispatch` was given."""
+        call = self.calls[-1]
+        if call.scores is not None:
+            results = _weighted(self.platform, results, call.scores)
+        if call.dispatched.permutation is not None:
+            results = call.dispatched.permutation.unpermute(results)
+        return self.dispatcher.combine(results, call.dispatched)
+
+    def use_local_weights(self, module: Module) -> None:
+        """Let `module.w1` and the others be this rank's plain parts until `restore_weights`."""
+        held = {name: getattr(module, name) for name in WEIGHTS}
+        self.weights.append(held)
+        for name, weight in held.items():
+            self.platform.set_parameter(module, name, local_weight(weight))
+
+    def restore_weights(self, module: Module) -> None:
+        """Give `module` the weights back that it had before."""
+        for name, weight in self.weights.pop().items():
+            self.platform.set_parameter(module, name, weight)
+
+
+def hooks_of(module: Module) -> ExpertHooks:
+    """Return the hooks that a style has put around `module`."""
+    found: ExpertHooks = vars(module)[_STATE]
+    return found
+
+
+def install(
+    module: Module,
+    hooks: ExpertHooks,
+    dispatch: Callable[[tuple[Any, ...]], tuple[Any, ...]],
+    combine: Callable[[Any], Any],
+) -> None:
+    """Call `dispatch` before every forward of `module` and `combine` after it.
+
+    Args:
+        dispatch: from the arguments of the call to those of the forward.
+        combine: from the output of the forward to that of the call.
+    """
+    platform = hooks.platform
+    object.__setattr__(module, _STATE, hooks)
+
+    def before(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        # Counts may come by the name that they have in the interface.
+        counts = [kwargs.pop(name) for name in ("num_tokens_per_expert", "routing") if name in kwargs]
+        depth = len(hooks.calls)
+        args = dispatch((*args, *counts))
+        if len(hooks.calls) == depth:
+            # A dispatch of the user's own keeps what it needs itself.
+            hooks.calls.append(Call(None, None))  # type: ignore[arg-type]
+        hooks.use_local_weights(module)
+        return args, kwargs
+
+    def after(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if not hooks.weights:
+            # The dispatch itself raised, before anything was changed.
+            return None
+        hooks.restore_weights(module)
+        try:
+            # No output: the forward raised.
+            return None if output is None else combine(output)
+        finally:
+            hooks.calls.pop()
+
+    platform.add_forward_pre_hook(module, before)
+    platform.add_forward_hook(module, after, always_call=True)
+
+
+def local_weight(weight: Tensor) -> Tensor:
+    """Return this rank's part of a weight; where ranks hold the same part, each adds its own tokens' gradient."""
+    if not isinstance(weight, DTensor):
+        return weight
+    grads = [Partial() if placement.is_replicate() else placement for placement in weight.placements]
+    return weight.to_local(grad_placements=grads)
+
+
+def _weighted(platform: Platform, rows: Tensor, scores: Tensor) -> Tensor:
+    ops = platform.ops
+    return ops.cast(ops.mul(ops.cast(rows, scores.dtype), scores), rows.dtype)
