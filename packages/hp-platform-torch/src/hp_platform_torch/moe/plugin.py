@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from hp_dtensor.platform.interface import Platform
-from hp_moe import FusedExperts, GroupedMatmul, GroupSizes, loop_grouped_matmul
+from hp_moe import FusedExperts, GroupedMatmul, GroupSizes, TokenPermutation, loop_grouped_matmul
 from hp_moe.plugins import hookimpl
+from hp_platform_torch.moe.host_experts import host_experts
 
 _GROUPED_MM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STRIDE_BYTES = 16
@@ -23,12 +25,30 @@ def hp_grouped_matmul(platform: Platform) -> GroupedMatmul | None:
 
 @hookimpl
 def hp_fused_experts(platform: Platform) -> FusedExperts | None:
-    """Triton kernels where triton is, for torch's platform only; they decline what is not on a CUDA device."""
-    if platform.name != "torch" or importlib.util.find_spec("triton") is None:
+    """Triton kernels on CUDA devices where triton is, and a loop in one node on the CPU; for torch's platform only."""
+    if platform.name != "torch":
         return None
+    if importlib.util.find_spec("triton") is None:
+        return experts_of_host
     from hp_platform_torch.moe.first_use import checked_fused_experts
 
-    return checked_fused_experts
+    def experts_of_device(x: torch.Tensor, *args: Any) -> torch.Tensor | None:
+        return checked_fused_experts(x, *args) if x.is_cuda else experts_of_host(x, *args)
+
+    return experts_of_device
+
+
+def experts_of_host(
+    x: torch.Tensor, permutation: TokenPermutation, sizes: GroupSizes, scores: Any, weights: Any, score_before: bool
+) -> torch.Tensor | None:
+    """`host_experts` for float32 and float64 on the CPU; else None."""
+    applies = (
+        x.device.type == "cpu"
+        and x.dtype in (torch.float32, torch.float64)
+        and all(weight.dtype == x.dtype for weight in weights)
+        and not torch.compiler.is_compiling()
+    )
+    return host_experts(x, permutation, sizes, scores, weights, score_before) if applies else None
 
 
 def torch_grouped_matmul(x: torch.Tensor, weight: torch.Tensor, sizes: GroupSizes) -> torch.Tensor:
