@@ -93,15 +93,6 @@ def test_values_of_another_shape_are_refused(platform):
         np.testing.assert_array_equal(found, WEIGHT)
 
 
-def test_saving_shards_as_if_they_were_whole_is_refused(platform, tmp_path):
-    def program():
-        with pytest.raises(CapabilityError, match="full_tensor"):
-            ms.save_checkpoint(sharded(platform), str(tmp_path / "model.ckpt"))
-
-    run_ranks(program, 2, platform)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_mixed_precision(platform, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # MindSpore writes the cells that it changes
 

@@ -6,26 +6,163 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from mindspore import Tensor
 from mindspore.common.recompute import _RecomputeCell
+from mindspore.graph.api import _pynative_executor as executor
 
 from hp_dtensor.exceptions import CapabilityError, GradientPathError
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.tensor.gradients import check_reached
-from hp_platform_mindspore.tensor.autograd import running_for
+from hp_platform_mindspore.optim.adamw import zeros_like
+from hp_platform_mindspore.patches.search import first_dtensor, held_tensors
+from hp_platform_mindspore.tensor.local_operations import is_local
 
 
-def checking_weights(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Have `mindspore.value_and_grad` refuse parameters whose gradients go past it; its backward is for inputs."""
+def differentiating_dtensors(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Have `value_and_grad`, `grad` and `GradOperation` differentiate functions of DTensors by the platform's backward.
 
-    @functools.wraps(plain)
-    def grad(self: Any, obj: Any, grad: Any, weights: Any, *args: Any) -> Any:
+    MindSpore's own records the function in C++, where the nodes of collectives and of sharded modules are missing. The
+    arguments and the results are MindSpore's: zeros for weights that the function does not use, no `.grad` is written.
+    Weights that `fully_shard` has cut get their gradients in a whole backward; the `.grad` of all parameters that the
+    function holds is put back after it.
+    """
+
+    @functools.wraps(own)
+    def differentiate(self: Any, fn: Any, weights: Any = None, *position: Any) -> Any:
+        plain = own(self, fn, weights, *position)
+        if self.pynative_:  # the inner one of the two that MindSpore makes for a call
+            return plain
+
+        @functools.wraps(plain)
+        def after_grad(*args: Any, **kwargs: Any) -> Any:
+            found = first_dtensor(fn, weights, args, kwargs)
+            if found is None or is_local():
+                # MindSpore turns its grad flag on itself, and finds nothing of the first call where it is on already.
+                executor.set_grad_flag(False)
+                return plain(*args, **kwargs)
+            return _Derivative(self, fn, weights, *position).call(found._spec.mesh.platform, args, kwargs)
+
+        return after_grad
+
+    return differentiate
+
+
+class _Derivative:
+    """A function with what MindSpore was told of its gradients.
+
+    Args:
+        settings: the `GradOperation` or `_Grad`, whose attributes say what is wanted and returned.
+        position: places of the inputs that are asked for; of `GradOperation` it is not given.
+    """
+
+    def __init__(self, settings: Any, fn: Any, weights: Any, position: Any = (0,)) -> None:
+        self._fn = fn
+        self._sens_param = settings.sens_param
+        self._has_aux = getattr(settings, "has_aux", False)
+        self._get_value = getattr(settings, "get_value", False)
+        self._return_ids = getattr(settings, "return_ids", False)
+        self._is_one_weight = isinstance(weights, Tensor)
+        self._all_inputs = settings.get_all
+        self._with_weights = settings.get_by_list
+        by_position = getattr(settings, "get_by_position", not settings.get_by_list)
+        self._positions = position if by_position and not settings.get_all else ()
+        if self._with_weights and weights is None:
+            weights = list(fn.trainable_params())
+        self._weights = ([weights] if self._is_one_weight else list(weights)) if self._with_weights else []
+
+    def call(self, platform: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the function and its backward, and return what MindSpore's derivative returns."""
+        seeds = None
+        if self._sens_param:
+            seeds = kwargs.pop("sens") if "sens" in kwargs else args[-1]
+            args = args if "sens" in kwargs or seeds is not args[-1] else args[:-1]
+        with platform.enable_grad():
+            given = [self._leaf(platform, i, x) for i, x in enumerate(args)]
+            value = self._fn(*given, **kwargs)
+        if self._has_aux and not (isinstance(value, tuple) and len(value) > 1):
+            raise ValueError("When has_aux is True, origin fn requires more than one outputs.")
+        outputs = value[:1] if self._has_aux else value if isinstance(value, (tuple, list)) else (value,)
+        inputs = [given[i] for i in self._places(args)]
+        found = self._gradients(platform, list(outputs), [*inputs, *self._weights], seeds)
+        result = self._result(args, found)
+        if self._get_value:
+            return value, result
+        return (result, value[1:]) if self._has_aux else result
+
+    def _places(self, args: tuple[Any, ...]) -> list[int]:
+        return [i for i, x in enumerate(args) if isinstance(x, Tensor)] if self._all_inputs else list(self._positions)
+
+    def _leaf(self, platform: Any, place: int, x: Any) -> Any:
+        """Return an input that is asked for as a leaf of its own, as the user's tensor must not change."""
+        if not isinstance(x, Tensor) or not (self._all_inputs or place in self._positions):
+            return x
+        leaf = platform.detach(x)
+        platform.set_requires_grad(leaf, True)
+        return leaf
+
+    def _gradients(self, platform: Any, outputs: list[Any], targets: list[Any], seeds: Any) -> list[Any]:
+        """Return the gradients of inputs and weights; zeros where the function does not depend on one."""
+        given = list(seeds) if isinstance(seeds, (tuple, list)) else [seeds] * len(outputs)
+        given = [_ones_like(platform, y) if g is None else g for y, g in zip(outputs, given, strict=True)]
         try:
-            check_reached("mindspore.value_and_grad", weights if isinstance(weights, (tuple, list)) else [weights])
+            check_reached("mindspore.value_and_grad", targets)
         except GradientPathError:
+            found = self._in_a_whole_backward(platform, outputs, targets, given)
+        else:
+            found = platform.grad(outputs, targets, given)
+        return [zeros_like(platform, x) if g is None else g for x, g in zip(targets, found, strict=True)]
+
+    def _in_a_whole_backward(
+        self, platform: Any, outputs: list[Any], targets: list[Any], seeds: list[Any]
+    ) -> list[Any]:
+        if len(outputs) != 1:
+            raise CapabilityError(
+                f"mindspore.value_and_grad of parameters that fully_shard has cut: expected one output, got "
+                f"{len(outputs)}; add them up, or return the others with has_aux=True"
+            )
+        leaves = {id(x): x for x in (*targets, *held_tensors(self._fn)) if platform.requires_grad(x) and x._is_leaf}
+        before = {key: platform.get_grad(x) for key, x in leaves.items()}
+        # A copy: the backward may write where the old gradient is.
+        before = {key: grad if grad is None else platform.ops.clone(grad) for key, grad in before.items()}
+        for x in leaves.values():
+            platform.set_grad(x, None)
+        try:
+            platform.backward(outputs[0], seeds[0])
+            return [platform.get_grad(x) for x in targets]
+        finally:
+            for key, x in leaves.items():
+                platform.set_grad(x, before[key])
+
+    def _result(self, args: tuple[Any, ...], found: list[Any]) -> Any:
+        places = self._places(args)
+        ids = [*places, *(weight.name for weight in self._weights)]
+        shown = list(zip(ids, found, strict=True)) if self._return_ids else found
+        of_inputs, of_weights = tuple(shown[: len(places)]), tuple(shown[len(places) :])
+        parts = []
+        if self._all_inputs or self._positions:
+            parts.append(of_inputs if self._all_inputs or len(of_inputs) > 1 else of_inputs[0])
+        if self._with_weights:
+            parts.append(of_weights[0] if self._is_one_weight else of_weights)
+        return parts[0] if len(parts) == 1 else tuple(parts)
+
+
+def _ones_like(platform: Any, x: Any) -> Any:
+    with platform.no_grad():
+        return platform.ops.ones_like(x)
+
+
+def refusing_dtensors(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Have what records in C++ (`mindspore.vjp`, `jvp` and the like) refuse DTensors."""
+
+    @functools.wraps(own)
+    def grad(self: Any, obj: Any, grad: Any, weights: Any, *args: Any) -> Any:
+        if not is_local() and first_dtensor(obj, weights, args) is not None:
             self.clear_res()  # what the forward has recorded
-            raise
-        with running_for(inputs=True):
-            return plain(self, obj, grad, weights, *args)
+            raise CapabilityError(
+                "mindspore.vjp of DTensors would miss the gradients of collectives and sharded modules: use "
+                "mindspore.value_and_grad or mindspore.grad (sens_param=True takes the gradient of the output)"
+            )
+        return own(self, obj, grad, weights, *args)
 
     return grad
 

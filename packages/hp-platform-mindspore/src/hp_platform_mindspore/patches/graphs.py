@@ -7,15 +7,12 @@ given, and what the compiled function or Cell holds, must be free of DTensors.
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-from mindspore import nn
-
 from hp_dtensor.exceptions import CapabilityError
-from hp_platform_mindspore.tensor.dtensor import MindSporeDTensor
+from hp_platform_mindspore.patches.search import first_dtensor
 from hp_platform_mindspore.tensor.local_operations import is_local
 
 Function = Callable[..., Any]
@@ -86,7 +83,7 @@ def check_no_dtensors(compiler: str, *values: Any) -> None:
     """
     if is_local():
         return
-    found = next(_dtensors(values, set()), None)
+    found = first_dtensor(*values)
     if found is not None:
         raise CapabilityError(
             f"{compiler} of something with a DTensor {found._spec!r}: the graph would compute on this rank's shard as "
@@ -94,41 +91,3 @@ def check_no_dtensors(compiler: str, *values: Any) -> None:
             "(mindspore.set_context(mode=mindspore.PYNATIVE_MODE)), or compile a function of local tensors and call "
             "that inside local_map"
         )
-
-
-def _dtensors(value: Any, seen: set[int]) -> Iterator[MindSporeDTensor]:
-    """Yield DTensors in containers, Cells and the variables that functions have from outside."""
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    if isinstance(value, MindSporeDTensor):
-        yield value
-    elif isinstance(value, nn.Cell):
-        yield from _dtensors([parameter for cell in _cells(value) for parameter in cell._params.values()], seen)
-    elif isinstance(value, dict):
-        yield from _dtensors(list(value.values()), seen)
-    elif isinstance(value, (list, tuple, set)):
-        for item in value:
-            yield from _dtensors(item, seen)
-    elif inspect.ismethod(value):
-        yield from _dtensors([value.__self__, value.__func__], seen)
-    elif inspect.isfunction(value) and not value.__module__.startswith("mindspore"):
-        yield from _dtensors(_outside(inspect.unwrap(value)), seen)
-
-
-def _cells(cell: nn.Cell) -> list[nn.Cell]:
-    return [each for _, each in cell.cells_and_names()]
-
-
-def _outside(function: Any) -> list[Any]:
-    """Return the values of a function's variables that are not its own: of its closure, and globals that it names."""
-    closure = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-    return closure + [function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__]
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True

@@ -17,7 +17,7 @@ import mindspore as ms
 from mindspore import Tensor
 
 from hp_platform_mindspore.optim import local_step
-from hp_platform_mindspore.patches import cells, functions, gradients, graphs
+from hp_platform_mindspore.patches import cells, checkpoints, functions, gradients, graphs
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +90,20 @@ _OWNERS = (
 )
 
 PATCHES = (
+    *(
+        Patch(
+            f"mindspore.ops.composite.base.{name}.__call__",
+            "records in C++, without the nodes of collectives and of sharded modules",
+            "the platform's backward, with MindSpore's arguments and results",
+            gradients.differentiating_dtensors,
+        )
+        for name in ("_Grad", "GradOperation")
+    ),
     Patch(
         "mindspore.graph.api._PyNativeExecutor.grad",
-        "gives None or zeros for parameters whose gradients `fully_shard` takes",
-        "refused for such parameters",
-        gradients.checking_weights,
+        "records in C++, without the nodes of collectives and of sharded modules",
+        "refused (`mindspore.vjp` and its like)",
+        gradients.refusing_dtensors,
     ),
     Patch(
         "mindspore.graph.api._PyNativeExecutor.call_custom_bprop",
@@ -127,9 +136,21 @@ PATCHES = (
     ),
     Patch(
         "mindspore.nn.Optimizer.__init__",
-        "some of its optimizers look at a parameter as a whole",
-        "refused",
-        local_step.refusing,
+        "would step on shards of partial sums; some of its optimizers look at a parameter as a whole",
+        "placements are checked; optimizers that are not elementwise are refused",
+        local_step.checking_at_start,
+    ),
+    Patch(
+        "mindspore.nn.Optimizer.__call__",
+        "each operation of a step would be intercepted",
+        "the step runs on local data",
+        local_step.stepping_on_shards,
+    ),
+    Patch(
+        "mindspore.train.serialization._convert_save_obj_to_param_list",
+        "would save this rank's shard",
+        "whole tensors are saved; every rank must call `save_checkpoint`",
+        checkpoints.saving_whole_tensors,
     ),
     _of_list("Stack", "stack"),
     _of_list("AddN", "addn"),
