@@ -184,7 +184,7 @@ def explaining_custom_bprop(plain: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             raise CapabilityError(
                 f"{type(obj).__name__} has a bprop of its own, as every Cell after recompute() has: MindSpore runs it "
-                "in mindspore.value_and_grad only. With platform.backward recompute by hp_dtensor.parallel.recompute"
+                "in mindspore.value_and_grad of plain tensors only. Else recompute by hp_dtensor.parallel.recompute"
                 ".checkpoint(block, x, platform=platform), and give gradients of your own by "
                 "platform.custom_function"
             ) from error
