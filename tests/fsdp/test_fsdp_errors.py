@@ -519,7 +519,7 @@ def test_in_check_mode_replicas_that_have_parted_are_named(hp_platform, options)
         ("dtype", r"ranks differ: rank 0: MixedPrecisionPolicy.*rank 1: MixedPrecisionPolicy"),
     ],
 )
-def test_in_check_mode_ranks_that_shard_different_models_are_named(hp_platform, different, told):
+def test_ranks_that_shard_different_models_are_named(hp_platform, different, told):
     def rank():
         mesh = mesh_of(hp_platform, 2)
         number = current_world(hp_platform).rank
@@ -529,14 +529,13 @@ def test_in_check_mode_ranks_that_shard_different_models_are_named(hp_platform, 
         if different == "frozen" and not is_other:
             hp_platform.set_requires_grad(model.weight, False)
         dtype = hp_platform.dtype("float16") if different == "dtype" and is_other else None
-        with check_mode():
-            fully_shard(
-                model,
-                mesh,
-                shard_placement_fn=(lambda parameter: Shard(number)) if "cut" in different else None,
-                bucket_size=0 if different == "buckets" and is_other else None,
-                mp_policy=MixedPrecisionPolicy(output_dtype=dtype),
-            )
+        fully_shard(
+            model,
+            mesh,
+            shard_placement_fn=(lambda parameter: Shard(number)) if "cut" in different else None,
+            bucket_size=0 if different == "buckets" and is_other else None,
+            mp_policy=MixedPrecisionPolicy(output_dtype=dtype),
+        )
 
     with pytest.raises(LaunchError, match=f"RankMismatchError: .*{told}"):
         run_ranks(rank, 2, hp_platform)

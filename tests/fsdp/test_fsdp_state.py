@@ -270,8 +270,6 @@ def test_every_problem_is_reported_on_every_rank_and_nothing_is_changed(hp_platf
             "nothing has been changed",
         ):
             assert expected in told
-        with pytest.raises(StateDictError, match="assign"):
-            model.load_state_dict(state, assign=True)
         for name, value in _full(model).items():
             numpy.testing.assert_array_equal(hp_platform.to_numpy(value), before[name])
 

@@ -1,6 +1,6 @@
 """Fully sharded data parallelism: one differentiable all-gather per group of parameters."""
 
-from hp_fsdp._fsdp_module import FSDPModule, HSDPModule, UnshardHandle, register_fsdp_forward_method
+from hp_fsdp._fsdp_module import FSDPModule, HSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from hp_fsdp._fully_shard import fully_shard
 from hp_fsdp.communication import Communication
 from hp_fsdp.compat.hsdp import HSDPCell, hsdp, hsdp_sync_stream
@@ -17,7 +17,13 @@ from hp_fsdp.full_parameters import full_parameters, summon_full_params
 from hp_fsdp.grad_scaler import GradScaler
 from hp_fsdp.memory import MemoryMeter, MemoryUse, memory_use
 from hp_fsdp.plugins import get_storage
-from hp_fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, ShardPlacementResult
+from hp_fsdp.policies import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardPlacementResult,
+)
 from hp_fsdp.state.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -36,6 +42,7 @@ __all__ = [
     "CallOrderError",
     "Communication",
     "CommunicationError",
+    "DataParallelMeshDims",
     "FSDPModule",
     "FSDPStateError",
     "FullyShardError",
@@ -47,6 +54,7 @@ __all__ = [
     "MemoryMeter",
     "MemoryUse",
     "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "ParameterStorage",
     "ShardPlacementResult",
     "StateDictError",
@@ -64,6 +72,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "set_model_state_dict",
     "set_optimizer_state_dict",
+    "share_comm_ctx",
     "stream_optimizer",
     "summon_full_params",
 ]

@@ -6,9 +6,11 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.comm.mesh import DeviceMesh, init_device_mesh
+from hp_dtensor.comm.world import current_world
 from hp_dtensor.parallel import nn
 from hp_dtensor.platform.interface import Platform
+from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.spec.rank_checks import check_alike
 from hp_fsdp._argument_checks import check_policy, check_settings, parameters_given
 from hp_fsdp._engine.flat_buffer import FlatBuffer
@@ -22,7 +24,7 @@ from hp_fsdp._fsdp_module import with_methods
 from hp_fsdp.communication import Communication
 from hp_fsdp.exceptions import FullyShardError
 from hp_fsdp.plugins import get_communication, get_storage
-from hp_fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy
+from hp_fsdp.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from hp_fsdp.storage import ParameterStorage
 
 Tensor = Any
@@ -34,14 +36,15 @@ BYTES_PER_KB = 1024
 
 def fully_shard(
     module: Module | Sequence[Module],
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | None = None,
     *,
     zero_stage: int = 3,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: ShardPlacementFunction | None = None,
     mp_policy: MixedPrecisionPolicy = FULL_PRECISION,
-    offload_policy: CPUOffloadPolicy | None = None,
-    ignored_params: Iterable[Tensor] = (),
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: Iterable[Tensor] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
     replicate_params: Iterable[Tensor] = (),
     threshold: float = 0,
     bucket_size: float | None = None,
@@ -56,7 +59,8 @@ def fully_shard(
 
     Args:
         module: a module of the mesh's platform, or a list that forms one group.
-        mesh: 1-D (shard) or 2-D (replicate, shard). Groups of one model may have different meshes.
+        mesh: 1-D (shard) or 2-D (replicate, shard); None: all ranks shard. Groups of one model may have different
+            meshes.
         zero_stage: what is sharded over the last axis of `mesh` (arXiv 1910.02054). For n ranks there, P bytes of
             parameters, and forward and backward of one of m micro-batches in a step:
             0, nothing: every rank holds parameters, gradients and optimizer state whole; sends 2P (all-reduce).
@@ -77,6 +81,7 @@ def fully_shard(
         mp_policy: dtypes of computation and communication.
         offload_policy: keep shards (with `zero_stage` 3 only), gradients, or both on the host.
         ignored_params: parameters that stay as they are; their gradients are this rank's own.
+        dp_mesh_dims: which axes of `mesh`, then one over all ranks, are data parallel; the same as passing those axes.
         replicate_params: parameters that every rank keeps whole; their gradients are reduced, those of the group in
             one all-reduce per dtype.
         threshold: in KB (1024 bytes) of the parameter on one rank; smaller ones are replicated likewise.
@@ -91,7 +96,8 @@ def fully_shard(
 
     Raises:
         FullyShardError: listing every problem of mesh, modules and parameters; nothing has been changed.
-        RankMismatchError: in `check_mode`, where ranks have other parameters, ways to cut them, dtypes, or settings.
+        RankMismatchError: ranks have other parameters, ways to cut them, dtypes, or settings; it names ranks and both
+            values, and nothing has been changed.
         CapabilityError: the platform cannot compute in the policy's dtypes.
 
     Example:
@@ -106,6 +112,7 @@ def fully_shard(
         ((6, 4), (3, 4))
     """
     modules: list[Any] = list(module) if isinstance(module, (list, tuple)) else [module]
+    mesh = _data_parallel_mesh(modules, mesh, dp_mesh_dims)
     reshard_after_forward = check_settings(mesh, zero_stage, reshard_after_forward, threshold, bucket_size)
     platform = mesh.platform
     _check_modules(platform, modules)
@@ -113,8 +120,8 @@ def fully_shard(
     check_policy(platform, mp_policy)
     policy = mp_policy.resolve(platform)
     transport = get_communication(communication, platform)
-    _check_offload(storage, mesh, offload_policy, zero_stage)
-    ignored = parameters_given("ignored_params", ignored_params, platform)
+    offload = _check_offload(storage, mesh, offload_policy, zero_stage)
+    ignored = parameters_given("ignored_params", () if ignored_params is None else ignored_params, platform)
     replicated = parameters_given("replicate_params", replicate_params, platform)
     _check_disjoint(ignored, replicated)
     originals = collect(platform, modules, ignored)
@@ -122,16 +129,41 @@ def fully_shard(
     _check_dtypes(storage, policy, originals)
     name = ", ".join(type(module).__name__ for module in modules)
     _check_hooks(platform, originals)
+    _check_extensions(originals)
     place(originals, mesh, shard_placement_fn, reshard_after_forward, name)
     whole = _whole_parameters(platform, originals, replicated, threshold if zero_stage else math.inf)
     settings = f"zero_stage={zero_stage}, reshard_after_forward={reshard_after_forward}, bucket_size={bucket_size}"
     check_alike(mesh, f"fully_shard({name})", [*_facts(platform, originals, whole), str(policy), settings])
-    buffers = _make_buffers(storage, originals, whole, policy, transport, bucket_size, offload_policy)
+    buffers = _make_buffers(storage, originals, whole, policy, transport, bucket_size, offload)
     mark_ignored(platform, modules, ignored)
     settings_of_group = GroupSettings(zero_stage=zero_stage, reshard_after_forward=reshard_after_forward)
     group = ParameterGroup(name, modules, storage, list(buffers), settings_of_group)
     _install(group, policy)
     return module
+
+
+def _data_parallel_mesh(modules: Sequence[Module], mesh: Any, dims: DataParallelMeshDims | None) -> Any:
+    """Return the mesh to shard over: the one given or its data-parallel axes; by default all ranks in one axis."""
+    if mesh is not None:
+        return mesh if dims is None else dims.of(mesh)
+    if dims is not None:
+        raise FullyShardError(f"dp_mesh_dims={dims}: expected mesh=, the mesh with these axes, got None")
+    platform = next((each.platform for each in modules if isinstance(each, nn.Module)), None) or get_platform()
+    return init_device_mesh(
+        platform.device_types[0], (current_world(platform).size,), mesh_dim_names=("dp",), platform=platform
+    )
+
+
+def _check_extensions(originals: Sequence[OriginalParameter]) -> None:
+    """Refuse weights with gathers of their own, as float8 libraries have: they would be gathered as plain ones."""
+    methods = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+    named = [o.name for o in originals if any(hasattr(o.tensor, method) for method in methods)]
+    if named:
+        raise FullyShardError(
+            f"{', '.join(named)}: {' / '.join(methods)} of the weight would not be called. Shard plain weights, and "
+            "send them in fewer bits by communication='fp8' or another Communication (examples/hp-fsdp-quantized); or "
+            "leave these out (ignored_params)"
+        )
 
 
 def _facts(platform: Platform, originals: Sequence[OriginalParameter], whole: Collection[int]) -> list[str]:
@@ -154,10 +186,16 @@ def _install(group: ParameterGroup, policy: MixedPrecisionPolicy) -> None:
 
 
 def _check_offload(
-    storage: ParameterStorage, mesh: DeviceMesh, policy: CPUOffloadPolicy | None, zero_stage: int
-) -> None:
-    if policy is None:
-        return
+    storage: ParameterStorage, mesh: DeviceMesh, policy: OffloadPolicy | None, zero_stage: int
+) -> CPUOffloadPolicy | None:
+    """Return the policy if something is offloaded.
+
+    Raises:
+        FullyShardError: no policy, or one that does not go with `zero_stage`.
+        CapabilityError: the platform cannot do it.
+    """
+    if policy is None or type(policy) is OffloadPolicy:
+        return None
     if not isinstance(policy, CPUOffloadPolicy):
         raise FullyShardError(f"offload_policy: expected a CPUOffloadPolicy or None, got {type(policy).__name__}")
     if zero_stage != 3 and policy.parameters:
@@ -168,6 +206,7 @@ def _check_offload(
     storage.check_offload(mesh.device_type)
     if policy.parameters != policy.gradients and not storage.is_host(mesh.device_type):
         storage.check_gradient_apart()
+    return policy
 
 
 def _make_buffers(

@@ -8,6 +8,7 @@ from typing import Any
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.placements import Shard
+from hp_fsdp.exceptions import FullyShardError
 
 DType = Any
 
@@ -36,7 +37,52 @@ class ShardPlacementResult:
 
 
 @dataclass(frozen=True)
-class CPUOffloadPolicy:
+class OffloadPolicy:
+    """Nothing is offloaded: torch's base class and default, the same as None."""
+
+
+@dataclass(frozen=True)
+class DataParallelMeshDims:
+    """Axes of a mesh over all ranks that are data parallel, for `fully_shard(dp_mesh_dims=...)`; names as torch's.
+
+    Attributes:
+        shard: name of the axis that shards, or a tuple of one name.
+        replicate: name of the axis that replicates, or a tuple of one name.
+
+    Raises:
+        ValueError: neither is given.
+        FullyShardError: several names for one of them, which torch flattens into one axis.
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.shard is None and self.replicate is None:
+            raise ValueError("DataParallelMeshDims: expected shard, replicate or both, got neither")
+
+    def of(self, mesh: DeviceMesh) -> DeviceMesh:
+        """Return the data-parallel part of a mesh: (shard) or (replicate, shard)."""
+        names = [self._axis(mesh, dims) for dims in (self.replicate, self.shard) if dims is not None]
+        part = mesh[tuple(names)]
+        if self.shard is None:
+            return part.unflatten(names[0], (part.size(), 1), (names[0], f"{names[0]}_shard"))
+        return part
+
+    @staticmethod
+    def _axis(mesh: DeviceMesh, dims: str | tuple[str, ...]) -> str:
+        if isinstance(dims, str):
+            return dims
+        if len(dims) == 1:
+            return dims[0]
+        raise FullyShardError(
+            f"dp_mesh_dims: {dims} are several axes, which would be flattened into one; make the mesh with one axis "
+            "for them, and pass mesh[that axis] itself"
+        )
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
     """Keep sharded parameters, gradients, or both in host memory between uses; both (the default) is torch's policy.
 
     Parameters that every rank keeps whole stay on the device, and so do their gradients. Where the device is the host

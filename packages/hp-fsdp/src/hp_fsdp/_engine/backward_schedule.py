@@ -121,9 +121,10 @@ class BackwardSchedule:
         run.reached.add((group, forward_pass))
         self._context.check_order(0)
         group.check_order("begins the backward of")
-        group.unshard()
-        if not group.uses_unsharded:
-            group.use_unsharded()
+        if group.settings.unshard_in_backward:
+            group.unshard()
+            if not group.uses_unsharded:
+                group.use_unsharded()
         if forward_pass is not None:
             self._context.prefetcher.gather_previous(group, forward_pass, run)
 
@@ -185,6 +186,8 @@ class BackwardSchedule:
                 group.use_sharded()
                 if group.settings.frees_after_backward:
                     group.reshard()
+                # What stays is meant to: the next forward takes it unless its parameters have been written since.
+                group.kept_after_forward = False
         context.finish_reading()
         context.backward = None
         if (

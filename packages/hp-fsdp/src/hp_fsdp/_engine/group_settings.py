@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -15,12 +17,14 @@ class ReduceOptions:
             for "sum".
         op: "avg" or "sum".
         scaling_factor: what the result is multiplied by.
+        hook: called with each reduced flat shard, in the dtype of reduction, which it may write in place.
     """
 
     all_reduce: bool = True
     divide_factor: float | None = None
     op: str = "avg"
     scaling_factor: float = 1.0
+    hook: Callable[[Any], None] | None = None
 
     def factor(self, num_ranks: int) -> float:
         """The number by which the sum over all ranks is divided in the end."""
@@ -37,6 +41,7 @@ class GroupSettings:
     Attributes:
         zero_stage: 3 shards parameters, and frees them between uses; below that full parameters are kept.
         reshard_after_forward: None: unless it is the root's; a number above 1: to so many ranks.
+        unshard_in_backward: gather for backward; False: no operation needs the parameters there (an embedding).
         reshard_after_backward: free the full parameters once the gradients are complete.
         gradient_sync: reduce gradients after backward; else accumulate them unsharded.
         reduce: how gradients are reduced.
@@ -48,6 +53,7 @@ class GroupSettings:
 
     zero_stage: int = 3
     reshard_after_forward: bool | int | None = None
+    unshard_in_backward: bool = True
     reshard_after_backward: bool = True
     gradient_sync: bool = True
     reduce: ReduceOptions = field(default_factory=ReduceOptions)

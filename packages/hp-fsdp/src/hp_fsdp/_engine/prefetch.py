@@ -62,7 +62,8 @@ class Prefetcher:
             ends = (event.group for event in reversed(remaining) if event.is_end and event.group in reachable)
             following = islice(ends, group.settings.prefetch_depth)
         for other in following:
-            other.start_unshard()
+            if other.settings.unshard_in_backward:
+                other.start_unshard()
 
     def _following(self, group: ParameterGroup) -> Sequence[ParameterGroup]:
         """Return the groups expected after `group`; where another one was expected, free what is gathered ahead."""

@@ -30,6 +30,7 @@ class Reduction:
         self.buffer = buffer
         self._group = group
         options = group.settings.reduce
+        self._hook = options.hook
         self._all_reduce = is_last and options.all_reduce and buffer.replicate_group is not None
         self._waits_for_more = not is_last or (not options.all_reduce and buffer.replicate_group is not None)
         num_replicas = buffer.replicate_group.size if buffer.replicate_group is not None else 1
@@ -129,6 +130,8 @@ class Reduction:
             return lambda: None
         if self._after != 1.0:
             self.buffer.storage.scale_(self._shard, 1.0 / self._after)
+        if self._hook is not None:
+            self._hook(self._shard)
         return self.buffer.gradients.start_store(self._shard, self._used)
 
 

@@ -1,0 +1,230 @@
+"""Names of torch's `fully_shard` and `FSDPModule`: what they do here, and errors of those that cannot be had."""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+from fsdp_training import Case, build, loss_of, mesh_of, sharded, step, whole_grads
+
+from hp_dtensor import init_device_mesh
+from hp_dtensor.comm.world import record_collectives
+from hp_dtensor.exceptions import CapabilityError
+from hp_dtensor.testing.simulated import run_ranks
+from hp_fsdp import DataParallelMeshDims, FullyShardError, OffloadPolicy, fully_shard, share_comm_ctx
+
+CASE = Case((2,), num_blocks=2)
+
+
+def equal_grads(found, expected):
+    assert found.keys() == expected.keys()
+    for name, grad in expected.items():
+        assert (found[name] is None) == (grad is None), name
+        if grad is not None:
+            numpy.testing.assert_allclose(found[name], grad, rtol=1e-5, atol=1e-7, err_msg=name)
+
+
+def test_without_a_mesh_all_ranks_shard(hp_platform):
+    def rank():
+        model = build(hp_platform, CASE)
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model, offload_policy=OffloadPolicy(), ignored_params=None)
+        assert model.head.weight.device_mesh.shape == (2,)
+        step(hp_platform, model, CASE)
+        expected = sharded(hp_platform, CASE)
+        step(hp_platform, expected, CASE)
+        equal_grads(whole_grads(hp_platform, model), whole_grads(hp_platform, expected))
+
+    run_ranks(rank, 2, hp_platform)
+
+
+@pytest.mark.parametrize(
+    ("dims", "shape"),
+    [
+        (DataParallelMeshDims(shard="b"), (2,)),
+        (DataParallelMeshDims(shard=("b",), replicate="a"), (2, 2)),
+        (DataParallelMeshDims(replicate="a"), (2, 1)),
+    ],
+)
+def test_data_parallel_axes_of_a_mesh_over_all_ranks(hp_platform, dims, shape):
+    def rank():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"), platform=hp_platform)
+        model = fully_shard(build(hp_platform, CASE), mesh=mesh, dp_mesh_dims=dims)
+        assert model.head.weight.device_mesh.shape == shape
+        step(hp_platform, model, CASE)
+
+    run_ranks(rank, 4, hp_platform)
+
+
+def test_data_parallel_axes_that_do_not_fit_are_told(hp_platform):
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"), platform=hp_platform)
+    model = build(hp_platform, CASE)
+    with pytest.raises(ValueError, match="shard, replicate or both"):
+        DataParallelMeshDims()
+    with pytest.raises(FullyShardError, match=r"\('a', 'b'\) are several axes"):
+        fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard=("a", "b")))
+    with pytest.raises(FullyShardError, match="expected mesh="):
+        fully_shard(model, dp_mesh_dims=DataParallelMeshDims(shard="a"))
+
+
+def test_micro_batches_that_keep_parameters_gather_once(hp_platform):
+    """Also the last one, which reduces: nothing has been written since."""
+
+    def rank():
+        model = sharded(hp_platform, CASE)
+        for index in range(2):
+            with record_collectives() as log:
+                for micro in range(2):
+                    model.set_requires_gradient_sync(micro == 1)
+                    model.set_reshard_after_forward(False)
+                    model.set_reshard_after_backward(micro == 1)
+                    step(hp_platform, model, CASE, micro)
+            assert log.count("all_gather") == 3, index
+            for _, parameter in hp_platform.named_parameters(model):
+                with hp_platform.no_grad():
+                    hp_platform.copy_(parameter, hp_platform.ops.mul(hp_platform.detach(parameter), 0.5))
+                hp_platform.set_grad(parameter, None)
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def test_a_state_dict_that_is_to_be_assigned_is_loaded(hp_platform):
+    def rank():
+        model, other = sharded(hp_platform, CASE), sharded(hp_platform, CASE)
+        weight = model.head.weight
+        with hp_platform.no_grad():
+            hp_platform.copy_(weight, hp_platform.ops.mul(hp_platform.detach(weight), 2.0))
+        assert not any(other.load_state_dict(model.state_dict(), assign=True))
+        expected, found = (hp_platform.to_numpy(hp_platform.unwrap(each.head.weight)) for each in (model, other))
+        numpy.testing.assert_array_equal(found, expected)
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def test_an_embedding_need_not_be_gathered_for_backward(hp_platform):
+    def rank():
+        found, gathers = [], []
+        for unshards in (True, False):
+            model = build(hp_platform, CASE)
+            for module in (model.embed, model):
+                fully_shard(module, mesh_of(hp_platform, 2), reshard_after_forward=True)
+            model.embed.set_unshard_in_backward(unshards)
+            for _ in range(2):
+                loss = loss_of(hp_platform, model, CASE)
+                with record_collectives() as log:
+                    hp_platform.backward(loss)
+                gathers.append(log.count("all_gather"))
+            found.append(whole_grads(hp_platform, model))
+        equal_grads(*found)
+        assert gathers == [2, 2, 1, 1]
+
+    run_ranks(rank, 2, hp_platform)
+
+
+@pytest.mark.parametrize("mesh", [(2,), (2, 2)])
+def test_an_all_reduce_hook_sees_and_may_change_what_has_been_reduced(hp_platform, mesh):
+    case = Case(mesh, num_blocks=1)
+
+    def rank():
+        plain, model = sharded(hp_platform, case), sharded(hp_platform, case)
+        step(hp_platform, plain, case)
+
+        def double(shard):
+            hp_platform.copy_(shard, hp_platform.ops.mul(shard, 2.0))
+
+        model.blocks[0].set_all_reduce_hook(double)
+        step(hp_platform, model, case)
+        expected = {
+            name: grad * 2 if name.startswith("blocks.0") and grad is not None else grad
+            for name, grad in whole_grads(hp_platform, plain).items()
+        }
+        equal_grads(whole_grads(hp_platform, model), expected)
+        with pytest.raises(FullyShardError, match="stream=None"):
+            model.set_all_reduce_hook(double, stream=object())
+        with pytest.raises(FullyShardError, match="expected a function"):
+            model.set_all_reduce_hook(None)
+
+    run_ranks(rank, case.size, hp_platform)
+
+
+def test_other_names_of_settings(hp_platform):
+    model = fully_shard(build(hp_platform, CASE), mesh_of(hp_platform, 1))
+    settings = model._fsdp.group.settings
+    model.set_reduce_scatter_divide_factor(3.0)
+    model.set_reduce_scatter_max_input_buffers(2)
+    assert (settings.reduce.divide_factor, settings.max_gradient_buffers) == (3.0, 2)
+    model.set_reduce_scatter_unused_params(True, recurse=False)
+    model.set_force_sum_reduction_for_comms(True)
+    model.set_allocate_memory_from_process_group_for_comm(False)
+    model.set_separate_reduce_scatter_group(False)
+    share_comm_ctx([model])
+
+    class Event:
+        waited = 0
+
+        def wait(self):
+            self.waited += 1
+
+    event = Event()
+    model.set_post_optim_event(event)
+    assert event.waited == 1
+    with pytest.raises(FullyShardError, match="expected an event"):
+        model.set_post_optim_event(None)
+    with pytest.raises(FullyShardError, match="has not been through fully_shard"):
+        share_comm_ctx([build(hp_platform, CASE)])
+
+
+@pytest.mark.parametrize(
+    ("method", "argument"),
+    [
+        ("set_custom_all_gather", None),
+        ("set_custom_reduce_scatter", None),
+        ("set_allocate_memory_from_process_group_for_comm", True),
+        ("set_symm_mem_for_comm", "NCCL"),
+        ("set_separate_reduce_scatter_group", True),
+    ],
+)
+def test_what_cannot_be_had_says_why_and_names_ours(hp_platform, method, argument):
+    model = fully_shard(build(hp_platform, CASE), mesh_of(hp_platform, 1))
+    with pytest.raises(CapabilityError, match=rf"^{method}: .*hp_fsdp\.Communication.*set_communication\("):
+        getattr(model, method)(argument)
+
+
+def test_a_state_of_an_iteration_is_reset(hp_platform):
+    def rank():
+        model = sharded(hp_platform, CASE)
+        loss_of(hp_platform, model, CASE)
+        model.reset_iter_state()
+        assert not any(each._fsdp.group.held_bytes for each in (model, *model.blocks))
+        step(hp_platform, model, CASE)
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def test_weights_with_a_gather_of_their_own_are_refused(hp_platform):
+    model = build(hp_platform, CASE)
+    model.head.weight.fsdp_pre_all_gather = lambda mesh: ((), None)
+    model.head.weight.fsdp_post_all_gather = lambda *_: None
+    with pytest.raises(FullyShardError, match=r"head\.weight: fsdp_pre_all_gather / fsdp_post_all_gather .*fp8"):
+        fully_shard(model, mesh_of(hp_platform, 1))
+
+
+def test_a_slice_of_a_sharded_sequential_is_a_sequential_of_its_modules(hp_platform):
+    if hp_platform.name != "torch":
+        pytest.skip("cells are sliced by lists of MindSpore's own")
+    import torch
+
+    def rank():
+        model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(3)))
+        for layer in model:
+            fully_shard(layer, mesh_of(hp_platform, 2))
+        fully_shard(model, mesh_of(hp_platform, 2))
+        first = model[:2]
+        assert type(first) is torch.nn.Sequential
+        assert [a is b for a, b in zip(first, model, strict=False)] == [True, True]
+        x = torch.ones(1, 3)
+        torch.testing.assert_close(model[2](first(x)), model(x))
+        first(x).sum().backward()
+        assert model[0].weight.grad is not None
+
+    run_ranks(rank, 2, hp_platform)
