@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 from collections.abc import Callable
@@ -402,3 +403,101 @@ def test_leftovers_of_killed_saves_are_swept_by_the_next_one(storage: LocalStora
         storage.create_folder(name)
     save_alone(storage, {"w": np.ones(1, np.float32)}, step=4)
     assert sorted(storage.list_folders()) == ["other", "step-00000004"]
+
+
+# Indices that are whole and wrong: someone wrote them so --------------------------------------------------------
+
+
+def forge(storage: LocalStorage, folder: str, change: Callable[[dict[str, Any]], Any]) -> Path:
+    """Change the values of an index and give it the digest that fits."""
+    file = storage.root / folder / "index.json"
+    body = json.loads(file.read_text())
+    del body["sha256"]
+    body = change(body) or body
+    digest = hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    file.write_text(json.dumps(body | {"sha256": digest}))
+    return file
+
+
+def weight_chunk(body: dict[str, Any]) -> dict[str, Any]:
+    return body["tensors"]["weight"]["chunks"][0]
+
+
+FORGERIES = {
+    "no step": (lambda body: body.pop("step") and None, "step is missing"),
+    "step as text": (lambda body: body.update(step="2"), "step: expected int, got str"),
+    "step below 0": (lambda body: body.update(step=-1), "step: expected a whole number from 0 to 2**63 - 1, got -1"),
+    "step too large": (lambda body: body.update(step=2**70), "step: expected a whole number"),
+    "tensors as list": (lambda body: body.update(tensors=[]), "tensors: expected dict, got list"),
+    "no state": (lambda body: body.pop("state") and None, "state is missing"),
+    "size as text": (lambda body: body.update(shard_bytes=["9"]), "shard_bytes[0]: expected a whole number"),
+    "no tensor": (lambda body: body["tensors"].update(weight=None), "tensors.weight.dtype is missing"),
+    "dtype": (lambda body: body["tensors"]["weight"].update(dtype="f4"), "tensors.weight.dtype: dtype 'f4' cannot be"),
+    "shard as path": (
+        lambda body: weight_chunk(body).update(shard="../../x"),
+        "shard: expected int, got str",
+    ),
+    "shard elsewhere": (lambda body: weight_chunk(body).update(shard=7), "chunks[0].shard: expected a number below 2"),
+    "short offset": (lambda body: weight_chunk(body).update(offset=[0]), "got 1 offsets, 2 sizes"),
+    "no checksums": (lambda body: weight_chunk(body).update(crc32=[]), "and 1 checksums, got 2 offsets, 2 sizes and 0"),
+    "key": (lambda body: weight_chunk(body).update(key=3), "chunks[0].key: expected str, got int"),
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_an_index_that_is_not_of_the_format_is_named_and_the_step_before_is_taken(
+    two_steps: LocalStorage, forgery: str
+) -> None:
+    change, told = FORGERIES[forgery]
+    file = forge(two_steps, "step-00000002", change)
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint(two_steps, "step-00000002")
+    assert str(caught.value).startswith(f"{file} is damaged: ")
+    assert told in str(caught.value)
+    assert open_latest(two_steps).step == 1
+
+
+@pytest.mark.parametrize(
+    "content", [b"[" * 100_000, b'{"sha256": "\xff"}', b"\xff\xfe\x00", b"[]", b"3", b""], ids=lambda c: repr(c[:12])
+)
+def test_a_file_that_is_no_index_is_named_and_the_step_before_is_taken(two_steps: LocalStorage, content: bytes) -> None:
+    file = two_steps.root / "step-00000002" / "index.json"
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match="is damaged: it cannot be read as an index"):
+        Checkpoint(two_steps, "step-00000002")
+    assert open_latest(two_steps).step == 1
+
+
+def test_a_folder_named_after_another_step_is_passed_over(two_steps: LocalStorage) -> None:
+    (two_steps.root / "step-00000002").rename(two_steps.root / "step-00000009")
+    found = find_latest(two_steps)
+    assert found.checkpoint is not None
+    assert found.checkpoint.step == 1
+    assert "is of step 2, its folder is named after step 9; give the folder its own name back" in found.skipped[0]
+
+
+def test_a_header_of_many_megabytes_is_refused_before_it_is_read(two_steps: LocalStorage) -> None:
+    shard = two_steps.root / "step-00000002" / "shard-00000.safetensors"
+    data = shard.read_bytes()
+    text = b'{"a":' + b" " * 2**20 + b"0}"
+    forged = len(text).to_bytes(8, "little") + text + data
+    shard.write_bytes(forged)
+    forge(two_steps, "step-00000002", lambda body: body["shard_bytes"].__setitem__(0, len(forged)))
+    with pytest.raises(CheckpointError, match=f"{shard.name} is damaged: its header should have {len(text)} bytes"):
+        Checkpoint(two_steps, "step-00000002").verify()
+
+
+@pytest.mark.parametrize("leads", ["to a checkpoint", "nowhere"])
+def test_a_linked_step_folder_neither_hides_nor_blocks_a_save(
+    storage: LocalStorage, data: dict[str, np.ndarray], tmp_path: Path, leads: str
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    save_alone(storage, data, step=5)
+    (storage.root / "step-00000005").rename(elsewhere)
+    (storage.root / "step-00000005").symlink_to(elsewhere if leads == "to a checkpoint" else tmp_path / "gone")
+    if leads == "to a checkpoint":
+        assert open_latest(storage).step == 5
+    assert save_alone(storage, data, step=5) == "step-00000005-2"
+    assert save_alone(storage, data, step=6, keep=1) == "step-00000006"
+    assert list_checkpoints(storage) == ["step-00000006"]
+    assert (elsewhere / "index.json").is_file(), "what a link leads to is not ours to delete"

@@ -361,7 +361,8 @@ def test_resume_goes_on_from_the_newest_sound_checkpoint(work: Path, prepared: l
     ((config, path, checkpoint),) = prepared
     assert (config.training.steps, path, checkpoint) == (20, Path("out"), "step-00000002")
     assert RunFolder.open(path).load_config().config.training.steps == 20
-    assert "passed over a checkpoint: out/checkpoints/step-00000009 is damaged" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "passed over a checkpoint: out/checkpoints/step-00000009/index.json is of step 2" in told
 
 
 def make_checkpoint_copy(folder: Path, name: str, to: str) -> Path:
@@ -397,6 +398,13 @@ def test_resume_without_a_run_or_a_checkpoint_is_refused(work: Path, error) -> N
     assert "holds no run (no run.json)" in error("resume", "out")
     create_run(work / "out", load_config(work / "run.yaml", registered=registries()).config)
     assert "out/checkpoints holds no sound checkpoint" in error("resume", "out")
+
+
+def test_a_resumed_run_compares_its_data_with_their_digest(work: Path, error) -> None:
+    make_run(work)
+    (tokens,) = (Path("out") / "data").glob("tokens-*.bin")
+    tokens.write_bytes(bytes(tokens.stat().st_size))
+    assert f"{tokens} is damaged: its tokens are not those that the run was trained on" in error("resume", "out")
 
 
 def test_a_resumed_run_needs_its_prepared_data_only(work: Path, prepared: list) -> None:

@@ -6,12 +6,12 @@ import re
 from dataclasses import dataclass
 
 from hp_trainer.checkpoint.load import Checkpoint
+from hp_trainer.checkpoint.names import COMPLETE, step_of
 from hp_trainer.checkpoint.storage import Storage
 from hp_trainer.exceptions import CheckpointError
 
 INCOMPLETE = ".incomplete-"
 _LEFTOVER = re.compile(r"^step-\d+(-\d+)?\.(incomplete|deleted)-")
-_COMPLETE = re.compile(r"^step-(\d{8,})(?:-(\d+))?$")
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,9 @@ class Latest:
     skipped: tuple[str, ...]
 
 
-def step_name(step: int) -> str:
-    """Return the folder of a step that is saved for the first time."""
-    return f"step-{step:08}"
-
-
 def list_checkpoints(storage: Storage) -> list[str]:
     """List the names of all complete checkpoints, newest first (by step, then by how often it was saved)."""
-    found = [(match, name) for name in storage.list_folders() if (match := _COMPLETE.match(name))]
+    found = [(match, name) for name in storage.list_folders() if (match := COMPLETE.match(name))]
     return [name for _, name in sorted(((_order(match), name) for match, name in found), reverse=True)]
 
 
@@ -100,18 +95,6 @@ def free_name(storage: Storage, stem: str) -> str:
         attempt += 1
         name = f"{stem}-{attempt}"
     return name
-
-
-def step_of(name: str) -> int:
-    """Return the step in the name of a complete checkpoint.
-
-    Raises:
-        CheckpointError: it is no such name.
-    """
-    match = _COMPLETE.match(name)
-    if match is None:
-        raise CheckpointError(f"{name!r} is no checkpoint; expected a name such as step-00000100")
-    return int(match[1])
 
 
 def _order(match: re.Match[str]) -> tuple[int, int]:

@@ -6,13 +6,17 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from hp_trainer.checkpoint.box import Box
+from hp_trainer.checkpoint.dtypes import storage_dtype
+from hp_trainer.checkpoint.shard_file import CHECKSUM_BLOCK
 from hp_trainer.exceptions import CheckpointError
 
 INDEX_FILE = "index.json"
 FORMAT = 1
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,26 +77,22 @@ class Index:
         """Read the text of `dump` back; `where` names the file.
 
         Raises:
-            CheckpointError: the text is damaged, or of another format version.
+            CheckpointError: the text is damaged, of another format version, or does not follow the format.
         """
         try:
             body = json.loads(text)
             digest = body.pop("sha256")
             version = body["format"]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{where} is damaged: it cannot be read as an index") from error
         if digest != _digest(body):
             raise CheckpointError(f"{where} is damaged: its digest differs")
         if version != FORMAT:
             raise CheckpointError(f"{where} has format {version}; this version of hp-trainer reads {FORMAT}")
-        return cls(
-            step=body["step"],
-            save_id=body["save_id"],
-            shard_bytes=tuple(body["shard_bytes"]),
-            tensors={name: _tensor(value) for name, value in body["tensors"].items()},
-            model=body["model"],
-            state=body["state"],
-        )
+        try:
+            return parse_body(body)
+        except SchemaError as error:
+            raise CheckpointError(f"{where} is damaged: {error}") from error
 
 
 def shard_name(rank: int) -> str:
@@ -123,14 +123,72 @@ def _plain_tensor(tensor: SavedTensor) -> dict[str, Any]:
     return {"dtype": tensor.dtype, "shape": list(tensor.shape), "chunks": chunks}
 
 
-def _tensor(value: dict[str, Any]) -> SavedTensor:
-    chunks = tuple(
-        Chunk(
-            shard=chunk["shard"],
-            key=chunk["key"],
-            box=Box(tuple(chunk["offset"]), tuple(chunk["shape"])),
-            checksums=tuple(chunk["crc32"]),
-        )
-        for chunk in value["chunks"]
+# Schema: every value is checked before it is used, since the digest only tells that it was written so --------
+
+
+class SchemaError(ValueError):
+    """A value of an index that is not what the format says; the message begins with its path."""
+
+
+def parse_body(body: Any) -> Index:
+    """Return the index that the JSON values of a file describe.
+
+    Raises:
+        SchemaError: a value is missing, of another type or out of range.
+    """
+    shard_bytes = tuple(_whole(size, f"shard_bytes[{i}]") for i, size in enumerate(_get(body, "shard_bytes", list)))
+    tensors = _get(body, "tensors", dict)
+    return Index(
+        step=_whole(_get(body, "step", int), "step"),
+        save_id=_get(body, "save_id", str),
+        shard_bytes=shard_bytes,
+        tensors={name: _tensor(value, f"tensors.{name}", len(shard_bytes)) for name, value in tensors.items()},
+        model=_get(body, "model", dict),
+        state=_get(body, "state", dict),
     )
-    return SavedTensor(value["dtype"], tuple(value["shape"]), chunks)
+
+
+def _tensor(value: Any, path: str, num_shards: int) -> SavedTensor:
+    dtype, shape = _get(value, "dtype", str, path), _sizes(value, "shape", path)
+    try:
+        itemsize = storage_dtype(dtype).itemsize
+    except CheckpointError as error:
+        raise SchemaError(f"{path}.dtype: {error}") from error
+    chunks = _get(value, "chunks", list, path)
+    parsed = [_chunk(chunk, f"{path}.chunks[{i}]", num_shards, itemsize) for i, chunk in enumerate(chunks)]
+    return SavedTensor(dtype, shape, tuple(parsed))
+
+
+def _chunk(value: Any, path: str, num_shards: int, itemsize: int) -> Chunk:
+    shard = _whole(_get(value, "shard", int, path), f"{path}.shard")
+    if shard >= num_shards:
+        raise SchemaError(f"{path}.shard: expected a number below {num_shards}, got {shard}")
+    box = Box(_sizes(value, "offset", path), _sizes(value, "shape", path))
+    checksums = _sizes(value, "crc32", path)
+    blocks = -(-box.numel * itemsize // CHECKSUM_BLOCK)
+    if len(box.offset) != len(box.shape) or len(checksums) != blocks:
+        raise SchemaError(
+            f"{path}: expected as many offsets as sizes, and {blocks} checksums, got {len(box.offset)} offsets, "
+            f"{len(box.shape)} sizes and {len(checksums)} checksums"
+        )
+    return Chunk(shard, _get(value, "key", str, path), box, checksums)
+
+
+def _get(value: Any, key: str, kind: type[T], path: str = "") -> T:
+    where = f"{path}.{key}" if path else key
+    if not isinstance(value, dict) or key not in value:
+        raise SchemaError(f"{where} is missing")
+    found = value[key]
+    if not isinstance(found, kind) or isinstance(found, bool):
+        raise SchemaError(f"{where}: expected {kind.__name__}, got {type(found).__name__}")
+    return found
+
+
+def _whole(value: Any, path: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
+        raise SchemaError(f"{path}: expected a whole number from 0 to 2**63 - 1, got {str(value)[:40]}")
+    return value
+
+
+def _sizes(value: Any, key: str, path: str) -> tuple[int, ...]:
+    return tuple(_whole(size, f"{path}.{key}[{i}]") for i, size in enumerate(_get(value, key, list, path)))

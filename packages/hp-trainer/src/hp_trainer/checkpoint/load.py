@@ -17,6 +17,7 @@ from hp_trainer.checkpoint.index import (
     model_fingerprint,
     shard_name,
 )
+from hp_trainer.checkpoint.names import step_in_name
 from hp_trainer.checkpoint.shard_file import (
     CHECKSUM_BLOCK,
     Header,
@@ -36,7 +37,7 @@ class Checkpoint:
         folder: its name there.
 
     Raises:
-        CheckpointError: there is no index, or it is damaged.
+        CheckpointError: there is no index, it is damaged, or it is of another step than its folder's name.
     """
 
     def __init__(self, storage: Storage, folder: str) -> None:
@@ -46,6 +47,11 @@ class Checkpoint:
         if storage.file_size(folder, INDEX_FILE) is None:
             raise CheckpointError(f"{where} is missing: this is no complete checkpoint")
         self.index = Index.parse(storage.map_file(folder, INDEX_FILE).tobytes(), where)
+        if step_in_name(folder) not in (None, self.index.step):
+            raise CheckpointError(
+                f"{where} is of step {self.index.step}, its folder is named after step {step_in_name(folder)}; give "
+                "the folder its own name back"
+            )
         self._shards: dict[int, tuple[np.ndarray, Header]] = {}
         self._verified: set[tuple[int, str, int]] = set()
 
@@ -204,7 +210,7 @@ class Checkpoint:
         if size != expected:
             raise CheckpointError(f"{where} is damaged: it has {size} bytes and should have {expected}")
         data = self.storage.map_file(self.folder, file)
-        header = read_header(data, where)
+        header = read_header(data, where, self._longest_header(rank))
         owner = (header.metadata.get("hp_save"), header.metadata.get("hp_rank"))
         if owner != (self.index.save_id, str(rank)):
             raise CheckpointError(
@@ -212,6 +218,12 @@ class Checkpoint:
                 f"{self.index.save_id}, rank {rank}"
             )
         return data, header
+
+    def _longest_header(self, rank: int) -> int:
+        """Return a bound on the bytes of a shard's header: reading a forged one of many megabytes takes minutes."""
+        chunks = (chunk for tensor in self.index.tensors.values() for chunk in tensor.chunks if chunk.shard == rank)
+        # A key takes at most six bytes for a character, an entry's dtype, sizes and offsets at most 20 for a number.
+        return 65536 + sum(6 * len(chunk.key) + 200 + 20 * len(chunk.box.shape) for chunk in chunks)
 
 
 def _uses(tensor: SavedTensor, rank: int) -> bool:

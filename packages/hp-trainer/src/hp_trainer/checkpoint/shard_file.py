@@ -18,7 +18,6 @@ from hp_trainer.checkpoint.dtypes import safetensors_name, storage_dtype
 from hp_trainer.exceptions import CheckpointError
 
 CHECKSUM_BLOCK = 4 * 2**20
-_MAX_HEADER = 100 * 10**6
 
 
 @dataclass(frozen=True)
@@ -61,8 +60,11 @@ def file_parts(entries: Sequence[Entry], metadata: Mapping[str, str]) -> Iterato
         yield _bytes_of(entry.data)
 
 
-def read_header(file: np.ndarray, where: str) -> Header:
+def read_header(file: np.ndarray, where: str, longest: int) -> Header:
     """Return the header of a mapped file (uint8 of shape `[size]`), checked against its size.
+
+    Args:
+        longest: bytes that the header may have.
 
     Raises:
         CheckpointError: the file, called `where`, is no whole safetensors file.
@@ -70,13 +72,13 @@ def read_header(file: np.ndarray, where: str) -> Header:
     if file.size < 8:
         raise CheckpointError(f"{where} is no safetensors file: it has {file.size} bytes")
     length = int.from_bytes(file[:8].tobytes(), "little")
-    if length > min(_MAX_HEADER, file.size - 8):
+    if length > min(longest, file.size - 8):
         raise CheckpointError(f"{where} is damaged: its header should have {length} bytes")
     try:
         header = json.loads(file[8 : 8 + length].tobytes())
         metadata = dict(header.pop("__metadata__", {}))
         entries = {key: _entry(value, 8 + length) for key, value in header.items()}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{where} is damaged: its header cannot be read") from error
     end = max((entry[3] for entry in entries.values()), default=8 + length)
     if end != file.size:

@@ -65,7 +65,8 @@ class LocalStorage(Storage):
     def list_folders(self) -> list[str]:
         if not self.root.is_dir():
             return []
-        return [entry.name for entry in os.scandir(self.root) if entry.is_dir(follow_symlinks=False)]
+        # A link counts, also one that leads nowhere: its name is taken.
+        return [entry.name for entry in os.scandir(self.root) if entry.is_dir() or entry.is_symlink()]
 
     def create_folder(self, name: str) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
@@ -101,7 +102,11 @@ class LocalStorage(Storage):
         doomed = self.root / (name if ".deleted-" in name else f"{name}.deleted-{secrets.token_hex(4)}")
         if doomed.name != name:
             os.rename(self.root / name, doomed)
-        shutil.rmtree(doomed)
+        if doomed.is_symlink():
+            # What a link leads to belongs to someone else.
+            doomed.unlink()
+        else:
+            shutil.rmtree(doomed)
 
     def describe(self, folder: str, file: str = "") -> str:
         return str(self.root / folder / file) if file else str(self.root / folder)

@@ -72,6 +72,8 @@ def resume_command(given: list[str]) -> int:
     _refuse(check_resumed_run(loaded, before, world_size, registries()), str(run.config_file))
     config = _resolved(loaded.config, run.path)
     checkpoint = _newest(run, config).folder if is_first_process() else None
+    if is_first_process():
+        registries().datasets.get(config.data.name).build(config.data.options).verify(run.data)
 
     def prepare() -> tuple[Path, str | None]:
         run.write_config(config)

@@ -104,6 +104,24 @@ def read_corpus_info(folder: Path) -> CorpusInfo | None:
     return info
 
 
+def verify_corpus(folder: Path) -> None:
+    """Read all tokens of a corpus and compare them with the digest in its description.
+
+    Raises:
+        DataError: there is no whole corpus in `folder`, or its tokens have changed.
+    """
+    info = read_corpus_info(folder)
+    if info is None:
+        raise DataError(f"{folder} holds no corpus")
+    with (folder / info.file).open("rb") as tokens:
+        found = hashlib.file_digest(tokens, "sha256").hexdigest()
+    if found != info.sha256:
+        raise DataError(
+            f"{folder / info.file} is damaged: its tokens are not those that the run was trained on; bring the file "
+            "back, or begin a new run"
+        )
+
+
 def _parse_info(text: str) -> CorpusInfo | None:
     try:
         info = CorpusInfo(**json.loads(text))

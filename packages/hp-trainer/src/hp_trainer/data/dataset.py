@@ -64,6 +64,13 @@ class DatasetSource(ABC):
     def prepare(self, folder: Path) -> None:
         """Write into `folder` whatever `open` needs; does nothing where it is there."""
 
+    def verify(self, folder: Path) -> None:
+        """Compare what `prepare` wrote with its digests; called once when a run is resumed.
+
+        Raises:
+            DataError: it has changed; names the file.
+        """
+
     @abstractmethod
     def open(self, folder: Path, sequence_length: int) -> Dataset:
         """Return the dataset, for samples of `sequence_length` tokens and their successors."""

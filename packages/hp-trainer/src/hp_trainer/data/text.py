@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from hp_trainer.config import setting
-from hp_trainer.data.corpus import Corpus, build_corpus, read_corpus_info
+from hp_trainer.data.corpus import Corpus, build_corpus, read_corpus_info, verify_corpus
 from hp_trainer.data.dataset import Dataset, DatasetSource
 from hp_trainer.data.text_files import find_text_files, holds_text, standard_library
 from hp_trainer.data.tokenizer import ByteTokenizer
@@ -78,6 +78,10 @@ class TextSource(DatasetSource):
         if read_corpus_info(folder) is None:
             files = find_text_files(self.path, self.suffixes)
             build_corpus(folder, files, origin=str(self.path), max_tokens=self.options.max_tokens)
+
+    def verify(self, folder: Path) -> None:
+        """Compare the tokens with the digest in their description; see `DatasetSource.verify`."""
+        verify_corpus(folder)
 
     def open(self, folder: Path, sequence_length: int) -> Dataset:
         """Return the corpus cut into samples that overlap by one token; the last tokens are for evaluation.

@@ -53,11 +53,12 @@ class TrainingCheckpoints:
         checkpoint = Checkpoint(self._storage, folder)
         checkpoint.check_model(to_plain(setup.config.model))
         self._check_data(checkpoint)
+        optimizer_steps, samples = _counter(checkpoint, "optimizer_steps"), _counter(checkpoint, "samples")
         load_state(setup.platform, setup.model, setup.optimizer, checkpoint)
-        setup.optimizer.num_steps = int(checkpoint.state["optimizer_steps"])
+        setup.optimizer.num_steps = optimizer_steps
         if checkpoint.state.get("loss_scaling"):
             setup.scaler.load_state_dict(checkpoint.state["loss_scaling"])
-        return Progress(checkpoint.step, int(checkpoint.state["samples"]))
+        return Progress(checkpoint.step, samples)
 
     def _check_data(self, checkpoint: Checkpoint) -> None:
         saved, found = checkpoint.state.get("dataset", {}), self._setup.dataset.fingerprint
@@ -76,3 +77,16 @@ class TrainingCheckpoints:
             "platform": setup.platform.name,
             "parallel": setup.dims.summary(),
         }
+
+
+def _counter(checkpoint: Checkpoint, name: str) -> int:
+    """Return a whole number of the trainer's state.
+
+    Raises:
+        CheckpointError: it is missing, or something else.
+    """
+    value = checkpoint.state.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        where = checkpoint.storage.describe(checkpoint.folder, "index.json")
+        raise CheckpointError(f"{where} is damaged: state.{name}: expected a whole number >= 0, got {value!r}")
+    return value
