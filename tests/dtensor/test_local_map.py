@@ -139,7 +139,9 @@ def test_arguments_on_several_meshes(hp_platform: Platform) -> None:
         bare = distribute_tensor(hp_platform.from_numpy(columns), mesh["tp"], [R])
         hp_platform.set_requires_grad(bare, True)
         with pytest.raises(PlacementError, match=r"argument 1, replicated over axis 'tp'.*no such axis") as refusal:
-            local_map(ops.matmul, [S0], device_mesh=mesh["dp"])(distribute_tensor(x.to_local(), mesh["dp"], [R]), bare)
+            local_map(ops.matmul, [S0], device_mesh=mesh["dp"])(
+                distribute_tensor(hp_platform.detach(x.to_local()), mesh["dp"], [R]), bare
+            )
         return hp_platform.to_numpy(y.full_tensor()), grad, str(refusal.value)
 
     for y, grad, message in run_ranks(program, 4, hp_platform):

@@ -25,6 +25,7 @@ from hp_dtensor.debug.visualize import visualize_sharding as visualize_sharding
 from hp_dtensor.dispatch.custom_ops import sharding_rule as sharding_rule
 from hp_dtensor.dispatch.implicit_regions import SkipDTensorDispatch as SkipDTensorDispatch
 from hp_dtensor.dispatch.implicit_regions import implicit_replication as implicit_replication
+from hp_dtensor.dispatch.registered_shardings import register_sharding as register_sharding
 from hp_dtensor.optim.clip import clip_grad_norm_ as clip_grad_norm_
 from hp_dtensor.optim.muon import Muon as Muon
 from hp_dtensor.optim.muon import MuonOptions as MuonOptions

@@ -17,7 +17,9 @@ import numpy
 from hp_dtensor.dispatch import implicit_regions, in_place
 from hp_dtensor.dispatch.arguments import dtype_classes, mixed, no_rule
 from hp_dtensor.dispatch.gathering_plan import GatheringPlan
-from hp_dtensor.dispatch.planning import Plan, make_plan
+from hp_dtensor.dispatch.planning import Plan as RulePlan
+from hp_dtensor.dispatch.planning import make_plan
+from hp_dtensor.dispatch.registered_shardings import ListedPlan, registered_sharding
 from hp_dtensor.exceptions import MixedOperandsError, ShardingRuleError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.redistribute import plan_between
@@ -28,6 +30,7 @@ from hp_dtensor.tensor.dtensor import DTensor
 
 Tensor = Any
 Key = tuple[Any, ...]
+Plan = RulePlan | ListedPlan
 
 CACHE_SIZE = 4096
 """Plans that are kept of one operation; when there are more, all of them go."""
@@ -153,6 +156,9 @@ class Operation:
 
     def new_plan(self, platform: Platform, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan:
         """Return a plan of a call, made now; see `plan_for`."""
+        listed = registered_sharding(self.name)
+        if listed is not None:
+            return ListedPlan(platform, self.name, listed)
         if self.registration is not None:
             return make_plan(platform, self.name, self.registration, args, kwargs)
         if in_place.writes_result_of(self.name):

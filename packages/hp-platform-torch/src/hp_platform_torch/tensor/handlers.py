@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from hp_dtensor.dispatch import dispatch, implicit_regions
 from hp_dtensor.dispatch.arguments import no_rule
+from hp_dtensor.dispatch.registered_shardings import registered_sharding
 from hp_dtensor.exceptions import ShardingRuleError
 from hp_dtensor.rules.tables import rule_registry
 from hp_platform_torch.ops.decompositions import DECOMPOSED
@@ -42,6 +43,12 @@ def handler_of(func: Callable[..., Any]) -> Handler | None:
         return None if accessed in _TENSOR_VALUED_PROPERTIES else locally
     if isinstance(func, torch._ops.OpOverload):
         return _below_autograd
+    if (
+        isinstance(func, torch._ops.OpOverloadPacket)
+        and not str(func).startswith("aten.")
+        and len(func.overloads()) == 1
+    ):
+        return lambda func, args, kwargs: getattr(func, func.overloads()[0])(*args, **kwargs)  # type: ignore[attr-defined]
     name = getattr(func, "__name__", "")
     if name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
         return on_lists
@@ -64,7 +71,8 @@ def _below_autograd(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
         return args[0].item()
     platform = first_spec(args, kwargs).mesh.platform
     saved = is_in_torch_dispatch_mode() and platform.is_in_backward()
-    if implicit_regions.is_replicating() and not saved and not func._schema.is_mutable:  # type: ignore[attr-defined]
+    placed = implicit_regions.is_replicating() or registered_sharding(str(func)) is not None
+    if placed and not saved and not func._schema.is_mutable:  # type: ignore[attr-defined]
         return dispatch.dispatch(platform, str(func), func, args, kwargs)
     raise ShardingRuleError(
         f"{no_rule(str(func), args, kwargs)} It comes from torch.ops, or from a dispatch mode (FlopCounterMode) "
