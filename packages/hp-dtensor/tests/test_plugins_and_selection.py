@@ -10,6 +10,7 @@ import pytest
 from hp_dtensor.exceptions import MeshError, PlatformError, PluginError
 from hp_dtensor.platform.plugins import create_plugin_manager, plugin_manager
 from hp_dtensor.platform.selection import get_platform
+from hp_dtensor.rules.tables import rule_registry
 
 PLATFORM = """
 import array_platform
@@ -124,6 +125,15 @@ def test_a_hook_that_raises_is_named_with_plugin_and_distribution(install):
         "plugin 'odd' of distribution 'odd-dist': hook hp_sharding_rules() raised AttributeError: "
         "'list' object has no attribute 'no_such_method'"
     )
+
+
+def test_a_rule_for_an_operation_that_has_one_names_the_plugin(install):
+    source = WITHOUT_PLATFORM.replace('registry.append("rule")', "registry.register('add', 'input other', None)")
+    install("odd-dist", {"odd": "odd_rules"}, odd_rules=source)
+    rule_registry.cache_clear()
+    with pytest.raises(PluginError, match=r"'odd' of distribution 'odd-dist': hook hp_sharding_rules\(\) raised"):
+        rule_registry()
+    rule_registry.cache_clear()
 
 
 def test_an_error_raised_on_purpose_in_a_hook_keeps_its_type_and_gets_a_note(install):
