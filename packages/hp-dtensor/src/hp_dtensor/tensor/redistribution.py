@@ -160,6 +160,8 @@ def placements_on(
     """
     if placements is None:
         return replicated_on(mesh)
+    if type(placements) in (tuple, list) and placements and isinstance(placements[0], Placement):
+        return tuple(placements)
     if ndim is None or not (hasattr(placements, "placements_on") or is_aliases(placements)):
         return require_placements(what, mesh, placements)
     if is_aliases(placements) and len(placements) != ndim:
