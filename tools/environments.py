@@ -46,7 +46,7 @@ _ADVICE = (
     (
         r"No space left on device",
         "the disk is full",
-        "free some space (both frameworks together take about 6 GB) and run the same command again",
+        "free some space (both frameworks together take about 7 GB) and run the same command again",
     ),
     (
         r"No matching distribution found|Could not find a version",

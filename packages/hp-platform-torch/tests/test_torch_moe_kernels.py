@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -14,6 +15,8 @@ import pytest
 pytest.importorskip("hp_moe", reason="hp-moe is not installed")
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
+if importlib.metadata.version("triton").startswith(("3.5.", "3.6.")):
+    pytest.skip("the interpreter of triton 3.6 fails with numpy 2.4 or newer", allow_module_level=True)
 
 from triton_experts_program import CASES
 
