@@ -8,7 +8,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from hp_dtensor import DeviceMesh, Layout, Partial, Replicate, Shard, custom_shard, distribute_tensor, local_map
+from hp_dtensor import (
+    DeviceMesh,
+    Layout,
+    Partial,
+    Replicate,
+    Shard,
+    ShardingPlan,
+    custom_shard,
+    distribute_tensor,
+    local_map,
+    shard_module,
+)
 from hp_dtensor.exceptions import PlacementError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.testing import run_ranks
@@ -74,6 +85,19 @@ def test_specifications_by_aliases_and_layouts(hp_platform: Platform) -> None:
             y = custom_shard(lambda t: t, mesh, out, into)(x)
             assert y.placements == (S1,)
             np.testing.assert_array_equal(hp_platform.to_numpy(y.full_tensor()), WHOLE)
+
+    on_ranks(hp_platform, rank)
+
+
+@pytest.mark.parametrize("container", [list, tuple])
+def test_aliases_for_one_output_and_none_for_the_other(hp_platform: Platform, container: type) -> None:
+    def rank(mesh: DeviceMesh, x: Any) -> None:
+        several = container([("None", "dp"), None])
+        y, n = custom_shard(lambda t, n: (t, n), mesh, several, several)(x, 3)
+        assert (y.placements, n) == ((S1,), 3)
+        plan = ShardingPlan(input_plan={"input": several}, output_plan={"output": several})
+        y, n = shard_module(lambda t, n: (t, n), mesh, plan)(x, x)
+        assert (y.placements, n.placements) == ((S1,), (S0,))
 
     on_ranks(hp_platform, rank)
 

@@ -19,8 +19,14 @@ AliasMap = tuple[str | tuple[str, ...], ...]
 
 
 def is_specification(entry: Any) -> bool:
-    """Return whether `entry` specifies one tensor, and is not a sequence of specifications."""
-    return hasattr(entry, "placements_on") or is_placements(entry) or is_aliases(entry)
+    """Return whether `entry` specifies one tensor, and is not a sequence of specifications.
+
+    `(("dp", "tp"), None)` is two of them: one for the first tensor, none for the second. One specification of a
+    2-D tensor says `(("dp", "tp"), "None")`.
+    """
+    if hasattr(entry, "placements_on") or is_placements(entry):
+        return True
+    return is_aliases(entry) and not (None in entry and any(isinstance(item, tuple) for item in entry))
 
 
 def is_placements(items: Any) -> bool:
