@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
-PROJECT = Path(__file__).parents[1] / "numpy_platform"
+from hp_dtensor.testing import conformance
+
+ROOT = Path(__file__).parents[2]
+PROJECT = ROOT / "tests" / "numpy_platform"
 SUITE = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs", "hp_dtensor.testing.conformance"]
 
 
@@ -29,6 +32,24 @@ def environment(tmp_path):
     (folder / "entry_points.txt").write_text("\n".join(groups) + "\n")
     path = [str(PROJECT / "src"), str(tmp_path), *filter(None, sys.path)]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "HP_LOAD_PLUGINS": "numpy", "OMP_NUM_THREADS": "1"}
+
+
+def test_the_guide_leads_through_the_whole_suite():
+    """`docs/writing_a_platform.md`: its steps are the suite's modules, and the files that it names are there."""
+    guide = (ROOT / "docs" / "writing_a_platform.md").read_text()
+    steps = re.findall(r"^\| \d+ \| `(test_\w+)` \|", guide, re.MULTILINE)
+    suite = Path(conformance.__file__).parent
+    assert sorted(steps) == sorted(path.stem for path in suite.glob("test_*.py"))
+    named = set(re.findall(r"`(\w+\.py)`", guide))
+    assert named <= {path.name for path in (PROJECT / "src" / "hp_platform_numpy").iterdir()}
+
+
+@pytest.mark.parametrize("step", ["test_tensors", "test_autograd", "test_modules"])
+def test_a_step_of_the_guide_runs_alone(environment, tmp_path, step):
+    command = [sys.executable, *SUITE[:-1], f"{SUITE[-1]}.{step}", "--hp-platform=numpy", "--hp-ranks=simulated"]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    assert re.search(r"\d+ passed", done.stdout)
 
 
 @pytest.mark.skipif(os.environ.get("HP_PLATFORM") == "mindspore", reason="the same beside torch, once is enough")

@@ -71,7 +71,7 @@ def _index_put(run: Callable[..., Any], x: Any, index: Any, values: Any) -> Any:
 
 
 def _by_name(*names: str) -> Callable[..., Any]:
-    """The arguments after the first `len(args) - len(names)` under their names."""
+    """Make an adapter that gives the arguments after the positional ones their names."""
 
     def adapt(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         positional = _POSITIONAL[names]

@@ -18,7 +18,7 @@ Link = tuple[Tensor, Callable[[Array], Array]]
 
 
 def record(data: Any, dtype: str, *links: Link) -> Tensor:
-    """A result, in the tape where a floating parent needs a gradient."""
+    """Make a result, and record it in the tape where a floating parent needs a gradient."""
     made = Tensor(data, dtype)
     wanted = [(parent, vjp) for parent, vjp in links if parent.requires_grad]
     if wanted and is_recording() and dtype in FLOATING:
@@ -32,7 +32,7 @@ def _data(x: Operand) -> Any:
 
 
 def _common(x: Operand, y: Operand) -> str:
-    """The dtype of a result; numbers take that of the tensor, but a fraction makes an integer tensor float32."""
+    """Return the dtype of a result: a number takes that of the tensor, but a fraction makes integers float32."""
     tensors = [v.dtype for v in (x, y) if isinstance(v, Tensor)]
     if len(tensors) == 1:
         number = y if isinstance(x, Tensor) else x

@@ -224,7 +224,7 @@ class NumpyPlatform(Platform):
 
 
 def _same_place(x: Tensor, kind: type) -> Any:
-    """`x` as another kind of tensor, of the same memory and, through an identity, in the same graph."""
+    """Make another kind of tensor of `x`, of the same memory and, through an identity, in the same graph."""
     made = alias(x, kind)
     if x.requires_grad and tape.is_recording():
         made.node, made.requires_grad = tape.Node([x], lambda gradients: gradients), True

@@ -1,4 +1,4 @@
-"""What this platform gives to hp-dtensor; loaded through the entry-point group `hp_dtensor`."""
+"""The plugin for hp-dtensor, loaded through the entry-point group `hp_dtensor`."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _numbers = itertools.count()
 
 
 class _State(threading.local):
-    """Whether this thread records, and whether it walks back, to given inputs; simulated ranks are threads."""
+    """State of one thread, as simulated ranks are threads: it records, it walks back, it walks to given inputs."""
 
     def __init__(self) -> None:
         self.recording = True
@@ -92,7 +92,7 @@ class Walk:
                 self._visit(-heapq.heappop(self._queue))
 
     def gradient_of(self, x: Tensor) -> Array | None:
-        """Of a leaf, or of an inner tensor that was asked for."""
+        """Return the gradient of a leaf, or of an inner tensor that was asked for; None where there is none."""
         if x.node is None:
             return self.leaves[id(x)][1] if id(x) in self.leaves else None
         return self._inner.get((x.node.number, x.index))

@@ -52,7 +52,7 @@ class Tensor:
 
 
 class NumpyDTensor(DTensor, Tensor):
-    """A local shard with a spec."""
+    """Local shard with a spec; its `shape` is that of the whole."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -60,7 +60,7 @@ class NumpyDTensor(DTensor, Tensor):
 
 
 def alias(x: Tensor, kind: type[Tensor] = Tensor) -> Tensor:
-    """Another tensor of the same memory, outside the tape."""
+    """Make another tensor of the same memory, outside the tape."""
     made = kind.__new__(kind)
     Tensor.__init__(made, x.data, x.dtype)
     made.data = x.data
@@ -68,7 +68,7 @@ def alias(x: Tensor, kind: type[Tensor] = Tensor) -> Tensor:
 
 
 def as_dtype(array: Array, dtype: str) -> Array:
-    """The array itself where it has the dtype already."""
+    """Convert an array, or return it as it is where it has the dtype already."""
     if dtype != "bfloat16":
         return array.astype(dtype, copy=False)
     bits = array.astype(np.float32).view(np.uint32)
