@@ -3,47 +3,37 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-from hp_dtensor.comm.mesh import DeviceMesh
-from hp_dtensor.comm.world import ProcessGroup, World
-from hp_dtensor.dispatch.operation import forget_plans
-from hp_dtensor.exceptions import CapabilityError, PlatformError
+from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.platform.modules import Removable
 from hp_dtensor.platform.tensors import DTYPE_NAMES
 from hp_dtensor.spec.tensor_spec import TensorSpec
-from hp_platform_torch.comm import rendezvous
-from hp_platform_torch.comm.capabilities import device_types
-from hp_platform_torch.comm.world import TorchWorld
 from hp_platform_torch.ops.names import function_named, names_of
 from hp_platform_torch.ops.namespace import build_ops
 from hp_platform_torch.patches import backward_inputs, table
+from hp_platform_torch.processes import TorchProcesses
 from hp_platform_torch.tensor import autograd, dtensor, operations
 from hp_platform_torch.tensor.dtensor import TorchDTensor
 from hp_platform_torch.tensor.handlers import handler_of
 from hp_platform_torch.tensor.local_operations import LocalOperations, NoGrad
+from hp_platform_torch.tensor.modules import TorchModules
 
 Tensor = torch.Tensor
-Removable.register(RemovableHandle)
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in (*DTYPE_NAMES, "complex64", "complex128")}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _DTYPES_OF_CLASSES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
 
-class TorchPlatform(Platform):
+class TorchPlatform(TorchProcesses, TorchModules, Platform):
     """PyTorch on CPU, CUDA or Ascend.
 
     `HP_DEVICE` (`cpu`, `cuda`, `npu`) limits it to one kind of device where it could use several.
@@ -62,12 +52,10 @@ class TorchPlatform(Platform):
     masks_of_bytes = True
 
     def __init__(self) -> None:
-        self.device_types = _device_types()
+        TorchProcesses.__init__(self)
         self._devices = threading.local()
         self.device = torch.device(self.device_types[0], 0) if self.device_types[0] != "cpu" else torch.device("cpu")
         self.ops = build_ops(lambda: self.device)
-        self._owns_process_group = False
-        self._connections = 0
         operations.operations.handler_of = handler_of
         table.install()
 
@@ -78,72 +66,6 @@ class TorchPlatform(Platform):
     @device.setter
     def device(self, device: torch.device) -> None:
         self._own_device = device
-
-    # Processes -------------------------------------------------------------------------------------------
-
-    def connect(self, rank: int, size: int, address: str, timeout_seconds: float = 300.0, local_rank: int = 0) -> World:
-        """See `Platform.connect`.
-
-        A default process group that the program has made itself is used and left as it is. Where a peer has
-        died, collectives fail at once or within `timeout_seconds`.
-
-        Raises:
-            PlatformError: this process has joined a job already, or the job cannot be joined.
-        """
-        if self.world is not None:
-            raise PlatformError(
-                f"this process is already rank {self.world.rank} of a job of {self.world.size}; disconnect() first"
-            )
-        timeout = timedelta(seconds=timeout_seconds)
-        self._use_device(local_rank)
-        self._connections += 1
-        store = None
-        if dist.is_initialized():
-            _check_same_job(rank, size)
-            store = rendezvous.joined_store(self._connections)
-        elif size > 1:
-            store = rendezvous.join(rank, size, address, timeout)
-            self._owns_process_group = True
-        self.world = TorchWorld(rank, size, self, store, timeout)
-        return self.world
-
-    def adopt_mesh(self, mesh: Any) -> DeviceMesh | None:
-        """Return a `torch.distributed.device_mesh.DeviceMesh` as ours, over the same process groups."""
-        from torch.distributed.device_mesh import DeviceMesh as TorchMesh
-
-        from hp_platform_torch.tensor.interop import from_torch_mesh
-
-        return from_torch_mesh(mesh, self) if isinstance(mesh, TorchMesh) else None
-
-    def adopt_group(self, group: Any) -> ProcessGroup | None:
-        """Return a process group of torch.distributed as ours, communicating through it."""
-        from hp_platform_torch.tensor.interop import from_torch_group
-
-        return from_torch_group(group, self) if isinstance(group, dist.ProcessGroup) else None
-
-    def disconnect(self) -> None:
-        world, self.world = self.world, None
-        if world is not None:
-            world.close()
-        forget_plans()
-        if self._owns_process_group:
-            self._owns_process_group = False
-            rendezvous.leave()
-
-    def environment(self, local_rank: int, local_size: int) -> dict[str, str]:
-        """Return settings of a new rank: threads, the cores of this machine divided among its ranks, unless set."""
-        threads = max(1, len(os.sched_getaffinity(0)) // max(1, local_size))
-        return {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads)}
-
-    def num_accelerators(self) -> int:
-        kind = self.device_types[0]
-        return 0 if kind == "cpu" else int(getattr(torch, kind).device_count())
-
-    def _use_device(self, local_rank: int) -> None:
-        kind = self.device_types[0]
-        if kind != "cpu":
-            self.device = torch.device(kind, local_rank)
-            getattr(torch, kind).set_device(self.device)
 
     # Dtypes and plain tensors ----------------------------------------------------------------------------
 
@@ -354,47 +276,7 @@ class TorchPlatform(Platform):
             for device, together in _by_device(tensors).items():
                 torch._foreach_mul_(together, factor.to(device))
 
-    # Modules ---------------------------------------------------------------------------------------------
-
-    def named_modules(self, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        return module.named_modules()
-
-    def named_parameters(
-        self, module: nn.Module, recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        return module.named_parameters(recurse=recurse, remove_duplicate=remove_duplicate)
-
-    def set_parameter(self, module: nn.Module, name: str, value: Tensor) -> None:
-        # nn.Module's own assignment refuses a plain tensor under a parameter's name.
-        parameters = module._parameters
-        if name not in parameters:
-            owned = ", ".join(parameters) or "none"
-            raise KeyError(f"{type(module).__name__} owns no parameter {name!r}; its own are: {owned}")
-        parameters[name] = value  # type: ignore[assignment]
-
-    def named_buffers(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        return module.named_buffers()
-
-    def add_forward_pre_hook(
-        self,
-        module: nn.Module,
-        hook: Callable[[nn.Module, tuple, dict], tuple[tuple, dict] | None],
-        prepend: bool = False,
-    ) -> Removable:
-        return module.register_forward_pre_hook(hook, prepend=prepend, with_kwargs=True)  # type: ignore[return-value]
-
-    def add_forward_hook(
-        self,
-        module: nn.Module,
-        hook: Callable[[nn.Module, tuple, dict, Any], Any],
-        prepend: bool = False,
-        always_call: bool = False,
-    ) -> Removable:
-        return module.register_forward_hook(  # type: ignore[return-value]
-            hook, prepend=prepend, with_kwargs=True, always_call=always_call
-        )
-
-    # Randomness, time and memory -------------------------------------------------------------------------
+    # Randomness ------------------------------------------------------------------------------------------
 
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -402,17 +284,6 @@ class TorchPlatform(Platform):
     def random(self, distribution: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         draw = {"uniform": torch.rand, "normal": torch.randn}[distribution]
         return draw(tuple(shape), dtype=dtype, device=self.device)
-
-    def rank_state(self) -> torch.Tensor:
-        """Return the state of the CPU generator: every simulated rank draws its own numbers."""
-        return torch.get_rng_state()
-
-    def set_rank_state(self, state: torch.Tensor) -> None:
-        torch.set_rng_state(state)
-
-    def synchronize(self) -> None:
-        if self.device.type != "cpu":
-            getattr(torch, self.device.type).synchronize()
 
 
 def _lies_further_in(x: Tensor, dim: int, than: int) -> bool | None:
@@ -429,19 +300,3 @@ def _by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[Tensor]]:
     for x in tensors:
         found.setdefault(x.device, []).append(x)
     return found
-
-
-def _device_types() -> tuple[str, ...]:
-    usable = device_types()
-    wanted = os.environ.get("HP_DEVICE")
-    if not wanted:
-        return usable
-    if wanted not in usable:
-        raise PlatformError(f"HP_DEVICE is {wanted!r}, but torch can use here only: {', '.join(usable)}")
-    return (wanted, "cpu") if wanted != "cpu" else ("cpu",)
-
-
-def _check_same_job(rank: int, size: int) -> None:
-    have = dist.get_rank(), dist.get_world_size()
-    if have != (rank, size):
-        raise PlatformError(f"torch.distributed is already rank {have[0]} of {have[1]}; expected rank {rank} of {size}")

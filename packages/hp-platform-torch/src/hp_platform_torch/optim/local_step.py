@@ -4,6 +4,9 @@ Such a step computes every element from its own gradient and state. Where these 
 step on DTensors is the step on their local data: for its duration they are plain tensors, and nothing is intercepted.
 What a step collects in its loop over the parameters is known from the one before, which pays for looking at layouts.
 Any other step, such as the first one, which makes the state, is intercepted operation by operation.
+
+Both things that are kept from one step to the next pay: benchmarks/torch_dispatch.py has AdamW fused over 60 parameters
+at 1.21 times plain tensors; 1.35 without what `_init_group` collected, 1.40 without the plan either (the goal is 1.2).
 """
 
 from __future__ import annotations

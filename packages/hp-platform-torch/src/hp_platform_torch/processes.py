@@ -1,0 +1,125 @@
+"""Processes of torch: joining a job, this rank's devices, and torch's own meshes and groups as ours."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.comm.world import ProcessGroup, World
+from hp_dtensor.dispatch.operation import forget_plans
+from hp_dtensor.exceptions import PlatformError
+from hp_dtensor.platform.processes import ProcessInterface
+from hp_platform_torch.comm import rendezvous
+from hp_platform_torch.comm.capabilities import device_types
+from hp_platform_torch.comm.world import TorchWorld
+
+
+class TorchProcesses(ProcessInterface):
+    """The part of the platform that joins jobs over torch.distributed.
+
+    Attributes:
+        device: this rank's default device.
+    """
+
+    device: torch.device
+
+    def __init__(self) -> None:
+        self.device_types = _device_types()
+        self._owns_process_group = False
+        self._connections = 0
+
+    def connect(self, rank: int, size: int, address: str, timeout_seconds: float = 300.0, local_rank: int = 0) -> World:
+        """See `Platform.connect`.
+
+        A default process group that the program has made itself is used and left as it is. Where a peer has
+        died, collectives fail at once or within `timeout_seconds`.
+
+        Raises:
+            PlatformError: this process has joined a job already, or the job cannot be joined.
+        """
+        if self.world is not None:
+            raise PlatformError(
+                f"this process is already rank {self.world.rank} of a job of {self.world.size}; disconnect() first"
+            )
+        timeout = timedelta(seconds=timeout_seconds)
+        self._use_device(local_rank)
+        self._connections += 1
+        store = None
+        if dist.is_initialized():
+            _check_same_job(rank, size)
+            store = rendezvous.joined_store(self._connections)
+        elif size > 1:
+            store = rendezvous.join(rank, size, address, timeout)
+            self._owns_process_group = True
+        self.world = TorchWorld(rank, size, self, store, timeout)
+        return self.world
+
+    def adopt_mesh(self, mesh: Any) -> DeviceMesh | None:
+        """Return a `torch.distributed.device_mesh.DeviceMesh` as ours, over the same process groups."""
+        from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+
+        from hp_platform_torch.tensor.interop import from_torch_mesh
+
+        return from_torch_mesh(mesh, self) if isinstance(mesh, TorchMesh) else None
+
+    def adopt_group(self, group: Any) -> ProcessGroup | None:
+        """Return a process group of torch.distributed as ours, communicating through it."""
+        from hp_platform_torch.tensor.interop import from_torch_group
+
+        return from_torch_group(group, self) if isinstance(group, dist.ProcessGroup) else None
+
+    def disconnect(self) -> None:
+        world, self.world = self.world, None
+        if world is not None:
+            world.close()
+        forget_plans()
+        if self._owns_process_group:
+            self._owns_process_group = False
+            rendezvous.leave()
+
+    def environment(self, local_rank: int, local_size: int) -> dict[str, str]:
+        """Return settings of a new rank: threads, the cores of this machine divided among its ranks, unless set."""
+        threads = max(1, len(os.sched_getaffinity(0)) // max(1, local_size))
+        return {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads)}
+
+    def num_accelerators(self) -> int:
+        kind = self.device_types[0]
+        return 0 if kind == "cpu" else int(getattr(torch, kind).device_count())
+
+    def _use_device(self, local_rank: int) -> None:
+        kind = self.device_types[0]
+        if kind != "cpu":
+            self.device = torch.device(kind, local_rank)
+            getattr(torch, kind).set_device(self.device)
+
+    def rank_state(self) -> torch.Tensor:
+        """Return the state of the CPU generator: every simulated rank draws its own numbers."""
+        return torch.get_rng_state()
+
+    def set_rank_state(self, state: torch.Tensor) -> None:
+        torch.set_rng_state(state)
+
+    def synchronize(self) -> None:
+        if self.device.type != "cpu":
+            getattr(torch, self.device.type).synchronize()
+
+
+def _device_types() -> tuple[str, ...]:
+    usable = device_types()
+    wanted = os.environ.get("HP_DEVICE")
+    if not wanted:
+        return usable
+    if wanted not in usable:
+        raise PlatformError(f"HP_DEVICE is {wanted!r}, but torch can use here only: {', '.join(usable)}")
+    return (wanted, "cpu") if wanted != "cpu" else ("cpu",)
+
+
+def _check_same_job(rank: int, size: int) -> None:
+    have = dist.get_rank(), dist.get_world_size()
+    if have != (rank, size):
+        raise PlatformError(f"torch.distributed is already rank {have[0]} of {have[1]}; expected rank {rank} of {size}")
