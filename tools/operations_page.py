@@ -35,7 +35,7 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 TENSORS = (
     "input other weight bias target tensor mat1 mat2 batch1 batch2 query key value condition index src source".split()
 )
-TENSORS += ["boundaries", "sorted_sequence", "real", "imag", "abs", "angle", "A", "B", "input2"]
+TENSORS += ["boundaries", "sorted_sequence", "real", "imag", "abs", "angle", "A", "B", "input2", "tau"]
 # Shapes to try for the tensors of a call, most telling first.
 SHAPES = (
     ((4, 6),), ((4, 6), (4, 6)), ((4, 6), (6, 2)), ((4, 6), (2, 6)), ((4, 6), (4,)), ((4,), (4, 6)), ((4,), (6,)),
@@ -55,6 +55,10 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "einsum": {"equation": "ij,jk->ik", "operands": ((4, 6), (6, 2))},
     "getitem": {"input": (4, 6), "index": (0, slice(None))},
     "expand": {"input": (4, 1), "shape": (4, 6)},
+    "expand_copy": {"input": (4, 1), "shape": (4, 6)},
+    "cross": {"input": (4, 3), "other": (4, 3), "dim": 1},
+    "linalg_cross": {"input": (4, 3), "other": (4, 3), "dim": 1},
+    "squeeze_copy": {"input": (4, 1, 6)},
     "broadcast_to": {"input": (4, 1), "shape": (4, 6)},
     "unflatten": {"input": (4, 6), "dim": 1, "sizes": (2, 3)},
     "squeeze": {"input": (4, 1, 6)},
@@ -91,6 +95,7 @@ SPECIAL |= {
 }
 SPECIAL |= {
     "cholesky_solve": {"input": (4, 6, 2), "input2": (4, 6, 6)},
+    "linalg_householder_product": {"input": (5, 4, 3), "tau": (5, 3)},
     "linalg_solve": {"A": (4, 6, 6), "B": (4, 6, 2)},
     "linalg_solve_triangular": {"A": (4, 6, 6), "B": (4, 6, 2), "upper": True},
     "im2col": {"input": (2, 4, 9, 9), "kernel_size": 3},
@@ -116,6 +121,12 @@ SPECIAL |= {
 SPECIAL |= {
     name: {"input": (4, 6, 8)} for name in ("linalg_pinv", "pinverse", "linalg_svdvals", "linalg_svd", "linalg_qr")
 }
+
+WHOLE_NOTE = """## Computed whole
+
+Every rank gathers the operands of these and computes the whole result, as torch's DTensor does; so it does for forms of
+the calls above that their rule does not cover (another number of dimensions, tensors where it takes numbers).
+`CommDebugMode` counts the gathers, and `explicit_redistribution` refuses them. """
 
 HEADER = """# Operations
 
@@ -180,6 +191,8 @@ def wants_value(parameter: Parameter, given: dict[str, Any]) -> bool:
 
 
 def call_of(name: str, registration: Registration, values: dict[str, Any], on: DeviceMesh) -> OpCall:
+    names = [p.name for p in registration.parameters]
+    values = {names[0] if key == "input" and key not in names else key: shape for key, shape in values.items()}
     arguments = bind(registration, (), {key: with_specs(key, value, on) for key, value in values.items()})
     order = [p.name for p in registration.parameters if p.name in arguments]
     listed = itertools.chain.from_iterable(x if isinstance(x, tuple) else (x,) for x in map(arguments.get, order))
@@ -213,10 +226,13 @@ def page() -> str:
     registry, on = RuleRegistry(), mesh()
     register_builtin_rules(registry)
     alike: dict[tuple[str, str], list[str]] = defaultdict(list)
-    refused = []
+    refused, whole = [], []
     for name in registry.names():
         registration = registry.get(name)
         assert registration is not None
+        if registration.whole:
+            whole.append(name)
+            continue
         rule = factorization(name, registration, on)
         if rule is None:
             refused.append(name)
@@ -226,7 +242,8 @@ def page() -> str:
     for (arguments, rest), names in sorted(alike.items(), key=lambda item: item[1]):
         lines.append(f"| {', '.join(f'`{name}`' for name in names)} | `{arguments}` | {rest}")
     listed = ", ".join(f"`{name}`" for name in refused)
-    return HEADER + "\n".join(lines) + f"\n\nKnown and refused, with the way out in the error: {listed}.\n"
+    text = HEADER + "\n".join(lines) + f"\n\nRefused where data is cut, with the way out in the error: {listed}.\n"
+    return f"{text}\n{WHOLE_NOTE}{', '.join(f'`{name}`' for name in whole)}.\n"
 
 
 def signature(registration: Registration) -> str:

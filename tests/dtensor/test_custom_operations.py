@@ -114,17 +114,17 @@ def test_parts_without_elements_are_not_asked_for_the_largest(hp_platform: Platf
 
 
 def test_a_function_named_as_a_frameworks_operation_is_another_one(hp_platform: Platform) -> None:
-    def trapezoid(x: Any) -> Any:
+    def as_strided(x: Any) -> Any:
         return _ops(x).mul(x, 2.0)
 
-    trapezoid.__qualname__ = "trapezoid"  # as at the top of a file
-    doubled = sharding_rule("n -> n")(trapezoid)
+    as_strided.__qualname__ = "as_strided"  # as at the top of a file
+    doubled = sharding_rule("n -> n")(as_strided)
 
     def rank() -> None:
         mesh = DeviceMesh("cpu", (2,), platform=hp_platform)
         x = distribute_tensor(hp_platform.from_numpy(np.ones(4, np.float32)), mesh, [Shard(0)])
         np.testing.assert_array_equal(hp_platform.to_numpy(doubled(x).full_tensor()), 2.0)
-        assert rule_registry().get("trapezoid") is None
+        assert rule_registry().get("as_strided") is None
 
     run_ranks(rank, 2, hp_platform)
 

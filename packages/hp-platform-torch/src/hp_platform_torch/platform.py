@@ -28,8 +28,13 @@ from hp_platform_torch.tensor.modules import TorchModules
 
 Tensor = torch.Tensor
 
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in (*DTYPE_NAMES, "complex64", "complex128")}
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in (*DTYPE_NAMES, "complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "uint16", "uint32", "uint64")
+}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_BITS = {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
+"""Dtypes that NumPy does not know -> those under which it sees their bits."""
 _DTYPES_OF_CLASSES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
 
@@ -108,7 +113,7 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
 
     def to_numpy(self, x: Tensor) -> np.ndarray:
         host = self.detach(self.unwrap(x)).cpu().resolve_conj().resolve_neg()
-        return (host.view(torch.uint16) if host.dtype == torch.bfloat16 else host).numpy()
+        return host.view(_BITS.get(host.dtype, host.dtype)).numpy()
 
     def from_bits(self, array: np.ndarray, dtype: torch.dtype, device: Any = None) -> Tensor:
         tensor = self.from_numpy(array, device)

@@ -47,7 +47,8 @@ class GatheringPlan:
 
     def _wrapped(self, value: Any, mesh: DeviceMesh) -> Any:
         if isinstance(value, (tuple, list)):
-            return tuple(self._wrapped(item, mesh) for item in value)
+            wrapped = [self._wrapped(item, mesh) for item in value]
+            return wrapped if type(value) is list else tuple(wrapped)
         if isinstance(value, self.platform.Tensor):
             return self.platform.wrap(value, replicated_spec(mesh, value))
         return value

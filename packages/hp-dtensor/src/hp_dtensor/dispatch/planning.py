@@ -26,7 +26,7 @@ from hp_dtensor.exceptions import ShardingRuleError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.rules.engine.factors import Factorization, Part, Strategy
 from hp_dtensor.rules.engine.local_call import LocalCall
-from hp_dtensor.rules.engine.registry import OpCall, Registration
+from hp_dtensor.rules.engine.registry import OpCall, Registration, WholeNeededError
 from hp_dtensor.rules.pointwise import rounds
 from hp_dtensor.spec.placements import Placement
 from hp_dtensor.spec.tensor_spec import TensorSpec
@@ -37,12 +37,20 @@ Plan = OpPlan | GatheringPlan | in_place.WritingPlan
 def make_plan(
     platform: Platform, name: str, registration: Registration, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Plan:
-    """A plan; for an operation whose shapes depend on data, and whose data all ranks have, one that makes none; for one
-    in place that cannot work on the parts as they are, one that writes the result of the operation that can."""
+    """Return the plan of a call.
+
+    An operation in place that cannot work on the parts as they are writes the result of the one without underscore. A
+    form that no rule covers runs on whole operands; so does an operation whose shapes depend on data, if all ranks
+    have the data.
+    """
     try:
         return _plan_by_rule(platform, name, registration, args, kwargs)
     except in_place.KeptPlacementError as error:
         return in_place.WritingPlan(platform, name, str(error))
+    except WholeNeededError as error:
+        if registration.in_place:
+            return in_place.WritingPlan(platform, name, str(error))
+        return GatheringPlan(platform, name, str(error), always=True)
     except ShardingRuleError as error:
         tensors = [x.spec for _, x in locate_tensors(args, kwargs)]
         if not registration.data_dependent or not all(spec.is_replicated() for spec in tensors):

@@ -14,6 +14,9 @@ def register(registry: RuleRegistry) -> None:
     registry.register("stack", "tensors dim=0", _stack)
     registry.register("split", "input sizes dim=0", _split, view=True)
     registry.register("chunk", "input chunks dim=0", _chunk, view=True)
+    registry.register("split_with_sizes_copy unsafe_split", "input sizes dim=0", _split)
+    registry.register("unsafe_chunk", "input chunks dim=0", _chunk)
+    registry.register("unbind_copy", "input dim=0", _unbind)
     registry.register("unbind", "input dim=0", _unbind, view=True)
 
 

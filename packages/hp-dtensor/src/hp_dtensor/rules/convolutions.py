@@ -174,8 +174,10 @@ def _linear(before: Dims, after: Dims, sizes: dict[str, int]) -> Factorization:
 def _instance_norm(call: OpCall) -> Factorization:
     """Every channel of every image by itself, `[batch, channels, ...]`."""
     tensors = [call.arguments.get(name) for name in ("running_mean", "running_var", "weight", "bias")]
-    if len(call.tensors) != 1 or any(tensor is not None for tensor in tensors):
-        raise call.refuse("it takes no statistics and no weights; multiply by weights and add the bias after it")
+    if tensors[0] is not None or tensors[1] is not None:
+        raise call.refuse("it takes no running statistics, which it would write")
+    if len(call.tensors) != 1:
+        raise call.whole("its rule is of an image alone")
     return _positions_whole(call, call.tensors[0].shape[2:])
 
 

@@ -41,8 +41,10 @@ def _rule(call: OpCall, local: Local, by_class: bool = False) -> Factorization:
     """Logits `[rows, classes, *positions]`, targets `[rows, *positions]`, or like the logits; weights `[classes]`."""
     logits, target, weight = (call[name] for name in ("input", "target", "weight"))
     if call["size_average"] is not None or call["reduce"] is not None:
-        raise call.refuse("the old size_average and reduce must not be given; reduction says it")
+        raise call.whole("its rule is of reduction, not of the old size_average and reduce")
     shape = logits.shape
+    if len(shape) == 1:
+        raise call.whole("its rule is of logits [rows, classes, ...]")
     if len(shape) < 2 or target.shape != (shape if by_class else (shape[0], *shape[2:])):
         raise call.refuse(
             f"{call.name} of DTensors takes logits [rows, classes, ...] and targets [rows, ...] of class indices, or "

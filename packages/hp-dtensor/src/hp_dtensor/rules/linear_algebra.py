@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hp_dtensor.rules.engine.factors import Dims, Factorization
+from hp_dtensor.rules.engine.notation import line
 from hp_dtensor.rules.engine.registry import OpCall, Rule, RuleRegistry, broadcast_shape, names_for
+from hp_dtensor.rules.pointwise import pointwise
 from hp_dtensor.rules.products import batch_dims
 
 Shape = tuple[int, ...]
@@ -13,6 +15,23 @@ Shape = tuple[int, ...]
 
 def register(registry: RuleRegistry) -> None:
     matrices, number, signed = _of_matrices("n m"), _of_matrices(""), _of_matrices("", "")
+    registry.register("cholesky", "input upper=False", matrices)
+    registry.register("cholesky_inverse", "input upper=False", matrices)
+    registry.register("linalg_cholesky_ex", "input * upper=False check_errors=False", _of_matrices("n m", ""))
+    registry.register("linalg_inv_ex", "A * check_errors=False", _of_matrices("n m", ""))
+    registry.register("linalg_eig", "input", _of_matrices("n", "n m"))
+    registry.register("linalg_eigvals", "input", _of_matrices("n"))
+    registry.register("linalg_lu_factor", "A * pivot=True", _of_matrices("n m", "k"))
+    registry.register("linalg_lu_factor_ex", "A * pivot=True check_errors=False", _of_matrices("n m", "k", ""))
+    registry.register("linalg_lu", "A * pivot=True", _lu)
+    registry.register("geqrf", "input", _of_matrices("n m", "k"))
+    registry.register("linalg_ldl_factor", "input * hermitian=False", _of_matrices("n m", "n"))
+    registry.register(
+        "linalg_ldl_factor_ex", "input * hermitian=False check_errors=False", _of_matrices("n m", "n", "")
+    )
+    registry.register("linalg_householder_product", "input tau", line("... n! m!, ... k! -> ... n m"))
+    registry.register("linalg_cross", "input other * dim=-1", _cross)
+    registry.register("cross", "input other dim=None", _cross)
     registry.register("linalg_inv", "A", matrices)
     registry.register("inverse linalg_matrix_exp matrix_exp", "input", matrices)
     registry.register("linalg_cholesky", "input upper=False", matrices)
@@ -38,7 +57,7 @@ def _of_matrices(*outputs: str) -> Rule:
 
     def rule(call: OpCall) -> Factorization:
         if len(call.tensors) != 1 or call.tensors[0].ndim < 2:
-            raise call.refuse("it takes one tensor of matrices [..., n, m], and numbers")
+            raise call.whole("its rule is of one tensor of matrices [..., n, m], and numbers")
         shape = call.tensors[0].shape
         batch, sizes = names_for("b", shape[:-2])
         sizes |= {"n": shape[-2], "m": shape[-1], "k": min(shape[-2:])}
@@ -48,13 +67,32 @@ def _of_matrices(*outputs: str) -> Rule:
     return rule
 
 
+def _lu(call: OpCall) -> Factorization:
+    if not call["pivot"]:
+        raise call.whole("without pivots it gives an empty P")
+    return _of_matrices("n n", "n k", "k m")(call)
+
+
+def _cross(call: OpCall) -> Factorization:
+    """Vectors of three elements along `dim`, everything else broadcast and parallel."""
+    try:
+        shape = broadcast_shape([spec.shape for spec in call.tensors])
+    except ValueError as error:
+        raise call.refuse(str(error)) from None
+    first = next((i for i, size in enumerate(shape) if size == 3), 0)
+    dim = first if call["dim"] is None else call["dim"] % max(1, len(shape))
+    rule = pointwise("mul")(call)
+    # torch takes the first dimension of three elements, which a rank's part of another one may become.
+    return replace(rule, fixed=frozenset({f"d{dim}"}), localize=lambda shapes, spans: {"dim": dim})
+
+
 def _singular_values(call: OpCall) -> Factorization:
     return _of_matrices(*(("n n", "k", "m m") if call["full_matrices"] else ("n k", "k", "k m")))(call)
 
 
 def _qr(call: OpCall) -> Factorization:
     if call["mode"] not in ("reduced", "complete"):
-        raise call.refuse("without Q it is R of mode 'reduced'")
+        raise call.whole("its rule is of modes with Q")
     return _of_matrices(*(("n k", "k m") if call["mode"] == "reduced" else ("n n", "n m")))(call)
 
 

@@ -33,7 +33,7 @@ def register(registry: RuleRegistry) -> None:
 def _loss(call: OpCall) -> Factorization:
     shapes = {spec.shape for spec in call.tensors}
     if len(shapes) != 1 or call.arguments.get("size_average") is not None or call.arguments.get("reduce") is not None:
-        raise call.refuse("its tensors must have one shape, and the old size_average must not be given")
+        raise call.whole("its rule is of tensors of one shape, without the old size_average")
     (shape,) = shapes
     dims, sizes = names_for("d", shape)
     inputs = (dims,) * len(call.tensors)

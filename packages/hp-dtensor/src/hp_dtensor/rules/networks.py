@@ -21,7 +21,7 @@ def register(registry: RuleRegistry) -> None:
         "input weight padding_idx=None max_norm=None norm_type=2.0 scale_grad_by_freq=False sparse=False",
         _embedding,
     )
-    registry.register("embedding_bag", "input weight ...", _refuse_bags, data_dependent=True)
+    registry.register("embedding_bag", "input weight ...", _bags)
     registry.register(
         "scaled_dot_product_attention",
         "query key value attn_mask=None dropout_p=0.0 is_causal=False scale=None enable_gqa=False",
@@ -83,8 +83,10 @@ def _embedding_of_part(call: LocalCall) -> Tensor:
     return ops.mul(rows, ops.cast(ops.unsqueeze(inside, -1), rows.dtype))
 
 
-def _refuse_bags(call: OpCall) -> Factorization:
-    raise call.refuse("bags may reach over ranks; use embedding and a sum or mean over the bag's dimension")
+def _bags(call: OpCall) -> Factorization:
+    if call.arguments.get("max_norm") is not None:
+        raise call.refuse("max_norm writes the table; embed without it")
+    raise call.whole("bags may reach over ranks")
 
 
 def _attention(call: OpCall) -> Factorization:

@@ -15,6 +15,9 @@ def register(registry: RuleRegistry) -> None:
     registry.register("tril triu", "input diagonal=0", _last_two_whole)
     registry.register("tril_ triu_", "input diagonal=0", _last_two_whole, in_place=True)
     registry.register("diagonal", "input offset=0 dim1=0 dim2=1", _diagonal, view=True)
+    registry.register("diagonal_copy", "input offset=0 dim1=0 dim2=1", _diagonal)
+    registry.register("linalg_diagonal", "A * offset=0 dim1=-2 dim2=-1", _diagonal, view=True)
+    registry.register("unfold_copy", "input dimension size step", _unfold)
     registry.register("diag_embed", "input offset=0 dim1=-2 dim2=-1", _diag_embed)
 
 
@@ -89,7 +92,7 @@ def _diag_embed(call: OpCall) -> Factorization:
     shape = call.tensors[0].shape
     dims, sizes = names_for("d", shape)
     if {call["dim1"], call["dim2"]} - {-2, -1} or call["dim1"] == call["dim2"]:
-        raise call.refuse("it puts the diagonal into the last two dimensions only; transpose its result")
+        raise call.whole("its rule puts the diagonal into the last two dimensions")
     length = shape[-1] + abs(call["offset"])
     output = (*dims[:-1], ("row",), ("column",))
     fixed = frozenset({dims[-1][0], "row", "column"})

@@ -21,14 +21,23 @@ NONLINEAR = (
     "lerp addcmul addcdiv acosh asinh atanh exp2 erfinv lgamma digamma i0 sinc sgn signbit deg2rad rad2deg logit "
     "softsign softshrink hardshrink tanhshrink threshold heaviside hypot logaddexp logaddexp2 copysign xlogy "
     "nextafter isclose float_power fmax fmin ldexp bitwise_left_shift bitwise_right_shift int long bool "
-    "short byte"
+    "short byte char gcd lcm igamma igammac isneginf isposinf isreal mvlgamma polygamma special_airy_ai "
+    "special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_chebyshev_polynomial_t "
+    "special_chebyshev_polynomial_u special_chebyshev_polynomial_v special_chebyshev_polynomial_w special_entr "
+    "special_erfcx special_hermite_polynomial_h special_hermite_polynomial_he special_i0e special_i1 special_i1e "
+    "special_laguerre_polynomial_l special_legendre_polynomial_p special_log_ndtr special_modified_bessel_i0 "
+    "special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1 special_ndtr special_ndtri "
+    "special_polygamma special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 "
+    "special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u "
+    "special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w special_spherical_bessel_j0 "
+    "special_xlog1py special_zeta fill"
 )
 LINEAR_UNARY = "neg clone contiguous positive cast float double half bfloat16"
 SAME_STORAGE = "detach alias"
 NO_IN_PLACE = frozenset(
     "isfinite isnan isinf zeros_like ones_like empty_like full_like maximum minimum fmax fmin isclose signbit "
-    "int long bool short byte gelu mish softplus softsign softshrink hardshrink tanhshrink logsigmoid "
-    "log_sigmoid logaddexp logaddexp2".split()
+    "int long bool short byte char gelu mish softplus softsign softshrink hardshrink tanhshrink logsigmoid "
+    "log_sigmoid logaddexp logaddexp2 isneginf isposinf isreal fill".split()
 )
 
 
@@ -47,7 +56,11 @@ def register(registry: RuleRegistry) -> None:
     registry.register("mul", "input other ...", pointwise("mul"), by_type=True)
     registry.register("div true_divide", "input other ...", pointwise("div"), by_type=True)
     registry.register("where", "condition input=None other=None", _where, by_type=True, data_dependent=True)
-    written = " ".join(f"{name}_" for name in NONLINEAR.split() if name not in NO_IN_PLACE)
+    registry.register("rsub", "input other ...", pointwise("add"), by_type=True)
+    registry.register("frexp", "input", _mantissas)
+    registry.register("alias_copy", "input", unary)
+    names = [name for name in NONLINEAR.split() if name not in NO_IN_PLACE and not name.startswith("special_")]
+    written = " ".join(f"{name}_" for name in names)
     registry.register(f"{written} fill_", "input ...", nonlinear, in_place=True, by_type=True)
     registry.register("neg_ zero_", "input", unary, in_place=True)
     registry.register("add_ sub_", "input other ...", pointwise("add"), in_place=True, by_type=True)
@@ -79,6 +92,11 @@ def _is_no_division(call: OpCall, linearity: str | None) -> bool:
     return linearity == "div" and (
         not isinstance(call["input"], TensorSpec) or call.arguments.get("rounding_mode") is not None
     )
+
+
+def _mantissas(call: OpCall) -> Factorization:
+    rule = pointwise(None)(call)
+    return replace(rule, outputs=rule.outputs * 2)
 
 
 def _prelu(call: OpCall) -> Factorization:

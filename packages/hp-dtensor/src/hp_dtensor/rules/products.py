@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hp_dtensor.rules.engine.factors import Dims, Factorization
+from hp_dtensor.rules.engine.notation import line
 from hp_dtensor.rules.engine.registry import OpCall, RuleRegistry, broadcast_shape
 
 BOTH: tuple[frozenset[int], ...] = (frozenset({0, 1}),)
@@ -13,8 +14,8 @@ BOTH: tuple[frozenset[int], ...] = (frozenset({0, 1}),)
 def register(registry: RuleRegistry) -> None:
     registry.register("matmul bmm mm mv dot", "input other", _matmul)
     registry.register("linear", "input weight bias=None", _linear)
-    registry.register("outer ger", "input other", _outer)
-    registry.register("cdist", "input other p=2.0 compute_mode=None", _distances)
+    registry.register("outer ger", "input other", line("m, n -> m n", linear=True))
+    registry.register("cdist", "input other p=2.0 compute_mode=None", line("... m k!, ... n k! -> ... m n"))
     registry.register("addmm", "input mat1 mat2 beta=1 alpha=1", _with_addend)
     registry.register("baddbmm", "input batch1 batch2 beta=1 alpha=1", _with_addend)
 
@@ -85,20 +86,3 @@ def _with_addend(call: OpCall) -> Factorization:
         reduced=product.reduced,
         terms=(frozenset({0}), frozenset({1, 2})),
     )
-
-
-def _distances(call: OpCall) -> Factorization:
-    """`... m k, ... n k -> ... m n`, the coordinates whole."""
-    left, right = (spec.shape for spec in call.tensors)
-    if left[:-2] != right[:-2] or left[-1] != right[-1]:
-        raise call.refuse("its tensors must have one batch shape and one number of coordinates")
-    batch: Dims = tuple((f"b{i}",) for i in range(len(left) - 2))
-    sizes = {f"b{i}": size for i, size in enumerate(left[:-2])} | {"m": left[-2], "n": right[-2], "k": left[-1]}
-    inputs = ((*batch, ("m",), ("k",)), (*batch, ("n",), ("k",)))
-    return Factorization(inputs, ((*batch, ("m",), ("n",)),), sizes, fixed=frozenset({"k"}))
-
-
-def _outer(call: OpCall) -> Factorization:
-    left, right = (spec.shape for spec in call.tensors)
-    sizes = {"m": left[0], "n": right[0]}
-    return Factorization(((("m",),), (("n",),)), ((("m",), ("n",)),), sizes, terms=BOTH)

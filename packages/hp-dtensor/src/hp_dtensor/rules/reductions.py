@@ -35,6 +35,7 @@ def register(registry: RuleRegistry) -> None:
     registry.register("prod", typed, _merged)
     registry.register("norm", "input p=fro dim=None keepdim=False * dtype=None", _norm)
     registry.register("linalg_vector_norm", "input p=2 dim=None keepdim=False * dtype=None", _norm)
+    registry.register("linalg_norm", "input p=None dim=None keepdim=False * dtype=None", _linalg_norm)
     registry.register("all any", dims, _truth)
     registry.register("std var std_mean var_mean", "input dim=None unbiased=True keepdim=False * correction=1", _spread)
     registry.register("glu", "input dim=-1", _glu)
@@ -54,10 +55,12 @@ def reduced_dims(call: OpCall, ndim: int) -> tuple[int, ...]:
 
 
 def check_floating(call: OpCall, wanted: Any = None) -> None:
-    """Refuse what frameworks refuse too, before parts of integers are rounded."""
+    """Refuse what frameworks refuse too, before parts of integers are rounded; complex values are computed whole."""
     (spec, *_) = call.tensors
     platform = spec.mesh.platform
     dtype = spec.dtype if wanted is None else platform.dtype_meant(wanted)
+    if platform.dtype_name(dtype).startswith("complex"):
+        raise call.whole("its rule is of real values")
     if not platform.is_floating(dtype):
         raise call.refuse(f"it needs floating-point values, got {platform.dtype_name(dtype)}; cast them first")
 
@@ -134,6 +137,15 @@ def _norm(call: OpCall) -> Factorization:
         op = "max" if call["p"] > 0 else "min"
         return _by_parts(call, functools.partial(partial_reductions.extreme_of_magnitudes, op))
     return _by_parts(call, partial_reductions.merged)
+
+
+def _linalg_norm(call: OpCall) -> Factorization:
+    """A vector's norm where there is one dimension or no order; norms of matrices are computed whole."""
+    dim, order = call["dim"], call["p"]
+    count = call.tensors[0].ndim if dim is None else 1 if isinstance(dim, int) else len(dim)
+    if order is not None and count > 1:
+        raise call.whole("its rule is of vectors' norms")
+    return _norm(OpCall(call.name, {**call.arguments, "p": 2 if order is None else order}, call.tensors))
 
 
 def _truth(call: OpCall) -> Factorization:
@@ -221,7 +233,7 @@ def _with_indices(call: OpCall) -> Factorization:
 
 def _quantile(call: OpCall) -> Factorization:
     if not isinstance(call["q"], (int, float)):
-        raise call.refuse("q must be a number")
+        raise call.whole("its rule takes one number as q")
     return replace(_whole(call), nonempty=frozenset(_whole(call).sizes))
 
 

@@ -20,14 +20,16 @@ def register(registry: RuleRegistry) -> None:
     registry.register("argsort", "input dim=-1 descending=False * stable=False", _argsort)
     registry.register("one_hot", "input num_classes=-1", _one_hot, data_dependent=True)
     registry.register("bincount", "input weights=None minlength=0", _bincount, data_dependent=True)
-    registry.register("searchsorted", "sorted_sequence input * out_int32=False right=False side=None", _sorted_whole(0))
+    registry.register(
+        "searchsorted", "sorted_sequence input * out_int32=False right=False side=None sorter=None", _sorted_whole(0)
+    )
     registry.register("bucketize", "input boundaries * out_int32=False right=False", _sorted_whole(1))
 
 
 def _topk(call: OpCall) -> Factorization:
     """Along a cut dimension the best of each part, then of these, where that is fewer bytes."""
     if not call.tensors[0].shape:
-        raise call.refuse("a tensor of no dimension")
+        raise call.whole("a tensor of no dimension")
     dim, k = call.dim(call["dim"]), call["k"]
     rule = with_lengths(call, dim, [k])
     rule = replace(rule, outputs=rule.outputs * 2)
@@ -94,8 +96,8 @@ def _sorted_whole(which: int) -> Rule:
     """Elementwise on the values; the sorted boundaries are whole."""
 
     def rule(call: OpCall) -> Factorization:
-        if len(call.tensors) != 2 or call.tensors[which].ndim != 1:
-            raise call.refuse("it takes one-dimensional boundaries and a DTensor of values")
+        if call.arguments.get("sorter") is not None or len(call.tensors) != 2 or call.tensors[which].ndim != 1:
+            raise call.whole("its rule takes one-dimensional boundaries and a DTensor of values")
         dims, sizes = names_for("d", call.tensors[1 - which].shape)
         boundaries: Dims = (("boundaries",),)
         inputs = (boundaries, dims) if which == 0 else (dims, boundaries)

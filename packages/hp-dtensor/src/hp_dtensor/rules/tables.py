@@ -10,6 +10,7 @@ from hp_dtensor.rules import (
     convolutions,
     cross_entropy,
     einsum,
+    fourier,
     linear_algebra,
     losses,
     networks,
@@ -22,6 +23,7 @@ from hp_dtensor.rules import (
     scans,
     sorting,
     views,
+    whole,
 )
 from hp_dtensor.rules.engine.registry import RuleRegistry
 from hp_dtensor.rules.indexing import gather, scatter, slices, subscript
@@ -29,7 +31,7 @@ from hp_dtensor.rules.indexing import gather, scatter, slices, subscript
 TABLES = (
     pointwise, reductions, scans, sorting, products, einsum, linear_algebra, views, cat_and_split, slices, subscript,
     gather, scatter, padding_and_diagonals, roll_and_flip, networks, batch_norm, cross_entropy, convolutions, losses,
-    random,
+    random, fourier, whole,
 )  # fmt: skip
 
 

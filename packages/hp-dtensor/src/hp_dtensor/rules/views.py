@@ -26,6 +26,13 @@ def register(registry: RuleRegistry) -> None:
     registry.register(
         "repeat_interleave", "input repeats dim=None * output_size=None", _repeat_interleave, data_dependent=True
     )
+    registry.register("transpose_copy", "input dim0 dim1", _transpose)
+    registry.register("t_copy", "input", _reverse)
+    registry.register("permute_copy", "input *dims", _permute)
+    registry.register("unsqueeze_copy", "input dim", _unsqueeze)
+    registry.register("squeeze_copy", "input dim=None", _squeeze)
+    registry.register("expand_copy", "input *shape", _expand)
+    registry.register("view_copy", "input *shape", _reshape)
     registry.register("view_as_complex", "input", _as_complex, view=True)
     registry.register("view_as_real", "input", _as_real, view=True)
     registry.register("new_zeros new_ones new_empty", "input *size * dtype=None", _new)
@@ -220,7 +227,9 @@ def _expand(call: OpCall) -> Factorization:
 
 def _repeat_interleave(call: OpCall) -> Factorization:
     if call["dim"] is None or not isinstance(call["repeats"], int):
-        raise call.refuse("repeat_interleave needs a dimension and an integer number of repeats")
+        if isinstance(call["repeats"], int):
+            raise call.whole("its rule repeats along one dimension")
+        raise call.refuse("repeat_interleave needs an integer number of repeats, or all data on every rank")
     dims, sizes = names_for("d", call.tensors[0].shape)
     dim = call.dim(call["dim"])
     output = (*dims[:dim], (*dims[dim], "repeat"), *dims[dim + 1 :])

@@ -52,6 +52,22 @@ def _as_it_is(ops: Any, x: Tensor) -> Tensor:
     return x
 
 
+def _factor(ops: Any, x: Tensor) -> Tensor:
+    """Lower triangular, as of Cholesky's factorization."""
+    return ops.tril(_well(ops, x))
+
+
+def _first(name: str, made: Callable[..., Tensor] = _well, gradients: bool = True) -> Sample:
+    """The first result of several, as real numbers."""
+
+    def call(ops: Any, x: Tensor) -> Any:
+        result = getattr(ops, name)(made(ops, x))
+        first = result[0] if isinstance(result, (tuple, list)) else result
+        return first if gradients else ops.abs(first)
+
+    return Sample(name, (SQUARE,), call, gradients=gradients)
+
+
 SAMPLES: tuple[Sample, ...] = (
     *(_sample(name) for name in "linalg_inv inverse linalg_matrix_exp matrix_exp linalg_det det logdet".split()),
     _sample("linalg_inv", shape=(2, 3, 2, 2), label="of two batch dimensions"),
@@ -60,6 +76,22 @@ SAMPLES: tuple[Sample, ...] = (
     *(_sample(name, 3) for name in ("linalg_matrix_power", "matrix_power")),
     *(_sample(name, made=_as_it_is, shape=WIDE) for name in ("linalg_pinv", "pinverse", "linalg_svdvals")),
     *(_sample(name, made=_positive) for name in ("linalg_cholesky", "linalg_eigh", "linalg_eigvalsh")),
+    _first("cholesky", _positive),
+    _first("cholesky_inverse", _factor),
+    _first("linalg_cholesky_ex", _positive),
+    *(_first(name) for name in ("linalg_inv_ex", "linalg_lu_factor", "linalg_lu_factor_ex")),
+    *(_first(name, _positive, False) for name in "geqrf linalg_eig linalg_eigvals linalg_ldl_factor".split()),
+    _first("linalg_ldl_factor_ex", _positive, False),
+    _sample("linalg_lu"),
+    _sample("linalg_diagonal"),
+    _sample("linalg_norm", label="of all"),
+    _sample("linalg_norm", 3, 1, label="of vectors"),
+    _sample("linalg_norm", "nuc", (1, 2), label="of matrices"),
+    Sample(
+        "linalg_householder_product", ((5, 3, 2), (5, 2)), lambda ops, x, tau: ops.linalg_householder_product(x, tau)
+    ),
+    Sample("cross", ((3, 3, 4), (3, 3, 4)), lambda ops, x, y: ops.cross(x, y)),
+    Sample("linalg_cross", ((5, 3), (1, 3)), lambda ops, x, y: ops.linalg_cross(x, y)),
     _sample("linalg_qr", made=_as_it_is, shape=(5, 4, 3)),
     _sample("linalg_qr", "complete", label="complete"),
     _sample("linalg_svd", made=_as_it_is, shape=WIDE, label="reduced", full_matrices=False),

@@ -64,6 +64,14 @@ _POINTWISE = (
     *(_call(name) for name in ACTIVATIONS.split()),
     *(_call(name, positive=True) for name in POSITIVE.split()),
     *(_call(name, gradients=False) for name in CONSTANT.split()),
+    *(_call(name, MATRIX, MATRIX, gradients=False, integers={0: 9, 1: 9}) for name in ("gcd", "lcm")),
+    *(_call(name, MATRIX, MATRIX, gradients=False, positive=True) for name in ("igamma", "igammac")),
+    *(_call(name, gradients=False) for name in ("isneginf", "isposinf", "isreal", "char")),
+    _sample("mvlgamma", lambda ops, x: ops.mvlgamma(ops.add(x, 2.0), 2), positive=True),
+    _sample("polygamma", lambda ops, x: ops.polygamma(1, x), positive=True),
+    _sample("frexp", lambda ops, x: ops.frexp(x)[0], gradients=False),
+    _sample("fill", lambda ops, x: ops.fill(x, 2.0)),
+    _sample("rsub", lambda ops, x, y: ops.rsub(x, y), MATRIX, (4,)),
     *(_scaled(name, 0.25) for name in ("acos", "asin", "atanh", "erfinv")),
     _scaled("acosh", 1.0, 1.0, positive=True),
     _scaled("logit", 0.2, 0.5),
@@ -101,7 +109,30 @@ _POINTWISE = (
     _sample("where of a number", lambda ops, x: ops.where(ops.gt(x, 0.0), x, ops.mul(x, 0.5))),
 )
 
+_COPIES = (
+    _call("alias_copy"),
+    _call("diagonal_copy"),
+    _call("expand_copy", (5, 1), args=((5, 4),)),
+    _call("narrow_copy", args=(0, 1, 3)),
+    _call("permute_copy", args=((1, 0),)),
+    _call("split_with_sizes_copy", args=([2, 3],)),
+    _call("squeeze_copy", (5, 1, 4)),
+    _call("t_copy"),
+    _call("transpose_copy", args=(0, 1)),
+    _call("unbind_copy"),
+    _call("unfold_copy", args=(0, 2, 1)),
+    _call("unsafe_chunk", args=(2,)),
+    _call("unsafe_split", args=(2,)),
+    _call("unsqueeze_copy", args=(1,)),
+    _call("view_copy", args=((10, 2),)),
+)
+"""Those of torch that give a copy where another gives a view."""
+
 _IN_PLACE = (
+    *(_in_place(name, shapes=(MATRIX, MATRIX), integers={0: 9, 1: 9}, gradients=False) for name in ("gcd_", "lcm_")),
+    *(_in_place(name, shapes=(MATRIX, MATRIX), positive=True, gradients=False) for name in ("igamma_", "igammac_")),
+    _sample("mvlgamma_", lambda ops, x: ops.mvlgamma_(ops.add(x, 2.0), 2), positive=True, may_refuse=IN_PLACE),
+    _in_place("polygamma_", 1, positive=True),
     *(
         _in_place(f"{name}_")
         for name in """
@@ -369,4 +400,4 @@ _SELECTION = (
     _sample("bincount", lambda ops, i: ops.bincount(i, 6), (9,), integers={0: 4}, gradients=False),
 )  # fmt: skip
 
-SAMPLES: tuple[Sample, ...] = (*_POINTWISE, *_IN_PLACE, *_REDUCTIONS, *_PRODUCTS, *_VIEWS, *_SELECTION)
+SAMPLES: tuple[Sample, ...] = (*_POINTWISE, *_COPIES, *_IN_PLACE, *_REDUCTIONS, *_PRODUCTS, *_VIEWS, *_SELECTION)

@@ -49,6 +49,8 @@ def _rot90(x: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
 
 
 def _diff(x: Tensor, n: int = 1, dim: int = -1, prepend: Tensor | None = None, append: Tensor | None = None) -> Tensor:
+    if n == 0:
+        return x.clone()  # as torch, whatever is to be put before and behind it
     parts = [part for part in (prepend, x, append) if part is not None]
     x = torch.cat(parts, dim) if len(parts) > 1 else x
     for _ in range(n):
@@ -98,6 +100,9 @@ def _tensor_split(x: Tensor, indices_or_sections: int | Sequence[int], dim: int 
         piece, longer = divmod(size, indices_or_sections)
         lengths = [piece + (i < longer) for i in range(indices_or_sections)]
         return torch.split(x, lengths, dim)
+    if isinstance(indices_or_sections, Tensor):
+        indices = indices_or_sections.tolist()
+        return _tensor_split(x, indices, dim)
     ends = [min(max(i + size if i < 0 else i, 0), size) for i in indices_or_sections]
     bounds = [0, *ends, size]
     return torch.split(x, [max(0, stop - start) for start, stop in itertools.pairwise(bounds)], dim)
@@ -157,6 +162,8 @@ def _addr(x: Tensor, vec1: Tensor, vec2: Tensor, *, beta: float = 1, alpha: floa
 
 
 def _addbmm(x: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    if not (x.is_floating_point() or x.is_complex()):
+        beta, alpha = int(beta), int(alpha)  # as torch, which cuts off their fractions
     return _plus(torch.einsum("bij,bjk->ik", batch1, batch2), x, beta, alpha)
 
 

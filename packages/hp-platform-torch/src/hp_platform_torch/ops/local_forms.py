@@ -73,8 +73,15 @@ def _contiguous(x: Tensor, memory_format: torch.memory_format = torch.contiguous
     return result if result.stride() == strides else result.view(-1).view(result.shape)
 
 
+def _sgn(x: Tensor) -> Tensor:
+    """Return torch's; of real numbers as `sign`, since the gradient of `sgn` has no storage that could be sent."""
+    return torch.sgn(x) if x.is_complex() else torch.sign(x)
+
+
 LOCAL_FORMS: dict[Callable[..., Any], Callable[..., Any]] = {
     scaled_dot_product_attention: _attention,
+    torch.sgn: _sgn,
+    torch.Tensor.sgn: _sgn,
     torch.view_as_complex: _as_complex,
     group_norm: _group_norm,
     torch.nn.functional.pad: _pad,

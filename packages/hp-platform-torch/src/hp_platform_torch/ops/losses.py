@@ -153,6 +153,11 @@ def _multi_margin_loss(
 ) -> Tensor:
     if p not in (1, 2):
         raise ValueError("only p == 1 and p == 2 supported")
+    if input.dim() < 2:
+        loss = _multi_margin_loss(
+            input.reshape(1, -1), target.reshape(1), p, margin, weight, size_average, reduce, reduction
+        )
+        return loss.reshape(target.shape) if loss.dim() else loss
     index = target.unsqueeze(-1)
     loss = (margin - input.gather(-1, index) + input).relu()  # clamp_min has a gradient at 0
     if p == 2:
@@ -172,6 +177,9 @@ def _multilabel_margin_loss(
     reduction: str = "mean",
 ) -> Tensor:
     """Compare all pairs of classes at once; a row of the target lists classes up to the first -1."""
+    if not input.dim():
+        loss = _multilabel_margin_loss(input.reshape(1), target.reshape(1), size_average, reduce, reduction)
+        return loss.reshape(())
     classes = input.shape[-1]
     listed = (target >= 0).long().cumprod(-1)
     index = target.clamp_min(0)

@@ -15,6 +15,10 @@ from hp_dtensor.spec.tensor_spec import TensorSpec
 REQUIRED = object()
 
 
+class WholeNeededError(ShardingRuleError):
+    """No rule covers this form of a call, which is right on one device: it is computed on whole operands."""
+
+
 @dataclass(frozen=True)
 class OpCall:
     """A call seen by a rule: arguments by name, tensors replaced by their specs.
@@ -39,6 +43,8 @@ class OpCall:
             ShardingRuleError: the tensor does not have it.
         """
         ndim = self.tensors[0].ndim + extra
+        if not ndim and dim in (0, -1):
+            raise self.whole("a tensor of no dimension")
         if not -ndim <= dim < ndim:
             raise self.refuse(f"dimension {dim} of a {ndim}-dimensional tensor")
         return dim % ndim
@@ -49,6 +55,10 @@ class OpCall:
         return ShardingRuleError(
             f"{self.name}({specs}): {why}. Redistribute the inputs, or run it on local tensors (to_local, local_map)."
         )
+
+    def whole(self, why: str) -> WholeNeededError:
+        """Return the error that makes every rank gather the operands and compute this call whole."""
+        return WholeNeededError(str(self.refuse(why)))
 
 
 @dataclass(frozen=True)
@@ -81,6 +91,7 @@ class Registration:
         open: further arguments are the local operation's own affair.
         data_dependent: the shapes of its results may depend on data, so the rule may refuse; on replicated
             arguments it runs all the same.
+        whole: it is computed on whole operands in every case.
         own: a user's function. Its rule looks at nothing but tensors, its keywords are its own, and what it returns
             may be held elsewhere.
     """
@@ -93,6 +104,7 @@ class Registration:
     open: bool = False
     data_dependent: bool = False
     own: bool = False
+    whole: bool = False
 
     def position(self, keyword: str) -> int:
         """The position of the parameter that a keyword names; after all of them for one that names none."""
@@ -143,6 +155,16 @@ class RuleRegistry:
                 raise ValueError(f"operation {name!r} has a sharding rule already")
             self._registrations[name] = registration
 
+    def register_whole(self, names: str) -> None:
+        """Register operations that every rank computes on whole operands: cut or partial ones are gathered.
+
+        They must be pure: they write no argument, and draw no random numbers.
+        """
+        for name in names.split():
+            if name in self._registrations:
+                raise ValueError(f"operation {name!r} has a sharding rule already")
+            self._registrations[name] = Registration(_needs_whole, (), open=True, whole=True)
+
     def add(self, name: str, registration: Registration, identity: Hashable) -> str:
         """Register an operation of a user's own, and return its name: another one where `name` is taken.
 
@@ -165,6 +187,10 @@ class RuleRegistry:
         return tuple(sorted(self._registrations))
 
 
+def _needs_whole(call: OpCall) -> Factorization:
+    raise call.whole("it is computed on whole operands")
+
+
 KEYWORD_SYNONYMS = {
     "axis": "dim",
     "keepdims": "keepdim",
@@ -177,6 +203,7 @@ KEYWORD_SYNONYMS = {
     "ord": "p",
     "x": "input",
     "a": "input",
+    "A": "input",
     "x1": "input",
     "x2": "other",
     "split_size_or_sections": "sizes",

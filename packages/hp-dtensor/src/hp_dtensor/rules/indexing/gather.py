@@ -19,13 +19,15 @@ from hp_dtensor.rules.indexing.owned_ids import check_ids, own_ids
 def register(registry: RuleRegistry) -> None:
     registry.register("gather", "input dim index * sparse_grad=False", _gather)
     registry.register("index_select", "input dim index", _index_select)
-    registry.register("take_along_dim", "input index dim", _take_along_dim)
+    registry.register("take_along_dim", "input index dim=None", _take_along_dim)
 
 
 def _gather(call: OpCall) -> Factorization:
     """Dimensions in which input and index agree are parallel; the others must be whole."""
     shape, index = (spec.shape for spec in call.tensors)
     dim = call.dim(call["dim"])
+    if len(shape) != len(index):
+        raise call.whole("its rule is of an index with as many dimensions")
     dims, sizes = names_for("d", shape)
     index_dims = []
     fixed = {f"d{dim}"}
@@ -56,9 +58,11 @@ def _index_select(call: OpCall) -> Factorization:
 
 def _take_along_dim(call: OpCall) -> Factorization:
     shape, index = (spec.shape for spec in call.tensors)
+    if call["dim"] is None or len(shape) != len(index):
+        raise call.whole("its rule is along one dimension")
     dim = call.dim(call["dim"])
     if any(a != b for i, (a, b) in enumerate(zip(shape, index, strict=True)) if i != dim):
-        raise call.refuse("take_along_dim of DTensors needs shapes that agree outside the dimension")
+        raise call.whole("its rule is of shapes that agree outside the dimension")
     dims, sizes = names_for("d", shape)
     output = (*dims[:dim], ("x",), *dims[dim + 1 :])
     sizes = sizes | {"x": index[dim]}

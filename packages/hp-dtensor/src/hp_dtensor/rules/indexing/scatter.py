@@ -57,19 +57,26 @@ def _index_write(call: OpCall) -> Factorization:
 def _index_fill(call: OpCall) -> Factorization:
     dims, sizes = names_for("d", call.tensors[0].shape)
     fixed = frozenset({f"d{call.dim(call['dim'])}", "x"})
-    return Factorization((dims, (("x",),)), (dims,), sizes | {"x": call.tensors[1].shape[0]}, fixed=fixed)
+    value: tuple[Dims, ...] = ((),) * (len(call.tensors) - 2)
+    if (len(call.tensors) > 2 and call.tensors[2].ndim) or call.tensors[1].ndim != 1:
+        raise call.whole("its rule is of positions [x] and one value")
+    return Factorization((dims, (("x",),), *value), (dims,), sizes | {"x": call.tensors[1].shape[0]}, fixed=fixed)
 
 
 def _index_put(call: OpCall) -> Factorization:
     """Rows of the leading dimension(s) replaced; the trailing dimensions are parallel."""
     indices = call["indices"]
     if len(call.tensors) != len(indices) + 2 or any(spec.ndim != 1 for spec in call.tensors[1:-1]):
-        raise call.refuse("index_put of a DTensor takes one-dimensional index DTensors and a DTensor of values")
+        raise call.whole("its rule is of one-dimensional index DTensors and a DTensor of values")
     dims, sizes = names_for("d", call.tensors[0].shape)
     count = len(indices)
     sizes = sizes | {"x": call.tensors[1].shape[0]}
     fixed = frozenset({"x", *(f"d{i}" for i in range(count))})
     values = (("x",), *dims[count:])
+    if call.tensors[-1].shape != (sizes["x"], *call.tensors[0].shape[count:]) or any(
+        spec.shape != (sizes["x"],) for spec in call.tensors[1:-1]
+    ):
+        raise call.whole("its rule is of values that are not broadcast")
     return Factorization((dims, *((("x",),),) * count, values), (dims,), sizes, fixed=fixed)
 
 

@@ -22,6 +22,7 @@ Tensor = Any
 
 def register(registry: RuleRegistry) -> None:
     registry.register("narrow", "input dim start length", _narrow, view=True)
+    registry.register("narrow_copy", "input dim start length", _narrow)
     registry.register("select", "input dim index", _select, view=True)
 
 
@@ -46,7 +47,7 @@ def _narrow(call: OpCall) -> Factorization:
     shape, dim = call.tensors[0].shape, call.dim(call["dim"])
     start, length = call["start"], call["length"]
     if not isinstance(start, int) or not isinstance(length, int):
-        raise call.refuse("start and length must be integers")
+        raise call.whole("its rule takes integers as start and length")
     first = start + shape[dim] if start < 0 else start
     if not (0 <= first <= shape[dim] and 0 <= length <= shape[dim] - first):
         raise IndexOutOfRangeError(
