@@ -255,7 +255,7 @@ def _plain(x: Tensor) -> Tensor:
 
 
 def _placed(x: Tensor, mesh: DeviceMesh, placements: Placements) -> Tensor:
-    dtensor: Any = distribute_tensor(x.detach(), mesh, placements, source_rank=None)
+    dtensor: Any = distribute_tensor(x.detach(), mesh, placements, src_data_rank=None)
     return dtensor.detach().requires_grad_(x.requires_grad)
 
 

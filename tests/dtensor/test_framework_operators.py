@@ -54,7 +54,7 @@ def test_integers_in_place_and_short_floats(hp_platform: Platform) -> None:
 
 def _cut(platform: Platform, x: Any, dim: int = 0) -> Any:
     mesh = DeviceMesh("cpu", (2,), platform=platform)
-    return distribute_tensor(x, mesh, [Shard(dim)], source_rank=None)
+    return distribute_tensor(x, mesh, [Shard(dim)], src_data_rank=None)
 
 
 def test_what_is_computed_whole_is_told(hp_platform: Platform) -> None:
