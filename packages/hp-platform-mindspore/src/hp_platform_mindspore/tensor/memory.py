@@ -36,7 +36,7 @@ class _Memory:
         self.__array_interface__ = {
             "data": (x.data_ptr(), False),
             "shape": x._shape,
-            # `strides` is that of the shape, whatever the view; `stride()` counts elements, and a DTensor's own is global.
+            # `strides` is that of the shape, whatever the view; `stride()` counts elements, a DTensor's globally.
             "strides": tuple(step * HOST_DTYPES[x.dtype].itemsize for step in Tensor.stride(x)),
             "typestr": HOST_DTYPES[x.dtype].str,
             "version": 3,
