@@ -43,7 +43,12 @@ def install(files: list[Block], site: Path) -> None:
 
 
 def test_there_is_a_guide_for_each_kind_of_plugin() -> None:
-    assert {Path(page).stem for page in GUIDES} >= {"communication", "token_dispatcher", "model_and_tracker"}
+    assert {Path(page).stem for page in GUIDES} >= {
+        "communication",
+        "model_and_tracker",
+        "sharding_rule",
+        "token_dispatcher",
+    }
 
 
 @pytest.mark.parametrize("page", GUIDES)

@@ -394,6 +394,15 @@ def share_comm_ctx(modules: Sequence[Module]) -> None:
 
     Raises:
         FullyShardError: a module has not been through `fully_shard`.
+
+    Example:
+        >>> def program():
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     with nn.building(platform):
+        ...         models = [fully_shard(nn.Linear(4, 4), mesh) for _ in range(2)]
+        ...     share_comm_ctx(models)
+        >>> run_ranks(program, 2)
+        [None, None]
     """
     _groups_of("share_comm_ctx", modules)
 

@@ -38,7 +38,17 @@ class ShardPlacementResult:
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """Nothing is offloaded: torch's base class and default, the same as None."""
+    """Nothing is offloaded: torch's base class and default, the same as None.
+
+    Example:
+        >>> def program():
+        ...     with nn.building(platform):
+        ...         model = nn.Linear(4, 6)
+        ...     fully_shard(model, init_device_mesh("cpu", (2,)), offload_policy=OffloadPolicy())  # nothing is offloaded
+        ...     return model.weight.placements
+        >>> run_ranks(program, 2)[0]
+        (RaggedShard(0, (3, 3)),)
+    """
 
 
 @dataclass(frozen=True)
@@ -52,6 +62,13 @@ class DataParallelMeshDims:
     Raises:
         ValueError: neither is given.
         FullyShardError: several names for one of them, which torch flattens into one axis.
+
+    Example:
+        >>> def program():
+        ...     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        ...     return DataParallelMeshDims(shard="dp").of(mesh).shape
+        >>> run_ranks(program, 4)[0]
+        (2,)
     """
 
     shard: str | tuple[str, ...] | None = None

@@ -49,7 +49,7 @@ def check_known(registration: Registration, call: OpCall, args: tuple[Any, ...])
 
 
 def rule_of(registration: Registration, call: OpCall) -> Factorization:
-    """What the rule says of a call; a DTensor that it does not take as a tensor, such as a number, is refused."""
+    """Return the factors of a call as its rule says; DTensors in places that are no tensors, as numbers, are refused."""
     try:
         rule = registration.rule(call)
     except HPError:
@@ -173,7 +173,7 @@ def mixed(name: str, value: Tensor, kind: str = "tensor") -> MixedOperandsError:
 
 
 def _more_about(name: str, value: Tensor) -> str:
-    """What users meant who gave this operation a plain tensor."""
+    """Advice to users who gave this operation a plain tensor: the likely meanings of it."""
     if name == "stack" and not value.shape:
         return " hp_dtensor.clip_grad_norm_ takes plain and distributed parameters together."
     if name == "copy_":

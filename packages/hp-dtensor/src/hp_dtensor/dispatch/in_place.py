@@ -18,13 +18,13 @@ class KeptPlacementError(ShardingRuleError):
 
 
 def writes_result_of(name: str) -> bool:
-    """Whether an operation writes into its first argument what the one without the underscore gives."""
+    """Tell if an operation writes into its first argument the result of the one without the underscore."""
     registration = rule_registry().get(name.removesuffix("_")) if name.endswith("_") else None
     return registration is not None and not registration.view
 
 
 def refusal(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """What to say of a partial first argument to an operation that has no rule of its own in place."""
+    """The message for a partial first argument of an operation that has no rule of its own in place."""
     specs = ", ".join(repr(x.spec) for _, x in locate_tensors(args, kwargs))
     return f"{name}({specs}): in place it would have to change the placement of its first argument; redistribute that."
 

@@ -45,7 +45,7 @@ class Uncached(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArgumentKinds:
-    """What a key must know of a framework's classes.
+    """The classes of a framework that a plan's key tells apart.
 
     Attributes:
         tensor: the class of plain tensors.

@@ -104,7 +104,7 @@ class FactorCuts:
 
 @dataclass(slots=True, kw_only=True)
 class OpPlan:
-    """How a call of one operation, with given specs and static arguments, runs on this rank.
+    """The way in which a call of one operation, with given specs and static arguments, runs on this rank.
 
     Attributes:
         operation: the operation's name.

@@ -111,7 +111,7 @@ def _is_first(registration: Registration, location: Location) -> bool:
 def _makes_integers(
     platform: Platform, specs: tuple[TensorSpec, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> bool:
-    """Whether data is rounded to a dtype among the arguments, or becomes truth values: then nothing is linear."""
+    """Tell if data is rounded to a dtype among the arguments, or becomes truth values: then nothing is linear."""
     given = [platform.dtype_meant(value) for value in (*args, *kwargs.values())]
     wanted = [value for value in given if type(value) in dtype_classes(platform)]
     return any(rounds(platform, spec.dtype, dtype) for spec in specs for dtype in wanted)

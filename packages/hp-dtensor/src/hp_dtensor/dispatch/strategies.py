@@ -31,7 +31,7 @@ def choose_strategies(
     mesh = call.tensors[0].mesh
 
     def part_of(factor: str) -> Part:
-        """What earlier axes leave of it; a rank outside the mesh says what its first rank would."""
+        """Return the part of a factor that earlier axes leave; a rank outside the mesh gives that of the first rank."""
         where = mesh.get_coordinate() or (0,) * mesh.ndim
         return _span(mesh, rule.sizes[factor], _cut_axes(chosen).get(factor, ()), chosen, where)
 
@@ -47,7 +47,7 @@ def choose_strategies(
 
 
 def _is_element_by_element(rule: Factorization) -> bool:
-    """Whether each element of the outputs comes of the inputs' at the same place, of scalars, and of nothing else."""
+    """Tell if each element of the outputs depends on the inputs' at the same place and on scalars only."""
     dims = rule.outputs[0]
     known = all(other == dims for other in rule.outputs) and all(other in (dims, ()) for other in rule.inputs)
     alike = known and all(len(dim) == 1 for dim in dims)
@@ -56,7 +56,7 @@ def _is_element_by_element(rule: Factorization) -> bool:
 
 
 def _stay_strided(specs: Sequence[TensorSpec], in_place: bool) -> bool:
-    """Whether the first has strided shards, and the others are cut in this way, scalars replicated. Where the first is
+    """Tell if the first has strided shards, and the others are cut in this way, scalars replicated. Where the first is
     written, the others are brought to it. Factors know chunks and ragged parts only.
     """
     first = next((spec for spec in specs if spec.ndim), specs[0])

@@ -121,7 +121,7 @@ def _pool(dilated: str | None) -> Rule:
 
 
 def _windows(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil: bool) -> int:
-    """How many windows a dimension has; with `ceil` also one that reaches beyond its end but starts within it."""
+    """Count the windows of a dimension; with `ceil` also one that reaches beyond its end but starts within it."""
     covered = size + 2 * padding - dilation * (kernel - 1) - 1
     count = (covered + (stride - 1 if ceil else 0)) // stride + 1
     return count - 1 if ceil and (count - 1) * stride >= size + padding else count

@@ -1,4 +1,4 @@
-"""Normalizations, embedding, attention and losses."""
+"""Layer, group and instance normalization, embedding, and attention."""
 
 from __future__ import annotations
 

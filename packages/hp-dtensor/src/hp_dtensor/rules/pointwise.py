@@ -126,7 +126,7 @@ def _copied(call: OpCall) -> Factorization:
 
 
 def rounds(platform: Platform, dtype: Any, wanted: Any) -> bool:
-    """Whether a sum of parts that are converted from `dtype` to `wanted` may differ from the sum converted."""
+    """Tell if a sum of parts that are converted from `dtype` to `wanted` may differ from the sum converted."""
     if platform.is_floating(wanted):
         return False
     to_truth = platform.dtype_name(wanted) == "bool" != platform.dtype_name(dtype)

@@ -98,7 +98,7 @@ def _whole_like(call: LocalCall, x: Tensor, make: Callable[..., Tensor]) -> Tens
 
 
 def _all_see_alike(spec: TensorSpec) -> bool:
-    """Whether strides tell every rank the same: a framework disregards those of dimensions with one element or none."""
+    """Tell if strides say the same on every rank: frameworks disregard those of dimensions of one element or none."""
     return all(len({min(length, 2) for length in _lengths(spec, dim)}) == 1 for dim in range(spec.ndim))
 
 
@@ -139,7 +139,7 @@ def _whole(call: OpCall) -> Factorization:
 
 
 def _random_slopes(call: OpCall) -> Factorization:
-    """How many numbers are drawn before an element depends on the signs of all elements before it."""
+    """Tell that the numbers drawn before an element depend on the signs of all elements before it."""
     if not call["training"]:
         return pointwise(None)(call)
     return _whole(call)

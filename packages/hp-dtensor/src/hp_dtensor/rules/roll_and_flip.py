@@ -96,7 +96,7 @@ def _moved(call: LocalCall, x: Tensor, dim: int, targets: Targets) -> Tensor:
 
 
 def row_moves(parts: Sequence[Part], targets: Sequence[Sequence[Part]]) -> list[RowMove]:
-    """What each rank sends to which, when the rows of part i go to the positions targets[i] and are cut as before."""
+    """Return the rows that ranks send to each other, when the rows of part i go to targets[i] and are cut as before."""
     holders = [(start, rank) for rank, (start, length) in enumerate(parts) if length]
     starts = [start for start, _ in holders]
     moves = []

@@ -86,7 +86,7 @@ def _cumulated(combine: str) -> Callable[[LocalCall], Tensor]:
 
 
 def _carried(call: LocalCall) -> tuple[Tensor, ...]:
-    """What no operation of two results gives: the totals before each part are put in front of it, and scanned too."""
+    """A scan that no operation of two results gives: totals before each part are put in front of it, and scanned."""
     dim, ops, x = _dim_of(call), call.platform.ops, call.arguments["input"]
     if not call.platform.is_floating(x.dtype) and not call.platform.is_complex(x.dtype):
         x = call.platform.detach(x)

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class ReduceOptions:
-    """How a group's gradients are reduced.
+    """Settings of the reduction of a group's gradients.
 
     Attributes:
         all_reduce: also over the replicate axis; else the reduced shards wait for a later reduction.

@@ -77,7 +77,7 @@ def _applies(x: torch.Tensor, permutation: TokenPermutation, weights: tuple[torc
 
 
 def _passes(kind: Kind, platform: Platform) -> bool:
-    """Whether results and gradients of a small layer of this kind are those of plain products."""
+    """Tell if results and gradients of a small layer of this kind are those of plain products."""
     if kind not in _passed:
         if kind.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             # A check waits for the device, which would end the capture.

@@ -1,4 +1,4 @@
-"""What this platform gives to hp-moe; loaded through the entry-point group `hp_moe`."""
+"""The hooks with which torch's platform serves hp-moe; loaded through the entry-point group `hp_moe`."""
 
 from __future__ import annotations
 

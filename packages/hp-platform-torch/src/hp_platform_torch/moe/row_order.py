@@ -11,7 +11,7 @@ from hp_moe import TokenPermutation
 
 @dataclass(frozen=True, slots=True)
 class RowOrder:
-    """Where each slot's row is, and whose each row is.
+    """The row of each slot, and the token of each row.
 
     Attributes:
         entries: int32 `[num_rows]`: flat index of each row's slot, `token * num_slots + slot`.

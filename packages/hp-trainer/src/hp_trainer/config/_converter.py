@@ -1,4 +1,4 @@
-"""From a tree to the dataclasses of the schema, collecting every problem."""
+"""From a tree to the dataclasses of the schema, with every problem: unknown keys (and the nearest name), types."""
 
 from __future__ import annotations
 

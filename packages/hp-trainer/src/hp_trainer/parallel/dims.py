@@ -135,12 +135,12 @@ class ParallelDims:
 
     @property
     def dp_replicate_enabled(self) -> bool:
-        """Whether the model has replicas; they shard nothing, so this alone does not enable `fsdp`."""
+        """True if the model has replicas; they shard nothing, so this alone does not enable `fsdp`."""
         return self.dp_replicate > 1
 
     @property
     def fsdp_enabled(self) -> bool:
-        """Whether dense weights are sharded: over `dp_shard` and, folded, over `cp`.
+        """True if dense weights are sharded: over `dp_shard` and, folded, over `cp`.
 
         As in torchtitan, replicas are no shards: `dp_replicate=2` alone leaves it False.
         """

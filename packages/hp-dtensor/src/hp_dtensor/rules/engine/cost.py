@@ -1,4 +1,4 @@
-"""What it costs to bring an operation's inputs to a strategy, in bytes that a rank sends."""
+"""The cost of bringing an operation's inputs to a strategy, in bytes that a rank sends."""
 
 from __future__ import annotations
 

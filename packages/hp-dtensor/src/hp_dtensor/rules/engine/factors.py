@@ -81,20 +81,20 @@ class Factorization:
         return None
 
     def splittable(self, factor: str) -> bool:
-        """Whether `factor` may be cut at all: it is outermost wherever it is merged."""
+        """Tell if `factor` may be cut at all: it is outermost wherever it is merged."""
         if factor in self.fixed or self._lost(factor):
             return False
         return all(dim[0] == factor for dim in self._merged(factor))
 
     def splits_in_chunks(self, factor: str, parts: float) -> bool:
-        """Whether a splittable factor may be cut in chunk order into `parts`: evenly where it is merged."""
+        """Tell if a splittable factor may be cut in chunk order into `parts`: evenly where it is merged."""
         size = self.sizes[factor]
         if factor in self.nonempty and -(-size // parts) * (parts - 1) >= size:
             return False
         return not self.merges(factor) or size % parts == 0
 
     def merges(self, factor: str) -> bool:
-        """Whether a dimension consists of this factor and others."""
+        """Tell if some dimension consists of this factor and others."""
         return bool(self._merged(factor))
 
     def elements_inside(self, dim: Dim, factor: str) -> int:
@@ -111,7 +111,7 @@ class Factorization:
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """What one mesh axis does in an operation: the placements that inputs must have and outputs get.
+    """The part of one mesh axis in an operation: the placements that inputs must have and outputs get.
 
     `kind` says how it cuts `factor`, as a placement of dimension 0; `whole` that every rank does the same, whatever
     the placements of inputs that do not count.
@@ -172,7 +172,7 @@ def _keeping(
 
 
 def _is_cut(rule: Factorization, factor: str, current: Sequence[Placement]) -> bool:
-    """Whether some input has the factor cut now: then it may stay so, even with one element or none."""
+    """Tell if some input has the factor cut now: then it may stay so, even with one element or none."""
     return any(
         isinstance(placement, (Shard, RaggedShard)) and placement.dim == rule.dim_of(dims, factor)
         for dims, placement in zip(rule.inputs, current, strict=True)
@@ -251,7 +251,7 @@ def _cut_output(rule: Factorization, factor: str, kind: Placement, dims: Dims, k
 
 
 def parts_of(kind: Shard | RaggedShard, part: Part, ranks: int) -> list[Part]:
-    """What each rank of an axis gets of a part that the axis cuts."""
+    """Return the part of each rank of an axis, of a part that the axis cuts."""
     start, length = part
     if isinstance(kind, RaggedShard):
         starts = itertools.accumulate(kind.units, initial=start)

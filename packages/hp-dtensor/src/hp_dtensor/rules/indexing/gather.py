@@ -99,7 +99,7 @@ def _own_picked(dim: int, call: LocalCall) -> Any:
 
 
 def _zeros_picked(call: LocalCall, dim: int) -> Any:
-    """What a rank that holds nothing of the dimension picks, in the graph of the input."""
+    """The zeros that a rank without anything of the dimension picks, in the graph of the input."""
     ops, index = call.platform.ops, call.arguments["index"]
     zeros = ops.sum(call.arguments["input"], dim, True)
     shape = list(zeros.shape)

@@ -24,7 +24,7 @@ Array = numpy.ndarray
 
 @dataclass(frozen=True)
 class Picked:
-    """What positions pick.
+    """The dimensions and factors that positions pick.
 
     Attributes:
         shape: the index tensors broadcast together.
@@ -46,7 +46,7 @@ class Picked:
 
 
 def picked(call: OpCall, items: Sequence[Item]) -> Picked:
-    """What an index of one item per dimension picks, of which some are specs of tensors of positions."""
+    """Analyse an index of one item per dimension, of which some are specs of tensors of positions."""
     tensors = [item for item in items if isinstance(item, TensorSpec)]
     try:
         shape = broadcast_shape([tensor.shape for tensor in tensors])
@@ -65,17 +65,17 @@ def picked(call: OpCall, items: Sequence[Item]) -> Picked:
 
 
 def _is_integer(item: Item) -> bool:
-    """Whether it picks one position: a tensor without dimensions does, as a number does."""
+    """Tell if an item picks one position: a tensor without dimensions does, as a number does."""
     return isinstance(item, int) or (isinstance(item, TensorSpec) and item.ndim == 0)
 
 
 def _places(items: Sequence[Item]) -> list[int]:
-    """Where the integers and tensors are, which together pick positions."""
+    """Return the dimensions whose items are integers and tensors, which together pick positions."""
     return [i for i, item in enumerate(items) if isinstance(item, (int, TensorSpec))]
 
 
 def _start(places: Sequence[int]) -> int:
-    """Where the picked dimensions are in the result: first where places are apart."""
+    """Return the place of the picked dimensions in the result: the first one if the items stand apart."""
     return places[0] if places and places[-1] - places[0] < len(places) else 0
 
 

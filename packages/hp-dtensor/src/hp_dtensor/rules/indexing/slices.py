@@ -150,7 +150,7 @@ def localize_index(
 
 
 def picked_by_owners(items: Sequence[Item], call: LocalCall) -> Tensor:
-    """What this rank has of the picked part: for a position that another rank has, zeros."""
+    """Return this rank's share of the picked part: zeros for a position that another rank has."""
     index, _ = own_index(items, call.sizes, call.spans)
     result = call.on(call.arguments["input"], index=tuple(slice(0, 0) if item is ELSEWHERE else item for item in index))
     dims = [item for item in index if not isinstance(item, int)]
@@ -197,7 +197,7 @@ def _own_rows(kept: range, part: Part) -> tuple[slice, int]:
 
 
 def part_of_value(ops: Any, value: Any, taken: Sequence[Part | None]) -> Any:
-    """What of an assigned value belongs to this rank's part, from what `own_index` says."""
+    """Return the share of an assigned value that belongs to this rank's part, as `own_index` says."""
     if not hasattr(value, "shape") or not len(value.shape):
         return value
     for dim, part in enumerate(taken[len(taken) - len(value.shape) :]):
