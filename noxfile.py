@@ -293,7 +293,7 @@ def loss_parity(session: nox.Session) -> None:
 @nox.parametrize("platform", ("torch", "mindspore"), ids=("torch", "mindspore"))
 def proof(session: nox.Session, platform: str) -> None:
     """The full-size proofs, `proof_*.py` beside the tests, on each framework; arguments go to pytest."""
-    found = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/*/proof_*.py"))
+    found = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/**/proof_*.py"))
     pytest(session, full(platform), *SPREAD, *one_core(platform), "--verbose", *found, HP_PLATFORM=platform)
 
 

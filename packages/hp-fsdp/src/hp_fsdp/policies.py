@@ -44,7 +44,7 @@ class OffloadPolicy:
         >>> def program():
         ...     with nn.building(platform):
         ...         model = nn.Linear(4, 6)
-        ...     fully_shard(model, init_device_mesh("cpu", (2,)), offload_policy=OffloadPolicy())  # nothing is offloaded
+        ...     fully_shard(model, init_device_mesh("cpu", (2,)), offload_policy=OffloadPolicy())
         ...     return model.weight.placements
         >>> run_ranks(program, 2)[0]
         (RaggedShard(0, (3, 3)),)

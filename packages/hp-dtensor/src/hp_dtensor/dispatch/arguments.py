@@ -49,7 +49,7 @@ def check_known(registration: Registration, call: OpCall, args: tuple[Any, ...])
 
 
 def rule_of(registration: Registration, call: OpCall) -> Factorization:
-    """Return the factors of a call as its rule says; DTensors in places that are no tensors, as numbers, are refused."""
+    """Return the factors of a call as its rule says; DTensors where a rule expects no tensor are refused."""
     try:
         rule = registration.rule(call)
     except HPError:

@@ -83,7 +83,7 @@ def _by_positions(call: OpCall, items: list[Item]) -> Factorization:
 def _picked(
     call: OpCall, items: list[Item], dims: Dims, sizes: dict[str, int]
 ) -> tuple[index_tensors.Picked, Dims, set[str]]:
-    """Return the dimensions picked by tensors of positions, those of the result, and the factors sliced or picked from."""
+    """Return the dimensions that tensors of positions pick, those of the result, and the factors picked from."""
     picked = index_tensors.picked(call, items)
     output, fixed = _sliced_to_new_factors(call, items, dims, sizes)
     sizes |= picked.sizes

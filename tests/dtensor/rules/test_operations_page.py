@@ -12,7 +12,7 @@ import pytest
 
 from hp_dtensor.platform.interface import Platform
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def _check(*arguments: str) -> None:

@@ -20,7 +20,7 @@ from hp_dtensor.testing.shares import Share
 
 LONG = 7200
 MESHES = ((2,), (3,), (4,), (6,), (2, 2), (2, 3))
-FORMS = Path(__file__).parents[2] / "packages" / "hp-platform-torch" / "tests" / "test_torch_rules.py"
+FORMS = Path(__file__).parents[3] / "packages" / "hp-platform-torch" / "tests" / "test_torch_rules.py"
 
 
 def _forms_of_torch() -> list[Sample]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "redistribute_bytes.py"
+BENCHMARK = Path(__file__).resolve().parents[3] / "benchmarks" / "redistribute_bytes.py"
 
 
 @pytest.mark.skipif(os.environ.get("HP_PLATFORM") == "mindspore", reason="compares with torch")
