@@ -17,6 +17,7 @@ from fsdp_training import (
     whole_grads,
 )
 
+from hp_dtensor.comm.mesh import DeviceMesh, init_device_mesh
 from hp_dtensor.comm.world import ProcessGroup, current_world, record_collectives
 from hp_dtensor.parallel import nn
 from hp_dtensor.tensor.init import Normal, init_parameters
@@ -360,3 +361,38 @@ def test_gradients_of_inputs_leave_those_of_parameters(hp_platform, frozen):
         assert held_bytes(model) == [0] * 4
 
     run_ranks(rank, 2, platform)
+
+
+@pytest.mark.parametrize("axes", [("a",), ("b", "a")], ids=["one axis", "the axes in the other order"])
+@pytest.mark.parametrize("user", range(4))
+def test_what_one_rank_uses_is_known_on_all_beside_parameters_of_another_mesh(hp_platform, axes, user):
+    """Replicas of some parameters are the ranks that shard others, as experts over the ranks of a replicate axis."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.dense, self.branch, self.expert = (nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x, use_branch):
+            y = self.expert(self.dense(x))
+            beside = self.branch(x)
+            return self.ops.add(y, beside) if use_branch else y
+
+    def rank():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"), platform=hp_platform)
+        turned = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("b", "a"), platform=hp_platform)
+        with nn.building(hp_platform):
+            model = Model()
+        fully_shard(model.expert, turned[axes])
+        for module in (model.dense, model.branch, model):
+            fully_shard(module, mesh)
+        for index in range(2):
+            uses = index == 0 and current_world(hp_platform).rank == user
+            x = hp_platform.ops.ones((3, 4), hp_platform.dtype("float32"))
+            hp_platform.backward(hp_platform.ops.sum(model(x, uses)))
+            given = {name for name, p in hp_platform.named_parameters(model) if hp_platform.get_grad(p) is not None}
+            assert given == {"dense.weight", "expert.weight", "branch.weight"} - ({"branch.weight"} if index else set())
+            for _, parameter in hp_platform.named_parameters(model):
+                hp_platform.set_grad(parameter, None)
+
+    run_ranks(rank, 4, hp_platform)

@@ -86,7 +86,7 @@ class BufferActions:
             order.record(number * len(ACTIONS) + REDUCES, used)
         if among_replicas and self._among_replicas is not None:
             order, number = self._among_replicas
-            order.record(number * len(ACTIONS) + REDUCES, used)
+            order.record(number * len(ACTIONS) + REDUCES, used, is_second=self._among_shards is not None)
 
     @property
     def orders(self) -> list[CallOrder]:
@@ -143,7 +143,9 @@ class CallOrder:
         self._agreed = bytes(DIGEST_BYTES)
         self._is_connected = False
         self._comparison: Comparison | None = None
-        self._used: list[UsedParameters] = []
+        # Those to be told at once, and those whose shards must have compared before.
+        self._used_first: list[UsedParameters] = []
+        self._used_second: list[UsedParameters] = []
 
     def join(self, group: Group, parameters: Sequence[str]) -> int:
         """Give the next buffer its number, the same on every rank; it belongs to `group` and holds `parameters`."""
@@ -163,23 +165,34 @@ class CallOrder:
             else:
                 del self._described[freed.key]
 
-    def record(self, code: int, used: UsedParameters | None = None) -> None:
-        """Record an action that this rank has begun; of a reduction, the parameters that it has gradients of."""
+    def record(self, code: int, used: UsedParameters | None = None, is_second: bool = False) -> None:
+        """Record an action that this rank has begun.
+
+        Args:
+            used: of a reduction, the parameters that it has gradients of.
+            is_second: these are told to the others in a second comparison, when the shards have compared theirs.
+        """
         self.actions.append(code)
         if used is not None:
-            self._used.append(used)
+            (self._used_second if is_second else self._used_first).append(used)
         if not self._is_connected:
             # Connections are made now, where every rank of the group comes to its first action.
             self._is_connected = True
             self._process_group.barrier()
 
-    def start_comparing(self, phase: str) -> None:
-        """Begin to compare the actions recorded since the last comparison, if there are any."""
+    def start_comparing(self, phase: str, is_second: bool = False) -> None:
+        """Begin to compare what has been recorded since the last comparison, if there is anything.
+
+        Args:
+            is_second: tell the parameters recorded so, whose shards have compared theirs; False: the other ones.
+        """
         self.check()
-        if self.actions:
+        waiting = self._used_second if is_second else self._used_first
+        if self.actions or waiting:
             digest = _digest(self._agreed + self.actions.tobytes())
             codes = [*self.actions[:NUM_CODES_SENT], *[0] * (NUM_CODES_SENT - len(self.actions))]
-            used, self._used = self._used, []
+            used = waiting.copy()
+            waiting.clear()
             kinds, flags = _digest(_kinds(self.actions)), pack_flags(used)
             message = MESSAGE.pack(BEGINNING, digest, kinds, len(self.actions), *codes, flags)
             with self._naming_failures(phase):
@@ -330,13 +343,13 @@ class CallOrders:
 
     Those among replicas of shards come second: which parameters some rank of a shard group has used is known when its
     comparison is over, and goes to the replicas with theirs. So the parameters that any rank has used are known on all.
+    One that is both, of parameters with different meshes, is compared both times.
     """
 
     def __init__(self, buffers: Iterable[BufferActions]) -> None:
         actions = list(buffers)
         self._first = list(dict.fromkeys(order for each in actions for order in each.first_orders))
-        second = dict.fromkeys(order for each in actions for order in each.second_orders)
-        self._second = [order for order in second if order not in self._first]
+        self._second = list(dict.fromkeys(order for each in actions for order in each.second_orders))
         self._errors_raised = {order: order.error for order in (*self._first, *self._second)}
         self._second_phase = ""
 
@@ -359,7 +372,7 @@ class CallOrders:
         if timeout_seconds is None and self._second_phase:
             phase, self._second_phase = self._second_phase, ""
             for order in self._second:
-                order.start_comparing(phase)
+                order.start_comparing(phase, is_second=True)
         for order in self._second:
             order.check(timeout_seconds)
         for order, raised in self._errors_raised.items():
