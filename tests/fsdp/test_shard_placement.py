@@ -8,6 +8,7 @@ from fsdp_training import Case, build, mesh_of, micro_loss, train_reference, who
 
 from hp_dtensor.comm.mesh import init_device_mesh
 from hp_dtensor.comm.world import ProcessGroup, current_world
+from hp_dtensor.exceptions import LaunchError
 from hp_dtensor.parallel import nn
 from hp_dtensor.parallel.parameters import place_parameter
 from hp_dtensor.spec.placements import RaggedShard, Replicate, Shard
@@ -124,6 +125,58 @@ def test_a_mesh_for_one_parameter(hp_platform):
                 numpy.testing.assert_allclose(grad, expected[name], rtol=2e-5, atol=2e-6, err_msg=name)
 
     run_ranks(rank, 4, hp_platform)
+
+
+class Experts(nn.Module):
+    """Those experts of a layer that this rank has, beside a weight that all ranks share."""
+
+    def __init__(self, numbers):
+        super().__init__()
+        self.shared = self.parameter((4,))
+        for number in numbers:
+            setattr(self, f"expert{number}", self.parameter((4,)))
+        self.numbers = numbers
+
+    def forward(self, x):
+        for number in self.numbers:
+            x = self.ops.add(x, getattr(self, f"expert{number}"))
+        return self.ops.mul(self.shared, x)
+
+
+def test_ranks_beyond_the_mesh_of_a_parameter_may_have_others(hp_platform):
+    """Here other experts, and more of them."""
+
+    def rank():
+        both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "edp"), platform=hp_platform)
+        with nn.building(hp_platform):
+            model = Experts([0] if both.get_local_rank("ep") == 0 else [1, 2])
+        for _, parameter in hp_platform.named_parameters(model):
+            hp_platform.copy_(parameter, hp_platform.ops.ones((4,), hp_platform.dtype("float32")))
+        place = {id(parameter): both["edp"] for name, parameter in hp_platform.named_parameters(model) if "exp" in name}
+        fully_shard(
+            model, both.flatten("all"), shard_placement_fn=lambda p: ShardPlacementResult(mesh=place.get(id(p)))
+        )
+        x = hp_platform.ops.ones((4,), hp_platform.dtype("float32"))
+        hp_platform.backward(hp_platform.ops.sum(model(x)))
+        grads = whole_grads(hp_platform, model)
+        for number in model.numbers:
+            numpy.testing.assert_array_equal(grads[f"expert{number}"], numpy.ones(4))
+        numpy.testing.assert_array_equal(grads["shared"], numpy.full(4, (2 + 2 + 3 + 3) / 4))
+
+    run_ranks(rank, 4, hp_platform)
+
+
+@pytest.mark.parametrize("rank_differs", ["edp", "all"])
+def test_ranks_that_share_a_parameter_must_have_it_alike(hp_platform, rank_differs):
+    def rank():
+        both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "edp"), platform=hp_platform)
+        with nn.building(hp_platform):
+            model = One((4 + (current_world(hp_platform).rank == 1), 2))
+        own = both["edp"] if rank_differs == "edp" else None
+        fully_shard(model, both.flatten("all"), shard_placement_fn=lambda p: ShardPlacementResult(mesh=own))
+
+    with pytest.raises(LaunchError, match=r"RankMismatchError: fully_shard\(One\): ranks differ: .*weight \[5, 2\]"):
+        run_ranks(rank, 4, hp_platform)
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def fully_shard(
     place(originals, mesh, shard_placement_fn, reshard_after_forward, name)
     whole = _whole_parameters(platform, originals, replicated, threshold if zero_stage else math.inf)
     settings = f"zero_stage={zero_stage}, reshard_after_forward={reshard_after_forward}, bucket_size={bucket_size}"
-    check_alike(mesh, f"fully_shard({name})", [*_facts(platform, originals, whole), str(policy), settings])
+    _check_ranks(mesh, f"fully_shard({name})", originals, whole, [str(policy), settings])
     buffers = _make_buffers(storage, originals, whole, policy, transport, bucket_size, offload)
     mark_ignored(platform, modules, ignored)
     settings_of_group = GroupSettings(zero_stage=zero_stage, reshard_after_forward=reshard_after_forward)
@@ -164,6 +164,22 @@ def _check_extensions(originals: Sequence[OriginalParameter]) -> None:
             "send them in fewer bits by communication='fp8' or another Communication (examples/hp-fsdp-quantized); or "
             "leave these out (ignored_params)"
         )
+
+
+def _check_ranks(
+    mesh: DeviceMesh, what: str, originals: Sequence[OriginalParameter], whole: Collection[int], settings: Sequence[str]
+) -> None:
+    """Refuse parameters and settings that differ between ranks.
+
+    Parameters with a mesh of their own are compared over that one only: ranks beyond it may have others, such as other
+    experts, and other numbers of them.
+    """
+    alike: dict[DeviceMesh, list[OriginalParameter]] = {mesh: []}
+    for original in originals:
+        assert original.mesh is not None
+        alike.setdefault(original.mesh, []).append(original)
+    for each, held in alike.items():
+        check_alike(each, what, [*_facts(mesh.platform, held, whole), *(settings if each is mesh else ())])
 
 
 def _facts(platform: Platform, originals: Sequence[OriginalParameter], whole: Collection[int]) -> list[str]:
