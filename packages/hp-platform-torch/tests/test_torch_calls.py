@@ -251,7 +251,6 @@ def test_nested_ragged_shards() -> None:
 # `zero` places everything at 0: the positions, the targets.
 NUMBERS: dict[str, tuple[str, Call]] = {
     "pad": ("value", lambda x, zero, s: F.pad(x, (1, 1), value=s)),
-    "index_fill": ("value", lambda x, zero, s: x.index_fill(0, zero[:1], s)),
     "index_add": ("alpha", lambda x, zero, s: x.index_add(0, zero, x, alpha=s)),
     "cross_entropy": ("label_smoothing", lambda x, zero, s: F.cross_entropy(x, zero, label_smoothing=s)),
     "addmm": ("beta", lambda x, zero, s: torch.addmm(x, x, x[:3], beta=s)),
@@ -271,6 +270,17 @@ def test_a_dtensor_as_a_number_is_refused_by_name(name: str, call: Call) -> None
             call(x, zero, x.sum())
 
     run_ranks(rank, 2, "torch")
+
+
+def test_a_row_is_filled_with_the_number_of_the_whole() -> None:
+    def rank() -> Tensor:
+        mesh = DeviceMesh("cpu", (2,))
+        x = distribute_tensor(torch.ones(5, 3), mesh, [Shard(0)])
+        rows = distribute_tensor(torch.tensor([0, 4]), mesh, [Shard(0)])
+        return x.index_fill(0, rows, x.sum()).full_tensor()
+
+    for filled in run_ranks(rank, 2, "torch"):
+        assert torch.equal(filled, torch.ones(5, 3).index_fill(0, torch.tensor([0, 4]), 15.0))
 
 
 def test_a_new_tensor_is_filled_with_the_number_of_the_whole() -> None:

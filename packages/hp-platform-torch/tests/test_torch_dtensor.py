@@ -270,8 +270,8 @@ def test_tensors_that_are_not_dense_are_refused(mesh):
 
 
 def test_unknown_operations_name_themselves(mesh):
-    with pytest.raises(ShardingRuleError, match="'geqrf' has no sharding rule"):
-        torch.geqrf(sharded(mesh))
+    with pytest.raises(ShardingRuleError, match="'quantize_per_tensor' has no sharding rule"):
+        torch.quantize_per_tensor(sharded(mesh), 0.1, 0, torch.qint8)
 
 
 def test_results_into_a_given_tensor(mesh):
