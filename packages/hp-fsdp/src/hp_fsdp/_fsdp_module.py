@@ -29,7 +29,17 @@ def with_methods(cls: type, mixin: type | None = None) -> type:
     mixin = mixin or FSDPModule
     if issubclass(cls, mixin):
         return cls
-    return type(f"{mixin.__name__[:4]}{cls.__name__}", (mixin, cls), {"__module__": cls.__module__})
+    namespace = {"__module__": cls.__module__, "__new__": _new_original}
+    return type(f"{mixin.__name__[:4]}{cls.__name__}", (mixin, cls), namespace)
+
+
+def _new_original(cls: type, *args: Any, **kwargs: Any) -> Any:
+    """Make a module of the class that was sharded: a slice of a sharded `Sequential` is a plain `Sequential`.
+
+    Its modules are the sharded ones themselves. Classes that users derive from `FSDPModule` make their own instances.
+    """
+    original = next(each for each in cls.__mro__ if not issubclass(each, FSDPModule))
+    return original(*args, **kwargs)
 
 
 class FSDPModule:
@@ -53,14 +63,6 @@ class FSDPModule:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._fsdp.run(self, super().__call__, args, kwargs)  # type: ignore[misc]
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make a module of the class that was sharded: a slice of a sharded `Sequential` is a plain `Sequential`.
-
-        Its modules are the sharded ones themselves.
-        """
-        original = next(each for each in cls.__mro__ if not issubclass(each, FSDPModule))
-        return original(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise TypeError(f"{type(self).__name__}: a sharded module cannot be copied; copy it before fully_shard")
