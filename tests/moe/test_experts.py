@@ -147,3 +147,26 @@ def test_layer_and_all_its_gradients(platform, options, shape):
     for name, parameter in platform.named_parameters(layer):
         got = platform.to_numpy(platform.get_grad(parameter))
         numpy.testing.assert_allclose(got, dw[name], err_msg=name, **CLOSE)
+
+
+class Relu2Experts(GroupedExperts):
+    """Experts of another activation, as a user writes them: squared ReLU without a gate."""
+
+    def _swiglu(self, x, weights, sizes):
+        hidden = self.ops.relu(grouped_matmul(x, weights[0], sizes))
+        return grouped_matmul(self.ops.mul(hidden, hidden), weights[1], sizes)
+
+
+def test_experts_that_compute_something_else_are_not_replaced_by_fused_ones(platform):
+    with nn.building(platform):
+        layer = MoE(dim=4, hidden_dim=8, num_experts=3, top_k=1)
+        layer.experts = Relu2Experts(4, 8, 3)
+    init_parameters(layer, lambda name, shape: Normal(0.5), seed=0)
+    data = normal(0, 5, 4)
+    y = platform.to_numpy(platform.detach(layer(platform.from_numpy(data))))
+    gate = platform.to_numpy(platform.detach(layer.router.gate.weight))
+    w1, w2 = (platform.to_numpy(platform.detach(w)) for w in (layer.experts.w1, layer.experts.w2))
+    logits = data @ gate.T
+    chosen, score = logits.argmax(1), 1 / numpy.exp(logits - logits.max(1, keepdims=True)).sum(1, keepdims=True)
+    hidden = numpy.maximum(_each(w1, data, chosen, "eoi,ei->eo"), 0)
+    numpy.testing.assert_allclose(y, score * _each(w2, hidden * hidden, chosen, "eoi,ei->eo"), **CLOSE)
