@@ -21,6 +21,9 @@ PLATFORM_PREFIX = "hp-platform-"
 # A platform's modules `fsdp`, `fsdp_...` are loaded only by hp-fsdp, and so on.
 SERVED = {"fsdp": "hp-fsdp", "moe": "hp-moe", "trainer": "hp-trainer"}
 
+# What an extra brings, and the modules that may ask for it; a plugin's own module never may.
+OPTIONAL = {"pytest": "hp_dtensor.testing", "triton": "hp_platform_torch.moe"}
+
 
 def installed() -> list[str]:
     """Return the names of the installed packages of this repository."""
@@ -40,11 +43,12 @@ def modules(package: str, packages: list[str]) -> list[str]:
 
 
 def imported(module: str) -> bool:
-    """Import `module`; only the testing modules may ask for pytest, and then are left out."""
+    """Import `module`; one that may ask for an extra that is not there is left out."""
     try:
         importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name == "pytest" and module.startswith("hp_dtensor.testing"):
+        users = OPTIONAL.get(str(error.name).split(".")[0])
+        if users is not None and module.startswith(users) and not module.endswith(".plugin"):
             return False
         raise
     return True
