@@ -22,7 +22,7 @@ PACKAGES = ("hp_dtensor", "hp_fsdp", "hp_moe", "hp_trainer", "hp_trainer.pipelin
 
 
 def is_for_calling(value: Any) -> bool:
-    """Whether `value` is a function, or a class that is neither an exception, an enumeration nor a protocol."""
+    """Tell if `value` is a function, or a class that is neither an exception, an enumeration nor a protocol."""
     if not inspect.isclass(value):
         return inspect.isroutine(value)
     return not (

@@ -15,7 +15,7 @@ HOMES = {
     "torch.distributed.tensor.parallel": "hp_dtensor",
     "torch.distributed.fsdp": "hp_fsdp",
 }
-"""Where torch has the names that a script imports, and where they are here."""
+"""The modules of torch that have the names a script imports, and ours."""
 
 
 def with_our_imports(source: str) -> str:

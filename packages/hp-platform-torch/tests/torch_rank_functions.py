@@ -289,7 +289,7 @@ def zero_gradients():
 
 
 def communications_seen_by_torch(slow_rank):
-    """What torch's `CommDebugMode` counts in a few redistributions and their backward, and the gradient."""
+    """The counts of torch's `CommDebugMode` in a few redistributions and their backward, and the gradient."""
     mesh = _line()
     x = distribute_tensor(torch.arange(12.0).reshape(4, 3), mesh, [Shard(0)]).requires_grad_()
     w = distribute_tensor(torch.ones(3, 2), mesh, [Replicate()]).requires_grad_()

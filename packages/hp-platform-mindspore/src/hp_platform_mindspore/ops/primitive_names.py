@@ -253,7 +253,7 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
 
 
 SECOND_OPERAND = frozenset({"other", "exponent", "mat2", "tensor2"})
-"""What MindSpore's methods of two operands call the second one."""
+"""The name of the second operand in MindSpore's methods of two."""
 
 WITHOUT_KERNEL = frozenset(
     """
