@@ -15,7 +15,7 @@ from hp_dtensor.comm.world import current_world
 from hp_dtensor.exceptions import LaunchError
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.testing import run_ranks
-from hp_trainer.data import SampleOrder, TokenSamples
+from hp_trainer.data import IGNORED, Rows, SampleOrder, TokenSamples, text
 from hp_trainer.exceptions import CheckpointError, TrainingError
 from hp_trainer.plugins import hookimpl
 from hp_trainer.run import RunFolder
@@ -86,6 +86,30 @@ def test_models_and_settings(lab, settings):
 def test_micro_batches_change_nothing(lab, degrees, world_size, size):
     whole = lab.run("whole", degrees, world_size)
     assert_same_losses(lab.run("parts", degrees, world_size, training__micro_batch_size=size), whole)
+
+
+class PartlyTaken(TokenSamples):
+    """Samples of which the n-th takes its loss from its first n + 1 places alone, modulo 5: unevenly over ranks."""
+
+    def read(self, indices):
+        rows = super().read(indices)
+        taken = np.arange(rows.ids.shape[1]) <= indices[:, None] % 5
+        return Rows(rows.ids, np.where(taken, rows.targets, IGNORED))
+
+    def num_targets(self, indices):
+        return int((indices % 5 + 1).sum())
+
+
+def test_the_loss_is_the_mean_over_the_targets_of_all_ranks(lab, monkeypatch):
+    monkeypatch.setattr(text, "TokenSamples", PartlyTaken)
+    whole = lab.run("whole", training__eval_interval=STEPS)
+    parts = lab.run("parts", FOUR_RANKS["folded"], 4, training__micro_batch_size=1, training__eval_interval=STEPS)
+    assert_same_losses(parts, whole)
+    (evaluated,), (expected,) = events(parts, "evaluation"), events(whole, "evaluation")
+    assert evaluated["loss"] == pytest.approx(expected["loss"], rel=2e-5)
+    assert evaluated["tokens"] == expected["tokens"] < 4 * 8 * 16 / 3
+    # At the first step every token is about as likely, so a mean over all places would be a fifth of this.
+    assert losses(whole)[0] == pytest.approx(losses(lab.run("all places"))[0], rel=0.2)
 
 
 def test_without_clipping_the_norm_is_the_same(lab):

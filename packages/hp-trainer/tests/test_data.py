@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 
 from hp_trainer.data import (
+    IGNORED,
     BatchReader,
     ByteTokenizer,
     Corpus,
+    Rows,
     SampleOrder,
     TextDataConfig,
     TextSource,
@@ -148,7 +150,7 @@ def test_the_default_text_is_the_standard_library(tmp_path: Path) -> None:
     assert (standard_library() / "abc.py").is_file()
     assert len(dataset.train) == 296  # (19,000 - 1) // 64
     assert len(dataset.evaluation) == 15
-    assert "import" in dataset.tokenizer.decode(dataset.train.read(np.arange(296)).ravel())
+    assert "import" in dataset.tokenizer.decode(dataset.train.read(np.arange(296)).ids.ravel())
 
 
 def test_a_path_that_is_missing_or_holds_no_text_is_found_before_anything_starts(texts: Path) -> None:
@@ -180,7 +182,9 @@ def test_text_too_short_for_a_sample_is_told_with_the_setting(texts: Path, tmp_p
 def test_samples_are_windows_whose_targets_are_the_next_tokens() -> None:
     samples = TokenSamples(np.arange(10, dtype=np.uint8), sequence_length=3)
     assert len(samples) == 3
-    assert samples.read(np.array([2, 0])).tolist() == [[6, 7, 8, 9], [0, 1, 2, 3]]
+    assert samples.read(np.array([2, 0])).ids.tolist() == [[6, 7, 8], [0, 1, 2]]
+    assert samples.read(np.array([2, 0])).targets.tolist() == [[7, 8, 9], [1, 2, 3]]
+    assert samples.num_targets(np.array([2, 0])) == 6
     assert len(TokenSamples(np.arange(3, dtype=np.uint8), 3)) == 0
 
 
@@ -224,7 +228,7 @@ def test_any_position_is_computed_alone_and_without_memory() -> None:
 
 
 class Numbers:
-    """Samples that hold their own index."""
+    """Samples that hold their own index; odd ones take no loss at their first place."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -232,8 +236,13 @@ class Numbers:
     def __len__(self) -> int:
         return self.count
 
-    def read(self, indices: np.ndarray) -> np.ndarray:
-        return indices[:, None] * 10 + np.arange(4)
+    def read(self, indices: np.ndarray) -> Rows:
+        rows = Rows.successors(indices[:, None] * 10 + np.arange(4))
+        targets = np.where((indices[:, None] % 2 == 1) & (np.arange(3) == 0), IGNORED, rows.targets)
+        return Rows(rows.ids, targets, positions=np.broadcast_to(np.arange(3), targets.shape))
+
+    def num_targets(self, indices: np.ndarray) -> int:
+        return 3 * len(indices) - int((indices % 2).sum())
 
 
 def read_run(positions: range, batch: int, num_shares: int) -> list[int]:
@@ -257,15 +266,22 @@ def test_a_run_resumed_on_another_number_of_ranks_reads_each_sample_once() -> No
     assert len(set(before + after)) == 48
 
 
-def test_a_batch_holds_inputs_targets_and_the_tokens_of_all_ranks() -> None:
-    reader = BatchReader(Numbers(50), global_batch_size=5, seed=1, num_shares=2, share=1)
-    batch = reader.read(0)
-    assert batch.inputs.shape == batch.targets.shape == (3, 3)
-    assert np.array_equal(batch.targets, batch.inputs + 1)
-    assert np.array_equal(batch.inputs[:, 0] // 10, batch.samples)
-    assert batch.global_tokens == 15
+def test_a_batch_holds_ids_and_targets_and_counts_those_of_all_ranks() -> None:
+    readers = [BatchReader(Numbers(50), global_batch_size=5, seed=1, num_shares=2, share=n) for n in (0, 1)]
+    other, batch = (reader.read(0) for reader in readers)
+    assert batch.ids.shape == batch.targets.shape == (3, 3)
+    counted = batch.targets != IGNORED
+    assert np.array_equal(batch.targets[counted], batch.ids[counted] + 1)
+    assert np.array_equal(batch.ids[:, 0] // 10, batch.samples)
+    assert batch.global_tokens == other.global_tokens == 15
+    assert batch.global_targets == other.global_targets == counted.sum() + (other.targets != IGNORED).sum() < 15
+
+
+def test_micro_batches_are_the_batch_in_parts() -> None:
+    batch = BatchReader(Numbers(50), global_batch_size=3, seed=1).read(0)
     micro = batch.micro_batches(2)
     assert [len(one.samples) for one in micro] == [2, 1]
-    assert {one.global_tokens for one in micro} == {15}
-    assert np.array_equal(np.concatenate([one.targets for one in micro]), batch.targets)
+    assert {(one.global_tokens, one.global_targets) for one in micro} == {(9, batch.global_targets)}
+    for name in ("ids", "targets", "positions", "samples"):
+        assert np.array_equal(np.concatenate([getattr(one, name) for one in micro]), getattr(batch, name))
     assert len(batch.micro_batches(None)) == 1

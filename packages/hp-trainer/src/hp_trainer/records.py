@@ -39,10 +39,10 @@ class StepRecord:
 
     Attributes:
         step: optimizer steps done, this one included; the first one is 1.
-        loss: mean cross entropy per token of the global batch, in nats; None before the step.
+        loss: mean cross entropy per target of the global batch, in nats; None before the step.
         learning_rate: the one of this step.
         gradient_norm: global 2-norm before clipping; None where it was not computed.
-        tokens: tokens of the global batch.
+        tokens: tokens of the global batch, those without a target included.
         samples: samples of the run read so far, this step included.
         seconds: wall time of the step; None before it.
         metrics: what the model tells of the step, by name; empty before it.
@@ -64,7 +64,7 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationRecord:
-    """A pass over evaluation samples after `step` steps; `loss` is the mean per token, in nats."""
+    """A pass over evaluation samples after `step` steps; `loss` is the mean over its `tokens` targets, in nats."""
 
     step: int
     loss: float

@@ -303,8 +303,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-    losses = neg(squeeze(gather(log_softmax(logits, -1), 1, unsqueeze(targets, 1)), 1))
-    return losses if reduction == "none" else {"mean": mean, "sum": sum_}[reduction](losses)
+    counted = targets.data != -100
+    picked = gather(log_softmax(logits, -1), 1, Tensor(np.where(counted, targets.data, 0)[:, None]))
+    losses = where(Tensor(counted), neg(squeeze(picked, 1)), 0.0)
+    if reduction == "none":
+        return losses
+    total = sum_(losses)
+    return total if reduction == "sum" else div(total, float(counted.sum()))
 
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:

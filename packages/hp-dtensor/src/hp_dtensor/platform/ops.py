@@ -61,7 +61,8 @@ OP_SIGNATURES: dict[str, str] = {
     "softmax": "(x, dim)",
     "log_softmax": "(x, dim)",
     "rms_norm": "(x, weight, eps): over the last dimension",
-    "cross_entropy": "(logits, targets, reduction='mean' | 'sum' | 'none'): logits [rows, classes], targets int [rows]",
+    "cross_entropy": "(logits, targets, reduction='mean' | 'sum' | 'none'): logits [rows, classes], targets [rows], "
+    "-100 where a row takes no part",
     "embedding": "(ids, weight)",
     # shapes
     "reshape": "(x, shape)",

@@ -12,19 +12,24 @@ from mindspore import Tensor, mint, ops
 from hp_platform_mindspore.cpu_kernels import indexing, normalization, pointwise, reductions
 from hp_platform_mindspore.cpu_kernels.empty import filled, is_empty
 
+_IGNORED = -100
+
 
 def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-    """Compare logits `[batch, classes, ...]` with class numbers, or with probabilities of the shape of the logits."""
+    """Compare logits `[batch, classes, ...]` with class numbers, or with probabilities of the shape of the logits.
+
+    Class number -100 takes no part: its loss is 0, and a mean is over the others.
+    """
     likelihood = normalization.log_softmax(logits, 1)
     if targets.ndim == logits.ndim:
-        losses = -reductions.total(pointwise.mul(likelihood, targets), 1)
-    else:
-        losses = -mint.squeeze(indexing.gather(likelihood, 1, mint.unsqueeze(pointwise.cast(targets, ms.int64), 1)), 1)
-    if reduction == "none":
-        return losses
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"cross_entropy: reduction must be mean, sum or none, got {reduction!r}")
-    return reductions.total(losses) if reduction == "sum" else reductions.mean(losses)
+        return _reduced(-reductions.total(pointwise.mul(likelihood, targets), 1), reduction)
+    targets = pointwise.cast(targets, ms.int64)
+    ignored = targets == _IGNORED
+    picked = indexing.gather(likelihood, 1, mint.unsqueeze(pointwise.masked_fill(targets, ignored, 0), 1))
+    losses = pointwise.masked_fill(-mint.squeeze(picked, 1), ignored, 0.0)
+    if reduction != "mean":
+        return _reduced(losses, reduction)
+    return pointwise.div(reductions.total(losses), mint.sum((targets != _IGNORED).astype(losses.dtype)))
 
 
 def nll_loss(

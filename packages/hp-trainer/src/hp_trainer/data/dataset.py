@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,14 +13,44 @@ import numpy as np
 from hp_trainer.data.order import SampleOrder
 from hp_trainer.exceptions import Problem
 
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Samples as a model takes them.
+
+    Attributes:
+        ids: tokens, int64 `[samples, length]`.
+        targets: the token to predict at each place, of the same shape; `IGNORED` (-100) where no loss is taken.
+        positions: of each token in its document, of the same shape: 0 begins another one; None: a sample is one
+            document.
+    """
+
+    ids: np.ndarray
+    targets: np.ndarray
+    positions: np.ndarray | None = None
+
+    @classmethod
+    def successors(cls, tokens: np.ndarray) -> Rows:
+        """Return the samples of `tokens` `[samples, length + 1]` whose targets are the next tokens, all of them."""
+        return cls(tokens[:, :-1], tokens[:, 1:])
+
 
 class Samples(Protocol):
-    """Indexed samples of `sequence_length + 1` tokens."""
+    """Indexed samples of one length."""
 
     def __len__(self) -> int: ...
 
-    def read(self, indices: np.ndarray) -> np.ndarray:
-        """Return the samples of `indices` (`[n]`): int64 of shape `[n, sequence_length + 1]`."""
+    def read(self, indices: np.ndarray) -> Rows:
+        """Return the samples of `indices` (int64 `[n]`), in their order."""
+        ...
+
+    def num_targets(self, indices: np.ndarray) -> int:
+        """Return the number of targets of these samples that are not `IGNORED`, without reading all of them.
+
+        Every rank asks it of the whole global batch: the loss is divided by it before the first backward.
+        """
         ...
 
 
@@ -84,30 +114,30 @@ class Batch:
     """One rank's share of a global batch.
 
     Attributes:
-        inputs: int64 `[samples, sequence_length]`.
-        targets: the token after each input, of the same shape.
+        ids, targets, positions: as in `Rows`.
         samples: index of each sample, int64 `[samples]`.
-        global_tokens: target tokens of the whole global batch.
+        global_tokens: tokens of the whole global batch, padding included.
+        global_targets: those targets of the whole global batch that are not `IGNORED`: the loss is the sum over
+            them, divided by their number.
     """
 
-    inputs: np.ndarray
+    ids: np.ndarray
     targets: np.ndarray
+    positions: np.ndarray | None
     samples: np.ndarray
     global_tokens: int
+    global_targets: int
 
     def micro_batches(self, size: int | None) -> list[Batch]:
         """Return the batch in parts of at most `size` samples (None: in one)."""
         size = size or max(1, len(self.samples))
-        starts = range(0, len(self.samples), size)
-        return [
-            Batch(
-                self.inputs[i : i + size],
-                self.targets[i : i + size],
-                self.samples[i : i + size],
-                self.global_tokens,
-            )
-            for i in starts
-        ]
+        return [self._part(slice(i, i + size)) for i in range(0, len(self.samples), size)]
+
+    def _part(self, part: slice) -> Batch:
+        positions = None if self.positions is None else self.positions[part]
+        return replace(
+            self, ids=self.ids[part], targets=self.targets[part], positions=positions, samples=self.samples[part]
+        )
 
 
 class BatchReader:
@@ -132,6 +162,14 @@ class BatchReader:
 
     def read(self, position: int) -> Batch:
         """This rank's share of the global batch that starts at sample `position` of the run."""
-        indices = self._order.samples(position + self._begin, self._end - self._begin)
-        rows = self._samples.read(indices)
-        return Batch(rows[:, :-1], rows[:, 1:], indices, self._size * (rows.shape[1] - 1))
+        everyones = self._order.samples(position, self._size)
+        own = everyones[self._begin : self._end]
+        rows = self._samples.read(own)
+        return Batch(
+            ids=rows.ids,
+            targets=rows.targets,
+            positions=rows.positions,
+            samples=own,
+            global_tokens=self._size * rows.ids.shape[1],
+            global_targets=self._samples.num_targets(everyones),
+        )

@@ -10,7 +10,7 @@ import numpy as np
 
 from hp_trainer.config import setting
 from hp_trainer.data.corpus import Corpus, build_corpus, read_corpus_info, verify_corpus
-from hp_trainer.data.dataset import Dataset, DatasetSource
+from hp_trainer.data.dataset import Dataset, DatasetSource, Rows
 from hp_trainer.data.text_files import find_text_files, holds_text, standard_library
 from hp_trainer.data.tokenizer import ByteTokenizer
 from hp_trainer.exceptions import DataError, Problem
@@ -115,10 +115,14 @@ class TokenSamples:
     def __len__(self) -> int:
         return max(0, (len(self._tokens) - 1) // self._length)
 
-    def read(self, indices: np.ndarray) -> np.ndarray:
-        """Return the windows of `indices` (`[n]`): int64 of shape `[n, sequence_length + 1]`."""
+    def read(self, indices: np.ndarray) -> Rows:
+        """Return the windows of `indices` (`[n]`), each with the token after it as the last target."""
         offsets = indices[:, None] * self._length + np.arange(self._length + 1)
-        return np.asarray(self._tokens[offsets], dtype=np.int64)
+        return Rows.successors(np.asarray(self._tokens[offsets], dtype=np.int64))
+
+    def num_targets(self, indices: np.ndarray) -> int:
+        """Return the number of targets of these samples: every place has one."""
+        return len(indices) * self._length
 
 
 def _nearest_existing(path: Path) -> str:

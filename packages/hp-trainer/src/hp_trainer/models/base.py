@@ -23,15 +23,17 @@ class LanguageModel(Protocol):
 
     config: Any
 
-    def __call__(self, ids: Tensor, targets: Tensor | None = None) -> Tensor:
+    def __call__(self, ids: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         """Logits, or the summed loss where targets are given.
 
         Args:
             ids: plain int64 `[batch, length]`, the same on ranks that share a sample.
-            targets: the tokens that follow, shaped as `ids`.
+            targets: the tokens that follow, shaped as `ids`; -100 where no loss is taken.
+            positions: of each token in its document, shaped as `ids`; attention stays within a document, and 0
+                begins the next one. None: each row is one document.
 
         Returns:
-            float32 logits `[batch, length, vocab_size]`, or the scalar sum over all tokens of the cross
+            float32 logits `[batch, length, vocab_size]`, or the scalar sum over all targets but -100 of the cross
             entropy in nats, not divided by anything; plain and whole on every rank.
         """
 

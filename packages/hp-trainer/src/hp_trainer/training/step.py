@@ -23,7 +23,7 @@ class OptimizerStep:
         self.model, self.optimizer, self.scaler = setup.model, setup.optimizer, setup.scaler
 
     def accumulate_gradients(self, batch: Batch) -> Tensor:
-        """Run forward and backward of every micro-batch; return this rank's part of the global mean loss.
+        """Run forward and backward of every micro-batch; return this rank's part of the mean loss per target.
 
         Gradients are synchronized over the ranks in the backward of the last micro-batch alone.
         """
@@ -31,17 +31,18 @@ class OptimizerStep:
         parts = batch.micro_batches(self.config.training.micro_batch_size)
         for index, micro in enumerate(parts):
             self.model.set_requires_gradient_sync(index == len(parts) - 1)
-            # One division by the tokens of the whole global batch: every layout sums the same terms.
-            loss = ops.div(self.loss_sum(micro), batch.global_tokens)
+            # One division by the targets of the whole global batch: every layout sums the same terms.
+            loss = ops.div(self.loss_sum(micro), max(1, batch.global_targets))
             self.platform.backward(self.scaler.scale(loss))
             loss = self.platform.detach(loss)
             total = loss if total is None else ops.add(total, loss)
         return total
 
     def loss_sum(self, batch: Batch) -> Tensor:
-        """Return the cross entropy summed over this rank's tokens, in nats."""
-        inputs, targets = (self.platform.from_numpy(np.ascontiguousarray(x)) for x in (batch.inputs, batch.targets))
-        return self.model(inputs, targets)
+        """Return the cross entropy summed over this rank's targets, in nats."""
+        given = (batch.ids, batch.targets, batch.positions)
+        arrays = (self.platform.from_numpy(np.ascontiguousarray(x)) for x in given if x is not None)
+        return self.model(*arrays)
 
     def agree(self, loss: Tensor, stop: bool) -> tuple[float, bool]:
         """Return the loss of the global batch and whether any rank wants to stop, by one all-reduce over the world.

@@ -110,13 +110,13 @@ class Trainer:
         return float(self.config.optimizer.options.lr) * factor
 
     def evaluate(self) -> float:
-        """Return the mean loss per token over the evaluation batches, the same ones every time, in nats."""
+        """Return the mean loss per target over the evaluation batches, the same ones every time, in nats."""
         started = time.perf_counter()
         self._hooks.before_evaluation(self._last)
         with self.setup.platform.no_grad():
-            loss, tokens = self._evaluation_loss()
+            loss, targets = self._evaluation_loss()
         seconds = time.perf_counter() - started
-        record = EvaluationRecord(step=self.progress.step, loss=loss, tokens=tokens, seconds=seconds)
+        record = EvaluationRecord(step=self.progress.step, loss=loss, tokens=targets, seconds=seconds)
         for tracker in self._trackers:
             tracker.evaluation(record)
         self._hooks.after_evaluation(record)
@@ -152,17 +152,17 @@ class Trainer:
         return self._agreed_signal(stop) if self.progress.step < config.training.steps else None
 
     def _evaluation_loss(self) -> tuple[float, int]:
-        """Return (mean loss, number of tokens) of the evaluation batches of all ranks."""
+        """Return (mean loss, number of targets) of the evaluation batches of all ranks."""
         training, ops = self.config.training, self.setup.platform.ops
-        total, tokens = None, 0
+        total, targets = None, 0
         for index in range(training.eval_batches):
             batch = self._evaluation_batches.read(index * training.global_batch_size)
-            tokens += batch.global_tokens
+            targets += batch.global_targets
             for micro in batch.micro_batches(training.micro_batch_size):
                 part = self._step.loss_sum(micro)
                 total = part if total is None else ops.add(total, part)
-        loss, _ = self._step.agree(ops.div(total, tokens), stop=False)
-        return loss, tokens
+        loss, _ = self._step.agree(ops.div(total, max(1, targets)), stop=False)
+        return loss, targets
 
     def _agreed_signal(self, stop: StopRequest) -> int:
         """Return the signal that some rank received; ranks that received none learn it here."""

@@ -191,7 +191,7 @@ def _products() -> list[Case]:
 
 def _normalization() -> list[Case]:
     x, weight = numbers(2, 3, 4, seed=18), numbers(4, seed=19, low=0.5)
-    logits, targets = numbers(3, 4, seed=20), np.array([1, 3, 0])
+    logits, targets, ignoring = numbers(3, 4, seed=20), np.array([1, 3, 0]), np.array([1, -100, 0])
     table, ids = numbers(5, 2, seed=21), np.array([[0, 4], [4, 2]])
     return [
         _case("softmax", x, arguments=(-1,), reference=lambda a: np.exp(a - _logsumexp(a, -1))),
@@ -201,6 +201,13 @@ def _normalization() -> list[Case]:
         *(
             _case(
                 "cross_entropy", logits, targets, label=reduction, keywords={"reduction": reduction},
+                reference=lambda a, t, reduction=reduction: _cross_entropy(a, t, reduction),
+            )
+            for reduction in ("mean", "sum", "none")
+        ),
+        *(
+            _case(
+                "cross_entropy", logits, ignoring, label=f"{reduction}, one ignored", keywords={"reduction": reduction},
                 reference=lambda a, t, reduction=reduction: _cross_entropy(a, t, reduction),
             )
             for reduction in ("mean", "sum", "none")
@@ -321,8 +328,11 @@ def _rms(a: Array, eps: float) -> Array:
 
 
 def _cross_entropy(logits: Array, targets: Array, reduction: str) -> Array:
-    losses = (_logsumexp(logits, -1) - np.take_along_axis(logits, targets[:, None], 1))[:, 0]
-    return losses if reduction == "none" else np.asarray(getattr(losses, reduction)())
+    counts = targets != -100
+    picked = np.take_along_axis(logits, np.where(counts, targets, 0)[:, None], 1)
+    losses = np.where(counts, (_logsumexp(logits, -1) - picked)[:, 0], 0)
+    total = {"none": losses, "sum": losses.sum(), "mean": losses.sum() / counts.sum()}
+    return np.asarray(total[reduction])
 
 
 def _attention(query: Array, key: Array, value: Array, causal: bool = False) -> Array:
