@@ -14,7 +14,8 @@ COMPONENTS = ("hp_dtensor", "hp_fsdp", "hp_moe", "hp_trainer")
 PLATFORMS = ("hp_platform_torch", "hp_platform_mindspore")
 FRAMEWORKS = {"torch", "torch_npu", "triton", "mindspore"}
 
-MODULES_OF = {"pyyaml": "yaml"}  # where the import name is not the distribution's
+# Where the import name is not the distribution's.
+MODULES_OF = {"mlflow-skinny": "mlflow", "pyyaml": "yaml", "tensorboardx": "tensorboardX"}
 
 # A platform serves a component from modules of this name, loaded only when that component asks for them.
 SERVED = {"hp_fsdp": "fsdp", "hp_moe": "moe", "hp_trainer": "trainer"}

@@ -27,12 +27,20 @@ def hp_datasets(registry: Registry) -> None:
 
 @hookimpl
 def hp_trackers(registry: Registry) -> None:
-    """Register `jsonl`, `progress` and `loss_curve`, which write to the run folder and to the terminal."""
+    """Register the files of the run folder, the terminal, and trackers that have a library of their own."""
     from hp_trainer.metrics import JsonLinesTracker, LossCurveTracker, ProgressConfig, ProgressTracker
+    from hp_trainer.metrics.mlflow import MlflowConfig, MlflowTracker
+    from hp_trainer.metrics.tensorboard import TensorBoardConfig, TensorBoardTracker
+    from hp_trainer.metrics.wandb import WandbConfig, WandbTracker
 
     registry.add("jsonl", lambda options, run: JsonLinesTracker(run.metrics_file))
     registry.add("progress", lambda options, run: ProgressTracker(options.interval_seconds), options=ProgressConfig)
     registry.add("loss_curve", lambda options, run: LossCurveTracker(run.metrics_file, run.loss_picture))
+    registry.add(
+        "tensorboard", lambda options, run: TensorBoardTracker(run.path / options.folder), options=TensorBoardConfig
+    )
+    registry.add("wandb", lambda options, run: WandbTracker(options, run.run_id), options=WandbConfig)
+    registry.add("mlflow", lambda options, run: MlflowTracker(options, run.run_id, run.path), options=MlflowConfig)
 
 
 @hookimpl

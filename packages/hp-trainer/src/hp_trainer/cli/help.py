@@ -52,7 +52,11 @@ def help_text() -> str:
 
 
 def describe_option(option: Option) -> str:
-    """Return the lines of help of one setting: what it takes, its default, and what it is for."""
+    """Return the lines of help of one setting: the values that it takes, its default, and its purpose.
+
+    An option of an entry in a list stands without dashes, since it is given within the list.
+    """
     default = "must be given" if option.default is None else f"default {option.default}"
-    head = f"  --{option.path}=({option.takes}; {default})"
+    within = option.path.rpartition("[].")[2]
+    head = f"  {'' if '[]' in option.path else '--'}{within}=({option.takes}; {default})"
     return f"{head}\n      {option.help}" if option.help else head

@@ -25,3 +25,15 @@ def dump_config(config: Any) -> str:
     """Return the YAML text of a configuration, every setting included."""
     text: str = yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True, width=110)
     return text
+
+
+def settings_by_path(config: Any) -> dict[str, Any]:
+    """Return every setting of a configuration by its dotted path; lists are values."""
+    return _leaves(to_plain(config), "")
+
+
+def _leaves(tree: Any, path: str) -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        return {path: tree}
+    inner = {name: f"{path}.{name}" if path else name for name in tree}
+    return {leaf: value for name in tree for leaf, value in _leaves(tree[name], inner[name]).items()}

@@ -21,7 +21,8 @@ class Option:
     """One setting: `--path=value`.
 
     Attributes:
-        path: dotted path.
+        path: dotted path; that of an option within an entry of a list ends with its name after `[]`, and is given as
+            part of the list alone.
         takes: what it takes, in words.
         default: the default as YAML; None: it must be given.
         help: one line.
@@ -60,7 +61,10 @@ def _component_options(
     names = ", ".join(registry.names()) or "none registered"
     text = f"{field.metadata['help']}: {names}"
     if annotation is not Component:
-        yield Option(path, "a list of names", _yaml(field.metadata["default_name"]), text)
+        takes = "a list of names, or of {name: ..., option: ...}"
+        yield Option(path, takes, _yaml(field.metadata["default_name"]), text)
+        for name in registry.names():
+            yield from _options(registered, registry.options(name), f"{path}[]", f"name: {name} in {path}")
         return
     yield Option(f"{path}.name", f"the name of {registry.a_kind}", field.metadata["default_name"], text)
     for name in registry.names():

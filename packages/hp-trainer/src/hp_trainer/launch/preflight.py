@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 from hp_dtensor.exceptions import RegistryError
 from hp_dtensor.launch import is_launched
-from hp_trainer.config import LoadedConfig, TrainerConfig, to_plain
+from hp_trainer.config import LoadedConfig, TrainerConfig, settings_by_path
 from hp_trainer.exceptions import ParallelDimsError, Problem, join_choices
 from hp_trainer.launch.platforms import chosen_platform, num_accelerators
 from hp_trainer.parallel import DEGREES, ParallelDims, degrees_from_config, find_model_problems, unsupported_degrees
@@ -156,7 +156,7 @@ def _unwritable(setting: str, folder: Path) -> Iterator[Problem]:
 
 
 def _changed(before: TrainerConfig, after: TrainerConfig) -> Iterator[Problem]:
-    was, now = _settings(to_plain(before)), _settings(to_plain(after))
+    was, now = settings_by_path(before), settings_by_path(after)
     for path in {**was, **now}:
         if was.get(path) != now.get(path) and path.startswith(_FIXED):
             yield Problem(
@@ -166,11 +166,3 @@ def _changed(before: TrainerConfig, after: TrainerConfig) -> Iterator[Problem]:
                 got=str(now.get(path)),
                 hint="a new run with `hp-train CONFIG`",
             )
-
-
-def _settings(tree: object, path: str = "") -> dict[str, object]:
-    """Return the leaves of a plain configuration by dotted path."""
-    if not isinstance(tree, dict):
-        return {path: tree}
-    inner = {name: f"{path}.{name}" if path else name for name in tree}
-    return {leaf: value for name in tree for leaf, value in _settings(tree[name], inner[name]).items()}
