@@ -16,7 +16,7 @@ from hp_trainer.data import Corpus
 from hp_trainer.launch import job
 from hp_trainer.plugins import registries
 from hp_trainer.registries import Registries
-from hp_trainer.run import create_run
+from hp_trainer.run import RunFolder, create_run
 
 CONFIG = """\
 training: {{steps: 1, sequence_length: 8}}
@@ -31,13 +31,14 @@ class NoOptions:
     pass
 
 
-def note_rank(folder: str, checkpoint: str | None, platform: str, samples: bool) -> None:
+def note_rank(folder: str, owner: str, checkpoint: str | None, platform: str, samples: bool) -> None:
     """Stands in for training."""
     world = get_platform(platform).world
     rank, size = (0, 1) if world is None else (world.rank, world.size)
     if (Path(folder) / "fail").exists() and rank == size - 1:
         raise ValueError("this rank was told to fail")
     tokens = Corpus(Path(folder, "data")).info.tokens
+    RunFolder(Path(folder), owner).check_owner()
     Path(folder, f"rank-{rank}-of-{size}").write_text(f"{checkpoint} {tokens} {os.environ.get('GROUP_RANK', '')}")
 
 
@@ -53,13 +54,13 @@ def main(folder: str, local_ranks: str, *, fail: bool) -> None:
     job.write_samples = lambda run, config: []
     config = parse_config(CONFIG.format(local_ranks=local_ranks), registered=known()).config
 
-    def prepare() -> tuple[Path, str]:
+    def prepare() -> str:
         run = create_run(Path(folder), config)
         if fail:
             (run.path / "fail").touch()
-        return run.path, "step-00000007"
+        return "step-00000007"
 
-    job.launch_training(config, prepare)
+    job.launch_training(config, Path(folder), prepare)
 
 
 if __name__ == "__main__":

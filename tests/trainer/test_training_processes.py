@@ -199,11 +199,16 @@ def test_a_stopped_run_ends_in_order_and_goes_on(folder, hp_train, sign):
 def test_a_run_in_one_process_stops_the_same_way(folder, hp_train):
     command = hp_train("run.yaml", "--run.folder=out", *ENDLESS)
     wait_for_step(folder / "out", 3, command)
+    # The run is locked: a second job is told by whom, and touches nothing.
+    code, out, err = hp_train("resume", "out").finish()
+    assert (code, out) == (1, "")
+    assert err.startswith(f"hp-train: the run out is being trained by process {command.process.pid} on ")
     os.kill(command.process.pid, signal.SIGTERM)
     code, _, err = command.finish(END_SECONDS)
     assert code == 128 + signal.SIGTERM
     assert "stopped by SIGTERM; the newest checkpoint is of step " in err
     assert newest_step(folder / "out") == steps_of(folder / "out")[-1]
+    assert not list((folder / "out").glob("lock.json*"))
 
 
 def test_a_signal_before_training_ends_at_once(folder, hp_train):

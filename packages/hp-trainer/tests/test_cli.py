@@ -72,8 +72,8 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     """Stands in for the ranks: notes the configuration and what `prepare` gives."""
     found: list[tuple] = []
 
-    def train(config, prepare) -> Path:
-        path, checkpoint = prepare()
+    def train(config, path, prepare) -> Path:
+        checkpoint = prepare()
         (path / "samples.txt").write_text("after 7 steps: def main\n")
         found.append((config, path, checkpoint))
         return path
@@ -288,7 +288,7 @@ def test_torchrun_is_told_the_error_that_it_prints_last(work: Path, error, monke
 
 
 def test_a_full_disk_is_told_with_what_to_do(work: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(config, prepare) -> Path:
+    def full(config, path, prepare) -> Path:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(commands, "launch_training", full)
@@ -319,7 +319,7 @@ def test_each_rank_of_a_launcher_tells_what_only_it_may_have_found(
     # The folder and the data are looked at by the rank that prepares the run, when the others can hear of it.
     monkeypatch.setenv("RANK", "0")
     (work / "corpus.txt").unlink()
-    monkeypatch.setattr(commands, "launch_training", lambda config, prepare: prepare())
+    monkeypatch.setattr(commands, "launch_training", lambda config, path, prepare: prepare())
     assert cli.main(["run.yaml"]) == 2
     assert "does not exist" in capsys.readouterr().err
 
@@ -382,7 +382,7 @@ def test_what_a_run_began_with_cannot_change(work: Path, error) -> None:
     assert "--training.sequence_length: training.sequence_length: is fixed when a run begins\n" in text
 
 
-def test_a_checkpoint_of_another_model_is_refused(work: Path, error) -> None:
+def test_a_checkpoint_of_another_model_is_refused(work: Path, error, prepared: list) -> None:
     make_run(work)
     other = (work / "run.yaml").read_text().replace("name: tiny", "name: tiny\n  hidden_size: 32")
     (work / "run.yaml").write_text(other.replace("folder: out", "folder: second"))
@@ -394,13 +394,13 @@ def test_a_checkpoint_of_another_model_is_refused(work: Path, error) -> None:
     )
 
 
-def test_resume_without_a_run_or_a_checkpoint_is_refused(work: Path, error) -> None:
+def test_resume_without_a_run_or_a_checkpoint_is_refused(work: Path, error, prepared: list) -> None:
     assert "holds no run (no run.json)" in error("resume", "out")
     create_run(work / "out", load_config(work / "run.yaml", registered=registries()).config)
     assert "out/checkpoints holds no sound checkpoint" in error("resume", "out")
 
 
-def test_a_resumed_run_compares_its_data_with_their_digest(work: Path, error) -> None:
+def test_a_resumed_run_compares_its_data_with_their_digest(work: Path, error, prepared: list) -> None:
     make_run(work)
     (tokens,) = (Path("out") / "data").glob("tokens-*.bin")
     tokens.write_bytes(bytes(tokens.stat().st_size))

@@ -83,6 +83,23 @@ def test_a_resumed_run_has_each_step_once(tmp_path: Path, run) -> None:
     assert [event["event"] for event in events][-3:] == ["step", "evaluation", "checkpoint"]
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [b"not json", b"[" * 100_000, b"\xff\xfe", b"3", b'{"step": 2}', b'{"event": "step", "step": "2"}', b"\0\0"],
+    ids=["text", "nested brackets", "no UTF-8", "a number", "no event", "a step that is text", "zeros"],
+)
+def test_a_damaged_line_is_told_and_left_out(tmp_path: Path, run, capsys, damage: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"event": "step", "step": number}).encode() for number in (1, 2, 3)]
+    path.write_bytes(b"\n".join([lines[0], damage, lines[2], b""]))
+    assert [event["step"] for event in read_metrics(path)] == [1, 3]
+    tracker = JsonLinesTracker(path)
+    tracker.start(run(first_step=3))
+    tracker.finish()
+    assert capsys.readouterr().err == f"hp-train: {path}: line 2 is damaged and is left out\n"
+    assert [event["event"] for event in read_metrics(path)] == ["step", "step", "start"]
+
+
 def test_progress_without_a_terminal_is_plain_lines(run) -> None:
     stream = io.StringIO()
     tracker = ProgressTracker(interval_seconds=3600, stream=stream)

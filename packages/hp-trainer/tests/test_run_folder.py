@@ -50,7 +50,8 @@ def test_files_that_are_no_run_are_not_touched(tmp_path: Path, config: TrainerCo
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "x"
 
 
-def test_an_empty_folder_will_do(tmp_path: Path, config: TrainerConfig) -> None:
+def test_an_empty_folder_will_do_and_so_does_one_that_is_only_locked(tmp_path: Path, config: TrainerConfig) -> None:
+    (tmp_path / "lock.json").write_text("")
     assert RunFolder.check_new(tmp_path) is None
     RunFolder.create(tmp_path, config)
 
@@ -58,8 +59,12 @@ def test_an_empty_folder_will_do(tmp_path: Path, config: TrainerConfig) -> None:
 def test_a_folder_without_a_run_cannot_be_opened(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match=r"holds no run \(no run.json\)"):
         RunFolder.open(tmp_path)
-    (tmp_path / "run.json").write_text("{")
-    with pytest.raises(RunFolderError, match="is damaged"):
+    for damage in ("{", "[" * 100_000, "[]", "{}", '{"id": 3}', '{"id": ""}'):
+        (tmp_path / "run.json").write_text(damage)
+        with pytest.raises(RunFolderError, match=r"run.json is damaged"):
+            RunFolder.open(tmp_path)
+    (tmp_path / "run.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(RunFolderError, match=r"run.json is damaged"):
         RunFolder.open(tmp_path)
 
 

@@ -68,6 +68,10 @@ class RunFolderError(HPError, ValueError):
     """A run folder that holds another run, or none where one was expected."""
 
 
+class RunLockedError(HPError, RuntimeError):
+    """A run that another job is training, or has taken over."""
+
+
 class TrainingError(HPError, RuntimeError):
     """Training cannot go on, such as with a loss that is no finite number."""
 

@@ -28,6 +28,9 @@ from hp_trainer.checkpoint.shard_file import (
 from hp_trainer.checkpoint.storage import Storage
 from hp_trainer.exceptions import CheckpointError
 
+# Of some millions of boxes; a file that is larger is none, and would fill the memory before it is refused.
+_LARGEST_INDEX = 2**30
+
 
 class Checkpoint:
     """A complete checkpoint; files are mapped when first read, and each block is verified once.
@@ -44,8 +47,11 @@ class Checkpoint:
         self.storage = storage
         self.folder = folder
         where = storage.describe(folder, INDEX_FILE)
-        if storage.file_size(folder, INDEX_FILE) is None:
+        size = storage.file_size(folder, INDEX_FILE)
+        if size is None:
             raise CheckpointError(f"{where} is missing: this is no complete checkpoint")
+        if size > _LARGEST_INDEX:
+            raise CheckpointError(f"{where} is damaged: an index has at most {_LARGEST_INDEX} bytes, it has {size}")
         self.index = Index.parse(storage.map_file(folder, INDEX_FILE).tobytes(), where)
         if step_in_name(folder) not in (None, self.index.step):
             raise CheckpointError(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +56,7 @@ def save_checkpoint(
     state: Mapping[str, Any],
     group: Group | None = None,
     keep: int | None = None,
+    may_write: Callable[[], None] = lambda: None,
 ) -> str:
     """Write a checkpoint; called by every rank of `group` (default: this one alone). Returns its folder's name.
 
@@ -65,12 +67,19 @@ def save_checkpoint(
         model: name and options of the model (JSON values), the same on every rank.
         state: the trainer's own (JSON values), the same on every rank.
         keep: then delete all but so many of the newest sound checkpoints; None: keep all.
+        may_write: called by the coordinator before it begins, publishes or deletes anything; raises where another job
+            has taken the run over.
 
     Raises:
         CheckpointError: on every rank when any failed; earlier checkpoints are untouched.
     """
     group = group if group is not None else Alone()
-    save_id = coordinator(group, "beginning a checkpoint", lambda: _begin(storage, step), CheckpointError)
+
+    def begin() -> str:
+        may_write()
+        return _begin(storage, step)
+
+    save_id = coordinator(group, "beginning a checkpoint", begin, CheckpointError)
     folder = f"{step_name(step)}{INCOMPLETE}{save_id}"
 
     def write() -> dict[str, Any]:
@@ -80,12 +89,15 @@ def save_checkpoint(
         shards = all_ranks(group, "writing a checkpoint", write, CheckpointError)
 
         def publish() -> str:
+            may_write()
             return _publish(storage, folder, _merge(shards, step, save_id, model, state))
 
         name: str = coordinator(group, "publishing a checkpoint", publish, CheckpointError)
     except CheckpointError:
         if group.rank == 0:
-            delete_leftovers(storage)
+            # Its own alone: what else is incomplete may be another job's by now. A failing disk may refuse this too.
+            with contextlib.suppress(OSError):
+                storage.delete_folder(folder)
         raise
     if group.rank == 0 and keep is not None:
         prune(storage, keep)

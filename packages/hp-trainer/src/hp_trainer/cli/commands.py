@@ -46,10 +46,11 @@ def train_command(given: list[str]) -> int:
     def check() -> None:
         _refuse(check_new_run(loaded, folder, world_size, registries()), options.config)
 
-    def prepare() -> tuple[Path, str | None]:
+    def prepare() -> str | None:
         if is_launched():
             check()
-        return create_run(folder, config).path, None
+        create_run(folder, config)
+        return None
 
     # Of a launcher's ranks one looks at folder and data, when the others can learn from it what it finds.
     if is_launched():
@@ -57,7 +58,7 @@ def train_command(given: list[str]) -> int:
     else:
         check()
     config = _resolved(loaded.config, folder)
-    return _report(launch_training(config, prepare), config)
+    return _report(launch_training(config, folder, prepare), config)
 
 
 def resume_command(given: list[str]) -> int:
@@ -71,15 +72,14 @@ def resume_command(given: list[str]) -> int:
     world_size = world_size_of(loaded.config)
     _refuse(check_resumed_run(loaded, before, world_size, registries()), str(run.config_file))
     config = _resolved(loaded.config, run.path)
-    checkpoint = _newest(run, config).folder if is_first_process() else None
-    if is_first_process():
+
+    def prepare() -> str | None:
+        checkpoint = _newest(run, config)
         registries().datasets.get(config.data.name).build(config.data.options).verify(run.data)
-
-    def prepare() -> tuple[Path, str | None]:
         run.write_config(config)
-        return run.path, checkpoint
+        return checkpoint.folder
 
-    return _report(launch_training(config, prepare), config)
+    return _report(launch_training(config, run.path, prepare), config)
 
 
 def generate_command(given: list[str]) -> int:

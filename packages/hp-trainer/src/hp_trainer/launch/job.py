@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from hp_dtensor.comm.world import current_world
@@ -16,7 +18,7 @@ from hp_trainer.config import TrainerConfig
 from hp_trainer.exceptions import RunFolderError, StoppedError
 from hp_trainer.generation import write_samples
 from hp_trainer.launch.platforms import num_accelerators
-from hp_trainer.run import RunFolder, checkpoint_storage
+from hp_trainer.run import RunFolder, RunLock, checkpoint_storage
 from hp_trainer.signals import Interrupted
 from hp_trainer.training import Trainer
 
@@ -39,45 +41,62 @@ def is_first_process() -> bool:
     return found is None or (found.rank == 0 and not found.is_scheduler)
 
 
-def launch_training(config: TrainerConfig, prepare: Callable[[], tuple[Path, str | None]]) -> Path:
+def launch_training(config: TrainerConfig, folder: Path, prepare: Callable[[], str | None]) -> Path:
     """Train on all ranks of a job; return the run folder when every rank has finished.
 
     Args:
         config: says how many ranks to start here, and on which platform.
-        prepare: called once in the whole job, before any rank needs it; makes or opens the run folder and
-            returns it with the name of the checkpoint to go on from (None: from the beginning).
+        folder: the run folder; it is locked for this job until its end.
+        prepare: called once in the whole job, under the lock and before any rank needs it; fills or opens the run
+            folder and returns the name of the checkpoint to go on from (None: from the beginning).
 
     Raises:
+        RunLockedError: another job trains this run.
         LaunchError: a local rank failed.
         StoppedError: a signal ended the run before its last step.
         HPError: what `prepare` or, where this process is a rank, the training raises.
     """
     platform = get_platform(config.platform)
+    with ExitStack() as held:
+
+        def begin() -> tuple[str, str, str | None]:
+            if not folder.exists():
+                held.callback(_remove_empty, folder)
+                folder.mkdir(parents=True)
+            lock = held.enter_context(RunLock(folder))
+            # Ranks on other machines may stand in another folder.
+            return str(folder.absolute() if is_launched() else folder), lock.nonce, prepare()
+
+        return _train(config, platform, begin)
+
+
+def _train(config: TrainerConfig, platform: Platform, begin: Callable[[], tuple[str, str, str | None]]) -> Path:
+    """Train on all ranks; `begin` locks and prepares the run, and returns its folder, lock and checkpoint."""
     if is_launched():
         world = from_environment(platform, config.launch.timeout_seconds)
-        folder, checkpoint = coordinator(world.all, "preparing the run", lambda: _as_text(prepare()), RunFolderError)
-        ended_by = run_rank(folder, checkpoint, platform.name, False)
+        path, owner, checkpoint = coordinator(world.all, "preparing the run", begin, RunFolderError)
+        ended_by = run_rank(path, owner, checkpoint, platform.name, False)
         platform.disconnect()
-        path = Path(folder)
         if ended_by is None and is_first_process():
-            write_samples(RunFolder(path), config)
+            write_samples(RunFolder(Path(path)), config)
     else:
-        path, checkpoint = prepare()
-        arguments = (str(path), checkpoint, platform.name, True)
+        path, owner, checkpoint = begin()
+        arguments = (path, owner, checkpoint, platform.name, True)
         if world_size_of(config) == 1:
             ended_by = run_rank(*arguments)
         else:
-            ended_by = _start(run_rank, arguments, config, platform, RunFolder(path).logs)
+            ended_by = _start(run_rank, arguments, config, platform, RunFolder(Path(path)).logs)
     if ended_by is not None:
-        raise StoppedError(_how_far(RunFolder(path), config, ended_by), ended_by)
-    return path
+        raise StoppedError(_how_far(RunFolder(Path(path)), config, ended_by), ended_by)
+    return Path(path)
 
 
-def run_rank(folder: str, checkpoint: str | None, platform: str, samples: bool) -> int | None:
+def run_rank(folder: str, owner: str, checkpoint: str | None, platform: str, samples: bool) -> int | None:
     """Do one rank's part of a job; its world is connected.
 
     Args:
         folder: the run folder; its data are prepared.
+        owner: name of the lock that the job holds on it.
         checkpoint: name of the checkpoint to go on from; None: from the beginning.
         platform: the platform's name.
         samples: rank 0 writes the samples of a finished run. Where ranks were started here this is the process that
@@ -86,7 +105,7 @@ def run_rank(folder: str, checkpoint: str | None, platform: str, samples: bool) 
     Returns:
         The signal that ended the run before its last step, the same on every rank; None: it is done.
     """
-    run, chosen = RunFolder.open(Path(folder)), get_platform(platform)
+    run, chosen = RunFolder.open(Path(folder), owner), get_platform(platform)
     config = run.load_config().config
     trainer = Trainer(run, config, chosen)
     if checkpoint is not None:
@@ -120,6 +139,12 @@ def _start(
     return ended_by[0]
 
 
+def _remove_empty(folder: Path) -> None:
+    """Take away the folder that was made for a run which could not begin."""
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
 def _how_far(run: RunFolder, config: TrainerConfig, number: int) -> str:
     """Tell how far a stopped run has come, and how to go on."""
     name, newest = signal.Signals(number).name, find_latest(checkpoint_storage(run, config), content=False).checkpoint
@@ -129,8 +154,3 @@ def _how_far(run: RunFolder, config: TrainerConfig, number: int) -> str:
         f"stopped by {name}; the newest checkpoint is of step {newest.step} of {config.training.steps}. "
         f"Go on with `hp-train resume {run.path}`"
     )
-
-
-def _as_text(prepared: tuple[Path, str | None]) -> tuple[str, str | None]:
-    path, checkpoint = prepared
-    return str(path.absolute()), checkpoint

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -25,6 +26,8 @@ class JsonLinesTracker(Tracker):
         self._file: TextIO | None = None
 
     def start(self, run: RunRecord) -> None:
+        for line in damaged_lines(self.path):
+            print(f"hp-train: {self.path}: line {line} is damaged and is left out", file=sys.stderr)
         keep_steps(self.path, run.first_step)
         self._file = self.path.open("a", encoding="utf-8", buffering=1)
         self._write(
@@ -57,16 +60,37 @@ class JsonLinesTracker(Tracker):
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of a metrics file in order; a last line cut off by a crash is left out."""
+    """Yield the events of a metrics file in order; damaged lines, as one cut off by a crash, are left out."""
+    for _, event in _lines(path):
+        if event is not None:
+            yield event
+
+
+def damaged_lines(path: Path) -> list[int]:
+    """List the numbers of the lines that are no events, from 1; the last one may be cut off by a crash, and is none."""
+    lines = list(_lines(path))
+    return [number for number, event in lines if event is None and number != len(lines)]
+
+
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """Yield the number and the event of each line; None in place of an event that does not follow the format."""
     if not path.is_file():
         return
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(event, dict):
-            yield event
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                event = json.loads(line)
+            except (ValueError, RecursionError):
+                event = None
+            yield number, event if _is_event(event) else None
+
+
+def _is_event(value: Any) -> bool:
+    """Return whether a JSON value has an event's name and, where it tells one, a step as a whole number."""
+    if not isinstance(value, dict) or not isinstance(value.get("event"), str):
+        return False
+    step = value.get("step", 0)
+    return isinstance(step, int) and not isinstance(step, bool) and step >= 0
 
 
 def keep_steps(path: Path, last_step: int) -> None:

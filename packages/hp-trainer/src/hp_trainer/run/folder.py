@@ -15,6 +15,7 @@ from hp_trainer.config import LoadedConfig, TrainerConfig, dump_config, load_con
 from hp_trainer.exceptions import RunFolderError
 from hp_trainer.plugins import registries
 from hp_trainer.registries import Registries
+from hp_trainer.run.lock import LOCK_FILE, check_owner
 
 _MARK = "run.json"
 
@@ -24,6 +25,7 @@ class RunFolder:
 
     ```
     run.json           identity of the run
+    lock.json          who trains it, while it is trained
     config.yaml        resolved configuration
     metrics.jsonl      one line per step
     loss.png           loss curve
@@ -32,10 +34,14 @@ class RunFolder:
     checkpoints/       step-00000100/ ...
     logs/              rank1.log ... (rank 0 writes to the terminal)
     ```
+
+    Attributes:
+        owner: name of the lock under which this process may write (`RunLock.nonce`); None: no lock was taken.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, owner: str | None = None) -> None:
         self.path = path
+        self.owner = owner
         self.config_file = path / "config.yaml"
         self.metrics_file = path / "metrics.jsonl"
         self.loss_picture = path / "loss.png"
@@ -49,7 +55,7 @@ class RunFolder:
         """Return why no new run may go into `path`, or None when it may."""
         if (path / _MARK).is_file():
             return f"holds the run {_read_mark(path).get('id', '?')}"
-        if path.is_dir() and any(path.iterdir()):
+        if path.is_dir() and any(not inner.name.startswith(LOCK_FILE) for inner in path.iterdir()):
             return "holds files that are no run"
         return "is a file" if path.exists() and not path.is_dir() else None
 
@@ -82,8 +88,8 @@ class RunFolder:
         return folder
 
     @classmethod
-    def open(cls, path: Path) -> RunFolder:
-        """Return the folder of an existing run.
+    def open(cls, path: Path, owner: str | None = None) -> RunFolder:
+        """Return the folder of an existing run, for a job that holds the lock `owner` or that only reads (None).
 
         Raises:
             RunFolderError: there is no run in it.
@@ -91,7 +97,16 @@ class RunFolder:
         if not (path / _MARK).is_file():
             raise RunFolderError(f"{path} holds no run (no {_MARK}); give the folder that `hp-train` printed")
         _read_mark(path)
-        return cls(path)
+        return cls(path, owner)
+
+    def check_owner(self) -> None:
+        """Refuse to write where another job has taken the run over; without a lock there is nothing to check.
+
+        Raises:
+            RunLockedError: it is another job's.
+        """
+        if self.owner is not None:
+            check_owner(self.path, self.owner)
 
     @property
     def run_id(self) -> str:
@@ -131,8 +146,8 @@ def _taken(path: Path, reason: str) -> RunFolderError:
 def _read_mark(path: Path) -> dict[str, Any]:
     try:
         mark = json.loads((path / _MARK).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RunFolderError(f"{path / _MARK} is damaged: {error}") from error
-    if not isinstance(mark, dict) or "id" not in mark:
-        raise RunFolderError(f"{path / _MARK} is damaged: it names no run")
+    if not isinstance(mark, dict) or not isinstance(mark.get("id"), str) or not mark["id"]:
+        raise RunFolderError(f"{path / _MARK} is damaged: it names no run (an id, which is text)")
     return mark

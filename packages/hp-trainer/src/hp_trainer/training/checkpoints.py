@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +22,14 @@ class Progress:
 
 
 class TrainingCheckpoints:
-    """Saves and loads everything that training changes, whatever layout, number of ranks or platform is next."""
+    """Saves and loads everything that training changes, whatever layout, number of ranks or platform is next.
 
-    def __init__(self, setup: RankSetup, storage: Storage) -> None:
-        self._setup, self._storage = setup, storage
+    Args:
+        may_write: see `save_checkpoint`.
+    """
+
+    def __init__(self, setup: RankSetup, storage: Storage, may_write: Callable[[], None] = lambda: None) -> None:
+        self._setup, self._storage, self._may_write = setup, storage, may_write
 
     def save(self, progress: Progress) -> str:
         """Write a checkpoint on all ranks and return its folder's name; it is complete then.
@@ -41,6 +46,7 @@ class TrainingCheckpoints:
             state=self._state(progress),
             group=setup.mesh.world.all,
             keep=setup.config.checkpoint.keep,
+            may_write=self._may_write,
         )
 
     def load(self, folder: str) -> Progress:

@@ -42,7 +42,7 @@ class Trainer:
         self.setup = RankSetup.build(run, config, platform)
         self.progress = Progress()
         self._step = OptimizerStep(self.setup)
-        self._checkpoints = TrainingCheckpoints(self.setup, checkpoint_storage(run, config))
+        self._checkpoints = TrainingCheckpoints(self.setup, checkpoint_storage(run, config), run.check_owner)
         self._train_batches = self.setup.batch_reader(self.setup.dataset.train)
         self._evaluation_batches = self.setup.batch_reader(self.setup.dataset.evaluation)
         self._hooks: LifeCycle = life_cycle()
