@@ -30,6 +30,8 @@ from hp_dtensor.optim.clip import clip_grad_norm_ as clip_grad_norm_
 from hp_dtensor.optim.muon import Muon as Muon
 from hp_dtensor.optim.muon import MuonOptions as MuonOptions
 from hp_dtensor.parallel import nn as nn
+from hp_dtensor.parallel.attention import AttentionMask as AttentionMask
+from hp_dtensor.parallel.attention import attention as attention
 from hp_dtensor.parallel.distribute_module import distribute_module as distribute_module
 from hp_dtensor.parallel.loss_parallel import loss_parallel as loss_parallel
 from hp_dtensor.parallel.parallelize_module import parallelize_module as parallelize_module

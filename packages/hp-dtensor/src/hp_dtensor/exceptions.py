@@ -68,6 +68,10 @@ class PlanError(HPError, ValueError):
     """A sharding plan with one or more problems; the message lists all of them."""
 
 
+class AttentionError(HPError, ValueError):
+    """Queries, keys, values or a mask that do not fit each other, or that ranks cannot share as asked."""
+
+
 class CollectiveError(HPError, ValueError):
     """A collective called with buffers or splits that do not fit the group."""
 

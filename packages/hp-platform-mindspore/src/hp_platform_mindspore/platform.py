@@ -308,6 +308,11 @@ class MindSporePlatform(MindSporeBase):
     def local_op(self) -> AbstractContextManager[None]:
         return LocalOperations()
 
+    def accurate_tanh(self, x: Tensor) -> Tensor:
+        # MindSpore's own is off by up to 1e-4 on the CPU, its exponential by 6e-6 of the value.
+        ops = self.ops
+        return ops.sub(1.0, ops.div(2.0, ops.add(ops.exp(ops.mul(x, 2.0)), 1.0)))
+
     # Many tensors at once --------------------------------------------------------------------------------
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:

@@ -13,9 +13,11 @@ import torch
 from torch import nn
 
 from hp_dtensor.exceptions import CapabilityError
+from hp_dtensor.platform.attention import BlockScores
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.tensors import DTYPE_NAMES
 from hp_dtensor.spec.tensor_spec import TensorSpec
+from hp_platform_torch.ops import attention
 from hp_platform_torch.ops.names import function_named, names_of
 from hp_platform_torch.ops.namespace import build_ops
 from hp_platform_torch.patches import backward_inputs, table
@@ -265,6 +267,33 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
 
     def local_op(self) -> AbstractContextManager[None]:
         return LocalOperations()
+
+    # Attention -------------------------------------------------------------------------------------------
+
+    def has_fused_attention(self, query: Tensor, value: Tensor) -> bool:
+        return query.is_cuda or attention.takes(query, value)
+
+    def has_fused_blocks(self, query: Tensor, value: Tensor) -> bool:
+        return attention.takes(query, value)
+
+    def attention_block(self, query: Tensor, key: Tensor, value: Tensor, scores: BlockScores) -> tuple[Tensor, Tensor]:
+        if scores.soft_cap is None and attention.takes(query, value):
+            return attention.block(query, key, value, scores)
+        return super().attention_block(query, key, value, scores)
+
+    def attention_block_grad(
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        scores: BlockScores,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if scores.soft_cap is None and attention.takes(query, value):
+            return attention.block_grad(grad, query, key, value, out, lse, scores)
+        return super().attention_block_grad(grad, query, key, value, out, lse, scores)
 
     # Many tensors at once --------------------------------------------------------------------------------
 

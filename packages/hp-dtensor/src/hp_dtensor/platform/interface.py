@@ -6,16 +6,17 @@ hp_dtensor imports a framework: tensors, dtypes and modules are opaque objects h
 
 from __future__ import annotations
 
+from hp_dtensor.platform.attention import AttentionInterface
 from hp_dtensor.platform.autograd import AutogradInterface
 from hp_dtensor.platform.modules import ModuleInterface
 from hp_dtensor.platform.processes import ProcessInterface
 from hp_dtensor.platform.tensors import TensorInterface
 
 
-class Platform(TensorInterface, AutogradInterface, ModuleInterface, ProcessInterface):
+class Platform(TensorInterface, AutogradInterface, AttentionInterface, ModuleInterface, ProcessInterface):
     """One framework on one kind of process: its tensors, autograd, modules and processes.
 
-    The methods are those of the four interfaces. What is abstract must be there; what has a body is a default that
+    The methods are those of the five interfaces. What is abstract must be there; what has a body is a default that
     a framework may do better. `hp_dtensor.testing` checks an implementation (the conformance suite).
 
     Example:

@@ -52,6 +52,21 @@ def platform_of(module: Any, platform: Platform | str | None = None) -> Platform
     return get_platform(platform)
 
 
+def platform_of_tensor(x: Any) -> Platform:
+    """Return the platform whose framework made the plain tensor `x`, else the selected one.
+
+    Raises:
+        PlatformError: as `get_platform`.
+    """
+    name = _framework_among(tuple(base.__module__.partition(".")[0] for base in type(x).__mro__))
+    return get_platform() if name is None else _named(name, "")
+
+
+@functools.cache
+def _framework_among(roots: tuple[str, ...]) -> str | None:
+    return next((root for root in roots if root in _plugins()), None)
+
+
 def _named(wanted: str, source: str) -> Platform:
     """Return the platform called `wanted`; errors begin with `source`, which tells where the name stands."""
     found = _load(wanted) if wanted in _plugins() else None

@@ -1,0 +1,162 @@
+"""Which blocks of the score matrix are computed: rectangles that are seen whole, causal squares, and bands.
+
+Everything here is arithmetic on the host. Blocks in which no query sees a key do not occur, so that causal attention
+costs half, a window its width, and packed documents their own squares, whatever the order of the tokens on a rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from hp_dtensor.parallel.attention.mask import Run, Tokens
+
+_BAND_ROWS = 512
+"""Queries of one block under a window: few enough for most keys of a block to be seen, enough for its kernel."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRange:
+    """Keys that the queries of a segment see, all or some of them.
+
+    Attributes:
+        start, stop: of the keys, as the rank holds them.
+        is_causal: the block is a square, and each query sees the keys up to its own place.
+        band: place of the first query minus that of the first key, where the window cuts the block; else None.
+    """
+
+    start: int
+    stop: int
+    is_causal: bool = False
+    band: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Queries, as the rank holds them from `start` to `stop`, with the ranges of keys that they see."""
+
+    start: int
+    stop: int
+    keys: tuple[KeyRange, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of the batch from `start` to `stop` (None: all) with the segments of their queries, in order."""
+
+    start: int
+    stop: int | None
+    segments: tuple[Segment, ...]
+
+
+Plan = tuple[Rows, ...]
+
+
+def plan_blocks(queries: Tokens, keys: Tokens, causal: bool, window: int | None, tile: int | None) -> Plan:
+    """Return the blocks of attention of `queries` over `keys`.
+
+    Args:
+        tile: most queries and most keys of a block, where its scores are held as a matrix; None: any number.
+    """
+    planned = []
+    for start, stop in queries.rows():
+        runs: dict[int, list[Run]] = {}
+        for run in keys.runs(start):
+            runs.setdefault(run.document, []).append(run)
+        segments = tuple(
+            segment
+            for run in queries.runs(start)
+            for segment in _segments(run, runs.get(run.document, []), causal, window, tile)
+        )
+        planned.append(Rows(start, stop, segments))
+    return tuple(planned)
+
+
+def is_empty(plan: Plan) -> bool:
+    """Return whether no query sees a key."""
+    return not any(segment.keys for rows in plan for segment in rows.segments)
+
+
+def count_scores(plan: Plan, batch: int) -> int:
+    """Return the number of scores that are seen or computed in vain, per head; causal squares count half."""
+    total = 0
+    for rows in plan:
+        count = batch if rows.stop is None else rows.stop - rows.start
+        for segment in rows.segments:
+            length = segment.stop - segment.start
+            for keys in segment.keys:
+                area = length * (keys.stop - keys.start)
+                total += count * ((area + length) // 2 if keys.is_causal else area)
+    return total
+
+
+def _segments(
+    queries: Run, keys: Sequence[Run], causal: bool, window: int | None, tile: int | None
+) -> Iterator[Segment]:
+    for place, stop in itertools.pairwise(_bounds(queries, keys, causal, window, tile)):
+        start = queries.start + place - queries.place
+        ranges = [each for run in keys for each in _seen(place, stop, run, causal, window)]
+        split = [each for one in _joined(ranges) for each in _tiles(one, tile)]
+        yield Segment(start, start + stop - place, tuple(split))
+
+
+def _bounds(queries: Run, keys: Sequence[Run], causal: bool, window: int | None, tile: int | None) -> list[int]:
+    """Return the places at which queries are cut into segments: at ends of runs of keys, so that the rest is square."""
+    bounds = {queries.place, queries.stop}
+    if causal and window is None:
+        bounds |= {place for run in keys for place in (run.place, run.stop) if queries.place < place < queries.stop}
+    rows = min(tile or _BAND_ROWS, _BAND_ROWS) if window is not None else tile
+    ordered = sorted(bounds)
+    if rows is not None:
+        ordered = [place for a, b in itertools.pairwise(ordered) for place in range(a, b, rows)] + ordered[-1:]
+    return ordered
+
+
+def _seen(place: int, stop: int, keys: Run, causal: bool, window: int | None) -> Iterator[KeyRange]:
+    """Yield the ranges of a run of keys that queries of places `place` to `stop` see."""
+    first, last = keys.place, keys.stop
+    if causal:
+        last = min(last, stop)
+    if window is not None:
+        first = max(first, place - window + 1)
+        last = last if causal else min(last, stop - 1 + window)
+    if first >= last:
+        return
+    offset = keys.start - keys.place
+    if window is not None:
+        above = last - 1 <= place if causal else last - 1 - place < window
+        whole = above and stop - 1 - first < window
+        yield KeyRange(first + offset, last + offset, band=None if whole else place - first)
+    elif not causal or last <= place:
+        yield KeyRange(first + offset, last + offset)
+    else:  # segments are cut at ends of runs: what is left from `place` on is the segment's own square
+        if first < place:
+            yield KeyRange(first + offset, place + offset)
+        yield KeyRange(place + offset, last + offset, is_causal=True)
+
+
+def _joined(ranges: Sequence[KeyRange]) -> Iterator[KeyRange]:
+    """Yield the ranges, those that are seen whole and lie beside each other as one."""
+    pending: KeyRange | None = None
+    for each in ranges:
+        whole = not each.is_causal and each.band is None
+        if pending is not None and whole and pending.stop == each.start:
+            pending = KeyRange(pending.start, each.stop)
+            continue
+        if pending is not None:
+            yield pending
+        pending = each if whole else None
+        if not whole:
+            yield each
+    if pending is not None:
+        yield pending
+
+
+def _tiles(keys: KeyRange, tile: int | None) -> Iterator[KeyRange]:
+    if tile is None or keys.is_causal or keys.stop - keys.start <= tile:
+        yield keys
+        return
+    for start in range(keys.start, keys.stop, tile):
+        band = None if keys.band is None else keys.band - (start - keys.start)
+        yield KeyRange(start, min(start + tile, keys.stop), band=band)

@@ -1,0 +1,166 @@
+"""`attention`: the one function through which models attend, on plain tensors and on DTensors."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from hp_dtensor.comm.kept_tensors import Kept
+from hp_dtensor.exceptions import AttentionError
+from hp_dtensor.parallel.attention.blocks import Plan, plan_blocks
+from hp_dtensor.parallel.attention.distributed import attention_of_dtensors
+from hp_dtensor.parallel.attention.mask import AttentionMask, Tokens
+from hp_dtensor.parallel.attention.products import Options, attend, attend_grad
+from hp_dtensor.parallel.attention.sinks import grad_of_sinks, with_sinks
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.platform.selection import platform_of_tensor
+from hp_dtensor.tensor.dtensor import DTensor
+
+Tensor = Any
+TILE = 512
+"""Most queries and keys of a block whose scores are held as a matrix."""
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: AttentionMask,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Return scaled dot-product attention `[batch, heads, queries, value width]`, in the queries' dtype.
+
+    The matrix of scores is never held whole, neither in forward nor in backward: the framework's fused kernels are
+    taken where they can be, else blocks are merged by their log-sum-exp in float32. Inside a `ContextParallel` module
+    the tensors are this rank's part of a sequence, and this is `context_parallel_attention`.
+
+    Args:
+        query: `[batch, heads, queries, head_dim]`, floating; plain, or a DTensor: cut over batch or heads it is
+            computed as it lies, other cuts are gathered.
+        key: `[batch, key-value heads, keys, head_dim]`; query head h reads key-value head
+            `h // (heads / key-value heads)`.
+        value: `[batch, key-value heads, keys, value width]`.
+        mask: the keys that each query sees.
+        scale: factor on the products of queries and keys; None: 1 / sqrt(head_dim).
+        soft_cap: scores become `soft_cap * tanh(scores / soft_cap)`, as in Gemma 2 (arXiv 2408.00118).
+        sinks: `[heads]`, one more score per head that takes its share of the softmax and has no value, as in gpt-oss
+            (arXiv 2508.10925).
+
+    Raises:
+        AttentionError: shapes, mask or options that do not fit each other.
+
+    Example:
+        >>> q = platform.from_numpy(np.ones((1, 4, 3, 8), "float32"))
+        >>> k = v = platform.from_numpy(np.ones((1, 2, 3, 8), "float32"))
+        >>> tuple(attention(q, k, v, mask=AttentionMask()).shape)
+        (1, 4, 3, 8)
+    """
+    check_inputs(query, key, value, mask, soft_cap, sinks)
+    scale = 1.0 / math.sqrt(max(query.shape[3], 1)) if scale is None else float(scale)
+    if any(isinstance(x, DTensor) for x in (query, key, value, sinks)):
+        return attention_of_dtensors(local_attention, query, key, value, mask, scale, soft_cap, sinks)
+    return local_attention(query, key, value, mask, scale, soft_cap, sinks)
+
+
+def check_inputs(
+    query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, soft_cap: float | None, sinks: Tensor | None
+) -> None:
+    """Refuse tensors, a mask or options that do not fit each other; see `attention`."""
+    q, k, v = (tuple(x.shape) for x in (query, key, value))
+    problems = []
+    if not isinstance(mask, AttentionMask):
+        raise AttentionError(f"attention: mask must be an AttentionMask, got {type(mask).__name__}")
+    if {len(q), len(k), len(v)} != {4}:
+        raise AttentionError(
+            f"attention takes [batch, heads, length, head_dim], got query {list(q)}, key {list(k)}, value {list(v)}"
+        )
+    if not q[0] == k[0] == v[0] or k[1:3] != v[1:3] or q[3] != k[3]:
+        problems.append(f"query {list(q)}, key {list(k)} and value {list(v)} do not fit each other")
+    if (k[1] == 0) != (q[1] == 0) or (k[1] and q[1] % k[1]):
+        problems.append(f"{q[1]} query heads cannot share {k[1]} key-value heads equally")
+    if (mask.causal or mask.window or mask.positions is not None) and q[2] > k[2]:
+        problems.append(f"{q[2]} queries are more than {k[2]} keys, whose last ones they are under this mask")
+    if mask.positions is not None and tuple(mask.positions.shape) != (k[0], k[2]):
+        problems.append(f"the mask's positions {list(mask.positions.shape)} must be [batch, keys] {[k[0], k[2]]}")
+    if soft_cap is not None and not soft_cap > 0:
+        problems.append(f"soft_cap must be None or above 0, got {soft_cap!r}")
+    if sinks is not None and tuple(sinks.shape) != (q[1],):
+        problems.append(f"sinks {list(sinks.shape)} must be [heads] {[q[1]]}")
+    if problems:
+        raise AttentionError(f"attention: {'; '.join(problems)}")
+
+
+def local_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: AttentionMask,
+    scale: float,
+    soft_cap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Compute `attention` of plain tensors."""
+    platform = platform_of_tensor(query)
+    queries, keys = query.shape[2], key.shape[2]
+    documents = mask.documents(platform)
+    window = mask.window if mask.window is not None and mask.window < keys else None
+    causal = mask.causal and queries > 1
+    plain = documents is None and window is None and soft_cap is None and sinks is None
+    is_usual = math.isclose(scale, 1.0 / math.sqrt(max(query.shape[3], 1)), rel_tol=1e-9)
+    fits = platform.has_fused_attention(query, value) or queries * keys <= TILE * TILE
+    if plain and is_usual and fits and (not causal or queries == keys):
+        shared = query.shape[1] != key.shape[1]
+        return platform.ops.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=shared)
+    options = Options(scale, soft_cap, mask.causal, window)
+    tile = tile_of(platform, query, value, soft_cap)
+    remembered = ("plan", queries, keys, window, tile)
+    plan = mask.remembered(remembered, lambda: _local_plan(mask, documents, window, queries, keys, tile))
+    return blockwise(platform, query, key, value, sinks, plan, options)
+
+
+def tile_of(platform: Platform, query: Tensor, value: Tensor, soft_cap: float | None) -> int | None:
+    """Return the most queries and keys of a block; None where kernels hold no matrix of scores."""
+    return None if soft_cap is None and platform.has_fused_blocks(query, value) else TILE
+
+
+def _local_plan(
+    mask: AttentionMask, documents: Any, window: int | None, queries: int, keys: int, tile: int | None
+) -> Plan:
+    of_queries = None if documents is None else documents[:, keys - queries :]
+    return plan_blocks(
+        Tokens(np.arange(keys - queries, keys), of_queries),
+        Tokens(np.arange(keys), documents),
+        mask.causal,
+        window,
+        tile,
+    )
+
+
+def blockwise(
+    platform: Platform, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, plan: Plan, options: Options
+) -> Tensor:
+    """Attend over the blocks of a plan as one autograd node, which keeps its inputs, the result and log-sum-exps."""
+    kept: list[Kept] = []
+    inputs = (query, key, value) if sinks is None else (query, key, value, sinks)
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, *s: Tensor) -> Tensor:
+        out, lse = attend(platform, q, k, v, plan, options)
+        if s:
+            out, lse = with_sinks(platform, out, lse, s[0])
+        out = platform.ops.cast(out, q.dtype)
+        kept[:] = [Kept(platform, q, k, v, out, lse, *s)]
+        return out
+
+    def backward(grad: Tensor) -> list[Tensor]:
+        q, k, v, out, lse, *s = kept[0].tensors
+        grads = list(attend_grad(platform, grad, q, k, v, out, lse, plan, options))
+        if s:
+            grads.append(grad_of_sinks(platform, grad, out, lse, s[0]))
+        return [platform.ops.cast(g, x.dtype) for g, x in zip(grads, (q, k, v, *s), strict=True)]
+
+    return platform.custom_function(forward, backward, *inputs)

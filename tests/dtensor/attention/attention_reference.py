@@ -1,0 +1,75 @@
+"""Attention by brute force in NumPy, float64, with its gradients: one matrix of scores, one mask of truth values."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def visible(queries, keys, causal, window, documents):
+    """Return `[batch or 1, queries, keys]`; documents `[batch, keys]`."""
+    i, j = np.arange(keys - queries, keys)[:, None], np.arange(keys)
+    seen = np.ones((queries, keys), bool)
+    if causal:
+        seen &= j <= i
+    if window is not None:
+        seen &= np.abs(i - j) < window
+    if documents is None:
+        return seen[None]
+    return seen & (documents[:, keys - queries :, None] == documents[:, None, :])
+
+
+def attend(q, k, v, *, causal=True, window=None, documents=None, scale=None, soft_cap=None, sinks=None, seen=None):
+    """Return (result, function from its gradient to the gradients of q, k, v and sinks)."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    groups = q.shape[1] // k.shape[1]
+    scale = 1 / np.sqrt(q.shape[-1]) if scale is None else scale
+    ke, ve = np.repeat(k, groups, 1), np.repeat(v, groups, 1)
+    raw = scale * q @ ke.swapaxes(-1, -2)
+    s = raw if soft_cap is None else soft_cap * np.tanh(raw / soft_cap)
+    if seen is None:
+        seen = visible(q.shape[2], k.shape[2], causal, window, documents)
+    s = np.where(seen[:, None], s, -np.inf)
+    extra = np.full((*s.shape[:3], 1), -np.inf)
+    if sinks is not None:
+        extra[:] = np.asarray(sinks, np.float64)[None, :, None, None]
+    every = np.concatenate([s, extra], -1)
+    p = np.exp(every - every.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    p, of_sink = p[..., :-1], p[..., -1:]
+    out = p @ ve
+
+    def grads(g):
+        g = np.asarray(g, np.float64)
+        delta = (g * out).sum(-1, keepdims=True)
+        d_s = p * (g @ ve.swapaxes(-1, -2) - delta)
+        d_sinks = -(of_sink * delta).sum((0, 2, 3))
+        if soft_cap is not None:
+            d_s = d_s * (1 - np.tanh(raw / soft_cap) ** 2)
+        d_s = d_s * scale
+        shared = lambda x: x.reshape(x.shape[0], k.shape[1], groups, *x.shape[2:]).sum(2)  # noqa: E731
+        found = [d_s @ ke, shared(d_s.swapaxes(-1, -2) @ q), shared(p.swapaxes(-1, -2) @ g)]
+        return found if sinks is None else [*found, d_sinks]
+
+    return out, grads
+
+
+def documents_of(positions):
+    return np.cumsum(positions == 0, axis=1)
+
+
+def positions_of(*rows):
+    """Return positions `[batch, length]` of documents of these lengths in each row."""
+    return np.array([np.concatenate([np.arange(n) for n in row]) for row in rows])
+
+
+def inputs(batch=2, heads=4, kv_heads=2, queries=None, keys=13, width=8, out_width=None, seed=0):
+    random = np.random.default_rng(seed)
+    draw = lambda *shape: random.standard_normal(shape).astype(np.float32)  # noqa: E731
+    queries, out_width = queries or keys, out_width or width
+    return (
+        draw(batch, heads, queries, width),
+        draw(batch, kv_heads, keys, width),
+        draw(batch, kv_heads, keys, out_width),
+        draw(batch, heads, queries, out_width),
+        draw(heads),
+    )
