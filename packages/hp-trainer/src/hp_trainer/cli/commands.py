@@ -38,8 +38,9 @@ def train_command(given: list[str]) -> int:
     options, overrides = parse(parser, given)
     loaded = _load(options.config, overrides)
     wanted = loaded.config.run.folder
-    # The folder of a run is where the command is given, unless the YAML file names another, seen from there.
-    base = Path() if loaded.sources.get("run.folder", "--").startswith("--") else Path(options.config).parent
+    # The folder of a run is where the command is given, unless a YAML file names another, seen from there.
+    source = loaded.sources.get("run.folder", "--")
+    base = Path() if source.startswith("--") else Path(source.rpartition(":")[0]).parent
     folder = default_run_folder(Path(options.config)) if wanted is None else base / Path(wanted).expanduser()
     world_size = world_size_of(loaded.config)
 

@@ -10,7 +10,7 @@ from typing import Any
 from hp_dtensor.platform.registry import Registry
 from hp_trainer.config._annotations import describe, field_types, is_required
 from hp_trainer.config._setting import Component, Limits
-from hp_trainer.config._tree import Items, Override, Scalar, Section, Tree
+from hp_trainer.config._tree import Items, Scalar, Section, Tree
 from hp_trainer.config._values import INVALID, Problems, ValueConverter, is_null
 from hp_trainer.registries import Registries
 
@@ -21,15 +21,13 @@ class Converter:
     Args:
         registries: the components that a section may name.
         root: the schema of the whole file, searched for where an unknown key would be right.
-        folder: the folder of the file, from which its relative paths count.
     """
 
-    def __init__(self, registries: Registries, root: type, folder: Path) -> None:
+    def __init__(self, registries: Registries, root: type) -> None:
         self.problems = Problems()
         self._values = ValueConverter(self.problems)
         self._registries = registries
         self._root = root
-        self._folder = folder
 
     def section(self, schema: type, tree: Section, path: str, *, ignore: str | None = None) -> Any:
         """Return an instance of the dataclass `schema`, or INVALID; `ignore` is a key that is someone else's."""
@@ -69,7 +67,7 @@ class Converter:
 
     def _path(self, value: Tree, path: str) -> str:
         """Return a path as an absolute one; an empty path stays, for the section's own check to refuse."""
-        base = Path() if isinstance(value, Override) else self._folder
+        base = value.folder if isinstance(value, Scalar) else Path()
         return str((base / Path(path).expanduser()).absolute()) if path else path
 
     def _inner_section(self, schema: Any, value: Tree | None, path: str, source: str) -> Any:

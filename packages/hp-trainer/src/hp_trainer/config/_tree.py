@@ -4,24 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import yaml
 
+from hp_trainer.config._environment import UnsetVariableError, substitute
 from hp_trainer.exceptions import Problem
 
 _TAG = "tag:yaml.org,2002:"
 _TYPED = ("null", "bool", "int", "float")
 _TEXT = ("str", "timestamp", "binary", "value", "merge")
+_resolver: Any = yaml.resolver.Resolver()
 
 
 @dataclass
 class Scalar:
-    """A leaf: its text, and its YAML tag (`null`, `bool`, `int`, `float` or `str`)."""
+    """A leaf: its text, its YAML tag (`null`, `bool`, `int`, `float` or `str`), and the folder of its file.
+
+    A relative path counts from that folder; without one, from the working directory.
+    """
 
     text: str
     tag: str
     source: str
+    folder: Path = Path()
 
 
 @dataclass
@@ -52,8 +59,16 @@ class Override:
 Tree = Scalar | Items | Section | Override
 
 
-def parse_yaml(text: str, source: str, *, numbered: bool = True) -> tuple[Tree | None, list[Problem]]:
-    """Return the tree of a YAML text, or the reason why there is none; `source` names the text in problems."""
+def parse_yaml(
+    text: str, source: str, *, numbered: bool = True, folder: Path = Path()
+) -> tuple[Tree | None, list[Problem]]:
+    """Return the tree of a YAML text, or the reason why there is none.
+
+    Args:
+        source: names the text in problems.
+        numbered: name the line too.
+        folder: the folder of the file that the text is from.
+    """
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
@@ -64,14 +79,15 @@ def parse_yaml(text: str, source: str, *, numbered: bool = True) -> tuple[Tree |
         return None, [Problem(path="", what=f"not YAML: {error}", source=source)]
     if node is None:
         return Section(source), []
-    builder = _Builder(source, numbered)
+    builder = _Builder(source, numbered, folder)
     return builder.build(node, ""), builder.problems
 
 
 class _Builder:
-    def __init__(self, source: str, numbered: bool) -> None:
+    def __init__(self, source: str, numbered: bool, folder: Path) -> None:
         self.source = source
         self.numbered = numbered
+        self.folder = folder
         self.problems: list[Problem] = []
         self._open: set[int] = set()
 
@@ -93,10 +109,22 @@ class _Builder:
             items = [self.build(item, f"{path}[{i}]") for i, item in enumerate(node.value)]
             return Items(items, where)
         if isinstance(node, yaml.ScalarNode) and node.tag.removeprefix(_TAG) in (*_TYPED, *_TEXT):
-            tag = node.tag.removeprefix(_TAG)
-            return Scalar(node.value, tag if tag in _TYPED else _text_tag(node), where)
+            return self._scalar(node, path, where)
         self.problems.append(Problem(path=path, what="tags are not supported", got=str(node.tag), source=where))
         return Scalar("", "null", where)
+
+    def _scalar(self, node: Any, path: str, where: str) -> Scalar:
+        try:
+            value = substitute(node.value)
+        except UnsetVariableError as error:
+            self.problems.append(Problem(path=path, what=str(error), hint=error.hint, source=where))
+            value = node.value
+        if value != node.value:
+            # What a variable holds is read as if it stood in the file, unless quotes make it text.
+            tag = _resolve(value) if node.style is None else f"{_TAG}str"
+            node = yaml.ScalarNode(tag, value, style=node.style)
+        tag = node.tag.removeprefix(_TAG)
+        return Scalar(value, tag if tag in _TYPED else _text_tag(node), where, self.folder)
 
     def _section(self, node: Any, path: str, where: str) -> Section:
         section = Section(where)
@@ -115,6 +143,12 @@ class _Builder:
 
     def _where(self, node: Any) -> str:
         return f"{self.source}:{node.start_mark.line + 1}" if self.numbered else self.source
+
+
+def _resolve(text: str) -> str:
+    """Return the tag that YAML gives to a scalar of this text without quotes."""
+    tag: str = _resolver.resolve(yaml.ScalarNode, text, (True, False))
+    return tag
 
 
 def _text_tag(node: Any) -> str:

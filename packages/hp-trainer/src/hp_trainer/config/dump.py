@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from hp_trainer.config._environment import escape
 from hp_trainer.config._setting import Component
 
 
@@ -23,7 +24,7 @@ def to_plain(value: Any) -> Any:
 
 def dump_config(config: Any) -> str:
     """Return the YAML text of a configuration, every setting included."""
-    text: str = yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True, width=110)
+    text: str = yaml.safe_dump(_escaped(to_plain(config)), sort_keys=False, allow_unicode=True, width=110)
     return text
 
 
@@ -37,3 +38,12 @@ def _leaves(tree: Any, path: str) -> dict[str, Any]:
         return {path: tree}
     inner = {name: f"{path}.{name}" if path else name for name in tree}
     return {leaf: value for name in tree for leaf, value in _leaves(tree[name], inner[name]).items()}
+
+
+def _escaped(tree: Any) -> Any:
+    """Return a tree whose texts are read back as they are: a variable of the environment was replaced before."""
+    if isinstance(tree, dict):
+        return {name: _escaped(value) for name, value in tree.items()}
+    if isinstance(tree, list):
+        return [_escaped(value) for value in tree]
+    return escape(tree) if isinstance(tree, str) else tree

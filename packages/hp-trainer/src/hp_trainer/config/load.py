@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hp_trainer.config._converter import Converter
-from hp_trainer.config._tree import Items, Section, Tree, apply_overrides, parse_yaml
+from hp_trainer.config._include import parse_file, read_text
+from hp_trainer.config._tree import Items, Section, Tree, apply_overrides
 from hp_trainer.config._values import INVALID
 from hp_trainer.config.schema import TrainerConfig
 from hp_trainer.exceptions import ConfigError, Problem, raise_if_any
@@ -51,12 +52,7 @@ def load_config(path: str | Path, overrides: Sequence[Override] = (), *, registe
     Raises:
         ConfigError: listing every problem.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError([_unreadable(str(path), error.strerror or str(error))], str(path)) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError([_unreadable(str(path), "not UTF-8 text")], str(path)) from error
+    text = read_text(Path(path))
     return parse_config(text, overrides, source=str(path), registered=registered, folder=Path(path).parent)
 
 
@@ -73,22 +69,15 @@ def parse_config(
     Raises:
         ConfigError: listing every problem.
     """
-    tree, problems = parse_yaml(text, source)
-    if tree is not None and not isinstance(tree, Section):
-        problems.append(Problem(path="", what="not a section", expected="key: value lines", source=source))
-    if not isinstance(tree, Section):
+    tree, problems = parse_file(text, source, folder, ((folder / Path(source).name).resolve(),))
+    if tree is None:
         raise ConfigError(problems, source)
-    tree.source = source
     problems += apply_overrides(tree, overrides)
-    converter = Converter(registered, TrainerConfig, folder)
+    converter = Converter(registered, TrainerConfig)
     config = converter.section(TrainerConfig, tree, "")
     raise_if_any([*problems, *converter.problems], ConfigError, source)
     assert config is not INVALID, "an invalid configuration without a problem"
     return LoadedConfig(config, dict(_sources(tree, "")))
-
-
-def _unreadable(path: str, reason: str) -> Problem:
-    return Problem(path=path, what="cannot be read", expected="a YAML file", got=reason)
 
 
 def _sources(tree: Tree, path: str) -> Iterator[tuple[str, str]]:
