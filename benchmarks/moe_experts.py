@@ -97,7 +97,7 @@ def hp(problem, fused=True):
         if fused:
             return layer(x, routing)
         sent = layer.dispatcher.dispatch(x, routing)
-        return layer._one_step_at_a_time(sent, (layer.w1, layer.w2, layer.w3))
+        return layer._one_step_at_a_time(sent, layer._local_weights())
 
     return Contender(run, [layer.w1, layer.w2, layer.w3])
 

@@ -13,10 +13,8 @@ import numpy
 
 from hp_dtensor.parallel import nn
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.spec.placements import Partial
 from hp_dtensor.tensor.conversions import replicate_like
-from hp_dtensor.tensor.dtensor import DTensor
-from hp_moe import GroupedExperts, MoE, TokenChoiceTopKRouter, grouped_matmul
+from hp_moe import Activation, MoE, Scoring
 
 DIM, WIDE, VOCABULARY, LENGTH, NUM_EXPERTS = 3, 7, 7, 3, 7
 MODELS = ("mlp", "transformer", "tied", "frozen", "moe")
@@ -117,31 +115,16 @@ class Net(nn.Module):
         return self.head(x)
 
 
-class IntegerRouter(TokenChoiceTopKRouter):
-    """Scores are the logits themselves."""
-
-    def _scores(self, x):
-        weight = self.gate.weight
-        if isinstance(weight, DTensor):
-            weight = weight.to_local(grad_placements=[Partial()] * weight.device_mesh.ndim)
-        return self.ops.linear(x, weight)
-
-
-class IntegerExperts(GroupedExperts):
-    """Gated by a clamp."""
-
-    def _swiglu(self, x, weights, sizes):
-        w1, w2, w3 = weights
-        gate = self.ops.clamp(grouped_matmul(x, w1, sizes), 0.0, 1.0)
-        return grouped_matmul(self.ops.mul(gate, grouped_matmul(x, w3, sizes)), w2, sizes)
+# Scores are the logits themselves, and the gate of an expert is a clamp.
+LOGITS = Scoring(lambda ops, logits: logits, lambda ops, chosen: chosen, lambda ops, logits, scores: logits)
+CLAMPED = Activation("clamped", lambda ops, gate, up: ops.mul(ops.clamp(gate, 0.0, 1.0), up))
 
 
 def _experts(exact: bool) -> Any:
     if not exact:
         return MoE(DIM, WIDE, NUM_EXPERTS, 2)
-    layer = MoE(DIM, WIDE, NUM_EXPERTS, 2, load_balance_coeff=1.0)
-    layer.router = IntegerRouter(DIM, NUM_EXPERTS, 2)
-    layer.experts = IntegerExperts(DIM, WIDE, NUM_EXPERTS)
+    layer = MoE(DIM, WIDE, NUM_EXPERTS, 2, load_balance_coeff=1.0, activation=CLAMPED)
+    layer.router.scoring = LOGITS
     # Which expert is chosen must not hang on the order of equal scores.
     apart = numpy.arange(NUM_EXPERTS, dtype=numpy.float32) / 8
     layer.platform.copy_(layer.expert_bias, layer.platform.from_numpy(apart))

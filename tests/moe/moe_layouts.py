@@ -204,9 +204,12 @@ def _cut_sequence(layer, mesh):
         plan = {
             "shared_experts": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
             "shared_experts.w1": ColwiseParallel(use_local_output=False),
-            "shared_experts.w3": ColwiseParallel(use_local_output=False),
             "shared_experts.w2": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
         }
+        if layer.shared_experts.w3 is not None:
+            plan["shared_experts.w3"] = ColwiseParallel(use_local_output=False)
+        if layer.shared_gate is not None:
+            distribute_module(layer.shared_gate, mesh)
         parallelize_module(layer, mesh, plan)
 
 

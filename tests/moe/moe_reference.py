@@ -11,13 +11,13 @@ def sigmoid(x):
     return 1 / (1 + numpy.exp(-x))
 
 
-def choose(scores, top_k, bias=None, groups=None, limited=None):
+def choose(scores, top_k, bias=None, groups=None, limited=None, best=2):
     """Expert numbers `[tokens, top_k]`, best first."""
     choice = scores + (0 if bias is None else bias)
     if groups is not None:
         grouped = choice.reshape(len(choice), groups, -1)
-        best_two = numpy.sort(grouped, -1)[..., -2:].sum(-1)
-        for token, order in enumerate(numpy.argsort(-best_two, -1, kind="stable")):
+        of_groups = numpy.sort(grouped, -1)[..., -best:].sum(-1)
+        for token, order in enumerate(numpy.argsort(-of_groups, -1, kind="stable")):
             grouped[token, order[limited:]] = -numpy.inf
         choice = grouped.reshape(choice.shape)
     return numpy.argsort(-choice, -1, kind="stable")[:, :top_k]

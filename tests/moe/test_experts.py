@@ -152,9 +152,9 @@ def test_layer_and_all_its_gradients(platform, options, shape):
 class Relu2Experts(GroupedExperts):
     """Experts of another activation, as a user writes them: squared ReLU without a gate."""
 
-    def _swiglu(self, x, weights, sizes):
-        hidden = self.ops.relu(grouped_matmul(x, weights[0], sizes))
-        return grouped_matmul(self.ops.mul(hidden, hidden), weights[1], sizes)
+    def _hidden(self, x, weights, sizes):
+        hidden = self.ops.relu(grouped_matmul(x, weights.w1, sizes))
+        return self.ops.mul(hidden, hidden)
 
 
 def test_experts_that_compute_something_else_are_not_replaced_by_fused_ones(platform):

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("hp_moe", reason="hp-moe is not installed")
 
 from hp_dtensor.parallel import nn
-from hp_moe import Dispatched, GroupedExperts, GroupSizes, TokenPermutation
+from hp_moe import Dispatched, ExpertWeights, GroupedExperts, GroupSizes, TokenPermutation
 from hp_platform_torch.moe import plugin
 
 EXPERTS, DIM, HIDDEN = 5, 12, 8
@@ -37,7 +37,7 @@ def run(layer, rows, keys, scores, fused):
     if fused:
         y = plugin.experts_of_host(rows, permutation, sent.sizes, scores, weights, layer.score_before_experts)
     else:
-        y = layer._one_step_at_a_time(sent, weights)
+        y = layer._one_step_at_a_time(sent, ExpertWeights(*weights))
     leaves = [rows, *weights, *([] if scores is None else [scores])]
     return y, *torch.autograd.grad(y, leaves, torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y))
 

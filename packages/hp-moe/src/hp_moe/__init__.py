@@ -1,5 +1,6 @@
 """Mixture of experts over a mesh: routing, dispatch, grouped experts, combine."""
 
+from hp_moe.activations import Activation, clamped_swiglu
 from hp_moe.balance import LoadMetrics, moe_layers, update_expert_bias
 from hp_moe.dispatch import (
     AllToAllDispatcher,
@@ -9,12 +10,14 @@ from hp_moe.dispatch import (
 )
 from hp_moe.dispatch.permutation import TokenPermutation
 from hp_moe.exceptions import ExpertParallelError, MoEConfigError
-from hp_moe.experts import GroupedExperts
+from hp_moe.experts import ExpertWeights, GroupedExperts
 from hp_moe.feed_forward import FeedForward
 from hp_moe.fused_experts import FusedExperts
-from hp_moe.grouped_gemm import GroupedMatmul, GroupSizes, grouped_matmul, loop_grouped_matmul
+from hp_moe.grouped_gemm import GroupedMatmul, GroupSizes, grouped_bias, grouped_matmul, loop_grouped_matmul
 from hp_moe.moe import MoE
-from hp_moe.router import Routing, TokenChoiceTopKRouter
+from hp_moe.router import TokenChoiceTopKRouter
+from hp_moe.routing import Routing
+from hp_moe.score_functions import Scoring
 from hp_moe.styles import (
     BaseExpertParallel,
     ExpertParallel,
@@ -26,12 +29,14 @@ from hp_moe.styles import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "Activation",
     "AllToAllDispatcher",
     "BaseExpertParallel",
     "Dispatched",
     "ExpertParallel",
     "ExpertParallelError",
     "ExpertTensorParallel",
+    "ExpertWeights",
     "FeedForward",
     "FusedExperts",
     "GroupSizes",
@@ -43,10 +48,13 @@ __all__ = [
     "MoEConfigError",
     "ReplicatedExperts",
     "Routing",
+    "Scoring",
     "TensorParallel",
     "TokenChoiceTopKRouter",
     "TokenDispatcher",
     "TokenPermutation",
+    "clamped_swiglu",
+    "grouped_bias",
     "grouped_matmul",
     "loop_grouped_matmul",
     "moe_layers",

@@ -11,17 +11,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.placements import Partial
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_moe.dispatch import Dispatched, LocalDispatcher, TokenDispatcher
-from hp_moe.router import Routing
+from hp_moe.routing import Routing
 
 Tensor = Any
 Module = Any
 
 _STATE = "_hp_expert_hooks"
-WEIGHTS = ("w1", "w2", "w3")
+WEIGHTS = ("w1", "w2", "w3", "b1", "b2", "b3")
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,20 @@ class ExpertHooks:
     """The dispatch around one experts module.
 
     Args:
-        module: has weights `w1`, `w2`, `w3` whose first dimension is the experts of all ranks.
+        module: has weights by some of the names `WEIGHTS`, whose first dimension is the experts of all ranks.
         dispatcher: the tokens' way to other ranks; None: all experts are on every rank.
+        partial_mesh: 1-D mesh over which the experts' hidden dimension is cut; None: it is not.
     """
 
-    def __init__(self, module: Module, platform: Platform, dispatcher: TokenDispatcher | None) -> None:
+    def __init__(
+        self,
+        module: Module,
+        platform: Platform,
+        dispatcher: TokenDispatcher | None,
+        partial_mesh: DeviceMesh | None = None,
+    ) -> None:
         self.platform = platform
+        self.partial_mesh = partial_mesh
         self.num_experts = int(module.w1.shape[0])
         self.dispatcher = dispatcher or LocalDispatcher(platform)
         self.calls: list[Call] = []
@@ -85,10 +94,11 @@ class ExpertHooks:
 
     def use_local_weights(self, module: Module) -> None:
         """Let `module.w1` and the others be this rank's plain parts until `restore_weights`."""
-        held = {name: getattr(module, name) for name in WEIGHTS}
+        held = {name: getattr(module, name) for name in WEIGHTS if getattr(module, name, None) is not None}
+        local = local_weights(self.platform, module, self.partial_mesh)
         self.weights.append(held)
-        for name, weight in held.items():
-            self.platform.set_parameter(module, name, local_weight(weight))
+        for name in held:
+            self.platform.set_parameter(module, name, local[name])
 
     def restore_weights(self, module: Module) -> None:
         """Give `module` the weights back that it had before."""
@@ -143,8 +153,20 @@ def install(
     platform.add_forward_hook(module, after, always_call=True)
 
 
-def local_weight(weight: Tensor) -> Tensor:
-    """Return this rank's part of a weight; where ranks hold the same part, each adds its own tokens' gradient."""
+def local_weights(platform: Platform, module: Module, partial_mesh: DeviceMesh | None) -> dict[str, Tensor]:
+    """Return the plain weights of this rank's experts by name, those of `WEIGHTS` that `module` has.
+
+    Where ranks hold the same part of a weight, each adds its own tokens' gradient. Ranks that cut the hidden dimension
+    return parts of a sum, in which the bias `b2` must be once: all but the first get zeros for it.
+    """
+    found = {name: getattr(module, name, None) for name in WEIGHTS}
+    local = {name: _local_weight(weight) for name, weight in found.items() if weight is not None}
+    if "b2" in local and partial_mesh is not None and partial_mesh.get_local_rank() != 0:
+        local["b2"] = platform.ops.mul(local["b2"], 0.0)
+    return local
+
+
+def _local_weight(weight: Tensor) -> Tensor:
     if not isinstance(weight, DTensor):
         return weight
     grads = [Partial() if placement.is_replicate() else placement for placement in weight.placements]

@@ -2,32 +2,58 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.parallel import nn
+from hp_moe.activations import SWIGLU, Activation, find_activation
 from hp_moe.dispatch import Dispatched, LocalDispatcher, TokenDispatcher
-from hp_moe.exceptions import ExpertParallelError
-from hp_moe.expert_hooks import local_weight
+from hp_moe.exceptions import ExpertParallelError, MoEConfigError
+from hp_moe.expert_hooks import local_weights
 from hp_moe.fused_experts import fused_experts
-from hp_moe.grouped_gemm import GroupSizes, grouped_matmul
-from hp_moe.router import Routing
+from hp_moe.grouped_gemm import GroupSizes, grouped_bias, grouped_matmul
+from hp_moe.routing import Routing
 
 Tensor = Any
+ScorePosition = Literal["before", "inside", "after"]
+
+
+class ExpertWeights(NamedTuple):
+    """The weights of this rank's experts, plain; None for those that the experts do not have."""
+
+    w1: Tensor
+    w2: Tensor
+    w3: Tensor | None = None
+    b1: Tensor | None = None
+    b2: Tensor | None = None
+    b3: Tensor | None = None
 
 
 class GroupedExperts(nn.Module):
-    """`num_experts` SwiGLU networks; a parallel style lays their weights and the way to them over a mesh.
+    """`num_experts` feed-forward networks; a parallel style lays their weights and the way to them over a mesh.
 
-    Weights are `w1`, `w3` `[num_experts, hidden_dim, dim]` and `w2` `[num_experts, dim, hidden_dim]`.
+    Weights are `w1`, `w3` `[num_experts, hidden_dim, dim]` and `w2` `[num_experts, dim, hidden_dim]`, biases `b1`, `b3`
+    `[num_experts, hidden_dim]` and `b2` `[num_experts, dim]`: `w2(activation(w1(row) + b1, w3(row) + b3)) + b2`. For an
+    activation without a gate `w3` is None; biases are None unless asked for.
+
+    A subclass computes something else by overriding `_hidden` or `_results`.
 
     Args:
-        score_before_experts: weight an expert's input with the token's score instead of its output.
+        score_before_experts: short for `score_position="before"`.
+        activation: a name (`swiglu`, `geglu`, `geglu_tanh`, `reglu`, `relu_squared`, `gelu`, `clamped_swiglu`) or an
+            `Activation`.
+        bias: the experts have biases.
+        score_position: the token's score weighs an expert's input (`before`), its hidden row and `b2` (`inside`), or
+            its result (`after`). The last two are the same but for rounding; inside is less work where `hidden_dim` is
+            below `dim`.
 
     Attributes:
         dispatcher: takes rows to their experts; a style that spreads the experts replaces it.
         partial_mesh: 1-D mesh over which each expert's hidden dimension is cut: every rank then takes the
             same rows and returns a part of the sum, which `MoE` (or the caller) reduces; None: not cut.
+
+    Raises:
+        MoEConfigError: no such activation or position.
 
     Example:
         >>> with nn.building(platform):
@@ -40,15 +66,35 @@ class GroupedExperts(nn.Module):
     dispatcher: TokenDispatcher
     partial_mesh: DeviceMesh | None
 
-    def __init__(self, dim: int, hidden_dim: int, num_experts: int, score_before_experts: bool = False) -> None:
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int,
+        num_experts: int,
+        score_before_experts: bool = False,
+        *,
+        activation: str | Activation = "swiglu",
+        bias: bool = False,
+        score_position: ScorePosition | None = None,
+    ) -> None:
         super().__init__()
         self.num_experts = num_experts
-        self.score_before_experts = score_before_experts
+        self.score_position = _score_position(score_before_experts, score_position)
+        self.activation = find_activation(activation)
+        is_gated = self.activation.is_gated
         self.w1 = self.parameter((num_experts, hidden_dim, dim))
         self.w2 = self.parameter((num_experts, dim, hidden_dim))
-        self.w3 = self.parameter((num_experts, hidden_dim, dim))
+        self.w3 = self.parameter((num_experts, hidden_dim, dim)) if is_gated else None
+        self.b1 = self.parameter((num_experts, hidden_dim)) if bias else None
+        self.b2 = self.parameter((num_experts, dim)) if bias else None
+        self.b3 = self.parameter((num_experts, hidden_dim)) if bias and is_gated else None
         self.dispatcher = LocalDispatcher(self.platform)
         self.partial_mesh = None
+
+    @property
+    def score_before_experts(self) -> bool:
+        """The token's score weighs an expert's input."""
+        return self.score_position == "before"
 
     def forward(
         self, x: Tensor, routing: Routing | Tensor | None = None, *, num_tokens_per_expert: Tensor | None = None
@@ -69,10 +115,8 @@ class GroupedExperts(nn.Module):
         """
         routing = self._routing(x, routing, num_tokens_per_expert)
         sent = self.dispatcher.dispatch(x, routing)
-        weights = tuple(local_weight(weight) for weight in (self.w1, self.w2, self.w3))
-        # A platform's fused experts know nothing of what a subclass computes instead.
-        are_swiglu = type(self)._swiglu is GroupedExperts._swiglu and type(self)._weigh is GroupedExperts._weigh
-        results = fused_experts(sent, weights, self.score_before_experts) if are_swiglu else None
+        weights = self._local_weights()
+        results = self._fused(sent, weights)
         if results is None:
             results = self._one_step_at_a_time(sent, weights)
         return self.dispatcher.combine(results, sent)
@@ -86,25 +130,56 @@ class GroupedExperts(nn.Module):
         # Of the weights: within a style's own dispatch they are this rank's experts alone.
         return Routing.expert_major(self.platform, counts, int(x.shape[0]), int(self.w1.shape[0]))
 
-    def _one_step_at_a_time(self, sent: Dispatched, weights: tuple[Tensor, ...]) -> Tensor:
+    def _local_weights(self) -> ExpertWeights:
+        return ExpertWeights(**local_weights(self.platform, self, self.partial_mesh))
+
+    def _fused(self, sent: Dispatched, weights: ExpertWeights) -> Tensor | None:
+        """Return the results by the platform's own kernels, or None where these experts are not what those compute."""
+        own, plain = type(self), GroupedExperts
+        is_changed = (own._hidden, own._results, own._weigh) != (plain._hidden, plain._results, plain._weigh)
+        if is_changed or self.activation is not SWIGLU or weights.b1 is not None:
+            return None
+        return fused_experts(sent, (weights.w1, weights.w2, weights.w3), self.score_before_experts)
+
+    def _one_step_at_a_time(self, sent: Dispatched, weights: ExpertWeights) -> Tensor:
         """Each step an operation of its own: for all platforms, and the oracle of fused experts."""
         permutation, rows, scores = sent.permutation, sent.rows, sent.scores
         if permutation is not None:
             rows = permutation.permute(rows)
             scores = None if scores is None else permutation.permute_scores(scores)
-        if self.score_before_experts:
-            rows = self._weigh(rows, scores)
-        results = self._swiglu(rows, weights, sent.sizes)
-        if not self.score_before_experts:
-            results = self._weigh(results, scores)
+        at = {self.score_position: scores}
+        hidden = self._hidden(self._weigh(rows, at.get("before")), weights, sent.sizes)
+        results = self._results(self._weigh(hidden, at.get("inside")), weights, sent.sizes, at.get("inside"))
+        results = self._weigh(results, at.get("after"))
         return results if permutation is None else permutation.unpermute(results)
 
-    def _swiglu(self, x: Tensor, weights: tuple[Tensor, ...], sizes: GroupSizes) -> Tensor:
-        w1, w2, w3 = weights
-        gate = self.ops.silu(grouped_matmul(x, w1, sizes))
-        return grouped_matmul(self.ops.mul(gate, grouped_matmul(x, w3, sizes)), w2, sizes)
+    def _hidden(self, x: Tensor, weights: ExpertWeights, sizes: GroupSizes) -> Tensor:
+        """Return the hidden rows `[rows, hidden_dim]` of `x` `[rows, dim]`, in expert-major order."""
+        gate = self._product(x, weights.w1, weights.b1, sizes)
+        up = None if weights.w3 is None else self._product(x, weights.w3, weights.b3, sizes)
+        return self.activation.apply(self.ops, gate, up)
+
+    def _results(self, hidden: Tensor, weights: ExpertWeights, sizes: GroupSizes, scores: Tensor | None) -> Tensor:
+        """Return the results `[rows, dim]` of hidden rows; their biases are weighted with `scores` if there are any."""
+        return self._product(hidden, weights.w2, weights.b2, sizes, scores)
+
+    def _product(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, sizes: GroupSizes, scores: Tensor | None = None
+    ) -> Tensor:
+        product = grouped_matmul(x, weight, sizes)
+        if bias is None:
+            return product
+        return self.ops.add(product, grouped_bias(bias, sizes, int(x.shape[0]), scores))
 
     def _weigh(self, rows: Tensor, scores: Tensor | None) -> Tensor:
         if scores is None:
             return rows
         return self.ops.cast(self.ops.mul(self.ops.cast(rows, scores.dtype), scores), rows.dtype)
+
+
+def _score_position(score_before_experts: bool, position: ScorePosition | None) -> ScorePosition:
+    if position not in (None, "before", "inside", "after"):
+        raise MoEConfigError(f"score_position must be 'before', 'inside' or 'after', got {position!r}")
+    if score_before_experts and position not in (None, "before"):
+        raise MoEConfigError(f"score_before_experts contradicts score_position = {position!r}; give one of them")
+    return "before" if score_before_experts else position or "after"

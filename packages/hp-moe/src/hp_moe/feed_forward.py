@@ -5,12 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 from hp_dtensor.parallel import nn
+from hp_moe.activations import Activation, find_activation
 
 Tensor = Any
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (arXiv 2002.05202): `w2(silu(w1(x)) * w3(x))`.
+    """`w2(activation(w1(x), w3(x)))`, SwiGLU (arXiv 2002.05202) unless said otherwise.
+
+    Args:
+        activation: a name (`swiglu`, `geglu`, `geglu_tanh`, `reglu`, `relu_squared`, `gelu`, `clamped_swiglu`) or an
+            `Activation`; `w3` is None for one without a gate.
+        bias: the three products have biases.
+
+    Raises:
+        MoEConfigError: no activation has this name.
 
     Example:
         >>> with nn.building(platform):
@@ -19,12 +28,16 @@ class FeedForward(nn.Module):
         (2, 3, 4)
     """
 
-    def __init__(self, dim: int, hidden_dim: int) -> None:
+    def __init__(
+        self, dim: int, hidden_dim: int, activation: str | Activation = "swiglu", *, bias: bool = False
+    ) -> None:
         super().__init__()
-        self.w1 = nn.Linear(dim, hidden_dim)
-        self.w2 = nn.Linear(hidden_dim, dim)
-        self.w3 = nn.Linear(dim, hidden_dim)
+        self.activation = find_activation(activation)
+        self.w1 = nn.Linear(dim, hidden_dim, bias)
+        self.w2 = nn.Linear(hidden_dim, dim, bias)
+        self.w3 = nn.Linear(dim, hidden_dim, bias) if self.activation.is_gated else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the network to every token: `[..., dim]` -> `[..., dim]`."""
-        return self.w2(self.ops.mul(self.ops.silu(self.w1(x)), self.w3(x)))
+        up = None if self.w3 is None else self.w3(x)
+        return self.w2(self.activation.apply(self.ops, self.w1(x), up))

@@ -75,6 +75,35 @@ def grouped_matmul(x: Tensor, weight: Tensor, sizes: GroupSizes) -> Tensor:
     return _implementation(sizes.platform)(x, weight, sizes)
 
 
+def grouped_bias(bias: Tensor, sizes: GroupSizes, num_rows: int, scores: Tensor | None = None) -> Tensor:
+    """Return the bias of each row's group, times the row's score: differentiable in both.
+
+    It is a grouped product with a column of ones, or of scores. Its gradient is therefore summed in a fixed order, and
+    exactly zero for a group without rows.
+
+    Args:
+        bias: `[groups, out]`.
+        num_rows: number of rows of all groups.
+        scores: `[rows, 1]`; None: ones.
+
+    Returns:
+        `[rows, out]`, in the dtype of `bias`.
+
+    Example:
+        >>> sizes = GroupSizes(platform, platform.from_numpy(np.array([2, 1])))
+        >>> bias = platform.from_numpy(np.array([[1.0], [5.0]], np.float32))
+        >>> platform.to_numpy(grouped_bias(bias, sizes, 3)).tolist()
+        [[1.0], [1.0], [5.0]]
+    """
+    ops, (groups, out) = sizes.platform.ops, bias.shape
+    column = ops.ones((num_rows, 1), bias.dtype) if scores is None else ops.cast(scores, bias.dtype)
+    # Zeros fill the row up to 16 bytes, which is what kernels of grouped products ask for.
+    fill = 16 // sizes.platform.itemsize(bias.dtype) - 1
+    column = ops.cat([column, ops.zeros((num_rows, fill), bias.dtype)], 1)
+    matrix = ops.cat([ops.unsqueeze(bias, 2), ops.zeros((groups, out, fill), bias.dtype)], 2)
+    return grouped_matmul(column, matrix, sizes)
+
+
 @functools.cache
 def _implementation(platform: Platform) -> GroupedMatmul:
     return plugin_manager().hook.hp_grouped_matmul(platform=platform) or loop_grouped_matmul

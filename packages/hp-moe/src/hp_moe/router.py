@@ -2,63 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
-
-import numpy
 
 from hp_dtensor.parallel import nn
 from hp_dtensor.parallel.recompute import kept
-from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.placements import Partial
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_moe.exceptions import ExpertParallelError, MoEConfigError
+from hp_moe.exceptions import MoEConfigError
+from hp_moe.routing import count_keys
+from hp_moe.score_functions import SCORINGS, ScoreFunction, normalized
 
 Tensor = Any
-ScoreFunction = Literal["softmax", "sigmoid"]
-
-
-@dataclass(frozen=True, slots=True)
-class Routing:
-    """Destinations of the tokens of one call: decided once, and kept until their results are back.
-
-    Attributes:
-        experts: int64 `[tokens, top_k]`, global expert numbers, distinct within a token.
-        counts: int64 `[num_experts]`: how many tokens picked each expert.
-        scores: float32 `[tokens, top_k]`; None: results are not weighted.
-        is_expert_major: tokens are sorted by expert already and `top_k` is 1.
-
-    Example:
-        >>> experts = platform.from_numpy(np.array([[0, 1], [1, 2]]))  # of two tokens, two each
-        >>> routing = Routing(experts, counts=platform.from_numpy(np.array([1, 2, 1])))
-        >>> tuple(routing.experts.shape)
-        (2, 2)
-    """
-
-    experts: Tensor
-    counts: Tensor
-    scores: Tensor | None = None
-    is_expert_major: bool = False
-
-    @classmethod
-    def expert_major(cls, platform: Platform, counts: Tensor, num_rows: int, num_experts: int) -> Routing:
-        """Return the routing of rows that are sorted by expert; this waits for the device, to read the counts.
-
-        Args:
-            counts: rows of each expert, an integer tensor `[num_experts]`.
-            num_rows: rows there are.
-            num_experts: experts there are, those of all ranks.
-
-        Raises:
-            ExpertParallelError: there is not one count for each expert, one is no whole number or below 0, or they do
-                not add up to the rows.
-        """
-        host = platform.to_numpy(counts)
-        _check_counts(host, num_rows, num_experts)
-        experts = numpy.repeat(numpy.arange(num_experts), host).reshape(-1, 1)
-        int64 = platform.ops.cast(counts, platform.dtype("int64"))
-        return cls(platform.from_numpy(experts, platform.device_of(counts)), int64, is_expert_major=True)
+GroupScore = Literal["top2_sum", "max"]
 
 
 class TokenChoiceTopKRouter(nn.Module):
@@ -66,12 +22,16 @@ class TokenChoiceTopKRouter(nn.Module):
 
     Args:
         dim: width of a token.
-        score_func: of the logits, in float32: softmax over all experts, or a sigmoid each.
+        score_func: of the logits, in float32: `softmax` over all experts; `sigmoid` of each; `sqrt_softplus`, the
+            square root of each one's softplus; `softmax_of_top_k`, which chooses by logits and weighs with the softmax
+            of the chosen ones (gpt-oss).
         num_expert_groups: experts are in this many groups of equal size, consecutive; None: no groups.
-        num_limited_groups: a token picks from this many groups, those with the best sum of their two best
-            (biased) scores (DeepSeek-V3, arXiv 2412.19437).
+        num_limited_groups: a token picks from this many groups, those with the best `group_score`.
         route_norm: divide a token's scores by their sum.
         route_scale: factor on the scores, after normalization.
+        gate_bias: the gate has a bias, which counts in scores and is trained.
+        group_score: of a group's (biased) scores, the sum of the two best (DeepSeek-V3, arXiv 2412.19437) or the best
+            (DeepSeek-V2, arXiv 2405.04434).
 
     Raises:
         MoEConfigError: listing everything that does not fit.
@@ -94,6 +54,9 @@ class TokenChoiceTopKRouter(nn.Module):
         num_limited_groups: int | None = None,
         route_norm: bool = False,
         route_scale: float = 1.0,
+        *,
+        gate_bias: bool = False,
+        group_score: GroupScore = "top2_sum",
     ) -> None:
         super().__init__()
         self.num_experts = num_experts
@@ -103,10 +66,12 @@ class TokenChoiceTopKRouter(nn.Module):
         self.num_limited_groups = num_limited_groups
         self.route_norm = route_norm
         self.route_scale = route_scale
+        self.group_score = group_score
         problems = list(_problems(self))
         if problems:
             raise MoEConfigError("router: " + "; ".join(problems))
-        self.gate = nn.Linear(dim, num_experts)
+        self.scoring = SCORINGS[score_func]
+        self.gate = nn.Linear(dim, num_experts, gate_bias)
 
     def forward(self, x: Tensor, expert_bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Route this rank's own tokens.
@@ -120,12 +85,12 @@ class TokenChoiceTopKRouter(nn.Module):
             selected_experts: int64 `[tokens, top_k]`.
             num_tokens_per_expert: int64 `[num_experts]`.
         """
-        ops, scores = self.ops, self._scores(x)
+        ops, scoring = self.ops, self.scoring
+        scores = scoring.scores(ops, self._logits(x))
         selected, counts = kept(lambda: self._choose(self.platform.detach(scores), expert_bias))
-        top_scores = ops.gather(scores, 1, selected)
+        top_scores = scoring.weights(ops, ops.gather(scores, 1, selected))
         if self.route_norm:
-            # The added constant keeps sigmoid scores that are all zero finite.
-            top_scores = ops.div(top_scores, ops.add(ops.sum(top_scores, 1, keepdim=True), 1e-20))
+            top_scores = normalized(ops, top_scores)
         if self.route_scale != 1.0:
             top_scores = ops.mul(top_scores, self.route_scale)
         return top_scores, selected, counts
@@ -140,62 +105,45 @@ class TokenChoiceTopKRouter(nn.Module):
         selected = ops.cast(ops.topk(choice, self.top_k, 1)[1], platform.dtype("int64"))
         return selected, count_keys(platform, selected, self.num_experts)
 
-    def _scores(self, x: Tensor) -> Tensor:
-        """Return the score of every expert for every token, float32 `[tokens, num_experts]`."""
+    def _logits(self, x: Tensor) -> Tensor:
+        """Return the gate's results, float32 `[tokens, num_experts]`, whatever the dtype of `x` and of the gate."""
         ops, float32 = self.ops, self.platform.dtype("float32")
-        weight = self.gate.weight
-        if isinstance(weight, DTensor):
-            weight = weight.to_local(grad_placements=[Partial()] * weight.device_mesh.ndim)
-        logits = ops.linear(ops.cast(x, float32), ops.cast(weight, float32))
-        return ops.softmax(logits, 1) if self.score_func == "softmax" else ops.sigmoid(logits)
+        weight, bias = _local(self.gate.weight), _local(self.gate.bias)
+        bias = None if bias is None else ops.cast(bias, float32)
+        return ops.linear(ops.cast(x, float32), ops.cast(weight, float32), bias)
 
     def _within_best_groups(self, choice: Tensor) -> Tensor:
-        """Return `choice` with minus infinity for experts outside each token's best groups (arXiv 2412.19437)."""
+        """Return `choice` with minus infinity for experts outside each token's best groups."""
         ops, groups = self.ops, self.num_expert_groups
         assert groups is not None
         tokens, size = choice.shape[0], self.num_experts // groups
         grouped = ops.reshape(choice, (tokens, groups, size))
-        group_scores = ops.sum(ops.topk(grouped, min(2, size), 2)[0], 2)
+        counted = min(2 if self.group_score == "top2_sum" else 1, size)
+        group_scores = ops.sum(ops.topk(grouped, counted, 2)[0], 2)
         best = ops.topk(group_scores, self.num_limited_groups, 1)[1]
         allowed = ops.sum(ops.one_hot(ops.cast(best, self.platform.dtype("int64")), groups), 1)
         outside = ops.expand(ops.unsqueeze(ops.eq(allowed, 0), 2), (tokens, groups, size))
         return ops.reshape(ops.masked_fill(grouped, outside, float("-inf")), (tokens, self.num_experts))
 
 
-def count_keys(platform: Platform, keys: Tensor, num_keys: int) -> Tensor:
-    """Count how often each key below `num_keys` occurs in an int tensor of any shape: int64 `[num_keys]`."""
-    size = int(numpy.prod(keys.shape))
-    if size == 0:
-        return platform.zeros((num_keys,), platform.dtype("int64"))
-    return platform.ops.bincount(platform.ops.reshape(keys, (size,)), num_keys)
-
-
-def _check_counts(counts: numpy.ndarray, num_rows: int, num_experts: int) -> None:
-    """Refuse counts that do not describe the rows: products of too few rows would go unnoticed."""
-    if counts.shape != (num_experts,):
-        raise ExpertParallelError(
-            f"num_tokens_per_expert: expected one count for each of {num_experts} experts, got shape "
-            f"{list(counts.shape)}"
-        )
-    if counts.dtype.kind not in "iu" or (counts < 0).any():
-        raise ExpertParallelError(
-            f"num_tokens_per_expert: expected whole numbers of rows, got {counts.tolist()} ({counts.dtype})"
-        )
-    if counts.sum() != num_rows:
-        raise ExpertParallelError(
-            f"num_tokens_per_expert: the counts {counts.tolist()} add up to {int(counts.sum())}, but there are "
-            f"{num_rows} rows"
-        )
+def _local(parameter: Tensor | None) -> Tensor | None:
+    """Return the plain tensor of a gate's parameter; where it is distributed, each rank adds its tokens' gradient."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return parameter.to_local(grad_placements=[Partial()] * parameter.device_mesh.ndim)
 
 
 def _problems(router: TokenChoiceTopKRouter) -> Iterator[str]:
     experts, top_k, groups = router.num_experts, router.top_k, router.num_expert_groups
     if not 1 <= top_k <= experts:
         yield f"top_k must be between 1 and num_experts = {experts}, got {top_k}"
-    if router.score_func not in ("softmax", "sigmoid"):
-        yield f"score_func must be 'softmax' or 'sigmoid', got {router.score_func!r}"
-    if router.route_norm and top_k == 1:
-        yield "route_norm with top_k = 1 makes every score 1, so the gate would never learn; drop one of them"
+    if router.score_func not in SCORINGS:
+        yield f"score_func must be {_or(SCORINGS)}, got {router.score_func!r}"
+    elif top_k == 1 and (router.route_norm or SCORINGS[router.score_func].sums_to_one):
+        option = "route_norm" if router.route_norm else router.score_func
+        yield f"{option} with top_k = 1 makes every score 1, so the gate would never learn; drop one of them"
+    if router.group_score not in ("top2_sum", "max"):
+        yield f"group_score must be 'top2_sum' or 'max', got {router.group_score!r}"
     if (groups is None) != (router.num_limited_groups is None):
         yield "num_expert_groups and num_limited_groups come together; only one of them is given"
     elif groups is not None:
@@ -209,3 +157,8 @@ def _group_problems(experts: int, top_k: int, groups: int, limited: int) -> Iter
         yield f"num_limited_groups must be between 1 and num_expert_groups = {groups}, got {limited}"
     elif limited * (experts // groups) < top_k:
         yield f"{limited} groups of {experts // groups} experts hold fewer than top_k = {top_k} experts"
+
+
+def _or(names: Iterable[str]) -> str:
+    *most, last = map(repr, names)
+    return f"{', '.join(most)} or {last}"

@@ -24,6 +24,16 @@ from hp_moe.moe import MoE
 
 Tensor = Any
 
+# The hidden dimension is the second of w1 and w3, and the last of w2; every rank has the bias of results.
+_HIDDEN_CUT: dict[str, Placement] = {
+    "w1": Shard(1),
+    "w2": Shard(2),
+    "w3": Shard(1),
+    "b1": Shard(1),
+    "b2": Replicate(),
+    "b3": Shard(1),
+}
+
 
 class BaseExpertParallel(ParallelStyle):
     """Base of the styles: checks the module, places the weights, and sets the tokens' way to the experts.
@@ -39,9 +49,11 @@ class BaseExpertParallel(ParallelStyle):
       expert-major order and this rank's counts;
     - `_token_combine(module, output, device_mesh)`, the way back.
 
-    Besides `GroupedExperts` any module is laid out that has weights `w1`, `w3` `[num_experts, hidden_dim, dim]` and
-    `w2` `[num_experts, dim, hidden_dim]` and takes rows in expert-major order and the number of rows of each expert.
-    Within its forward the weights are plain, those of this rank's experts.
+    Besides `GroupedExperts` any module is laid out that has weights `w1` `[num_experts, hidden_dim, dim]` and `w2`
+    `[num_experts, dim, hidden_dim]`, perhaps `w3` like `w1`, biases `b1`, `b3` `[num_experts, hidden_dim]` and `b2`
+    `[num_experts, dim]`, and takes rows in expert-major order and the number of rows of each expert. Within its forward
+    the weights are plain, those of this rank's experts. Where the hidden dimension is cut, each rank returns a part of
+    a sum, and all but one are given zeros for `b2`.
 
     Example:
         >>> [style.mesh_ndims for style in (ExpertParallel, ExpertTensorParallel)]
@@ -64,7 +76,7 @@ class BaseExpertParallel(ParallelStyle):
             if dispatcher is not None:
                 experts.dispatcher = dispatcher
         else:
-            hooks = ExpertHooks(experts, device_mesh.platform, dispatcher)
+            hooks = ExpertHooks(experts, device_mesh.platform, dispatcher, self._partial_mesh(device_mesh))
             self._partition_fn("", experts, device_mesh)
             install(
                 experts,
@@ -83,15 +95,15 @@ class BaseExpertParallel(ParallelStyle):
 
     def _check(self, experts: Any, mesh: DeviceMesh) -> None:
         name = type(self).__name__
-        if not all(len(getattr(getattr(experts, weight, None), "shape", ())) == 3 for weight in WEIGHTS):
+        if not all(len(getattr(getattr(experts, weight, None), "shape", ())) == 3 for weight in ("w1", "w2")):
             raise ExpertParallelError(
-                f"{name} lays out a MoE, GroupedExperts, or experts with weights w1, w2, w3 of three dimensions, got "
-                f"{type(experts).__name__}"
+                f"{name} lays out a MoE, GroupedExperts, or experts with weights w1, w2 (and w3) of three dimensions, "
+                f"got {type(experts).__name__}"
             )
         others = [each for each, _ in mesh.platform.named_parameters(experts) if each not in WEIGHTS]
         if others and type(self)._partition_fn is BaseExpertParallel._partition_fn:
             raise ExpertParallelError(
-                f"{name} places w1, w2 and w3; {type(experts).__name__} has {', '.join(others)} too: override "
+                f"{name} places {', '.join(WEIGHTS)}; {type(experts).__name__} has {', '.join(others)} too: override "
                 "_partition_fn in a style of your own"
             )
         if mesh.ndim not in self.mesh_ndims:
@@ -100,12 +112,13 @@ class BaseExpertParallel(ParallelStyle):
 
     @abstractmethod
     def _placements(self, mesh: DeviceMesh) -> Mapping[str, tuple[Placement, ...]]:
-        """Return the placements of `w1`, `w2` and `w3`."""
+        """Return the placements of weights and biases by name, of those too that some experts do not have."""
 
     def _partition_fn(self, name: str, module: Any, device_mesh: DeviceMesh) -> None:
         """Place the weights of experts, whose name in the module that they were found in is `name`."""
         for weight, placements in self._placements(device_mesh).items():
-            place_parameter(module, weight, device_mesh, placements)
+            if getattr(module, weight, None) is not None:
+                place_parameter(module, weight, device_mesh, placements)
 
     def _token_dispatch(self, module: Any, inputs: tuple[Any, ...], device_mesh: DeviceMesh) -> tuple[Any, ...]:
         """Take tokens to their experts; for experts of another kind, or called by an override.
@@ -172,7 +185,7 @@ class ExpertParallel(BaseExpertParallel):
         self.split_tokens = split_tokens
 
     def _placements(self, mesh: DeviceMesh) -> Mapping[str, tuple[Placement, ...]]:
-        return dict.fromkeys(("w1", "w2", "w3"), (Shard(0), Replicate())[: mesh.ndim])
+        return dict.fromkeys(WEIGHTS, (Shard(0), Replicate())[: mesh.ndim])
 
     def _dispatcher(self, num_experts: int, mesh: DeviceMesh) -> TokenDispatcher | None:
         build = dispatchers().get(self.dispatcher).build
@@ -203,7 +216,7 @@ class TensorParallel(BaseExpertParallel):
     """
 
     def _placements(self, mesh: DeviceMesh) -> Mapping[str, tuple[Placement, ...]]:
-        return {"w1": (Shard(1),), "w2": (Shard(2),), "w3": (Shard(1),)}
+        return {name: (placement,) for name, placement in _HIDDEN_CUT.items()}
 
     def _partial_mesh(self, mesh: DeviceMesh) -> DeviceMesh | None:
         return mesh
@@ -228,7 +241,7 @@ class ExpertTensorParallel(ExpertParallel):
     mesh_ndims = (2,)
 
     def _placements(self, mesh: DeviceMesh) -> Mapping[str, tuple[Placement, ...]]:
-        return {"w1": (Shard(0), Shard(1)), "w2": (Shard(0), Shard(2)), "w3": (Shard(0), Shard(1))}
+        return {name: (Shard(0), placement) for name, placement in _HIDDEN_CUT.items()}
 
     def _partial_mesh(self, mesh: DeviceMesh) -> DeviceMesh | None:
         return mesh[mesh.mesh_dim_names[1]]
@@ -252,4 +265,4 @@ class ReplicatedExperts(BaseExpertParallel):
     """
 
     def _placements(self, mesh: DeviceMesh) -> Mapping[str, tuple[Placement, ...]]:
-        return dict.fromkeys(("w1", "w2", "w3"), (Replicate(),))
+        return dict.fromkeys(WEIGHTS, (Replicate(),))

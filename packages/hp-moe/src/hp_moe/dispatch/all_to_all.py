@@ -13,7 +13,7 @@ from hp_dtensor.spec.placements import Shard
 from hp_moe.dispatch.base import Dispatched, Route, TokenDispatcher
 from hp_moe.dispatch.permutation import TokenPermutation
 from hp_moe.grouped_gemm import GroupSizes
-from hp_moe.router import Routing, count_keys
+from hp_moe.routing import Routing, count_keys
 
 Tensor = Any
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from hp_moe.dispatch.permutation import TokenPermutation
 from hp_moe.grouped_gemm import GroupSizes
-from hp_moe.router import Routing
+from hp_moe.routing import Routing
 
 Tensor = Any
 

@@ -11,7 +11,7 @@ from hp_dtensor.platform.interface import Platform
 from hp_moe.dispatch.base import Dispatched, TokenDispatcher
 from hp_moe.dispatch.permutation import TokenPermutation
 from hp_moe.grouped_gemm import GroupSizes
-from hp_moe.router import Routing
+from hp_moe.routing import Routing
 
 Tensor = Any
 
