@@ -180,6 +180,21 @@ class ProcessGroup(ABC):
         self._record("broadcast", sent)
         return DONE if self.size == 1 else self._broadcast(x, source, async_op)
 
+    def send(self, x: Tensor, target: int, async_op: bool = False) -> Work:
+        """Send `x` to group rank `target`, which calls `receive`; messages to one rank arrive in the order of sending.
+
+        With `async_op` this returns at once, also where the receiver is late; `x` stays unchanged until `wait`.
+        """
+        self._check_peer("send to", target)
+        self._record("send", _nbytes(self.platform, x))
+        return self._send(x, target, async_op) if _numel(x) else DONE
+
+    def receive(self, x: Tensor, source: int, async_op: bool = False) -> Work:
+        """Fill `x` with the next message of group rank `source`, which has `x`'s shape and dtype."""
+        self._check_peer("receive from", source)
+        self._record("receive", 0)
+        return self._receive(x, source, async_op) if _numel(x) else DONE
+
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Return every rank's `data`, in rank order (any lengths); for small host-side facts such as JSON."""
         return [data] if self.size == 1 else self._all_gather_bytes(data)
@@ -224,6 +239,12 @@ class ProcessGroup(ABC):
     @abstractmethod
     def _all_gather_bytes(self, data: bytes) -> list[bytes]: ...
 
+    def _send(self, x: Tensor, target: int, async_op: bool) -> Work:
+        raise CollectiveError(f"groups of backend {self.backend!r} have no messages between two ranks")
+
+    def _receive(self, x: Tensor, source: int, async_op: bool) -> Work:
+        raise CollectiveError(f"groups of backend {self.backend!r} have no messages between two ranks")
+
     def _start_all_gather_bytes(self, data: bytes) -> PendingBytes:
         return GatheredBytes(self._all_gather_bytes(data))
 
@@ -238,6 +259,12 @@ class ProcessGroup(ABC):
     def _check_op(self, op: str) -> None:
         if op not in REDUCE_OPS:
             raise CollectiveError(f"reduction {op!r} is unknown; expected one of {', '.join(REDUCE_OPS)}")
+
+    def _check_peer(self, what: str, peer: int) -> None:
+        if not 0 <= peer < self.size or peer == self.rank:
+            raise CollectiveError(
+                f"{what} group rank {peer} of {self.ranks}: expected another rank of the group, below {self.size}"
+            )
 
     def _check_numel(self, name: str, x: Tensor, expected: int) -> None:
         if _numel(x) != expected:

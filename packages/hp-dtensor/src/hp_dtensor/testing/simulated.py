@@ -10,13 +10,15 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from hp_dtensor.comm.world import DONE, PendingBytes, ProcessGroup, Work, World
 from hp_dtensor.exceptions import CapabilityError, LaunchError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.testing import simulated_collectives as collectives
 from hp_dtensor.testing.simulated_collectives import describe_tensor
-from hp_dtensor.testing.simulated_job import Call, Complete, Job
+from hp_dtensor.testing.simulated_job import Call, Complete, Job, Receiving
 
 Tensor = Any
 
@@ -122,6 +124,19 @@ class SimulatedGroup(ProcessGroup):
 
     def _start_all_gather_bytes(self, data: bytes) -> PendingBytes:
         return self._job.post(Call("all_gather_bytes", self.ranks, self.rank, {}, data))
+
+    def _send(self, x: Tensor, target: int, async_op: bool) -> Work:
+        values = np.array(self.platform.to_numpy(x))
+        call = Call("send", self.ranks, self.rank, {"tensor": self._kind(x)}, values)
+        self._job.send(call, target)
+        return DONE
+
+    def _receive(self, x: Tensor, source: int, async_op: bool) -> Work:
+        call = Call("receive", self.ranks, self.rank, {"tensor": self._kind(x)}, x)
+        work = Receiving(call, source, self._job)
+        if not async_op:
+            work.wait()
+        return work
 
     def _meet(self, name: str, facts: dict[str, Any], payload: Any, complete: Complete) -> Work:
         self._job.meet(Call(name, self.ranks, self.rank, facts, payload), complete)

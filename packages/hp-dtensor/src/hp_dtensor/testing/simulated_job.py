@@ -32,6 +32,8 @@ class Call:
 
 
 Complete = Callable[[Platform, "list[Call]"], None]
+Message = tuple[tuple[int, ...], int, int, int]
+"""A message of a group: (its ranks, sender, receiver, number), the two as group ranks."""
 
 
 class Posted:
@@ -53,6 +55,26 @@ class Posted:
         return len(self._call.here) == len(self._call.ranks)
 
 
+class Receiving:
+    """A message from one rank to another that is awaited; it is the next one of its sender nobody awaits yet."""
+
+    def __init__(self, call: Call, source: int, job: Job) -> None:
+        self._call = call
+        self._job = job
+        self._message = job.expect(call, source)
+        self._is_over = False
+
+    def wait(self) -> None:
+        """Return when the message is in the tensor that the call was given.
+
+        Raises:
+            CollectiveError: on all ranks, where the message has another shape or dtype.
+        """
+        if not self._is_over:
+            self._is_over = True
+            self._job.receive(self._call, self._message)
+
+
 class Aborted(BaseException):
     """Exception that unwinds a rank whose job has failed elsewhere; no `except Exception` may swallow it."""
 
@@ -72,6 +94,8 @@ class Job:
         self._meetings: dict[tuple[int, ...], dict[int, Call]] = {}
         self._posts: dict[tuple[tuple[int, ...], int], dict[int, Call]] = {}
         self._num_posted: dict[tuple[tuple[int, ...], int], int] = defaultdict(int)
+        self._mail: dict[Message, Call] = {}
+        self._num_messages: dict[tuple[str, tuple[int, ...], int, int], int] = defaultdict(int)
         self._turns = [threading.Semaphore(0) for _ in range(size)]
         self._states = [platform.rank_state()] * size
         self._running: tuple[int, int] | None = None  # (rank, thread)
@@ -141,6 +165,41 @@ class Job:
                     self._waits[call.ranks[other.rank]] = None
         return Posted(call, self)
 
+    def send(self, call: Call, target: int) -> None:
+        """Leave a message (a host array) for another rank of the group."""
+        if self.error is not None:
+            raise Aborted
+        message = self._next_message("send", call.ranks, call.rank, target)
+        self._mail[message] = call
+        receiver = call.ranks[target]
+        waiting = self._waits[receiver]
+        if waiting is not None and waiting.here.get(call.rank) == message:
+            self._waits[receiver] = None
+
+    def expect(self, call: Call, source: int) -> Message:
+        """Return the message that a `receive` of the group rank `source` will bring."""
+        message = self._next_message("receive", call.ranks, source, call.rank)
+        # All are here but the sender, whose entry tells which message ends the wait.
+        call.here = {i: message if i == source else None for i in range(len(call.ranks))}
+        return message
+
+    def receive(self, call: Call, message: Message) -> None:
+        """Fill the call's tensor with a message, when it has come."""
+        if self.error is not None:
+            raise Aborted
+        if message not in self._mail:
+            self._wait(call.ranks[call.rank], call)
+        sent = self._mail.pop(message)
+        self._check_agreement({sent.rank: Call("receive", sent.ranks, sent.rank, sent.facts, None), call.rank: call})
+        values = self.platform.from_bits(sent.payload, call.payload.dtype, self.platform.device_of(call.payload))
+        with self.platform.no_grad():
+            self.platform.copy_(call.payload, values)
+
+    def _next_message(self, which: str, ranks: tuple[int, ...], source: int, target: int) -> Message:
+        number = self._num_messages[which, ranks, source, target]
+        self._num_messages[which, ranks, source, target] += 1
+        return ranks, source, target, number
+
     def wait_for_post(self, call: Call, is_patient: bool) -> None:
         """Let other ranks go on until all have posted; if not patient, only until nobody can go on."""
         rank = call.ranks[call.rank]
@@ -209,7 +268,7 @@ class Job:
         call = self._waits[rank]
         if call is None:
             return "has ended"
-        missing = [other for i, other in enumerate(call.ranks) if i not in call.here]
+        missing = [other for i, other in enumerate(call.ranks) if i not in call.here or _is_due(call, i)]
         return f"waits in {call.describe()} of group {call.ranks} for {_ranks(missing)}"
 
     def _late(self, seconds: float) -> LaunchError:
@@ -217,6 +276,11 @@ class Job:
         rank, thread = self._running
         stack = "".join(traceback.format_stack(sys._current_frames().get(thread)))
         return LaunchError(f"the ranks did not finish within {seconds:g} s; rank {rank} is running:\n{stack}", rank)
+
+
+def _is_due(call: Call, i: int) -> bool:
+    """Return True for the sender of a message that `call` waits for."""
+    return call.name == "receive" and call.here[i] is not None
 
 
 def _ranks(ranks: Sequence[int]) -> str:

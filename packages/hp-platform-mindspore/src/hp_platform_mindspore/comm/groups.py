@@ -35,6 +35,10 @@ class HostGroup(ProcessGroup):
 
     platform: MindSporeBase
 
+    def __init__(self, ranks: Sequence[int], rank: int, platform: MindSporeBase) -> None:
+        super().__init__(ranks, rank, platform)
+        self._receiving: list[Receiving] = []
+
     def _all_reduce(self, x: Tensor, op: str, async_op: bool) -> Work:
         reduction = reduction_of(x, op)
         values = host_view(x)
@@ -101,6 +105,15 @@ class HostGroup(ProcessGroup):
             )
         return DONE
 
+    def _send(self, x: Tensor, target: int, async_op: bool) -> Work:
+        values = np.ascontiguousarray(host_view(x))
+        work = Sending(dist.isend(_as_bytes(values), self.ranks[target], group=MCCL_WORLD), values)
+        return work if async_op else _waited_for(work)
+
+    def _receive(self, x: Tensor, source: int, async_op: bool) -> Work:
+        work = Receiving(x, self.ranks[source], self._receiving)
+        return work if async_op else _waited_for(work)
+
     def _all_gather_bytes(self, data: bytes) -> list[bytes]:
         lengths = self._gather_arrays(np.array([len(data)], np.int64))
         mine = np.frombuffer(data, np.int8)
@@ -142,6 +155,49 @@ class HostGroup(ProcessGroup):
             np.copyto(into.reshape(-1), mine.reshape(-1))
         for work in works:
             work.wait()
+
+
+class Sending:
+    """A message under way, and the array that it is read from."""
+
+    def __init__(self, work: Any, values: Array) -> None:
+        self._work = work
+        self._values: Array | None = values
+
+    def wait(self) -> None:
+        if self._values is not None:
+            self._values = None
+            self._work.wait()
+
+
+class Receiving:
+    """A message that is awaited: MCCL's receive blocks, so it begins in `wait`, after those asked for before it.
+
+    Args:
+        target: the tensor to fill.
+        source: global rank of the sender.
+        unfinished: of the group, in the order in which they were asked for.
+    """
+
+    def __init__(self, target: Tensor, source: int, unfinished: list[Receiving]) -> None:
+        self._target, self._source = target, source
+        self._unfinished = unfinished
+        unfinished.append(self)
+
+    def wait(self) -> None:
+        while self in self._unfinished:
+            earliest = next(each for each in self._unfinished if each._source == self._source)
+            self._unfinished.remove(earliest)
+            earliest._receive()
+
+    def _receive(self) -> None:
+        with _Contiguous(self._target) as data:
+            dist.irecv(_as_bytes(data), self._source, group=MCCL_WORLD).wait()
+
+
+def _waited_for(work: Work) -> Work:
+    work.wait()
+    return DONE
 
 
 class _Contiguous:

@@ -101,6 +101,12 @@ class NativeGroup(ProcessGroup):
         handle = dist.broadcast(x, self.ranks[source], group=self._name, async_op=async_op)
         return self._started(handle, async_op)
 
+    def _send(self, x: Tensor, target: int, async_op: bool) -> Work:
+        return self._started(dist.isend(x, self.ranks[target], group=self._name), async_op)
+
+    def _receive(self, x: Tensor, source: int, async_op: bool) -> Work:
+        return self._started(dist.irecv(x, self.ranks[source], group=self._name), async_op)
+
     def _all_gather_bytes(self, data: bytes) -> list[bytes]:
         lengths = self._gathered(np.array([len(data)], np.int64))
         longest = max(1, int(lengths.max()))

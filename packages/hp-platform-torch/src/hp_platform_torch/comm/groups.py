@@ -190,6 +190,12 @@ class TorchGroup(CalledByTorch, ProcessGroup):
         options = _options(distributed_c10d.BroadcastOptions, async_op, rootRank=source, rootTensor=0)
         return settle(self._channel(x.device.type).broadcast([movable(x)], options), async_op)
 
+    def _send(self, x: Tensor, target: int, async_op: bool) -> Work:
+        return settle(self._channel(x.device.type).send([movable(x)], target, 0), async_op)
+
+    def _receive(self, x: Tensor, source: int, async_op: bool) -> Work:
+        return settle(self._channel(x.device.type).recv([movable(x)], source, 0), async_op)
+
     def _all_gather_bytes(self, data: bytes) -> list[bytes]:
         lengths = torch.empty(self.size, dtype=torch.int64)
         self._gather_facts(lengths, torch.tensor([len(data)])).wait()

@@ -74,6 +74,31 @@ def check_all_to_all(name: str | Platform, dtype: str) -> None:
             assert_values(platform, output, expected, f"rows {rows.tolist()} in {group.ranks}")
 
 
+def check_messages(name: str | Platform, dtype: str) -> None:
+    """Every rank sends each other one three messages before it receives any."""
+    platform = get_platform(name)
+    for group in groups(platform):
+        others = [j for j in range(group.size) if j != group.rank]
+        shapes = SHAPES[group.rank % 2 :] + SHAPES[: group.rank % 2]
+        sent = [
+            group.send(tensor(platform, whole_numbers(dtype, shape, group.ranks[group.rank] + j), dtype), j, True)
+            for j in others
+            for shape in shapes
+        ]
+        for j in others:
+            theirs = SHAPES[j % 2 :] + SHAPES[: j % 2]
+            received = [platform.empty(shape, platform.dtype(dtype)) for shape in theirs]
+            works = [group.receive(x, j, async_op=True) for x in received]
+            # A message asked for later may be waited for first.
+            for work in works[::-1]:
+                work.wait()
+            for x, shape in zip(received, theirs, strict=True):
+                expected = whole_numbers(dtype, shape, group.ranks[j] + group.rank)
+                assert_values(platform, x, expected, f"from {j} in {group.ranks}")
+        for work in sent:
+            work.wait()
+
+
 def check_exchange(name: str | Platform, dtype: str) -> None:
     platform = get_platform(name)
     for group in groups(platform):

@@ -26,7 +26,13 @@ def test_reductions(ranks: Ranks, hp_platform: Platform, check: Callable[..., An
 
 @pytest.mark.parametrize(
     "check",
-    [programs.check_all_gather, programs.check_all_to_all, programs.check_exchange, programs.check_broadcast],
+    [
+        programs.check_all_gather,
+        programs.check_all_to_all,
+        programs.check_exchange,
+        programs.check_broadcast,
+        programs.check_messages,
+    ],
 )
 def test_moves(ranks: Ranks, check: Callable[..., Any], moved_dtype: str) -> None:
     ranks.run(check, moved_dtype)
