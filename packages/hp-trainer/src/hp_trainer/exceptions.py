@@ -80,6 +80,15 @@ class ScheduleError(HPError, ValueError):
     """A pipeline schedule that does not exist for these numbers, leaves work out, or would hang."""
 
 
+class PipelineError(HPError, RuntimeError):
+    """Stages, inputs or messages of a pipeline that do not fit, or a rank of it that has ended; names rank and stage.
+
+    Example:
+        >>> issubclass(PipelineError, RuntimeError)
+        True
+    """
+
+
 class StoppedError(HPError, RuntimeError):
     """A run that was asked to stop by a signal, and did.
 

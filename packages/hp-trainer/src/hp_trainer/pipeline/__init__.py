@@ -1,17 +1,25 @@
-"""Pipeline schedules as data: made by pure functions, validated and simulated without ranks."""
+"""Pipelines: schedules as data, made by pure functions and validated without ranks, and the stages that run them."""
 
 from hp_trainer.pipeline.actions import Action, Kind, Schedule
+from hp_trainer.pipeline.lowering import rank_actions
+from hp_trainer.pipeline.microbatches import TensorChunkSpec
+from hp_trainer.pipeline.pipeline import Pipeline
 from hp_trainer.pipeline.schedules import build_schedule, register_schedule, schedule_names
 from hp_trainer.pipeline.simulation import ActionSeconds, Timeline, simulate
+from hp_trainer.pipeline.stage import PipelineStage
 from hp_trainer.pipeline.validation import validate
 
 __all__ = [
     "Action",
     "ActionSeconds",
     "Kind",
+    "Pipeline",
+    "PipelineStage",
     "Schedule",
+    "TensorChunkSpec",
     "Timeline",
     "build_schedule",
+    "rank_actions",
     "register_schedule",
     "schedule_names",
     "simulate",

@@ -10,6 +10,8 @@ import re
 from dataclasses import dataclass
 
 _TEXT = re.compile(r"(\d+)([FBIW])(\d+)")
+WHOLE_STAGE = -1
+"""The micro-batch of an action that concerns no micro-batch."""
 
 
 class Kind(enum.Enum):
@@ -20,12 +22,24 @@ class Kind(enum.Enum):
         BACKWARD: both parts of the backward at once.
         INPUT_GRAD: the gradient of the stage's input, for which the stage before waits.
         WEIGHT_GRAD: the gradients of the stage's parameters, for which nobody waits before the optimizer.
+        SEND_FORWARD, RECEIVE_FORWARD: the stage's outputs leave for the next stage, its inputs come.
+        SEND_BACKWARD, RECEIVE_BACKWARD: the gradients of its inputs leave, those of its outputs come.
+        UNSHARD: the stage's parameters, sharded by `fully_shard`, are gathered for the step.
+        REDUCE_GRAD: their gradients, accumulated over all micro-batches, are reduced; they are sharded again.
+
+    A schedule has the first four; the others follow from it (`hp_trainer.pipeline.lowering`).
     """
 
     FORWARD = "F"
     BACKWARD = "B"
     INPUT_GRAD = "I"
     WEIGHT_GRAD = "W"
+    SEND_FORWARD = "SEND_F"
+    RECEIVE_FORWARD = "RECV_F"
+    SEND_BACKWARD = "SEND_B"
+    RECEIVE_BACKWARD = "RECV_B"
+    UNSHARD = "UNSHARD"
+    REDUCE_GRAD = "REDUCE_GRAD"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +54,10 @@ class Action:
 
     stage: int
     kind: Kind
-    microbatch: int
+    microbatch: int = WHOLE_STAGE
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind.value}{self.microbatch}"
+        return f"{self.stage}{self.kind.value}{'' if self.microbatch == WHOLE_STAGE else self.microbatch}"
 
     @staticmethod
     def parse(text: str) -> Action:

@@ -1,0 +1,65 @@
+"""From a schedule to the list of actions that one rank executes: transfers and gathers put in."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from hp_trainer.pipeline.actions import Action, Kind, Schedule
+from hp_trainer.pipeline.dependencies import GIVES_INPUT_GRAD
+
+COMPLETES_WEIGHT_GRAD = (Kind.BACKWARD, Kind.WEIGHT_GRAD)
+
+
+def rank_actions(
+    schedule: Schedule, rank: int, *, forward_only: bool = False, sharded_stages: Collection[int] = ()
+) -> tuple[Action, ...]:
+    """Return everything that a rank does in a step, in order.
+
+    A receive stands before the computation that precedes the one which needs it, so that the message travels during
+    that computation; it only announces the buffer, and the computation that needs it waits. A send follows the
+    computation at once and waits for nobody. So neighbours that send to each other at the same time do not wait for
+    each other, and a list runs to its end if and only if `simulate` does.
+
+    Args:
+        forward_only: leave out everything that belongs to the backward.
+        sharded_stages: stages whose parameters are gathered before their first use and reduced after the last.
+
+    Example:
+        >>> from hp_trainer.pipeline import build_schedule, rank_actions
+        >>> schedule = build_schedule("1f1b", num_ranks=2, num_microbatches=1)
+        >>> [str(action) for action in rank_actions(schedule, 0)]
+        ['0RECV_B0', '0F0', '0SEND_F0', '0B0']
+    """
+    compute = [a for a in schedule.actions[rank] if not forward_only or a.kind is Kind.FORWARD]
+    last_use = {action.stage: action for action in compute if action.kind in (Kind.FORWARD, *COMPLETES_WEIGHT_GRAD)}
+    unsharded: set[int] = set()
+    actions: list[Action] = list(_receive(schedule, rank, compute[0])) if compute else []
+    for position, action in enumerate(compute):
+        if action.stage in sharded_stages and action.stage not in unsharded:
+            unsharded.add(action.stage)
+            actions.append(Action(action.stage, Kind.UNSHARD))
+        for following in compute[position + 1 : position + 2]:
+            actions += _receive(schedule, rank, following)
+        actions += [action, *_send(schedule, rank, action)]
+        if action.stage in sharded_stages and action is last_use[action.stage]:
+            actions.append(Action(action.stage, Kind.REDUCE_GRAD))
+    return tuple(actions)
+
+
+def _receive(schedule: Schedule, rank: int, action: Action) -> Iterator[Action]:
+    if action.kind is Kind.FORWARD and _is_remote(schedule, rank, action.stage - 1):
+        yield Action(action.stage, Kind.RECEIVE_FORWARD, action.microbatch)
+    if action.kind in GIVES_INPUT_GRAD and _is_remote(schedule, rank, action.stage + 1):
+        yield Action(action.stage, Kind.RECEIVE_BACKWARD, action.microbatch)
+
+
+def _send(schedule: Schedule, rank: int, action: Action) -> Iterator[Action]:
+    if action.kind is Kind.FORWARD and _is_remote(schedule, rank, action.stage + 1):
+        yield Action(action.stage, Kind.SEND_FORWARD, action.microbatch)
+    if action.kind in GIVES_INPUT_GRAD and _is_remote(schedule, rank, action.stage - 1):
+        yield Action(action.stage, Kind.SEND_BACKWARD, action.microbatch)
+
+
+def _is_remote(schedule: Schedule, rank: int, stage: int) -> bool:
+    """Return True if there is such a stage, and another rank has it."""
+    return 0 <= stage < schedule.num_stages and schedule.rank_of_stage[stage] != rank

@@ -1,0 +1,339 @@
+"""The interpreter: one small loop that executes a rank's actions on real stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.comm.world import ProcessGroup, World, current_world
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.trees import map_tensors
+from hp_trainer.exceptions import PipelineError
+from hp_trainer.pipeline.actions import Action, Kind, Schedule
+from hp_trainer.pipeline.lowering import rank_actions
+from hp_trainer.pipeline.messages import MessageLayout
+from hp_trainer.pipeline.microbatches import merge_outputs, split_all, split_inputs
+from hp_trainer.pipeline.schedules import build_schedule
+from hp_trainer.pipeline.stage import PipelineStage
+from hp_trainer.pipeline.transfers import Transfers
+from hp_trainer.pipeline.validation import validate
+
+Tensor = Any
+LossFunction = Callable[[Any, Any], Tensor]
+
+
+class Pipeline:
+    """A model cut into stages over the ranks of an axis, and the schedule by which they work.
+
+    Args:
+        stages: this rank's stages, in any order.
+        schedule: a `Schedule`, or the name of one for `num_microbatches`.
+        mesh: the ranks of the pipeline: `mesh["pp"]`, a process group, or None for all ranks.
+        loss_fn: `loss_fn(output, target)` of the last stage, a scalar; None: there is no backward.
+        num_microbatches: needed with a schedule's name.
+        args_chunk_spec, kwargs_chunk_spec, output_merge_spec: trees of `TensorChunkSpec`; default: dimension 0.
+
+    Raises:
+        PipelineError: the stages are not those that the schedule gives this rank.
+        ScheduleError: the schedule leaves work out, or would hang.
+
+    Example:
+        >>> def program():
+        ...     mesh = init_device_mesh("cpu", (2,), ("pp",))
+        ...     with nn.building(platform):
+        ...         stage = PipelineStage(nn.Linear(4, 4), mesh.get_rank(), 2)
+        ...     pipeline = Pipeline([stage], "1f1b", mesh["pp"], lambda y, t: y.sum(), num_microbatches=2)
+        ...     losses = []
+        ...     batch = [platform.ops.ones((8, 4), platform.dtype("float32"))] if stage.is_first else []
+        ...     pipeline.step(*batch, target=None, losses=losses)
+        ...     return len(losses)
+        >>> run_ranks(program, 2)
+        [0, 2]
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[PipelineStage],
+        schedule: Schedule | str,
+        mesh: DeviceMesh | ProcessGroup | None = None,
+        loss_fn: LossFunction | None = None,
+        *,
+        num_microbatches: int | None = None,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        output_merge_spec: Any = None,
+    ) -> None:
+        if not stages:
+            raise PipelineError("a pipeline needs at least one stage on every rank, got none")
+        self.platform: Platform = stages[0].platform
+        self.loss_fn = loss_fn
+        self._specs = args_chunk_spec, kwargs_chunk_spec, output_merge_spec
+        world, ranks, device_mesh = _place(mesh, self.platform)
+        self.rank = ranks.index(world.rank)
+        self.schedule = self._schedule_of(schedule, len(ranks), stages, num_microbatches)
+        self.stages = _checked_stages(stages, self.schedule, self.rank)
+        self._transfers = Transfers(self.schedule, self.rank, ranks, world, self.platform, device_mesh)
+        self._programs: dict[bool, tuple[Action, ...]] = {}
+        self._actions: dict[Kind, Callable[[Action], None]] = {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: self._backward,
+            Kind.INPUT_GRAD: self._backward,
+            Kind.WEIGHT_GRAD: self._weight_grad,
+            Kind.SEND_FORWARD: self._send_forward,
+            Kind.SEND_BACKWARD: self._send_backward,
+            Kind.RECEIVE_FORWARD: self._transfers.announce,
+            Kind.RECEIVE_BACKWARD: self._transfers.announce,
+        }
+        self._keeps_outputs = False
+        self._args: Sequence[tuple[Any, ...]] = ()
+        self._kwargs: Sequence[dict[str, Any]] = ()
+        self._targets: Sequence[Any] = ()
+        self._outputs: dict[int, Any] = {}
+        self._losses: dict[int, Tensor] = {}
+        self._leaving: dict[Action, tuple[MessageLayout, list[Tensor]]] = {}
+        self._gradients: dict[Action, list[Tensor]] = {}
+
+    @property
+    def num_microbatches(self) -> int:
+        """Return the micro-batches of a step."""
+        return self.schedule.num_microbatches
+
+    @property
+    def has_first_stage(self) -> bool:
+        """Return True on the rank that gets the batch."""
+        return 0 in self.stages
+
+    @property
+    def has_last_stage(self) -> bool:
+        """Return True on the rank that has the outputs and the losses."""
+        return self.schedule.num_stages - 1 in self.stages
+
+    # A step ----------------------------------------------------------------------------------------------
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Tensor] | None = None,
+        return_outputs: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        """Run forward and backward of one batch; every rank of the pipeline calls it.
+
+        Gradients accumulate in the parameters, summed over the micro-batches.
+
+        Args:
+            args: the inputs of the first stage, on the rank that has it; elsewhere they are not looked at.
+            target: second argument of the loss function, on the rank with the last stage.
+            losses: filled with the loss of each micro-batch on the rank with the last stage, detached.
+            return_outputs: keep the last stage's outputs, and return them together there.
+            kwargs: named arguments of this rank's stages, cut into micro-batches like `args`.
+
+        Returns:
+            The outputs of the whole batch on the rank with the last stage, else None.
+
+        Raises:
+            PipelineError: a batch that cannot be cut equally, a stage's output that cannot travel or has changed its
+                shape, or another rank that has ended.
+        """
+        if self.loss_fn is not None and not self.platform.is_grad_enabled():
+            raise PipelineError("step() runs a backward, and nothing is recorded here (no_grad); use eval()")
+        if self.loss_fn is None:
+            return self.eval(*args, target=target, losses=losses, **kwargs)
+        parts = self._split(args, kwargs, target)
+        return self._run(*parts, losses=losses, keeps_outputs=return_outputs, forward_only=False)
+
+    def eval(self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **kwargs: Any) -> Any:
+        """Run the forward of one batch, recording nothing; arguments and result as of `step`."""
+        with self.platform.no_grad():
+            parts = self._split(args, kwargs, target)
+            return self._run(*parts, losses=losses, keeps_outputs=True, forward_only=True)
+
+    def run_microbatches(
+        self,
+        args: Sequence[tuple[Any, ...]],
+        kwargs: Sequence[Mapping[str, Any]] | None = None,
+        targets: Sequence[Any] | None = None,
+        *,
+        losses: list[Tensor] | None = None,
+        forward_only: bool = False,
+        return_outputs: bool = False,
+    ) -> Any:
+        """Run a step whose micro-batches are given one by one.
+
+        Args:
+            args: the first stage's arguments of each micro-batch; elsewhere they are not looked at.
+            kwargs: the named arguments of this rank's stages, for each micro-batch; None: none.
+            targets: of each micro-batch, on the rank with the last stage.
+            forward_only: record nothing and run no backward.
+        """
+        number = self.num_microbatches
+        named = [{} for _ in range(number)] if kwargs is None else [dict(each) for each in kwargs]
+        goals = [None] * number if targets is None else list(targets)
+        counts = {"targets": len(goals), "kwargs": len(named)} | ({"args": len(args)} if self.has_first_stage else {})
+        wrong = [f"{count} {name}" for name, count in counts.items() if count != number]
+        if wrong:
+            raise PipelineError(f"the schedule has {number} micro-batches, got {', '.join(wrong)}")
+        with self.platform.no_grad() if forward_only else self.platform.enable_grad():
+            return self._run(args, named, goals, losses, keeps_outputs=return_outputs, forward_only=forward_only)
+
+    def _split(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
+    ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]], list[Any]]:
+        number, (args_spec, kwargs_spec, _) = self.num_microbatches, self._specs
+        positional, named = split_all(
+            self.platform, args if self.has_first_stage else (), kwargs, number, args_spec, kwargs_spec
+        )
+        return positional, named, split_inputs(self.platform, target, number, what="target")
+
+    def _run(
+        self,
+        args: Sequence[tuple[Any, ...]],
+        kwargs: Sequence[dict[str, Any]],
+        targets: Sequence[Any],
+        losses: list[Tensor] | None,
+        *,
+        keeps_outputs: bool,
+        forward_only: bool,
+    ) -> Any:
+        self._args = args
+        self._kwargs = kwargs
+        self._targets = targets
+        self._keeps_outputs = keeps_outputs
+        self._transfers.begin_step(forward_only=forward_only)
+        try:
+            for action in self._program(forward_only):
+                self._actions[action.kind](action)
+            self._transfers.end_step()
+        except BaseException:
+            self._transfers.forget()
+            for stage in self.stages.values():
+                stage.forget()
+            self._reset()
+            raise
+        return self._results(losses)
+
+    def _results(self, losses: list[Tensor] | None) -> Any:
+        outputs, found = self._outputs, self._losses
+        self._reset()
+        if losses is not None:
+            losses[:] = [found[index] for index in sorted(found)]
+        if not outputs:
+            return None
+        return merge_outputs(self.platform, [outputs[index] for index in sorted(outputs)], self._specs[2])
+
+    def _reset(self) -> None:
+        """Forget the step: its inputs, what the last stage has made, and what waits to be sent."""
+        self._args, self._kwargs, self._targets = (), (), ()
+        self._outputs, self._losses, self._leaving, self._gradients = {}, {}, {}, {}
+
+    def _program(self, forward_only: bool) -> tuple[Action, ...]:
+        found = self._programs.get(forward_only)
+        if found is None:
+            found = self._programs[forward_only] = rank_actions(self.schedule, self.rank, forward_only=forward_only)
+        return found
+
+    # Actions ---------------------------------------------------------------------------------------------
+
+    def _forward(self, action: Action) -> None:
+        stage, microbatch = self.stages[action.stage], action.microbatch
+        kwargs = self._kwargs[microbatch]
+        if stage.is_first:
+            output = stage.forward_first(microbatch, self._args[microbatch], kwargs)
+        else:
+            layout, received = self._inputs_of(action)
+            output = stage.forward(microbatch, layout, received, kwargs, self._transfers.mesh)
+        if stage.is_last:
+            self._finish(stage, microbatch, output)
+        else:
+            self._leaving[action] = stage.outputs(microbatch, output)
+
+    def _inputs_of(self, action: Action) -> tuple[MessageLayout, list[Tensor]]:
+        made_by = Action(action.stage - 1, Kind.FORWARD, action.microbatch)
+        if self._is_here(action.stage - 1):
+            return self._leaving.pop(made_by)
+        return self._transfers.receive_forward(action)
+
+    def _finish(self, stage: PipelineStage, microbatch: int, output: Any) -> None:
+        """Compute the loss of the last stage's output, and keep what was asked for."""
+        if self.loss_fn is not None:
+            loss = self.loss_fn(output, self._targets[microbatch])
+            if self.platform.is_grad_enabled():
+                stage.keep_loss(microbatch, loss)
+            self._losses[microbatch] = self.platform.detach(loss)
+        if self._keeps_outputs:
+            self._outputs[microbatch] = _detached(self.platform, output)
+
+    def _backward(self, action: Action) -> None:
+        stage, microbatch = self.stages[action.stage], action.microbatch
+        gradients = None if stage.is_last else self._gradients_for(action)
+        found = stage.backward(microbatch, gradients)
+        if not stage.is_first:
+            self._gradients[action] = found
+
+    def _gradients_for(self, action: Action) -> list[Tensor]:
+        if not self._is_here(action.stage + 1):
+            return self._transfers.receive_backward(action)
+        following = action.stage + 1
+        forms = (Action(following, kind, action.microbatch) for kind in (Kind.BACKWARD, Kind.INPUT_GRAD))
+        return self._gradients.pop(next(form for form in forms if form in self._gradients))
+
+    def _weight_grad(self, action: Action) -> None:
+        """Do nothing so far: the input gradient's backward has accumulated them already."""
+
+    def _send_forward(self, action: Action) -> None:
+        made_by = Action(action.stage, Kind.FORWARD, action.microbatch)
+        self._transfers.send_forward(action, *self._leaving.pop(made_by))
+
+    def _send_backward(self, action: Action) -> None:
+        forms = (Action(action.stage, kind, action.microbatch) for kind in (Kind.BACKWARD, Kind.INPUT_GRAD))
+        made_by = next(form for form in forms if form in self._gradients)
+        self._transfers.send_backward(action, self._gradients.pop(made_by))
+
+    def _is_here(self, stage: int) -> bool:
+        return self.schedule.rank_of_stage[stage] == self.rank
+
+    def _schedule_of(
+        self, schedule: Schedule | str, num_ranks: int, stages: Sequence[PipelineStage], num_microbatches: int | None
+    ) -> Schedule:
+        if isinstance(schedule, str):
+            if num_microbatches is None:
+                raise PipelineError(f"schedule {schedule!r} by its name: expected num_microbatches too, got None")
+            schedule = build_schedule(
+                schedule, num_ranks=num_ranks, num_microbatches=num_microbatches, stages_per_rank=len(stages)
+            )
+        elif num_microbatches not in (None, schedule.num_microbatches):
+            raise PipelineError(
+                f"num_microbatches = {num_microbatches}, but the schedule is for {schedule.num_microbatches}"
+            )
+        if schedule.num_ranks != num_ranks:
+            raise PipelineError(f"the schedule is for {schedule.num_ranks} ranks, got a mesh or group of {num_ranks}")
+        validate(schedule)
+        return schedule
+
+
+def _place(
+    mesh: DeviceMesh | ProcessGroup | None, platform: Platform
+) -> tuple[World, tuple[int, ...], DeviceMesh | None]:
+    """Return the world, the pipeline's ranks in order, and the mesh if one was given."""
+    if isinstance(mesh, DeviceMesh):
+        return mesh.world, mesh.get_group().ranks, mesh
+    world = current_world(platform)
+    return world, tuple(range(world.size)) if mesh is None else mesh.ranks, None
+
+
+def _checked_stages(stages: Sequence[PipelineStage], schedule: Schedule, rank: int) -> dict[int, PipelineStage]:
+    expected = [stage for stage, owner in enumerate(schedule.rank_of_stage) if owner == rank]
+    given = sorted(stage.stage_index for stage in stages)
+    if given != expected or any(stage.num_stages != schedule.num_stages for stage in stages):
+        raise PipelineError(
+            f"place {rank} of the pipeline: expected stages {expected} of {schedule.num_stages}, got "
+            f"{', '.join(f'{stage.stage_index} of {stage.num_stages}' for stage in stages)}; the schedule puts "
+            f"stages 0 to {schedule.num_stages - 1} on places {list(schedule.rank_of_stage)}"
+        )
+    return {stage.stage_index: stage for stage in stages}
+
+
+def _detached(platform: Platform, output: Any) -> Any:
+    return map_tensors(output, platform.Tensor, platform.detach)

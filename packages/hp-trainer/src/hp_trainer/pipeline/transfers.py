@@ -1,0 +1,260 @@
+"""Transfers between the stages of a pipeline: sends that wait for nobody, receives that are announced early."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.comm.world import ProcessGroup, Work, World
+from hp_dtensor.platform.interface import Platform
+from hp_trainer.exceptions import PipelineError
+from hp_trainer.pipeline.actions import Action, Kind, Schedule
+from hp_trainer.pipeline.dependencies import GIVES_INPUT_GRAD
+from hp_trainer.pipeline.messages import MessageLayout, TensorMeta, receive_header, send_header
+
+Tensor = Any
+Buffers = list[tuple[Work, Tensor]]
+
+
+@dataclass
+class _Sent:
+    """Messages under way, and the action of the receiver after which they have surely arrived."""
+
+    needed_by: int
+    buffers: Buffers
+
+
+class Transfers:
+    """The messages that one rank exchanges with the ranks of neighbouring stages.
+
+    Every directed pair of ranks has a process group of its own, so that the two directions never wait for each other.
+    Messages of a pair match in the order in which they were sent; the receiver knows it from the sender's list of
+    actions, and puts aside what it needs later than others. The first message between two stages in a step carries a
+    header (`messages.py`); all micro-batches of a step then have its shapes.
+
+    Args:
+        schedule: whose edges these are.
+        rank: this rank's place in the pipeline.
+        ranks: the global rank of each place.
+        world: makes the groups.
+        mesh: on which received DTensors find their axes; None: none are expected.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        ranks: Sequence[int],
+        world: World,
+        platform: Platform,
+        mesh: DeviceMesh | None,
+    ) -> None:
+        self.mesh = mesh
+        self._schedule, self._rank, self._ranks = schedule, rank, tuple(ranks)
+        self._world, self._platform = world, platform
+        self._is_connected = False
+        # Places of actions in their rank's list: when a peer's action is known to be over, so are those before it.
+        self._position = {action: i for actions in schedule.actions for i, action in enumerate(actions)}
+        self._layouts: dict[int, MessageLayout] = {}
+        self._sent: dict[int, list[_Sent]] = {}
+        self._expected: dict[int, deque[Action]] = {}
+        self._arriving: dict[Action, Buffers] = {}
+
+    def begin_step(self, *, forward_only: bool = False) -> None:
+        """Connect to the neighbours at the first step; forget the shapes of the step before."""
+        if not self._is_connected:
+            self._connect()
+            self._is_connected = True
+        self._layouts.clear()
+        peers = {source for source, target in _pairs(self._schedule) if target == self._rank}
+        self._expected = {peer: deque(self._messages_of(peer, forward_only)) for peer in peers}
+
+    def end_step(self) -> None:
+        """Wait until all that was sent has left."""
+        for peer, pending in self._sent.items():
+            for each in pending:
+                with self._naming(peer, "sending its last messages"):
+                    _wait(each.buffers)
+        self._sent.clear()
+
+    def forget(self) -> None:
+        """Drop what is under way, after an error."""
+        self._sent.clear()
+        self._arriving.clear()
+
+    # Forward ---------------------------------------------------------------------------------------------
+
+    def send_forward(self, action: Action, layout: MessageLayout, tensors: Sequence[Tensor]) -> None:
+        """Send a stage's outputs (local data) to the next stage.
+
+        Raises:
+            PipelineError: their shapes are not those of the step's first micro-batch.
+        """
+        stage, microbatch = action.stage, action.microbatch
+        peer = self._schedule.rank_of_stage[stage + 1]
+        group = self._group(self._rank, peer)
+        known = self._layouts.setdefault(stage, layout)
+        buffers: Buffers = []
+        if known is layout:
+            buffers += send_header(group, layout, self._platform)
+        elif known != layout:
+            raise PipelineError(_changed(stage, microbatch, known, layout))
+        buffers += self._send(group, tensors)
+        self._note_sent(peer, Action(stage + 1, Kind.FORWARD, microbatch), buffers)
+
+    def receive_forward(self, action: Action) -> tuple[MessageLayout, list[Tensor]]:
+        """Return the inputs of a stage that another rank's stage has made; waits for them."""
+        source = action.stage - 1
+        peer = self._schedule.rank_of_stage[source]
+        with self._naming(peer, f"receiving the inputs of {action}"):
+            tensors = self._take(action, peer)
+        self._arrived(peer, Action(source, Kind.FORWARD, action.microbatch))
+        return self._layouts[source], tensors
+
+    # Backward --------------------------------------------------------------------------------------------
+
+    def send_backward(self, action: Action, gradients: Sequence[Tensor]) -> None:
+        """Send the gradients of a stage's inputs to the stage before."""
+        peer = self._schedule.rank_of_stage[action.stage - 1]
+        buffers = self._send(self._group(self._rank, peer), gradients)
+        needed_by = self._backward_of(action.stage - 1, action.microbatch)
+        self._note_sent(peer, needed_by, buffers)
+
+    def receive_backward(self, action: Action) -> list[Tensor]:
+        """Return the gradients of those outputs of a stage that require one; waits for them."""
+        peer = self._schedule.rank_of_stage[action.stage + 1]
+        with self._naming(peer, f"receiving the gradients for {action}"):
+            tensors = self._take(action, peer)
+        self._arrived(peer, self._backward_of(action.stage + 1, action.microbatch))
+        return tensors
+
+    # Both ------------------------------------------------------------------------------------------------
+
+    def announce(self, action: Action) -> None:
+        """Begin to receive what a computation will need, as far as its shapes are known by now."""
+        if action.kind is Kind.RECEIVE_FORWARD:
+            needed_by, source = Action(action.stage, Kind.FORWARD, action.microbatch), action.stage - 1
+        else:
+            needed_by, source = self._backward_of(action.stage, action.microbatch), action.stage + 1
+        peer = self._schedule.rank_of_stage[source]
+        with self._naming(peer, f"receiving what {needed_by} needs"):
+            self._receive_until(needed_by, peer, may_wait=False)
+
+    def _take(self, action: Action, peer: int) -> list[Tensor]:
+        self._receive_until(action, peer, may_wait=True)
+        buffers = self._arriving.pop(action)
+        _wait(buffers)
+        return [tensor for _, tensor in buffers]
+
+    def _receive_until(self, needed_by: Action, peer: int, *, may_wait: bool) -> None:
+        """Begin to receive all that a peer sends up to one message, in the order of its sending."""
+        expected = self._expected[peer]
+        while needed_by not in self._arriving:
+            metas = self._metas(expected[0], peer, may_wait)
+            if metas is None:
+                return
+            self._arriving[expected.popleft()] = self._receive(peer, metas)
+
+    def _metas(self, needed_by: Action, peer: int, may_wait: bool) -> Sequence[TensorMeta] | None:
+        """Return the tensors of a message, or None if only its header, which has not come, tells them."""
+        if needed_by.kind is not Kind.FORWARD:
+            sent = self._layouts.get(needed_by.stage)
+            return None if sent is None else [meta for meta in sent.tensors if meta.requires_grad]
+        source = needed_by.stage - 1
+        if source not in self._layouts and may_wait:
+            self._layouts[source] = receive_header(self._group(peer, self._rank), self._platform)
+        return self._layouts[source].tensors if source in self._layouts else None
+
+    def _messages_of(self, peer: int, forward_only: bool) -> Iterator[Action]:
+        """Yield the actions of this rank for which a peer sends something, in the order of its sending."""
+        owners = self._schedule.rank_of_stage
+        for action in self._schedule.actions[peer]:
+            following, before = action.stage + 1, action.stage - 1
+            if action.kind is Kind.FORWARD and following < len(owners) and owners[following] == self._rank:
+                yield Action(following, Kind.FORWARD, action.microbatch)
+            if action.kind in GIVES_INPUT_GRAD and before >= 0 and owners[before] == self._rank and not forward_only:
+                yield self._backward_of(before, action.microbatch)
+
+    def _receive(self, peer: int, metas: Sequence[TensorMeta]) -> Buffers:
+        group, platform = self._group(peer, self._rank), self._platform
+        tensors = [platform.empty(meta.shape, platform.dtype(meta.dtype)) for meta in metas]
+        return [(group.receive(tensor, 0, async_op=True), tensor) for tensor in tensors]
+
+    def _send(self, group: ProcessGroup, tensors: Sequence[Tensor]) -> Buffers:
+        fit = [self._platform.contiguous(self._platform.detach(tensor)) for tensor in tensors]
+        return [(group.send(tensor, 1, async_op=True), tensor) for tensor in fit]
+
+    def _backward_of(self, stage: int, microbatch: int) -> Action:
+        whole = Action(stage, Kind.BACKWARD, microbatch)
+        return whole if whole in self._position else Action(stage, Kind.INPUT_GRAD, microbatch)
+
+    def _note_sent(self, peer: int, needed_by: Action, buffers: Buffers) -> None:
+        self._sent.setdefault(peer, []).append(_Sent(self._position[needed_by], buffers))
+
+    def _arrived(self, peer: int, made_by: Action) -> None:
+        """Let go of messages to a peer that it has had: those needed before the action whose result has come."""
+        over = self._position[made_by]
+        pending = self._sent.get(peer, [])
+        for each in pending:
+            if each.needed_by <= over:
+                _wait(each.buffers)
+        self._sent[peer] = [each for each in pending if each.needed_by > over]
+
+    # Groups ----------------------------------------------------------------------------------------------
+
+    def _group(self, source: int, target: int) -> ProcessGroup:
+        return self._world.group((self._ranks[source], self._ranks[target]))
+
+    def _connect(self) -> None:
+        """Connect all pairs that this rank is in, in one order on all ranks: connecting waits for the other side."""
+        for source, target in sorted(_pairs(self._schedule)):
+            if self._rank in (source, target):
+                peer = target if self._rank == source else source
+                with self._naming(peer, "connecting"):
+                    one = self._platform.zeros((1,), self._platform.dtype("float32"))
+                    self._group(source, target).broadcast(one, 0)
+
+    @contextlib.contextmanager
+    def _naming(self, peer: int, doing: str) -> Iterator[None]:
+        """Name the other rank in errors of communication: it has died, or hangs."""
+        try:
+            yield
+        except PipelineError:
+            raise
+        except (RuntimeError, OSError) as error:
+            raise PipelineError(
+                f"rank {self._ranks[self._rank]} (place {self._rank} of the pipeline) failed in {doing}: rank "
+                f"{self._ranks[peer]}, which has stages {self._stages_of(peer)}, has ended, or has not answered in "
+                f"time; look at its error first. {error}"
+            ) from error
+
+    def _stages_of(self, rank: int) -> str:
+        return ", ".join(str(stage) for stage, owner in enumerate(self._schedule.rank_of_stage) if owner == rank)
+
+
+def _pairs(schedule: Schedule) -> set[tuple[int, int]]:
+    """Return (sender, receiver) for every pair of ranks with neighbouring stages, both ways."""
+    owners = schedule.rank_of_stage
+    neighbours = {(a, b) for a, b in itertools.pairwise(owners) if a != b}
+    return neighbours | {(b, a) for a, b in neighbours}
+
+
+def _wait(buffers: Buffers) -> None:
+    for work, _ in buffers:
+        work.wait()
+
+
+def _changed(stage: int, microbatch: int, known: MessageLayout, layout: MessageLayout) -> str:
+    def told(each: MessageLayout) -> str:
+        return ", ".join(f"{meta.dtype}{list(meta.shape)}" for meta in each.tensors) or "no tensors"
+
+    return (
+        f"stage {stage} returned {told(layout)} for micro-batch {microbatch} and {told(known)} for the step's first; "
+        "all micro-batches of a step need equal outputs, so give it equal micro-batches (pad them, or change their "
+        "number); the next step may have other shapes"
+    )
