@@ -2,6 +2,7 @@
 
 from hp_moe.activations import Activation, clamped_swiglu
 from hp_moe.balance import LoadMetrics, moe_layers, update_expert_bias
+from hp_moe.conversion import from_huggingface, moe_options, to_huggingface, upcycle
 from hp_moe.dispatch import (
     AllToAllDispatcher,
     Dispatched,
@@ -54,9 +55,13 @@ __all__ = [
     "TokenDispatcher",
     "TokenPermutation",
     "clamped_swiglu",
+    "from_huggingface",
     "grouped_bias",
     "grouped_matmul",
     "loop_grouped_matmul",
     "moe_layers",
+    "moe_options",
+    "to_huggingface",
+    "upcycle",
     "update_expert_bias",
 ]
