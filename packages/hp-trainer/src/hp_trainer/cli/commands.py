@@ -11,7 +11,10 @@ from hp_dtensor.launch import is_launched
 from hp_dtensor.platform.selection import get_platform
 from hp_trainer.checkpoint import Checkpoint, find_latest, open_latest
 from hp_trainer.cli.arguments import Overrides, Parser, UsageError, parse
+from hp_trainer.cli.check import check_command
 from hp_trainer.cli.help import USAGE
+from hp_trainer.cli.report_commands import compare_command, report_command
+from hp_trainer.cli.sweep import sweep_command
 from hp_trainer.config import LoadedConfig, TrainerConfig, load_config, to_plain
 from hp_trainer.exceptions import ConfigError, Problem, raise_if_any
 from hp_trainer.generation import generate
@@ -28,7 +31,7 @@ from hp_trainer.launch import (
 )
 from hp_trainer.parallel import describe_layouts, list_layouts
 from hp_trainer.plugins import registries
-from hp_trainer.run import RunFolder, checkpoint_storage, create_run, default_run_folder
+from hp_trainer.run import RunFolder, checkpoint_storage, chosen_run_folder, create_run
 
 
 def train_command(given: list[str]) -> int:
@@ -37,11 +40,7 @@ def train_command(given: list[str]) -> int:
     parser.add_argument("config", metavar="CONFIG")
     options, overrides = parse(parser, given)
     loaded = _load(options.config, overrides)
-    wanted = loaded.config.run.folder
-    # The folder of a run is where the command is given, unless a YAML file names another, seen from there.
-    source = loaded.sources.get("run.folder", "--")
-    base = Path() if source.startswith("--") else Path(source.rpartition(":")[0]).parent
-    folder = default_run_folder(Path(options.config)) if wanted is None else base / Path(wanted).expanduser()
+    folder = chosen_run_folder(loaded, Path(options.config))
     world_size = world_size_of(loaded.config)
 
     def check() -> None:
@@ -126,6 +125,10 @@ def layouts_command(given: list[str]) -> int:
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "resume": resume_command,
     "generate": generate_command,
+    "check": check_command,
+    "sweep": sweep_command,
+    "report": report_command,
+    "compare": compare_command,
     "layouts": layouts_command,
 }
 

@@ -11,6 +11,10 @@ USAGE = """\
 usage: hp-train CONFIG [--section.setting=value ...]
        hp-train resume RUN [--section.setting=value ...]
        hp-train generate RUN [--prompt TEXT ...] [--section.setting=value ...]
+       hp-train check CONFIG [--world-size N] [--section.setting=value ...]
+       hp-train sweep CONFIG --section.setting=value,value,... [--section.setting=value ...]
+       hp-train report RUN [--to FILE]
+       hp-train compare RUN RUN ... [--to FILE]
        hp-train layouts [CONFIG] [--world-size N] [--section.setting=value ...]
        hp-train --help | --version"""
 
@@ -22,6 +26,10 @@ commands:
   resume      go on from the newest sound checkpoint of a run folder; layout, number of ranks and platform may
               change, the model and its data may not
   generate    continue prompts with the model of a run folder
+  check       print every problem of a configuration, or what it would train; starts nothing
+  sweep       train every combination of the values given, one run after the other, and compare the runs
+  report      write one HTML file with the curves, layout, checkpoints and settings of a run
+  compare     print the numbers of runs and the settings that differ; draw their curves into one HTML file
   layouts     list every parallel layout for a number of ranks, and why others cannot be used
 
 hp-train starts its ranks on this machine (launch.local_ranks). Started by torchrun, msrun or srun it is one of theirs.

@@ -2,13 +2,14 @@
 
 from hp_trainer.run.checkpoints import checkpoint_storage
 from hp_trainer.run.create import create_run
-from hp_trainer.run.folder import RunFolder, default_run_folder
+from hp_trainer.run.folder import RunFolder, chosen_run_folder, default_run_folder
 from hp_trainer.run.lock import RunLock
 
 __all__ = [
     "RunFolder",
     "RunLock",
     "checkpoint_storage",
+    "chosen_run_folder",
     "create_run",
     "default_run_folder",
 ]

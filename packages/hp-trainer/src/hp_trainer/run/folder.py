@@ -132,6 +132,19 @@ def default_run_folder(config_file: Path, now: datetime | None = None) -> Path:
     return Path("runs") / f"{config_file.stem}-{(now or datetime.now()):%Y%m%d-%H%M%S}"
 
 
+def chosen_run_folder(loaded: LoadedConfig, config_file: Path) -> Path:
+    """Return the folder of a new run: `run.folder`, else the default one.
+
+    A relative path counts from the working directory, or where a YAML file says it from the folder of that file.
+    """
+    wanted = loaded.config.run.folder
+    if wanted is None:
+        return default_run_folder(config_file)
+    source = loaded.sources.get("run.folder", "--")
+    base = Path() if source.startswith("--") else Path(source.rpartition(":")[0]).parent
+    return base / Path(wanted).expanduser()
+
+
 def new_run_id() -> str:
     return secrets.token_hex(6)
 

@@ -1,0 +1,50 @@
+"""`hp-train check`: whether a configuration could train, and on what, without starting anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hp_trainer.cli.arguments import Parser, UsageError, parse
+from hp_trainer.cli.help import USAGE
+from hp_trainer.config import TrainerConfig, load_config
+from hp_trainer.exceptions import ConfigError, raise_if_any
+from hp_trainer.launch import check_new_run, chosen_platform, no_platform, world_size_of
+from hp_trainer.parallel import ParallelDims
+from hp_trainer.plugins import registries
+from hp_trainer.run import chosen_run_folder
+
+
+def check_command(given: list[str]) -> int:
+    """Print every problem of a configuration, or what would be trained: `hp-train check CONFIG [--world-size N]`."""
+    parser = Parser(prog="hp-train check", add_help=False)
+    parser.add_argument("config", metavar="CONFIG")
+    parser.add_argument("--world-size", type=int, metavar="N")
+    options, overrides = parse(parser, given)
+    problem = no_platform()
+    raise_if_any([] if problem is None else [problem], ConfigError, options.config)
+    loaded = load_config(options.config, overrides, registered=registries())
+    if options.world_size is not None and options.world_size < 1:
+        raise UsageError(f"--world-size must be at least 1, got {options.world_size}\n{USAGE}")
+    world_size = options.world_size or world_size_of(loaded.config)
+    folder = chosen_run_folder(loaded, Path(options.config))
+    raise_if_any(check_new_run(loaded, folder, world_size, registries()), ConfigError, options.config)
+    print(describe_run(loaded.config, world_size))
+    return 0
+
+
+def describe_run(config: TrainerConfig, world_size: int) -> str:
+    """Return in a few lines what a valid configuration trains on so many ranks."""
+    dims = ParallelDims.from_config(config.parallel, world_size, getattr(config.model.options, "num_experts", None))
+    training = config.training
+    samples = training.global_batch_size // dims.dp_size
+    micro = training.micro_batch_size or samples
+    tokens = training.global_batch_size * training.sequence_length
+    lines = {
+        "model": config.model.name,
+        "platform": chosen_platform(config.platform),
+        "layout": dims.summary(),
+        "step": f"{training.global_batch_size} samples of {training.sequence_length} tokens = {tokens:,} tokens",
+        "each rank": f"{samples} samples a step, {micro} at a time",
+        "run": f"{training.steps:,} steps, {training.steps * tokens:,} tokens",
+    }
+    return "\n".join(f"{name}: {text}" for name, text in lines.items())

@@ -1,0 +1,150 @@
+"""Reports and comparisons of runs: everything that was logged, one file that loads nothing, the same each time."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hp_trainer import cli
+from hp_trainer.exceptions import RunFolderError
+from hp_trainer.report import RunHistory, compare_runs, report_run
+from hp_trainer.report.curves import MOST_POINTS, thin
+from hp_trainer.report.layout import draw_layout
+
+PARALLEL = {
+    "dp_replicate": 1, "dp_shard": -1, "cp": 1, "tp": 2, "pp": 1, "ep": 1, "etp": None, "expert_mesh": "folded",
+}  # fmt: skip
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Callable[..., Path]:
+    def make_run(name: str, lr: float = 0.5, steps: int = 4, world_size: int = 4) -> Path:
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        (folder / "run.json").write_text('{"id": "0123456789ab"}')
+        config = {
+            "model": {"name": "<b>tiny</b>", "num_experts": 4}, "training": {"steps": steps},
+            "optimizer": {"name": "adamw", "lr": lr}, "parallel": PARALLEL, "run": {"folder": str(folder)},
+        }  # fmt: skip
+        (folder / "config.yaml").write_text(yaml.safe_dump(config))
+        start = {
+            "event": "start", "first_step": 0, "platform": "torch", "world_size": world_size,
+            "num_parameters": 3_100_000,
+        }  # fmt: skip
+        events = [start, *(step_event(number, lr) for number in range(1, steps + 1))]
+        events += [
+            {"event": "evaluation", "step": steps, "loss": 2.5, "tokens": 10, "seconds": 0.1},
+            {"event": "checkpoint", "step": steps, "folder": "step-00000004", "seconds": 0.25},
+        ]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+        return folder
+
+    return make_run
+
+
+def step_event(number: int, lr: float) -> dict:
+    return {
+        "event": "step", "step": number, "loss": 4.0 - number * lr, "learning_rate": lr, "gradient_norm": "inf",
+        "tokens": 1000, "samples": 8 * number, "seconds": 0.5, "tokens_per_second": 2000.0,
+        "metrics": {"load_variation": 0.25},
+    }  # fmt: skip
+
+
+class Links(HTMLParser):
+    """Collects what a page would load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        if tag in ("script", "link", "img", "iframe"):
+            self.loaded.append(tag)
+
+
+def test_report_shows_what_the_run_logged(make_run) -> None:
+    text = report_run(make_run("first")).read_text()
+    for content in (
+        "3.10 million", "4 on torch", "4 of 4", "4,000", "2.5000 at step 4", "step-00000004", "load variation",
+        "tokens per second", "dp_shard=2", "lr: 0.5",
+    ):  # fmt: skip
+        assert content in text, content
+    # A norm that was infinite in every step has no curve.
+    assert "gradient norm" not in text
+
+
+def test_report_loads_nothing_and_escapes_what_a_run_says(make_run) -> None:
+    text = report_run(make_run("first")).read_text()
+    links = Links()
+    links.feed(text)
+    assert links.loaded == []
+    assert not re.findall(r'(?:href|src)="(?!#)', text.replace('xlink:href="#', ""))
+    assert "<b>tiny</b>" not in text
+    assert "&lt;b&gt;tiny&lt;/b&gt;" in text
+
+
+def test_report_of_the_same_run_is_the_same_file(make_run, tmp_path) -> None:
+    run = make_run("first")
+    assert report_run(run).read_bytes() == report_run(run, tmp_path / "again.html").read_bytes()
+
+
+def test_run_that_has_not_begun_can_be_reported(make_run) -> None:
+    run = make_run("first")
+    (run / "metrics.jsonl").unlink()
+    text = report_run(run).read_text()
+    assert "Configuration" in text
+    assert "Curves" not in text
+
+
+def test_layout_gives_each_rank_its_coordinates() -> None:
+    text = draw_layout({"parallel": PARALLEL, "model": {}}, 4)
+    rows = dict(re.findall(r"<tr><th>(\w+) \(2\)</th>(.*?)</tr>", text))
+    cells = {name: re.findall(r">(\d)</td>", row) for name, row in rows.items()}
+    assert cells["tp"] == ["0", "1", "0", "1"]
+    assert ["0", "0", "1", "1"] in cells.values()
+    assert "cannot be told" in draw_layout({"parallel": {}, "model": {}}, 4)
+    assert "The first 64 of 1,024 ranks" in draw_layout({"parallel": PARALLEL, "model": {}}, 1024)
+
+
+def test_long_curves_are_thinned_to_means() -> None:
+    points = [(step, float(step)) for step in range(1, 2 * MOST_POINTS + 2)]
+    thinned = thin(points)
+    assert len(thinned) <= MOST_POINTS
+    assert (thinned[0], thinned[-1]) == ((3, 2.0), (2001, 2000.0))
+    assert thin(points[:5]) == points[:5]
+    assert thin([]) == []
+
+
+def test_comparison_tells_numbers_and_settings_that_differ(make_run, tmp_path) -> None:
+    text = compare_runs([make_run("a/run", lr=0.5), make_run("b/run", lr=0.25)], tmp_path / "both.html")
+    lines = {line.split("  ")[0]: line for line in text.splitlines()}
+    assert lines["optimizer.lr"].split() == ["optimizer.lr", "0.5", "0.25"]
+    assert "training.steps" not in lines
+    assert "run.folder" not in lines
+    page = (tmp_path / "both.html").read_text()
+    assert page.count(str(tmp_path / "a/run")) > 1  # in tables and legends: the folders have one name
+
+
+def test_commands(make_run, tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run, other = make_run("first"), make_run("second")
+    assert cli.main(["report", str(run)]) == 0
+    assert capsys.readouterr().out == f"{run}/report.html\n"
+    assert cli.main(["compare", str(run), str(other), "--to", "c.html"]) == 0
+    assert "curves: c.html" in capsys.readouterr().out
+    for bad in (["report", str(tmp_path)], ["compare", str(run)], ["report", str(run), "--optimizer.lr=1"]):
+        assert cli.main(bad) == 2
+        assert capsys.readouterr().err.startswith("hp-train: ")
+
+
+def test_damaged_configuration_is_told(make_run) -> None:
+    run = make_run("first")
+    (run / "config.yaml").write_text("a: [")
+    with pytest.raises(RunFolderError, match=r"config\.yaml is damaged"):
+        RunHistory.read(run)
