@@ -34,7 +34,9 @@ ORDER = (
 # Circles that there are, each with its reason; one that is gone must go from here.
 CIRCLES_BETWEEN: dict[str, str] = {}
 CIRCLES_INSIDE = {
-    "hp_dtensor.redistribute.plan hp_dtensor.redistribute.planner": "a plan makes the plan of its backward",
+    "hp_dtensor.redistribute.planner hp_dtensor.redistribute.redistribute_plan": (
+        "a plan makes the plan of its backward"
+    ),
 }
 
 

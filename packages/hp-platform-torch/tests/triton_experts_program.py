@@ -16,7 +16,7 @@ from hp_dtensor.parallel import nn
 from hp_dtensor.parallel.recompute import checkpoint
 from hp_dtensor.platform.selection import get_platform
 from hp_moe import GroupedExperts, Routing, TokenPermutation
-from hp_platform_torch.moe import first_use
+from hp_platform_torch.moe import kernel_check
 from hp_platform_torch.moe.fused_experts import fused_experts
 from hp_platform_torch.moe.row_order import order_rows
 from hp_platform_torch.moe.tile_schedule import schedule_tiles
@@ -113,8 +113,8 @@ def run_case(tokens, dim, hidden_dim, experts, slots, options):
 
 def layer_results(recomputed, fused):
     """Output and gradients of `GroupedExperts`, by the kernels or not, kept or computed again in backward."""
-    first_use._applies = lambda *_: True
-    hp_moe.fused_experts._implementation = lambda platform: first_use.checked_fused_experts if fused else None
+    kernel_check._applies = lambda *_: True
+    hp_moe.fused_experts._implementation = lambda platform: kernel_check.checked_fused_experts if fused else None
     with nn.building(PLATFORM):
         layer = GroupedExperts(24, 16, 4)
     generator = torch.Generator().manual_seed(3)
@@ -135,18 +135,18 @@ def run_layer():
     return {
         "error": max(float((a - b).norm() / b.norm()) for a, b in zip(plain, kept, strict=True)),
         "recomputed alike": all(torch.equal(a, b) for a, b in zip(kept, again, strict=True)),
-        "checked": [passed for kind, passed in first_use._passed.items() if kind.dim == 24],
+        "checked": [passed for kind, passed in kernel_check._passed.items() if kind.dim == 24],
     }
 
 
 def run_check():
     """A right compiler passes the check of the first use; one that gives wrong numbers is told on and not used."""
-    kind = first_use.Kind(torch.device("cpu"), torch.float32, 24, 16, 2, None, tiles())
-    error = first_use.largest_error(kind, PLATFORM)
-    first_use.largest_error = lambda *_: 0.5
+    kind = kernel_check.Kind(torch.device("cpu"), torch.float32, 24, 16, 2, None, tiles())
+    error = kernel_check.largest_error(kind, PLATFORM)
+    kernel_check.largest_error = lambda *_: 0.5
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        passes = [first_use._passes(kind, PLATFORM) for _ in range(2)]
+        passes = [kernel_check._passes(kind, PLATFORM) for _ in range(2)]
     return {"error": error, "passes": passes, "warnings": [str(each.message) for each in caught]}
 
 

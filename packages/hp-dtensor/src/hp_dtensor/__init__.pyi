@@ -47,7 +47,7 @@ from hp_dtensor.platform.plugins import hookimpl as hookimpl
 from hp_dtensor.platform.selection import get_platform as get_platform
 from hp_dtensor.redistribute import CostModel as CostModel
 from hp_dtensor.redistribute import plan_redistribute as plan_redistribute
-from hp_dtensor.redistribute.explicit import explicit_redistribution as explicit_redistribution
+from hp_dtensor.redistribute.explicit_redistribution import explicit_redistribution as explicit_redistribution
 from hp_dtensor.spec.placements import Partial as Partial
 from hp_dtensor.spec.placements import Placement as Placement
 from hp_dtensor.spec.placements import RaggedShard as RaggedShard

@@ -21,13 +21,12 @@ except ImportError:  # MindSpore 2.9
     set_versions = None
 
 from hp_dtensor.comm.world import World
-from hp_dtensor.dispatch.operation import forget_plans
+from hp_dtensor.dispatch.plan_cache import forget_plans
 from hp_dtensor.exceptions import PlatformError
 from hp_dtensor.platform.modules import Removable
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor.gradients import check_reached, differentiated
 from hp_dtensor.tensor.varying import shortcut_views, with_shortcuts
-from hp_platform_mindspore.base import MindSporeBase
 from hp_platform_mindspore.capabilities import CPU
 from hp_platform_mindspore.comm.world import MindSporeWorld
 from hp_platform_mindspore.device import choose_device
@@ -36,6 +35,7 @@ from hp_platform_mindspore.ops.names import names_of, primitives_of
 from hp_platform_mindspore.ops.namespace import Operations, build_functions, build_ops
 from hp_platform_mindspore.ops.primitives import call_primitive
 from hp_platform_mindspore.patches import table
+from hp_platform_mindspore.platform_base import MindSporeBase
 from hp_platform_mindspore.tensor import autograd, dtensor, modules
 from hp_platform_mindspore.tensor.local_operations import LocalOperations
 from hp_platform_mindspore.tensor.memory import (

@@ -22,7 +22,7 @@ from hp_platform_torch.ops.names import function_named, names_of
 from hp_platform_torch.ops.namespace import build_ops
 from hp_platform_torch.patches import backward_inputs, table
 from hp_platform_torch.processes import TorchProcesses
-from hp_platform_torch.tensor import autograd, dtensor, operations
+from hp_platform_torch.tensor import autograd, dtensor, torch_functions
 from hp_platform_torch.tensor.dtensor import TorchDTensor
 from hp_platform_torch.tensor.handlers import handler_of
 from hp_platform_torch.tensor.local_operations import LocalOperations, NoGrad
@@ -63,7 +63,7 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
         self._devices = threading.local()
         self.device = torch.device(self.device_types[0], 0) if self.device_types[0] != "cpu" else torch.device("cpu")
         self.ops = build_ops(lambda: self.device)
-        operations.operations.handler_of = handler_of
+        torch_functions.operations.handler_of = handler_of
         table.install()
 
     @property

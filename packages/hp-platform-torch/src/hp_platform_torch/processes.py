@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.comm.world import ProcessGroup, World
-from hp_dtensor.dispatch.operation import forget_plans
+from hp_dtensor.dispatch.plan_cache import forget_plans
 from hp_dtensor.exceptions import PlatformError
 from hp_dtensor.platform.processes import ProcessInterface
 from hp_platform_torch.comm import rendezvous

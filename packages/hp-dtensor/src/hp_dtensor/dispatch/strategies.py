@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.dispatch import in_place
-from hp_dtensor.dispatch.plan import FactorCuts
+from hp_dtensor.dispatch.op_plan import FactorCuts
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.rules.engine.cost import cheapest
 from hp_dtensor.rules.engine.factors import Factorization, Part, Strategy, parts_of, strategies

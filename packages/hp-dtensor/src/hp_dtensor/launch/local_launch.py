@@ -10,7 +10,7 @@ from typing import Any
 
 from hp_dtensor.exceptions import LaunchError
 from hp_dtensor.launch.local_ranks import LocalRanks, Output
-from hp_dtensor.launch.signals import held_signals
+from hp_dtensor.launch.stop_signals import held_signals
 from hp_dtensor.launch.target_names import target_name
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform

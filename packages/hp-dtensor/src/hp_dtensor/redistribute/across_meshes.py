@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hp_dtensor.exceptions import PlacementError
-from hp_dtensor.redistribute.plan import RedistributePlan
 from hp_dtensor.redistribute.planner import plan_between
+from hp_dtensor.redistribute.redistribute_plan import RedistributePlan
 from hp_dtensor.redistribute.regions import (
     Part,
     Received,

@@ -7,7 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 
-from hp_dtensor.redistribute.even_cuts import agreeing_evenly
+from hp_dtensor.redistribute.agreeing_in_even_cuts import agreeing_evenly
 from hp_dtensor.redistribute.segments import Cut, Placements, cuts_of, overlaps, segments
 
 MOST_PARTS = 1024

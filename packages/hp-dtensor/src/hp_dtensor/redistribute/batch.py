@@ -13,7 +13,7 @@ from typing import Any
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.redistribute.collective_steps import Collective
 from hp_dtensor.redistribute.exchange_steps import Exchange
-from hp_dtensor.redistribute.plan import RedistributePlan
+from hp_dtensor.redistribute.redistribute_plan import RedistributePlan
 from hp_dtensor.redistribute.regions import Received
 from hp_dtensor.redistribute.step import Step
 

@@ -13,8 +13,8 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
+from hp_dtensor.redistribute.least_volume import Volume
 from hp_dtensor.redistribute.segments import Placements, Segment, cuts_of, overlaps, segments
-from hp_dtensor.redistribute.volume import Volume
 from hp_dtensor.spec.placements import Shard
 from hp_dtensor.spec.tensor_spec import Ranges, join_ranges, split_ranges
 

@@ -12,13 +12,13 @@ from hp_dtensor.exceptions import PlacementError
 from hp_dtensor.redistribute.collective_steps import AllGather, AllReduce, AllToAll, ReduceScatter
 from hp_dtensor.redistribute.costs import DEFAULT_COSTS, CostModel
 from hp_dtensor.redistribute.exchange_steps import Exchange, ReduceToOwners
+from hp_dtensor.redistribute.least_volume import least_volume
 from hp_dtensor.redistribute.ownership import Ownership
-from hp_dtensor.redistribute.plan import RedistributePlan, Stage
 from hp_dtensor.redistribute.ragged import around_ragged, restored, without_ragged
+from hp_dtensor.redistribute.redistribute_plan import RedistributePlan, Stage
 from hp_dtensor.redistribute.search import REPLICATE, SUM, Move, Problem, cheapest_moves
 from hp_dtensor.redistribute.segments import Placements, cuts_of, product
 from hp_dtensor.redistribute.step import Scale, Step
-from hp_dtensor.redistribute.volume import least_volume
 from hp_dtensor.spec.placements import Partial, Placement, RaggedShard, Shard, StridedShard
 from hp_dtensor.spec.tensor_spec import TensorSpec, require_placements
 

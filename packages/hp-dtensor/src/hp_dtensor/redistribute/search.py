@@ -1,6 +1,6 @@
 """Search for the cheapest sequence of collectives between two placements of one tensor.
 
-What a redistribution must move at least is known in closed form (`volume`), and a direct exchange always
+What a redistribution must move at least is known in closed form (`least_volume`), and a direct exchange always
 moves no more. So of all sequences only those are followed of which each step keeps the bytes at that least,
 and among them the quickest is found by Dijkstra's algorithm: all-gathers, reduce-scatters and all-reduces
 over one or several axes in one collective, with local slices before and after.
@@ -14,9 +14,9 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from hp_dtensor.redistribute.least_volume import Volume, least_volume
 from hp_dtensor.redistribute.ownership import Ownership
 from hp_dtensor.redistribute.segments import Placements, cuts_of, product
-from hp_dtensor.redistribute.volume import Volume, least_volume
 from hp_dtensor.spec.placements import Partial, Placement, Replicate, Shard
 
 MOST_STATES = 2000

@@ -12,7 +12,7 @@ from hp_dtensor.spec import rank_checks
 from hp_dtensor.spec.placements import Placement
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_dtensor.tensor.redistribution import placements_on, remembering
+from hp_dtensor.tensor.redistribute_dtensor import placements_on, remembering
 
 Tensor = Any
 

@@ -11,7 +11,7 @@ from hp_dtensor.exceptions import PlacementError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.rank_checks import check_created
 from hp_dtensor.spec.tensor_spec import TensorSpec, normalize_placements
-from hp_dtensor.tensor.redistribution import Placements, placements_on
+from hp_dtensor.tensor.redistribute_dtensor import Placements, placements_on
 
 Tensor = Any
 DType = Any

@@ -6,11 +6,11 @@ from typing import Any
 
 from hp_dtensor.platform.recording import located
 from hp_fsdp._engine.call_order import PATIENCE_SECONDS
-from hp_fsdp._engine.context import Context
 from hp_fsdp._engine.flat_buffer import FlatBuffer
 from hp_fsdp._engine.group import ParameterGroup
 from hp_fsdp._engine.parameter_use import ParameterUse
-from hp_fsdp._engine.passes import BackwardRun, Event, ForwardPass
+from hp_fsdp._engine.pass_records import BackwardRun, Event, ForwardPass
+from hp_fsdp._engine.root_context import RootContext
 from hp_fsdp.storage import Gradients
 
 Tensor = Any
@@ -24,7 +24,7 @@ class BackwardSchedule:
     use the same; their collectives must meet all the same, so `_advance` puts in what a rank's autograd leaves out.
     """
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: RootContext) -> None:
         self._context = context
         self._platform = context.platform
 

@@ -9,9 +9,9 @@ from typing import Any
 from hp_dtensor.platform.recording import located
 from hp_fsdp._engine.backward_schedule import BackwardSchedule
 from hp_fsdp._engine.call_order import PATIENCE_SECONDS
-from hp_fsdp._engine.context import Context
 from hp_fsdp._engine.group import GroupState, ParameterGroup
 from hp_fsdp._engine.replica_check import check_replicas
+from hp_fsdp._engine.root_context import RootContext
 
 Tensor = Any
 Module = Any
@@ -20,7 +20,7 @@ Module = Any
 class ForwardSchedule:
     """Acts before and after the forward of each module of a group, recomputations in backward included."""
 
-    def __init__(self, context: Context, backward: BackwardSchedule) -> None:
+    def __init__(self, context: RootContext, backward: BackwardSchedule) -> None:
         self._context = context
         self._backward = backward
         self._platform = context.platform

@@ -9,7 +9,7 @@ from hp_dtensor.platform.interface import Platform
 from hp_dtensor.trees import map_tensors, tensors_in
 from hp_fsdp._engine.group import ParameterGroup
 from hp_fsdp._engine.original_parameters import STATE_ATTRIBUTE, left_out
-from hp_fsdp._engine.schedule import Schedule
+from hp_fsdp._engine.root_schedule import RootSchedule
 from hp_fsdp.exceptions import FSDPStateError
 from hp_fsdp.policies import MixedPrecisionPolicy
 from hp_fsdp.storage import ParameterStorage
@@ -39,7 +39,7 @@ class FSDPState:
         self.modules = group.modules
         self.group = group
         self.policy = policy
-        self.schedule: Schedule | None = None
+        self.schedule: RootSchedule | None = None
         self._not_called = list(self.modules)
 
     def install(self) -> None:
@@ -124,7 +124,7 @@ class FSDPState:
 
         return map_tensors(tree, self.platform.Tensor, cast)
 
-    def _become_root(self) -> Schedule:
+    def _become_root(self) -> RootSchedule:
         """Make one schedule for all groups below these modules: the first forward from outside is the root's.
 
         Raises:
@@ -135,7 +135,7 @@ class FSDPState:
         for state in states:
             state.group.attach()
         self._check_none_added(state.group for state in states)
-        schedule = Schedule(self.storage, self.group, (state.group for state in states))
+        schedule = RootSchedule(self.storage, self.group, (state.group for state in states))
         for state in states:
             state.schedule = schedule
         return schedule

@@ -46,7 +46,7 @@ class GroupSettings:
         gradient_sync: reduce gradients after backward; else accumulate them unsharded.
         reduce: how gradients are reduced.
         is_last_backward: of a root: gradients that autograd did not deliver count as zero at the end of backward.
-        defers_reduction: of a root: `Schedule.finish_reductions` waits for reductions, not the end of backward.
+        defers_reduction: of a root: `RootSchedule.finish_reductions` waits for reductions, not the end of backward.
         prefetch_depth: groups to gather ahead in recorded order.
         max_gradient_buffers: full gradient buffers that may be held at once.
     """

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from hp_fsdp._engine.group import GroupState, ParameterGroup
-from hp_fsdp._engine.passes import BackwardRun, ForwardPass
+from hp_fsdp._engine.pass_records import BackwardRun, ForwardPass
 
 
 class Prefetcher:

@@ -10,8 +10,8 @@ import numpy as np
 from mindspore import Tensor, mint
 
 from hp_dtensor.comm.world import DONE, PendingBytes, ProcessGroup, Work
-from hp_platform_mindspore.base import MindSporeBase
 from hp_platform_mindspore.comm.reductions import check_average
+from hp_platform_mindspore.platform_base import MindSporeBase
 
 REDUCE_OPS = {"sum": "sum", "avg": "sum", "max": "max", "min": "min", "product": "prod"}
 

@@ -14,10 +14,10 @@ from mindspore.mint.distributed import distributed as _distributed
 
 from hp_dtensor.comm.world import NoCommunicationGroup, ProcessGroup, World
 from hp_dtensor.exceptions import PlatformError
-from hp_platform_mindspore.base import MindSporeBase
 from hp_platform_mindspore.comm.groups import MCCL_WORLD, HostGroup
 from hp_platform_mindspore.comm.native_groups import NativeGroup
 from hp_platform_mindspore.comm.silent_shutdown import end_without_messages
+from hp_platform_mindspore.platform_base import MindSporeBase
 from hp_platform_mindspore.tensor.memory import share
 
 TIMEOUT_VARIABLE = "MS_CPU_COMM_OP_TIMEOUT"

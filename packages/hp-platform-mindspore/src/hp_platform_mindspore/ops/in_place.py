@@ -16,8 +16,8 @@ from mindspore import Tensor, ops
 
 from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_platform_mindspore.base import MindSporeBase
 from hp_platform_mindspore.cpu_kernels import creation, pointwise, scattering, shapes
+from hp_platform_mindspore.platform_base import MindSporeBase
 from hp_platform_mindspore.tensor.autograd import is_recording
 from hp_platform_mindspore.tensor.memory import FLOATING
 

@@ -10,9 +10,9 @@ from mindspore import Tensor
 from hp_dtensor.dispatch import dispatch
 from hp_dtensor.rules.pointwise import LINEAR_UNARY, NONLINEAR
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_platform_mindspore.base import MindSporeBase
 from hp_platform_mindspore.cpu_kernels import indexing
 from hp_platform_mindspore.ops.in_place import SHARING, remember_sharing, set_item
+from hp_platform_mindspore.platform_base import MindSporeBase
 from hp_platform_mindspore.tensor.dtensor import MindSporeDTensor, unwrap
 from hp_platform_mindspore.tensor.local_operations import LocalOperations
 

@@ -18,7 +18,6 @@ from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform.ops import OP_NAMES
 from hp_dtensor.rules.tables import rule_registry
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_platform_mindspore.base import MindSporeBase
 from hp_platform_mindspore.capabilities import Capabilities
 from hp_platform_mindspore.cpu_kernels import scattering, table
 from hp_platform_mindspore.cpu_kernels.empty import unless_empty
@@ -27,6 +26,7 @@ from hp_platform_mindspore.ops import native_kernels
 from hp_platform_mindspore.ops.in_place import WRITTEN, writing
 from hp_platform_mindspore.ops.local_forms import POINTWISE, dispatched, getitem, setitem, unwrapping
 from hp_platform_mindspore.ops.mindspore_functions import FOUND
+from hp_platform_mindspore.platform_base import MindSporeBase
 from hp_platform_mindspore.tensor.local_operations import is_local
 
 Function = Callable[..., Any]

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 from hp_dtensor.exceptions import CapabilityError
-from hp_platform_mindspore.base import MindSporeBase
 from hp_platform_mindspore.cpu_kernels.empty import unless_empty
 from hp_platform_mindspore.cpu_kernels.table import check_composed
 from hp_platform_mindspore.ops.composed_primitives import COMPOSED
@@ -16,6 +15,7 @@ from hp_platform_mindspore.ops.local_forms import POINTWISE, dispatched, unwrapp
 from hp_platform_mindspore.ops.mindspore_functions import FOUND
 from hp_platform_mindspore.ops.names import caller, canonical, is_older_kind, older_method
 from hp_platform_mindspore.ops.primitive_names import WITHOUT_KERNEL
+from hp_platform_mindspore.platform_base import MindSporeBase
 from hp_platform_mindspore.tensor.dtensor import copy_values
 from hp_platform_mindspore.tensor.local_operations import LocalOperations
 

@@ -9,7 +9,7 @@ import numpy as np
 from mindspore import Tensor
 
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_platform_mindspore.base import MindSporeBase
+from hp_platform_mindspore.platform_base import MindSporeBase
 from hp_platform_mindspore.tensor.memory import HOST_DTYPES, numbers, store
 
 

@@ -13,8 +13,8 @@ from typing import Any, cast
 from mindspore import Tensor
 
 from hp_dtensor.platform.selection import get_platform
-from hp_platform_mindspore.base import MindSporeBase
 from hp_platform_mindspore.optim.adamw import AdamWStep, adamw_, zeros_like
+from hp_platform_mindspore.platform_base import MindSporeBase
 
 Group = dict[str, Any]
 

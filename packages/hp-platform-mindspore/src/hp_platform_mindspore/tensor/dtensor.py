@@ -18,7 +18,7 @@ from mindspore._c_expression import NoFallbackGuard
 from mindspore.graph.api import _pynative_executor as executor
 
 from hp_dtensor.exceptions import CapabilityError, MixedOperandsError, PlacementError
-from hp_dtensor.redistribute.explicit import check_explicit, gathered
+from hp_dtensor.redistribute.explicit_redistribution import check_explicit, gathered
 from hp_dtensor.spec.tensor_spec import TensorSpec, shown_grad_spec
 from hp_dtensor.tensor.conversions import distribute_tensor
 from hp_dtensor.tensor.dtensor import DTensor

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from mindspore import Tensor
 
-from hp_platform_mindspore.base import MindSporeBase
 from hp_platform_mindspore.optim.adamw import AdamWStep, adamw_, zeros_like
+from hp_platform_mindspore.platform_base import MindSporeBase
 
 if TYPE_CHECKING:
     from hp_trainer.config import AdamWConfig

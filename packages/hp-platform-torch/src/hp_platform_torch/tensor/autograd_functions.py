@@ -14,7 +14,7 @@ from hp_dtensor.tensor.gradients import check_hook, check_reached, differentiate
 from hp_dtensor.tensor.varying import observe_gradient, shortcut_views, with_shortcuts
 from hp_platform_torch.tensor.dtensor import TorchDTensor, unwrap_gradient, wrap_gradient
 from hp_platform_torch.tensor.local_operations import LocalOperations, locally
-from hp_platform_torch.tensor.operations import Handler
+from hp_platform_torch.tensor.torch_functions import Handler
 
 Tensor = torch.Tensor
 

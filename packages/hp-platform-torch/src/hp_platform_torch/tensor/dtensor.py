@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from hp_dtensor.dispatch import dispatch
-from hp_dtensor.dispatch.operation import Uncached
+from hp_dtensor.dispatch.plan_cache import Uncached
 from hp_dtensor.exceptions import MixedOperandsError, PlacementError, ShardingRuleError
 from hp_dtensor.spec.tensor_spec import TensorSpec, shown_grad_spec
 from hp_dtensor.tensor.dtensor import DTensor
@@ -25,7 +25,7 @@ from hp_dtensor.tensor.varying import forget_source
 from hp_platform_torch.tensor import distributed_checkpoint as checkpointing
 from hp_platform_torch.tensor.host_values import HostValues
 from hp_platform_torch.tensor.local_operations import LocalOperations, locally, run_locally
-from hp_platform_torch.tensor.operations import (
+from hp_platform_torch.tensor.torch_functions import (
     first_spec,
     is_partial_number,
     operations,

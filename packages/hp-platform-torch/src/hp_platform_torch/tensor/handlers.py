@@ -19,8 +19,8 @@ from hp_platform_torch.ops.names import property_of
 from hp_platform_torch.tensor.autograd_functions import AUTOGRAD_FUNCTIONS
 from hp_platform_torch.tensor.dtensor import READS_NUMBER, TorchDTensor, adopt
 from hp_platform_torch.tensor.local_operations import LocalOperations, locally
-from hp_platform_torch.tensor.operations import Handler, first_spec, run_into
 from hp_platform_torch.tensor.tensor_lists import on_lists, refuse_norm
+from hp_platform_torch.tensor.torch_functions import Handler, first_spec, run_into
 
 Tensor = torch.Tensor
 

@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     SIGTERM), training after the step under way and with a checkpoint of it.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    from hp_trainer.signals import Interrupted, interruptible
+    from hp_trainer.stop_request import Interrupted, interruptible
 
     try:
         with interruptible():

@@ -19,7 +19,7 @@ from hp_trainer.exceptions import RunFolderError, StoppedError
 from hp_trainer.generation import write_samples
 from hp_trainer.launch.platforms import num_accelerators
 from hp_trainer.run import RunFolder, RunLock, checkpoint_storage
-from hp_trainer.signals import Interrupted
+from hp_trainer.stop_request import Interrupted
 from hp_trainer.training import Trainer
 
 

@@ -16,7 +16,7 @@ from hp_trainer.metrics import Tracker
 from hp_trainer.plugins import LifeCycle, life_cycle, registries
 from hp_trainer.records import CheckpointRecord, ErrorRecord, EvaluationRecord, RunRecord, StepRecord
 from hp_trainer.run import RunFolder, checkpoint_storage
-from hp_trainer.signals import StopRequest, stop_requests
+from hp_trainer.stop_request import StopRequest, stop_requests
 from hp_trainer.training.checkpoints import Progress, TrainingCheckpoints
 from hp_trainer.training.lr_schedule import learning_rate_factor
 from hp_trainer.training.setup import RankSetup

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hp_fsdp._engine.backward_schedule import BackwardSchedule
-from hp_fsdp._engine.context import Context
 from hp_fsdp._engine.forward_schedule import ForwardSchedule
 from hp_fsdp._engine.group import ParameterGroup
+from hp_fsdp._engine.root_context import RootContext
 from hp_fsdp.storage import ParameterStorage
 
 
-class Schedule:
-    """The forwards and backwards of all groups below one root, which share one `Context`.
+class RootSchedule:
+    """The forwards and backwards of all groups below one root, which share one `RootContext`.
 
     Attributes:
         forward: called before and after the forward of each module.
     """
 
     def __init__(self, storage: ParameterStorage, root: ParameterGroup, groups: Iterable[ParameterGroup]) -> None:
-        self._context = Context(storage, root, groups)
+        self._context = RootContext(storage, root, groups)
         self.forward = ForwardSchedule(self._context, BackwardSchedule(self._context))
 
     @property

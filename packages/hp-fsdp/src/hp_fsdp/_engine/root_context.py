@@ -9,7 +9,7 @@ from hp_dtensor.comm.world import current_world
 from hp_fsdp._engine.call_order import CallOrders
 from hp_fsdp._engine.flat_buffer import FlatBuffer, stale_buffers
 from hp_fsdp._engine.group import GroupState, ParameterGroup
-from hp_fsdp._engine.passes import BackwardRun, ForwardPass
+from hp_fsdp._engine.pass_records import BackwardRun, ForwardPass
 from hp_fsdp._engine.prefetch import Prefetcher
 from hp_fsdp._engine.reduction import Reducer
 from hp_fsdp.exceptions import CallOrderError, FSDPStateError
@@ -18,7 +18,7 @@ from hp_fsdp.storage import ParameterStorage
 Module = Any
 
 
-class Context:
+class RootContext:
     """The state of one model between its hooks.
 
     Attributes:

@@ -7,9 +7,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from hp_dtensor.dispatch import operation as operations_by_name
-from hp_dtensor.dispatch.operation import VALUES, ArgumentKinds, Key
-from hp_dtensor.dispatch.plan import Move, OpPlan
+from hp_dtensor.dispatch import plan_cache
+from hp_dtensor.dispatch.op_plan import Move, OpPlan
+from hp_dtensor.dispatch.plan_cache import VALUES, ArgumentKinds, Key
 from hp_dtensor.exceptions import ShardingRuleError
 from hp_dtensor.rules.tables import rule_registry
 from hp_dtensor.spec.tensor_spec import TensorSpec
@@ -67,7 +67,7 @@ def _check_scalar(name: str, value: Tensor) -> None:
     if torch._C._are_functorch_transforms_active():
         refuse_transforms(name)
     if torch.is_grad_enabled() and value.requires_grad:
-        raise operations_by_name.scalar_with_gradient(name)
+        raise plan_cache.scalar_with_gradient(name)
 
 
 def refuse_transforms(name: str) -> NoReturn:
@@ -85,7 +85,7 @@ _KINDS = ArgumentKinds(
 )
 
 
-class Operation(operations_by_name.Operation):
+class TorchOperation(plan_cache.Operation):
     """One function of torch as `__torch_function__` sees it; with `inplace=True` it is another operation.
 
     Attributes:
@@ -122,7 +122,7 @@ class Operation(operations_by_name.Operation):
         self.call = (lambda x, y: func(y, x)) if self.reflected else LOCAL_FORMS.get(func, func)
         self.check = CHECKS.get(func)
         if self.check is not None:
-            self.plans = operations_by_name.plans_of(f"{name} checked")  # another function of the name checks nothing
+            self.plans = plan_cache.plans_of(f"{name} checked")  # another function of the name checks nothing
         self.in_place = registration is not None and registration.in_place
         self.shares = self.in_place or (registration is not None and registration.view)
         self.saves = self.name not in _SAVE_NOTHING
@@ -255,7 +255,7 @@ def _holds_no_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return not any(isinstance(x, (Tensor, list)) for x in (*args, *kwargs.values()))
 
 
-class Operations(dict[Callable[..., Any], Operation]):
+class Operations(dict[Callable[..., Any], TorchOperation]):
     """torch's functions -> their operations, made when a function first meets a DTensor.
 
     Attributes:
@@ -265,16 +265,16 @@ class Operations(dict[Callable[..., Any], Operation]):
 
     handler_of: Callable[[Callable[..., Any]], Handler | None] = staticmethod(lambda func: None)
 
-    def __missing__(self, func: Callable[..., Any]) -> Operation:
-        operation = self[func] = Operation(func, self.handler_of(func))
+    def __missing__(self, func: Callable[..., Any]) -> TorchOperation:
+        operation = self[func] = TorchOperation(func, self.handler_of(func))
         return operation
 
 
-class _OperationsInPlace(dict[Operation, Operation]):
+class _OperationsInPlace(dict[TorchOperation, TorchOperation]):
     """An operation that makes a new tensor -> the one that it is with `inplace=True`."""
 
-    def __missing__(self, operation: Operation) -> Operation:
-        written = self[operation] = Operation(operation.call, inplace=True)
+    def __missing__(self, operation: TorchOperation) -> TorchOperation:
+        written = self[operation] = TorchOperation(operation.call, inplace=True)
         return written
 
 

@@ -19,8 +19,8 @@ from hp_dtensor.dispatch.arguments import (
     rule_of,
     specs_of,
 )
-from hp_dtensor.dispatch.gathering_plan import GatheringPlan
-from hp_dtensor.dispatch.plan import Inputs, Move, OpPlan, Outputs
+from hp_dtensor.dispatch.op_plan import Inputs, Move, OpPlan, Outputs
+from hp_dtensor.dispatch.plan_on_whole_operands import GatheringPlan
 from hp_dtensor.dispatch.strategies import choose_strategies, factor_cuts
 from hp_dtensor.exceptions import ShardingRuleError
 from hp_dtensor.platform.interface import Platform

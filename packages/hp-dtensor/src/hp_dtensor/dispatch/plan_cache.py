@@ -16,9 +16,9 @@ import numpy
 
 from hp_dtensor.dispatch import implicit_regions, in_place
 from hp_dtensor.dispatch.arguments import dtype_classes, mixed, no_rule
-from hp_dtensor.dispatch.gathering_plan import GatheringPlan
-from hp_dtensor.dispatch.planning import Plan as RulePlan
-from hp_dtensor.dispatch.planning import make_plan
+from hp_dtensor.dispatch.plan_by_rule import Plan as RulePlan
+from hp_dtensor.dispatch.plan_by_rule import make_plan
+from hp_dtensor.dispatch.plan_on_whole_operands import GatheringPlan
 from hp_dtensor.dispatch.registered_shardings import ListedPlan, registered_sharding
 from hp_dtensor.exceptions import MixedOperandsError, ShardingRuleError
 from hp_dtensor.platform.interface import Platform

@@ -11,13 +11,13 @@ from hp_dtensor.dispatch import in_place
 from hp_dtensor.dispatch.arguments import Location, bind, replace_at, replace_static
 from hp_dtensor.exceptions import HPError, MeshError, PlacementError, ShardingRuleError
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.redistribute.explicit import check_explicit
+from hp_dtensor.redistribute.explicit_redistribution import check_explicit
 from hp_dtensor.rules.engine.factors import Part
 from hp_dtensor.rules.engine.local_call import LocalCall
 from hp_dtensor.rules.engine.registry import Registration
 from hp_dtensor.spec.placements import Placement
 from hp_dtensor.spec.tensor_spec import TensorSpec
-from hp_dtensor.tensor import redistribution, varying
+from hp_dtensor.tensor import redistribute_dtensor, varying
 from hp_dtensor.tensor.dtensor import DTensor
 
 Tensor = Any
@@ -44,7 +44,7 @@ class Move:
         if self.target is not None:
             check_explicit(self.operation, self.location, x.spec, self.target)
             try:
-                x = redistribution.redistribute_to(x, self.target)
+                x = redistribute_dtensor.redistribute_to(x, self.target)
             except PlacementError as error:
                 raise PlacementError(f"{self.operation}: {error}") from None
         return varying.vary(x, self.vary) if self.vary else x
