@@ -13,10 +13,10 @@ from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.tensor.init import init_parameters
 from hp_trainer.config import TrainingConfig
-from hp_trainer.models import MoEDecoderConfig, build_moe_decoder
+from hp_trainer.models import DecoderConfig, build_decoder
 from hp_trainer.parallel import ParallelDims
 
-CONFIG = MoEDecoderConfig(
+CONFIG = DecoderConfig(
     vocab_size=40,
     hidden_size=16,
     num_hidden_layers=2,
@@ -28,6 +28,8 @@ CONFIG = MoEDecoderConfig(
     moe_intermediate_size=12,
     num_experts=4,
     num_experts_per_tok=2,
+    num_shared_experts=1,
+    qk_norm="head",
     initializer_range=0.3,
     load_balance_coeff=0.01,
 )
@@ -52,7 +54,7 @@ def train_decoder(
     optimizer: str = "sgd",
     dtype: str = "float32",
     accumulate: int = 1,
-    config: MoEDecoderConfig = CONFIG,
+    config: DecoderConfig = CONFIG,
     length: int = LENGTH,
     reshard: bool | None = None,
 ) -> Trained:
@@ -66,7 +68,7 @@ def train_decoder(
     platform = get_platform()
     dims = ParallelDims(**(degrees or {}))
     mesh = dims.build_mesh("cpu", platform=platform)
-    model = build_moe_decoder(config, platform)
+    model = build_decoder(config, platform)
     if degrees is not None:
         training = TrainingConfig(steps=STEPS, dtype=dtype)
         model.parallelize(dims, mesh, training, reshard_after_forward=reshard)

@@ -7,9 +7,10 @@ import pytest
 from decoder_reference import summed_loss
 
 from hp_dtensor.tensor.init import Normal, init_parameters
-from hp_trainer.models import MoEDecoderConfig, build_moe_decoder
+from hp_trainer.models import DecoderConfig, DecoderParts, build_decoder
+from hp_trainer.models.decoder.rotary_scaling import RopeScalingConfig
 
-SMALL = MoEDecoderConfig(
+SMALL = DecoderConfig(
     vocab_size=19,
     hidden_size=16,
     num_hidden_layers=2,
@@ -19,8 +20,12 @@ SMALL = MoEDecoderConfig(
     intermediate_size=10,
     moe_intermediate_size=8,
     num_experts=5,
+    num_shared_experts=1,
+    qk_norm="head",
     rope_theta=50.0,
 )
+# Of three samples: one document; three documents; two, the second of one token.
+POSITIONS = numpy.array([[0, 1, 2, 3, 4, 5, 6], [0, 1, 0, 1, 2, 0, 1], [0, 1, 2, 3, 4, 5, 0]])
 VARIANTS = {
     "default": {},
     "tied, first layer dense": {"tie_word_embeddings": True, "num_dense_layers": 1},
@@ -31,6 +36,41 @@ VARIANTS = {
         "routed_scaling_factor": 1.7,
     },
     "all heads alike": {"num_key_value_heads": 4, "num_shared_experts": 2, "load_balance_coeff": None},
+    "biases, sinks, every other layer sliding": {
+        "num_experts": None,
+        "qk_norm": "none",
+        "qkv_bias": True,
+        "output_bias": True,
+        "attention_sinks": True,
+        "sliding_window": 3,
+        "layer_pattern": ("sliding", "full"),
+    },
+    "soft caps, more norms, scaled embeddings": {
+        "num_experts": None,
+        "qk_norm": "full",
+        "norm_unit_offset": True,
+        "post_norms": True,
+        "scale_embeddings": True,
+        "attention_soft_cap": 2.0,
+        "logit_soft_cap": 3.0,
+        "attention_scale": 0.3,
+    },
+    "latent attention": {
+        "attention": "latent",
+        "qk_norm": "none",
+        "q_lora_rank": 7,
+        "kv_lora_rank": 5,
+        "qk_nope_head_dim": 3,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 5,
+        "rope_interleaved": True,
+    },
+    "latent attention, queries not compressed, sliding": {
+        "attention": "latent",
+        "qk_norm": "none",
+        "sliding_window": 3,
+        "num_experts": None,
+    },
 }
 
 
@@ -40,7 +80,7 @@ def config(request):
 
 
 def build(platform, config):
-    model = build_moe_decoder(config, platform)
+    model = build_decoder(config, platform)
     # Large enough that every part of the model matters.
     init_parameters(model, lambda name, shape: Normal(0.4, mean=1.0 if len(shape) == 1 else 0.0), seed=2)
     return model
@@ -54,10 +94,20 @@ def test_loss_is_that_of_the_formulas(platform, config):
     model, data = build(platform, config), tokens(config)
     weights = {name: platform.to_numpy(p) for name, p in platform.named_parameters(model)}
     ids, targets = data[:, :-1].copy(), data[:, 1:].copy()
-    loss = model(platform.from_numpy(ids), platform.from_numpy(targets))
-    expected = summed_loss(config, weights, ids, targets)
+    targets[0, 2] = targets[2, :3] = -100
+    positions = POSITIONS.copy()
+    loss = model(platform.from_numpy(ids), platform.from_numpy(targets), platform.from_numpy(positions))
+    expected = summed_loss(config, weights, ids, targets, positions)
     # float32 through two blocks.
     numpy.testing.assert_allclose(platform.to_numpy(loss), expected, rtol=1e-5)
+
+
+def test_positions_from_zero_on_are_those_of_one_document(platform):
+    config = replace(SMALL, **VARIANTS["default"])
+    model, ids = build(platform, config), platform.from_numpy(tokens(config)[:, :-1].copy())
+    counted = platform.from_numpy(numpy.tile(numpy.arange(7), (3, 1)))
+    expected = platform.to_numpy(model(ids))
+    numpy.testing.assert_allclose(platform.to_numpy(model(ids, None, counted)), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_gradient_is_the_slope_of_the_loss(platform, config):
@@ -74,6 +124,31 @@ def test_gradient_is_the_slope_of_the_loss(platform, config):
         above[name], below[name] = value + 1e-6 * direction, value - 1e-6 * direction
     expected = (summed_loss(config, above, ids, targets) - summed_loss(config, below, ids, targets)) / 2e-6
     numpy.testing.assert_allclose(slope, expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_parts_one_after_the_other_are_the_whole(platform, tied):
+    config = replace(SMALL, tie_word_embeddings=tied, num_hidden_layers=3)
+    model, data = build(platform, config), tokens(config)
+    weights = {name: platform.to_numpy(p) for name, p in platform.named_parameters(model)}
+    cuts = [(True, [0], False), (False, [1, 2], False), (False, [], True)]
+    if tied:
+        cuts = [(True, [0, 1, 2], True)]
+    x, seen = platform.from_numpy(data), set()
+    for embed, layers, head in cuts:
+        part = build_decoder(config, platform, DecoderParts(embed=embed, layers=layers, head=head))
+        for name, p in platform.named_parameters(part):
+            with platform.no_grad():
+                platform.copy_(p, platform.from_numpy(weights[name]))
+            seen.add(name)
+        x = part(x)
+    assert seen == set(weights)
+    numpy.testing.assert_array_equal(platform.to_numpy(x), platform.to_numpy(model(platform.from_numpy(data))))
+
+
+def test_a_tied_head_without_its_embedding_is_refused(platform):
+    with pytest.raises(ValueError, match="tie_word_embeddings: the head is the embedding"):
+        build_decoder(replace(SMALL, tie_word_embeddings=True), platform, DecoderParts(embed=False))
 
 
 def test_logits_of_a_prefix_do_not_depend_on_what_follows(platform):
@@ -106,5 +181,27 @@ def test_routing_that_cannot_be_is_refused(options, path, expected):
     assert (problem.path, problem.expected) == (path, expected)
 
 
+@pytest.mark.parametrize(
+    ("options", "path"),
+    [
+        ({"attention": "latent", "attention_sinks": True}, "attention_sinks"),
+        ({"attention": "latent", "qk_norm": "none", "qk_rope_head_dim": 3}, "qk_rope_head_dim"),
+        ({"rope_interleaved": True}, "rope_interleaved"),
+        ({"layer_pattern": ("sliding", "full")}, "layer_pattern"),
+        ({"layer_pattern": ()}, "layer_pattern"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options, path):
+    given = {"qk_norm": "none"} | options
+    assert [problem.path for problem in replace(SMALL, **given).check()] == [path]
+
+
+def test_rotary_scaling_needs_the_length_of_the_first_training():
+    (problem,) = RopeScalingConfig(kind="yarn", factor=4.0).check()
+    assert problem.path == "original_max_position_embeddings"
+    (problem,) = RopeScalingConfig(kind="llama3", original_max_position_embeddings=8, high_freq_factor=1.0).check()
+    assert (problem.path, problem.expected) == ("high_freq_factor", "a number > 1.0")
+
+
 def test_the_default_sizes_fit():
-    assert not list(MoEDecoderConfig().check())
+    assert not list(DecoderConfig().check())

@@ -117,6 +117,51 @@ class TestFourRanks:
         assert_same(on_ranks(degrees, length=7), one_rank(length=7))
 
 
+# Every kind of attention and norm, in the layouts that cut its projections.
+KINDS = {
+    "biases, sinks, sliding": {
+        "num_experts": None,
+        "qkv_bias": True,
+        "output_bias": True,
+        "attention_sinks": True,
+        "sliding_window": 3,
+        "layer_pattern": ("sliding", "full"),
+        "num_key_value_heads": 2,
+        "qk_norm": "none",
+    },
+    "norms over all heads, more norms, soft caps": {
+        "num_experts": None,
+        "qk_norm": "full",
+        "norm_unit_offset": True,
+        "post_norms": True,
+        "scale_embeddings": True,
+        "attention_soft_cap": 5.0,
+        "logit_soft_cap": 5.0,
+    },
+    "latent": {
+        "attention": "latent",
+        "qk_norm": "none",
+        "q_lora_rank": 6,
+        "kv_lora_rank": 5,
+        "qk_nope_head_dim": 3,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 5,
+        "rope_interleaved": True,
+        "initializer_range": 0.2,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("degrees", [{"tp": 2, "world_size": 2}, FOUR], ids=["tensor parallel", "four ranks"])
+def test_kinds_of_attention(platform, kind, degrees):
+    skip_if_slow(platform, degrees)
+    config = replace(CONFIG, **KINDS[kind])
+    if config.num_experts is None:
+        degrees = {name: value for name, value in degrees.items() if name not in ("ep", "etp")}
+    assert_same(on_ranks(degrees, config=config), one_rank(config=config))
+
+
 def test_degrees_that_the_model_cannot_use_are_refused():
     with pytest.raises(LaunchError, match="num_experts = 4 cannot be split over ep = 3"):
         on_ranks({"dp_shard": 3, "ep": 3, "world_size": 3})

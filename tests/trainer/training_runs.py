@@ -31,6 +31,8 @@ model:
   head_dim: 8
   moe_intermediate_size: 12
   num_experts: 4
+  num_shared_experts: 1
+  qk_norm: head
   load_balance_coeff: 0.01
   initializer_range: 0.1
 data: {{path: {text}}}

@@ -127,7 +127,7 @@ def test_options_of_a_component_are_checked_against_its_own_schema(refusal) -> N
 def test_an_unknown_name_is_told_with_the_nearest_one(refusal) -> None:
     assert refusal("model: {name: tinny}\ntraining: {steps: 1}\noptimizer:\n  name: adam\n") == (
         "run.yaml:1: model.name: unknown model\n"
-        "    expected: moe_decoder, tiny\n"
+        "    expected: decoder, tiny\n"
         "    got: 'tinny'\n"
         "    try: tiny\n"
         "run.yaml:4: optimizer.name: unknown optimizer\n"

@@ -11,10 +11,10 @@ from hp_dtensor.platform.registry import Registry
 
 @hookimpl
 def hp_models(registry: Registry) -> None:
-    """Register `moe_decoder`."""
-    from hp_trainer.models import MoEDecoderConfig, build_moe_decoder
+    """Register `decoder`."""
+    from hp_trainer.models import DecoderConfig, build_decoder
 
-    registry.add("moe_decoder", build_moe_decoder, options=MoEDecoderConfig)
+    registry.add("decoder", build_decoder, options=DecoderConfig)
 
 
 @hookimpl

@@ -26,7 +26,7 @@ class Option:
         takes: what it takes, in words.
         default: the default as YAML; None: it must be given.
         help: one line.
-        when: the choice that it belongs to (`model.name=moe_decoder`); empty: always there.
+        when: the choice that it belongs to (`model.name=decoder`); empty: always there.
     """
 
     path: str

@@ -177,7 +177,7 @@ class TrainerConfig:
     platform: str | None = setting(
         None, help="torch, mindspore, ...; null: HP_PLATFORM, or the only platform installed"
     )
-    model: Component = component("models", "moe_decoder", help="the model and its sizes")
+    model: Component = component("models", "decoder", help="the model and its sizes")
     data: Component = component("datasets", "text", help="what it is trained on")
     training: TrainingConfig = section(help="steps, batch, precision")
     optimizer: Component = component("optimizers", "adamw", help="the optimizer and its settings")

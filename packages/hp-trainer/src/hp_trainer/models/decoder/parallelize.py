@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.parallel.distribute_module import distribute_module
 from hp_dtensor.parallel.parallelize_module import parallelize_module
-from hp_dtensor.parallel.prepare_module import PrepareModuleInput
+from hp_dtensor.parallel.parameters import place_parameter
+from hp_dtensor.parallel.prepare_module import PrepareModuleInput, PrepareModuleOutput
 from hp_dtensor.parallel.style import ParallelStyle
 from hp_dtensor.parallel.tensor_parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from hp_dtensor.spec.placements import Replicate, Shard
@@ -34,19 +35,19 @@ if TYPE_CHECKING:
     from hp_trainer.config import TrainingConfig
     from hp_trainer.parallel import ParallelDims
 
-# By name alone: moe_decoder.py, whose method calls this module, defines them.
-MoEDecoder = Any
+# By name alone: decoder.py, whose method calls this module, defines them.
+Decoder = Any
 DecoderBlock = Any
 
 
 def parallelize(
-    model: MoEDecoder,
+    model: Decoder,
     dims: ParallelDims,
     mesh: DeviceMesh,
     training: TrainingConfig | None = None,
     *,
     reshard_after_forward: bool | None = None,
-) -> MoEDecoder:
+) -> Decoder:
     """Lay out a decoder whose parameters are plain; in place.
 
     Args:
@@ -71,40 +72,62 @@ def parallelize(
 # Tensor parallel -----------------------------------------------------------------------------------------
 
 
-def _tensor_parallel(model: MoEDecoder, mesh: DeviceMesh) -> None:
+def _tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
     """Cut activations along the sequence between blocks, and along heads or hidden width within them.
 
     The vocabulary is cut in the embedding and in the head, so that the loss works on cut logits.
     """
     sequence = Shard(1)
-    plan: dict[str, ParallelStyle] = {
-        "embed": RowwiseParallel(output_layouts=sequence, use_local_output=False),
-        "norm": SequenceParallel(),
-    }
+    plan: dict[str, ParallelStyle] = {}
+    if model.embed is not None:
+        plan["embed"] = RowwiseParallel(output_layouts=sequence, use_local_output=False)
+    if model.norm is not None:
+        plan["norm"] = SequenceParallel()
     if model.head is not None:
         plan["head"] = ColwiseParallel(input_layouts=sequence, use_local_output=False)
     parallelize_module(model, mesh, plan)
     for block in model.layers:
         parallelize_module(block, mesh, _block_plan(block))
+        if getattr(block.attention, "sinks", None) is not None:
+            place_parameter(block.attention, "sinks", mesh, (Shard(0),))
+        # What is left computes with the whole input: norms over all heads, and the narrow vectors of latent attention.
+        distribute_module(block.attention, mesh)
 
 
 def _block_plan(block: DecoderBlock) -> dict[str, ParallelStyle]:
-    sequence, heads = Shard(1), SequenceParallel(sequence_dim=2)
+    sequence = Shard(1)
     plan: dict[str, ParallelStyle] = {
         "attention_norm": SequenceParallel(),
-        "attention": PrepareModuleInput(input_layouts=(sequence, None), desired_input_layouts=(Replicate(), None)),
-        "attention.q_proj": ColwiseParallel(use_local_output=False),
-        "attention.k_proj": ColwiseParallel(use_local_output=False),
-        "attention.v_proj": ColwiseParallel(use_local_output=False),
-        "attention.q_norm": heads,
-        "attention.k_norm": heads,
+        # The rotation and the mask, of the whole sequence, come as they are.
+        "attention": PrepareModuleInput(
+            input_layouts=(sequence, None, None), desired_input_layouts=(Replicate(), None, None)
+        ),
+        **_attention_plan(block.attention),
         "attention.o_proj": RowwiseParallel(output_layouts=sequence, use_local_output=False),
         "ffn_norm": SequenceParallel(),
     }
+    for name in ("post_attention_norm", "post_ffn_norm"):
+        if getattr(block, name) is not None:
+            plan[name] = SequenceParallel()
     if block.feed_forward is not None:
         plan |= _feed_forward_plan("feed_forward")
     if block.moe is not None and block.moe.shared_experts is not None:
         plan |= _feed_forward_plan("moe.shared_experts")
+    return plan
+
+
+def _attention_plan(attention: Any) -> dict[str, ParallelStyle]:
+    """Cut the projections to heads; norms of single heads follow them, what all heads share is replicated."""
+    plan: dict[str, ParallelStyle] = {}
+    for name in ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj"):
+        if getattr(attention, name, None) is not None:
+            plan[f"attention.{name}"] = ColwiseParallel(use_local_output=False)
+    if getattr(attention, "q_norm", None) is not None and attention.config.qk_norm == "head":
+        plan |= dict.fromkeys(("attention.q_norm", "attention.k_norm"), SequenceParallel(sequence_dim=2))
+    elif getattr(attention, "q_norm", None) is not None:
+        # Over all heads at once it computes with whole rows; only its results are cut to heads again.
+        cut = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(-1), use_local_output=False)
+        plan |= dict.fromkeys(("attention.q_norm", "attention.k_norm"), cut)
     return plan
 
 
@@ -164,7 +187,7 @@ def _token_mesh(dims: ParallelDims, mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _shard_over_data(
-    model: MoEDecoder,
+    model: Decoder,
     dims: ParallelDims,
     mesh: DeviceMesh,
     policy: MixedPrecisionPolicy,

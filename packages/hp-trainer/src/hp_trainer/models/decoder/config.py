@@ -1,0 +1,99 @@
+"""Options of the decoder: what its blocks are made of, and their sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from hp_trainer.config import section, setting
+from hp_trainer.exceptions import Problem
+from hp_trainer.models.decoder.config_checks import attention_problems, block_problems, routing_problems
+from hp_trainer.models.decoder.rotary_scaling import RopeScalingConfig
+
+LayerKind = Literal["full", "sliding"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """Options of the decoder; names follow those of Hugging Face's configurations where they mean the same."""
+
+    vocab_size: int = setting(256, help="tokens that there are", minimum=2)
+    hidden_size: int = setting(192, help="width of a token", minimum=1)
+    num_hidden_layers: int = setting(4, help="decoder blocks", minimum=1)
+    tie_word_embeddings: bool = setting(False, help="use the embedding as the head")
+    scale_embeddings: bool = setting(False, help="multiply embeddings by the root of hidden_size (Gemma)")
+    logit_soft_cap: float | None = setting(None, help="cap logits smoothly: cap * tanh(logits / cap)", above=0)
+    initializer_range: float = setting(0.02, help="standard deviation of initial weights", above=0)
+    rms_norm_eps: float = setting(1e-6, help="added to the mean square", above=0)
+    norm_unit_offset: bool = setting(False, help="norms multiply by 1 + weight (Gemma)")
+    post_norms: bool = setting(False, help="normalize the outputs of attention and feed-forward too (Gemma 2)")
+
+    attention: Literal["grouped", "latent"] = setting(
+        "grouped", help="grouped-query attention, or latent attention (DeepSeek)"
+    )
+    num_attention_heads: int = setting(6, help="query heads", minimum=1)
+    num_key_value_heads: int = setting(2, help="key-value heads, each shared by as many query heads", minimum=1)
+    head_dim: int = setting(32, help="width of a head", minimum=2)
+    qkv_bias: bool = setting(False, help="bias of the query, key and value projections (Qwen2.5)")
+    output_bias: bool = setting(False, help="bias of attention's output projection (gpt-oss)")
+    qk_norm: Literal["none", "head", "full"] = setting(
+        "none", help="normalize queries and keys: per head (Qwen3), or over all heads at once (OLMoE)"
+    )
+    attention_scale: float | None = setting(None, help="factor on scores; null: 1 / root of a head's width", above=0)
+    attention_soft_cap: float | None = setting(None, help="cap attention's scores smoothly (Gemma 2)", above=0)
+    attention_sinks: bool = setting(False, help="one learned score per head that takes weight from the others")
+    sliding_window: int | None = setting(None, help="tokens that a sliding layer sees, itself included", minimum=1)
+    layer_pattern: tuple[LayerKind, ...] = setting(
+        ("sliding",), help="kinds of attention of the blocks in order, repeated; they matter with a sliding_window"
+    )
+    q_lora_rank: int | None = setting(
+        None, help="latent: width of the compressed query; null: not compressed", minimum=1
+    )
+    kv_lora_rank: int = setting(64, help="latent: width of the compressed keys and values", minimum=1)
+    qk_nope_head_dim: int = setting(32, help="latent: width of a head's part without rotation", minimum=1)
+    qk_rope_head_dim: int = setting(16, help="latent: width of a head's rotated part", minimum=2)
+    v_head_dim: int = setting(32, help="latent: width of a head's values", minimum=1)
+    rope_theta: float = setting(10000.0, help="base of the rotary angles", above=0)
+    rope_interleaved: bool = setting(False, help="latent: rotate neighbours (2i, 2i + 1) instead of halves")
+    rope_scaling: RopeScalingConfig = section(RopeScalingConfig, help="rotary angles beyond the trained length")
+
+    intermediate_size: int = setting(512, help="hidden width of the dense layers", minimum=1)
+    hidden_act: Literal["silu", "gelu_tanh"] = setting("silu", help="gate of dense layers and experts")
+    num_experts: int | None = setting(None, help="routed experts per block; null: all blocks are dense", minimum=1)
+    num_dense_layers: int = setting(0, help="first blocks with one dense network instead of experts", minimum=0)
+    moe_intermediate_size: int = setting(128, help="hidden width of an expert", minimum=1)
+    num_experts_per_tok: int = setting(2, help="routed experts of a token", minimum=1)
+    num_shared_experts: int = setting(0, help="experts that see every token; they form one network", minimum=0)
+    norm_topk_prob: bool = setting(True, help="divide a token's scores by their sum")
+    score_func: Literal["softmax", "sigmoid", "sqrt_softplus", "softmax_of_top_k"] = setting(
+        "softmax", help="scores from the gate's logits; softmax_of_top_k: over the chosen experts alone"
+    )
+    routed_scaling_factor: float = setting(1.0, help="factor on the scores", above=0)
+    n_group: int | None = setting(None, help="groups of experts for group-limited routing", minimum=1)
+    topk_group: int | None = setting(None, help="groups that a token picks from", minimum=1)
+    router_bias: bool = setting(False, help="bias of the gate that scores experts (gpt-oss)")
+    expert_bias: bool = setting(False, help="biases within experts (gpt-oss)")
+    swiglu_limit: float | None = setting(None, help="clamp what experts' gates take, as gpt-oss does", above=0)
+    load_balance_coeff: float | None = setting(
+        1e-3, help="step of the bias that evens the experts' load; null: none", above=0
+    )
+
+    def check(self) -> Iterator[Problem]:
+        yield from block_problems(self)
+        yield from attention_problems(self)
+        if self.num_experts is not None:
+            yield from routing_problems(self, self.num_experts)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Width of a head's rotated part."""
+        return self.qk_rope_head_dim if self.attention == "latent" else self.head_dim
+
+    def window_of(self, layer: int) -> int | None:
+        """Return how many tokens the block of this index sees, itself included; None: all before it."""
+        return self.sliding_window if self.layer_pattern[layer % len(self.layer_pattern)] == "sliding" else None
+
+    def is_dense(self, layer: int) -> bool:
+        """Return whether the block of this index has one dense network instead of experts."""
+        return self.num_experts is None or layer < self.num_dense_layers

@@ -1,0 +1,170 @@
+"""The decoder: embedding, blocks, final norm and head, whole or in parts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from hp_dtensor.parallel import nn
+from hp_dtensor.parallel.attention import AttentionMask
+from hp_dtensor.parallel.recompute import checkpoint
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.tensor.conversions import replicate_like
+from hp_dtensor.tensor.dtensor import DTensor
+from hp_dtensor.tensor.init import Constant, Distribution, Normal
+from hp_moe import update_expert_bias
+from hp_trainer.models.decoder.block import DecoderBlocks
+from hp_trainer.models.decoder.config import DecoderConfig
+from hp_trainer.models.decoder.norm import build_norm
+from hp_trainer.models.decoder.rotary import RotaryTables
+
+if TYPE_CHECKING:
+    from hp_dtensor.comm.mesh import DeviceMesh
+    from hp_trainer.config import TrainingConfig
+    from hp_trainer.parallel import ParallelDims
+
+Tensor = Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderParts:
+    """Parts of the decoder to build, such as those of a pipeline stage; their parameters keep their names.
+
+    Attributes:
+        embed: the embedding; without it the input is activations.
+        layers: indices of the blocks, in order; None: all of them.
+        head: final norm and head; without them the output is activations.
+    """
+
+    embed: bool = True
+    layers: Iterable[int] | None = None
+    head: bool = True
+
+
+class Decoder(nn.Module):
+    """The decoder, or parts of it.
+
+    Args:
+        parts: what to build; default: everything.
+
+    Attributes:
+        embed: None in parts without it.
+        layers: the blocks of these parts, by their index in the whole.
+        norm: None in parts without a head.
+        head: None when the embedding is the head, and in parts without one.
+        recomputes: in training, each block keeps its input alone and is computed again in backward.
+
+    Raises:
+        ValueError: the head is to be the embedding, which is not among the parts.
+    """
+
+    def __init__(self, config: DecoderConfig, parts: DecoderParts | None = None) -> None:
+        super().__init__()
+        parts = parts or DecoderParts()
+        if parts.head and config.tie_word_embeddings and not parts.embed:
+            raise ValueError(
+                "tie_word_embeddings: the head is the embedding, so both must be in the same part of the model; "
+                "build them together, or set tie_word_embeddings=false"
+            )
+        self.config = config
+        self.recomputes = False
+        self.embed: Any = nn.Embedding(config.vocab_size, config.hidden_size) if parts.embed else None
+        self.layers = DecoderBlocks(config, range(config.num_hidden_layers) if parts.layers is None else parts.layers)
+        self.norm: Any = build_norm(config, config.hidden_size) if parts.head else None
+        own_head = parts.head and not config.tie_word_embeddings
+        self.head: Any = nn.Linear(config.hidden_size, config.vocab_size) if own_head else None
+        self._rotary = RotaryTables(self.platform, config)
+
+    def forward(self, ids: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        """See `hp_trainer.models.LanguageModel`.
+
+        Without an embedding `ids` are the activations `[batch, length, hidden_size]` of the block before; without a
+        head the activations after the last block are returned, and there are no `targets`.
+        """
+        x = ids if self.embed is None else self._embedded(ids)
+        rotation = self._rotary.of_length(x.shape[1], positions, like=x)
+        masks = self._masks(positions)
+        for layer in self.layers:
+            mask = masks[layer.window]
+            if self.recomputes:
+                x = checkpoint(layer, x, rotation, mask, platform=self.platform)
+            else:
+                x = layer(x, rotation, mask)
+        if self.norm is None:
+            return x
+        logits = self._logits(self.norm(x))
+        return _whole(logits) if targets is None else _whole(self._summed_loss(logits, targets))
+
+    def _masks(self, positions: Tensor | None) -> dict[int | None, AttentionMask]:
+        """Return a mask for each window; blocks with the same one share what is derived from it."""
+        windows = {layer.window for layer in self.layers}
+        return {window: AttentionMask(causal=True, window=window, positions=positions) for window in windows}
+
+    def _embedded(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        return self.ops.mul(x, math.sqrt(self.config.hidden_size)) if self.config.scale_embeddings else x
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """Return the float32 logits of normalized activations, over the whole vocabulary."""
+        ops, cap = self.ops, self.config.logit_soft_cap
+        logits = ops.linear(x, self.embed.weight) if self.head is None else self.head(x)
+        logits = ops.cast(logits, self.platform.dtype("float32"))
+        return logits if cap is None else ops.mul(ops.tanh(ops.div(logits, cap)), cap)
+
+    def _summed_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        batch, length, vocab = logits.shape
+        rows = self.ops.reshape(logits, (batch * length, vocab))
+        flat = self.ops.reshape(targets, (batch * length,))
+        return self.ops.cross_entropy(rows, replicate_like(flat, rows), reduction="sum")
+
+    def initializer(self, name: str, shape: tuple[int, ...]) -> Distribution:
+        """Norms are 1, biases 0; projections back into the residual stream shrink with depth (as GPT-2); the rest is
+        normal."""
+        if name.endswith("norm.weight"):
+            return Constant(0.0 if self.config.norm_unit_offset else 1.0)
+        if name.endswith((".bias", ".b1", ".b2", ".b3")):
+            return Constant(0.0)
+        back = name.endswith((".o_proj.weight", ".w2.weight", ".experts.w2"))
+        scale = math.sqrt(2 * self.config.num_hidden_layers) if back else 1.0
+        return Normal(self.config.initializer_range / scale)
+
+    def parallelize(
+        self,
+        dims: ParallelDims,
+        mesh: DeviceMesh,
+        training: TrainingConfig | None = None,
+        *,
+        reshard_after_forward: bool | None = None,
+    ) -> None:
+        """See `hp_trainer.models.LanguageModel`."""
+        from hp_trainer.models.decoder.parallelize import parallelize
+
+        parallelize(self, dims, mesh, training, reshard_after_forward=reshard_after_forward)
+        self.recomputes = training is not None and training.activation_checkpointing
+
+    def after_optimizer_step(self) -> Mapping[str, float]:
+        """Move the expert biases; return how unevenly the step's tokens went to the experts.
+
+        `max_load_violation`: the largest load of any block over the mean one, less 1. `load_variation`: standard
+        deviation of a block's loads over their mean, the mean over the blocks.
+        """
+        loads = update_expert_bias(self).values()
+        if not loads:
+            return {}
+        return {
+            "max_load_violation": max(load.max_violation for load in loads),
+            "load_variation": fmean(load.coefficient_of_variation for load in loads),
+        }
+
+
+def build_decoder(options: DecoderConfig, platform: Platform, parts: DecoderParts | None = None) -> Decoder:
+    """Return the decoder, or parts of it, on a platform, its parameters plain and zero."""
+    with nn.building(platform):
+        return Decoder(options, parts)
+
+
+def _whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x

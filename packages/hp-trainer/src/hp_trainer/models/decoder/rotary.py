@@ -1,0 +1,79 @@
+"""Rotary positions (arXiv 2104.09864): pairs (i, i + head_dim / 2) turn with the token's position."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.tensor.conversions import replicate_like
+from hp_trainer.models.decoder.config import DecoderConfig
+from hp_trainer.models.decoder.rotary_scaling import rotary_frequencies
+
+Tensor = Any
+
+
+class RotaryTables:
+    """Cosines and sines by length, made once each."""
+
+    def __init__(self, platform: Platform, config: DecoderConfig) -> None:
+        self.platform = platform
+        self.frequencies, self.factor = rotary_frequencies(config.rotary_dim, config.rope_theta, config.rope_scaling)
+        self._tables: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def of_length(self, length: int, positions: Tensor | None, like: Tensor) -> Rotation:
+        """Return the rotation of a text of `length` tokens, replicated where `like` is distributed.
+
+        Args:
+            positions: int64 `[batch, length]`, each below `length`; None: 0 .. length - 1 in every sample.
+        """
+        if length not in self._tables:
+            angles = numpy.outer(numpy.arange(length), self.frequencies)
+            tables = (self.factor * numpy.cos(angles), self.factor * numpy.sin(angles))
+            cos, sin = (self.platform.from_numpy(table.astype(numpy.float32)) for table in tables)
+            self._tables[length] = cos, sin
+        cos, sin = (self._rows(table, positions) for table in self._tables[length])
+        return Rotation(self.platform, replicate_like(cos, like), replicate_like(sin, like))
+
+    def _rows(self, table: Tensor, positions: Tensor | None) -> Tensor:
+        """Return the rows of the positions with a dimension for the heads: `[(batch,) length, 1, pairs]`."""
+        ops = self.platform.ops
+        return ops.unsqueeze(table if positions is None else ops.embedding(positions, table), -2)
+
+
+class Rotation:
+    """Turns queries and keys.
+
+    An object rather than two tensors, so that mixed precision, which casts a module's inputs, leaves the
+    angles of far positions exact.
+    """
+
+    __slots__ = ("cos", "platform", "sin")
+
+    def __init__(self, platform: Platform, cos: Tensor, sin: Tensor) -> None:
+        self.platform, self.cos, self.sin = platform, cos, sin
+
+    def __call__(self, x: Tensor, *, interleaved: bool = False) -> Tensor:
+        """Turn `x` `[batch, length, heads, head_dim]`, in float32; the result has `x`'s dtype.
+
+        Args:
+            interleaved: the pairs are neighbours (2i, 2i + 1); in the result they lie half a head apart all the same,
+                which scores, products of two such vectors, do not see.
+        """
+        ops = self.platform.ops
+        first, second = self._pairs(ops.cast(x, self.platform.dtype("float32")), interleaved)
+        turned = (
+            ops.sub(ops.mul(first, self.cos), ops.mul(second, self.sin)),
+            ops.add(ops.mul(second, self.cos), ops.mul(first, self.sin)),
+        )
+        return ops.cast(ops.cat(turned, -1), x.dtype)
+
+    def _pairs(self, x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+        ops = self.platform.ops
+        if not interleaved:
+            first, second = ops.chunk(x, 2, -1)
+            return first, second
+        *outer, width = x.shape
+        first, second = ops.chunk(ops.reshape(x, (*outer, width // 2, 2)), 2, -1)
+        return ops.squeeze(first, -1), ops.squeeze(second, -1)
