@@ -3,8 +3,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
-from training_runs import Lab
+from running_commands import Command
+from training_runs import CONFIG, Lab
 
 from hp_trainer.plugins import life_cycle, plugin_manager
 
@@ -28,3 +30,28 @@ def plugged() -> Iterator[Callable[[object], None]]:
     for name in added:
         manager.unregister(name=name)
     life_cycle.cache_clear()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A working directory with a text and a configuration of four steps on two ranks."""
+    letters = np.random.default_rng(3).choice(list("abcdefgh \n"), 4000)
+    (tmp_path / "corpus.txt").write_text("".join(letters))
+    (tmp_path / "run.yaml").write_text(CONFIG.format(text="corpus.txt"))
+    return tmp_path
+
+
+@pytest.fixture
+def hp_train(folder: Path, hp_platform) -> Iterator[Callable[..., Command]]:
+    """Starts `hp-train` in the folder; whatever it leaves running fails the test, and is killed."""
+    started: list[Command] = []
+
+    def start(*arguments: str, launcher: tuple[str, ...] = ()) -> Command:
+        started.append(Command(folder, hp_platform.name, *arguments, launcher=launcher))
+        return started[-1]
+
+    yield start
+    left = {pid: Path(f"/proc/{pid}/cmdline").read_text() for command in started for pid in command.processes()}
+    for command in started:
+        command.kill_everything()
+    assert left == {}, "processes were left running"

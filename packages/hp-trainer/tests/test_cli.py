@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,11 +14,11 @@ import numpy as np
 import pytest
 
 from hp_trainer import cli
-from hp_trainer.checkpoint import Box, LocalStorage, TensorPart, save_checkpoint
-from hp_trainer.cli import commands
+from hp_trainer.checkpoint import Box, LocalStorage, TensorPart, list_checkpoints, save_checkpoint
+from hp_trainer.cli import commands, runs
 from hp_trainer.cli.help import USAGE, describe_option
 from hp_trainer.config import list_options, load_config, to_plain
-from hp_trainer.launch import job, platforms, preflight
+from hp_trainer.launch import platforms, preflight, world_size
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.plugins import registries
 from hp_trainer.registries import Registries
@@ -78,7 +79,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
         found.append((config, path, checkpoint))
         return path
 
-    monkeypatch.setattr(commands, "launch_training", train)
+    monkeypatch.setattr(runs, "launch_training", train)
     return found
 
 
@@ -86,9 +87,15 @@ def make_run(work: Path, step: int = 2) -> RunFolder:
     """A run with a checkpoint."""
     config = load_config(work / "run.yaml", registered=registries()).config
     run = create_run(work / "out", config)
-    part = TensorPart("w", "float32", (2,), [(Box.whole((2,)), np.ones(2, np.float32))])
-    save_checkpoint(LocalStorage(run.checkpoints), [part], step=step, model=to_plain(config.model), state={})
+    save(run, step)
     return run
+
+
+def save(run: RunFolder, step: int) -> None:
+    """A further checkpoint of a run."""
+    part = TensorPart("w", "float32", (2,), [(Box.whole((2,)), np.ones(2, np.float32))])
+    model = to_plain(run.load_config().config.model)
+    save_checkpoint(LocalStorage(run.checkpoints), [part], step=step, model=model, state={"loss": 0.5})
 
 
 # A new run ---------------------------------------------------------------------------------------------------
@@ -234,9 +241,9 @@ def test_local_ranks_are_the_accelerators_or_else_those_of_the_cpu(
     work: Path, prepared: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
-    monkeypatch.setattr(commands, "check_new_run", lambda loaded, folder, ranks, known: seen.append(ranks) or [])
+    monkeypatch.setattr(runs, "check_new_run", lambda loaded, folder, ranks, known: seen.append(ranks) or [])
     for accelerators in (0, 1, 2, 8):
-        monkeypatch.setattr(job, "num_accelerators", lambda platform, found=accelerators: found)
+        monkeypatch.setattr(world_size, "num_accelerators", lambda platform, found=accelerators: found)
         assert cli.main(["run.yaml", f"--run.folder=run{accelerators}", "--launch.cpu_ranks=4"]) == 0
     assert cli.main(["run.yaml", "--run.folder=three", "--launch.local_ranks=3"]) == 0
     assert seen == [4, 1, 2, 8, 3]
@@ -263,7 +270,7 @@ def test_the_example_fits_any_machine(
     tmp_path: Path, prepared: list, installed: Registries, monkeypatch: pytest.MonkeyPatch, accelerators: int
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for module in (job, preflight):
+    for module in (world_size, preflight):
         monkeypatch.setattr(module, "num_accelerators", lambda platform: accelerators)
     assert cli.main([str(EXAMPLE), "--data.max_tokens=100000"]) == 0
     ((config, *_),) = prepared
@@ -291,7 +298,7 @@ def test_a_full_disk_is_told_with_what_to_do(work: Path, capsys, monkeypatch: py
     def full(config, path, prepare) -> Path:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(commands, "launch_training", full)
+    monkeypatch.setattr(runs, "launch_training", full)
     assert cli.main(["run.yaml"]) == 1
     told = capsys.readouterr().err
     assert told == "hp-train: [Errno 28] No space left on device; free some space, then run the same command again\n"
@@ -319,7 +326,7 @@ def test_each_rank_of_a_launcher_tells_what_only_it_may_have_found(
     # The folder and the data are looked at by the rank that prepares the run, when the others can hear of it.
     monkeypatch.setenv("RANK", "0")
     (work / "corpus.txt").unlink()
-    monkeypatch.setattr(commands, "launch_training", lambda config, path, prepare: prepare())
+    monkeypatch.setattr(runs, "launch_training", lambda config, path, prepare: prepare())
     assert cli.main(["run.yaml"]) == 2
     assert "does not exist" in capsys.readouterr().err
 
@@ -411,6 +418,107 @@ def test_a_resumed_run_needs_its_prepared_data_only(work: Path, prepared: list) 
     make_run(work)
     (work / "corpus.txt").unlink()
     assert cli.main(["resume", "out"]) == 0
+
+
+# Start or go on ----------------------------------------------------------------------------------------------
+
+
+def test_run_begins_a_run_and_then_goes_on_with_it(work: Path, prepared: list) -> None:
+    assert cli.main(["run", "run.yaml"]) == 0
+    assert cli.main(["run", "run.yaml"]) == 0, "killed before its first checkpoint"
+    (work / "corpus.txt").unlink()
+    run = RunFolder.open(Path("out"))
+    save(run, 2)
+    assert cli.main(["run", "run.yaml", "--training.steps=20"]) == 0
+    assert [checkpoint for _, _, checkpoint in prepared] == [None, None, "step-00000002"]
+    assert run.load_config().config.training.steps == 20
+
+
+def remove_config(run: RunFolder) -> None:
+    run.config_file.unlink()
+
+
+def remove_data(run: RunFolder) -> None:
+    shutil.rmtree(run.data)
+
+
+def leave_half_of_the_data(run: RunFolder) -> None:
+    (run.data / "corpus.json").unlink()
+
+
+def leave_a_lock_alone(run: RunFolder) -> None:
+    shutil.rmtree(run.path)
+    run.path.mkdir()
+    for name in ("lock.json.17-ab", "run.json.incomplete-12ab"):
+        (run.path / name).write_text("{")
+
+
+KILLED = [remove_config, remove_data, leave_half_of_the_data, leave_a_lock_alone]
+
+
+@pytest.mark.parametrize("killed", KILLED)
+def test_a_run_that_was_killed_while_it_was_made_is_made_whole(
+    work: Path, prepared: list, killed: Callable[[RunFolder], None]
+) -> None:
+    run = create_run(work / "out", load_config(work / "run.yaml", registered=registries()).config)
+    killed(run)
+    assert cli.main(["run", "run.yaml"]) == 0
+    assert prepared[-1][2] is None
+    assert (run.data / "corpus.json").is_file()
+    assert run.load_config().config.training.steps == 4
+
+
+def test_run_refuses_what_it_cannot_go_on_with(work: Path, error, prepared: list) -> None:
+    assert "run needs the folder to begin or to go on with" in error("run", "run.yaml", "--run.folder=null")
+    (work / "out").mkdir()
+    (work / "out" / "thesis.txt").write_text("x")
+    assert "holds files that are no run" in error("run", "run.yaml")
+    (work / "out" / "thesis.txt").unlink()
+    make_run(work)
+    assert "training.seed: is fixed when a run begins" in error("run", "run.yaml", "--training.seed=1")
+    for shard in (work / "out" / "checkpoints").glob("*/shard*"):
+        shard.write_bytes(b"")
+    # Not from the beginning: there is something to save.
+    assert "out/checkpoints holds no sound checkpoint" in error("run", "run.yaml")
+    assert prepared == []
+
+
+def test_resume_from_an_earlier_step_sets_later_checkpoints_aside(work: Path, prepared: list, error, capsys) -> None:
+    run = make_run(work)
+    save(run, 4)
+    save(run, 6)
+    assert "holds no checkpoint of step 3; there are: 2, 4, 6" in error("resume", "out", "--from-step=3")
+    assert cli.main(["resume", "out", "--from-step=2", "--optimizer.lr=1e-4"]) == 0
+    assert prepared[-1][2] == "step-00000002"
+    assert capsys.readouterr().err.count("hp-train: set aside out/checkpoints/step-0000000") == 2
+    assert list_checkpoints(LocalStorage(run.checkpoints)) == ["step-00000002"]
+    assert cli.main(["resume", "out"]) == 0
+    assert prepared[-1][2] == "step-00000002", "the later ones are not found again"
+    capsys.readouterr()
+    assert cli.main(["checkpoints", "out"]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert [line.split()[:5] for line in table[:2]] == [
+        ["step", "loss", "size", "state", "folder"],
+        ["2", "0.5000", "0.0", "MiB", "sound"],
+    ]
+    assert [line.split()[0] for line in table[2:]] == ["4", "6"]
+    assert all(".set-aside-" in line for line in table[2:])
+
+
+def test_checkpoints_are_listed_with_their_damage(work: Path, capsys) -> None:
+    run = create_run(work / "out", load_config(work / "run.yaml", registered=registries()).config)
+    assert cli.main(["checkpoints", "out"]) == 0
+    assert capsys.readouterr().out == "out/checkpoints holds no checkpoint\n"
+    save(run, 2)
+    save(run, 4)
+    shard = run.checkpoints / "step-00000004" / "shard-00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\7")
+    assert cli.main(["checkpoints", "out"]) == 1
+    first, second = capsys.readouterr().out.splitlines()[1:]
+    assert first.split()[0] == "4"
+    assert "damaged: " in first
+    assert f"{shard.name}: tensor 'w' (key 'w') is damaged" in first
+    assert second.split()[0] == "2"
 
 
 # Generate and layouts ----------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from hp_trainer import cli
 from hp_trainer.cli import sweep
 from hp_trainer.cli.arguments import UsageError
 from hp_trainer.cli.sweep import plan_sweep, split_values
-from hp_trainer.signals import Interrupted
+from hp_trainer.stop_request import Interrupted
 
 GOOD = """\
 model: {name: tiny}

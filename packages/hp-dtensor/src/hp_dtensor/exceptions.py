@@ -81,8 +81,10 @@ class LaunchError(HPError, RuntimeError):
 
     Attributes:
         rank: the first rank that failed; None when it is no single rank's fault.
+        kind: name of the class of that rank's exception; empty where it ended without one.
     """
 
-    def __init__(self, message: str, rank: int | None = None) -> None:
+    def __init__(self, message: str, rank: int | None = None, kind: str = "") -> None:
         super().__init__(message)
         self.rank = rank
+        self.kind = kind

@@ -14,19 +14,20 @@ _ADDRESS_IN_USE = re.compile(r"EADDRINUSE|address (is )?already in use|errno: 98
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The failure of one rank: a line, the details that belong to it, and when it was noticed."""
+    """The failure of one rank: a line, its details, when it was noticed, and the class of its error (`kind`)."""
 
     headline: str
     details: str
     when: float
     died: bool = False
     address_in_use: bool = False
+    kind: str = ""
 
 
 def failure_of_exception(message: Failed) -> Failure:
     verb = "could not start" if message.phase == "start" else "failed"
     in_use = message.phase == "start" and bool(_ADDRESS_IN_USE.search(message.what))
-    return Failure(f"{verb}: {message.what}", message.traceback, message.when, address_in_use=in_use)
+    return Failure(f"{verb}: {message.what}", message.traceback, message.when, address_in_use=in_use, kind=message.kind)
 
 
 def failure_of_end(code: int | None, tail: str) -> Failure:

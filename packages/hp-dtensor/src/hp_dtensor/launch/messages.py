@@ -19,12 +19,13 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Report of an exception in a rank: the phase (`start` or `run`), the exception, and its time."""
+    """Report of an exception in a rank: the phase (`start` or `run`), the exception, its time and its class."""
 
     phase: str
     what: str
     traceback: str
     when: float
+    kind: str
 
 
 @dataclass(frozen=True, slots=True)

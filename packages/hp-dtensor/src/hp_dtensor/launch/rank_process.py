@@ -125,7 +125,7 @@ def _run(request: Run) -> Any:
 def _report(link: Link, phase: str, error: BaseException) -> None:
     when = time.monotonic()
     text = "".join(traceback.format_exception(error))
-    link.send(Failed(phase, f"{type(error).__name__}: {error}", text, when))
+    link.send(Failed(phase, f"{type(error).__name__}: {error}", text, when, type(error).__name__))
     sys.stdout.flush()
     sys.stderr.flush()
 

@@ -5,8 +5,11 @@ from hp_trainer.checkpoint.catalog import (
     Latest,
     find_latest,
     list_checkpoints,
+    list_set_aside,
     open_latest,
+    open_step,
     prune,
+    set_aside_later,
 )
 from hp_trainer.checkpoint.index import Index, model_fingerprint
 from hp_trainer.checkpoint.load import Checkpoint
@@ -23,8 +26,11 @@ __all__ = [
     "TensorPart",
     "find_latest",
     "list_checkpoints",
+    "list_set_aside",
     "model_fingerprint",
     "open_latest",
+    "open_step",
     "prune",
     "save_checkpoint",
+    "set_aside_later",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 from dataclasses import dataclass
 
 from hp_trainer.checkpoint.load import Checkpoint
@@ -11,6 +12,7 @@ from hp_trainer.checkpoint.storage import Storage
 from hp_trainer.exceptions import CheckpointError
 
 INCOMPLETE = ".incomplete-"
+SET_ASIDE = ".set-aside-"
 _LEFTOVER = re.compile(r"^step-\d+(-\d+)?\.(incomplete|deleted)-")
 
 
@@ -57,6 +59,47 @@ def open_latest(storage: Storage, *, content: bool = True) -> Checkpoint:
         reasons = "".join(f"\n  {reason}" for reason in latest.skipped)
         raise CheckpointError(f"{storage.describe('')} holds no sound checkpoint{reasons}")
     return latest.checkpoint
+
+
+def open_step(storage: Storage, step: int) -> Checkpoint:
+    """Return the newest save of a step; all of it is verified.
+
+    Raises:
+        CheckpointError: there is none, and which steps there are; or each save of it is damaged.
+    """
+    names = list_checkpoints(storage)
+    wanted = [name for name in names if step_of(name) == step]
+    if not wanted:
+        there = ", ".join(str(found) for found in sorted({step_of(name) for name in names})) or "none"
+        raise CheckpointError(f"{storage.describe('')} holds no checkpoint of step {step}; there are: {there}")
+    problems = []
+    for name in wanted:
+        try:
+            checkpoint = Checkpoint(storage, name)
+            checkpoint.verify()
+        except (CheckpointError, OSError) as error:
+            problems.append(str(error))
+        else:
+            return checkpoint
+    raise CheckpointError("; ".join(problems))
+
+
+def set_aside_later(storage: Storage, step: int) -> list[str]:
+    """Rename the checkpoints after a step, so that no search finds them again; returns their new names.
+
+    Nothing deletes them; given its name back, a checkpoint is one again.
+    """
+    renamed = []
+    for name in list_checkpoints(storage):
+        if step_of(name) > step:
+            renamed.append(f"{name}{SET_ASIDE}{secrets.token_hex(4)}")
+            storage.rename_folder(name, renamed[-1])
+    return renamed
+
+
+def list_set_aside(storage: Storage) -> list[str]:
+    """List the names of the checkpoints that `set_aside_later` has renamed."""
+    return sorted(name for name in storage.list_folders() if SET_ASIDE in name)
 
 
 def prune(storage: Storage, keep: int) -> list[str]:

@@ -19,6 +19,7 @@ _DTYPES = {
     "uint8": ("U8", "|u1"),
     "bool": ("BOOL", "|b1"),
 }
+_BFLOAT16_EXPONENT = np.uint16(0x7F80)  # all ones: NaN or an infinity
 
 
 def safetensors_name(dtype: str) -> str:
@@ -37,6 +38,13 @@ def storage_dtype(dtype: str) -> np.dtype:
         CheckpointError: the dtype cannot be saved.
     """
     return np.dtype(_lookup(dtype)[1])
+
+
+def is_finite(values: np.ndarray, dtype: str) -> bool:
+    """Return whether an array in its storage dtype holds neither NaN nor infinities; integers never do."""
+    if dtype == "bfloat16":
+        return not bool(np.any((values & _BFLOAT16_EXPONENT) == _BFLOAT16_EXPONENT))
+    return values.dtype.kind not in "fc" or bool(np.isfinite(values).all())
 
 
 def _lookup(dtype: str) -> tuple[str, str]:

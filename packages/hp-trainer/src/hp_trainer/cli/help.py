@@ -9,7 +9,9 @@ if TYPE_CHECKING:
 
 USAGE = """\
 usage: hp-train CONFIG [--section.setting=value ...]
-       hp-train resume RUN [--section.setting=value ...]
+       hp-train run CONFIG --run.folder=RUN [--section.setting=value ...]
+       hp-train resume RUN [--from-step N] [--section.setting=value ...]
+       hp-train checkpoints RUN
        hp-train generate RUN [--prompt TEXT ...] [--section.setting=value ...]
        hp-train check CONFIG [--world-size N] [--section.setting=value ...]
        hp-train sweep CONFIG --section.setting=value,value,... [--section.setting=value ...]
@@ -23,8 +25,10 @@ Train the model that a YAML file describes, on PyTorch or on MindSpore, in any p
 
 commands:
   CONFIG      train from the beginning, in a new run folder
-  resume      go on from the newest sound checkpoint of a run folder; layout, number of ranks and platform may
-              change, the model and its data may not
+  run         begin the run in RUN or, where it has begun, go on with it: what a restart loop calls
+  resume      go on from the newest sound checkpoint of a run folder, or from that of step N, with later ones set
+              aside; layout, number of ranks and platform may change, the model and its data may not
+  checkpoints list the checkpoints of a run folder with step, loss, size and soundness; all of them are read
   generate    continue prompts with the model of a run folder
   check       print every problem of a configuration, or what it would train; starts nothing
   sweep       train every combination of the values given, one run after the other, and compare the runs

@@ -59,12 +59,12 @@ def _dispatch(given: list[str]) -> int:
 
         print(version("hp-trainer"))
         return 0
-    from hp_trainer.cli import commands
+    from hp_trainer.cli import commands, runs
 
     if given[0] in commands.COMMANDS:
         return commands.COMMANDS[given[0]](given[1:])
     _refuse_misspelt_command(given[0], list(commands.COMMANDS))
-    return commands.train_command(given)
+    return runs.train_command(given)
 
 
 def _refuse_misspelt_command(word: str, known: list[str]) -> None:

@@ -17,7 +17,7 @@ from hp_trainer.launch import check_new_run, world_size_of
 from hp_trainer.plugins import registries
 from hp_trainer.report import compare_runs
 from hp_trainer.run import default_run_folder
-from hp_trainer.signals import Interrupted
+from hp_trainer.stop_request import Interrupted
 
 
 def sweep_command(given: list[str]) -> int:

@@ -153,6 +153,9 @@ class LaunchConfig:
     timeout_seconds: float = setting(
         300.0, help="longest wait for the other ranks to join; below 10 none could start", minimum=10
     )
+    max_restarts: int = setting(
+        0, help="restarts of the ranks from the newest checkpoint after failures without a new one between", minimum=0
+    )
     stop_seconds: float = setting(
         120.0, help="longest wait for the step under way and its checkpoint after Ctrl-C or SIGTERM", above=0
     )

@@ -4,35 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 from hp_dtensor.comm.world import current_world
-from hp_dtensor.launch import from_environment, is_launched, launch, rank_environment
+from hp_dtensor.exceptions import HPError
+from hp_dtensor.launch import from_environment, is_launched, rank_environment
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
 from hp_trainer._exchange import coordinator
 from hp_trainer.checkpoint import find_latest
 from hp_trainer.config import TrainerConfig
-from hp_trainer.exceptions import RunFolderError, StoppedError
+from hp_trainer.exceptions import RunFolderError, StoppedError, TrainingError
 from hp_trainer.generation import write_samples
-from hp_trainer.launch.platforms import num_accelerators
+from hp_trainer.launch.restarts import run_with_restarts
+from hp_trainer.launch.world_size import world_size_of
 from hp_trainer.run import RunFolder, RunLock, checkpoint_storage
-from hp_trainer.stop_request import Interrupted
 from hp_trainer.training import Trainer
-
-
-def world_size_of(config: TrainerConfig) -> int:
-    """Return the number of ranks of the job.
-
-    Those of the launcher that started this process, else `launch.local_ranks`, else one for each accelerator of this
-    machine, else `launch.cpu_ranks`.
-    """
-    found = rank_environment() if is_launched() else None
-    if found is not None:
-        return found.size
-    return config.launch.local_ranks or num_accelerators(config.platform) or config.launch.cpu_ranks
 
 
 def is_first_process() -> bool:
@@ -75,17 +64,17 @@ def _train(config: TrainerConfig, platform: Platform, begin: Callable[[], tuple[
     if is_launched():
         world = from_environment(platform, config.launch.timeout_seconds)
         path, owner, checkpoint = coordinator(world.all, "preparing the run", begin, RunFolderError)
-        ended_by = run_rank(path, owner, checkpoint, platform.name, False)
+        ended_by = _as_training_error(run_rank, path, owner, checkpoint, platform.name, False)
         platform.disconnect()
         if ended_by is None and is_first_process():
             write_samples(RunFolder(Path(path)), config)
     else:
         path, owner, checkpoint = begin()
         arguments = (path, owner, checkpoint, platform.name, True)
-        if world_size_of(config) == 1:
-            ended_by = run_rank(*arguments)
+        if world_size_of(config) == 1 and not config.launch.max_restarts:
+            ended_by = _as_training_error(run_rank, *arguments)
         else:
-            ended_by = _start(run_rank, arguments, config, platform, RunFolder(Path(path)).logs)
+            ended_by = run_with_restarts(run_rank, arguments, config, platform)
     if ended_by is not None:
         raise StoppedError(_how_far(RunFolder(Path(path)), config, ended_by), ended_by)
     return Path(path)
@@ -116,27 +105,18 @@ def run_rank(folder: str, owner: str, checkpoint: str | None, platform: str, sam
     return ended_by
 
 
-def _start(
-    target: Callable[..., int | None],
-    arguments: Sequence[object],
-    config: TrainerConfig,
-    platform: Platform,
-    logs: Path,
-) -> int | None:
+def _as_training_error(run_rank: Callable[..., int | None], *arguments: object) -> int | None:
+    """Do one rank's part in this process; what goes wrong there is no bad input, as it is none in ranks started here.
+
+    Raises:
+        TrainingError: in place of an error that names a user's mistake.
+    """
     try:
-        ended_by: list[int | None] = launch(
-            target,
-            arguments,
-            num_ranks=world_size_of(config),
-            platform=platform,
-            log_dir=logs,
-            timeout_seconds=config.launch.timeout_seconds,
-            stop_seconds=config.launch.stop_seconds,
-        )
-    except Interrupted as interrupted:
-        # The ranks have ended by now, in their own time.
-        return int(interrupted.signal)
-    return ended_by[0]
+        return run_rank(*arguments)
+    except HPError as error:
+        if isinstance(error, ValueError):
+            raise TrainingError(str(error)) from error
+        raise
 
 
 def _remove_empty(folder: Path) -> None:

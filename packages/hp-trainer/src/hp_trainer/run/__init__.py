@@ -1,7 +1,7 @@
 """A run: its folder, the data in it, and the place of its checkpoints."""
 
 from hp_trainer.run.checkpoints import checkpoint_storage
-from hp_trainer.run.create import create_run
+from hp_trainer.run.create import complete_run, create_run
 from hp_trainer.run.folder import RunFolder, chosen_run_folder, default_run_folder
 from hp_trainer.run.lock import RunLock
 
@@ -10,6 +10,7 @@ __all__ = [
     "RunLock",
     "checkpoint_storage",
     "chosen_run_folder",
+    "complete_run",
     "create_run",
     "default_run_folder",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from hp_trainer.config import TrainerConfig
@@ -21,13 +20,27 @@ def create_run(path: Path, config: TrainerConfig) -> RunFolder:
     """
     run = RunFolder.create(path, config)
     try:
-        source = registries().datasets.get(config.data.name).build(config.data.options)
-        source.prepare(run.data)
-        _check_evaluation(source.open(run.data, config.training.sequence_length), config)
+        _prepare(run, config)
     except BaseException:
-        shutil.rmtree(path, ignore_errors=True)
+        run.delete()
         raise
     return run
+
+
+def complete_run(run: RunFolder, config: TrainerConfig) -> None:
+    """Make what is missing of a run whose job was killed while it made it; done by one process.
+
+    Raises:
+        DataError: the data cannot be read, or are too few for a sample.
+    """
+    run.fill(config)
+    _prepare(run, config)
+
+
+def _prepare(run: RunFolder, config: TrainerConfig) -> None:
+    source = registries().datasets.get(config.data.name).build(config.data.options)
+    source.prepare(run.data)
+    _check_evaluation(source.open(run.data, config.training.sequence_length), config)
 
 
 def _check_evaluation(dataset: Dataset, config: TrainerConfig) -> None:

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from hp_trainer._files import write_atomically
+from hp_trainer._files import write_atomically, write_new
 from hp_trainer.config import LoadedConfig, TrainerConfig, dump_config, load_config
 from hp_trainer.exceptions import RunFolderError
 from hp_trainer.plugins import registries
@@ -18,6 +18,8 @@ from hp_trainer.registries import Registries
 from hp_trainer.run.lock import LOCK_FILE, check_owner
 
 _MARK = "run.json"
+# A job that was killed before it could mark the folder leaves no more than these.
+_BEFORE_THE_MARK = (LOCK_FILE, f"{_MARK}.incomplete-")
 
 
 class RunFolder:
@@ -53,11 +55,16 @@ class RunFolder:
     @classmethod
     def check_new(cls, path: Path) -> str | None:
         """Return why no new run may go into `path`, or None when it may."""
-        if (path / _MARK).is_file():
+        if cls.is_begun(path):
             return f"holds the run {_read_mark(path).get('id', '?')}"
-        if path.is_dir() and any(not inner.name.startswith(LOCK_FILE) for inner in path.iterdir()):
+        if path.is_dir() and any(not inner.name.startswith(_BEFORE_THE_MARK) for inner in path.iterdir()):
             return "holds files that are no run"
         return "is a file" if path.exists() and not path.is_dir() else None
+
+    @classmethod
+    def is_begun(cls, path: Path) -> bool:
+        """Return whether there is a run in `path`, even one whose job was killed while it made the folder."""
+        return (path / _MARK).is_file()
 
     @classmethod
     def create(cls, path: Path, config: TrainerConfig) -> RunFolder:
@@ -72,18 +79,15 @@ class RunFolder:
         path.mkdir(parents=True, exist_ok=True)
         try:
             # Of two runs that begin at once in the same folder, one gets it.
-            mark = (path / _MARK).open("x", encoding="utf-8")
+            mark = {"id": new_run_id(), "created": datetime.now(UTC).isoformat(timespec="seconds")}
+            write_new(path / _MARK, json.dumps(mark))
         except FileExistsError:
             raise _taken(path, "was taken by another run at this moment") from None
         folder = cls(path)
         try:
-            with mark:
-                json.dump({"id": new_run_id(), "created": datetime.now(UTC).isoformat(timespec="seconds")}, mark)
-            for inner in (folder.data, folder.checkpoints, folder.logs):
-                inner.mkdir(exist_ok=True)
-            folder.write_config(config)
+            folder.fill(config)
         except BaseException:
-            shutil.rmtree(path, ignore_errors=True)
+            folder.delete()
             raise
         return folder
 
@@ -94,10 +98,25 @@ class RunFolder:
         Raises:
             RunFolderError: there is no run in it.
         """
-        if not (path / _MARK).is_file():
+        if not cls.is_begun(path):
             raise RunFolderError(f"{path} holds no run (no {_MARK}); give the folder that `hp-train` printed")
         _read_mark(path)
         return cls(path, owner)
+
+    def fill(self, config: TrainerConfig) -> None:
+        """Make the inner folders and write the configuration, all of which may be there."""
+        for inner in (self.data, self.checkpoints, self.logs):
+            inner.mkdir(exist_ok=True)
+        self.write_config(config)
+
+    def delete(self) -> None:
+        """Delete the run and everything in it; killed on the way, it is still a run, and no foreign files."""
+        for inner in self.path.iterdir():
+            if inner.is_dir() and not inner.is_symlink():
+                shutil.rmtree(inner, ignore_errors=True)
+            elif inner.name != _MARK:
+                inner.unlink(missing_ok=True)
+        shutil.rmtree(self.path, ignore_errors=True)
 
     def check_owner(self) -> None:
         """Refuse to write where another job has taken the run over; without a lock there is nothing to check.

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from hp_trainer._files import link_new
 from hp_trainer.exceptions import RunFolderError, RunLockedError
 
 LOCK_FILE = "lock.json"
@@ -146,7 +147,7 @@ class RunLock:
         holder = Holder.this_process()
         mine = self._write_beside(holder)
         try:
-            _link(mine, self.path)
+            link_new(mine, self.path)
         except FileExistsError:
             return False
         finally:
@@ -189,7 +190,7 @@ class RunLock:
             taken = _parse(doomed)
             if taken is not None and taken.nonce != stale.nonce:
                 # Only where the file system has no locks of its own: another job was faster. Its lock goes back.
-                _link(doomed, self.path)
+                link_new(doomed, self.path)
             doomed.unlink()
 
     @contextlib.contextmanager
@@ -282,22 +283,6 @@ def _parse(path: Path) -> Holder | None:
     if any(type(values[name]) is not kind for name, kind in kinds.items()):
         return None
     return Holder(**values)
-
-
-def _link(source: Path, target: Path) -> None:
-    """Give a file a second name that is free, in one step.
-
-    Raises:
-        FileExistsError: the name is taken.
-    """
-    try:
-        os.link(source, target)
-    except FileExistsError:
-        raise
-    except OSError:
-        # No hard links here (some FUSE and object file systems): the exclusive creation is as good on a local one.
-        with target.open("x", encoding="utf-8") as out:
-            out.write(source.read_text(encoding="utf-8"))
 
 
 def _start_of(pid: int) -> int | None:

@@ -31,11 +31,15 @@ class TrainingCheckpoints:
     def __init__(self, setup: RankSetup, storage: Storage, may_write: Callable[[], None] = lambda: None) -> None:
         self._setup, self._storage, self._may_write = setup, storage, may_write
 
-    def save(self, progress: Progress) -> str:
+    def save(self, progress: Progress, loss: float | None = None) -> str:
         """Write a checkpoint on all ranks and return its folder's name; it is complete then.
 
+        Args:
+            loss: of the last step, told in lists of checkpoints.
+
         Raises:
-            CheckpointError: on every rank when any failed; earlier checkpoints are untouched.
+            CheckpointError: on every rank when any failed, or when a weight is no finite number; earlier checkpoints
+                are untouched.
         """
         setup = self._setup
         return save_checkpoint(
@@ -43,7 +47,7 @@ class TrainingCheckpoints:
             state_parts(setup.platform, setup.model, setup.optimizer),
             step=progress.step,
             model=to_plain(setup.config.model),
-            state=self._state(progress),
+            state=self._state(progress) | {"loss": loss},
             group=setup.mesh.world.all,
             keep=setup.config.checkpoint.keep,
             may_write=self._may_write,

@@ -10,6 +10,8 @@ from hp_dtensor.comm.world import current_world
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_trainer.checkpoint import Box, Checkpoint, TensorPart
+from hp_trainer.checkpoint.dtypes import is_finite
+from hp_trainer.exceptions import CheckpointError
 from hp_trainer.training.optimizer import Optimizer
 
 Tensor = Any
@@ -29,12 +31,20 @@ def named_state(platform: Platform, model: Module, optimizer: Optimizer | None) 
 
 
 def state_parts(platform: Platform, model: Module, optimizer: Optimizer) -> Iterator[TensorPart]:
-    """Yield this rank's part of a checkpoint; each tensor is brought to the host when its turn comes."""
+    """Yield this rank's part of a checkpoint; each tensor is brought to the host when its turn comes.
+
+    Raises:
+        CheckpointError: a weight or an optimizer state is no finite number.
+    """
+    buffers = {f"model.{name}" for name, _ in platform.named_buffers(model)}
     for name, tensor in named_state(platform, model, optimizer):
         box = _box_of(tensor)
         replica, num_replicas = _replica_of(platform, tensor)
         dtype = platform.dtype_name(tensor.dtype)
         values = platform.to_numpy(_local(platform, tensor)).reshape(box.shape)
+        # A buffer, such as a mask, may hold infinities for good.
+        if name not in buffers and not is_finite(values, dtype):
+            raise CheckpointError(f"{name} holds numbers that are not finite; no checkpoint is made of them")
         yield TensorPart(name, dtype, tuple(tensor.shape), [(box, values)], replica, num_replicas)
 
 

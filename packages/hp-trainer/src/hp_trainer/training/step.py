@@ -94,5 +94,7 @@ def check_finite(what: str, value: float, step: int) -> None:
     if not math.isfinite(value):
         raise TrainingError(
             f"the {what} of step {step} is {value}; this step changed nothing. Go on from the last checkpoint with a "
-            "lower optimizer.lr or training.clip_norm, or with training.dtype=float32 if it is another"
+            "lower optimizer.lr or training.clip_norm, or with training.dtype=float32 if it is another; if it comes "
+            "again, from an earlier one: `hp-train checkpoints RUN` lists them, `hp-train resume RUN --from-step=N` "
+            "takes one"
         )

@@ -130,7 +130,7 @@ class Trainer:
         """
         started, step = time.perf_counter(), self.progress.step
         self._hooks.before_checkpoint(CheckpointRecord(step=step))
-        folder = self._checkpoints.save(self.progress)
+        folder = self._checkpoints.save(self.progress, self._last.loss)
         record = CheckpointRecord(step=step, folder=folder, seconds=time.perf_counter() - started)
         for tracker in self._trackers:
             tracker.checkpoint(record)

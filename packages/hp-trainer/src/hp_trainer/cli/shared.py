@@ -1,0 +1,63 @@
+"""Steps that several commands take: reading the configuration, refusing what is wrong, finding the checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+from hp_trainer.checkpoint import Checkpoint, find_latest, open_latest
+from hp_trainer.cli.arguments import Overrides
+from hp_trainer.config import LoadedConfig, TrainerConfig, load_config, to_plain
+from hp_trainer.exceptions import ConfigError, Problem, raise_if_any
+from hp_trainer.launch import chosen_platform, no_platform
+from hp_trainer.plugins import registries
+from hp_trainer.run import RunFolder, checkpoint_storage
+
+
+def tell(line: str) -> None:
+    """Write a line for the user beside the output."""
+    print(f"hp-train: {line}", file=sys.stderr, flush=True)
+
+
+def load(path: str, overrides: Overrides) -> LoadedConfig:
+    """Read a configuration with overrides.
+
+    Raises:
+        ConfigError: listing every problem.
+    """
+    require_platform(path)
+    return load_config(path, overrides, registered=registries())
+
+
+def require_platform(title: str) -> None:
+    """Refuse to read settings without any platform: names that platforms register would be called unknown."""
+    problem = no_platform()
+    refuse([] if problem is None else [problem], title)
+
+
+def refuse(problems: list[Problem], title: str) -> None:
+    """Raise a `ConfigError` about what is called `title` when there are problems."""
+    raise_if_any(problems, ConfigError, title)
+
+
+def resolved(config: TrainerConfig, folder: Path) -> TrainerConfig:
+    """Return the configuration with the run folder and the platform that were chosen for it."""
+    run = dataclasses.replace(config.run, folder=str(folder))
+    platform = chosen_platform(config.platform)
+    return dataclasses.replace(config, run=run, platform=platform if isinstance(platform, str) else config.platform)
+
+
+def newest(run: RunFolder, config: TrainerConfig) -> Checkpoint:
+    """Return the newest sound checkpoint; tell which were passed over.
+
+    Raises:
+        CheckpointError: there is none, or it is of another model.
+    """
+    storage = checkpoint_storage(run, config)
+    found = find_latest(storage)
+    for reason in found.skipped:
+        tell(f"passed over a checkpoint: {reason}")
+    checkpoint = found.checkpoint if found.checkpoint is not None else open_latest(storage)
+    checkpoint.check_model(to_plain(config.model))
+    return checkpoint

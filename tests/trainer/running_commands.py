@@ -1,0 +1,104 @@
+"""Running `hp-train` commands, the processes that they start, and what their runs have come to."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hp_trainer.checkpoint import LocalStorage, find_latest
+from hp_trainer.metrics import read_metrics
+
+BIN = Path(sys.executable).parent
+START_SECONDS = 200  # to import a framework and join, on a busy machine
+END_SECONDS = 60
+
+LAUNCHERS_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MS_ROLE")
+
+
+class Command:
+    """A running `hp-train`, and all the processes that it has started."""
+
+    def __init__(self, folder: Path, platform: str, *arguments: str, launcher: tuple[str, ...] = ()) -> None:
+        # A variable of its own marks the processes of this command, wherever they are moved to.
+        self.mark = f"HP_TEST_COMMAND={folder}-{time.monotonic_ns()}"
+        name, value = self.mark.split("=")
+        environment = {key: text for key, text in os.environ.items() if key not in LAUNCHERS_VARIABLES}
+        # msrun starts `python`, whichever comes first.
+        environment["PATH"] = os.pathsep.join([str(BIN), os.environ.get("PATH", os.defpath)])
+        self.process = subprocess.Popen(
+            [sys.executable, *(launcher or ("-m", "hp_trainer")), *arguments],
+            cwd=folder,
+            env=environment | {"HP_PLATFORM": platform, "OMP_NUM_THREADS": "1", name: value},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def finish(self, seconds: float = START_SECONDS) -> tuple[int, str, str]:
+        """(exit code, output, errors) of a command that ends by itself."""
+        out, err = self.process.communicate(timeout=seconds)
+        return self.process.returncode, out, err
+
+    def processes(self) -> list[int]:
+        """Every process that carries the mark and is not a zombie."""
+        return [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if self._is_ours(pid)]
+
+    def rank(self, rank: int) -> int:
+        """The process of a rank."""
+        found = [pid for pid in self.processes() if f"RANK={rank}" in _environment(pid)]
+        assert len(found) == 1, found
+        return found[0]
+
+    def kill_everything(self) -> None:
+        for pid in self.processes():
+            os.kill(pid, signal.SIGKILL)
+        self.process.communicate()
+
+    def _is_ours(self, pid: int) -> bool:
+        return self.mark in _environment(pid)
+
+
+def _environment(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
+    except OSError:
+        return []
+
+
+TWO_RANKS = ("--launch.local_ranks=2", "--parallel.dp_shard=2", "--parallel.ep=2")
+ENDLESS = ("--training.steps=100000", "--lr_schedule.kind=constant", "--checkpoint.interval=5", "--checkpoint.keep=3")
+
+
+def wait_for_step(run: Path, step: int, command: Command) -> None:
+    """Return when the metrics say that `step` is done."""
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if any(event["event"] == "step" and event["step"] >= step for event in read_metrics(run / "metrics.jsonl")):
+            return
+        if command.process.poll() is not None:
+            break
+        time.sleep(0.05)
+    code = command.process.poll()
+    command.kill_everything()
+    pytest.fail(f"step {step} was not reached; exit code {code}")
+
+
+def steps_of(run: Path) -> list[int]:
+    return [event["step"] for event in read_metrics(run / "metrics.jsonl") if event["event"] == "step"]
+
+
+def losses_of(run: Path) -> list[float]:
+    return [event["loss"] for event in read_metrics(run / "metrics.jsonl") if event["event"] == "step"]
+
+
+def newest_step(run: Path) -> int:
+    checkpoint = find_latest(LocalStorage(run / "checkpoints")).checkpoint
+    assert checkpoint is not None
+    return checkpoint.step

@@ -1,0 +1,88 @@
+"""Failures are gone over by starting again from the newest checkpoint; the loss curve is that of a run without any."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+
+import numpy as np
+import pytest
+from running_commands import TWO_RANKS, Command, losses_of, newest_step, steps_of, wait_for_step
+
+from hp_trainer.checkpoint import Checkpoint, LocalStorage, list_checkpoints
+from hp_trainer.run import RunFolder
+
+pytestmark = pytest.mark.real_ranks
+
+
+def kill_rank(command: Command, rank: int) -> None:
+    os.kill(command.rank(rank), signal.SIGKILL)
+
+
+def test_ranks_that_are_killed_start_again_and_train_the_same_curve(folder, hp_train):
+    settings = ("--training.steps=24", "--lr_schedule.kind=constant", "--checkpoint.interval=4", *TWO_RANKS)
+    code, _, err = hp_train("run.yaml", "--run.folder=whole", *settings).finish()
+    assert code == 0, err
+
+    # Killed before its first checkpoint: the same command starts it again.
+    run = folder / "out"
+    first = hp_train("run", "run.yaml", "--run.folder=out", *settings, "--checkpoint.interval=1000")
+    wait_for_step(run, 1, first)
+    os.kill(first.process.pid, signal.SIGKILL)
+    first.finish()
+    assert list_checkpoints(LocalStorage(run / "checkpoints")) == []
+
+    command = hp_train("run", "run.yaml", "--run.folder=out", *settings, "--launch.max_restarts=1")
+    wait_for_step(run, 6, command)
+    kill_rank(command, 1)
+    code, _, err = command.finish()
+    assert code == 0, err
+    assert "rank 1 of 2 was killed by SIGKILL" in err
+    assert "starting the ranks again from step " in err
+    assert (run / "logs" / "rank1.failed-1.log").is_file()
+    assert steps_of(run) == list(range(1, 25))
+    assert losses_of(run) == losses_of(folder / "whole")
+
+    # Once done it stays done, whatever calls it again.
+    code, out, err = hp_train("run", "run.yaml", "--run.folder=out", *settings).finish()
+    assert (code, steps_of(run)) == (0, list(range(1, 25))), err
+    assert out.endswith("run folder: out\n")
+
+
+def test_a_rank_that_cannot_go_on_is_not_started_again_and_again(folder, hp_train):
+    settings = ("--optimizer.lr=1e38", "--training.clip_norm=null", "--training.steps=40", "--checkpoint.interval=1")
+    command = hp_train("run", "run.yaml", "--run.folder=out", *settings, "--launch.max_restarts=5")
+    code, _, err = command.finish()
+    assert code == 1
+    assert "starting the ranks again" not in err
+    # Either the numbers that the step has made are found when they are saved, or by the next step's loss.
+    assert "not finite" in err or " is nan; this step changed nothing" in err or " is inf; this step" in err
+    # What was saved before can be gone on with.
+    for name in list_checkpoints(LocalStorage(folder / "out" / "checkpoints")):
+        weights = RunFolder(folder / "out").checkpoints / name
+        assert all(np.isfinite(array).all() for array in read_all(weights)), name
+
+
+def read_all(folder):
+    checkpoint = Checkpoint(LocalStorage(folder.parent), folder.name)
+    return [checkpoint.read(name) for name in checkpoint.index.tensors]
+
+
+def test_a_run_goes_back_to_an_earlier_step(folder, hp_train):
+    settings = ("--training.steps=6", "--checkpoint.interval=2", "--checkpoint.keep=null")
+    assert hp_train("run.yaml", "--run.folder=out", *settings).finish()[0] == 0
+    before = losses_of(folder / "out")
+    shutil.copytree(folder / "out", folder / "copy")
+    code, _, err = hp_train("resume", "out", "--from-step", "2").finish()
+    assert code == 0, err
+    assert losses_of(folder / "out") == before
+    assert newest_step(folder / "out") == 6
+    code, _, err = hp_train("resume", "copy", "--from-step=2", "--optimizer.lr=1e-4").finish()
+    assert code == 0, err
+    assert losses_of(folder / "copy")[:3] == before[:3], "the rate acts from the third step's update on"
+    assert losses_of(folder / "copy")[3:] != before[3:]
+    code, out, _ = hp_train("checkpoints", "out").finish()
+    assert code == 0
+    assert out.count("sound") == 5
+    assert f"{before[5]:.4f}" in out
