@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib.figure
@@ -53,6 +54,17 @@ def test_each_step_is_on_disk_when_it_is_done(tmp_path: Path, run) -> None:
     assert [event["event"] for event in events] == ["start", "step"]
     assert (events[1]["step"], events[1]["loss"], events[1]["tokens_per_second"]) == (1, 1.5, 200.0)
     tracker.finish()
+
+
+def test_progress_shows_memory_and_speed(run) -> None:
+    out = io.StringIO()
+    tracker = ProgressTracker(stream=out)
+    tracker.start(run())
+    tracker.step(replace(step(1), peak_memory_gib=1.25, model_flops_per_second=3.87e14, utilization=0.391))
+    tracker.step(step(4))
+    lines = out.getvalue().splitlines()
+    assert "1.2 GiB  387 TFLOP/s  39% of peak" in lines[1]
+    assert "GiB" not in lines[2]
 
 
 def test_what_json_cannot_hold_becomes_text(tmp_path: Path, run) -> None:

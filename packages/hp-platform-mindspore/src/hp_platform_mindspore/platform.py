@@ -118,6 +118,9 @@ class MindSporePlatform(MindSporeBase):
     def num_accelerators(self) -> int:
         return 0 if self.capabilities is CPU else int(ms.device_context.ascend.device_count())
 
+    def peak_memory(self) -> int:
+        return super().peak_memory() if self.capabilities is CPU else int(ms.runtime.max_memory_allocated())
+
     def collective_dtypes(self, reducing: bool) -> tuple[str, ...]:
         return self.capabilities.reduced_dtypes if reducing else self.capabilities.moved_dtypes
 

@@ -17,6 +17,7 @@ from hp_dtensor.platform.processes import ProcessInterface
 from hp_platform_torch.comm import rendezvous
 from hp_platform_torch.comm.capabilities import device_types
 from hp_platform_torch.comm.world import TorchWorld
+from hp_platform_torch.device_rates import peak_flops
 
 
 class TorchProcesses(ProcessInterface):
@@ -90,6 +91,13 @@ class TorchProcesses(ProcessInterface):
     def num_accelerators(self) -> int:
         kind = self.device_types[0]
         return 0 if kind == "cpu" else int(getattr(torch, kind).device_count())
+
+    def peak_memory(self) -> int:
+        kind = self.device_types[0]
+        return super().peak_memory() if kind == "cpu" else int(getattr(torch, kind).max_memory_allocated())
+
+    def peak_flops(self, dtype: str) -> float | None:
+        return peak_flops(torch.cuda.get_device_name(), dtype) if self.device_types[0] == "cuda" else None
 
     def _use_device(self, local_rank: int) -> None:
         kind = self.device_types[0]

@@ -35,7 +35,7 @@ class RunRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
-    """One optimizer step, the same on every rank.
+    """One optimizer step, the same on every rank but for the memory.
 
     Attributes:
         step: optimizer steps done, this one included; the first one is 1.
@@ -45,6 +45,13 @@ class StepRecord:
         tokens: tokens of the global batch, those without a target included.
         samples: samples of the run read so far, this step included.
         seconds: wall time of the step; None before it.
+        peak_memory_gib: the most that this rank has held at once so far, in GiB; the one field that differs between
+            ranks. None before the step.
+        model_flops_per_second: floating-point operations that the model needs for the step, over its time, of all
+            ranks together (PaLM, arXiv 2204.02311, appendix B: nothing is counted that is computed again); None where
+            the model does not tell.
+        utilization: `model_flops_per_second` as a fraction of the peak rate of all devices; None where that is
+            not known.
         metrics: what the model tells of the step, by name; empty before it.
     """
 
@@ -55,6 +62,9 @@ class StepRecord:
     loss: float | None = None
     gradient_norm: float | None = None
     seconds: float | None = None
+    peak_memory_gib: float | None = None
+    model_flops_per_second: float | None = None
+    utilization: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from abc import ABC, abstractmethod
 from typing import Any, TypeAlias
 
@@ -37,6 +38,25 @@ class ProcessInterface(ABC):
     def num_accelerators(self) -> int:
         """Return how many accelerators of its best kind this machine offers to ranks; 0: ranks run on the CPU."""
         return 0
+
+    def peak_memory(self) -> int:
+        """Return the largest number of bytes that this rank's device has held at once for it so far.
+
+        The default, for ranks on the CPU: that of the process, in main memory.
+        """
+        # Kibibytes on Linux.
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def peak_flops(self, dtype: str) -> float | None:
+        """Return the matrix products' peak rate of this rank's device, in floating-point operations per second.
+
+        Args:
+            dtype: name of the operands' dtype.
+
+        Returns:
+            The figure of the maker's data sheet, without sparsity; None, the default, where it is not known.
+        """
+        return None
 
     def collective_dtypes(self, reducing: bool) -> tuple[str, ...]:
         """Return the names of the dtypes that its process groups can move here.

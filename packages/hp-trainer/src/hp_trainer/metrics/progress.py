@@ -90,7 +90,14 @@ class ProgressTracker(Tracker):
     def _status(self, record: StepRecord) -> str:
         loss = "-" if record.loss is None else f"{record.loss:.4f}"
         speed = "-" if not record.tokens_per_second else f"{record.tokens_per_second:,.0f}"
-        return f"loss {loss}  {speed} tokens/s  lr {record.learning_rate:.2e}"
+        parts = [f"loss {loss}", f"{speed} tokens/s", f"lr {record.learning_rate:.2e}"]
+        if record.peak_memory_gib is not None:
+            parts.append(f"{record.peak_memory_gib:.1f} GiB")
+        if record.model_flops_per_second:
+            parts.append(f"{record.model_flops_per_second / 1e12:.3g} TFLOP/s")
+        if record.utilization is not None:
+            parts.append(f"{record.utilization:.0%} of peak")
+        return "  ".join(parts)
 
     def _seconds_left(self, step: int) -> float:
         done = step - self._first_step

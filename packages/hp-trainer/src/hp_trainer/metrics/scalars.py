@@ -15,6 +15,9 @@ def step_scalars(record: StepRecord) -> dict[str, float]:
         "learning_rate": record.learning_rate,
         "tokens_per_second": record.tokens_per_second,
         "samples": record.samples,
+        "peak_memory_gib": record.peak_memory_gib,
+        "model_flops_per_second": record.model_flops_per_second,
+        "utilization": record.utilization,
         **record.metrics,
     }
     return {f"train/{name}": float(value) for name, value in values.items() if value is not None}

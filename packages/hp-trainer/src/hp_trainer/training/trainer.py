@@ -20,6 +20,7 @@ from hp_trainer.stop_request import StopRequest, stop_requests
 from hp_trainer.training.checkpoints import Progress, TrainingCheckpoints
 from hp_trainer.training.lr_schedule import learning_rate_factor
 from hp_trainer.training.setup import RankSetup
+from hp_trainer.training.speed import ModelSpeed
 from hp_trainer.training.state import num_parameters
 from hp_trainer.training.step import OptimizerStep, check_finite
 
@@ -42,6 +43,7 @@ class Trainer:
         self.setup = RankSetup.build(run, config, platform)
         self.progress = Progress()
         self._step = OptimizerStep(self.setup)
+        self._speed = ModelSpeed(self.setup)
         self._checkpoints = TrainingCheckpoints(self.setup, checkpoint_storage(run, config), run.check_owner)
         self._train_batches = self.setup.batch_reader(self.setup.dataset.train)
         self._evaluation_batches = self.setup.batch_reader(self.setup.dataset.evaluation)
@@ -101,7 +103,15 @@ class Trainer:
             metrics["loss_scale"] = self.setup.scaler.get_scale()
         self.progress = Progress(step, samples)
         seconds = time.perf_counter() - started
-        self._report_step(replace(before, loss=loss, gradient_norm=norm, seconds=seconds, metrics=metrics))
+        done = replace(before, loss=loss, gradient_norm=norm, seconds=seconds, metrics=metrics)
+        self._report_step(
+            replace(
+                done,
+                peak_memory_gib=self.setup.platform.peak_memory() / 2**30,
+                model_flops_per_second=self._speed.flops_per_second(seconds),
+                utilization=self._speed.utilization(seconds),
+            )
+        )
         return stopping
 
     def learning_rate(self, step: int) -> float:
