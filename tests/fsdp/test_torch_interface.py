@@ -201,7 +201,7 @@ def test_a_state_of_an_iteration_is_reset(hp_platform):
     run_ranks(rank, 2, hp_platform)
 
 
-def test_weights_with_a_gather_of_their_own_are_refused(hp_platform):
+def test_methods_of_a_gather_on_the_weight_itself_are_refused(hp_platform):
     model = build(hp_platform, CASE)
     model.head.weight.fsdp_pre_all_gather = lambda mesh: ((), None)
     model.head.weight.fsdp_post_all_gather = lambda *_: None

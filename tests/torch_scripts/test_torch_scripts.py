@@ -17,6 +17,7 @@ import on_ranks  # noqa: E402
 RANKS = {
     "checkpoint": 2,
     "fabric_like": 2,
+    "float8_like": 2,
     "fsdp_transformer": 2,
     "loss_parallel": 2,
     "tensor_parallel": 2,

@@ -13,6 +13,7 @@ from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.spec.rank_checks import check_alike
 from hp_fsdp._argument_checks import check_policy, check_settings, parameters_given
+from hp_fsdp._engine.extensions import chunked_layout, find_extensions
 from hp_fsdp._engine.flat_buffer import FlatBuffer
 from hp_fsdp._engine.fsdp_state import FSDPState, state_of
 from hp_fsdp._engine.group import ParameterGroup
@@ -129,7 +130,7 @@ def fully_shard(
     _check_dtypes(storage, policy, originals)
     name = ", ".join(type(module).__name__ for module in modules)
     _check_hooks(platform, originals)
-    _check_extensions(originals)
+    find_extensions(storage, originals)
     place(originals, mesh, shard_placement_fn, reshard_after_forward, name)
     whole = _whole_parameters(platform, originals, replicated, threshold if zero_stage else math.inf)
     settings = f"zero_stage={zero_stage}, reshard_after_forward={reshard_after_forward}, bucket_size={bucket_size}"
@@ -154,18 +155,6 @@ def _data_parallel_mesh(modules: Sequence[Module], mesh: Any, dims: DataParallel
     )
 
 
-def _check_extensions(originals: Sequence[OriginalParameter]) -> None:
-    """Refuse weights with gathers of their own, as float8 libraries have: they would be gathered as plain ones."""
-    methods = "fsdp_pre_all_gather", "fsdp_post_all_gather"
-    named = [o.name for o in originals if any(hasattr(o.tensor, method) for method in methods)]
-    if named:
-        raise FullyShardError(
-            f"{', '.join(named)}: {' / '.join(methods)} of the weight would not be called. Shard plain weights, and "
-            "send them in fewer bits by communication='fp8' or another Communication (examples/hp-fsdp-quantized); or "
-            "leave these out (ignored_params)"
-        )
-
-
 def _check_ranks(
     mesh: DeviceMesh, what: str, originals: Sequence[OriginalParameter], whole: Collection[int], settings: Sequence[str]
 ) -> None:
@@ -188,6 +177,7 @@ def _facts(platform: Platform, originals: Sequence[OriginalParameter], whole: Co
         f"{original.name} {list(original.tensor.shape)} {original.tensor.dtype}, cut along {original.cut_dim}"
         f"{', whole' if id(original.tensor) in whole else ''}"
         f"{'' if platform.requires_grad(original.tensor) else ', frozen'}"
+        f"{'' if original.extension is None else f', gathered by {original.extension.kind}'}"
         for original in originals
     ]
 
@@ -234,11 +224,18 @@ def _make_buffers(
     bucket_size: float | None,
     offload: CPUOffloadPolicy | None,
 ) -> Iterator[FlatBuffer]:
-    """Yield the flat buffers: parameters share one if dtype, mesh, trainability and membership in `whole` are alike."""
+    """Yield the flat buffers: parameters share one if dtype, mesh, trainability and membership in `whole` are alike.
+
+    One whose class gathers it has a buffer to itself, cut as torch cuts it, as the class expects.
+    """
     kinds: dict[Any, list[OriginalParameter]] = {}
     for original in originals:
         assert original.mesh is not None
         parallel = DataParallel(original.mesh, shards=id(original.tensor) not in whole)
+        if original.extension is not None:
+            layout = chunked_layout(original, parallel.num_shards)
+            yield FlatBuffer(storage, parallel, [original], layout, policy, communication, offload)
+            continue
         key = original.tensor.dtype, storage.platform.requires_grad(original.tensor), parallel
         kinds.setdefault(key, []).append(original)
     for (dtype, _, parallel), alike in kinds.items():

@@ -19,6 +19,55 @@ Tensor = Any
 DType = Any
 Gradients = Sequence[Tensor | None]
 
+GATHER_METHODS = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+"""Methods by which a weight's class says how it is gathered; see `GatherExtension`."""
+
+
+class GatherExtension(ABC):
+    """The gather that a weight of a tensor subclass brings with it, such as one in float8.
+
+    The protocol is torch's: the weight's `fsdp_pre_all_gather` turns this rank's shard into the tensors to gather, and
+    `fsdp_post_all_gather` turns what has been gathered into the unsharded weight.
+
+    Attributes:
+        values: the plain tensor of the weight's shape and dtype that holds its values, which are what is sharded.
+        kind: the weight's class, for errors.
+
+    Example:
+        >>> get_storage(platform).gather_extension(platform.zeros((2, 3), platform.dtype("float32"))) is None
+        True
+    """
+
+    values: Tensor
+    kind: str
+
+    @abstractmethod
+    def cut(self, num_shards: int, index: int) -> None:
+        """Make the weight that holds shard `index` of `num_shards`; its values are those that `inputs` is given."""
+
+    @abstractmethod
+    def inputs(self, shard: Tensor, mesh: Any, module: Any, policy: Any) -> list[Tensor]:
+        """Return what is to be gathered of a shard of the values: contiguous plain tensors.
+
+        Args:
+            mesh: 1-D, of the ranks that hold the shards.
+            module: the module that has the weight.
+            policy: the group's `MixedPrecisionPolicy`.
+        """
+
+    @abstractmethod
+    def unsharded(self, outputs: Sequence[Tensor], dtype: DType) -> Tensor:
+        """Return the unsharded weight, the same object each time.
+
+        Args:
+            outputs: what `inputs` gave on all ranks, joined along dimension 0; the same tensors each time, refilled.
+            dtype: of computation.
+        """
+
+    @abstractmethod
+    def inner_tensors(self) -> list[Tensor]:
+        """Return the plain tensors that the unsharded weight consists of beside `outputs`; released between uses."""
+
 
 class ParameterStorage(ABC):
     """Makes flat buffers, views of them, and autograd nodes over them, on one platform.
@@ -115,6 +164,21 @@ class ParameterStorage(ABC):
     @abstractmethod
     def address(self, x: Tensor) -> int:
         """Return the address of the data of a tensor, or of a DTensor's shard; called within `platform.local_op`."""
+
+    def gather_extension(self, parameter: Tensor) -> GatherExtension | None:
+        """Return the gather that a parameter's class defines, or None.
+
+        Raises:
+            CapabilityError: it cannot be used, and why.
+        """
+        methods = [name for name in GATHER_METHODS if hasattr(parameter, name)]
+        if methods:
+            raise CapabilityError(f"{' / '.join(methods)} of a weight cannot be called on {self.platform.name}")
+        return None
+
+    def as_bytes(self, buffer: Tensor) -> Tensor:
+        """Return a flat contiguous tensor's memory as bytes, where collectives do not take every dtype."""
+        return buffer
 
     # Offload ---------------------------------------------------------------------------------------------
 

@@ -141,7 +141,7 @@ class BackwardSchedule:
             if group.use is use:
                 group.use = None
             for each in group.buffers:
-                grads = each.gradients.outlive_full(grads)
+                grads = each.gradients.outlive(each.gathering.freed, grads)
             self._reshard(group)
         if not run.is_for_parameters:
             return

@@ -39,6 +39,9 @@ class BufferMemory:
             so that autograd does not believe that what operations have saved of the full buffer has changed.
         is_whole: one shard without a cast is the full buffer itself: nothing to gather, nothing to free.
         parameters: in the order of the layout's blocks.
+        policy: the dtypes as the user has chosen them.
+        shard_mesh: 1-D, of `shard_group`.
+        extension: the gather that the only parameter's class defines; the full buffer is then never filled.
     """
 
     def __init__(
@@ -69,10 +72,14 @@ class BufferMemory:
             self.offload = ShardOffload(storage, self.device, offload.parameters, offload.gradients, offload.pin_memory)
         self._on_allocation: Callable[[], None] | None = None
         self.shard = self._fill_shard(originals)
-        self.is_whole = layout.num_shards == 1 and self.param_dtype == self.dtype and not self.offload.parameters
+        self.extension = originals[0].extension
+        is_cast = self.param_dtype != self.dtype or self.extension is not None
+        self.is_whole = layout.num_shards == 1 and not is_cast and not self.offload.parameters
         self.full = self.shard if self.is_whole else self.new_buffer(layout.numel, self.param_dtype)
         # Views are made while the full buffer has memory: a view of a released one would allocate it again.
         self.gather_target = storage.gather_target(self.full)
+        self.policy = policy
+        self.shard_mesh = parallel.shard_mesh
         self.parameters = [self._shard_parameter(index, each, parallel) for index, each in enumerate(originals)]
         if not self.is_whole:
             storage.release(self.full)
@@ -127,7 +134,7 @@ class BufferMemory:
             if numel == 0 or self.platform.is_meta(original.tensor):
                 continue
             with self.platform.no_grad(), self.platform.local_op():
-                local = self.platform.detach(self.platform.unwrap(original.tensor))
+                local = self.platform.detach(self.platform.unwrap(original.values))
                 if original.first_dim:
                     dims = moved_to_front(range(len(local.shape)), original.first_dim)
                     local = self.platform.ops.permute(local, dims)

@@ -7,6 +7,7 @@ from typing import Any
 
 from hp_fsdp._engine.buffer_memory import BufferMemory
 from hp_fsdp._engine.call_order import Group
+from hp_fsdp._engine.extension_gathering import ExtensionGathering
 from hp_fsdp._engine.gathering import Gathering
 from hp_fsdp._engine.gradients import BufferGradients
 from hp_fsdp._engine.layout import FlatLayout
@@ -45,7 +46,11 @@ class FlatBuffer(BufferMemory):
         on_meta = [storage.platform.is_meta(original.tensor) for original in originals]
         super().__init__(storage, parallel, originals, layout, policy, communication, offload)
         self.versions = ParameterVersions(self)
-        self.gathering = Gathering(self, self.versions)
+        self.gathering = (
+            Gathering(self, self.versions)
+            if self.extension is None
+            else ExtensionGathering(self, self.versions, self.extension)
+        )
         self.gradients = BufferGradients(self, self.versions)
         from_meta = [parameter for parameter, meta in zip(self.parameters, on_meta, strict=True) if meta]
         self.from_meta = MetaParameters(self, from_meta, self.versions)

@@ -107,6 +107,11 @@ class Gathering:
             self._storage.finish_reading(reading)
 
     @property
+    def freed(self) -> list[Tensor]:
+        """Buffers with memory now that `release` frees."""
+        return [] if self._memory.is_whole else [self._memory.full]
+
+    @property
     def held_bytes(self) -> int:
         """Bytes that the full buffer, or the part kept of it, holds beyond the shard."""
         if self._memory.is_whole:

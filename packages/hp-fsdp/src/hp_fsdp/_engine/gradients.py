@@ -68,12 +68,18 @@ class BufferGradients:
                 self.unreduced_indices |= {index}
                 self._collect_one(index, recomputed, fresh=False)
 
-    def outlive_full(self, grads: Gradients) -> Gradients:
-        """Return the gradients, copied where one lies in the full buffer: it is a parameter itself, as of x * w."""
+    def outlive(self, freed: Sequence[Tensor], grads: Gradients) -> Gradients:
+        """Return the gradients, copied where one lies in memory to be freed: it is a parameter itself, as of x * w."""
+        if not freed:
+            return grads
         with self._platform.local_op():
-            begin = self._storage.address(self._memory.full)
-            end = begin + (0 if self._memory.is_whole else self._storage.held_bytes(self._memory.full))
-            inside = [grad is not None and begin <= self._storage.address(grad) < end for grad in grads]
+            begins = [self._storage.address(buffer) for buffer in freed]
+            ends = [begin + self._storage.held_bytes(buffer) for begin, buffer in zip(begins, freed, strict=True)]
+            inside = [
+                grad is not None
+                and any(a <= self._storage.address(grad) < b for a, b in zip(begins, ends, strict=True))
+                for grad in grads
+            ]
         if not any(inside):
             return grads
         return [self._platform.ops.clone(x) if copied else x for x, copied in zip(grads, inside, strict=True)]

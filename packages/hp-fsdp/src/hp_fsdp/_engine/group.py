@@ -193,13 +193,13 @@ class ParameterGroup:
             )
         if self.state in (GroupState.SHARDED, GroupState.SHARDED_AFTER_FORWARD):
             self.check_order("gathers")
-            self._gather(Gathering.start)
+            self._gather(lambda gathering: gathering.start())
             self.state = GroupState.GATHERING
 
     def wait_for_unshard(self) -> None:
         """Wait for a gather that has begun."""
         if self.state is GroupState.GATHERING:
-            self._gather(Gathering.wait)
+            self._gather(lambda gathering: gathering.wait())
             self.state = GroupState.UNSHARDED
 
     def unshard(self) -> None:

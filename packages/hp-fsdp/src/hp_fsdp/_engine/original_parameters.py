@@ -16,6 +16,7 @@ from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_fsdp._engine.layout import Block
 from hp_fsdp.exceptions import FullyShardError
+from hp_fsdp.storage import GatherExtension
 
 Tensor = Any
 Module = Any
@@ -51,6 +52,13 @@ class DataParallel:
         return self.mesh.get_group(self.mesh.ndim - 1) if self.shards else world.group((world.rank,))
 
     @property
+    def shard_mesh(self) -> DeviceMesh:
+        """The mesh of `shard_group`."""
+        if not self.shards:
+            return DeviceMesh(self.mesh.device_type, [self.mesh.world.rank], world=self.mesh.world)
+        return self.mesh if self.mesh.ndim == 1 else self.mesh[self.mesh.mesh_dim_names[-1]]
+
+    @property
     def replicate_group(self) -> ProcessGroup | None:
         """The ranks that hold the same shard; None where no mesh axis replicates."""
         if not self.shards:
@@ -68,6 +76,7 @@ class OriginalParameter:
         owners: every (module, attribute) that holds it.
         chosen_dim: the dimension to cut that `shard_placement_fn` has named; None: it has named none.
         mesh: the mesh that shards it, the group's unless `shard_placement_fn` has named another; None: not known yet.
+        extension: the gather that its class defines; None: it is gathered as it is.
     """
 
     name: str
@@ -75,6 +84,12 @@ class OriginalParameter:
     owners: list[tuple[Module, str]] = field(default_factory=list)
     chosen_dim: int | None = None
     mesh: DeviceMesh | None = None
+    extension: GatherExtension | None = None
+
+    @property
+    def values(self) -> Tensor:
+        """The tensor that holds the values: the parameter itself, unless its class has a gather of its own."""
+        return self.tensor if self.extension is None else self.extension.values
 
     @property
     def spec(self) -> TensorSpec | None:
@@ -94,6 +109,8 @@ class OriginalParameter:
         """
         if self.chosen_dim is not None:
             return self.chosen_dim
+        if self.extension is not None:
+            return 0
         return next((dim for dim, size in enumerate(self._longest_shape) if size > 1), 0)
 
     @property

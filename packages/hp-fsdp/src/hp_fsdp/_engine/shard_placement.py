@@ -8,6 +8,7 @@ from typing import Any
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.spec.placements import Shard
 from hp_fsdp._argument_checks import mesh_problems, reshard_problems
+from hp_fsdp._engine.extensions import extension_problems
 from hp_fsdp._engine.original_parameters import OriginalParameter, problems_of
 from hp_fsdp.exceptions import FullyShardError
 from hp_fsdp.policies import ShardPlacementResult
@@ -41,7 +42,7 @@ def place(
         wrong = _choose(original, mesh, chosen, reshard_after_forward)
         problems += [f"{original.name}: shard_placement_fn: {problem}" for problem in wrong]
         if not wrong:
-            problems += problems_of(original, original.mesh)
+            problems += problems_of(original, original.mesh) or extension_problems(original)
     if problems:
         raise FullyShardError(f"{where}, rank {mesh.world.rank}: {'; '.join(problems)}")
 

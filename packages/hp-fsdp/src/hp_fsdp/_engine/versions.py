@@ -57,8 +57,8 @@ class ParameterVersions:
         through an alias with a counter of its own. Where the platform counts it (`counts_filling`), the caller asks
         once after each gather and drops the answer.
         """
-        if self._memory.is_whole:
-            return []
+        if self._memory.is_whole or self._memory.extension is not None:
+            return []  # the class of the weight may write what it makes of it
         before, self._unsharded_writes = self._unsharded_writes, self._count_unsharded_writes()
         if before == self._unsharded_writes:
             return []

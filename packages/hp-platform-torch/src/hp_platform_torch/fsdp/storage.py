@@ -18,8 +18,9 @@ from hp_dtensor.comm.world import Work
 from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.tensor_spec import TensorSpec
-from hp_fsdp.storage import Gradients, ParameterStorage, moved_to_front
+from hp_fsdp.storage import GatherExtension, Gradients, ParameterStorage, moved_to_front
 from hp_platform_torch.fsdp import host_memory
+from hp_platform_torch.fsdp.gather_extension import find_extension
 from hp_platform_torch.tensor.dtensor import TorchDTensor, adopt
 from hp_platform_torch.tensor.local_operations import LocalOperations, NoGrad
 
@@ -110,6 +111,12 @@ class TorchParameterStorage(ParameterStorage):
 
     def address(self, x: Tensor) -> int:
         return x.data_ptr() if x.layout is torch.strided else 0  # a sparse gradient, refused later by name
+
+    def gather_extension(self, parameter: Tensor) -> GatherExtension | None:
+        return find_extension(parameter)
+
+    def as_bytes(self, buffer: Tensor) -> Tensor:
+        return buffer.view(torch.uint8)
 
     # Offload ---------------------------------------------------------------------------------------------
 

@@ -1,0 +1,145 @@
+"""Weights of tensor subclasses that define `fsdp_pre_all_gather` and `fsdp_post_all_gather`, torch's protocol.
+
+The protocol is described in `torch.distributed.fsdp._fully_shard._fsdp_param`; float8 training of torchao uses it. What
+is asked of a subclass here is what torch's `fully_shard` asks of it, and that one plain tensor in it holds the values.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from hp_dtensor.exceptions import CapabilityError
+from hp_fsdp.storage import GATHER_METHODS, GatherExtension
+from hp_platform_torch.tensor.local_operations import NoGrad
+
+Tensor = torch.Tensor
+
+_PLAIN = torch.Tensor, torch.nn.Parameter
+
+
+def find_extension(parameter: Tensor) -> TorchGatherExtension | None:
+    """Return the gather that a parameter's class defines; None for one without.
+
+    Raises:
+        CapabilityError: half of the protocol, a method with other parameters, or values that lie in no one tensor.
+    """
+    missing = [name for name in GATHER_METHODS if not hasattr(parameter, name)]
+    if len(missing) == len(GATHER_METHODS):
+        return None
+    kind = type(parameter)
+    if missing:
+        raise CapabilityError(f"{kind.__name__} has one of {' and '.join(GATHER_METHODS)}, and lacks {missing[0]}")
+    if any(not hasattr(kind, name) for name in GATHER_METHODS):
+        raise CapabilityError(
+            f"{' / '.join(GATHER_METHODS)} have been set on the weight itself; the shards would lack them. Define them "
+            "in a tensor subclass"
+        )
+    count = len(inspect.signature(parameter.fsdp_pre_all_gather).parameters)  # type: ignore[attr-defined]
+    if count not in (1, 5):
+        raise CapabilityError(
+            f"{kind.__name__}.fsdp_pre_all_gather takes {count} arguments, expected (mesh), or (mesh, outer_size, "
+            "outer_stride, module, mp_policy)"
+        )
+    return TorchGatherExtension(parameter, takes_mesh_only=count == 1)
+
+
+class TorchGatherExtension(GatherExtension):
+    """The gather of one weight; see `GatherExtension`."""
+
+    def __init__(self, parameter: Tensor, takes_mesh_only: bool) -> None:
+        self.kind = type(parameter).__name__
+        self._whole = parameter.detach()
+        self._takes_mesh_only = takes_mesh_only
+        # Of a weight with memory of its own: torch's operations make instances without them.
+        self._attributes = {name: value for name, value in vars(parameter).items() if name != "_is_param"}
+        self._size, self._strides = self._whole.size(), _contiguous(self._whole.size())
+        self._holder = _attribute_of_values(self._whole)
+        self.values = self._whole.as_subclass(torch.Tensor) if self._holder is None else self._held()
+        self._shard: Any = None
+        self._metadata: Any = None
+        self._unsharded: Tensor | None = None
+        self._inner: list[Tensor] = []
+
+    def _held(self) -> Tensor:
+        values: Tensor = getattr(self._whole, str(self._holder))
+        return values.detach()
+
+    def cut(self, num_shards: int, index: int) -> None:
+        # The class's own operations, which keep what else an instance has; torch's fully_shard asks them likewise.
+        with NoGrad():
+            chunks = torch.chunk(self._whole, num_shards, dim=0)
+            self._shard = chunks[index] if index < len(chunks) else chunks[0].narrow(0, 0, 0)
+        del self._whole, self.values
+
+    def inputs(self, shard: Tensor, mesh: Any, module: Any, policy: Any) -> list[Tensor]:
+        shard = shard.detach()
+        if self._holder is not None:
+            setattr(self._shard, self._holder, shard)
+        elif self._shard.data_ptr() != shard.data_ptr() or not self._shard.numel():
+            self._attributes.update(vars(self._shard))
+            self._shard = shard.as_subclass(type(self._shard))
+            vars(self._shard).update(self._attributes)
+        more = () if self._takes_mesh_only else (self._size, self._strides, module, policy)
+        with NoGrad():
+            inputs, self._metadata = self._shard.fsdp_pre_all_gather(mesh, *more)
+            return [x.contiguous() for x in inputs]
+
+    def unsharded(self, outputs: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        metadata, self._metadata = self._metadata, None
+        with NoGrad():
+            if self._unsharded is None:
+                made, inner = self._shard.fsdp_post_all_gather(tuple(outputs), metadata, dtype)
+                self._inner = [each for each in inner if _storage(each) not in set(map(_storage, outputs))]
+                self._unsharded = made if made.size() == self._size else made.as_strided(self._size, self._strides)
+                return self._unsharded
+            # What autograd has saved of the weight is still what it was: the class writes the same values again.
+            with torch.autograd._unsafe_preserve_version_counter(tuple(self._inner)):
+                self._shard.fsdp_post_all_gather(tuple(outputs), metadata, dtype, out=self._unsharded)
+            return self._unsharded
+
+    def inner_tensors(self) -> list[Tensor]:
+        return self._inner
+
+
+def _attribute_of_values(weight: Tensor) -> str | None:
+    """Return the attribute of a wrapper that holds its values; None where the weight itself holds them.
+
+    Raises:
+        CapabilityError: they do not lie in one plain tensor of the weight's shape and dtype, as those of a weight that
+            is kept quantized.
+    """
+    kind = type(weight)
+    if kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+        return None
+    found = [name for name, value in _attributes(weight) if _holds(value, weight)]
+    if len(found) == 1:
+        return found[0]
+    told = f"{len(found)} ({', '.join(found)})" if found else "none"
+    raise CapabilityError(
+        f"{kind.__name__} holds its values in no one tensor: expected one attribute with a plain tensor of "
+        f"{list(weight.shape)}, {weight.dtype}, which the optimizer updates, got {told}"
+    )
+
+
+def _attributes(weight: Tensor) -> Iterator[tuple[str, Any]]:
+    names = dict.fromkeys(vars(weight)) if hasattr(weight, "__dict__") else {}
+    for kind in type(weight).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        names.update(dict.fromkeys((slots,) if isinstance(slots, str) else slots))
+    yield from ((name, getattr(weight, name, None)) for name in names)
+
+
+def _holds(value: Any, weight: Tensor) -> bool:
+    return type(value) in _PLAIN and value.shape == weight.shape and value.dtype == weight.dtype
+
+
+def _contiguous(size: torch.Size) -> tuple[int, ...]:
+    return tuple(torch.empty(size, device="meta").stride())
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
