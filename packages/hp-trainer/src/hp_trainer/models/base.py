@@ -17,6 +17,9 @@ Tensor = Any
 class LanguageModel(Protocol):
     """A module of a platform that predicts the next token.
 
+    One that has `training_flops_per_token(sequence_length)`, the operations of forward and backward without what is
+    computed again, has its FLOP/s shown.
+
     Attributes:
         config: its options; `ParallelDims.validate_against_model` reads sizes from it.
     """

@@ -18,6 +18,7 @@ from hp_dtensor.tensor.init import Constant, Distribution, Normal
 from hp_moe import update_expert_bias
 from hp_trainer.models.decoder.block import DecoderBlocks
 from hp_trainer.models.decoder.config import DecoderConfig
+from hp_trainer.models.decoder.flops import training_flops_per_token
 from hp_trainer.models.decoder.norm import build_norm
 from hp_trainer.models.decoder.rotary import RotaryTables
 
@@ -144,6 +145,10 @@ class Decoder(nn.Module):
 
         parallelize(self, dims, mesh, training, reshard_after_forward=reshard_after_forward)
         self.recomputes = training is not None and training.activation_checkpointing
+
+    def training_flops_per_token(self, sequence_length: int) -> float:
+        """Return the operations that a token needs in forward and backward of the whole decoder, also of its parts."""
+        return training_flops_per_token(self.config, sequence_length)
 
     def after_optimizer_step(self) -> Mapping[str, float]:
         """Move the expert biases; return how unevenly the step's tokens went to the experts.
