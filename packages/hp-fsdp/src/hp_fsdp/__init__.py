@@ -1,5 +1,6 @@
 """Fully sharded data parallelism: one differentiable all-gather per group of parameters."""
 
+from hp_fsdp._engine.gathered_step import GatheredStep
 from hp_fsdp._fsdp_module import FSDPModule, HSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from hp_fsdp._fully_shard import fully_shard
 from hp_fsdp.communication import Communication
@@ -46,6 +47,7 @@ __all__ = [
     "FSDPModule",
     "FSDPStateError",
     "FullyShardError",
+    "GatheredStep",
     "GradScaler",
     "HSDPCell",
     "HSDPError",

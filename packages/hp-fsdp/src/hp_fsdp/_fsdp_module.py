@@ -11,6 +11,7 @@ from typing import Any
 from hp_dtensor.exceptions import CapabilityError
 from hp_fsdp._argument_checks import reshard_problems, reshard_size
 from hp_fsdp._engine.fsdp_state import FSDPState, state_of, states_below
+from hp_fsdp._engine.gathered_step import GatheredStep
 from hp_fsdp._engine.group import ParameterGroup
 from hp_fsdp._engine.original_parameters import STATE_ATTRIBUTE
 from hp_fsdp.communication import Communication
@@ -91,6 +92,16 @@ class FSDPModule:
             return handle
         handle.wait()
         return None
+
+    def gather_for_step(self) -> GatheredStep:
+        """Gather everything below this module once, for a step of several forwards and backwards; see `GatheredStep`.
+
+        Settings of when gradients are reduced and parameters resharded have no meaning meanwhile.
+
+        Raises:
+            FSDPStateError: within a forward, a backward, or another such step.
+        """
+        return self._fsdp.schedule_of_root().gather_for_step()
 
     def reshard(self) -> None:
         """Free the group's full parameters and put the sharded ones back into the modules.

@@ -58,24 +58,35 @@ class FSDPState:
         """
         if self._is_inner(module):
             return None
-        schedule = self.schedule if self.schedule is not None else self._become_root()
-        was_in_forward = self.group.in_forward
-        schedule.forward.pre_forward(self.group, module, lambda: tensors_in((args, kwargs), self.platform.Tensor))
-        if self.group.in_forward and not was_in_forward:
-            self._not_called = list(self.modules)
+        if not self.group.is_held:
+            self._begin_forward(module, args, kwargs)
         if self.policy.cast_forward_inputs and self.policy.param_dtype is not None:
             args, kwargs = self._cast((args, kwargs), self.policy.param_dtype)
             return args, kwargs
         return None
 
+    def _begin_forward(self, module: Module, args: Args, kwargs: Kwargs) -> None:
+        was_in_forward = self.group.in_forward
+        self.schedule_of_root().forward.pre_forward(
+            self.group, module, lambda: tensors_in((args, kwargs), self.platform.Tensor)
+        )
+        if self.group.in_forward and not was_in_forward:
+            self._not_called = list(self.modules)
+
+    def schedule_of_root(self) -> RootSchedule:
+        """Return the schedule of the model; these modules become its root if none has been called yet."""
+        return self.schedule if self.schedule is not None else self._become_root()
+
     def post_forward(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Cast the outputs, watch for their gradients, and reshard."""
-        assert self.schedule is not None
         if self._is_inner(module):
             return output
         if self.policy.output_dtype is not None:
             output = self._cast(output, self.policy.output_dtype)
+        if self.group.is_held:
+            return output
         outputs = self._requiring_grad(output)
+        assert self.schedule is not None
         watched = self.schedule.forward.post_forward(self.group, module, outputs, self._is_last(module))
         return _replace(output, self.platform.Tensor, outputs, watched)
 
@@ -100,7 +111,7 @@ class FSDPState:
 
     def _forward_failed(self) -> None:
         self._not_called = list(self.modules)
-        if self.schedule is not None:
+        if self.schedule is not None and not self.group.is_held:
             self.schedule.forward.fail(self.group)
 
     def _is_last(self, module: Module) -> bool:

@@ -42,6 +42,7 @@ class ParameterGroup:
         settings: see `GroupSettings`.
         state: the form in which the buffers hold the parameters.
         uses_unsharded: the modules hold the unsharded parameters instead of the sharded ones.
+        is_held: a `GatheredStep` keeps the parameters unsharded; hooks leave them alone.
         in_forward: the forward of one of its modules has begun, and not that of all ended.
         forward_depth: forwards of its modules that run now, one inside of another, by the module's id.
         kept_after_forward: the last forward left the full parameters for a backward.
@@ -66,6 +67,7 @@ class ParameterGroup:
         self.settings = settings
         self.state = GroupState.SHARDED
         self.uses_unsharded = False
+        self.is_held = False
         self.in_forward = False
         self.forward_depth: dict[int, int] = {}
         self.kept_after_forward = False

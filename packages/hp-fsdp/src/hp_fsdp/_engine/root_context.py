@@ -121,6 +121,7 @@ class RootContext:
         self.backward = None
         self.root_module = None
         for group in self.groups:
+            group.is_held = False
             group.use_sharded()
             group.reshard()
             group.use = None

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from hp_fsdp._engine.backward_schedule import BackwardSchedule
 from hp_fsdp._engine.forward_schedule import ForwardSchedule
+from hp_fsdp._engine.gathered_step import GatheredStep
 from hp_fsdp._engine.group import ParameterGroup
 from hp_fsdp._engine.root_context import RootContext
 from hp_fsdp.storage import ParameterStorage
@@ -21,6 +22,10 @@ class RootSchedule:
     def __init__(self, storage: ParameterStorage, root: ParameterGroup, groups: Iterable[ParameterGroup]) -> None:
         self._context = RootContext(storage, root, groups)
         self.forward = ForwardSchedule(self._context, BackwardSchedule(self._context))
+
+    def gather_for_step(self) -> GatheredStep:
+        """Gather all groups until the step returned is reduced or released."""
+        return GatheredStep(self._context)
 
     @property
     def reducing_bytes(self) -> int:

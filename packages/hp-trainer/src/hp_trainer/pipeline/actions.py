@@ -25,6 +25,7 @@ class Kind(enum.Enum):
         SEND_FORWARD, RECEIVE_FORWARD: the stage's outputs leave for the next stage, its inputs come.
         SEND_BACKWARD, RECEIVE_BACKWARD: the gradients of its inputs leave, those of its outputs come.
         UNSHARD: the stage's parameters, sharded by `fully_shard`, are gathered for the step.
+        RESHARD: they are sharded again, after a step without a backward.
         REDUCE_GRAD: their gradients, accumulated over all micro-batches, are reduced; they are sharded again.
 
     A schedule has the first four; the others follow from it (`hp_trainer.pipeline.lowering`).
@@ -39,6 +40,7 @@ class Kind(enum.Enum):
     SEND_BACKWARD = "SEND_B"
     RECEIVE_BACKWARD = "RECV_B"
     UNSHARD = "UNSHARD"
+    RESHARD = "RESHARD"
     REDUCE_GRAD = "REDUCE_GRAD"
 
 

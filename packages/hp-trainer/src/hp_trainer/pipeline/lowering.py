@@ -42,7 +42,7 @@ def rank_actions(
             actions += _receive(schedule, rank, following)
         actions += [action, *_send(schedule, rank, action)]
         if action.stage in sharded_stages and action is last_use[action.stage]:
-            actions.append(Action(action.stage, Kind.REDUCE_GRAD))
+            actions.append(Action(action.stage, Kind.RESHARD if forward_only else Kind.REDUCE_GRAD))
     return tuple(actions)
 
 

@@ -84,6 +84,9 @@ class Pipeline:
             Kind.SEND_BACKWARD: self._send_backward,
             Kind.RECEIVE_FORWARD: self._transfers.announce,
             Kind.RECEIVE_BACKWARD: self._transfers.announce,
+            Kind.UNSHARD: lambda action: self.stages[action.stage].unshard(),
+            Kind.RESHARD: lambda action: self.stages[action.stage].reshard(),
+            Kind.REDUCE_GRAD: lambda action: self.stages[action.stage].reduce_grad(),
         }
         self._keeps_outputs = False
         self._args: Sequence[tuple[Any, ...]] = ()
@@ -231,7 +234,10 @@ class Pipeline:
     def _program(self, forward_only: bool) -> tuple[Action, ...]:
         found = self._programs.get(forward_only)
         if found is None:
-            found = self._programs[forward_only] = rank_actions(self.schedule, self.rank, forward_only=forward_only)
+            sharded = {index for index, stage in self.stages.items() if stage.is_sharded}
+            found = self._programs[forward_only] = rank_actions(
+                self.schedule, self.rank, forward_only=forward_only, sharded_stages=sharded
+            )
         return found
 
     # Actions ---------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import platform_of
 from hp_dtensor.tensor.dtensor import DTensor
+from hp_fsdp import FSDPModule, GatheredStep
 from hp_trainer.exceptions import PipelineError
 from hp_trainer.pipeline.messages import MessageLayout, as_distributed, layout_of
 
@@ -55,6 +56,7 @@ class PipelineStage:
         self.group = group
         self.platform = platform_of(submodule, platform)
         self._under_way: dict[int, _MicroBatch] = {}
+        self._gathered: list[GatheredStep] = []
 
     @property
     def is_first(self) -> bool:
@@ -122,6 +124,8 @@ class PipelineStage:
         """
         run = self._under_way.pop(microbatch)
         run_backward(self.platform, run.roots, gradients)
+        for each in self._gathered:
+            each.collect_gradients()
         return [self._gradient_of(leaf) for leaf in run.leaves]
 
     def _gradient_of(self, leaf: Tensor) -> Tensor:
@@ -130,8 +134,45 @@ class PipelineStage:
         return self.platform.zeros(tuple(leaf.shape), leaf.dtype) if grad is None else grad
 
     def forget(self) -> None:
-        """Drop the micro-batches under way, after an error."""
+        """Drop the micro-batches under way and the gathered parameters, after an error."""
         self._under_way.clear()
+        for each in self._gathered:
+            each.drop()
+        self._gathered = []
+
+    # Parameters of `fully_shard` ------------------------------------------------------------------------------
+
+    @property
+    def is_sharded(self) -> bool:
+        """Return True if `fully_shard` has cut parameters of the module."""
+        return bool(self._sharded_roots())
+
+    def unshard(self) -> None:
+        """Gather the parameters once for all micro-batches of the step."""
+        self._gathered = [module.gather_for_step() for module in self._sharded_roots()]
+
+    def reduce_grad(self) -> None:
+        """Reduce the gradients of all micro-batches, and shard the parameters again."""
+        gathered, self._gathered = self._gathered, []
+        for each in gathered:
+            each.reduce()
+
+    def reshard(self) -> None:
+        """Shard the parameters again, after a step without a backward."""
+        gathered, self._gathered = self._gathered, []
+        for each in gathered:
+            each.release()
+
+    def _sharded_roots(self) -> list[FSDPModule]:
+        """Return the outermost modules that `fully_shard` has been called on."""
+        roots: list[str] = []
+        found: list[FSDPModule] = []
+        for name, module in self.platform.named_modules(self.submod):
+            inside = any(not root or name.startswith(f"{root}.") for root in roots)
+            if isinstance(module, FSDPModule) and not inside:
+                roots.append(name)
+                found.append(module)
+        return found
 
 
 class _MicroBatch:
