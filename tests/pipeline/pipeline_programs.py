@@ -7,9 +7,17 @@ from typing import Any
 import numpy as np
 
 from hp_dtensor.comm.mesh import init_device_mesh
+from hp_dtensor.comm.world import current_world, record_collectives
 from hp_dtensor.parallel import nn
+from hp_dtensor.parallel.distribute_module import distribute_module
+from hp_dtensor.parallel.parallelize_module import parallelize_module
+from hp_dtensor.parallel.prepare_module import PrepareModuleInput, PrepareModuleOutput
+from hp_dtensor.parallel.tensor_parallel import ColwiseParallel, RowwiseParallel
 from hp_dtensor.platform.selection import get_platform
+from hp_dtensor.spec.placements import Replicate, Shard
+from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.tensor.init import Normal, init_parameters
+from hp_fsdp import fully_shard
 from hp_trainer.pipeline import Pipeline, PipelineStage, build_schedule
 
 WIDTH = 6
@@ -93,7 +101,7 @@ def pipeline_rank(
 ) -> tuple[list[float], dict[str, np.ndarray], int]:
     """One rank's part of a step: its losses, its gradients, and the most micro-batches it kept at once."""
     platform = get_platform(name)
-    mesh = init_device_mesh("cpu", (_world_size(platform),), ("pp",), platform=platform)
+    mesh = init_device_mesh("cpu", (current_world(platform).size,), ("pp",), platform=platform)
     schedule = build_schedule(
         schedule_name, num_ranks=mesh.size(), num_microbatches=num_microbatches, stages_per_rank=stages_per_rank
     )
@@ -114,7 +122,69 @@ def pipeline_rank(
     return [float(platform.to_numpy(loss)) for loss in found], grads, mesh.get_rank()
 
 
-def _world_size(platform: Any) -> int:
-    from hp_dtensor.comm.world import current_world
+# Stages that are themselves laid out over other axes ------------------------------------------------------
 
-    return current_world(platform).size
+
+def composed_rank(
+    name: str, schedule_name: str, stages_per_rank: int, num_microbatches: int, degrees: dict[str, int]
+) -> tuple[dict[str, np.ndarray], list[tuple[str, str]]]:
+    """Whole gradients of this rank's stages over pp x dp x tp, and the collectives of its step by name and action."""
+    platform = get_platform(name)
+    sizes = {axis: degrees.get(axis, 1) for axis in ("pp", "dp", "tp")}
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), tuple(sizes), platform=platform)
+    schedule = build_schedule(
+        schedule_name, num_ranks=sizes["pp"], num_microbatches=num_microbatches, stages_per_rank=stages_per_rank
+    )
+    place = mesh["pp"].get_coordinate()[0]
+    num_layers = schedule.num_stages + 1
+    layers = np.array_split(np.arange(num_layers), schedule.num_stages)
+    stages = []
+    for index in (stage for stage, owner in enumerate(schedule.rank_of_stage) if owner == place):
+        module = build_stage(platform, layers[index].tolist())
+        if sizes["tp"] > 1:
+            _cut_over_tp(module, mesh["tp"], is_last=index == schedule.num_stages - 1, is_first=index == 0)
+        if sizes["dp"] > 1:
+            fully_shard(module, mesh["dp"])
+            module.set_reduce_op_type("sum")
+        stages.append(PipelineStage(module, index, schedule.num_stages))
+    pipeline = Pipeline(stages, schedule, mesh["pp"], loss_fn(platform))
+    x, shift, target = batch(platform, num_microbatches, step=mesh["dp"].get_coordinate()[0])
+    with platform.enable_grad(), record_collectives() as log:
+        pipeline.step(x, shift, target=target)
+    grads = {}
+    for stage in stages:
+        for key, parameter in platform.named_parameters(stage.submod):
+            grad = platform.get_grad(parameter)
+            whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
+            grads[key] = platform.to_numpy(whole).copy()
+    return grads, [record.name for record in log.records]
+
+
+def _cut_over_tp(module: Any, mesh: Any, *, is_first: bool, is_last: bool) -> None:
+    """Cut activations along rows between layers, as sequence parallelism does, and matrices along hidden width."""
+    rows = Shard(0)
+    plan: dict[str, Any] = {}
+    for number in module.numbers:
+        layer = f"layer{number}"
+        plan[f"{layer}.up"] = ColwiseParallel(input_layouts=rows, use_local_output=False, output_layouts=Replicate())
+        plan[f"{layer}.down"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=rows, use_local_output=False)
+    parallelize_module(module, mesh, plan)
+    distribute_module(module, mesh)
+    if is_first:
+        cut = {"input_layouts": (Replicate(), Replicate()), "desired_input_layouts": (rows, rows)}
+        parallelize_module(module, mesh, PrepareModuleInput(**cut))
+    if is_last:
+        whole = (Replicate(), Replicate())
+        gather = PrepareModuleOutput(output_layouts=(rows, rows), desired_output_layouts=whole)
+        parallelize_module(module, mesh, gather)
+
+
+def summed_over_samples(name: str, num_layers: int, num_microbatches: int, num_shares: int) -> dict[str, np.ndarray]:
+    """Gradients of one device for the samples of all data-parallel ranks."""
+    platform = get_platform(name)
+    model = build_stage(platform, list(range(num_layers)))
+    with platform.enable_grad():
+        for share in range(num_shares):
+            x, shift, target = batch(platform, num_microbatches, step=share)
+            platform.backward(loss_fn(platform)(model(x, shift), target))
+    return gradients(platform, model)

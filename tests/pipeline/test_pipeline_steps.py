@@ -52,3 +52,28 @@ def test_the_same_on_real_ranks(hp_platform, rank_pool, schedule, ranks, stages,
     layers = ranks * stages + 1
     found = rank_pool(ranks).run(programs.pipeline_rank, hp_platform.name, schedule, stages, microbatches, layers)
     check(found, hp_platform.name, layers, microbatches)
+
+
+COMPOSED = [
+    ("1f1b", 1, {"pp": 2, "dp": 2}),
+    ("zero_bubble_v", 2, {"pp": 2, "dp": 2}),
+    ("interleaved_1f1b", 2, {"pp": 2, "tp": 2}),
+    ("gpipe", 1, {"pp": 2, "dp": 2, "tp": 2}),
+]
+
+
+@pytest.mark.parametrize(("schedule", "stages", "degrees"), COMPOSED)
+def test_stages_that_are_cut_over_other_axes(hp_platform, schedule, stages, degrees):
+    """DTensors pass between stages; parameters are gathered once, and gradients reduced once."""
+    microbatches, size = 3, int(np.prod(list(degrees.values())))
+    arguments = (hp_platform.name, schedule, stages, microbatches, degrees)
+    found = run_ranks(programs.composed_rank, size, hp_platform, *arguments)
+    num_layers = degrees["pp"] * stages + 1
+    expected = programs.summed_over_samples(hp_platform.name, num_layers, microbatches, degrees.get("dp", 1))
+    assert set().union(*(grads for grads, _ in found)) == set(expected)
+    for grads, names in found:
+        for key, grad in grads.items():
+            np.testing.assert_allclose(grad, expected[key], rtol=2e-5, atol=2e-5, err_msg=key)
+        if degrees.get("tp", 1) == 1:
+            assert names.count("all_gather") == stages
+            assert names.count("reduce_scatter") == stages

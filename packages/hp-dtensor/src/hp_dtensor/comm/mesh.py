@@ -155,6 +155,15 @@ class DeviceMesh(MeshCoordinates):
         check_disjoint(axes)
         return self._derive(axes, self._base_of(axes))
 
+    def along(self, axes: Sequence[MeshAxis]) -> DeviceMesh:
+        """Return the sub-mesh of this rank along axes of another mesh of the same ranks, such as a peer's.
+
+        Raises:
+            MeshError: axes that share ranks.
+        """
+        check_disjoint(axes)
+        return self._derive(tuple(axes), self._base_of(axes))
+
     def flatten(self, name: str, axes: Sequence[str] | None = None) -> DeviceMesh:
         """Return the 1-D mesh of several axes (default: all) as one, outermost first.
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.comm.mesh_axes import MeshAxis
 from hp_dtensor.comm.world import ProcessGroup
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.placements import Placement, Replicate, Shard
@@ -29,7 +30,7 @@ class TensorMeta:
         shape: of the data that travels: a DTensor's local shard.
         dtype: name of its dtype.
         requires_grad: a gradient comes back for it.
-        axes: of a DTensor, the names of its mesh's axes; empty: it is plain.
+        axes: of a DTensor, its mesh's axes as (name, sizes, strides); empty: it is plain.
         shards: of a DTensor, per axis the dimension that is cut, or None: replicated.
         global_shape: of a DTensor.
     """
@@ -37,7 +38,7 @@ class TensorMeta:
     shape: tuple[int, ...]
     dtype: str
     requires_grad: bool
-    axes: tuple[str, ...] = ()
+    axes: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = ()
     shards: tuple[int | None, ...] = ()
     global_shape: tuple[int, ...] = ()
 
@@ -75,7 +76,7 @@ class MessageLayout:
 
 
 def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    return tuple(map(_tuple, value)) if isinstance(value, list) else value
 
 
 def layout_of(platform: Platform, tree: Any, who: str) -> tuple[MessageLayout, list[Tensor]]:
@@ -129,7 +130,8 @@ def _meta(platform: Platform, x: Tensor, who: str) -> TensorMeta:
         return TensorMeta(shape, dtype, needs)
     global_shape: tuple[int, ...] = tuple(x.spec.shape)
     shards = tuple(_shard(placement, x, who) for placement in x.placements)
-    return TensorMeta(shape, dtype, needs, x.device_mesh.mesh_dim_names, shards, global_shape)
+    axes = tuple((axis.name, axis.sizes, axis.strides) for axis in x.device_mesh.axes)
+    return TensorMeta(shape, dtype, needs, axes, shards, global_shape)
 
 
 def _shard(placement: Placement, x: Any, who: str) -> int | None:
@@ -144,10 +146,10 @@ def _shard(placement: Placement, x: Any, who: str) -> int | None:
 
 
 def as_distributed(x: Tensor, meta: TensorMeta, mesh: DeviceMesh | None, who: str) -> Tensor:
-    """Return a received tensor as the DTensor that was sent, on this stage's part of the mesh.
+    """Return a received tensor as the DTensor that was sent, on this stage's part of its mesh.
 
     Args:
-        mesh: any mesh from which this stage's axes of the same names are found.
+        mesh: of the pipeline; it is of the same ranks as the tensor's.
 
     Raises:
         PipelineError: there is none.
@@ -157,7 +159,8 @@ def as_distributed(x: Tensor, meta: TensorMeta, mesh: DeviceMesh | None, who: st
     if mesh is None:
         raise PipelineError(f"{who} receives a DTensor; give the pipeline a mesh (mesh['pp']), not a process group")
     placements = [Replicate() if dim is None else Shard(dim) for dim in meta.shards]
-    return DTensor.from_local(x, mesh[meta.axes], placements, shape=meta.global_shape)
+    axes = [MeshAxis(*axis) for axis in meta.axes]
+    return DTensor.from_local(x, mesh.along(axes), placements, shape=meta.global_shape)
 
 
 def send_header(group: ProcessGroup, layout: MessageLayout, platform: Platform) -> list[tuple[Any, Tensor]]:
