@@ -216,8 +216,11 @@ def dims(tensor: tuple[tuple[str, ...], ...]) -> str:
 def row(rule: Factorization) -> str:
     shown = f"`{', '.join(map(dims, rule.inputs))} -> {', '.join(dict.fromkeys(map(dims, rule.outputs)))}`"
     cut = [f for f in rule.sizes if rule.splittable(f) and any(f in dim for t in rule.inputs for dim in t)]
-    named = [f"{f} ({rule.reduced[f]})" if f in rule.reduced and f not in rule.complete else f for f in cut]
-    terms = [", ".join(str(i + 1) for i in sorted(term)) for term in rule.terms or ()]
+    named = [
+        f"{f} ({rule.partial.reduced[f]})" if f in rule.partial.reduced and f not in rule.partial.complete else f
+        for f in cut
+    ]
+    terms = [", ".join(str(i + 1) for i in sorted(term)) for term in rule.partial.terms or ()]
     partial = " + ".join(f"({t})" if len(terms) > 1 and "," in t else t for t in terms) if all(terms) else ""
     return f"{shown} | {', '.join(named)} | {partial} |"
 

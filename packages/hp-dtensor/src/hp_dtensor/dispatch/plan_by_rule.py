@@ -78,7 +78,7 @@ def _plan_by_rule(
         in_place.check_reaches_original(name, located[0][1])  # no other placement would help
     rule = rule_of(registration, call)
     if _makes_integers(platform, specs, args, kwargs):
-        rule = replace(rule, terms=None)
+        rule = replace(rule, partial=replace(rule.partial, terms=None))
     chosen = choose_strategies(platform, rule, call, registration)
     outputs = tuple(
         (tuple(strategy.outputs[i] for strategy in chosen), rule.output_shape(i)) for i in range(len(rule.outputs))
@@ -96,7 +96,7 @@ def _plan_by_rule(
         outputs=Outputs(
             placed=outputs,
             view=registration.view and len(specs) == 1,
-            copies=registration.view and any(strategy.factor in rule.reduced for strategy in chosen),
+            copies=registration.view and any(strategy.factor in rule.partial.reduced for strategy in chosen),
         ),
         cuts=cuts,
         local=_local_function(rule, cuts.axes, chosen),
@@ -139,18 +139,18 @@ def _replacements(
     dtype: Any,
     spans: Mapping[str, Part],
 ) -> Mapping[str, Any]:
-    if rule.localize is None:
+    if rule.work.localize is None:
         return {}
     shapes = [TensorSpec(mesh, placements, shape, dtype).local_shape for placements, shape in outputs]
-    return rule.localize(shapes, spans)
+    return rule.work.localize(shapes, spans)
 
 
 def _local_function(
     rule: Factorization, cut_axes: Mapping[str, Any], chosen: Sequence[Strategy]
 ) -> Callable[[LocalCall], Any] | None:
-    if rule.of_part is not None and not all(p.is_replicate() or p.is_partial() for s in chosen for p in s.outputs):
-        return rule.of_part
+    if rule.work.of_part is not None and not all(p.is_replicate() or p.is_partial() for s in chosen for p in s.outputs):
+        return rule.work.of_part
     for factor in cut_axes:
-        if factor in rule.local:
-            return rule.local[factor]
+        if factor in rule.work.by_factor:
+            return rule.work.by_factor[factor]
     return None

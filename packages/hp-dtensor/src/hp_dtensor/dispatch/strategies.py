@@ -51,7 +51,15 @@ def _is_element_by_element(rule: Factorization) -> bool:
     dims = rule.outputs[0]
     known = all(other == dims for other in rule.outputs) and all(other in (dims, ()) for other in rule.inputs)
     alike = known and all(len(dim) == 1 for dim in dims)
-    special = rule.fixed or rule.local or rule.localize or rule.kept or rule.ignored or rule.nonempty or rule.known
+    special = (
+        rule.cuts.fixed
+        or rule.work.by_factor
+        or rule.work.localize
+        or rule.cuts.kept
+        or rule.operands.ignored
+        or rule.cuts.nonempty
+        or rule.cuts.known
+    )
     return alike and not special
 
 
@@ -104,12 +112,12 @@ def _choose(
             if current[0].is_partial() or not in_place.writes_result_of(call.name):
                 raise refusal
             raise in_place.KeptPlacementError(str(refusal))
-    if rule.written:
-        found = [strategy for strategy in found if all(strategy.inputs[i] == current[i] for i in rule.written)]
+    if rule.operands.written:
+        found = [strategy for strategy in found if all(strategy.inputs[i] == current[i] for i in rule.operands.written)]
         if not found:
-            placed = ", ".join(str(current[i]) for i in sorted(rule.written))
+            placed = ", ".join(str(current[i]) for i in sorted(rule.operands.written))
             raise call.refuse(f"it would have to change the placements {placed} of tensors that it writes")
-    return cheapest(found, current, nbytes, ranks).keeping(rule.ignored, current)
+    return cheapest(found, current, nbytes, ranks).keeping(rule.operands.ignored, current)
 
 
 def _mean_bytes(platform: Platform, spec: TensorSpec) -> float:
@@ -127,7 +135,7 @@ def factor_cuts(rule: Factorization, mesh: DeviceMesh, chosen: list[Strategy]) -
         axes=axes_of,
         spans={f: _span(mesh, sizes[f], axes, chosen, where) if where else (0, 0) for f, axes in axes_of.items()},
         lengths={f: _lengths(mesh, sizes[f], axes, chosen) for f, axes in axes_of.items()},
-        parts={f: _all_parts(mesh, sizes[f], axes_of[f], chosen) for f in rule.known & {*axes_of}},
+        parts={f: _all_parts(mesh, sizes[f], axes_of[f], chosen) for f in rule.cuts.known & {*axes_of}},
     )
 
 

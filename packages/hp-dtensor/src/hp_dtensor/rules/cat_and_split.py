@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hp_dtensor.rules.engine.factors import LINEAR, Dims, Factorization
+from hp_dtensor.rules.engine.factors import LINEAR, Dims, Factorization, PartialResults, uncut
 from hp_dtensor.rules.engine.registry import OpCall, RuleRegistry, names_for
 
 
@@ -31,7 +31,13 @@ def _cat(call: OpCall) -> Factorization:
     inputs = tuple((*dims[:dim], (f"i{i}",), *dims[dim + 1 :]) for i in range(len(shapes)))
     output = (*dims[:dim], ("joined",), *dims[dim + 1 :])
     del sizes[f"d{dim}"]
-    return Factorization(inputs, (output,), sizes | own, fixed=frozenset(own), terms=_each(len(shapes)))
+    return Factorization(
+        inputs=inputs,
+        outputs=(output,),
+        sizes=sizes | own,
+        cuts=uncut(own),
+        partial=PartialResults(terms=_each(len(shapes))),
+    )
 
 
 def _each(count: int) -> tuple[frozenset[int], ...]:
@@ -46,11 +52,11 @@ def _stack(call: OpCall) -> Factorization:
     dim, count = call.dim(call["dim"], extra=1), len(call.tensors)
     output = (*dims[:dim], ("stacked",), *dims[dim:])
     return Factorization(
-        (dims,) * count,
-        (output,),
-        sizes | {"stacked": count},
-        fixed=frozenset({"stacked"}),
-        terms=_each(count),
+        inputs=(dims,) * count,
+        outputs=(output,),
+        sizes=sizes | {"stacked": count},
+        cuts=uncut({"stacked"}),
+        partial=PartialResults(terms=_each(count)),
     )
 
 
@@ -61,7 +67,7 @@ def with_lengths(call: OpCall, dim: int, lengths: Sequence[int], **options: Any)
     outputs = tuple((*dims[:dim], (name,), *dims[dim + 1 :]) for name in names)
     fixed = frozenset({f"d{dim}", *names})
     all_sizes = {**sizes, **dict(zip(names, lengths, strict=True))}
-    return Factorization((dims,), outputs, all_sizes, fixed=fixed, **options)
+    return Factorization(inputs=(dims,), outputs=outputs, sizes=all_sizes, cuts=uncut(fixed), **options)
 
 
 def _split(call: OpCall) -> Factorization:
@@ -70,14 +76,14 @@ def _split(call: OpCall) -> Factorization:
     lengths = _pieces(total, sizes) if isinstance(sizes, int) else list(sizes)
     if sum(lengths) != total:
         raise call.refuse(f"pieces {lengths} do not sum to {total}")
-    return with_lengths(call, dim, lengths, terms=LINEAR)
+    return with_lengths(call, dim, lengths, partial=LINEAR)
 
 
 def _chunk(call: OpCall) -> Factorization:
     dim = call.dim(call["dim"])
     total, chunks = call.tensors[0].shape[dim], call["chunks"]
     pieces = _pieces(total, -(-total // chunks)) if total else [0] * chunks
-    return with_lengths(call, dim, pieces, terms=LINEAR)
+    return with_lengths(call, dim, pieces, partial=LINEAR)
 
 
 def _pieces(total: int, length: int) -> list[int]:
@@ -89,4 +95,6 @@ def _unbind(call: OpCall) -> Factorization:
     dim = call.dim(call["dim"])
     output: Dims = (*dims[:dim], *dims[dim + 1 :])
     count = call.tensors[0].shape[dim]
-    return Factorization((dims,), (output,) * count, sizes, fixed=frozenset({f"d{dim}"}), terms=LINEAR)
+    return Factorization(
+        inputs=(dims,), outputs=(output,) * count, sizes=sizes, cuts=uncut({f"d{dim}"}), partial=LINEAR
+    )

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from hp_dtensor.comm import collectives
-from hp_dtensor.rules.engine.factors import Dims, Factorization
+from hp_dtensor.rules.engine.factors import Dims, Factorization, LocalWork, PartialResults
 from hp_dtensor.rules.engine.local_call import LocalCall
 from hp_dtensor.rules.engine.registry import OpCall, RuleRegistry
 from hp_dtensor.rules.indexing.owned_ids import check_ids, own_ids
@@ -59,12 +59,11 @@ def _rule(call: OpCall, local: Local, by_class: bool = False) -> Factorization:
     sizes = dict(zip([dim[0] for dim in dims], shape, strict=True))
     whole = call["reduction"] == "none"
     return Factorization(
-        inputs if weight is None else (*inputs, (("classes",),)),
-        (rows if whole else (),),
-        sizes,
-        reduced={} if whole else dict.fromkeys(names, "sum"),
-        local=dict.fromkeys(sizes, _of_rows(local, names, by_class)),
-        complete=frozenset({"classes"}),
+        inputs=inputs if weight is None else (*inputs, (("classes",),)),
+        outputs=(rows if whole else (),),
+        sizes=sizes,
+        partial=PartialResults(reduced={} if whole else dict.fromkeys(names, "sum"), complete=frozenset({"classes"})),
+        work=LocalWork(by_factor=dict.fromkeys(sizes, _of_rows(local, names, by_class))),
     )
 
 

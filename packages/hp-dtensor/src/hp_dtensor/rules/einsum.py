@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hp_dtensor.rules.engine.factors import Dims, Factorization
+from hp_dtensor.rules.engine.factors import Dims, Factorization, PartialResults, uncut
 from hp_dtensor.rules.engine.registry import OpCall, RuleRegistry
 
 
@@ -35,7 +35,11 @@ def _einsum(call: OpCall) -> Factorization:
     repeated = frozenset(name for names in named for name in names if names.count(name) > 1)
     result: Dims = tuple((name,) for name in output)
     return Factorization(
-        inputs, (result,), sizes, fixed=repeated, reduced=summed, terms=(frozenset(range(len(terms))),)
+        inputs=inputs,
+        outputs=(result,),
+        sizes=sizes,
+        cuts=uncut(repeated),
+        partial=PartialResults(reduced=summed, terms=(frozenset(range(len(terms))),)),
     )
 
 

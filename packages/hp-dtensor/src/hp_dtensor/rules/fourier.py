@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hp_dtensor.rules.engine.factors import LINEAR, Dim, Factorization
+from hp_dtensor.rules.engine.factors import LINEAR, Cuts, Dim, Factorization, uncut
 from hp_dtensor.rules.engine.registry import OpCall, RuleRegistry, names_for
 
 TO_HALF = frozenset({"fft_rfft", "fft_rfft2", "fft_rfftn", "fft_ihfft", "fft_ihfft2", "fft_ihfftn"})
@@ -58,11 +58,15 @@ def _transformed(call: OpCall, dims: Sequence[int], lengths: Sequence[int | None
         sizes[f"o{dim}"], output[dim] = size, (f"o{dim}",)
     fixed = frozenset({*(f"d{dim}" for dim in dims), *(f"o{dim}" for dim in dims)})
     others = frozenset(sizes) - fixed
-    return Factorization((names,), (tuple(output),), sizes, fixed=fixed, terms=LINEAR, nonempty=others)
+    return Factorization(
+        inputs=(names,), outputs=(tuple(output),), sizes=sizes, cuts=Cuts(fixed=fixed, nonempty=others), partial=LINEAR
+    )
 
 
 def _shifted(call: OpCall) -> Factorization:
     names, sizes = names_for("d", call.tensors[0].shape)
     dims = call["dim"]
     chosen = range(len(names)) if dims is None else [call.dim(d) for d in ([dims] if isinstance(dims, int) else dims)]
-    return Factorization((names,), (names,), sizes, fixed=frozenset(f"d{dim}" for dim in chosen), terms=LINEAR)
+    return Factorization(
+        inputs=(names,), outputs=(names,), sizes=sizes, cuts=uncut(f"d{dim}" for dim in chosen), partial=LINEAR
+    )

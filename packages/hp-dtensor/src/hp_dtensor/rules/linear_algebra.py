@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hp_dtensor.rules.engine.factors import Dims, Factorization
+from hp_dtensor.rules.engine.factors import Dims, Factorization, PartialResults, uncut
 from hp_dtensor.rules.engine.notation import line
 from hp_dtensor.rules.engine.registry import OpCall, Rule, RuleRegistry, broadcast_shape, names_for
 from hp_dtensor.rules.pointwise import pointwise
@@ -62,7 +62,7 @@ def _of_matrices(*outputs: str) -> Rule:
         batch, sizes = names_for("b", shape[:-2])
         sizes |= {"n": shape[-2], "m": shape[-1], "k": min(shape[-2:])}
         made = tuple((*batch, *((name,) for name in output.split())) for output in outputs)
-        return Factorization(((*batch, ("n",), ("m",)),), made, sizes, fixed=frozenset("nmk"))
+        return Factorization(inputs=((*batch, ("n",), ("m",)),), outputs=made, sizes=sizes, cuts=uncut("nmk"))
 
     return rule
 
@@ -83,7 +83,11 @@ def _cross(call: OpCall) -> Factorization:
     dim = first if call["dim"] is None else call["dim"] % max(1, len(shape))
     rule = pointwise("mul")(call)
     # torch takes the first dimension of three elements, which a rank's part of another one may become.
-    return replace(rule, fixed=frozenset({f"d{dim}"}), localize=lambda shapes, spans: {"dim": dim})
+    return replace(
+        rule,
+        cuts=replace(rule.cuts, fixed=frozenset({f"d{dim}"})),
+        work=replace(rule.work, localize=lambda shapes, spans: {"dim": dim}),
+    )
 
 
 def _singular_values(call: OpCall) -> Factorization:
@@ -103,13 +107,13 @@ def _solve(call: OpCall) -> Factorization:
     rule = _solution(call, matrices, right, 1 if is_vector else 2)
     # A part of the batch might be as many matrices as the right side has rows, and torch take these for vectors.
     is_ambiguous = not is_vector and len(right) == len(matrices) - 1
-    return replace(rule, fixed=frozenset(rule.sizes)) if is_ambiguous else rule
+    return replace(rule, cuts=replace(rule.cuts, fixed=frozenset(rule.sizes))) if is_ambiguous else rule
 
 
 def _cholesky_solve(call: OpCall) -> Factorization:
     right, factors = (spec.shape for spec in call.tensors)
     rule = _solution(call, factors, right, 2)
-    return replace(rule, inputs=rule.inputs[::-1], terms=(frozenset({0}),))
+    return replace(rule, inputs=rule.inputs[::-1], partial=replace(rule.partial, terms=(frozenset({0}),)))
 
 
 def _solution(call: OpCall, matrices: Shape, right: Shape, count: int) -> Factorization:
@@ -127,4 +131,10 @@ def _solution(call: OpCall, matrices: Shape, right: Shape, count: int) -> Factor
     inputs = ((*batch_dims(matrices[:-2], batch), ("n",), ("m",)), (*batch_dims(before, batch), *tail))
     output = (*((f"b{i}",) for i in range(len(batch))), *tail)
     fixed = frozenset(name for name in sizes if name[0] != "b")
-    return Factorization(inputs, (output,), sizes, fixed=fixed, terms=(frozenset({1}),))
+    return Factorization(
+        inputs=inputs,
+        outputs=(output,),
+        sizes=sizes,
+        cuts=uncut(fixed),
+        partial=PartialResults(terms=(frozenset({1}),)),
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from hp_dtensor.rules.engine.factors import Factorization
+from hp_dtensor.rules.engine.factors import Factorization, LocalWork, PartialResults
 from hp_dtensor.rules.engine.local_call import LocalCall
 from hp_dtensor.rules.engine.registry import OpCall, RuleRegistry, names_for
 
@@ -38,11 +38,15 @@ def _loss(call: OpCall) -> Factorization:
     dims, sizes = names_for("d", shape)
     inputs = (dims,) * len(call.tensors)
     if call["reduction"] == "none":
-        return Factorization(inputs, (dims,), sizes)
+        return Factorization(inputs=inputs, outputs=(dims,), sizes=sizes)
     if call["reduction"] == "sum":
-        return Factorization(inputs, ((),), sizes, reduced=dict.fromkeys(sizes, "sum"))
+        return Factorization(
+            inputs=inputs, outputs=((),), sizes=sizes, partial=PartialResults(reduced=dict.fromkeys(sizes, "sum"))
+        )
     if call.arguments.get("weight") is not None and not call.name.startswith("binary"):
-        return Factorization(inputs, ((),), sizes)  # a mean by the sum of the weights: everything whole
+        return Factorization(
+            inputs=inputs, outputs=((),), sizes=sizes
+        )  # a mean by the sum of the weights: everything whole
     count = math.prod(shape[:1] if call["reduction"] == "batchmean" else shape)
 
     def part_of_mean(local: LocalCall) -> Tensor:
@@ -53,9 +57,9 @@ def _loss(call: OpCall) -> Factorization:
         return local.platform.ops.mul(local.on(x), mine / count)
 
     return Factorization(
-        inputs,
-        ((),),
-        sizes,
-        reduced=dict.fromkeys(sizes, "sum"),
-        local=dict.fromkeys(sizes, part_of_mean),
+        inputs=inputs,
+        outputs=((),),
+        sizes=sizes,
+        partial=PartialResults(reduced=dict.fromkeys(sizes, "sum")),
+        work=LocalWork(by_factor=dict.fromkeys(sizes, part_of_mean)),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hp_dtensor.rules.engine.factors import LINEAR, Dim, Dims, Factorization
+from hp_dtensor.rules.engine.factors import LINEAR, Dim, Dims, Factorization, PartialResults, uncut
 from hp_dtensor.rules.engine.registry import OpCall, RuleRegistry, names_for
 
 
@@ -35,7 +35,13 @@ def _pad(call: OpCall) -> Factorization:
             fixed |= {f"d{dim}", f"o{dim}"}
             output[dim] = (f"o{dim}",)
     linear = call["mode"] == "constant" and not call["value"]
-    return Factorization((dims,), (tuple(output),), sizes, fixed=frozenset(fixed), terms=LINEAR if linear else None)
+    return Factorization(
+        inputs=(dims,),
+        outputs=(tuple(output),),
+        sizes=sizes,
+        cuts=uncut(fixed),
+        partial=LINEAR if linear else PartialResults(),
+    )
 
 
 def _repeat(call: OpCall) -> Factorization:
@@ -50,7 +56,11 @@ def _repeat(call: OpCall) -> Factorization:
         sizes |= {f"r{i}": count}
         output.append(dim if count == 1 else (f"r{i}", *dim))
     return Factorization(
-        (dims,), (tuple(output),), sizes, fixed=frozenset(f"r{i}" for i in range(len(repeats))), terms=LINEAR
+        inputs=(dims,),
+        outputs=(tuple(output),),
+        sizes=sizes,
+        cuts=uncut(f"r{i}" for i in range(len(repeats))),
+        partial=LINEAR,
     )
 
 
@@ -62,14 +72,16 @@ def _unfold(call: OpCall) -> Factorization:
     output = (*dims[:dim], ("windows",), *dims[dim + 1 :], ("window",))
     fixed = frozenset({f"d{dim}", "windows", "window"})
     sizes = sizes | {"windows": windows, "window": call["size"]}
-    return Factorization((dims,), (output,), sizes, fixed=fixed, terms=LINEAR)
+    return Factorization(inputs=(dims,), outputs=(output,), sizes=sizes, cuts=uncut(fixed), partial=LINEAR)
 
 
 def _keep_shape(call: OpCall, whole: Sequence[int], linear: bool = True) -> Factorization:
     """The first tensor's shape, with the dimensions `whole` uncut."""
     dims, sizes = names_for("d", call.tensors[0].shape)
     fixed = frozenset(f"d{i}" for i in whole)
-    return Factorization((dims,), (dims,), sizes, fixed=fixed, terms=LINEAR if linear else None)
+    return Factorization(
+        inputs=(dims,), outputs=(dims,), sizes=sizes, cuts=uncut(fixed), partial=LINEAR if linear else PartialResults()
+    )
 
 
 def _last_two_whole(call: OpCall) -> Factorization:
@@ -85,7 +97,7 @@ def _diagonal(call: OpCall) -> Factorization:
     sizes = sizes | {"diagonal": max(0, min(rows, columns))}
     output = (*(dim for i, dim in enumerate(dims) if i not in (first, second)), ("diagonal",))
     fixed = frozenset({f"d{first}", f"d{second}", "diagonal"})
-    return Factorization((dims,), (output,), sizes, fixed=fixed, terms=LINEAR)
+    return Factorization(inputs=(dims,), outputs=(output,), sizes=sizes, cuts=uncut(fixed), partial=LINEAR)
 
 
 def _diag_embed(call: OpCall) -> Factorization:
@@ -96,4 +108,10 @@ def _diag_embed(call: OpCall) -> Factorization:
     length = shape[-1] + abs(call["offset"])
     output = (*dims[:-1], ("row",), ("column",))
     fixed = frozenset({dims[-1][0], "row", "column"})
-    return Factorization((dims,), (output,), sizes | {"row": length, "column": length}, fixed=fixed, terms=LINEAR)
+    return Factorization(
+        inputs=(dims,),
+        outputs=(output,),
+        sizes=sizes | {"row": length, "column": length},
+        cuts=uncut(fixed),
+        partial=LINEAR,
+    )

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.rules.engine.factors import Dims, Factorization
+from hp_dtensor.rules.engine.factors import Dims, Factorization, PartialResults
 from hp_dtensor.rules.engine.registry import OpCall, Rule, RuleRegistry, broadcast_shape, names_for
 from hp_dtensor.spec.tensor_spec import TensorSpec
 
@@ -82,7 +82,7 @@ def pointwise(linearity: str | None) -> Rule:
         inputs = tuple(_aligned(spec.shape, shape) for spec in call.tensors)
         output: Dims = tuple((f"d{i}",) for i in range(len(shape)))
         terms = None if _is_no_division(call, linearity) else _terms(linearity, len(call.tensors))
-        return Factorization(inputs, (output,), sizes, terms=terms)
+        return Factorization(inputs=inputs, outputs=(output,), sizes=sizes, partial=PartialResults(terms=terms))
 
     return rule
 
@@ -104,10 +104,10 @@ def _prelu(call: OpCall) -> Factorization:
     shape, weight = (spec.shape for spec in call.tensors)
     dims, sizes = names_for("d", shape)
     if math.prod(weight) == 1:
-        return Factorization((dims, ((),) * len(weight)), (dims,), sizes)
+        return Factorization(inputs=(dims, ((),) * len(weight)), outputs=(dims,), sizes=sizes)
     if weight != shape[1:2]:
         raise call.refuse(f"{list(weight)} slopes for channels in dimension 1 of {list(shape)}")
-    return Factorization((dims, dims[1:2]), (dims,), sizes)
+    return Factorization(inputs=(dims, dims[1:2]), outputs=(dims,), sizes=sizes)
 
 
 def _where(call: OpCall) -> Factorization:
@@ -149,9 +149,9 @@ def _converted(call: OpCall) -> Factorization:
         rule,
         inputs=(*rule.inputs, dims),
         sizes={**rule.sizes, **sizes},
-        fixed=frozenset(sizes),
-        ignored=frozenset({1}),
-        terms=None if rounded else rule.terms,
+        cuts=replace(rule.cuts, fixed=frozenset(sizes)),
+        partial=replace(rule.partial, terms=None if rounded else rule.partial.terms),
+        operands=replace(rule.operands, ignored=frozenset({1})),
     )
 
 

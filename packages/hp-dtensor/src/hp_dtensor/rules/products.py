@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hp_dtensor.rules.engine.factors import Dims, Factorization
+from hp_dtensor.rules.engine.factors import Dims, Factorization, PartialResults
 from hp_dtensor.rules.engine.notation import line
 from hp_dtensor.rules.engine.registry import OpCall, RuleRegistry, broadcast_shape
 
@@ -44,7 +44,9 @@ def _matmul(call: OpCall) -> Factorization:
         (*batch_dims(right[:-2], batch), ("k",), *columns),
     )
     output = (*((f"b{i}",) for i in range(len(batch))), *rows, *columns)
-    return Factorization(inputs, (output,), sizes, reduced={"k": "sum"}, terms=BOTH)
+    return Factorization(
+        inputs=inputs, outputs=(output,), sizes=sizes, partial=PartialResults(reduced={"k": "sum"}, terms=BOTH)
+    )
 
 
 def batch_dims(shape: tuple[int, ...], batch: tuple[int, ...]) -> Dims:
@@ -60,11 +62,16 @@ def _linear(call: OpCall) -> Factorization:
     leading: Dims = tuple((f"x{i}",) for i in range(len(shape) - 1))
     sizes = {f"x{i}": size for i, size in enumerate(shape[:-1])} | {"n": weight[0], "k": weight[1]}
     inputs: tuple[Dims, ...] = ((*leading, ("k",)), (("n",), ("k",)))
-    product = Factorization(inputs, ((*leading, ("n",)),), sizes, reduced={"k": "sum"}, terms=BOTH)
+    product = Factorization(
+        inputs=inputs,
+        outputs=((*leading, ("n",)),),
+        sizes=sizes,
+        partial=PartialResults(reduced={"k": "sum"}, terms=BOTH),
+    )
     if len(call.tensors) < 3:
         return product
     bias = _broadcast_to(call, product, call.tensors[2].shape)
-    return replace(product, inputs=(*inputs, bias), terms=(*BOTH, frozenset({2})))
+    return replace(product, inputs=(*inputs, bias), partial=replace(product.partial, terms=(*BOTH, frozenset({2}))))
 
 
 def _broadcast_to(call: OpCall, product: Factorization, shape: tuple[int, ...]) -> Dims:
@@ -80,9 +87,8 @@ def _with_addend(call: OpCall) -> Factorization:
     """`input + left @ right`, the input broadcast to the product."""
     product = _matmul(OpCall(call.name, {}, call.tensors[1:]))
     return Factorization(
-        (_broadcast_to(call, product, call.tensors[0].shape), *product.inputs),
-        product.outputs,
-        product.sizes,
-        reduced=product.reduced,
-        terms=(frozenset({0}), frozenset({1, 2})),
+        inputs=(_broadcast_to(call, product, call.tensors[0].shape), *product.inputs),
+        outputs=product.outputs,
+        sizes=product.sizes,
+        partial=PartialResults(reduced=product.partial.reduced, terms=(frozenset({0}), frozenset({1, 2}))),
     )

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
 
-from hp_dtensor.rules.engine.factors import Factorization
+from hp_dtensor.rules.engine.factors import LINEAR, Factorization, LocalWork, PartialResults, uncut
 from hp_dtensor.rules.engine.local_call import LocalCall
 from hp_dtensor.rules.engine.registry import OpCall, Rule, RuleRegistry, names_for
 from hp_dtensor.rules.pointwise import pointwise
@@ -28,7 +28,6 @@ from hp_dtensor.spec.placements import RaggedShard
 from hp_dtensor.spec.tensor_spec import TensorSpec
 
 Tensor = Any
-LINEAR = (frozenset({0}),)
 
 
 def register(registry: RuleRegistry) -> None:
@@ -55,8 +54,13 @@ def register(registry: RuleRegistry) -> None:
 def _rule(local: Callable[[LocalCall], Any], linear: bool = True) -> Rule:
     def rule(call: OpCall) -> Factorization:
         dims, sizes = names_for("d", call.tensors[0].shape)
-        terms = LINEAR if linear else None
-        return Factorization((dims,), (dims,), sizes, terms=terms, of_part=local)
+        return Factorization(
+            inputs=(dims,),
+            outputs=(dims,),
+            sizes=sizes,
+            partial=LINEAR if linear else PartialResults(),
+            work=LocalWork(of_part=local),
+        )
 
     return rule
 
@@ -135,7 +139,7 @@ def _part(call: LocalCall, whole: Tensor) -> Tensor:
 def _whole(call: OpCall) -> Factorization:
     """Every rank draws for the whole: what is dropped gets a value of its own, or it depends on all probabilities."""
     dims, sizes = names_for("d", call.tensors[0].shape)
-    return Factorization((dims,), (dims,), sizes, fixed=frozenset(sizes))
+    return Factorization(inputs=(dims,), outputs=(dims,), sizes=sizes, cuts=uncut(sizes))
 
 
 def _random_slopes(call: OpCall) -> Factorization:
@@ -150,4 +154,4 @@ def _multinomial(call: OpCall) -> Factorization:
     dims, sizes = names_for("d", call.tensors[0].shape)
     output = (*dims[:-1], ("drawn",))
     sizes = sizes | {"drawn": call["num_samples"]}
-    return Factorization((dims,), (output,), sizes, fixed=frozenset(sizes))
+    return Factorization(inputs=(dims,), outputs=(output,), sizes=sizes, cuts=uncut(sizes))

@@ -9,12 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from hp_dtensor.rules import partial_reductions
-from hp_dtensor.rules.engine.factors import Dims, Factorization
+from hp_dtensor.rules.engine.factors import LINEAR, Dims, Factorization, LocalWork, PartialResults, uncut
 from hp_dtensor.rules.engine.local_call import LocalCall
 from hp_dtensor.rules.engine.registry import OpCall, Rule, RuleRegistry, names_for
 from hp_dtensor.rules.pointwise import pointwise
-
-LINEAR = (frozenset({0}),)
 
 
 def register(registry: RuleRegistry) -> None:
@@ -74,7 +72,11 @@ def _reduction(op: str | None) -> Rule:
         if op is None:
             return whole
         linear = op == "sum" and call.name == "sum"
-        return replace(whole, fixed=frozenset(), reduced=dict.fromkeys(factors, op), terms=LINEAR if linear else None)
+        return replace(
+            whole,
+            cuts=replace(whole.cuts, fixed=frozenset()),
+            partial=replace(whole.partial, reduced=dict.fromkeys(factors, op), terms=LINEAR.terms if linear else None),
+        )
 
     return rule
 
@@ -84,7 +86,7 @@ def _whole(call: OpCall) -> Factorization:
     (spec,) = call.tensors
     dims, sizes = names_for("d", spec.shape)
     output = _kept(dims, reduced_dims(call, spec.ndim), bool(call.arguments.get("keepdim")))
-    return Factorization((dims,), (output,), sizes, fixed=frozenset(_gone_factors(call)))
+    return Factorization(inputs=(dims,), outputs=(output,), sizes=sizes, cuts=uncut(_gone_factors(call)))
 
 
 def _gone_factors(call: OpCall) -> list[str]:
@@ -98,7 +100,12 @@ def _by_parts(call: OpCall, make: Callable[[tuple[int, ...], bool], Any], output
     if any(whole.sizes[factor] == 0 for factor in factors):
         return whole
     local = make(reduced_dims(call, call.tensors[0].ndim), bool(call["keepdim"]))
-    return replace(whole, fixed=frozenset(), complete=frozenset(factors), local=dict.fromkeys(factors, local))
+    return replace(
+        whole,
+        cuts=replace(whole.cuts, fixed=frozenset()),
+        partial=replace(whole.partial, complete=frozenset(factors)),
+        work=replace(whole.work, by_factor=dict.fromkeys(factors, local)),
+    )
 
 
 def _is_bool(call: OpCall) -> bool:
@@ -187,12 +194,11 @@ def _mean(call: OpCall) -> Factorization:
         return ops.sum(x if wanted is None else ops.cast(x, wanted), gone, bool(local.arguments["keepdim"]))
 
     return Factorization(
-        (dims,),
-        (_kept(dims, gone, bool(call["keepdim"])),),
-        sizes,
-        reduced=dict.fromkeys(factors, "sum"),
-        terms=LINEAR,
-        local=dict.fromkeys(factors, part_of_mean),
+        inputs=(dims,),
+        outputs=(_kept(dims, gone, bool(call["keepdim"])),),
+        sizes=sizes,
+        partial=PartialResults(reduced=dict.fromkeys(factors, "sum"), terms=LINEAR.terms),
+        work=LocalWork(by_factor=dict.fromkeys(factors, part_of_mean)),
     )
 
 
@@ -234,7 +240,8 @@ def _with_indices(call: OpCall) -> Factorization:
 def _quantile(call: OpCall) -> Factorization:
     if not isinstance(call["q"], (int, float)):
         raise call.whole("its rule takes one number as q")
-    return replace(_whole(call), nonempty=frozenset(_whole(call).sizes))
+    rule = _whole(call)
+    return replace(rule, cuts=replace(rule.cuts, nonempty=frozenset(rule.sizes)))
 
 
 def _glu(call: OpCall) -> Factorization:
@@ -244,4 +251,4 @@ def _glu(call: OpCall) -> Factorization:
     (dim,) = reduced_dims(call, spec.ndim)
     output = (*dims[:dim], ("half",), *dims[dim + 1 :])
     sizes = sizes | {"half": spec.shape[dim] // 2}
-    return Factorization((dims,), (output,), sizes, fixed=frozenset({f"d{dim}", "half"}))
+    return Factorization(inputs=(dims,), outputs=(output,), sizes=sizes, cuts=uncut({f"d{dim}", "half"}))

@@ -10,7 +10,7 @@ from typing import Any
 
 from hp_dtensor.comm import collectives
 from hp_dtensor.comm.collectives import RowMove
-from hp_dtensor.rules.engine.factors import LINEAR, Factorization, Part
+from hp_dtensor.rules.engine.factors import LINEAR, Cuts, Factorization, LocalWork, Part
 from hp_dtensor.rules.engine.local_call import LocalCall
 from hp_dtensor.rules.engine.registry import OpCall, RuleRegistry, names_for
 
@@ -28,7 +28,12 @@ def _moving(call: OpCall, dims: Sequence[int], local: Callable[[LocalCall], Tens
     names, sizes = names_for("d", call.tensors[0].shape)
     factors = [f"d{dim}" for dim in dims]
     return Factorization(
-        (names,), (names,), sizes, terms=LINEAR, local=dict.fromkeys(factors, local), known=frozenset(factors)
+        inputs=(names,),
+        outputs=(names,),
+        sizes=sizes,
+        cuts=Cuts(known=frozenset(factors)),
+        partial=LINEAR,
+        work=LocalWork(by_factor=dict.fromkeys(factors, local)),
     )
 
 
@@ -39,7 +44,9 @@ def _roll(call: OpCall) -> Factorization:
     if dims is None or dims == ():
         if spec.ndim != 1:
             rule = _moving(call, range(spec.ndim), _rolled_by({}))
-            return replace(rule, fixed=frozenset(rule.sizes), local={})
+            return replace(
+                rule, cuts=replace(rule.cuts, fixed=frozenset(rule.sizes)), work=replace(rule.work, by_factor={})
+            )
         dims = 0
     pairs = zip(*((value,) if isinstance(value, int) else tuple(value) for value in (shifts, dims)), strict=True)
     by_dim: dict[int, int] = {}

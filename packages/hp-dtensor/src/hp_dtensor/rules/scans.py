@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 from hp_dtensor.comm import collectives
-from hp_dtensor.rules.engine.factors import Factorization
+from hp_dtensor.rules.engine.factors import LINEAR, Factorization, LocalWork, PartialResults, uncut
 from hp_dtensor.rules.engine.local_call import LocalCall
 from hp_dtensor.rules.engine.registry import OpCall, Rule, RuleRegistry, names_for
 from hp_dtensor.rules.partial_reductions import extreme_of_part, groups_of, lines
-from hp_dtensor.rules.reductions import LINEAR, check_floating, reduced_dims
+from hp_dtensor.rules.reductions import check_floating, reduced_dims
 
 Tensor = Any
 
@@ -37,12 +37,12 @@ def _along(local: Callable[[LocalCall], Any] | None, linear: bool = False, outpu
             raise call.refuse(f"it needs one dimension, got dim={call['dim']!r}")
         along = [f"d{dim}" for dim in reduced_dims(call, spec.ndim)]
         return Factorization(
-            (dims,),
-            (dims,) * outputs,
-            sizes,
-            fixed=frozenset(along if local is None else ()),
-            terms=LINEAR if linear else None,
-            local={} if local is None else dict.fromkeys(along, local),
+            inputs=(dims,),
+            outputs=(dims,) * outputs,
+            sizes=sizes,
+            cuts=uncut(along if local is None else ()),
+            partial=LINEAR if linear else PartialResults(),
+            work=LocalWork(by_factor={} if local is None else dict.fromkeys(along, local)),
         )
 
     return rule

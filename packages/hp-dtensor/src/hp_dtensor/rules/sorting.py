@@ -9,7 +9,7 @@ from typing import Any
 from hp_dtensor.comm import collectives
 from hp_dtensor.rules import partial_reductions
 from hp_dtensor.rules.cat_and_split import with_lengths
-from hp_dtensor.rules.engine.factors import Dims, Factorization
+from hp_dtensor.rules.engine.factors import Dims, Factorization, LocalWork, PartialResults, uncut
 from hp_dtensor.rules.engine.local_call import LocalCall
 from hp_dtensor.rules.engine.registry import OpCall, Rule, RuleRegistry, names_for
 
@@ -37,17 +37,22 @@ def _topk(call: OpCall) -> Factorization:
         return rule
     factor = frozenset({f"d{dim}"})
     local = {f"d{dim}": partial_reductions.first_k_of_parts(dim, k)}
-    return replace(rule, fixed=rule.fixed - factor, complete=factor, local=local)
+    return replace(
+        rule,
+        cuts=replace(rule.cuts, fixed=rule.cuts.fixed - factor),
+        partial=replace(rule.partial, complete=factor),
+        work=replace(rule.work, by_factor=local),
+    )
 
 
 def _sort(call: OpCall) -> Factorization:
     rule = _argsort(call)
-    return Factorization(rule.inputs, rule.outputs * 2, rule.sizes, fixed=rule.fixed)
+    return Factorization(inputs=rule.inputs, outputs=rule.outputs * 2, sizes=rule.sizes, cuts=uncut(rule.cuts.fixed))
 
 
 def _argsort(call: OpCall) -> Factorization:
     dims, sizes = names_for("d", call.tensors[0].shape)
-    return Factorization((dims,), (dims,), sizes, fixed=frozenset({f"d{call.dim(call['dim'])}"}))
+    return Factorization(inputs=(dims,), outputs=(dims,), sizes=sizes, cuts=uncut({f"d{call.dim(call['dim'])}"}))
 
 
 def _one_hot(call: OpCall) -> Factorization:
@@ -55,10 +60,10 @@ def _one_hot(call: OpCall) -> Factorization:
         raise call.refuse("num_classes must be given: otherwise it depends on data of all ranks")
     dims, sizes = names_for("d", call.tensors[0].shape)
     return Factorization(
-        (dims,),
-        ((*dims, ("classes",)),),
-        sizes | {"classes": call["num_classes"]},
-        fixed=frozenset({"classes"}),
+        inputs=(dims,),
+        outputs=((*dims, ("classes",)),),
+        sizes=sizes | {"classes": call["num_classes"]},
+        cuts=uncut({"classes"}),
     )
 
 
@@ -70,12 +75,12 @@ def _bincount(call: OpCall) -> Factorization:
         raise call.refuse("bincount of a cut DTensor needs minlength, which must exceed every value, and no weights")
     dims, sizes = names_for("d", spec.shape)
     return Factorization(
-        (dims,),
-        ((("bins",),),),
-        sizes | {"bins": call["minlength"]},
-        fixed=frozenset({"bins"}),
-        reduced=dict.fromkeys(sizes, "sum"),
-        local=dict.fromkeys(sizes, functools.partial(_bins_of_part, call)),
+        inputs=(dims,),
+        outputs=((("bins",),),),
+        sizes=sizes | {"bins": call["minlength"]},
+        cuts=uncut({"bins"}),
+        partial=PartialResults(reduced=dict.fromkeys(sizes, "sum")),
+        work=LocalWork(by_factor=dict.fromkeys(sizes, functools.partial(_bins_of_part, call))),
     )
 
 
@@ -102,6 +107,6 @@ def _sorted_whole(which: int) -> Rule:
         boundaries: Dims = (("boundaries",),)
         inputs = (boundaries, dims) if which == 0 else (dims, boundaries)
         sizes = sizes | {"boundaries": call.tensors[which].shape[0]}
-        return Factorization(inputs, (dims,), sizes, fixed=frozenset({"boundaries"}))
+        return Factorization(inputs=inputs, outputs=(dims,), sizes=sizes, cuts=uncut({"boundaries"}))
 
     return rule

@@ -7,7 +7,17 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hp_dtensor.rules.engine.factors import LINEAR, Dims, Factorization, Part
+from hp_dtensor.rules.engine.factors import (
+    LINEAR,
+    Cuts,
+    Dims,
+    Factorization,
+    LocalWork,
+    Operands,
+    Part,
+    PartialResults,
+    uncut,
+)
 from hp_dtensor.rules.engine.registry import OpCall, RuleRegistry, names_for
 
 
@@ -40,8 +50,13 @@ def register(registry: RuleRegistry) -> None:
     registry.register("new_tensor", "input data * dtype=None", _new_scalar)
 
 
-def _one(call: OpCall, inputs: Dims, output: Dims, sizes: Mapping[str, int], **options: Any) -> Factorization:
-    return Factorization((inputs,), (output,), sizes, **{"terms": LINEAR, **options})
+_DTYPE_ALONE = Operands(ignored=frozenset({0}))
+"""The input counts by its dtype only."""
+
+
+def _one(inputs: Dims, output: Dims, sizes: Mapping[str, int], **options: Any) -> Factorization:
+    """The rule of one tensor in and one out, linear unless `options`, groups of `Factorization`, say otherwise."""
+    return Factorization(inputs=(inputs,), outputs=(output,), sizes=sizes, **{"partial": LINEAR, **options})
 
 
 def common_factors(source: Sequence[int], target: Sequence[int]) -> tuple[Dims, Dims, dict[str, int], frozenset[str]]:
@@ -133,7 +148,7 @@ def _reshape_to(
     call: OpCall, target: tuple[int, ...], localize: Callable[..., Mapping[str, Any]] | None
 ) -> Factorization:
     source, output, sizes, fixed = common_factors(call.tensors[0].shape, target)
-    return _one(call, source, output, sizes, fixed=fixed, localize=localize)
+    return _one(source, output, sizes, cuts=Cuts(fixed=fixed), work=LocalWork(localize=localize))
 
 
 def _reshape(call: OpCall) -> Factorization:
@@ -163,7 +178,7 @@ def _unflatten(call: OpCall) -> Factorization:
 
 def _permuted(call: OpCall, order: Sequence[int]) -> Factorization:
     dims, sizes = names_for("d", call.tensors[0].shape)
-    return _one(call, dims, tuple(dims[i] for i in order), sizes)
+    return _one(dims, tuple(dims[i] for i in order), sizes)
 
 
 def _transpose(call: OpCall) -> Factorization:
@@ -192,7 +207,7 @@ def _permute(call: OpCall) -> Factorization:
 def _unsqueeze(call: OpCall) -> Factorization:
     dims, sizes = names_for("d", call.tensors[0].shape)
     dim = call.dim(call["dim"], extra=1)
-    return _one(call, dims, (*dims[:dim], (), *dims[dim:]), sizes)
+    return _one(dims, (*dims[:dim], (), *dims[dim:]), sizes)
 
 
 def _squeeze(call: OpCall) -> Factorization:
@@ -202,7 +217,7 @@ def _squeeze(call: OpCall) -> Factorization:
     chosen = range(len(shape)) if wanted is None else [wanted] if isinstance(wanted, int) else wanted
     gone = {call.dim(dim) for dim in chosen}
     squeezed = tuple(dim for i, dim in enumerate(dims) if not (i in gone and shape[i] == 1))
-    return _one(call, dims, squeezed, sizes, localize=_squeeze_named(shape, gone))
+    return _one(dims, squeezed, sizes, work=LocalWork(localize=_squeeze_named(shape, gone)))
 
 
 def _squeeze_named(shape: tuple[int, ...], gone: set[int]) -> Callable[..., Mapping[str, Any]]:
@@ -222,7 +237,7 @@ def _expand(call: OpCall) -> Factorization:
     inputs = tuple((f"d{i + extra}",) if size == target[i + extra] else () for i, size in enumerate(shape))
     fixed = frozenset(f"d{i}" for i in range(len(target)) if i < extra or shape[i - extra] != target[i])
     output = tuple((f"d{i}",) for i in range(len(target)))
-    return _one(call, inputs, output, sizes, fixed=fixed, localize=_localize_shape)
+    return _one(inputs, output, sizes, cuts=Cuts(fixed=fixed), work=LocalWork(localize=_localize_shape))
 
 
 def _repeat_interleave(call: OpCall) -> Factorization:
@@ -233,7 +248,7 @@ def _repeat_interleave(call: OpCall) -> Factorization:
     dims, sizes = names_for("d", call.tensors[0].shape)
     dim = call.dim(call["dim"])
     output = (*dims[:dim], (*dims[dim], "repeat"), *dims[dim + 1 :])
-    return _one(call, dims, output, sizes | {"repeat": call["repeats"]})
+    return _one(dims, output, sizes | {"repeat": call["repeats"]})
 
 
 def _as_complex(call: OpCall) -> Factorization:
@@ -241,12 +256,12 @@ def _as_complex(call: OpCall) -> Factorization:
     dims, sizes = names_for("d", call.tensors[0].shape)
     if not dims or sizes[dims[-1][0]] != 2:
         raise call.refuse("its last dimension must hold a real and an imaginary part")
-    return _one(call, dims, dims[:-1], sizes, fixed=frozenset(dims[-1]))
+    return _one(dims, dims[:-1], sizes, cuts=uncut(dims[-1]))
 
 
 def _as_real(call: OpCall) -> Factorization:
     dims, sizes = names_for("d", call.tensors[0].shape)
-    return _one(call, dims, (*dims, ("part",)), sizes | {"part": 2}, fixed=frozenset({"part"}))
+    return _one(dims, (*dims, ("part",)), sizes | {"part": 2}, cuts=uncut({"part"}))
 
 
 def _new(call: OpCall) -> Factorization:
@@ -254,11 +269,11 @@ def _new(call: OpCall) -> Factorization:
     dims, sizes = names_for("d", call.tensors[0].shape)
     shape = (call["size"],) if isinstance(call["size"], int) else tuple(call["size"])
     output, new_sizes = names_for("n", shape)
-    return _one(call, dims, output, sizes | new_sizes, fixed=frozenset(new_sizes), ignored=frozenset({0}), terms=None)
+    return _one(dims, output, sizes | new_sizes, cuts=uncut(new_sizes), partial=PartialResults(), operands=_DTYPE_ALONE)
 
 
 def _new_scalar(call: OpCall) -> Factorization:
     if not isinstance(call["data"], (int, float)):
         raise call.refuse("new_tensor of data is ambiguous; use distribute_tensor")
     dims, sizes = names_for("d", call.tensors[0].shape)
-    return _one(call, dims, (), sizes, ignored=frozenset({0}), terms=None)
+    return _one(dims, (), sizes, partial=PartialResults(), operands=_DTYPE_ALONE)

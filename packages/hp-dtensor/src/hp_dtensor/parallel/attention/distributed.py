@@ -9,7 +9,7 @@ from typing import Any
 from hp_dtensor.dispatch.dispatch import dispatch
 from hp_dtensor.parallel.attention.mask import AttentionMask
 from hp_dtensor.platform.selection import get_platform
-from hp_dtensor.rules.engine.factors import Dims, Factorization
+from hp_dtensor.rules.engine.factors import Dims, Factorization, uncut
 from hp_dtensor.rules.engine.registry import REQUIRED, OpCall, Parameter, Registration
 from hp_dtensor.rules.tables import rule_registry
 from hp_dtensor.tensor.conversions import replicate_like
@@ -81,4 +81,6 @@ def _rule(call: OpCall) -> Factorization:
     if call["sinks"] is not None:
         inputs = (*inputs, (heads,))
     fixed = frozenset({"q", "k", "width", "out"})
-    return Factorization(inputs, ((("batch",), heads, ("q",), ("out",)),), sizes, fixed=fixed)
+    return Factorization(
+        inputs=inputs, outputs=((("batch",), heads, ("q",), ("out",)),), sizes=sizes, cuts=uncut(fixed)
+    )

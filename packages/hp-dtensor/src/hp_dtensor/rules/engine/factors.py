@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,56 +22,106 @@ Part = tuple[int, int]
 _Kept = Callable[[Placement, int], Placement]
 REPLICATE = Replicate()
 SUM = Partial("sum")
-LINEAR: tuple[frozenset[int], ...] = (frozenset({0}),)
-"""`Factorization.terms` of an operation that is linear in its first tensor."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
+class Cuts:
+    """How the factors of a call may be cut.
+
+    Attributes:
+        fixed: factors that must not be cut.
+        nonempty: factors that may be cut only if every rank gets some of them.
+        known: factors of which every rank must know every part; several axes may cut them in chunk order only.
+        kept: factor -> the positions of it that outputs have; cut, each rank keeps those in its part.
+    """
+
+    fixed: frozenset[str] = frozenset()
+    nonempty: frozenset[str] = frozenset()
+    known: frozenset[str] = frozenset()
+    kept: Mapping[str, range] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartialResults:
+    """How results of parts become the result, and which inputs may be partial themselves.
+
+    Attributes:
+        reduced: for factors that outputs lack, the reduction that makes their results whole. A factor
+            that outputs lack and that is neither here nor in `complete` must not be cut.
+        complete: factors whose local function leaves outputs complete (replicated), not partial.
+        terms: the output as a sum of products of inputs, by input index; None: not linear in any.
+    """
+
+    reduced: Mapping[str, str] = field(default_factory=dict)
+    complete: frozenset[str] = frozenset()
+    terms: tuple[frozenset[int], ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalWork:
+    """Work of a rank where it differs from the operation on the rank's own data.
+
+    Attributes:
+        by_factor: factor -> `function(call: LocalCall) -> outputs`, called in place of the operation where that is cut.
+        of_part: called in place of the operation wherever outputs are cut, in whatever way: it asks only how
+            these are placed.
+        localize: static arguments to use on this rank, from the local shapes of the outputs and, of each factor that is
+            cut, the (start, length) of this rank's part.
+    """
+
+    by_factor: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    of_part: Callable[..., Any] | None = None
+    localize: Callable[[Sequence[tuple[int, ...]], Mapping[str, Part]], Mapping[str, Any]] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operands:
+    """Inputs (by index) that are more, or less, than data to read.
+
+    Attributes:
+        ignored: only their dtype and device count; they stay as they are.
+        written: the operation writes them besides giving its outputs; they must stay as they are.
+    """
+
+    ignored: frozenset[int] = frozenset()
+    written: frozenset[int] = frozenset()
+
+
+LINEAR = PartialResults(terms=(frozenset({0}),))
+"""An operation that is linear in its first tensor."""
+
+
+def uncut(names: Iterable[str]) -> Cuts:
+    """Return the cuts of a call of which these factors must be whole."""
+    return Cuts(fixed=frozenset(names))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Factorization:
     """One call of an operation, as factors.
 
     Attributes:
         inputs, outputs: per tensor, per dimension, the factors it consists of, outermost first.
         sizes: elements per factor.
-        fixed: factors that must not be cut.
-        reduced: for factors that outputs lack, the reduction that makes their results whole. A factor
-            that outputs lack and that is not here must not be cut.
-        terms: the output as a sum of products of inputs, by input index; None: not linear in any.
-        local: called in place of the operation, where a cut factor needs other local work: factor ->
-            `function(call: LocalCall) -> outputs`.
-        of_part: called in place of the operation wherever outputs are cut, in whatever way: it asks only how
-            these are placed.
-        complete: factors whose `local` function leaves outputs complete (replicated), not partial.
-        nonempty: factors that may be cut only if every rank gets some of them.
-        ignored: inputs (by index) of which only dtype and device count; they stay as they are.
-        localize: static arguments to use on this rank, from the local shapes of the outputs and, of each factor that is
-            cut, the (start, length) of this rank's part.
-        written: inputs (by index) that the operation writes besides giving its outputs; they must stay as they are.
-        kept: factor -> the positions of it that outputs have; cut, each rank keeps those in its part.
-        known: factors of which every rank must know every part; several axes may cut them in chunk order only.
+        cuts: how factors may be cut; without it, all may be that all outputs have.
+        partial: how results of parts become the result, and which inputs may be partial.
+        work: work of a rank where it is not the operation on its own data.
+        operands: inputs that are more, or less, than data to read.
     """
 
     inputs: tuple[Dims, ...]
     outputs: tuple[Dims, ...]
     sizes: Mapping[str, int]
-    fixed: frozenset[str] = frozenset()
-    reduced: Mapping[str, str] = field(default_factory=dict)
-    terms: tuple[frozenset[int], ...] | None = None
-    local: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    of_part: Callable[..., Any] | None = None
-    complete: frozenset[str] = frozenset()
-    nonempty: frozenset[str] = frozenset()
-    ignored: frozenset[int] = frozenset()
-    localize: Callable[[Sequence[tuple[int, ...]], Mapping[str, Part]], Mapping[str, Any]] | None = None
-    written: frozenset[int] = frozenset()
-    kept: Mapping[str, range] = field(default_factory=dict)
-    known: frozenset[str] = frozenset()
+    cuts: Cuts = field(default_factory=Cuts)
+    partial: PartialResults = field(default_factory=PartialResults)
+    work: LocalWork = field(default_factory=LocalWork)
+    operands: Operands = field(default_factory=Operands)
 
     def output_shape(self, output: int) -> tuple[int, ...]:
         return tuple(math.prod(self._output_size(f) for f in dim) for dim in self.outputs[output])
 
     def _output_size(self, factor: str) -> int:
-        return len(self.kept[factor]) if factor in self.kept else self.sizes[factor]
+        return len(self.cuts.kept[factor]) if factor in self.cuts.kept else self.sizes[factor]
 
     def dim_of(self, dims: Dims, factor: str) -> int | None:
         """The dimension that cutting `factor` cuts, or None where a tensor does not have it."""
@@ -82,14 +132,14 @@ class Factorization:
 
     def splittable(self, factor: str) -> bool:
         """Tell if `factor` may be cut at all: it is outermost wherever it is merged."""
-        if factor in self.fixed or self._lost(factor):
+        if factor in self.cuts.fixed or self._lost(factor):
             return False
         return all(dim[0] == factor for dim in self._merged(factor))
 
     def splits_in_chunks(self, factor: str, parts: float) -> bool:
         """Tell if a splittable factor may be cut in chunk order into `parts`: evenly where it is merged."""
         size = self.sizes[factor]
-        if factor in self.nonempty and -(-size // parts) * (parts - 1) >= size:
+        if factor in self.cuts.nonempty and -(-size // parts) * (parts - 1) >= size:
             return False
         return not self.merges(factor) or size % parts == 0
 
@@ -106,7 +156,7 @@ class Factorization:
 
     def _lost(self, factor: str) -> bool:
         kept = all(self.dim_of(dims, factor) is not None for dims in self.outputs)
-        return not kept and factor not in self.reduced and factor not in self.complete
+        return not kept and factor not in self.partial.reduced and factor not in self.partial.complete
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +218,9 @@ def strategies(
 def _keeping(
     rule: Factorization, factor: str, ranks: int, cut_already: Mapping[str, float], part_of: Callable[[str], Part]
 ) -> _Kept:
-    return lambda kind, dim: _kept_in_parts(rule.kept[factor], ranks, part_of(factor), factor in cut_already, kind, dim)
+    return lambda kind, dim: _kept_in_parts(
+        rule.cuts.kept[factor], ranks, part_of(factor), factor in cut_already, kind, dim
+    )
 
 
 def _is_cut(rule: Factorization, factor: str, current: Sequence[Placement]) -> bool:
@@ -199,10 +251,10 @@ def _ragged_kinds(
             continue
         inside = rule.elements_inside(dims[dim], factor)
         in_chunks = isinstance(placement, Shard)
-        if inside == 0 or (nested and (in_chunks or inside > 1 or factor in rule.nonempty | rule.known)):
+        if inside == 0 or (nested and (in_chunks or inside > 1 or factor in rule.cuts.nonempty | rule.cuts.known)):
             continue
         units = placement.units if isinstance(placement, RaggedShard) else _chunks(rule.sizes[factor] * inside, ranks)
-        empty = factor in rule.nonempty and 0 in units
+        empty = factor in rule.cuts.nonempty and 0 in units
         if not empty and all(unit % inside == 0 for unit in units):
             kinds.append(RaggedShard(0, tuple(unit // inside for unit in units)))
     return kinds
@@ -235,9 +287,9 @@ def _cut_inputs(
     rule: Factorization, factor: str, kind: Placement, current: Sequence[Placement]
 ) -> tuple[Placement, ...]:
     placements = [_on_dim(rule, kind, factor, dims, now) for dims, now in zip(rule.inputs, current, strict=True)]
-    if factor not in rule.reduced or rule.reduced[factor] != "sum" or factor in rule.complete:
+    if factor not in rule.partial.reduced or rule.partial.reduced[factor] != "sum" or factor in rule.partial.complete:
         return tuple(placements)
-    for term in rule.terms or ():
+    for term in rule.partial.terms or ():
         if all(placements[i].is_replicate() for i in term):
             placements[min(term)] = SUM
     return tuple(placements)
@@ -246,8 +298,8 @@ def _cut_inputs(
 def _cut_output(rule: Factorization, factor: str, kind: Placement, dims: Dims, kept: _Kept) -> Placement:
     dim = rule.dim_of(dims, factor)
     if dim is None:
-        return REPLICATE if factor in rule.complete else Partial(rule.reduced[factor])
-    return kept(kind, dim) if factor in rule.kept else _on_dim(rule, kind, factor, dims)
+        return REPLICATE if factor in rule.partial.complete else Partial(rule.partial.reduced[factor])
+    return kept(kind, dim) if factor in rule.cuts.kept else _on_dim(rule, kind, factor, dims)
 
 
 def parts_of(kind: Shard | RaggedShard, part: Part, ranks: int) -> list[Part]:
@@ -291,10 +343,10 @@ def _on_dim(rule: Factorization, kind: Placement, factor: str, dims: Dims, now: 
 
 def _partial_inputs(rule: Factorization) -> list[Strategy]:
     """One partial input in every term makes every output partial."""
-    if rule.terms is None or any(not term for term in rule.terms):
+    if rule.partial.terms is None or any(not term for term in rule.partial.terms):
         return []
     choices: list[tuple[int, ...]] = [()]
-    for term in rule.terms:
+    for term in rule.partial.terms:
         choices = [(*chosen, index) for chosen in choices for index in sorted(term)]
     outputs = (SUM,) * len(rule.outputs)
     return [

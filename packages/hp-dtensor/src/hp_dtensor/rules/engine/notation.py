@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 from hp_dtensor.comm.world import REDUCE_OPS
-from hp_dtensor.rules.engine.factors import Dims, Factorization
+from hp_dtensor.rules.engine.factors import Cuts, Dims, Factorization, PartialResults
 from hp_dtensor.rules.engine.registry import OpCall, Rule
 from hp_dtensor.spec.placements import RaggedShard
 
@@ -85,7 +85,13 @@ class Notation:
         terms = (frozenset(range(len(inputs))),) if self.linear else None
         fixed = self.whole | lost | self._unequal(call, sizes)
         nonempty = frozenset(name for name, op in self.reduced.items() if op in ("avg", "max", "min"))
-        return Factorization(inputs, outputs, sizes, fixed, dict(self.reduced), terms, nonempty=nonempty)
+        return Factorization(
+            inputs=inputs,
+            outputs=outputs,
+            sizes=sizes,
+            cuts=Cuts(fixed=fixed, nonempty=nonempty),
+            partial=PartialResults(reduced=dict(self.reduced), terms=terms),
+        )
 
     def _unequal(self, call: OpCall, sizes: Mapping[str, int]) -> set[str]:
         """Averaged names whose parts may be of several lengths: the average of theirs is not that of the whole."""

@@ -10,7 +10,7 @@ import functools
 from dataclasses import replace
 from typing import Any
 
-from hp_dtensor.rules.engine.factors import LINEAR, Factorization
+from hp_dtensor.rules.engine.factors import LINEAR, Factorization, uncut
 from hp_dtensor.rules.engine.local_call import LocalCall
 from hp_dtensor.rules.engine.registry import OpCall, RuleRegistry, names_for
 from hp_dtensor.rules.indexing.owned_ids import check_ids, own_ids
@@ -39,7 +39,9 @@ def _gather(call: OpCall) -> Factorization:
         fixed |= {f"d{i}"} if i != dim else set()
         fixed |= {f"x{i}"}
         index_dims.append((f"x{i}",))
-    rule = Factorization((dims, tuple(index_dims)), (tuple(index_dims),), sizes, fixed=frozenset(fixed), terms=LINEAR)
+    rule = Factorization(
+        inputs=(dims, tuple(index_dims)), outputs=(tuple(index_dims),), sizes=sizes, cuts=uncut(fixed), partial=LINEAR
+    )
     return _picked_by_owners(call, rule, dim)
 
 
@@ -51,7 +53,11 @@ def _index_select(call: OpCall) -> Factorization:
     dims, sizes = names_for("d", shape)
     output = (*dims[:dim], ("x",), *dims[dim + 1 :])
     rule = Factorization(
-        (dims, (("x",),)), (output,), sizes | {"x": index[0]}, fixed=frozenset({f"d{dim}"}), terms=LINEAR
+        inputs=(dims, (("x",),)),
+        outputs=(output,),
+        sizes=sizes | {"x": index[0]},
+        cuts=uncut({f"d{dim}"}),
+        partial=LINEAR,
     )
     return _picked_by_owners(call, rule, dim)
 
@@ -66,7 +72,9 @@ def _take_along_dim(call: OpCall) -> Factorization:
     dims, sizes = names_for("d", shape)
     output = (*dims[:dim], ("x",), *dims[dim + 1 :])
     sizes = sizes | {"x": index[dim]}
-    return Factorization((dims, output), (output,), sizes, fixed=frozenset({f"d{dim}", "x"}), terms=LINEAR)
+    return Factorization(
+        inputs=(dims, output), outputs=(output,), sizes=sizes, cuts=uncut({f"d{dim}", "x"}), partial=LINEAR
+    )
 
 
 def _picked_by_owners(call: OpCall, rule: Factorization, dim: int) -> Factorization:
@@ -78,7 +86,10 @@ def _picked_by_owners(call: OpCall, rule: Factorization, dim: int) -> Factorizat
         return rule
     factor = f"d{dim}"
     return replace(
-        rule, fixed=rule.fixed - {factor}, reduced={factor: "sum"}, local={factor: functools.partial(_own_picked, dim)}
+        rule,
+        cuts=replace(rule.cuts, fixed=rule.cuts.fixed - {factor}),
+        partial=replace(rule.partial, reduced={factor: "sum"}),
+        work=replace(rule.work, by_factor={factor: functools.partial(_own_picked, dim)}),
     )
 
 

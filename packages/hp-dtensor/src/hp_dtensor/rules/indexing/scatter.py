@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hp_dtensor.rules.engine.factors import Dim, Dims, Factorization
+from hp_dtensor.rules.engine.factors import Dim, Dims, Factorization, uncut
 from hp_dtensor.rules.engine.registry import OpCall, RuleRegistry, names_for
 from hp_dtensor.rules.indexing.subscript import DATA_DEPENDENT
 
@@ -42,7 +42,7 @@ def _scatter(call: OpCall) -> Factorization:
             fixed |= {f"d{i}", f"s{number}_{i}"}
             row.append((f"s{number}_{i}",))
         inputs.append(tuple(row))
-    return Factorization(tuple(inputs), (dims,), sizes, fixed=frozenset(fixed))
+    return Factorization(inputs=tuple(inputs), outputs=(dims,), sizes=sizes, cuts=uncut(fixed))
 
 
 def _index_write(call: OpCall) -> Factorization:
@@ -51,7 +51,7 @@ def _index_write(call: OpCall) -> Factorization:
     dim = call.dim(call["dim"])
     source = (*dims[:dim], ("x",), *dims[dim + 1 :])
     sizes = sizes | {"x": call.tensors[1].shape[0]}
-    return Factorization((dims, (("x",),), source), (dims,), sizes, fixed=frozenset({f"d{dim}", "x"}))
+    return Factorization(inputs=(dims, (("x",),), source), outputs=(dims,), sizes=sizes, cuts=uncut({f"d{dim}", "x"}))
 
 
 def _index_fill(call: OpCall) -> Factorization:
@@ -60,7 +60,12 @@ def _index_fill(call: OpCall) -> Factorization:
     value: tuple[Dims, ...] = ((),) * (len(call.tensors) - 2)
     if (len(call.tensors) > 2 and call.tensors[2].ndim) or call.tensors[1].ndim != 1:
         raise call.whole("its rule is of positions [x] and one value")
-    return Factorization((dims, (("x",),), *value), (dims,), sizes | {"x": call.tensors[1].shape[0]}, fixed=fixed)
+    return Factorization(
+        inputs=(dims, (("x",),), *value),
+        outputs=(dims,),
+        sizes=sizes | {"x": call.tensors[1].shape[0]},
+        cuts=uncut(fixed),
+    )
 
 
 def _index_put(call: OpCall) -> Factorization:
@@ -77,7 +82,7 @@ def _index_put(call: OpCall) -> Factorization:
         spec.shape != (sizes["x"],) for spec in call.tensors[1:-1]
     ):
         raise call.whole("its rule is of values that are not broadcast")
-    return Factorization((dims, *((("x",),),) * count, values), (dims,), sizes, fixed=fixed)
+    return Factorization(inputs=(dims, *((("x",),),) * count, values), outputs=(dims,), sizes=sizes, cuts=uncut(fixed))
 
 
 def _data_dependent(call: OpCall) -> Factorization:

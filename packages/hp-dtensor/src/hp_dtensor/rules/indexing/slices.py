@@ -12,7 +12,16 @@ from dataclasses import replace
 from typing import Any
 
 from hp_dtensor.exceptions import IndexOutOfRangeError
-from hp_dtensor.rules.engine.factors import LINEAR, Dim, Dims, Factorization, Part, positions_within
+from hp_dtensor.rules.engine.factors import (
+    LINEAR,
+    Cuts,
+    Dim,
+    Dims,
+    Factorization,
+    LocalWork,
+    Part,
+    positions_within,
+)
 from hp_dtensor.rules.engine.local_call import LocalCall
 from hp_dtensor.rules.engine.registry import OpCall, RuleRegistry, names_for
 
@@ -63,7 +72,14 @@ def _narrow(call: OpCall) -> Factorization:
         rows, count = _own_rows(kept, spans[f"d{dim}"])
         return {"start": rows.start, "length": count}
 
-    return Factorization((dims,), (dims,), sizes, terms=LINEAR, localize=localize, kept={f"d{dim}": kept})
+    return Factorization(
+        inputs=(dims,),
+        outputs=(dims,),
+        sizes=sizes,
+        cuts=Cuts(kept={f"d{dim}": kept}),
+        partial=LINEAR,
+        work=LocalWork(localize=localize),
+    )
 
 
 def _select(call: OpCall) -> Factorization:
@@ -72,7 +88,7 @@ def _select(call: OpCall) -> Factorization:
     if not isinstance(index, int):
         raise call.refuse("its index must be an integer; use index_select for positions in a tensor")
     check_position(call, index, dim)
-    rule = Factorization((dims,), ((*dims[:dim], *dims[dim + 1 :]),), sizes, terms=LINEAR)
+    rule = Factorization(inputs=(dims,), outputs=((*dims[:dim], *dims[dim + 1 :]),), sizes=sizes, partial=LINEAR)
     return from_owners(call, rule, [f"d{dim}"], functools.partial(_selected_by_owner, dim, index % sizes[f"d{dim}"]))
 
 
@@ -81,8 +97,12 @@ def from_owners(
 ) -> Factorization:
     """The rule with `factors`, of which outputs have one position, cut: partial results. Truth values have no sum."""
     if call.tensors[0].mesh.platform.dtype_name(call.tensors[0].dtype) == "bool":
-        return replace(rule, fixed=rule.fixed | {*factors})
-    return replace(rule, reduced=dict.fromkeys(factors, "sum"), local=dict.fromkeys(factors, local))
+        return replace(rule, cuts=replace(rule.cuts, fixed=rule.cuts.fixed | {*factors}))
+    return replace(
+        rule,
+        partial=replace(rule.partial, reduced=dict.fromkeys(factors, "sum")),
+        work=replace(rule.work, by_factor=dict.fromkeys(factors, local)),
+    )
 
 
 def _selected_by_owner(dim: int, index: int, call: LocalCall) -> Tensor:

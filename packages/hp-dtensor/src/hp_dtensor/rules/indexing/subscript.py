@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from hp_dtensor.exceptions import IndexOutOfRangeError
-from hp_dtensor.rules.engine.factors import LINEAR, Dim, Dims, Factorization
+from hp_dtensor.rules.engine.factors import LINEAR, Cuts, Dim, Dims, Factorization, LocalWork, uncut
 from hp_dtensor.rules.engine.local_call import LocalCall
 from hp_dtensor.rules.engine.registry import OpCall, RuleRegistry, names_for
 from hp_dtensor.rules.indexing import index_tensors, slices
@@ -68,7 +68,12 @@ def _getitem(call: OpCall) -> Factorization:
     dims, sizes = names_for("d", shape)
     output, kept, picked = slices.basic(call, items, dims, sizes)
     rule = Factorization(
-        (dims,), (output,), sizes, terms=LINEAR, localize=slices.localize_index(items, sizes, kept), kept=kept
+        inputs=(dims,),
+        outputs=(output,),
+        sizes=sizes,
+        cuts=Cuts(kept=kept),
+        partial=LINEAR,
+        work=LocalWork(localize=slices.localize_index(items, sizes, kept)),
     )
     return slices.from_owners(call, rule, picked, functools.partial(slices.picked_by_owners, items))
 
@@ -77,7 +82,9 @@ def _by_positions(call: OpCall, items: list[Item]) -> Factorization:
     """The picked dimensions are whole, those of the index tensors, broadcast together, parallel."""
     dims, sizes = names_for("d", call.tensors[0].shape)
     picked, result, fixed = _picked(call, items, dims, sizes)
-    return Factorization((dims, *picked.indices), (result,), sizes, fixed=frozenset(fixed), terms=LINEAR)
+    return Factorization(
+        inputs=(dims, *picked.indices), outputs=(result,), sizes=sizes, cuts=uncut(fixed), partial=LINEAR
+    )
 
 
 def _picked(
@@ -111,7 +118,13 @@ def _setitem(call: OpCall) -> Factorization:
         inputs = (dims, _aligned(call, value.shape, shape, tuple(picked)))
     written = [name for (name,) in dims if (name,) not in kept]
     fixed -= {name for (name,) in dims}
-    return Factorization(inputs, (dims,), sizes, fixed=frozenset(fixed), local=dict.fromkeys(written, _assign_own_part))
+    return Factorization(
+        inputs=inputs,
+        outputs=(dims,),
+        sizes=sizes,
+        cuts=uncut(fixed),
+        work=LocalWork(by_factor=dict.fromkeys(written, _assign_own_part)),
+    )
 
 
 def _setitem_by_positions(call: OpCall, items: list[Item], value: TensorSpec | None) -> Factorization:
@@ -125,7 +138,13 @@ def _setitem_by_positions(call: OpCall, items: list[Item], value: TensorSpec | N
     written = [name for (name,) in dims if (name,) not in result]
     fixed = (fixed | picked.sizes.keys()) - {name for (name,) in dims}
     local = functools.partial(index_tensors.assign_own, items, picked)
-    return Factorization(inputs, (dims,), sizes, fixed=frozenset(fixed), local=dict.fromkeys(written, local))
+    return Factorization(
+        inputs=inputs,
+        outputs=(dims,),
+        sizes=sizes,
+        cuts=uncut(fixed),
+        work=LocalWork(by_factor=dict.fromkeys(written, local)),
+    )
 
 
 def _sliced_to_new_factors(
@@ -161,7 +180,7 @@ def _where_true(call: OpCall, items: list[Item], value: TensorSpec | None) -> Fa
             "index_put with whole dimensions"
         )
     dims, sizes = names_for("d", target.shape)
-    return Factorization((dims, dims[: mask.ndim]), (dims,), sizes)
+    return Factorization(inputs=(dims, dims[: mask.ndim]), outputs=(dims,), sizes=sizes)
 
 
 def _assign_own_part(call: LocalCall) -> Any:
