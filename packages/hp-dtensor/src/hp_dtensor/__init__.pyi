@@ -32,6 +32,13 @@ from hp_dtensor.optim.muon import MuonOptions as MuonOptions
 from hp_dtensor.parallel import nn as nn
 from hp_dtensor.parallel.attention import AttentionMask as AttentionMask
 from hp_dtensor.parallel.attention import attention as attention
+from hp_dtensor.parallel.context_parallel import AttentionShape as AttentionShape
+from hp_dtensor.parallel.context_parallel import ContextChoice as ContextChoice
+from hp_dtensor.parallel.context_parallel import ContextCost as ContextCost
+from hp_dtensor.parallel.context_parallel import ContextParallel as ContextParallel
+from hp_dtensor.parallel.context_parallel import SequenceCut as SequenceCut
+from hp_dtensor.parallel.context_parallel import choose_context_parallel as choose_context_parallel
+from hp_dtensor.parallel.context_parallel import context_parallel_attention as context_parallel_attention
 from hp_dtensor.parallel.distribute_module import distribute_module as distribute_module
 from hp_dtensor.parallel.loss_parallel import loss_parallel as loss_parallel
 from hp_dtensor.parallel.parallelize_module import parallelize_module as parallelize_module

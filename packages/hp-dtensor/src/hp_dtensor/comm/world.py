@@ -159,6 +159,20 @@ class ProcessGroup(ABC):
 
         Both sides must agree on what is empty. The entry of this rank itself is copied.
         """
+        self._begin_exchange(sends, receives)
+        if self.size > 1:
+            self._exchange(sends, receives)
+
+    def start_exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> Work:
+        """Begin an `exchange`, whose tensors are not touched before `wait` of the result returns.
+
+        Between two ranks, exchanges match in the order in which they begin. On torch the transfer goes on while this
+        rank computes; where a backend has no such transfers, it is over when this returns.
+        """
+        self._begin_exchange(sends, receives)
+        return self._start_exchange(sends, receives) if self.size > 1 else DONE
+
+    def _begin_exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> None:
         if len(sends) != self.size or len(receives) != self.size:
             raise CollectiveError(
                 f"exchange in a group of {self.size}: expected {self.size} entries each, "
@@ -169,8 +183,6 @@ class ProcessGroup(ABC):
         mine, into = sends[self.rank], receives[self.rank]
         if mine is not None and into is not None:
             self._copy(into, mine)
-        if self.size > 1:
-            self._exchange(sends, receives)
 
     def broadcast(self, x: Tensor, source: int = 0, async_op: bool = False) -> Work:
         """Overwrite `x` with the `x` of group rank `source`."""
@@ -232,6 +244,10 @@ class ProcessGroup(ABC):
 
     @abstractmethod
     def _exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> None: ...
+
+    def _start_exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> Work:
+        self._exchange(sends, receives)
+        return DONE
 
     @abstractmethod
     def _broadcast(self, x: Tensor, source: int, async_op: bool) -> Work: ...

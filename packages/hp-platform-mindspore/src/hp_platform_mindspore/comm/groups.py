@@ -87,14 +87,15 @@ class HostGroup(ProcessGroup):
         return DONE
 
     def _exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> None:
+        self._start_exchange(sends, receives).wait()
+
+    def _start_exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> Work:
         targets = [None if x is None or j == self.rank else _Contiguous(x) for j, x in enumerate(receives)]
-        self._transfer(
+        works = self._begin_transfer(
             [None if x is None or j == self.rank else np.ascontiguousarray(host_view(x)) for j, x in enumerate(sends)],
             [None if target is None else target.array for target in targets],
         )
-        for target in targets:
-            if target is not None:
-                target.store()
+        return _Transfer(works, [target for target in targets if target is not None])
 
     def _broadcast(self, x: Tensor, source: int, async_op: bool) -> Work:
         with _Contiguous(x) as data:
@@ -141,20 +142,51 @@ class HostGroup(ProcessGroup):
 
         The own entry is copied where there is one to receive.
         """
-        works = []
-        for step in range(1, self.size):
-            j = (self.rank + step) % self.size
-            if (data := sends[j]) is not None and data.size:
-                works.append(dist.isend(_as_bytes(data), self.ranks[j], group=MCCL_WORLD))
-        for step in range(1, self.size):
-            j = (self.rank - step) % self.size
-            if (target := receives[j]) is not None and target.size:
-                works.append(dist.irecv(_as_bytes(target), self.ranks[j], group=MCCL_WORLD))
+        works = self._begin_transfer(sends, receives)
         mine, into = sends[self.rank], receives[self.rank]
         if mine is not None and into is not None:
             np.copyto(into.reshape(-1), mine.reshape(-1))
         for work in works:
             work.wait()
+
+    def _begin_transfer(self, sends: Sequence[Array | None], receives: Sequence[Array | None]) -> list[_SentBytes]:
+        works = []
+        for step in range(1, self.size):
+            j = (self.rank + step) % self.size
+            if (data := sends[j]) is not None and data.size:
+                given = _as_bytes(data)
+                works.append(_SentBytes(dist.isend(given, self.ranks[j], group=MCCL_WORLD), given))
+        for step in range(1, self.size):
+            j = (self.rank - step) % self.size
+            if (target := receives[j]) is not None and target.size:
+                given = _as_bytes(target)
+                works.append(_SentBytes(dist.irecv(given, self.ranks[j], group=MCCL_WORLD), given))
+        return works
+
+
+class _SentBytes:
+    """A transfer under way, which keeps the memory that it reads or writes."""
+
+    def __init__(self, handle: Any, given: Tensor) -> None:
+        self._handle, self._given = handle, given
+
+    def wait(self) -> None:
+        self._handle.wait()
+
+
+class _Transfer:
+    """The works of one exchange, and the tensors with gaps that get what arrives."""
+
+    def __init__(self, works: Sequence[Work], targets: Sequence[_Contiguous]) -> None:
+        self._works, self._targets = works, targets
+
+    def wait(self) -> None:
+        works, self._works = self._works, ()
+        for work in works:
+            work.wait()
+        targets, self._targets = self._targets, ()
+        for target in targets:
+            target.store()
 
 
 class Sending:

@@ -165,21 +165,23 @@ class TorchGroup(CalledByTorch, ProcessGroup):
         return settle(work, async_op)
 
     def _exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> None:
+        self._start_exchange(sends, receives).wait()
+
+    def _start_exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> Work:
         tensors = [x for x in (*sends, *receives) if x is not None]
         if not tensors:
-            return
+            return DONE
         nothing = tensors[0].new_empty(0)
         leaving = [self._for_others(j, x, nothing) for j, x in enumerate(sends)]
         arriving = [self._for_others(j, x, nothing) for j, x in enumerate(receives)]
         if nothing.device.type != "cpu":
-            options = _options(distributed_c10d.AllToAllOptions, False)
-            settle(self._channel(nothing.device.type).alltoall(arriving, leaving, options), False)
-            return
+            options = _options(distributed_c10d.AllToAllOptions, True)
+            return settle(self._channel(nothing.device.type).alltoall(arriving, leaving, options), True)
         gloo = self._channel("cpu")  # its all-to-all takes one tensor only
         works = [gloo.send([x], j, 0) for j, x in enumerate(leaving) if x.numel()]
         works += [gloo.recv([x], j, 0) for j, x in enumerate(arriving) if x.numel()]
-        for work in works:
-            work.wait()
+        # Gloo's works do not hold their tensors.
+        return Exchange(works, self._exchanges, (leaving, arriving))
 
     def _for_others(self, j: int, x: Tensor | None, nothing: Tensor) -> Tensor:
         return movable(nothing if x is None or j == self.rank else x)

@@ -38,10 +38,12 @@ class Exchange:
     Args:
         works: each is waited for once, as gloo's point-to-point works can be.
         unfinished: of the group, in the order in which they began.
+        kept: what must live until they are over.
     """
 
-    def __init__(self, works: Sequence[Work], unfinished: list[Exchange]) -> None:
+    def __init__(self, works: Sequence[Work], unfinished: list[Exchange], kept: object = None) -> None:
         self._works = list(works)
+        self._kept = kept
         self._unfinished = unfinished
         unfinished.append(self)
 
@@ -54,6 +56,7 @@ class Exchange:
         while self._works:
             self._works[0].wait()
             del self._works[0]
+        self._kept = None
 
 
 class PendingFacts:

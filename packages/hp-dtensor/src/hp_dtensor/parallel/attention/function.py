@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,9 @@ from hp_dtensor.platform.selection import platform_of_tensor
 from hp_dtensor.tensor.dtensor import DTensor
 
 Tensor = Any
+Route = tuple[Callable[[AttentionMask], bool], Callable[..., Tensor]]
+routed_attention: ContextVar[Route | None] = ContextVar("hp_dtensor.parallel.attention.route", default=None)
+"""Set inside a module whose attention is not this rank's own affair: for which masks, and what attends instead."""
 TILE = 512
 """Most queries and keys of a block whose scores are held as a matrix."""
 
@@ -61,6 +66,9 @@ def attention(
         (1, 4, 3, 8)
     """
     check_inputs(query, key, value, mask, soft_cap, sinks)
+    route = routed_attention.get()
+    if route is not None and route[0](mask):
+        return route[1](query, key, value, mask=mask, scale=scale, soft_cap=soft_cap, sinks=sinks)
     scale = 1.0 / math.sqrt(max(query.shape[3], 1)) if scale is None else float(scale)
     if any(isinstance(x, DTensor) for x in (query, key, value, sinks)):
         return attention_of_dtensors(local_attention, query, key, value, mask, scale, soft_cap, sinks)

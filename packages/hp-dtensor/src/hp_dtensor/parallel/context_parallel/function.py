@@ -1,0 +1,185 @@
+"""`context_parallel_attention`: attention of a sequence that ranks share, by the exchange of heads, keys or both."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from hp_dtensor.comm.mesh import DeviceMesh, require_mesh
+from hp_dtensor.comm.world import ProcessGroup
+from hp_dtensor.exceptions import AttentionError
+from hp_dtensor.parallel.attention.distributed import attention_of_dtensors
+from hp_dtensor.parallel.attention.function import check_inputs, local_attention, tile_of
+from hp_dtensor.parallel.attention.mask import AttentionMask, Tokens
+from hp_dtensor.parallel.attention.products import Options
+from hp_dtensor.parallel.context_parallel.all_gather import gathering_attention, plan_gather
+from hp_dtensor.parallel.context_parallel.cut import SequenceCut
+from hp_dtensor.parallel.context_parallel.positions import positions_of_all
+from hp_dtensor.parallel.context_parallel.ring import plan_ring, ring_attention
+from hp_dtensor.parallel.context_parallel.ulysses import HeadShares, heads_for_sequence, sequence_for_heads
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.tensor.dtensor import DTensor
+
+Tensor = Any
+Method = Literal["ring", "all_gather"]
+METHODS = ("ring", "all_gather")
+
+
+def context_parallel_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    device_mesh: DeviceMesh,
+    *,
+    mask: AttentionMask,
+    cut: SequenceCut | None = None,
+    method: Method = "ring",
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Return `attention` of a sequence that the ranks of a mesh share, `[batch, heads, own tokens, value width]`.
+
+    Of the ranks, `cut.ulysses_degree` exchange heads for tokens; among the others keys and values travel. The result,
+    and the gradients, are those of one device, whatever the lengths, heads and key-value heads: nothing needs to
+    divide.
+
+    Args:
+        query, key, value: as of `attention`, with this rank's tokens; plain, or DTensors of another mesh that are cut
+            over batch or heads (tensor parallel ones).
+        device_mesh: of one dimension; its ranks share the sequence.
+        mask: with this rank's positions, if any.
+        cut: the tokens of each rank; None: equally many, head and tail chunks if the mask is causal.
+        method: `"ring"`: keys and values go around, each hop while the rank computes; `"all_gather"`: those that are
+            seen are gathered before. It means nothing where all ranks exchange heads.
+        scale, soft_cap, sinks: as of `attention`; sinks are those of all heads.
+
+    Raises:
+        AttentionError: what does not fit; a method that there is not; positions that are not those of the cut.
+
+    Example:
+        >>> def program():
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     q = k = v = platform.from_numpy(np.ones((1, 4, 6, 8), "float32"))
+        ...     return tuple(context_parallel_attention(q, k, v, mesh, mask=AttentionMask()).shape)
+        >>> run_ranks(program, 2)  # of 12 tokens, each rank has 6
+        [(1, 4, 6, 8), (1, 4, 6, 8)]
+    """
+    check_inputs(query, key, value, mask, soft_cap, sinks)
+    mesh = require_mesh("context_parallel_attention", device_mesh)
+    job = _Job.of(query, key, mesh, mask, cut, method)
+    scale = 1.0 / math.sqrt(max(query.shape[3], 1)) if scale is None else float(scale)
+    if any(isinstance(x, DTensor) for x in (query, key, value, sinks)):
+        return attention_of_dtensors(job.attention, query, key, value, mask, scale, soft_cap, sinks)
+    return job.attention(query, key, value, mask, scale, soft_cap, sinks)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One call's ranks: the group of all, and how they share the sequence."""
+
+    platform: Platform
+    group: ProcessGroup
+    mesh: DeviceMesh
+    cut: SequenceCut
+    method: str
+
+    @classmethod
+    def of(
+        cls, query: Tensor, key: Tensor, mesh: DeviceMesh, mask: AttentionMask, cut: SequenceCut | None, method: str
+    ) -> _Job:
+        if mesh.ndim != 1:
+            raise AttentionError(f"context_parallel_attention takes a mesh of one dimension, got {mesh!r}")
+        if method not in METHODS:
+            raise AttentionError(f"context_parallel_attention: method must be one of {METHODS}, got {method!r}")
+        size, own = mesh.size(), query.shape[2]
+        if cut is None:
+            cut = SequenceCut(length=own * size, ranks=size, balanced=mask.causal)
+        group = mesh.get_group()
+        expected = cut.places(group.rank).size if cut.ranks == size else None
+        if cut.ranks != size or expected != own or key.shape[2] != own:
+            raise AttentionError(
+                f"context_parallel_attention: rank {group.rank} of {size} has {own} queries and {key.shape[2]} keys; "
+                f"{cut} gives it {expected if expected is not None else 'nothing'}: every rank takes its part of the "
+                "whole batch, by the cut's take"
+            )
+        return cls(mesh.platform, group, mesh, cut, method)
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: AttentionMask,
+        scale: float,
+        soft_cap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Attend with plain tensors, of the heads and rows that this rank has."""
+        mask = mask.remembered(("whole", self.group.ranks, self.cut), lambda: self._whole(mask))
+        window = mask.window if mask.window is not None and mask.window < self.cut.length else None
+        options = Options(scale, soft_cap, mask.causal, window)
+        degree = self.cut.ulysses_degree
+        if degree == 1:
+            return self._among_ring(query, key, value, sinks, mask, options)
+        ring, within = divmod(self.group.rank, degree)
+        neighbours = self._subgroup(range(ring * degree, (ring + 1) * degree))
+        lengths = [self.cut.places(ring * degree + u).size for u in range(degree)]
+        shares = HeadShares.of(query.shape[1], key.shape[1], degree)
+        q, k, v = heads_for_sequence(self.platform, (query, key, value), neighbours, shares, lengths)
+        expansion = shares.expansion(within)
+        if expansion is not None:
+            index = self.platform.from_numpy(np.array(expansion, np.int64))
+            k, v = (self.platform.ops.index_select(x, 1, index) for x in (k, v))
+        first, last = shares.queries[within]
+        # Each rank's gradient of the sinks is its contribution, here that of its heads.
+        own_sinks = None if sinks is None else self.platform.ops.narrow(sinks, 0, first, last - first)
+        out = self._among_ring(q, k, v, own_sinks, mask, options)
+        return sequence_for_heads(self.platform, out, neighbours, shares, lengths)
+
+    def _among_ring(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        mask: AttentionMask,
+        options: Options,
+    ) -> Tensor:
+        """Attend with the tokens of this rank's Ulysses group, and those of the others on its ring."""
+        size, degree = self.cut.ring_size, self.cut.ulysses_degree
+        if q.shape[1] == 0:
+            return _without_heads(self.platform, q, v)
+        if size == 1:
+            return local_attention(q, k, v, mask, options.scale, options.soft_cap, sinks)
+        ring, within = divmod(self.group.rank, degree)
+        tile = tile_of(self.platform, q, v, options.soft_cap)
+        group = self._subgroup(range(within, self.cut.ranks, degree))
+        make, run = (plan_ring, ring_attention) if self.method == "ring" else (plan_gather, gathering_attention)
+        documents = mask.documents(self.platform)
+        plan = mask.remembered(
+            (self.method, self.cut, ring, tile),
+            lambda: make([self._tokens(r, documents) for r in range(size)], ring, options.causal, options.window, tile),
+        )
+        return run(self.platform, q, k, v, sinks, group, plan, options)
+
+    def _whole(self, mask: AttentionMask) -> AttentionMask:
+        """Return the mask of the whole sequence, of which `mask` has this rank's positions."""
+        return AttentionMask(mask.causal, mask.window, positions_of_all(self.platform, self.group, self.cut, mask))
+
+    def _tokens(self, ring: int, documents: Any) -> Tokens:
+        places = self.cut.ring_places(ring)
+        return Tokens(places, None if documents is None else documents[:, places])
+
+    def _subgroup(self, ranks: range) -> ProcessGroup:
+        if len(ranks) == self.group.size:
+            return self.group
+        return self.mesh.world.group([self.group.ranks[rank] for rank in ranks])
+
+
+def _without_heads(platform: Platform, q: Tensor, v: Tensor) -> Tensor:
+    """Return the result of a rank that has no heads, in the graph, so that its backward takes part in exchanges."""
+    return platform.ops.reshape(q, (*q.shape[:3], v.shape[3]))

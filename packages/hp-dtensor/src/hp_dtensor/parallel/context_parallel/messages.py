@@ -1,0 +1,39 @@
+"""Several tensors in one message: laid end to end to be sent, cut and shaped again where they arrive."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from hp_dtensor.platform.interface import Platform
+
+Tensor = Any
+Shape = tuple[int, ...]
+
+
+def packed(platform: Platform, tensors: Sequence[Tensor]) -> Tensor:
+    """Return the elements of tensors of one dtype, end to end in one contiguous vector."""
+    flat = [platform.ops.reshape(platform.contiguous(x), (-1,)) for x in tensors]
+    return flat[0] if len(flat) == 1 else platform.ops.cat(flat, 0)
+
+
+def unpacked(platform: Platform, message: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
+    """Return the tensors of these shapes that `packed` laid end to end."""
+    found, start = [], 0
+    for shape in shapes:
+        size = math.prod(shape)
+        part = message if size == message.shape[0] else platform.ops.narrow(message, 0, start, size)
+        found.append(platform.ops.reshape(part, shape))
+        start += size
+    return found
+
+
+def numel(shapes: Sequence[Shape]) -> int:
+    """Return the elements of tensors of these shapes together."""
+    return sum(math.prod(shape) for shape in shapes)
+
+
+def empty_message(platform: Platform, shapes: Sequence[Shape], dtype: Any) -> Tensor:
+    """Return memory for a message of tensors of these shapes."""
+    return platform.empty((numel(shapes),), dtype)

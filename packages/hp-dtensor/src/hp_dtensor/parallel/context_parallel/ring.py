@@ -1,0 +1,243 @@
+"""Ring attention (arXiv 2310.01889): keys and values travel from rank to rank while queries stay.
+
+Forward: the block of keys and values of each rank goes to the next rank, as many hops as a query needs it; the
+result over each block is merged by its log-sum-exp. Backward runs the other way: blocks go to the rank before, and the
+sum of their gradients, in float32, one hop behind them, until it is at home after as many hops. A hop is under way
+while the rank computes with the block that it has.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hp_dtensor.comm.kept_tensors import Kept
+from hp_dtensor.comm.world import DONE, ProcessGroup, Work
+from hp_dtensor.parallel.attention.blocks import Plan, is_empty, plan_blocks
+from hp_dtensor.parallel.attention.mask import Tokens
+from hp_dtensor.parallel.attention.products import (
+    Options,
+    accumulator_dtype,
+    attend,
+    attend_grad,
+    merge,
+)
+from hp_dtensor.parallel.attention.sinks import grad_of_sinks, with_sinks
+from hp_dtensor.parallel.context_parallel.messages import empty_message, packed, unpacked
+from hp_dtensor.platform.interface import Platform
+
+Tensor = Any
+Block = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class RingPlan:
+    """The blocks that this rank computes, and how far each rank's keys and values travel.
+
+    Attributes:
+        plans: by hop, the blocks of this rank's queries over the keys of the rank so many hops before.
+        reach: by rank, the hops that its keys and values go forward.
+        back_reach: by rank, the hops that they go the other way in backward.
+        back_first: by rank, the first of those at which they are needed; 0: at none.
+        lengths: by rank, its number of keys.
+    """
+
+    plans: tuple[Plan, ...]
+    reach: tuple[int, ...]
+    back_reach: tuple[int, ...]
+    back_first: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+def plan_ring(tokens: Sequence[Tokens], rank: int, causal: bool, window: int | None, tile: int | None) -> RingPlan:
+    """Plan a ring whose ranks hold `tokens`, as `rank` sees it."""
+    size = len(tokens)
+    needed = [
+        [
+            not is_empty(plan_blocks(tokens[(owner + hop) % size], tokens[owner], causal, window, None))
+            for hop in range(size)
+        ]
+        for owner in range(size)
+    ]
+    reach = [max((hop for hop in range(1, size) if row[hop]), default=0) for row in needed]
+    back = [[size - hop for hop in range(size - 1, 0, -1) if row[hop]] for row in needed]
+    plans = tuple(plan_blocks(tokens[rank], tokens[(rank - hop) % size], causal, window, tile) for hop in range(size))
+    return RingPlan(
+        plans,
+        tuple(reach),
+        tuple(max(hops, default=0) for hops in back),
+        tuple(min(hops, default=0) for hops in back),
+        tuple(each.count for each in tokens),
+    )
+
+
+def ring_attention(
+    platform: Platform,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    group: ProcessGroup,
+    plan: RingPlan,
+    options: Options,
+) -> Tensor:
+    """Attend with keys and values that are spread over the ranks of `group`, as one autograd node."""
+    kept: list[Kept] = []
+    inputs = (query, key, value) if sinks is None else (query, key, value, sinks)
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, *s: Tensor) -> Tensor:
+        out, lse = _forward(_Ring(platform, group, plan, k, v), q, options)
+        if s:
+            out, lse = with_sinks(platform, out, lse, s[0])
+        out = platform.ops.cast(out, q.dtype)
+        kept[:] = [Kept(platform, q, k, v, out, lse, *s)]
+        return out
+
+    def backward(grad: Tensor) -> list[Tensor]:
+        q, k, v, out, lse, *s = kept[0].tensors
+        compute = functools.partial(_grads, platform, grad, q, out, lse, options)
+        grads = list(_backward(_Ring(platform, group, plan, k, v), compute))
+        if s:
+            grads.append(grad_of_sinks(platform, grad, out, lse, s[0]))
+        return [platform.ops.cast(g, x.dtype) for g, x in zip(grads, (q, k, v, *s), strict=True)]
+
+    return platform.custom_function(forward, backward, *inputs)
+
+
+class _Ring:
+    """One passage of keys and values around the ring, as one rank sees it."""
+
+    def __init__(self, platform: Platform, group: ProcessGroup, plan: RingPlan, key: Tensor, value: Tensor) -> None:
+        self.platform, self.group, self.plan = platform, group, plan
+        self.size, self.rank = group.size, group.rank
+        self.dtype, self.accumulator = key.dtype, accumulator_dtype(platform, key)
+        self._shapes = tuple(key.shape), tuple(value.shape)
+        self.own = packed(platform, (key, value))
+
+    def shapes(self, owner: int) -> list[tuple[int, ...]]:
+        """Return the shapes of the keys and values of a rank."""
+        length = self.plan.lengths[owner % self.size]
+        return [(*shape[:2], length, shape[3]) for shape in self._shapes]
+
+    def block(self, message: Tensor, owner: int) -> Block:
+        key, value = unpacked(self.platform, message, self.shapes(owner))
+        return key, value
+
+    def swap(self, leaving: Tensor | None, to: int, arriving: Sequence[tuple[int, Tensor | None]]) -> Work:
+        """Send `leaving` to rank `to`, and fill the memory that is to come from each of the ranks in `arriving`."""
+        sends: list[Tensor | None] = [None] * self.size
+        receives: list[Tensor | None] = [None] * self.size
+        sends[to % self.size] = leaving
+        for source, memory in arriving:
+            if memory is not None:
+                receives[source % self.size] = memory
+        return self.group.start_exchange(sends, receives)
+
+
+def _forward(ring: _Ring, q: Tensor, options: Options) -> Block:
+    me, reach = ring.rank, ring.plan.reach
+    here: Tensor | None = ring.own
+    merged: Block | None = None
+    for hop in range(max(reach) + 1):
+        work: Work = DONE
+        coming: Tensor | None = None
+        if hop < max(reach):
+            owner = (me - hop - 1) % ring.size
+            if reach[owner] > hop:
+                coming = empty_message(ring.platform, ring.shapes(owner), ring.dtype)
+            leaving = here if reach[(me - hop) % ring.size] > hop else None
+            work = ring.swap(leaving, me + 1, [(me - 1, coming)])
+        plan = ring.plan.plans[hop]
+        if hop == 0 or not is_empty(plan):
+            assert here is not None
+            k, v = ring.block(here, me - hop)
+            part = attend(ring.platform, q, k, v, plan, options)
+            merged = part if merged is None else merge(ring.platform, merged, part)
+        work.wait()
+        here = coming
+    assert merged is not None
+    return merged
+
+
+def _grads(
+    platform: Platform, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, options: Options, block: Block, plan: Plan
+) -> tuple[Tensor, Tensor, Tensor]:
+    return attend_grad(platform, grad, q, block[0], block[1], out, lse, plan, options)
+
+
+def _backward(ring: _Ring, compute: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values; the own block is computed while the first hop is under way."""
+    me, size = ring.rank, ring.size
+    last = max(ring.plan.back_reach)
+    coming, arrival = _next_block(ring, ring.own, 0)
+    d_q, d_k, d_v = compute(ring.block(ring.own, me), ring.plan.plans[0])
+    sums = _TravellingSums(ring)
+    for hop in range(1, last + 1):
+        arrival.wait()
+        here = coming
+        coming, arrival = _next_block(ring, here, hop)
+        plan = ring.plan.plans[size - hop]
+        grads = None
+        if not is_empty(plan):
+            part, *grads = compute(ring.block(here, me + hop), plan)
+            d_q = ring.platform.ops.add(d_q, part)
+        sums.pass_on(hop, grads)
+    home = sums.at_home()
+    if home is not None:
+        d_k, d_v = (ring.platform.ops.add(x, y) for x, y in zip((d_k, d_v), ring.block(home, me), strict=True))
+    return d_q, d_k, d_v
+
+
+def _next_block(ring: _Ring, here: Tensor | None, hop: int) -> tuple[Tensor | None, Work]:
+    """Send the block that is here on to the rank before; return the memory of the next one, which is under way."""
+    me, reach = ring.rank, ring.plan.back_reach
+    if hop >= max(reach):
+        return None, DONE
+    owner = (me + hop + 1) % ring.size
+    coming = empty_message(ring.platform, ring.shapes(owner), ring.dtype) if reach[owner] > hop else None
+    leaving = here if reach[(me + hop) % ring.size] > hop else None
+    return coming, ring.swap(leaving, me - 1, [(me + 1, coming)])
+
+
+class _TravellingSums:
+    """The sums of gradients of keys and values, which follow their block and then go home.
+
+    After hop h of backward this rank adds to the sum of the block of rank me + h, and sends it to the rank before, or
+    home from the last rank that needed the block. What it has from the rank behind arrives meanwhile.
+    """
+
+    def __init__(self, ring: _Ring) -> None:
+        self.ring = ring
+        self._work: Work = DONE
+        self._coming: Tensor | None = None
+        self._home: Tensor | None = None
+        self._sent: Tensor | None = None
+
+    def pass_on(self, hop: int, grads: Sequence[Tensor] | None) -> None:
+        ring, plan, me = self.ring, self.ring.plan, self.ring.rank
+        self._work.wait()
+        total = self._coming
+        if grads is not None:
+            message = packed(ring.platform, [ring.platform.ops.cast(g, ring.accumulator) for g in grads])
+            total = message if total is None else ring.platform.ops.add(total, message)
+        owner, following = (me + hop) % ring.size, (me + hop + 1) % ring.size
+        to = owner if plan.back_reach[owner] == hop else me - 1
+        goes = plan.back_first[owner] and plan.back_first[owner] <= hop <= plan.back_reach[owner]
+        self._sent = total if goes else None
+        travels = plan.back_first[following] and plan.back_first[following] <= hop < plan.back_reach[following]
+        self._coming = self._memory(following) if travels else None
+        arriving = [(me + 1, self._coming)]
+        if plan.back_reach[me] == hop:
+            self._home = self._memory(me)
+            arriving.append((me - hop, self._home))
+        self._work = ring.swap(self._sent, to, arriving)
+
+    def at_home(self) -> Tensor | None:
+        """Return the sum of this rank's own block over all other ranks; None where no other needed it."""
+        self._work.wait()
+        return self._home
+
+    def _memory(self, owner: int) -> Tensor:
+        return empty_message(self.ring.platform, self.ring.shapes(owner), self.ring.accumulator)

@@ -1,0 +1,119 @@
+"""`ContextParallel`: the style under which an attention module works on this rank's part of a sequence."""
+
+from __future__ import annotations
+
+import threading
+from contextvars import Token
+from typing import Any
+
+from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.exceptions import AttentionError
+from hp_dtensor.parallel.attention.function import routed_attention
+from hp_dtensor.parallel.attention.mask import AttentionMask
+from hp_dtensor.parallel.context_parallel.cut import SequenceCut
+from hp_dtensor.parallel.context_parallel.function import METHODS, Method, context_parallel_attention
+from hp_dtensor.parallel.style import ParallelStyle
+
+Tensor = Any
+Module = Any
+
+
+class ContextParallel(ParallelStyle):
+    """Have every `attention` inside a module be that of a sequence which the ranks of the mesh share.
+
+    The module, a whole model too, is given this rank's part of the sequence: tokens, targets and positions, as
+    `SequenceCut.take` gives them. Rotary angles must come from these positions. All else in a model works token by
+    token and is not changed. Parameters stay as they are; their gradients are this rank's contribution, to be summed
+    over the mesh (`hp_fsdp.fully_shard` over it does).
+
+    Args:
+        method: `"ring"` or `"all_gather"`; see `context_parallel_attention`.
+        ulysses_degree: ranks that exchange heads.
+        balanced: head and tail chunks, see `SequenceCut`; None: if the mask is causal.
+        length: tokens of the whole sequence; None: the ranks exchange how many they have, once per mask.
+        whole_without_positions: where a mask has no positions, every rank was given the whole sequence and attends by
+            itself, as in generating text; False: such a sequence is cut too.
+
+    Raises:
+        AttentionError: no such method.
+
+    Example:
+        >>> class SelfAttention(nn.Module):
+        ...     def forward(self, x):
+        ...         return attention(x, x, x, mask=AttentionMask())
+        >>> def program():
+        ...     with nn.building(platform):
+        ...         model = SelfAttention()
+        ...     parallelize_module(model, init_device_mesh("cpu", (2,)), ContextParallel())
+        ...     return tuple(model(platform.from_numpy(np.ones((1, 2, 4, 8), "float32"))).shape)
+        >>> run_ranks(program, 2)  # of 8 tokens, each rank has 4
+        [(1, 2, 4, 8), (1, 2, 4, 8)]
+    """
+
+    def __init__(
+        self,
+        *,
+        method: Method = "ring",
+        ulysses_degree: int = 1,
+        balanced: bool | None = None,
+        length: int | None = None,
+        whole_without_positions: bool = False,
+    ) -> None:
+        if method not in METHODS:
+            raise AttentionError(f"ContextParallel: method must be one of {METHODS}, got {method!r}")
+        self.method, self.ulysses_degree, self.balanced, self.length = method, ulysses_degree, balanced, length
+        self.whole_without_positions = whole_without_positions
+
+    def cut(self, length: int, ranks: int, causal: bool = True) -> SequenceCut:
+        """Return the tokens of each rank for a sequence of `length`."""
+        balanced = causal if self.balanced is None else self.balanced
+        return SequenceCut(length=length, ranks=ranks, ulysses_degree=self.ulysses_degree, balanced=balanced)
+
+    def _apply(self, module: Module, device_mesh: DeviceMesh) -> Module:
+        platform, routes = device_mesh.platform, _Routes()
+        self.cut(0, device_mesh.size())  # refuses a degree that does not divide the ranks
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, *, mask: AttentionMask, **options: Any) -> Tensor:
+            cut = self._cut_of(query, mask, device_mesh)
+            return context_parallel_attention(
+                query, key, value, device_mesh, mask=mask, cut=cut, method=self.method, **options
+            )
+
+        def is_cut(mask: AttentionMask) -> bool:
+            return mask.positions is not None or not self.whole_without_positions
+
+        def before(_: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            routes.enter((is_cut, attend))
+
+        def after(_: Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            routes.leave()
+
+        if device_mesh.size() > 1:
+            platform.add_forward_pre_hook(module, before, prepend=True)
+            platform.add_forward_hook(module, after, always_call=True)
+        return module
+
+    def _cut_of(self, query: Tensor, mask: AttentionMask, mesh: DeviceMesh) -> SequenceCut:
+        own, group = query.shape[2], mesh.get_group()
+
+        def whole_length() -> int:
+            return sum(int(each) for each in group.all_gather_bytes(str(own).encode()))
+
+        length = self.length
+        if length is None:
+            length = mask.remembered(("length", group.ranks, own), whole_length)
+        return self.cut(length, mesh.size(), mask.causal)
+
+
+class _Routes(threading.local):
+    """Forwards of the module that this thread has begun, outermost first."""
+
+    def __init__(self) -> None:
+        self._tokens: list[Token[Any]] = []
+
+    def enter(self, route: Any) -> None:
+        self._tokens.append(routed_attention.set(route))
+
+    def leave(self) -> None:
+        if self._tokens:
+            routed_attention.reset(self._tokens.pop())

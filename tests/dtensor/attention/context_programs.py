@@ -1,0 +1,57 @@
+"""Context parallel attention on ranks, forward and gradients, put together again to be compared with one device."""
+
+from __future__ import annotations
+
+import attention_reference as reference
+import numpy as np
+
+from hp_dtensor import current_world, init_device_mesh
+from hp_dtensor.parallel.attention import AttentionMask
+from hp_dtensor.parallel.context_parallel import SequenceCut, context_parallel_attention
+
+
+def attend_on_ranks(platform, arrays, mask, options, ulysses=1, method="ring", balanced=True):
+    """Return this rank's part of the result, of the gradients of query, key and value, and its share of the sinks'."""
+    world = current_world(platform)
+    mesh = init_device_mesh("cpu", (world.size,), platform=platform)
+    q, k, v, grad, *sinks = arrays
+    cut = SequenceCut(length=k.shape[2], ranks=world.size, ulysses_degree=ulysses, balanced=balanced)
+    own = [cut.take(x, world.rank, 2) for x in (q, k, v)] + [x.copy() for x in sinks]
+    inputs = [platform.from_numpy(x) for x in own]
+    for x in inputs:
+        platform.set_requires_grad(x, True)
+    given = dict(mask)
+    if "positions" in given:
+        given["positions"] = platform.from_numpy(cut.take(given["positions"], world.rank, 1))
+    out = context_parallel_attention(
+        *inputs[:3],
+        mesh,
+        mask=AttentionMask(**given),
+        cut=cut,
+        method=method,
+        sinks=inputs[3] if sinks else None,
+        **options,
+    )
+    platform.backward(out, platform.from_numpy(cut.take(grad, world.rank, 2)))
+    return [platform.to_numpy(x).copy() for x in (out, *(platform.get_grad(x) for x in inputs))]
+
+
+def put_together(results, cut):
+    """Return result and gradients of the whole sequence; those of the sinks are the ranks' sum."""
+    parts = list(zip(*results, strict=True))
+    whole = [cut.restore(list(each), 2) for each in parts[:4]]
+    return whole + [np.sum(each, 0) for each in parts[4:]]
+
+
+def expected(arrays, mask, options):
+    q, k, v, grad, *sinks = arrays
+    documents = None if "positions" not in mask else reference.documents_of(mask["positions"])
+    given = {name: value for name, value in mask.items() if name != "positions"}
+    out, grads = reference.attend(q, k, v, documents=documents, **given, **options, sinks=sinks[0] if sinks else None)
+    return [out, *grads(grad)]
+
+
+def compare(found, wanted, rtol=2e-5, atol=1e-5):
+    for name, x, y in zip(("result", "query", "key", "value", "sinks"), found, wanted, strict=False):
+        np.testing.assert_allclose(x, y, rtol=rtol, atol=atol, err_msg=name)
+    assert len(found) == len(wanted)

@@ -1,0 +1,160 @@
+"""Bytes on the wire equal the formulas, hops overlap with computation, and the choice of a method tells why."""
+
+from __future__ import annotations
+
+import threading
+
+import attention_reference as reference
+import pytest
+from context_programs import attend_on_ranks
+
+from hp_dtensor import AttentionShape, choose_context_parallel, record_collectives
+from hp_dtensor.exceptions import AttentionError
+from hp_dtensor.parallel.context_parallel import SequenceCut, ring
+from hp_dtensor.testing import run_ranks
+
+SIZES = {"batch": 2, "heads": 8, "kv_heads": 2, "keys": 48}
+WIDTH = 8
+
+
+def counted(hp_platform, ranks, degree=1, method="ring", balanced=True, sizes=SIZES, **mask):
+    """Return the mean bytes that a rank sends in (forward, backward)."""
+    arrays = reference.inputs(**sizes)[:4]
+
+    def program():
+        with record_collectives() as log:
+            attend_on_ranks(hp_platform, arrays, mask, {}, degree, method, balanced)
+        sent = [0.0, 0.0]
+        for record in log.records:
+            sent[record.in_backward] += record.wire_bytes
+        return sent
+
+    every = run_ranks(program, ranks, hp_platform)
+    return tuple(sum(each) / ranks for each in zip(*every, strict=True))
+
+
+def formulas(ranks, sizes=SIZES, itemsize=4):
+    """Return the bytes of queries and of keys with values, of the whole batch."""
+    tokens = sizes["batch"] * sizes["keys"]
+    return tokens * sizes["heads"] * WIDTH * itemsize, 2 * tokens * sizes["kv_heads"] * WIDTH * itemsize
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ring_sends_each_block_to_all_others_and_its_gradients_home(hp_platform, ranks):
+    _, kv = formulas(ranks)
+    share = (ranks - 1) / ranks * kv
+    assert counted(hp_platform, ranks) == (share, 2 * share)
+    assert counted(hp_platform, ranks, causal=False) == (share, 2 * share)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ulysses_sends_heads_there_and_the_result_back(hp_platform, ranks):
+    q, kv = formulas(ranks)
+    kv *= max(1, ranks / SIZES["kv_heads"])  # with fewer key-value heads than ranks, each is sent to several
+    sent = (ranks - 1) / ranks**2 * (2 * q + kv)
+    assert counted(hp_platform, ranks, degree=ranks) == (sent, sent)
+
+
+def test_both_at_once_send_the_sum_of_their_parts(hp_platform):
+    q, kv = formulas(4)
+    heads = (2 - 1) / 2 * (2 * q + kv) / 4
+    share = (2 - 1) / 2 * kv / 2
+    assert counted(hp_platform, 4, degree=2) == (heads + share, heads + 2 * share)
+
+
+def test_all_gather_of_full_attention_sends_what_the_ring_does_and_gathers_again(hp_platform):
+    _, kv = formulas(4)
+    share = 3 / 4 * kv
+    assert counted(hp_platform, 4, method="all_gather", causal=False) == (share, 2 * share)
+
+
+def test_all_gather_under_a_window_sends_borders_alone(hp_platform):
+    _, kv = formulas(4)
+    border = kv / SIZES["keys"] * (5 - 1) * 3 / 4  # each rank but the first needs four tokens before its own
+    assert counted(hp_platform, 4, method="all_gather", balanced=False, window=5) == (border, border)
+
+
+CASES = [
+    (2, 1, "ring", {}),
+    (3, 1, "ring", {"window": 5}),
+    (4, 4, "ring", {}),
+    (4, 2, "all_gather", {"window": 9}),
+    (4, 1, "all_gather", {}),
+    (6, 3, "ring", {"causal": False}),
+]
+
+
+@pytest.mark.parametrize(("ranks", "degree", "method", "mask"), CASES)
+def test_the_cost_model_counts_what_is_sent(hp_platform, ranks, degree, method, mask):
+    sizes = {"batch": 2, "heads": 7 if degree == 3 else 8, "kv_heads": 1 if degree == 3 else 2, "keys": 29}
+    shape = AttentionShape(
+        batch=2, length=29, heads=sizes["heads"], kv_heads=sizes["kv_heads"], head_dim=WIDTH, itemsize=4, **mask
+    )
+    cost = choose_context_parallel(shape, ranks, method=method, ulysses_degree=degree).best
+    found = counted(hp_platform, ranks, degree, method, mask.get("causal", True), sizes, **mask)
+    assert found == pytest.approx((cost.forward_bytes, cost.backward_bytes), rel=0.02 if 29 % ranks else 1e-9)
+
+
+class Traced:
+    """A transfer whose beginning and end are noted."""
+
+    def __init__(self, work, note):
+        self.work, self.note = work, note
+        note("begin")
+
+    def wait(self):
+        self.note("wait")
+        self.work.wait()
+
+
+def test_every_hop_is_under_way_while_the_block_before_it_is_computed(hp_platform, monkeypatch):
+    timelines = {}
+
+    def note(event):
+        timelines.setdefault(threading.current_thread().name, []).append(event)
+
+    swap = ring._Ring.swap
+    monkeypatch.setattr(ring._Ring, "swap", lambda self, *args: Traced(swap(self, *args), note))
+    for name in ("attend", "attend_grad"):
+        compute = getattr(ring, name)
+        monkeypatch.setattr(ring, name, lambda *args, compute=compute: note("compute") or compute(*args))
+    arrays = reference.inputs(**SIZES)[:4]
+    run_ranks(attend_on_ranks, 4, hp_platform, hp_platform, arrays, {}, {})
+    assert len(timelines) == 4
+    for timeline in timelines.values():
+        forward, backward = timeline[:10], timeline[10:]
+        assert forward == ["begin", "compute", "wait"] * 3 + ["compute"]
+        assert [backward.count(event) for event in ("begin", "compute", "wait")] == [3 + 3, 4, 3 + 3]
+        under_way = 0
+        for event in backward:
+            under_way += {"begin": 1, "wait": -1, "compute": 0}[event]
+            assert under_way > 0 or event != "compute"
+
+
+def test_ulysses_is_chosen_where_keys_are_many_and_the_ring_where_they_are_few():
+    many = AttentionShape(batch=1, length=4096, heads=32, kv_heads=32, head_dim=64)
+    few = AttentionShape(batch=1, length=1 << 17, heads=32, kv_heads=1, head_dim=64)
+    assert choose_context_parallel(many, 8, method="ring").best.ulysses_degree == 8
+    assert choose_context_parallel(few, 8, method="ring").best.ulysses_degree == 1
+
+
+def test_a_window_chooses_the_border():
+    shape = AttentionShape(batch=1, length=1 << 14, heads=8, kv_heads=8, head_dim=64, window=256)
+    choice = choose_context_parallel(shape, 4)
+    assert choice.best.method == "all_gather"
+    assert str(choice).splitlines()[1].startswith("* all_gather")
+
+
+def test_refuses_a_degree_that_heads_or_ranks_do_not_have():
+    shape = AttentionShape(batch=1, length=64, heads=6, kv_heads=6, head_dim=8)
+    with pytest.raises(AttentionError, match=r"ulysses_degree=8 of 8 context parallel ranks and 6 heads; expected"):
+        choose_context_parallel(shape, 8, ulysses_degree=8)
+    with pytest.raises(AttentionError, match="expected a ulysses_degree that divides the ranks"):
+        SequenceCut(length=8, ranks=4, ulysses_degree=3)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_head_and_tail_chunks_balance_a_causal_mask(ranks):
+    cut = SequenceCut(length=64 * ranks, ranks=ranks)
+    work = [int((cut.places(rank) + 1).sum()) for rank in range(ranks)]
+    assert max(work) / (sum(work) / ranks) < 1.001

@@ -1,0 +1,188 @@
+"""`ContextParallel` of a module: its attention is that of the whole sequence, and nothing else of it changes."""
+
+from __future__ import annotations
+
+import attention_reference as reference
+import numpy as np
+import pytest
+
+from hp_dtensor import (
+    AttentionMask,
+    ContextParallel,
+    DeviceMesh,
+    SequenceCut,
+    Shard,
+    attention,
+    context_parallel_attention,
+    current_world,
+    distribute_tensor,
+    init_device_mesh,
+    nn,
+    parallelize_module,
+    record_collectives,
+)
+from hp_dtensor.exceptions import AttentionError, LaunchError
+from hp_dtensor.parallel.recompute import checkpoint
+from hp_dtensor.testing import run_ranks
+
+LENGTH, WIDTH, HEADS = 11, 12, 3
+X = np.random.default_rng(0).standard_normal((2, LENGTH, WIDTH)).astype(np.float32)
+WEIGHT = np.random.default_rng(1).standard_normal((3 * WIDTH, WIDTH)).astype(np.float32) * 0.3
+PACKED = reference.positions_of((4, 7), (11,))
+
+
+class SelfAttention(nn.Module):
+    """Projections of one weight, then attention; `window` is the mask's."""
+
+    def __init__(self, window=None):
+        super().__init__()
+        self.window = window
+        self.projection = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x, positions=None):
+        ops = self.ops
+        mask = AttentionMask(window=self.window, positions=positions)
+        parts = ops.chunk(self.projection(x), 3, -1)
+        q, k, v = (ops.transpose(ops.reshape(each, (*x.shape[:2], HEADS, WIDTH // HEADS)), 1, 2) for each in parts)
+        out = ops.transpose(attention(q, k, v, mask=mask), 1, 2)
+        return ops.reshape(out, tuple(x.shape))
+
+
+def build(platform, window=None):
+    with nn.building(platform):
+        model = SelfAttention(window)
+    platform.copy_(model.projection.weight, platform.from_numpy(WEIGHT.copy()))
+    return model
+
+
+def run(platform, model, x, positions, recomputed=False):
+    """Return result and gradients of input and weight for the loss sum of squares."""
+    given = platform.from_numpy(np.ascontiguousarray(x))
+    platform.set_requires_grad(given, True)
+    known = None if positions is None else platform.from_numpy(np.ascontiguousarray(positions))
+    y = checkpoint(model, given, known, platform=platform) if recomputed else model(given, known)
+    platform.backward(platform.ops.sum(platform.ops.square(y)))
+    weight = platform.get_grad(model.projection.weight)
+    return [platform.to_numpy(each).copy() for each in (y, platform.get_grad(given), weight)]
+
+
+def on_ranks(platform, style, positions, window=None, recomputed=False):
+    world = current_world(platform)
+    model = build(platform, window)
+    parallelize_module(model, init_device_mesh("cpu", (world.size,), platform=platform), style)
+    cut = style.cut(LENGTH, world.size)
+    own = None if positions is None else cut.take(positions, world.rank)
+    return run(platform, model, cut.take(X, world.rank), own, recomputed)
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize(
+    ("ranks", "options", "positions", "window"),
+    [
+        (2, {}, None, None),
+        (3, {"ulysses_degree": 3}, PACKED, 3),
+        (4, {"ulysses_degree": 2, "length": LENGTH}, PACKED, None),
+        (4, {"method": "all_gather", "balanced": False}, None, 4),
+    ],
+)
+def test_equals_one_device(hp_platform, ranks, options, positions, window, recomputed):
+    wanted = run(hp_platform, build(hp_platform, window), X, positions)
+    style = ContextParallel(**options)
+    found = run_ranks(on_ranks, ranks, hp_platform, hp_platform, style, positions, window, recomputed)
+    cut = style.cut(LENGTH, ranks)
+    close = {"rtol": 2e-5, "atol": 2e-5}
+    for index in (0, 1):
+        np.testing.assert_allclose(cut.restore([each[index] for each in found]), wanted[index], **close)
+    np.testing.assert_allclose(sum(each[2] for each in found), wanted[2], rtol=2e-5, atol=2e-4)
+
+
+def test_without_positions_the_whole_sequence_may_be_on_every_rank(hp_platform):
+    wanted = run(hp_platform, build(hp_platform), X, None)
+
+    def program():
+        model = build(hp_platform)
+        style = ContextParallel(whole_without_positions=True)
+        parallelize_module(model, init_device_mesh("cpu", (2,)), style)
+        with record_collectives() as log:
+            found = run(hp_platform, model, X, None)
+        return found, log.count()
+
+    for found, count in run_ranks(program, 2, hp_platform):
+        assert count == 0
+        for x, y in zip(found, wanted, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+def test_with_tensor_parallel_heads(hp_platform):
+    """Queries, keys and values are DTensors cut over heads on one axis, their sequence over another."""
+    q, k, v, grad, _ = reference.inputs(heads=4, kv_heads=2, keys=LENGTH)
+    out, grads = reference.attend(q, k, v)
+    wanted = [out, *grads(grad)]
+
+    def program():
+        mesh = DeviceMesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+        cut, rank = SequenceCut(length=LENGTH, ranks=2), mesh["cp"].get_local_rank()
+        placed = [
+            distribute_tensor(hp_platform.from_numpy(cut.take(x, rank, 2)), mesh["tp"], [Shard(1)]) for x in (q, k, v)
+        ]
+        for x in placed:
+            hp_platform.set_requires_grad(x, True)
+        y = context_parallel_attention(*placed, mesh["cp"], mask=AttentionMask(), cut=cut)
+        assert y.placements == (Shard(1),)
+        given = hp_platform.from_numpy(cut.take(grad, rank, 2))
+        hp_platform.backward(y, distribute_tensor(given, mesh["tp"], [Shard(1)]))
+        every = (y, *(hp_platform.get_grad(x) for x in placed))
+        return [hp_platform.to_numpy(x.full_tensor()) for x in every]
+
+    results = run_ranks(program, 4, hp_platform)
+    cut = SequenceCut(length=LENGTH, ranks=2)
+    for index, expected in enumerate(wanted):
+        found = cut.restore([results[0][index], results[2][index]], 2)
+        np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-5)
+
+
+def refused(hp_platform, program, message, ranks=2):
+    with pytest.raises((LaunchError, AttentionError)) as caught:
+        run_ranks(program, ranks, hp_platform)
+    assert message in str(caught.value) + str(caught.value.__cause__)
+
+
+def test_refuses_the_whole_sequence_on_every_rank(hp_platform):
+    def program():
+        model = build(hp_platform)
+        parallelize_module(model, init_device_mesh("cpu", (2,)), ContextParallel())
+        run(hp_platform, model, X, reference.positions_of((LENGTH,), (LENGTH,)))
+
+    refused(hp_platform, program, "expected one more, or 0 where a document begins")
+
+
+def test_refuses_another_length_than_the_cut_gives(hp_platform):
+    def program():
+        model = build(hp_platform)
+        parallelize_module(model, init_device_mesh("cpu", (2,)), ContextParallel(length=12))
+        run(hp_platform, model, X[:, :5], None)
+
+    refused(hp_platform, program, "rank 0 of 2 has 5 queries and 5 keys; SequenceCut(length=12")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "rings"}, "method must be one of"),
+        ({"ulysses_degree": 3}, "a ulysses_degree that divides the ranks"),
+    ],
+)
+def test_refuses_a_style_that_cannot_be(hp_platform, options, message):
+    def program():
+        parallelize_module(build(hp_platform), init_device_mesh("cpu", (2,)), ContextParallel(**options))
+
+    refused(hp_platform, program, message)
+
+
+def test_refuses_a_mesh_of_two_dimensions(hp_platform):
+    def program():
+        q = hp_platform.from_numpy(np.zeros((1, 2, 3, 4), np.float32))
+        mesh = DeviceMesh("cpu", (2, 2))
+        context_parallel_attention(q, q, q, mesh, mask=AttentionMask())
+
+    refused(hp_platform, program, "takes a mesh of one dimension", ranks=4)
