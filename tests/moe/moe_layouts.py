@@ -19,16 +19,17 @@ from hp_dtensor.parallel import nn
 from hp_dtensor.parallel.distribute_module import distribute_module
 from hp_dtensor.parallel.parallelize_module import parallelize_module
 from hp_dtensor.parallel.prepare_module import PrepareModuleInput
+from hp_dtensor.parallel.recompute import checkpoint
 from hp_dtensor.parallel.tensor_parallel import ColwiseParallel, RowwiseParallel
 from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.spec.placements import Replicate, Shard
 from hp_dtensor.tensor.conversions import distribute_tensor
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.tensor.init import Normal, init_parameters
-from hp_moe import ExpertParallel, ExpertTensorParallel, MoE, TensorParallel, update_expert_bias
+from hp_moe import ExpertParallel, ExpertTensorParallel, LoadMetrics, MoE, TensorParallel, update_expert_bias
 from hp_moe.styles import ReplicatedExperts
 
-DIM, LENGTH = 8, 6
+DIM, LENGTH, VOCABULARY = 8, 6, 11
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,8 @@ class Result:
 
     samples: slice
     outputs: list[numpy.ndarray] = field(default_factory=list)
+    input_grads: list[numpy.ndarray] = field(default_factory=list)
+    metrics: list[LoadMetrics] = field(default_factory=list)
     grads: list[dict[str, numpy.ndarray]] = field(default_factory=list)
     weights: dict[str, numpy.ndarray] = field(default_factory=dict)
     bias: numpy.ndarray | None = None
@@ -107,11 +110,15 @@ def train(
     optimizer: str = "sgd",
     options: dict[str, Any] | None = None,
     one_expert: bool = False,
+    micro_batches: int = 1,
+    recompute: bool = False,
 ) -> Result:
     """Train a layer on a fixed global batch; the loss is a sum over tokens, divided by their global number.
 
     Args:
         one_expert: all tokens prefer the first experts, so that other ranks get none.
+        micro_batches: each rank's samples are taken in so many parts, some of which may be empty.
+        recompute: the layer is computed again in backward.
     """
     layout = LAYOUTS[name]
     platform = get_platform()
@@ -120,30 +127,38 @@ def train(
     samples = _samples(layout, mesh, num_samples)
     result = Result(samples)
     step = {"sgd": _sgd, "adamw": _AdamW()}[optimizer]
-    if layout.size == 1:
+    if layout.size == 1 and not layer.router.hash_vocab_size:
         result.experts = _chosen(platform, layer, _batch(platform, 0, num_samples))
+    layer.step_tokens = num_samples * LENGTH
     for index in range(steps):
         x, target = (_batch(platform, 2 * index + i, num_samples)[samples] for i in (0, 1))
-        with record_collectives() as log:
-            y = layer(_place(platform, mesh, layout, x, one_expert))
-        result.forward = [record.name for record in log.records]
-        result.wire_bytes = log.wire_bytes()
-        difference = platform.ops.sub(y, _place(platform, mesh, layout, target))
-        loss = platform.ops.sum(platform.ops.mul(difference, difference))
-        loss = platform.ops.div(loss, num_samples * LENGTH)
-        loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
-        with record_collectives() as log:
-            platform.backward(loss)
-        result.backward = [record.name for record in log.records]
+        ids = _ids(index, num_samples)[samples]
+        outputs, input_grads = [], []
+        for part in numpy.array_split(numpy.arange(len(x)), micro_batches):
+            given = _place(platform, mesh, layout, x[part], one_expert)
+            with record_collectives() as log:
+                y = _call(layer, given, platform.from_numpy(ids[part]), recompute)
+            result.forward = [record.name for record in log.records]
+            result.wire_bytes = log.wire_bytes()
+            difference = platform.ops.sub(y, _place(platform, mesh, layout, target[part]))
+            loss = platform.ops.sum(platform.ops.mul(difference, difference))
+            loss = platform.ops.div(loss, num_samples * LENGTH)
+            loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
+            with record_collectives() as log:
+                platform.backward(loss)
+            result.backward = [record.name for record in log.records]
+            outputs.append(_whole(platform, y))
+            input_grads.append(_whole(platform, platform.get_grad(given)))
+        result.outputs.append(numpy.concatenate(outputs))
+        result.input_grads.append(numpy.concatenate(input_grads))
         _sum_over_data(platform, mesh, layout, layer)
-        result.outputs.append(_whole(platform, y))
         result.grads.append(
             {name: _whole(platform, platform.get_grad(p)) for name, p in platform.named_parameters(layer)}
         )
         for key, p in platform.named_parameters(layer):
             step(platform, key, p)
             platform.set_grad(p, None)
-        update_expert_bias(layer)
+        result.metrics.extend(update_expert_bias(layer).values())
     result.weights = {name: _whole(platform, p) for name, p in platform.named_parameters(layer)}
     result.bias = None if layer.expert_bias is None else platform.to_numpy(layer.expert_bias).copy()
     return result
@@ -189,6 +204,17 @@ def _layer(platform, layout, mesh, num_experts, options, one_expert):
         weight = layer.router.gate.weight
         platform.copy_(platform.unwrap(weight), platform.from_numpy(gate))
     return layer
+
+
+def _call(layer, x, ids, recompute):
+    ids = ids if layer.router.hash_vocab_size else None
+    if recompute:
+        return checkpoint(layer, x, ids, platform=layer.platform)
+    return layer(x, ids)
+
+
+def _ids(index, num_samples):
+    return numpy.random.default_rng(100 + index).integers(VOCABULARY, size=(num_samples, LENGTH))
 
 
 def _chosen(platform, layer, batch):

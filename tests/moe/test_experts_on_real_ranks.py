@@ -6,6 +6,8 @@ import pytest
 from moe_layouts import LAYOUTS, train
 from test_expert_parallel import NUM_SAMPLES, WITH_SHARED, assert_same, reference
 
+from hp_moe import AuxLosses, Capacity
+
 TWO = ["ep", "hidden cut", "sequence, ep folded", "sequence, hidden cut", "ep among ranks with the same tokens"]
 FOUR = ["ep of 4", "ep and hidden", "data and sequence, ep folded over both", "same tokens on ep, sequence"]
 
@@ -25,6 +27,12 @@ def test_four_processes(rank_pool, name):
 
 def test_a_process_whose_experts_get_no_token(rank_pool):
     check(rank_pool, "ep", one_expert=True, num_experts=8)
+
+
+@pytest.mark.parametrize("name", ["ep and hidden", "same tokens on ep, sequence"])
+def test_losses_and_dropping_on_four_processes(rank_pool, name):
+    options = {"aux_losses": AuxLosses(0.5, 0.4, 0.3, 0.2), "capacity": Capacity(0.8), "bias": True}
+    check(rank_pool, name, steps=5, options=options)
 
 
 def check(rank_pool, name, **kwargs):

@@ -1,7 +1,9 @@
 """Mixture of experts over a mesh: routing, dispatch, grouped experts, combine."""
 
 from hp_moe.activations import Activation, clamped_swiglu
+from hp_moe.aux_losses import AuxLosses
 from hp_moe.balance import LoadMetrics, moe_layers, update_expert_bias
+from hp_moe.capacity import Capacity
 from hp_moe.conversion import from_huggingface, moe_options, to_huggingface, upcycle
 from hp_moe.dispatch import (
     AllToAllDispatcher,
@@ -16,6 +18,7 @@ from hp_moe.feed_forward import FeedForward
 from hp_moe.fused_experts import FusedExperts
 from hp_moe.grouped_gemm import GroupedMatmul, GroupSizes, grouped_bias, grouped_matmul, loop_grouped_matmul
 from hp_moe.moe import MoE
+from hp_moe.replay import RoutingRecord, record_routing, replay_routing
 from hp_moe.router import TokenChoiceTopKRouter
 from hp_moe.routing import Routing
 from hp_moe.score_functions import Scoring
@@ -32,7 +35,9 @@ __version__ = "0.1.0"
 __all__ = [
     "Activation",
     "AllToAllDispatcher",
+    "AuxLosses",
     "BaseExpertParallel",
+    "Capacity",
     "Dispatched",
     "ExpertParallel",
     "ExpertParallelError",
@@ -49,6 +54,7 @@ __all__ = [
     "MoEConfigError",
     "ReplicatedExperts",
     "Routing",
+    "RoutingRecord",
     "Scoring",
     "TensorParallel",
     "TokenChoiceTopKRouter",
@@ -61,6 +67,8 @@ __all__ = [
     "loop_grouped_matmul",
     "moe_layers",
     "moe_options",
+    "record_routing",
+    "replay_routing",
     "to_huggingface",
     "upcycle",
     "update_expert_bias",

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
 
 from hp_dtensor.comm.collectives import all_reduce_data
 from hp_moe.moe import MoE
+from hp_moe.router import plain
+from hp_moe.tally import LOSSES
 
 Tensor = Any
 
@@ -19,11 +21,16 @@ class LoadMetrics:
     """Load balance of one layer: the distribution of its tokens over its experts.
 
     Attributes:
-        tokens: choices counted (tokens times `top_k`).
+        tokens: choices counted (tokens times `top_k`), dropped ones too.
         max_violation: the largest load over the mean one, less 1; 0 when even.
         min_ratio: the smallest load over the mean one.
         coefficient_of_variation: standard deviation of the loads over their mean.
         idle_experts: experts without a token.
+        entropy: of the loads' distribution, over that of an even one: 1 when even, 0 when one expert has all.
+        dropped: choices beyond the capacity.
+        sent_bytes: bytes that left a rank for experts and back, in forward; a backward sends rows and scores again.
+        loads: choices of each expert.
+        aux_losses: each auxiliary loss that the layer has, without its coefficient; balance losses are 1 when even.
 
     Example:
         >>> with nn.building(platform):
@@ -39,20 +46,28 @@ class LoadMetrics:
     min_ratio: float
     coefficient_of_variation: float
     idle_experts: int
+    entropy: float = 0.0
+    dropped: int = 0
+    sent_bytes: int = 0
+    loads: tuple[int, ...] = ()
+    aux_losses: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, counts: Sequence[int] | numpy.ndarray) -> LoadMetrics:
+    def of(cls, counts: Sequence[int] | numpy.ndarray, **others: Any) -> LoadMetrics:
         """Return the metrics of tokens per expert; all zero when no token was counted."""
         loads = numpy.asarray(counts, numpy.float64)
+        others["loads"] = tuple(int(load) for load in loads)
         mean = loads.mean()
         if mean == 0:
-            return cls(0, 0.0, 0.0, 0.0, len(loads))
+            return cls(0, 0.0, 0.0, 0.0, len(loads), **others)
         return cls(
             int(loads.sum()),
             float(loads.max() / mean - 1),
             float(loads.min() / mean),
             float(loads.std() / mean),
             int((loads == 0).sum()),
+            entropy=_relative_entropy(loads),
+            **others,
         )
 
 
@@ -90,25 +105,66 @@ def update_expert_bias(model: Any) -> dict[str, LoadMetrics]:
     layers = moe_layers(model)
     if not layers:
         return {}
-    loads = _global_loads(list(layers.values()))
-    for layer, load in zip(layers.values(), loads, strict=True):
+    metrics = _global_metrics(list(layers.values()))
+    for layer, metric in zip(layers.values(), metrics, strict=True):
+        load = numpy.asarray(metric.loads, numpy.float64)
         if layer.expert_bias is not None:
             step = layer.load_balance_coeff * _bias_direction(load)
-            bias = layer.platform.to_numpy(layer.expert_bias) + step.astype(numpy.float32)
-            new = layer.platform.from_numpy(bias, layer.platform.device_of(layer.expert_bias))
-            layer.platform.copy_(layer.expert_bias, new)
-    return {name: LoadMetrics.of(load) for name, load in zip(layers, loads, strict=True)}
+            _write(layer, "expert_bias", layer.platform.to_numpy(plain(layer.expert_bias)) + step.astype(numpy.float32))
+        if layer.last_shares is not None and metric.tokens:
+            _write(layer, "last_shares", load / load.sum())
+    return dict(zip(layers, metrics, strict=True))
 
 
-def _global_loads(layers: list[MoE]) -> list[numpy.ndarray]:
-    """Return the tokens per expert of each layer over all ranks, on the host."""
+def _write(layer: MoE, buffer: str, value: numpy.ndarray) -> None:
+    target = plain(getattr(layer, buffer))
+    new = layer.platform.from_numpy(value.astype(numpy.float32), layer.platform.device_of(target))
+    layer.platform.copy_(target, new)
+
+
+def _global_metrics(layers: list[MoE]) -> list[LoadMetrics]:
+    """Return the metrics of each layer over all ranks."""
     first = layers[0]
     assert all(layer.token_mesh == first.token_mesh for layer in layers)
-    counts = first.ops.cat([layer.take_counts() for layer in layers], 0)
-    if first.token_mesh is not None:
-        counts = all_reduce_data(counts, first.token_mesh.get_group())
-    ends = numpy.cumsum([layer.num_experts for layer in layers])
-    return numpy.split(first.platform.to_numpy(counts), ends[:-1])
+    sums = _over_ranks(first, [layer.tally.take() for layer in layers])
+    losses = _losses(layers)
+    metrics = []
+    for layer, taken in zip(layers, sums, strict=True):
+        *loads, dropped, sent_bytes = (int(each) for each in taken)
+        tokens = max(sum(loads) / layer.router.top_k, 1.0)
+        named = {name: float(total) / tokens for name, total in losses.get(id(layer), {}).items()}
+        metrics.append(LoadMetrics.of(loads, dropped=dropped, sent_bytes=sent_bytes, aux_losses=named))
+    return metrics
+
+
+def _losses(layers: list[MoE]) -> dict[int, dict[str, float]]:
+    """Return the sums of the auxiliary losses that each layer has, over all ranks, by the layer's identity."""
+    having = [layer for layer in layers if layer.aux_losses]
+    if not having:
+        return {}
+    sums = _over_ranks(having[0], [layer.tally.take_losses() for layer in having])
+    return {
+        id(layer): {
+            name: float(value) for name, value in zip(LOSSES, taken, strict=True) if getattr(layer.aux_losses, name)
+        }
+        for layer, taken in zip(having, sums, strict=True)
+    }
+
+
+def _over_ranks(layer: MoE, tensors: list[Tensor]) -> list[numpy.ndarray]:
+    """Return the sums over ranks of the layers' tensors, by one all-reduce, on the host."""
+    joined = layer.ops.cat(tensors, 0)
+    if layer.token_mesh is not None:
+        joined = all_reduce_data(joined, layer.token_mesh.get_group())
+    ends = numpy.cumsum([each.shape[0] for each in tensors])
+    return numpy.split(layer.platform.to_numpy(joined), ends[:-1])
+
+
+def _relative_entropy(loads: numpy.ndarray) -> float:
+    if len(loads) == 1:
+        return 1.0
+    shares = loads[loads > 0] / loads.sum()
+    return float(-(shares * numpy.log(shares)).sum() / numpy.log(len(loads)))
 
 
 def _bias_direction(load: numpy.ndarray) -> numpy.ndarray:

@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.parallel import nn
+from hp_dtensor.parallel.recompute import kept
 from hp_moe.activations import SWIGLU, Activation, find_activation
 from hp_moe.dispatch import Dispatched, LocalDispatcher, TokenDispatcher
 from hp_moe.exceptions import ExpertParallelError, MoEConfigError
@@ -90,6 +91,7 @@ class GroupedExperts(nn.Module):
         self.b3 = self.parameter((num_experts, hidden_dim)) if bias and is_gated else None
         self.dispatcher = LocalDispatcher(self.platform)
         self.partial_mesh = None
+        self._sent_bytes = 0
 
     @property
     def score_before_experts(self) -> bool:
@@ -115,11 +117,20 @@ class GroupedExperts(nn.Module):
         """
         routing = self._routing(x, routing, num_tokens_per_expert)
         sent = self.dispatcher.dispatch(x, routing)
+        kept(lambda: self._count_bytes(sent))
         weights = self._local_weights()
         results = self._fused(sent, weights)
         if results is None:
             results = self._one_step_at_a_time(sent, weights)
         return self.dispatcher.combine(results, sent)
+
+    def take_sent_bytes(self) -> int:
+        """Return and forget the bytes that have left this rank for experts and back, in forward."""
+        taken, self._sent_bytes = self._sent_bytes, 0
+        return taken
+
+    def _count_bytes(self, sent: Dispatched) -> None:
+        self._sent_bytes += sent.sent_bytes
 
     def _routing(self, x: Tensor, routing: Routing | Tensor | None, counts: Tensor | None) -> Routing:
         if isinstance(routing, Routing) and counts is None:

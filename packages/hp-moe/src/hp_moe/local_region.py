@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hp_dtensor.comm.collectives import all_reduce_data
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.spec.placements import Partial, Placement, Replicate, Shard
 from hp_dtensor.tensor.dtensor import DTensor
@@ -49,6 +50,34 @@ class LocalRegion:
         """Number of ranks that work on the tokens of the input, or on parts of them."""
         mine = 1 if self.mesh is None else self.mesh.size()
         return mine * (1 if self.around is None else self.around.num_ranks)
+
+    def follow(self, x: Tensor) -> Tensor:
+        """Return this region's part of a tensor that has a number for each token of the input, without gradients.
+
+        Args:
+            x: shaped as the input without its last dimension; plain and whole, or distributed.
+        """
+        if self.around is not None:
+            x = self.around.follow(x)
+        if self.mesh is None:
+            return x
+        if not isinstance(x, DTensor):
+            x = DTensor.from_local(x, self.mesh, [Replicate()] * self.mesh.ndim, shape=tuple(x.shape))
+        return x.redistribute(placements=[Replicate() if p.is_partial() else p for p in self.inside]).to_local()
+
+    def sum_over_ranks(self, x: Tensor) -> Tensor:
+        """Return the sum of `x` over the ranks that route different tokens of the same input, without gradients."""
+        if self.mesh is not None and not any(p.is_partial() for p in self.inside):
+            for dim in range(self.mesh.ndim):
+                x = all_reduce_data(x, self.mesh.get_group(dim))
+        return x if self.around is None else self.around.sum_over_ranks(x)
+
+    @property
+    def num_token_ranks(self) -> int:
+        """Number of ranks that route different tokens of the same input."""
+        is_whole = self.mesh is None or any(p.is_partial() for p in self.inside)
+        mine = 1 if is_whole or self.mesh is None else self.mesh.size()
+        return mine * (1 if self.around is None else self.around.num_token_ranks)
 
     def leave(self, y: Tensor) -> Tensor:
         """Turn local results `y`, shaped as `rows`, into the kind of tensor that came in."""

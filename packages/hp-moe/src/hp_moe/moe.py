@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
+import numpy
+
+from hp_dtensor.comm.collectives import all_reduce_data
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.parallel import nn
 from hp_dtensor.parallel.recompute import is_checkpointed, kept
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_moe.activations import Activation
+from hp_moe.aux_losses import AuxLosses, LossTerms
+from hp_moe.capacity import Capacity, Choices, kept_choices
 from hp_moe.exceptions import ExpertParallelError, MoEConfigError
 from hp_moe.experts import GroupedExperts, ScorePosition
 from hp_moe.feed_forward import FeedForward
-from hp_moe.local_region import enter_region
-from hp_moe.router import GroupScore, TokenChoiceTopKRouter
+from hp_moe.local_region import LocalRegion, enter_region
+from hp_moe.router import AuxiliaryLoss, GroupScore, TokenChoiceTopKRouter, plain
 from hp_moe.routing import Routing
 from hp_moe.score_functions import ScoreFunction
+from hp_moe.tally import Tally
 
 Tensor = Any
 
@@ -33,8 +40,10 @@ class MoE(nn.Module):
         score_before_experts: weight the experts' inputs instead of their outputs.
         load_balance_coeff: step of the bias that evens the experts' load without a loss (arXiv 2408.15664);
             None: no bias. `update_expert_bias` takes the steps.
-        score_func, num_expert_groups, num_limited_groups, route_norm, route_scale, gate_bias, group_score: as in
-            `TokenChoiceTopKRouter`.
+        score_func, num_expert_groups, num_limited_groups, route_norm, route_scale, gate_bias, group_score, jitter,
+            jitter_seed, force_uniform, hash_vocab_size: as in `TokenChoiceTopKRouter`.
+        capacity: bound on the choices of an expert, beyond which they are dropped; None: no choice is.
+        aux_losses: coefficients of auxiliary losses; their gradients need no help from the caller.
         activation, bias, score_position: as in `GroupedExperts`; the activation is that of shared experts too.
         shared_hidden_dim: hidden width of the shared experts' network, instead of `num_shared_experts`.
         shared_gate: weigh the shared experts' result with the sigmoid of a product of the token (Qwen2-MoE).
@@ -45,6 +54,10 @@ class MoE(nn.Module):
             each rank routes all that it is given.
         token_mesh: 1-D mesh of all ranks that route different tokens, over which loads are summed; None: this
             rank routes them all.
+        sequence_mesh: 1-D mesh over which plain inputs are parts of the same sequences; None: they are whole, or
+            distributed tensors that tell.
+        step_tokens: tokens of the optimizer step, those of all ranks and micro-batches, which auxiliary losses are
+            divided by; None: a step is one micro-batch.
 
     Raises:
         MoEConfigError: sizes or options that do not fit; all at once for the router.
@@ -58,6 +71,8 @@ class MoE(nn.Module):
 
     split_mesh: DeviceMesh | None
     token_mesh: DeviceMesh | None
+    sequence_mesh: DeviceMesh | None
+    step_tokens: int | None
 
     def __init__(
         self,
@@ -81,6 +96,12 @@ class MoE(nn.Module):
         score_position: ScorePosition | None = None,
         shared_hidden_dim: int | None = None,
         shared_gate: bool = False,
+        jitter: float = 0.0,
+        jitter_seed: int = 0,
+        force_uniform: bool = False,
+        hash_vocab_size: int | None = None,
+        capacity: Capacity | None = None,
+        aux_losses: AuxLosses | None = None,
     ) -> None:
         super().__init__()
         if load_balance_coeff is not None and load_balance_coeff <= 0:
@@ -88,6 +109,8 @@ class MoE(nn.Module):
         self.dim = dim
         self.num_experts = num_experts
         self.load_balance_coeff = load_balance_coeff
+        self.capacity = capacity
+        self.aux_losses = aux_losses or AuxLosses()
         self.router = TokenChoiceTopKRouter(
             dim,
             num_experts,
@@ -99,6 +122,10 @@ class MoE(nn.Module):
             route_scale,
             gate_bias=gate_bias,
             group_score=group_score,
+            jitter=jitter,
+            jitter_seed=jitter_seed,
+            force_uniform=force_uniform,
+            hash_vocab_size=hash_vocab_size,
         )
         self.experts = GroupedExperts(
             dim,
@@ -114,18 +141,33 @@ class MoE(nn.Module):
         self.shared_gate = nn.Linear(dim, 1) if shared_gate else None
         bias = self.platform.zeros((num_experts,), self.platform.dtype("float32"))
         self.register_buffer("expert_bias", bias if load_balance_coeff is not None else None)
+        shares = self.platform.zeros((num_experts,), self.platform.dtype("float32"))
+        self.register_buffer("last_shares", shares if self.aux_losses.global_batch else None)
         self.split_mesh = None
         self.token_mesh = None
-        self._counts: list[Tensor] = []
+        self.sequence_mesh = None
+        self.step_tokens = None
+        self.tally = Tally(self.platform, num_experts)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer to every token: `[..., dim]` -> the same, plain or distributed and placed as the input."""
+    def forward(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
+        """Apply the layer to every token: `[..., dim]` -> the same, plain or distributed and placed as the input.
+
+        Args:
+            ids: the tokens' ids, an integer tensor `[...]`, for hash routing.
+        """
         region = enter_region(x, self.experts.partial_mesh, self.split_mesh)
         self._check_gate(region.num_ranks)
         rows = self.ops.reshape(region.rows, (math.prod(region.rows.shape[:-1]), self.dim))
-        scores, experts, counts = self.router(rows, self.expert_bias)
+        scores, experts, counts = self.router(
+            rows,
+            self.expert_bias,
+            ids=None if ids is None else self._of_rows(ids, region),
+            auxiliary=self._auxiliary_loss(region, tuple(x.shape)),
+            noise_key=0 if self.token_mesh is None else self.token_mesh.get_local_rank(),
+        )
+        routing = self._routing(experts, counts, scores, region, tuple(x.shape))
+        results = self.experts(rows, routing)
         kept(lambda: self._count(counts))
-        results = self.experts(rows, Routing(experts, counts, scores))
         routed = region.leave(self.ops.reshape(results, tuple(region.rows.shape)))
         return routed if self.shared_experts is None else self.ops.add(routed, self._shared(x))
 
@@ -134,16 +176,83 @@ class MoE(nn.Module):
         shared = self.shared_experts(x)
         return shared if self.shared_gate is None else self.ops.mul(self.ops.sigmoid(self.shared_gate(x)), shared)
 
+    def _of_rows(self, x: Tensor, region: LocalRegion) -> Tensor:
+        """Return the numbers of the tokens that this rank routes: `[tokens]` from one for each token of the input."""
+        part = region.follow(x)
+        return self.ops.reshape(part, (math.prod(part.shape),))
+
+    # Capacity ---------------------------------------------------------------------------------------------
+
+    def _routing(
+        self, experts: Tensor, counts: Tensor, scores: Tensor, region: LocalRegion, shape: tuple[int, ...]
+    ) -> Routing:
+        if self.capacity is None:
+            return Routing(experts, counts, scores)
+        experts, counts = kept(lambda: self._within_capacity(experts, counts, scores, region, shape))
+        return Routing(experts, counts, scores, has_dropped=True)
+
+    def _within_capacity(
+        self, experts: Tensor, counts: Tensor, scores: Tensor, region: LocalRegion, shape: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """Return (experts, choices of each expert) with the number of experts in place of dropped choices."""
+        assert self.capacity is not None
+        platform, device = self.platform, self.platform.device_of(experts)
+        places = platform.from_numpy(numpy.arange(math.prod(shape[:-1])).reshape(shape[:-1]), device)
+        mine = Choices(*(platform.to_numpy(each) for each in (experts, scores, self._of_rows(places, region))))
+        group = None if self.token_mesh is None else self.token_mesh.get_group()
+        within = kept_choices(mine, self.capacity, self.num_experts, group, region.num_token_ranks)
+        left = numpy.where(within, mine.experts, self.num_experts)
+        left_counts = numpy.bincount(left.reshape(-1), minlength=self.num_experts + 1)[:-1]
+        if self._is_trained():
+            self.tally.add("dropped", platform.from_numpy(numpy.array([(~within).sum()]), device))
+        return platform.from_numpy(left, device), platform.from_numpy(left_counts, device)
+
+    # Auxiliary losses -------------------------------------------------------------------------------------
+
+    def _auxiliary_loss(self, region: LocalRegion, shape: tuple[int, ...]) -> AuxiliaryLoss | None:
+        if not (self.aux_losses and self._is_trained()):
+            return None
+        partial = self.experts.partial_mesh
+        sums: list[Callable[[Tensor], Tensor]] = [region.sum_over_ranks]
+        if self.sequence_mesh is not None:
+            sequence_group = self.sequence_mesh.get_group()
+            sums.append(lambda counts: all_reduce_data(counts, sequence_group))
+        return LossTerms(
+            self.platform,
+            self.aux_losses,
+            self.tally,
+            token_group=None if self.token_mesh is None else self.token_mesh.get_group(),
+            step_tokens=self.step_tokens,
+            last_shares=plain(self.last_shares),
+            num_sequences=math.prod(shape[:-2]),
+            sequences=lambda: self._sequences(region, shape),
+            sequence_sums=sums,
+            # Ranks that cut the experts' hidden dimension route the same tokens, and their gates' gradients add up.
+            is_counted=partial is None or partial.get_local_rank() == 0,
+        )
+
+    def _sequences(self, region: LocalRegion, shape: tuple[int, ...]) -> Tensor:
+        """Return the number of the sequence of each token that this rank routes, int64 `[tokens]`."""
+        numbers = numpy.arange(math.prod(shape[:-2])).repeat(shape[-2] if len(shape) > 1 else 1)
+        of_input = self.platform.from_numpy(numbers.reshape(shape[:-1]), self.platform.device_of(region.rows))
+        return self._of_rows(of_input, region)
+
+    # Counting ---------------------------------------------------------------------------------------------
+
     def take_counts(self) -> Tensor:
-        """Return and forget this rank's tokens per expert in training since the last call, int64 `[num_experts]`."""
-        if self._counts:
-            return self._counts.pop()
-        return self.platform.zeros((self.num_experts,), self.platform.dtype("int64"))
+        """Return and forget this rank's choices of each expert in training since the last call, int64 `[experts]`."""
+        return self.ops.narrow(self.tally.take(), 0, 0, self.num_experts)
 
     def _count(self, counts: Tensor) -> None:
-        # Forward passes that only evaluate do not train the bias.
-        if self.training and (self.platform.is_grad_enabled() or is_checkpointed()):
-            self._counts[:] = [self.ops.add(self._counts[0], counts) if self._counts else counts]
+        # Experts of someone else's count no bytes.
+        sent_bytes = self.experts.take_sent_bytes() if isinstance(self.experts, GroupedExperts) else 0
+        if self._is_trained():
+            self.tally.add("counts", counts)
+            self.tally.sent_bytes += sent_bytes
+
+    def _is_trained(self) -> bool:
+        """Tell a forward pass in training from one that only evaluates, which trains no bias and counts nothing."""
+        return self.training and (self.platform.is_grad_enabled() or is_checkpointed())
 
     def _check_gate(self, num_ranks: int) -> None:
         """Refuse a gate whose gradient would miss the tokens of other ranks that share this input."""

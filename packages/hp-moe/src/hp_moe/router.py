@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
+
+import numpy
 
 from hp_dtensor.parallel import nn
 from hp_dtensor.parallel.recompute import kept
 from hp_dtensor.spec.placements import Partial
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_moe.exceptions import MoEConfigError
+from hp_moe.aux_losses import attach_loss
+from hp_moe.exceptions import ExpertParallelError, MoEConfigError
+from hp_moe.replay import Tape
 from hp_moe.routing import count_keys
 from hp_moe.score_functions import SCORINGS, ScoreFunction, normalized
 
 Tensor = Any
 GroupScore = Literal["top2_sum", "max"]
+AuxiliaryLoss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class TokenChoiceTopKRouter(nn.Module):
@@ -32,6 +37,15 @@ class TokenChoiceTopKRouter(nn.Module):
         gate_bias: the gate has a bias, which counts in scores and is trained.
         group_score: of a group's (biased) scores, the sum of the two best (DeepSeek-V3, arXiv 2412.19437) or the best
             (DeepSeek-V2, arXiv 2405.04434).
+        jitter: in training the gate sees its input times noise, uniform in [1 - jitter, 1 + jitter] (Switch,
+            arXiv 2101.03961). The noise is drawn on the host, from `jitter_seed`, the rank and the number of the call.
+        jitter_seed: tells layers apart whose noise shall not be the same.
+        force_uniform: send tokens to experts in turn, for benchmarks; scores stay the gate's.
+        hash_vocab_size: choose by token ids, below this number, instead of scores (arXiv 2106.04426); scores weigh.
+
+    Attributes:
+        expert_of_id: int64 buffer `[hash_vocab_size, top_k]`, the experts of each id, among which one may repeat. Drawn
+            at random; write your own table into it. None: tokens choose by scores.
 
     Raises:
         MoEConfigError: listing everything that does not fit.
@@ -57,6 +71,10 @@ class TokenChoiceTopKRouter(nn.Module):
         *,
         gate_bias: bool = False,
         group_score: GroupScore = "top2_sum",
+        jitter: float = 0.0,
+        jitter_seed: int = 0,
+        force_uniform: bool = False,
+        hash_vocab_size: int | None = None,
     ) -> None:
         super().__init__()
         self.num_experts = num_experts
@@ -67,18 +85,39 @@ class TokenChoiceTopKRouter(nn.Module):
         self.route_norm = route_norm
         self.route_scale = route_scale
         self.group_score = group_score
+        self.jitter = jitter
+        self.jitter_seed = jitter_seed
+        self.force_uniform = force_uniform
+        self.hash_vocab_size = hash_vocab_size
+        self.tapes: list[Tape] = []
         problems = list(_problems(self))
         if problems:
             raise MoEConfigError("router: " + "; ".join(problems))
         self.scoring = SCORINGS[score_func]
         self.gate = nn.Linear(dim, num_experts, gate_bias)
+        self.register_buffer("expert_of_id", self._drawn_table())
+        # Kept with the model, so that a run that goes on draws other noise than it did at its beginning.
+        calls = self.platform.zeros((1,), self.platform.dtype("int64")) if jitter else None
+        self.register_buffer("jitter_calls", calls)
 
-    def forward(self, x: Tensor, expert_bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self,
+        x: Tensor,
+        expert_bias: Tensor | None = None,
+        *,
+        ids: Tensor | None = None,
+        auxiliary: AuxiliaryLoss | None = None,
+        noise_key: int = 0,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Route this rank's own tokens.
 
         Args:
             x: plain `[tokens, dim]`. With a distributed gate, every rank's tokens count in its gradient.
             expert_bias: float32 `[num_experts]`, added to the scores for choosing only.
+            ids: int64 `[tokens]`, for hash routing.
+            auxiliary: from logits, probabilities (both float32 `[tokens, num_experts]`), experts and counts to a loss,
+                a 0-d tensor, whose gradient joins the scores'.
+            noise_key: tells ranks apart that route different tokens.
 
         Returns:
             top_scores: float32 `[tokens, top_k]`, best first, differentiable.
@@ -86,29 +125,80 @@ class TokenChoiceTopKRouter(nn.Module):
             num_tokens_per_expert: int64 `[num_experts]`.
         """
         ops, scoring = self.ops, self.scoring
-        scores = scoring.scores(ops, self._logits(x))
-        selected, counts = kept(lambda: self._choose(self.platform.detach(scores), expert_bias))
+        logits = self._logits(self._jittered(x, noise_key))
+        scores = scoring.scores(ops, logits)
+        selected, counts = kept(lambda: self._choose(self.platform.detach(scores), expert_bias, ids))
         top_scores = scoring.weights(ops, ops.gather(scores, 1, selected))
         if self.route_norm:
             top_scores = normalized(ops, top_scores)
         if self.route_scale != 1.0:
             top_scores = ops.mul(top_scores, self.route_scale)
+        if auxiliary is not None:
+            loss = auxiliary(logits, scoring.probabilities(ops, logits, scores), selected, counts)
+            top_scores = attach_loss(self.platform, top_scores, loss)
         return top_scores, selected, counts
 
-    def _choose(self, choice: Tensor, expert_bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return (experts of each token, tokens per expert) for scores `[tokens, num_experts]`."""
-        ops, platform = self.ops, self.platform
+    def _choose(self, scores: Tensor, expert_bias: Tensor | None, ids: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return (experts of each token, choices of each expert) for scores `[tokens, num_experts]`."""
+        num_tokens, device = int(scores.shape[0]), self.platform.device_of(scores)
+        replayed = [tape.next(num_tokens, self.top_k) for tape in self.tapes if tape.replays]
+        if replayed:
+            selected = self.platform.from_numpy(replayed[-1], device)
+        elif self.force_uniform:
+            in_turn = numpy.arange(num_tokens * self.top_k).reshape(num_tokens, self.top_k) % self.num_experts
+            selected = self.platform.from_numpy(in_turn, device)
+        elif self.expert_of_id is not None:
+            selected = self._hashed(ids, num_tokens)
+        else:
+            selected = self._best(scores, expert_bias)
+        for tape in self.tapes:
+            if not tape.replays:
+                tape.calls.append(self.platform.to_numpy(selected).copy())
+        return selected, count_keys(self.platform, selected, self.num_experts)
+
+    def _best(self, choice: Tensor, expert_bias: Tensor | None) -> Tensor:
+        ops = self.ops
         if expert_bias is not None:
             choice = ops.add(choice, expert_bias)
         if self.num_expert_groups is not None:
             choice = self._within_best_groups(choice)
-        selected = ops.cast(ops.topk(choice, self.top_k, 1)[1], platform.dtype("int64"))
-        return selected, count_keys(platform, selected, self.num_experts)
+        return ops.cast(ops.topk(choice, self.top_k, 1)[1], self.platform.dtype("int64"))
+
+    def _hashed(self, ids: Tensor | None, num_tokens: int) -> Tensor:
+        if ids is None or tuple(ids.shape) != (num_tokens,):
+            got = "none" if ids is None else f"shape {list(ids.shape)}"
+            raise ExpertParallelError(
+                f"hash routing chooses experts by token ids: expected one for each of {num_tokens} tokens, got {got}; "
+                "call the layer with ids"
+            )
+        if num_tokens == 0:
+            return self.platform.zeros((0, self.top_k), self.platform.dtype("int64"))
+        return self.ops.index_select(plain(self.expert_of_id), 0, ids)
+
+    def _drawn_table(self) -> Tensor | None:
+        if self.hash_vocab_size is None:
+            return None
+        random = numpy.random.Generator(numpy.random.Philox(0))
+        return self.platform.from_numpy(random.integers(self.num_experts, size=(self.hash_vocab_size, self.top_k)))
+
+    def _jittered(self, x: Tensor, noise_key: int) -> Tensor:
+        if not (self.jitter and self.training):
+            return x
+        noise = kept(lambda: self._noise(tuple(x.shape), noise_key, self.platform.device_of(x)))
+        return self.ops.mul(self.ops.cast(x, noise.dtype), noise)
+
+    def _noise(self, shape: tuple[int, ...], noise_key: int, device: Any) -> Tensor:
+        calls = plain(self.jitter_calls)
+        call = int(self.platform.to_numpy(calls)[0])
+        self.platform.copy_(calls, self.platform.from_numpy(numpy.array([call + 1]), device))
+        random = numpy.random.Generator(numpy.random.Philox([self.jitter_seed, noise_key * 2**32 + call]))
+        noise = random.uniform(1 - self.jitter, 1 + self.jitter, shape)
+        return self.platform.from_numpy(noise.astype(numpy.float32), device)
 
     def _logits(self, x: Tensor) -> Tensor:
         """Return the gate's results, float32 `[tokens, num_experts]`, whatever the dtype of `x` and of the gate."""
         ops, float32 = self.ops, self.platform.dtype("float32")
-        weight, bias = _local(self.gate.weight), _local(self.gate.bias)
+        weight, bias = plain(self.gate.weight), plain(self.gate.bias)
         bias = None if bias is None else ops.cast(bias, float32)
         return ops.linear(ops.cast(x, float32), ops.cast(weight, float32), bias)
 
@@ -126,8 +216,8 @@ class TokenChoiceTopKRouter(nn.Module):
         return ops.reshape(ops.masked_fill(grouped, outside, float("-inf")), (tokens, self.num_experts))
 
 
-def _local(parameter: Tensor | None) -> Tensor | None:
-    """Return the plain tensor of a gate's parameter; where it is distributed, each rank adds its tokens' gradient."""
+def plain(parameter: Tensor | None) -> Tensor | None:
+    """Return a parameter or buffer as a plain tensor; where it is distributed, each rank adds its tokens' gradient."""
     if not isinstance(parameter, DTensor):
         return parameter
     return parameter.to_local(grad_placements=[Partial()] * parameter.device_mesh.ndim)
@@ -142,6 +232,10 @@ def _problems(router: TokenChoiceTopKRouter) -> Iterator[str]:
     elif top_k == 1 and (router.route_norm or SCORINGS[router.score_func].sums_to_one):
         option = "route_norm" if router.route_norm else router.score_func
         yield f"{option} with top_k = 1 makes every score 1, so the gate would never learn; drop one of them"
+    if not 0 <= router.jitter < 1:
+        yield f"jitter must be at least 0 and below 1, got {router.jitter}"
+    if router.hash_vocab_size is not None and router.hash_vocab_size < 1:
+        yield f"hash_vocab_size must be at least 1 or None, got {router.hash_vocab_size}"
     if router.group_score not in ("top2_sum", "max"):
         yield f"group_score must be 'top2_sum' or 'max', got {router.group_score!r}"
     if (groups is None) != (router.num_limited_groups is None):

@@ -18,10 +18,11 @@ class Routing:
     """Destinations of the tokens of one call: decided once, and kept until their results are back.
 
     Attributes:
-        experts: int64 `[tokens, top_k]`, global expert numbers, distinct within a token.
-        counts: int64 `[num_experts]`: how many tokens picked each expert.
+        experts: int64 `[tokens, top_k]`, global expert numbers; one may repeat within a token.
+        counts: int64 `[num_experts]`: number of choices of each expert.
         scores: float32 `[tokens, top_k]`; None: results are not weighted.
         is_expert_major: tokens are sorted by expert already and `top_k` is 1.
+        has_dropped: there may be choices with the number of experts in place of an expert, which go nowhere.
 
     Example:
         >>> experts = platform.from_numpy(np.array([[0, 1], [1, 2]]))  # of two tokens, two each
@@ -34,6 +35,7 @@ class Routing:
     counts: Tensor
     scores: Tensor | None = None
     is_expert_major: bool = False
+    has_dropped: bool = False
 
     @classmethod
     def expert_major(cls, platform: Platform, counts: Tensor, num_rows: int, num_experts: int) -> Routing:

@@ -57,7 +57,7 @@ class AllToAllDispatcher(TokenDispatcher):
         rows = self._send(route, x)
         experts, scores = self._send_choices(route, routing)
         permutation = kept(lambda: TokenPermutation(self.platform, self._local_experts(experts), sum(sizes.host)))
-        return Dispatched(rows, sizes, scores, permutation, route)
+        return Dispatched(rows, sizes, scores, permutation, route, self._sent_bytes(route, x, routing))
 
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
         """Return sums to their tokens' ranks and add them up there; see `TokenDispatcher`."""
@@ -75,12 +75,13 @@ class AllToAllDispatcher(TokenDispatcher):
         return Route(TokenPermutation(self.platform, destinations, sum(sent)), sent, received), sizes
 
     def _owners(self, experts: Tensor) -> Tensor:
-        """Map expert numbers, int64 `[tokens, top_k]`, to the group ranks that own them."""
+        """Map expert numbers, int64 `[tokens, top_k]`, to the group ranks that own them; none: the group's size."""
         ops = self.platform.ops
         size = _numel(experts)
-        if size == 0 or self.group.size == 1:
+        if size == 0:
             return ops.zeros_like(experts)
-        table = self._constant(numpy.arange(self.num_experts) // self.chunk, experts)
+        owners = numpy.append(numpy.arange(self.num_experts) // self.chunk, self.group.size)
+        table = self._constant(owners, experts)
         return ops.reshape(ops.index_select(table, 0, ops.reshape(experts, (size,))), tuple(experts.shape))
 
     def _without_repeats(self, owners: Tensor) -> Tensor:
@@ -118,6 +119,14 @@ class AllToAllDispatcher(TokenDispatcher):
         local = ops.sub(experts, self.first)
         elsewhere = ops.logical_or(ops.lt(local, 0), ops.ge(local, self.num_local))
         return ops.masked_fill(local, elsewhere, self.num_local)
+
+    def _sent_bytes(self, route: Route, x: Tensor, routing: Routing) -> int:
+        """Return the bytes that leave this rank: sizes, rows with their experts and scores, and results."""
+        others = [rank for rank in range(self.group.size) if rank != self.group.rank]
+        row = int(x.shape[1]) * self.platform.itemsize(x.dtype)
+        choices = int(routing.experts.shape[1]) * (4 if routing.scores is None else 8)
+        sizes = len(others) * (1 + self.chunk) * 8
+        return sizes + sum(route.sent[rank] * (row + choices) + route.received[rank] * row for rank in others)
 
     # Rows -------------------------------------------------------------------------------------------------
 

@@ -41,6 +41,7 @@ class Dispatched:
         permutation: `rows` -> inputs of this rank's experts in expert-major order; None: they are the same rows in
             the same order.
         route: the way from and to the other ranks; None: no row left its rank.
+        sent_bytes: bytes that leave this rank in dispatch and combine.
 
     Example:
         >>> x = platform.ops.ones((3, 4), platform.dtype("float32"))
@@ -56,6 +57,7 @@ class Dispatched:
     scores: Tensor | None
     permutation: TokenPermutation | None
     route: Route | None = None
+    sent_bytes: int = 0
 
 
 class TokenDispatcher(ABC):

@@ -36,7 +36,7 @@ class LocalDispatcher(TokenDispatcher):
         sizes = GroupSizes(self.platform, routing.counts)
         if routing.is_expert_major:
             return Dispatched(x, sizes, routing.scores, None)
-        num_rows = int(numpy.prod(routing.experts.shape))
+        num_rows = sum(sizes.host) if routing.has_dropped else int(numpy.prod(routing.experts.shape))
         # Kept: a recomputation in backward must see the order of forward, and need not sort again.
         permutation = kept(lambda: TokenPermutation(self.platform, routing.experts, num_rows))
         return Dispatched(x, sizes, routing.scores, permutation)
