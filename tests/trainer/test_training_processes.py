@@ -81,8 +81,8 @@ def test_a_stopped_run_ends_in_order_and_goes_on(folder, hp_train, sign):
     done = steps_of(run)[-1]
     assert newest_step(run) == done, "the step under way was finished and saved"
     assert err == (
-        f"hp-train: stopped by {sign.name}; the newest checkpoint is of step {done} of 100000. "
-        "Go on with `hp-train resume out`\n"
+        f"hp-train: stopped by {sign.name}. The newest checkpoint is of step {done} of 100000; "
+        "go on with `hp-train resume out`\n"
     )
     assert command.processes() == []
     assert_resumes(hp_train, run, *TWO_RANKS)
@@ -98,7 +98,7 @@ def test_a_run_in_one_process_stops_the_same_way(folder, hp_train):
     os.kill(command.process.pid, signal.SIGTERM)
     code, _, err = command.finish(END_SECONDS)
     assert code == 128 + signal.SIGTERM
-    assert "stopped by SIGTERM; the newest checkpoint is of step " in err
+    assert "stopped by SIGTERM. The newest checkpoint is of step " in err
     assert newest_step(folder / "out") == steps_of(folder / "out")[-1]
     assert not list((folder / "out").glob("lock.json*"))
 

@@ -212,7 +212,7 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all(storage: LocalStorage) -
 
     errors = save_rows(FullDisk(storage.root), np.zeros((4, 1), np.float32), [2, 2])
     assert [type(error) for error in errors] == [CheckpointError, CheckpointError]
-    assert "rank 1: OSError: [Errno 28] No space left on device" in str(errors[0])
+    assert "rank 1: the disk is full (No space left on device); free some space" in str(errors[0])
     assert storage.list_folders() == []
 
 

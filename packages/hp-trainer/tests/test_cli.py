@@ -13,12 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hp_dtensor.exceptions import LaunchError
 from hp_trainer import cli
 from hp_trainer.checkpoint import Box, LocalStorage, TensorPart, list_checkpoints, save_checkpoint
 from hp_trainer.cli import commands, runs
 from hp_trainer.cli.help import USAGE, describe_option
 from hp_trainer.config import list_options, load_config, to_plain
 from hp_trainer.launch import platforms, preflight, world_size
+from hp_trainer.machine_errors import describe_machine_error
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.plugins import registries
 from hp_trainer.registries import Registries
@@ -296,12 +298,50 @@ def test_torchrun_is_told_the_error_that_it_prints_last(work: Path, error, monke
 
 def test_a_full_disk_is_told_with_what_to_do(work: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(config, path, prepare) -> Path:
-        raise OSError(28, "No space left on device")
+        raise OSError(28, "No space left on device", "out/run.json")
 
     monkeypatch.setattr(runs, "launch_training", full)
     assert cli.main(["run.yaml"]) == 1
     told = capsys.readouterr().err
-    assert told == "hp-train: [Errno 28] No space left on device; free some space, then run the same command again\n"
+    assert told == "hp-train: out/run.json: the disk is full (No space left on device); free some space\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (PermissionError(13, "Permission denied", "out"), "out: you may not write or read there (Permission denied); "),
+        (OSError(30, "Read-only file system", "out"), "out: the file system is read-only (Read-only file system); "),
+        (OSError(122, "Disk quota exceeded", "out"), "out: your quota of the disk is used up (Disk quota exceeded); "),
+        (OSError(5, "Input/output error"), "the disk or the network file system failed (Input/output error); "),
+        (MemoryError(), "the memory is used up: no more is given to this process; use more memory or ranks, "),
+        (MemoryError("Unable to allocate 1 TiB"), "the memory is used up: Unable to allocate 1 TiB; "),
+        (ImportError("x.so: cannot allocate memory"), "the memory is used up: x.so: cannot allocate memory; "),
+        (OSError("something else"), "something else\n"),
+    ],
+)
+def test_errors_of_the_machine_are_one_line(
+    work: Path, capsys, monkeypatch: pytest.MonkeyPatch, error: Exception, told: str
+) -> None:
+    def fail(config, path, prepare) -> Path:
+        raise error
+
+    monkeypatch.setattr(runs, "launch_training", fail)
+    assert cli.main(["run.yaml"]) == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"hp-train: {told}")
+    assert shown.count("\n") == 1
+
+
+def test_other_errors_keep_their_traceback(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(config, path, prepare) -> Path:
+        raise RuntimeError("a mistake of ours")
+
+    monkeypatch.setattr(runs, "launch_training", fail)
+    with pytest.raises(RuntimeError, match="a mistake of ours"):
+        cli.main(["run.yaml"])
+    assert describe_machine_error(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"))
+    assert describe_machine_error(RuntimeError("a mistake of ours")) is None
+    assert describe_machine_error(LaunchError("rank 0 was killed; the machine may have run out of memory")) is None
 
 
 def test_variables_of_a_launcher_that_make_no_sense_are_told(

@@ -2,7 +2,13 @@
 
 
 class HPError(Exception):
-    """Base of all errors raised on purpose by the hp packages."""
+    """Base of all errors raised on purpose by the hp packages.
+
+    Attributes:
+        needs_traceback: whether a reader wants to know which line raised it; not where the message says it all.
+    """
+
+    needs_traceback = True
 
 
 class PlatformError(HPError, RuntimeError):
@@ -82,9 +88,11 @@ class LaunchError(HPError, RuntimeError):
     Attributes:
         rank: the first rank that failed; None when it is no single rank's fault.
         kind: name of the class of that rank's exception; empty where it ended without one.
+        signal: number of the signal that ended that rank; None where none did.
     """
 
-    def __init__(self, message: str, rank: int | None = None, kind: str = "") -> None:
+    def __init__(self, message: str, rank: int | None = None, kind: str = "", signal: int | None = None) -> None:
         super().__init__(message)
         self.rank = rank
         self.kind = kind
+        self.signal = signal

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from hp_dtensor.exceptions import HPError
+from hp_trainer.machine_errors import describe_machine_error
 
 
 class Group(Protocol):
@@ -41,7 +42,7 @@ def all_ranks(group: Group, what: str, do: Callable[[], Any], error: type[HPErro
         answer = {"result": do()}
     except Exception as caught:
         failure = caught
-        answer = {"error": f"{type(caught).__name__}: {caught}"}
+        answer = {"error": describe_machine_error(caught) or f"{type(caught).__name__}: {caught}"}
     answers = [json.loads(data) for data in group.all_gather_bytes(json.dumps(answer).encode())]
     errors = [f"rank {rank}: {one['error']}" for rank, one in enumerate(answers) if "error" in one]
     if errors:

@@ -6,6 +6,8 @@ import os
 import secrets
 from pathlib import Path
 
+from hp_trainer.machine_errors import with_path
+
 
 def write_new(path: Path, text: str) -> None:
     """Write a file whose name is free; it is whole from its first moment, also on a network file system.
@@ -48,7 +50,10 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    with path.open("x", encoding="utf-8") as out:
-        out.write(text)
-        out.flush()
-        os.fsync(out.fileno())
+    try:
+        with path.open("x", encoding="utf-8") as out:
+            out.write(text)
+            out.flush()
+            os.fsync(out.fileno())
+    except OSError as error:
+        raise with_path(error, path) from error

@@ -71,9 +71,19 @@ class RunFolderError(HPError, ValueError):
 class RunLockedError(HPError, RuntimeError):
     """A run that another job is training, or has taken over."""
 
+    needs_traceback = False
+
 
 class TrainingError(HPError, RuntimeError):
     """Training cannot go on, such as with a loss that is no finite number."""
+
+    needs_traceback = False
+
+
+class MachineError(HPError, RuntimeError):
+    """The machine refused something while a run trained: a disk, a quota, a limit, memory."""
+
+    needs_traceback = False
 
 
 class ScheduleError(HPError, ValueError):
@@ -103,6 +113,8 @@ class StoppedError(HPError, RuntimeError):
 
 class CheckpointError(HPError, ValueError):
     """A checkpoint that is missing, damaged, or of another model; names the file and the tensor."""
+
+    needs_traceback = False
 
 
 def raise_if_any(problems: Iterable[Problem], error: type[ProblemsError], title: str) -> None:

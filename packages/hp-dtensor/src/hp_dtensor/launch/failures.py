@@ -22,6 +22,7 @@ class Failure:
     died: bool = False
     address_in_use: bool = False
     kind: str = ""
+    signal: int | None = None
 
 
 def failure_of_exception(message: Failed) -> Failure:
@@ -36,5 +37,5 @@ def failure_of_end(code: int | None, tail: str) -> Failure:
         hint = "; the machine may have run out of memory" if -code == signal.SIGKILL else ""
         # Frameworks abort a process whose partner is gone.
         died = -code != signal.SIGABRT
-        return Failure(f"was killed by {signal.Signals(-code).name}{hint}", details, now, died)
+        return Failure(f"was killed by {signal.Signals(-code).name}{hint}", details, now, died, signal=-code)
     return Failure(f"ended without a result, exit code {code}", details, now, died=True)

@@ -241,7 +241,7 @@ class LocalRanks:
         lines = [f"rank {rank} of {self.size} {first.headline}", first.details]
         lines += [f"rank {other} {failure.headline}" for other, failure in others]
         message = "\n".join(line.rstrip() for line in lines if line)
-        return (_AddressTaken if first.address_in_use else LaunchError)(message, rank, first.kind)
+        return (_AddressTaken if first.address_in_use else LaunchError)(message, rank, first.kind, first.signal)
 
     def _late(self, missing: Sequence[_Process], seconds: float) -> LaunchError:
         for process in missing:

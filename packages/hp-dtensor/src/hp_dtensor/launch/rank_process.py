@@ -18,6 +18,7 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
+from hp_dtensor.exceptions import HPError
 from hp_dtensor.launch.messages import Failed, Returned, Run, Setup
 from hp_dtensor.launch.target_names import load_target
 from hp_dtensor.platform.interface import Platform
@@ -124,7 +125,8 @@ def _run(request: Run) -> Any:
 
 def _report(link: Link, phase: str, error: BaseException) -> None:
     when = time.monotonic()
-    text = "".join(traceback.format_exception(error))
+    is_told = isinstance(error, HPError) and not error.needs_traceback
+    text = "" if is_told else "".join(traceback.format_exception(error))
     link.send(Failed(phase, f"{type(error).__name__}: {error}", text, when, type(error).__name__))
     sys.stdout.flush()
     sys.stderr.flush()

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from hp_trainer.machine_errors import with_path
+
 
 class Storage(ABC):
     """Folders of files, one level deep; names hold no separators.
@@ -73,12 +75,16 @@ class LocalStorage(Storage):
         (self.root / name).mkdir()
 
     def write_file(self, folder: str, file: str, parts: Iterable[bytes | memoryview]) -> int:
-        with (self.root / folder / file).open("xb") as out:
-            for part in parts:
-                out.write(part)
-            out.flush()
-            os.fsync(out.fileno())
-            return out.tell()
+        path = self.root / folder / file
+        try:
+            with path.open("xb") as out:
+                for part in parts:
+                    out.write(part)
+                out.flush()
+                os.fsync(out.fileno())
+                return out.tell()
+        except OSError as error:
+            raise with_path(error, path) from error
 
     def file_size(self, folder: str, file: str) -> int | None:
         path = self.root / folder / file

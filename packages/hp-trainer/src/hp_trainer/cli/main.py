@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import errno
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -15,25 +15,42 @@ from pathlib import Path
 from hp_dtensor.exceptions import HPError, LaunchError
 from hp_trainer.cli.arguments import UsageError
 from hp_trainer.cli.help import USAGE, help_text
+from hp_trainer.cli.output import mute, open_standard_streams
 from hp_trainer.exceptions import ProblemsError, StoppedError
+from hp_trainer.machine_errors import describe_machine_error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code.
 
     0: all done. 1: it failed while running. 2: bad input. 128 + n: stopped by signal n (130 for Ctrl-C, 143 for
-    SIGTERM), training after the step under way and with a checkpoint of it.
+    SIGTERM, 141 where the reader of the output has gone), training after the step under way and with a checkpoint of
+    it.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    open_standard_streams()
+    code = _run(list(sys.argv[1:] if arguments is None else arguments))
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        mute(sys.stdout)
+        return code or 128 + signal.SIGPIPE
+    except OSError as error:
+        mute(sys.stdout)
+        return code or _fail(f"the output cannot be written: {describe_machine_error(error) or error}", 1)
+    return code
+
+
+def _run(given: list[str]) -> int:
+    """Run the command, and tell in one line whatever went wrong; returns the exit code."""
     from hp_trainer.stop_request import Interrupted, interruptible
 
     try:
         with interruptible():
             return _dispatch(given)
     except BrokenPipeError:
-        # The reader of our output has gone (`hp-train --help | head`); Python would complain again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        # The reader of our output has gone (`hp-train --help | head`).
+        mute(sys.stdout)
+        return 128 + signal.SIGPIPE
     except Interrupted as interrupted:
         return _fail(f"stopped by {interrupted.signal.name}", 128 + interrupted.signal)
     except StoppedError as stopped:
@@ -42,10 +59,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(str(error), 2)
     except HPError as error:
         return _fail(str(error), 2 if isinstance(error, ValueError) else 1, every_rank=True)
-    except OSError as error:
-        # The system's own words say what and where; a traceback would hide them.
-        advice = "; free some space, then run the same command again" if error.errno == errno.ENOSPC else ""
-        return _fail(f"{error}{advice}", 1, every_rank=True)
+    except (OSError, MemoryError, ImportError) as error:
+        # What and where say it all; a traceback would hide them. Other errors are ours, and need one.
+        told = describe_machine_error(error)
+        if told is None and not isinstance(error, OSError):
+            raise
+        return _fail(told or str(error), 1, every_rank=True)
 
 
 def _dispatch(given: list[str]) -> int:
@@ -83,10 +102,13 @@ def _fail(message: str, code: int, *, every_rank: bool = False) -> int:
     except LaunchError:
         # That is what the message is about.
         found = None
-    if found is None or found.rank == 0:
-        print(f"hp-train: {message}", file=sys.stderr)
-    elif every_rank:
-        print(f"hp-train: rank {found.rank}: {message}", file=sys.stderr)
+    who = "" if found is None or found.rank == 0 else f"rank {found.rank}: "
+    if every_rank or not who:
+        try:
+            print(f"hp-train: {who}{message}", file=sys.stderr, flush=True)
+        except OSError:
+            # The terminal was closed: nobody reads this, and the exit code still says it.
+            mute(sys.stderr)
     if code < 128:
         _tell_torchrun(message)
     return code

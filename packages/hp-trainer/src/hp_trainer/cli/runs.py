@@ -9,6 +9,7 @@ from hp_trainer.checkpoint import list_checkpoints, open_step, set_aside_later
 from hp_trainer.cli.arguments import Parser, UsageError, parse
 from hp_trainer.cli.checkpoint_table import describe_checkpoints
 from hp_trainer.cli.help import USAGE
+from hp_trainer.cli.output import print_if_read
 from hp_trainer.cli.shared import load, newest, refuse, require_platform, resolved, tell
 from hp_trainer.config import LoadedConfig, TrainerConfig, to_plain
 from hp_trainer.exceptions import Problem
@@ -142,6 +143,6 @@ def _report(path: Path, config: TrainerConfig) -> int:
     if is_first_process():
         samples = RunFolder(path).samples_file
         if config.generate.prompts and samples.is_file():
-            print(samples.read_text(encoding="utf-8"), end="")
-        print(f"run folder: {path}")
+            print_if_read(samples.read_text(encoding="utf-8").removesuffix("\n"))
+        print_if_read(f"run folder: {path}")
     return 0

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from hp_dtensor.comm.world import current_world
-from hp_dtensor.exceptions import HPError
+from hp_dtensor.exceptions import HPError, LaunchError
 from hp_dtensor.launch import from_environment, is_launched, rank_environment
+from hp_dtensor.launch.stop_signals import STOP_SIGNALS
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
 from hp_trainer._exchange import coordinator
 from hp_trainer.checkpoint import find_latest
 from hp_trainer.config import TrainerConfig
-from hp_trainer.exceptions import RunFolderError, StoppedError, TrainingError
+from hp_trainer.exceptions import MachineError, RunFolderError, StoppedError, TrainingError
 from hp_trainer.generation import write_samples
-from hp_trainer.launch.restarts import run_with_restarts
+from hp_trainer.launch.restarts import RankArguments, run_with_restarts
 from hp_trainer.launch.world_size import world_size_of
+from hp_trainer.machine_errors import describe_machine_error
 from hp_trainer.run import RunFolder, RunLock, checkpoint_storage
 from hp_trainer.training import Trainer
 
@@ -64,7 +67,7 @@ def _train(config: TrainerConfig, platform: Platform, begin: Callable[[], tuple[
     if is_launched():
         world = from_environment(platform, config.launch.timeout_seconds)
         path, owner, checkpoint = coordinator(world.all, "preparing the run", begin, RunFolderError)
-        ended_by = _as_training_error(run_rank, path, owner, checkpoint, platform.name, False)
+        ended_by = _train_here(config, path, owner, checkpoint, platform.name, False)
         platform.disconnect()
         if ended_by is None and is_first_process():
             write_samples(RunFolder(Path(path)), config)
@@ -72,12 +75,24 @@ def _train(config: TrainerConfig, platform: Platform, begin: Callable[[], tuple[
         path, owner, checkpoint = begin()
         arguments = (path, owner, checkpoint, platform.name, True)
         if world_size_of(config) == 1 and not config.launch.max_restarts:
-            ended_by = _as_training_error(run_rank, *arguments)
+            ended_by = _train_here(config, *arguments)
         else:
-            ended_by = run_with_restarts(run_rank, arguments, config, platform)
+            ended_by = _train_on_local_ranks(config, platform, arguments)
     if ended_by is not None:
-        raise StoppedError(_how_far(RunFolder(Path(path)), config, ended_by), ended_by)
+        left = _what_is_left(RunFolder(Path(path)), config)
+        raise StoppedError(f"stopped by {signal.Signals(ended_by).name}. {left}", ended_by)
     return Path(path)
+
+
+def _train_on_local_ranks(config: TrainerConfig, platform: Platform, arguments: RankArguments) -> int | None:
+    try:
+        return run_with_restarts(run_rank, arguments, config, platform)
+    except LaunchError as error:
+        ended_by = _stopped_by(error)
+        if ended_by is not None:
+            return ended_by
+        left = _what_is_left(RunFolder(Path(arguments[0])), config)
+        raise LaunchError(f"{error}\n{left}", error.rank, error.kind, error.signal) from error
 
 
 def run_rank(folder: str, owner: str, checkpoint: str | None, platform: str, samples: bool) -> int | None:
@@ -93,8 +108,15 @@ def run_rank(folder: str, owner: str, checkpoint: str | None, platform: str, sam
 
     Returns:
         The signal that ended the run before its last step, the same on every rank; None: it is done.
+
+    Raises:
+        MachineError: a disk, a limit or the memory did not suffice.
     """
-    run, chosen = RunFolder.open(Path(folder), owner), get_platform(platform)
+    with _machine_errors_told():
+        return _run_rank(RunFolder.open(Path(folder), owner), checkpoint, get_platform(platform), samples)
+
+
+def _run_rank(run: RunFolder, checkpoint: str | None, chosen: Platform, samples: bool) -> int | None:
     config = run.load_config().config
     trainer = Trainer(run, config, chosen)
     if checkpoint is not None:
@@ -105,18 +127,30 @@ def run_rank(folder: str, owner: str, checkpoint: str | None, platform: str, sam
     return ended_by
 
 
-def _as_training_error(run_rank: Callable[..., int | None], *arguments: object) -> int | None:
+@contextlib.contextmanager
+def _machine_errors_told() -> Iterator[None]:
+    """Turn errors of the machine into one line that says where and what to do."""
+    try:
+        yield
+    except Exception as error:
+        told = describe_machine_error(error)
+        if told is None or isinstance(error, HPError):
+            raise
+        raise MachineError(told) from error
+
+
+def _train_here(config: TrainerConfig, path: str, *arguments: Any) -> int | None:
     """Do one rank's part in this process; what goes wrong there is no bad input, as it is none in ranks started here.
 
     Raises:
-        TrainingError: in place of an error that names a user's mistake.
+        TrainingError: in place of an error that names a user's mistake; tells what can be gone on with.
     """
     try:
-        return run_rank(*arguments)
+        return run_rank(path, *arguments)
     except HPError as error:
-        if isinstance(error, ValueError):
-            raise TrainingError(str(error)) from error
-        raise
+        if error.needs_traceback:
+            raise
+        raise TrainingError(f"{error}\n{_what_is_left(RunFolder(Path(path)), config)}") from error
 
 
 def _remove_empty(folder: Path) -> None:
@@ -125,12 +159,22 @@ def _remove_empty(folder: Path) -> None:
         folder.rmdir()
 
 
-def _how_far(run: RunFolder, config: TrainerConfig, number: int) -> str:
-    """Tell how far a stopped run has come, and how to go on."""
-    name, newest = signal.Signals(number).name, find_latest(checkpoint_storage(run, config), content=False).checkpoint
+def _what_is_left(run: RunFolder, config: TrainerConfig) -> str:
+    """Tell how far a run that has ended early has come, and how to go on."""
+    try:
+        newest = find_latest(checkpoint_storage(run, config), content=False).checkpoint
+    except OSError as error:
+        return f"The checkpoints of {run.path} cannot be read: {error}"
     if newest is None:
-        return f"stopped by {name} before the first checkpoint of {run.path}"
+        return f"There is no checkpoint yet; `hp-train run {run.config_file} --run.folder={run.path}` begins again"
     return (
-        f"stopped by {name}; the newest checkpoint is of step {newest.step} of {config.training.steps}. "
-        f"Go on with `hp-train resume {run.path}`"
+        f"The newest checkpoint is of step {newest.step} of {config.training.steps}; go on with "
+        f"`hp-train resume {run.path}`"
     )
+
+
+def _stopped_by(error: LaunchError) -> int | None:
+    """Return the signal to stop that one rank alone received before it could tell the others; None: it failed."""
+    if error.kind == "KeyboardInterrupt":
+        return signal.SIGINT
+    return error.signal if error.signal in STOP_SIGNALS else None

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hp_dtensor.exceptions import LaunchError
 from hp_dtensor.launch import launch
+from hp_dtensor.launch.stop_signals import STOP_SIGNALS
 from hp_dtensor.platform.interface import Platform
 from hp_trainer.checkpoint import find_latest
 from hp_trainer.config import TrainerConfig
@@ -45,7 +46,9 @@ def run_with_restarts(
         try:
             return _run_once(run_rank, (path, owner, checkpoint, *rest), config, platform, run.logs)
         except LaunchError as error:
-            if not config.launch.max_restarts or error.kind in _FINAL:
+            # A rank that was told to stop has not failed.
+            is_stopped = error.signal in STOP_SIGNALS or error.kind == "KeyboardInterrupt"
+            if not config.launch.max_restarts or error.kind in _FINAL or is_stopped:
                 raise
             newest = find_latest(checkpoint_storage(run, config)).checkpoint
             if newest is not None and newest.folder != checkpoint:

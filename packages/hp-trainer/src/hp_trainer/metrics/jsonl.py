@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from hp_trainer._files import write_atomically
+from hp_trainer.machine_errors import with_path
 from hp_trainer.metrics.tracker import Tracker
 from hp_trainer.records import CheckpointRecord, EvaluationRecord, RunRecord, StepRecord
 
@@ -56,7 +57,10 @@ class JsonLinesTracker(Tracker):
 
     def _write(self, event: str, values: dict[str, Any]) -> None:
         assert self._file is not None, "start was not called"
-        self._file.write(json.dumps({"event": event} | {k: _finite(v) for k, v in values.items()}) + "\n")
+        try:
+            self._file.write(json.dumps({"event": event} | {k: _finite(v) for k, v in values.items()}) + "\n")
+        except OSError as error:
+            raise with_path(error, self.path) from error
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:

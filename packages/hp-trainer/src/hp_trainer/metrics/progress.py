@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from dataclasses import dataclass
@@ -67,7 +68,8 @@ class ProgressTracker(Tracker):
 
     def finish(self) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            with contextlib.suppress(OSError):
+                self._bar.stop()
             self._bar = None
 
     def _open_bar(self) -> None:
@@ -106,7 +108,9 @@ class ProgressTracker(Tracker):
     def _say(self, text: str) -> None:
         if self._bar is not None:
             self._bar.console.print(text, highlight=False, markup=False)
-        else:
+            return
+        # A reader that has gone (`hp-train ... | head`), or a terminal that was closed, is no reason to end a run.
+        with contextlib.suppress(OSError, ValueError):
             print(text, file=self._stream, flush=True)
 
 

@@ -1,0 +1,50 @@
+"""Errors of the machine (disk, quota, permissions, limits, memory) in one line: where, and what to do."""
+
+from __future__ import annotations
+
+import errno
+import re
+
+from hp_dtensor.exceptions import HPError
+
+# errno -> (what it means, what to do)
+_ERRORS = {
+    errno.ENOSPC: ("the disk is full", "free some space"),
+    errno.EDQUOT: ("your quota of the disk is used up", "free some of it"),
+    errno.EFBIG: ("the file would be larger than this process may write", "raise the limit (ulimit -f)"),
+    errno.EROFS: ("the file system is read-only", "choose a folder elsewhere, or mount it writable"),
+    errno.EACCES: ("you may not write or read there", "choose another folder, or change its permissions"),
+    errno.EPERM: ("you may not write or read there", "choose another folder, or change its permissions"),
+    errno.EIO: ("the disk or the network file system failed", "look at the machine's log"),
+    errno.ESTALE: ("the network file system has lost the file", "mount it again"),
+    errno.EMFILE: ("this process has too many files open", "raise the limit (ulimit -n)"),
+    errno.ENFILE: ("the machine has too many files open", "close other programs"),
+    errno.EAGAIN: ("the machine starts no more processes or threads", "raise the limit (ulimit -u)"),
+    errno.ENOMEM: ("the memory is used up", "raise the limit (ulimit -v), or use less"),
+}
+_MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory|not enough memory|bad_alloc", re.I)
+_LESS_MEMORY = (
+    "the memory is used up: {}; use more memory or ranks, a smaller training.micro_batch_size, or "
+    "training.activation_checkpointing=true"
+)
+
+
+def describe_machine_error(error: BaseException) -> str | None:
+    """Return what is wrong with the machine and what to do, or None if the error is about something else."""
+    if isinstance(error, HPError):
+        return None
+    if isinstance(error, OSError) and error.errno in _ERRORS:
+        what, advice = _ERRORS[error.errno]
+        where = f"{error.filename2 or error.filename}: " if error.filename is not None else ""
+        return f"{where}{what} ({error.strerror}); {advice}"
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError | ImportError) and _MEMORY.search(str(error))):
+        first, *_ = str(error).splitlines() or ["no more is given to this process"]
+        return _LESS_MEMORY.format(first)
+    return None
+
+
+def with_path(error: OSError, path: object) -> OSError:
+    """Return a system error with the path that it is about; that of a write to an open file names none."""
+    if error.filename is not None or error.errno is None:
+        return error
+    return OSError(error.errno, error.strerror, str(path))

@@ -1,0 +1,105 @@
+"""Disks, limits, closed terminals and early signals: one line that says where and what to do, and the exit code."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from running_commands import END_SECONDS, START_SECONDS, TWO_RANKS, newest_step, steps_of, wait_for_step
+
+pytestmark = pytest.mark.real_ranks
+
+
+def shell(folder, platform, script: str) -> subprocess.CompletedProcess[str]:
+    """Run a shell script in which `$HP` is `hp-train`."""
+    command = f"HP={shlex.quote(shlex.join([sys.executable, '-m', 'hp_trainer']))}; {script}"
+    environment = os.environ | {"HP_PLATFORM": platform.name, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=START_SECONDS
+    )
+
+
+def test_a_file_size_limit_is_told_with_the_path_and_what_is_safe(folder, hp_platform):
+    done = shell(folder, hp_platform, "ulimit -f 8; $HP run.yaml --run.folder=out")
+    assert done.returncode == 1
+    *_, told, left = done.stderr.splitlines()
+    assert told.startswith("hp-train: writing a checkpoint failed; rank 0: out/checkpoints/step-00000003.incomplete-")
+    assert "/shard-00000.safetensors: the file would be larger than this process may write" in told
+    assert told.endswith("raise the limit (ulimit -f)")
+    assert left == "There is no checkpoint yet; `hp-train run out/config.yaml --run.folder=out` begins again"
+    assert "Traceback" not in done.stderr
+    assert list((folder / "out" / "checkpoints").iterdir()) == []
+    # What it says is so.
+    assert shell(folder, hp_platform, "$HP run out/config.yaml --run.folder=out").returncode == 0
+
+
+def test_the_same_limit_in_one_of_several_ranks(folder, hp_platform, hp_train):
+    done = shell(folder, hp_platform, f"ulimit -f 8; $HP run.yaml --run.folder=out {shlex.join(TWO_RANKS)}")
+    assert done.returncode == 1
+    assert (
+        "CheckpointError: writing a checkpoint failed; rank 0: out/checkpoints/step-00000003.incomplete-" in done.stderr
+    )
+    assert "the file would be larger than this process may write" in done.stderr
+    assert "There is no checkpoint yet; `hp-train run out/config.yaml --run.folder=out` begins again" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_signal_to_a_rank_in_its_first_moment_stops_the_run(folder, hp_train):
+    command = hp_train("run.yaml", "--run.folder=out", *TWO_RANKS)
+    deadline = time.monotonic() + START_SECONDS
+    rank = None
+    while rank is None and time.monotonic() < deadline:
+        rank = next((pid for pid in command.processes() if is_rank(pid, 1)), None)
+    os.kill(rank, signal.SIGTERM)
+    code, _, err = command.finish(END_SECONDS)
+    assert code == 128 + signal.SIGTERM, err
+    assert "hp-train: stopped by SIGTERM. There is no checkpoint yet; " in err
+    assert "Traceback" not in err
+
+
+def is_rank(pid: int, rank: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/environ") as file:
+            return f"RANK={rank}" in file.read().split("\0")
+    except OSError:
+        return False
+
+
+def test_a_run_goes_on_when_nobody_reads_what_it_says(folder, hp_platform):
+    progress = "--metrics.trackers='[jsonl, {name: progress, interval_seconds: 0}]'"
+    script = f"$HP run.yaml --run.folder=out --generate.prompts='[ab]' {progress} | head -1; exit ${{PIPESTATUS[0]}}"
+    done = shell(folder, hp_platform, script)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert steps_of(folder / "out") == [1, 2, 3, 4, 5, 6]
+    done = shell(folder, hp_platform, "$HP run run.yaml --run.folder=out >&- 2>&- <&-")
+    assert done.returncode == 0
+    assert newest_step(folder / "out") == 6
+
+
+def test_a_terminal_that_is_closed_stops_the_run_in_order(folder, hp_train):
+    command = hp_train("run.yaml", "--run.folder=out", "--training.steps=100000", "--checkpoint.interval=5")
+    wait_for_step(folder / "out", 3, command)
+    # As the terminal goes: nothing can be written any more, and then the signal comes.
+    command.process.stdout.close()
+    command.process.stderr.close()
+    os.kill(command.process.pid, signal.SIGHUP)
+    assert command.process.wait(END_SECONDS) == 128 + signal.SIGHUP
+    assert newest_step(folder / "out") == steps_of(folder / "out")[-1]
+
+
+@pytest.mark.parametrize(("script", "code", "told"), [
+    ("(sleep 0.5; $HP --help) | true; exit ${PIPESTATUS[0]}", 128 + signal.SIGPIPE, ""),
+    ("$HP --help > /dev/full", 1, "hp-train: the disk is full"),
+    ("$HP --help >&-", 0, ""),
+])  # fmt: skip
+def test_output_that_cannot_be_written(folder, hp_platform, script, code, told):
+    done = shell(folder, hp_platform, script)
+    assert done.returncode == code
+    assert done.stderr.startswith(told)
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
