@@ -109,7 +109,7 @@ def test_a_good_configuration_is_prepared_once(work: Path, prepared: list, capsy
     assert (config.training.steps, config.launch.local_ranks, config.platform) == (7, 2, "torch")
     assert (path, checkpoint) == (Path("out"), None)
     assert RunFolder.open(path).load_config().config == config
-    assert (path / "data" / "corpus.json").is_file()
+    assert (path / "data" / "data.json").is_file()
     assert capsys.readouterr().out == "after 7 steps: def main\nrun folder: out\n"
 
 
@@ -449,7 +449,7 @@ def test_resume_without_a_run_or_a_checkpoint_is_refused(work: Path, error, prep
 
 def test_a_resumed_run_compares_its_data_with_their_digest(work: Path, error, prepared: list) -> None:
     make_run(work)
-    (tokens,) = (Path("out") / "data").glob("tokens-*.bin")
+    (tokens,) = Path(".data").glob("*/tokens-*.bin")
     tokens.write_bytes(bytes(tokens.stat().st_size))
     assert f"{tokens} is damaged: its tokens are not those that the run was trained on" in error("resume", "out")
 
@@ -483,7 +483,9 @@ def remove_data(run: RunFolder) -> None:
 
 
 def leave_half_of_the_data(run: RunFolder) -> None:
-    (run.data / "corpus.json").unlink()
+    (run.data / "data.json").unlink()
+    (described,) = Path(".data").glob("*/corpus.json")
+    described.unlink()
 
 
 def leave_a_lock_alone(run: RunFolder) -> None:
@@ -504,7 +506,7 @@ def test_a_run_that_was_killed_while_it_was_made_is_made_whole(
     killed(run)
     assert cli.main(["run", "run.yaml"]) == 0
     assert prepared[-1][2] is None
-    assert (run.data / "corpus.json").is_file()
+    assert (run.data / "data.json").is_file()
     assert run.load_config().config.training.steps == 4
 
 

@@ -79,7 +79,7 @@ def test_relative_paths_are_those_of_the_file_and_of_the_command_line(tmp_path, 
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("data: {path: ''}", "data.path: empty\n    expected: a text file or folder, or null\n    try: null"),
+        ("data: {path: ''}", "data.path: empty\n    expected: a file or folder, or null\n    try: null"),
         ("optimizer: {lr: .inf}", "out of range\n    expected: a number finite and > 0\n    got: .inf"),
         ("optimizer: {eps: .nan}", "out of range\n    expected: a number finite and > 0\n    got: .nan"),
         ("optimizer: {betas: [0.9, .inf]}", "a number finite and >= 0\n    got: .inf"),

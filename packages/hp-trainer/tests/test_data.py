@@ -4,29 +4,39 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from hp_trainer.config import dump_config, parse_config
 from hp_trainer.data import (
     IGNORED,
     BatchReader,
     ByteTokenizer,
     Corpus,
+    Dataset,
+    DatasetSource,
+    Document,
     Rows,
     SampleOrder,
+    Samples,
     TextDataConfig,
     TextSource,
     TokenSamples,
     build_corpus,
     find_text_files,
+    open_reader,
     read_corpus_info,
     standard_library,
 )
-from hp_trainer.exceptions import DataError
+from hp_trainer.exceptions import ConfigError, DataError
+from hp_trainer.registries import Registries
 
 
 def test_tokens_are_the_bytes_of_the_text() -> None:
@@ -61,8 +71,14 @@ def texts(tmp_path: Path) -> Path:
     return folder
 
 
+def documents(path: Path, suffixes: tuple[str, ...] = ()) -> Iterator[Document]:
+    for record in open_reader(path, "text", suffixes).records():
+        (tokens,) = ByteTokenizer().encode_documents([record.text("text")])
+        yield Document(tokens)
+
+
 def corpus_text(folder: Path, path: Path, suffixes: tuple[str, ...] = (), **more: int) -> bytes:
-    build_corpus(folder, find_text_files(path, suffixes), origin="test", **more)
+    build_corpus(folder, documents(path, suffixes), origin="test", **more)
     return Corpus(folder).tokens.tobytes()
 
 
@@ -80,10 +96,10 @@ def test_a_corpus_may_be_cut_off(texts: Path, tmp_path: Path) -> None:
 
 
 def test_a_corpus_says_what_it_holds(texts: Path, tmp_path: Path) -> None:
-    built = build_corpus(tmp_path / "c", find_text_files(texts), origin="here")
+    built = build_corpus(tmp_path / "c", documents(texts), origin="here")
     assert read_corpus_info(tmp_path / "c") == built
     assert (built.tokens, built.documents, built.origin, built.vocab_size) == (13, 3, "here", 256)
-    again = build_corpus(tmp_path / "d", find_text_files(texts), origin="there")
+    again = build_corpus(tmp_path / "d", documents(texts), origin="there")
     assert again.sha256 == built.sha256
 
 
@@ -99,9 +115,17 @@ def test_what_is_no_regular_file_is_left_out(texts: Path) -> None:
     ]
 
 
+def opened(source: DatasetSource, folder: Path, sequence_length: int) -> Dataset:
+    """The dataset as a run in `folder` has it."""
+    data = folder / "run" / "data"
+    data.mkdir(parents=True, exist_ok=True)
+    source.prepare(data)
+    return source.open(data, sequence_length)
+
+
 def test_no_text_and_no_path_are_errors_that_leave_nothing(texts: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="here holds no text"):
-        build_corpus(tmp_path / "c", [texts / "latin.py"], origin="here")
+        build_corpus(tmp_path / "c", documents(texts / "latin.py"), origin="here")
     assert list((tmp_path / "c").iterdir()) == []
     with pytest.raises(DataError, match="does not exist"):
         list(find_text_files(tmp_path / "none"))
@@ -109,23 +133,25 @@ def test_no_text_and_no_path_are_errors_that_leave_nothing(texts: Path, tmp_path
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"tokens": 1'])
 def test_a_damaged_description_is_told(texts: Path, tmp_path: Path, content: str) -> None:
-    build_corpus(tmp_path / "c", find_text_files(texts), origin="here")
+    build_corpus(tmp_path / "c", documents(texts), origin="here")
     (tmp_path / "c" / "corpus.json").write_text(content)
     with pytest.raises(DataError, match=r"corpus\.json is damaged or of another version; delete .* to build it"):
         Corpus(tmp_path / "c")
 
 
 def test_a_truncated_corpus_is_told(texts: Path, tmp_path: Path) -> None:
-    info = build_corpus(tmp_path / "c", find_text_files(texts), origin="here")
-    (tmp_path / "c" / info.file).write_bytes(b"bb")
+    info = build_corpus(tmp_path / "c", documents(texts), origin="here")
+    (tmp_path / "c" / info.files["tokens"].name).write_bytes(b"bb")
     with pytest.raises(DataError, match="should have 13 bytes and has 2"):
         Corpus(tmp_path / "c")
 
 
 def test_a_description_cannot_point_outside_its_folder(texts: Path, tmp_path: Path) -> None:
-    build_corpus(tmp_path / "c", find_text_files(texts), origin="here")
+    build_corpus(tmp_path / "c", documents(texts), origin="here")
     path = tmp_path / "c" / "corpus.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"file": "../../secret"}))
+    described = json.loads(path.read_text())
+    described["files"]["tokens"]["name"] = "../../secret"
+    path.write_text(json.dumps(described))
     with pytest.raises(DataError, match="is damaged"):
         Corpus(tmp_path / "c")
 
@@ -135,18 +161,20 @@ def test_builders_that_race_leave_one_whole_corpus(texts: Path, tmp_path: Path) 
         "import sys; from pathlib import Path; from hp_trainer.data import TextDataConfig, TextSource\n"
         "TextSource(TextDataConfig(path=sys.argv[1])).prepare(Path(sys.argv[2]))"
     )
-    target = tmp_path / "c"
-    racers = [subprocess.Popen([sys.executable, "-c", code, str(texts), str(target)]) for _ in range(4)]
+    runs = [tmp_path / f"run{n}" / "data" for n in range(4)]
+    for run in runs:
+        run.mkdir(parents=True)
+    racers = [subprocess.Popen([sys.executable, "-c", code, str(texts), str(run)]) for run in runs]
     assert [racer.wait(timeout=60) for racer in racers] == [0] * 4
-    assert Corpus(target).info.tokens == 13
-    assert len(list(target.iterdir())) == 2
+    (corpus,) = (tmp_path / ".data").iterdir()
+    assert Corpus(corpus).info.tokens == 13
+    assert len(list(corpus.iterdir())) == 3
 
 
 def test_the_default_text_is_the_standard_library(tmp_path: Path) -> None:
     source = TextSource(TextDataConfig(max_tokens=20_000))
     assert list(source.problems()) == []
-    source.prepare(tmp_path)
-    dataset = source.open(tmp_path, sequence_length=64)
+    dataset = opened(source, tmp_path, 64)
     assert (standard_library() / "abc.py").is_file()
     assert len(dataset.train) == 296  # (19,000 - 1) // 64
     assert len(dataset.evaluation) == 15
@@ -171,9 +199,147 @@ def test_a_path_that_is_missing_or_holds_no_text_is_found_before_anything_starts
 
 def test_text_too_short_for_a_sample_is_told_with_the_setting(texts: Path, tmp_path: Path) -> None:
     source = TextSource(TextDataConfig(path=str(texts)))
-    source.prepare(tmp_path / "c")
     with pytest.raises(DataError, match=r"13 tokens for training; one sample takes 65 \(training.sequence_length"):
-        source.open(tmp_path / "c", sequence_length=64)
+        opened(source, tmp_path, 64)
+
+
+# Sources -----------------------------------------------------------------------------------------------------
+
+
+def source_of(folder: Path, yaml: str, registered: Registries) -> TextSource:
+    config = parse_config(f"training: {{steps: 1}}\n{yaml}", registered=registered, folder=folder).config
+    assert parse_config(dump_config(config), registered=registered).config == config
+    return TextSource(config.data.options)
+
+
+def write_numbers(file: Path, count: int, letter: str) -> None:
+    file.write_text("".join(json.dumps({"body": f"{letter}{n:02}"}) + "\n" for n in range(count)))
+
+
+MIXED = """\
+data:
+  sources:
+    - {path: a.jsonl, field: body, weight: 3}
+    - {path: b.jsonl, field: body, weight: 1}
+  eval: [{path: c.jsonl, field: body}]
+  packing: none
+"""
+
+
+def test_several_sources_are_mixed_and_others_evaluated_with(tmp_path: Path, registered: Registries) -> None:
+    for name, count in (("a", 30), ("b", 5), ("c", 4)):
+        write_numbers(tmp_path / f"{name}.jsonl", count, name)
+    source = source_of(tmp_path, MIXED, registered)
+    assert list(source.problems()) == []
+    dataset = opened(source, tmp_path, 4)
+    read = dataset.train.read(dataset.train.order(0).samples(0, 40))
+    first = [chr(letter) for letter in read.ids[:, 0]]
+    assert (first.count("a"), first.count("b")) == (30, 10)
+    evaluated = dataset.evaluation.read(np.arange(4))
+    assert sorted(map(bytes, evaluated.ids.astype(np.uint8))) == [b"c00\0", b"c01\0", b"c02\0", b"c03\0"]
+    assert (evaluated.targets[:, 3] == IGNORED).all()
+    assert dataset.fingerprint["weights"] == [3.0, 1.0]
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "documents", "whole", "none"])
+def test_what_is_kept_for_evaluation_is_not_trained_on(tmp_path: Path, registered: Registries, packing: str) -> None:
+    write_numbers(tmp_path / "a.jsonl", 40, "a")
+    yaml = f"data: {{path: a.jsonl, field: body, packing: {packing}, eval_fraction: 0.25}}"
+    dataset = opened(source_of(tmp_path, yaml, registered), tmp_path, 4)
+    seen = []
+    for samples in (dataset.train, dataset.evaluation):
+        rows = samples.read(np.arange(len(samples)))
+        seen.append(b"".join(map(bytes, rows.ids.astype(np.uint8))))
+    assert len(seen[0]) == pytest.approx(3 * len(seen[1]), abs=8)
+    assert b"a28" in seen[0]
+    assert b"a31" in seen[1]
+    assert b"a31" not in seen[0]
+
+
+def test_a_prepared_corpus_is_shared_until_a_file_changes(tmp_path: Path, registered: Registries) -> None:
+    write_numbers(tmp_path / "a.jsonl", 40, "a")
+    yaml = "data: {path: a.jsonl, field: body, cache: cache}"
+    for run in ("one", "two"):
+        opened(source_of(tmp_path, yaml, registered), tmp_path / run, 4)
+        assert len(list((tmp_path / "cache").iterdir())) == 1
+    write_numbers(tmp_path / "a.jsonl", 41, "a")
+    opened(source_of(tmp_path, yaml, registered), tmp_path / "three", 4)
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+def test_a_run_whose_prepared_data_are_gone_prepares_the_same_again_or_says_so(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text " * 50)
+    source = TextSource(TextDataConfig(path=str(tmp_path / "a.txt")))
+    before = opened(source, tmp_path, 4).train.read(np.arange(5)).ids
+    shutil.rmtree(tmp_path / ".data")
+    data = tmp_path / "run" / "data"
+    with pytest.raises(DataError, match="holds no corpus"):
+        source.open(data, 4)
+    source.verify(data)
+    assert np.array_equal(source.open(data, 4).train.read(np.arange(5)).ids, before)
+    shutil.rmtree(tmp_path / ".data")
+    (tmp_path / "a.txt").write_text("other text " * 50)
+    with pytest.raises(DataError, match=r"does not hold the data that the run in .*run was begun with"):
+        source.verify(data)
+
+
+def test_a_run_may_be_moved_with_its_data_or_alone(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text " * 50)
+    source = TextSource(TextDataConfig(path=str(tmp_path / "a.txt")))
+    before = opened(source, tmp_path / "runs", 4).train.read(np.arange(5)).ids
+    shutil.copytree(tmp_path / "runs" / "run", tmp_path / "alone" / "run")
+    (tmp_path / "runs").rename(tmp_path / "moved")
+    for folder in ("moved", "alone"):
+        if folder == "alone":
+            (tmp_path / "moved").rename(tmp_path / "runs")
+        data = tmp_path / folder / "run" / "data"
+        assert np.array_equal(source.open(data, 4).train.read(np.arange(5)).ids, before)
+
+
+def test_every_broken_source_is_told_with_its_setting(tmp_path: Path, registered: Registries) -> None:
+    (tmp_path / "broken.jsonl").write_text("{")
+    (tmp_path / "blank.jsonl").write_text('{"text": " "}\n')
+    yaml = "data: {sources: [broken.jsonl, blank.jsonl, none.txt], eval: [{path: broken.jsonl}]}"
+    told = [str(problem) for problem in source_of(tmp_path, yaml, registered).problems()]
+    assert told[0].startswith(f"sources[0].path: {tmp_path}/broken.jsonl:1 is broken JSON")
+    assert told[1].startswith("sources[1].path: holds no text")
+    assert told[2].startswith("sources[2].path: does not exist")
+    assert told[3].startswith("eval[0].path: ")
+
+
+@pytest.mark.parametrize(
+    ("yaml", "told"),
+    [
+        ("{sources: [{path: ''}]}", "data.sources[0].path: empty"),
+        ("{sources: [{field: a}]}", "data.sources[0].path: missing"),
+        ("{sources: [{path: a, feld: b}]}", "data.sources[0].feld: unknown key"),
+        ("{sources: a.txt}", "data.sources: wrong type\n    expected: a list of sections"),
+        ("{sources: [3]}", "data.sources[0]: wrong type\n    expected: a section, or a path"),
+        ("{path: b, sources: [{path: a}]}", "data.path: given beside data.sources"),
+        ("{sources: [{path: a, weight: 1}, b]}", "data.sources: some have a weight and some have none"),
+        ("{sources: [{path: a, weight: 0}]}", "data.sources[0].weight: out of range"),
+        ("{sources: [{path: a, weight: .inf}]}", "data.sources[0].weight: out of range"),
+        ("{cache: ''}", "data.cache: empty"),
+        ("{packing: tight}", "data.packing: unknown value"),
+    ],
+)
+def test_sources_that_make_no_sense_are_refused(registered: Registries, yaml: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        parse_config(f"training: {{steps: 1}}\ndata: {yaml}", registered=registered)
+
+
+def test_a_zero_byte_cannot_stand_in_a_document_of_bytes(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a\\u0000b"}\n')
+    (problem,) = TextSource(TextDataConfig(path=str(tmp_path / "a.jsonl"))).problems()
+    assert "a.jsonl:1 holds a zero byte" in problem.what
+
+
+def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text")
+    (tmp_path / "cache").write_text("a file")
+    source = TextSource(TextDataConfig(path=str(tmp_path / "a.txt"), cache=str(tmp_path / "cache")))
+    with pytest.raises(DataError, match=r"prepared data cannot be written into .*cache"):
+        opened(source, tmp_path, 4)
 
 
 # Samples -----------------------------------------------------------------------------------------------------
@@ -191,8 +357,7 @@ def test_samples_are_windows_whose_targets_are_the_next_tokens() -> None:
 def test_training_and_evaluation_share_no_token(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("".join(chr(33 + i % 90) for i in range(199)))
     source = TextSource(TextDataConfig(path=str(tmp_path / "t.txt"), eval_fraction=0.25))
-    source.prepare(tmp_path / "c")
-    dataset = source.open(tmp_path / "c", sequence_length=7)
+    dataset = opened(source, tmp_path, 7)
     assert (len(dataset.train), len(dataset.evaluation)) == (21, 7)  # of 150 and of 50 tokens
 
 
@@ -227,7 +392,7 @@ def test_any_position_is_computed_alone_and_without_memory() -> None:
     assert far.max() < 10**12
 
 
-class Numbers:
+class Numbers(Samples):
     """Samples that hold their own index; odd ones take no loss at their first place."""
 
     def __init__(self, count: int) -> None:

@@ -1,6 +1,6 @@
 """The schema of the one YAML file, and its strict loader."""
 
-from hp_trainer.config._setting import Component, component, section, setting
+from hp_trainer.config._setting import Component, component, section, sections, setting
 from hp_trainer.config.cli_options import Option, list_options
 from hp_trainer.config.dump import dump_config, settings_by_path, to_plain
 from hp_trainer.config.load import LoadedConfig, load_config, parse_config
@@ -37,6 +37,7 @@ __all__ = [
     "load_config",
     "parse_config",
     "section",
+    "sections",
     "setting",
     "settings_by_path",
     "to_plain",

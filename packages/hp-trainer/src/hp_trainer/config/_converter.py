@@ -56,6 +56,8 @@ class Converter:
             return self._components(field, annotation, value, inner, tree.source)
         if dataclasses.is_dataclass(annotation):
             return self._inner_section(annotation, value, inner, tree.source)
+        if "sections" in field.metadata:
+            return self._sections(field.metadata["sections"], value, inner)
         if value is not None:
             made = self._values.convert(annotation, value, inner, field.metadata.get("limits", Limits()))
             return self._path(value, made) if field.metadata.get("is_path") and isinstance(made, str) else made
@@ -76,6 +78,22 @@ class Converter:
             value = Section(source if value is None else value.source)
         if not isinstance(value, Section):
             return self.problems.wrong_type(value, path, "a section")
+        return self.section(schema, value, path)
+
+    def _sections(self, schema: type, value: Tree | None, path: str) -> Any:
+        value = self._values.parsed(value, path)
+        if value is None or is_null(value):
+            return ()
+        if not isinstance(value, Items):
+            return self.problems.wrong_type(value, path, "a list of sections")
+        made = [self._one_section(schema, item, f"{path}[{i}]") for i, item in enumerate(value.items)]
+        return INVALID if any(one is INVALID for one in made) else tuple(made)
+
+    def _one_section(self, schema: type, value: Tree, path: str) -> Any:
+        if isinstance(value, Scalar) and value.tag == "str":
+            value = Section(value.source, {"path": value}, {"path": value.source})
+        if not isinstance(value, Section):
+            return self.problems.wrong_type(value, path, "a section, or a path")
         return self.section(schema, value, path)
 
     # Components ------------------------------------------------------------------------------------------

@@ -84,6 +84,14 @@ def section(schema: type | None = None, *, help: str) -> Any:
     return dataclasses.field(default_factory=schema, metadata={"help": help})
 
 
+def sections(schema: type, *, help: str) -> Any:
+    """A dataclass field that holds any number of another dataclass, as a tuple; none by default.
+
+    An entry that is mere text is the setting `path` of one.
+    """
+    return dataclasses.field(default=(), metadata={"help": help, "sections": schema})
+
+
 def component(registry: str, default: str | tuple[str, ...], *, help: str) -> Any:
     """A dataclass field of type `Component` (or `tuple[Component, ...]`) whose schema comes from a registry.
 

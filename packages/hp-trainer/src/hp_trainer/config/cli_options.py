@@ -49,6 +49,10 @@ def _options(registered: Registries, schema: type, path: str, when: str = "") ->
             yield from _component_options(registered, field, annotation, inner)
         elif dataclasses.is_dataclass(annotation):
             yield from _options(registered, annotation, inner, when)  # type: ignore[arg-type]
+        elif "sections" in field.metadata:
+            schema_of_one = field.metadata["sections"]
+            yield Option(inner, "a list of sections, or of paths", "[]", field.metadata["help"], when)
+            yield from _options(registered, schema_of_one, f"{inner}[]", when)
         else:
             default = None if is_required(field) else _yaml(field.default)
             yield Option(inner, describe(annotation), default, field.metadata.get("help", ""), when)

@@ -1,20 +1,24 @@
-"""Text as samples that are addressed by a global index, the same for any number of ranks."""
+"""Documents as samples that are addressed by a global index, the same for any number of ranks."""
 
-from hp_trainer.data.corpus import Corpus, CorpusInfo, build_corpus, read_corpus_info
+from hp_trainer.data.corpus import Corpus, CorpusInfo, Document, build_corpus, read_corpus_info
 from hp_trainer.data.dataset import (
     IGNORED,
     Batch,
     BatchReader,
     Dataset,
     DatasetSource,
+    Order,
     Rows,
     Samples,
     Tokenizer,
 )
+from hp_trainer.data.documents import DocumentsConfig, DocumentsSource
+from hp_trainer.data.formats import find_text_files, holds_text, open_reader, read_text_bytes, standard_library
+from hp_trainer.data.mixture import MixedOrder, MixedSamples
 from hp_trainer.data.order import SampleOrder
-from hp_trainer.data.text import TextDataConfig, TextSource, TokenSamples
-from hp_trainer.data.text_files import find_text_files, holds_text, read_text_bytes, standard_library
-from hp_trainer.data.tokenizer import ByteTokenizer
+from hp_trainer.data.samples import DocumentWindows, PackedSamples, TokenSamples
+from hp_trainer.data.text import TextDataConfig, TextSource
+from hp_trainer.data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
 
 __all__ = [
     "IGNORED",
@@ -25,6 +29,15 @@ __all__ = [
     "CorpusInfo",
     "Dataset",
     "DatasetSource",
+    "Document",
+    "DocumentWindows",
+    "DocumentsConfig",
+    "DocumentsSource",
+    "FileTokenizer",
+    "MixedOrder",
+    "MixedSamples",
+    "Order",
+    "PackedSamples",
     "Rows",
     "SampleOrder",
     "Samples",
@@ -35,6 +48,8 @@ __all__ = [
     "build_corpus",
     "find_text_files",
     "holds_text",
+    "load_tokenizer",
+    "open_reader",
     "read_corpus_info",
     "read_text_bytes",
     "standard_library",

@@ -1,4 +1,4 @@
-"""A corpus: all tokens in one memory-mapped file, built once and published in one step."""
+"""A corpus: all tokens of a source in memory-mapped files, built once and published in one step."""
 
 from __future__ import annotations
 
@@ -6,19 +6,47 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
 
 from hp_trainer._files import write_atomically
-from hp_trainer.data.text_files import read_text_bytes
-from hp_trainer.data.tokenizer import ByteTokenizer
 from hp_trainer.exceptions import DataError
 
-_FORMAT = 1
+_FORMAT = 2
 _DESCRIPTION = "corpus.json"
+_DTYPES = {"tokens": None, "ends": "int64", "taken": "bool"}
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """Tokens of one document, its end included.
+
+    Attributes:
+        tokens: integers `[tokens]`.
+        taken: bool `[tokens]`: whether a loss is taken for predicting the token; None: for all.
+    """
+
+    tokens: np.ndarray
+    taken: np.ndarray | None = None
+
+    def first(self, count: int | None) -> Document:
+        """Return the document cut off after `count` tokens (None: whole)."""
+        return Document(self.tokens[:count], None if self.taken is None else self.taken[:count])
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusFile:
+    """One file of a corpus, beside its description: name, size and digest."""
+
+    name: str
+    bytes: int
+    sha256: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,69 +54,144 @@ class CorpusInfo:
     """Description of a corpus.
 
     Attributes:
-        tokens: how many, separators included.
-        documents: files that were text.
-        sha256: of all tokens; the same text gives the same one on every machine.
+        tokens: how many, ends of documents included.
+        documents: how many.
         origin: where the text came from.
-        file: name of the token file beside the description.
         dtype: numpy name of the tokens' dtype.
         vocab_size: tokens are below it.
+        files: by content: `tokens`; `ends`, the place after each document's last token (int64); and, where not every
+            token is to be predicted, `taken` (one byte per token).
         format: version of this layout.
     """
 
     tokens: int
     documents: int
-    sha256: str
     origin: str
-    file: str
-    dtype: str = "uint8"
-    vocab_size: int = ByteTokenizer.vocab_size
+    dtype: str
+    vocab_size: int
+    files: Mapping[str, CorpusFile]
     format: int = _FORMAT
 
+    @property
+    def sha256(self) -> str:
+        """Digest of all tokens; the same text gives the same one on every machine."""
+        return self.files["tokens"].sha256
 
-def build_corpus(folder: Path, files: Iterable[Path], *, origin: str, max_tokens: int | None = None) -> CorpusInfo:
-    """Write the text of `files` into `folder` as one corpus.
 
-    The tokens get a name of their own and the description is renamed into place last, so a reader sees a
-    whole corpus or none, and several builders at once do no harm: they write the same tokens.
+def build_corpus(
+    folder: Path,
+    documents: Iterable[Document],
+    *,
+    origin: str,
+    vocab_size: int = 256,
+    max_tokens: int | None = None,
+) -> CorpusInfo:
+    """Write documents into `folder` as one corpus.
+
+    The files get names of their own and the description is renamed into place last, so a reader sees a whole corpus or
+    none, and several builders at once do no harm: they write the same tokens.
 
     Args:
         folder: made when it is not there.
-        files: read in this order; those that are not text are left out.
+        documents: in this order; all of them say which tokens are taken, or none does.
         origin: told in the description.
+        vocab_size: tokens are below it; decides how many bytes one takes.
         max_tokens: stop after so many.
 
     Raises:
-        DataError: no file holds text.
+        DataError: there is no document, or the folder cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f"tokens.incomplete-{secrets.token_hex(4)}"
-    digest, tokens, documents = hashlib.sha256(), 0, 0
     try:
-        with temporary.open("wb") as out:
-            for document in _documents(files, max_tokens):
-                out.write(document)
-                digest.update(document)
-                tokens += len(document)
-                documents += 1
-            out.flush()
-            os.fsync(out.fileno())
-        if not tokens:
-            raise DataError(f"{origin} holds no text: no file is non-empty UTF-8 without zero bytes")
-        file = f"tokens-{digest.hexdigest()[:16]}.bin"
-        temporary.replace(folder / file)
-    finally:
-        temporary.unlink(missing_ok=True)
-    info = CorpusInfo(tokens=tokens, documents=documents, sha256=digest.hexdigest(), origin=origin, file=file)
-    write_atomically(folder / _DESCRIPTION, json.dumps(asdict(info), indent=2) + "\n")
+        folder.mkdir(parents=True, exist_ok=True)
+        with _Writer(folder, np.min_scalar_type(max(255, vocab_size - 1)).name) as writer:
+            for document in documents:
+                left = None if max_tokens is None else max_tokens - writer.tokens
+                if left is not None and left <= 0:
+                    break
+                writer.add(document.first(left))
+            if not writer.tokens:
+                raise DataError(f"{origin} holds no text: no file is non-empty UTF-8 without zero bytes")
+            files = writer.publish()
+        info = CorpusInfo(
+            tokens=writer.tokens,
+            documents=writer.documents,
+            origin=origin,
+            dtype=writer.dtype,
+            vocab_size=vocab_size,
+            files=files,
+        )
+        write_atomically(folder / _DESCRIPTION, json.dumps(asdict(info), indent=2) + "\n")
+    except OSError as error:
+        raise DataError(f"prepared data cannot be written into {folder}: {error.strerror or error}") from error
     return info
+
+
+class _Writer:
+    """Files of a corpus that is being written; they are gone when it is not published."""
+
+    def __init__(self, folder: Path, dtype: str) -> None:
+        self.folder, self.dtype = folder, dtype
+        self.tokens = self.documents = 0
+        self._parts: dict[str, _Part] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._stack.close()
+
+    def add(self, document: Document) -> None:
+        """Append a document."""
+        self.tokens += len(document.tokens)
+        self.documents += 1
+        self._part("tokens").write(document.tokens.astype(self.dtype, copy=False))
+        self._part("ends").write(np.array([self.tokens], np.int64))
+        if document.taken is not None:
+            self._part("taken").write(document.taken.astype(np.bool_, copy=False))
+
+    def publish(self) -> dict[str, CorpusFile]:
+        """Bring every file under the name that stays."""
+        return {name: part.publish(self.folder, name) for name, part in self._parts.items()}
+
+    def _part(self, name: str) -> _Part:
+        if name not in self._parts:
+            self._parts[name] = part = _Part(self.folder / f"{name}.incomplete-{secrets.token_hex(4)}")
+            self._stack.callback(part.discard)
+        return self._parts[name]
+
+
+class _Part:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("wb", buffering=1 << 20)
+        self._digest = hashlib.sha256()
+        self._bytes = 0
+
+    def write(self, values: np.ndarray) -> None:
+        data = values.tobytes()
+        self._file.write(data)
+        self._digest.update(data)
+        self._bytes += len(data)
+
+    def publish(self, folder: Path, name: str) -> CorpusFile:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        digest = self._digest.hexdigest()
+        file = CorpusFile(name=f"{name}-{digest[:16]}.bin", bytes=self._bytes, sha256=digest)
+        self._path.replace(folder / file.name)
+        return file
+
+    def discard(self) -> None:
+        self._file.close()
+        self._path.unlink(missing_ok=True)
 
 
 def read_corpus_info(folder: Path) -> CorpusInfo | None:
     """Return the description of the corpus in `folder`; None when there is no whole one.
 
     Raises:
-        DataError: the description is damaged or of another format, or the token file has another size.
+        DataError: the description is damaged or of another format, or a file has another size.
     """
     path = folder / _DESCRIPTION
     if not path.is_file():
@@ -96,43 +199,53 @@ def read_corpus_info(folder: Path) -> CorpusInfo | None:
     info = _parse_info(path.read_text(encoding="utf-8"))
     if info is None:
         raise DataError(f"{path} is damaged or of another version; delete {folder} to build it again")
-    tokens = folder / info.file
-    expected = info.tokens * np.dtype(info.dtype).itemsize
-    got = tokens.stat().st_size if tokens.is_file() else 0
-    if got != expected:
-        raise DataError(f"{tokens} should have {expected} bytes and has {got}; delete {folder} to build it again")
+    for file in info.files.values():
+        there = folder / file.name
+        got = there.stat().st_size if there.is_file() else 0
+        if got != file.bytes:
+            raise DataError(f"{there} should have {file.bytes} bytes and has {got}; delete {folder} to build it again")
     return info
 
 
 def verify_corpus(folder: Path) -> None:
-    """Read all tokens of a corpus and compare them with the digest in its description.
+    """Read all files of a corpus and compare them with the digests in its description.
 
     Raises:
-        DataError: there is no whole corpus in `folder`, or its tokens have changed.
+        DataError: there is no whole corpus in `folder`, or a file has changed.
     """
     info = read_corpus_info(folder)
     if info is None:
         raise DataError(f"{folder} holds no corpus")
-    with (folder / info.file).open("rb") as tokens:
-        found = hashlib.file_digest(tokens, "sha256").hexdigest()
-    if found != info.sha256:
-        raise DataError(
-            f"{folder / info.file} is damaged: its tokens are not those that the run was trained on; bring the file "
-            "back, or begin a new run"
-        )
+    for file in info.files.values():
+        with (folder / file.name).open("rb") as opened:
+            found = hashlib.file_digest(opened, "sha256").hexdigest()
+        if found != file.sha256:
+            raise DataError(
+                f"{folder / file.name} is damaged: its tokens are not those that the run was trained on; bring the "
+                "file back, or begin a new run"
+            )
 
 
 def _parse_info(text: str) -> CorpusInfo | None:
     try:
-        info = CorpusInfo(**json.loads(text))
-        sound = info.format == _FORMAT and Path(info.file).name == info.file and info.tokens > 0
-    except (ValueError, TypeError):
+        values: dict[str, Any] = json.loads(text)
+        files = {name: CorpusFile(**file) for name, file in values.pop("files").items()}
+        info = CorpusInfo(files=files, **values)
+        sound = info.format == _FORMAT and info.tokens > 0 and {"tokens", "ends"} <= files.keys() <= _DTYPES.keys()
+        sound = sound and all(Path(file.name).name == file.name for file in files.values())
+    except (ValueError, TypeError, KeyError, AttributeError):
         return None
     return info if sound else None
 
 
 class Corpus:
-    """The tokens of a built corpus, mapped into memory: uint8 of shape `[info.tokens]`.
+    """A built corpus, mapped into memory.
+
+    Attributes:
+        info: its description.
+        tokens: of all documents, `[info.tokens]`.
+        ends: place after each document's last token, int64 `[info.documents]`.
+        taken: whether a loss is taken for predicting each token, bool `[info.tokens]`; None: for all.
 
     Raises:
         DataError: `folder` holds no whole corpus.
@@ -143,19 +256,10 @@ class Corpus:
         if info is None:
             raise DataError(f"{folder} holds no corpus")
         self.info = info
-        self.tokens: np.ndarray = np.memmap(folder / info.file, dtype=info.dtype, mode="r")
-
-
-def _documents(files: Iterable[Path], max_tokens: int | None) -> Iterator[bytes]:
-    """Yield the bytes of each text with its separator, cut off after `max_tokens`."""
-    left = max_tokens
-    for path in files:
-        data = read_text_bytes(path)
-        if data is None:
-            continue
-        document = data + bytes([ByteTokenizer.separator])
-        document = document if left is None else document[:left]
-        if not document:
-            return
-        yield document
-        left = None if left is None else left - len(document)
+        mapped = {
+            name: np.memmap(folder / file.name, dtype=_DTYPES[name] or info.dtype, mode="r")
+            for name, file in info.files.items()
+        }
+        self.tokens: np.ndarray = mapped["tokens"]
+        self.ends: np.ndarray = mapped["ends"]
+        self.taken: np.ndarray | None = mapped.get("taken")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -36,36 +36,91 @@ class Rows:
         """Return the samples of `tokens` `[samples, length + 1]` whose targets are the next tokens, all of them."""
         return cls(tokens[:, :-1], tokens[:, 1:])
 
+    @classmethod
+    def empty(cls, count: int, like: Rows) -> Rows:
+        """Return rows to be filled by `put`, of the length of `like`."""
+        shape = (count, like.ids.shape[1])
+        positions = None if like.positions is None else np.empty(shape, np.int64)
+        return cls(np.empty(shape, np.int64), np.empty(shape, np.int64), positions)
 
-class Samples(Protocol):
-    """Indexed samples of one length."""
+    def put(self, places: np.ndarray, rows: Rows) -> None:
+        """Replace the samples at `places` by `rows`."""
+        self.ids[places], self.targets[places] = rows.ids, rows.targets
+        if self.positions is not None:
+            self.positions[places] = rows.positions
 
-    def __len__(self) -> int: ...
 
-    def read(self, indices: np.ndarray) -> Rows:
-        """Return the samples of `indices` (int64 `[n]`), in their order."""
+class Order(Protocol):
+    """The sample at each global position."""
+
+    def samples(self, first: int, count: int) -> np.ndarray:
+        """Return the samples at global positions `first` to `first + count - 1`: int64 of shape `[count]`."""
         ...
 
+
+class Samples(ABC):
+    """Indexed samples of one length."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def read(self, indices: np.ndarray) -> Rows:
+        """Return the samples of `indices` (int64 `[n]`), in their order."""
+
+    @abstractmethod
     def num_targets(self, indices: np.ndarray) -> int:
         """Return the number of targets of these samples that are not `IGNORED`, without reading all of them.
 
         Every rank asks it of the whole global batch: the loss is divided by it before the first backward.
         """
-        ...
+
+    def order(self, seed: int) -> Order:
+        """Return the order in which a run reads them: every sample once in each epoch, in another order."""
+        return SampleOrder(len(self), seed)
+
+
+# Characters [begin, end) of a text that each token stands for: int64 [tokens, 2].
+Spans = np.ndarray
 
 
 class Tokenizer(Protocol):
-    """From text to tokens and back."""
+    """From text to tokens and back.
 
-    vocab_size: int
+    Attributes:
+        vocab_size: tokens are below it.
+        separator: the token after each document; None where there is none.
+        begin: the token to begin a text with that has none.
+        fingerprint: text that changes when a token does.
+    """
 
     @property
-    def separator(self) -> int | None:
-        """The token between documents; None where there is none."""
+    def vocab_size(self) -> int: ...
 
-    def encode(self, text: str) -> np.ndarray: ...
+    @property
+    def separator(self) -> int | None: ...
 
-    def decode(self, tokens: list[int]) -> str: ...
+    @property
+    def begin(self) -> int: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return the tokens of a text to go on from: integers `[tokens]`."""
+        ...
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Return the text of tokens."""
+        ...
+
+    def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the tokens of whole documents, each with its end."""
+        ...
+
+    def encode_with_spans(self, text: str) -> tuple[np.ndarray, Spans]:
+        """Return the tokens of a text, nothing added, and the characters that each of them stands for."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -155,7 +210,7 @@ class BatchReader:
         self, samples: Samples, *, global_batch_size: int, seed: int, num_shares: int = 1, share: int = 0
     ) -> None:
         self._samples = samples
-        self._order = SampleOrder(len(samples), seed)
+        self._order = samples.order(seed)
         self._size = global_batch_size
         self._begin = global_batch_size * share // num_shares
         self._end = global_batch_size * (share + 1) // num_shares

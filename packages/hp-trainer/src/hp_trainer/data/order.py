@@ -30,9 +30,12 @@ class SampleOrder:
 
     def samples(self, first: int, count: int) -> np.ndarray:
         """Return the samples at global positions `first` to `first + count - 1`: int64 of shape `[count]`."""
-        positions = np.arange(first, first + count, dtype=np.int64)
+        return self.at(np.arange(first, first + count, dtype=np.int64))
+
+    def at(self, positions: np.ndarray) -> np.ndarray:
+        """Return the samples at these global positions (int64 `[n]`): int64 of shape `[n]`."""
         epochs, indices = np.divmod(positions, self.num_samples)
-        result = np.empty(count, dtype=np.int64)
+        result = np.empty(len(positions), dtype=np.int64)
         for epoch in np.unique(epochs):
             inside = epochs == epoch
             result[inside] = self._permute(indices[inside].astype(np.uint64), int(epoch))

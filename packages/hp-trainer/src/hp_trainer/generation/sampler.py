@@ -28,22 +28,25 @@ class Sampler:
 
     Args:
         window: tokens that the model is shown at most.
+        begin: the token to begin a text with that has none.
         end: the token that ends a text, never part of it; None: a text ends when it is long enough.
         vocab_size: tokens that there are; a model may have more logits, which are never drawn. None: as many.
     """
 
     def __init__(
-        self, config: GenerateConfig, window: int, end: int | None = None, vocab_size: int | None = None
+        self,
+        config: GenerateConfig,
+        window: int,
+        end: int | None = None,
+        vocab_size: int | None = None,
+        begin: int = ord("\n"),
     ) -> None:
-        self.config, self.window, self.end, self.vocab_size = config, window, end, vocab_size
+        self.config, self.window, self.end, self.vocab_size, self.begin = config, window, end, vocab_size, begin
 
     def extend(self, platform: Platform, model: Model, begun: Sequence[list[int]]) -> list[list[int]]:
-        """Each text and up to `max_new_tokens` more, all of them written side by side.
-
-        A text without a token begins with a line end.
-        """
+        """Return each text and up to `max_new_tokens` more, all of them written side by side."""
         texts = [
-            Text(list(tokens) or [ord("\n")], np.random.default_rng((self.config.seed, place)))
+            Text(list(tokens) or [self.begin], np.random.default_rng((self.config.seed, place)))
             for place, tokens in enumerate(begun)
         ]
         for _ in range(self.config.max_new_tokens):

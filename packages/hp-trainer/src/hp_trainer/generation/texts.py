@@ -42,7 +42,11 @@ def generate(
         opened.check_model(to_plain(config.model))
         load_state(platform, model, None, opened)
         sampler = Sampler(
-            config.generate, config.training.sequence_length, tokenizer.separator, vocab_size=tokenizer.vocab_size
+            config.generate,
+            config.training.sequence_length,
+            tokenizer.separator,
+            vocab_size=tokenizer.vocab_size,
+            begin=tokenizer.begin,
         )
         begun = [tokenizer.encode(prompt).tolist() for prompt in prompts]
         return [tokenizer.decode(tokens) for tokens in sampler.extend(platform, model, begun)]

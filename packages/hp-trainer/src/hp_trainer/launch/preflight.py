@@ -128,8 +128,10 @@ def _batch_problems(dims: ParallelDims, config: TrainerConfig) -> Iterator[Probl
 
 def _data_problems(config: TrainerConfig, registered: Registries) -> Iterator[Problem]:
     source = registered.datasets.get(config.data.name).build(config.data.options)
-    for problem in source.problems():
-        yield problem.within("data")
+    problems = list(source.problems())
+    yield from (problem.within("data") for problem in problems)
+    if problems:
+        return
     needed, vocab_size = source.tokenizer().vocab_size, getattr(config.model.options, "vocab_size", None)
     if vocab_size is not None and vocab_size < needed:
         yield Problem(

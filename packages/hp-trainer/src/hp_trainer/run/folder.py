@@ -32,7 +32,7 @@ class RunFolder:
     metrics.jsonl      one line per step
     loss.png           loss curve
     samples.txt        text sampled from the model
-    data/              the prepared dataset
+    data/              note of the prepared data that the run reads
     checkpoints/       step-00000100/ ...
     logs/              rank1.log ... (rank 0 writes to the terminal)
     ```

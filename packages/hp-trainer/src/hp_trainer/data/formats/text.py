@@ -7,6 +7,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+from hp_trainer.data.formats.reader import Reader, Record
 from hp_trainer.exceptions import DataError
 
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "node_modules"}
@@ -60,3 +61,14 @@ def holds_text(path: Path, suffixes: tuple[str, ...] = ()) -> bool:
         DataError: there is no such file or folder.
     """
     return any(read_text_bytes(file) is not None for file in find_text_files(path, suffixes))
+
+
+class TextFiles(Reader):
+    """Text files, each of them one document; files that are no text are left out."""
+
+    def records(self, fields: tuple[str, ...] | None = None) -> Iterator[Record]:
+        """Yield the texts; see `Reader.records`."""
+        for file in self.files:
+            data = read_text_bytes(file)
+            if data is not None:
+                yield Record(data, str(file), len(data))

@@ -1,0 +1,16 @@
+"""Formats of data files: text, JSON lines, Parquet, Arrow and saved datasets, as records with their places."""
+
+from hp_trainer.data.formats.detect import Format, open_reader
+from hp_trainer.data.formats.reader import Reader, Record
+from hp_trainer.data.formats.text import find_text_files, holds_text, read_text_bytes, standard_library
+
+__all__ = [
+    "Format",
+    "Reader",
+    "Record",
+    "find_text_files",
+    "holds_text",
+    "open_reader",
+    "read_text_bytes",
+    "standard_library",
+]

@@ -1,0 +1,158 @@
+"""Files of every format give the same records, and what is wrong with them is told with its place."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from hp_trainer.data import open_reader
+from hp_trainer.exceptions import DataError
+
+ROWS = [{"text": f"text {n} é", "other": n} for n in range(5)]
+TEXTS = [row["text"] for row in ROWS]
+
+
+def write_lines(file: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
+    file.write_text("".join(json.dumps(row) + "\n\n" for row in rows))
+    return file
+
+
+def write_parquet(file: Path) -> Path:
+    parquet.write_table(pa.Table.from_pylist(ROWS), file, row_group_size=2)
+    return file
+
+
+def write_arrow(file: Path, opener: Any = pa.ipc.new_stream, rows: list[dict[str, Any]] = ROWS) -> Path:
+    table = pa.Table.from_pylist(rows)
+    with opener(str(file), table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+    return file
+
+
+def write_saved(folder: Path) -> Path:
+    """What `datasets.Dataset.save_to_disk` writes for a dataset of two shards."""
+    folder.mkdir(parents=True)
+    files = [f"data-0000{n}-of-00002.arrow" for n in range(2)]
+    for file, rows in zip(files, (ROWS[:3], ROWS[3:]), strict=True):
+        write_arrow(folder / file, rows=rows)
+    write_arrow(folder / "cache-1234.arrow")
+    (folder / "dataset_info.json").write_text("{}")
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": file} for file in files]}))
+    return folder
+
+
+def write_saved_splits(folder: Path) -> Path:
+    write_saved(folder / "train")
+    (folder / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    return folder
+
+
+def write_gzip(file: Path) -> Path:
+    file.write_bytes(gzip.compress(write_lines(file.with_suffix("")).read_bytes()))
+    file.with_suffix("").unlink()
+    return file
+
+
+def write_list(file: Path) -> Path:
+    file.write_text(f" {json.dumps(ROWS)}")
+    return file
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("a.jsonl", write_lines),
+        ("a.jsonl.gz", write_gzip),
+        ("a.json", write_list),
+        ("a.parquet", write_parquet),
+        ("a.arrow", write_arrow),
+        ("a.feather", lambda file: write_arrow(file, pa.ipc.new_file)),
+        ("saved", write_saved),
+        ("splits", write_saved_splits),
+    ],
+)
+def test_a_format_is_known_by_its_files(tmp_path: Path, name: str, write: Any) -> None:
+    reader = open_reader(write(tmp_path / name))
+    reader.check(("text",))
+    records = list(reader.records(("text",)))
+    assert [record.text("text") for record in records] == TEXTS
+    assert len({record.where for record in records}) == 5
+    assert all(record.size > 0 for record in records)
+
+
+def test_a_folder_is_of_the_format_of_all_its_files(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        write_parquet(tmp_path / f"{name}.parquet")
+    (tmp_path / "README.md").write_text("about the data")
+    assert [record.text("text") for record in open_reader(tmp_path).records()] == TEXTS * 2
+    assert [file.name for file in open_reader(tmp_path).files] == ["a.parquet", "b.parquet"]
+    (tmp_path / "notes.txt").write_text("a folder of text")
+    assert [record.where for record in open_reader(tmp_path).records()] == [
+        str(tmp_path / name) for name in ("README.md", "notes.txt")
+    ]
+    assert len(list(open_reader(tmp_path, "parquet").records())) == 10
+
+
+def test_a_pattern_names_files(tmp_path: Path) -> None:
+    for name in ("train-1", "train-0", "test-0"):
+        write_lines(tmp_path / f"{name}.jsonl")
+    reader = open_reader(tmp_path / "train-*.jsonl")
+    assert [file.name for file in reader.files] == ["train-0.jsonl", "train-1.jsonl"]
+    with pytest.raises(DataError, match=r"no file matches the data path .*valid-\*"):
+        open_reader(tmp_path / "valid-*.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (b'{"text": 1, x}', r"a\.jsonl:2 is broken JSON: Expecting .* at character 12; it begins b'\{\"text\": 1, x\}"),
+        (b'{"text": "\xff"}', r"a\.jsonl:2 is not UTF-8: invalid start byte at byte 10"),
+        (b"[" * 20_000, r"a\.jsonl:2 is broken JSON"),
+        (b'"text"', r"a\.jsonl:2 should be an object with fields, got 'text'"),
+        (b'{"content": "a", "id": 1}', r"a\.jsonl:2 has no field 'text'; its fields: content, id"),
+        (b'{"text": 3}', r"a\.jsonl:2: field 'text' should be text, got 3"),
+    ],
+)
+def test_a_broken_line_is_told_with_its_number(tmp_path: Path, line: bytes, told: str) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b'{"text": "good"}\n' + line + b"\n")
+    with pytest.raises(DataError, match=told):
+        [record.text("text") for record in open_reader(file).records()]
+
+
+@pytest.mark.parametrize(
+    ("name", "write"), [("a.parquet", write_parquet), ("a.arrow", write_arrow), ("a.jsonl.gz", write_gzip)]
+)
+def test_a_truncated_file_is_told(tmp_path: Path, name: str, write: Any) -> None:
+    file = write(tmp_path / name)
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    reader = open_reader(file)
+    with pytest.raises(DataError, match=rf"{name} (is damaged or of another format|cannot be read)"):
+        list(reader.records(("text",)))
+    if name == "a.parquet":  # whose columns stand at the end
+        with pytest.raises(DataError, match="is damaged"):
+            reader.check(("text",))
+
+
+def test_a_wrong_column_and_a_missing_split_are_told(tmp_path: Path) -> None:
+    reader = open_reader(write_parquet(tmp_path / "a.parquet"))
+    with pytest.raises(DataError, match=r"a\.parquet has no column 'content'; its columns: text, other"):
+        reader.check(("content",))
+    saved = write_saved_splits(tmp_path / "splits")
+    with pytest.raises(DataError, match="has no split 'valid'; its splits: train, test"):
+        open_reader(saved, split="valid")
+    (saved / "train" / "data-00001-of-00002.arrow").unlink()
+    with pytest.raises(DataError, match=r"state\.json names files that are not there: .*data-00001"):
+        open_reader(saved)
+    (saved / "train" / "state.json").write_text("[]")
+    with pytest.raises(DataError, match=r"state\.json is damaged"):
+        open_reader(saved)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"holds no file that ends in \.parquet or \.pq"):
+        open_reader(tmp_path / "empty", "parquet")

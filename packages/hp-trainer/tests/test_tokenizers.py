@@ -1,0 +1,101 @@
+"""Tokenizers from files: what they encode, what they say of special tokens, and what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers, processors, trainers
+
+from hp_trainer.data import ByteTokenizer, FileTokenizer, load_tokenizer
+from hp_trainer.exceptions import DataError
+
+TEXT = "the cat sat on the mat, the cat naïvely ate 中文 cake\n" * 20
+
+
+def write_tokenizer(
+    folder: Path, special: tuple[str, ...] = ("<s>", "</s>"), begins: bool = True, **settings: Any
+) -> Path:
+    """A byte-level BPE tokenizer as Hugging Face directories hold them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = tokenizers.Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(
+        [TEXT], trainers.BpeTrainer(vocab_size=300, special_tokens=[*special], initial_alphabet=alphabet)
+    )
+    if begins:
+        made.post_processor = processors.TemplateProcessing(single=f"{special[0]} $A", special_tokens=[(special[0], 0)])
+    made.save(str(folder / "tokenizer.json"))
+    if settings:
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_documents_begin_and_end_as_the_directory_says(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path, eos_token={"content": "</s>"}, bos_token="<s>")
+    tokenizer = FileTokenizer(folder)
+    (document,) = tokenizer.encode_documents(["the cat"])
+    assert (document[0], document[-1]) == (0, 1)
+    assert (tokenizer.begin, tokenizer.separator, tokenizer.vocab_size) == (0, 1, 289)
+    assert tokenizer.decode(document) == "the cat"
+    assert tokenizer.encode("the cat").tolist() == document[:-1].tolist()
+    assert tokenizer.special_tokens == {"eos_token": "</s>", "bos_token": "<s>"}
+
+
+def test_a_file_alone_has_the_usual_end_or_is_told_it(tmp_path: Path) -> None:
+    file = write_tokenizer(tmp_path / "a", ("<|endoftext|>", "<x>"), begins=False) / "tokenizer.json"
+    tokenizer = FileTokenizer(file)
+    assert (tokenizer.separator, tokenizer.begin) == (0, 0)
+    named = FileTokenizer(file, "<x>")
+    assert named.separator == 1
+    assert named.fingerprint != tokenizer.fingerprint
+    assert named.encode("").tolist() == []
+    unknown = write_tokenizer(tmp_path / "b", ("<y>",), begins=False)
+    with pytest.raises(DataError, match="does not say which token ends a document; name it with data"):
+        FileTokenizer(unknown)
+    with pytest.raises(DataError, match="has no token '<z>' to end documents with"):
+        FileTokenizer(unknown, "<z>")
+
+
+@pytest.mark.parametrize("text", ["naïvely 中文 cat", "", "</s> the cat<s>"])
+def test_spans_say_which_characters_a_token_stands_for(tmp_path: Path, text: str) -> None:
+    for tokenizer in (FileTokenizer(write_tokenizer(tmp_path)), ByteTokenizer()):
+        tokens, spans = tokenizer.encode_with_spans(text)
+        assert spans.shape == (len(tokens), 2)
+        covered = np.zeros(len(text), bool)
+        for begin, end in spans:
+            covered[begin:end] = True
+        assert covered.all()
+        assert all(np.diff(spans[:, 0]) >= 0)
+
+
+def test_bytes_are_the_default() -> None:
+    assert isinstance(load_tokenizer(None), ByteTokenizer)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (None, "there is no tokenizer .*tokenizer.json; give a tokenizer.json or a directory that holds one"),
+        ("{", "tokenizer.json is damaged or no tokenizer: "),
+        ('{"model": {"type": "BPE"}}', "tokenizer.json is damaged or no tokenizer: "),
+    ],
+)
+def test_a_missing_or_damaged_file_is_told(tmp_path: Path, content: str | None, told: str) -> None:
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(DataError, match=told):
+        load_tokenizer(str(tmp_path))
+
+
+def test_damaged_settings_of_a_directory_are_told(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, eos_token="</s>")
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(DataError, match=r"tokenizer_config\.json is damaged"):
+        FileTokenizer(tmp_path)
