@@ -225,7 +225,7 @@ def _chosen(platform, layer, batch):
 
 def _cut_sequence(layer, mesh):
     if not isinstance(layer.router.gate.weight, DTensor):
-        distribute_module(layer.router, mesh)
+        distribute_module(layer.router.gate, mesh)
     if layer.shared_experts is not None:
         plan = {
             "shared_experts": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),

@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy
 
+from hp_moe.balance import moe_layers
 from hp_moe.exceptions import ExpertParallelError
+from hp_moe.routing_tape import Tape
 
 Array = numpy.ndarray
 
@@ -48,43 +50,6 @@ class RoutingRecord:
             for key in sorted(arrays.files, key=lambda key: int(key.rpartition("/")[2])):
                 record.calls.setdefault(key.rpartition("/")[0], []).append(arrays[key])
         return record
-
-
-class Tape:
-    """The calls of one layer, being recorded or replayed."""
-
-    def __init__(self, name: str, calls: list[Array], *, replays: bool) -> None:
-        self.name = name
-        self.calls = calls
-        self.replays = replays
-        self.position = 0
-
-    def next(self, num_tokens: int, top_k: int) -> Array:
-        """Return the experts of the next call.
-
-        Raises:
-            ExpertParallelError: there are no more calls, or this one had another number of tokens or experts.
-        """
-        if self.position == len(self.calls):
-            raise ExpertParallelError(f"{self._layer}: only {len(self.calls)} calls were recorded; this is one more")
-        experts = self.calls[self.position]
-        if experts.shape != (num_tokens, top_k):
-            raise ExpertParallelError(
-                f"{self._layer}, call {self.position}: recorded were {experts.shape[0]} tokens of {experts.shape[1]} "
-                f"experts, this call has {num_tokens} of {top_k}; replay the same batches in the same layout"
-            )
-        self.position += 1
-        return experts
-
-    def check_end(self) -> None:
-        if self.replays and self.position != len(self.calls):
-            raise ExpertParallelError(
-                f"{self._layer}: {len(self.calls)} calls were recorded, and only {self.position} were made again"
-            )
-
-    @property
-    def _layer(self) -> str:
-        return f"routing of layer {self.name!r}"
 
 
 @contextlib.contextmanager
@@ -130,8 +95,6 @@ def replay_routing(model: Any, record: RoutingRecord) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _taped(model: Any, record: RoutingRecord, *, replays: bool) -> Iterator[list[Tape]]:
-    from hp_moe.balance import moe_layers
-
     layers = moe_layers(model)
     if replays and {*record.calls} != {*layers}:
         raise ExpertParallelError(f"recorded were the layers {sorted(record.calls)}, the model has {sorted(layers)}")

@@ -13,8 +13,8 @@ from hp_dtensor.spec.placements import Partial
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_moe.aux_losses import attach_loss
 from hp_moe.exceptions import ExpertParallelError, MoEConfigError
-from hp_moe.replay import Tape
 from hp_moe.routing import count_keys
+from hp_moe.routing_tape import Tape
 from hp_moe.score_functions import SCORINGS, ScoreFunction, normalized
 
 Tensor = Any

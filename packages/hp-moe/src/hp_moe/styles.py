@@ -90,7 +90,7 @@ class BaseExpertParallel(ParallelStyle):
             module.split_mesh = self._split_mesh(device_mesh)
             router_mesh = self._router_mesh(device_mesh)
             if router_mesh is not None and not isinstance(module.router.gate.weight, DTensor):
-                distribute_module(module.router, router_mesh)
+                distribute_module(module.router.gate, router_mesh)
         return module
 
     def _check(self, experts: Any, mesh: DeviceMesh) -> None:

@@ -148,7 +148,7 @@ def _expert_parallel(moe: MoE, dims: ParallelDims, mesh: DeviceMesh) -> None:
     if style is not None:
         style.apply(moe, mesh[axes])
     if dims.tp_enabled and not isinstance(moe.router.gate.weight, DTensor):
-        distribute_module(moe.router, mesh["tp"])
+        distribute_module(moe.router.gate, mesh["tp"])
     moe.token_mesh = _token_mesh(dims, mesh)
 
 
