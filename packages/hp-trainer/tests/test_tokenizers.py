@@ -11,7 +11,8 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers, processors, trainers
 
-from hp_trainer.data import ByteTokenizer, FileTokenizer, load_tokenizer
+from hp_trainer import cli
+from hp_trainer.data import ByteTokenizer, FileTokenizer, load_tokenizer, train_tokenizer
 from hp_trainer.exceptions import DataError
 
 TEXT = "the cat sat on the mat, the cat naïvely ate 中文 cake\n" * 20
@@ -99,3 +100,41 @@ def test_damaged_settings_of_a_directory_are_told(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(DataError, match=r"tokenizer_config\.json is damaged"):
         FileTokenizer(tmp_path)
+
+
+# Training one ------------------------------------------------------------------------------------------------
+
+
+def test_a_tokenizer_is_trained_by_a_command_and_used_by_a_run(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "text.jsonl").write_text(json.dumps({"body": TEXT}) + "\n")
+    file = tmp_path / "made" / "tokenizer.json"
+    words = ["tokenizer", str(tmp_path / "text.jsonl"), "--vocab-size=270", f"--to={file}", "--field", "body"]
+    assert cli.main(words) == 0
+    assert f"{file}: 270 tokens; use it with data.tokenizer={file} and model.vocab_size=270" in capsys.readouterr().out
+    tokenizer = FileTokenizer(file)
+    assert len(tokenizer.encode("the cat")) < 7
+    assert tokenizer.decode(tokenizer.encode("naïvely ☃")) == "naïvely ☃"
+    again = tmp_path / "again.json"
+    train_tokenizer(tmp_path / "text.jsonl", again, vocab_size=270, field="body")
+    assert again.read_text() == file.read_text(), "the same text gives the same tokenizer"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["none.txt", "--vocab-size=300"], "none.txt does not exist"),
+        (["blank.txt", "--vocab-size=300"], "holds no text to train a tokenizer on"),
+        (["text.txt", "--vocab-size=200"], "needs at least 257 tokens, got 200"),
+        (["text.txt", "--vocab-size=300", "--to=text.txt/a.json"], "cannot be written to text.txt/a.json"),
+        (["text.txt"], "required: --vocab-size"),
+        (["text.txt", "--vocab-size=300", "--data.path=a"], "takes no settings, got --data.path"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_trained_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, words: list[str], told: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text(TEXT)
+    Path("blank.txt").write_text(" ")
+    assert cli.main(["tokenizer", *words]) == 2
+    assert told in capsys.readouterr().err

@@ -19,10 +19,11 @@ def hp_models(registry: Registry) -> None:
 
 @hookimpl
 def hp_datasets(registry: Registry) -> None:
-    """Register `text`."""
-    from hp_trainer.data import TextDataConfig, TextSource
+    """Register `text` and `chat`."""
+    from hp_trainer.data import ChatDataConfig, ChatSource, TextDataConfig, TextSource
 
     registry.add("text", TextSource, options=TextDataConfig)
+    registry.add("chat", ChatSource, options=ChatDataConfig)
 
 
 @hookimpl

@@ -8,6 +8,7 @@ from pathlib import Path
 from hp_dtensor.platform.selection import get_platform
 from hp_trainer.cli.arguments import Parser, UsageError, parse
 from hp_trainer.cli.check import check_command
+from hp_trainer.cli.data_commands import tokenizer_command
 from hp_trainer.cli.help import USAGE
 from hp_trainer.cli.report_commands import compare_command, report_command
 from hp_trainer.cli.runs import checkpoints_command, resume_command, run_command
@@ -70,4 +71,5 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "report": report_command,
     "compare": compare_command,
     "layouts": layouts_command,
+    "tokenizer": tokenizer_command,
 }

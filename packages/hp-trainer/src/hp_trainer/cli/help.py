@@ -18,6 +18,7 @@ usage: hp-train CONFIG [--section.setting=value ...]
        hp-train report RUN [--to FILE]
        hp-train compare RUN RUN ... [--to FILE]
        hp-train layouts [CONFIG] [--world-size N] [--section.setting=value ...]
+       hp-train tokenizer DATA --vocab-size N [--to FILE] [--field NAME] [--max-bytes N]
        hp-train --help | --version"""
 
 INTRODUCTION = """\
@@ -35,6 +36,7 @@ commands:
   report      write one HTML file with the curves, layout, checkpoints and settings of a run
   compare     print the numbers of runs and the settings that differ; draw their curves into one HTML file
   layouts     list every parallel layout for a number of ranks, and why others cannot be used
+  tokenizer   train a tokenizer on text, a byte-level BPE in the format of the tokenizers library
 
 hp-train starts its ranks on this machine (launch.local_ranks). Started by torchrun, msrun or srun it is one of theirs.
 Ctrl-C and SIGTERM end the training after the step under way, with a checkpoint; a second one ends it at once.

@@ -1,5 +1,6 @@
 """Documents as samples that are addressed by a global index, the same for any number of ranks."""
 
+from hp_trainer.data.chat import ChatDataConfig, ChatSource
 from hp_trainer.data.corpus import Corpus, CorpusInfo, Document, build_corpus, read_corpus_info
 from hp_trainer.data.dataset import (
     IGNORED,
@@ -19,12 +20,15 @@ from hp_trainer.data.order import SampleOrder
 from hp_trainer.data.samples import DocumentWindows, PackedSamples, TokenSamples
 from hp_trainer.data.text import TextDataConfig, TextSource
 from hp_trainer.data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
+from hp_trainer.data.train_tokenizer import train_tokenizer
 
 __all__ = [
     "IGNORED",
     "Batch",
     "BatchReader",
     "ByteTokenizer",
+    "ChatDataConfig",
+    "ChatSource",
     "Corpus",
     "CorpusInfo",
     "Dataset",
@@ -53,4 +57,5 @@ __all__ = [
     "read_corpus_info",
     "read_text_bytes",
     "standard_library",
+    "train_tokenizer",
 ]

@@ -91,6 +91,7 @@ class Tokenizer(Protocol):
         vocab_size: tokens are below it.
         separator: the token after each document; None where there is none.
         begin: the token to begin a text with that has none.
+        around: tokens before and after a document, int64 each.
         fingerprint: text that changes when a token does.
     """
 
@@ -102,6 +103,9 @@ class Tokenizer(Protocol):
 
     @property
     def begin(self) -> int: ...
+
+    @property
+    def around(self) -> tuple[np.ndarray, np.ndarray]: ...
 
     @property
     def fingerprint(self) -> str: ...

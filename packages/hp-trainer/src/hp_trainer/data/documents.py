@@ -351,6 +351,8 @@ def _alone(values: Sequence[Any]) -> Any:
 
 
 def _too_short(info: CorpusInfo, tokens: int, length: int) -> str:
+    if "taken" in info.files:
+        return f"no conversation of {info.origin} has an answer within training.sequence_length = {length} tokens"
     return (
         f"the text of {info.origin} has {tokens} tokens for training; one sample takes {length + 1} "
         "(training.sequence_length + 1): use more text or shorter samples"

@@ -24,11 +24,13 @@ class ByteTokenizer:
         vocab_size: 256.
         separator: the token between documents.
         begin: the token that begins a text which has none: a line end.
+        around: tokens before and after a document, int64 each.
         fingerprint: `bytes`.
     """
 
     vocab_size = 256
     separator = 0
+    around = (np.zeros(0, np.int64), np.zeros(1, np.int64))
     begin = ord("\n")
     fingerprint = "bytes"
 
@@ -63,6 +65,7 @@ class FileTokenizer:
         begin: the token that begins a text which has none.
         chat_template: of the directory, as it is written there; None: it has none.
         special_tokens: those that the directory names, such as `bos_token`; a chat template may use them.
+        around: tokens before and after a document, int64 each.
         fingerprint: digest of the file and of the end.
 
     Raises:
@@ -80,14 +83,15 @@ class FileTokenizer:
         self.special_tokens = {name: text for name in _NAMED if (text := _token_text(settings.get(name))) is not None}
         self.chat_template = _chat_template(file.parent, settings) if path.is_dir() else None
         self.separator = _find_end(file, vocabulary, end or self.special_tokens.get("eos_token"))
-        self._before = self._prefix()
-        self.begin = self._before[0] if self._before else self.separator
+        before = self._prefix()
+        self.around = np.array(before, np.int64), np.array([self.separator], np.int64)
+        self.begin = before[0] if before else self.separator
         digest = hashlib.sha256(file.read_bytes()).hexdigest()
         self.fingerprint = f"{digest[:32]}, documents end in {self.separator}"
 
     def encode(self, text: str) -> np.ndarray:
         """Return the tokens of a text, those that the tokenizer puts before any text included: int64 `[tokens]`."""
-        return np.array([*self._before, *self._encode(text).ids], np.int64)
+        return np.array([*self.around[0], *self._encode(text).ids], np.int64)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of tokens, without special ones."""
@@ -97,7 +101,7 @@ class FileTokenizer:
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the tokens of whole documents, each with what comes before a text, and its end."""
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array([*self._before, *one.ids, self.separator], np.int64) for one in encoded]
+        return [np.concatenate([self.around[0], np.array(one.ids, np.int64), self.around[1]]) for one in encoded]
 
     def encode_with_spans(self, text: str) -> tuple[np.ndarray, Spans]:
         """Return the tokens of a text and the characters `[begin, end)` of each; special tokens stand in the text."""
