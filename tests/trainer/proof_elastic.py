@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from running_commands import END_SECONDS, Command, losses_of, newest_step, steps_of, wait_for_step
+from running_commands import Command, losses_of, newest_step, steps_of, wait_for_step
 
 from hp_trainer.metrics import read_metrics
 
@@ -19,10 +19,12 @@ pytestmark = pytest.mark.real_ranks
 
 # 12 samples are divided by 3 ranks and by 4.
 SETTINGS = (
-    "--training.steps=60",
+    "--training.steps=600",
+    "--training.micro_batch_size=1",
+    "--optimizer.lr=1e-3",
     "--training.global_batch_size=12",
     "--lr_schedule.kind=constant",
-    "--checkpoint.interval=3",
+    "--checkpoint.interval=20",
     "--checkpoint.keep=2",
     "--generate.prompts=[]",
 )
@@ -38,19 +40,19 @@ def whole(folder, hp_train) -> list[float]:
 
 def assert_same_curve(run: Path, expected: list[float], sizes: set[int]) -> None:
     assert steps_of(run) == list(range(1, len(expected) + 1)), "every step once, in order"
-    np.testing.assert_allclose(losses_of(run), expected, rtol=5e-5)
+    np.testing.assert_allclose(losses_of(run), expected, rtol=1e-3)
     assert {event["world_size"] for event in read_metrics(run / "metrics.jsonl") if event["event"] == "start"} == sizes
 
 
 def kill_at_random(command: Command, size: int, random_: random.Random) -> None:
-    time.sleep(random_.uniform(0, 3))
+    time.sleep(random_.uniform(0, 1))
     os.kill(command.rank(random_.randrange(size)), signal.SIGKILL)
 
 
 def test_local_ranks_of_changing_number(folder, hp_train, whole):
     run, random_ = folder / "out", random.Random(5)
     kills = 0
-    for size, until in ((4, 20), (3, 40), (4, None)):
+    for size, until in ((4, 150), (3, 300), (4, None)):
         command = hp_train(
             "run",
             "run.yaml",
@@ -61,7 +63,7 @@ def test_local_ranks_of_changing_number(folder, hp_train, whole):
             *(() if until is None else (f"--training.steps={until}",)),
         )
         begun = steps_of(run)[-1] if steps_of(run) else 0
-        wait_for_step(run, begun + 4, command)
+        wait_for_step(run, begun + 25, command)
         if command.process.poll() is None:
             kill_at_random(command, size, random_)
             kills += 1
@@ -98,15 +100,14 @@ def test_machines_of_torchrun_come_and_go(folder, hp_train, whole, monkeypatch):
     machines = [machine()]
     time.sleep(8)  # the first one serves the meeting
     machines += [machine() for _ in range(3)]
-    until_step(8)
+    until_step(50)
     victim = random_.choice(machines[1:])
     for pid in victim.processes():
         os.kill(pid, signal.SIGKILL)
     victim.process.communicate()
     machines.remove(victim)
-    until_step(newest_step(run) + 12)
+    until_step(newest_step(run) + 50)
     machines.append(machine())
     ended = [each.finish(600) for each in machines]
     assert [code for code, _, _ in ended] == [0] * 4, [err[-3000:] for _, _, err in ended]
-    assert END_SECONDS
     assert_same_curve(run, whole, {3, 4})

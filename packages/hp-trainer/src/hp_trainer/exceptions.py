@@ -80,6 +80,12 @@ class TrainingError(HPError, RuntimeError):
     needs_traceback = False
 
 
+class HangError(HPError, RuntimeError):
+    """Ranks that have waited for others in vain; the message names those that have not answered."""
+
+    needs_traceback = False
+
+
 class MachineError(HPError, RuntimeError):
     """The machine refused something while a run trained: a disk, a quota, a limit, memory."""
 

@@ -93,6 +93,8 @@ class ProcessGroup(ABC):
         rank: this process's index in `ranks`.
         is_closed: whether it has been released, so that its world makes another one.
         notes: values that packages keep beside the group, each under a name that begins with the package's.
+        num_calls: collectives that this rank has started in the group; ranks that wait for each other differ in it.
+        last_call: name of the last one; empty before the first.
         platform: the platform that owns the tensors (None in a fake world).
 
     Example:
@@ -105,6 +107,8 @@ class ProcessGroup(ABC):
 
     backend: str = "none"
     is_closed = False
+    num_calls = 0
+    last_call = ""
 
     def __init__(self, ranks: Sequence[int], rank: int, platform: Platform | None) -> None:
         self.ranks = tuple(ranks)
@@ -209,6 +213,7 @@ class ProcessGroup(ABC):
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Return every rank's `data`, in rank order (any lengths); for small host-side facts such as JSON."""
+        self._count("all_gather_bytes")
         return [data] if self.size == 1 else self._all_gather_bytes(data)
 
     def start_all_gather_bytes(self, data: bytes) -> PendingBytes:
@@ -217,6 +222,7 @@ class ProcessGroup(ABC):
         On torch and between simulated ranks it travels apart from the collectives of tensors, so that these may go on
         meanwhile. On MindSpore's CPU it is over when this returns.
         """
+        self._count("all_gather_bytes")
         return GatheredBytes([data]) if self.size == 1 else self._start_all_gather_bytes(data)
 
     def barrier(self) -> None:
@@ -269,7 +275,12 @@ class ProcessGroup(ABC):
         self.platform.copy_(output, x)
         return DONE
 
+    def _count(self, name: str) -> None:
+        self.num_calls += 1
+        self.last_call = name
+
     def _record(self, name: str, wire_bytes: float) -> None:
+        self._count(name)
         add_record(self.platform, name, self.ranks, wire_bytes)
 
     def _check_op(self, op: str) -> None:
@@ -323,6 +334,10 @@ class World(ABC):
                 raise CollectiveError(f"rank {self.rank} asked for the group {key}, of which it is no member")
             found = self._groups[key] = self._create_group(key)
         return found
+
+    def groups(self) -> list[ProcessGroup]:
+        """List the groups that this rank has made so far."""
+        return list(self._groups.values())
 
     @property
     def all(self) -> ProcessGroup:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def launch(
 
     While the ranks run, SIGINT, SIGTERM and SIGHUP are passed on to them; those that have not ended after
     `stop_seconds`, or when a second signal comes, are killed; then this process's own handler runs (for Ctrl-C it
-    raises KeyboardInterrupt).
+    raises KeyboardInterrupt). SIGUSR1 makes every rank write its Python stacks where its output goes.
 
     Args:
         target: a top-level function of a module or script, or its name, `"module:function"`.
@@ -57,7 +58,7 @@ def launch(
     output = Output(folder=None if log_dir is None else Path(log_dir))
     ranks = LocalRanks(get_platform(platform), num_ranks, output, timeout_seconds, grace_seconds)
     stopper = _Stopper(ranks, grace_seconds if stop_seconds is None else stop_seconds)
-    with held_signals(stopper.stop):
+    with held_signals(stopper.stop), _stacks_on_request(ranks):
         try:
             ranks.start()
             stopper.started = True
@@ -72,6 +73,19 @@ def launch(
             stopper.cancel()
             ranks.kill()
     return results
+
+
+@contextlib.contextmanager
+def _stacks_on_request(ranks: LocalRanks) -> Iterator[None]:
+    """Inside the block SIGUSR1 to this process makes every rank write its Python stacks where its output goes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: ranks.write_stacks())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL if before is None else before)
 
 
 class _Stopper:

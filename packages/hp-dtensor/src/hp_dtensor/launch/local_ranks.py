@@ -137,6 +137,12 @@ class LocalRanks:
         for process in self._processes:
             process.signal(signum)
 
+    def write_stacks(self) -> None:
+        """Make every rank write its Python stacks where its output goes; not its children, which it would end."""
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(process.popen.pid, signal.SIGUSR1)
+
     def stop(self) -> None:
         """End the ranks in the normal way, killing those that do not within the grace time."""
         self._tell(None)
@@ -146,6 +152,8 @@ class LocalRanks:
     def terminate(self) -> None:
         """End the ranks now: SIGTERM, and SIGKILL after the grace time."""
         self.signal(signal.SIGTERM)
+        # One that is stopped takes no other signal before this.
+        self.signal(signal.SIGCONT)
         self._await_end(self.grace_seconds)
         self._clear()
 
@@ -240,12 +248,13 @@ class LocalRanks:
         (rank, first), *others = sorted(failed, key=lambda item: (not item[1].died, item[1].when))
         lines = [f"rank {rank} of {self.size} {first.headline}", first.details]
         lines += [f"rank {other} {failure.headline}" for other, failure in others]
+        silent = [process for process in self._processes if not process.failure and not process.gone]
+        lines += [f"rank {process.rank} is stopped, as by SIGSTOP" for process in silent if _is_stopped(process)]
         message = "\n".join(line.rstrip() for line in lines if line)
         return (_AddressTaken if first.address_in_use else LaunchError)(message, rank, first.kind, first.signal)
 
     def _late(self, missing: Sequence[_Process], seconds: float) -> LaunchError:
-        for process in missing:
-            process.signal(signal.SIGUSR1)
+        self.write_stacks()
         time.sleep(_STACK_SECONDS)
         stacks = "\n".join(f"rank {process.rank}:\n{process.tail()}" for process in missing)
         who = ", ".join(str(process.rank) for process in missing)
@@ -288,6 +297,15 @@ def _is_launchers(name: str) -> bool:
         "RANK_ID",
         "RANK_SIZE",
     )
+
+
+def _is_stopped(process: _Process) -> bool:
+    """Return whether a rank is stopped by a signal or a debugger (proc(5)); False where the system does not tell."""
+    try:
+        stat = Path(f"/proc/{process.popen.pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[:1] in (["T"], ["t"])
 
 
 def _exit_code(process: _Process) -> int | None:

@@ -34,6 +34,7 @@ class RunFolder:
     samples.txt        text sampled from the model
     data/              note of the prepared data that the run reads
     checkpoints/       step-00000100/ ...
+    stalls/            reports of ranks that came to a halt
     logs/              rank1.log ... (rank 0 writes to the terminal)
     ```
 
@@ -50,6 +51,7 @@ class RunFolder:
         self.samples_file = path / "samples.txt"
         self.data = path / "data"
         self.checkpoints = path / "checkpoints"
+        self.stalls = path / "stalls"
         self.logs = path / "logs"
 
     @classmethod

@@ -11,7 +11,7 @@ from typing import Any
 from hp_dtensor.platform.interface import Platform
 from hp_trainer._exchange import all_ranks
 from hp_trainer.config import TrainerConfig
-from hp_trainer.exceptions import TrainingError
+from hp_trainer.exceptions import CheckpointError, HangError, TrainingError
 from hp_trainer.metrics import Tracker
 from hp_trainer.plugins import LifeCycle, life_cycle, registries
 from hp_trainer.records import CheckpointRecord, ErrorRecord, EvaluationRecord, RunRecord, StepRecord
@@ -21,6 +21,7 @@ from hp_trainer.training.checkpoints import Progress, TrainingCheckpoints
 from hp_trainer.training.lr_schedule import learning_rate_factor
 from hp_trainer.training.setup import RankSetup
 from hp_trainer.training.speed import ModelSpeed
+from hp_trainer.training.stall_watch import StallWatch
 from hp_trainer.training.state import num_parameters
 from hp_trainer.training.step import OptimizerStep, check_finite
 
@@ -50,6 +51,7 @@ class Trainer:
         self._hooks: LifeCycle = life_cycle()
         self._trackers = self._build_trackers()
         self._last = StepRecord(step=0, learning_rate=0.0, tokens=0, samples=0)
+        self._watch = StallWatch(run.stalls, self.setup.mesh.world, config.launch.timeout_seconds)
 
     def resume(self, checkpoint: str) -> None:
         """Take up a checkpoint (its folder's name), whatever layout, number of ranks or platform wrote it.
@@ -66,10 +68,12 @@ class Trainer:
             The signal that ended the run before its last step, the same on every rank; None: it is done.
 
         Raises:
-            TrainingError: the loss or the norm of its gradient is no finite number.
+            TrainingError: the loss or the norm of its gradient is no finite number, or something left with SystemExit.
+            HangError: other ranks have not answered in time.
         """
         record = self._run_record()
         with ExitStack() as stack:
+            stack.enter_context(self._watch)
             stop = stack.enter_context(stop_requests())
             for tracker in self._trackers:
                 stack.callback(tracker.finish)
@@ -80,7 +84,15 @@ class Trainer:
                 self._hooks.after_run(record)
             except Exception as error:
                 self._hooks.on_error(ErrorRecord(during="training", step=self.progress.step, error=error))
+                self._refuse_hang(error)
                 raise
+            except SystemExit as leaving:
+                # Else the ranks that wait for this one would be blamed.
+                rank = self.setup.mesh.world.rank
+                raise TrainingError(
+                    f"rank {rank} has left with SystemExit({leaving.code}) in step {self.progress.step + 1}: something "
+                    "in it called sys.exit(), a plugin or a hook perhaps"
+                ) from leaving
         return ended_by
 
     def train_step(self, stop: StopRequest) -> bool:
@@ -90,6 +102,7 @@ class Trainer:
             TrainingError: the loss or the norm of its gradient is no finite number; nothing was updated.
         """
         started, step = time.perf_counter(), self.progress.step + 1
+        self._watch.begin("step", step)
         learning_rate = self.learning_rate(step)
         batch = self._train_batches.read(self.progress.samples)
         samples = self.progress.samples + self.config.training.global_batch_size
@@ -122,6 +135,7 @@ class Trainer:
     def evaluate(self) -> float:
         """Return the mean loss per target over the evaluation batches, the same ones every time, in nats."""
         started = time.perf_counter()
+        self._watch.begin("evaluation", self.progress.step)
         self._hooks.before_evaluation(self._last)
         with self.setup.platform.no_grad():
             loss, targets = self._evaluation_loss()
@@ -139,6 +153,7 @@ class Trainer:
             CheckpointError: on every rank when any failed; earlier checkpoints are untouched.
         """
         started, step = time.perf_counter(), self.progress.step
+        self._watch.begin("checkpoint", step)
         self._hooks.before_checkpoint(CheckpointRecord(step=step))
         folder = self._checkpoints.save(self.progress, self._last.loss)
         record = CheckpointRecord(step=step, folder=folder, seconds=time.perf_counter() - started)
@@ -160,6 +175,12 @@ class Trainer:
         if saved_at != self.progress.step:
             self.save()
         return self._agreed_signal(stop) if self.progress.step < config.training.steps else None
+
+    def _refuse_hang(self, error: Exception) -> None:
+        """Raise a `HangError` where a collective has failed because other ranks did not come to it."""
+        told = None if isinstance(error, TrainingError | CheckpointError) else self._watch.explain()
+        if told is not None:
+            raise HangError(told) from error
 
     def _evaluation_loss(self) -> tuple[float, int]:
         """Return (mean loss, number of targets) of the evaluation batches of all ranks."""

@@ -1,0 +1,117 @@
+"""Reports of ranks that have come to a halt, and what they say together."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+# Where a rank waits says less than the line of the model or of the user that led there.
+_MACHINERY = re.compile(r"/(hp_dtensor|hp_fsdp|hp_platform_\w+|torch|mindspore|threading)[/.]")
+_SHOWN_RANKS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class StallReport:
+    """The state of one rank.
+
+    Attributes:
+        phase, step, seconds: what it has been doing, at which step, for how long.
+        calls: by group of ranks, how many collectives it has started there, and the name of the last.
+        stack: the main thread's, `file:line in function`, innermost last.
+    """
+
+    rank: int
+    phase: str
+    step: int
+    seconds: float
+    calls: Mapping[str, tuple[int, str]]
+    stack: Sequence[str]
+
+    def to_plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def place(self) -> str:
+        """Return the innermost line of the stack that is no machinery of communication."""
+        outside = [line for line in self.stack if not _MACHINERY.search(line)]
+        return (outside or list(self.stack) or ["an unknown place"])[-1]
+
+
+def report_file(folder: Path, rank: int) -> Path:
+    """Return the file of a rank's report."""
+    return folder / f"rank-{rank:05}.json"
+
+
+def read_reports(folder: Path) -> dict[int, StallReport]:
+    """Read the reports of all ranks; damaged ones are left out."""
+    found: dict[int, StallReport] = {}
+    for path in sorted(folder.glob("rank-*.json")):
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            calls = {name: (int(count), str(call)) for name, (count, call) in values["calls"].items()}
+            report = StallReport(**values | {"calls": calls})
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            continue
+        found[report.rank] = report
+    return found
+
+
+def describe_stall(reports: Mapping[int, StallReport], size: int) -> str:
+    """Return which ranks keep the others waiting, and where those wait.
+
+    Ranks without a report are stopped, dead, or cut off. Of the others those are behind that have started fewer
+    collectives in a group than its other ranks.
+    """
+    silent = [rank for rank in range(size) if rank not in reports]
+    if not reports:
+        return f"no rank of {size} tells where it is"
+    latest = max(reports.values(), key=lambda report: (report.step, report.seconds))
+    head = f"step {latest.step}: " if latest.phase == "step" else f"{latest.phase} at step {latest.step}: "
+    behind = _behind(reports)
+    if silent:
+        told = f"{_ranks(silent)} of {size} has not answered: stopped, killed, or not to be reached"
+        waiting = [report for rank, report in reports.items() if rank not in behind]
+    elif behind:
+        rank = min(behind)
+        told = f"{_ranks(sorted(behind))} of {size} has not answered: {behind[rank]}, at {reports[rank].place}"
+        waiting = [report for rank, report in reports.items() if rank not in behind]
+    else:
+        told, waiting = f"all {size} ranks wait for each other", list(reports.values())
+    return head + told + _where_they_wait(waiting)
+
+
+def _behind(reports: Mapping[int, StallReport]) -> dict[int, str]:
+    """Return the ranks that have started fewer collectives in a group than others, and how many."""
+    most: dict[str, tuple[int, str]] = {}
+    for report in reports.values():
+        for group, call in report.calls.items():
+            most[group] = max(most.get(group, (0, "")), call)
+    behind = {}
+    for rank, report in reports.items():
+        for group, (count, _) in report.calls.items():
+            if count < most[group][0]:
+                behind[rank] = f"it has not come to {most[group][1]} (call {most[group][0]} among ranks {group})"
+    # Who waits in one group is behind in another; the one that has stepped out of line is behind by the most.
+    missing = {rank: sum(most[group][0] - count for group, (count, _) in _calls(reports[rank])) for rank in behind}
+    return {rank: why for rank, why in behind.items() if missing[rank] == max(missing.values())}
+
+
+def _calls(report: StallReport) -> Iterable[tuple[str, tuple[int, str]]]:
+    return report.calls.items()
+
+
+def _where_they_wait(waiting: Sequence[StallReport]) -> str:
+    if not waiting:
+        return ""
+    first = waiting[0]
+    last = max(first.calls.values(), default=(0, ""))[1] or "no collective"
+    return f"; {_ranks([report.rank for report in waiting])} waits after starting {last}, at {first.place}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    more = f" and {len(ranks) - _SHOWN_RANKS} more" if len(ranks) > _SHOWN_RANKS else ""
+    return f"rank {', '.join(str(rank) for rank in ranks[:_SHOWN_RANKS])}{more}"

@@ -1,0 +1,141 @@
+"""A watch over a rank's progress: it warns early, and at a timeout says which rank has not come to which collective."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from hp_dtensor.comm.world import World
+from hp_trainer.training.stall_reports import StallReport, describe_stall, read_reports, report_file
+
+_CHECK_SECONDS = 0.5
+_GRACE_SECONDS = 2.0  # for the reports of other ranks
+_TIMES_THE_USUAL = 10.0
+_LEAST_SECONDS = 10.0
+_REMEMBERED = 20
+
+
+class StallWatch:
+    """A thread that writes a report of this rank when nothing has gone on for far longer than usual.
+
+    A phase (`step`, `checkpoint`, ...) is late after ten times its usual time, at least ten seconds, and in any case
+    after half of `timeout_seconds`. The rank then writes a report, and the lowest rank that has written one tells
+    what all reports say together.
+
+    Args:
+        folder: place of the reports, shared by the ranks.
+        world: the job.
+        timeout_seconds: the longest that a collective waits.
+        tell: is given the lines for the user.
+    """
+
+    def __init__(
+        self, folder: Path, world: World, timeout_seconds: float, tell: Callable[[str], None] | None = None
+    ) -> None:
+        self._folder, self._world, self._timeout = folder, world, timeout_seconds
+        self._tell = tell or _to_stderr
+        self._main = threading.get_ident()
+        self._phase, self._step, self._since = "start", 0, time.monotonic()
+        self._usual: dict[str, deque[float]] = {}
+        self._told = 0.0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="stall watch", daemon=True)
+
+    def begin(self, phase: str, step: int) -> None:
+        """Note that the phase before has ended and another one begins now."""
+        now, before, since = time.monotonic(), self._phase, self._since
+        self._usual.setdefault(before, deque(maxlen=_REMEMBERED)).append(now - since)
+        self._phase, self._step, self._since = phase, step, now
+        if self._told:
+            self._told = 0.0
+            self._tell(f"rank {self._world.rank}: the {before} before has ended after {now - since:.0f} s")
+            self._forget()
+
+    def explain(self) -> str | None:
+        """Return who keeps whom waiting, or None when nothing has taken long; called when a collective has failed."""
+        waited = time.monotonic() - self._since
+        if waited < 0.8 * self._timeout:
+            return None
+        self._report(waited)
+        time.sleep(_GRACE_SECONDS)
+        return f"{self._describe()}; waited {self._timeout:g} s (launch.timeout_seconds)"
+
+    def __enter__(self) -> Self:
+        self._forget()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+        if error is None:
+            self._forget()
+
+    def _limit(self) -> float:
+        usual = self._usual.get(self._phase)
+        late = max(_LEAST_SECONDS, _TIMES_THE_USUAL * statistics.median(usual)) if usual else self._timeout
+        return min(late, self._timeout / 2)
+
+    def _watch(self) -> None:
+        while not self._stop.wait(_CHECK_SECONDS):
+            waited = time.monotonic() - self._since
+            if waited > max(self._limit(), 2 * self._told):
+                self._told = waited
+                # A disk that is full or gone ends the training by itself.
+                with contextlib.suppress(OSError):
+                    self._report(waited)
+                    if not self._stop.wait(_GRACE_SECONDS) and self._speaks():
+                        self._tell(f"{self._describe()}; {waited:.0f} s, stacks in {self._folder}")
+
+    def _speaks(self) -> bool:
+        """Return whether this rank tells for all: the lowest one that has reported."""
+        return bool(self._told) and min(read_reports(self._folder), default=-1) == self._world.rank
+
+    def _describe(self) -> str:
+        return describe_stall(read_reports(self._folder), self._world.size)
+
+    def _report(self, waited: float) -> None:
+        frame = sys._current_frames().get(self._main)
+        stack = traceback.extract_stack(frame) if frame is not None else []
+        report = StallReport(
+            rank=self._world.rank,
+            phase=self._phase,
+            step=self._step,
+            seconds=round(waited, 1),
+            calls={_name_of(group.ranks): (group.num_calls, group.last_call) for group in self._world.groups()},
+            stack=[f"{entry.filename}:{entry.lineno} in {entry.name}" for entry in stack],
+        )
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = report_file(self._folder, self._world.rank)
+        temporary = path.with_suffix(".incomplete")
+        temporary.write_text(json.dumps(report.to_plain(), indent=1), encoding="utf-8")
+        temporary.replace(path)
+
+    def _forget(self) -> None:
+        with contextlib.suppress(OSError):
+            report_file(self._folder, self._world.rank).unlink(missing_ok=True)
+
+
+def _name_of(ranks: tuple[int, ...]) -> str:
+    """Return a name of a group, the same on all of its ranks: `0-3`, `0,2,4`, and shortened for very many."""
+    if len(ranks) > 2 and ranks == tuple(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]}-{ranks[-1]}"
+    text = ",".join(str(rank) for rank in ranks)
+    return text if len(text) <= 60 else f"{text[:50]},... ({len(ranks)} ranks)"
+
+
+def _to_stderr(line: str) -> None:
+    with contextlib.suppress(OSError):
+        print(f"hp-train: {line}", file=sys.stderr, flush=True)

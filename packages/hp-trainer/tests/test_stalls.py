@@ -1,0 +1,136 @@
+"""What ranks say when nothing goes on: early, and about the right one."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hp_trainer.training import stall_watch
+from hp_trainer.training.stall_reports import StallReport, describe_stall, read_reports, report_file
+from hp_trainer.training.stall_watch import StallWatch
+
+
+def report(
+    rank: int, calls: dict[str, tuple[int, str]], where: str = "loop.py:3 in wait", step: int = 7
+) -> StallReport:
+    stack = [f"/x/hp_trainer/{where}", "/x/hp_dtensor/comm/world.py:9 in all_reduce", "/x/torch/c10d.py:1 in wait"]
+    return StallReport(rank=rank, phase="step", step=step, seconds=31.0, calls=calls, stack=stack)
+
+
+def world(rank: int = 0, size: int = 2, calls: int = 3) -> SimpleNamespace:
+    group = SimpleNamespace(ranks=tuple(range(size)), num_calls=calls, last_call="all_reduce")
+    return SimpleNamespace(rank=rank, size=size, groups=lambda: [group])
+
+
+def test_a_rank_that_says_nothing_is_named() -> None:
+    reports = {rank: report(rank, {"0-3": (9, "all_reduce")}) for rank in (0, 1, 3)}
+    assert describe_stall(reports, 4) == (
+        "step 7: rank 2 of 4 has not answered: stopped, killed, or not to be reached; rank 0, 1, 3 waits after "
+        "starting all_reduce, at /x/hp_trainer/loop.py:3 in wait"
+    )
+
+
+def test_a_rank_in_a_loop_of_its_own_is_named_with_its_place() -> None:
+    waiting = {rank: report(rank, {"0-2": (9, "all_gather")}) for rank in (0, 2)}
+    stuck = report(1, {"0-2": (8, "all_reduce")}, "data.py:40 in read")
+    told = describe_stall({**waiting, 1: stuck}, 3)
+    assert "rank 1 of 3 has not answered: it has not come to all_gather (call 9 among ranks 0-2), at " in told
+    assert "at /x/hp_trainer/data.py:40 in read; rank 0, 2 waits after starting all_gather" in told
+
+
+def test_who_waits_for_another_group_is_not_blamed() -> None:
+    # Ranks 0 and 1 wait for rank 3 over different groups; rank 2 waits for rank 0, which waits itself.
+    reports = {
+        0: report(0, {"0,1": (5, "all_gather"), "0,2": (7, "all_reduce")}),
+        1: report(1, {"0,1": (5, "all_gather"), "1,3": (8, "all_reduce")}),
+        2: report(2, {"2,3": (5, "all_gather"), "0,2": (7, "all_reduce")}),
+        3: report(3, {"2,3": (4, "all_gather"), "1,3": (6, "all_reduce")}),
+    }
+    assert "rank 3 of 4 has not answered: " in describe_stall(reports, 4)
+
+
+def test_equal_ranks_wait_for_each_other() -> None:
+    reports = {rank: report(rank, {"0,1": (5, "send")}) for rank in range(2)}
+    assert "all 2 ranks wait for each other; rank 0, 1 waits after starting send" in describe_stall(reports, 2)
+    assert describe_stall({}, 2) == "no rank of 2 tells where it is"
+
+
+def test_damaged_reports_are_left_out(tmp_path: Path) -> None:
+    for rank, text in enumerate(["{", "[]", "{}", '{"calls": {"0": 3}}', json.dumps(report(4, {}).to_plain())]):
+        report_file(tmp_path, rank).write_text(text)
+    assert sorted(read_reports(tmp_path)) == [4]
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stall_watch, "_CHECK_SECONDS", 0.02)
+    monkeypatch.setattr(stall_watch, "_GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(stall_watch, "_LEAST_SECONDS", 0.3)
+
+
+def wait_until(condition, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_step_that_takes_many_times_its_usual_is_told_early_once(tmp_path: Path) -> None:
+    told: list[str] = []
+    with StallWatch(tmp_path, world(), timeout_seconds=600, tell=told.append) as watch:
+        for step in range(5):
+            watch.begin("step", step)
+            time.sleep(0.01)
+        assert told == []
+        watch.begin("step", 5)
+        report_file(tmp_path, 1).write_text(json.dumps(report(1, {"0,1": (2, "all_gather")}, step=5).to_plain()))
+        wait_until(lambda: told)
+        assert told[0].startswith("step 5: rank 1 of 2 has not answered: it has not come to all_reduce (call 3 ")
+        assert f"stacks in {tmp_path}" in told[0]
+        mine = read_reports(tmp_path)[0]
+        assert any("test_stalls.py" in line for line in mine.stack)
+        time.sleep(0.2)
+        assert len(told) == 1
+        watch.begin("step", 6)
+        assert "rank 0: the step before has ended after " in told[-1]
+        assert 0 not in read_reports(tmp_path)
+
+
+@pytest.mark.usefixtures("quick")
+def test_only_the_lowest_rank_that_answers_tells(tmp_path: Path) -> None:
+    told: dict[int, list[str]] = {1: [], 2: []}
+    done = threading.Event()
+
+    def rank(number: int) -> None:
+        watch = StallWatch(tmp_path, world(number, 3), timeout_seconds=0.8, tell=told[number].append)
+        with watch:
+            watch.begin("step", 1)
+            done.wait(20)
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in told]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: told[1])
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert told[1][0].startswith("step 1: rank 0 of 3 has not answered: stopped, killed")
+    assert told[2] == []
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_failed_collective_is_explained_only_after_the_timeout(tmp_path: Path) -> None:
+    with StallWatch(tmp_path, world(), timeout_seconds=0.5, tell=lambda line: None) as watch:
+        watch.begin("step", 3)
+        assert watch.explain() is None, "a peer has died, say"
+        time.sleep(0.5)
+        assert watch.explain() == (
+            "step 3: rank 1 of 2 has not answered: stopped, killed, or not to be reached; rank 0 waits after "
+            f"starting all_reduce, at {read_reports(tmp_path)[0].place}; waited 0.5 s (launch.timeout_seconds)"
+        )
