@@ -186,6 +186,11 @@ def test_degrees_that_training_cannot_do_yet_are_refused(work: Path, error) -> N
     )
 
 
+def test_compiled_tensor_parallel_blocks_are_refused(work: Path, error) -> None:
+    told = error("run.yaml", "--launch.local_ranks=2", "--parallel.tp=2", "--training.compile=true")
+    assert "training.compile: tensor parallel blocks compute on DTensors" in told
+
+
 def test_a_batch_that_the_ranks_cannot_share_is_refused(work: Path, error) -> None:
     arguments = ("--launch.local_ranks=4", "--training.global_batch_size=10", "--training.micro_batch_size=2")
     assert error("run.yaml", *arguments) == (

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from hp_dtensor.exceptions import CapabilityError
+
 Tensor: TypeAlias = Any
 
 
@@ -58,6 +60,17 @@ class ModuleInterface(ABC):
     def is_statistic(self, module: Module, name: str) -> bool:
         """Return whether forwards write the directly owned parameter `name` and nobody trains it."""
         return False
+
+    def compile_module(self, module: Module, backend: str) -> None:
+        """Let the framework compile the forward of a module, in place, when it is first called.
+
+        Args:
+            backend: the compiler, by the framework's name for it.
+
+        Raises:
+            CapabilityError: the framework cannot, which is the default.
+        """
+        raise CapabilityError("this platform does not compile modules; train with training.compile=false")
 
     @abstractmethod
     def add_forward_pre_hook(

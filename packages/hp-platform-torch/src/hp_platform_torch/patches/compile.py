@@ -1,7 +1,10 @@
 """`torch.compile` around DTensors: operations on them run as they do without it, everything else is compiled.
 
 Dynamo would read global shapes where its graphs see local ones. It leaves operations on DTensors out of its graphs, and
-looks neither into them nor into the functions of hp_dtensor, nor of hp_fsdp: its hooks run between compiled forwards.
+looks neither into them nor into the functions of hp_dtensor, of hp_fsdp, whose hooks run between compiled forwards, or of
+hp_moe, whose sizes depend on the tokens.
+It does look into the modules of `hp_dtensor.nn` and the names of `ops`, through which models call torch's functions: on
+the plain weights of a gathered module they are compiled with the rest of its block.
 """
 
 from __future__ import annotations
@@ -14,7 +17,14 @@ from typing import Any
 
 from hp_platform_torch.tensor.dtensor import TorchDTensor
 
-_LEFT_ALONE = ("hp_dtensor", "hp_platform_torch", "hp_fsdp")
+_LEFT_ALONE = ("hp_dtensor", "hp_platform_torch", "hp_fsdp", "hp_moe")
+_LOOKED_INTO = (
+    "hp_dtensor.parallel.nn",
+    "hp_moe.activations",
+    "hp_moe.feed_forward",
+    "hp_platform_torch.ops.namespace",
+    "hp_platform_torch.platform",
+)
 
 
 def prepare_if_loaded() -> None:
@@ -49,6 +59,9 @@ def _leave_them_out_in_every_thread() -> None:
     config._config["nontraceable_tensor_subclasses"].default.add(TorchDTensor)
     for package in _LEFT_ALONE:
         trace_rules.add(package)
+    # Files whose functions are inlined where a compiled one calls them, though their package is left alone.
+    files = [sys.modules[name].__file__ for name in _LOOKED_INTO if name in sys.modules]
+    trace_rules.get_mod_inlinelist().update(str(file) for file in files)
     skipped = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)  # with all that they call
     for member in vars(TorchDTensor).values():
         code = _code_of(member)

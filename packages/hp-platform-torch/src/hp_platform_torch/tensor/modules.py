@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform.modules import ModuleInterface, Removable
 
 Tensor = torch.Tensor
@@ -17,6 +18,17 @@ Removable.register(RemovableHandle)
 
 class TorchModules(ModuleInterface):
     """The part of the platform that walks through `nn.Module`s."""
+
+    def compile_module(self, module: nn.Module, backend: str) -> None:
+        """Compile as `torch.nn.Module.compile` does; hooks of sharding stay outside of the compiled forward.
+
+        Raises:
+            CapabilityError: torch has no backend of this name.
+        """
+        known = torch.compiler.list_backends(exclude_tags=())
+        if backend not in known:
+            raise CapabilityError(f"torch.compile has no backend {backend!r}; it has {', '.join(known)}")
+        module.compile(backend=backend)
 
     def named_modules(self, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         return module.named_modules()

@@ -55,6 +55,8 @@ class TrainingConfig:
     activation_checkpointing: bool = setting(
         False, help="keep the input of each block alone and compute the block again in backward"
     )
+    compile: bool = setting(False, help="compile each block (torch.compile); not with parallel.tp > 1")
+    compile_backend: str = setting("inductor", help="the compiler, by torch's name for it")
     clip_norm: float | None = setting(1.0, help="largest global 2-norm of gradients; null: no limit", above=0)
     eval_interval: int | None = setting(None, help="steps between evaluations; null: none", minimum=1)
     eval_batches: int = setting(4, help="global batches per evaluation", minimum=1)

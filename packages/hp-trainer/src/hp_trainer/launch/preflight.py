@@ -58,6 +58,13 @@ def training_problems(dims: ParallelDims, config: TrainerConfig) -> Iterator[Pro
         hint = problem.hint.replace("seq_len=", "training.sequence_length=")
         yield dataclasses.replace(problem, hint=hint).within("parallel")
     yield from _batch_problems(dims, config)
+    if config.training.compile and dims.tp_enabled:
+        yield Problem(
+            path="training.compile",
+            what="tensor parallel blocks compute on DTensors, which are not compiled; they would only get slower",
+            expected="false, or parallel.tp = 1",
+            got="true",
+        )
 
 
 def _run_problems(config: TrainerConfig, world_size: int, registered: Registries) -> Iterator[Problem]:

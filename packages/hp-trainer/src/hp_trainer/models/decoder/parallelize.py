@@ -66,6 +66,9 @@ def parallelize(
         if block.moe is not None:
             _expert_parallel(block.moe, dims, mesh)
     _shard_over_data(model, dims, mesh, _policy(training), reshard_after_forward)
+    if training is not None and training.compile:
+        for block in model.layers:
+            model.platform.compile_module(block, training.compile_backend)
     return model
 
 
