@@ -110,8 +110,8 @@ def test_a_misspelt_section_names_the_right_one(refusal) -> None:
 def test_a_key_in_the_wrong_section_names_the_right_section(refusal) -> None:
     assert refusal(MINIMAL + "  lr: 0.1\n") == (
         "run.yaml:5: training.lr: unknown key\n"
-        "    expected: one of activation_checkpointing, clip_norm, compile, compile_backend, dtype, eval_batches, eval_interval, "
-        "global_batch_size, loss_scaling, micro_batch_size, reduce_dtype, seed, sequence_length, steps\n"
+        "    expected: one of activation_checkpointing, clip_norm, compile, compile_backend, dtype, eval_batches, "
+        "eval_interval, global_batch_size, loss_scaling, micro_batch_size, reduce_dtype, seed, sequence_length, steps\n"
         "    try: optimizer.lr"
     )
 
@@ -272,8 +272,8 @@ def test_a_wrong_override_names_the_option(refusal) -> None:
         "parallel, platform, run, training\n"
         "    try: training.seed\n"
         "--training.stpes: training.stpes: unknown key\n"
-        "    expected: one of activation_checkpointing, clip_norm, compile, compile_backend, dtype, eval_batches, eval_interval, "
-        "global_batch_size, loss_scaling, micro_batch_size, reduce_dtype, seed, sequence_length, steps\n"
+        "    expected: one of activation_checkpointing, clip_norm, compile, compile_backend, dtype, eval_batches, "
+        "eval_interval, global_batch_size, loss_scaling, micro_batch_size, reduce_dtype, seed, sequence_length, steps\n"
         "    try: training.steps\n"
         "--training.steps: training.steps: wrong type\n"
         "    expected: a whole number\n"

@@ -1,10 +1,10 @@
 """`torch.compile` around DTensors: operations on them run as they do without it, everything else is compiled.
 
 Dynamo would read global shapes where its graphs see local ones. It leaves operations on DTensors out of its graphs, and
-looks neither into them nor into the functions of hp_dtensor, of hp_fsdp, whose hooks run between compiled forwards, or of
-hp_moe, whose sizes depend on the tokens.
-It does look into the modules of `hp_dtensor.nn` and the names of `ops`, through which models call torch's functions: on
-the plain weights of a gathered module they are compiled with the rest of its block.
+looks neither into them nor into the functions of hp_dtensor, of hp_fsdp, whose hooks run between compiled forwards, or
+of hp_moe, whose sizes depend on the tokens. It does look into the modules of `hp_dtensor.nn` and the names of `ops`,
+through which models call torch's functions: on the plain weights of a gathered module they are compiled with the rest
+of its block.
 """
 
 from __future__ import annotations
