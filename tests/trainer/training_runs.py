@@ -113,7 +113,8 @@ def train_rank(
     run: RunFolder, platform: Any, checkpoint: str | None = None, config: TrainerConfig | None = None
 ) -> int | None:
     """One rank's part of a run, as its configuration (or another) says."""
-    trainer = Trainer(run, config or run.load_config().config, platform)
+    chosen = config or run.load_config().config
+    trainer = Trainer(run, chosen, platform, initial_weights=checkpoint is None)
     if checkpoint is not None:
         trainer.resume(checkpoint)
     return trainer.run()

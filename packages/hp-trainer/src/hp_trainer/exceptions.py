@@ -117,6 +117,10 @@ class StoppedError(HPError, RuntimeError):
         self.signal = signal
 
 
+class ExportError(HPError, ValueError):
+    """A model that cannot be written as a Hugging Face directory; says why, and where it would go."""
+
+
 class CheckpointError(HPError, ValueError):
     """A checkpoint that is missing, damaged, or of another model; names the file and the tensor."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +72,14 @@ class Normal(Distribution):
 Initializer = Callable[[str, tuple[int, ...]], Distribution]
 
 
-def init_parameters(module: Any, initializer: Initializer, seed: int, platform: Platform | str | None = None) -> None:
+def init_parameters(
+    module: Any,
+    initializer: Initializer,
+    seed: int,
+    platform: Platform | str | None = None,
+    *,
+    skip: Container[str] = (),
+) -> None:
     """Give every parameter of `module` its initial values, in place.
 
     A parameter that is a DTensor gets this rank's shard of the values that the whole tensor would get. One
@@ -83,6 +90,7 @@ def init_parameters(module: Any, initializer: Initializer, seed: int, platform: 
         initializer: (dotted name, global shape) -> how to draw it.
         seed: any integer; the same seed gives the same values everywhere.
         platform: default: the module's own where it is a `hp_dtensor.parallel.nn.Module`, else the selected one.
+        skip: names of parameters that keep the values they have.
 
     Raises:
         MetaTensorError: parameters without data, all of them listed.
@@ -99,7 +107,8 @@ def init_parameters(module: Any, initializer: Initializer, seed: int, platform: 
         raise MetaTensorError(f"parameters have no data: {', '.join(without_data)}; call materialize(module) first")
     with chosen.no_grad():
         for name, parameter in chosen.named_parameters(module):
-            _fill(chosen, parameter, initializer(name, tuple(parameter.shape)), stream_key(seed, name))
+            if name not in skip:
+                _fill(chosen, parameter, initializer(name, tuple(parameter.shape)), stream_key(seed, name))
 
 
 def _fill(platform: Platform, parameter: Any, distribution: Distribution, key: tuple[int, int]) -> None:

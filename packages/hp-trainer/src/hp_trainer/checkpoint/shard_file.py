@@ -7,6 +7,7 @@ gaps (https://github.com/huggingface/safetensors, "Format").
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,21 +44,26 @@ def file_parts(entries: Sequence[Entry], metadata: Mapping[str, str]) -> Iterato
     Larger items come first, which aligns every array.
     """
     ordered = sorted(entries, key=lambda entry: (-entry.data.itemsize, entry.key))
+    yield from header_parts([(entry.key, entry.dtype, entry.data.shape) for entry in ordered], metadata)
+    for entry in ordered:
+        yield bytes_of(entry.data)
+
+
+def header_parts(tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> Iterator[bytes]:
+    """Yield the bytes that come before the data of a file.
+
+    Args:
+        tensors: (key, dtype, shape) of each array, in the order in which their bytes follow.
+    """
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
-    for entry in ordered:
-        begin, end = end, end + entry.data.nbytes
-        header[entry.key] = {
-            "dtype": safetensors_name(entry.dtype),
-            "shape": list(entry.data.shape),
-            "data_offsets": [begin, end],
-        }
+    for key, dtype, shape in tensors:
+        begin, end = end, end + math.prod(shape) * storage_dtype(dtype).itemsize
+        header[key] = {"dtype": safetensors_name(dtype), "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little")
     yield text
-    for entry in ordered:
-        yield _bytes_of(entry.data)
 
 
 def read_header(file: np.ndarray, where: str, longest: int) -> Header:
@@ -88,7 +94,7 @@ def read_header(file: np.ndarray, where: str, longest: int) -> Header:
 
 def checksums(data: np.ndarray) -> list[int]:
     """Return the CRC-32 of each 4 MiB of the bytes of a contiguous array."""
-    view = _bytes_of(data)
+    view = bytes_of(data)
     return [zlib.crc32(view[i : i + CHECKSUM_BLOCK]) for i in range(0, len(view), CHECKSUM_BLOCK)]
 
 
@@ -112,6 +118,7 @@ def _entry(value: dict[str, Any], base: int) -> tuple[str, tuple[int, ...], int,
     return str(value["dtype"]), shape, base + begin, base + end
 
 
-def _bytes_of(data: np.ndarray) -> memoryview:
+def bytes_of(data: np.ndarray) -> memoryview:
+    """Return the bytes of a contiguous array without a copy."""
     # As uint8 first: a memoryview casts neither empty arrays nor every dtype.
     return data.reshape(-1).view(np.uint8).data

@@ -9,6 +9,7 @@ from hp_dtensor.platform.selection import get_platform
 from hp_trainer.cli.arguments import Parser, UsageError, parse
 from hp_trainer.cli.check import check_command
 from hp_trainer.cli.data_commands import tokenizer_command
+from hp_trainer.cli.export import export_command
 from hp_trainer.cli.help import USAGE
 from hp_trainer.cli.report_commands import compare_command, report_command
 from hp_trainer.cli.runs import checkpoints_command, resume_command, run_command
@@ -66,6 +67,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "resume": resume_command,
     "checkpoints": checkpoints_command,
     "generate": generate_command,
+    "export": export_command,
     "check": check_command,
     "sweep": sweep_command,
     "report": report_command,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,29 @@ class Converter:
         self._registries = registries
         self._root = root
 
-    def section(self, schema: type, tree: Section, path: str, *, ignore: str | None = None) -> Any:
-        """Return an instance of the dataclass `schema`, or INVALID; `ignore` is a key that is someone else's."""
+    def section(
+        self,
+        schema: type,
+        tree: Section,
+        path: str,
+        *,
+        ignore: Container[str] = (),
+        defaults: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Return an instance of the dataclass `schema`, or INVALID.
+
+        Args:
+            ignore: keys that are someone else's.
+            defaults: values taken, before those of the schema, where the tree has none.
+        """
         fields = {field.name: field for field in dataclasses.fields(schema)}
         for key in tree.items:
-            if key not in fields and key != ignore:
+            if key not in fields and key not in ignore:
                 self._unknown_key(schema, tree, path, key)
-        values = {name: self._field(schema, field, tree, path) for name, field in fields.items()}
+        known = {name: value for name, value in (defaults or {}).items() if name not in tree.items}
+        values = known | {
+            name: self._field(schema, field, tree, path) for name, field in fields.items() if name not in known
+        }
         given = {name: value for name, value in values.items() if value is not dataclasses.MISSING}
         if any(value is INVALID for value in given.values()):
             return INVALID
@@ -121,8 +138,33 @@ class Converter:
         name = self._component_name(registry, value, path, default)
         if name is INVALID:
             return INVALID
-        options = self.section(registry.options(name), value, path, ignore="name")
-        return INVALID if options is INVALID else Component(name, options)
+        schema = registry.options(name)
+        if not hasattr(schema, "read_directory"):
+            options = self.section(schema, value, path, ignore=("name",))
+            return INVALID if options is INVALID else Component(name, options)
+        source, defaults = self._directory(schema, value, path)
+        if source is INVALID:
+            return INVALID
+        options = self.section(schema, value, path, ignore=("name", "from"), defaults=defaults)
+        return INVALID if options is INVALID else Component(name, options, source)
+
+    def _directory(self, schema: Any, tree: Section, path: str) -> tuple[Any, dict[str, Any]]:
+        """Return the directory that a component is read from (`from`), and the options that it gives.
+
+        Where the section has every option itself, as that of a run has, the directory need not be there any more.
+        """
+        value, path = tree.items.get("from"), _join(path, "from")
+        if value is None or is_null(value):
+            return None, {}
+        source = self._values.convert(str, value, path, Limits())
+        if source is INVALID:
+            return INVALID, {}
+        source = self._path(value, source)
+        if all(field.name in tree.items for field in dataclasses.fields(schema)):
+            return source, {}
+        defaults, problems = schema.read_directory(Path(source))
+        self.problems += [dataclasses.replace(each.within(path), source=value.source) for each in problems]
+        return INVALID if problems else source, defaults
 
     def _component_name(self, registry: Registry, tree: Section, path: str, default: str | None) -> Any:
         value, path = tree.items.get("name"), _join(path, "name")

@@ -46,10 +46,15 @@ class Limits:
 
 @dataclass(frozen=True)
 class Component:
-    """A registered thing chosen by name, with its own options: one section of the configuration."""
+    """A registered thing chosen by name, with its own options: one section of the configuration.
+
+    Attributes:
+        source: directory that it was read from (`from`), whose weights it begins with; None: it begins from nothing.
+    """
 
     name: str
     options: Any
+    source: str | None = None
 
 
 def setting(

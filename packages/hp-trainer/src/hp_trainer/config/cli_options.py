@@ -71,6 +71,9 @@ def _component_options(
             yield from _options(registered, registry.options(name), f"{path}[]", f"name: {name} in {path}")
         return
     yield Option(f"{path}.name", f"the name of {registry.a_kind}", field.metadata["default_name"], text)
+    if any(hasattr(registry.options(name), "read_directory") for name in registry.names()):
+        directory = "directory of a Hugging Face model to begin with: its options, as defaults, and its weights"
+        yield Option(f"{path}.from", "text or null", "null", directory)
     for name in registry.names():
         yield from _options(registered, registry.options(name), path, f"{path}.name={name}")
 

@@ -14,7 +14,8 @@ from hp_trainer.config._setting import Component
 def to_plain(value: Any) -> Any:
     """Return dataclasses as mappings, components as mappings with a `name`, tuples as lists."""
     if isinstance(value, Component):
-        return {"name": value.name} | to_plain(value.options)
+        source = {} if value.source is None else {"from": value.source}
+        return {"name": value.name, **source} | to_plain(value.options)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, (tuple, list)):

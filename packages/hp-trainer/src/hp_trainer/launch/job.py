@@ -118,7 +118,7 @@ def run_rank(folder: str, owner: str, checkpoint: str | None, platform: str, sam
 
 def _run_rank(run: RunFolder, checkpoint: str | None, chosen: Platform, samples: bool) -> int | None:
     config = run.load_config().config
-    trainer = Trainer(run, config, chosen)
+    trainer = Trainer(run, config, chosen, initial_weights=checkpoint is None)
     if checkpoint is not None:
         trainer.resume(checkpoint)
     ended_by = trainer.run()

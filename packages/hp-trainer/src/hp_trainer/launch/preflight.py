@@ -13,6 +13,7 @@ from hp_dtensor.launch import is_launched
 from hp_trainer.config import LoadedConfig, TrainerConfig, settings_by_path
 from hp_trainer.exceptions import ParallelDimsError, Problem, join_choices
 from hp_trainer.launch.platforms import chosen_platform, num_accelerators
+from hp_trainer.models.hugging_face import ModelDirectory
 from hp_trainer.parallel import DEGREES, ParallelDims, degrees_from_config, find_model_problems, unsupported_degrees
 from hp_trainer.registries import Registries
 from hp_trainer.run import RunFolder
@@ -30,6 +31,7 @@ def check_new_run(loaded: LoadedConfig, folder: Path, world_size: int, registere
     """Return everything that would keep a new run in `folder` from training on `world_size` ranks."""
     config = loaded.config
     problems = [*_run_problems(config, world_size, registered), *_data_problems(config, registered)]
+    problems += _weight_problems(config)
     reason = RunFolder.check_new(folder)
     if reason is not None:
         hint = f"another --run.folder, or `hp-train resume {folder}`"
@@ -148,6 +150,13 @@ def _data_problems(config: TrainerConfig, registered: Registries) -> Iterator[Pr
             got=str(vocab_size),
             hint=f"model.vocab_size={needed}",
         )
+
+
+def _weight_problems(config: TrainerConfig) -> Iterator[Problem]:
+    """Yield why the model cannot begin with the weights of `model.from`."""
+    if config.model.source is not None:
+        for problem in ModelDirectory(Path(config.model.source), config.model.options).problems():
+            yield problem.within("model.from")
 
 
 def _unwritable(setting: str, folder: Path) -> Iterator[Problem]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from hp_trainer.config import TrainerConfig
 from hp_trainer.data import Dataset
 from hp_trainer.exceptions import DataError
+from hp_trainer.models.hugging_face import COMPANIONS
 from hp_trainer.plugins import registries
 from hp_trainer.run.folder import RunFolder
 
@@ -40,7 +42,19 @@ def complete_run(run: RunFolder, config: TrainerConfig) -> None:
 def _prepare(run: RunFolder, config: TrainerConfig) -> None:
     source = registries().datasets.get(config.data.name).build(config.data.options)
     source.prepare(run.data)
+    _keep_model_files(run, config)
     _check_evaluation(source.open(run.data, config.training.sequence_length), config)
+
+
+def _keep_model_files(run: RunFolder, config: TrainerConfig) -> None:
+    """Copy what goes with the model that the run begins with, so that an export has it: configuration and tokenizer."""
+    if config.model.source is None:
+        return
+    run.model_files.mkdir(exist_ok=True)
+    for name in COMPANIONS:
+        file = Path(config.model.source) / name
+        if file.is_file():
+            shutil.copyfile(file, run.model_files / name)
 
 
 def _check_evaluation(dataset: Dataset, config: TrainerConfig) -> None:

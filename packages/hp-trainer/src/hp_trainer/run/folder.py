@@ -33,6 +33,7 @@ class RunFolder:
     loss.png           loss curve
     samples.txt        text sampled from the model
     data/              note of the prepared data that the run reads
+    model/             config.json and tokenizer of the model that it began with (`model.from`)
     checkpoints/       step-00000100/ ...
     stalls/            reports of ranks that came to a halt
     logs/              rank1.log ... (rank 0 writes to the terminal)
@@ -50,6 +51,7 @@ class RunFolder:
         self.loss_picture = path / "loss.png"
         self.samples_file = path / "samples.txt"
         self.data = path / "data"
+        self.model_files = path / "model"
         self.checkpoints = path / "checkpoints"
         self.stalls = path / "stalls"
         self.logs = path / "logs"

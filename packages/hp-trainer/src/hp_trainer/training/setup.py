@@ -8,13 +8,13 @@ from typing import Any
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.comm.world import current_world
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.tensor.init import init_parameters
 from hp_fsdp import GradScaler
 from hp_trainer.config import TrainerConfig
 from hp_trainer.data import BatchReader, Dataset, Samples
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.plugins import registries
 from hp_trainer.run import RunFolder
+from hp_trainer.training.initial_weights import give_initial_weights
 from hp_trainer.training.optimizer import Optimizer
 
 
@@ -28,7 +28,7 @@ class RankSetup:
         dims: degrees of parallelism.
         mesh: the mesh that `dims` built.
         dataset: samples to train on and to evaluate with.
-        model: laid out over the mesh, with the initial weights of the run's seed.
+        model: laid out over the mesh, with its initial weights.
         optimizer: over the model's trainable parameters.
         scaler: loss scaling; disabled unless the model computes in float16.
     """
@@ -43,17 +43,18 @@ class RankSetup:
     scaler: GradScaler
 
     @classmethod
-    def build(cls, run: RunFolder, config: TrainerConfig, platform: Platform) -> RankSetup:
+    def build(cls, run: RunFolder, config: TrainerConfig, platform: Platform, *, weights: bool = True) -> RankSetup:
         """Build a rank's setup; called by every rank of the platform's current world.
 
         Args:
             run: the run's folder; its data are prepared.
+            weights: give the model its initial weights; False: a checkpoint will.
         """
         num_experts = getattr(config.model.options, "num_experts", None)
         dims = ParallelDims.from_config(config.parallel, current_world(platform).size, num_experts)
         mesh = dims.build_mesh(platform.device_types[0], platform=platform)
         dataset = open_dataset(run, config)
-        model = build_model(config, platform, dims, mesh)
+        model = build_model(config, platform, dims, mesh, weights=weights)
         return cls(
             config=config,
             platform=platform,
@@ -88,13 +89,23 @@ def open_dataset(run: RunFolder, config: TrainerConfig) -> Dataset:
     return dataset
 
 
-def build_model(config: TrainerConfig, platform: Platform, dims: ParallelDims, mesh: DeviceMesh) -> Any:
-    """Build the model, lay it out over the mesh and give it the initial weights of the run's seed."""
+def build_model(
+    config: TrainerConfig, platform: Platform, dims: ParallelDims, mesh: DeviceMesh, *, weights: bool = True
+) -> Any:
+    """Build the model and lay it out over the mesh.
+
+    Args:
+        weights: give it its initial weights; False: a checkpoint will.
+
+    Raises:
+        CheckpointError: `model.from` does not fit the model.
+    """
     model = registries().models.get(config.model.name, platform.name).build(config.model.options, platform)
     reshard = config.parallel.reshard_after_forward
     # None is fully_shard's own default: all modules but the outermost are resharded after forward.
     model.parallelize(dims, mesh, config.training, reshard_after_forward=None if reshard else False)
-    init_parameters(model, model.initializer, seed=config.training.seed)
+    if weights:
+        give_initial_weights(model, config, platform)
     return model
 
 

@@ -38,10 +38,10 @@ def state_parts(platform: Platform, model: Module, optimizer: Optimizer) -> Iter
     """
     buffers = {f"model.{name}" for name, _ in platform.named_buffers(model)}
     for name, tensor in named_state(platform, model, optimizer):
-        box = _box_of(tensor)
+        box = box_of(tensor)
         replica, num_replicas = _replica_of(platform, tensor)
         dtype = platform.dtype_name(tensor.dtype)
-        values = platform.to_numpy(_local(platform, tensor)).reshape(box.shape)
+        values = platform.to_numpy(local_of(platform, tensor)).reshape(box.shape)
         # A buffer, such as a mask, may hold infinities for good.
         if name not in buffers and not is_finite(values, dtype):
             raise CheckpointError(f"{name} holds numbers that are not finite; no checkpoint is made of them")
@@ -63,8 +63,8 @@ def load_state(platform: Platform, model: Module, optimizer: Optimizer | None, c
     checkpoint.check_tensors(expected)
     with platform.no_grad():
         for name, tensor in tensors.items():
-            local = _local(platform, tensor)
-            values = checkpoint.read(name, _box_of(tensor)).reshape(tuple(local.shape))
+            local = local_of(platform, tensor)
+            values = checkpoint.read(name, box_of(tensor)).reshape(tuple(local.shape))
             platform.copy_(local, platform.from_bits(values, tensor.dtype, platform.device_of(local)))
 
 
@@ -73,11 +73,13 @@ def num_parameters(platform: Platform, model: Module) -> int:
     return sum(math.prod(parameter.shape) for _, parameter in platform.named_parameters(model))
 
 
-def _local(platform: Platform, tensor: Tensor) -> Tensor:
+def local_of(platform: Platform, tensor: Tensor) -> Tensor:
+    """Return this rank's part of a parameter or buffer as a plain tensor that shares its memory."""
     return platform.unwrap(tensor) if isinstance(tensor, DTensor) else tensor
 
 
-def _box_of(tensor: Tensor) -> Box:
+def box_of(tensor: Tensor) -> Box:
+    """Return the part of the whole tensor that this rank holds."""
     return Box(*tensor.spec.box()) if isinstance(tensor, DTensor) else Box.whole(tuple(tensor.shape))
 
 

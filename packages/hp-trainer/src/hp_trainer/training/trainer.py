@@ -33,15 +33,18 @@ class Trainer:
         run: the run's folder; its data are prepared.
         config: the run's configuration.
         platform: its current world is the job.
+        initial_weights: give the model weights to begin with; False: `resume` will.
 
     Attributes:
         setup: model, optimizer and data.
         progress: how far this run is.
     """
 
-    def __init__(self, run: RunFolder, config: TrainerConfig, platform: Platform) -> None:
+    def __init__(
+        self, run: RunFolder, config: TrainerConfig, platform: Platform, *, initial_weights: bool = True
+    ) -> None:
         self.run_folder, self.config = run, config
-        self.setup = RankSetup.build(run, config, platform)
+        self.setup = RankSetup.build(run, config, platform, weights=initial_weights)
         self.progress = Progress()
         self._step = OptimizerStep(self.setup)
         self._speed = ModelSpeed(self.setup)

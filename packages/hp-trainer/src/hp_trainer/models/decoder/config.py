@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from hp_trainer.config import section, setting
 from hp_trainer.exceptions import Problem
 from hp_trainer.models.decoder.config_checks import attention_problems, block_problems, routing_problems
 from hp_trainer.models.decoder.rotary_scaling import RopeScalingConfig
+from hp_trainer.models.hugging_face.architectures import read_architecture
 
 LayerKind = Literal["full", "sliding"]
 
@@ -78,6 +80,19 @@ class DecoderConfig:
     load_balance_coeff: float | None = setting(
         1e-3, help="step of the bias that evens the experts' load; null: none", above=0
     )
+
+    @classmethod
+    def read_directory(cls, path: Path) -> tuple[dict[str, Any], list[Problem]]:
+        """Return the options of a Hugging Face model by name, and what keeps it from being computed here.
+
+        Args:
+            path: its directory; `config.json` is read, and no weights.
+        """
+        architecture, options, reader = read_architecture(path)
+        if architecture is None or reader.problems:
+            return {}, reader.problems
+        options["rope_scaling"] = RopeScalingConfig(**options["rope_scaling"])
+        return options, []
 
     def check(self) -> Iterator[Problem]:
         yield from block_problems(self)

@@ -1,0 +1,384 @@
+"""Architectures of Hugging Face's transformers: their `config.json` as options of the decoder, and back.
+
+An architecture is a table: which options it copies from which keys, which it fixes, and which keys must have a value
+that the decoder computes with. What a table cannot say (layer patterns, factors) is a small function beside it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hp_trainer.models.hugging_face.config_reader import ConfigReader
+from hp_trainer.models.hugging_face.rotary import read_rotary, write_rotary
+
+Options = dict[str, Any]
+# Options that say how a model is trained, not what it computes.
+TRAINING_ONLY = ("initializer_range", "load_balance_coeff")
+
+# Options that every architecture has under the same key.
+_SHARED_KEYS = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "rms_norm_eps",
+    "initializer_range",
+    "tie_word_embeddings",
+)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Architecture:
+    """One `model_type` of transformers.
+
+    Attributes:
+        model_type: its name in `config.json`.
+        class_name: the class in transformers, named in `config.json` as its architecture.
+        copied: option of the decoder -> key of `config.json` and its type.
+        fixed: options that this architecture always has.
+        refused: key -> the values, besides null, that change nothing.
+        tied, rope_theta, rms_norm_eps: what holds where `config.json` does not say.
+        read_more, write_more: what the tables cannot say: further options from a `config.json`, further keys from the
+            options.
+    """
+
+    model_type: str
+    class_name: str
+    copied: Mapping[str, tuple[str, type]] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    refused: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    tied: bool = False
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-6
+    read_more: Callable[[ConfigReader], Options] = lambda reader: {}
+    write_more: Callable[[Any], Options] = lambda config: {}
+
+    def read(self, reader: ConfigReader) -> Options:
+        """Return the options of the decoder; what cannot be computed is noted in the reader."""
+        heads = reader.take(int, "num_attention_heads")
+        hidden = reader.take(int, "hidden_size")
+        options: Options = {
+            "vocab_size": reader.take(int, "vocab_size"),
+            "hidden_size": hidden,
+            "num_hidden_layers": reader.take(int, "num_hidden_layers"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": reader.take(int, "num_key_value_heads", default=heads),
+            "intermediate_size": reader.take(int, "intermediate_size"),
+            "rms_norm_eps": reader.take(float, "rms_norm_eps", default=self.rms_norm_eps),
+            "initializer_range": reader.take(float, "initializer_range", default=0.02) or 0.02,
+            "tie_word_embeddings": reader.take(bool, "tie_word_embeddings", default=self.tied),
+            "load_balance_coeff": None,
+        }
+        if self.fixed.get("attention") != "latent":
+            options["head_dim"] = reader.take(int, "head_dim", default=(hidden or 0) // (heads or 1))
+        options |= read_rotary(reader, self.rope_theta)
+        options |= {name: reader.take(kind, key) for name, (key, kind) in self.copied.items()}
+        reader.only("quantization_config", hint="a copy of the model in bfloat16 or float32")
+        for key, allowed in self.refused.items():
+            reader.only(key, *allowed)
+        return options | dict(self.fixed) | self.read_more(reader)
+
+    def write(self, config: Any) -> Options:
+        """Return a `config.json` of a decoder with these options."""
+        keys: Options = {name: getattr(config, name) for name in _SHARED_KEYS}
+        keys |= {key: getattr(config, name) for name, (key, _) in self.copied.items()}
+        keys |= write_rotary(config) | {"hidden_act": "silu"}
+        return {"model_type": self.model_type, "architectures": [self.class_name], **keys, **self.write_more(config)}
+
+
+# Sliding windows -------------------------------------------------------------------------------------------
+
+
+def _pattern(kinds: list[str]) -> tuple[str, ...]:
+    """Return the shortest list of kinds which, repeated, gives `kinds`."""
+    short = ["sliding" if kind == "sliding_attention" else "full" for kind in kinds]
+    for length in range(1, len(short)):
+        if all(kind == short[i % length] for i, kind in enumerate(short)):
+            return tuple(short[:length])
+    return tuple(short)
+
+
+def _layer_types(reader: ConfigReader, otherwise: Callable[[int], bool]) -> Options:
+    """Return the window and the pattern from `layer_types`; where that is missing `otherwise(layer)` is sliding."""
+    window, given = reader.take(int, "sliding_window", default=None), reader.values.get("layer_types")
+    if window is None:
+        return {}
+    layers = reader.take(int, "num_hidden_layers") or 1
+    kinds = given or ["sliding_attention" if otherwise(layer) else "full_attention" for layer in range(layers)]
+    unknown = sorted(set(map(str, kinds)) - {"sliding_attention", "full_attention"})
+    if unknown or len(kinds) != layers:
+        expected = f"{layers} times sliding_attention or full_attention"
+        reader.add("layer_types", "is not supported", expected, ", ".join(unknown) or f"{len(kinds)} layers")
+    pattern = _pattern(list(map(str, kinds)))
+    return {} if pattern == ("full",) else {"sliding_window": window, "layer_pattern": pattern}
+
+
+def _write_layer_types(config: Any) -> Options:
+    layers = range(config.num_hidden_layers)
+    kinds = ["full_attention" if config.window_of(layer) is None else "sliding_attention" for layer in layers]
+    return {"sliding_window": config.sliding_window, "layer_types": kinds}
+
+
+def _read_qwen_window(reader: ConfigReader) -> Options:
+    if not reader.values.get("use_sliding_window"):
+        return {}
+    first = reader.take(int, "max_window_layers", default=0)
+    return _layer_types(reader, lambda layer: layer >= first)
+
+
+def _write_qwen_window(config: Any) -> Options:
+    if config.sliding_window is None:
+        return {"use_sliding_window": False}
+    return {"use_sliding_window": True, "max_window_layers": 0, **_write_layer_types(config)}
+
+
+def _read_window(reader: ConfigReader) -> Options:
+    return {"sliding_window": reader.take(int, "sliding_window", default=None)}
+
+
+# Biases, experts, factors ----------------------------------------------------------------------------------
+
+
+def _read_biases(reader: ConfigReader) -> Options:
+    bias = reader.take(bool, "attention_bias", default=False)
+    return {"qkv_bias": bias, "output_bias": bias}
+
+
+def _write_biases(config: Any) -> Options:
+    return {"attention_bias": config.qkv_bias}
+
+
+def _read_experts(reader: ConfigReader) -> Options:
+    return {"num_experts": reader.take(int, "num_experts", "num_local_experts")}
+
+
+def _read_qwen_moe(reader: ConfigReader) -> Options:
+    dense = reader.take(list, "mlp_only_layers", default=[])
+    if dense != list(range(len(dense))):
+        reader.add("mlp_only_layers", "is not supported", expected="the first layers, or none", got=str(dense))
+    more = {"num_dense_layers": len(dense)}
+    return _read_biases(reader) | _read_experts(reader) | _read_qwen_window(reader) | more
+
+
+def _write_qwen_moe(config: Any) -> Options:
+    dense = {"mlp_only_layers": list(range(config.num_dense_layers)), "decoder_sparse_step": 1}
+    return _write_biases(config) | _write_qwen_window(config) | dense | {"num_experts": config.num_experts}
+
+
+def _read_gemma(reader: ConfigReader) -> Options:
+    per_head = reader.take(float, "query_pre_attn_scalar", default=256.0)
+    caps = {
+        "attention_soft_cap": reader.take(float, "attn_logit_softcapping", default=None),
+        "logit_soft_cap": reader.take(float, "final_logit_softcapping", default=None),
+    }
+    scale = {"attention_scale": None if not per_head else per_head**-0.5}
+    return _read_biases(reader) | _layer_types(reader, lambda layer: layer % 2 == 0) | caps | scale
+
+
+def _write_gemma(config: Any) -> Options:
+    scale = config.attention_scale or config.head_dim**-0.5
+    return {
+        **_write_biases(config),
+        **_write_layer_types(config),
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_act": "gelu_pytorch_tanh",
+        # The root is taken again when it is read; whole numbers come back as they were.
+        "query_pre_attn_scalar": round(scale**-2, 9),
+        "attn_logit_softcapping": config.attention_soft_cap,
+        "final_logit_softcapping": config.logit_soft_cap,
+    }
+
+
+def _read_moe_width(reader: ConfigReader) -> Options:
+    return _read_experts(reader) | {"moe_intermediate_size": reader.take(int, "intermediate_size")}
+
+
+def _write_moe_width(config: Any) -> Options:
+    return {"num_local_experts": config.num_experts, "intermediate_size": config.moe_intermediate_size}
+
+
+def _read_deepseek(reader: ConfigReader) -> Options:
+    return {
+        "q_lora_rank": reader.take(int, "q_lora_rank", default=None),
+        "num_key_value_heads": reader.take(int, "num_attention_heads"),
+        "rope_interleaved": reader.take(bool, "rope_interleave", default=True),
+        # The buffer that corrects choices is moved while training, as in the paper (arXiv 2412.19437, section 4.2).
+        "load_balance_coeff": 1e-3,
+    }
+
+
+def _write_deepseek(config: Any) -> Options:
+    return {
+        "q_lora_rank": config.q_lora_rank,
+        "rope_interleave": config.rope_interleaved,
+        "head_dim": config.qk_rope_head_dim,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def _read_gpt_oss(reader: ConfigReader) -> Options:
+    more = {"swiglu_limit": reader.take(float, "swiglu_limit", default=7.0)}
+    return _read_moe_width(reader) | _layer_types(reader, lambda layer: layer % 2 == 0) | more
+
+
+def _write_gpt_oss(config: Any) -> Options:
+    more = {"attention_bias": True, "swiglu_limit": config.swiglu_limit, "swiglu_alpha": 1.702}
+    return _write_moe_width(config) | _write_layer_types(config) | more
+
+
+_SILU: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu",)}
+_TOP_K = {"num_experts_per_tok": ("num_experts_per_tok", int)}
+_NORM_TOP_K = _TOP_K | {"norm_topk_prob": ("norm_topk_prob", bool)}
+
+_ALL = (
+    Architecture(
+        model_type="llama",
+        class_name="LlamaForCausalLM",
+        refused=_SILU | {"mlp_bias": (False,)},
+        read_more=_read_biases,
+        write_more=_write_biases,
+    ),
+    Architecture(
+        model_type="mistral",
+        class_name="MistralForCausalLM",
+        refused=_SILU,
+        read_more=_read_window,
+        write_more=lambda config: {"sliding_window": config.sliding_window},
+    ),
+    Architecture(
+        model_type="qwen2",
+        class_name="Qwen2ForCausalLM",
+        fixed={"qkv_bias": True},
+        refused=_SILU,
+        read_more=_read_qwen_window,
+        write_more=_write_qwen_window,
+    ),
+    Architecture(
+        model_type="qwen3",
+        class_name="Qwen3ForCausalLM",
+        fixed={"qk_norm": "head"},
+        refused=_SILU,
+        read_more=lambda reader: _read_biases(reader) | _read_qwen_window(reader),
+        write_more=lambda config: _write_biases(config) | _write_qwen_window(config),
+    ),
+    Architecture(
+        model_type="gemma2",
+        class_name="Gemma2ForCausalLM",
+        fixed={
+            "norm_unit_offset": True,
+            "post_norms": True,
+            "scale_embeddings": True,
+            "hidden_act": "gelu_tanh",
+        },
+        refused={"hidden_activation": ("gelu_pytorch_tanh",), "use_bidirectional_attention": (False,)},
+        tied=True,
+        read_more=_read_gemma,
+        write_more=_write_gemma,
+    ),
+    Architecture(
+        model_type="qwen3_moe",
+        class_name="Qwen3MoeForCausalLM",
+        copied=_NORM_TOP_K | {"moe_intermediate_size": ("moe_intermediate_size", int)},
+        fixed={"qk_norm": "head"},
+        refused=_SILU | {"decoder_sparse_step": (1,)},
+        read_more=_read_qwen_moe,
+        write_more=_write_qwen_moe,
+    ),
+    Architecture(
+        model_type="mixtral",
+        class_name="MixtralForCausalLM",
+        rope_theta=1e6,
+        rms_norm_eps=1e-5,
+        copied=_TOP_K,
+        fixed={"norm_topk_prob": True},
+        refused=_SILU,
+        read_more=lambda reader: _read_moe_width(reader) | _read_window(reader),
+        write_more=lambda config: _write_moe_width(config) | {"sliding_window": config.sliding_window},
+    ),
+    Architecture(
+        model_type="olmoe",
+        class_name="OlmoeForCausalLM",
+        rms_norm_eps=1e-5,
+        copied=_NORM_TOP_K,
+        fixed={"qk_norm": "full"},
+        refused=_SILU | {"clip_qkv": ()},
+        read_more=lambda reader: _read_moe_width(reader) | _read_biases(reader),
+        write_more=lambda config: (
+            _write_moe_width(config) | _write_biases(config) | {"num_experts": config.num_experts}
+        ),
+    ),
+    Architecture(
+        model_type="deepseek_v3",
+        class_name="DeepseekV3ForCausalLM",
+        copied=_NORM_TOP_K
+        | {
+            "num_experts": ("n_routed_experts", int),
+            "num_shared_experts": ("n_shared_experts", int),
+            "num_dense_layers": ("first_k_dense_replace", int),
+            "moe_intermediate_size": ("moe_intermediate_size", int),
+            "routed_scaling_factor": ("routed_scaling_factor", float),
+            "n_group": ("n_group", int),
+            "topk_group": ("topk_group", int),
+            "kv_lora_rank": ("kv_lora_rank", int),
+            "qk_nope_head_dim": ("qk_nope_head_dim", int),
+            "qk_rope_head_dim": ("qk_rope_head_dim", int),
+            "v_head_dim": ("v_head_dim", int),
+        },
+        fixed={"attention": "latent", "score_func": "sigmoid"},
+        refused=_SILU
+        | {
+            "attention_bias": (False,),
+            "scoring_func": ("sigmoid",),
+            "topk_method": ("noaux_tc",),
+            "moe_layer_freq": (1,),
+        },
+        read_more=_read_deepseek,
+        write_more=_write_deepseek,
+    ),
+    Architecture(
+        model_type="gpt_oss",
+        class_name="GptOssForCausalLM",
+        rope_theta=150000.0,
+        rms_norm_eps=1e-5,
+        copied=_TOP_K,
+        fixed={
+            "qkv_bias": True,
+            "output_bias": True,
+            "attention_sinks": True,
+            "router_bias": True,
+            "expert_bias": True,
+            "score_func": "softmax_of_top_k",
+            "norm_topk_prob": False,
+        },
+        refused=_SILU | {"attention_bias": (True,), "swiglu_alpha": (1.702,)},
+        read_more=_read_gpt_oss,
+        write_more=_write_gpt_oss,
+    ),
+)
+ARCHITECTURES: dict[str, Architecture] = {each.model_type: each for each in _ALL}
+
+
+def read_architecture(folder: Path) -> tuple[Architecture | None, Options, ConfigReader]:
+    """Return the architecture of a directory and the options of the decoder that computes it.
+
+    `rope_scaling` among the options is a mapping. The reader has the problems; with an unknown architecture there are
+    no options.
+    """
+    reader = ConfigReader.open(folder)
+    if reader.problems:
+        return None, {}, reader
+    name = reader.take(str, "model_type")
+    if name is None or name not in ARCHITECTURES:
+        near = next(iter(difflib.get_close_matches(str(name), ARCHITECTURES, n=1)), "")
+        if name is not None:
+            reader.add("model_type", "unknown architecture", ", ".join(ARCHITECTURES), repr(name), near)
+        return None, {}, reader
+    architecture = ARCHITECTURES[name]
+    return architecture, architecture.read(reader), reader

@@ -1,0 +1,174 @@
+"""The decoder's tensors, by name, as they lie in a checkpoint of each architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hp_trainer.models.hugging_face.pieces import MappedTensor
+
+# By name alone: `hp_trainer.models.decoder` builds on this folder.
+DecoderConfig = Any
+TensorMap = dict[str, MappedTensor]
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """Names of experts that are kept one by one: `<prefix>.experts.<number>.<gate, down or up>.weight`."""
+
+    prefix: str = "mlp"
+    gate: str = "gate_proj"
+    down: str = "down_proj"
+    up: str = "up_proj"
+    router: str = "gate"
+
+
+_EXPERTS = {
+    "mixtral": ExpertNames("block_sparse_moe", "w1", "w2", "w3"),
+    "gpt_oss": ExpertNames(router="router"),
+}
+
+
+def build_tensor_map(config: DecoderConfig, model_type: str, *, fused: bool = False) -> TensorMap:
+    """Return where every parameter and buffer of the decoder lies in a checkpoint.
+
+    Args:
+        model_type: the architecture's name in `config.json`.
+        fused: experts are kept together, as transformers 5 has them in memory (`experts.gate_up_proj`).
+    """
+    hidden, vocab = config.hidden_size, config.vocab_size
+    found = {"embed.weight": MappedTensor.same("model.embed_tokens.weight", (vocab, hidden))}
+    for layer in range(config.num_hidden_layers):
+        ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
+        found |= _norms(config, ours, theirs)
+        found |= dict(_attention(config, f"{ours}.attention", f"{theirs}.self_attn"))
+        if config.is_dense(layer):
+            found |= _feed_forward(f"{ours}.feed_forward", f"{theirs}.mlp", hidden, config.intermediate_size)
+        else:
+            found |= _moe(config, model_type, f"{ours}.moe", theirs, fused)
+    found["norm.weight"] = MappedTensor.same("model.norm.weight", (hidden,))
+    if not config.tie_word_embeddings:
+        found["head.weight"] = MappedTensor.same("lm_head.weight", (vocab, hidden))
+    return found
+
+
+def _norms(config: DecoderConfig, ours: str, theirs: str) -> TensorMap:
+    names = {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+    if config.post_norms:
+        names |= {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm"}
+        names["post_ffn_norm"] = "post_feedforward_layernorm"
+    shape = (config.hidden_size,)
+    return {f"{ours}.{a}.weight": MappedTensor.same(f"{theirs}.{b}.weight", shape) for a, b in names.items()}
+
+
+def _attention(config: DecoderConfig, ours: str, theirs: str) -> Iterator[tuple[str, MappedTensor]]:
+    shapes = _latent_shapes(config) if config.attention == "latent" else _grouped_shapes(config)
+    renamed = {"q_a_norm": "q_a_layernorm", "kv_a_norm": "kv_a_layernorm", "kv_a_proj": "kv_a_proj_with_mqa"}
+    for name, shape in shapes.items():
+        first, _, rest = name.partition(".")
+        other = f"{renamed.get(first, first)}.{rest}" if rest else first
+        yield f"{ours}.{name}", MappedTensor.same(f"{theirs}.{other}", shape)
+
+
+def _grouped_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    hidden, head = config.hidden_size, config.head_dim
+    width, kv_width = config.num_attention_heads * head, config.num_key_value_heads * head
+    widths = {"q_proj": width, "k_proj": kv_width, "v_proj": kv_width}
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (size, hidden) for name, size in widths.items()}
+    shapes["o_proj.weight"] = (hidden, width)
+    if config.qkv_bias:
+        shapes |= {f"{name}.bias": (size,) for name, size in widths.items()}
+    if config.output_bias:
+        shapes["o_proj.bias"] = (hidden,)
+    if config.qk_norm != "none":
+        full = config.qk_norm == "full"
+        shapes |= {"q_norm.weight": (width if full else head,), "k_norm.weight": (kv_width if full else head,)}
+    if config.attention_sinks:
+        shapes["sinks"] = (config.num_attention_heads,)
+    return shapes
+
+
+def _latent_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    hidden, heads, rank, q_rank = (
+        config.hidden_size,
+        config.num_attention_heads,
+        config.kv_lora_rank,
+        config.q_lora_rank,
+    )
+    query = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
+    queries: dict[str, tuple[int, ...]] = {"q_proj.weight": (query, hidden)}
+    if q_rank is not None:
+        queries = {"q_a_proj.weight": (q_rank, hidden), "q_a_norm.weight": (q_rank,)}
+        queries["q_b_proj.weight"] = (query, q_rank)
+    return queries | {
+        "kv_a_proj.weight": (rank + config.qk_rope_head_dim, hidden),
+        "kv_a_norm.weight": (rank,),
+        "kv_b_proj.weight": (heads * (config.qk_nope_head_dim + config.v_head_dim), rank),
+        "o_proj.weight": (hidden, heads * config.v_head_dim),
+    }
+
+
+def _feed_forward(ours: str, theirs: str, hidden: int, width: int) -> TensorMap:
+    return {
+        f"{ours}.w1.weight": MappedTensor.same(f"{theirs}.gate_proj.weight", (width, hidden)),
+        f"{ours}.w2.weight": MappedTensor.same(f"{theirs}.down_proj.weight", (hidden, width)),
+        f"{ours}.w3.weight": MappedTensor.same(f"{theirs}.up_proj.weight", (width, hidden)),
+    }
+
+
+def _moe(config: DecoderConfig, model_type: str, ours: str, layer: str, fused: bool) -> TensorMap:
+    names = _EXPERTS.get(model_type, ExpertNames())
+    hidden, width, count = config.hidden_size, config.moe_intermediate_size, config.num_experts
+    theirs = f"{layer}.mlp" if fused else f"{layer}.{names.prefix}"
+    router = f"{theirs}.{names.router}"
+    found = {f"{ours}.router.gate.weight": MappedTensor.same(f"{router}.weight", (count, hidden))}
+    if config.router_bias:
+        found[f"{ours}.router.gate.bias"] = MappedTensor.same(f"{router}.bias", (count,))
+    if config.load_balance_coeff is not None and model_type == "deepseek_v3":
+        found[f"{ours}.expert_bias"] = MappedTensor.same(f"{router}.e_score_correction_bias", (count,))
+    if config.num_shared_experts:
+        shared = config.num_shared_experts * width
+        found |= _feed_forward(f"{ours}.shared_experts", f"{theirs}.shared_experts", hidden, shared)
+    if model_type == "gpt_oss":
+        return found | _alternating_experts(config, f"{ours}.experts", f"{theirs}.experts")
+    if fused:
+        return found | _fused_experts(config, f"{ours}.experts", f"{theirs}.experts")
+    for name, other, shape in (
+        ("w1", names.gate, (count, width, hidden)),
+        ("w2", names.down, (count, hidden, width)),
+        ("w3", names.up, (count, width, hidden)),
+    ):
+        sources = [f"{theirs}.experts.{i}.{other}.weight" for i in range(count)]
+        found[f"{ours}.experts.{name}"] = MappedTensor.stacked(sources, shape)
+    return found
+
+
+def _fused_experts(config: DecoderConfig, ours: str, theirs: str) -> TensorMap:
+    """All experts in two tensors: the rows of gates, then those of ups `[experts, 2 * width, hidden]`, and downs."""
+    hidden, width, count = config.hidden_size, config.moe_intermediate_size, config.num_experts
+    both, shape = (count, 2 * width, hidden), (count, width, hidden)
+    source = f"{theirs}.gate_up_proj"
+    return {
+        f"{ours}.w1": MappedTensor.within(source, both, shape),
+        f"{ours}.w3": MappedTensor.within(source, both, shape, start=(0, width, 0)),
+        f"{ours}.w2": MappedTensor.same(f"{theirs}.down_proj", (count, hidden, width)),
+    }
+
+
+def _alternating_experts(config: DecoderConfig, ours: str, theirs: str) -> TensorMap:
+    """All experts of gpt-oss: transposed, and columns of gates and ups by turns `[experts, hidden, 2 * width]`."""
+    hidden, width, count = config.hidden_size, config.moe_intermediate_size, config.num_experts
+    source, both, shape = f"{theirs}.gate_up_proj", (count, hidden, 2 * width), (count, width, hidden)
+    transposed = (0, 2, 1)
+    bias = f"{source}_bias"
+    return {
+        f"{ours}.w1": MappedTensor.within(source, both, shape, axes=transposed, stride=(1, 1, 2)),
+        f"{ours}.w3": MappedTensor.within(source, both, shape, axes=transposed, start=(0, 0, 1), stride=(1, 1, 2)),
+        f"{ours}.w2": MappedTensor.within(
+            f"{theirs}.down_proj", (count, width, hidden), (count, hidden, width), axes=transposed
+        ),
+        f"{ours}.b1": MappedTensor.within(bias, (count, 2 * width), (count, width), stride=(1, 2)),
+        f"{ours}.b3": MappedTensor.within(bias, (count, 2 * width), (count, width), start=(0, 1), stride=(1, 2)),
+        f"{ours}.b2": MappedTensor.same(f"{theirs}.down_proj_bias", (count, hidden)),
+    }
