@@ -9,6 +9,8 @@ from typing import Any
 import numpy
 
 from hp_dtensor.comm.collectives import all_reduce_data
+from hp_dtensor.comm.mesh import DeviceMesh
+from hp_moe.exceptions import ExpertParallelError
 from hp_moe.moe import MoE
 from hp_moe.router import plain
 from hp_moe.tally import LOSSES
@@ -74,6 +76,8 @@ class LoadMetrics:
 def moe_layers(model: Any) -> dict[str, MoE]:
     """Return the mixture-of-experts layers of a module of any platform, by dotted name.
 
+    Those without a name of their own are given theirs, for messages.
+
     Example:
         >>> with nn.building(platform):
         ...     model = nn.ModuleList([FeedForward(4, 8), MoE(dim=4, hidden_dim=8, num_experts=4, top_k=2)])
@@ -84,7 +88,10 @@ def moe_layers(model: Any) -> dict[str, MoE]:
     from hp_dtensor.platform.selection import get_platform
 
     platform = model.platform if isinstance(model, Module) else get_platform()
-    return {name: layer for name, layer in platform.named_modules(model) if isinstance(layer, MoE)}
+    layers = {name: layer for name, layer in platform.named_modules(model) if isinstance(layer, MoE)}
+    for name, layer in layers.items():
+        layer.name = layer.name or name
+    return layers
 
 
 def update_expert_bias(model: Any) -> dict[str, LoadMetrics]:
@@ -93,6 +100,9 @@ def update_expert_bias(model: Any) -> dict[str, LoadMetrics]:
     Experts with less than the mean load gain `load_balance_coeff`, those with more lose it, and the mean of
     the steps is taken off. All layers share one all-reduce over the ranks that routed different tokens, so
     every rank takes the same step and returns the same metrics.
+
+    Raises:
+        ExpertParallelError: layers have different `token_mesh`es.
 
     Example:
         >>> with nn.building(platform):
@@ -125,7 +135,12 @@ def _write(layer: MoE, buffer: str, value: numpy.ndarray) -> None:
 def _global_metrics(layers: list[MoE]) -> list[LoadMetrics]:
     """Return the metrics of each layer over all ranks."""
     first = layers[0]
-    assert all(layer.token_mesh == first.token_mesh for layer in layers)
+    others = [layer for layer in layers if layer.token_mesh != first.token_mesh]
+    if others:
+        raise ExpertParallelError(
+            f"the loads of all layers are summed over one mesh: token_mesh is {_described(first.token_mesh)} for "
+            f"{first.name!r}, but {_described(others[0].token_mesh)} for {others[0].name!r}"
+        )
     sums = _over_ranks(first, [layer.tally.take() for layer in layers])
     losses = _losses(layers)
     metrics = []
@@ -158,6 +173,10 @@ def _over_ranks(layer: MoE, tensors: list[Tensor]) -> list[numpy.ndarray]:
         joined = all_reduce_data(joined, layer.token_mesh.get_group())
     ends = numpy.cumsum([each.shape[0] for each in tensors])
     return numpy.split(layer.platform.to_numpy(joined), ends[:-1])
+
+
+def _described(mesh: DeviceMesh | None) -> str:
+    return "None" if mesh is None else mesh.describe()
 
 
 def _relative_entropy(loads: numpy.ndarray) -> float:

@@ -14,6 +14,7 @@ from hp_moe.expert_hooks import local_weights
 from hp_moe.fused_experts import fused_experts
 from hp_moe.grouped_gemm import GroupSizes, grouped_bias, grouped_matmul
 from hp_moe.routing import Routing
+from hp_moe.routing_checks import check_inputs
 
 Tensor = Any
 ScorePosition = Literal["before", "inside", "after"]
@@ -113,9 +114,14 @@ class GroupedExperts(nn.Module):
             order, when counts were given. With `partial_mesh`, this rank's part of it.
 
         Raises:
-            ExpertParallelError: the counts do not describe the rows, or are given twice or not at all.
+            ExpertParallelError: the counts do not describe the rows, or are given twice or not at all; experts out of
+                range, scores that are no finite numbers, shapes or dtypes that do not fit. On an accelerator, values
+                are found faulty after the ranks have exchanged sizes, on every rank, and not at all on a rank that
+                has all experts.
         """
         routing = self._routing(x, routing, num_tokens_per_expert)
+        held = {name: each for name in ExpertWeights._fields if (each := getattr(self, name)) is not None}
+        check_inputs(self.platform, x, held, routing, int(self.w1.shape[0]))
         sent = self.dispatcher.dispatch(x, routing)
         kept(lambda: self._count_bytes(sent))
         weights = self._local_weights()

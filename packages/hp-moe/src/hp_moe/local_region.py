@@ -98,11 +98,18 @@ def enter_region(
         split_mesh: 1-D mesh of ranks that were given the same `x`; None: none were.
 
     Raises:
-        ExpertParallelError: `x` is distributed over other ranks than the experts' hidden dimension.
+        ExpertParallelError: `x` is distributed over other ranks than the experts' hidden dimension, or over ranks that
+            are to be given the same tokens.
     """
     region = _enter(x, partial_mesh)
     if split_mesh is None:
         return region
+    if isinstance(x, DTensor) and len({*x.device_mesh.ranks()} & {*split_mesh.ranks()}) > 1:
+        raise ExpertParallelError(
+            f"the input is distributed over {x.device_mesh.describe()}, which shares ranks with the mesh "
+            f"{split_mesh.describe()} of ranks that are given the same tokens; distribute it over other axes, or lay "
+            "the experts out without split_tokens"
+        )
     split = _sharded_region(_replicated(region.rows, split_mesh))
     return replace(split, outside=None, around=region)
 

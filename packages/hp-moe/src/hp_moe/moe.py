@@ -10,6 +10,7 @@ import numpy
 
 from hp_dtensor.comm.collectives import all_reduce_data
 from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.comm.world import current_world
 from hp_dtensor.parallel import nn
 from hp_dtensor.parallel.recompute import is_checkpointed, kept
 from hp_dtensor.tensor.dtensor import DTensor
@@ -49,6 +50,7 @@ class MoE(nn.Module):
         shared_gate: weigh the shared experts' result with the sigmoid of a product of the token (Qwen2-MoE).
 
     Attributes:
+        name: the layer's name in messages, once `moe_layers` has seen the model.
         expert_bias: float32 `[num_experts]` buffer, or None.
         split_mesh: 1-D mesh of ranks that are given the same tokens and each route a share of them; None:
             each rank routes all that it is given.
@@ -106,6 +108,7 @@ class MoE(nn.Module):
         super().__init__()
         if load_balance_coeff is not None and load_balance_coeff <= 0:
             raise MoEConfigError(f"load_balance_coeff must be above 0 or None, got {load_balance_coeff}")
+        self.name = ""
         self.dim = dim
         self.num_experts = num_experts
         self.load_balance_coeff = load_balance_coeff
@@ -154,7 +157,19 @@ class MoE(nn.Module):
 
         Args:
             ids: the tokens' ids, an integer tensor `[...]`, for hash routing.
+
+        Raises:
+            ExpertParallelError: inputs, routing or meshes that do not fit; it names the layer and this rank.
         """
+        try:
+            return self._forward(x, ids)
+        except ExpertParallelError as error:
+            rank = current_world(self.platform).rank
+            raise ExpertParallelError(f"{self.name or 'MoE'}, rank {rank}: {error}") from error
+
+    def _forward(self, x: Tensor, ids: Tensor | None) -> Tensor:
+        if not x.shape or x.shape[-1] != self.dim:
+            raise ExpertParallelError(f"expected an input [..., {self.dim}], got shape {list(x.shape)}")
         region = enter_region(x, self.experts.partial_mesh, self.split_mesh)
         self._check_gate(region.num_ranks)
         rows = self.ops.reshape(region.rows, (math.prod(region.rows.shape[:-1]), self.dim))

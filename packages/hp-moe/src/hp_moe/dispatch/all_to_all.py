@@ -14,6 +14,7 @@ from hp_moe.dispatch.base import Dispatched, Route, TokenDispatcher
 from hp_moe.dispatch.permutation import TokenPermutation
 from hp_moe.grouped_gemm import GroupSizes
 from hp_moe.routing import Routing, count_keys
+from hp_moe.routing_checks import FAULTY, faults, refuse_faulty
 
 Tensor = Any
 
@@ -71,7 +72,8 @@ class AllToAllDispatcher(TokenDispatcher):
     def _plan_route(self, routing: Routing) -> tuple[Route, GroupSizes]:
         """Agree with all ranks on the rows that travel, and on the rows of each of this rank's experts."""
         destinations = self._without_repeats(self._owners(routing.experts))
-        sent, received, sizes = self._exchange_sizes(destinations, routing.counts)
+        faulty = faults(self.platform, routing, self.num_experts)
+        sent, received, sizes = self._exchange_sizes(destinations, routing.counts, faulty)
         return Route(TokenPermutation(self.platform, destinations, sum(sent)), sent, received), sizes
 
     def _owners(self, experts: Tensor) -> Tensor:
@@ -80,6 +82,8 @@ class AllToAllDispatcher(TokenDispatcher):
         size = _numel(experts)
         if size == 0:
             return ops.zeros_like(experts)
+        # Numbers out of range, which are reported once all ranks know of them, must not be read with.
+        experts = ops.clamp(experts, min=0, max=self.num_experts)
         owners = numpy.append(numpy.arange(self.num_experts) // self.chunk, self.group.size)
         table = self._constant(owners, experts)
         return ops.reshape(ops.index_select(table, 0, ops.reshape(experts, (size,))), tuple(experts.shape))
@@ -96,9 +100,12 @@ class AllToAllDispatcher(TokenDispatcher):
         return ops.masked_fill(owners, ops.gt(repeats, 0), self.group.size)
 
     def _exchange_sizes(
-        self, destinations: Tensor, counts: Tensor
+        self, destinations: Tensor, counts: Tensor, faulty: Tensor
     ) -> tuple[tuple[int, ...], tuple[int, ...], GroupSizes]:
         """Return rows sent to each rank, rows received from each, and rows of each own expert.
+
+        Args:
+            faulty: as `faults` returns it; it goes to all ranks, which then raise together.
 
         This is where the host waits for the device, once per call: both directions are read together.
         """
@@ -106,9 +113,10 @@ class AllToAllDispatcher(TokenDispatcher):
         rows = ops.narrow(count_keys(self.platform, destinations, n + 1), 0, 0, n)
         padding = ops.zeros((n * chunk - self.num_experts,), counts.dtype)
         by_owner = ops.reshape(ops.cat([counts, padding], 0), (n, chunk))
-        mine = ops.cat([ops.reshape(rows, (n, 1)), by_owner], 1)
+        mine = ops.cat([ops.reshape(ops.add(rows, faulty), (n, 1)), by_owner], 1)
         theirs = all_to_all_rows_data(mine, self.group, [1] * n, [1] * n)
         host = self.platform.to_numpy(ops.cat([mine, theirs], 0))
+        refuse_faulty([self.group.ranks[i] for i in range(n) if host[n + i, 0] >= FAULTY])
         own = host[n:, 1 : 1 + self.num_local].sum(0)
         sizes = self._constant(own, counts)
         return _ints(host[:n, 0]), _ints(host[n:, 0]), GroupSizes(self.platform, sizes, _ints(own))

@@ -1,0 +1,122 @@
+"""Checks of what a layer is given, made before any rank is waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy
+
+from hp_dtensor.platform.interface import Platform
+from hp_moe.exceptions import ExpertParallelError
+from hp_moe.routing import Routing
+
+Tensor = Any
+
+# On top of a number of rows that travels anyway: this rank's routing is faulty. No rank sends so many rows.
+FAULTY = 1 << 40
+
+
+def check_inputs(platform: Platform, x: Tensor, weights: dict[str, Tensor], routing: Routing, num_experts: int) -> None:
+    """Refuse inputs whose shapes, dtypes or, on the host, values do not fit.
+
+    Values on an accelerator are not looked at here, since that would wait for it: `faults` goes along with the sizes
+    that the ranks exchange.
+
+    Args:
+        weights: of the experts by name, `w1` `[experts, hidden_dim, dim]` among them.
+        num_experts: experts of all ranks.
+
+    Raises:
+        ExpertParallelError: listing everything that does not fit.
+    """
+    problems = [*_shape_problems(x, weights, routing, num_experts), *_dtype_problems(platform, x, weights, routing)]
+    if not problems and not routing.is_expert_major and str(platform.device_of(x)).startswith("cpu"):
+        problems = [*_value_problems(platform, routing, num_experts)]
+    if problems:
+        raise ExpertParallelError("; ".join(problems))
+
+
+def faults(platform: Platform, routing: Routing, num_experts: int) -> Tensor:
+    """Return `FAULTY` if experts are out of range, counts do not add up or scores are no numbers, else 0: int64 `[1]`.
+
+    Computed on the device of the routing, which is not waited for.
+    """
+    ops, int64 = platform.ops, platform.dtype("int64")
+    experts = ops.reshape(routing.experts, (-1,))
+    outside = ops.logical_or(ops.lt(experts, 0), ops.gt(experts, num_experts))
+    nowhere = ops.sum(ops.cast(ops.ge(experts, num_experts), int64))
+    wrong = ops.cast(ops.ne(ops.add(ops.sum(routing.counts), nowhere), int(experts.shape[0])), int64)
+    count = ops.add(ops.sum(ops.cast(outside, int64)), wrong)
+    if not routing.has_dropped:
+        count = ops.add(count, nowhere)
+    if routing.scores is not None:
+        finite = ops.isfinite(platform.detach(routing.scores))
+        count = ops.add(count, ops.sum(ops.cast(ops.logical_not(finite), int64)))
+    return ops.reshape(ops.mul(ops.cast(ops.gt(count, 0), int64), FAULTY), (1,))
+
+
+def refuse_faulty(ranks: Sequence[int]) -> None:
+    """Raise on every rank when some have sent `FAULTY`.
+
+    Raises:
+        ExpertParallelError: naming those ranks.
+    """
+    if ranks:
+        raise ExpertParallelError(
+            f"routing of rank {', '.join(map(str, ranks))}: expert numbers out of range, counts that do not add up to "
+            "the choices, or scores that are no finite numbers; nothing was sent"
+        )
+
+
+def _shape_problems(x: Tensor, weights: dict[str, Tensor], routing: Routing, num_experts: int) -> Iterator[str]:
+    dim = int(weights["w1"].shape[2])
+    if len(x.shape) != 2 or int(x.shape[1]) != dim:
+        yield f"x: expected [tokens, {dim}], got shape {list(x.shape)}"
+        return
+    experts = tuple(routing.experts.shape)
+    if len(experts) != 2 or experts[0] != int(x.shape[0]):
+        yield f"routing.experts: expected [{x.shape[0]}, top_k], a row for each token, got shape {list(experts)}"
+    if routing.scores is not None and tuple(routing.scores.shape) != experts:
+        yield f"routing.scores: expected the shape of experts, {list(experts)}, got {list(routing.scores.shape)}"
+    if tuple(routing.counts.shape) != (num_experts,):
+        yield f"routing.counts: expected one for each of {num_experts} experts, got shape {list(routing.counts.shape)}"
+
+
+def _dtype_problems(platform: Platform, x: Tensor, weights: dict[str, Tensor], routing: Routing) -> Iterator[str]:
+    name = platform.dtype_name
+    others = {key: name(weight.dtype) for key, weight in weights.items() if weight.dtype != x.dtype}
+    if others:
+        found = ", ".join(f"{key} {dtype}" for key, dtype in others.items())
+        yield f"x is {name(x.dtype)}, but the weights are not: {found}; cast one of them, or give FSDP's param_dtype"
+    for key in ("experts", "counts"):
+        dtype = getattr(routing, key).dtype
+        if name(dtype) not in ("int64", "int32"):
+            yield f"routing.{key}: expected int64, got {name(dtype)}"
+    if routing.scores is not None and not platform.is_floating(routing.scores.dtype):
+        yield f"routing.scores: expected float32, got {name(routing.scores.dtype)}"
+
+
+def _value_problems(platform: Platform, routing: Routing, num_experts: int) -> Iterator[str]:
+    experts, counts = platform.to_numpy(routing.experts), platform.to_numpy(routing.counts)
+    largest = num_experts if routing.has_dropped else num_experts - 1
+    bad = (experts < 0) | (experts > largest)
+    if bad.any():
+        token, slot = numpy.argwhere(bad)[0]
+        yield (
+            f"routing.experts: expected numbers from 0 to {num_experts - 1}, got {experts[token, slot]} for token "
+            f"{token}, slot {slot} ({int(bad.sum())} in all)"
+        )
+    elif (numpy.bincount(experts.reshape(-1), minlength=num_experts)[:num_experts] != counts).any():
+        yield (
+            f"routing.counts: expected the number of choices of each expert, which add up to "
+            f"{int((experts < num_experts).sum())}, got {counts.tolist()}, which add up to {int(counts.sum())}"
+        )
+    if routing.scores is not None:
+        finite = numpy.isfinite(platform.to_numpy(platform.detach(routing.scores)))
+        if not finite.all():
+            token, slot = numpy.argwhere(~finite)[0]
+            yield (
+                f"routing.scores: expected finite numbers, got {int((~finite).sum())} that are not, the first for "
+                f"token {token}, slot {slot}; look at the layer's input and at router.gate"
+            )
