@@ -124,7 +124,7 @@ def test_progress_without_a_terminal_is_plain_lines(run) -> None:
     assert lines[0].startswith("tiny: 1,234,567 parameters, 2 ranks on torch, run folder ")
     assert lines[1].startswith("step 1/4  loss 1.5000  200 tokens/s  lr 1.00e-03  left 0:0")
     assert lines[2].startswith("step 4/4")  # the first and the last step, and none within the interval
-    assert lines[3:] == ["step 4: evaluation loss 2.0000"]
+    assert lines[3:] == ["step 4: evaluation loss 2.0000, perplexity 7.389"]
     assert "\x1b" not in stream.getvalue()
 
 

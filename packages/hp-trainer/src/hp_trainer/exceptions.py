@@ -64,6 +64,10 @@ class DataError(HPError, ValueError):
     """Data that is missing, holds no text, or is not what an earlier part of the run has seen."""
 
 
+class EvaluationError(HPError, ValueError):
+    """An evaluation that cannot be made: a library is not installed, or there is no model."""
+
+
 class RunFolderError(HPError, ValueError):
     """A run folder that holds another run, or none where one was expected."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,6 +82,11 @@ class EvaluationRecord:
     tokens: int
     seconds: float
 
+    @property
+    def perplexity(self) -> float:
+        """Return exp(loss); infinite where that is too large a number."""
+        return perplexity_of(self.loss)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointRecord:
@@ -98,3 +104,11 @@ class ErrorRecord:
     during: str
     step: int
     error: BaseException
+
+
+def perplexity_of(loss: float) -> float:
+    """Return exp(loss) of a loss in nats per token; infinite where that is too large a number."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf

@@ -8,7 +8,7 @@ from pathlib import Path
 from hp_dtensor.platform.selection import get_platform
 from hp_trainer.cli.arguments import Parser, UsageError, parse
 from hp_trainer.cli.check import check_command
-from hp_trainer.cli.data_commands import tokenizer_command
+from hp_trainer.cli.data_commands import evaluate_command, tokenizer_command
 from hp_trainer.cli.export import export_command
 from hp_trainer.cli.help import USAGE
 from hp_trainer.cli.report_commands import compare_command, report_command
@@ -73,5 +73,6 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "report": report_command,
     "compare": compare_command,
     "layouts": layouts_command,
+    "evaluate": evaluate_command,
     "tokenizer": tokenizer_command,
 }

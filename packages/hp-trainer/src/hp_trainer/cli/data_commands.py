@@ -1,10 +1,16 @@
-"""Commands about data: training a tokenizer."""
+"""Commands about data: training a tokenizer, evaluating a model."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from hp_dtensor.platform.selection import get_platform
 from hp_trainer.cli.arguments import Parser, UsageError, parse
+from hp_trainer.cli.shared import newest, refuse, require_platform, resolved
+from hp_trainer.data import train_tokenizer
+from hp_trainer.evaluation import measure_perplexity, measure_perplexity_on, run_harness
+from hp_trainer.plugins import registries
+from hp_trainer.run import RunFolder
 
 
 def tokenizer_command(given: list[str]) -> int:
@@ -18,8 +24,6 @@ def tokenizer_command(given: list[str]) -> int:
     options, overrides = parse(parser, given)
     if overrides:
         raise UsageError(f"tokenizer takes no settings, got --{overrides[0][0]}")
-    from hp_trainer.data import train_tokenizer
-
     count = train_tokenizer(
         Path(options.data).expanduser(),
         Path(options.to).expanduser(),
@@ -28,4 +32,34 @@ def tokenizer_command(given: list[str]) -> int:
         max_bytes=options.max_bytes,
     )
     print(f"{options.to}: {count} tokens; use it with data.tokenizer={options.to} and model.vocab_size={count}")
+    return 0
+
+
+def evaluate_command(given: list[str]) -> int:
+    """Print the perplexity of a run's model, or run the tasks of lm-eval on an exported one.
+
+    `hp-train evaluate RUN [--data...]`, `hp-train evaluate DIRECTORY --tasks A,B`.
+    """
+    parser = Parser(prog="hp-train evaluate", add_help=False)
+    parser.add_argument("run", metavar="RUN")
+    parser.add_argument("--tasks", metavar="A,B")
+    options, overrides = parse(parser, given)
+    if options.tasks is not None:
+        return run_harness(Path(options.run), options.tasks, [f"--{name}={value}" for name, value in overrides])
+    run = RunFolder.open(Path(options.run))
+    require_platform(str(run.config_file))
+    given_data = [name for name, _ in overrides if name.startswith("data.")]
+    config = resolved(run.load_config(overrides).config, run.path)
+    checkpoint = newest(run, config)
+    arguments = (run, config, get_platform(config.platform), checkpoint.folder)
+    if given_data:
+        source = registries().datasets.get(config.data.name).build(config.data.options)
+        refuse([problem.within("data") for problem in source.problems()], "evaluate")
+        found = measure_perplexity_on(*arguments, evaluation_only="data.eval" in given_data)
+    else:
+        found = measure_perplexity(*arguments)
+    print(
+        f"step {checkpoint.step}: loss {found.loss:.4f} nats per token, perplexity {found.perplexity:.4g}, "
+        f"over {found.tokens:,} tokens"
+    )
     return 0

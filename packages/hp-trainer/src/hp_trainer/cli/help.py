@@ -19,6 +19,8 @@ usage: hp-train CONFIG [--section.setting=value ...]
        hp-train report RUN [--to FILE]
        hp-train compare RUN RUN ... [--to FILE]
        hp-train layouts [CONFIG] [--world-size N] [--section.setting=value ...]
+       hp-train evaluate RUN [--section.setting=value ...]
+       hp-train evaluate DIRECTORY --tasks NAME,NAME,... [--option=value of lm-eval ...]
        hp-train tokenizer DATA --vocab-size N [--to FILE] [--field NAME] [--max-bytes N]
        hp-train --help | --version"""
 
@@ -39,6 +41,8 @@ commands:
   report      write one HTML file with the curves, layout, checkpoints and settings of a run
   compare     print the numbers of runs and the settings that differ; draw their curves into one HTML file
   layouts     list every parallel layout for a number of ranks, and why others cannot be used
+  evaluate    print loss and perplexity of a run's model on all that is kept for evaluation, or on other data; on an
+              exported model, run the tasks of lm-eval
   tokenizer   train a tokenizer on text, a byte-level BPE in the format of the tokenizers library
 
 hp-train starts its ranks on this machine (launch.local_ranks). Started by torchrun, msrun or srun it is one of theirs.

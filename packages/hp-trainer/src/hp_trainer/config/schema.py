@@ -59,7 +59,9 @@ class TrainingConfig:
     compile_backend: str = setting("inductor", help="the compiler, by torch's name for it")
     clip_norm: float | None = setting(1.0, help="largest global 2-norm of gradients; null: no limit", above=0)
     eval_interval: int | None = setting(None, help="steps between evaluations; null: none", minimum=1)
-    eval_batches: int = setting(4, help="global batches per evaluation", minimum=1)
+    eval_batches: int | None = setting(
+        4, help="global batches per evaluation; null: all samples kept for it", minimum=1
+    )
 
     def check(self) -> Iterator[Problem]:
         micro, batch = self.micro_batch_size, self.global_batch_size

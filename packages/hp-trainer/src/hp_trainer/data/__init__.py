@@ -1,5 +1,6 @@
 """Documents as samples that are addressed by a global index, the same for any number of ranks."""
 
+from hp_trainer.data.cache import cache_folder
 from hp_trainer.data.chat import ChatDataConfig, ChatSource
 from hp_trainer.data.corpus import Corpus, CorpusInfo, Document, build_corpus, read_corpus_info
 from hp_trainer.data.dataset import (
@@ -50,6 +51,7 @@ __all__ = [
     "TokenSamples",
     "Tokenizer",
     "build_corpus",
+    "cache_folder",
     "find_text_files",
     "holds_text",
     "load_tokenizer",

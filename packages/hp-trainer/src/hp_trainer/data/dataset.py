@@ -208,13 +208,22 @@ class BatchReader:
         seed: of the order of samples.
         num_shares: data-parallel ranks; shares differ by at most one sample.
         share: this rank's.
+        once: read the samples as they stand, each once; what a last batch has no sample for has no target.
     """
 
     def __init__(
-        self, samples: Samples, *, global_batch_size: int, seed: int, num_shares: int = 1, share: int = 0
+        self,
+        samples: Samples,
+        *,
+        global_batch_size: int,
+        seed: int,
+        num_shares: int = 1,
+        share: int = 0,
+        once: bool = False,
     ) -> None:
         self._samples = samples
-        self._order = samples.order(seed)
+        self._order: Order = _InTurn() if once else samples.order(seed)
+        self._end_of_all = len(samples) if once else None
         self._size = global_batch_size
         self._begin = global_batch_size * share // num_shares
         self._end = global_batch_size * (share + 1) // num_shares
@@ -222,13 +231,29 @@ class BatchReader:
     def read(self, position: int) -> Batch:
         """This rank's share of the global batch that starts at sample `position` of the run."""
         everyones = self._order.samples(position, self._size)
+        there = everyones if self._end_of_all is None else everyones[everyones < self._end_of_all]
         own = everyones[self._begin : self._end]
-        rows = self._samples.read(own)
+        rows = self._rows(own)
         return Batch(
             ids=rows.ids,
             targets=rows.targets,
             positions=rows.positions,
             samples=own,
-            global_tokens=self._size * rows.ids.shape[1],
-            global_targets=self._samples.num_targets(everyones),
+            global_tokens=len(there) * rows.ids.shape[1],
+            global_targets=self._samples.num_targets(there),
         )
+
+    def _rows(self, indices: np.ndarray) -> Rows:
+        """Return the rows of samples; beyond the last one, copies of it without targets."""
+        if self._end_of_all is None:
+            return self._samples.read(indices)
+        rows = self._samples.read(np.minimum(indices, self._end_of_all - 1))
+        missing = (indices >= self._end_of_all)[:, None]
+        return replace(rows, targets=np.where(missing, IGNORED, rows.targets))
+
+
+class _InTurn:
+    """The order in which samples stand."""
+
+    def samples(self, first: int, count: int) -> np.ndarray:
+        return np.arange(first, first + count, dtype=np.int64)

@@ -45,7 +45,7 @@ class JsonLinesTracker(Tracker):
         self._write("step", asdict(record) | {"tokens_per_second": record.tokens_per_second})
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        self._write("evaluation", asdict(record))
+        self._write("evaluation", asdict(record) | {"perplexity": record.perplexity})
 
     def checkpoint(self, record: CheckpointRecord) -> None:
         self._write("checkpoint", asdict(record))

@@ -61,7 +61,7 @@ class ProgressTracker(Tracker):
             self._say(f"step {record.step}/{self._steps}  {self._status(record)}  left {left}")
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        self._say(f"step {record.step}: evaluation loss {record.loss:.4f}")
+        self._say(f"step {record.step}: evaluation loss {record.loss:.4f}, perplexity {record.perplexity:.4g}")
 
     def checkpoint(self, record: CheckpointRecord) -> None:
         self._say(f"step {record.step}: checkpoint {record.folder}")

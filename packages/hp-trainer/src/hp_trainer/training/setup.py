@@ -66,8 +66,8 @@ class RankSetup:
             scaler=build_scaler(config, platform),
         )
 
-    def batch_reader(self, samples: Samples) -> BatchReader:
-        """Return the reader of this rank's share of global batches of `samples`."""
+    def batch_reader(self, samples: Samples, *, once: bool = False) -> BatchReader:
+        """Return the reader of this rank's share of global batches of `samples`; `once` as in `BatchReader`."""
         training = self.config.training
         return BatchReader(
             samples,
@@ -75,6 +75,7 @@ class RankSetup:
             seed=training.seed,
             num_shares=self.dims.dp_size,
             share=self.dims.batch_rank(self.mesh.world.rank),
+            once=once,
         )
 
 

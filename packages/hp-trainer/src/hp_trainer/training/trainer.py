@@ -50,7 +50,8 @@ class Trainer:
         self._speed = ModelSpeed(self.setup)
         self._checkpoints = TrainingCheckpoints(self.setup, checkpoint_storage(run, config), run.check_owner)
         self._train_batches = self.setup.batch_reader(self.setup.dataset.train)
-        self._evaluation_batches = self.setup.batch_reader(self.setup.dataset.evaluation)
+        held_out, all_of_it = self.setup.dataset.evaluation, config.training.eval_batches is None
+        self._evaluation_batches = self.setup.batch_reader(held_out, once=all_of_it)
         self._hooks: LifeCycle = life_cycle()
         self._trackers = self._build_trackers()
         self._last = StepRecord(step=0, learning_rate=0.0, tokens=0, samples=0)
@@ -189,7 +190,8 @@ class Trainer:
         """Return (mean loss, number of targets) of the evaluation batches of all ranks."""
         training, ops = self.config.training, self.setup.platform.ops
         total, targets = None, 0
-        for index in range(training.eval_batches):
+        in_all = -(-len(self.setup.dataset.evaluation) // training.global_batch_size)
+        for index in range(training.eval_batches or in_all):
             batch = self._evaluation_batches.read(index * training.global_batch_size)
             targets += batch.global_targets
             for micro in batch.micro_batches(training.micro_batch_size):

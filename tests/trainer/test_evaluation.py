@@ -1,0 +1,85 @@
+"""Perplexity of a run's model is the same by command and in training, and the tasks of lm-eval are left to it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+from training_runs import FOUR_RANKS, events
+
+from hp_trainer import cli
+from hp_trainer.evaluation import harness
+
+STEP = re.compile(r"step (\d+): loss ([\d.]+) nats per token, perplexity ([\d.]+), over ([\d,]+) tokens")
+
+
+def evaluate(capsys, *words: str) -> tuple[int, float, float, int]:
+    assert cli.main(["evaluate", *words]) == 0
+    step, loss, perplexity, tokens = STEP.search(capsys.readouterr().out).groups()
+    return int(step), float(loss), float(perplexity), int(tokens.replace(",", ""))
+
+
+def test_all_samples_are_evaluated_once_on_any_number_of_ranks(lab, capsys):
+    settings = {"training__eval_batches": None, "training__eval_interval": 6, "data__eval_fraction": 0.1}
+    (one,) = events(lab.run("one", **settings), "evaluation")
+    (four,) = events(lab.run("four", FOUR_RANKS["folded"], 4, training__micro_batch_size=1, **settings), "evaluation")
+    assert one["tokens"] == four["tokens"] == 24 * 16  # of 400 tokens kept, in batches of 8
+    assert four["loss"] == pytest.approx(one["loss"], rel=2e-5)
+    assert one["perplexity"] == pytest.approx(math.exp(one["loss"]))
+    step, loss, perplexity, tokens = evaluate(capsys, str(lab.folder / "four"))
+    assert (step, tokens) == (6, one["tokens"])
+    assert loss == pytest.approx(one["loss"], abs=1e-4)
+    assert perplexity == pytest.approx(one["perplexity"], rel=1e-3)
+
+
+def test_other_data_are_evaluated_without_changing_the_run(lab, capsys):
+    run = lab.run("run", training__eval_interval=6, training__eval_batches=None)
+    before = sorted(path.name for path in run.path.rglob("*"))
+    (lab.folder / "other.jsonl").write_text(json.dumps({"text": "zzzz" * 40}) + "\n")
+    _, other, _, tokens = evaluate(capsys, str(run.path), f"--data.path={lab.folder / 'other.jsonl'}")
+    assert tokens == 160
+    (held_out,) = events(run, "evaluation")
+    assert other > held_out["loss"] + 0.5, "letters that the model has never seen"
+    _, same, _, count = evaluate(capsys, str(run.path), f"--data.eval=[{lab.folder / 'other.jsonl'}]")
+    assert (same, count) == (other, tokens)
+    assert sorted(path.name for path in run.path.rglob("*")) == before
+
+
+def test_data_that_cannot_be_evaluated_are_refused(lab, capsys):
+    run = lab.run("run", training__steps=1, data__eval_fraction=0)
+    assert cli.main(["evaluate", str(run.path)]) == 2
+    assert "there is no sample to evaluate with; give some: --data.path" in capsys.readouterr().err
+    assert cli.main(["evaluate", str(run.path), "--data.path=none.txt"]) == 2
+    assert "data.path: does not exist" in capsys.readouterr().err
+
+
+def test_tasks_need_an_exported_model_and_the_library(tmp_path: Path, monkeypatch, capsys):
+    assert cli.main(["evaluate", str(tmp_path), "--tasks=hellaswag"]) == 2
+    assert "holds no exported model (no config.json); write one with `hp-train export" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(harness.importlib.util, "find_spec", lambda name: None)
+    assert cli.main(["evaluate", str(tmp_path), "--tasks=hellaswag"]) == 2
+    assert "tasks are run by lm-eval, and lm_eval and transformers cannot be imported here" in capsys.readouterr().err
+
+
+def test_tasks_are_run_by_lm_eval_with_its_own_options(tmp_path: Path, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "lm_eval.py").write_text(
+        "import json, sys; json.dump(sys.argv[1:], open('given.json', 'w')); sys.exit(3)"
+    )
+    monkeypatch.setattr(harness.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["evaluate", str(tmp_path), "--tasks=hellaswag,arc_easy", "--limit", "10"]) == 3
+    given = json.loads((tmp_path / "given.json").read_text())
+    assert given == [
+        "--model",
+        "hf",
+        "--model_args",
+        f"pretrained={tmp_path}",
+        "--tasks",
+        "hellaswag,arc_easy",
+        "--limit=10",
+    ]
