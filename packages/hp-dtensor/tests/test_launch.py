@@ -82,6 +82,16 @@ def test_all_ranks_meet_at_one_address():
     assert first.startswith("127.0.0.1:")
 
 
+def test_modules_of_the_working_directory_do_not_run_in_the_ranks(tmp_path, monkeypatch):
+    here = tmp_path / "here"
+    here.mkdir()
+    for name in ("json", "pickle", "sitecustomize", "hp_dtensor"):
+        (here / f"{name}.py").write_text("import pathlib\npathlib.Path('ran').touch()\nraise SystemExit('no')\n")
+    monkeypatch.chdir(here)
+    assert launch(targets.add, (1, 2), 2, "array") == [3, 3]
+    assert not (here / "ran").exists()
+
+
 def test_exit_code_0_is_no_failure():
     assert launch(targets.leave_with_exit_0, num_ranks=2, platform="array") == [None, None]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -230,6 +231,28 @@ def test_nothing_in_a_file_can_run_code(refusal, tmp_path: Path) -> None:
     text = f"data:\n  path: !!python/object/apply:os.mkdir ['{target}']\n"
     assert "tags are not supported" in refusal(MINIMAL + text)
     assert not target.exists()
+
+
+BILLION = "\n".join(
+    ["  x0: &x0 [a, a, a, a, a, a, a, a, a]"]
+    + [f"  x{n}: &x{n} [{', '.join([f'*x{n - 1}'] * 9)}]" for n in range(1, 10)]
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (f"generate:\n{BILLION}\n", "more than 20,000 values, aliases (*name) counted as often as they stand"),
+        ("generate: " + "[" * 60 + "]" * 60, "nested more than 50 levels deep"),
+        ("generate: " + "[" * 100_000, "nested more than 50 levels deep"),
+        ("#" * 2**21, "longer than 1,048,576 characters"),
+    ],
+    ids=["aliases of aliases", "deep", "very deep", "long"],
+)
+def test_texts_that_would_fill_the_memory_are_refused_at_once(refusal, text: str, told: str) -> None:
+    began = time.monotonic()
+    assert told in refusal(text)
+    assert time.monotonic() - began < 10
 
 
 def test_a_value_that_contains_itself_is_refused(refusal) -> None:

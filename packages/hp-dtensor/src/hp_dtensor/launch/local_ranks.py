@@ -171,7 +171,8 @@ class LocalRanks:
             is_main = threading.current_thread() is threading.main_thread()
             path = json.dumps([entry or os.getcwd() for entry in sys.path])
             popen = subprocess.Popen(
-                [sys.executable, "-u", "-c", _START, str(fd), str(os.getpid()), str(is_main), path],
+                # -P: a json.py in the working directory is not ours to run.
+                [sys.executable, "-P", "-u", "-c", _START, str(fd), str(os.getpid()), str(is_main), path],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=None if output is None else subprocess.STDOUT,

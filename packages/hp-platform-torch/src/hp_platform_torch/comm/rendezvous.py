@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
+import socket
+import sys
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -11,6 +14,8 @@ from torch.distributed import distributed_c10d
 
 from hp_dtensor.exceptions import PlatformError
 from hp_platform_torch.comm.capabilities import BACKEND_NAMES, device_types
+
+_LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
 
 def join(rank: int, size: int, address: str, timeout: timedelta) -> dist.Store:
@@ -47,8 +52,13 @@ def leave() -> None:
 def _store(rank: int, size: int, address: str, timeout: timedelta) -> dist.Store:
     host, port = _host_and_port(address)
     by_agent = _served_by_agent(rank, size, port)
+    if _is_loopback(host):
+        # The members' own connections are made on the interface of this machine's name, unless one is chosen.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK_INTERFACE)
+    serves = rank == 0 and not by_agent
     try:
-        store = dist.TCPStore(host, port, size, is_master=rank == 0 and not by_agent, timeout=timeout)
+        store = _serve_locally(host, port, size, timeout) if serves else None
+        store = store or dist.TCPStore(host, port, size, is_master=serves, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         role = "serve" if rank == 0 and not by_agent else "reach"
         raise PlatformError(
@@ -57,6 +67,32 @@ def _store(rank: int, size: int, address: str, timeout: timedelta) -> dist.Store
         ) from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if by_agent else "0"
     return dist.PrefixStore(f"hp/attempt_{attempt}", store)
+
+
+def _serve_locally(host: str, port: int, size: int, timeout: timedelta) -> dist.TCPStore | None:
+    """Serve the store on this machine's loopback alone where the ranks meet there; None: they meet elsewhere.
+
+    By itself torch listens on every interface, and whoever reaches the port can read and delete all keys.
+    """
+    if not _is_loopback(host):
+        return None
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        raise RuntimeError(str(error)) from error
+    # The store closes it.
+    return dist.TCPStore(host, port, size, is_master=True, timeout=timeout, master_listen_fd=listener.detach())
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _served_by_agent(rank: int, size: int, port: int) -> bool:

@@ -15,6 +15,8 @@ from hp_trainer.exceptions import Problem
 _TAG = "tag:yaml.org,2002:"
 _TYPED = ("null", "bool", "int", "float")
 _TEXT = ("str", "timestamp", "binary", "value", "merge")
+# Far more than any configuration has; aliases of aliases make a short text into millions of values.
+_LONGEST_TEXT, _DEEPEST, _MOST_VALUES = 2**20, 50, 20_000
 _resolver: Any = yaml.resolver.Resolver()
 
 
@@ -69,8 +71,13 @@ def parse_yaml(
         numbered: name the line too.
         folder: the folder of the file that the text is from.
     """
+    if len(text) > _LONGEST_TEXT:
+        what = f"longer than {_LONGEST_TEXT:,} characters"
+        return None, [Problem(path="", what=what, expected="a configuration", got=f"{len(text):,}", source=source)]
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except RecursionError:
+        return None, [Problem(path="", what=f"nested more than {_DEEPEST} levels deep", source=source)]
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{source}:{mark.line + 1}" if mark and numbered else source
@@ -80,7 +87,14 @@ def parse_yaml(
     if node is None:
         return Section(source), []
     builder = _Builder(source, numbered, folder)
-    return builder.build(node, ""), builder.problems
+    try:
+        return builder.build(node, ""), builder.problems
+    except _TooLargeError as error:
+        return None, [Problem(path="", what=str(error), source=source)]
+
+
+class _TooLargeError(ValueError):
+    """A text that no configuration needs: it would take memory and time without end."""
 
 
 class _Builder:
@@ -90,12 +104,18 @@ class _Builder:
         self.folder = folder
         self.problems: list[Problem] = []
         self._open: set[int] = set()
+        self._num_values = 0
 
     def build(self, node: Any, path: str) -> Tree:
         where = self._where(node)
         if id(node) in self._open:
             self.problems.append(Problem(path=path, what="contains itself", source=where))
             return Scalar("", "null", where)
+        self._num_values += 1
+        if len(self._open) >= _DEEPEST:
+            raise _TooLargeError(f"nested more than {_DEEPEST} levels deep")
+        if self._num_values > _MOST_VALUES:
+            raise _TooLargeError(f"more than {_MOST_VALUES:,} values, aliases (*name) counted as often as they stand")
         self._open.add(id(node))
         try:
             return self._build(node, path, where)
