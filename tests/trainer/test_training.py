@@ -48,7 +48,9 @@ def test_the_loss_falls_and_everything_is_written_down(lab):
     last = events(run, "step")[-1]
     assert (last["tokens"], last["samples"]) == (8 * 16, 30 * 8)
     assert last["gradient_norm"] > 0
-    assert last["metrics"].keys() == {"max_load_violation", "load_variation"}
+    assert {"max_load_violation", "load_variation", "load_entropy", "dead_experts"} < last["metrics"].keys()
+    loads = [value for name, value in last["metrics"].items() if name.startswith("expert_load/")]
+    assert sum(loads) / len(loads) == pytest.approx(1.0)
     rates = [event["learning_rate"] for event in events(run, "step")]
     # Two steps of warm-up, the peak, and a tenth of it at the end.
     assert [*rates[:3], rates[-1]] == pytest.approx([5e-3 / 3, 5e-3 * 2 / 3, 5e-3, 5e-4])

@@ -48,7 +48,7 @@ def test_what_is_not_given_has_its_default(parse) -> None:
     assert (config.training.steps, config.training.seed, config.parallel.dp_shard) == (20, 0, -1)
     assert (config.model.name, config.model.options.hidden_size) == ("tiny", 64)
     assert config.data == Component("text", TextDataConfig())
-    assert [tracker.name for tracker in config.metrics.trackers] == ["jsonl", "progress", "loss_curve"]
+    assert [tracker.name for tracker in config.metrics.trackers] == ["jsonl", "progress", "loss_curve", "expert_loads"]
 
 
 def test_a_named_section_has_the_schema_of_what_it_names(parse) -> None:

@@ -29,7 +29,13 @@ def hp_datasets(registry: Registry) -> None:
 @hookimpl
 def hp_trackers(registry: Registry) -> None:
     """Register the files of the run folder, the terminal, and trackers that have a library of their own."""
-    from hp_trainer.metrics import JsonLinesTracker, LossCurveTracker, ProgressConfig, ProgressTracker
+    from hp_trainer.metrics import (
+        ExpertLoadsTracker,
+        JsonLinesTracker,
+        LossCurveTracker,
+        ProgressConfig,
+        ProgressTracker,
+    )
     from hp_trainer.metrics.mlflow import MlflowConfig, MlflowTracker
     from hp_trainer.metrics.tensorboard import TensorBoardConfig, TensorBoardTracker
     from hp_trainer.metrics.wandb import WandbConfig, WandbTracker
@@ -37,6 +43,7 @@ def hp_trackers(registry: Registry) -> None:
     registry.add("jsonl", lambda options, run: JsonLinesTracker(run.metrics_file))
     registry.add("progress", lambda options, run: ProgressTracker(options.interval_seconds), options=ProgressConfig)
     registry.add("loss_curve", lambda options, run: LossCurveTracker(run.metrics_file, run.loss_picture))
+    registry.add("expert_loads", lambda options, run: ExpertLoadsTracker(run.metrics_file, run.loads_picture))
     registry.add(
         "tensorboard", lambda options, run: TensorBoardTracker(run.path / options.folder), options=TensorBoardConfig
     )

@@ -142,7 +142,7 @@ class MetricsConfig:
     """Trackers of loss, speed and learning rate."""
 
     trackers: tuple[Component, ...] = component(
-        "trackers", ("jsonl", "progress", "loss_curve"), help="trackers of metrics, run by rank 0"
+        "trackers", ("jsonl", "progress", "loss_curve", "expert_loads"), help="trackers of metrics, run by rank 0"
     )
 
 

@@ -6,9 +6,15 @@ import math
 
 from hp_trainer.records import EvaluationRecord, StepRecord
 
+# Metrics of single experts begin so. There are thousands of them in a large model: they are for the picture.
+EXPERT_LOAD = "expert_load/"
+
 
 def step_scalars(record: StepRecord) -> dict[str, float]:
-    """Return the numbers of a step by name (`train/loss`); those that were not taken are left out."""
+    """Return the numbers of a step by name (`train/loss`); those that were not taken are left out.
+
+    So are the loads of single experts.
+    """
     values = {
         "loss": record.loss,
         "gradient_norm": record.gradient_norm,
@@ -18,7 +24,7 @@ def step_scalars(record: StepRecord) -> dict[str, float]:
         "peak_memory_gib": record.peak_memory_gib,
         "model_flops_per_second": record.model_flops_per_second,
         "utilization": record.utilization,
-        **record.metrics,
+        **{name: value for name, value in record.metrics.items() if not name.startswith(EXPERT_LOAD)},
     }
     return {f"train/{name}": float(value) for name, value in values.items() if value is not None}
 

@@ -31,6 +31,7 @@ class RunFolder:
     config.yaml        resolved configuration
     metrics.jsonl      one line per step
     loss.png           loss curve
+    expert_loads.png   load of every expert over the steps
     samples.txt        text sampled from the model
     data/              note of the prepared data that the run reads
     model/             config.json and tokenizer of the model that it began with (`model.from`)
@@ -49,6 +50,7 @@ class RunFolder:
         self.config_file = path / "config.yaml"
         self.metrics_file = path / "metrics.jsonl"
         self.loss_picture = path / "loss.png"
+        self.loads_picture = path / "expert_loads.png"
         self.samples_file = path / "samples.txt"
         self.data = path / "data"
         self.model_files = path / "model"

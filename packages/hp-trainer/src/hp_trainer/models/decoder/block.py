@@ -7,7 +7,7 @@ from typing import Any
 
 from hp_dtensor.parallel import nn
 from hp_dtensor.parallel.attention import AttentionMask
-from hp_moe import FeedForward, MoE, clamped_swiglu
+from hp_moe import AuxLosses, Capacity, FeedForward, MoE, clamped_swiglu
 from hp_trainer.models.decoder.attention import GroupedAttention
 from hp_trainer.models.decoder.config import DecoderConfig
 from hp_trainer.models.decoder.latent_attention import LatentAttention
@@ -42,7 +42,7 @@ class DecoderBlock(nn.Module):
         self.post_attention_norm: Any = build_norm(config, hidden) if config.post_norms else None
         self.ffn_norm = build_norm(config, hidden)
         self.feed_forward: Any = _dense(config) if dense else None
-        self.moe: Any = None if dense else _experts(config)
+        self.moe: Any = None if dense else _experts(config, layer)
         self.post_ffn_norm: Any = build_norm(config, hidden) if config.post_norms else None
 
     def forward(self, x: Tensor, rotation: Rotation, mask: AttentionMask) -> Tensor:
@@ -77,7 +77,7 @@ def _dense(config: DecoderConfig) -> FeedForward:
     return FeedForward(config.hidden_size, config.intermediate_size, _ACTIVATIONS[config.hidden_act])
 
 
-def _experts(config: DecoderConfig) -> MoE:
+def _experts(config: DecoderConfig, layer: int) -> MoE:
     assert config.num_experts is not None
     return MoE(
         config.hidden_size,
@@ -96,4 +96,15 @@ def _experts(config: DecoderConfig) -> MoE:
         num_limited_groups=config.topk_group,
         route_norm=config.norm_topk_prob,
         route_scale=config.routed_scaling_factor,
+        shared_gate=config.shared_expert_gate,
+        jitter=config.router_jitter,
+        jitter_seed=layer,
+        force_uniform=config.force_uniform_routing,
+        capacity=None if config.capacity_factor is None else Capacity(config.capacity_factor, config.drop_policy),
+        aux_losses=AuxLosses(
+            config.micro_batch_aux_loss,
+            config.sequence_aux_loss,
+            config.global_batch_aux_loss,
+            config.router_z_loss,
+        ),
     )

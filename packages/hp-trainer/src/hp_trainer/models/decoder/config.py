@@ -80,6 +80,19 @@ class DecoderConfig:
     load_balance_coeff: float | None = setting(
         1e-3, help="step of the bias that evens the experts' load; null: none", above=0
     )
+    micro_batch_aux_loss: float = setting(0.0, help="coefficient of the balance loss per micro-batch", minimum=0)
+    sequence_aux_loss: float = setting(0.0, help="coefficient of the balance loss per sequence", minimum=0)
+    global_batch_aux_loss: float = setting(0.0, help="coefficient of the balance loss per step", minimum=0)
+    router_z_loss: float = setting(0.0, help="coefficient of the square of the router's logsumexp", minimum=0)
+    capacity_factor: float | None = setting(
+        None, help="bound on an expert's choices over the mean; null: none is dropped", above=0
+    )
+    drop_policy: Literal["probability", "position"] = setting(
+        "probability", help="choices beyond the capacity that are dropped: of least score, or last"
+    )
+    router_jitter: float = setting(0.0, help="noise on the router's input in training, 0 to 1", minimum=0)
+    force_uniform_routing: bool = setting(False, help="send tokens to experts in turn, for benchmarks")
+    shared_expert_gate: bool = setting(False, help="weigh the shared experts by a gate (Qwen2-MoE)")
 
     @classmethod
     def read_directory(cls, path: Path) -> tuple[dict[str, Any], list[Problem]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from hp_dtensor.parallel import nn
@@ -18,6 +17,7 @@ from hp_dtensor.tensor.init import Constant, Distribution, Normal
 from hp_moe import update_expert_bias
 from hp_trainer.models.decoder.block import DecoderBlocks
 from hp_trainer.models.decoder.config import DecoderConfig
+from hp_trainer.models.decoder.expert_metrics import expert_metrics
 from hp_trainer.models.decoder.flops import training_flops_per_token
 from hp_trainer.models.decoder.norm import build_norm
 from hp_trainer.models.decoder.rotary import RotaryTables
@@ -151,18 +151,8 @@ class Decoder(nn.Module):
         return training_flops_per_token(self.config, sequence_length)
 
     def after_optimizer_step(self) -> Mapping[str, float]:
-        """Move the expert biases; return how unevenly the step's tokens went to the experts.
-
-        `max_load_violation`: the largest load of any block over the mean one, less 1. `load_variation`: standard
-        deviation of a block's loads over their mean, the mean over the blocks.
-        """
-        loads = update_expert_bias(self).values()
-        if not loads:
-            return {}
-        return {
-            "max_load_violation": max(load.max_violation for load in loads),
-            "load_variation": fmean(load.coefficient_of_variation for load in loads),
-        }
+        """Move the expert biases; return the metrics of the step's routing, see `expert_metrics`."""
+        return expert_metrics(update_expert_bias(self))
 
 
 def build_decoder(options: DecoderConfig, platform: Platform, parts: DecoderParts | None = None) -> Decoder:

@@ -27,6 +27,7 @@ from hp_moe import (
     MoE,
     ReplicatedExperts,
     TensorParallel,
+    moe_layers,
 )
 from hp_trainer.exceptions import ParallelDimsError, raise_if_any
 from hp_trainer.parallel import unsupported_degrees
@@ -65,6 +66,9 @@ def parallelize(
     for block in model.layers:
         if block.moe is not None:
             _expert_parallel(block.moe, dims, mesh)
+            if training is not None:
+                block.moe.step_tokens = training.global_batch_size * training.sequence_length
+    moe_layers(model)  # gives them the names that their messages show
     _shard_over_data(model, dims, mesh, _policy(training), reshard_after_forward)
     if training is not None and training.compile:
         for block in model.layers:
@@ -152,6 +156,8 @@ def _expert_parallel(moe: MoE, dims: ParallelDims, mesh: DeviceMesh) -> None:
         style.apply(moe, mesh[axes])
     if dims.tp_enabled and not isinstance(moe.router.gate.weight, DTensor):
         distribute_module(moe.router.gate, mesh["tp"])
+    if dims.tp_enabled and moe.shared_gate is not None:
+        distribute_module(moe.shared_gate, mesh["tp"])
     moe.token_mesh = _token_mesh(dims, mesh)
 
 
