@@ -13,8 +13,10 @@ from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.tensor.init import init_parameters
 from hp_trainer.config import TrainingConfig
+from hp_trainer.data import Batch
 from hp_trainer.models import DecoderConfig, build_decoder
-from hp_trainer.parallel import ParallelDims
+from hp_trainer.parallel import ParallelDims, context_style
+from hp_trainer.training.sequence_shares import SequenceShares
 
 CONFIG = DecoderConfig(
     vocab_size=40,
@@ -57,6 +59,8 @@ def train_decoder(
     config: DecoderConfig = CONFIG,
     length: int = LENGTH,
     reshard: bool | None = None,
+    recompute: bool = False,
+    packed: bool = False,
 ) -> Trained:
     """Train on fixed random tokens; every data-parallel rank has its own samples.
 
@@ -64,13 +68,15 @@ def train_decoder(
         degrees: of `ParallelDims`; None: the plain model, which is not laid out at all.
         accumulate: micro-batches per step.
         reshard: free gathered weights after forward.
+        recompute: compute blocks again in backward.
+        packed: each sample has documents of several lengths, and some tokens have no target.
     """
     platform = get_platform()
     dims = ParallelDims(**(degrees or {}))
     mesh = dims.build_mesh("cpu", platform=platform)
     model = build_decoder(config, platform)
     if degrees is not None:
-        training = TrainingConfig(steps=STEPS, dtype=dtype)
+        training = TrainingConfig(steps=STEPS, dtype=dtype, activation_checkpointing=recompute, sequence_length=length)
         model.parallelize(dims, mesh, training, reshard_after_forward=reshard)
     init_parameters(model, model.initializer, seed=4)
     share = GLOBAL_BATCH // dims.dp_size
@@ -81,8 +87,13 @@ def train_decoder(
         mine = data[first : first + share]
         total = 0.0
         for micro in numpy.split(mine, accumulate):
-            ids, targets = (platform.from_numpy(part.copy()) for part in (micro[:, :-1], micro[:, 1:]))
-            loss = platform.ops.div(model(ids, targets), GLOBAL_BATCH * length)
+            batch = _batch(micro, length, packed)
+            if dims.cp_enabled:
+                style = context_style(dims, config, TrainingConfig(steps=STEPS, sequence_length=length))
+                batch = SequenceShares(style, dims.cp, mesh["cp"].get_local_rank()).own(batch)
+            given = (batch.ids, batch.targets, batch.positions)
+            arrays = [platform.from_numpy(numpy.ascontiguousarray(x)) for x in given if x is not None]
+            loss = platform.ops.div(model(*arrays), GLOBAL_BATCH * length)
             platform.backward(loss)
             total = platform.ops.add(platform.detach(loss), total)
         total = all_reduce_data(platform.ops.reshape(total, (1,)), mesh["loss"].get_group())
@@ -101,6 +112,17 @@ def train_decoder(
         prompt = platform.from_numpy(numpy.arange(2 * length).reshape(2, length) % config.vocab_size)
         result.logits = platform.to_numpy(model(prompt)).copy()
     return result
+
+
+def _batch(tokens, length, packed):
+    """Return a batch of tokens and their successors; packed: of documents whose lengths differ from row to row."""
+    targets, positions = tokens[:, 1:].copy(), None
+    if packed:
+        places = numpy.arange(length)
+        starts = [numpy.maximum.accumulate(numpy.where(places % (2 + row % 5) == 0, places, 0)) for row in tokens[:, 0]]
+        positions = places - numpy.array(starts)
+        targets[:, 1::3] = -100
+    return Batch(tokens[:, :-1].copy(), targets, positions, numpy.arange(len(tokens)), tokens.size, targets.size)
 
 
 def _whole(platform, x):

@@ -165,8 +165,10 @@ def test_kinds_of_attention(platform, kind, degrees):
 def test_degrees_that_the_model_cannot_use_are_refused():
     with pytest.raises(LaunchError, match="num_experts = 4 cannot be split over ep = 3"):
         on_ranks({"dp_shard": 3, "ep": 3, "world_size": 3})
-    with pytest.raises(LaunchError, match="cp: there is no context parallelism yet"):
-        on_ranks({"cp": 2, "world_size": 2})
+    with pytest.raises(
+        LaunchError, match="there are only num_attention_heads / tp = 4 heads to exchange among 8 ranks"
+    ):
+        on_ranks({"cp": 8, "world_size": 8})
 
 
 @pytest.mark.parametrize("degrees", [None, FOUR, FOLDED], ids=["one rank", "experts cut", "experts folded"])

@@ -177,10 +177,8 @@ def test_keys_and_types_are_told_before_anything_else(work: Path, error) -> None
 
 
 def test_degrees_that_training_cannot_do_yet_are_refused(work: Path, error) -> None:
-    assert error("run.yaml", "--launch.local_ranks=4", "--parallel.cp=2", "--parallel.pp=2") == (
-        "hp-train: run.yaml: 2 problems\n"
-        "--parallel.cp: parallel.cp: there is no context parallelism yet\n"
-        "    expected: 1\n    got: 2\n    try: cp=1\n"
+    assert error("run.yaml", "--launch.local_ranks=4", "--parallel.pp=2") == (
+        "hp-train: run.yaml: 1 problem\n"
         "--parallel.pp: parallel.pp: there is no pipeline parallelism yet\n"
         "    expected: 1\n    got: 2\n    try: pp=1\n"
     )
@@ -189,6 +187,42 @@ def test_degrees_that_training_cannot_do_yet_are_refused(work: Path, error) -> N
 def test_compiled_tensor_parallel_blocks_are_refused(work: Path, error) -> None:
     told = error("run.yaml", "--launch.local_ranks=2", "--parallel.tp=2", "--training.compile=true")
     assert "training.compile: tensor parallel blocks compute on DTensors" in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("--parallel.cp=4", "--parallel.cp_method=ulysses", "--parallel.ulysses_degree=2"),
+            "--parallel.cp_method: parallel.cp_method: ulysses exchanges heads among all 4 ranks, not among "
+            "ulysses_degree = 2\n    expected: ring or all_gather for the others\n    got: ulysses\n"
+            "    try: cp_method=ring, or ulysses_degree=null\n",
+        ),
+        (
+            ("--parallel.cp=4", "--parallel.cp_method=ulysses", "--model.num_attention_heads=2"),
+            "parallel.ulysses_degree: there are only num_attention_heads / tp = 2 heads to exchange among 4 ranks\n"
+            "    expected: at most 2\n    got: 4\n    try: ulysses_degree=1 or 2 and cp_method=ring\n",
+        ),
+        (
+            ("--parallel.cp=4", "--training.compile=true"),
+            "--training.compile: training.compile: attention of context parallel ranks exchanges keys or heads, which "
+            "is not compiled\n    expected: false, or parallel.cp = 1\n    got: true\n",
+        ),
+        (
+            ("--parallel.cp=4", "--parallel.ulysses_degree=3"),
+            "--parallel.ulysses_degree: parallel.ulysses_degree: must divide cp\n    expected: a divisor of cp = 4\n"
+            "    got: 3\n    try: ulysses_degree=2 or 4\n",
+        ),
+        (
+            ("--parallel.cp=4", "--training.sequence_length=3"),
+            "--parallel.cp: parallel.cp: sequences of 3 tokens leave some of cp*tp = 4*1 ranks without any\n"
+            "    expected: cp*tp of at most 3\n    got: 4\n    try: cp=3\n",
+        ),
+    ],
+    ids=["one name for two things", "too few heads", "compiled", "no divisor", "too short"],
+)
+def test_sequences_that_ranks_cannot_share_are_refused(work: Path, error, arguments, message) -> None:
+    assert error("run.yaml", "--launch.local_ranks=4", *arguments).endswith(message)
 
 
 def test_a_batch_that_the_ranks_cannot_share_is_refused(work: Path, error) -> None:
@@ -594,16 +628,19 @@ def test_layouts_of_a_number_of_ranks(installed: Registries, capsys) -> None:
 def test_layouts_of_a_configuration_leave_out_what_it_cannot_do(work: Path, capsys) -> None:
     assert cli.main(["layouts", "run.yaml", "--world-size=4"]) == 0
     assert capsys.readouterr().out == (
-        "5 legal layouts of 4 ranks:\n"
+        "9 legal layouts of 4 ranks:\n"
         "  dp_replicate  dp_shard  cp  tp  pp  ep  etp  expert_mesh\n"
+        "             1         1   2   2   1   1    2       folded\n"
+        "             1         1   4   1   1   1    1       folded\n"
         "             1         2   1   2   1   1    2       folded\n"
+        "             1         2   2   1   1   1    1       folded\n"
         "             1         4   1   1   1   1    1       folded\n"
         "             2         1   1   2   1   1    2       folded\n"
+        "             2         1   2   1   1   1    1       folded\n"
         "             2         2   1   1   1   1    1       folded\n"
         "             4         1   1   1   1   1    1       folded\n"
         "every degree must be one of: 1, 2, 4\n"
-        "10 layouts cannot be used:\n"
-        "  parallel.cp: there is no context parallelism yet (5 layouts)\n"
+        "6 layouts cannot be used:\n"
         "  parallel.pp: there is no pipeline parallelism yet (5 layouts)\n"
         "  parallel.tp: num_key_value_heads = 2 cannot be split over tp = 4 (1 layout)\n"
     )

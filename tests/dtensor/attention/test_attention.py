@@ -34,6 +34,7 @@ CASES = {
     "fewer queries": {"queries": 5},
     "one query": {"queries": 1, "window": 3},
     "fewer packed queries": {"queries": 6, "positions": PACKED},
+    "fewer queries of equal documents": {"queries": 4, "positions": reference.positions_of((5, 8), (3, 10))},
     "one head per key": {"kv_heads": 4},
     "one key head": {"kv_heads": 1, "sinks": True},
     "wider values": {"out_width": 12},

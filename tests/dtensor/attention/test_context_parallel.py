@@ -73,6 +73,16 @@ def test_fewer_tokens_than_ranks(hp_platform, method, degree):
     compare(put_together(results, cut), expected(arrays, {}, {}))
 
 
+@pytest.mark.parametrize(("method", "degree"), [("ring", 1), ("all_gather", 1), ("ring", 2)])
+def test_rows_whose_documents_differ_on_one_rank_alone(hp_platform, method, degree):
+    """Rank 0 has the same documents in both rows, other ranks do not."""
+    packed = {"positions": reference.positions_of((2, 10), (2, 4, 6))}
+    arrays = reference.inputs(keys=12)[:4]
+    cut = SequenceCut(length=12, ranks=4, ulysses_degree=degree, balanced=False)
+    results = run_ranks(attend_on_ranks, 4, hp_platform, hp_platform, arrays, packed, {}, degree, method, False)
+    compare(put_together(results, cut), expected(arrays, packed, {}))
+
+
 def test_repeats_itself_to_the_bit(hp_platform):
     arrays = reference.inputs(keys=LENGTH)[:4]
     runs = [run_ranks(attend_on_ranks, 4, hp_platform, hp_platform, arrays, {}, {}, 2) for _ in range(2)]

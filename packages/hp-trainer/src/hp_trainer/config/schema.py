@@ -106,7 +106,13 @@ class ParallelConfig:
 
     dp_replicate: int = setting(1, help="replicas of the sharded model", minimum=1)
     dp_shard: int = setting(-1, help="data-parallel ranks that share the weights; -1: what is left")
-    cp: int = setting(1, help="context parallel ranks; there is no context parallelism yet", minimum=1)
+    cp: int = setting(1, help="context parallel ranks, which share each sequence", minimum=1)
+    cp_method: Literal["auto", "ulysses", "ring", "all_gather"] = setting(
+        "auto", help="how they share it: heads travel, keys and values travel or are gathered; auto: what costs least"
+    )
+    ulysses_degree: int | None = setting(
+        None, help="how many of the cp ranks exchange heads; null: as cp_method says", minimum=1
+    )
     tp: int = setting(1, help="tensor parallel ranks", minimum=1)
     pp: int = setting(1, help="pipeline stages; there is no pipeline parallelism yet", minimum=1)
     ep: int = setting(1, help="expert parallel ranks; -1: as many as divide both the experts and the ranks")

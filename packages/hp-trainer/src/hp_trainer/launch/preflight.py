@@ -14,7 +14,14 @@ from hp_trainer.config import LoadedConfig, TrainerConfig, settings_by_path
 from hp_trainer.exceptions import ParallelDimsError, Problem, join_choices
 from hp_trainer.launch.platforms import chosen_platform, num_accelerators
 from hp_trainer.models.hugging_face import ModelDirectory
-from hp_trainer.parallel import DEGREES, ParallelDims, degrees_from_config, find_model_problems, unsupported_degrees
+from hp_trainer.parallel import (
+    DEGREES,
+    ParallelDims,
+    context_problems,
+    degrees_from_config,
+    find_model_problems,
+    unsupported_degrees,
+)
 from hp_trainer.registries import Registries
 from hp_trainer.run import RunFolder
 
@@ -55,7 +62,12 @@ def training_problems(dims: ParallelDims, config: TrainerConfig) -> Iterator[Pro
     """Yield why valid degrees cannot train this model on this batch; paths are within the configuration."""
     for problem in unsupported_degrees(dims):
         yield problem.within("parallel")
-    for problem in dims.model_problems(config.model.options, config.training.sequence_length):
+    length = config.training.sequence_length
+    # Context parallel ranks share any length; tensor parallel ones alone have to share it evenly.
+    for problem in (
+        *find_model_problems(dims, config.model.options, None if dims.cp_enabled else length),
+        *context_problems(dims, config.model.options, length),
+    ):
         # What `ParallelDims` calls seq_len has another name in the file.
         hint = problem.hint.replace("seq_len=", "training.sequence_length=")
         yield dataclasses.replace(problem, hint=hint).within("parallel")
@@ -65,6 +77,13 @@ def training_problems(dims: ParallelDims, config: TrainerConfig) -> Iterator[Pro
             path="training.compile",
             what="tensor parallel blocks compute on DTensors, which are not compiled; they would only get slower",
             expected="false, or parallel.tp = 1",
+            got="true",
+        )
+    if config.training.compile and dims.cp_enabled:
+        yield Problem(
+            path="training.compile",
+            what="attention of context parallel ranks exchanges keys or heads, which is not compiled",
+            expected="false, or parallel.cp = 1",
             got="true",
         )
 

@@ -1,6 +1,7 @@
 """Parallel degrees: inferred, checked, listed, and turned into a device mesh."""
 
 from hp_trainer.parallel.axes import DEGREES, ExpertMesh
+from hp_trainer.parallel.context import context_problems, context_style
 from hp_trainer.parallel.dims import ParallelDims, degrees_from_config
 from hp_trainer.parallel.layouts import Layout, describe_layouts, list_layouts
 from hp_trainer.parallel.problems import find_model_problems, unsupported_degrees
@@ -10,6 +11,8 @@ __all__ = [
     "ExpertMesh",
     "Layout",
     "ParallelDims",
+    "context_problems",
+    "context_style",
     "degrees_from_config",
     "describe_layouts",
     "find_model_problems",

@@ -14,6 +14,7 @@ from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.comm.world import World, current_world
 from hp_trainer.exceptions import ParallelDimsError, Problem, raise_if_any
 from hp_trainer.parallel.axes import ALIASES, DEGREES, DENSE_AXES, ExpertMesh, around_dp_shard, product
+from hp_trainer.parallel.context import CpMethod, context_problems
 from hp_trainer.parallel.mesh import build_mesh
 from hp_trainer.parallel.problems import chosen_expert_mesh, find_model_problems, find_problems
 
@@ -41,7 +42,9 @@ class ParallelDims:
         pp: pipeline stages.
         ep: expert parallel ranks.
         etp: tensor parallel ranks within an expert, 1 or `tp`.
-        ulysses_degree: how many of the `cp` ranks exchange heads; None: all of them.
+        ulysses_degree: how many of the `cp` ranks exchange heads; None: all of them, unless `cp_method` says else.
+        cp_method: how the others share keys and values: `"ring"` or `"all_gather"` (with `ulysses_degree` None: all
+            ranks do); `"ulysses"`: all exchange heads; `"auto"`: what costs least; None: `"ring"` beside Ulysses.
         world_size: ranks of the job.
 
     Raises:
@@ -61,6 +64,7 @@ class ParallelDims:
     ep: int = 1
     etp: int = 1
     ulysses_degree: int | None = None
+    cp_method: CpMethod | None = None
     world_size: int = 1
     expert_mesh: ExpertMesh | None = None
 
@@ -221,7 +225,8 @@ class ParallelDims:
 
     def model_problems(self, model: Any, seq_len: int | None = None) -> Iterator[Problem]:
         """Yield the sizes of `model.config` (or of a `model` that has no `config`) that these degrees do not divide."""
-        return find_model_problems(self, model, seq_len)
+        yield from find_model_problems(self, model, seq_len)
+        yield from context_problems(self, getattr(model, "config", model), seq_len)
 
     def validate_against_model(self, model: Any, seq_len: int | None = None) -> None:
         """Check heads, key-value heads, experts and sequence length; fields the model lacks are skipped.
@@ -238,7 +243,7 @@ class ParallelDims:
 
 def degrees_from_config(config: Any, world_size: int, num_experts: int | None = None) -> dict[str, Any]:
     """Return the fields of `ParallelDims` (but `world_size`) that `config` sets, with `from_config`'s defaults."""
-    names = (*DEGREES, "expert_mesh")
+    names = (*DEGREES, "expert_mesh", "cp_method")
     found = {name: getattr(config, name, None) for name in names}
     if found["dp_shard"] is None:
         found["dp_shard"] = getattr(config, "dp", None)

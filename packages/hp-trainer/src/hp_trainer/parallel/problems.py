@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 from hp_trainer.exceptions import Problem, join_choices
-from hp_trainer.parallel.axes import DEGREES, ExpertMesh, around_dp_shard, dense_degrees, product
+from hp_trainer.parallel.axes import CP_METHODS, DEGREES, ExpertMesh, around_dp_shard, dense_degrees, product
 from hp_trainer.parallel.divisors import nearest_divisors
 
 
@@ -74,7 +74,7 @@ def find_model_problems(dims: Any, model: Any, seq_len: int | None = None) -> It
 
 def unsupported_degrees(dims: Any) -> Iterator[Problem]:
     """Yield the kinds of parallelism that the built-in model and training loop do not have."""
-    for name, kind in (("cp", "context"), ("pp", "pipeline")):
+    for name, kind in (("pp", "pipeline"),):
         if getattr(dims, name) > 1:
             yield Problem(
                 path=name,
@@ -100,6 +100,14 @@ def _malformed(dims: Any) -> Iterator[Problem]:
             what="unknown way to place experts",
             expected="'folded' or 'peer'",
             got=repr(dims.expert_mesh),
+        )
+
+    if dims.cp_method not in (None, *CP_METHODS):
+        yield Problem(
+            path="cp_method",
+            what="unknown way to share a sequence",
+            expected=join_choices(CP_METHODS),
+            got=repr(dims.cp_method),
         )
 
 

@@ -11,11 +11,12 @@ from hp_dtensor.platform.interface import Platform
 from hp_fsdp import GradScaler
 from hp_trainer.config import TrainerConfig
 from hp_trainer.data import BatchReader, Dataset, Samples
-from hp_trainer.parallel import ParallelDims
+from hp_trainer.parallel import ParallelDims, context_style
 from hp_trainer.plugins import registries
 from hp_trainer.run import RunFolder
 from hp_trainer.training.initial_weights import give_initial_weights
 from hp_trainer.training.optimizer import Optimizer
+from hp_trainer.training.sequence_shares import SequenceShares
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +78,13 @@ class RankSetup:
             share=self.dims.batch_rank(self.mesh.world.rank),
             once=once,
         )
+
+    def sequence_shares(self) -> SequenceShares | None:
+        """Return what cuts samples to this rank's tokens; None where each rank has whole samples."""
+        if not self.dims.cp_enabled:
+            return None
+        style = context_style(self.dims, self.config.model.options, self.config.training)
+        return SequenceShares(style, self.dims.cp, self.mesh["cp"].get_local_rank())
 
 
 def open_dataset(run: RunFolder, config: TrainerConfig) -> Dataset:

@@ -21,6 +21,7 @@ class OptimizerStep:
     def __init__(self, setup: RankSetup) -> None:
         self.config, self.platform, self.mesh = setup.config, setup.platform, setup.mesh
         self.model, self.optimizer, self.scaler = setup.model, setup.optimizer, setup.scaler
+        self.shares = setup.sequence_shares()
 
     def accumulate_gradients(self, batch: Batch) -> Tensor:
         """Run forward and backward of every micro-batch; return this rank's part of the mean loss per target.
@@ -40,6 +41,7 @@ class OptimizerStep:
 
     def loss_sum(self, batch: Batch) -> Tensor:
         """Return the cross entropy summed over this rank's targets, in nats."""
+        batch = batch if self.shares is None else self.shares.own(batch)
         given = (batch.ids, batch.targets, batch.positions)
         arrays = (self.platform.from_numpy(np.ascontiguousarray(x)) for x in given if x is not None)
         return self.model(*arrays)

@@ -10,6 +10,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from hp_dtensor.parallel.attention.mask import Run, Tokens
 
 _BAND_ROWS = 512
@@ -60,7 +62,7 @@ def plan_blocks(queries: Tokens, keys: Tokens, causal: bool, window: int | None,
         tile: most queries and most keys of a block, where its scores are held as a matrix; None: any number.
     """
     planned = []
-    for start, stop in queries.rows():
+    for start, stop in _equal_rows(queries, keys):
         runs: dict[int, list[Run]] = {}
         for run in keys.runs(start):
             runs.setdefault(run.document, []).append(run)
@@ -71,6 +73,15 @@ def plan_blocks(queries: Tokens, keys: Tokens, causal: bool, window: int | None,
         )
         planned.append(Rows(start, stop, segments))
     return tuple(planned)
+
+
+def _equal_rows(queries: Tokens, keys: Tokens) -> list[tuple[int, int | None]]:
+    """Return (start, stop) of the rows of the batch whose queries and keys are of the same documents; None: all."""
+    if queries.documents is None or keys.documents is None:
+        return [(0, None)]
+    documents = np.concatenate([queries.documents, keys.documents], axis=1)
+    changes = np.flatnonzero((documents[1:] != documents[:-1]).any(axis=1)) + 1
+    return list(itertools.pairwise([0, *changes.tolist(), len(documents)]))
 
 
 def is_empty(plan: Plan) -> bool:

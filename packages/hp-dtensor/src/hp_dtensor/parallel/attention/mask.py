@@ -101,14 +101,6 @@ class Tokens:
     def count(self) -> int:
         return int(self.places.size)
 
-    def rows(self) -> list[tuple[int, int | None]]:
-        """Return (start, stop) of the rows of the batch whose documents are the same; stop None: all rows."""
-        if self.documents is None:
-            return [(0, None)]
-        changes = np.flatnonzero((self.documents[1:] != self.documents[:-1]).any(axis=1)) + 1
-        bounds = [0, *changes.tolist(), len(self.documents)]
-        return list(itertools.pairwise(bounds))
-
     def runs(self, row: int) -> list[Run]:
         """Return the stretches of tokens that follow each other in one document of a row."""
         if not self.count:

@@ -56,6 +56,7 @@ class Decoder(nn.Module):
         layers: the blocks of these parts, by their index in the whole.
         norm: None in parts without a head.
         head: None when the embedding is the head, and in parts without one.
+        rotary: angles by length and positions.
         recomputes: in training, each block keeps its input alone and is computed again in backward.
 
     Raises:
@@ -77,7 +78,7 @@ class Decoder(nn.Module):
         self.norm: Any = build_norm(config, config.hidden_size) if parts.head else None
         own_head = parts.head and not config.tie_word_embeddings
         self.head: Any = nn.Linear(config.hidden_size, config.vocab_size) if own_head else None
-        self._rotary = RotaryTables(self.platform, config)
+        self.rotary = RotaryTables(self.platform, config)
 
     def forward(self, ids: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         """See `hp_trainer.models.LanguageModel`.
@@ -86,7 +87,7 @@ class Decoder(nn.Module):
         head the activations after the last block are returned, and there are no `targets`.
         """
         x = ids if self.embed is None else self._embedded(ids)
-        rotation = self._rotary.of_length(x.shape[1], positions, like=x)
+        rotation = self.rotary.of_length(x.shape[1], positions, like=x)
         masks = self._masks(positions)
         for layer in self.layers:
             mask = masks[layer.window]

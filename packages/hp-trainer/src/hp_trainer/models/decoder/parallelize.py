@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.parallel.context_parallel import ContextParallel
 from hp_dtensor.parallel.distribute_module import distribute_module
 from hp_dtensor.parallel.parallelize_module import parallelize_module
 from hp_dtensor.parallel.parameters import place_parameter
@@ -30,7 +31,7 @@ from hp_moe import (
     moe_layers,
 )
 from hp_trainer.exceptions import ParallelDimsError, raise_if_any
-from hp_trainer.parallel import unsupported_degrees
+from hp_trainer.parallel import context_style, unsupported_degrees
 
 if TYPE_CHECKING:
     from hp_trainer.config import TrainingConfig
@@ -63,6 +64,8 @@ def parallelize(
     raise_if_any(unsupported_degrees(dims), ParallelDimsError, "parallel degrees")
     if dims.tp_enabled:
         _tensor_parallel(model, mesh["tp"])
+    if dims.cp_enabled:
+        _context_parallel(model, context_style(dims, model.config, training), mesh["cp"])
     for block in model.layers:
         if block.moe is not None:
             _expert_parallel(block.moe, dims, mesh)
@@ -147,6 +150,16 @@ def _feed_forward_plan(name: str) -> dict[str, ParallelStyle]:
     }
 
 
+# Context parallel ----------------------------------------------------------------------------------------
+
+
+def _context_parallel(model: Decoder, style: ContextParallel, mesh: DeviceMesh) -> None:
+    """Share sequences in each block's attention, which is computed again with its block; all else is per token."""
+    model.rotary.sequence_ranks = mesh.size()
+    for block in model.layers:
+        style.apply(block.attention, mesh)
+
+
 # Experts -------------------------------------------------------------------------------------------------
 
 
@@ -202,7 +215,7 @@ def _shard_over_data(
     policy: MixedPrecisionPolicy,
     reshard_after_forward: bool | None,
 ) -> None:
-    outer = ("dp_replicate",) if dims.dp_replicate > 1 else ()
+    outer = _replica_axes(dims, mesh)
     dense, experts = mesh[*outer, "fsdp"], mesh[*outer, "efsdp"]
     # Scores are float32 whatever the experts compute in; the rows have been cast by the block.
     expert_policy = replace(policy, cast_forward_inputs=False)
@@ -212,6 +225,20 @@ def _shard_over_data(
             _shard(block.moe.experts, experts, expert_policy, options)
         _shard(block, dense, policy, options)
     _shard(model, dense, policy, options)
+
+
+def _replica_axes(dims: ParallelDims, mesh: DeviceMesh) -> tuple[str, ...]:
+    """Return the axis, if any, over which weights are replicated and their gradients summed.
+
+    Context parallel ranks are among those that share one copy in the folded mesh, and replicas in the peer mesh.
+    """
+    axes = ["dp_replicate"] if dims.dp_replicate > 1 else []
+    if dims.expert_mesh == "peer" and dims.cp_enabled:
+        axes.append("cp")
+    if len(axes) == 2:
+        mesh.flatten("replicas", axes)
+        return ("replicas",)
+    return tuple(axes)
 
 
 def _shard(module: Any, mesh: DeviceMesh, policy: MixedPrecisionPolicy, options: dict[str, Any]) -> None:

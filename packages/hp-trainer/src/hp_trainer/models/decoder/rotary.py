@@ -15,10 +15,14 @@ Tensor = Any
 
 
 class RotaryTables:
-    """Cosines and sines by length, made once each."""
+    """Cosines and sines by length, made once each.
+
+    Attributes:
+        sequence_ranks: ranks that share a sequence; positions are those of the whole.
+    """
 
     def __init__(self, platform: Platform, config: DecoderConfig) -> None:
-        self.platform = platform
+        self.platform, self.sequence_ranks = platform, 1
         self.frequencies, self.factor = rotary_frequencies(config.rotary_dim, config.rope_theta, config.rope_scaling)
         self._tables: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -26,8 +30,12 @@ class RotaryTables:
         """Return the rotation of a text of `length` tokens, replicated where `like` is distributed.
 
         Args:
-            positions: int64 `[batch, length]`, each below `length`; None: 0 .. length - 1 in every sample.
+            positions: int64 `[batch, length]`, each below the length of the whole sequence; None: 0 .. length - 1 in
+                every sample.
         """
+        if positions is not None and self.sequence_ranks > 1:
+            # This rank has one or two chunks of the sequence, each at most one token shorter than another rank's.
+            length = (length + 2) * self.sequence_ranks
         if length not in self._tables:
             angles = numpy.outer(numpy.arange(length), self.frequencies)
             tables = (self.factor * numpy.cos(angles), self.factor * numpy.sin(angles))

@@ -1,0 +1,120 @@
+"""Context parallelism of a model: the method that its ranks share a sequence by, and what keeps them from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+from hp_dtensor.parallel.context_parallel import AttentionShape, ContextParallel, choose_context_parallel
+from hp_trainer.exceptions import Problem, join_choices
+from hp_trainer.parallel.divisors import divisors
+
+if TYPE_CHECKING:
+    from hp_trainer.config import TrainingConfig
+
+CpMethod = Literal["auto", "ulysses", "ring", "all_gather"]
+
+
+def context_style(dims: Any, config: Any, training: TrainingConfig | None = None) -> ContextParallel:
+    """Return the style of attention modules under these degrees; the same on every rank.
+
+    Args:
+        dims: a `ParallelDims`.
+        config: the model's options; heads are read where it has them.
+        training: length and batch, by which the cheapest method is chosen where none is named; None: a long sequence.
+    """
+    method, degree = _method(dims, config, training)
+    length = None if training is None else training.sequence_length
+    # Always head and tail chunks: layers may have different masks, but tokens lie in one order.
+    return ContextParallel(
+        method=method, ulysses_degree=degree, balanced=True, length=length, whole_without_positions=True
+    )
+
+
+def context_problems(dims: Any, config: Any, length: int | None = None) -> Iterator[Problem]:
+    """Yield why context parallel ranks cannot share this model's sequences.
+
+    Args:
+        dims: an object with the fields of `ParallelDims`.
+        config: the model's options; what it lacks is not checked.
+        length: tokens per sample.
+    """
+    if dims.cp == 1:
+        return
+    heads = _heads(dims, config)
+    if dims.cp_method == "ulysses" and dims.ulysses_degree not in (None, dims.cp):
+        yield Problem(
+            path="cp_method",
+            what=f"ulysses exchanges heads among all {dims.cp} ranks, not among ulysses_degree = {dims.ulysses_degree}",
+            expected="ring or all_gather for the others",
+            got="ulysses",
+            hint="cp_method=ring, or ulysses_degree=null",
+        )
+    elif heads is not None and (named := _named_degree(dims)) is not None and named > heads:
+        legal = [degree for degree in divisors(dims.cp) if degree <= heads]
+        yield Problem(
+            path="ulysses_degree",
+            what=f"there are only num_attention_heads / tp = {heads} heads to exchange among {named} ranks",
+            expected=f"at most {heads}",
+            got=str(named),
+            hint=f"ulysses_degree={join_choices(legal[-2:])} and cp_method=ring",
+        )
+    if length is not None and length < dims.cp * dims.tp:
+        yield Problem(
+            path="cp",
+            what=f"sequences of {length} tokens leave some of cp*tp = {dims.cp}*{dims.tp} ranks without any",
+            expected=f"cp*tp of at most {length}",
+            got=str(dims.cp * dims.tp),
+            hint=f"cp={max(1, length // dims.tp)}",
+        )
+
+
+def _method(dims: Any, config: Any, training: TrainingConfig | None) -> tuple[Any, int]:
+    """Return the method beside Ulysses, and the ranks that exchange heads."""
+    if dims.cp_method in ("ring", "all_gather"):
+        return dims.cp_method, dims.ulysses_degree or 1
+    if dims.cp_method != "auto" or _heads(dims, config) is None:
+        return "ring", dims.ulysses_size
+    best = choose_context_parallel(_shape(dims, config, training), dims.cp, ulysses_degree=dims.ulysses_degree).best
+    return best.method, best.ulysses_degree
+
+
+def _shape(dims: Any, config: Any, training: TrainingConfig | None) -> AttentionShape:
+    heads = _heads(dims, config)
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if getattr(config, "attention", None) == "latent":
+        kv_heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    batch, length, itemsize = 1, 1 << 15, 2
+    if training is not None:
+        batch = training.micro_batch_size or max(1, training.global_batch_size // dims.dp_size)
+        length, itemsize = training.sequence_length, 4 if training.dtype == "float32" else 2
+    return AttentionShape(
+        batch=batch,
+        length=length,
+        heads=heads or 1,
+        kv_heads=max(1, kv_heads // dims.tp),
+        head_dim=head_dim,
+        window=_common_window(config),
+        itemsize=itemsize,
+    )
+
+
+def _common_window(config: Any) -> int | None:
+    """Return the window of layers that all have one, the widest; None where some see everything."""
+    if not hasattr(config, "window_of"):
+        return None
+    windows = {config.window_of(layer) for layer in range(config.num_hidden_layers)}
+    return None if None in windows or not windows else max(windows)
+
+
+def _heads(dims: Any, config: Any) -> int | None:
+    heads = getattr(config, "num_attention_heads", None)
+    return None if heads is None else max(1, heads // dims.tp)
+
+
+def _named_degree(dims: Any) -> int | None:
+    """Return the ranks that are told to exchange heads; None where the method is chosen or exchanges none."""
+    if dims.ulysses_degree is not None:
+        return int(dims.ulysses_degree)
+    return int(dims.cp) if dims.cp_method in ("ulysses", None) else None
