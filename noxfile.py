@@ -34,6 +34,7 @@ nox.options.sessions = [
     "subsets",
     "floors",
     "docs",
+    "site",
 ]
 # By name only: `main` is the other command of the README, `loss_parity` trains five times, `bench` measures,
 # `proof` takes hours, `release` is for those who release.
@@ -317,3 +318,12 @@ def release(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """The documentation: every link within the repository leads somewhere, every Python block parses."""
     run(session, house_tools(), "tools/check_docs.py")
+
+
+@session
+def site(session: nox.Session) -> None:
+    """The documentation site, in site/html: every page, and a reference from docstrings; a broken link is an error."""
+    requirements = ("mkdocs==1.6.1", "mkdocs-material==9.8.1", "mkdocstrings[python]==1.0.8")
+    python = Environment("site", requirements=requirements).prepare(workspace.NOX_FOLDER / "site")
+    run(session, python, "tools/site_pages.py", "site/pages")
+    run(session, python, "-m", "mkdocs", "build", "--quiet", NO_MKDOCS_2_WARNING="1")

@@ -52,7 +52,7 @@ def test_a_run_from_the_command_to_the_samples(folder, hp_train):
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step-00000003", "step-00000006"]
     assert (run.logs / "rank1.log").is_file()
     assert "parameters, 2 ranks on" in out
-    assert re.search(r"step 6/6  loss \d\.\d{4}  [\d,]+ tokens/s  lr \S+  left 0:00", out)
+    assert re.search(r"step 6/6  loss \d\.\d{4}  [\d,]+ tokens/s  lr \S+  [\d.]+ GiB  \S+ GFLOP/s  left 0:00", out)
     assert "step 3: evaluation loss" in out
     samples = run.samples_file.read_text()
     assert "\nab" in samples

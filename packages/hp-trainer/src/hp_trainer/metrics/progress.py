@@ -96,7 +96,7 @@ class ProgressTracker(Tracker):
         if record.peak_memory_gib is not None:
             parts.append(f"{record.peak_memory_gib:.1f} GiB")
         if record.model_flops_per_second:
-            parts.append(f"{record.model_flops_per_second / 1e12:.3g} TFLOP/s")
+            parts.append(format_flops(record.model_flops_per_second))
         if record.utilization is not None:
             parts.append(f"{record.utilization:.0%} of peak")
         return "  ".join(parts)
@@ -112,6 +112,11 @@ class ProgressTracker(Tracker):
         # A reader that has gone (`hp-train ... | head`), or a terminal that was closed, is no reason to end a run.
         with contextlib.suppress(OSError, ValueError):
             print(text, file=self._stream, flush=True)
+
+
+def format_flops(rate: float) -> str:
+    """Format floating-point operations per second: `387 TFLOP/s`, `0.25 GFLOP/s`."""
+    return f"{rate / 1e12:.3g} TFLOP/s" if rate >= 1e11 else f"{rate / 1e9:.3g} GFLOP/s"
 
 
 def format_seconds(seconds: float) -> str:

@@ -1,0 +1,109 @@
+"""Stage the pages of the documentation site: every Markdown page where it lies, and a reference of public names.
+
+python tools/site_pages.py FOLDER
+
+The pages keep their places relative to each other, so that their links hold; what they link to that is no page comes
+along as a file.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+COMPONENTS = ("hp_dtensor", "hp_fsdp", "hp_moe", "hp_trainer")
+LINK = re.compile(r"(\]\()([^)\s#]+)")
+
+
+def stage(folder: Path) -> None:
+    """Fill a folder, emptied before, with everything that the site is built from."""
+    shutil.rmtree(folder, ignore_errors=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    for name in listed.stdout.split():
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(page_text(ROOT / name))
+        for linked in linked_files(ROOT / name):
+            beside = folder / linked.relative_to(ROOT)
+            beside.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(linked, beside)
+    reference = folder / "reference"
+    reference.mkdir(parents=True)
+    for package in COMPONENTS:
+        (reference / f"{package}.md").write_text(reference_page(package))
+
+
+def page_text(page: Path) -> str:
+    """Return a page's text, its links to folders leading to pages."""
+    text = page.read_text(encoding="utf-8")
+    return LINK.sub(lambda found: found[1] + link_to_page(page, found[2]), text)
+
+
+def link_to_page(page: Path, link: str) -> str:
+    """Return a link that leads to a page: that of a folder to its README, if it has one."""
+    target = page.parent / link
+    if re.match(r"[a-z]+:", link) or not target.is_dir() or not (target / "README.md").is_file():
+        return link
+    return f"{link.rstrip('/')}/README.md"
+
+
+def linked_files(page: Path) -> Iterator[Path]:
+    """Yield the files within the repository that a page links to and that are no pages."""
+    for found in LINK.finditer(page.read_text(encoding="utf-8")):
+        target = (page.parent / found[2]).resolve()
+        if target.is_file() and target.suffix != ".md" and target.is_relative_to(ROOT):
+            yield target
+
+
+def reference_page(package: str) -> str:
+    """Return a page with the documentation of each public name of a package, from its docstring."""
+    source = ROOT / "packages" / package.replace("_", "-") / "src" / package
+    tree = ast.parse((source / "__init__.py").read_text(encoding="utf-8"))
+    lines = [f"# {package}", "", ast.get_docstring(tree) or ""]
+    for name, home in sorted(public_names(source), key=lambda each: each[0].lower()):
+        lines += ["", f"::: {home}.{name}"]
+    return "\n".join(lines) + "\n"
+
+
+def public_names(source: Path) -> Iterator[tuple[str, str]]:
+    """Yield each public name of a package, and of its public folders, with the module that defines it."""
+    found: dict[str, str] = {}
+    for file in (source / "__init__.pyi", source / "__init__.py", *sorted(source.glob("[a-z]*/__init__.py"))):
+        if file.is_file():
+            for name, module in imported_names(file, source.name):
+                home = home_of(source, module, name)
+                if home is not None:
+                    found.setdefault(name, home)
+    yield from found.items()
+
+
+def imported_names(file: Path, package: str) -> Iterator[tuple[str, str]]:
+    """Yield each public name that a module imports from its own package, with the module that it is imported from."""
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == package:
+            yield from ((alias.name, str(node.module)) for alias in node.names if not alias.name.startswith("_"))
+
+
+def home_of(source: Path, module: str, name: str) -> str | None:
+    """Return the module that defines a name which `module` offers; None for a module, which has pages of its own."""
+    base = source.parent / Path(*module.split("."))
+    file = base.with_suffix(".py") if base.with_suffix(".py").is_file() else base / "__init__.py"
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if name in [getattr(node, "name", None), *(getattr(target, "id", None) for target in targets)]:
+            return module
+    inner = dict(imported_names(file, source.name)).get(name)
+    return None if inner is None else home_of(source, inner, name)
+
+
+if __name__ == "__main__":
+    stage(Path(sys.argv[1]))
