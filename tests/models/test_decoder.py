@@ -146,9 +146,21 @@ def test_parts_one_after_the_other_are_the_whole(platform, tied):
     numpy.testing.assert_array_equal(platform.to_numpy(x), platform.to_numpy(model(platform.from_numpy(data))))
 
 
-def test_a_tied_head_without_its_embedding_is_refused(platform):
-    with pytest.raises(ValueError, match="tie_word_embeddings: the head is the embedding"):
-        build_decoder(replace(SMALL, tie_word_embeddings=True), platform, DecoderParts(embed=False))
+def test_a_tied_head_without_its_embedding_has_a_copy_of_the_table(platform):
+    part = build_decoder(replace(SMALL, tie_word_embeddings=True), platform, DecoderParts(embed=False, layers=()))
+    assert {name for name, _ in platform.named_parameters(part)} == {"embed.weight", "norm.weight"}
+    hidden = platform.zeros((1, 2, SMALL.hidden_size), platform.dtype("float32"))
+    assert tuple(part(hidden).shape) == (1, 2, SMALL.vocab_size)
+
+
+def test_parts_of_a_part_run_alone(platform):
+    """A rank with several pipeline stages builds them all, and calls one at a time."""
+    whole, data = build(platform, SMALL), tokens(SMALL, batch=2)
+    layers, x = range(SMALL.num_hidden_layers), platform.from_numpy(data)
+    for part in [DecoderParts(layers=layers[:1], head=False), DecoderParts(embed=False, layers=layers[1:])]:
+        x = whole(x, parts=part)
+    expected = platform.to_numpy(whole(platform.from_numpy(data)))
+    numpy.testing.assert_array_equal(platform.to_numpy(x), expected)
 
 
 def test_logits_of_a_prefix_do_not_depend_on_what_follows(platform):

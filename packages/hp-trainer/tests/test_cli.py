@@ -165,7 +165,7 @@ def test_keys_and_types_are_told_before_anything_else(work: Path, error) -> None
         "hp-train: run.yaml: 3 problems\n"
         "run.yaml:2: traning: unknown key\n"
         "    expected: one of checkpoint, data, generate, launch, lr_schedule, metrics, model, optimizer, parallel, "
-        "platform, run, training\n"
+        "pipeline, platform, run, training\n"
         "    try: training\n"
         "run.yaml: training.steps: missing\n"
         "    expected: a whole number: optimizer steps of the whole run\n"
@@ -176,11 +176,10 @@ def test_keys_and_types_are_told_before_anything_else(work: Path, error) -> None
     )
 
 
-def test_degrees_that_training_cannot_do_yet_are_refused(work: Path, error) -> None:
+def test_a_pipeline_of_a_model_that_cannot_be_cut_is_refused(work: Path, error) -> None:
     assert error("run.yaml", "--launch.local_ranks=4", "--parallel.pp=2") == (
         "hp-train: run.yaml: 1 problem\n"
-        "--parallel.pp: parallel.pp: there is no pipeline parallelism yet\n"
-        "    expected: 1\n    got: 2\n    try: pp=1\n"
+        "--parallel.pp: parallel.pp: model 'tiny' has no num_hidden_layers by which to cut it into stages\n"
     )
 
 
@@ -641,7 +640,7 @@ def test_layouts_of_a_configuration_leave_out_what_it_cannot_do(work: Path, caps
         "             4         1   1   1   1   1    1       folded\n"
         "every degree must be one of: 1, 2, 4\n"
         "6 layouts cannot be used:\n"
-        "  parallel.pp: there is no pipeline parallelism yet (5 layouts)\n"
+        "  parallel.pp: model 'tiny' has no num_hidden_layers by which to cut it into stages (5 layouts)\n"
         "  parallel.tp: num_key_value_heads = 2 cannot be split over tp = 4 (1 layout)\n"
     )
 

@@ -26,6 +26,7 @@ def clip_grad_norm_(
     *,
     platform: Platform | None = None,
     copies_over: DeviceMesh | None = None,
+    not_counted: Iterable[Tensor] = (),
 ) -> Tensor:
     """Scale all gradients so that their joint norm is at most `max_norm`, and return the norm before that.
 
@@ -37,6 +38,7 @@ def clip_grad_norm_(
         norm_type: 2 or infinity.
         copies_over: the mesh (seen from this rank) of the ranks that have the same parameters, where others have
             different ones, such as the ranks of one pipeline stage; default: all ranks.
+        not_counted: those of `parameters` that other ranks count, such as copies of tied weights; they are scaled too.
 
     Returns:
         The total norm, a plain 0-d float32 tensor, the same on every rank.
@@ -58,8 +60,10 @@ def clip_grad_norm_(
         raise ValueError(f"clip_grad_norm_: norm_type must be 2 or inf, got {norm_type}")
     found = list(parameters)
     platform = platform if platform is not None else _platform_of(found)
-    grads = [grad for parameter in found if (grad := platform.get_grad(parameter)) is not None]
-    total = total_norm(grads, norm_type, platform, copies_over)
+    elsewhere = {id(parameter) for parameter in not_counted}
+    pairs = [(id(p), grad) for p in found if (grad := platform.get_grad(p)) is not None]
+    grads = [grad for _, grad in pairs]
+    total = total_norm([grad for key, grad in pairs if key not in elsewhere], norm_type, platform, copies_over)
     factor = platform.ops.clamp(platform.ops.div(max_norm, platform.ops.add(total, 1e-6)), max=1.0)
     with platform.no_grad():
         platform.scale_([_local(platform, grad) for grad in grads], factor)

@@ -114,7 +114,7 @@ class ParallelConfig:
         None, help="how many of the cp ranks exchange heads; null: as cp_method says", minimum=1
     )
     tp: int = setting(1, help="tensor parallel ranks", minimum=1)
-    pp: int = setting(1, help="pipeline stages; there is no pipeline parallelism yet", minimum=1)
+    pp: int = setting(1, help="ranks of a pipeline, each with its stages of the model", minimum=1)
     ep: int = setting(1, help="expert parallel ranks; -1: as many as divide both the experts and the ranks")
     etp: int | None = setting(None, help="tensor parallel ranks in an expert, 1 or tp; null: tp", minimum=1)
     expert_mesh: Literal["folded", "peer"] = setting(
@@ -129,6 +129,22 @@ class ParallelConfig:
             yield Problem(path="ep", what="out of range", expected="-1 or a whole number >= 1", got=str(self.ep))
         if self.ep == -1 and self.expert_mesh == "peer":
             yield Problem(path="ep", what="-1 needs expert_mesh = folded", expected="a whole number >= 1", got="-1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """Stages and schedule of a pipeline (`parallel.pp` above 1); `hp-train schedule` shows one."""
+
+    schedule: str = setting("1f1b", help="order of forwards and backwards: a name that `hp-train schedule` lists")
+    stages_per_rank: int | None = setting(
+        None, help="stages on each rank; null: 2 for schedules that need several, else 1", minimum=1
+    )
+    microbatches: int | None = setting(
+        None, help="micro-batches of a step; null: by training.micro_batch_size, or one sample each", minimum=1
+    )
+    layers: tuple[int, ...] | None = setting(
+        None, help="layers of each stage, in order; null: even in estimated operations", minimum=0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +212,7 @@ class TrainerConfig:
     optimizer: Component = component("optimizers", "adamw", help="the optimizer and its settings")
     lr_schedule: LrScheduleConfig = section(LrScheduleConfig, help="learning rate over the run")
     parallel: ParallelConfig = section(ParallelConfig, help="degrees of every kind of parallelism")
+    pipeline: PipelineConfig = section(PipelineConfig, help="stages and schedule of a pipeline")
     checkpoint: CheckpointConfig = section(help="when checkpoints are written and kept")
     metrics: MetricsConfig = section(help="trackers of loss, speed and learning rate")
     launch: LaunchConfig = section(LaunchConfig, help="local ranks")

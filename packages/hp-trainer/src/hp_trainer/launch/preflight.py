@@ -12,6 +12,7 @@ from hp_dtensor.exceptions import RegistryError
 from hp_dtensor.launch import is_launched
 from hp_trainer.config import LoadedConfig, TrainerConfig, settings_by_path
 from hp_trainer.exceptions import ParallelDimsError, Problem, join_choices
+from hp_trainer.launch.pipeline_problems import find_model_part_problems, find_pipeline_problems
 from hp_trainer.launch.platforms import chosen_platform, num_accelerators
 from hp_trainer.models.hugging_face import ModelDirectory
 from hp_trainer.parallel import (
@@ -20,7 +21,6 @@ from hp_trainer.parallel import (
     context_problems,
     degrees_from_config,
     find_model_problems,
-    unsupported_degrees,
 )
 from hp_trainer.registries import Registries
 from hp_trainer.run import RunFolder
@@ -60,8 +60,6 @@ def check_resumed_run(
 
 def training_problems(dims: ParallelDims, config: TrainerConfig) -> Iterator[Problem]:
     """Yield why valid degrees cannot train this model on this batch; paths are within the configuration."""
-    for problem in unsupported_degrees(dims):
-        yield problem.within("parallel")
     length = config.training.sequence_length
     # Context parallel ranks share any length; tensor parallel ones alone have to share it evenly.
     for problem in (
@@ -86,6 +84,7 @@ def training_problems(dims: ParallelDims, config: TrainerConfig) -> Iterator[Pro
             expected="false, or parallel.cp = 1",
             got="true",
         )
+    yield from find_pipeline_problems(dims, config)
 
 
 def _run_problems(config: TrainerConfig, world_size: int, registered: Registries) -> Iterator[Problem]:
@@ -94,6 +93,8 @@ def _run_problems(config: TrainerConfig, world_size: int, registered: Registries
         yield platform
     else:
         yield from _entry_problems(config, platform, registered)
+        if config.parallel.pp > 1:
+            yield from find_model_part_problems(config, platform, registered)
         yield from _device_problems(config, platform)
     num_experts = getattr(config.model.options, "num_experts", None)
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -61,5 +61,10 @@ class LanguageModel(Protocol):
             reshard_after_forward: as in `hp_fsdp.fully_shard`.
         """
 
-    def after_optimizer_step(self) -> Mapping[str, float]:
-        """Called on every rank after each optimizer step; returns numbers worth logging, equal on all ranks."""
+    def after_optimizer_step(self, everyones: Callable[[Any], list[Any]] | None = None) -> Mapping[str, float]:
+        """Called on every rank after each optimizer step; returns numbers worth logging, equal on all ranks.
+
+        Args:
+            everyones: returns a JSON value of every rank of a pipeline, for numbers about all stages; given to parts of
+                a model alone.
+        """

@@ -4,7 +4,7 @@ from hp_trainer.parallel.axes import DEGREES, ExpertMesh
 from hp_trainer.parallel.context import context_problems, context_style
 from hp_trainer.parallel.dims import ParallelDims, degrees_from_config
 from hp_trainer.parallel.layouts import Layout, describe_layouts, list_layouts
-from hp_trainer.parallel.problems import find_model_problems, unsupported_degrees
+from hp_trainer.parallel.problems import find_model_problems
 
 __all__ = [
     "DEGREES",
@@ -17,5 +17,4 @@ __all__ = [
     "describe_layouts",
     "find_model_problems",
     "list_layouts",
-    "unsupported_degrees",
 ]

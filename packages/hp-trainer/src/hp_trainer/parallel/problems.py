@@ -68,21 +68,17 @@ def find_model_problems(dims: Any, model: Any, seq_len: int | None = None) -> It
     config = getattr(model, "config", model)
     for field, degree in (("num_attention_heads", "tp"), ("num_key_value_heads", "tp"), ("num_experts", "ep")):
         yield from _divides(field, getattr(config, field, None), degree, getattr(dims, degree))
+    layers = getattr(config, "num_hidden_layers", None)
+    if layers is not None and dims.pp > layers:
+        yield Problem(
+            path="pp",
+            what=f"num_hidden_layers = {layers} cannot be cut into stages for pp = {dims.pp} ranks",
+            expected=f"at most {layers}",
+            got=str(dims.pp),
+            hint=f"pp={layers}",
+        )
     if seq_len is not None and seq_len % (dims.cp * dims.tp):
         yield _sequence_problem(seq_len, dims.cp, dims.tp)
-
-
-def unsupported_degrees(dims: Any) -> Iterator[Problem]:
-    """Yield the kinds of parallelism that the built-in model and training loop do not have."""
-    for name, kind in (("pp", "pipeline"),):
-        if getattr(dims, name) > 1:
-            yield Problem(
-                path=name,
-                what=f"there is no {kind} parallelism yet",
-                expected="1",
-                got=str(getattr(dims, name)),
-                hint=f"{name}=1",
-            )
 
 
 def _malformed(dims: Any) -> Iterator[Problem]:

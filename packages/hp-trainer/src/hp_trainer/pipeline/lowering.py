@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 
 from hp_trainer.pipeline.actions import Action, Kind, Schedule
 from hp_trainer.pipeline.dependencies import GIVES_INPUT_GRAD
@@ -11,7 +11,7 @@ COMPLETES_WEIGHT_GRAD = (Kind.BACKWARD, Kind.WEIGHT_GRAD)
 
 
 def rank_actions(
-    schedule: Schedule, rank: int, *, forward_only: bool = False, sharded_stages: Collection[int] = ()
+    schedule: Schedule, rank: int, *, forward_only: bool = False, sharded_stages: Mapping[int, object] | None = None
 ) -> tuple[Action, ...]:
     """Return everything that a rank does in a step, in order.
 
@@ -22,7 +22,8 @@ def rank_actions(
 
     Args:
         forward_only: leave out everything that belongs to the backward.
-        sharded_stages: stages whose parameters are gathered before their first use and reduced after the last.
+        sharded_stages: stages whose parameters are gathered before their first use and reduced after the last, each
+            with a key: stages of one key share their parameters.
 
     Example:
         >>> from hp_trainer.pipeline import build_schedule, rank_actions
@@ -31,17 +32,18 @@ def rank_actions(
         ['0RECV_B0', '0F0', '0SEND_F0', '0B0']
     """
     compute = [a for a in schedule.actions[rank] if not forward_only or a.kind is Kind.FORWARD]
-    last_use = {action.stage: action for action in compute if action.kind in (Kind.FORWARD, *COMPLETES_WEIGHT_GRAD)}
-    unsharded: set[int] = set()
+    keys = sharded_stages or {}
+    uses = [a for a in compute if a.stage in keys and a.kind in (Kind.FORWARD, *COMPLETES_WEIGHT_GRAD)]
+    last_use = {keys[action.stage]: action for action in uses}
+    first_use = {keys[action.stage]: action for action in reversed(uses)}
     actions: list[Action] = list(_receive(schedule, rank, compute[0])) if compute else []
     for position, action in enumerate(compute):
-        if action.stage in sharded_stages and action.stage not in unsharded:
-            unsharded.add(action.stage)
+        if action in first_use.values():
             actions.append(Action(action.stage, Kind.UNSHARD))
         for following in compute[position + 1 : position + 2]:
             actions += _receive(schedule, rank, following)
         actions += [action, *_send(schedule, rank, action)]
-        if action.stage in sharded_stages and action is last_use[action.stage]:
+        if action in last_use.values():
             actions.append(Action(action.stage, Kind.RESHARD if forward_only else Kind.REDUCE_GRAD))
     return tuple(actions)
 

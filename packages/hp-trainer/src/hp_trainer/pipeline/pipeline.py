@@ -16,6 +16,8 @@ from hp_trainer.pipeline.messages import MessageLayout
 from hp_trainer.pipeline.microbatches import merge_outputs, split_all, split_inputs
 from hp_trainer.pipeline.schedules import build_schedule
 from hp_trainer.pipeline.stage import PipelineStage
+from hp_trainer.pipeline.stage_parameters import StageParameters
+from hp_trainer.pipeline.tied_weights import TiedWeights
 from hp_trainer.pipeline.transfers import Transfers
 from hp_trainer.pipeline.validation import validate
 
@@ -32,6 +34,7 @@ class Pipeline:
         mesh: the ranks of the pipeline: `mesh["pp"]`, a process group, or None for all ranks.
         loss_fn: `loss_fn(output, target)` of the last stage, a scalar; None: there is no backward.
         num_microbatches: needed with a schedule's name.
+        tied: weights that several stages have, whose gradients are summed at the end of a step.
         args_chunk_spec, kwargs_chunk_spec, output_merge_spec: trees of `TensorChunkSpec`; default: dimension 0.
 
     Raises:
@@ -60,6 +63,7 @@ class Pipeline:
         loss_fn: LossFunction | None = None,
         *,
         num_microbatches: int | None = None,
+        tied: TiedWeights | None = None,
         args_chunk_spec: Any = None,
         kwargs_chunk_spec: Any = None,
         output_merge_spec: Any = None,
@@ -68,12 +72,15 @@ class Pipeline:
             raise PipelineError("a pipeline needs at least one stage on every rank, got none")
         self.platform: Platform = stages[0].platform
         self.loss_fn = loss_fn
+        self.tied = tied
         self._specs = args_chunk_spec, kwargs_chunk_spec, output_merge_spec
         world, ranks, device_mesh = _place(mesh, self.platform)
         self.rank = ranks.index(world.rank)
         self.schedule = self._schedule_of(schedule, len(ranks), stages, num_microbatches)
         self.stages = _checked_stages(stages, self.schedule, self.rank)
         self._transfers = Transfers(self.schedule, self.rank, ranks, world, self.platform, device_mesh)
+        shared = {id(stage.submod): StageParameters(self.platform, stage.submod) for stage in stages}
+        self._parameters = {index: shared[id(stage.submod)] for index, stage in self.stages.items()}
         self._programs: dict[bool, tuple[Action, ...]] = {}
         self._actions: dict[Kind, Callable[[Action], None]] = {
             Kind.FORWARD: self._forward,
@@ -84,9 +91,9 @@ class Pipeline:
             Kind.SEND_BACKWARD: self._send_backward,
             Kind.RECEIVE_FORWARD: self._transfers.announce,
             Kind.RECEIVE_BACKWARD: self._transfers.announce,
-            Kind.UNSHARD: lambda action: self.stages[action.stage].unshard(),
-            Kind.RESHARD: lambda action: self.stages[action.stage].reshard(),
-            Kind.REDUCE_GRAD: lambda action: self.stages[action.stage].reduce_grad(),
+            Kind.UNSHARD: lambda action: self._parameters[action.stage].unshard(),
+            Kind.RESHARD: lambda action: self._parameters[action.stage].reshard(),
+            Kind.REDUCE_GRAD: lambda action: self._parameters[action.stage].reduce_grad(),
         }
         self._keeps_outputs = False
         self._args: Sequence[tuple[Any, ...]] = ()
@@ -209,10 +216,13 @@ class Pipeline:
             for action in self._program(forward_only):
                 self._actions[action.kind](action)
             self._transfers.end_step()
+            if self.tied is not None and not forward_only:
+                self.tied.sum_gradients()
         except BaseException:
             self._transfers.forget()
-            for stage in self.stages.values():
+            for index, stage in self.stages.items():
                 stage.forget()
+                self._parameters[index].forget()
             self._reset()
             raise
         return self._results(losses)
@@ -234,7 +244,7 @@ class Pipeline:
     def _program(self, forward_only: bool) -> tuple[Action, ...]:
         found = self._programs.get(forward_only)
         if found is None:
-            sharded = {index for index, stage in self.stages.items() if stage.is_sharded}
+            sharded = {index: id(each) for index, each in self._parameters.items() if each.are_sharded}
             found = self._programs[forward_only] = rank_actions(
                 self.schedule, self.rank, forward_only=forward_only, sharded_stages=sharded
             )
@@ -275,6 +285,7 @@ class Pipeline:
         stage, microbatch = self.stages[action.stage], action.microbatch
         gradients = None if stage.is_last else self._gradients_for(action)
         found = stage.backward(microbatch, gradients)
+        self._parameters[action.stage].collect_gradients()
         if not stage.is_first:
             self._gradients[action] = found
 

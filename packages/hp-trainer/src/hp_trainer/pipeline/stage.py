@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import platform_of
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_fsdp import FSDPModule, GatheredStep
 from hp_trainer.exceptions import PipelineError
 from hp_trainer.pipeline.messages import MessageLayout, as_distributed, layout_of
 
@@ -56,7 +55,6 @@ class PipelineStage:
         self.group = group
         self.platform = platform_of(submodule, platform)
         self._under_way: dict[int, _MicroBatch] = {}
-        self._gathered: list[GatheredStep] = []
 
     @property
     def is_first(self) -> bool:
@@ -98,10 +96,14 @@ class PipelineStage:
         return self._run(microbatch, leaves, args, kwargs)
 
     def _run(self, microbatch: int, leaves: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        output = self.submod(*args, **kwargs)
+        output = self.call(args, kwargs)
         if self.platform.is_grad_enabled():
             self._under_way[microbatch] = _MicroBatch(leaves)
         return output
+
+    def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Call the module; a stage that is called otherwise overrides this."""
+        return self.submod(*args, **kwargs)
 
     def outputs(self, microbatch: int, output: Any) -> tuple[MessageLayout, list[Tensor]]:
         """Return the layout of an output for the next stage and its local tensors; keep what backward begins with."""
@@ -124,8 +126,6 @@ class PipelineStage:
         """
         run = self._under_way.pop(microbatch)
         run_backward(self.platform, run.roots, gradients)
-        for each in self._gathered:
-            each.collect_gradients()
         return [self._gradient_of(leaf) for leaf in run.leaves]
 
     def _gradient_of(self, leaf: Tensor) -> Tensor:
@@ -134,45 +134,8 @@ class PipelineStage:
         return self.platform.zeros(tuple(leaf.shape), leaf.dtype) if grad is None else grad
 
     def forget(self) -> None:
-        """Drop the micro-batches under way and the gathered parameters, after an error."""
+        """Drop the micro-batches under way, after an error."""
         self._under_way.clear()
-        for each in self._gathered:
-            each.drop()
-        self._gathered = []
-
-    # Parameters of `fully_shard` ------------------------------------------------------------------------------
-
-    @property
-    def is_sharded(self) -> bool:
-        """Return True if `fully_shard` has cut parameters of the module."""
-        return bool(self._sharded_roots())
-
-    def unshard(self) -> None:
-        """Gather the parameters once for all micro-batches of the step."""
-        self._gathered = [module.gather_for_step() for module in self._sharded_roots()]
-
-    def reduce_grad(self) -> None:
-        """Reduce the gradients of all micro-batches, and shard the parameters again."""
-        gathered, self._gathered = self._gathered, []
-        for each in gathered:
-            each.reduce()
-
-    def reshard(self) -> None:
-        """Shard the parameters again, after a step without a backward."""
-        gathered, self._gathered = self._gathered, []
-        for each in gathered:
-            each.release()
-
-    def _sharded_roots(self) -> list[FSDPModule]:
-        """Return the outermost modules that `fully_shard` has been called on."""
-        roots: list[str] = []
-        found: list[FSDPModule] = []
-        for name, module in self.platform.named_modules(self.submod):
-            inside = any(not root or name.startswith(f"{root}.") for root in roots)
-            if isinstance(module, FSDPModule) and not inside:
-                roots.append(name)
-                found.append(module)
-        return found
 
 
 class _MicroBatch:

@@ -44,7 +44,7 @@ class TrainingCheckpoints:
         setup = self._setup
         return save_checkpoint(
             self._storage,
-            state_parts(setup.platform, setup.model, setup.optimizer),
+            state_parts(setup.platform, setup.model, setup.optimizer, setup.stage_mesh, _written_elsewhere(setup)),
             step=progress.step,
             model=to_plain(setup.config.model),
             state=self._state(progress) | {"loss": loss},
@@ -64,7 +64,8 @@ class TrainingCheckpoints:
         checkpoint.check_model(to_plain(setup.config.model))
         self._check_data(checkpoint)
         optimizer_steps, samples = _counter(checkpoint, "optimizer_steps"), _counter(checkpoint, "samples")
-        load_state(setup.platform, setup.model, setup.optimizer, checkpoint)
+        everyones = None if setup.pipeline is None else setup.pipeline.everyones
+        load_state(setup.platform, setup.model, setup.optimizer, checkpoint, everyones)
         setup.optimizer.num_steps = optimizer_steps
         if checkpoint.state.get("loss_scaling"):
             setup.scaler.load_state_dict(checkpoint.state["loss_scaling"])
@@ -100,3 +101,11 @@ def _counter(checkpoint: Checkpoint, name: str) -> int:
         where = checkpoint.storage.describe(checkpoint.folder, "index.json")
         raise CheckpointError(f"{where} is damaged: state.{name}: expected a whole number >= 0, got {value!r}")
     return value
+
+
+def _written_elsewhere(setup: RankSetup) -> set[str]:
+    """Return the names of tied weights that another stage writes into checkpoints."""
+    if setup.pipeline is None:
+        return set()
+    copies = {id(copy) for copy in setup.pipeline.tied.copies}
+    return {name for name, p in setup.platform.named_parameters(setup.model) if id(p) in copies}

@@ -16,7 +16,10 @@ from hp_trainer.plugins import registries
 from hp_trainer.run import RunFolder
 from hp_trainer.training.initial_weights import give_initial_weights
 from hp_trainer.training.optimizer import Optimizer
+from hp_trainer.training.pipelined_model import PipelinedModel
 from hp_trainer.training.sequence_shares import SequenceShares
+from hp_trainer.training.stages import StagePlan, plan_stages
+from hp_trainer.training.state import num_parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +32,10 @@ class RankSetup:
         dims: degrees of parallelism.
         mesh: the mesh that `dims` built.
         dataset: samples to train on and to evaluate with.
-        model: laid out over the mesh, with its initial weights.
+        model: laid out over the mesh, with its initial weights; in a pipeline, the parts of it that this rank's
+            stages have.
+        pipeline: the stages, and what their ranks settle together; None: there is one stage.
+        stage_mesh: the ranks that have the same parts of the model, one axis; None: all.
         optimizer: over the model's trainable parameters.
         scaler: loss scaling; disabled unless the model computes in float16.
     """
@@ -42,6 +48,8 @@ class RankSetup:
     model: Any
     optimizer: Optimizer
     scaler: GradScaler
+    pipeline: PipelinedModel | None = None
+    stage_mesh: DeviceMesh | None = None
 
     @classmethod
     def build(cls, run: RunFolder, config: TrainerConfig, platform: Platform, *, weights: bool = True) -> RankSetup:
@@ -55,7 +63,8 @@ class RankSetup:
         dims = ParallelDims.from_config(config.parallel, current_world(platform).size, num_experts)
         mesh = dims.build_mesh(platform.device_types[0], platform=platform)
         dataset = open_dataset(run, config)
-        model = build_model(config, platform, dims, mesh, weights=weights)
+        plan = plan_stages(config, dims) if dims.pp_enabled else None
+        model = build_model(config, platform, dims, mesh, plan, weights=weights)
         return cls(
             config=config,
             platform=platform,
@@ -65,7 +74,16 @@ class RankSetup:
             model=model,
             optimizer=build_optimizer(config, platform, model),
             scaler=build_scaler(config, platform),
+            pipeline=None if plan is None else PipelinedModel(platform, model, plan, mesh),
+            stage_mesh=None if plan is None else _stage_mesh(dims, mesh),
         )
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters of the whole model; in a pipeline every rank asks."""
+        if self.pipeline is not None:
+            return self.pipeline.num_parameters()
+        return num_parameters(self.platform, self.model)
 
     def batch_reader(self, samples: Samples, *, once: bool = False) -> BatchReader:
         """Return the reader of this rank's share of global batches of `samples`; `once` as in `BatchReader`."""
@@ -99,23 +117,38 @@ def open_dataset(run: RunFolder, config: TrainerConfig) -> Dataset:
 
 
 def build_model(
-    config: TrainerConfig, platform: Platform, dims: ParallelDims, mesh: DeviceMesh, *, weights: bool = True
+    config: TrainerConfig,
+    platform: Platform,
+    dims: ParallelDims,
+    mesh: DeviceMesh,
+    plan: StagePlan | None = None,
+    *,
+    weights: bool = True,
 ) -> Any:
     """Build the model and lay it out over the mesh.
 
     Args:
+        plan: the stages of a pipeline, of which this rank builds its own; None: the whole model.
         weights: give it its initial weights; False: a checkpoint will.
 
     Raises:
         CheckpointError: `model.from` does not fit the model.
     """
-    model = registries().models.get(config.model.name, platform.name).build(config.model.options, platform)
+    entry = registries().models.get(config.model.name, platform.name)
+    parts = () if plan is None else (plan.parts_of(mesh["pp"].get_local_rank()),)
+    model = entry.build(config.model.options, platform, *parts)
     reshard = config.parallel.reshard_after_forward
     # None is fully_shard's own default: all modules but the outermost are resharded after forward.
     model.parallelize(dims, mesh, config.training, reshard_after_forward=None if reshard else False)
     if weights:
         give_initial_weights(model, config, platform)
     return model
+
+
+def _stage_mesh(dims: ParallelDims, mesh: DeviceMesh) -> DeviceMesh:
+    """Return the ranks of this rank's place in the pipeline, as one axis."""
+    axes = [name for name, size in dims.dense_sizes().items() if name != "pp" and size > 1]
+    return mesh.flatten("stage", axes)
 
 
 def build_optimizer(config: TrainerConfig, platform: Platform, model: Any) -> Optimizer:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.comm.world import current_world
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.tensor.dtensor import DTensor
@@ -30,8 +31,18 @@ def named_state(platform: Platform, model: Module, optimizer: Optimizer | None) 
                 yield f"optimizer.{name}.{slot}", tensor
 
 
-def state_parts(platform: Platform, model: Module, optimizer: Optimizer) -> Iterator[TensorPart]:
+def state_parts(
+    platform: Platform,
+    model: Module,
+    optimizer: Optimizer,
+    stage_mesh: DeviceMesh | None = None,
+    written_elsewhere: Collection[str] = (),
+) -> Iterator[TensorPart]:
     """Yield this rank's part of a checkpoint; each tensor is brought to the host when its turn comes.
+
+    Args:
+        stage_mesh: the ranks that hold the same tensors, where others hold those of other pipeline stages.
+        written_elsewhere: parameters that another stage has too, and writes.
 
     Raises:
         CheckpointError: a weight or an optimizer state is no finite number.
@@ -39,7 +50,9 @@ def state_parts(platform: Platform, model: Module, optimizer: Optimizer) -> Iter
     buffers = {f"model.{name}" for name, _ in platform.named_buffers(model)}
     for name, tensor in named_state(platform, model, optimizer):
         box = box_of(tensor)
-        replica, num_replicas = _replica_of(platform, tensor)
+        replica, num_replicas = _replica_of(platform, tensor, stage_mesh)
+        if name.removeprefix("model.") in written_elsewhere or _parameter_of(name) in written_elsewhere:
+            replica = -1
         dtype = platform.dtype_name(tensor.dtype)
         values = platform.to_numpy(local_of(platform, tensor)).reshape(box.shape)
         # A buffer, such as a mask, may hold infinities for good.
@@ -48,8 +61,18 @@ def state_parts(platform: Platform, model: Module, optimizer: Optimizer) -> Iter
         yield TensorPart(name, dtype, tuple(tensor.shape), [(box, values)], replica, num_replicas)
 
 
-def load_state(platform: Platform, model: Module, optimizer: Optimizer | None, checkpoint: Checkpoint) -> None:
+def load_state(
+    platform: Platform,
+    model: Module,
+    optimizer: Optimizer | None,
+    checkpoint: Checkpoint,
+    everyones: Callable[[Any], list[Any]] | None = None,
+) -> None:
     """Fill this rank's shards from a checkpoint that any layout wrote; without an optimizer, the model alone.
+
+    Args:
+        everyones: returns a JSON value of every rank of a pipeline, whose stages together have all tensors; None: this
+            rank has parts of all.
 
     Raises:
         CheckpointError: tensors are missing, left over, of other shapes, or damaged; nothing has been changed
@@ -60,6 +83,9 @@ def load_state(platform: Platform, model: Module, optimizer: Optimizer | None, c
     if optimizer is None:
         saved = checkpoint.index.tensors
         expected |= {name: saved[name].shape for name in saved if name.startswith("optimizer.")}
+    if everyones is not None:
+        parts = everyones({name: list(shape) for name, shape in expected.items()})
+        expected = {name: tuple(shape) for part in parts for name, shape in part.items()}
     checkpoint.check_tensors(expected)
     with platform.no_grad():
         for name, tensor in tensors.items():
@@ -83,11 +109,19 @@ def box_of(tensor: Tensor) -> Box:
     return Box(*tensor.spec.box()) if isinstance(tensor, DTensor) else Box.whole(tuple(tensor.shape))
 
 
-def _replica_of(platform: Platform, tensor: Tensor) -> tuple[int, int]:
-    """Return (which, of how many) this rank is of those with the same box; those outside the first mesh never write."""
+def _parameter_of(name: str) -> str:
+    """Return the parameter that an optimizer's tensor `optimizer.<parameter>.<slot>` belongs to."""
+    return name.removeprefix("optimizer.").rpartition(".")[0]
+
+
+def _replica_of(platform: Platform, tensor: Tensor, stage_mesh: DeviceMesh | None) -> tuple[int, int]:
+    """Return (which, of how many) this rank is of those with the same box.
+
+    Those outside the first mesh of the tensor's kind never write: -1.
+    """
     if not isinstance(tensor, DTensor):
         world = current_world(platform)
-        return world.rank, world.size
+        return (world.rank, world.size) if stage_mesh is None else (stage_mesh.get_local_rank(), stage_mesh.size())
     spec = tensor.spec
     coordinate = spec.mesh.get_coordinate()
     assert coordinate is not None
@@ -95,5 +129,6 @@ def _replica_of(platform: Platform, tensor: Tensor) -> tuple[int, int]:
     for place, size, placement in zip(coordinate, spec.mesh.shape, spec.placements, strict=True):
         if placement.is_replicate():
             replica = replica * size + place
-    holds_rank_zero = spec.mesh.rank_at((0,) * spec.mesh.ndim) == 0
-    return replica if holds_rank_zero else -1, spec.num_replicas()
+    first_rank = 0 if stage_mesh is None else stage_mesh.rank_at((0,))
+    holds_first_rank = spec.mesh.rank_at((0,) * spec.mesh.ndim) == first_rank
+    return replica if holds_first_rank else -1, spec.num_replicas()

@@ -22,6 +22,7 @@ class OptimizerStep:
         self.config, self.platform, self.mesh = setup.config, setup.platform, setup.mesh
         self.model, self.optimizer, self.scaler = setup.model, setup.optimizer, setup.scaler
         self.shares = setup.sequence_shares()
+        self.pipeline, self.stage_mesh = setup.pipeline, setup.stage_mesh
 
     def accumulate_gradients(self, batch: Batch) -> Tensor:
         """Run forward and backward of every micro-batch; return this rank's part of the mean loss per target.
@@ -29,14 +30,29 @@ class OptimizerStep:
         Gradients are synchronized over the ranks in the backward of the last micro-batch alone.
         """
         ops, total = self.platform.ops, None
+        # One division by the targets of the whole global batch: every layout sums the same terms.
+        targets = max(1, batch.global_targets)
+        if self.pipeline is not None:
+            own = batch if self.shares is None else self.shares.own(batch)
+            loss_sum = self.pipeline.accumulate_gradients(own, lambda loss: self.scaler.scale(ops.div(loss, targets)))
+            return ops.div(loss_sum, targets)
         parts = batch.micro_batches(self.config.training.micro_batch_size)
         for index, micro in enumerate(parts):
             self.model.set_requires_gradient_sync(index == len(parts) - 1)
-            # One division by the targets of the whole global batch: every layout sums the same terms.
-            loss = ops.div(self.loss_sum(micro), max(1, batch.global_targets))
+            loss = ops.div(self.loss_sum(micro), targets)
             self.platform.backward(self.scaler.scale(loss))
             loss = self.platform.detach(loss)
             total = loss if total is None else ops.add(total, loss)
+        return total
+
+    def loss_sum_of_all(self, batch: Batch) -> Tensor:
+        """Return the cross entropy summed over all micro-batches of this rank, in nats, recording nothing."""
+        if self.pipeline is not None:
+            return self.pipeline.loss_sum(batch if self.shares is None else self.shares.own(batch))
+        total = None
+        for micro in batch.micro_batches(self.config.training.micro_batch_size):
+            part = self.loss_sum(micro)
+            total = part if total is None else self.platform.ops.add(total, part)
         return total
 
     def loss_sum(self, batch: Batch) -> Tensor:
@@ -49,10 +65,11 @@ class OptimizerStep:
     def agree(self, loss: Tensor, stop: bool) -> tuple[float, bool]:
         """Return the loss of the global batch and whether any rank wants to stop, by one all-reduce over the world.
 
-        Ranks that hold the same tokens (tensor parallel ones) each contribute their fraction of the loss.
+        Ranks that hold the same tokens (tensor parallel ones) each contribute their fraction of the loss. In a pipeline
+        those of the last stage do; the others give zero.
         """
         world, ops = self.mesh.world, self.platform.ops
-        share = self.mesh["loss"].size() / world.size
+        share = self.mesh["loss"].size() * self.mesh["pp"].size() / world.size
         flag = self.platform.from_numpy(np.array([float(stop)], np.float32))
         both = ops.cat([ops.reshape(ops.mul(loss, share), (1,)), flag], 0)
         world.all.all_reduce(both)
@@ -79,11 +96,20 @@ class OptimizerStep:
     def _clip(self) -> float:
         parameters = [parameter for _, parameter in self.platform.named_parameters(self.model)]
         limit = self.config.training.clip_norm
+        # Gradients of tied weights are the same on all their stages, and count once.
+        copies = {id(copy) for copy in self.pipeline.tied.copies} if self.pipeline is not None else set()
         if limit is None:
-            grads = [grad for p in parameters if (grad := self.platform.get_grad(p)) is not None]
-            norm = total_norm(grads, 2.0, self.platform)
+            counted = [p for p in parameters if id(p) not in copies]
+            grads = [grad for p in counted if (grad := self.platform.get_grad(p)) is not None]
+            norm = total_norm(grads, 2.0, self.platform, self.stage_mesh)
         else:
-            norm = clip_grad_norm_(parameters, limit, platform=self.platform)
+            norm = clip_grad_norm_(
+                parameters,
+                limit,
+                platform=self.platform,
+                copies_over=self.stage_mesh,
+                not_counted=[p for p in parameters if id(p) in copies],
+            )
         return float(self.platform.to_numpy(norm))
 
 

@@ -22,7 +22,6 @@ from hp_trainer.training.lr_schedule import learning_rate_factor
 from hp_trainer.training.setup import RankSetup
 from hp_trainer.training.speed import ModelSpeed
 from hp_trainer.training.stall_watch import StallWatch
-from hp_trainer.training.state import num_parameters
 from hp_trainer.training.step import OptimizerStep, check_finite
 
 
@@ -115,7 +114,7 @@ class Trainer:
         loss, stopping = self._step.agree(self._step.accumulate_gradients(batch), stop.is_made)
         check_finite("loss", loss, step)
         norm = self._step.update(step, learning_rate)
-        metrics = dict(self.setup.model.after_optimizer_step())
+        metrics = dict((self.setup.pipeline or self.setup.model).after_optimizer_step())
         if self.setup.scaler.is_enabled():
             metrics["loss_scale"] = self.setup.scaler.get_scale()
         self.progress = Progress(step, samples)
@@ -194,9 +193,8 @@ class Trainer:
         for index in range(training.eval_batches or in_all):
             batch = self._evaluation_batches.read(index * training.global_batch_size)
             targets += batch.global_targets
-            for micro in batch.micro_batches(training.micro_batch_size):
-                part = self._step.loss_sum(micro)
-                total = part if total is None else ops.add(total, part)
+            part = self._step.loss_sum_of_all(batch)
+            total = part if total is None else ops.add(total, part)
         loss, _ = self._step.agree(ops.div(total, max(1, targets)), stop=False)
         return loss, targets
 
@@ -222,7 +220,7 @@ class Trainer:
             rank=world.rank,
             world_size=world.size,
             first_step=self.progress.step,
-            num_parameters=num_parameters(self.setup.platform, self.setup.model),
+            num_parameters=self.setup.num_parameters,
         )
 
     def _build_trackers(self) -> list[Tracker]:

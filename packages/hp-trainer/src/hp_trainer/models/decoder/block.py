@@ -66,6 +66,10 @@ class DecoderBlocks(nn.Module):
         for index in self.indices:
             setattr(self, str(index), DecoderBlock(config, index))
 
+    def select(self, layers: Iterable[int] | None) -> list[Any]:
+        """Return the blocks of these indices, in order; None: all that there are."""
+        return [getattr(self, str(index)) for index in (self.indices if layers is None else layers)]
+
     def __len__(self) -> int:
         return len(self.indices)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hp_dtensor.parallel import nn
@@ -14,7 +14,7 @@ from hp_dtensor.platform.interface import Platform
 from hp_dtensor.tensor.conversions import replicate_like
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.tensor.init import Constant, Distribution, Normal
-from hp_moe import update_expert_bias
+from hp_moe import LoadMetrics, update_expert_bias
 from hp_trainer.models.decoder.block import DecoderBlocks
 from hp_trainer.models.decoder.config import DecoderConfig
 from hp_trainer.models.decoder.expert_metrics import expert_metrics
@@ -32,17 +32,24 @@ Tensor = Any
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderParts:
-    """Parts of the decoder to build, such as those of a pipeline stage; their parameters keep their names.
+    """Parts of the decoder to build or to call, such as those of a pipeline stage; their parameters keep their names.
 
     Attributes:
         embed: the embedding; without it the input is activations.
-        layers: indices of the blocks, in order; None: all of them.
+        layers: indices of the blocks, in order; None: all that there are.
         head: final norm and head; without them the output is activations.
     """
 
     embed: bool = True
     layers: Iterable[int] | None = None
     head: bool = True
+
+    def union(self, other: DecoderParts) -> DecoderParts:
+        """Return the parts of both, as a rank with several stages builds them."""
+        layers = None
+        if self.layers is not None and other.layers is not None:
+            layers = tuple(sorted({*self.layers, *other.layers}))
+        return DecoderParts(embed=self.embed or other.embed, layers=layers, head=self.head or other.head)
 
 
 class Decoder(nn.Module):
@@ -52,50 +59,57 @@ class Decoder(nn.Module):
         parts: what to build; default: everything.
 
     Attributes:
-        embed: None in parts without it.
+        parts: what has been built.
+        embed: None in parts without it, and without a head that is the embedding.
         layers: the blocks of these parts, by their index in the whole.
         norm: None in parts without a head.
         head: None when the embedding is the head, and in parts without one.
         rotary: angles by length and positions.
         recomputes: in training, each block keeps its input alone and is computed again in backward.
-
-    Raises:
-        ValueError: the head is to be the embedding, which is not among the parts.
     """
 
     def __init__(self, config: DecoderConfig, parts: DecoderParts | None = None) -> None:
         super().__init__()
         parts = parts or DecoderParts()
-        if parts.head and config.tie_word_embeddings and not parts.embed:
-            raise ValueError(
-                "tie_word_embeddings: the head is the embedding, so both must be in the same part of the model; "
-                "build them together, or set tie_word_embeddings=false"
-            )
+        layers = tuple(range(config.num_hidden_layers) if parts.layers is None else parts.layers)
+        self.parts = replace(parts, layers=layers)
         self.config = config
         self.recomputes = False
-        self.embed: Any = nn.Embedding(config.vocab_size, config.hidden_size) if parts.embed else None
-        self.layers = DecoderBlocks(config, range(config.num_hidden_layers) if parts.layers is None else parts.layers)
+        # A head that is the embedding has a copy of its own where the embedding is another part's.
+        has_table = parts.embed or (parts.head and config.tie_word_embeddings)
+        self.embed: Any = nn.Embedding(config.vocab_size, config.hidden_size) if has_table else None
+        self.layers = DecoderBlocks(config, layers)
         self.norm: Any = build_norm(config, config.hidden_size) if parts.head else None
         own_head = parts.head and not config.tie_word_embeddings
         self.head: Any = nn.Linear(config.hidden_size, config.vocab_size) if own_head else None
         self.rotary = RotaryTables(self.platform, config)
 
-    def forward(self, ids: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        ids: Tensor,
+        targets: Tensor | None = None,
+        positions: Tensor | None = None,
+        parts: DecoderParts | None = None,
+    ) -> Tensor:
         """See `hp_trainer.models.LanguageModel`.
 
         Without an embedding `ids` are the activations `[batch, length, hidden_size]` of the block before; without a
         head the activations after the last block are returned, and there are no `targets`.
+
+        Args:
+            parts: call these alone, such as one of several pipeline stages of a rank; None: all that there are.
         """
-        x = ids if self.embed is None else self._embedded(ids)
+        parts = parts or self.parts
+        x = self._embedded(ids) if parts.embed else ids
         rotation = self.rotary.of_length(x.shape[1], positions, like=x)
         masks = self._masks(positions)
-        for layer in self.layers:
+        for layer in self.layers.select(parts.layers):
             mask = masks[layer.window]
             if self.recomputes:
                 x = checkpoint(layer, x, rotation, mask, platform=self.platform)
             else:
                 x = layer(x, rotation, mask)
-        if self.norm is None:
+        if not parts.head:
             return x
         logits = self._logits(self.norm(x))
         return _whole(logits) if targets is None else _whole(self._summed_loss(logits, targets))
@@ -151,9 +165,17 @@ class Decoder(nn.Module):
         """Return the operations that a token needs in forward and backward of the whole decoder, also of its parts."""
         return training_flops_per_token(self.config, sequence_length)
 
-    def after_optimizer_step(self) -> Mapping[str, float]:
-        """Move the expert biases; return the metrics of the step's routing, see `expert_metrics`."""
-        return expert_metrics(update_expert_bias(self))
+    def after_optimizer_step(self, everyones: Callable[[Any], list[Any]] | None = None) -> Mapping[str, float]:
+        """Move the expert biases; return the metrics of the step's routing, see `expert_metrics`.
+
+        Args:
+            everyones: as in `LanguageModel`.
+        """
+        loads = update_expert_bias(self)
+        if everyones is not None:
+            parts = everyones({name: asdict(load) for name, load in loads.items()})
+            loads = {name: LoadMetrics(**load) for part in parts for name, load in part.items()}
+        return expert_metrics(loads)
 
 
 def build_decoder(options: DecoderConfig, platform: Platform, parts: DecoderParts | None = None) -> Decoder:

@@ -13,11 +13,22 @@ def training_flops_per_token(config: DecoderConfig, sequence_length: int) -> flo
     causal mask and the window let see each other. Nothing is counted that is computed again (PaLM, arXiv 2204.02311,
     appendix B, which counts all pairs).
     """
-    layers = range(config.num_hidden_layers)
-    weights = config.hidden_size * config.vocab_size
-    weights += sum(_attention_weights(config) + _feed_forward_weights(config, layer) for layer in layers)
-    keys = sum(visible_keys(sequence_length, config.window_of(layer)) for layer in layers)
-    return 6.0 * (weights + keys * config.num_attention_heads * (_score_width(config) + _value_width(config)))
+    return sum(layer_flops_per_token(config, sequence_length)) + head_flops_per_token(config)
+
+
+def layer_flops_per_token(config: DecoderConfig, sequence_length: int) -> list[float]:
+    """Return the same for each block, by which a pipeline is cut into stages."""
+    widths = config.num_attention_heads * (_score_width(config) + _value_width(config))
+    keys = [visible_keys(sequence_length, config.window_of(layer)) for layer in range(config.num_hidden_layers)]
+    return [
+        6.0 * (_attention_weights(config) + _feed_forward_weights(config, layer) + seen * widths)
+        for layer, seen in enumerate(keys)
+    ]
+
+
+def head_flops_per_token(config: DecoderConfig) -> float:
+    """Return the same for the head."""
+    return 6.0 * config.hidden_size * config.vocab_size
 
 
 def visible_keys(length: int, window: int | None) -> float:

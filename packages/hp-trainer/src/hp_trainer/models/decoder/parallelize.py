@@ -30,8 +30,7 @@ from hp_moe import (
     TensorParallel,
     moe_layers,
 )
-from hp_trainer.exceptions import ParallelDimsError, raise_if_any
-from hp_trainer.parallel import context_style, unsupported_degrees
+from hp_trainer.parallel import context_style
 
 if TYPE_CHECKING:
     from hp_trainer.config import TrainingConfig
@@ -61,7 +60,6 @@ def parallelize(
         ParallelDimsError: degrees that do not divide the model, or that this model cannot use.
     """
     dims.validate_against_model(model)
-    raise_if_any(unsupported_degrees(dims), ParallelDimsError, "parallel degrees")
     if dims.tp_enabled:
         _tensor_parallel(model, mesh["tp"])
     if dims.cp_enabled:
@@ -224,6 +222,9 @@ def _shard_over_data(
         if block.moe is not None:
             _shard(block.moe.experts, experts, expert_policy, options)
         _shard(block, dense, policy, options)
+    if dims.pp_enabled and model.config.tie_word_embeddings and model.embed is not None:
+        # A group of its own, so that the copies of the first and the last stage are cut alike.
+        _shard(model.embed, dense, replace(policy, cast_forward_inputs=False), options)
     _shard(model, dense, policy, options)
 
 

@@ -1,0 +1,109 @@
+"""Checks of a pipeline's settings, made before any rank starts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+
+from hp_dtensor.exceptions import RegistryError
+from hp_trainer.config import TrainerConfig
+from hp_trainer.exceptions import PipelineError, Problem, ScheduleError, join_choices
+from hp_trainer.parallel import ParallelDims
+from hp_trainer.parallel.divisors import divisors, nearest_divisors
+from hp_trainer.pipeline import build_schedule, schedule_names, validate
+from hp_trainer.registries import Registries
+from hp_trainer.training.stages import cut_layers, num_microbatches
+
+
+def find_pipeline_problems(dims: ParallelDims, config: TrainerConfig) -> Iterator[Problem]:
+    """Yield why a pipeline of `dims.pp` ranks cannot run this model on this batch; paths are within the configuration.
+
+    Its schedule is made and simulated here, so that one which would hang is refused before a rank starts.
+    """
+    if not dims.pp_enabled:
+        return
+    yield from _microbatch_problems(dims, config)
+    settings = config.pipeline
+    if settings.schedule not in schedule_names():
+        known = join_choices(schedule_names())
+        yield Problem(path="pipeline.schedule", what="unknown schedule", expected=known, got=settings.schedule)
+        return
+    try:
+        schedule = build_schedule(
+            settings.schedule,
+            num_ranks=dims.pp,
+            num_microbatches=num_microbatches(config, dims),
+            stages_per_rank=settings.stages_per_rank,
+        )
+        validate(schedule)
+    except ScheduleError as error:
+        path = "pipeline.schedule" if settings.stages_per_rank is None else "pipeline.stages_per_rank"
+        yield Problem(path=path, what=str(error))
+        return
+    yield from _layer_problems(dims, config, schedule.num_stages)
+
+
+def find_model_part_problems(config: TrainerConfig, platform: str, registered: Registries) -> Iterator[Problem]:
+    """Yield that a model cannot be built in parts, if so."""
+    if getattr(config.model.options, "num_hidden_layers", None) is None:
+        return  # told elsewhere
+    try:
+        entry = registered.models.get(config.model.name, platform)
+    except RegistryError:
+        return  # told elsewhere
+    try:
+        inspect.signature(entry.build).bind("options", "platform", "parts")
+    except TypeError:
+        yield Problem(
+            path="parallel.pp",
+            what=f"model {config.model.name!r} cannot be built in parts",
+            expected="1, or a model whose builder takes (options, platform, parts)",
+            got=str(config.parallel.pp),
+            hint="parallel.pp=1",
+        )
+
+
+def _microbatch_problems(dims: ParallelDims, config: TrainerConfig) -> Iterator[Problem]:
+    """Yield that a rank's samples cannot be cut into equal micro-batches, which the buffers between stages need."""
+    batch, number = config.training.global_batch_size, config.pipeline.microbatches
+    if number is None or batch % dims.dp_size:
+        return
+    share, size = batch // dims.dp_size, config.training.micro_batch_size
+    if share % number:
+        yield Problem(
+            path="pipeline.microbatches",
+            what=f"the {share} samples of a rank cannot be cut into equal micro-batches",
+            expected=f"a divisor of {share}",
+            got=str(number),
+            hint=f"pipeline.microbatches={join_choices(nearest_divisors(share, number))}",
+        )
+    elif size is not None and size * number != share:
+        yield Problem(
+            path="pipeline.microbatches",
+            what=f"{number} micro-batches of training.micro_batch_size = {size} are not the {share} samples of a rank",
+            expected=f"{share / size:g}, or one of the two left out",
+            got=str(number),
+            hint="training.micro_batch_size=null",
+        )
+
+
+def _layer_problems(dims: ParallelDims, config: TrainerConfig, num_stages: int) -> Iterator[Problem]:
+    num_layers = getattr(config.model.options, "num_hidden_layers", None)
+    if config.pipeline.layers is None and num_layers is not None and num_stages > num_layers:
+        if dims.pp <= num_layers:  # else told of parallel.pp
+            per_rank = num_stages // dims.pp
+            product = f"{dims.pp} * {per_rank} = {num_stages}"
+            most = [each for each in divisors(num_layers) if dims.pp * each <= num_layers]
+            yield Problem(
+                path="pipeline.stages_per_rank",
+                what=f"num_hidden_layers = {num_layers} cannot be cut into {product} stages",
+                expected=f"at most {num_layers} stages, one layer each",
+                got=f"{num_stages} stages",
+                hint=f"pipeline.stages_per_rank={max(most, default=1)}, or model.num_hidden_layers={num_stages}",
+            )
+        return
+    try:
+        cut_layers(config, num_stages)
+    except PipelineError as error:
+        path = "pipeline.layers" if config.pipeline.layers is not None else "parallel.pp"
+        yield Problem(path=path, what=str(error))

@@ -1,0 +1,85 @@
+"""Cutting the layers of a model into stages: even in measured or estimated cost, or as a user has listed them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hp_trainer.exceptions import PipelineError
+
+
+def balanced_stages(
+    costs: Sequence[float], num_stages: int, *, first_cost: float = 0.0, last_cost: float = 0.0
+) -> list[range]:
+    """Cut layers into consecutive stages such that the dearest stage is as cheap as can be.
+
+    Of several such cuts, the one whose earlier stages are cheaper: the first ranks of a pipeline keep the activations
+    of more micro-batches. The time is O(layers² * stages).
+
+    Args:
+        costs: of each layer, in any unit, measured (seconds) or estimated (operations).
+        num_stages: each gets at least one layer.
+        first_cost: of what the first stage has besides its layers (the embedding).
+        last_cost: of what the last stage has besides (norm, head and loss).
+
+    Raises:
+        PipelineError: more stages than layers, or a cost below 0.
+
+    Example:
+        >>> from hp_trainer.pipeline import balanced_stages
+        >>> balanced_stages([1.0] * 8, 4, last_cost=2.0)
+        [range(0, 2), range(2, 4), range(4, 7), range(7, 8)]
+    """
+    num_layers = len(costs)
+    if not 1 <= num_stages <= num_layers:
+        raise PipelineError(
+            f"{num_layers} layers cannot be cut into {num_stages} stages; expected 1 to {num_layers} stages"
+        )
+    if any(not cost >= 0 for cost in (*costs, first_cost, last_cost)):
+        raise PipelineError(f"costs of layers: expected numbers >= 0, got {[*costs, first_cost, last_cost]}")
+    total = [0.0]
+    for cost in costs:
+        total.append(total[-1] + cost)
+
+    def cost_of(stage: int, begin: int, end: int) -> float:
+        extra = (first_cost if stage == 0 else 0.0) + (last_cost if stage == num_stages - 1 else 0.0)
+        return total[end] - total[begin] + extra
+
+    # dearest[stage][begin]: the dearest of the stages from `stage` on, if they share the layers from `begin` on.
+    dearest = [[float("inf")] * (num_layers + 1) for _ in range(num_stages + 1)]
+    dearest[num_stages][num_layers] = 0.0
+    for stage in range(num_stages - 1, -1, -1):
+        for begin in range(num_layers):
+            ends = range(begin + 1, num_layers + 1)
+            dearest[stage][begin] = min(max(cost_of(stage, begin, end), dearest[stage + 1][end]) for end in ends)
+    limit, begin, stages = dearest[0][0], 0, []
+    for stage in range(num_stages):
+        end = next(
+            end
+            for end in range(begin + 1, num_layers + 1)
+            if cost_of(stage, begin, end) <= limit and dearest[stage + 1][end] <= limit
+        )
+        stages.append(range(begin, end))
+        begin = end
+    return stages
+
+
+def listed_stages(layers_per_stage: Sequence[int], num_layers: int, num_stages: int) -> list[range]:
+    """Cut layers into consecutive stages of the numbers of layers that a user has listed.
+
+    Raises:
+        PipelineError: not one number for each stage, or numbers that do not add up to the layers.
+
+    Example:
+        >>> from hp_trainer.pipeline import listed_stages
+        >>> listed_stages([1, 3], num_layers=4, num_stages=2)
+        [range(0, 1), range(1, 4)]
+    """
+    listed = list(layers_per_stage)
+    if len(listed) != num_stages or sum(listed) != num_layers or any(count < 0 for count in listed):
+        even = [num_layers // num_stages + (stage < num_layers % num_stages) for stage in range(num_stages)]
+        raise PipelineError(
+            f"layers of {num_stages} stages: expected {num_stages} numbers >= 0 that add up to {num_layers}, such as "
+            f"{even}, got {listed}, which add up to {sum(listed)}"
+        )
+    ends = [sum(listed[: stage + 1]) for stage in range(num_stages)]
+    return [range(end - count, end) for end, count in zip(ends, listed, strict=True)]
