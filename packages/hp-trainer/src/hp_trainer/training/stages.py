@@ -9,7 +9,8 @@ from typing import Any
 
 from hp_trainer.config import TrainerConfig
 from hp_trainer.exceptions import PipelineError
-from hp_trainer.models import DecoderParts
+from hp_trainer.models import DecoderConfig, DecoderParts
+from hp_trainer.models.decoder.flops import head_flops_per_token, layer_flops_per_token
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.pipeline import Schedule, balanced_stages, build_schedule, listed_stages, validate
 
@@ -85,9 +86,11 @@ def cut_layers(config: TrainerConfig, num_stages: int) -> list[range]:
 
 
 def _estimated_costs(options: Any, sequence_length: int, num_layers: int) -> tuple[Sequence[float], float]:
-    """Return the operations of each layer and of the head, where the model's options tell them."""
+    """Return the operations of each layer and of the head; of a model that does not tell them, layers are equal.
+
+    A plugin's model tells them by a method `stage_costs(sequence_length)` of its options, which returns the two.
+    """
+    if isinstance(options, DecoderConfig):
+        return layer_flops_per_token(options, sequence_length), head_flops_per_token(options)
     tell = getattr(options, "stage_costs", None)
-    if tell is None:
-        return [1.0] * num_layers, 0.0
-    costs, last_cost = tell(sequence_length)
-    return costs, last_cost
+    return ([1.0] * num_layers, 0.0) if tell is None else tell(sequence_length)

@@ -122,12 +122,6 @@ class DecoderConfig:
         """Return how many tokens the block of this index sees, itself included; None: all before it."""
         return self.sliding_window if self.layer_pattern[layer % len(self.layer_pattern)] == "sliding" else None
 
-    def stage_costs(self, sequence_length: int) -> tuple[list[float], float]:
-        """Return the operations per token of each block, and of the head, by which a pipeline is cut into stages."""
-        from hp_trainer.models.decoder.flops import head_flops_per_token, layer_flops_per_token
-
-        return layer_flops_per_token(self, sequence_length), head_flops_per_token(self)
-
     def is_dense(self, layer: int) -> bool:
         """Return whether the block of this index has one dense network instead of experts."""
         return self.num_experts is None or layer < self.num_dense_layers
