@@ -28,6 +28,7 @@ CASES = {
         {"pp": 2, "dp_replicate": 2, "tp": 2, "ep": 2, "etp": 1},
         {"experts": 4, "schedule": "interleaved_1f1b"},
     ),
+    "context parallel": ({"pp": 2, "cp": 2, "dp_shard": 1}, {"schedule": "zero_bubble_h1", "tied": True}),
     "peer experts": ({"pp": 2, "ep": 2, "tp": 2, "dp_shard": 1, "expert_mesh": "peer"}, {"experts": 4, "tied": True}),
 }
 
@@ -61,7 +62,7 @@ def settings_of(
 
 
 def num_ranks(degrees: dict[str, Any]) -> int:
-    names = {"pp", "dp_shard", "dp_replicate", "tp"} | ({"ep"} if "expert_mesh" in degrees else set())
+    names = {"pp", "dp_shard", "dp_replicate", "cp", "tp"} | ({"ep"} if "expert_mesh" in degrees else set())
     return int(np.prod([value for name, value in degrees.items() if name in names]))
 
 

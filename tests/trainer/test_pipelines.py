@@ -8,7 +8,14 @@ from pipeline_runs import CASES, CLOSE, check, settings_of
 from training_runs import losses, tensors
 
 # The others are for the proof.
-QUICK = ["1f1b", "interleaved, sharded, tied", "h1, tensor parallel", "v, experts", "four stages, listed"]
+QUICK = [
+    "1f1b",
+    "interleaved, sharded, tied",
+    "h1, tensor parallel",
+    "v, experts",
+    "context parallel",
+    "four stages, listed",
+]
 
 
 @pytest.mark.parametrize("name", QUICK)
