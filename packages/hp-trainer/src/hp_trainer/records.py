@@ -90,11 +90,18 @@ class EvaluationRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointRecord:
-    """A checkpoint of `step`; `folder` and `seconds` are None before it is written."""
+    """A checkpoint of `step`.
+
+    Attributes:
+        folder: its name; None before it is complete.
+        seconds: from its begin until it was complete; None before.
+        waited_seconds: of these, how long training has waited; None before.
+    """
 
     step: int
     folder: str | None = None
     seconds: float | None = None
+    waited_seconds: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

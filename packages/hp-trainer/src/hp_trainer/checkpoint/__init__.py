@@ -13,7 +13,7 @@ from hp_trainer.checkpoint.catalog import (
 )
 from hp_trainer.checkpoint.index import Index, model_fingerprint
 from hp_trainer.checkpoint.load import Checkpoint
-from hp_trainer.checkpoint.save import TensorPart, save_checkpoint
+from hp_trainer.checkpoint.save import PendingSave, TensorPart, save_checkpoint
 from hp_trainer.checkpoint.storage import LocalStorage, Storage
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "Index",
     "Latest",
     "LocalStorage",
+    "PendingSave",
     "Storage",
     "TensorPart",
     "find_latest",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hp_trainer.checkpoint.load import Checkpoint
@@ -102,11 +103,11 @@ def list_set_aside(storage: Storage) -> list[str]:
     return sorted(name for name in storage.list_folders() if SET_ASIDE in name)
 
 
-def prune(storage: Storage, keep: int) -> list[str]:
+def prune(storage: Storage, keep: int, keep_best: int = 0) -> list[str]:
     """Delete what is older than the newest `keep` sound checkpoints; returns the names deleted.
 
-    A checkpoint whose sizes or headers are wrong does not count, so the last sound one always stays. A step
-    saved again replaces its earlier save.
+    So many more as `keep_best` stay: those of the lowest `evaluation_loss` in their state. A checkpoint whose sizes or
+    headers are wrong does not count, so the last sound one always stays. A step saved again replaces its earlier save.
     """
     if keep < 1:
         raise ValueError(f"keep must be at least 1, got {keep}")
@@ -118,9 +119,22 @@ def prune(storage: Storage, keep: int) -> list[str]:
             doomed.append(name)
         elif _is_sound(storage, name):
             kept[step] = name
+    best = _best(storage, doomed, keep_best)
+    doomed = [name for name in doomed if name not in best]
     for name in doomed:
         storage.delete_folder(name)
     return doomed
+
+
+def _best(storage: Storage, names: Sequence[str], number: int) -> set[str]:
+    """Return the sound checkpoints with the lowest evaluation loss among `names`, as many as `number`."""
+    rated: list[tuple[float, int, str]] = []
+    for name in names if number else ():
+        if _is_sound(storage, name):
+            loss = Checkpoint(storage, name).state.get("evaluation_loss")
+            if isinstance(loss, float):
+                rated.append((loss, -step_of(name), name))
+    return {name for _, _, name in sorted(rated)[:number]}
 
 
 def delete_leftovers(storage: Storage) -> None:

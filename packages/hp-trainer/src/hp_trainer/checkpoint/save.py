@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,7 @@ def save_checkpoint(
     state: Mapping[str, Any],
     group: Group | None = None,
     keep: int | None = None,
+    keep_best: int = 0,
     may_write: Callable[[], None] = lambda: None,
 ) -> str:
     """Write a checkpoint; called by every rank of `group` (default: this one alone). Returns its folder's name.
@@ -67,41 +69,136 @@ def save_checkpoint(
         model: name and options of the model (JSON values), the same on every rank.
         state: the trainer's own (JSON values), the same on every rank.
         keep: then delete all but so many of the newest sound checkpoints; None: keep all.
+        keep_best: keep so many more: those of the lowest `evaluation_loss` in their state.
         may_write: called by the coordinator before it begins, publishes or deletes anything; raises where another job
             has taken the run over.
 
     Raises:
         CheckpointError: on every rank when any failed; earlier checkpoints are untouched.
     """
-    group = group if group is not None else Alone()
+    save = PendingSave(
+        storage,
+        tensors,
+        step=step,
+        model=model,
+        state=state,
+        group=group,
+        keep=keep,
+        keep_best=keep_best,
+        may_write=may_write,
+        background=False,
+    )
+    return save.publish()
 
-    def begin() -> str:
-        may_write()
-        return _begin(storage, step)
 
-    save_id = coordinator(group, "beginning a checkpoint", begin, CheckpointError)
-    folder = f"{step_name(step)}{INCOMPLETE}{save_id}"
+class PendingSave:
+    """A checkpoint under way on every rank of a group: begun when this is made, complete after `publish`.
 
-    def write() -> dict[str, Any]:
-        return _write_shard(storage, folder, save_id, group.rank, tensors)
+    Arguments are those of `save_checkpoint`.
 
-    try:
-        shards = all_ranks(group, "writing a checkpoint", write, CheckpointError)
+    Args:
+        background: copy the tensors to host memory now and write them in a thread, which nothing that changes them
+            later reaches; False: write them in `publish`.
 
-        def publish() -> str:
-            may_write()
-            return _publish(storage, folder, _merge(shards, step, save_id, model, state))
+    Raises:
+        CheckpointError: on every rank when the coordinator could not begin.
+    """
 
-        name: str = coordinator(group, "publishing a checkpoint", publish, CheckpointError)
-    except CheckpointError:
-        if group.rank == 0:
-            # Its own alone: what else is incomplete may be another job's by now. A failing disk may refuse this too.
-            with contextlib.suppress(OSError):
-                storage.delete_folder(folder)
-        raise
-    if group.rank == 0 and keep is not None:
-        prune(storage, keep)
-    return name
+    def __init__(
+        self,
+        storage: Storage,
+        tensors: Iterable[TensorPart],
+        *,
+        step: int,
+        model: Mapping[str, Any],
+        state: Mapping[str, Any],
+        group: Group | None = None,
+        keep: int | None = None,
+        keep_best: int = 0,
+        may_write: Callable[[], None] = lambda: None,
+        background: bool,
+    ) -> None:
+        self._storage, self._tensors, self._step = storage, tensors, step
+        self._model, self._state, self._keep, self._keep_best = model, state, keep, keep_best
+        self._group: Group = group if group is not None else Alone()
+        self._may_write = may_write
+        self._save_id: str = coordinator(self._group, "beginning a checkpoint", self._begin, CheckpointError)
+        self._folder = f"{step_name(step)}{INCOMPLETE}{self._save_id}"
+        self._written: dict[str, Any] | None = None
+        self._failure: Exception | None = None
+        self._thread = self._start() if background else None
+
+    def is_written(self) -> bool:
+        """Return whether every rank has written its part, so that `publish` need not wait; called by all of them."""
+        done = self._thread is None or not self._thread.is_alive()
+        return all(flag == b"1" for flag in self._group.all_gather_bytes(b"1" if done else b"0"))
+
+    def publish(self) -> str:
+        """Wait for all parts, give the checkpoint its name and delete those that are too many; returns the name.
+
+        Raises:
+            CheckpointError: on every rank when any failed; earlier checkpoints are untouched.
+        """
+        group = self._group
+        try:
+            shards = all_ranks(group, "writing a checkpoint", self._finish, CheckpointError)
+
+            def publish() -> str:
+                self._may_write()
+                index = _merge(shards, self._step, self._save_id, self._model, self._state)
+                return _publish(self._storage, self._folder, index)
+
+            name: str = coordinator(group, "publishing a checkpoint", publish, CheckpointError)
+        except CheckpointError:
+            if group.rank == 0:
+                # Its own alone: what else is incomplete may be another job's by now. A failing disk may refuse this.
+                with contextlib.suppress(OSError):
+                    self._storage.delete_folder(self._folder)
+            raise
+        if group.rank == 0 and self._keep is not None:
+            prune(self._storage, self._keep, self._keep_best)
+        return name
+
+    def _begin(self) -> str:
+        self._may_write()
+        return _begin(self._storage, self._step)
+
+    def _start(self) -> threading.Thread:
+        """Copy the tensors and begin to write them. A failure is kept: all ranks hear of it in `publish`."""
+        try:
+            self._tensors = [_copied(part) for part in self._tensors]
+        except Exception as error:
+            self._failure = error
+            self._tensors = []
+        thread = threading.Thread(target=self._write_and_keep_failure, name="checkpoint", daemon=True)
+        thread.start()
+        return thread
+
+    def _write_and_keep_failure(self) -> None:
+        try:
+            if self._failure is None:
+                self._written = self._write()
+        except Exception as error:
+            self._failure = error
+        finally:
+            self._tensors = []
+
+    def _write(self) -> dict[str, Any]:
+        return _write_shard(self._storage, self._folder, self._save_id, self._group.rank, self._tensors)
+
+    def _finish(self) -> dict[str, Any]:
+        if self._thread is None:
+            return self._write()
+        self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+        assert self._written is not None
+        return self._written
+
+
+def _copied(part: TensorPart) -> TensorPart:
+    """Return a part with elements of its own; none where another rank writes them."""
+    return replace(part, boxes=[(box, data.copy()) for box, data in part.boxes] if part.is_writer else [])
 
 
 def _begin(storage: Storage, step: int) -> str:

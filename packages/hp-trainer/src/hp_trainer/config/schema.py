@@ -153,6 +153,10 @@ class CheckpointConfig:
 
     interval: int | None = setting(None, help="steps between checkpoints; null: one at the end", minimum=1)
     keep: int | None = setting(2, help="newest checkpoints to keep; null: all", minimum=1)
+    keep_best: int = setting(0, help="older checkpoints to keep beside them, of the lowest evaluation loss", minimum=0)
+    background: bool = setting(
+        False, help="write while training goes on, which waits for the copy to host memory alone"
+    )
     folder: str | None = setting(
         None, help="folder of the checkpoints; null: checkpoints/ in the run folder", is_path=True
     )

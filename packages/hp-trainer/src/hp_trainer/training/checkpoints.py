@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hp_trainer.checkpoint import Checkpoint, Storage, save_checkpoint
+from hp_trainer.checkpoint import Checkpoint, PendingSave, Storage
 from hp_trainer.config import to_plain
 from hp_trainer.exceptions import CheckpointError
 from hp_trainer.training.setup import RankSetup
@@ -25,32 +25,34 @@ class TrainingCheckpoints:
     """Saves and loads everything that training changes, whatever layout, number of ranks or platform is next.
 
     Args:
-        may_write: see `save_checkpoint`.
+        may_write: see `PendingSave`.
     """
 
     def __init__(self, setup: RankSetup, storage: Storage, may_write: Callable[[], None] = lambda: None) -> None:
         self._setup, self._storage, self._may_write = setup, storage, may_write
 
-    def save(self, progress: Progress, loss: float | None = None) -> str:
-        """Write a checkpoint on all ranks and return its folder's name; it is complete then.
+    def begin(self, progress: Progress, told: Mapping[str, Any], *, background: bool) -> PendingSave:
+        """Begin a checkpoint on all ranks; it is complete after `publish`.
 
         Args:
-            loss: of the last step, told in lists of checkpoints.
+            told: further values of its state, such as the loss, for lists of checkpoints.
+            background: write it in a thread; see `PendingSave`.
 
         Raises:
-            CheckpointError: on every rank when any failed, or when a weight is no finite number; earlier checkpoints
-                are untouched.
+            CheckpointError: on every rank when it cannot be begun.
         """
         setup = self._setup
-        return save_checkpoint(
+        return PendingSave(
             self._storage,
             state_parts(setup.platform, setup.model, setup.optimizer, setup.stage_mesh, _written_elsewhere(setup)),
             step=progress.step,
             model=to_plain(setup.config.model),
-            state=self._state(progress) | {"loss": loss},
+            state=self._state(progress) | dict(told),
             group=setup.mesh.world.all,
             keep=setup.config.checkpoint.keep,
+            keep_best=setup.config.checkpoint.keep_best,
             may_write=self._may_write,
+            background=background,
         )
 
     def load(self, folder: str) -> Progress:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hp_dtensor.platform.interface import Platform
 from hp_trainer._exchange import all_ranks
+from hp_trainer.checkpoint import PendingSave
 from hp_trainer.config import TrainerConfig
 from hp_trainer.exceptions import CheckpointError, HangError, TrainingError
 from hp_trainer.metrics import Tracker
@@ -23,6 +24,16 @@ from hp_trainer.training.setup import RankSetup
 from hp_trainer.training.speed import ModelSpeed
 from hp_trainer.training.stall_watch import StallWatch
 from hp_trainer.training.step import OptimizerStep, check_finite
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A checkpoint that is being written: of which step, since when, and how long training has waited for it."""
+
+    save: PendingSave
+    step: int
+    started: float
+    waited: float
 
 
 class Trainer:
@@ -54,6 +65,8 @@ class Trainer:
         self._hooks: LifeCycle = life_cycle()
         self._trackers = self._build_trackers()
         self._last = StepRecord(step=0, learning_rate=0.0, tokens=0, samples=0)
+        self._evaluation_losses: dict[int, float] = {}
+        self._pending: _Pending | None = None
         self._watch = StallWatch(run.stalls, self.setup.mesh.world, config.launch.timeout_seconds)
 
     def resume(self, checkpoint: str) -> None:
@@ -144,22 +157,54 @@ class Trainer:
             loss, targets = self._evaluation_loss()
         seconds = time.perf_counter() - started
         record = EvaluationRecord(step=self.progress.step, loss=loss, tokens=targets, seconds=seconds)
+        self._evaluation_losses = {self.progress.step: loss}
         for tracker in self._trackers:
             tracker.evaluation(record)
         self._hooks.after_evaluation(record)
         return loss
 
-    def save(self) -> None:
-        """Write a checkpoint of the present state; it is complete when this returns.
+    def save(self, *, background: bool = False) -> None:
+        """Write a checkpoint of the present state.
+
+        Args:
+            background: return as soon as the state is copied to host memory; `finish_save` completes the checkpoint.
+                Otherwise it is complete when this returns. One that was begun before is completed first.
+
+        Raises:
+            CheckpointError: on every rank when any failed, or when a weight is no finite number; earlier checkpoints
+                are untouched.
+        """
+        self.finish_save()
+        started, step = time.perf_counter(), self.progress.step
+        self._watch.begin("checkpoint", step)
+        self._hooks.before_checkpoint(CheckpointRecord(step=step))
+        told = {"loss": self._last.loss, "evaluation_loss": self._evaluation_losses.get(step)}
+        pending = self._checkpoints.begin(self.progress, told, background=background)
+        self._pending = _Pending(pending, step, started, time.perf_counter() - started)
+        if not background:
+            self.finish_save()
+
+    def finish_save(self, *, wait: bool = True) -> None:
+        """Complete the checkpoint that is being written, if there is one.
+
+        Args:
+            wait: for ranks that still write; False: only when all have written.
 
         Raises:
             CheckpointError: on every rank when any failed; earlier checkpoints are untouched.
         """
-        started, step = time.perf_counter(), self.progress.step
-        self._watch.begin("checkpoint", step)
-        self._hooks.before_checkpoint(CheckpointRecord(step=step))
-        folder = self._checkpoints.save(self.progress, self._last.loss)
-        record = CheckpointRecord(step=step, folder=folder, seconds=time.perf_counter() - started)
+        pending, now = self._pending, time.perf_counter()
+        if pending is None or not (wait or pending.save.is_written()):
+            return
+        self._pending = None
+        folder = pending.save.publish()
+        ended = time.perf_counter()
+        record = CheckpointRecord(
+            step=pending.step,
+            folder=folder,
+            seconds=ended - pending.started,
+            waited_seconds=pending.waited + ended - now,
+        )
         for tracker in self._trackers:
             tracker.checkpoint(record)
         self._hooks.after_checkpoint(record)
@@ -173,10 +218,13 @@ class Trainer:
             if _is_due(step, config.training.eval_interval):
                 self.evaluate()
             if stopping or _is_due(step, config.checkpoint.interval):
-                self.save()
+                self.save(background=config.checkpoint.background)
                 saved_at = step
+            else:
+                self.finish_save(wait=False)
         if saved_at != self.progress.step:
             self.save()
+        self.finish_save()
         return self._agreed_signal(stop) if self.progress.step < config.training.steps else None
 
     def _refuse_hang(self, error: Exception) -> None:
