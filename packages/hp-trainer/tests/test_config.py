@@ -292,7 +292,7 @@ def test_a_wrong_override_names_the_option(refusal) -> None:
     assert refusal(MINIMAL, ("training.stpes", "5"), ("training.steps", "many"), ("seed", "1")) == (
         "--seed: seed: unknown key\n"
         "    expected: one of checkpoint, data, generate, launch, lr_schedule, metrics, model, optimizer, "
-        "parallel, pipeline, platform, run, training\n"
+        "parallel, pipeline, platform, profile, run, training\n"
         "    try: training.seed\n"
         "--training.stpes: training.stpes: unknown key\n"
         "    expected: one of activation_checkpointing, clip_norm, compile, compile_backend, dtype, eval_batches, "

@@ -1,4 +1,4 @@
-"""`hp-train sweep` and `hp-train check`: every combination once, all checked first, nothing started by a check."""
+"""`hp-train sweep`, `check` and `profile`: every combination once, all checked first, nothing started by a check."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from hp_trainer import cli
 from hp_trainer.cli import sweep
 from hp_trainer.cli.arguments import UsageError
+from hp_trainer.cli.profile import profile_arguments
 from hp_trainer.cli.sweep import plan_sweep, split_values
 from hp_trainer.stop_request import Interrupted
 
@@ -129,3 +130,19 @@ def test_check_tells_every_problem(config, capsys) -> None:
     assert "training.global_batch_size" in error
     assert "data.path" in error
     assert cli.main(["check", str(config), "--world-size=0"]) == 2
+
+
+def test_profile_is_a_run_up_to_the_last_profiled_step() -> None:
+    settings = ["--profile.first=4", "--profile.last=5", "--training.steps=5", "--generate.prompts=[]"]
+    assert profile_arguments(["run.yaml"]) == ["run.yaml", *settings]
+    arguments = profile_arguments(["run.yaml", "--steps=2", "--training.steps=9"])
+    assert arguments[1:] == [
+        "--profile.first=2",
+        "--profile.last=2",
+        "--training.steps=2",
+        "--generate.prompts=[]",
+        "--training.steps=9",
+    ]
+    for bad in ("0", "5-", "a", "3-2-1"):
+        with pytest.raises(UsageError, match="--steps takes"):
+            profile_arguments(["run.yaml", f"--steps={bad}"])

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import mindspore as ms
@@ -120,6 +121,11 @@ class MindSporePlatform(MindSporeBase):
 
     def peak_memory(self) -> int:
         return super().peak_memory() if self.capabilities is CPU else int(ms.runtime.max_memory_allocated())
+
+    def profile(self, folder: Path, rank: int) -> AbstractContextManager[None]:
+        from hp_platform_mindspore.profiling import profiled
+
+        return profiled(folder, rank, on_npu=self.capabilities is not CPU)
 
     def collective_dtypes(self, reducing: bool) -> tuple[str, ...]:
         return self.capabilities.reduced_dtypes if reducing else self.capabilities.moved_dtypes

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -98,6 +100,11 @@ class TorchProcesses(ProcessInterface):
 
     def peak_flops(self, dtype: str) -> float | None:
         return peak_flops(torch.cuda.get_device_name(), dtype) if self.device_types[0] == "cuda" else None
+
+    def profile(self, folder: Path, rank: int) -> AbstractContextManager[None]:
+        from hp_platform_torch.profiling import profiled
+
+        return profiled(folder, rank)
 
     def _use_device(self, local_rank: int) -> None:
         kind = self.device_types[0]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import resource
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, TypeAlias
 
+from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform.tensors import DTYPE_NAMES
 
 World: TypeAlias = Any
@@ -57,6 +60,17 @@ class ProcessInterface(ABC):
             The figure of the maker's data sheet, without sparsity; None, the default, where it is not known.
         """
         return None
+
+    def profile(self, folder: Path, rank: int) -> AbstractContextManager[None]:
+        """Profile what this rank runs inside the block.
+
+        Writes `rank<rank>-trace.json` (or `.json.gz`) for trace viewers such as Perfetto into the folder, and beside it
+        what the framework tells of operations and of memory.
+
+        Raises:
+            CapabilityError: the framework has no profiler, which is the default.
+        """
+        raise CapabilityError("this platform has no profiler")
 
     def collective_dtypes(self, reducing: bool) -> tuple[str, ...]:
         """Return the names of the dtypes that its process groups can move here.

@@ -11,6 +11,7 @@ from hp_trainer.cli.check import check_command
 from hp_trainer.cli.data_commands import evaluate_command, tokenizer_command
 from hp_trainer.cli.export import export_command
 from hp_trainer.cli.help import USAGE
+from hp_trainer.cli.profile import profile_command
 from hp_trainer.cli.report_commands import compare_command, report_command
 from hp_trainer.cli.runs import checkpoints_command, resume_command, run_command
 from hp_trainer.cli.shared import load, newest, require_platform, resolved
@@ -69,6 +70,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "generate": generate_command,
     "export": export_command,
     "check": check_command,
+    "profile": profile_command,
     "sweep": sweep_command,
     "report": report_command,
     "compare": compare_command,

@@ -15,6 +15,7 @@ usage: hp-train CONFIG [--section.setting=value ...]
        hp-train generate RUN [--prompt TEXT ...] [--section.setting=value ...]
        hp-train export RUN --to DIR [--dtype DTYPE] [--file-bytes N]
        hp-train check CONFIG [--world-size N] [--section.setting=value ...]
+       hp-train profile CONFIG [--steps FIRST-LAST] [--section.setting=value ...]
        hp-train sweep CONFIG --section.setting=value,value,... [--section.setting=value ...]
        hp-train report RUN [--to FILE]
        hp-train compare RUN RUN ... [--to FILE]
@@ -37,6 +38,7 @@ commands:
   export      write the model of a run as a Hugging Face directory (config.json, safetensors, tokenizer); under a
               launcher every rank writes, each other files; by default in the dtype of model.from, else float32
   check       print every problem of a configuration, or what it would train; starts nothing
+  profile     train a few steps in a new run and write traces and memory of the last ones, of every rank
   sweep       train every combination of the values given, one run after the other, and compare the runs
   report      write one HTML file with the curves, layout, checkpoints and settings of a run
   compare     print the numbers of runs and the settings that differ; draw their curves into one HTML file

@@ -173,6 +173,18 @@ class MetricsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """Steps that every rank profiles, into `profile/` of the run folder."""
+
+    first: int | None = setting(None, help="first step to profile; null: none", minimum=1)
+    last: int | None = setting(None, help="last step to profile; null: the first alone", minimum=1)
+
+    def check(self) -> Iterator[Problem]:
+        if self.last is not None and (self.first is None or self.last < self.first):
+            yield Problem(path="last", what="no step lies between first and last", got=f"{self.first}, {self.last}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
     """The ranks that `hp-train` starts by itself on this machine."""
 
@@ -219,5 +231,6 @@ class TrainerConfig:
     pipeline: PipelineConfig = section(PipelineConfig, help="stages and schedule of a pipeline")
     checkpoint: CheckpointConfig = section(help="when checkpoints are written and kept")
     metrics: MetricsConfig = section(help="trackers of loss, speed and learning rate")
+    profile: ProfileConfig = section(ProfileConfig, help="steps to profile")
     launch: LaunchConfig = section(LaunchConfig, help="local ranks")
     generate: GenerateConfig = section(GenerateConfig, help="text sampled from the model")

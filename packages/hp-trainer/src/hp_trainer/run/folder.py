@@ -37,6 +37,7 @@ class RunFolder:
     model/             config.json and tokenizer of the model that it began with (`model.from`)
     checkpoints/       step-00000100/ ...
     stalls/            reports of ranks that came to a halt
+    profile/           rank0-trace.json ... of the steps chosen with profile.first and profile.last
     logs/              rank1.log ... (rank 0 writes to the terminal)
     ```
 
@@ -57,6 +58,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.stalls = path / "stalls"
         self.logs = path / "logs"
+        self.profile = path / "profile"
 
     @classmethod
     def check_new(cls, path: Path) -> str | None:

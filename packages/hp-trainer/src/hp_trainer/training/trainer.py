@@ -24,6 +24,7 @@ from hp_trainer.training.setup import RankSetup
 from hp_trainer.training.speed import ModelSpeed
 from hp_trainer.training.stall_watch import StallWatch
 from hp_trainer.training.step import OptimizerStep, check_finite
+from hp_trainer.training.step_profile import StepProfile
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Trainer:
         self.progress = Progress()
         self._step = OptimizerStep(self.setup)
         self._speed = ModelSpeed(self.setup)
+        self._profile = StepProfile(config.profile, run.profile, platform, self.setup.mesh.world.rank)
         self._checkpoints = TrainingCheckpoints(self.setup, checkpoint_storage(run, config), run.check_owner)
         self._train_batches = self.setup.batch_reader(self.setup.dataset.train)
         held_out, all_of_it = self.setup.dataset.evaluation, config.training.eval_batches is None
@@ -90,6 +92,7 @@ class Trainer:
         record = self._run_record()
         with ExitStack() as stack:
             stack.enter_context(self._watch)
+            stack.enter_context(self._profile)
             stop = stack.enter_context(stop_requests())
             for tracker in self._trackers:
                 stack.callback(tracker.finish)
@@ -213,8 +216,10 @@ class Trainer:
         config, stopping = self.config, False
         saved_at = self.progress.step if self.progress.step else None
         while self.progress.step < config.training.steps and not stopping:
+            self._profile.before_step(self.progress.step + 1)
             stopping = self.train_step(stop)
             step = self.progress.step
+            self._profile.after_step(step)
             if _is_due(step, config.training.eval_interval):
                 self.evaluate()
             if stopping or _is_due(step, config.checkpoint.interval):
