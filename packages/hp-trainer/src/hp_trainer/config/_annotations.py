@@ -52,6 +52,8 @@ def _describe_one(annotation: Any) -> str:
         return join_choices(args)
     if origin is tuple and args[-1] is not Ellipsis:
         return f"a list of {len(args)}: {', '.join(describe(arg) for arg in args)}"
+    if origin is dict:
+        return f"a section of names, each with {describe(args[1])}"
     if origin in (tuple, list):
         return f"a list of: {describe(args[0])}"
     return "a section" if dataclasses.is_dataclass(annotation) else str(annotation)

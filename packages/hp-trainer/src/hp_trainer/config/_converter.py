@@ -8,11 +8,13 @@ from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
+from hp_dtensor.exceptions import RegistryError
 from hp_dtensor.platform.registry import Registry
 from hp_trainer.config._annotations import describe, field_types, is_required
 from hp_trainer.config._setting import Component, Limits
 from hp_trainer.config._tree import Items, Scalar, Section, Tree
 from hp_trainer.config._values import INVALID, Problems, ValueConverter, is_null
+from hp_trainer.python_files import is_python_name, register_python_name
 from hp_trainer.registries import Registries
 
 
@@ -174,10 +176,20 @@ class Converter:
         name = default if value is None else self._values.convert(str, value, path, Limits())
         if name is INVALID or name in registry.names():
             return name
+        if value is not None and is_python_name(str(name)):
+            return self._python_name(registry, str(name), value, path)
         source = tree.source if value is None else value.source
         known = ", ".join(registry.names()) or "none is registered; install a package that brings one"
         self.problems.add(path, f"unknown {registry.kind}", source, known, repr(name), registry.suggest(str(name)))
         return INVALID
+
+    def _python_name(self, registry: Registry, name: str, value: Tree, path: str) -> Any:
+        """Return the whole name of what stands in a Python file, or INVALID."""
+        try:
+            return register_python_name(registry, name, value.folder if isinstance(value, Scalar) else Path())
+        except RegistryError as error:
+            self.problems.add(path, str(error), value.source)
+            return INVALID
 
     def _unknown_key(self, schema: type, tree: Section, path: str, key: str) -> None:
         names = list(field_types(schema))

@@ -56,6 +56,9 @@ class ValueConverter:
         origin, args = typing.get_origin(annotation), typing.get_args(annotation)
         if origin in (tuple, list) and isinstance(value, Items):
             return self._items(annotation, args, value, path, limits)
+        if origin is dict and isinstance(value, Section):
+            made = {key: self.convert(args[1], item, f"{path}.{key}", limits) for key, item in value.items.items()}
+            return INVALID if any(one is INVALID for one in made.values()) else made
         if not isinstance(value, Scalar):
             return None
         found = scalar_value(value)

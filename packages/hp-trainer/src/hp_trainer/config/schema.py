@@ -9,6 +9,7 @@ from typing import Literal
 from hp_trainer.config._setting import Component, component, section, setting
 from hp_trainer.exceptions import Problem
 
+TensorParallelStyle = Literal["colwise", "rowwise"]
 DTypeName = Literal["float32", "bfloat16", "float16"]
 
 
@@ -119,6 +120,12 @@ class ParallelConfig:
     etp: int | None = setting(None, help="tensor parallel ranks in an expert, 1 or tp; null: tp", minimum=1)
     expert_mesh: Literal["folded", "peer"] = setting(
         "folded", help="folded: experts re-use the dense ranks; peer: ep is an axis of its own"
+    )
+    tp_plan: dict[str, TensorParallelStyle] | None = setting(
+        None, help="of a plain module: names of its layers (* for one part) and how tp cuts each"
+    )
+    fsdp_units: tuple[str, ...] = setting(
+        (), help="of a plain module: names of the modules gathered one by one (* for one part); none: its numbered ones"
     )
     reshard_after_forward: bool = setting(
         True, help="free gathered weights after forward and gather them again for backward"

@@ -14,6 +14,7 @@ from hp_trainer.generation.sampler import Sampler
 from hp_trainer.plugins import registries
 from hp_trainer.run import RunFolder, checkpoint_storage
 from hp_trainer.training import load_state
+from hp_trainer.training.build_model import build_plain_model
 
 
 def generate(
@@ -37,7 +38,7 @@ def generate(
     source = registries().datasets.get(config.data.name).build(config.data.options)
     tokenizer = source.tokenizer()
     with use_world(SilentWorld(0, 1, platform)), platform.no_grad():
-        model = registries().models.get(config.model.name, platform.name).build(config.model.options, platform)
+        model = build_plain_model(config, platform)
         opened = Checkpoint(checkpoint_storage(run, config), checkpoint)
         opened.check_model(to_plain(config.model))
         load_state(platform, model, None, opened)

@@ -20,7 +20,9 @@ def give_initial_weights(model: Any, config: TrainerConfig, platform: Platform) 
         CheckpointError: the directory does not fit the model; no parameter has been changed.
     """
     if config.model.source is None:
-        init_parameters(model, model.initializer, seed=config.training.seed)
+        # A module of the framework's own has drawn its values when it was built.
+        if hasattr(model, "initializer"):
+            init_parameters(model, model.initializer, seed=config.training.seed)
         return
     directory = ModelDirectory(Path(config.model.source), config.model.options)
     problems = list(directory.problems())

@@ -14,6 +14,7 @@ from hp_trainer.data import BatchReader, Dataset, Samples
 from hp_trainer.parallel import ParallelDims, context_style
 from hp_trainer.plugins import registries
 from hp_trainer.run import RunFolder
+from hp_trainer.training.build_model import build_plain_model
 from hp_trainer.training.initial_weights import give_initial_weights
 from hp_trainer.training.optimizer import Optimizer
 from hp_trainer.training.pipelined_model import PipelinedModel
@@ -134,9 +135,8 @@ def build_model(
     Raises:
         CheckpointError: `model.from` does not fit the model.
     """
-    entry = registries().models.get(config.model.name, platform.name)
     parts = () if plan is None else (plan.parts_of(mesh["pp"].get_local_rank()),)
-    model = entry.build(config.model.options, platform, *parts)
+    model = build_plain_model(config, platform, *parts)
     reshard = config.parallel.reshard_after_forward
     # None is fully_shard's own default: all modules but the outermost are resharded after forward.
     model.parallelize(dims, mesh, config.training, reshard_after_forward=None if reshard else False)

@@ -30,6 +30,7 @@ from hp_moe import (
     TensorParallel,
     moe_layers,
 )
+from hp_trainer.models.precision import precision_policy
 from hp_trainer.parallel import context_style
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def parallelize(
             if training is not None:
                 block.moe.step_tokens = training.global_batch_size * training.sequence_length
     moe_layers(model)  # gives them the names that their messages show
-    _shard_over_data(model, dims, mesh, _policy(training), reshard_after_forward)
+    _shard_over_data(model, dims, mesh, precision_policy(training), reshard_after_forward)
     if training is not None and training.compile:
         for block in model.layers:
             model.platform.compile_module(block, training.compile_backend)
@@ -245,9 +246,3 @@ def _replica_axes(dims: ParallelDims, mesh: DeviceMesh) -> tuple[str, ...]:
 def _shard(module: Any, mesh: DeviceMesh, policy: MixedPrecisionPolicy, options: dict[str, Any]) -> None:
     fully_shard(module, mesh, mp_policy=policy, **options)
     module.set_reduce_op_type("sum", recurse=False)
-
-
-def _policy(training: TrainingConfig | None) -> MixedPrecisionPolicy:
-    if training is None or training.dtype == "float32":
-        return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(param_dtype=training.dtype, reduce_dtype=training.reduce_dtype)

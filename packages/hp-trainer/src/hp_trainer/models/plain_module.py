@@ -1,0 +1,151 @@
+"""Modules of a framework as they are, such as a model of transformers, made ready for the training loop."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.parallel import nn
+from hp_dtensor.parallel.parallelize_module import parallelize_module
+from hp_dtensor.parallel.style import ParallelStyle
+from hp_dtensor.parallel.tensor_parallel import ColwiseParallel, RowwiseParallel
+from hp_dtensor.tensor.conversions import replicate_like
+from hp_dtensor.tensor.dtensor import DTensor
+from hp_fsdp import fully_shard
+from hp_trainer.exceptions import ParallelDimsError, Problem, TrainingError, raise_if_any
+from hp_trainer.models.precision import precision_policy
+
+if TYPE_CHECKING:
+    from hp_trainer.config import TrainingConfig
+    from hp_trainer.parallel import ParallelDims
+
+Tensor = Any
+_STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+
+
+class PlainModel(nn.Module):
+    """A module that gives logits, trained with data parallelism, sharded weights and a tensor-parallel plan.
+
+    Args:
+        module: takes ids `[batch, length]` and returns logits `[batch, length, vocabulary]`, alone, first in a tuple,
+            or as `logits` of an output. Its initial values are those that it was built with, or where it has an
+            `initializer(name, shape)`, drawn from that.
+        config: its options.
+        tp_plan: patterns of module names -> `colwise` or `rowwise`, as in torch's `parallelize_module`; layers in
+            between see plain tensors, this rank's heads or columns.
+        fsdp_units: patterns of names of modules that are gathered one by one; none: the outermost numbered ones.
+    """
+
+    def __init__(
+        self, module: Any, config: Any, tp_plan: Mapping[str, str] | None = None, fsdp_units: Sequence[str] = ()
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.module = module
+        self._tp_plan, self._units = dict(tp_plan or {}), tuple(fsdp_units)
+        if hasattr(module, "initializer"):
+            self.initializer = lambda name, shape: module.initializer(name.removeprefix("module."), shape)
+
+    def forward(self, ids: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        """See `hp_trainer.models.LanguageModel`.
+
+        Raises:
+            TrainingError: there are positions: such a module would see across the documents of a row.
+        """
+        if positions is not None:
+            raise TrainingError(
+                "a plain module cannot keep packed documents apart; pack none (data.packing), or use model.name=decoder"
+            )
+        logits = _logits_of(self.module(ids))
+        logits = self.ops.cast(logits, self.platform.dtype("float32"))
+        if targets is None:
+            return _whole(logits)
+        batch, length, vocab = logits.shape
+        rows = self.ops.reshape(logits, (batch * length, vocab))
+        flat = self.ops.reshape(targets, (batch * length,))
+        return _whole(self.ops.cross_entropy(rows, replicate_like(flat, rows), reduction="sum"))
+
+    def parallelize(
+        self,
+        dims: ParallelDims,
+        mesh: DeviceMesh,
+        training: TrainingConfig | None = None,
+        *,
+        reshard_after_forward: bool | None = None,
+    ) -> None:
+        """See `hp_trainer.models.LanguageModel`; every rank gets rank 0's initial values.
+
+        Raises:
+            ParallelDimsError: degrees that a plain module cannot use, or patterns that no module matches.
+        """
+        names = [name for name, _ in self.platform.named_modules(self.module) if name]
+        raise_if_any(self._problems(dims, training, names), ParallelDimsError, "a plain module")
+        self._share_initial_values(mesh)
+        if dims.tp_enabled:
+            plan = {name: _STYLES[style]() for p, style in self._tp_plan.items() for name in _matching(p, names)}
+            parallelize_module(self.module, mesh["tp"], plan)
+        outer = ("dp_replicate",) if dims.dp_replicate > 1 else ()
+        options: dict[str, Any] = {
+            "mp_policy": precision_policy(training),
+            "reshard_after_forward": reshard_after_forward,
+        }
+        modules = dict(self.platform.named_modules(self.module))
+        for name in self._unit_names(names):
+            fully_shard(modules[name], mesh[*outer, "fsdp"], **options)
+            modules[name].set_reduce_op_type("sum", recurse=False)
+        fully_shard(self, mesh[*outer, "fsdp"], **options)
+        self.set_reduce_op_type("sum", recurse=False)
+
+    def after_optimizer_step(self) -> Mapping[str, float]:
+        """Return nothing to log."""
+        return {}
+
+    def _share_initial_values(self, mesh: DeviceMesh) -> None:
+        """Give every rank rank 0's values: the module drew them from a generator of its own."""
+        with self.platform.no_grad():
+            for _, tensor in [*self.platform.named_parameters(self), *self.platform.named_buffers(self)]:
+                mesh.world.all.broadcast(tensor)
+
+    def _unit_names(self, names: Sequence[str]) -> list[str]:
+        if self._units:
+            return [name for pattern in self._units for name in _matching(pattern, names)]
+        numbered = [name for name in names if name.rpartition(".")[2].isdigit()]
+        return [name for name in numbered if not any(name.startswith(f"{other}.") for other in numbered)]
+
+    def _problems(self, dims: ParallelDims, training: TrainingConfig | None, names: Sequence[str]) -> Any:
+        for degree in ("cp", "pp", "ep"):
+            if getattr(dims, degree) > 1:
+                yield Problem(path=f"parallel.{degree}", what="a plain module has no such layout", expected="1")
+        if dims.tp_enabled and not self._tp_plan:
+            yield Problem(path="parallel.tp_plan", what="tp needs to know which layers to cut", expected="a plan")
+        if training is not None and training.activation_checkpointing:
+            what = "a plain module computes nothing again"
+            yield Problem(path="training.activation_checkpointing", what=what, expected="false")
+        for setting, patterns in (("tp_plan", self._tp_plan), ("fsdp_units", self._units)):
+            for pattern in patterns:
+                if not _matching(pattern, names):
+                    what = f"no module is called {pattern!r}"
+                    yield Problem(path=f"parallel.{setting}", what=what, expected=f"such as {', '.join(names[:5])}")
+
+
+def _matching(pattern: str, names: Sequence[str]) -> list[str]:
+    """Return the names that a pattern means; `*` stands for anything within one part of a dotted name."""
+    parts = pattern.split(".")
+    return [
+        name
+        for name in names
+        if len(found := name.split(".")) == len(parts)
+        and all(fnmatch.fnmatchcase(one, part) for one, part in zip(found, parts, strict=True))
+    ]
+
+
+def _logits_of(output: Any) -> Tensor:
+    if hasattr(output, "logits"):
+        return output.logits
+    return output[0] if isinstance(output, (tuple, list)) else output
+
+
+def _whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
