@@ -6,6 +6,7 @@ with the same steps on one rank that has the whole batch.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +27,15 @@ from hp_dtensor.spec.placements import Replicate, Shard
 from hp_dtensor.tensor.conversions import distribute_tensor
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.tensor.init import Normal, init_parameters
-from hp_moe import ExpertParallel, ExpertTensorParallel, LoadMetrics, MoE, TensorParallel, update_expert_bias
+from hp_moe import (
+    ExpertParallel,
+    ExpertTensorParallel,
+    LoadMetrics,
+    MoE,
+    TensorParallel,
+    TwoLevelDispatcher,
+    update_expert_bias,
+)
 from hp_moe.styles import ReplicatedExperts
 
 DIM, LENGTH, VOCABULARY = 8, 6, 11
@@ -82,6 +91,21 @@ LAYOUTS = {
         {"ep": 2, "tp": 2}, (ExpertTensorParallel(split_tokens=True), ("ep", "tp")), sequence="tp"
     ),
     "sequence over three, uneven": Layout({"tp": 3}, (ExpertParallel(), ("tp",)), sequence="tp"),
+}
+
+# Other ways than the default one, by the name of the dispatcher.
+BY_DISPATCHER = {
+    "copy_per_expert": ("copy_per_expert", 4),
+    "all_gather": ("all_gather", 4),
+    "auto": ("auto", 3),
+    "two_level": (functools.partial(TwoLevelDispatcher, inner_size=2), 4),
+    "two_level of 8": (functools.partial(TwoLevelDispatcher, inner_size=4), 8),
+    "all_to_all_int8": ("all_to_all_int8", 2),
+    "all_to_all_fp8": ("all_to_all_fp8", 2),
+}
+LAYOUTS |= {
+    name: Layout({"ep": size}, (ExpertParallel(dispatcher), ("ep",)), data=("ep",))
+    for name, (dispatcher, size) in BY_DISPATCHER.items()
 }
 
 

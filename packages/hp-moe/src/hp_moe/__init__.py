@@ -6,10 +6,19 @@ from hp_moe.balance import LoadMetrics, moe_layers, update_expert_bias
 from hp_moe.capacity import Capacity
 from hp_moe.conversion import from_huggingface, moe_options, to_huggingface, upcycle
 from hp_moe.dispatch import (
+    AllGatherDispatcher,
     AllToAllDispatcher,
+    AutoDispatcher,
+    CopyPerExpertDispatcher,
+    DispatchCost,
     Dispatched,
+    Link,
     LocalDispatcher,
     TokenDispatcher,
+    TwoLevelDispatcher,
+    WireFormat,
+    dispatch_costs,
+    ranks_per_token,
 )
 from hp_moe.dispatch.permutation import TokenPermutation
 from hp_moe.exceptions import ExpertParallelError, MoEConfigError
@@ -34,10 +43,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Activation",
+    "AllGatherDispatcher",
     "AllToAllDispatcher",
+    "AutoDispatcher",
     "AuxLosses",
     "BaseExpertParallel",
     "Capacity",
+    "CopyPerExpertDispatcher",
+    "DispatchCost",
     "Dispatched",
     "ExpertParallel",
     "ExpertParallelError",
@@ -48,6 +61,7 @@ __all__ = [
     "GroupSizes",
     "GroupedExperts",
     "GroupedMatmul",
+    "Link",
     "LoadMetrics",
     "LocalDispatcher",
     "MoE",
@@ -60,13 +74,17 @@ __all__ = [
     "TokenChoiceTopKRouter",
     "TokenDispatcher",
     "TokenPermutation",
+    "TwoLevelDispatcher",
+    "WireFormat",
     "clamped_swiglu",
+    "dispatch_costs",
     "from_huggingface",
     "grouped_bias",
     "grouped_matmul",
     "loop_grouped_matmul",
     "moe_layers",
     "moe_options",
+    "ranks_per_token",
     "record_routing",
     "replay_routing",
     "to_huggingface",

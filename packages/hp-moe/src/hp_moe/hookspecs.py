@@ -39,6 +39,16 @@ def hp_fused_experts(platform: Platform) -> Callable[..., Any] | None:
     """
 
 
+@hookspec(firstresult=True)
+def hp_wire_format(platform: Platform, name: str) -> Any | None:
+    """Return a platform's format of this name for rows on their way, a `hp_moe.WireFormat`, or None. Since 0.1.
+
+    Asked for `fp8`: 8-bit floating point with 4 bits of exponent. The format's `encode` takes float32
+    `[rows, blocks, width]` and gives int8 codes of that shape and float32 scales `[rows, blocks, 1]`; `decode` gives
+    float32 back. Neither is differentiated.
+    """
+
+
 @hookspec
 def hp_token_dispatcher(registry: Registry) -> None:
     """Register token dispatchers by name, for `ExpertParallel("name")`. Since 0.1.

@@ -7,10 +7,11 @@ experts need around them: the same tokens on every rank that shares an expert, a
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.comm.world import ProcessGroup
 from hp_dtensor.parallel.distribute_module import distribute_module
 from hp_dtensor.parallel.parameters import place_parameter
 from hp_dtensor.parallel.style import ParallelStyle
@@ -23,6 +24,7 @@ from hp_moe.experts import GroupedExperts
 from hp_moe.moe import MoE
 
 Tensor = Any
+BuildDispatcher = Callable[[ProcessGroup, int], TokenDispatcher]
 
 # The hidden dimension is the second of w1 and w3, and the last of w2; every rank has the bias of results.
 _HIDDEN_CUT: dict[str, Placement] = {
@@ -163,7 +165,9 @@ class ExpertParallel(BaseExpertParallel):
     experts and route different tokens, and the experts' gradients are summed over them.
 
     Args:
-        dispatcher: name of the token dispatcher (hook `hp_token_dispatcher`).
+        dispatcher: name of the token dispatcher (hook `hp_token_dispatcher`): `all_to_all`, `copy_per_expert`,
+            `all_gather`, `all_to_all_int8`, `all_to_all_fp8`, `auto`; or a function from a process group and the number
+            of experts to one, such as `functools.partial(TwoLevelDispatcher, inner_size=8)`.
         split_tokens: ranks of the first axis are given the same tokens, as where it is an axis of its own
             beside data parallelism; each then routes a share of them, and all get all results.
 
@@ -180,7 +184,7 @@ class ExpertParallel(BaseExpertParallel):
 
     mesh_ndims: tuple[int, ...] = (1, 2)
 
-    def __init__(self, dispatcher: str = "all_to_all", *, split_tokens: bool = False) -> None:
+    def __init__(self, dispatcher: str | BuildDispatcher = "all_to_all", *, split_tokens: bool = False) -> None:
         self.dispatcher = dispatcher
         self.split_tokens = split_tokens
 
@@ -188,7 +192,7 @@ class ExpertParallel(BaseExpertParallel):
         return dict.fromkeys(WEIGHTS, (Shard(0), Replicate())[: mesh.ndim])
 
     def _dispatcher(self, num_experts: int, mesh: DeviceMesh) -> TokenDispatcher | None:
-        build = dispatchers().get(self.dispatcher).build
+        build = dispatchers().get(self.dispatcher).build if isinstance(self.dispatcher, str) else self.dispatcher
         dispatcher: TokenDispatcher = build(mesh.get_group(0), num_experts)
         return dispatcher
 

@@ -1,14 +1,29 @@
 """Token dispatchers: take tokens to the ranks of their experts and bring the results back."""
 
+from hp_moe.dispatch.all_gather import AllGatherDispatcher
 from hp_moe.dispatch.all_to_all import AllToAllDispatcher
+from hp_moe.dispatch.auto import AutoDispatcher
 from hp_moe.dispatch.base import Dispatched, TokenDispatcher
+from hp_moe.dispatch.copy_per_expert import CopyPerExpertDispatcher
+from hp_moe.dispatch.cost_model import DispatchCost, Link, dispatch_costs, ranks_per_token
 from hp_moe.dispatch.local import LocalDispatcher
 from hp_moe.dispatch.registry import dispatchers
+from hp_moe.dispatch.two_level import TwoLevelDispatcher
+from hp_moe.dispatch.wire_formats import WireFormat
 
 __all__ = [
+    "AllGatherDispatcher",
     "AllToAllDispatcher",
+    "AutoDispatcher",
+    "CopyPerExpertDispatcher",
+    "DispatchCost",
     "Dispatched",
+    "Link",
     "LocalDispatcher",
     "TokenDispatcher",
+    "TwoLevelDispatcher",
+    "WireFormat",
+    "dispatch_costs",
     "dispatchers",
+    "ranks_per_token",
 ]

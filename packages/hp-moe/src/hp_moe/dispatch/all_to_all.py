@@ -9,9 +9,9 @@ import numpy
 from hp_dtensor.comm.collectives import all_to_all_rows, all_to_all_rows_data
 from hp_dtensor.comm.world import ProcessGroup
 from hp_dtensor.parallel.recompute import kept
-from hp_dtensor.spec.placements import Shard
 from hp_moe.dispatch.base import Dispatched, Route, TokenDispatcher
 from hp_moe.dispatch.permutation import TokenPermutation
+from hp_moe.dispatch.wire_formats import WireFormat, block_width, find_wire_format
 from hp_moe.grouped_gemm import GroupSizes
 from hp_moe.routing import Routing, count_keys
 from hp_moe.routing_checks import FAULTY, faults, refuse_faulty
@@ -32,6 +32,9 @@ class AllToAllDispatcher(TokenDispatcher):
     Args:
         group: the ranks that share the experts; where experts run out, the last ranks own none.
         num_experts: number of experts of all ranks together.
+        chunk: experts of a rank; None: as many as all have when they share them evenly.
+        wire_format: `int8` or `fp8`: rows go to the experts in 8 bits, a float32 scale for each 128 of a row. Results
+            and gradients return as they are; the gradient is that of rows which were not rounded. None: no rounding.
 
     Example:
         >>> def program():
@@ -43,19 +46,23 @@ class AllToAllDispatcher(TokenDispatcher):
         [(2,), (4,)]
     """
 
-    def __init__(self, group: ProcessGroup, num_experts: int) -> None:
+    def __init__(
+        self, group: ProcessGroup, num_experts: int, *, chunk: int | None = None, wire_format: str | None = None
+    ) -> None:
         assert group.platform is not None
         self.group = group
         self.platform = group.platform
         self.num_experts = num_experts
-        self.chunk = -(-num_experts // group.size)
-        self.first, self.num_local = Shard(0).interval(num_experts, group.size, group.rank)
+        self.chunk = -(-num_experts // group.size) if chunk is None else chunk
+        self.first = min(group.rank * self.chunk, num_experts)
+        self.num_local = min(self.chunk, num_experts - self.first)
+        self.wire_format = None if wire_format is None else find_wire_format(group.platform, wire_format)
 
     def dispatch(self, x: Tensor, routing: Routing) -> Dispatched:
         """Send each token to every rank that owns experts of it; see `TokenDispatcher`."""
         # Kept: a recomputation in backward replays the exchange with the sizes that forward agreed on.
         route, sizes = kept(lambda: self._plan_route(routing))
-        rows = self._send(route, x)
+        rows = self._send(route, x) if self.wire_format is None else self._send_rounded(route, x, self.wire_format)
         experts, scores = self._send_choices(route, routing)
         permutation = kept(lambda: TokenPermutation(self.platform, self._local_experts(experts), sum(sizes.host)))
         return Dispatched(rows, sizes, scores, permutation, route, self._sent_bytes(route, x, routing))
@@ -131,16 +138,40 @@ class AllToAllDispatcher(TokenDispatcher):
     def _sent_bytes(self, route: Route, x: Tensor, routing: Routing) -> int:
         """Return the bytes that leave this rank: sizes, rows with their experts and scores, and results."""
         others = [rank for rank in range(self.group.size) if rank != self.group.rank]
-        row = int(x.shape[1]) * self.platform.itemsize(x.dtype)
+        dim = int(x.shape[1])
+        row = result = dim * self.platform.itemsize(x.dtype)
+        if self.wire_format is not None:
+            row = dim + 4 * (dim // block_width(dim))
         choices = int(routing.experts.shape[1]) * (4 if routing.scores is None else 8)
         sizes = len(others) * (1 + self.chunk) * 8
-        return sizes + sum(route.sent[rank] * (row + choices) + route.received[rank] * row for rank in others)
+        return sizes + sum(route.sent[rank] * (row + choices) + route.received[rank] * result for rank in others)
 
     # Rows -------------------------------------------------------------------------------------------------
 
     def _send(self, route: Route, x: Tensor) -> Tensor:
         """Exchange one row per token and destination: `[tokens, width]` -> `[rows received, width]`."""
         return all_to_all_rows(route.permutation.permute(x), self.group, route.sent, route.received)
+
+    def _send_rounded(self, route: Route, x: Tensor, wire_format: WireFormat) -> Tensor:
+        """Exchange rows in 8 bits with a scale for each block; backward returns gradients as they are."""
+        ops, dim = self.platform.ops, int(x.shape[1])
+        width = block_width(dim)
+
+        def forward(rows: Tensor) -> Tensor:
+            blocks = ops.reshape(ops.cast(rows, self.platform.dtype("float32")), (-1, dim // width, width))
+            codes, scales = wire_format.encode(blocks)
+            lengths = self.group, route.sent, route.received
+            codes = all_to_all_rows_data(ops.reshape(codes, (-1, dim)), *lengths)
+            scales = all_to_all_rows_data(ops.reshape(scales, (-1, dim // width)), *lengths)
+            blocks = ops.reshape(codes, (-1, dim // width, width))
+            decoded = wire_format.decode(blocks, ops.reshape(scales, (-1, dim // width, 1)))
+            return ops.cast(ops.reshape(decoded, (-1, dim)), rows.dtype)
+
+        return self.platform.linear_map(
+            route.permutation.permute(x),
+            forward,
+            lambda grad: all_to_all_rows_data(grad, self.group, route.received, route.sent),
+        )
 
     def _send_choices(self, route: Route, routing: Routing) -> tuple[Tensor, Tensor | None]:
         """Exchange the expert numbers and scores of each row in one message.

@@ -40,8 +40,10 @@ class Dispatched:
         scores: float32 `[rows, slots]`; None: results are not weighted.
         permutation: `rows` -> inputs of this rank's experts in expert-major order; None: they are the same rows in
             the same order.
-        route: the way from and to the other ranks; None: no row left its rank.
+        route: the way from and to the other ranks, in the dispatcher's own terms; None: no row left its rank.
         sent_bytes: bytes that leave this rank in dispatch and combine.
+        copies: own tokens -> rows that were dispatched, where those are more; None: they are the same.
+        outer: record of the way between nodes, where there are two levels.
 
     Example:
         >>> x = platform.ops.ones((3, 4), platform.dtype("float32"))
@@ -56,8 +58,10 @@ class Dispatched:
     sizes: GroupSizes
     scores: Tensor | None
     permutation: TokenPermutation | None
-    route: Route | None = None
+    route: Any = None
     sent_bytes: int = 0
+    copies: TokenPermutation | None = None
+    outer: Dispatched | None = None
 
 
 class TokenDispatcher(ABC):

@@ -38,6 +38,26 @@ def hp_fused_experts(platform: Platform) -> FusedExperts | None:
     return experts_of_device
 
 
+@hookimpl
+def hp_wire_format(platform: Platform, name: str) -> Any | None:
+    """`fp8`: torch's `float8_e4m3fn`, for torch's platform only."""
+    return Float8Format() if platform.name == "torch" and name == "fp8" else None
+
+
+class Float8Format:
+    """8-bit floating point with a scale that brings a block's largest magnitude to the format's, 448."""
+
+    def encode(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scales = blocks.abs().amax(2, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
+        # A block of zeros has a scale of zero; any divisor does.
+        codes = (blocks / torch.where(scales > 0, scales, 1.0)).to(torch.float8_e4m3fn)
+        # gloo takes no 8-bit floating point.
+        return codes.view(torch.int8), scales
+
+    def decode(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        return codes.view(torch.float8_e4m3fn).to(scales.dtype) * scales
+
+
 def experts_of_host(
     x: torch.Tensor, permutation: TokenPermutation, sizes: GroupSizes, scores: Any, weights: Any, score_before: bool
 ) -> torch.Tensor | None:

@@ -1,0 +1,85 @@
+"""Expert parallel in which every rank gets all tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+
+from hp_dtensor.comm.collectives import all_gather_varying, gather_data, reduce_scatter
+from hp_dtensor.comm.world import ProcessGroup
+from hp_dtensor.parallel.recompute import kept
+from hp_dtensor.spec.placements import Shard
+from hp_moe.dispatch.base import Dispatched, TokenDispatcher
+from hp_moe.dispatch.permutation import TokenPermutation
+from hp_moe.grouped_gemm import GroupSizes
+from hp_moe.routing import Routing
+from hp_moe.routing_checks import FAULTY, faults, refuse_faulty
+
+Tensor = Any
+
+
+class AllGatherDispatcher(TokenDispatcher):
+    """Gathers the tokens of all ranks, and reduce-scatters what each rank's experts make of them.
+
+    It sends no more than `AllToAllDispatcher` where nearly every token has experts on nearly every rank, and then with
+    fewer and evener messages.
+
+    Args:
+        group: the ranks that share the experts; rank i owns the i-th chunk, and the last ones may own none.
+        num_experts: number of experts of all ranks together.
+
+    Example:
+        >>> def program():
+        ...     with nn.building(platform):
+        ...         layer = MoE(dim=4, hidden_dim=8, num_experts=4, top_k=2)
+        ...     ExpertParallel("all_gather").apply(layer, init_device_mesh("cpu", (2,)))
+        ...     return tuple(layer(platform.ops.ones((3, 4), platform.dtype("float32"))).shape)
+        >>> run_ranks(program, 2)
+        [(3, 4), (3, 4)]
+    """
+
+    def __init__(self, group: ProcessGroup, num_experts: int) -> None:
+        assert group.platform is not None
+        self.group = group
+        self.platform = group.platform
+        self.num_experts = num_experts
+        self.first, self.num_local = Shard(0).interval(num_experts, group.size, group.rank)
+
+    def dispatch(self, x: Tensor, routing: Routing) -> Dispatched:
+        """Gather all tokens with their experts and scores; see `TokenDispatcher`."""
+        ops, group = self.platform.ops, self.group
+        lengths, sizes = kept(lambda: self._exchange_sizes(int(x.shape[0]), routing))
+        rows = all_gather_varying(x, group, 0, lengths)
+        scores = None if routing.scores is None else all_gather_varying(routing.scores, group, 0, lengths)
+
+        def order() -> TokenPermutation:
+            experts = gather_data(self.platform.contiguous(routing.experts), group, 0, lengths)
+            local = ops.sub(experts, self.first)
+            elsewhere = ops.logical_or(ops.lt(local, 0), ops.ge(local, self.num_local))
+            return TokenPermutation(self.platform, ops.masked_fill(local, elsewhere, self.num_local), sum(sizes.host))
+
+        return Dispatched(rows, sizes, scores, kept(order), lengths, self._sent_bytes(lengths, x, routing))
+
+    def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
+        """Add up what all ranks made of this rank's tokens; see `TokenDispatcher`."""
+        return reduce_scatter(y, self.group, 0, dispatched.route)
+
+    def _exchange_sizes(self, num_tokens: int, routing: Routing) -> tuple[tuple[int, ...], GroupSizes]:
+        """Return the tokens of each rank, and the rows of each own expert; the host waits for the device here."""
+        ops, n = self.platform.ops, self.group.size
+        tokens = self.platform.from_numpy(numpy.array([num_tokens]), self.platform.device_of(routing.counts))
+        mine = ops.cat([ops.add(tokens, faults(self.platform, routing, self.num_experts)), routing.counts], 0)
+        every = self.platform.to_numpy(gather_data(ops.unsqueeze(mine, 0), self.group, 0, [1] * n))
+        refuse_faulty([self.group.ranks[i] for i in range(n) if every[i, 0] >= FAULTY])
+        own = every[:, 1 + self.first : 1 + self.first + self.num_local].sum(0)
+        sizes = self.platform.from_numpy(own.astype(numpy.int64), self.platform.device_of(routing.counts))
+        host = tuple(int(size) for size in own)
+        return tuple(int(length) for length in every[:, 0]), GroupSizes(self.platform, sizes, host)
+
+    def _sent_bytes(self, lengths: tuple[int, ...], x: Tensor, routing: Routing) -> int:
+        """Return the bytes of sizes, of tokens with experts and scores to all others, and of others' results."""
+        others, mine = self.group.size - 1, lengths[self.group.rank]
+        row = int(x.shape[1]) * self.platform.itemsize(x.dtype)
+        choices = int(routing.experts.shape[1]) * (8 if routing.scores is None else 12)
+        return others * (8 * (1 + self.num_experts) + mine * (row + choices)) + (sum(lengths) - mine) * row

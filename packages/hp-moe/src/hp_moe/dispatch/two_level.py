@@ -1,0 +1,70 @@
+"""Expert parallel over two kinds of links: slow ones between nodes, quick ones within."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hp_dtensor.comm.world import ProcessGroup, current_world
+from hp_moe.dispatch.all_to_all import AllToAllDispatcher
+from hp_moe.dispatch.base import Dispatched, TokenDispatcher
+from hp_moe.exceptions import ExpertParallelError
+from hp_moe.routing import Routing
+
+Tensor = Any
+
+
+class TwoLevelDispatcher(TokenDispatcher):
+    """Sends a token once to each node that has experts for it, and from there to the ranks within.
+
+    Results are summed within the node before they return, so one row per token and node crosses the slow links in each
+    direction. The host waits for the device twice, once for each level's sizes.
+
+    Args:
+        group: the ranks that share the experts; rank i owns the i-th chunk, and the last ones may own none.
+        num_experts: number of experts of all ranks together.
+        inner_size: ranks of a node; consecutive ranks of the group are on one.
+
+    Raises:
+        ExpertParallelError: `inner_size` does not divide the ranks.
+
+    Example:
+        >>> def program():
+        ...     with nn.building(platform):
+        ...         layer = MoE(dim=4, hidden_dim=8, num_experts=4, top_k=2)
+        ...     nodes = functools.partial(TwoLevelDispatcher, inner_size=2)
+        ...     ExpertParallel(nodes).apply(layer, init_device_mesh("cpu", (4,)))
+        ...     return tuple(layer(platform.ops.ones((3, 4), platform.dtype("float32"))).shape)
+        >>> import functools
+        >>> run_ranks(program, 4)[0]
+        (3, 4)
+    """
+
+    def __init__(self, group: ProcessGroup, num_experts: int, *, inner_size: int) -> None:
+        assert group.platform is not None
+        if inner_size < 1 or group.size % inner_size:
+            raise ExpertParallelError(
+                f"inner_size must divide the {group.size} ranks that share the experts, got {inner_size}"
+            )
+        world = current_world(group.platform)
+        node, place = divmod(group.rank, inner_size)
+        chunk = -(-num_experts // group.size)
+        node_chunk = chunk * inner_size
+        of_node = max(0, min(node_chunk, num_experts - node * node_chunk))
+        self.outer = AllToAllDispatcher(world.group(group.ranks[place::inner_size]), num_experts, chunk=node_chunk)
+        inner = world.group(group.ranks[node * inner_size : (node + 1) * inner_size])
+        self.inner = AllToAllDispatcher(inner, of_node, chunk=chunk)
+
+    def dispatch(self, x: Tensor, routing: Routing) -> Dispatched:
+        """Send each token to the nodes, then to the ranks, of its experts; see `TokenDispatcher`."""
+        arrived = self.outer.dispatch(x, routing)
+        assert arrived.permutation is not None
+        # Its keys are experts by their number within the node; those of other nodes have the first number beyond.
+        within = Routing(arrived.permutation.keys, arrived.sizes.tensor, arrived.scores, has_dropped=True)
+        sent = self.inner.dispatch(arrived.rows, within)
+        return replace(sent, outer=arrived, sent_bytes=sent.sent_bytes + arrived.sent_bytes)
+
+    def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
+        """Sum results within the node, then return them; see `TokenDispatcher`."""
+        assert dispatched.outer is not None
+        return self.outer.combine(self.inner.combine(y, dispatched), dispatched.outer)
