@@ -79,6 +79,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "index_fill": {"input": (4, 6), "dim": 1, "index": (2,), "value": 0.0},
 }
 SPECIAL |= {
+    f"index_{kind}{end}": {"input": (4, 6), "dim": 1, "index": (2,), "source": (4, 2), "reduce": "prod"}
+    for kind in ("add", "copy", "reduce")
+    for end in ("", "_")
+}
+SPECIAL |= {
     f"scatter{end}": {"input": (4, 6), "dim": 1, "index": (4, 2), "src": (4, 2)} for end in ("", "_", "_add", "_add_")
 }
 SPECIAL |= {
@@ -104,6 +109,7 @@ SPECIAL |= {
     "complex": {"real": (4, 6), "imag": (4, 6)},
     "polar": {"abs": (4, 6), "angle": (4, 6)},
     "bincount": {"input": (6,), "minlength": 3},
+    "multinomial": {"input": (4, 6), "num_samples": 3},
     "one_hot": {"input": (4,), "num_classes": 3},
     "where": {"condition": (4, 6), "input": (4, 6), "other": (4, 6)},
     "rms_norm": {"input": (4, 6), "normalized_shape": 6, "weight": (6,)},
@@ -136,12 +142,12 @@ Operations on DTensors that have a sharding rule, by their canonical (torch) nam
 that says what to do instead; plugins add rules through the hook `hp_sharding_rules`.
 
 **Dimensions** shows one call: the dimensions of each tensor, before the arrow the arguments, behind it the results.
-The same name is the same dimension; `(a b)` is one dimension made of two, `1` one of a single element that is
-broadcast. **May be cut**: a mesh axis may cut these. `sum`, `max` or `min` behind a name: results are then partial
-in that way, and reduced when they are needed. All other dimensions are made whole first, where they are cut; so is
-everything for operations where the column is empty. **Partial** operands (sums) stay as they are where the column
-says so, by number of the tensor: `1`; `1, 2` are alternatives, `1 + 2` means in both at once. Everything else is
-reduced first, also sums that are rounded to integers.
+The same name is the same dimension; `.2 .1` are any number of dimensions, counted from the last; `(a b)` is one
+dimension made of two, `1` one of a single element that is broadcast. **May be cut**: a mesh axis may cut these. `sum`,
+`max` or `min` behind a name: results are then partial in that way, and reduced when they are needed. All other
+dimensions are made whole first, where they are cut; so is everything for operations where the column is empty.
+**Partial** operands (sums) stay as they are where the column says so, by number of the tensor: `1`; `1, 2` are
+alternatives, `1 + 2` means in both at once. Everything else is reduced first, also sums that are rounded to integers.
 
 """
 

@@ -27,15 +27,13 @@ def _batch_norm(call: OpCall) -> Factorization:
     dims, sizes = names_for("d", shape)
     inputs: tuple[Dims, ...] = (dims, *((dims[1],),) * (len(call.tensors) - 1))
     if not call["training"]:
-        return Factorization(
-            inputs=inputs, outputs=(dims,), sizes=sizes, cuts=Cuts(nonempty=frozenset(sizes))
-        )  # the kernels refuse nothing
+        return Factorization(inputs, (dims,), sizes, cuts=Cuts(nonempty=frozenset(sizes)))  # the kernels refuse nothing
     kept = sum(call[name] is not None for name in ("running_mean", "running_var"))
     summed = [dim[0] for i, dim in enumerate(dims) if i != 1]
     return Factorization(
-        inputs=inputs,
-        outputs=(dims,),
-        sizes=sizes,
+        inputs,
+        (dims,),
+        sizes,
         cuts=Cuts(nonempty=frozenset({dims[1][0]})),
         work=LocalWork(by_factor=dict.fromkeys(summed, _over_all_ranks)),
         operands=Operands(written=frozenset(range(1, 1 + kept))),

@@ -32,11 +32,7 @@ def _cat(call: OpCall) -> Factorization:
     output = (*dims[:dim], ("joined",), *dims[dim + 1 :])
     del sizes[f"d{dim}"]
     return Factorization(
-        inputs=inputs,
-        outputs=(output,),
-        sizes=sizes | own,
-        cuts=uncut(own),
-        partial=PartialResults(terms=_each(len(shapes))),
+        inputs, (output,), sizes | own, cuts=uncut(own), partial=PartialResults(terms=_each(len(shapes)))
     )
 
 
@@ -52,9 +48,9 @@ def _stack(call: OpCall) -> Factorization:
     dim, count = call.dim(call["dim"], extra=1), len(call.tensors)
     output = (*dims[:dim], ("stacked",), *dims[dim:])
     return Factorization(
-        inputs=(dims,) * count,
-        outputs=(output,),
-        sizes=sizes | {"stacked": count},
+        (dims,) * count,
+        (output,),
+        sizes | {"stacked": count},
         cuts=uncut({"stacked"}),
         partial=PartialResults(terms=_each(count)),
     )
@@ -67,7 +63,7 @@ def with_lengths(call: OpCall, dim: int, lengths: Sequence[int], **options: Any)
     outputs = tuple((*dims[:dim], (name,), *dims[dim + 1 :]) for name in names)
     fixed = frozenset({f"d{dim}", *names})
     all_sizes = {**sizes, **dict(zip(names, lengths, strict=True))}
-    return Factorization(inputs=(dims,), outputs=outputs, sizes=all_sizes, cuts=uncut(fixed), **options)
+    return Factorization((dims,), outputs, all_sizes, cuts=uncut(fixed), **options)
 
 
 def _split(call: OpCall) -> Factorization:
@@ -95,6 +91,4 @@ def _unbind(call: OpCall) -> Factorization:
     dim = call.dim(call["dim"])
     output: Dims = (*dims[:dim], *dims[dim + 1 :])
     count = call.tensors[0].shape[dim]
-    return Factorization(
-        inputs=(dims,), outputs=(output,) * count, sizes=sizes, cuts=uncut({f"d{dim}"}), partial=LINEAR
-    )
+    return Factorization((dims,), (output,) * count, sizes, cuts=uncut({f"d{dim}"}), partial=LINEAR)

@@ -97,9 +97,9 @@ def _channels(call: OpCall, order: str, out: int, into: int, kernel: Sizes, posi
     if len(call.tensors) == 3:
         inputs, terms = (*inputs, (channel_out,)), (*terms, frozenset({2}))
     return Factorization(
-        inputs=inputs,
-        outputs=((*batch, channel_out, *names["q"]),),
-        sizes=sizes,
+        inputs,
+        ((*batch, channel_out, *names["q"]),),
+        sizes,
         cuts=Cuts(fixed=frozenset(fixed), nonempty=frozenset({"n", "ci", "co"})),
         partial=PartialResults(reduced={"ci": "sum"} if groups == 1 else {}, terms=terms),
     )
@@ -166,9 +166,7 @@ def _linear(before: Dims, after: Dims, sizes: dict[str, int]) -> Factorization:
     """Batch and channels are parallel."""
     cut = frozenset(name for name in sizes if name[0] in "nc")
     fixed = frozenset(sizes) - cut
-    return Factorization(
-        inputs=(before,), outputs=(after,), sizes=sizes, cuts=Cuts(fixed=fixed, nonempty=cut), partial=LINEAR
-    )
+    return Factorization((before,), (after,), sizes, cuts=Cuts(fixed=fixed, nonempty=cut), partial=LINEAR)
 
 
 def _instance_norm(call: OpCall) -> Factorization:
@@ -208,6 +206,4 @@ def _positions_whole(call: OpCall, positions: Sizes) -> Factorization:
     after = tuple((f"q{i}",) for i in range(count))
     cut = frozenset(sizes) - fixed
     outputs = ((*leading, *after),) * (2 if call.arguments.get("return_indices") else 1)
-    return Factorization(
-        inputs=((*leading, *before),), outputs=outputs, sizes=sizes, cuts=Cuts(fixed=fixed, nonempty=cut)
-    )
+    return Factorization(((*leading, *before),), outputs, sizes, cuts=Cuts(fixed=fixed, nonempty=cut))

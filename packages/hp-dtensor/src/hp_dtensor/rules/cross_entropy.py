@@ -59,9 +59,9 @@ def _rule(call: OpCall, local: Local, by_class: bool = False) -> Factorization:
     sizes = dict(zip([dim[0] for dim in dims], shape, strict=True))
     whole = call["reduction"] == "none"
     return Factorization(
-        inputs=inputs if weight is None else (*inputs, (("classes",),)),
-        outputs=(rows if whole else (),),
-        sizes=sizes,
+        inputs if weight is None else (*inputs, (("classes",),)),
+        (rows if whole else (),),
+        sizes,
         partial=PartialResults(reduced={} if whole else dict.fromkeys(names, "sum"), complete=frozenset({"classes"})),
         work=LocalWork(by_factor=dict.fromkeys(sizes, _of_rows(local, names, by_class))),
     )

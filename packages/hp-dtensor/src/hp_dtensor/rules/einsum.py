@@ -35,9 +35,9 @@ def _einsum(call: OpCall) -> Factorization:
     repeated = frozenset(name for names in named for name in names if names.count(name) > 1)
     result: Dims = tuple((name,) for name in output)
     return Factorization(
-        inputs=inputs,
-        outputs=(result,),
-        sizes=sizes,
+        inputs,
+        (result,),
+        sizes,
         cuts=uncut(repeated),
         partial=PartialResults(reduced=summed, terms=(frozenset(range(len(terms))),)),
     )

@@ -58,15 +58,11 @@ def _transformed(call: OpCall, dims: Sequence[int], lengths: Sequence[int | None
         sizes[f"o{dim}"], output[dim] = size, (f"o{dim}",)
     fixed = frozenset({*(f"d{dim}" for dim in dims), *(f"o{dim}" for dim in dims)})
     others = frozenset(sizes) - fixed
-    return Factorization(
-        inputs=(names,), outputs=(tuple(output),), sizes=sizes, cuts=Cuts(fixed=fixed, nonempty=others), partial=LINEAR
-    )
+    return Factorization((names,), (tuple(output),), sizes, cuts=Cuts(fixed=fixed, nonempty=others), partial=LINEAR)
 
 
 def _shifted(call: OpCall) -> Factorization:
     names, sizes = names_for("d", call.tensors[0].shape)
     dims = call["dim"]
     chosen = range(len(names)) if dims is None else [call.dim(d) for d in ([dims] if isinstance(dims, int) else dims)]
-    return Factorization(
-        inputs=(names,), outputs=(names,), sizes=sizes, cuts=uncut(f"d{dim}" for dim in chosen), partial=LINEAR
-    )
+    return Factorization((names,), (names,), sizes, cuts=uncut(f"d{dim}" for dim in chosen), partial=LINEAR)

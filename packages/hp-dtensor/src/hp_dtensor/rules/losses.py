@@ -38,15 +38,11 @@ def _loss(call: OpCall) -> Factorization:
     dims, sizes = names_for("d", shape)
     inputs = (dims,) * len(call.tensors)
     if call["reduction"] == "none":
-        return Factorization(inputs=inputs, outputs=(dims,), sizes=sizes)
+        return Factorization(inputs, (dims,), sizes)
     if call["reduction"] == "sum":
-        return Factorization(
-            inputs=inputs, outputs=((),), sizes=sizes, partial=PartialResults(reduced=dict.fromkeys(sizes, "sum"))
-        )
+        return Factorization(inputs, ((),), sizes, partial=PartialResults(reduced=dict.fromkeys(sizes, "sum")))
     if call.arguments.get("weight") is not None and not call.name.startswith("binary"):
-        return Factorization(
-            inputs=inputs, outputs=((),), sizes=sizes
-        )  # a mean by the sum of the weights: everything whole
+        return Factorization(inputs, ((),), sizes)  # a mean by the sum of the weights: everything whole
     count = math.prod(shape[:1] if call["reduction"] == "batchmean" else shape)
 
     def part_of_mean(local: LocalCall) -> Tensor:
@@ -57,9 +53,9 @@ def _loss(call: OpCall) -> Factorization:
         return local.platform.ops.mul(local.on(x), mine / count)
 
     return Factorization(
-        inputs=inputs,
-        outputs=((),),
-        sizes=sizes,
+        inputs,
+        ((),),
+        sizes,
         partial=PartialResults(reduced=dict.fromkeys(sizes, "sum")),
         work=LocalWork(by_factor=dict.fromkeys(sizes, part_of_mean)),
     )

@@ -6,6 +6,7 @@ from typing import Any
 
 from hp_dtensor.rules.engine.factors import Dims, Factorization, LocalWork, PartialResults, uncut
 from hp_dtensor.rules.engine.local_call import LocalCall
+from hp_dtensor.rules.engine.notation import line
 from hp_dtensor.rules.engine.registry import OpCall, RuleRegistry, names_for
 from hp_dtensor.rules.indexing.owned_ids import check_ids, own_ids
 
@@ -15,7 +16,9 @@ Tensor = Any
 def register(registry: RuleRegistry) -> None:
     registry.register("rms_norm", "input normalized_shape weight=None eps=None", _norm)
     registry.register("layer_norm", "input normalized_shape weight=None bias=None eps=1e-5", _norm)
-    registry.register("group_norm", "input num_groups weight=None bias=None eps=1e-5", _group_norm)
+    registry.register(
+        "group_norm", "input num_groups weight=None bias=None eps=1e-5", line("n c! ...!, [c] -> n c ...")
+    )
     registry.register(
         "embedding",
         "input weight padding_idx=None max_norm=None norm_type=2.0 scale_grad_by_freq=False sparse=False",
@@ -37,14 +40,7 @@ def _norm(call: OpCall) -> Factorization:
     dims, sizes = names_for("d", shape)
     tail = dims[len(shape) - count :]
     inputs = (dims, *((tail,) * (len(call.tensors) - 1)))
-    return Factorization(inputs=inputs, outputs=(dims,), sizes=sizes, cuts=uncut(dim[0] for dim in tail))
-
-
-def _group_norm(call: OpCall) -> Factorization:
-    """`[batch, channels, ...]`: only the batch is parallel."""
-    dims, sizes = names_for("d", call.tensors[0].shape)
-    inputs = (dims, *((dims[1],),) * (len(call.tensors) - 1))
-    return Factorization(inputs=inputs, outputs=(dims,), sizes=sizes, cuts=uncut(dim[0] for dim in dims[1:]))
+    return Factorization(inputs, (dims,), sizes, cuts=uncut(dim[0] for dim in tail))
 
 
 def _embedding(call: OpCall) -> Factorization:
@@ -56,9 +52,9 @@ def _embedding(call: OpCall) -> Factorization:
     dims, sizes = names_for("d", ids)
     sizes = sizes | {"vocabulary": table[0], "width": table[1]}
     return Factorization(
-        inputs=(dims, (("vocabulary",), ("width",))),
-        outputs=((*dims, ("width",)),),
-        sizes=sizes,
+        (dims, (("vocabulary",), ("width",))),
+        ((*dims, ("width",)),),
+        sizes,
         partial=PartialResults(reduced={"vocabulary": "sum"}, terms=(frozenset({1}),)),
         work=LocalWork(by_factor={"vocabulary": _embedding_of_part}),
     )
@@ -109,7 +105,7 @@ def _attention(call: OpCall) -> Factorization:
         scores = (query[0], query[1], query[2], key[2])
         inputs = (*inputs, _mask(call, call.tensors[3].shape, scores, (("batch",), heads, ("q",), ("k",))))
     fixed = frozenset({"k", "width", "out", *(["q"] if call["is_causal"] else [])})
-    return Factorization(inputs=inputs, outputs=(output,), sizes=sizes, cuts=uncut(fixed))
+    return Factorization(inputs, (output,), sizes, cuts=uncut(fixed))
 
 
 def _mask(call: OpCall, shape: tuple[int, ...], scores: tuple[int, ...], names: Dims) -> Dims:

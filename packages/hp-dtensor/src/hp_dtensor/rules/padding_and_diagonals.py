@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from hp_dtensor.rules.engine.factors import LINEAR, Dim, Dims, Factorization, PartialResults, uncut
+from hp_dtensor.rules.engine.notation import line
 from hp_dtensor.rules.engine.registry import OpCall, RuleRegistry, names_for
 
 
@@ -12,8 +11,9 @@ def register(registry: RuleRegistry) -> None:
     registry.register("pad", "input pad mode=constant value=None", _pad)
     registry.register("repeat tile", "input *repeats", _repeat)
     registry.register("unfold", "input dimension size step", _unfold, view=True)
-    registry.register("tril triu", "input diagonal=0", _last_two_whole)
-    registry.register("tril_ triu_", "input diagonal=0", _last_two_whole, in_place=True)
+    matrices = line("... rows! columns! -> ... rows columns", linear=True)
+    registry.register("tril triu", "input diagonal=0", matrices)
+    registry.register("tril_ triu_", "input diagonal=0", matrices, in_place=True)
     registry.register("diagonal", "input offset=0 dim1=0 dim2=1", _diagonal, view=True)
     registry.register("diagonal_copy", "input offset=0 dim1=0 dim2=1", _diagonal)
     registry.register("linalg_diagonal", "A * offset=0 dim1=-2 dim2=-1", _diagonal, view=True)
@@ -36,11 +36,7 @@ def _pad(call: OpCall) -> Factorization:
             output[dim] = (f"o{dim}",)
     linear = call["mode"] == "constant" and not call["value"]
     return Factorization(
-        inputs=(dims,),
-        outputs=(tuple(output),),
-        sizes=sizes,
-        cuts=uncut(fixed),
-        partial=LINEAR if linear else PartialResults(),
+        (dims,), (tuple(output),), sizes, cuts=uncut(fixed), partial=LINEAR if linear else PartialResults()
     )
 
 
@@ -56,11 +52,7 @@ def _repeat(call: OpCall) -> Factorization:
         sizes |= {f"r{i}": count}
         output.append(dim if count == 1 else (f"r{i}", *dim))
     return Factorization(
-        inputs=(dims,),
-        outputs=(tuple(output),),
-        sizes=sizes,
-        cuts=uncut(f"r{i}" for i in range(len(repeats))),
-        partial=LINEAR,
+        (dims,), (tuple(output),), sizes, cuts=uncut(f"r{i}" for i in range(len(repeats))), partial=LINEAR
     )
 
 
@@ -72,21 +64,7 @@ def _unfold(call: OpCall) -> Factorization:
     output = (*dims[:dim], ("windows",), *dims[dim + 1 :], ("window",))
     fixed = frozenset({f"d{dim}", "windows", "window"})
     sizes = sizes | {"windows": windows, "window": call["size"]}
-    return Factorization(inputs=(dims,), outputs=(output,), sizes=sizes, cuts=uncut(fixed), partial=LINEAR)
-
-
-def _keep_shape(call: OpCall, whole: Sequence[int], linear: bool = True) -> Factorization:
-    """The first tensor's shape, with the dimensions `whole` uncut."""
-    dims, sizes = names_for("d", call.tensors[0].shape)
-    fixed = frozenset(f"d{i}" for i in whole)
-    return Factorization(
-        inputs=(dims,), outputs=(dims,), sizes=sizes, cuts=uncut(fixed), partial=LINEAR if linear else PartialResults()
-    )
-
-
-def _last_two_whole(call: OpCall) -> Factorization:
-    ndim = call.tensors[0].ndim
-    return _keep_shape(call, range(ndim - 2, ndim))
+    return Factorization((dims,), (output,), sizes, cuts=uncut(fixed), partial=LINEAR)
 
 
 def _diagonal(call: OpCall) -> Factorization:
@@ -97,7 +75,7 @@ def _diagonal(call: OpCall) -> Factorization:
     sizes = sizes | {"diagonal": max(0, min(rows, columns))}
     output = (*(dim for i, dim in enumerate(dims) if i not in (first, second)), ("diagonal",))
     fixed = frozenset({f"d{first}", f"d{second}", "diagonal"})
-    return Factorization(inputs=(dims,), outputs=(output,), sizes=sizes, cuts=uncut(fixed), partial=LINEAR)
+    return Factorization((dims,), (output,), sizes, cuts=uncut(fixed), partial=LINEAR)
 
 
 def _diag_embed(call: OpCall) -> Factorization:
@@ -109,9 +87,5 @@ def _diag_embed(call: OpCall) -> Factorization:
     output = (*dims[:-1], ("row",), ("column",))
     fixed = frozenset({dims[-1][0], "row", "column"})
     return Factorization(
-        inputs=(dims,),
-        outputs=(output,),
-        sizes=sizes | {"row": length, "column": length},
-        cuts=uncut(fixed),
-        partial=LINEAR,
+        (dims,), (output,), sizes | {"row": length, "column": length}, cuts=uncut(fixed), partial=LINEAR
     )

@@ -82,7 +82,7 @@ def pointwise(linearity: str | None) -> Rule:
         inputs = tuple(_aligned(spec.shape, shape) for spec in call.tensors)
         output: Dims = tuple((f"d{i}",) for i in range(len(shape)))
         terms = None if _is_no_division(call, linearity) else _terms(linearity, len(call.tensors))
-        return Factorization(inputs=inputs, outputs=(output,), sizes=sizes, partial=PartialResults(terms=terms))
+        return Factorization(inputs, (output,), sizes, partial=PartialResults(terms=terms))
 
     return rule
 
@@ -104,10 +104,10 @@ def _prelu(call: OpCall) -> Factorization:
     shape, weight = (spec.shape for spec in call.tensors)
     dims, sizes = names_for("d", shape)
     if math.prod(weight) == 1:
-        return Factorization(inputs=(dims, ((),) * len(weight)), outputs=(dims,), sizes=sizes)
+        return Factorization((dims, ((),) * len(weight)), (dims,), sizes)
     if weight != shape[1:2]:
         raise call.refuse(f"{list(weight)} slopes for channels in dimension 1 of {list(shape)}")
-    return Factorization(inputs=(dims, dims[1:2]), outputs=(dims,), sizes=sizes)
+    return Factorization((dims, dims[1:2]), (dims,), sizes)
 
 
 def _where(call: OpCall) -> Factorization:

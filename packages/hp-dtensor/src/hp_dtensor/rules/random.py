@@ -20,14 +20,18 @@ from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
 
-from hp_dtensor.rules.engine.factors import LINEAR, Factorization, LocalWork, PartialResults, uncut
+from hp_dtensor.rules.engine.factors import LINEAR, Factorization, LocalWork, PartialResults
 from hp_dtensor.rules.engine.local_call import LocalCall
+from hp_dtensor.rules.engine.notation import first_of, line
 from hp_dtensor.rules.engine.registry import OpCall, Rule, RuleRegistry, names_for
 from hp_dtensor.rules.pointwise import pointwise
 from hp_dtensor.spec.placements import RaggedShard
 from hp_dtensor.spec.tensor_spec import TensorSpec
 
 Tensor = Any
+AS_ONE = line("...! -> ...")
+"""Every rank draws for the whole: what is dropped gets a value of its own, or it depends on all probabilities."""
+DRAWN = [line(text, drawn="num_samples") for text in ("classes! -> drawn", "rows! classes! -> rows drawn")]
 
 
 def register(registry: RuleRegistry) -> None:
@@ -36,7 +40,7 @@ def register(registry: RuleRegistry) -> None:
         "input p=0.5 training=True ...",
         _in_training(_rule(_masked)),
     )
-    registry.register("alpha_dropout feature_alpha_dropout", "input p=0.5 training=False ...", _in_training(_whole))
+    registry.register("alpha_dropout feature_alpha_dropout", "input p=0.5 training=False ...", _in_training(AS_ONE))
     registry.register("rand_like randn_like randint_like", "input ...", _rule(_drawn, linear=False))
     registry.register(
         "uniform_ normal_ exponential_ log_normal_ cauchy_ geometric_ random_",
@@ -46,8 +50,8 @@ def register(registry: RuleRegistry) -> None:
     )
     registry.register("kaiming_uniform_ kaiming_normal_", "tensor ...", _rule(_filled, linear=False), in_place=True)
     registry.register("rrelu", "input lower=0.125 upper=0.333 training=False", _random_slopes)
-    registry.register("bernoulli", "input ...", _whole)
-    registry.register("multinomial", "input num_samples replacement=False", _multinomial)
+    registry.register("bernoulli", "input ...", AS_ONE)
+    registry.register("multinomial", "input num_samples replacement=False", first_of(*DRAWN))
     registry.register("bernoulli_", "input p=0.5", _rule(_filled, linear=False), in_place=True)
 
 
@@ -55,11 +59,7 @@ def _rule(local: Callable[[LocalCall], Any], linear: bool = True) -> Rule:
     def rule(call: OpCall) -> Factorization:
         dims, sizes = names_for("d", call.tensors[0].shape)
         return Factorization(
-            inputs=(dims,),
-            outputs=(dims,),
-            sizes=sizes,
-            partial=LINEAR if linear else PartialResults(),
-            work=LocalWork(of_part=local),
+            (dims,), (dims,), sizes, partial=LINEAR if linear else PartialResults(), work=LocalWork(of_part=local)
         )
 
     return rule
@@ -136,22 +136,8 @@ def _part(call: LocalCall, whole: Tensor) -> Tensor:
     return whole
 
 
-def _whole(call: OpCall) -> Factorization:
-    """Every rank draws for the whole: what is dropped gets a value of its own, or it depends on all probabilities."""
-    dims, sizes = names_for("d", call.tensors[0].shape)
-    return Factorization(inputs=(dims,), outputs=(dims,), sizes=sizes, cuts=uncut(sizes))
-
-
 def _random_slopes(call: OpCall) -> Factorization:
     """Tell that the numbers drawn before an element depend on the signs of all elements before it."""
     if not call["training"]:
         return pointwise(None)(call)
-    return _whole(call)
-
-
-def _multinomial(call: OpCall) -> Factorization:
-    """Every rank draws for the whole."""
-    dims, sizes = names_for("d", call.tensors[0].shape)
-    output = (*dims[:-1], ("drawn",))
-    sizes = sizes | {"drawn": call["num_samples"]}
-    return Factorization(inputs=(dims,), outputs=(output,), sizes=sizes, cuts=uncut(sizes))
+    return AS_ONE(call)

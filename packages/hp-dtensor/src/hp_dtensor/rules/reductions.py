@@ -11,6 +11,7 @@ from typing import Any
 from hp_dtensor.rules import partial_reductions
 from hp_dtensor.rules.engine.factors import LINEAR, Dims, Factorization, LocalWork, PartialResults, uncut
 from hp_dtensor.rules.engine.local_call import LocalCall
+from hp_dtensor.rules.engine.notation import line
 from hp_dtensor.rules.engine.registry import OpCall, Rule, RuleRegistry, names_for
 from hp_dtensor.rules.pointwise import pointwise
 
@@ -36,7 +37,9 @@ def register(registry: RuleRegistry) -> None:
     registry.register("linalg_norm", "input p=None dim=None keepdim=False * dtype=None", _linalg_norm)
     registry.register("all any", dims, _truth)
     registry.register("std var std_mean var_mean", "input dim=None unbiased=True keepdim=False * correction=1", _spread)
-    registry.register("glu", "input dim=-1", _glu)
+    # Half of a dimension times the sigmoid of the other half.
+    half = line("... dim! ... -> ... half ...", half=lambda sizes: sizes["dim"] // 2)
+    registry.register("glu", "input dim=-1", half)
 
 
 def reduced_dims(call: OpCall, ndim: int) -> tuple[int, ...]:
@@ -86,7 +89,7 @@ def _whole(call: OpCall) -> Factorization:
     (spec,) = call.tensors
     dims, sizes = names_for("d", spec.shape)
     output = _kept(dims, reduced_dims(call, spec.ndim), bool(call.arguments.get("keepdim")))
-    return Factorization(inputs=(dims,), outputs=(output,), sizes=sizes, cuts=uncut(_gone_factors(call)))
+    return Factorization((dims,), (output,), sizes, cuts=uncut(_gone_factors(call)))
 
 
 def _gone_factors(call: OpCall) -> list[str]:
@@ -194,9 +197,9 @@ def _mean(call: OpCall) -> Factorization:
         return ops.sum(x if wanted is None else ops.cast(x, wanted), gone, bool(local.arguments["keepdim"]))
 
     return Factorization(
-        inputs=(dims,),
-        outputs=(_kept(dims, gone, bool(call["keepdim"])),),
-        sizes=sizes,
+        (dims,),
+        (_kept(dims, gone, bool(call["keepdim"])),),
+        sizes,
         partial=PartialResults(reduced=dict.fromkeys(factors, "sum"), terms=LINEAR.terms),
         work=LocalWork(by_factor=dict.fromkeys(factors, part_of_mean)),
     )
@@ -242,13 +245,3 @@ def _quantile(call: OpCall) -> Factorization:
         raise call.whole("its rule takes one number as q")
     rule = _whole(call)
     return replace(rule, cuts=replace(rule.cuts, nonempty=frozenset(rule.sizes)))
-
-
-def _glu(call: OpCall) -> Factorization:
-    """Half of a dimension times the sigmoid of the other half."""
-    (spec,) = call.tensors
-    dims, sizes = names_for("d", spec.shape)
-    (dim,) = reduced_dims(call, spec.ndim)
-    output = (*dims[:dim], ("half",), *dims[dim + 1 :])
-    sizes = sizes | {"half": spec.shape[dim] // 2}
-    return Factorization(inputs=(dims,), outputs=(output,), sizes=sizes, cuts=uncut({f"d{dim}", "half"}))

@@ -28,9 +28,9 @@ def _moving(call: OpCall, dims: Sequence[int], local: Callable[[LocalCall], Tens
     names, sizes = names_for("d", call.tensors[0].shape)
     factors = [f"d{dim}" for dim in dims]
     return Factorization(
-        inputs=(names,),
-        outputs=(names,),
-        sizes=sizes,
+        (names,),
+        (names,),
+        sizes,
         cuts=Cuts(known=frozenset(factors)),
         partial=LINEAR,
         work=LocalWork(by_factor=dict.fromkeys(factors, local)),

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 from hp_dtensor.comm import collectives
-from hp_dtensor.rules.engine.factors import LINEAR, Factorization, LocalWork, PartialResults, uncut
+from hp_dtensor.rules.engine.factors import LINEAR, Factorization, LocalWork, PartialResults
 from hp_dtensor.rules.engine.local_call import LocalCall
+from hp_dtensor.rules.engine.notation import line
 from hp_dtensor.rules.engine.registry import OpCall, Rule, RuleRegistry, names_for
 from hp_dtensor.rules.partial_reductions import extreme_of_part, groups_of, lines
 from hp_dtensor.rules.reductions import check_floating, reduced_dims
@@ -23,13 +24,11 @@ def register(registry: RuleRegistry) -> None:
     registry.register("cumprod", "input dim * dtype=None", _along(_cumulated("mul")))
     registry.register("logcumsumexp", "input dim", _along(lambda call: _carried(call)[0]))
     registry.register("cummax cummin", "input dim", _along(_carried, outputs=2))
-    registry.register("cumsum_ cumprod_", "input dim * dtype=None", _along(None), in_place=True)
+    registry.register("cumsum_ cumprod_", "input dim * dtype=None", line("... dim! ... -> ... dim ..."), in_place=True)
     registry.register("softmax log_softmax softmin", "input dim=None dtype=None", _of_floating(_along(_softmax)))
 
 
-def _along(local: Callable[[LocalCall], Any] | None, linear: bool = False, outputs: int = 1) -> Rule:
-    """The rule; `local` None: the dimension must be whole."""
-
+def _along(local: Callable[[LocalCall], Any], linear: bool = False, outputs: int = 1) -> Rule:
     def rule(call: OpCall) -> Factorization:
         (spec,) = call.tensors
         dims, sizes = names_for("d", spec.shape)
@@ -37,12 +36,11 @@ def _along(local: Callable[[LocalCall], Any] | None, linear: bool = False, outpu
             raise call.refuse(f"it needs one dimension, got dim={call['dim']!r}")
         along = [f"d{dim}" for dim in reduced_dims(call, spec.ndim)]
         return Factorization(
-            inputs=(dims,),
-            outputs=(dims,) * outputs,
-            sizes=sizes,
-            cuts=uncut(along if local is None else ()),
+            (dims,),
+            (dims,) * outputs,
+            sizes,
             partial=LINEAR if linear else PartialResults(),
-            work=LocalWork(by_factor={} if local is None else dict.fromkeys(along, local)),
+            work=LocalWork(by_factor=dict.fromkeys(along, local)),
         )
 
     return rule

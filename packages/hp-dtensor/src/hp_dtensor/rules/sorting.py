@@ -9,21 +9,26 @@ from typing import Any
 from hp_dtensor.comm import collectives
 from hp_dtensor.rules import partial_reductions
 from hp_dtensor.rules.cat_and_split import with_lengths
-from hp_dtensor.rules.engine.factors import Dims, Factorization, LocalWork, PartialResults, uncut
+from hp_dtensor.rules.engine.factors import Factorization, LocalWork, PartialResults, uncut
 from hp_dtensor.rules.engine.local_call import LocalCall
-from hp_dtensor.rules.engine.registry import OpCall, Rule, RuleRegistry, names_for
+from hp_dtensor.rules.engine.notation import by_argument, line
+from hp_dtensor.rules.engine.registry import OpCall, RuleRegistry, names_for
 
 
 def register(registry: RuleRegistry) -> None:
     registry.register("topk", "input k dim=-1 largest=True sorted=True", _topk)
-    registry.register("sort", "input dim=-1 descending=False * stable=False", _sort)
-    registry.register("argsort", "input dim=-1 descending=False * stable=False", _argsort)
+    registry.register(
+        "sort", "input dim=-1 descending=False * stable=False", line("... dim! ... -> ... dim ..., ... dim ...")
+    )
+    registry.register("argsort", "input dim=-1 descending=False * stable=False", line("... dim! ... -> ... dim ..."))
     registry.register("one_hot", "input num_classes=-1", _one_hot, data_dependent=True)
     registry.register("bincount", "input weights=None minlength=0", _bincount, data_dependent=True)
     registry.register(
-        "searchsorted", "sorted_sequence input * out_int32=False right=False side=None sorter=None", _sorted_whole(0)
+        "searchsorted",
+        "sorted_sequence input * out_int32=False right=False side=None sorter=None",
+        by_argument("sorter", {None: line("bounds!, ... -> ...")}),
     )
-    registry.register("bucketize", "input boundaries * out_int32=False right=False", _sorted_whole(1))
+    registry.register("bucketize", "input boundaries * out_int32=False right=False", line("..., bounds! -> ..."))
 
 
 def _topk(call: OpCall) -> Factorization:
@@ -45,25 +50,12 @@ def _topk(call: OpCall) -> Factorization:
     )
 
 
-def _sort(call: OpCall) -> Factorization:
-    rule = _argsort(call)
-    return Factorization(inputs=rule.inputs, outputs=rule.outputs * 2, sizes=rule.sizes, cuts=uncut(rule.cuts.fixed))
-
-
-def _argsort(call: OpCall) -> Factorization:
-    dims, sizes = names_for("d", call.tensors[0].shape)
-    return Factorization(inputs=(dims,), outputs=(dims,), sizes=sizes, cuts=uncut({f"d{call.dim(call['dim'])}"}))
-
-
 def _one_hot(call: OpCall) -> Factorization:
     if call["num_classes"] < 0:
         raise call.refuse("num_classes must be given: otherwise it depends on data of all ranks")
     dims, sizes = names_for("d", call.tensors[0].shape)
     return Factorization(
-        inputs=(dims,),
-        outputs=((*dims, ("classes",)),),
-        sizes=sizes | {"classes": call["num_classes"]},
-        cuts=uncut({"classes"}),
+        (dims,), ((*dims, ("classes",)),), sizes | {"classes": call["num_classes"]}, cuts=uncut({"classes"})
     )
 
 
@@ -75,9 +67,9 @@ def _bincount(call: OpCall) -> Factorization:
         raise call.refuse("bincount of a cut DTensor needs minlength, which must exceed every value, and no weights")
     dims, sizes = names_for("d", spec.shape)
     return Factorization(
-        inputs=(dims,),
-        outputs=((("bins",),),),
-        sizes=sizes | {"bins": call["minlength"]},
+        (dims,),
+        ((("bins",),),),
+        sizes | {"bins": call["minlength"]},
         cuts=uncut({"bins"}),
         partial=PartialResults(reduced=dict.fromkeys(sizes, "sum")),
         work=LocalWork(by_factor=dict.fromkeys(sizes, functools.partial(_bins_of_part, call))),
@@ -95,18 +87,3 @@ def _bins_of_part(refused: OpCall, call: LocalCall) -> Any:
     if highest >= bins:
         raise refused.refuse(f"a value {highest} is beyond minlength={bins}")
     return counts
-
-
-def _sorted_whole(which: int) -> Rule:
-    """Elementwise on the values; the sorted boundaries are whole."""
-
-    def rule(call: OpCall) -> Factorization:
-        if call.arguments.get("sorter") is not None or len(call.tensors) != 2 or call.tensors[which].ndim != 1:
-            raise call.whole("its rule takes one-dimensional boundaries and a DTensor of values")
-        dims, sizes = names_for("d", call.tensors[1 - which].shape)
-        boundaries: Dims = (("boundaries",),)
-        inputs = (boundaries, dims) if which == 0 else (dims, boundaries)
-        sizes = sizes | {"boundaries": call.tensors[which].shape[0]}
-        return Factorization(inputs=inputs, outputs=(dims,), sizes=sizes, cuts=uncut({"boundaries"}))
-
-    return rule

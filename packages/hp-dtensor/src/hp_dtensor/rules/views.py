@@ -18,6 +18,7 @@ from hp_dtensor.rules.engine.factors import (
     PartialResults,
     uncut,
 )
+from hp_dtensor.rules.engine.notation import line
 from hp_dtensor.rules.engine.registry import OpCall, RuleRegistry, names_for
 
 
@@ -44,7 +45,7 @@ def register(registry: RuleRegistry) -> None:
     registry.register("expand_copy", "input *shape", _expand)
     registry.register("view_copy", "input *shape", _reshape)
     registry.register("view_as_complex", "input", _as_complex, view=True)
-    registry.register("view_as_real", "input", _as_real, view=True)
+    registry.register("view_as_real", "input", line("... -> ... part", linear=True, part=2), view=True)
     registry.register("new_zeros new_ones new_empty", "input *size * dtype=None", _new)
     registry.register("new_full", "input size fill_value * dtype=None", _new)
     registry.register("new_tensor", "input data * dtype=None", _new_scalar)
@@ -56,7 +57,7 @@ _DTYPE_ALONE = Operands(ignored=frozenset({0}))
 
 def _one(inputs: Dims, output: Dims, sizes: Mapping[str, int], **options: Any) -> Factorization:
     """The rule of one tensor in and one out, linear unless `options`, groups of `Factorization`, say otherwise."""
-    return Factorization(inputs=(inputs,), outputs=(output,), sizes=sizes, **{"partial": LINEAR, **options})
+    return Factorization((inputs,), (output,), sizes, **{"partial": LINEAR, **options})
 
 
 def common_factors(source: Sequence[int], target: Sequence[int]) -> tuple[Dims, Dims, dict[str, int], frozenset[str]]:
@@ -257,11 +258,6 @@ def _as_complex(call: OpCall) -> Factorization:
     if not dims or sizes[dims[-1][0]] != 2:
         raise call.refuse("its last dimension must hold a real and an imaginary part")
     return _one(dims, dims[:-1], sizes, cuts=uncut(dims[-1]))
-
-
-def _as_real(call: OpCall) -> Factorization:
-    dims, sizes = names_for("d", call.tensors[0].shape)
-    return _one(dims, (*dims, ("part",)), sizes | {"part": 2}, cuts=uncut({"part"}))
 
 
 def _new(call: OpCall) -> Factorization:

@@ -81,6 +81,4 @@ def _rule(call: OpCall) -> Factorization:
     if call["sinks"] is not None:
         inputs = (*inputs, (heads,))
     fixed = frozenset({"q", "k", "width", "out"})
-    return Factorization(
-        inputs=inputs, outputs=((("batch",), heads, ("q",), ("out",)),), sizes=sizes, cuts=uncut(fixed)
-    )
+    return Factorization(inputs, ((("batch",), heads, ("q",), ("out",)),), sizes, cuts=uncut(fixed))

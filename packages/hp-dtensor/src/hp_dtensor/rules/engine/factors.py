@@ -96,7 +96,7 @@ def uncut(names: Iterable[str]) -> Cuts:
     return Cuts(fixed=frozenset(names))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Factorization:
     """One call of an operation, as factors.
 
@@ -112,10 +112,10 @@ class Factorization:
     inputs: tuple[Dims, ...]
     outputs: tuple[Dims, ...]
     sizes: Mapping[str, int]
-    cuts: Cuts = field(default_factory=Cuts)
-    partial: PartialResults = field(default_factory=PartialResults)
-    work: LocalWork = field(default_factory=LocalWork)
-    operands: Operands = field(default_factory=Operands)
+    cuts: Cuts = field(default_factory=Cuts, kw_only=True)
+    partial: PartialResults = field(default_factory=PartialResults, kw_only=True)
+    work: LocalWork = field(default_factory=LocalWork, kw_only=True)
+    operands: Operands = field(default_factory=Operands, kw_only=True)
 
     def output_shape(self, output: int) -> tuple[int, ...]:
         return tuple(math.prod(self._output_size(f) for f in dim) for dim in self.outputs[output])

@@ -12,6 +12,7 @@ from typing import Any
 
 from hp_dtensor.rules.engine.factors import LINEAR, Factorization, uncut
 from hp_dtensor.rules.engine.local_call import LocalCall
+from hp_dtensor.rules.engine.notation import line
 from hp_dtensor.rules.engine.registry import OpCall, RuleRegistry, names_for
 from hp_dtensor.rules.indexing.owned_ids import check_ids, own_ids
 
@@ -19,7 +20,9 @@ from hp_dtensor.rules.indexing.owned_ids import check_ids, own_ids
 def register(registry: RuleRegistry) -> None:
     registry.register("gather", "input dim index * sparse_grad=False", _gather)
     registry.register("index_select", "input dim index", _index_select)
-    registry.register("take_along_dim", "input index dim=None", _take_along_dim)
+    registry.register(
+        "take_along_dim", "input index dim=None", line("... dim! ..., ... x! ... -> ... x ...", linear="0")
+    )
 
 
 def _gather(call: OpCall) -> Factorization:
@@ -39,9 +42,7 @@ def _gather(call: OpCall) -> Factorization:
         fixed |= {f"d{i}"} if i != dim else set()
         fixed |= {f"x{i}"}
         index_dims.append((f"x{i}",))
-    rule = Factorization(
-        inputs=(dims, tuple(index_dims)), outputs=(tuple(index_dims),), sizes=sizes, cuts=uncut(fixed), partial=LINEAR
-    )
+    rule = Factorization((dims, tuple(index_dims)), (tuple(index_dims),), sizes, cuts=uncut(fixed), partial=LINEAR)
     return _picked_by_owners(call, rule, dim)
 
 
@@ -52,29 +53,8 @@ def _index_select(call: OpCall) -> Factorization:
         raise call.refuse(f"its index must have one dimension, got {list(index)}")
     dims, sizes = names_for("d", shape)
     output = (*dims[:dim], ("x",), *dims[dim + 1 :])
-    rule = Factorization(
-        inputs=(dims, (("x",),)),
-        outputs=(output,),
-        sizes=sizes | {"x": index[0]},
-        cuts=uncut({f"d{dim}"}),
-        partial=LINEAR,
-    )
+    rule = Factorization((dims, (("x",),)), (output,), sizes | {"x": index[0]}, cuts=uncut({f"d{dim}"}), partial=LINEAR)
     return _picked_by_owners(call, rule, dim)
-
-
-def _take_along_dim(call: OpCall) -> Factorization:
-    shape, index = (spec.shape for spec in call.tensors)
-    if call["dim"] is None or len(shape) != len(index):
-        raise call.whole("its rule is along one dimension")
-    dim = call.dim(call["dim"])
-    if any(a != b for i, (a, b) in enumerate(zip(shape, index, strict=True)) if i != dim):
-        raise call.whole("its rule is of shapes that agree outside the dimension")
-    dims, sizes = names_for("d", shape)
-    output = (*dims[:dim], ("x",), *dims[dim + 1 :])
-    sizes = sizes | {"x": index[dim]}
-    return Factorization(
-        inputs=(dims, output), outputs=(output,), sizes=sizes, cuts=uncut({f"d{dim}", "x"}), partial=LINEAR
-    )
 
 
 def _picked_by_owners(call: OpCall, rule: Factorization, dim: int) -> Factorization:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from hp_dtensor.rules.engine.factors import Dim, Dims, Factorization, uncut
+from hp_dtensor.rules.engine.notation import line
 from hp_dtensor.rules.engine.registry import OpCall, RuleRegistry, names_for
 from hp_dtensor.rules.indexing.subscript import DATA_DEPENDENT
 
 
 def register(registry: RuleRegistry) -> None:
+    filled = line("... dim! ..., x!, [] -> ... dim ...")
+    written = line("... dim! ..., x!, ... x! ... -> ... dim ...")
     for names, in_place in (("scatter scatter_add", False), ("scatter_ scatter_add_", True)):
         registry.register(names, "input dim index src=None * value=None reduce=None", _scatter, in_place=in_place)
     for names, in_place in (("scatter_reduce", False), ("scatter_reduce_", True)):
         registry.register(names, "input dim index src reduce include_self=True", _scatter, in_place=in_place)
     for names, in_place in (("index_add index_copy", False), ("index_add_ index_copy_", True)):
-        registry.register(names, "input dim index source * alpha=1", _index_write, in_place=in_place)
+        registry.register(names, "input dim index source * alpha=1", written, in_place=in_place)
     for names, in_place in (("index_reduce", False), ("index_reduce_", True)):
-        registry.register(names, "input dim index source reduce * include_self=True", _index_write, in_place=in_place)
+        registry.register(names, "input dim index source reduce * include_self=True", written, in_place=in_place)
     for names, in_place in (("index_fill", False), ("index_fill_", True)):
-        registry.register(names, "input dim index value", _index_fill, in_place=in_place)
+        registry.register(names, "input dim index value", filled, in_place=in_place)
     for names, in_place in (("index_put", False), ("index_put_", True)):
         registry.register(names, "input indices values accumulate=False", _index_put, in_place=in_place)
     registry.register(
@@ -42,30 +45,7 @@ def _scatter(call: OpCall) -> Factorization:
             fixed |= {f"d{i}", f"s{number}_{i}"}
             row.append((f"s{number}_{i}",))
         inputs.append(tuple(row))
-    return Factorization(inputs=tuple(inputs), outputs=(dims,), sizes=sizes, cuts=uncut(fixed))
-
-
-def _index_write(call: OpCall) -> Factorization:
-    """Input `[..., d, ...]`, index `[x]`, source `[..., x, ...]`."""
-    dims, sizes = names_for("d", call.tensors[0].shape)
-    dim = call.dim(call["dim"])
-    source = (*dims[:dim], ("x",), *dims[dim + 1 :])
-    sizes = sizes | {"x": call.tensors[1].shape[0]}
-    return Factorization(inputs=(dims, (("x",),), source), outputs=(dims,), sizes=sizes, cuts=uncut({f"d{dim}", "x"}))
-
-
-def _index_fill(call: OpCall) -> Factorization:
-    dims, sizes = names_for("d", call.tensors[0].shape)
-    fixed = frozenset({f"d{call.dim(call['dim'])}", "x"})
-    value: tuple[Dims, ...] = ((),) * (len(call.tensors) - 2)
-    if (len(call.tensors) > 2 and call.tensors[2].ndim) or call.tensors[1].ndim != 1:
-        raise call.whole("its rule is of positions [x] and one value")
-    return Factorization(
-        inputs=(dims, (("x",),), *value),
-        outputs=(dims,),
-        sizes=sizes | {"x": call.tensors[1].shape[0]},
-        cuts=uncut(fixed),
-    )
+    return Factorization(tuple(inputs), (dims,), sizes, cuts=uncut(fixed))
 
 
 def _index_put(call: OpCall) -> Factorization:
@@ -82,7 +62,7 @@ def _index_put(call: OpCall) -> Factorization:
         spec.shape != (sizes["x"],) for spec in call.tensors[1:-1]
     ):
         raise call.whole("its rule is of values that are not broadcast")
-    return Factorization(inputs=(dims, *((("x",),),) * count, values), outputs=(dims,), sizes=sizes, cuts=uncut(fixed))
+    return Factorization((dims, *((("x",),),) * count, values), (dims,), sizes, cuts=uncut(fixed))
 
 
 def _data_dependent(call: OpCall) -> Factorization:

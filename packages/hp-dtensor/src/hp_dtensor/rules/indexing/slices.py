@@ -73,12 +73,7 @@ def _narrow(call: OpCall) -> Factorization:
         return {"start": rows.start, "length": count}
 
     return Factorization(
-        inputs=(dims,),
-        outputs=(dims,),
-        sizes=sizes,
-        cuts=Cuts(kept={f"d{dim}": kept}),
-        partial=LINEAR,
-        work=LocalWork(localize=localize),
+        (dims,), (dims,), sizes, cuts=Cuts(kept={f"d{dim}": kept}), partial=LINEAR, work=LocalWork(localize=localize)
     )
 
 
@@ -88,7 +83,7 @@ def _select(call: OpCall) -> Factorization:
     if not isinstance(index, int):
         raise call.refuse("its index must be an integer; use index_select for positions in a tensor")
     check_position(call, index, dim)
-    rule = Factorization(inputs=(dims,), outputs=((*dims[:dim], *dims[dim + 1 :]),), sizes=sizes, partial=LINEAR)
+    rule = Factorization((dims,), ((*dims[:dim], *dims[dim + 1 :]),), sizes, partial=LINEAR)
     return from_owners(call, rule, [f"d{dim}"], functools.partial(_selected_by_owner, dim, index % sizes[f"d{dim}"]))
 
 

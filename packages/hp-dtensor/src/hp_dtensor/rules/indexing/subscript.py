@@ -68,9 +68,9 @@ def _getitem(call: OpCall) -> Factorization:
     dims, sizes = names_for("d", shape)
     output, kept, picked = slices.basic(call, items, dims, sizes)
     rule = Factorization(
-        inputs=(dims,),
-        outputs=(output,),
-        sizes=sizes,
+        (dims,),
+        (output,),
+        sizes,
         cuts=Cuts(kept=kept),
         partial=LINEAR,
         work=LocalWork(localize=slices.localize_index(items, sizes, kept)),
@@ -82,9 +82,7 @@ def _by_positions(call: OpCall, items: list[Item]) -> Factorization:
     """The picked dimensions are whole, those of the index tensors, broadcast together, parallel."""
     dims, sizes = names_for("d", call.tensors[0].shape)
     picked, result, fixed = _picked(call, items, dims, sizes)
-    return Factorization(
-        inputs=(dims, *picked.indices), outputs=(result,), sizes=sizes, cuts=uncut(fixed), partial=LINEAR
-    )
+    return Factorization((dims, *picked.indices), (result,), sizes, cuts=uncut(fixed), partial=LINEAR)
 
 
 def _picked(
@@ -119,11 +117,7 @@ def _setitem(call: OpCall) -> Factorization:
     written = [name for (name,) in dims if (name,) not in kept]
     fixed -= {name for (name,) in dims}
     return Factorization(
-        inputs=inputs,
-        outputs=(dims,),
-        sizes=sizes,
-        cuts=uncut(fixed),
-        work=LocalWork(by_factor=dict.fromkeys(written, _assign_own_part)),
+        inputs, (dims,), sizes, cuts=uncut(fixed), work=LocalWork(by_factor=dict.fromkeys(written, _assign_own_part))
     )
 
 
@@ -139,11 +133,7 @@ def _setitem_by_positions(call: OpCall, items: list[Item], value: TensorSpec | N
     fixed = (fixed | picked.sizes.keys()) - {name for (name,) in dims}
     local = functools.partial(index_tensors.assign_own, items, picked)
     return Factorization(
-        inputs=inputs,
-        outputs=(dims,),
-        sizes=sizes,
-        cuts=uncut(fixed),
-        work=LocalWork(by_factor=dict.fromkeys(written, local)),
+        inputs, (dims,), sizes, cuts=uncut(fixed), work=LocalWork(by_factor=dict.fromkeys(written, local))
     )
 
 
@@ -180,7 +170,7 @@ def _where_true(call: OpCall, items: list[Item], value: TensorSpec | None) -> Fa
             "index_put with whole dimensions"
         )
     dims, sizes = names_for("d", target.shape)
-    return Factorization(inputs=(dims, dims[: mask.ndim]), outputs=(dims,), sizes=sizes)
+    return Factorization((dims, dims[: mask.ndim]), (dims,), sizes)
 
 
 def _assign_own_part(call: LocalCall) -> Any:
