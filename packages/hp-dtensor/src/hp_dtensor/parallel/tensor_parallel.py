@@ -31,9 +31,10 @@ class _CutLayer(ParallelStyle):
 
     def __init__(
         self,
-        input_layouts: Placement | None,
-        output_layouts: Placement | None,
-        use_local_output: bool,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
     ) -> None:
         self.input_layouts = input_layouts
         self.output_layouts = output_layouts
@@ -103,15 +104,6 @@ class ColwiseParallel(_CutLayer):
         ((Shard(0),), (3, 3))
     """
 
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-    ) -> None:
-        super().__init__(input_layouts, output_layouts, use_local_output)
-
     def _cut(self, module: Module) -> Mapping[str, Placement]:
         table = _table_of(module)
         return {"weight": Shard(0), "bias": Shard(0)} if table is None else {table: Shard(1)}
@@ -139,15 +131,6 @@ class RowwiseParallel(_CutLayer):
         >>> run_ranks(program, 2)[0]
         ((Shard(1),), (3, 6))
     """
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-    ) -> None:
-        super().__init__(input_layouts, output_layouts, use_local_output)
 
     def _cut(self, module: Module) -> Mapping[str, Placement]:
         table = _table_of(module)

@@ -136,7 +136,9 @@ def set_model_state_dict(
     problems.missing += _missing(parameters, targets, values) + [key for key in extra if key not in values]
     problems.unexpected += [key for key in values if key not in targets and key not in extra]
     settled_by_hooks = _load_hooks.has_after(platform, model)
-    _load(platform, "load_state_dict", ranks, targets, values, problems, options.strict and not settled_by_hooks)
+    strict = options.strict and not settled_by_hooks
+    for name in _check(platform, "load_state_dict", ranks, targets, values, problems, strict):
+        _state.copy_into(platform, targets[name], values[name])
     for key in extra.keys() & values.keys():
         extra[key].set_extra_state(values[key])
     _state.gather_again(groups)
@@ -298,7 +300,8 @@ def _check(
     values: Mapping[str, Any],
     problems: _state.Problems,
     strict: bool,
-) -> None:
+) -> list[str]:
+    """Return the names of targets that have a value, if no rank has a problem with any of them."""
     matched = [name for name in targets if name in values]
     for name in matched:
         problem = _state.value_problem(platform, name, targets[name], values[name])
@@ -306,21 +309,7 @@ def _check(
             problems.others.append(problem)
     moved = [name for name in matched if isinstance(values[name], DTensor)]
     _state.agree(ranks, f"{what}; nothing has been changed", problems.sentences(strict), moved)
-
-
-def _load(
-    platform: Platform,
-    what: str,
-    ranks: ProcessGroup,
-    targets: Mapping[str, Tensor],
-    values: Mapping[str, Any],
-    problems: _state.Problems,
-    strict: bool,
-) -> None:
-    _check(platform, what, ranks, targets, values, problems, strict)
-    for name, target in targets.items():
-        if name in values:
-            _state.copy_into(platform, target, values[name])
+    return matched
 
 
 def _broadcast(

@@ -7,47 +7,15 @@ it was given: to plain tensors nothing happens.
 from __future__ import annotations
 
 import functools
-import inspect
-import pkgutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import mindspore as ms
 from mindspore import Tensor
 
+from hp_dtensor.platform.patch import Patch
 from hp_platform_mindspore.optim import local_step
 from hp_platform_mindspore.patches import cells, checkpoints, functions, gradients, graphs
-
-
-@dataclass(frozen=True, slots=True)
-class Patch:
-    """One entry point of MindSpore that is replaced for everybody in this process.
-
-    Attributes:
-        name: the full name, such as `mindspore.nn.Cell.parameters_and_names`.
-        why: what MindSpore would do to a DTensor by itself.
-        dtensors: what happens to DTensors instead.
-        replacement: makes of MindSpore's function the one that takes its place.
-    """
-
-    name: str
-    why: str
-    dtensors: str
-    replacement: Callable[[Any], Any]
-
-    def place(self) -> tuple[Any, str]:
-        """Return the module, class or object that holds the function, and its name there."""
-        owner, _, attribute = self.name.rpartition(".")
-        return pkgutil.resolve_name(owner), attribute
-
-    def is_there(self) -> bool:
-        """Return True if this version of MindSpore has the function."""
-        try:
-            owner, attribute = self.place()
-        except (ImportError, AttributeError):
-            return False
-        return hasattr(owner, attribute)
 
 
 def _of_list(primitive: str, name: str) -> Patch:
@@ -165,7 +133,6 @@ def install() -> None:
     """Put every replacement in its place, once in a process."""
     for patch in PATCHES:
         if patch.is_there():
-            owner, attribute = patch.place()
-            setattr(owner, attribute, patch.replacement(inspect.getattr_static(owner, attribute)))
+            patch.install()
     # Cell's lists ask this of what stands in for a parameter during a forward.
     Tensor.inited_param = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,21 @@ def _reduced(loss: Tensor, reduction: str, size_average: bool | None = None, red
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{reduction} is not a valid value for reduction")
     return loss if reduction == "none" else getattr(loss, reduction)()
+
+
+def _reduced_as_called(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Give a loss of rows or elements the last three parameters of torch's losses, which reduce it."""
+    parameters = list(inspect.signature(loss).parameters.values())
+    defaults = {"size_average": None, "reduce": None, "reduction": "mean"}
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    signature = inspect.Signature(parameters + [inspect.Parameter(n, kind, default=d) for n, d in defaults.items()])
+
+    def called(*args: Any, **kwargs: Any) -> Tensor:
+        given = signature.bind(*args, **kwargs).arguments
+        size_average, reduce, reduction = (given.pop(name, default) for name, default in defaults.items())
+        return _reduced(loss(**given), reduction, size_average, reduce)
+
+    return called
 
 
 def _poisson_nll_loss(
@@ -54,38 +70,32 @@ def _gaussian_nll_loss(
     return _reduced(loss + 0.5 * math.log(2 * math.pi) if full else loss, reduction)
 
 
+@_reduced_as_called
 def _hinge_embedding_loss(
     input: Tensor,
     target: Tensor,
     margin: float = 1.0,
-    size_average: bool | None = None,
-    reduce: bool | None = None,
-    reduction: str = "mean",
 ) -> Tensor:
     apart = torch.where(target != 1, (margin - input).clamp_min(0), 0.0)
-    return _reduced(apart + torch.where(target != -1, input, 0.0), reduction, size_average, reduce)
+    return apart + torch.where(target != -1, input, 0.0)
 
 
+@_reduced_as_called
 def _margin_ranking_loss(
     input1: Tensor,
     input2: Tensor,
     target: Tensor,
     margin: float = 0,
-    size_average: bool | None = None,
-    reduce: bool | None = None,
-    reduction: str = "mean",
 ) -> Tensor:
-    return _reduced((-target * (input1 - input2) + margin).clamp_min(0), reduction, size_average, reduce)
+    return (-target * (input1 - input2) + margin).clamp_min(0)
 
 
+@_reduced_as_called
 def _cosine_embedding_loss(
     input1: Tensor,
     input2: Tensor,
     target: Tensor,
     margin: float = 0,
-    size_average: bool | None = None,
-    reduce: bool | None = None,
-    reduction: str = "mean",
 ) -> Tensor:
     if target.dim() > 1 or input1.dim() != target.dim() + 1 or input2.dim() != input1.dim():
         raise ValueError(
@@ -96,9 +106,10 @@ def _cosine_embedding_loss(
     cosine = products[0] / ((products[1] + 1e-12) * (products[2] + 1e-12)).sqrt()
     alike = torch.where(target == 1, 1 - cosine, 0.0)
     apart = torch.where(target == -1, (cosine - margin).clamp_min(0), 0.0)
-    return _reduced(alike + apart, reduction, size_average, reduce)
+    return alike + apart
 
 
+@_reduced_as_called
 def _triplet_margin_loss(
     anchor: Tensor,
     positive: Tensor,
@@ -107,15 +118,11 @@ def _triplet_margin_loss(
     p: float = 2,
     eps: float = 1e-6,
     swap: bool = False,
-    size_average: bool | None = None,
-    reduce: bool | None = None,
-    reduction: str = "mean",
 ) -> Tensor:
     def distance(x: Tensor, y: Tensor) -> Tensor:
         return F.pairwise_distance(x, y, p, eps)
 
-    loss = _triplet_loss(anchor, positive, negative, distance, margin, swap)
-    return _reduced(loss, reduction, size_average, reduce)
+    return _triplet_loss(anchor, positive, negative, distance, margin, swap)
 
 
 def _triplet_margin_with_distance_loss(
@@ -189,18 +196,16 @@ def _multilabel_margin_loss(
     return _reduced(counted.sum((-1, -2)) / classes, reduction, size_average, reduce)
 
 
+@_reduced_as_called
 def _multilabel_soft_margin_loss(
     input: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
-    size_average: bool | None = None,
-    reduce: bool | None = None,
-    reduction: str = "mean",
 ) -> Tensor:
     loss = -(target * F.logsigmoid(input) + (1 - target) * F.logsigmoid(-input))
     if weight is not None:
         loss = loss * weight
-    return _reduced(loss.sum(-1) / input.shape[-1], reduction, size_average, reduce)
+    return loss.sum(-1) / input.shape[-1]
 
 
 LOSSES: dict[str, Callable[..., Any]] = {

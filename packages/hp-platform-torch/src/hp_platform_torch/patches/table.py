@@ -7,13 +7,12 @@ was given: to plain tensors nothing happens.
 from __future__ import annotations
 
 import functools
-import inspect
-import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from hp_dtensor.platform.patch import Patch
 from hp_platform_torch.optim import local_step
 from hp_platform_torch.patches import (
     autograd_function,
@@ -23,28 +22,6 @@ from hp_platform_torch.patches import (
     new_values,
     process_groups,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Patch:
-    """One entry point of torch that is replaced for everybody in this process.
-
-    Attributes:
-        name: the full name, such as `torch.nn.init.eye_`.
-        why: what torch would do to a DTensor by itself.
-        dtensors: what happens to DTensors instead.
-        replacement: makes of torch's function the one that takes its place.
-    """
-
-    name: str
-    why: str
-    dtensors: str
-    replacement: Callable[[Any], Any]
-
-    def place(self) -> tuple[Any, str]:
-        """Return the module or class that holds the function, and its name there."""
-        owner, _, attribute = self.name.rpartition(".")
-        return pkgutil.resolve_name(owner), attribute
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,12 +147,7 @@ REGISTRATIONS = (
 @functools.cache
 def install() -> Mapping[str, Any]:
     """Put every replacement in its place, once in a process; return torch's own functions by their full names."""
-    replaced = {}
-    for patch in PATCHES:
-        owner, attribute = patch.place()
-        # Static: a class method as it is, not bound to the class that defines it.
-        own = replaced[patch.name] = inspect.getattr_static(owner, attribute)
-        setattr(owner, attribute, patch.replacement(own.__func__ if isinstance(own, staticmethod) else own))
+    replaced = {patch.name: patch.install() for patch in PATCHES}
     for registration in REGISTRATIONS:
         registration.register()
     return MappingProxyType(replaced)
