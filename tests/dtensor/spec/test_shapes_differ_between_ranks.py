@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hp_dtensor import DeviceMesh, Shard, current_world, distribute_tensor, get_platform, record_collectives
-from hp_dtensor.exceptions import RankMismatchError
+from hp_dtensor.exceptions import PlacementError, RankMismatchError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.testing import run_ranks
 
@@ -39,6 +39,42 @@ def test_every_rank_is_told_who_has_what(hp_platform: Platform, kind: str) -> No
     for message in run_ranks(refusal_on_a_rank, 2, hp_platform, hp_platform.name, kind):
         assert message.startswith("distribute_tensor: ranks differ: ")
         assert all(part in message for part in SAID[kind])
+
+
+def error_of_every_rank(name: str, kind: str) -> str:
+    """Distribute a tensor that is wrong on rank 1 alone, and return the error that this rank got."""
+    platform = get_platform(name)
+    world = current_world(platform)
+    mesh = DeviceMesh("cpu", (world.size,), platform=platform)
+    tensor = platform.from_numpy(np.ones((4, 2), np.float32))
+    placements = [Shard(0)]
+    if world.rank == 1 and kind == "placements":
+        placements = [Shard(7)]
+    if world.rank == 1 and kind == "gradient":
+        platform.set_requires_grad(tensor, True)
+    with pytest.raises((RankMismatchError, PlacementError)) as refusal:
+        distribute_tensor(tensor, mesh, placements)
+    return f"{type(refusal.value).__name__}: {refusal.value}"
+
+
+@pytest.mark.timeout(60)
+def test_the_others_learn_that_one_rank_has_raised(hp_platform: Platform) -> None:
+    others, own = run_ranks(error_of_every_rank, 2, hp_platform, hp_platform.name, "placements")
+    assert others.startswith("RankMismatchError: distribute_tensor: ranks differ: rank 0: [4, 2]")
+    assert own.startswith("PlacementError")
+    assert own in others.partition("rank 1: failed, ")[2]
+
+
+def test_a_leaf_that_requires_a_gradient_on_one_rank_only_is_refused(hp_platform: Platform) -> None:
+    for message in run_ranks(error_of_every_rank, 2, hp_platform, hp_platform.name, "gradient"):
+        assert "rank 1: [4, 2] float32 (axis0:S(0)), a leaf that requires a gradient" in message
+
+
+@pytest.mark.real_ranks
+def test_real_ranks_learn_that_one_has_raised(hp_platform: Platform, rank_pool: Any) -> None:
+    target = "test_shapes_differ_between_ranks:error_of_every_rank"
+    others, own = rank_pool(2).run(target, hp_platform.name, "placements", timeout_seconds=60.0)
+    assert own in others
 
 
 @pytest.mark.real_ranks

@@ -20,7 +20,7 @@ from hp_dtensor import (
     local_map,
     shard_module,
 )
-from hp_dtensor.exceptions import PlacementError
+from hp_dtensor.exceptions import PlacementError, RankMismatchError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.testing import run_ranks
 
@@ -258,3 +258,31 @@ def test_each_specification_has_a_placement_per_mesh_axis(hp_platform: Platform,
                 local_map(lambda t: t, [S0, R], in_grad_placements=[[S0]])(x)
 
     run_ranks(rank, 4, hp_platform)
+
+
+@pytest.mark.timeout(60)
+def test_ranks_whose_outputs_make_no_tensor_are_told(hp_platform: Platform) -> None:
+    """Rank 0 gives 4 rows, rank 1 gives 1: not what rows cut in chunk order are."""
+
+    def program(mesh: DeviceMesh, x: Any) -> str:
+        rows = 4 if mesh.get_coordinate() == (0,) else 1
+        mapped = local_map(lambda part: hp_platform.ops.narrow(hp_platform.ops.cat([part, part]), 0, 0, rows), [S0])
+        with pytest.raises((RankMismatchError, PlacementError)) as refusal:
+            mapped(x)
+        return str(refusal.value)
+
+    for message in on_ranks(hp_platform, program):
+        assert "output 0" in message
+
+
+def test_ranks_compare_the_shapes_of_outputs_in_the_first_call(hp_platform: Platform) -> None:
+    def program(mesh: DeviceMesh, x: Any) -> list[int]:
+        group, calls = mesh.get_group(0), []
+        mapped = local_map(lambda part: hp_platform.ops.mul(part, 2.0), [S0])
+        for _ in range(3):
+            calls.append(-group.num_calls)
+            assert tuple(mapped(x).shape) == WHOLE.shape
+            calls[-1] += group.num_calls
+        return calls
+
+    assert on_ranks(hp_platform, program) == [[1, 0, 0], [1, 0, 0]]

@@ -290,3 +290,12 @@ def _leaves_made(platform: Platform) -> None:
 
 def test_factories_make_leaves_that_require_grad(hp_platform: Platform) -> None:
     run_ranks(_leaves_made, 2, hp_platform, hp_platform)
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"), [(True, "bool"), (2, "int64"), (np.int32(2), "int64"), (2.0, "float32"), (2j, "complex64")]
+)
+def test_full_has_the_dtype_of_its_value(hp_platform: Platform, value: Any, dtype: str) -> None:
+    x = run_ranks(lambda: full((3,), value, device_mesh=_mesh(hp_platform), placements=[Shard(0)]), 2, hp_platform)[0]
+    assert hp_platform.dtype_name(x.dtype) == dtype
+    assert hp_platform.to_numpy(x.to_local()).tolist() == [value] * 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh, init_device_mesh
@@ -11,7 +12,7 @@ from hp_dtensor.comm.world import current_world
 from hp_dtensor.parallel import nn
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
-from hp_dtensor.spec.rank_checks import check_alike
+from hp_dtensor.spec.rank_checks import check_alike, telling_failure_to_alike
 from hp_fsdp._argument_checks import check_policy, check_settings, parameters_given
 from hp_fsdp._engine.extensions import chunked_layout, find_extensions
 from hp_fsdp._engine.flat_buffer import FlatBuffer
@@ -97,8 +98,8 @@ def fully_shard(
 
     Raises:
         FullyShardError: listing every problem of mesh, modules and parameters; nothing has been changed.
-        RankMismatchError: ranks have other parameters, ways to cut them, dtypes, or settings; it names ranks and both
-            values, and nothing has been changed.
+        RankMismatchError: ranks have other parameters, ways to cut them, dtypes, or settings, or one has raised; it
+            names ranks and what each has, and nothing has been changed.
         CapabilityError: the platform cannot compute in the policy's dtypes.
 
     Example:
@@ -114,33 +115,73 @@ def fully_shard(
     """
     modules: list[Any] = list(module) if isinstance(module, (list, tuple)) else [module]
     mesh = _data_parallel_mesh(modules, mesh, dp_mesh_dims)
-    reshard_after_forward = check_settings(mesh, zero_stage, reshard_after_forward, threshold, bucket_size)
-    platform = mesh.platform
-    _check_modules(platform, modules)
-    storage = get_storage(platform)
-    check_policy(platform, mp_policy)
-    policy = mp_policy.resolve(platform)
-    transport = get_communication(communication, platform)
-    offload = _check_offload(storage, mesh, offload_policy, zero_stage)
-    ignored = parameters_given("ignored_params", () if ignored_params is None else ignored_params, platform)
-    replicated = parameters_given("replicate_params", replicate_params, platform)
-    _check_disjoint(ignored, replicated)
-    originals = collect(platform, modules, ignored)
-    check_ties(platform, modules, originals)
-    _check_dtypes(storage, policy, originals)
     name = ", ".join(type(module).__name__ for module in modules)
-    _check_hooks(platform, originals)
-    find_extensions(storage, originals)
-    place(originals, mesh, shard_placement_fn, reshard_after_forward, name)
-    whole = _whole_parameters(platform, originals, replicated, threshold if zero_stage else math.inf)
-    settings = f"zero_stage={zero_stage}, reshard_after_forward={reshard_after_forward}, bucket_size={bucket_size}"
-    _check_ranks(mesh, f"fully_shard({name})", originals, whole, [str(policy), settings])
-    buffers = _make_buffers(storage, originals, whole, policy, transport, bucket_size, offload)
-    mark_ignored(platform, modules, ignored)
-    settings_of_group = GroupSettings(zero_stage=zero_stage, reshard_after_forward=reshard_after_forward)
-    group = ParameterGroup(name, modules, storage, list(buffers), settings_of_group)
-    _install(group, policy)
+    # A rank that finds a problem alone tells the others, who wait for it in `_check_ranks`.
+    with telling_failure_to_alike(mesh, f"fully_shard({name})"):
+        stage = GroupSettings(
+            zero_stage=zero_stage,
+            reshard_after_forward=check_settings(mesh, zero_stage, reshard_after_forward, threshold, bucket_size),
+        )
+        storage = _checked_storage(mesh.platform, modules)
+        settings = _buffer_settings(storage, mesh, mp_policy, communication, bucket_size, offload_policy, zero_stage)
+        ignored = parameters_given("ignored_params", () if ignored_params is None else ignored_params, mesh.platform)
+        replicated = parameters_given("replicate_params", replicate_params, mesh.platform)
+        _check_disjoint(ignored, replicated)
+        originals = _collect(storage, modules, ignored, settings.policy)
+        place(originals, mesh, shard_placement_fn, stage.reshard_after_forward, name)
+        whole = _whole_parameters(mesh.platform, originals, replicated, threshold if zero_stage else math.inf)
+    facts = f"zero_stage={zero_stage}, reshard_after_forward={stage.reshard_after_forward}, bucket_size={bucket_size}"
+    _check_ranks(mesh, f"fully_shard({name})", originals, whole, [str(mp_policy), facts])
+    buffers = list(_make_buffers(storage, originals, whole, settings))
+    mark_ignored(mesh.platform, modules, ignored)
+    _install(ParameterGroup(name, modules, storage, buffers, stage), settings.policy)
     return module
+
+
+@dataclass(frozen=True, kw_only=True)
+class _BufferSettings:
+    """Settings of `fully_shard` that its flat buffers share, checked."""
+
+    policy: MixedPrecisionPolicy
+    communication: Communication
+    bucket_size: float | None
+    offload: CPUOffloadPolicy | None
+
+
+def _checked_storage(platform: Platform, modules: Sequence[Module]) -> ParameterStorage:
+    """Return the platform's storage, after checking that the modules can be sharded."""
+    _check_modules(platform, modules)
+    return get_storage(platform)
+
+
+def _buffer_settings(
+    storage: ParameterStorage,
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    communication: str | Communication,
+    bucket_size: float | None,
+    offload: OffloadPolicy | None,
+    zero_stage: int,
+) -> _BufferSettings:
+    check_policy(storage.platform, policy)
+    return _BufferSettings(
+        policy=policy.resolve(storage.platform),
+        communication=get_communication(communication, storage.platform),
+        bucket_size=bucket_size,
+        offload=_check_offload(storage, mesh, offload, zero_stage),
+    )
+
+
+def _collect(
+    storage: ParameterStorage, modules: Sequence[Module], ignored: Collection[Tensor], policy: MixedPrecisionPolicy
+) -> list[OriginalParameter]:
+    """Return the parameters of a group, all of which can be sharded."""
+    originals = collect(storage.platform, modules, ignored)
+    check_ties(storage.platform, modules, originals)
+    _check_dtypes(storage, policy, originals)
+    _check_hooks(storage.platform, originals)
+    find_extensions(storage, originals)
+    return originals
 
 
 def _data_parallel_mesh(modules: Sequence[Module], mesh: Any, dims: DataParallelMeshDims | None) -> Any:
@@ -219,33 +260,29 @@ def _make_buffers(
     storage: ParameterStorage,
     originals: Sequence[OriginalParameter],
     whole: Collection[int],
-    policy: MixedPrecisionPolicy,
-    communication: Communication,
-    bucket_size: float | None,
-    offload: CPUOffloadPolicy | None,
+    settings: _BufferSettings,
 ) -> Iterator[FlatBuffer]:
     """Yield the flat buffers: parameters share one if dtype, mesh, trainability and membership in `whole` are alike.
 
     One whose class gathers it has a buffer to itself, cut as torch cuts it, as the class expects.
     """
+    policy, common = settings.policy, (settings.policy, settings.communication, settings.offload)
     kinds: dict[Any, list[OriginalParameter]] = {}
     for original in originals:
         assert original.mesh is not None
         parallel = DataParallel(original.mesh, shards=id(original.tensor) not in whole)
         if original.extension is not None:
             layout = chunked_layout(original, parallel.num_shards)
-            yield FlatBuffer(storage, parallel, [original], layout, policy, communication, offload)
+            yield FlatBuffer(storage, parallel, [original], layout, *common)
             continue
         key = original.tensor.dtype, storage.platform.requires_grad(original.tensor), parallel
         kinds.setdefault(key, []).append(original)
     for (dtype, _, parallel), alike in kinds.items():
         itemsize = min(storage.platform.itemsize(kind) for kind in (dtype, policy.param_dtype or dtype))
-        for bucket in _buckets(storage.platform, alike, bucket_size):
+        for bucket in _buckets(storage.platform, alike, settings.bucket_size):
             blocks = [original.block(itemsize) for original in bucket]
             for indices, layout in plan_buffers(blocks, parallel.num_shards):
-                yield FlatBuffer(
-                    storage, parallel, [bucket[i] for i in indices], layout, policy, communication, offload
-                )
+                yield FlatBuffer(storage, parallel, [bucket[i] for i in indices], layout, *common)
 
 
 def _buckets(

@@ -266,18 +266,58 @@ def _check_replicas(placements: Sequence[Placement], shards: Mapping[Coordinate,
 # Always ----------------------------------------------------------------------------------------------------
 
 
-def require_same(what: str, spec: TensorSpec) -> None:
+def require_same(what: str, spec: TensorSpec, more: str = "") -> None:
     """Refuse a tensor of which the ranks of the mesh have another global shape, dtype or placements; always checked.
 
     One exchange of a few bytes; only where ranks differ, a second one of the facts that the error tells.
 
+    Args:
+        more: a further fact that must be the same, in words.
+
     Raises:
         RankMismatchError: on every rank of the mesh, naming the ranks and what each has.
     """
-    mesh = spec.mesh
+    fact = f"{list(spec.shape)} {spec.mesh.platform.dtype_name(spec.dtype)} {_describe_alike(spec)}{more}"
+    _require_same_fact(spec.mesh, what, fact)
+
+
+@contextlib.contextmanager
+def telling_failure(mesh: DeviceMesh, what: str, exchanges: bool = True) -> Iterator[None]:
+    """Let the other ranks learn of an error in the block, where they are in the `require_same` that comes after it.
+
+    Without that, the rank that raises would leave the others waiting. It raises its own error, they
+    `RankMismatchError` with its text; where all raise alike, each raises its own.
+
+    Args:
+        exchanges: whether there is a `require_same` after the block.
+    """
+    try:
+        yield
+    except Exception as error:
+        if exchanges:
+            with contextlib.suppress(RankMismatchError):
+                _require_same_fact(mesh, what, _failure(error))
+        raise
+
+
+@contextlib.contextmanager
+def telling_failure_to_alike(mesh: DeviceMesh, what: str) -> Iterator[None]:
+    """Do what `telling_failure` does, where the others are in the `check_alike` that comes after the block."""
+    try:
+        yield
+    except Exception as error:
+        with contextlib.suppress(RankMismatchError):
+            check_alike(mesh, what, [_failure(error)])
+        raise
+
+
+def _failure(error: Exception) -> str:
+    return f"failed, {type(error).__name__}: {error}"
+
+
+def _require_same_fact(mesh: DeviceMesh, what: str, fact: str) -> None:
     if mesh.get_coordinate() is None or mesh.size() == 1:
         return
-    fact = f"{list(spec.shape)} {mesh.platform.dtype_name(spec.dtype)} {_describe_alike(spec)}"
     # Fixed in length, so that ranks need not agree on a length first.
     fingerprint = hashlib.sha256(fact.encode()).digest()[:16]
     of_all = mesh.world.group(mesh.ranks()).start_all_gather_bytes(fingerprint).wait()

@@ -14,6 +14,7 @@ from hp_dtensor.exceptions import (
     PlacementError,
     ShardShapeError,
 )
+from hp_dtensor.platform.interface import Platform
 from hp_dtensor.redistribute import plan_between
 from hp_dtensor.spec import rank_checks
 from hp_dtensor.spec.placements import Placement, RaggedShard, Shard, StridedShard
@@ -48,8 +49,9 @@ def distribute_tensor(
         PlacementError: placements that do not fit, or others than those of a DTensor (use `redistribute`).
         MeshError: another mesh than that of a DTensor.
         GradientPathError: a tensor computed from others, whose gradient a broadcast would cut off.
-        RankMismatchError: ranks give tensors of other shapes, dtypes or placements. Checked unless `src_data_rank` is
-            None; then in `check_mode` only.
+        RankMismatchError: ranks give tensors of other shapes, dtypes or placements, some of them leaves that require
+            a gradient, or one of them has raised. Checked unless `src_data_rank` is None; then in `check_mode` only,
+            and without gradients.
 
     Example:
         >>> def program():
@@ -61,14 +63,19 @@ def distribute_tensor(
     """
     if isinstance(tensor, DTensorBase):
         return _distributed_already(tensor, device_mesh, placements)
-    device_mesh, chosen = _where("distribute_tensor", tensor, device_mesh, placements)
-    platform = device_mesh.platform
-    target = TensorSpec(device_mesh, chosen, tuple(tensor.shape), tensor.dtype)
-    if platform.is_meta(tensor) or src_data_rank is None:
-        rank_checks.check_created("distribute_tensor", target)
+    what = "distribute_tensor"
+    mesh = require_mesh(what, device_mesh if device_mesh is not None else get_current_mesh())
+    platform = mesh.platform
+    is_sent = src_data_rank is not None and not (isinstance(tensor, platform.Tensor) and platform.is_meta(tensor))
+    with rank_checks.telling_failure(mesh, what, exchanges=is_sent):
+        device_mesh, chosen = _where(what, tensor, mesh, placements)
+        target = TensorSpec(device_mesh, chosen, tuple(tensor.shape), tensor.dtype)
+    if is_sent:
+        # A broadcast of other sizes would hang, or give some ranks numbers that nobody has. Where gradients differ,
+        # so would later backwards.
+        rank_checks.require_same(what, target, f"{_gradient_kind(platform, tensor)}, {src_data_rank=}")
     else:
-        # A broadcast of other sizes would hang, or give some ranks numbers that nobody has.
-        rank_checks.require_same("distribute_tensor", target)
+        rank_checks.check_created(what, target)
     if not platform.requires_grad(tensor):
         return _distributed(tensor, target, src_data_rank)
     if platform.is_leaf(tensor):
@@ -83,6 +90,12 @@ def distribute_tensor(
             "rank has computed the same"
         )
     return _distributed(tensor, target, src_data_rank)
+
+
+def _gradient_kind(platform: Platform, tensor: Tensor) -> str:
+    if not platform.requires_grad(tensor):
+        return ""
+    return ", a leaf that requires a gradient" if platform.is_leaf(tensor) else ", computed, requires a gradient"
 
 
 def _distributed(tensor: Tensor, target: TensorSpec, src_data_rank: int | None) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from hp_dtensor.comm.current_mesh import get_current_mesh
 from hp_dtensor.comm.mesh import DeviceMesh, require_mesh
 from hp_dtensor.exceptions import PlacementError
@@ -78,6 +80,8 @@ def full(
 ) -> Any:
     """Return a DTensor of one value; arguments and errors as `zeros`.
 
+    The default dtype is that of the value: bool, int64, complex64 or float32.
+
     Example:
         >>> def program():
         ...     x = full((4,), 0.5, device_mesh=init_device_mesh("cpu", (2,)), placements=[Shard(0)])
@@ -89,7 +93,8 @@ def full(
     def fill(platform: Platform, spec: TensorSpec) -> Tensor:
         return platform.ops.full(spec.local_shape, fill_value, spec.dtype)
 
-    return _make((shape,), device_mesh, placements, dtype, requires_grad, fill)
+    wanted = _dtype_of(fill_value) if dtype is None else dtype
+    return _make((shape,), device_mesh, placements, wanted, requires_grad, fill)
 
 
 def ones(
@@ -189,6 +194,11 @@ def _make(
     if requires_grad:
         platform.set_requires_grad(result, True)
     return result
+
+
+def _dtype_of(value: complex) -> str:
+    """Return the name of the dtype that frameworks give a tensor of one number."""
+    return {"b": "bool", "i": "int64", "u": "int64", "c": "complex64"}.get(np.asarray(value).dtype.kind, "float32")
 
 
 def _zeros(platform: Platform, spec: TensorSpec) -> Tensor:

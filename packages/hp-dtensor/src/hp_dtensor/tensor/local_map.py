@@ -9,6 +9,7 @@ from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh, require_mesh
 from hp_dtensor.exceptions import PlacementError
+from hp_dtensor.spec import rank_checks
 from hp_dtensor.spec.aliases import is_specification, placements_for
 from hp_dtensor.spec.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.spec.tensor_spec import TensorSpec, normalize_placements, wrong_count
@@ -39,7 +40,8 @@ def local_map(
         def total(x): ...
 
     The global shape of an output follows from the arguments: along a dimension that is cut as one of theirs, and as
-    long on this rank, it is as long as that one; otherwise every rank's part is as long as this one's.
+    long on this rank, it is as long as that one; otherwise every rank's part is as long as this one's. In the first
+    call of a function (and in each in `check_mode`) ranks compare the shapes that they find, by a few bytes.
 
     Gradients follow from the placements. Along a mesh axis where outputs are cut or partial, every rank computes
     another part of them, so that of a replicated argument is summed over ranks; where outputs are replicated, every
@@ -102,6 +104,7 @@ def _mapped(
         device_mesh = require_mesh("local_map", device_mesh)
     if not callable(func):
         raise TypeError(f"local_map takes a function, got {func!r}")
+    checked: set[Any] = set()
 
     @functools.wraps(func)
     def mapped(*args: Any, **kwargs: Any) -> Any:
@@ -112,7 +115,7 @@ def _mapped(
             return func(*args, **kwargs)
         wanted = _per_argument(in_placements, flat, "in_placements")
         grads = _per_argument(in_grad_placements, flat, "in_grad_placements")
-        outs = _Outputs(mesh, _out_entries(out_placements, mesh))
+        outs = _Outputs(mesh, _out_entries(out_placements, mesh), checked)
         if in_placements is not None:
             plain = mesh.platform.Tensor if plain_inputs else ()
             flat = [_placed(x, i, wanted[i], plain, redistribute_inputs) for i, x in enumerate(flat)]
@@ -263,10 +266,14 @@ def _out_entries(placements: Any, mesh: DeviceMesh) -> list[Outputs]:
 
 
 class _Outputs:
-    """Placements of the outputs of one call, on their mesh."""
+    """Placements of the outputs of one call, on their mesh.
 
-    def __init__(self, mesh: DeviceMesh, entries: Sequence[Outputs]) -> None:
-        self.mesh, self.entries = mesh, entries
+    Args:
+        checked: outputs of the function of which ranks have compared the global shape, by number and placements.
+    """
+
+    def __init__(self, mesh: DeviceMesh, entries: Sequence[Outputs], checked: set[Any]) -> None:
+        self.mesh, self.entries, self.checked = mesh, entries, checked
 
     def replicated_along(self, mesh: DeviceMesh, axis: int) -> list[bool]:
         """Return, for each tensor, whether it is replicated along an axis of `mesh`; empty without such an axis."""
@@ -280,18 +287,27 @@ class _Outputs:
         if len(values) != count:
             raise PlacementError(f"local_map: the function gave {len(values)} outputs, out_placements has {count}")
         on_mesh = [spec for spec in inputs if spec.mesh == self.mesh]
-        return rebuilt([_wrapped(values[i], self.entries[i], i, self.mesh, on_mesh) for i in range(count)])
+        return rebuilt([self._wrapped(values[i], self.entries[i], i, on_mesh) for i in range(count)])
 
-
-def _wrapped(x: Any, placements: Outputs, index: int, mesh: DeviceMesh, inputs: Sequence[TensorSpec]) -> Any:
-    if placements is None:
-        return x
-    if not isinstance(x, mesh.platform.Tensor):
-        raise PlacementError(f"local_map: output {index} has placements but is no tensor: {type(x).__name__}")
-    placements = normalize_placements(mesh, placements, len(x.shape))
-    return conversions.from_local(
-        x, mesh, placements, shape=_global_shape(tuple(x.shape), placements, index, mesh, inputs)
-    )
+    def _wrapped(self, x: Any, placements: Outputs, index: int, inputs: Sequence[TensorSpec]) -> Any:
+        if placements is None:
+            return x
+        mesh = self.mesh
+        if not isinstance(x, mesh.platform.Tensor):
+            raise PlacementError(f"local_map: output {index} has placements but is no tensor: {type(x).__name__}")
+        placements = normalize_placements(mesh, placements, len(x.shape))
+        what = f"local_map, output {index}"
+        # Ranks must come to the exchange together: what decides on it is nothing that may differ between them, such as
+        # the shapes of their parts or the units of ragged ones.
+        key = index, mesh, tuple((type(p), getattr(p, "dim", None)) for p in placements)
+        is_first = bool(_cuts(placements)) and key not in self.checked and not mesh.platform.is_meta(x)
+        with rank_checks.telling_failure(mesh, what, exchanges=is_first):
+            shape = _global_shape(tuple(x.shape), placements, index, mesh, inputs)
+            spec = TensorSpec(mesh, placements, shape, x.dtype)
+        if is_first:
+            rank_checks.require_same(what, spec)
+            self.checked.add(key)
+        return conversions.from_local(x, mesh, placements, shape=shape)
 
 
 Cut = tuple[tuple[int, Any], ...]
