@@ -86,5 +86,7 @@ def test_a_plugin_adds_a_dispatcher(manager):
 
 
 def test_an_unknown_dispatcher_names_those_there_are(manager):
-    with pytest.raises(ExpertParallelError, match="no token dispatcher is called 'deep'; known: all_gather, all_to_all, "):
+    with pytest.raises(
+        ExpertParallelError, match="no token dispatcher is called 'deep'; known: all_gather, all_to_all, "
+    ):
         hp_moe.dispatch.registry.dispatchers().get("deep")

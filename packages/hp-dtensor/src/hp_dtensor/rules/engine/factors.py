@@ -26,7 +26,7 @@ SUM = Partial("sum")
 
 @dataclass(frozen=True, kw_only=True)
 class Cuts:
-    """How the factors of a call may be cut.
+    """Limits to cutting the factors of a call.
 
     Attributes:
         fixed: factors that must not be cut.
@@ -43,7 +43,7 @@ class Cuts:
 
 @dataclass(frozen=True, kw_only=True)
 class PartialResults:
-    """How results of parts become the result, and which inputs may be partial themselves.
+    """Making the result from results of parts, and inputs that may be partial themselves.
 
     Attributes:
         reduced: for factors that outputs lack, the reduction that makes their results whole. A factor
