@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import signal
 from collections import Counter
 from contextlib import contextmanager
@@ -425,3 +426,27 @@ def test_a_checkpoint_of_other_data_is_refused_and_the_difference_named(lab, cha
     message = refused(lab, other, "step-00000001", **change)
     assert "was trained on other data" in message
     assert told in message
+
+
+def test_a_rank_without_memory_is_named_with_what_it_holds(lab):
+    run = lab.start("run", {"dp_shard": 2}, training__steps=2)
+
+    def rank():
+        trainer = Trainer(run, run.load_config().config, lab.platform)
+        if trainer.setup.mesh.world.rank == 1:
+            step = trainer._step.update
+            trainer._step.update = lambda *arguments: _exhausted() if trainer.progress.step == 1 else step(*arguments)
+        return trainer.run()
+
+    with pytest.raises(LaunchError, match=r"rank 1 has used up its memory in step 2: CUDA out of memory") as told:
+        run_ranks(rank, 2, lab.platform)
+    # Sharded over both ranks: float32 weights, as many gradients, and two moments of AdamW.
+    found = {name: float(size) for size, name in re.findall(r"([\d.]+) KiB of ([a-z ]+)[,;]", str(told.value))}
+    assert list(found) == ["weights", "gradients", "optimizer state"]
+    assert found["gradients"] == pytest.approx(found["weights"], rel=0.1)
+    assert found["optimizer state"] == pytest.approx(2 * found["weights"], rel=0.1)
+    assert "training.activation_checkpointing=true" in str(told.value)
+
+
+def _exhausted() -> None:
+    raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore lines")

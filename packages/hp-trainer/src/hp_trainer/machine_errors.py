@@ -23,10 +23,7 @@ _ERRORS = {
     errno.ENOMEM: ("the memory is used up", "raise the limit (ulimit -v), or use less"),
 }
 _MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory|not enough memory|bad_alloc", re.I)
-_LESS_MEMORY = (
-    "the memory is used up: {}; use more memory or ranks, a smaller training.micro_batch_size, or "
-    "training.activation_checkpointing=true"
-)
+LESS_MEMORY = "Use more memory or ranks, a smaller training.micro_batch_size, or training.activation_checkpointing=true"
 
 
 def describe_machine_error(error: BaseException) -> str | None:
@@ -37,10 +34,17 @@ def describe_machine_error(error: BaseException) -> str | None:
         what, advice = _ERRORS[error.errno]
         where = f"{error.filename2 or error.filename}: " if error.filename is not None else ""
         return f"{where}{what} ({error.strerror}); {advice}"
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError | ImportError) and _MEMORY.search(str(error))):
+    if is_out_of_memory(error):
         first, *_ = str(error).splitlines() or ["no more is given to this process"]
-        return _LESS_MEMORY.format(first)
+        return f"the memory is used up: {first}; {LESS_MEMORY[0].lower()}{LESS_MEMORY[1:]}"
     return None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that memory, of the machine or of a device, is used up."""
+    if isinstance(error, MemoryError):
+        return True
+    return isinstance(error, RuntimeError | ImportError) and _MEMORY.search(str(error)) is not None
 
 
 def with_path(error: OSError, path: object) -> OSError:

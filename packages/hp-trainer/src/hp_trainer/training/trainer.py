@@ -20,6 +20,7 @@ from hp_trainer.run import RunFolder, checkpoint_storage
 from hp_trainer.stop_request import StopRequest, stop_requests
 from hp_trainer.training.checkpoints import Progress, TrainingCheckpoints
 from hp_trainer.training.lr_schedule import learning_rate_factor
+from hp_trainer.training.memory_report import out_of_memory
 from hp_trainer.training.setup import RankSetup
 from hp_trainer.training.speed import ModelSpeed
 from hp_trainer.training.stall_watch import StallWatch
@@ -103,6 +104,9 @@ class Trainer:
                 self._hooks.after_run(record)
             except Exception as error:
                 self._hooks.on_error(ErrorRecord(during="training", step=self.progress.step, error=error))
+                told = out_of_memory(error, self.setup, self.progress.step + 1)
+                if told is not None:
+                    raise told from error
                 self._refuse_hang(error)
                 raise
             except SystemExit as leaving:
