@@ -165,7 +165,7 @@ def test_keys_and_types_are_told_before_anything_else(work: Path, error) -> None
         "hp-train: run.yaml: 3 problems\n"
         "run.yaml:2: traning: unknown key\n"
         "    expected: one of checkpoint, data, generate, launch, lr_schedule, metrics, model, optimizer, parallel, "
-        "pipeline, platform, profile, run, training\n"
+        "parameter_groups, pipeline, platform, profile, run, training\n"
         "    try: training\n"
         "run.yaml: training.steps: missing\n"
         "    expected: a whole number: optimizer steps of the whole run\n"

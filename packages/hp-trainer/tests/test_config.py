@@ -112,7 +112,8 @@ def test_a_key_in_the_wrong_section_names_the_right_section(refusal) -> None:
     assert refusal(MINIMAL + "  lr: 0.1\n") == (
         "run.yaml:5: training.lr: unknown key\n"
         "    expected: one of activation_checkpointing, clip_norm, compile, compile_backend, dtype, eval_batches, "
-        "eval_interval, global_batch_size, loss_scaling, micro_batch_size, reduce_dtype, seed, sequence_length, steps\n"
+        "eval_interval, global_batch_size, global_batch_tokens, loss_scaling, micro_batch_size, micro_batch_tokens, "
+        "reduce_dtype, seed, sequence_length, steps\n"
         "    try: optimizer.lr"
     )
 
@@ -132,7 +133,7 @@ def test_an_unknown_name_is_told_with_the_nearest_one(refusal) -> None:
         "    got: 'tinny'\n"
         "    try: tiny\n"
         "run.yaml:4: optimizer.name: unknown optimizer\n"
-        "    expected: adamw\n"
+        "    expected: adafactor, adamw, lion, muon, sgd\n"
         "    got: 'adam'\n"
         "    try: adamw"
     )
@@ -292,11 +293,12 @@ def test_a_wrong_override_names_the_option(refusal) -> None:
     assert refusal(MINIMAL, ("training.stpes", "5"), ("training.steps", "many"), ("seed", "1")) == (
         "--seed: seed: unknown key\n"
         "    expected: one of checkpoint, data, generate, launch, lr_schedule, metrics, model, optimizer, "
-        "parallel, pipeline, platform, profile, run, training\n"
+        "parallel, parameter_groups, pipeline, platform, profile, run, training\n"
         "    try: training.seed\n"
         "--training.stpes: training.stpes: unknown key\n"
         "    expected: one of activation_checkpointing, clip_norm, compile, compile_backend, dtype, eval_batches, "
-        "eval_interval, global_batch_size, loss_scaling, micro_batch_size, reduce_dtype, seed, sequence_length, steps\n"
+        "eval_interval, global_batch_size, global_batch_tokens, loss_scaling, micro_batch_size, micro_batch_tokens, "
+        "reduce_dtype, seed, sequence_length, steps\n"
         "    try: training.steps\n"
         "--training.steps: training.steps: wrong type\n"
         "    expected: a whole number\n"
@@ -349,3 +351,12 @@ def test_configurations_are_frozen(parse) -> None:
     config: TrainerConfig = parse(MINIMAL).config
     with pytest.raises(AttributeError):
         config.training.steps = 5  # type: ignore[misc]
+
+
+def test_batches_may_be_given_in_tokens(registered: Registries) -> None:
+    text = "training: {steps: 1, sequence_length: 8, global_batch_tokens: 64, micro_batch_tokens: 16}"
+    config = parse_config(text, registered=registered).config
+    assert (config.training.global_batch_size, config.training.micro_batch_size) == (8, 2)
+    assert parse_config(dump_config(config), registered=registered).config == config
+    with pytest.raises(ConfigError, match=r"training\.global_batch_tokens: samples have sequence_length = 8 tokens"):
+        parse_config("training: {steps: 1, sequence_length: 8, global_batch_tokens: 65}", registered=registered)

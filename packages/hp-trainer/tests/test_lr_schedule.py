@@ -37,7 +37,19 @@ def test_wsd_decays_over_a_tenth_by_default() -> None:
     assert found[89:] == pytest.approx([1 - i / 10 for i in range(11)])
 
 
-@pytest.mark.parametrize("kind", ["cosine", "wsd", "constant"])
+def test_linear_falls_from_the_peak_to_the_final_fraction() -> None:
+    assert factors(6, kind="linear", warmup_steps=1, final_fraction=0.2) == pytest.approx([0.5, 1, 0.8, 0.6, 0.4, 0.2])
+
+
+def test_inverse_sqrt_goes_on_from_warm_up_and_halves_at_four_times_the_step() -> None:
+    found = factors(400, kind="inverse_sqrt", warmup_steps=9, final_fraction=0.2)
+    assert found[9] == 1
+    assert found[39] == pytest.approx(0.5)
+    assert found[399] == 0.2
+    assert found == sorted(found[:9]) + sorted(found[9:], reverse=True)
+
+
+@pytest.mark.parametrize("kind", ["cosine", "wsd", "linear", "constant", "inverse_sqrt"])
 @pytest.mark.parametrize("warmup_steps", [0, 1, 5, 50])
 @pytest.mark.parametrize("total", [1, 2, 7])
 def test_no_step_leaves_the_range(kind: str, warmup_steps: int, total: int) -> None:

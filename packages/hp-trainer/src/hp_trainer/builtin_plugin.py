@@ -5,6 +5,8 @@ Registration runs in every command, so each hook imports what it registers only 
 
 from __future__ import annotations
 
+from typing import Any
+
 from hp_dtensor.platform.plugins import hookimpl
 from hp_dtensor.platform.registry import Registry
 
@@ -24,6 +26,29 @@ def hp_datasets(registry: Registry) -> None:
 
     registry.add("text", TextSource, options=TextDataConfig)
     registry.add("chat", ChatSource, options=ChatDataConfig)
+
+
+@hookimpl
+def hp_optimizers(registry: Registry) -> None:
+    """Register `sgd`, `lion`, `adafactor` and `muon`, which every platform has."""
+    from hp_trainer.optimizers import (
+        SGD,
+        Adafactor,
+        AdafactorConfig,
+        Lion,
+        LionConfig,
+        MuonConfig,
+        SGDConfig,
+        build_muon,
+    )
+
+    def muon(parameters: Any, options: Any, platform: Any) -> Any:
+        return build_muon(parameters, options, platform, registry.get("adamw", platform.name).build)
+
+    registry.add("sgd", SGD, options=SGDConfig)
+    registry.add("lion", Lion, options=LionConfig)
+    registry.add("adafactor", Adafactor, options=AdafactorConfig)
+    registry.add("muon", muon, options=MuonConfig)
 
 
 @hookimpl

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from hp_trainer.config._setting import Component, component, section, setting
+from hp_trainer.config._setting import Component, component, section, sections, setting
 from hp_trainer.exceptions import Problem
 
 TensorParallelStyle = Literal["colwise", "rowwise"]
@@ -43,8 +43,14 @@ class TrainingConfig:
 
     steps: int = setting(help="optimizer steps of the whole run", minimum=1)
     global_batch_size: int = setting(8, help="samples per optimizer step, over all ranks", minimum=1)
+    global_batch_tokens: int | None = setting(
+        None, help="tokens per optimizer step, over all ranks, instead of global_batch_size", minimum=1
+    )
     micro_batch_size: int | None = setting(
         None, help="samples per rank and forward pass; null: a rank's whole share at once", minimum=1
+    )
+    micro_batch_tokens: int | None = setting(
+        None, help="tokens per rank and forward pass, instead of micro_batch_size", minimum=1
     )
     sequence_length: int = setting(256, help="tokens per sample", minimum=1)
     seed: int = setting(0, help="seed of the initial weights and of the order of samples", minimum=0, maximum=2**63 - 1)
@@ -64,7 +70,22 @@ class TrainingConfig:
         4, help="global batches per evaluation; null: all samples kept for it", minimum=1
     )
 
+    def __post_init__(self) -> None:
+        for unit in ("global_batch", "micro_batch"):
+            tokens = getattr(self, f"{unit}_tokens")
+            if tokens is not None:
+                object.__setattr__(self, f"{unit}_size", max(1, tokens // self.sequence_length))
+
     def check(self) -> Iterator[Problem]:
+        for name in ("global_batch_tokens", "micro_batch_tokens"):
+            tokens = getattr(self, name)
+            if tokens is not None and tokens % self.sequence_length:
+                yield Problem(
+                    path=name,
+                    what=f"samples have sequence_length = {self.sequence_length} tokens",
+                    expected=f"a multiple of {self.sequence_length}",
+                    got=str(tokens),
+                )
         micro, batch = self.micro_batch_size, self.global_batch_size
         if micro is not None and batch % micro:
             yield Problem(
@@ -90,11 +111,21 @@ class AdamWConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParameterGroupConfig:
+    """Parameters whose learning rate or weight decay is another than the optimizer's."""
+
+    match: tuple[str, ...] = setting(("*",), help="patterns of names, such as *norm* or layers.0.*")
+    max_dims: int | None = setting(None, help="only parameters of so many dimensions at most; null: all", minimum=0)
+    lr_factor: float = setting(1.0, help="factor on the learning rate; 0 leaves them as they are", minimum=0)
+    weight_decay: float | None = setting(None, help="their weight decay; null: the optimizer's", minimum=0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class LrScheduleConfig:
     """The learning rate as a multiple of the optimizer's, from warm-up to the last step."""
 
-    kind: Literal["cosine", "wsd", "constant"] = setting(
-        "cosine", help="after warm-up: cosine decay, warm-up-stable-decay, or constant"
+    kind: Literal["cosine", "wsd", "linear", "constant", "inverse_sqrt"] = setting(
+        "cosine", help="after warm-up: cosine or linear decay, warm-up-stable-decay, constant, or by the root of steps"
     )
     warmup_steps: int = setting(0, help="steps of linear warm-up from 0", minimum=0)
     decay_steps: int | None = setting(None, help="wsd: steps of the final decay; null: a tenth", minimum=1)
@@ -233,6 +264,9 @@ class TrainerConfig:
     data: Component = component("datasets", "text", help="what it is trained on")
     training: TrainingConfig = section(help="steps, batch, precision")
     optimizer: Component = component("optimizers", "adamw", help="the optimizer and its settings")
+    parameter_groups: tuple[ParameterGroupConfig, ...] = sections(
+        ParameterGroupConfig, help="other rates and weight decay by names of parameters; the first that matches holds"
+    )
     lr_schedule: LrScheduleConfig = section(LrScheduleConfig, help="learning rate over the run")
     parallel: ParallelConfig = section(ParallelConfig, help="degrees of every kind of parallelism")
     pipeline: PipelineConfig = section(PipelineConfig, help="stages and schedule of a pipeline")

@@ -15,6 +15,7 @@ from hp_trainer.exceptions import ParallelDimsError, Problem, join_choices
 from hp_trainer.launch.pipeline_problems import find_model_part_problems, find_pipeline_problems
 from hp_trainer.launch.platforms import chosen_platform, num_accelerators
 from hp_trainer.models.hugging_face import ModelDirectory
+from hp_trainer.optimizers import group_problems
 from hp_trainer.parallel import (
     DEGREES,
     ParallelDims,
@@ -96,6 +97,7 @@ def _run_problems(config: TrainerConfig, world_size: int, registered: Registries
         if config.parallel.pp > 1:
             yield from find_model_part_problems(config, platform, registered)
         yield from _device_problems(config, platform)
+    yield from group_problems(config.parameter_groups, config.optimizer.options)
     num_experts = getattr(config.model.options, "num_experts", None)
     try:
         dims = ParallelDims.from_config(config.parallel, world_size, num_experts)

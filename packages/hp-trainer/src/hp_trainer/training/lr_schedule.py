@@ -12,7 +12,9 @@ def learning_rate_factor(schedule: LrScheduleConfig, step: int, total_steps: int
 
     After `warmup_steps` steps of linear warm-up: `cosine` falls to `final_fraction` at the last step
     (Loshchilov and Hutter, 2017, "SGDR"); `wsd` stays at 1 and falls linearly during the last `decay_steps`
-    (Hu et al., 2024, "MiniCPM"); `constant` stays at 1.
+    (Hu et al., 2024, "MiniCPM"); `linear` falls linearly to `final_fraction` at the last step; `constant` stays at 1;
+    `inverse_sqrt` falls with the root of the step, from 1 at the end of warm-up, and not below `final_fraction`
+    (Vaswani et al., 2017, "Attention is all you need").
 
     Args:
         step: the step about to be done; the first one is 0.
@@ -22,7 +24,10 @@ def learning_rate_factor(schedule: LrScheduleConfig, step: int, total_steps: int
         return (step + 1) / (schedule.warmup_steps + 1)
     if schedule.kind == "constant":
         return 1.0
-    begin = schedule.warmup_steps if schedule.kind == "cosine" else _wsd_begin(schedule, total_steps)
+    if schedule.kind == "inverse_sqrt":
+        # Counted from 1, so that the curve goes on from warm-up's last step.
+        return max(schedule.final_fraction, math.sqrt((schedule.warmup_steps + 1) / (step + 1)))
+    begin = _wsd_begin(schedule, total_steps) if schedule.kind == "wsd" else schedule.warmup_steps
     done = _fraction_done(step, begin, total_steps - 1)
     shape = (1 + math.cos(math.pi * done)) / 2 if schedule.kind == "cosine" else 1 - done
     return schedule.final_fraction + (1 - schedule.final_fraction) * shape

@@ -11,6 +11,7 @@ from hp_dtensor.platform.interface import Platform
 from hp_fsdp import GradScaler
 from hp_trainer.config import TrainerConfig
 from hp_trainer.data import BatchReader, Dataset, Samples
+from hp_trainer.optimizers import build_grouped
 from hp_trainer.parallel import ParallelDims, context_style
 from hp_trainer.plugins import registries
 from hp_trainer.run import RunFolder
@@ -152,10 +153,19 @@ def _stage_mesh(dims: ParallelDims, mesh: DeviceMesh) -> DeviceMesh:
 
 
 def build_optimizer(config: TrainerConfig, platform: Platform, model: Any) -> Optimizer:
-    """Build the optimizer over the model's trainable parameters."""
+    """Build the optimizer over the model's trainable parameters.
+
+    Raises:
+        TrainingError: a parameter group matches none of them.
+    """
     entry = registries().optimizers.get(config.optimizer.name, platform.name)
     named = [(name, p) for name, p in platform.named_parameters(model) if platform.requires_grad(p)]
-    optimizer: Optimizer = entry.build(named, config.optimizer.options, platform)
+    optimizer: Optimizer = build_grouped(
+        named,
+        config.optimizer.options,
+        config.parameter_groups,
+        lambda some, options: entry.build(some, options, platform),
+    )
     return optimizer
 
 

@@ -1,0 +1,114 @@
+"""Adafactor: a second moment of one row and one column for each matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.tensor.conversions import replicate_like
+from hp_dtensor.tensor.dtensor import DTensor
+from hp_trainer.optimizers.options import AdafactorConfig
+
+Tensor = Any
+
+
+class Adafactor:
+    """Adafactor without momentum (arXiv 1804.04235, algorithms 4 and 5); see `hp_trainer.training.Optimizer`.
+
+    Of a parameter `[..., rows, columns]` the means of squared gradients over columns and over rows are kept, whole on
+    every rank; of a vector its squares, laid out as it is. Means over a sharded dimension are DTensor operations, so
+    every layout has the same numbers up to rounding.
+
+    Args:
+        parameters: (name, parameter), DTensors or plain.
+        options: its settings.
+        platform: whose tensors they are.
+    """
+
+    def __init__(self, parameters: Iterable[tuple[str, Tensor]], options: AdafactorConfig, platform: Platform) -> None:
+        self.num_steps = 0
+        self._options, self._platform = options, platform
+        self._parameters = dict(parameters)
+        with platform.no_grad():
+            self._state = {name: self._zeros(x) for name, x in self._parameters.items()}
+
+    def step(self, learning_rate: float) -> None:
+        """Update every parameter that has a gradient, and count the update."""
+        self.num_steps += 1
+        decay = 1.0 - self.num_steps**-self._options.decay_power
+        with self._platform.no_grad():
+            for name, parameter in self._parameters.items():
+                grad = self._platform.get_grad(parameter)
+                if grad is not None:
+                    self._update(parameter, grad, self._state[name], decay, learning_rate)
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        for parameter in self._parameters.values():
+            self._platform.set_grad(parameter, None)
+
+    def state(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """Return `row` and `column`, or `square`, of each parameter by name."""
+        return self._state
+
+    def _update(
+        self, parameter: Tensor, grad: Tensor, state: Mapping[str, Tensor], decay: float, learning_rate: float
+    ) -> None:
+        ops, options = self._platform.ops, self._options
+        data = self._platform.detach(parameter)
+        squares = ops.add(ops.mul(grad, grad), options.eps)
+        moment = self._moment(squares, state, decay)
+        update = ops.mul(grad, ops.rsqrt(moment))
+        size = ops.sqrt(self._mean_square(update))
+        update = ops.div(update, self._like(ops.maximum(ops.div(size, options.clip_threshold), self._one), update))
+        scale = ops.clamp(ops.sqrt(self._mean_square(data)), min=options.smallest_scale)
+        update = ops.mul(update, self._like(ops.mul(scale, learning_rate), update))
+        decayed = ops.mul(data, 1 - learning_rate * options.weight_decay)
+        self._copy(parameter, ops.sub(decayed, update))
+
+    def _moment(self, squares: Tensor, state: Mapping[str, Tensor], decay: float) -> Tensor:
+        """Return the second moment with `squares` taken in, laid out as they are."""
+        ops = self._platform.ops
+        if "square" in state:
+            self._mix(state["square"], squares, decay)
+            return state["square"]
+        row, column = state["row"], state["column"]
+        self._mix(row, _whole(ops.mean(squares, -1)), decay)
+        self._mix(column, _whole(ops.mean(squares, -2)), decay)
+        share = ops.div(row, ops.mean(row, -1, True))
+        rows, columns = self._like(ops.unsqueeze(share, -1), squares), self._like(ops.unsqueeze(column, -2), squares)
+        return ops.mul(rows, columns)
+
+    def _mix(self, moment: Tensor, new: Tensor, decay: float) -> None:
+        ops = self._platform.ops
+        self._copy(moment, ops.add(ops.mul(moment, decay), ops.mul(new, 1 - decay)))
+
+    def _mean_square(self, x: Tensor) -> Tensor:
+        return _whole(self._platform.ops.mean(self._platform.ops.mul(x, x)))
+
+    def _like(self, x: Tensor, like: Tensor) -> Tensor:
+        return replicate_like(x, like)
+
+    @property
+    def _one(self) -> Tensor:
+        return self._platform.ops.ones((), self._platform.dtype("float32"))
+
+    def _copy(self, to: Tensor, x: Tensor) -> None:
+        if isinstance(to, DTensor):
+            x = x.redistribute(to.spec.mesh, to.spec.placements)
+            self._platform.copy_(self._platform.unwrap(to), self._platform.unwrap(x))
+        else:
+            self._platform.copy_(to, x)
+
+    def _zeros(self, parameter: Tensor) -> dict[str, Tensor]:
+        platform, shape = self._platform, tuple(parameter.shape)
+        if len(shape) >= 2:
+            row, column = shape[:-1], (*shape[:-2], shape[-1])
+            return {"row": platform.zeros(row, parameter.dtype), "column": platform.zeros(column, parameter.dtype)}
+        zeros = platform.zeros(platform.local_shape(parameter), parameter.dtype)
+        return {"square": platform.wrap(zeros, parameter.spec) if isinstance(parameter, DTensor) else zeros}
+
+
+def _whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x

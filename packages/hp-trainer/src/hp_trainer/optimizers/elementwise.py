@@ -1,0 +1,100 @@
+"""Optimizers that update each element from its own gradient and state: on shards as on whole tensors."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.tensor.dtensor import DTensor
+from hp_trainer.optimizers.options import LionConfig, SGDConfig
+
+Tensor = Any
+
+
+class ElementwiseOptimizer(ABC):
+    """Base of elementwise optimizers; see `hp_trainer.training.Optimizer`.
+
+    Args:
+        parameters: (name, parameter), DTensors or plain.
+        options: its settings.
+        platform: whose tensors they are.
+
+    Attributes:
+        slots: names of the state of a parameter, each laid out as the parameter and zero at first.
+    """
+
+    slots: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, parameters: Iterable[tuple[str, Tensor]], options: Any, platform: Platform) -> None:
+        self.num_steps = 0
+        self.options, self.platform = options, platform
+        self._parameters = dict(parameters)
+        with platform.no_grad():
+            self._state = {name: {slot: self._zeros(x) for slot in self.slots} for name, x in self._parameters.items()}
+
+    def step(self, learning_rate: float) -> None:
+        """Update every parameter that has a gradient, and count the update."""
+        platform = self.platform
+        with platform.no_grad():
+            for name, parameter in self._parameters.items():
+                grad = platform.get_grad(parameter)
+                if grad is not None:
+                    state = {slot: _local(platform, x) for slot, x in self._state[name].items()}
+                    self.update(_local(platform, parameter), _local(platform, grad), state, learning_rate)
+        self.num_steps += 1
+
+    @abstractmethod
+    def update(self, parameter: Tensor, grad: Tensor, state: Mapping[str, Tensor], learning_rate: float) -> None:
+        """Update a parameter and its state in place; all of them plain tensors of one shape."""
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        for parameter in self._parameters.values():
+            self.platform.set_grad(parameter, None)
+
+    def state(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """Return the state of each parameter by name and slot."""
+        return self._state
+
+    def _zeros(self, parameter: Tensor) -> Tensor:
+        zeros = self.platform.zeros(self.platform.local_shape(parameter), parameter.dtype)
+        return self.platform.wrap(zeros, parameter.spec) if isinstance(parameter, DTensor) else zeros
+
+
+class SGD(ElementwiseOptimizer):
+    """Stochastic gradient descent with momentum and the arithmetic of `torch.optim.SGD`."""
+
+    slots = ("momentum_buffer",)
+    options: SGDConfig
+
+    def update(self, parameter: Tensor, grad: Tensor, state: Mapping[str, Tensor], learning_rate: float) -> None:
+        """See `ElementwiseOptimizer.update`."""
+        ops, options = self.platform.ops, self.options
+        if options.weight_decay:
+            grad = ops.add(grad, ops.mul(parameter, options.weight_decay))
+        velocity = ops.add(ops.mul(state["momentum_buffer"], options.momentum), grad)
+        self.platform.copy_(state["momentum_buffer"], velocity)
+        step = ops.add(grad, ops.mul(velocity, options.momentum)) if options.nesterov else velocity
+        self.platform.copy_(parameter, ops.sub(parameter, ops.mul(step, learning_rate)))
+
+
+class Lion(ElementwiseOptimizer):
+    """Lion: the sign of an interpolated momentum (arXiv 2302.06675, algorithm 2)."""
+
+    slots = ("exp_avg",)
+    options: LionConfig
+
+    def update(self, parameter: Tensor, grad: Tensor, state: Mapping[str, Tensor], learning_rate: float) -> None:
+        """See `ElementwiseOptimizer.update`."""
+        ops, momentum, (beta1, beta2) = self.platform.ops, state["exp_avg"], self.options.betas
+        mixed = ops.add(ops.mul(momentum, beta1), ops.mul(grad, 1 - beta1))
+        sign = ops.sub(ops.cast(ops.gt(mixed, 0), grad.dtype), ops.cast(ops.lt(mixed, 0), grad.dtype))
+        decayed = ops.mul(parameter, 1 - learning_rate * self.options.weight_decay)
+        self.platform.copy_(parameter, ops.sub(decayed, ops.mul(sign, learning_rate)))
+        self.platform.copy_(momentum, ops.add(ops.mul(momentum, beta2), ops.mul(grad, 1 - beta2)))
+
+
+def _local(platform: Platform, x: Tensor) -> Tensor:
+    return platform.unwrap(x) if isinstance(x, DTensor) else x

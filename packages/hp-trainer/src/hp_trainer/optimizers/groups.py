@@ -1,0 +1,97 @@
+"""Groups of parameters: other learning rates and weight decay by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from hp_trainer.config import ParameterGroupConfig
+from hp_trainer.exceptions import Problem, TrainingError
+
+Tensor = Any
+Named = list[tuple[str, Tensor]]
+
+
+class GroupedOptimizer:
+    """Several optimizers as one, each with a factor on the learning rate; see `hp_trainer.training.Optimizer`.
+
+    Args:
+        parts: (optimizer, factor), over different parameters.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Any, float]]) -> None:
+        self._parts = list(parts)
+
+    @property
+    def num_steps(self) -> int:
+        """Updates done."""
+        return int(self._parts[0][0].num_steps)
+
+    @num_steps.setter
+    def num_steps(self, steps: int) -> None:
+        for optimizer, _ in self._parts:
+            optimizer.num_steps = steps
+
+    def step(self, learning_rate: float) -> None:
+        """Update every parameter that has a gradient, and count the update."""
+        for optimizer, factor in self._parts:
+            optimizer.step(learning_rate * factor)
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        for optimizer, _ in self._parts:
+            optimizer.zero_grad()
+
+    def state(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """Return the state of each parameter by name and slot."""
+        return {name: slots for optimizer, _ in self._parts for name, slots in optimizer.state().items()}
+
+
+def build_grouped(
+    named: Named, options: Any, groups: Sequence[ParameterGroupConfig], build: Callable[[Named, Any], Any]
+) -> Any:
+    """Return one optimizer over all parameters, or one per group where there are groups.
+
+    Args:
+        named: (name, parameter).
+        options: of the optimizer; a group's `weight_decay` replaces theirs.
+        groups: the first that matches a parameter holds for it.
+        build: makes an optimizer of some parameters with options.
+
+    Raises:
+        TrainingError: a group matches no parameter.
+    """
+    if not groups:
+        return build(named, options)
+    chosen = {name: _group_of(name, x, groups) for name, x in named}
+    unused = [", ".join(groups[n].match) for n in range(len(groups)) if n not in chosen.values()]
+    if unused:
+        names = ", ".join(name for name, _ in named[:5])
+        raise TrainingError(
+            f"parameter_groups: no parameter matches {' or '.join(unused)}; names look like {names}, ..."
+        )
+    parts = [(build([pair for pair in named if chosen[pair[0]] is None], options), 1.0)]
+    for number, group in enumerate(groups):
+        own = options if group.weight_decay is None else dataclasses.replace(options, weight_decay=group.weight_decay)
+        parts.append((build([pair for pair in named if chosen[pair[0]] == number], own), group.lr_factor))
+    return GroupedOptimizer(parts)
+
+
+def group_problems(groups: Iterable[ParameterGroupConfig], options: Any) -> Iterator[Problem]:
+    """Yield why groups cannot change an optimizer's options."""
+    known = {field.name for field in dataclasses.fields(options)}
+    for number, group in enumerate(groups):
+        if group.weight_decay is not None and "weight_decay" not in known:
+            yield Problem(
+                path=f"parameter_groups[{number}].weight_decay", what="the optimizer has no weight decay", hint="null"
+            )
+
+
+def _group_of(name: str, parameter: Tensor, groups: Sequence[ParameterGroupConfig]) -> int | None:
+    for number, group in enumerate(groups):
+        fits = group.max_dims is None or len(parameter.shape) <= group.max_dims
+        if fits and any(fnmatchcase(name, pattern) for pattern in group.match):
+            return number
+    return None

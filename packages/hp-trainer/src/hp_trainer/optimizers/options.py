@@ -1,0 +1,73 @@
+"""Settings of the optimizers that every platform has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hp_trainer.config import setting
+from hp_trainer.exceptions import Problem
+
+
+def _below_one(**values: float) -> Iterator[Problem]:
+    for name, value in values.items():
+        if value >= 1:
+            yield Problem(path=name, what="out of range", expected="a number < 1", got=str(value))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGDConfig:
+    """Stochastic gradient descent with momentum, as `torch.optim.SGD`."""
+
+    lr: float = setting(1e-2, help="peak learning rate", above=0)
+    momentum: float = setting(0.9, help="decay rate of the velocity; 0: none", minimum=0)
+    nesterov: bool = setting(False, help="look ahead by the velocity")
+    weight_decay: float = setting(0.0, help="added to the gradient, times the weight", minimum=0)
+
+    def check(self) -> Iterator[Problem]:
+        yield from _below_one(momentum=self.momentum)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LionConfig:
+    """Lion (Chen et al., 2023, "Symbolic discovery of optimization algorithms", arXiv 2302.06675)."""
+
+    lr: float = setting(1e-4, help="peak learning rate; a third to a tenth of AdamW's", above=0)
+    betas: tuple[float, float] = setting((0.9, 0.99), help="decay rates of the update and of the momentum", minimum=0)
+    weight_decay: float = setting(1.0, help="decoupled weight decay; three to ten times AdamW's", minimum=0)
+
+    def check(self) -> Iterator[Problem]:
+        yield from _below_one(betas=max(self.betas))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdafactorConfig:
+    """Adafactor (Shazeer and Stern, 2018, "Adaptive learning rates with sublinear memory cost", arXiv 1804.04235)."""
+
+    lr: float = setting(1e-2, help="peak learning rate, relative to the size of the weights", above=0)
+    decay_power: float = setting(0.8, help="the second moment decays by 1 - step**-decay_power", above=0, maximum=1)
+    eps: float = setting(1e-30, help="added to squared gradients", above=0)
+    smallest_scale: float = setting(
+        1e-3, help="smallest size of weights that the learning rate is relative to", above=0
+    )
+    clip_threshold: float = setting(1.0, help="largest root mean square of an update", above=0)
+    weight_decay: float = setting(0.0, help="decoupled weight decay", minimum=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonConfig:
+    """Muon (Jordan et al., https://kellerjordan.github.io/posts/muon/) for matrices, AdamW for all else."""
+
+    lr: float = setting(1e-3, help="peak learning rate of both, as AdamW's", above=0)
+    momentum: float = setting(0.95, help="decay rate of the running mean of gradients", minimum=0)
+    nesterov: bool = setting(True, help="look ahead by the momentum")
+    weight_decay: float = setting(0.1, help="decoupled weight decay of both", minimum=0)
+    steps: int = setting(5, help="steps of the Newton-Schulz iteration", minimum=1)
+    adamw: tuple[str, ...] = setting(
+        ("*embed*", "*head*", "*router*", "*gate.weight"), help="patterns of names of matrices that AdamW updates"
+    )
+    betas: tuple[float, float] = setting((0.9, 0.95), help="AdamW's decay rates", minimum=0)
+    eps: float = setting(1e-8, help="AdamW's epsilon", above=0)
+
+    def check(self) -> Iterator[Problem]:
+        yield from _below_one(momentum=self.momentum, betas=max(self.betas))
