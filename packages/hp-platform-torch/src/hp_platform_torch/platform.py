@@ -27,6 +27,7 @@ from hp_platform_torch.tensor.dtensor import TorchDTensor
 from hp_platform_torch.tensor.handlers import handler_of
 from hp_platform_torch.tensor.local_operations import LocalOperations, NoGrad
 from hp_platform_torch.tensor.modules import TorchModules
+from hp_platform_torch.tensor.split_backward import split_backward
 
 Tensor = torch.Tensor
 
@@ -57,6 +58,7 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
     host_device = "cpu"
     picks_integers_first = True
     masks_of_bytes = True
+    splits_backward = True
 
     def __init__(self) -> None:
         TorchProcesses.__init__(self)
@@ -185,6 +187,11 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
             if str(error).startswith("derivative for"):  # of aten::aminmax in torch 2.11, say
                 raise CapabilityError(f"torch {torch.__version__}: {error}") from error
             raise
+
+    def split_backward(
+        self, outputs: Sequence[Tensor], output_grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
+    ) -> tuple[list[Tensor | None], Callable[[], None]]:
+        return split_backward(outputs, output_grads, inputs)
 
     def no_grad(self) -> AbstractContextManager[None]:
         return torch.no_grad()

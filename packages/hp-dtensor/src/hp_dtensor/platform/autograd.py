@@ -7,13 +7,20 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
+from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform.recording import is_recording, located
 
 Tensor: TypeAlias = Any
 
 
 class AutogradInterface(ABC):
-    """The part of `Platform` that adds nodes to the framework's autograd graph and drives it."""
+    """The part of `Platform` that adds nodes to the framework's autograd graph and drives it.
+
+    Attributes:
+        splits_backward: whether `split_backward` works.
+    """
+
+    splits_backward: bool = False
 
     def linear_map(
         self, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
@@ -79,6 +86,24 @@ class AutogradInterface(ABC):
         Raises:
             CapabilityError: the framework has no derivative of an operation.
         """
+
+    def split_backward(
+        self, outputs: Sequence[Tensor], output_grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
+    ) -> tuple[list[Tensor | None], Callable[[], None]]:
+        """Run a backward in two parts: return the gradients of leaves `inputs`, and the function that does the rest.
+
+        Once the function has been called, every other leaf has accumulated its gradient as by `backward`.
+
+        Args:
+            outputs: plain tensors, in the graph.
+            output_grads: their gradients; None for that of a scalar loss.
+
+        Raises:
+            CapabilityError: the framework cannot (`splits_backward` is False).
+            GradientPathError: something in the graph has one backward for inputs and parameters, such as `checkpoint`;
+                nothing has been accumulated, and the graph is whole.
+        """
+        raise CapabilityError("this platform cannot split a backward; call backward for both parts at once")
 
     @abstractmethod
     def no_grad(self) -> AbstractContextManager[None]:

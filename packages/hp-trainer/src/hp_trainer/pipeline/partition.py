@@ -12,8 +12,8 @@ def balanced_stages(
 ) -> list[range]:
     """Cut layers into consecutive stages such that the dearest stage is as cheap as can be.
 
-    Of several such cuts, the one whose earlier stages are cheaper: the first ranks of a pipeline keep the activations
-    of more micro-batches. The time is O(layers² * stages).
+    Of several such cuts, the one with the least sum of squares; then one whose earlier stages are cheaper, because the
+    first ranks of a pipeline keep the activations of more micro-batches. The time is O(layers² * stages).
 
     Args:
         costs: of each layer, in any unit, measured (seconds) or estimated (operations).
@@ -51,15 +51,19 @@ def balanced_stages(
         for begin in range(num_layers):
             ends = range(begin + 1, num_layers + 1)
             dearest[stage][begin] = min(max(cost_of(stage, begin, end), dearest[stage + 1][end]) for end in ends)
-    limit, begin, stages = dearest[0][0], 0, []
+    limit = dearest[0][0]
+    # spread[stage][begin]: (sum of squares, end of this stage) of the best cut from there on.
+    spread = [[(float("inf"), 0)] * (num_layers + 1) for _ in range(num_stages)]
+    spread.append([(float("inf"), 0)] * num_layers + [(0.0, 0)])
+    for stage in range(num_stages - 1, -1, -1):
+        for begin in range(num_layers):
+            costs_to = ((end, cost_of(stage, begin, end)) for end in range(begin + 1, num_layers + 1))
+            within = [(cost**2 + spread[stage + 1][end][0], end) for end, cost in costs_to if cost <= limit]
+            spread[stage][begin] = min(within, default=(float("inf"), 0))
+    begin, stages = 0, []
     for stage in range(num_stages):
-        end = next(
-            end
-            for end in range(begin + 1, num_layers + 1)
-            if cost_of(stage, begin, end) <= limit and dearest[stage + 1][end] <= limit
-        )
-        stages.append(range(begin, end))
-        begin = end
+        stages.append(range(begin, spread[stage][begin][1]))
+        begin = stages[-1].stop
     return stages
 
 

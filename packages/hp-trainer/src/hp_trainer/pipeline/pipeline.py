@@ -284,10 +284,16 @@ class Pipeline:
     def _backward(self, action: Action) -> None:
         stage, microbatch = self.stages[action.stage], action.microbatch
         gradients = None if stage.is_last else self._gradients_for(action)
-        found = stage.backward(microbatch, gradients)
-        self._parameters[action.stage].collect_gradients()
+        run = stage.backward if action.kind is Kind.BACKWARD else stage.input_grad
+        found = run(microbatch, gradients)
+        if action.kind is Kind.BACKWARD:
+            self._parameters[action.stage].collect_gradients()
         if not stage.is_first:
             self._gradients[action] = found
+
+    def _weight_grad(self, action: Action) -> None:
+        self.stages[action.stage].weight_grad(action.microbatch)
+        self._parameters[action.stage].collect_gradients()
 
     def _gradients_for(self, action: Action) -> list[Tensor]:
         if not self._is_here(action.stage + 1):
@@ -295,9 +301,6 @@ class Pipeline:
         following = action.stage + 1
         forms = (Action(following, kind, action.microbatch) for kind in (Kind.BACKWARD, Kind.INPUT_GRAD))
         return self._gradients.pop(next(form for form in forms if form in self._gradients))
-
-    def _weight_grad(self, action: Action) -> None:
-        """Do nothing so far: the input gradient's backward has accumulated them already."""
 
     def _send_forward(self, action: Action) -> None:
         made_by = Action(action.stage, Kind.FORWARD, action.microbatch)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.exceptions import GradientPathError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import platform_of
 from hp_dtensor.tensor.dtensor import DTensor
@@ -55,6 +56,7 @@ class PipelineStage:
         self.group = group
         self.platform = platform_of(submodule, platform)
         self._under_way: dict[int, _MicroBatch] = {}
+        self._splits = True
 
     @property
     def is_first(self) -> bool:
@@ -124,13 +126,46 @@ class PipelineStage:
         Args:
             gradients: of the outputs that require one; None: the root is a loss.
         """
+        return self._whole_backward(self._under_way.pop(microbatch), gradients)
+
+    def input_grad(self, microbatch: int, gradients: Sequence[Tensor] | None) -> list[Tensor]:
+        """Return the gradients of the received inputs; those of the parameters follow in `weight_grad`.
+
+        Where the backward cannot be split, `weight_grad` has nothing left to do: on a platform that cannot do it, and
+        in a stage that is computed again in backward.
+        """
+        run = self._under_way[microbatch]
+        if not run.roots:
+            return self._whole_backward(run, gradients)
+        if not run.leaves:
+            run.finish = lambda: run_backward(self.platform, run.roots, gradients)
+            return []
+        if not (self.platform.splits_backward and self._splits):
+            return self._whole_backward(run, gradients)
+        given = [None] if gradients is None else list(gradients)
+        try:
+            found, run.finish = self.platform.split_backward(run.roots, given, run.leaves)
+        except GradientPathError:
+            self._splits = False
+            return self._whole_backward(run, gradients)
+        return [self._or_zeros(leaf, grad) for leaf, grad in zip(run.leaves, found, strict=True)]
+
+    def weight_grad(self, microbatch: int) -> None:
+        """Accumulate the gradients of the parameters that `input_grad` has left."""
         run = self._under_way.pop(microbatch)
+        run.finish()
+
+    def _whole_backward(self, run: _MicroBatch, gradients: Sequence[Tensor] | None) -> list[Tensor]:
+        """Run both parts at once."""
         run_backward(self.platform, run.roots, gradients)
+        run.roots = []
         return [self._gradient_of(leaf) for leaf in run.leaves]
 
     def _gradient_of(self, leaf: Tensor) -> Tensor:
+        return self._or_zeros(leaf, self.platform.get_grad(leaf))
+
+    def _or_zeros(self, leaf: Tensor, grad: Tensor | None) -> Tensor:
         """Return the gradient of an input; zeros where the stage has not used it."""
-        grad = self.platform.get_grad(leaf)
         return self.platform.zeros(tuple(leaf.shape), leaf.dtype) if grad is None else grad
 
     def forget(self) -> None:
@@ -144,13 +179,15 @@ class _MicroBatch:
     Attributes:
         leaves: the received inputs that require a gradient.
         roots: the tensors that its backward begins with: local outputs that require a gradient, or the loss.
+        finish: accumulates the gradients of the parameters, once those of the leaves are known.
     """
 
-    __slots__ = ("leaves", "roots")
+    __slots__ = ("finish", "leaves", "roots")
 
     def __init__(self, leaves: list[Tensor]) -> None:
         self.leaves = leaves
         self.roots: list[Tensor] = []
+        self.finish: Callable[[], None] = lambda: None
 
 
 def run_backward(platform: Platform, roots: Sequence[Tensor], gradients: Sequence[Tensor] | None) -> None:

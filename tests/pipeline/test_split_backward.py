@@ -1,0 +1,132 @@
+"""The two parts of a split backward give the gradients of a whole one, bit by bit, and the first leaves parameters."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hp_dtensor.exceptions import CapabilityError, GradientPathError
+from hp_dtensor.parallel import nn
+from hp_dtensor.parallel.recompute import checkpoint
+from hp_dtensor.tensor.init import Normal, init_parameters
+from hp_trainer.pipeline import PipelineStage
+
+
+class Tangle(nn.Module):
+    """A weight used twice on one path and once beside it, a bias, a branch that no input reaches, and an unused one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice = nn.Linear(4, 4, bias=True)
+        self.once = nn.Linear(4, 4)
+        self.apart = self.parameter((4,))
+        self.unused = nn.Linear(4, 4)
+
+    def forward(self, x):
+        ops = self.ops
+        y = self.twice(ops.silu(self.twice(x)))
+        z = ops.add(self.once(y), self.twice(x))
+        return ops.add(ops.mul(z, y), ops.square(self.apart)), ops.mul(y, 2.0), ops.square(self.apart)
+
+
+@pytest.fixture
+def model(hp_platform):
+    if not hp_platform.splits_backward:
+        pytest.skip(f"{hp_platform.name} runs both parts at once")
+    with nn.building(hp_platform):
+        model = Tangle()
+    init_parameters(model, lambda name, shape: Normal(0.5), seed=1)
+    return model
+
+
+def leaf(platform, seed=0):
+    values = np.random.default_rng(seed).standard_normal((3, 4)).astype(np.float32)
+    x = platform.from_numpy(values)
+    platform.set_requires_grad(x, True)
+    return x
+
+
+def grads_of(platform, model):
+    return {
+        name: None if (grad := platform.get_grad(p)) is None else platform.to_numpy(grad).copy()
+        for name, p in platform.named_parameters(model)
+    }
+
+
+def output_grads(platform, outputs):
+    return [platform.from_numpy(np.full(tuple(y.shape), 1.0 + i, np.float32)) for i, y in enumerate(outputs)]
+
+
+def test_both_parts_together_are_a_backward(hp_platform, model):
+    x = leaf(hp_platform)
+    outputs = model(x)
+    total = hp_platform.zeros((), hp_platform.dtype("float32"))
+    for y, grad in zip(outputs, output_grads(hp_platform, outputs), strict=True):
+        total = hp_platform.ops.add(total, hp_platform.ops.sum(hp_platform.ops.mul(y, grad)))
+    hp_platform.backward(total)
+    expected, expected_x = grads_of(hp_platform, model), hp_platform.to_numpy(hp_platform.get_grad(x)).copy()
+    for _, parameter in hp_platform.named_parameters(model):
+        hp_platform.set_grad(parameter, None)
+    again = leaf(hp_platform)
+    outputs = model(again)
+    (dx,), finish = hp_platform.split_backward(outputs, output_grads(hp_platform, outputs), [again])
+    assert set(map(type, grads_of(hp_platform, model).values())) == {type(None)}
+    np.testing.assert_allclose(hp_platform.to_numpy(dx), expected_x, rtol=1e-6)
+    assert hp_platform.get_grad(again) is None
+    finish()
+    found = grads_of(hp_platform, model)
+    for name, grad in expected.items():
+        if grad is None:
+            assert found[name] is None
+        else:
+            np.testing.assert_allclose(found[name], grad, rtol=2e-6, atol=1e-6, err_msg=name)
+
+
+def test_micro_batches_may_finish_in_any_order(hp_platform, model):
+    inputs = [leaf(hp_platform, seed) for seed in range(3)]
+    finishes = []
+    for x in inputs:
+        y = model(x)[0]
+        finishes.append(hp_platform.split_backward([y], output_grads(hp_platform, [y]), [x])[1])
+    for index in (1, 2, 0):
+        finishes[index]()
+    found = grads_of(hp_platform, model)
+    for _, parameter in hp_platform.named_parameters(model):
+        hp_platform.set_grad(parameter, None)
+    for index in (1, 2, 0):
+        hp_platform.backward(hp_platform.ops.sum(model(inputs[index])[0]))
+    for name, grad in grads_of(hp_platform, model).items():
+        if grad is not None:
+            np.testing.assert_allclose(found[name], grad, rtol=2e-6, atol=1e-6, err_msg=name)
+
+
+def test_what_is_computed_again_is_not_split(hp_platform, model):
+    """`checkpoint` refuses gradients of inputs alone; the graph stays whole, and a stage runs both parts at once."""
+    x = leaf(hp_platform)
+    y = checkpoint(model.once, x, platform=hp_platform)
+    with pytest.raises(GradientPathError):
+        hp_platform.split_backward([y], output_grads(hp_platform, [y]), [x])
+    assert grads_of(hp_platform, model)["once.weight"] is None
+    hp_platform.backward(y, output_grads(hp_platform, [y])[0])
+    assert grads_of(hp_platform, model)["once.weight"] is not None
+
+
+def test_a_platform_that_cannot_says_so(hp_platform):
+    if hp_platform.splits_backward:
+        pytest.skip("it can")
+    with pytest.raises(CapabilityError, match="cannot split a backward; call backward for both parts at once"):
+        hp_platform.split_backward([], [], [])
+
+
+def test_the_first_stage_has_no_first_part(hp_platform, model):
+    """Nobody waits for the gradients of its inputs, so all of its backward can fill idle time."""
+    stage = PipelineStage(model, 0, 2)
+    _, (y, *_) = stage.outputs(0, stage.forward_first(0, (leaf(hp_platform),), {}))
+    roots = 3
+    assert (
+        stage.input_grad(0, [hp_platform.ops.ones_like(y)] * (roots - 1) + [hp_platform.ops.ones_like(model.apart)])
+        == []
+    )
+    assert grads_of(hp_platform, model)["once.weight"] is None
+    stage.weight_grad(0)
+    assert grads_of(hp_platform, model)["once.weight"] is not None
