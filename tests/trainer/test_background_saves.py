@@ -119,3 +119,16 @@ def test_the_best_checkpoints_stay_beside_the_newest(lab):
     storage = LocalStorage(run.checkpoints)
     kept = [Checkpoint(storage, name).step for name in list_checkpoints(storage)]
     assert kept == sorted({6, *best}, reverse=True)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_run_with_its_checkpoints_in_an_object_store_goes_on(lab, background):
+    where = f"{{name: object_store, url: 'memory://{lab.folder}'}}"
+    settings = {"checkpoint__storage": where, "checkpoint__background": background}
+    plain = lab.run("plain", {"dp_shard": 2}, 2, training__steps=4)
+    run = lab.run("run", {"dp_shard": 2}, 2, training__steps=4, **settings)
+    assert list(run.checkpoints.iterdir()) == []
+    assert newest(run).step == 4
+    lab.resume(run, {"dp_shard": 2}, 2, training__steps=6, **settings)
+    assert losses(run)[:4] == losses(plain)
+    assert newest(run).step == 6
