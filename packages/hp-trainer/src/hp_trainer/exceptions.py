@@ -84,6 +84,12 @@ class TrainingError(HPError, RuntimeError):
     needs_traceback = False
 
 
+class SilentCorruptionError(HPError, RuntimeError):
+    """A computation that gave other bits than the same one elsewhere, or a second time; names the ranks."""
+
+    needs_traceback = False
+
+
 class HangError(HPError, RuntimeError):
     """Ranks that have waited for others in vain; the message names those that have not answered."""
 

@@ -65,6 +65,12 @@ class TrainingConfig:
     compile: bool = setting(False, help="compile each block (torch.compile); not with parallel.tp > 1")
     compile_backend: str = setting("inductor", help="the compiler, by torch's name for it")
     clip_norm: float | None = setting(1.0, help="largest global 2-norm of gradients; null: no limit", above=0)
+    replay_interval: int | None = setting(
+        None, help="steps between steps computed twice and compared, for silent corruption; null: none", minimum=1
+    )
+    replica_check_interval: int | None = setting(
+        None, help="steps between comparisons of the weights of replicas; null: none", minimum=1
+    )
     eval_interval: int | None = setting(None, help="steps between evaluations; null: none", minimum=1)
     eval_batches: int | None = setting(
         4, help="global batches per evaluation; null: all samples kept for it", minimum=1

@@ -22,6 +22,7 @@ from hp_trainer.training.checkpoints import Progress, TrainingCheckpoints
 from hp_trainer.training.lr_schedule import learning_rate_factor
 from hp_trainer.training.memory_report import out_of_memory
 from hp_trainer.training.setup import RankSetup
+from hp_trainer.training.silent_corruption import CorruptionChecks
 from hp_trainer.training.speed import ModelSpeed
 from hp_trainer.training.stall_watch import StallWatch
 from hp_trainer.training.step import OptimizerStep, check_finite
@@ -68,6 +69,7 @@ class Trainer:
         self._hooks: LifeCycle = life_cycle()
         self._trackers = self._build_trackers()
         self._last = StepRecord(step=0, learning_rate=0.0, tokens=0, samples=0)
+        self._corruption = CorruptionChecks(self.setup, self._step)
         self._evaluation_losses: dict[int, float] = {}
         self._pending: _Pending | None = None
         self._watch = StallWatch(run.stalls, self.setup.mesh.world, config.launch.timeout_seconds)
@@ -123,6 +125,7 @@ class Trainer:
 
         Raises:
             TrainingError: the loss or the norm of its gradient is no finite number; nothing was updated.
+            SilentCorruptionError: a check that was due has found other bits.
         """
         started, step = time.perf_counter(), self.progress.step + 1
         self._watch.begin("step", step)
@@ -131,9 +134,15 @@ class Trainer:
         samples = self.progress.samples + self.config.training.global_batch_size
         before = StepRecord(step=step, learning_rate=learning_rate, tokens=batch.global_tokens, samples=samples)
         self._hooks.before_step(before)
-        loss, stopping = self._step.agree(self._step.accumulate_gradients(batch), stop.is_made)
+        if _is_due(step, self.config.training.replay_interval):
+            part = self._corruption.accumulate_gradients_twice(batch, step)
+        else:
+            part = self._step.accumulate_gradients(batch)
+        loss, stopping = self._step.agree(part, stop.is_made)
         check_finite("loss", loss, step)
         norm = self._step.update(step, learning_rate)
+        if _is_due(step, self.config.training.replica_check_interval):
+            self._corruption.compare_replicas(step)
         metrics = dict((self.setup.pipeline or self.setup.model).after_optimizer_step())
         if self.setup.scaler.is_enabled():
             metrics["loss_scale"] = self.setup.scaler.get_scale()

@@ -1,0 +1,140 @@
+"""Checks for silent data corruption: a step computed twice, and the weights of replicas compared, bit by bit.
+
+Of thousands of accelerators some compute wrongly now and then without any sign (Dixit et al., 2021, "Silent Data
+Corruptions at Scale").
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from hp_dtensor.tensor.dtensor import DTensor
+from hp_trainer._exchange import all_ranks
+from hp_trainer.data import Batch
+from hp_trainer.exceptions import SilentCorruptionError, TrainingError
+from hp_trainer.training.setup import RankSetup
+from hp_trainer.training.step import OptimizerStep
+
+Tensor = Any
+Module = Any
+
+_LOSS = "the loss"
+
+
+class CorruptionChecks:
+    """The checks of one rank; every rank makes them at the same steps."""
+
+    def __init__(self, setup: RankSetup, step: OptimizerStep) -> None:
+        self._setup, self._step = setup, step
+        self._platform = setup.platform
+
+    def accumulate_gradients_twice(self, batch: Batch, step: int) -> Tensor:
+        """Do `OptimizerStep.accumulate_gradients` twice; return the loss of the second time, which differs in no bit.
+
+        Kernels whose sums depend on the order in which threads come (atomics) differ by themselves.
+
+        Raises:
+            SilentCorruptionError: on every rank when any rank's loss or gradients differ; names the ranks.
+        """
+        first = self._digests(self._step.accumulate_gradients(batch))
+        self._setup.optimizer.zero_grad()
+        self._forget_counts()
+        loss = self._step.accumulate_gradients(batch)
+        second = self._digests(loss)
+        differ = [name for name in {**first, **second} if first.get(name) != second.get(name)]
+        found = all_ranks(self._setup.mesh.world.all, "comparing a step with itself", lambda: differ[:3], TrainingError)
+        if any(found):
+            raise SilentCorruptionError(f"step {step} computed twice is not the same: {_describe(found)}")
+        return loss
+
+    def compare_replicas(self, step: int) -> None:
+        """Compare the weights of ranks that hold the same ones.
+
+        Raises:
+            SilentCorruptionError: on every rank when replicas differ; names the ranks that differ from most others.
+        """
+        world = self._setup.mesh.world.all
+        found = all_ranks(world, "comparing replicas", self._weights, TrainingError)
+        odd = odd_ranks(found)
+        if odd:
+            who = ", ".join(str(rank) for rank in odd)
+            raise SilentCorruptionError(
+                f"after step {step} the weights of rank {who} are not those of its replicas. Its device or memory may "
+                "be faulty: leave the machine out, and go on from a checkpoint before the last comparison"
+            )
+
+    def _weights(self) -> dict[str, int]:
+        """Return one digest of this rank's weights for each set of ranks that hold the same ones."""
+        digests: dict[str, int] = {}
+        for _, parameter in self._platform.named_parameters(self._setup.model):
+            place = _place(parameter)
+            digests[place] = zlib.crc32(self._bytes(parameter), digests.get(place, 0))
+        return digests
+
+    def _digests(self, loss: Tensor) -> dict[str, int]:
+        """Return the digests of a loss and of all gradients, by the parameter's name."""
+        found = {_LOSS: zlib.crc32(self._bytes(loss))}
+        for name, parameter in self._platform.named_parameters(self._setup.model):
+            gradient = self._platform.get_grad(parameter)
+            if gradient is not None:
+                found[f"the gradient of {name}"] = zlib.crc32(self._bytes(gradient))
+        return found
+
+    def _bytes(self, tensor: Tensor) -> memoryview:
+        local = self._platform.unwrap(tensor) if isinstance(tensor, DTensor) else tensor
+        values = np.ascontiguousarray(self._platform.to_numpy(self._platform.detach(local)))
+        return values.reshape(-1).view(np.uint8).data
+
+    def _forget_counts(self) -> None:
+        """Forget what layers have counted in the first pass, as tokens of their experts."""
+        for _, module in self._platform.named_modules(self._setup.model):
+            tally = getattr(module, "tally", None)
+            if tally is not None:
+                tally.take()
+                tally.take_losses()
+
+
+def _describe(differing: list[list[str]]) -> str:
+    """Return where two computations of a step differ, from the names that each rank has found to differ."""
+    # Gradients are sums over ranks, which all get from the one that is wrong; a loss is a rank's own.
+    own = [str(rank) for rank, names in enumerate(differing) if _LOSS in names]
+    first = next(names for names in differing if names)
+    where = f"rank {', '.join(own)} in {_LOSS}" if own else f"{', '.join(first)}, summed over the ranks that hold it"
+    why = "A device computes wrongly, or a kernel depends on the order of its threads"
+    return f"{where}. {why}; this step changed nothing"
+
+
+def _place(parameter: Tensor) -> str:
+    """Return a name that those ranks share which hold the same part of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return "whole"
+    spec, coordinate = parameter.spec, parameter.spec.mesh.get_coordinate()
+    assert coordinate is not None
+    shard = [at for at, placement in zip(coordinate, spec.placements, strict=True) if not placement.is_replicate()]
+    # A mesh of other ranks, as that of another pipeline stage, holds other parameters.
+    first = spec.mesh.rank_at((0,) * spec.mesh.ndim)
+    return f"{first} {spec.mesh.shape} {spec.placements} {shard}"
+
+
+def odd_ranks(digests: list[Mapping[str, int]]) -> list[int]:
+    """List the ranks whose digest is not that of most ranks with the same name; of equally many, all are."""
+    odd: set[int] = set()
+    for group in _by_name(digests):
+        counts = Counter(digest for _, digest in group).most_common()
+        if len(counts) > 1:
+            is_tie = counts[0][1] == counts[1][1]
+            odd.update(rank for rank, digest in group if is_tie or digest != counts[0][0])
+    return sorted(odd)
+
+
+def _by_name(digests: list[Mapping[str, int]]) -> Iterator[list[tuple[int, int]]]:
+    groups: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for rank, found in enumerate(digests):
+        for name, digest in found.items():
+            groups[name].append((rank, digest))
+    yield from groups.values()
