@@ -14,6 +14,7 @@ from hp_trainer.cli.help import USAGE
 from hp_trainer.cli.profile import profile_command
 from hp_trainer.cli.report_commands import compare_command, report_command
 from hp_trainer.cli.runs import checkpoints_command, resume_command, run_command
+from hp_trainer.cli.schedule import schedule_command
 from hp_trainer.cli.shared import load, newest, require_platform, resolved
 from hp_trainer.cli.sweep import sweep_command
 from hp_trainer.generation import generate
@@ -75,6 +76,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "report": report_command,
     "compare": compare_command,
     "layouts": layouts_command,
+    "schedule": schedule_command,
     "evaluate": evaluate_command,
     "tokenizer": tokenizer_command,
 }

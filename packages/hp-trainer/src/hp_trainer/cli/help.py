@@ -20,6 +20,7 @@ usage: hp-train CONFIG [--section.setting=value ...]
        hp-train report RUN [--to FILE]
        hp-train compare RUN RUN ... [--to FILE]
        hp-train layouts [CONFIG] [--world-size N] [--section.setting=value ...]
+       hp-train schedule [NAME | FILE] [--ranks N] [--microbatches N] [--stages-per-rank N] [--show actions] [--to FILE]
        hp-train evaluate RUN [--section.setting=value ...]
        hp-train evaluate DIRECTORY --tasks NAME,NAME,... [--option=value of lm-eval ...]
        hp-train tokenizer DATA --vocab-size N [--to FILE] [--field NAME] [--max-bytes N]
@@ -43,6 +44,8 @@ commands:
   report      write one HTML file with the curves, layout, checkpoints and settings of a run
   compare     print the numbers of runs and the settings that differ; draw their curves into one HTML file
   layouts     list every parallel layout for a number of ranks, and why others cannot be used
+  schedule    print when each rank of a pipeline works on what, how long it idles and how much it keeps, for times of
+              --forward, --input-grad, --weight-grad and --transfer (1, 1, 1, 0); draw it; without a name list all
   evaluate    print loss and perplexity of a run's model on all that is kept for evaluation, or on other data; on an
               exported model, run the tasks of lm-eval
   tokenizer   train a tokenizer on text, a byte-level BPE in the format of the tokenizers library

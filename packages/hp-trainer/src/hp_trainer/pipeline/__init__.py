@@ -4,11 +4,22 @@ from hp_trainer.pipeline.actions import Action, Kind, Schedule
 from hp_trainer.pipeline.lowering import rank_actions
 from hp_trainer.pipeline.microbatches import TensorChunkSpec
 from hp_trainer.pipeline.partition import balanced_stages, listed_stages
+from hp_trainer.pipeline.pictures import describe_timeline, draw_timeline
 from hp_trainer.pipeline.pipeline import Pipeline
 from hp_trainer.pipeline.schedules import build_schedule, register_schedule, schedule_names
 from hp_trainer.pipeline.simulation import ActionSeconds, Timeline, simulate
 from hp_trainer.pipeline.stage import PipelineStage
 from hp_trainer.pipeline.tied_weights import TiedWeights
+from hp_trainer.pipeline.torch_schedules import (
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+    get_schedule_class,
+)
 from hp_trainer.pipeline.validation import validate
 
 __all__ = [
@@ -18,11 +29,21 @@ __all__ = [
     "Pipeline",
     "PipelineStage",
     "Schedule",
+    "Schedule1F1B",
+    "ScheduleDualPipeV",
+    "ScheduleGPipe",
+    "ScheduleInterleaved1F1B",
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleLoopedBFS",
+    "ScheduleZBVZeroBubble",
     "TensorChunkSpec",
     "TiedWeights",
     "Timeline",
     "balanced_stages",
     "build_schedule",
+    "describe_timeline",
+    "draw_timeline",
+    "get_schedule_class",
     "listed_stages",
     "rank_actions",
     "register_schedule",

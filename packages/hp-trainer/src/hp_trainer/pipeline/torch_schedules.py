@@ -1,0 +1,192 @@
+"""The schedule classes of torch.distributed.pipelining, as fronts of `Pipeline`: same names, arguments and results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from hp_dtensor.tensor.dtensor import DTensor
+from hp_trainer.exceptions import ScheduleError
+from hp_trainer.pipeline.pipeline import LossFunction, Pipeline
+from hp_trainer.pipeline.stage import PipelineStage
+
+Tensor = Any
+
+
+class PipelineSchedule:
+    """A pipeline by torch's names, over the stages of this rank.
+
+    Args:
+        stages: this rank's stage, or a list of its stages; their `group` says which ranks the pipeline has.
+        n_microbatches: micro-batches of a step.
+        loss_fn: of (output, target) of a micro-batch; None: `step` runs no backward.
+        scale_grads: divide the gradients by `n_microbatches` after a step, for a `loss_fn` that takes a mean.
+
+    Raises:
+        PipelineError: the stages are not those that the schedule gives this rank.
+        ScheduleError: the schedule does not exist for so many stages.
+    """
+
+    schedule_name: ClassVar[str]
+
+    def __init__(
+        self,
+        stages: PipelineStage | Sequence[PipelineStage],
+        n_microbatches: int,
+        loss_fn: LossFunction | None = None,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+    ) -> None:
+        self._stages = [stages] if isinstance(stages, PipelineStage) else list(stages)
+        self._scale_grads = scale_grads
+        self.pipeline = Pipeline(
+            self._stages,
+            self.schedule_name,
+            self._stages[0].group if self._stages else None,
+            loss_fn,
+            num_microbatches=n_microbatches,
+            args_chunk_spec=args_chunk_spec,
+            kwargs_chunk_spec=kwargs_chunk_spec,
+            output_merge_spec=output_merge_spec,
+        )
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Tensor] | None = None,
+        return_outputs: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        """Run forward and backward of one batch; see `Pipeline.step`."""
+        output = self.pipeline.step(*args, target=target, losses=losses, return_outputs=return_outputs, **kwargs)
+        if self._scale_grads and self.pipeline.loss_fn is not None:
+            self._divide_gradients()
+        return output
+
+    def eval(self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **kwargs: Any) -> Any:
+        """Run the forward of one batch; see `Pipeline.eval`."""
+        return self.pipeline.eval(*args, target=target, losses=losses, **kwargs)
+
+    def _divide_gradients(self) -> None:
+        platform, number = self.pipeline.platform, self.pipeline.num_microbatches
+        modules = {id(stage.submod): stage.submod for stage in self._stages}.values()
+        parameters = {id(p): p for module in modules for _, p in platform.named_parameters(module)}.values()
+        grads = [grad for p in parameters if (grad := platform.get_grad(p)) is not None]
+        with platform.no_grad():
+            for grad in (platform.unwrap(each) if isinstance(each, DTensor) else each for each in grads):
+                platform.copy_(grad, platform.ops.div(grad, number))
+
+
+class ScheduleGPipe(PipelineSchedule):
+    """All forwards, then all backwards (arXiv 1811.06965).
+
+    Example:
+        >>> def program():
+        ...     mesh = init_device_mesh("cpu", (2,), ("pp",))
+        ...     with nn.building(platform):
+        ...         stage = PipelineStage(nn.Linear(4, 4), mesh.get_rank(), 2, group=mesh["pp"])
+        ...     schedule, losses = ScheduleGPipe(stage, 2, lambda y, target: y.mean()), []
+        ...     x = platform.ops.ones((4, 4), platform.dtype("float32"))
+        ...     schedule.step(*([x] if stage.is_first else []), losses=losses)
+        ...     return len(losses)
+        >>> run_ranks(program, 2)
+        [0, 2]
+    """
+
+    schedule_name = "gpipe"
+
+
+class Schedule1F1B(PipelineSchedule):
+    """One forward, one backward after a warm-up.
+
+    Example:
+        >>> get_schedule_class("1F1B") is Schedule1F1B
+        True
+    """
+
+    schedule_name = "1f1b"
+
+
+class ScheduleInterleaved1F1B(PipelineSchedule):
+    """1F1B over several stages per rank (arXiv 2104.04473).
+
+    Example:
+        >>> get_schedule_class("interleaved1f1b") is ScheduleInterleaved1F1B
+        True
+    """
+
+    schedule_name = "interleaved_1f1b"
+
+
+class ScheduleLoopedBFS(PipelineSchedule):
+    """GPipe over several stages per rank (arXiv 2211.05953).
+
+    Example:
+        >>> get_schedule_class("LoopedBFS") is ScheduleLoopedBFS
+        True
+    """
+
+    schedule_name = "gpipe"
+
+
+class ScheduleInterleavedZeroBubble(PipelineSchedule):
+    """Several stages per rank, the backward split (arXiv 2401.10241).
+
+    Example:
+        >>> get_schedule_class("InterleavedZeroBubble") is ScheduleInterleavedZeroBubble
+        True
+    """
+
+    schedule_name = "interleaved_zero_bubble"
+
+
+class ScheduleZBVZeroBubble(PipelineSchedule):
+    """Two stages per rank in a V, the backward split (arXiv 2401.10241, section 6).
+
+    Example:
+        >>> get_schedule_class("ZBVZeroBubble") is ScheduleZBVZeroBubble
+        True
+    """
+
+    schedule_name = "zero_bubble_v"
+
+
+class ScheduleDualPipeV(PipelineSchedule):
+    """Two stages per rank in a V, forwards beside backwards (arXiv 2412.19437).
+
+    Example:
+        >>> get_schedule_class("DualPipeV") is ScheduleDualPipeV
+        True
+    """
+
+    schedule_name = "dualpipe_v"
+
+
+_BY_NAME: dict[str, type[PipelineSchedule]] = {
+    "1F1B": Schedule1F1B,
+    "Interleaved1F1B": ScheduleInterleaved1F1B,
+    "GPipe": ScheduleGPipe,
+    "LoopedBFS": ScheduleLoopedBFS,
+    "InterleavedZeroBubble": ScheduleInterleavedZeroBubble,
+    "ZBVZeroBubble": ScheduleZBVZeroBubble,
+    "DualPipeV": ScheduleDualPipeV,
+}
+
+
+def get_schedule_class(schedule_name: str) -> type[PipelineSchedule]:
+    """Return the class of torch's name for a schedule, in any case.
+
+    Raises:
+        ScheduleError: there is none; lists the names.
+
+    Example:
+        >>> get_schedule_class("gpipe").__name__
+        'ScheduleGPipe'
+    """
+    found = {name.lower(): each for name, each in _BY_NAME.items()}.get(schedule_name.lower())
+    if found is None:
+        raise ScheduleError(f"unknown schedule name {schedule_name!r}; expected one of {', '.join(_BY_NAME)}")
+    return found
