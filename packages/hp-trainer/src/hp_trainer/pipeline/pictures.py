@@ -66,9 +66,12 @@ def draw_timeline(timeline: Timeline, picture: Path | str) -> None:
         ScheduleError: matplotlib does not know the format.
 
     Example:
+        >>> import tempfile
+        >>> from pathlib import Path
         >>> from hp_trainer.pipeline import build_schedule, draw_timeline, simulate
         >>> timeline = simulate(build_schedule("zero_bubble_v", num_ranks=2, num_microbatches=4))
-        >>> draw_timeline(timeline, tmp_path / "schedule.svg")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     draw_timeline(timeline, Path(folder) / "schedule.png")
     """
     # Figure and canvas by hand: pyplot would choose a backend for the whole process.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
