@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from hp_trainer import cli
 from hp_trainer.checkpoint import Box, LocalStorage, TensorPart, list_checkpoints, save_checkpoint
 from hp_trainer.cli import commands, runs
 from hp_trainer.cli.help import USAGE, describe_option
-from hp_trainer.config import list_options, load_config, to_plain
+from hp_trainer.config import TrainerConfig, list_options, load_config, to_plain
 from hp_trainer.launch import platforms, preflight, world_size
 from hp_trainer.machine_errors import describe_machine_error
 from hp_trainer.parallel import ParallelDims
@@ -164,8 +165,7 @@ def test_keys_and_types_are_told_before_anything_else(work: Path, error) -> None
     assert error("run.yaml", "--launch.local_ranks=two") == (
         "hp-train: run.yaml: 3 problems\n"
         "run.yaml:2: traning: unknown key\n"
-        "    expected: one of checkpoint, data, generate, launch, lr_schedule, metrics, model, optimizer, parallel, "
-        "parameter_groups, pipeline, platform, profile, run, training\n"
+        f"    expected: one of {', '.join(sorted(field.name for field in fields(TrainerConfig)))}\n"
         "    try: training\n"
         "run.yaml: training.steps: missing\n"
         "    expected: a whole number: optimizer steps of the whole run\n"

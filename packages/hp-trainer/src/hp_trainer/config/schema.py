@@ -38,6 +38,27 @@ class LossScalingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GuardConfig:
+    """Rules for a loss that is no finite number, or far above those before; all ranks follow them alike.
+
+    skip: nothing is updated, and the run goes on with the next batch. rollback: model and optimizer go back to the last
+    checkpoint, and the run goes on from there with the batch after the one that caused it.
+    """
+
+    on_nonfinite: Literal["stop", "skip", "rollback"] = setting(
+        "stop", help="when the loss or the norm of its gradient is no finite number"
+    )
+    on_spike: Literal["ignore", "stop", "skip", "rollback"] = setting(
+        "ignore", help="when the loss is spike_sigmas standard deviations above the mean of the last spike_window ones"
+    )
+    spike_window: int = setting(128, help="steps whose losses a spike is compared with", minimum=2)
+    spike_sigmas: float = setting(6.0, help="standard deviations above their mean that make a spike", above=0)
+    max_interventions: int = setting(
+        10, help="steps in a row that may be skipped or gone back on; then the run stops", minimum=1
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     """Length, batch and precision of the training."""
 
@@ -71,6 +92,7 @@ class TrainingConfig:
     replica_check_interval: int | None = setting(
         None, help="steps between comparisons of the weights of replicas; null: none", minimum=1
     )
+    guard: GuardConfig = section(GuardConfig, help="rules for losses that are not finite, or spikes")
     eval_interval: int | None = setting(None, help="steps between evaluations; null: none", minimum=1)
     eval_batches: int | None = setting(
         4, help="global batches per evaluation; null: all samples kept for it", minimum=1

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hp_trainer.checkpoint import Checkpoint, PendingSave, Storage
+from hp_trainer.checkpoint import Checkpoint, PendingSave, Storage, find_latest
 from hp_trainer.config import to_plain
 from hp_trainer.exceptions import CheckpointError
+from hp_trainer.training.guard import LossGuard
 from hp_trainer.training.setup import RankSetup
 from hp_trainer.training.state import load_state, state_parts
 
@@ -26,10 +27,19 @@ class TrainingCheckpoints:
 
     Args:
         may_write: see `PendingSave`.
+
+    Attributes:
+        guard: the rules for losses, whose state is saved too.
     """
 
     def __init__(self, setup: RankSetup, storage: Storage, may_write: Callable[[], None] = lambda: None) -> None:
         self._setup, self._storage, self._may_write = setup, storage, may_write
+        self.guard = LossGuard(setup.config.training.guard)
+
+    def newest(self) -> str | None:
+        """Return the folder's name of the newest sound checkpoint; None where there is none."""
+        found = find_latest(self._storage).checkpoint
+        return None if found is None else found.folder
 
     def begin(self, progress: Progress, told: Mapping[str, Any], *, background: bool) -> PendingSave:
         """Begin a checkpoint on all ranks; it is complete after `publish`.
@@ -71,6 +81,8 @@ class TrainingCheckpoints:
         setup.optimizer.num_steps = optimizer_steps
         if checkpoint.state.get("loss_scaling"):
             setup.scaler.load_state_dict(checkpoint.state["loss_scaling"])
+        if checkpoint.state.get("guard"):
+            self.guard.load_state(checkpoint.state["guard"])
         return Progress(checkpoint.step, samples)
 
     def _check_data(self, checkpoint: Checkpoint) -> None:
@@ -86,6 +98,7 @@ class TrainingCheckpoints:
             "samples": progress.samples,
             "optimizer_steps": setup.optimizer.num_steps,
             "loss_scaling": setup.scaler.state_dict(),
+            "guard": self.guard.state(),
             "dataset": dict(setup.dataset.fingerprint),
             "platform": setup.platform.name,
             "parallel": setup.dims.summary(),

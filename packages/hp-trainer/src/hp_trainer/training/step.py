@@ -9,7 +9,6 @@ import numpy as np
 
 from hp_dtensor.optim.clip import clip_grad_norm_, total_norm
 from hp_trainer.data import Batch
-from hp_trainer.exceptions import TrainingError
 from hp_trainer.training.setup import RankSetup
 
 Tensor = Any
@@ -76,22 +75,28 @@ class OptimizerStep:
         total, votes = self.platform.to_numpy(both).tolist()
         return float(total), votes > 0
 
-    def update(self, step: int, learning_rate: float) -> float:
-        """Clip the gradients and update the weights; return the norm of the gradient before clipping.
-
-        Where float16 overflowed on any rank, no rank updates, the loss scale shrinks, and the norm is infinite.
-
-        Raises:
-            TrainingError: the norm is no finite number although nothing overflowed; no rank has updated.
-        """
+    def clip(self) -> float:
+        """Unscale and clip the gradients; return their norm before clipping, infinite where float16 overflowed."""
         self.scaler.unscale_(parameter for _, parameter in self.platform.named_parameters(self.model))
-        norm = math.inf if self.scaler.found_inf else self._clip()
-        if not self.scaler.found_inf:
-            check_finite("norm of the gradient", norm, step)
+        return math.inf if self.scaler.found_inf else self._clip()
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether float16 overflowed on any rank, so that `update` will change nothing."""
+        return bool(self.scaler.found_inf)
+
+    def update(self, learning_rate: float) -> None:
+        """Update the weights with the clipped gradients, and forget these.
+
+        Where float16 overflowed on any rank, no rank updates, and the loss scale shrinks.
+        """
         self.scaler.step(self.optimizer, learning_rate)
         self.scaler.update()
         self.optimizer.zero_grad()
-        return norm
+
+    def discard(self) -> None:
+        """Forget the gradients; nothing has changed."""
+        self.optimizer.zero_grad()
 
     def _clip(self) -> float:
         parameters = [parameter for _, parameter in self.platform.named_parameters(self.model)]
@@ -111,18 +116,3 @@ class OptimizerStep:
                 not_counted=[p for p in parameters if id(p) in copies],
             )
         return float(self.platform.to_numpy(norm))
-
-
-def check_finite(what: str, value: float, step: int) -> None:
-    """Refuse a NaN or an infinity; all ranks see the same value, so all refuse it.
-
-    Raises:
-        TrainingError: with what to do.
-    """
-    if not math.isfinite(value):
-        raise TrainingError(
-            f"the {what} of step {step} is {value}; this step changed nothing. Go on from the last checkpoint with a "
-            "lower optimizer.lr or training.clip_norm, or with training.dtype=float32 if it is another; if it comes "
-            "again, from an earlier one: `hp-train checkpoints RUN` lists them, `hp-train resume RUN --from-step=N` "
-            "takes one"
-        )

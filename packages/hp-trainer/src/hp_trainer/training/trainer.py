@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -19,13 +20,14 @@ from hp_trainer.records import CheckpointRecord, ErrorRecord, EvaluationRecord, 
 from hp_trainer.run import RunFolder, checkpoint_storage
 from hp_trainer.stop_request import StopRequest, stop_requests
 from hp_trainer.training.checkpoints import Progress, TrainingCheckpoints
+from hp_trainer.training.guard import GO_ON, Verdict
 from hp_trainer.training.lr_schedule import learning_rate_factor
 from hp_trainer.training.memory_report import out_of_memory
 from hp_trainer.training.setup import RankSetup
 from hp_trainer.training.silent_corruption import CorruptionChecks
 from hp_trainer.training.speed import ModelSpeed
 from hp_trainer.training.stall_watch import StallWatch
-from hp_trainer.training.step import OptimizerStep, check_finite
+from hp_trainer.training.step import OptimizerStep
 from hp_trainer.training.step_profile import StepProfile
 
 
@@ -68,6 +70,7 @@ class Trainer:
         self._evaluation_batches = self.setup.batch_reader(held_out, once=all_of_it)
         self._hooks: LifeCycle = life_cycle()
         self._trackers = self._build_trackers()
+        self._guard, self._goes_back = self._checkpoints.guard, False
         self._last = StepRecord(step=0, learning_rate=0.0, tokens=0, samples=0)
         self._corruption = CorruptionChecks(self.setup, self._step)
         self._evaluation_losses: dict[int, float] = {}
@@ -139,13 +142,14 @@ class Trainer:
         else:
             part = self._step.accumulate_gradients(batch)
         loss, stopping = self._step.agree(part, stop.is_made)
-        check_finite("loss", loss, step)
-        norm = self._step.update(step, learning_rate)
+        verdict, norm = self._update(step, loss, learning_rate)
         if _is_due(step, self.config.training.replica_check_interval):
             self._corruption.compare_replicas(step)
         metrics = dict((self.setup.pipeline or self.setup.model).after_optimizer_step())
         if self.setup.scaler.is_enabled():
             metrics["loss_scale"] = self.setup.scaler.get_scale()
+        if verdict is not GO_ON:
+            metrics["given_up"] = 1.0
         self.progress = Progress(step, samples)
         seconds = time.perf_counter() - started
         done = replace(before, loss=loss, gradient_norm=norm, seconds=seconds, metrics=metrics)
@@ -158,6 +162,49 @@ class Trainer:
             )
         )
         return stopping
+
+    def _update(self, step: int, loss: float, learning_rate: float) -> tuple[Verdict, float | None]:
+        """Update the weights unless the guard decides otherwise; return its verdict and the norm of the gradient.
+
+        Raises:
+            TrainingError: the guard's rule is to stop; nothing was updated.
+        """
+        verdict, norm = self._guard.judge_loss(loss, step), None
+        if verdict is GO_ON:
+            norm = self._step.clip()
+            verdict = GO_ON if self._step.overflowed else self._guard.judge_norm(norm, step)
+        if verdict is GO_ON:
+            self._step.update(learning_rate)
+            self._guard.accept(loss)
+        else:
+            self._step.discard()
+            if self.setup.mesh.world.rank == 0:
+                print(f"hp-train: {verdict}", file=sys.stderr, flush=True)
+        self._goes_back = verdict.action == "rollback"
+        return verdict, norm
+
+    def _go_back(self) -> None:
+        """Take up the last checkpoint, and go on from its step with the data after those read so far.
+
+        Raises:
+            TrainingError: there is no checkpoint yet.
+        """
+        self.finish_save()
+        samples, count = self.progress.samples, self._guard.interventions
+        # One rank's view holds for all: another may see a file system late.
+        found = all_ranks(self.setup.mesh.world.all, "going back", self._checkpoints.newest, TrainingError)[0]
+        if found is None:
+            raise TrainingError(
+                "training.guard asks to go back to the last checkpoint, and there is none yet; this step changed "
+                "nothing. Set checkpoint.interval, or let training.guard skip steps"
+            )
+        self.resume(found)
+        self._guard.keep_count(count)
+        self.progress = Progress(self.progress.step, samples)
+        record = self._run_record()
+        for tracker in self._trackers:
+            tracker.finish()
+            tracker.start(record)
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of optimizer step `step` (from 1)."""
@@ -231,11 +278,14 @@ class Trainer:
         while self.progress.step < config.training.steps and not stopping:
             self._profile.before_step(self.progress.step + 1)
             stopping = self.train_step(stop)
+            if self._goes_back:
+                self._go_back()
+                saved_at = self.progress.step
             step = self.progress.step
             self._profile.after_step(step)
             if _is_due(step, config.training.eval_interval):
                 self.evaluate()
-            if stopping or _is_due(step, config.checkpoint.interval):
+            if stopping or (_is_due(step, config.checkpoint.interval) and saved_at != step):
                 self.save(background=config.checkpoint.background)
                 saved_at = step
             else:
