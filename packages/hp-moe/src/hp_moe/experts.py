@@ -115,7 +115,7 @@ class GroupedExperts(nn.Module):
 
         Raises:
             ExpertParallelError: the counts do not describe the rows, or are given twice or not at all; experts out of
-                range, scores that are no finite numbers, shapes or dtypes that do not fit. On an accelerator, values
+                range, shapes or dtypes that do not fit. On an accelerator, values
                 are found faulty after the ranks have exchanged sizes, on every rank, and not at all on a rank that
                 has all experts.
         """

@@ -1,4 +1,8 @@
-"""Checks of what a layer is given, made before any rank is waited for."""
+"""Checks of what a layer is given, made before any rank is waited for.
+
+Scores that are no finite numbers pass: they become a loss that is none, on which all ranks agree, where an error of one
+rank would leave the others waiting.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +42,7 @@ def check_inputs(platform: Platform, x: Tensor, weights: dict[str, Tensor], rout
 
 
 def faults(platform: Platform, routing: Routing, num_experts: int) -> Tensor:
-    """Return `FAULTY` if experts are out of range, counts do not add up or scores are no numbers, else 0: int64 `[1]`.
+    """Return `FAULTY` if experts are out of range or counts do not add up, else 0: int64 `[1]`.
 
     Computed on the device of the routing, which is not waited for.
     """
@@ -50,9 +54,6 @@ def faults(platform: Platform, routing: Routing, num_experts: int) -> Tensor:
     count = ops.add(ops.sum(ops.cast(outside, int64)), wrong)
     if not routing.has_dropped:
         count = ops.add(count, nowhere)
-    if routing.scores is not None:
-        finite = ops.isfinite(platform.detach(routing.scores))
-        count = ops.add(count, ops.sum(ops.cast(ops.logical_not(finite), int64)))
     return ops.reshape(ops.mul(ops.cast(ops.gt(count, 0), int64), FAULTY), (1,))
 
 
@@ -64,8 +65,8 @@ def refuse_faulty(ranks: Sequence[int]) -> None:
     """
     if ranks:
         raise ExpertParallelError(
-            f"routing of rank {', '.join(map(str, ranks))}: expert numbers out of range, counts that do not add up to "
-            "the choices, or scores that are no finite numbers; nothing was sent"
+            f"routing of rank {', '.join(map(str, ranks))}: expert numbers out of range, or counts that do not add up "
+            "to the choices; nothing was sent"
         )
 
 
@@ -112,11 +113,3 @@ def _value_problems(platform: Platform, routing: Routing, num_experts: int) -> I
             f"routing.counts: expected the number of choices of each expert, which add up to "
             f"{int((experts < num_experts).sum())}, got {counts.tolist()}, which add up to {int(counts.sum())}"
         )
-    if routing.scores is not None:
-        finite = numpy.isfinite(platform.to_numpy(platform.detach(routing.scores)))
-        if not finite.all():
-            token, slot = numpy.argwhere(~finite)[0]
-            yield (
-                f"routing.scores: expected finite numbers, got {int((~finite).sum())} that are not, the first for "
-                f"token {token}, slot {slot}; look at the layer's input and at router.gate"
-            )
