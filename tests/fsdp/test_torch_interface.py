@@ -10,7 +10,7 @@ from hp_dtensor import init_device_mesh
 from hp_dtensor.comm.world import record_collectives
 from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.testing.simulated import run_ranks
-from hp_fsdp import DataParallelMeshDims, FullyShardError, OffloadPolicy, fully_shard, share_comm_ctx
+from hp_fsdp import DataParallelMeshDims, FSDPStateError, FullyShardError, OffloadPolicy, fully_shard, share_comm_ctx
 
 CASE = Case((2,), num_blocks=2)
 
@@ -116,7 +116,28 @@ def test_an_embedding_need_not_be_gathered_for_backward(hp_platform):
                 gathers.append(log.count("all_gather"))
             found.append(whole_grads(hp_platform, model))
         equal_grads(*found)
-        assert gathers == [2, 2, 1, 1]
+        # MindSpore reads freed memory without a word, so it is not left without any.
+        assert gathers == ([2, 2, 1, 1] if hp_platform.name == "torch" else [2, 2, 2, 2])
+
+    run_ranks(rank, 2, hp_platform)
+
+
+def test_weights_that_backward_needs_after_all_are_told_or_gathered(hp_platform):
+    def rank():
+        model = build(hp_platform, CASE)
+        for module in (model.head, model):
+            fully_shard(module, mesh_of(hp_platform, 2), reshard_after_forward=True)
+        model.head.set_unshard_in_backward(False)
+        loss = loss_of(hp_platform, model, CASE)
+        if hp_platform.name == "torch":
+            with pytest.raises(FSDPStateError, match=r"set_unshard_in_backward\(False\) was called for head \(Linear"):
+                hp_platform.backward(loss)
+            model.head.set_unshard_in_backward(True)
+            loss = loss_of(hp_platform, model, CASE)
+        hp_platform.backward(loss)
+        expected = sharded(hp_platform, CASE)
+        hp_platform.backward(loss_of(hp_platform, expected, CASE))
+        equal_grads(whole_grads(hp_platform, model), whole_grads(hp_platform, expected))
 
     run_ranks(rank, 2, hp_platform)
 

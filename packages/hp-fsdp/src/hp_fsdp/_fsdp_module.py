@@ -292,7 +292,11 @@ class FSDPModule:
         event.wait()
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """False: do not gather this module's own group for backward, which needs none of its values (an embedding)."""
+        """False: do not gather this module's own group for backward, which needs none of its values (an embedding).
+
+        Where it needs them after all, backward raises `FSDPStateError`. On platforms that would compute with freed
+        memory without a word (MindSpore), the group is gathered nevertheless.
+        """
         self._fsdp.group.settings.unshard_in_backward = _bool("set_unshard_in_backward", unshard_in_backward)
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh, init_device_mesh
-from hp_dtensor.comm.world import current_world
+from hp_dtensor.comm.world import joined_world
 from hp_dtensor.parallel import nn
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
@@ -192,7 +192,7 @@ def _data_parallel_mesh(modules: Sequence[Module], mesh: Any, dims: DataParallel
         raise FullyShardError(f"dp_mesh_dims={dims}: expected mesh=, the mesh with these axes, got None")
     platform = next((each.platform for each in modules if isinstance(each, nn.Module)), None) or get_platform()
     return init_device_mesh(
-        platform.device_types[0], (current_world(platform).size,), mesh_dim_names=("dp",), platform=platform
+        platform.device_types[0], (joined_world(platform).size,), mesh_dim_names=("dp",), platform=platform
     )
 
 

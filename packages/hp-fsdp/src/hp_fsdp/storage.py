@@ -77,6 +77,7 @@ class ParameterStorage(ABC):
 
     Attributes:
         counts_filling: whether `num_writes` counts also what fills the buffer.
+        refuses_released: whether the framework refuses to compute with released memory.
 
     Example:
         >>> isinstance(get_storage(platform), ParameterStorage)
@@ -84,6 +85,7 @@ class ParameterStorage(ABC):
     """
 
     counts_filling = False
+    refuses_released = False
 
     def __init__(self, platform: Platform) -> None:
         self.platform = platform
@@ -318,6 +320,12 @@ class ParameterStorage(ABC):
     @abstractmethod
     def at_end_of_backward(self, callback: Callable[[], None]) -> None:
         """Call `callback` once the running backward is through; only to be called during one."""
+
+    def explain_released(self, explain: Callable[[], Exception | None]) -> None:
+        """Raise what `explain` returns where the running backward fails because it reads released memory.
+
+        For platforms with `refuses_released`.
+        """
 
 
 def moved_to_front(items: Sequence[Any], index: int) -> list[Any]:

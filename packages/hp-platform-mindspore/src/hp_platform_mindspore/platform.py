@@ -24,6 +24,7 @@ except ImportError:  # MindSpore 2.9
 from hp_dtensor.comm.world import World
 from hp_dtensor.dispatch.plan_cache import forget_plans
 from hp_dtensor.exceptions import PlatformError
+from hp_dtensor.launch.environment import from_environment, is_launched
 from hp_dtensor.platform.modules import Removable
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor.gradients import check_reached, differentiated
@@ -100,6 +101,10 @@ class MindSporePlatform(MindSporeBase):
             )
         self.world = MindSporeWorld.join(self, rank, size, address, timeout_seconds, local_rank)
         return self.world
+
+    def join_launched(self) -> None:
+        if is_launched():
+            from_environment(self)
 
     def disconnect(self) -> None:
         world, self.world = self.world, None

@@ -20,7 +20,7 @@ from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_platform_torch.ops import attention
 from hp_platform_torch.ops.names import function_named, names_of
 from hp_platform_torch.ops.namespace import build_ops
-from hp_platform_torch.patches import backward_inputs, table
+from hp_platform_torch.patches import running_backward, table
 from hp_platform_torch.processes import TorchProcesses
 from hp_platform_torch.tensor import autograd, dtensor, torch_functions
 from hp_platform_torch.tensor.dtensor import TorchDTensor
@@ -170,7 +170,7 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
         return bool(torch._C._current_graph_task_id() != -1)
 
     def is_for_parameters(self) -> bool:
-        return not backward_inputs.are_named()
+        return not running_backward.are_named()
 
     def backward(self, loss: Tensor, gradient: Tensor | None = None, retain_graph: bool = False) -> None:
         loss.backward(gradient, retain_graph=retain_graph)

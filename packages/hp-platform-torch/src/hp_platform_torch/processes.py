@@ -15,6 +15,7 @@ from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.comm.world import ProcessGroup, World
 from hp_dtensor.dispatch.plan_cache import forget_plans
 from hp_dtensor.exceptions import PlatformError
+from hp_dtensor.launch.environment import from_environment, is_launched
 from hp_dtensor.platform.processes import ProcessInterface
 from hp_platform_torch.comm import rendezvous
 from hp_platform_torch.comm.capabilities import device_types
@@ -35,6 +36,23 @@ class TorchProcesses(ProcessInterface):
         self.device_types = _device_types()
         self._owns_process_group = False
         self._connections = 0
+        self._world: World | None = None
+        # The program's own default group that `_world` was made for without a call of `connect`, or that was left.
+        self._adopted: Any = None
+
+    @property
+    def world(self) -> World | None:  # type: ignore[override]
+        """The world of the job that this process has joined by `connect`, or by torch's own `init_process_group`."""
+        if self._world is None and dist.is_initialized() and dist.group.WORLD is not self._adopted:
+            self.connect(dist.get_rank(), dist.get_world_size(), "", local_rank=self._local_rank())
+            self._adopted = dist.group.WORLD
+        elif self._world is not None and not dist.is_initialized() and (self._adopted or self._owns_process_group):
+            self.disconnect()  # the program has destroyed the groups
+        return self._world
+
+    def join_launched(self) -> None:
+        if is_launched():
+            from_environment(self)  # type: ignore[arg-type]
 
     def connect(self, rank: int, size: int, address: str, timeout_seconds: float = 300.0, local_rank: int = 0) -> World:
         """See `Platform.connect`.
@@ -45,9 +63,11 @@ class TorchProcesses(ProcessInterface):
         Raises:
             PlatformError: this process has joined a job already, or the job cannot be joined.
         """
-        if self.world is not None:
+        if self._world is not None:
+            if self._adopted is not None and (rank, size) == (self._world.rank, self._world.size):
+                return self._world
             raise PlatformError(
-                f"this process is already rank {self.world.rank} of a job of {self.world.size}; disconnect() first"
+                f"this process is already rank {self._world.rank} of a job of {self._world.size}; disconnect() first"
             )
         timeout = timedelta(seconds=timeout_seconds)
         self._use_device(local_rank)
@@ -59,8 +79,9 @@ class TorchProcesses(ProcessInterface):
         elif size > 1:
             store = rendezvous.join(rank, size, address, timeout)
             self._owns_process_group = True
-        self.world = TorchWorld(rank, size, self, store, timeout)
-        return self.world
+        self._world = TorchWorld(rank, size, self, store, timeout)  # type: ignore[arg-type]
+        self._adopted = None
+        return self._world
 
     def adopt_mesh(self, mesh: Any) -> DeviceMesh | None:
         """Return a `torch.distributed.device_mesh.DeviceMesh` as ours, over the same process groups."""
@@ -77,7 +98,8 @@ class TorchProcesses(ProcessInterface):
         return from_torch_group(group, self) if isinstance(group, dist.ProcessGroup) else None
 
     def disconnect(self) -> None:
-        world, self.world = self.world, None
+        world, self._world = self._world, None
+        self._adopted = dist.group.WORLD if dist.is_initialized() else None
         if world is not None:
             world.close()
         forget_plans()
@@ -105,6 +127,11 @@ class TorchProcesses(ProcessInterface):
         from hp_platform_torch.profiling import profiled
 
         return profiled(folder, rank)
+
+    def _local_rank(self) -> int:
+        """Return the index of the device that a program which has joined by itself uses."""
+        kind = self.device_types[0]
+        return 0 if kind == "cpu" else int(os.environ.get("LOCAL_RANK") or getattr(torch, kind).current_device())
 
     def _use_device(self, local_rank: int) -> None:
         kind = self.device_types[0]

@@ -11,7 +11,7 @@ from typing import Any
 from hp_dtensor.comm.mesh_arguments import check_new_mesh, listed, read_shape_and_ranks
 from hp_dtensor.comm.mesh_axes import MeshAxis, check_disjoint, merge_axes, row_major_axes, split_axis
 from hp_dtensor.comm.mesh_coordinates import MeshCoordinates
-from hp_dtensor.comm.world import ProcessGroup, World, alone, current_world
+from hp_dtensor.comm.world import ProcessGroup, World, alone, current_world, joined_world
 from hp_dtensor.exceptions import MeshError, PlatformError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
@@ -305,6 +305,8 @@ def init_device_mesh(
 ) -> DeviceMesh:
     """Return a mesh over all ranks of the current world; see `DeviceMesh`.
 
+    A process that a launcher (torchrun, msrun, srun) has started, and that has joined no job yet, joins it here.
+
     Args:
         mesh_shape: the sizes of the axes.
         platform: the platform or its name; default: that of the world, else the selected one.
@@ -321,6 +323,7 @@ def init_device_mesh(
     """
     if isinstance(platform, str) or (platform is None and current_world(None).size == 1):
         platform = get_platform(platform)
+        joined_world(platform)
     mesh = DeviceMesh(device_type, mesh_shape=mesh_shape, mesh_dim_names=mesh_dim_names, platform=platform)
     if mesh.size() != mesh.world.size:
         raise MeshError(

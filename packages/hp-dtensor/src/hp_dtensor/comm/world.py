@@ -421,6 +421,15 @@ def current_world(platform: Platform | None = None) -> World:
     return world if world is not None else alone(platform)
 
 
+def joined_world(platform: Platform) -> World:
+    """Return the current world; first join the launcher's job, if this process was started in one and joined none."""
+    world = current_world(platform)
+    if world is alone(platform):
+        platform.join_launched()
+        world = current_world(platform)
+    return world
+
+
 @functools.cache
 def alone(platform: Platform | None) -> World:
     """Return the world of one rank, the same one whenever it is asked for, so that its meshes are equal."""

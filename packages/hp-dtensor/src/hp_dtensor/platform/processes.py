@@ -30,6 +30,9 @@ class ProcessInterface(ABC):
     def connect(self, rank: int, size: int, address: str, timeout_seconds: float = 300.0, local_rank: int = 0) -> World:
         """Join a job of `size` ranks that meets at `address` (`host:port`, served by rank 0); sets `world`."""
 
+    def join_launched(self) -> None:
+        """Join the job of the launcher that has started this process, if one has; the default: stay alone."""
+
     @abstractmethod
     def disconnect(self) -> None:
         """Leave the job; safe to call twice and after an error."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from hp_dtensor.comm.world import current_world
 from hp_dtensor.platform.recording import located
 from hp_fsdp._engine.call_order import PATIENCE_SECONDS
 from hp_fsdp._engine.flat_buffer import FlatBuffer
-from hp_fsdp._engine.group import ParameterGroup
+from hp_fsdp._engine.group import GroupState, ParameterGroup
 from hp_fsdp._engine.parameter_use import ParameterUse
 from hp_fsdp._engine.pass_records import BackwardRun, Event, ForwardPass
 from hp_fsdp._engine.root_context import RootContext
+from hp_fsdp.exceptions import FSDPStateError
 from hp_fsdp.storage import Gradients
 
 Tensor = Any
@@ -38,6 +40,7 @@ class BackwardSchedule:
             end = located(self._end)
             context.backward = BackwardRun(self._platform.is_for_parameters(), end)
             context.storage.at_end_of_backward(end)
+            context.storage.explain_released(self._explain_released)
         return context.backward
 
     def pre_backward(self, group: ParameterGroup, forward_pass: ForwardPass | None) -> None:
@@ -121,12 +124,30 @@ class BackwardSchedule:
         run.reached.add((group, forward_pass))
         self._context.check_order(0)
         group.check_order("begins the backward of")
-        if group.settings.unshard_in_backward:
+        if group.settings.unshard_in_backward or not self._context.storage.refuses_released:
             group.unshard()
             if not group.uses_unsharded:
                 group.use_unsharded()
         if forward_pass is not None:
             self._context.prefetcher.gather_previous(group, forward_pass, run)
+
+    def _explain_released(self) -> FSDPStateError | None:
+        """Return why a backward found parameters without memory, if that is known."""
+        groups = self._context.groups
+        left = [g.name for g in groups if not g.settings.unshard_in_backward and g.state is GroupState.SHARDED]
+        converted = [g.name for g in groups if any(buffer.versions.num_conversions for buffer in g.buffers)]
+        rank = current_world(self._platform).rank
+        if left:
+            return FSDPStateError(
+                f"rank {rank}: set_unshard_in_backward(False) was called for {', '.join(left)}, and this backward "
+                "needs values of parameters there; it is for modules whose backward needs none, such as embeddings"
+            )
+        if converted:
+            return FSDPStateError(
+                f"rank {rank}: parameters of {', '.join(converted)} may have been converted to another dtype between a "
+                "forward and its backward; convert modules between steps"
+            )
+        return None
 
     def _take_gradients(
         self, run: BackwardRun, group: ParameterGroup, use: ParameterUse, buffer: FlatBuffer, grads: Gradients

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hp_dtensor.comm.world import ProcessGroup
+from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_fsdp._engine.call_order import BufferActions
 from hp_fsdp._engine.fsdp_parameter import FSDPParameter
 from hp_fsdp._engine.layout import FlatLayout
@@ -61,10 +62,8 @@ class BufferMemory:
         self.layout = layout
         self.world = parallel.mesh.world
         self.device = parallel.mesh.device_type
-        self.dtype: DType = originals[0].tensor.dtype
-        self.param_dtype: DType = policy.param_dtype or self.dtype
-        self.reduce_dtype: DType = policy.reduce_dtype or self.param_dtype
-        self.grad_dtype: DType = policy.grad_dtype or self.dtype
+        self.policy = policy
+        self._set_dtypes(originals[0].tensor.dtype)
         self.shard_group: ProcessGroup = parallel.shard_group
         self.replicate_group: ProcessGroup | None = parallel.replicate_group
         self.offload = ShardOffload(storage, self.device)
@@ -73,16 +72,32 @@ class BufferMemory:
         self._on_allocation: Callable[[], None] | None = None
         self.shard = self._fill_shard(originals)
         self.extension = originals[0].extension
-        is_cast = self.param_dtype != self.dtype or self.extension is not None
-        self.is_whole = layout.num_shards == 1 and not is_cast and not self.offload.parameters
-        self.full = self.shard if self.is_whole else self.new_buffer(layout.numel, self.param_dtype)
-        # Views are made while the full buffer has memory: a view of a released one would allocate it again.
-        self.gather_target = storage.gather_target(self.full)
-        self.policy = policy
+        self._make_full()
         self.shard_mesh = parallel.shard_mesh
         self.parameters = [self._shard_parameter(index, each, parallel) for index, each in enumerate(originals)]
+        self._close_full()
+
+    def _set_dtypes(self, dtype: DType) -> None:
+        """Take the parameters' dtype, and those of computation, reduction and gradients that follow from it."""
+        self.dtype = dtype
+        self.param_dtype: DType = self.policy.param_dtype or dtype
+        self.reduce_dtype: DType = self.policy.reduce_dtype or self.param_dtype
+        self.grad_dtype: DType = self.policy.grad_dtype or dtype
+
+    def _make_full(self) -> None:
+        """Make the full buffer, of which the parameters' views must be made before `_close_full`.
+
+        A view of a released buffer would allocate it again.
+        """
+        is_cast = self.param_dtype != self.dtype or self.extension is not None
+        self.is_whole = self.layout.num_shards == 1 and not is_cast and not self.offload.parameters
+        self.full = self.shard if self.is_whole else self.new_buffer(self.layout.numel, self.param_dtype)
+        self.gather_target = self.storage.gather_target(self.full)
+
+    def _close_full(self) -> None:
+        """Free the memory of the full buffer, and note where in the shard each parameter lies."""
         if not self.is_whole:
-            storage.release(self.full)
+            self.storage.release(self.full)
         itemsize = self.platform.itemsize(self.dtype)
         self._byte_offsets = [(p, p.start * itemsize) for p in self.parameters if 0 not in p.local_shape]
 
@@ -151,9 +166,7 @@ class BufferMemory:
         requires_grad = self.platform.requires_grad(original.tensor)
         first_dim = original.first_dim
         local = self.storage.part(self.shard, start, spec.local_shape, first_dim)
-        view = self.storage.view(self.full, self.layout.offsets[index], original.local_shape, first_dim)
-        leaf = view if original.spec is None else self.platform.wrap(view, original.spec)
-        self.platform.set_requires_grad(leaf, requires_grad)
+        view, leaf = self._unsharded_form(index, original.local_shape, first_dim, original.spec, requires_grad)
         sharded = self.storage.parameter(local, spec, requires_grad)
         sharded._gradient_from = "fully_shard"
         if self.grad_dtype != self.dtype:
@@ -163,7 +176,42 @@ class BufferMemory:
             original.name, original.owners, sharded, original.spec, view, leaf, start, spec.local_shape, first_dim
         )
 
+    def _unsharded_form(
+        self, index: int, shape: Sequence[int], first_dim: int, spec: TensorSpec | None, requires_grad: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Make the view of the full buffer that is a parameter, and the leaf over it."""
+        view = self.storage.view(self.full, self.layout.offsets[index], shape, first_dim)
+        leaf = view if spec is None else self.platform.wrap(view, spec)
+        self.platform.set_requires_grad(leaf, requires_grad)
+        return view, leaf
+
     # Parameters that users have moved or replaced ---------------------------------------------------------
+
+    @property
+    def new_dtype(self) -> DType | None:
+        """The dtype to which all parameters have been converted, as by `Module.to`; None: not all, or to none."""
+        with self.platform.local_op():
+            found = {parameter.sharded.dtype for parameter in self.parameters}
+        return found.pop() if len(found) == 1 and self.dtype not in found else None
+
+    def convert(self, dtype: DType) -> None:
+        """Make shard and full buffer anew in a dtype that the sharded parameters have taken; nothing is gathered."""
+        self._set_dtypes(dtype)
+        self.shard = self.offload.zeros(self.layout.shard_numel, dtype, self.offload.parameters)
+        self._make_full()
+        wanted = self.wanted_gradients()
+        for index, parameter in enumerate(self.parameters):
+            shape, spec = tuple(parameter.view.shape), parameter.full_spec
+            if spec is not None:
+                spec = parameter.full_spec = TensorSpec(spec.mesh, spec.placements, spec.shape, dtype)
+            form = self._unsharded_form(index, shape, parameter.first_dim, spec, wanted[index])
+            parameter.view, parameter.leaf = form
+            local = self.part_of(parameter, self.shard)
+            self.platform.copy_(local, self.platform.unwrap(parameter.sharded))
+            self.storage.put_data(parameter.sharded, local)
+            if self.grad_dtype != dtype:
+                self.storage.set_grad_dtype(parameter.sharded, self.grad_dtype)
+        self._close_full()
 
     def attach(self) -> list[str]:
         """Copy into the shard what has replaced the data of sharded parameters; return why that is not possible.

@@ -68,6 +68,23 @@ class FlatBuffer(BufferMemory):
                 self.platform.set_requires_grad(parameter.leaf, flag)
         return [index for index, flag in enumerate(wanted) if flag]
 
+    def follow_conversion(self) -> list[str]:
+        """Take over another dtype of all parameters, as `Module.to` gives them; return why that is not possible."""
+        dtype = self.new_dtype
+        if dtype is None:
+            return []
+        names = ", ".join(parameter.name for parameter in self.parameters)
+        if self.extension is not None:
+            return [f"{names} is {dtype} now, expected {self.dtype}, which {self.extension.kind} gathers"]
+        if not self.platform.is_floating(dtype):
+            return [f"{names}: {dtype} now, expected a floating-point dtype"]
+        if self.gradients.are_waiting:
+            return [f"{names}: {dtype} now, while gradients in {self.dtype} wait for their reduction"]
+        self.gathering.release()
+        self.convert(dtype)
+        self.versions.count_conversion()
+        return []
+
     def gather_node(
         self, token: Tensor, indices: Sequence[int], backward: Callable[[Gradients], None]
     ) -> tuple[Tensor, list[Tensor]]:

@@ -112,13 +112,18 @@ class ParameterGroup:
         """Take over into the shards what `Module.to`, `to_empty` and the like have put in the parameters' place.
 
         Raises:
-            FSDPStateError: listing the parameters whose dtype or device has been changed, or that have been replaced.
+            FSDPStateError: listing the parameters whose device has been changed, of which some of a buffer have another
+                dtype than the others, or that have been replaced.
         """
-        problems = [problem for buffer in self.buffers for problem in buffer.attach()]
+        if any(buffer.new_dtype is not None for buffer in self.buffers):
+            self.reshard()
+        problems = [problem for buffer in self.buffers for problem in buffer.follow_conversion()]
+        problems = problems or [problem for buffer in self.buffers for problem in buffer.attach()]
         if problems:
             raise FSDPStateError(
-                f"{self.place}: {'; '.join(problems)}. Convert or move a module before fully_shard; for another "
-                "dtype of computation use MixedPrecisionPolicy(param_dtype=...)"
+                f"{self.place}: {'; '.join(problems)}. Convert all parameters of a group alike, between steps, and "
+                "move modules before fully_shard; for another dtype of computation use "
+                "MixedPrecisionPolicy(param_dtype=...)"
             )
 
         replaced = [] if self.uses_unsharded else [name for buffer in self.buffers for name in buffer.replaced()]

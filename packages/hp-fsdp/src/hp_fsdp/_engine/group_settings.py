@@ -41,7 +41,8 @@ class GroupSettings:
     Attributes:
         zero_stage: 3 shards parameters, and frees them between uses; below that full parameters are kept.
         reshard_after_forward: None: unless it is the root's; a number above 1: to so many ranks.
-        unshard_in_backward: gather for backward; False: no operation needs the parameters there (an embedding).
+        unshard_in_backward: gather for backward; False: no operation needs the parameters there (an embedding), which
+            holds only where the platform refuses to read released memory.
         reshard_after_backward: free the full parameters once the gradients are complete.
         gradient_sync: reduce gradients after backward; else accumulate them unsharded.
         reduce: how gradients are reduced.

@@ -62,7 +62,7 @@ class Prefetcher:
             ends = (event.group for event in reversed(remaining) if event.is_end and event.group in reachable)
             following = islice(ends, group.settings.prefetch_depth)
         for other in following:
-            if other.settings.unshard_in_backward:
+            if other.settings.unshard_in_backward or not other.storage.refuses_released:
                 other.start_unshard()
 
     def _following(self, group: ParameterGroup) -> Sequence[ParameterGroup]:

@@ -13,6 +13,9 @@ class ParameterVersions:
 
     A framework counts the writes into each tensor. Writes that it does not count (`parameter.data`, kernels that get an
     address) are found by comparing bits, in `stale_buffers`.
+
+    Attributes:
+        num_conversions: how often the parameters have taken another dtype.
     """
 
     def __init__(self, memory: BufferMemory) -> None:
@@ -20,12 +23,19 @@ class ParameterVersions:
         self._storage, self._platform = memory.storage, memory.platform
         self._gathered: list[int] = []
         self._awaiting_reduction: list[int] = []
+        self.num_conversions = 0
         self._unsharded_writes = self._count_unsharded_writes()
 
     def now(self) -> list[int]:
         """The counter of each sharded parameter."""
         with self._platform.local_op():
-            return [self._platform.version(parameter.sharded) for parameter in self._memory.parameters]
+            versions = [self._platform.version(parameter.sharded) for parameter in self._memory.parameters]
+        return [version + self.num_conversions for version in versions] if self.num_conversions else versions
+
+    def count_conversion(self) -> None:
+        """Count a conversion to another dtype, which the framework does not, as a write of every parameter."""
+        self.num_conversions += 1
+        self._unsharded_writes = self._count_unsharded_writes()
 
     def mark_gathered(self) -> None:
         """Remember that the full buffer is about to hold the values of now."""

@@ -45,8 +45,9 @@ def joined_store(connection: int) -> dist.Store:
 
 def leave() -> None:
     """Destroy torch's process groups, also those of a job that has failed."""
-    with contextlib.suppress(RuntimeError):
-        dist.destroy_process_group()
+    if dist.is_initialized():  # else the program has destroyed them
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
 
 
 def _store(rank: int, size: int, address: str, timeout: timedelta) -> dist.Store:

@@ -21,6 +21,7 @@ from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_fsdp.storage import GatherExtension, Gradients, ParameterStorage, moved_to_front
 from hp_platform_torch.fsdp import host_memory
 from hp_platform_torch.fsdp.gather_extension import find_extension
+from hp_platform_torch.patches import running_backward
 from hp_platform_torch.tensor.dtensor import TorchDTensor, adopt
 from hp_platform_torch.tensor.local_operations import LocalOperations, NoGrad
 
@@ -39,6 +40,8 @@ class TorchParameterStorage(ParameterStorage):
     per tensor and its views, so a view that an operation has saved stays at its version when the buffer is
     filled again through another one.
     """
+
+    refuses_released = True
 
     def __init__(self, platform: Platform) -> None:
         super().__init__(platform)
@@ -241,6 +244,9 @@ class TorchParameterStorage(ParameterStorage):
             )
         Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
 
+    def explain_released(self, explain: Callable[[], Exception | None]) -> None:
+        running_backward.explain(_RELEASED, explain)
+
 
 @functools.lru_cache(maxsize=4096)
 def _strides(shape: tuple[int, ...], first_dim: int) -> tuple[int, ...]:
@@ -253,6 +259,10 @@ def _strides(shape: tuple[int, ...], first_dim: int) -> tuple[int, ...]:
 
 def _bits(x: Tensor) -> Tensor:
     return x.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize])
+
+
+# What torch's errors say of a tensor, or of a view of it, whose storage has been released.
+_RELEASED = "data is not allocated yet", "out of bounds for storage of size 0"
 
 
 class _CopiedToHost:

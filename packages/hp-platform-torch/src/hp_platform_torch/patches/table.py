@@ -16,11 +16,11 @@ from hp_dtensor.platform.patch import Patch
 from hp_platform_torch.optim import local_step
 from hp_platform_torch.patches import (
     autograd_function,
-    backward_inputs,
     compile,
     guards,
     new_values,
     process_groups,
+    running_backward,
 )
 
 
@@ -77,7 +77,7 @@ PATCHES = (
         "torch.autograd._engine_run_backward",
         "does not tell whether a backward is for named inputs",
         "noted while it runs: `fully_shard` reduces gradients of parameters only when they are asked for",
-        backward_inputs.noting,
+        running_backward.noting,
     ),
     _refused(
         "torch._functorch.eager_transforms._wrap_for_grad",
