@@ -52,6 +52,11 @@ def one_rank(**kwargs):
     return result
 
 
+def routing_of(metrics):
+    """Metrics of a step that no layout changes; bytes are sent where ranks are."""
+    return {name: value for name, value in metrics.items() if name != "expert_bytes_sent"}
+
+
 def assert_same(results, expected, optimizer="sgd"):
     close = CLOSE[optimizer]
     for rank, result in enumerate(results):
@@ -63,7 +68,7 @@ def assert_same(results, expected, optimizer="sgd"):
             for name, value in wanted.items():
                 numpy.testing.assert_allclose(got[name], value, err_msg=f"rank {rank}, {kind} of {name}", **close)
         numpy.testing.assert_allclose(result.logits, expected.logits, rtol=1e-3, atol=1e-4)
-        assert result.metrics == expected.metrics
+        assert [routing_of(step) for step in result.metrics] == [routing_of(step) for step in expected.metrics]
 
 
 # One simulated run of four ranks takes half a minute there: these two have every kind of axis.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy
 import pytest
 
 from hp_dtensor.comm.mesh import init_device_mesh
 from hp_dtensor.parallel import nn
+from hp_dtensor.spec.placements import Shard
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.tensor.init import Normal, init_parameters
 from hp_dtensor.testing import run_ranks
@@ -18,6 +21,7 @@ from hp_moe import (
     MoE,
     ReplicatedExperts,
     TensorParallel,
+    expert_shard_dim,
 )
 
 DIM, HIDDEN, EXPERTS = 8, 4, 5
@@ -128,6 +132,37 @@ def test_own_experts_under_fully_shard_give_the_numbers_of_one_rank(platform):
     numpy.testing.assert_allclose(numpy.concatenate([each[0] for each in results]), y, **CLOSE)
     numpy.testing.assert_allclose(numpy.concatenate([each[1] for each in results]), dx, **CLOSE)
     for _, _, got in results:
+        for name, expected in dw.items():
+            numpy.testing.assert_allclose(got[name], expected, err_msg=name, **CLOSE)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_fewer_experts_than_ranks_are_sharded_along_another_dimension(platform, bias):
+    """Two or three experts on four ranks: none holds a whole expert more than another."""
+    fully_shard = pytest.importorskip("hp_fsdp").fully_shard
+    parts = batches(8)
+
+    def kind():
+        return GroupedExperts(DIM, HIDDEN, EXPERTS, bias=bias)
+
+    def rank():
+        mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("efsdp", "ep"), platform=platform)
+        experts = ExpertParallel().apply(built(platform, kind), mesh["ep"])
+        dim = expert_shard_dim(EXPERTS, 2, 4)
+        fully_shard(experts, mesh["efsdp"], shard_placement_fn=lambda weight: Shard(dim))
+        experts.set_reduce_op_type("sum", recurse=False)
+        init_parameters(experts, lambda name, shape: Normal(0.5), seed=1)
+        held = sum(math.prod(platform.unwrap(each).shape) for _, each in platform.named_parameters(experts))
+        return *forward_and_backward(platform, experts, *parts[mesh.world.rank]), held
+
+    y, dx, dw = on_one_rank(platform, kind, parts)
+    results = run_ranks(rank, 8, platform)
+    numpy.testing.assert_allclose(numpy.concatenate([each[0] for each in results]), y, **CLOSE)
+    numpy.testing.assert_allclose(numpy.concatenate([each[1] for each in results]), dx, **CLOSE)
+    for at, (_, _, got, held) in enumerate(results):
+        # Those of experts 0 to 2, or 3 and 4, on four ranks; whole experts would leave one with none.
+        of_all = (3 if at % 2 == 0 else 2) * 3 * DIM * HIDDEN
+        assert held > 0 if bias else held == of_all / 4
         for name, expected in dw.items():
             numpy.testing.assert_allclose(got[name], expected, err_msg=name, **CLOSE)
 

@@ -37,6 +37,7 @@ from hp_moe.styles import (
     ExpertTensorParallel,
     ReplicatedExperts,
     TensorParallel,
+    expert_shard_dim,
 )
 
 __version__ = "0.1.0"
@@ -78,6 +79,7 @@ __all__ = [
     "WireFormat",
     "clamped_swiglu",
     "dispatch_costs",
+    "expert_shard_dim",
     "from_huggingface",
     "grouped_bias",
     "grouped_matmul",

@@ -270,3 +270,21 @@ class ReplicatedExperts(BaseExpertParallel):
 
     def _placements(self, mesh: DeviceMesh) -> Mapping[str, tuple[Placement, ...]]:
         return dict.fromkeys(WEIGHTS, (Replicate(),))
+
+
+def expert_shard_dim(num_experts: int, expert_ranks: int, shard_ranks: int) -> int:
+    """Return the dimension along which fully sharded data parallel best cuts the weights of a rank's experts.
+
+    Experts themselves (0) where every rank then has some; else their second dimension (1), the hidden one of `w1` and
+    `w3`, because some ranks would hold nothing and others a whole expert more.
+
+    Args:
+        num_experts: experts of all ranks.
+        expert_ranks: ranks that the experts are spread over by expert parallelism.
+        shard_ranks: ranks that hold the same experts and cut them.
+
+    Example:
+        >>> expert_shard_dim(num_experts=64, expert_ranks=4, shard_ranks=8), expert_shard_dim(8, 4, 8)
+        (0, 1)
+    """
+    return 0 if num_experts >= expert_ranks * shard_ranks else 1

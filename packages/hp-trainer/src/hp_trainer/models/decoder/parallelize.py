@@ -28,6 +28,7 @@ from hp_moe import (
     MoE,
     ReplicatedExperts,
     TensorParallel,
+    expert_shard_dim,
     moe_layers,
 )
 from hp_trainer.models.precision import precision_policy
@@ -221,7 +222,8 @@ def _shard_over_data(
     options: dict[str, Any] = {"reshard_after_forward": reshard_after_forward}
     for block in model.layers:
         if block.moe is not None:
-            _shard(block.moe.experts, experts, expert_policy, options)
+            along = Shard(expert_shard_dim(block.moe.num_experts, dims.ep, experts.size(-1)))
+            _shard(block.moe.experts, experts, expert_policy, options, along)
         _shard(block, dense, policy, options)
     if dims.pp_enabled and model.config.tie_word_embeddings and model.embed is not None:
         # A group of its own, so that the copies of the first and the last stage are cut alike.
@@ -243,6 +245,13 @@ def _replica_axes(dims: ParallelDims, mesh: DeviceMesh) -> tuple[str, ...]:
     return tuple(axes)
 
 
-def _shard(module: Any, mesh: DeviceMesh, policy: MixedPrecisionPolicy, options: dict[str, Any]) -> None:
-    fully_shard(module, mesh, mp_policy=policy, **options)
+def _shard(
+    module: Any,
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    options: dict[str, Any],
+    along: Shard | None = None,
+) -> None:
+    placement = None if along is None else lambda weight: along
+    fully_shard(module, mesh, mp_policy=policy, shard_placement_fn=placement, **options)
     module.set_reduce_op_type("sum", recurse=False)
