@@ -24,6 +24,8 @@ class Link:
         seconds_per_exchange: what a collective costs, however little it sends.
         inner_size: ranks of a node; None: all links are alike.
         inner_bytes_per_second: what one rank sends within a node.
+        copied_bytes_per_second: what one rank copies in its own memory: rows into the order of their ranks and back,
+            which an all-gather does without.
 
     Example:
         >>> nodes = Link(bytes_per_second=25e9, inner_size=8, inner_bytes_per_second=300e9)
@@ -36,6 +38,7 @@ class Link:
     seconds_per_exchange: float = 2e-5
     inner_size: int | None = None
     inner_bytes_per_second: float = 100e9
+    copied_bytes_per_second: float = 1e12
 
 
 @dataclass(frozen=True)
@@ -84,29 +87,30 @@ def dispatch_costs(
         link: rates; None: 10 GB/s between any two ranks.
 
     Example:
-        >>> costs = dispatch_costs(num_tokens=4096, row_bytes=4096, num_experts=128, top_k=8, num_ranks=2)
-        >>> [cost.name for cost in costs]
-        ['all_to_all', 'all_gather', 'copy_per_expert']
+        >>> costs = dispatch_costs(num_tokens=4096, row_bytes=4096, num_experts=128, top_k=8, num_ranks=8)
+        >>> costs[0].name
+        'all_to_all'
     """
     link = link or Link()
-    # Rows of a token to other nodes and within the node, exchanges, and bytes of experts and scores in a row.
+    # Rows of a token to other nodes, within the node and copied; exchanges; bytes of experts and scores in a row.
     node = 1 if link.inner_size is None else link.inner_size
     outside, inside = (num_ranks - node) / num_ranks, (node - 1) / num_ranks
     reached = ranks_per_token(num_experts, top_k, num_ranks)
     plans = {
-        "all_to_all": (reached * outside, reached * inside, 4, 8 * top_k),
-        "copy_per_expert": (top_k * outside, top_k * inside, 4, 8),
-        "all_gather": (num_ranks - node, node - 1, 5, 12 * top_k),
+        "all_to_all": (reached * outside, reached * inside, reached, 4, 8 * top_k),
+        "copy_per_expert": (top_k * outside, top_k * inside, 2 * top_k, 4, 8),
+        "all_gather": (num_ranks - node, node - 1, 0, 5, 12 * top_k),
     }
     if node > 1 and num_ranks % node == 0:
         nodes = num_ranks // node
         to_nodes = _reached(num_experts, top_k, nodes, -(-num_experts // num_ranks) * node) * (nodes - 1) / nodes
-        plans["two_level"] = (to_nodes, reached * (node - 1) / node, 8, 8 * top_k)
+        plans["two_level"] = (to_nodes, reached * (node - 1) / node, 2 * reached, 8, 8 * top_k)
     costs = []
-    for name, (to_others, within, exchanges, choices) in plans.items():
+    for name, (to_others, within, copied, exchanges, choices) in plans.items():
         row = 2 * row_bytes + choices
         rate = link.gathered_bytes_per_second if name == "all_gather" else None
         seconds = to_others * row / (rate or link.bytes_per_second) + within * row / link.inner_bytes_per_second
+        seconds += 2 * copied * row_bytes / link.copied_bytes_per_second
         sent_bytes = num_tokens * (to_others + within) * row
         costs.append(DispatchCost(name, sent_bytes, num_tokens * seconds + exchanges * link.seconds_per_exchange))
     return sorted(costs, key=lambda cost: cost.seconds)

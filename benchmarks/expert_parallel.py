@@ -1,0 +1,125 @@
+"""Expert parallelism over real ranks: the ways that tokens travel, side by side in one run.
+
+    python benchmarks/expert_parallel.py                      # 2 gloo ranks
+    python benchmarks/expert_parallel.py --ranks 4 --tokens 2048 --top-k 8
+
+Each rank has tokens of its own. Timed are dispatch and combine, forward and backward, without experts: the median over
+rounds of the slowest rank, contenders taking turns. `bytes` leave a rank in forward; `limit` is one `all_to_all` of as
+many bytes from rank to rank, evenly, there and back, in forward and backward. With `--bytes-per-second` each rank's
+sending is slowed down to that rate, as on a link of a network, by waiting.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import time
+
+import numpy
+
+from hp_dtensor.comm.collectives import all_to_all_rows_data
+from hp_dtensor.comm.mesh import init_device_mesh
+from hp_dtensor.comm.world import record_collectives
+from hp_dtensor.launch.rank_pool import RankPool
+from hp_dtensor.platform.selection import get_platform
+from hp_moe import Routing, TwoLevelDispatcher
+from hp_moe.dispatch import dispatchers
+
+NAMES = ("all_to_all", "all_to_all_int8", "copy_per_expert", "all_gather")
+
+
+class Contender:
+    """One dispatcher on this rank's tokens."""
+
+    def __init__(self, platform, dispatcher, tokens, dim, num_experts, top_k, seed):
+        random = numpy.random.default_rng(seed)
+        self.platform, self.dispatcher = platform, dispatcher
+        chosen = numpy.argsort(random.random((tokens, num_experts)), 1)[:, :top_k]
+        counts = numpy.bincount(chosen.reshape(-1), minlength=num_experts)
+        scores = random.random((tokens, top_k)).astype(numpy.float32)
+        self.x = platform.from_numpy(random.normal(size=(tokens, dim)).astype(numpy.float32))
+        self.routing = Routing(*map(platform.from_numpy, (chosen, counts, scores)))
+        platform.set_requires_grad(self.x, True)
+
+    def step(self):
+        sent = self.dispatcher.dispatch(self.x, self.routing)
+        y = self.dispatcher.combine(sent.rows, sent)
+        self.platform.grad([y], [self.x], [self.x])
+        return sent.sent_bytes
+
+
+def limit(platform, group, num_bytes):
+    """Four exchanges: two ways, two directions; half of the bytes each way."""
+    rows = max(1, int(num_bytes / 2 / 4 / max(1, group.size - 1)))
+    x = platform.from_numpy(numpy.zeros((rows * group.size, 1), numpy.float32))
+
+    def run():
+        for _ in range(4):
+            all_to_all_rows_data(x, group, [rows] * group.size, [rows] * group.size)
+
+    return run
+
+
+def slowed(run, bytes_per_second):
+    """Let `run` last at least as long as its bytes take at the rate."""
+    if not bytes_per_second:
+        return run
+
+    def wrapped():
+        with record_collectives() as log:
+            run()
+        time.sleep(log.wire_bytes() / bytes_per_second)
+
+    return wrapped
+
+
+def measure(sizes, rounds, bytes_per_second):
+    """Of this rank: by contender, (bytes in forward, seconds of each round)."""
+    platform = get_platform()
+    mesh = init_device_mesh("cpu", (sizes["ranks"],), platform=platform)
+    group, found = mesh.get_group(), {}
+    builds = {name: dispatchers().get(name).build for name in NAMES}
+    if sizes["ranks"] == 4:
+        builds["two_level, 2 x 2"] = functools.partial(TwoLevelDispatcher, inner_size=2)
+    layer = {name: sizes[name] for name in ("tokens", "dim", "num_experts", "top_k")}
+    runs = {}
+    for name, build in builds.items():
+        contender = Contender(platform, build(group, sizes["num_experts"]), **layer, seed=group.rank)
+        found[name] = (contender.step(), [])
+        runs[name] = slowed(contender.step, bytes_per_second)
+    sent = statistics.mean(float(each) for each in group.all_gather_bytes(str(found["all_to_all"][0]).encode()))
+    found["limit"] = (sent, [])
+    runs["limit"] = slowed(limit(platform, group, sent), bytes_per_second)
+    for _ in range(rounds):
+        for name, run in runs.items():
+            group.barrier()
+            start = time.perf_counter()
+            run()
+            found[name][1].append(time.perf_counter() - start)
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("ranks", 2), ("tokens", 1024), ("dim", 512), ("num-experts", 64), ("top-k", 8)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--bytes-per-second", type=float, default=0.0, help="simulated rate of a rank's link; 0: none")
+    options = vars(parser.parse_args())
+    rounds, rate = options.pop("rounds"), options.pop("bytes_per_second")
+    with RankPool(get_platform(), options["ranks"]) as pool:
+        ranks = pool.run(measure, options, rounds, rate)
+    print(", ".join(f"{name} {value}" for name, value in options.items()), f"float32, {get_platform().name}")
+    print(f"{'':20}{'MB a rank':>12}{'ms':>9}{'over limit':>12}")
+    slowest = {
+        name: statistics.median(max(each) for each in zip(*(rank[name][1] for rank in ranks), strict=True))
+        for name in ranks[0]
+    }
+    for name, seconds in slowest.items():
+        sent = statistics.mean(rank[name][0] for rank in ranks)
+        print(f"{name:20}{sent / 1e6:12.2f}{seconds * 1e3:9.2f}{seconds / slowest['limit']:12.2f}")
+
+
+if __name__ == "__main__":
+    main()
