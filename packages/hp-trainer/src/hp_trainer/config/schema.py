@@ -92,6 +92,12 @@ class TrainingConfig:
     replica_check_interval: int | None = setting(
         None, help="steps between comparisons of the weights of replicas; null: none", minimum=1
     )
+    label_smoothing: float = setting(
+        0.0, help="share of each target that is spread evenly over all tokens", minimum=0, maximum=0.99
+    )
+    z_loss: float = setting(
+        0.0, help="factor on the squared logarithm of the softmax's sum, which keeps logits small", minimum=0
+    )
     guard: GuardConfig = section(GuardConfig, help="rules for losses that are not finite, or spikes")
     eval_interval: int | None = setting(None, help="steps between evaluations; null: none", minimum=1)
     eval_batches: int | None = setting(

@@ -11,7 +11,6 @@ from hp_dtensor.parallel import nn
 from hp_dtensor.parallel.attention import AttentionMask
 from hp_dtensor.parallel.recompute import checkpoint
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.tensor.conversions import replicate_like
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.tensor.init import Constant, Distribution, Normal
 from hp_moe import LoadMetrics, update_expert_bias
@@ -19,6 +18,7 @@ from hp_trainer.models.decoder.block import DecoderBlocks
 from hp_trainer.models.decoder.config import DecoderConfig
 from hp_trainer.models.decoder.expert_metrics import expert_metrics
 from hp_trainer.models.decoder.flops import training_flops_per_token
+from hp_trainer.models.decoder.loss import TokenLoss
 from hp_trainer.models.decoder.norm import build_norm
 from hp_trainer.models.decoder.rotary import RotaryTables
 
@@ -75,6 +75,7 @@ class Decoder(nn.Module):
         self.parts = replace(parts, layers=layers)
         self.config = config
         self.recomputes = False
+        self._loss = TokenLoss()
         # A head that is the embedding has a copy of its own where the embedding is another part's.
         has_table = parts.embed or (parts.head and config.tie_word_embeddings)
         self.embed: Any = nn.Embedding(config.vocab_size, config.hidden_size) if has_table else None
@@ -134,7 +135,7 @@ class Decoder(nn.Module):
         batch, length, vocab = logits.shape
         rows = self.ops.reshape(logits, (batch * length, vocab))
         flat = self.ops.reshape(targets, (batch * length,))
-        return self.ops.cross_entropy(rows, replicate_like(flat, rows), reduction="sum")
+        return self._loss.summed(self.platform, rows, flat)
 
     def initializer(self, name: str, shape: tuple[int, ...]) -> Distribution:
         """Norms are 1, biases 0; projections back into the residual stream shrink with depth (as GPT-2); the rest is
@@ -160,6 +161,8 @@ class Decoder(nn.Module):
 
         parallelize(self, dims, mesh, training, reshard_after_forward=reshard_after_forward)
         self.recomputes = training is not None and training.activation_checkpointing
+        if training is not None:
+            self._loss = TokenLoss(training.label_smoothing, training.z_loss)
 
     def training_flops_per_token(self, sequence_length: int) -> float:
         """Return the operations that a token needs in forward and backward of the whole decoder, also of its parts."""
