@@ -37,7 +37,7 @@ nox.options.sessions = [
     "site",
 ]
 # By name only: `main` is the other command of the README, `loss_parity` trains five times, `bench` measures,
-# `proof` takes hours, `release` is for those who release.
+# `proof` takes hours, `chaos` as many minutes as it is given, `release` is for those who release.
 
 CORES = len(os.sched_getaffinity(0))
 WORKERS = min(4, CORES)  # more of them import a framework for too few tests each
@@ -298,6 +298,13 @@ def proof(session: nox.Session, platform: str) -> None:
     """The full-size proofs, `proof_*.py` beside the tests, on each framework; arguments go to pytest."""
     found = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/**/proof_*.py"))
     pytest(session, full(platform), *SPREAD, *one_core(platform), "--verbose", *found, HP_PLATFORM=platform)
+
+
+@session
+@nox.parametrize("platform", ("torch", "mindspore"), ids=("torch", "mindspore"))
+def chaos(session: nox.Session, platform: str) -> None:
+    """Faults against small runs (kills, damage, full disks, signals, clocks), minutes or `-- --minutes 120`."""
+    run(session, full(platform), "tests/chaos/campaign.py", *session.posargs, HP_PLATFORM=platform)
 
 
 @session

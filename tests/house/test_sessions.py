@@ -7,7 +7,8 @@ import sys
 import pytest
 import workspace
 
-NOT_BY_DEFAULT = {"bench", "loss_parity", "main", "proof(mindspore)", "proof(torch)", "release"}
+BOTH = {f"{name}({platform})" for name in ("chaos", "proof") for platform in ("mindspore", "torch")}
+NOT_BY_DEFAULT = {"bench", "loss_parity", "main", "release", *BOTH}
 
 
 @pytest.fixture(scope="module")

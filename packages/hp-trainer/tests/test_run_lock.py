@@ -198,11 +198,14 @@ def test_a_damaged_lock_is_told_with_what_to_do(tmp_path: Path, damage: Callable
 
 
 def test_what_a_killed_process_left_beside_the_lock_goes_with_time(tmp_path: Path) -> None:
-    for name, age in (("lock.json.17-abcd", 300), ("lock.json.18-abcd", 0)):
-        (tmp_path / name).write_text("{}")
-        os.utime(tmp_path / name, (time.time() - age,) * 2)
+    mine, host = Holder.this_process(), Holder.this_process().host
+    alive, ended = f"{host}-{mine.pid}-{mine.started}-ab", f"{host}-{mine.pid}-1-ab"
+    for name, age in (("gpu7-1-2-ab", 300), ("gpu7-1-3-ab", 0), (alive, 0), (ended, 0)):
+        (tmp_path / f"lock.json.{name}").write_text("{}")
+        os.utime(tmp_path / f"lock.json.{name}", (time.time() - age,) * 2)
     with RunLock(tmp_path):
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["lock.json", "lock.json.18-abcd"]
+        left = {path.name.removeprefix("lock.json.") for path in tmp_path.glob("lock.json.*")}
+        assert left == {"gpu7-1-3-ab", alive}
 
 
 def test_a_file_system_without_hard_links_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

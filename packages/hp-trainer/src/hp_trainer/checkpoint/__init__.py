@@ -3,6 +3,7 @@
 from hp_trainer.checkpoint.box import Box
 from hp_trainer.checkpoint.catalog import (
     Latest,
+    delete_leftovers,
     find_latest,
     list_checkpoints,
     list_set_aside,
@@ -25,6 +26,7 @@ __all__ = [
     "PendingSave",
     "Storage",
     "TensorPart",
+    "delete_leftovers",
     "find_latest",
     "list_checkpoints",
     "list_set_aside",

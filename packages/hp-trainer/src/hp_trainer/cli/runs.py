@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hp_dtensor.launch import is_launched
-from hp_trainer.checkpoint import list_checkpoints, open_step, set_aside_later
+from hp_trainer.checkpoint import delete_leftovers, list_checkpoints, open_step, set_aside_later
 from hp_trainer.cli.arguments import Parser, UsageError, parse
 from hp_trainer.cli.checkpoint_table import describe_checkpoints
 from hp_trainer.cli.help import USAGE
@@ -134,6 +134,8 @@ def _take_up(run: RunFolder, config: TrainerConfig, from_step: int | None = None
     if from_step is not None:
         for name in set_aside_later(storage, from_step):
             tell(f"set aside {storage.describe(name)}; delete it when it is not needed any more")
+    run.sweep()
+    delete_leftovers(storage)
     run.write_config(config)
     return checkpoint.folder
 

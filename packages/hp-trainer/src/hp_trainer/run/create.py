@@ -22,6 +22,7 @@ def create_run(path: Path, config: TrainerConfig) -> RunFolder:
     """
     run = RunFolder.create(path, config)
     try:
+        run.sweep()
         _prepare(run, config)
     except BaseException:
         run.delete()
@@ -35,6 +36,7 @@ def complete_run(run: RunFolder, config: TrainerConfig) -> None:
     Raises:
         DataError: the data cannot be read, or are too few for a sample.
     """
+    run.sweep()
     run.fill(config)
     _prepare(run, config)
 

@@ -117,6 +117,13 @@ class RunFolder:
             inner.mkdir(exist_ok=True)
         self.write_config(config)
 
+    def sweep(self) -> None:
+        """Delete files that were being written when a job was killed; only the job that holds the lock may."""
+        for folder in (self.path, self.data):
+            for left in folder.glob("*.incomplete-*"):
+                if left.is_file():
+                    left.unlink(missing_ok=True)
+
     def delete(self) -> None:
         """Delete the run and everything in it; killed on the way, it is still a run, and no foreign files."""
         for inner in self.path.iterdir():

@@ -148,7 +148,8 @@ class RunLock:
         mine = self._write_beside(holder)
         try:
             link_new(mine, self.path)
-        except FileExistsError:
+        except (FileExistsError, FileNotFoundError):
+            # Of another job; or ours was taken for a leftover by a container that has this machine's name.
             return False
         finally:
             mine.unlink(missing_ok=True)
@@ -205,10 +206,13 @@ class RunLock:
             os.close(folder)
 
     def _delete_leftovers(self) -> None:
-        """Delete what processes left that were killed while they wrote; a minute on the file server's own clock."""
+        """Delete what processes left that were killed while they wrote: those of this machine that have ended, and
+        of others what is a minute old, on the file server's own clock.
+        """
         for path in self._folder.glob(f"{LOCK_FILE}.*"):
             with contextlib.suppress(OSError):
-                if path.stat().st_mtime < self.path.stat().st_mtime - 60:
+                is_old = path.stat().st_mtime < self.path.stat().st_mtime - 60
+                if is_old or _is_of_ended_process(path.name):
                     path.unlink()
 
     def _renew(self) -> None:
@@ -228,7 +232,8 @@ class RunLock:
             mine.unlink(missing_ok=True)
 
     def _write_beside(self, holder: Holder) -> Path:
-        path = self.path.with_name(f"{LOCK_FILE}.{holder.pid}-{secrets.token_hex(4)}")
+        place = f"{holder.host}-{holder.pid}-{holder.started}"
+        path = self.path.with_name(f"{LOCK_FILE}.{place}-{secrets.token_hex(4)}")
         with path.open("x", encoding="utf-8") as out:
             json.dump(asdict(holder), out)
             out.flush()
@@ -283,6 +288,15 @@ def _parse(path: Path) -> Holder | None:
     if any(type(values[name]) is not kind for name, kind in kinds.items()):
         return None
     return Holder(**values)
+
+
+def _is_of_ended_process(name: str) -> bool:
+    """Return whether a file beside the lock is named after a process of this machine that has ended."""
+    place, _, _ = name.removeprefix(f"{LOCK_FILE}.").rpartition("-")
+    host, *numbers = place.rsplit("-", 2)
+    if host != socket.gethostname() or len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
+        return False
+    return numbers[1] != "0" and _start_of(int(numbers[0])) != int(numbers[1])
 
 
 def _start_of(pid: int) -> int | None:
