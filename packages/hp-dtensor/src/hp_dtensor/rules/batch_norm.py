@@ -24,6 +24,8 @@ def register(registry: RuleRegistry) -> None:
 def _batch_norm(call: OpCall) -> Factorization:
     """`[batch, channels, ...]`: channels are parallel; so is the batch, of which training sums up statistics."""
     shape = call.tensors[0].shape
+    if len(shape) < 2:
+        raise call.whole("its rule is of [batch, channels, ...]")
     dims, sizes = names_for("d", shape)
     inputs: tuple[Dims, ...] = (dims, *((dims[1],),) * (len(call.tensors) - 1))
     if not call["training"]:

@@ -30,7 +30,9 @@ def register(registry: RuleRegistry) -> None:
     registry.register(
         "linalg_ldl_factor_ex", "input * hermitian=False check_errors=False", _of_matrices("n m", "n", "")
     )
-    registry.register("linalg_householder_product", "input tau", line("... n! m!, ... k! -> ... n m"))
+    # Of an empty batch torch's backward gives no gradients, and that rank would not come to the others' exchanges.
+    reflected = line("... n! m!, ... k! -> ... n m", nonempty=True)
+    registry.register("linalg_householder_product", "input tau", reflected)
     registry.register("linalg_cross", "input other * dim=-1", _cross)
     registry.register("cross", "input other dim=None", _cross)
     registry.register("linalg_inv", "A", matrices)

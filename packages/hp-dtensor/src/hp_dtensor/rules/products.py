@@ -19,5 +19,7 @@ def register(registry: RuleRegistry) -> None:
     registry.register("linear", "input weight bias=None", first_of(weighted, biased))
     registry.register("outer ger", "input other", line("m, n -> m n", linear=True))
     registry.register("cdist", "input other p=2.0 compute_mode=None", line("... m k!, ... n k! -> ... m n"))
+    vector_added = line("*, m k, k -> m", reduced=SUM_OF_K, linear="0 + 1 2")
+    registry.register("addmv", "input mat vec beta=1 alpha=1", vector_added)
     registry.register("addmm", "input mat1 mat2 beta=1 alpha=1", added)
     registry.register("baddbmm", "input batch1 batch2 beta=1 alpha=1", batches_added)

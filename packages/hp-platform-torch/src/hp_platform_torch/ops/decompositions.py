@@ -153,10 +153,6 @@ def _plus(product: Tensor, x: Tensor, beta: float, alpha: float) -> Tensor:
     return product if beta == 0 else product + (x if beta == 1 else x * beta)
 
 
-def _addmv(x: Tensor, mat: Tensor, vec: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    return _plus(torch.mv(mat, vec), x, beta, alpha)
-
-
 def _addr(x: Tensor, vec1: Tensor, vec2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     return _plus(torch.outer(vec1, vec2), x, beta, alpha)
 
@@ -297,7 +293,6 @@ _BY_NAME: dict[str, Callable[..., Any]] = {
     "trace": _trace,
     "inner": _inner,
     "tensordot": _tensordot,
-    "addmv": _addmv,
     "addr": _addr,
     "addbmm": _addbmm,
     "kron": _kron,

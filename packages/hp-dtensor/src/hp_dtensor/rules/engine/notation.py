@@ -27,13 +27,14 @@ def line(
     reduced: Mapping[str, str] | None = None,
     linear: bool | str = False,
     at: str = "dim",
+    nonempty: bool = False,
     **new: Size,
 ) -> Rule:
     """Return the rule that a line says; see `Notation`.
 
     A call of other tensors (in number, or in numbers of dimensions) is computed whole.
     """
-    return Notation(text, reduced, linear=linear, at=at, new=new, other_forms_whole=True).rule
+    return Notation(text, reduced, linear=linear, at=at, new=new, nonempty=nonempty, other_forms_whole=True).rule
 
 
 def first_of(*rules: Rule) -> Rule:
@@ -92,6 +93,7 @@ class Notation:
             product of the first two plus something linear in the third.
         at: the argument that says where the name between two `...` stands; None: `...` stands once.
         new: names that only outputs have -> their sizes; they are whole.
+        nonempty: cut names only where every rank gets some of them, for operations that mistake empty tensors.
         other_forms_whole: compute a call whole whose tensors have other numbers of dimensions; otherwise refuse it.
 
     Raises:
@@ -106,10 +108,11 @@ class Notation:
         linear: bool | str = False,
         at: str | None = None,
         new: Mapping[str, Size] | None = None,
+        nonempty: bool = False,
         other_forms_whole: bool = False,
     ) -> None:
         self.text, self.reduced, self.linear, self.at = text, dict(reduced or {}), linear, at
-        self.new, self.other_forms_whole = dict(new or {}), other_forms_whole
+        self.new, self.nonempty, self.other_forms_whole = dict(new or {}), nonempty, other_forms_whole
         marked = {word.strip("[],!") for word in text.split() if word.strip("[],").endswith("!")}
         self.whole = whole | marked | {*self.new}
         self.identity = text, tuple(sorted(self.reduced.items())), self.whole, linear
@@ -152,7 +155,8 @@ class Notation:
         )
         lost = {name for name in sizes if name not in self.reduced and not all((name,) in output for output in outputs)}
         fixed = self.whole - {REST} | lost | self._unequal(call, sizes) | {*(rest if REST in self.whole else ())}
-        nonempty = frozenset(name for name, op in self.reduced.items() if op in ("avg", "max", "min"))
+        filled = (name for name, op in self.reduced.items() if op in ("avg", "max", "min"))
+        nonempty = frozenset(sizes if self.nonempty else filled)
         return Factorization(
             inputs,
             outputs,
