@@ -306,8 +306,9 @@ def telling_failure_to_alike(mesh: DeviceMesh, what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        with contextlib.suppress(RankMismatchError):
-            check_alike(mesh, what, [_failure(error)])
+        if isinstance(mesh, DeviceMesh):  # otherwise there is nobody to tell
+            with contextlib.suppress(RankMismatchError):
+                check_alike(mesh, what, [_failure(error)])
         raise
 
 
