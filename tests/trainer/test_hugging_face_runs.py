@@ -14,6 +14,8 @@ from training_runs import Lab, losses, newest
 sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
 from hugging_face_models import write_model
 
+from hp_dtensor.comm.world import current_world
+from hp_dtensor.testing import run_ranks
 from hp_trainer._exchange import Alone
 from hp_trainer.config import to_plain
 from hp_trainer.config.load import parse_config
@@ -21,6 +23,7 @@ from hp_trainer.exceptions import ConfigError, ExportError
 from hp_trainer.launch import check_new_run
 from hp_trainer.models import DecoderConfig
 from hp_trainer.models.hugging_face.weights import Weights
+from hp_trainer.parallel import ParallelDims
 from hp_trainer.plugins import registries
 from hp_trainer.run import create_run
 from hp_trainer.run.export import export_run
@@ -182,3 +185,38 @@ def test_all_ranks_write_and_each_other_files(lab: Lab, source):
     assert len(one) > 5
     for name in one:
         assert (lab.folder / "one" / name).read_bytes() == (lab.folder / "three" / name).read_bytes()
+
+
+def build_on_rank(lab: Lab, config, shapes):
+    """Set a rank's model up; return the shapes of the tensors that were made for it, and of its whole parameters."""
+    from hp_trainer.training.setup import build_model
+
+    platform = lab.platform
+    dims = ParallelDims.from_config(config.parallel, current_world(platform).size, config.model.options.num_experts)
+    with shapes() as made:
+        model = build_model(config, platform, dims, dims.build_mesh("cpu", platform=platform))
+    return made, [tuple(parameter.shape) for _, parameter in platform.named_parameters(model)]
+
+
+def test_no_rank_has_memory_for_a_whole_parameter_that_is_sharded(lab: Lab, source):
+    """On MindSpore a model is built whole on every rank: it has no tensors without data."""
+    torch = pytest.importorskip("torch")
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Shapes(TorchDispatchMode):
+        def __enter__(self):
+            super().__enter__()
+            self.made = set()
+            return self.made
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            is_new = str(function).startswith(("aten.zeros", "aten.empty", "aten.full", "aten.clone"))
+            if is_new and result.device.type != "meta":
+                self.made.add(tuple(result.shape))
+            return result
+
+    config = configured(lab, source, **{"parallel.dp_shard": 4}).config
+    (made, shapes), *_ = run_ranks(build_on_rank, 4, lab.platform, lab, config, Shapes)
+    assert made
+    assert not made & {shape for shape in shapes if len(shape) > 1}

@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
+from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.parallel import nn
 from hp_dtensor.platform.interface import Platform
+from hp_dtensor.tensor.meta import init_empty_weights
 from hp_trainer.config import TrainerConfig
 from hp_trainer.exceptions import ConfigError, Problem
+from hp_trainer.models.decoder import DecoderConfig
 from hp_trainer.models.plain_module import PlainModel
 from hp_trainer.plugins import registries
+
+
+@contextlib.contextmanager
+def without_data(config: TrainerConfig, platform: Platform) -> Iterator[None]:
+    """Make parameters without data in the block, where the platform can: a rank gets memory for its shards alone.
+
+    Only for the decoder, whose parameters get their values later; others may compute with theirs while they are built.
+    """
+    with contextlib.ExitStack() as stack:
+        if isinstance(config.model.options, DecoderConfig):
+            # MindSpore has no such tensors.
+            with contextlib.suppress(CapabilityError):
+                stack.enter_context(init_empty_weights(platform))
+        yield
 
 
 def build_plain_model(config: TrainerConfig, platform: Platform, *parts: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.comm.world import current_world
 from hp_dtensor.platform.interface import Platform
+from hp_dtensor.tensor.meta import materialize
 from hp_fsdp import GradScaler
 from hp_trainer.config import TrainerConfig
 from hp_trainer.data import BatchReader, Dataset, Samples
@@ -15,7 +16,7 @@ from hp_trainer.optimizers import build_grouped
 from hp_trainer.parallel import ParallelDims, context_style
 from hp_trainer.plugins import registries
 from hp_trainer.run import RunFolder
-from hp_trainer.training.build_model import build_plain_model
+from hp_trainer.training.build_model import build_plain_model, without_data
 from hp_trainer.training.initial_weights import give_initial_weights
 from hp_trainer.training.optimizer import Optimizer
 from hp_trainer.training.pipelined_model import PipelinedModel
@@ -137,10 +138,12 @@ def build_model(
         CheckpointError: `model.from` does not fit the model.
     """
     parts = () if plan is None else (plan.parts_of(mesh["pp"].get_local_rank()),)
-    model = build_plain_model(config, platform, *parts)
+    with without_data(config, platform):
+        model = build_plain_model(config, platform, *parts)
     reshard = config.parallel.reshard_after_forward
     # None is fully_shard's own default: all modules but the outermost are resharded after forward.
     model.parallelize(dims, mesh, config.training, reshard_after_forward=None if reshard else False)
+    materialize(model, buffers=lambda name, shape, dtype: platform.zeros(shape, dtype), platform=platform)
     if weights:
         give_initial_weights(model, config, platform)
     return model
