@@ -200,7 +200,7 @@ def build_on_rank(lab: Lab, config, shapes):
 
 def test_no_rank_has_memory_for_a_whole_parameter_that_is_sharded(lab: Lab, source):
     """On MindSpore a model is built whole on every rank: it has no tensors without data."""
-    torch = pytest.importorskip("torch")
+    pytest.importorskip("torch")
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Shapes(TorchDispatchMode):
