@@ -48,7 +48,7 @@ TEST_TOOLS = ("pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6")
 # builds each need one version, which is kept.
 KERNEL_TOOLS = {"torch": ("triton>=3.6,<4",), "mindspore": ()}
 # Its models are the oracle of our conversions from and to Hugging Face's layouts.
-ORACLES = {"torch": ("transformers>=5.9,<6",), "mindspore": ()}
+ORACLES = {"torch": ("transformers>=5.9,<6", "peft>=0.18"), "mindspore": ()}
 MAIN_CONFIG = "examples/moe_small.yaml"
 
 # One thread a rank: several ranks share the machine's cores.

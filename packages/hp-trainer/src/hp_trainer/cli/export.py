@@ -23,6 +23,7 @@ def export_command(given: list[str]) -> int:
     parser.add_argument("run", metavar="RUN")
     parser.add_argument("--to", metavar="DIR", required=True)
     parser.add_argument("--dtype", choices=DTYPES)
+    parser.add_argument("--lora", choices=("merged", "adapter"), default="merged")
     parser.add_argument("--file-bytes", type=int, default=5 * 10**9)
     options, overrides = parse(parser, given)
     run = RunFolder.open(Path(options.run))
@@ -32,7 +33,16 @@ def export_command(given: list[str]) -> int:
     platform = get_platform(config.platform)
     group = from_environment(platform, config.launch.timeout_seconds).all if is_launched() else Alone()
     folder = Path(options.to)
-    names = export_run(run, config, checkpoint, folder, group, dtype=options.dtype, largest=max(1, options.file_bytes))
+    names = export_run(
+        run,
+        config,
+        checkpoint,
+        folder,
+        group,
+        dtype=options.dtype,
+        largest=max(1, options.file_bytes),
+        adapters=options.lora == "adapter",
+    )
     if is_launched():
         platform.disconnect()
     if is_first_process():

@@ -13,7 +13,7 @@ usage: hp-train CONFIG [--section.setting=value ...]
        hp-train resume RUN [--from-step N] [--section.setting=value ...]
        hp-train checkpoints RUN
        hp-train generate RUN [--prompt TEXT ...] [--section.setting=value ...]
-       hp-train export RUN --to DIR [--dtype DTYPE] [--file-bytes N]
+       hp-train export RUN --to DIR [--dtype DTYPE] [--lora merged|adapter] [--file-bytes N]
        hp-train check CONFIG [--world-size N] [--section.setting=value ...]
        hp-train profile CONFIG [--steps FIRST-LAST] [--section.setting=value ...]
        hp-train sweep CONFIG --section.setting=value,value,... [--section.setting=value ...]
@@ -37,7 +37,8 @@ commands:
   checkpoints list the checkpoints of a run folder with step, loss, size and soundness; all of them are read
   generate    continue prompts with the model of a run folder
   export      write the model of a run as a Hugging Face directory (config.json, safetensors, tokenizer); under a
-              launcher every rank writes, each other files; by default in the dtype of model.from, else float32
+              launcher every rank writes, each other files; by default in the dtype of model.from, else float32;
+              adapters are merged into the weights, or written alone for PEFT
   check       print every problem of a configuration, or what it would train; starts nothing
   profile     train a few steps in a new run and write traces and memory of the last ones, of every rank
   sweep       train every combination of the values given, one run after the other, and compare the runs

@@ -85,6 +85,7 @@ class TrainingConfig:
     )
     compile: bool = setting(False, help="compile each block (torch.compile); not with parallel.tp > 1")
     compile_backend: str = setting("inductor", help="the compiler, by torch's name for it")
+    freeze: tuple[str, ...] = setting((), help="patterns of names of parameters that are not trained, such as embed.*")
     clip_norm: float | None = setting(1.0, help="largest global 2-norm of gradients; null: no limit", above=0)
     replay_interval: int | None = setting(
         None, help="steps between steps computed twice and compared, for silent corruption; null: none", minimum=1

@@ -98,7 +98,7 @@ class PlainModel(nn.Module):
         fully_shard(self, mesh[*outer, "fsdp"], **options)
         self.set_reduce_op_type("sum", recurse=False)
 
-    def after_optimizer_step(self) -> Mapping[str, float]:
+    def after_optimizer_step(self, everyones: Any = None) -> Mapping[str, float]:
         """Return nothing to log."""
         return {}
 

@@ -7,12 +7,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from hp_trainer._exchange import Group
+from hp_trainer._exchange import Group, coordinator
 from hp_trainer.checkpoint import Checkpoint
 from hp_trainer.config import TrainerConfig
 from hp_trainer.exceptions import ExportError
 from hp_trainer.models.decoder import DecoderConfig
 from hp_trainer.models.hugging_face import COMPANIONS
+from hp_trainer.models.hugging_face.adapters import ADAPTER_FILE, export_adapters, merging
 from hp_trainer.models.hugging_face.architectures import read_architecture
 from hp_trainer.models.hugging_face.export import LARGEST_FILE, export_weights
 from hp_trainer.models.hugging_face.matching import find_architecture, same_meaning
@@ -32,12 +33,14 @@ def export_run(
     *,
     dtype: str | None = None,
     largest: int = LARGEST_FILE,
+    adapters: bool = False,
 ) -> list[str]:
     """Write the model of a checkpoint as a directory that transformers reads; every rank of `group` takes part.
 
     Args:
         dtype: of the weights; None: that of the model that the run began with, else float32.
         largest: bytes of a file of weights.
+        adapters: write the adapters alone, in PEFT's files; else they are merged into the weights.
 
     Returns:
         The names of the files of weights.
@@ -48,14 +51,30 @@ def export_run(
     options = config.model.options
     if not isinstance(options, DecoderConfig):
         raise ExportError(f"model.name = {config.model.name}: only the decoder is known to transformers")
+    if adapters and options.lora.rank is None:
+        raise ExportError("the model has no adapters (model.lora.rank is null); leave --lora out")
     model_type, described = _describe(run, config)
     chosen = dtype or _dtype_of(described)
     described |= {"dtype": chosen, "torch_dtype": chosen}
     tensors = build_tensor_map(options, model_type)
 
-    def read(name: str, box: Any) -> Any:
+    def stored(name: str, box: Any) -> Any:
         return widen(checkpoint.read(f"model.{name}", box), checkpoint.index.tensors[f"model.{name}"].dtype)
 
+    read: Any = stored
+
+    saved = checkpoint.index.tensors
+    shapes = {name.removeprefix("model."): saved[name].shape for name in saved if name.startswith("model.")}
+    if adapters:
+        coordinator(
+            group,
+            "writing adapters",
+            lambda: export_adapters(folder, tensors, read, shapes, options.lora, config.model.source),
+            ExportError,
+        )
+        return [ADAPTER_FILE]
+    if options.lora.rank is not None:
+        read = merging(read, shapes, options.lora.scale)
     names = export_weights(folder, tensors, read, described, group, dtype=chosen, largest=largest)
     if group.rank == 0:
         _copy_companions(run, config, folder)

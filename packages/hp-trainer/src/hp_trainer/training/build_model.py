@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import fnmatch
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from hp_dtensor.exceptions import CapabilityError
@@ -11,8 +12,9 @@ from hp_dtensor.parallel import nn
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.tensor.meta import init_empty_weights
 from hp_trainer.config import TrainerConfig
-from hp_trainer.exceptions import ConfigError, Problem
+from hp_trainer.exceptions import ConfigError, Problem, raise_if_any
 from hp_trainer.models.decoder import DecoderConfig
+from hp_trainer.models.decoder.lora import is_adapter
 from hp_trainer.models.plain_module import PlainModel
 from hp_trainer.plugins import registries
 
@@ -46,6 +48,7 @@ def build_plain_model(config: TrainerConfig, platform: Platform, *parts: Any) ->
     platform.manual_seed(config.training.seed)
     with nn.building(platform):
         model = registries().models.get(config.model.name, platform.name).build(config.model.options, platform, *parts)
+    _freeze(model, config, platform)
     parallel = config.parallel
     if not hasattr(model, "parallelize"):
         with nn.building(platform):
@@ -55,3 +58,33 @@ def build_plain_model(config: TrainerConfig, platform: Platform, *parts: Any) ->
         what = f"model.name = {config.model.name} lays itself out"
         raise ConfigError([Problem(path=path, what=what, expected="null", hint="leave it out")], "parallel")
     return model
+
+
+def _freeze(model: Any, config: TrainerConfig, platform: Platform) -> None:
+    """Take the gradients of what is not trained: all but adapters where there are any, and `training.freeze`.
+
+    Raises:
+        ConfigError: a pattern that no parameter matches, or nothing is left to train.
+    """
+    lora = getattr(config.model.options, "lora", None)
+    adapters_alone = lora is not None and lora.rank is not None
+    named = dict(platform.named_parameters(model))
+    for name, parameter in named.items():
+        if (adapters_alone and not is_adapter(name)) or _matches(name, config.training.freeze):
+            platform.set_requires_grad(parameter, False)
+    unused = [pattern for pattern in config.training.freeze if not any(_matches(name, [pattern]) for name in named)]
+    # A stage of a pipeline has some of the parameters only.
+    if config.parallel.pp == 1:
+        raise_if_any(_freeze_problems(named, unused, platform), ConfigError, "training.freeze")
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _freeze_problems(named: dict[str, Any], unused: list[str], platform: Platform) -> Iterator[Problem]:
+    if unused:
+        some = ", ".join(list(named)[:4])
+        yield Problem(path="training.freeze", what=f"no parameter is called {', '.join(unused)}", expected=f"as {some}")
+    if not any(platform.requires_grad(parameter) for parameter in named.values()):
+        yield Problem(path="training.freeze", what="nothing is left to train")

@@ -11,6 +11,7 @@ from hp_moe import AuxLosses, Capacity, FeedForward, MoE, clamped_swiglu
 from hp_trainer.models.decoder.attention import GroupedAttention
 from hp_trainer.models.decoder.config import DecoderConfig
 from hp_trainer.models.decoder.latent_attention import LatentAttention
+from hp_trainer.models.decoder.lora import add_adapters
 from hp_trainer.models.decoder.norm import build_norm
 from hp_trainer.models.decoder.rotary import Rotation
 
@@ -44,6 +45,8 @@ class DecoderBlock(nn.Module):
         self.feed_forward: Any = _dense(config) if dense else None
         self.moe: Any = None if dense else _experts(config, layer)
         self.post_ffn_norm: Any = build_norm(config, hidden) if config.post_norms else None
+        if config.lora.rank is not None:
+            add_adapters(self, config.lora)
 
     def forward(self, x: Tensor, rotation: Rotation, mask: AttentionMask) -> Tensor:
         """Transform every token: `[batch, length, hidden]` -> the same; the mask is of this block's window."""

@@ -9,7 +9,13 @@ from typing import Any, Literal
 
 from hp_trainer.config import section, setting
 from hp_trainer.exceptions import Problem
-from hp_trainer.models.decoder.config_checks import attention_problems, block_problems, routing_problems
+from hp_trainer.models.decoder.config_checks import (
+    adapter_problems,
+    attention_problems,
+    block_problems,
+    routing_problems,
+)
+from hp_trainer.models.decoder.lora import LoraConfig
 from hp_trainer.models.decoder.rotary_scaling import RopeScalingConfig
 from hp_trainer.models.hugging_face.architectures import read_architecture
 
@@ -94,6 +100,8 @@ class DecoderConfig:
     force_uniform_routing: bool = setting(False, help="send tokens to experts in turn, for benchmarks")
     shared_expert_gate: bool = setting(False, help="weigh the shared experts by a gate (Qwen2-MoE)")
 
+    lora: LoraConfig = section(LoraConfig, help="low-rank adapters, which alone are trained")
+
     @classmethod
     def read_directory(cls, path: Path) -> tuple[dict[str, Any], list[Problem]]:
         """Return the options of a Hugging Face model by name, and what keeps it from being computed here.
@@ -110,6 +118,7 @@ class DecoderConfig:
     def check(self) -> Iterator[Problem]:
         yield from block_problems(self)
         yield from attention_problems(self)
+        yield from adapter_problems(self)
         if self.num_experts is not None:
             yield from routing_problems(self, self.num_experts)
 

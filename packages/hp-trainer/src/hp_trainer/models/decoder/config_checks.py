@@ -32,6 +32,22 @@ def block_problems(config: DecoderConfig) -> Iterator[Problem]:
         )
 
 
+def adapter_problems(config: DecoderConfig) -> Iterator[Problem]:
+    """Yield the targets of adapters that no block of this model has."""
+    if config.lora.rank is None:
+        return
+    names = {"q_proj", "k_proj", "v_proj", "o_proj"}
+    if config.attention == "latent":
+        queries = {"q_proj"} if config.q_lora_rank is None else {"q_a_proj", "q_b_proj"}
+        names = queries | {"kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
+    if any(config.is_dense(layer) for layer in range(config.num_hidden_layers)):
+        names |= {"gate_proj", "up_proj", "down_proj"}
+    missing = [name for name in config.lora.targets if name not in names]
+    if missing:
+        what = "this model has no such projections (experts take no adapters)"
+        yield Problem(path="lora.targets", what=what, expected=", ".join(sorted(names)), got=", ".join(missing))
+
+
 def attention_problems(config: DecoderConfig) -> Iterator[Problem]:
     """Yield what is wrong with the heads, their widths and their options."""
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads

@@ -12,12 +12,13 @@ from hp_dtensor.parallel.attention import AttentionMask
 from hp_dtensor.parallel.recompute import checkpoint
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_dtensor.tensor.init import Constant, Distribution, Normal
+from hp_dtensor.tensor.init import Constant, Distribution, Normal, Uniform
 from hp_moe import LoadMetrics, update_expert_bias
 from hp_trainer.models.decoder.block import DecoderBlocks
 from hp_trainer.models.decoder.config import DecoderConfig
 from hp_trainer.models.decoder.expert_metrics import expert_metrics
 from hp_trainer.models.decoder.flops import training_flops_per_token
+from hp_trainer.models.decoder.lora import initial_bound, is_adapter
 from hp_trainer.models.decoder.loss import TokenLoss
 from hp_trainer.models.decoder.norm import build_norm
 from hp_trainer.models.decoder.rotary import RotaryTables
@@ -140,6 +141,9 @@ class Decoder(nn.Module):
     def initializer(self, name: str, shape: tuple[int, ...]) -> Distribution:
         """Norms are 1, biases 0; projections back into the residual stream shrink with depth (as GPT-2); the rest is
         normal."""
+        if is_adapter(name):
+            # The second matrix is 0, so that the first step begins with the model as it is.
+            return Constant(0.0) if ".lora_B." in name else Uniform(-initial_bound(shape[1]), initial_bound(shape[1]))
         if name.endswith("norm.weight"):
             return Constant(0.0 if self.config.norm_unit_offset else 1.0)
         if name.endswith((".bias", ".b1", ".b2", ".b3")):
@@ -174,6 +178,9 @@ class Decoder(nn.Module):
         Args:
             everyones: as in `LanguageModel`.
         """
+        if self.config.lora.rank is not None:
+            # The routing is the base model's, and stays.
+            return {}
         loads = update_expert_bias(self)
         if everyones is not None:
             parts = everyones({name: asdict(load) for name, load in loads.items()})

@@ -31,6 +31,7 @@ from hp_moe import (
     expert_shard_dim,
     moe_layers,
 )
+from hp_trainer.models.decoder.lora import place_adapters
 from hp_trainer.models.precision import precision_policy
 from hp_trainer.parallel import context_style
 
@@ -98,6 +99,7 @@ def _tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
     parallelize_module(model, mesh, plan)
     for block in model.layers:
         parallelize_module(block, mesh, _block_plan(block))
+        place_adapters(block, mesh)
         if getattr(block.attention, "sinks", None) is not None:
             place_parameter(block.attention, "sinks", mesh, (Shard(0),))
         # What is left computes with the whole input: norms over all heads, and the narrow vectors of latent attention.

@@ -17,7 +17,19 @@ from hp_trainer.models.hugging_face.rotary import read_rotary, write_rotary
 
 Options = dict[str, Any]
 # Options that say how a model is trained, not what it computes.
-TRAINING_ONLY = ("initializer_range", "load_balance_coeff")
+TRAINING_ONLY = (
+    "initializer_range",
+    "load_balance_coeff",
+    "micro_batch_aux_loss",
+    "sequence_aux_loss",
+    "global_batch_aux_loss",
+    "router_z_loss",
+    "capacity_factor",
+    "drop_policy",
+    "router_jitter",
+    "force_uniform_routing",
+    "lora",
+)
 
 # Options that every architecture has under the same key.
 _SHARED_KEYS = (

@@ -1,0 +1,111 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685): what is trained of a model whose own weights stay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.parallel import nn
+from hp_dtensor.parallel.parameters import place_parameter
+from hp_dtensor.spec.placements import Replicate, Shard
+from hp_trainer.config import setting
+from hp_trainer.exceptions import Problem
+
+Tensor = Any
+
+# Projections by the names that Hugging Face gives them -> where a block has them. Experts have no adapters.
+TARGETS = {
+    **{name: f"attention.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")},
+    **{name: f"attention.{name}" for name in ("q_a_proj", "q_b_proj", "kv_b_proj")},
+    "kv_a_proj_with_mqa": "attention.kv_a_proj",
+    "gate_proj": "feed_forward.w1",
+    "up_proj": "feed_forward.w3",
+    "down_proj": "feed_forward.w2",
+}
+_ROWWISE = ("o_proj", "down_proj")
+_WHOLE = ("q_a_proj", "kv_a_proj_with_mqa")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters of named projections; with a rank, they alone are trained."""
+
+    rank: int | None = setting(None, help="width of the adapters; null: there are none", minimum=1)
+    alpha: float = setting(16.0, help="the adapters' part is multiplied by alpha / rank", above=0)
+    targets: tuple[str, ...] = setting(
+        ("q_proj", "k_proj", "v_proj", "o_proj"), help="projections with adapters, by their names in transformers"
+    )
+
+    def check(self) -> Iterator[Problem]:
+        unknown = [name for name in self.targets if name not in TARGETS]
+        if unknown or not self.targets:
+            got = ", ".join(unknown) or "none"
+            yield Problem(path="targets", what="not projections", expected=", ".join(TARGETS), got=got)
+
+    @property
+    def scale(self) -> float:
+        """Factor on the adapters' part."""
+        assert self.rank is not None
+        return self.alpha / self.rank
+
+
+class LoraLinear(nn.Linear):
+    """A linear layer with an adapter: `x @ weight.T + bias + scale * lora_B(lora_A(x))`.
+
+    The names of weight and bias are those of the layer without an adapter; those of the adapter are PEFT's.
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, config: LoraConfig) -> None:
+        super().__init__(in_features, out_features, bias)
+        assert config.rank is not None
+        self.scale = config.scale
+        self.lora_A = nn.Linear(in_features, config.rank)
+        self.lora_B = nn.Linear(config.rank, out_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform rows: `[..., in_features]` -> `[..., out_features]`."""
+        return self.ops.add(super().forward(x), self.ops.mul(self.lora_B(self.lora_A(x)), self.scale))
+
+
+def add_adapters(block: Any, config: LoraConfig) -> list[str]:
+    """Give the targets of a block their adapters; return the targets that the block has."""
+    found = []
+    for target in config.targets:
+        owner_name, _, name = TARGETS[target].partition(".")
+        owner = getattr(block, owner_name, None)
+        layer = None if owner is None else getattr(owner, name, None)
+        if layer is not None:
+            setattr(owner, name, LoraLinear(layer.in_features, layer.out_features, layer.bias is not None, config))
+            found.append(target)
+    return found
+
+
+def place_adapters(block: Any, mesh: DeviceMesh) -> None:
+    """Cut the adapters of a block over the tensor parallel ranks as their projections are cut."""
+    for target, layer in adapters_of(block):
+        a, b = (Replicate(), Shard(0)) if target not in _ROWWISE else (Shard(1), Replicate())
+        b = Replicate() if target in _WHOLE else b
+        place_parameter(layer.lora_A, "weight", mesh, (a,))
+        place_parameter(layer.lora_B, "weight", mesh, (b,))
+
+
+def adapters_of(block: Any) -> Iterator[tuple[str, LoraLinear]]:
+    """Yield the targets of a block that have adapters, and their layers."""
+    for target, place in TARGETS.items():
+        owner_name, _, name = place.partition(".")
+        layer = getattr(getattr(block, owner_name, None), name, None)
+        if isinstance(layer, LoraLinear):
+            yield target, layer
+
+
+def is_adapter(name: str) -> bool:
+    """Tell the parameters of adapters by their names."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def initial_bound(in_features: int) -> float:
+    """Return the bound of the uniform values that the first matrix of an adapter begins with, as PEFT draws them."""
+    return 1 / math.sqrt(in_features)
