@@ -62,6 +62,7 @@ def plan_blocks(queries: Tokens, keys: Tokens, causal: bool, window: int | None,
         tile: most queries and most keys of a block, where its scores are held as a matrix; None: any number.
     """
     planned = []
+    queries, keys = _closed_up(queries, keys, causal, window)
     for start, stop in _equal_rows(queries, keys):
         runs: dict[int, list[Run]] = {}
         for run in keys.runs(start):
@@ -73,6 +74,22 @@ def plan_blocks(queries: Tokens, keys: Tokens, causal: bool, window: int | None,
         )
         planned.append(Rows(start, stop, segments))
     return tuple(planned)
+
+
+def _closed_up(queries: Tokens, keys: Tokens, causal: bool, window: int | None) -> tuple[Tokens, Tokens]:
+    """Return the tokens with gaps between their places closed, where a mask does not tell: blocks are larger then.
+
+    Without a window only the order of tokens matters, so that places which neither side has are left out: head and tail
+    chunks of one rank are one causal square. Without a causal mask the order does not matter either.
+    """
+    if window is not None:
+        return queries, keys
+    if not causal:
+        places = np.arange(queries.count), np.arange(keys.count)
+    else:
+        known = np.union1d(queries.places, keys.places)
+        places = np.searchsorted(known, queries.places), np.searchsorted(known, keys.places)
+    return Tokens(places[0], queries.documents), Tokens(places[1], keys.documents)
 
 
 def _equal_rows(queries: Tokens, keys: Tokens) -> list[tuple[int, int | None]]:
