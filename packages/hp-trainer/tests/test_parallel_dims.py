@@ -165,6 +165,7 @@ def test_enabled_properties_follow_the_degrees() -> None:
     assert (dims.tp_enabled, dims.cp_enabled, dims.ep_enabled, dims.pp_enabled) == (True, True, False, False)
     assert dims.fsdp_enabled  # over cp: its ranks hold the same weights
     assert dims.ulysses_size == 2
+    assert ParallelDims(cp=2, cp_method="ring", world_size=2).ulysses_size == 1
 
 
 def test_a_model_is_checked_against_the_degrees_all_at_once() -> None:

@@ -119,7 +119,9 @@ class ParallelDims:
     @property
     def ulysses_size(self) -> int:
         """Ranks that exchange heads for sequence in context parallel attention."""
-        return self.cp if self.ulysses_degree is None else self.ulysses_degree
+        if self.ulysses_degree is not None:
+            return self.ulysses_degree
+        return 1 if self.cp_method in ("ring", "all_gather") else self.cp
 
     @property
     def tp_enabled(self) -> bool:
