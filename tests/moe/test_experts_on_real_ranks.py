@@ -35,6 +35,11 @@ def test_losses_and_dropping_on_four_processes(rank_pool, name):
     check(rank_pool, name, steps=5, options=options)
 
 
+@pytest.mark.parametrize("name", ["two_level", "all_gather"])
+def test_other_dispatchers_on_four_processes(rank_pool, name):
+    check(rank_pool, name, steps=2, options=WITH_SHARED)
+
+
 def check(rank_pool, name, **kwargs):
     pool = rank_pool(LAYOUTS[name].size)
     assert_same(pool.run(_train, name, NUM_SAMPLES, kwargs), reference(**kwargs))

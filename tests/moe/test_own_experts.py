@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy
@@ -9,11 +10,15 @@ import pytest
 
 from hp_dtensor.comm.mesh import init_device_mesh
 from hp_dtensor.parallel import nn
+from hp_dtensor.parallel.recompute import checkpoint
 from hp_dtensor.spec.placements import Shard
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.tensor.init import Normal, init_parameters
 from hp_dtensor.testing import run_ranks
 from hp_moe import (
+    Activation,
+    AuxLosses,
+    Capacity,
     ExpertParallel,
     ExpertParallelError,
     ExpertTensorParallel,
@@ -181,6 +186,49 @@ def test_own_experts_that_are_cut_return_their_part_of_the_sum(platform):
     first, second, third, fourth = run_ranks(rank, 4, platform)
     numpy.testing.assert_allclose(first + second, expected, **CLOSE)
     numpy.testing.assert_allclose(third + fourth, expected, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("style", "mesh_shape", "recompute"),
+    [
+        (None, (1,), True),
+        (ExpertParallel(), (2,), True),
+        (TensorParallel(), (2,), False),
+        (ExpertTensorParallel(), (2, 2), False),
+    ],
+    ids=["one rank", "ep", "hidden cut", "both"],
+)
+def test_experts_of_ones_own_in_a_layer(platform, style, mesh_shape, recompute):
+    """The same results and gradients as of `GroupedExperts` with the same activation."""
+    x = numpy.random.default_rng(5).normal(size=(7, DIM)).astype(numpy.float32)
+    product = Activation("product", lambda ops, gate, up: ops.mul(gate, up))
+    options = {"aux_losses": AuxLosses(0.1, 0.2, 0.3, 0.4), "capacity": Capacity(1.0)}
+
+    def rank(own):
+        mesh = init_device_mesh("cpu", mesh_shape, platform=platform)
+        with nn.building(platform):
+            moe = MoE(DIM, HIDDEN, EXPERTS, 2, activation=product, **options)
+            if own:
+                moe.experts = LoopExperts()
+        if style is not None:
+            style.apply(moe, mesh)
+        init_parameters(moe, lambda name, shape: Normal(0.5), seed=1)
+        rows = platform.from_numpy(x)
+        platform.set_requires_grad(rows, True)
+        y = checkpoint(moe, rows, platform=platform) if recompute else moe(rows)
+        platform.backward(platform.ops.sum(platform.ops.mul(y, y)))
+        grads = {name: platform.get_grad(weight) for name, weight in platform.named_parameters(moe)}
+        whole = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}
+        found = {"output": platform.detach(y), "input": platform.get_grad(rows), **whole}
+        return {name: platform.to_numpy(each) for name, each in found.items()}
+
+    size = math.prod(mesh_shape)
+    for own, ours in zip(
+        *(run_ranks(functools.partial(rank, own), size, platform) for own in (True, False)), strict=True
+    ):
+        assert own.keys() == ours.keys()
+        for name, expected in ours.items():
+            numpy.testing.assert_allclose(own[name], expected, err_msg=name, **CLOSE)
 
 
 class Counted(ExpertParallel):

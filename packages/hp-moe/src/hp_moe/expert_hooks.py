@@ -56,10 +56,15 @@ class ExpertHooks:
     ) -> None:
         self.platform = platform
         self.partial_mesh = partial_mesh
-        self.num_experts = int(module.w1.shape[0])
+        self.module = module
         self.dispatcher = dispatcher or LocalDispatcher(platform)
         self.calls: list[Call] = []
         self.weights: list[dict[str, Tensor]] = []
+
+    @property
+    def num_experts(self) -> int:
+        """Number of experts of all ranks."""
+        return int(self.module.w1.shape[0])
 
     def dispatch(self, module: Module, inputs: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
         """Return the rows of this rank's experts in expert-major order, and the number of rows of each.
@@ -110,6 +115,25 @@ def hooks_of(module: Module) -> ExpertHooks:
     """Return the hooks that a style has put around `module`."""
     found: ExpertHooks = vars(module)[_STATE]
     return found
+
+
+def partial_mesh_of(module: Module) -> DeviceMesh | None:
+    """Return the 1-D mesh over which experts' hidden dimension is cut, ours or someone else's; None: it is not."""
+    own: DeviceMesh | None = getattr(module, "partial_mesh", None)
+    hooks: ExpertHooks | None = vars(module).get(_STATE)
+    return own if hooks is None else hooks.partial_mesh
+
+
+def run_experts(module: Module, platform: Platform, x: Tensor, routing: Routing) -> Tensor:
+    """Return the sums `[tokens, dim]` of someone else's experts, which take rows in expert-major order and counts.
+
+    A style has put the dispatch around them; without one, all experts are on this rank.
+    """
+    if _STATE in vars(module):
+        results: Tensor = module(x, routing)
+        return results
+    hooks = ExpertHooks(module, platform, None)
+    return hooks.combine(module(*hooks.dispatch(module, (x, routing))))
 
 
 def install(

@@ -18,6 +18,7 @@ from hp_moe.activations import Activation
 from hp_moe.aux_losses import AuxLosses, LossTerms
 from hp_moe.capacity import Capacity, Choices, kept_choices
 from hp_moe.exceptions import ExpertParallelError, MoEConfigError
+from hp_moe.expert_hooks import partial_mesh_of, run_experts
 from hp_moe.experts import GroupedExperts, ScorePosition
 from hp_moe.feed_forward import FeedForward
 from hp_moe.local_region import LocalRegion, enter_region
@@ -51,6 +52,8 @@ class MoE(nn.Module):
 
     Attributes:
         name: the layer's name in messages, once `moe_layers` has seen the model.
+        experts: `GroupedExperts`, or put in its place, before a style is applied, any module that takes rows in
+            expert-major order and the number of rows of each expert, `experts(rows, num_tokens_per_expert)`.
         expert_bias: float32 `[num_experts]` buffer, or None.
         split_mesh: 1-D mesh of ranks that are given the same tokens and each route a share of them; None:
             each rank routes all that it is given.
@@ -170,7 +173,7 @@ class MoE(nn.Module):
     def _forward(self, x: Tensor, ids: Tensor | None) -> Tensor:
         if not x.shape or x.shape[-1] != self.dim:
             raise ExpertParallelError(f"expected an input [..., {self.dim}], got shape {list(x.shape)}")
-        region = enter_region(x, self.experts.partial_mesh, self.split_mesh)
+        region = enter_region(x, partial_mesh_of(self.experts), self.split_mesh)
         self._check_gate(region.num_ranks)
         rows = self.ops.reshape(region.rows, (math.prod(region.rows.shape[:-1]), self.dim))
         scores, experts, counts = self.router(
@@ -181,7 +184,10 @@ class MoE(nn.Module):
             noise_key=0 if self.token_mesh is None else self.token_mesh.get_local_rank(),
         )
         routing = self._routing(experts, counts, scores, region, tuple(x.shape))
-        results = self.experts(rows, routing)
+        if isinstance(self.experts, GroupedExperts):
+            results = self.experts(rows, routing)
+        else:
+            results = run_experts(self.experts, self.platform, rows, routing)
         kept(lambda: self._count(counts))
         routed = region.leave(self.ops.reshape(results, tuple(region.rows.shape)))
         return routed if self.shared_experts is None else self.ops.add(routed, self._shared(x))
@@ -227,7 +233,7 @@ class MoE(nn.Module):
     def _auxiliary_loss(self, region: LocalRegion, shape: tuple[int, ...]) -> AuxiliaryLoss | None:
         if not (self.aux_losses and self._is_trained()):
             return None
-        partial = self.experts.partial_mesh
+        partial = partial_mesh_of(self.experts)
         sums: list[Callable[[Tensor], Tensor]] = [region.sum_over_ranks]
         if self.sequence_mesh is not None:
             sequence_group = self.sequence_mesh.get_group()
