@@ -78,6 +78,7 @@ def _plan_by_rule(
         in_place.check_reaches_original(name, located[0][1])  # no other placement would help
     rule = rule_of(registration, call)
     if _makes_integers(platform, specs, args, kwargs):
+        # round(a) + round(b) is not round(a + b): a partial sum is reduced before it is rounded.
         rule = replace(rule, partial=replace(rule.partial, terms=None))
     chosen = choose_strategies(platform, rule, call, registration)
     outputs = tuple(
@@ -122,6 +123,7 @@ def _moves(operation: str, located: list[tuple[Location, Any]], chosen: list[Str
     for index, (location, x) in enumerate(located):
         placements = tuple(strategy.inputs[index] for strategy in chosen)
         target = x.spec.with_placements(placements)
+        # Where ranks use a replicated value in different ways, R -> V: its gradient is a sum over them.
         vary = tuple(
             axis
             for axis, strategy in enumerate(chosen)

@@ -36,6 +36,9 @@ def choose_strategies(
         return _span(mesh, rule.sizes[factor], _cut_axes(chosen).get(factor, ()), chosen, where)
 
     nbytes = [_mean_bytes(platform, spec) for spec in call.tensors]
+    # Greedy, axis by axis in the mesh's order, which is the order in which placements cut: a later axis cuts what
+    # earlier ones leave. All choices together would be exponential in the axes; the search of redistributions then
+    # brings inputs there in the fewest bytes, whatever was chosen.
     for axis, ranks in enumerate(mesh.shape):
         found = strategies(rule, _placed(call, axis), ranks, cut, _untouched(call, chosen), part_of)
         strategy = _choose(rule, call, registration, axis, found, nbytes)
@@ -49,6 +52,8 @@ def choose_strategies(
 def _is_element_by_element(rule: Factorization) -> bool:
     """Tell if each element of the outputs depends on the inputs' at the same place and on scalars only."""
     dims = rule.outputs[0]
+    # Strided shards have no factor of their own. Where elements do not meet, any layout that all operands share is
+    # right, whatever its order.
     known = all(other == dims for other in rule.outputs) and all(other in (dims, ()) for other in rule.inputs)
     alike = known and all(len(dim) == 1 for dim in dims)
     special = (

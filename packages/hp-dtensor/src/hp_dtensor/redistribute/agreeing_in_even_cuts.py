@@ -70,6 +70,8 @@ def _lead(free: list[Span], parts: int) -> list[Span] | None:
         if not free:
             return None
         low, high = free.pop(0)
+        # A cut into 6 takes a digit of 2 and 3 of the next one's 9; one that shares a digit with what is left has no
+        # such form, and elements are counted one by one instead.
         here = math.gcd(parts, high // low)
         if here < parts and here < high // low:
             return None
@@ -135,6 +137,7 @@ def _restriction(equal: Sequence[tuple[tuple[int, Span], tuple[int, Span]]]) -> 
 
     factor = 1
     for a, b in equal:
+        # Union-find: an equation between digits that are equal already restricts nothing further.
         first, second = root(a), root(b)
         if first != second:
             parent[first] = second

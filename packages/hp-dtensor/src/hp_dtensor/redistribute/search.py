@@ -63,6 +63,8 @@ def cheapest_moves(problem: Problem, source: Placements, by_bytes: bool) -> tupl
         for moves in problem.moves(state):
             arrival = moves[-1].target
             spent = sum(move.elements for move in moves)
+            # Bytes first: a step is followed only if what it spends and the least that is left are together no more
+            # than the least from here. So most sequences are never looked at.
             if arrival in done or (by_bytes and spent + problem.least(arrival).total > problem.least(state).total):
                 continue
             heapq.heappush(queue, (_add(cost, moves, problem.seconds), next(ticket), arrival, (*path, *moves)))
@@ -136,6 +138,7 @@ class Problem:
         if not elements:
             return Move("slice", (), state, self.target, 0, volume)
         axes = Ownership(self.shape, self.mesh_shape, state, self.target, volume).moving
+        # Along one axis, from one cut to another, an exchange is the framework's own all-to-all.
         one_axis = len(axes) == 1 and state[axes[0]].is_shard() and self.target[axes[0]].is_shard()
         return Move(
             "all_to_all" if one_axis and volume is None else "exchange", axes, state, self.target, elements, volume
@@ -164,6 +167,7 @@ class Problem:
         reducing = bool(self.least(state).reduced)
         for axis, (now, wanted) in enumerate(zip(state, self.target, strict=True)):
             options: list[Placement] = [wanted] if now != wanted else []
+            # Replicas may divide a reduction among them: cut what is equal first, for free, and gather the sums after.
             if now.is_replicate() and reducing:
                 options += [Shard(dim) for dim in range(len(self.shape)) if Shard(dim) != wanted]
             for option in options:

@@ -68,6 +68,8 @@ def _sum(call: LocalCall, x: Tensor, dims: tuple[int, ...]) -> Tensor:
     groups = [group for i in dims for group in call.groups.get(f"d{i}", ())]
     for group in groups:
         total = collectives.all_reduce(total, group)
+    # The total is replicated, and then used by each rank with its own rows: R -> V, whose dual sums the gradients.
+    # The all-reduce before it is P -> R, whose dual sends nothing.
     return collectives.vary(total, groups) if groups else total
 
 

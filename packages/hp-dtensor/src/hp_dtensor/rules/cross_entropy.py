@@ -197,6 +197,8 @@ def _shifted(call: LocalCall, logits: Tensor) -> tuple[Tensor, Tensor]:
     """Logits less their row's maximum, and the logarithm of the sum of their exponentials, over all classes."""
     platform, ops = call.platform, call.platform.ops
     data = platform.detach(logits)
+    # The maximum is a constant to autograd, as the loss does not depend on it. Over cut classes a few numbers per row
+    # travel, no logits: maximum, sum, and the target's logit (Megatron-LM, arXiv 1909.08053, section 3).
     maxima = ops.amax(data, 1) if data.shape[1] else ops.full((data.shape[0],), float("-inf"), data.dtype)
     for group in _groups(call, "classes"):
         maxima = collectives.all_reduce_data(maxima, group, "max")

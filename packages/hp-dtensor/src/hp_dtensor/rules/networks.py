@@ -69,6 +69,8 @@ def _embedding_of_part(call: LocalCall) -> Tensor:
         check_ids(call.platform, ids, call.sizes["vocabulary"])
         nothing = ops.zeros((*ids.shape, 0), table.dtype)
         return ops.matmul(nothing, table)
+    # Each id has one owner, which gives its row; the others give zeros, and the sum over ranks is the row (arXiv
+    # 1909.08053). The gradient of a zero row is masked with it, so no rank writes another's part of the table.
     own, inside = own_ids(ops, ids, start, length, call.sizes["vocabulary"])
     rows = ops.embedding(own, table)
     padding = call.arguments["padding_idx"]

@@ -73,6 +73,7 @@ def _in_training(rule: Rule) -> Rule:
 def _masked(call: LocalCall) -> Tensor:
     """Dropout: `x` times this rank's part of what dropout makes of ones."""
     platform, x = call.platform, call.arguments["input"]
+    # The mask is drawn from ones, not from x: what dropout keeps of the whole is known without the whole's data.
     with platform.no_grad():
         mask = _part(call, call.on(_whole_like(call, x, platform.ops.ones)))
     return platform.ops.mul(x, mask)

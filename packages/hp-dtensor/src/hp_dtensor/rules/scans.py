@@ -138,6 +138,7 @@ def _softmax(call: LocalCall) -> Tensor:
     if call.name == "softmin":
         x = ops.neg(x)
     groups = groups_of(call, [dim])
+    # As in one device's softmax the maximum only keeps exponentials in range; it takes no part in the gradient.
     highest = extreme_of_part(call, platform.detach(x), "max", [dim])
     for group in groups:
         highest = collectives.all_reduce_data(highest, group, "max")

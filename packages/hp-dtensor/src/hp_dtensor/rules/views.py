@@ -75,6 +75,8 @@ def common_factors(source: Sequence[int], target: Sequence[int]) -> tuple[Dims, 
         sizes = left_sizes | right_sizes
         return left, right, sizes, frozenset(sizes)
     left_ends, right_ends = _ends(source), _ends(target)
+    # [6, 4] -> [2, 12]: ends 6, 24 and 2, 24. Cut at 1, 2, 6, 24, both shapes are made of factors 2, 3 and 4:
+    # (2 3) 4 and 2 (3 4).
     cuts = sorted({1, *left_ends, *right_ends})
     whole = _indivisible(cuts, set(left_ends) & set(right_ends))
     sizes = {}

@@ -52,8 +52,11 @@ def vary(x: Any, axes: tuple[int, ...]) -> Tensor:
 def recorded_view(x: Any, local: Tensor, axes: tuple[int, ...]) -> Tensor:
     """Return `vary` of `x`, whose local data is `local`, where it is known that operations on it are recorded."""
     platform = x._spec.mesh.platform
+    # A leaf outlives the step: a view kept on it would keep the graph of that step alive.
     if platform.is_leaf(x):
         return _varying_view(x, local, axes)
+    # One view for all users: their gradients add up in autograd first, and are reduced across ranks once. A view of
+    # an earlier version would have the right numbers and the wrong place in the graph.
     version = platform.version(local)
     views = x.__dict__.setdefault("_varying_views", {})
     made_at, view = views.get(axes, (None, None))
@@ -117,11 +120,14 @@ def _varying_view(x: Any, local: Tensor, axes: tuple[int, ...]) -> Tensor:
     mesh = x._spec.mesh
     source: Source | None = x.__dict__.get("_redistributed_from")
     if source is not None and _has_shortcut(x, source, axes):
+        # The dual of S -> V is one reduce-scatter; through the gathered tensor it would be an all-reduce (the dual of
+        # R -> V) and then a slice (that of S -> R): twice the bytes.
         return source.plan.run_varying(source.local, local, axes)
     return collectives.vary(local, [mesh.group_over(axes)])
 
 
 def _has_shortcut(x: Any, source: Source, axes: tuple[int, ...]) -> bool:
+    # A write to either end changes what the shortcut would leave out.
     version = x._spec.mesh.platform.version
     return (
         source.plan.varies_cheaply(axes)

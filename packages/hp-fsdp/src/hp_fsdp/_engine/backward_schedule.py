@@ -33,9 +33,11 @@ class BackwardSchedule:
     def begin(self) -> BackwardRun:
         """Return the backward that runs; it begins here if this is the first that is heard of it."""
         context = self._context
+        # Autograd calls back at the end of a backward only if it succeeds: one that failed is known by its successor.
         if context.backward is not None and context.backward.has_failed:
             context.reset()
         if context.backward is None:
+            # Ranks that called other modules are told before collectives of this backward could wait for each other.
             context.check_order(PATIENCE_SECONDS)
             end = located(self._end)
             context.backward = BackwardRun(self._platform.is_for_parameters(), end)
@@ -154,6 +156,7 @@ class BackwardSchedule:
     ) -> None:
         """Collect a buffer's gradients, and begin to reduce them unless they are to accumulate."""
         reducer, settings = self._context.reducer, group.settings
+        # Wait for older reductions before memory for another gradient is taken: this bounds what is held at once.
         if buffer.gradients.unreduced is None:
             reducer.make_room(settings.max_gradient_buffers)
         if buffer in use.waiting:
@@ -161,6 +164,7 @@ class BackwardSchedule:
         if not use.waiting:
             if group.use is use:
                 group.use = None
+            # A gradient may itself be a view of the full buffer; it is copied out before that memory goes.
             for each in group.buffers:
                 grads = each.gradients.outlive(each.gathering.freed, grads)
             self._reshard(group)

@@ -46,6 +46,7 @@ class ForwardSchedule:
         group.check_order("calls")
         begins = context.backward is None and not group.in_forward
         if begins:
+            # A step may have come between this forward and what an earlier one kept.
             group.reshard_outdated()
         group.unshard()
         group.in_forward = group.in_forward or begins
@@ -79,6 +80,7 @@ class ForwardSchedule:
             return self._storage.join(token, outputs) if token is not None and outputs else outputs
         forward_pass, ends_pass = context.forward_pass, self._is_whole_pass(group, module)
         if ends_pass and outputs and forward_pass.uses:
+            # The last token as an input of the outputs: every backward from them runs all gather nodes, used or not.
             outputs = self._storage.join(forward_pass.token, outputs)
         # A root without parameters too: a backward begins at its outputs, not in what is recomputed further in.
         if outputs and (group.buffers or ends_pass):

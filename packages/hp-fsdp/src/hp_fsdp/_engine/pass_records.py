@@ -81,6 +81,8 @@ class BackwardRun:
 
     def __init__(self, is_for_parameters: bool, end: Callable[[], None]) -> None:
         self.is_for_parameters = is_for_parameters
+        # Weak: autograd holds the callback as long as the backward runs. Once it is dead without having been called,
+        # the backward has failed.
         self._end = weakref.ref(end)
         self.uses: set[ParameterUse] = set()
         self.frozen_calls: dict[tuple[ParameterGroup, ForwardPass], int] = {}

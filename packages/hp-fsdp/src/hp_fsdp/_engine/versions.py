@@ -44,6 +44,7 @@ class ParameterVersions:
     @property
     def of_full(self) -> list[int]:
         """The counters that belong to the values in the full buffer."""
+        # Whole parameters are the full buffer themselves: nothing was copied that could be out of date.
         return self.now() if self._memory.is_whole else self._gathered
 
     @property

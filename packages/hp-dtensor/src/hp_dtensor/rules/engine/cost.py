@@ -32,6 +32,8 @@ def move_bytes(source: Placement, target: Placement, nbytes: float, ranks: int) 
         return 0.0
     match source, target:
         case (Partial(), Replicate()):
+            # Of rings: an all-reduce is a reduce-scatter and an all-gather, each of which sends (ranks - 1) / ranks of
+            # the tensor per rank (Patarasuk and Yuan, 2009).
             return 2 * nbytes * (ranks - 1) / ranks
         case (Partial(), Shard() | RaggedShard() | StridedShard()):
             return nbytes * (ranks - 1) / ranks

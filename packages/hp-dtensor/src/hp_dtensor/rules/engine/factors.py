@@ -134,11 +134,14 @@ class Factorization:
         """Tell if `factor` may be cut at all: it is outermost wherever it is merged."""
         if factor in self.cuts.fixed or self._lost(factor):
             return False
+        # Row-major: chunks of a merged dimension are chunks of its outermost factor. A cut of an inner one would leave
+        # each rank a strided part, which no placement in chunk order says.
         return all(dim[0] == factor for dim in self._merged(factor))
 
     def splits_in_chunks(self, factor: str, parts: float) -> bool:
         """Tell if a splittable factor may be cut in chunk order into `parts`: evenly where it is merged."""
         size = self.sizes[factor]
+        # The last of `parts` chunks of ceil(size / parts) is empty.
         if factor in self.cuts.nonempty and -(-size // parts) * (parts - 1) >= size:
             return False
         return not self.merges(factor) or size % parts == 0
@@ -203,6 +206,7 @@ def strategies(
     """
     found = [_replicated(rule)]
     for factor in rule.sizes:
+        # To cut one element is legal, and idles all ranks but one; what is cut so already stays.
         worth_it = rule.sizes[factor] > 1 or _is_cut(rule, factor, current)
         if worth_it and rule.splittable(factor):
             kinds: list[Placement] = []
@@ -251,6 +255,8 @@ def _ragged_kinds(
             continue
         inside = rule.elements_inside(dims[dim], factor)
         in_chunks = isinstance(placement, Shard)
+        # Decisions must be the same on every rank. Under a nested cut a rank knows the units of its own line only, so
+        # it may keep them as they are but not convert or judge them.
         if inside == 0 or (nested and (in_chunks or inside > 1 or factor in rule.cuts.nonempty | rule.cuts.known)):
             continue
         units = placement.units if isinstance(placement, RaggedShard) else _chunks(rule.sizes[factor] * inside, ranks)
@@ -289,6 +295,8 @@ def _cut_inputs(
     placements = [_on_dim(rule, kind, factor, dims, now) for dims, now in zip(rule.inputs, current, strict=True)]
     if factor not in rule.partial.reduced or rule.partial.reduced[factor] != "sum" or factor in rule.partial.complete:
         return tuple(placements)
+    # Cutting a summed factor makes partial sums of a product; an addend must enter them once, so it becomes partial
+    # (the whole on one rank, zeros on the others), or each rank would add all of it.
     for term in rule.partial.terms or ():
         if all(placements[i].is_replicate() for i in term):
             placements[min(term)] = SUM
@@ -345,6 +353,8 @@ def _partial_inputs(rule: Factorization) -> list[Strategy]:
     """One partial input in every term makes every output partial."""
     if rule.partial.terms is None or any(not term for term in rule.partial.terms):
         return []
+    # Of a sum of products f(a b + c) with partial results: sum_r (a_r b + c_r) needs exactly one partial factor in
+    # each product, since partial times partial has cross terms that no rank computes.
     choices: list[tuple[int, ...]] = [()]
     for term in rule.partial.terms:
         choices = [(*chosen, index) for chosen in choices for index in sorted(term)]
