@@ -58,7 +58,7 @@ def test_the_built_in_plugin_registers_through_the_same_hooks() -> None:
     registries = fill_registries(manager_of(hp_trainer=builtin_plugin))
     assert registries.datasets.names() == ["chat", "text"]
     assert {"expert_loads", "jsonl", "loss_curve", "progress"} <= {*registries.trackers.names()}
-    assert registries.checkpoint_storages.names() == ["local"]
+    assert "local" in registries.checkpoint_storages.names()
 
 
 def test_life_cycle_hooks_receive_frozen_records_in_every_plugin() -> None:

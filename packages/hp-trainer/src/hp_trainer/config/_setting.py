@@ -9,11 +9,15 @@ from typing import Any
 
 # The largest whole number where a setting states no other: a size or a count above it is a slip.
 LARGEST = 2**31 - 1
+LARGEST_FRACTION = 1e12
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of a number; None: none but what every number has: it is finite, and whole ones are below 2**31."""
+    """Bounds of a number; None: none but what every number has.
+
+    That is: it is finite, whole ones are below 2**31, and others at most 1e12.
+    """
 
     minimum: float | None = None
     above: float | None = None
@@ -23,7 +27,7 @@ class Limits:
         """Return whether a number, or each number of a list, may have this value."""
         return (
             math.isfinite(value)
-            and (self.maximum is not None or not isinstance(value, int) or value <= LARGEST)
+            and (self.maximum is not None or value <= _largest(value))
             and (self.minimum is None or value >= self.minimum)
             and (self.above is None or value > self.above)
             and (self.maximum is None or value <= self.maximum)
@@ -38,10 +42,15 @@ class Limits:
         """Tell the bounds that `value` breaks."""
         if not math.isfinite(value):
             return " and ".join(part for part in ("finite", str(self)) if part)
-        largest = LARGEST if self.maximum is None else self.maximum
-        if isinstance(value, int) and value > largest >= LARGEST:
-            return " and ".join(part for part in (str(self), f"<= {largest}") if part)
+        largest = _largest(value) if self.maximum is None else self.maximum
+        if value > largest >= LARGEST:
+            shown = f"{largest:g}" if isinstance(value, float) else str(largest)
+            return " and ".join(part for part in (str(self), f"<= {shown}") if part)
         return str(self)
+
+
+def _largest(value: float) -> float:
+    return LARGEST if isinstance(value, int) else LARGEST_FRACTION
 
 
 @dataclass(frozen=True)

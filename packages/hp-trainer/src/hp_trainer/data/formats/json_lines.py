@@ -60,7 +60,11 @@ def _parse(text: bytes, where: str) -> Any:
     except UnicodeDecodeError as error:
         raise DataError(f"{where} is not UTF-8: {error.reason} at byte {error.start}") from error
     except (ValueError, RecursionError) as error:
-        reason = f"{error.msg} at character {error.pos}" if isinstance(error, json.JSONDecodeError) else str(error)
+        reason = (
+            f"{error.msg.removesuffix(' at')} at character {error.pos}"
+            if isinstance(error, json.JSONDecodeError)
+            else str(error)
+        )
         raise DataError(f"{where} is broken JSON: {reason}; it begins {text[:60]!r}") from error
 
 
