@@ -113,6 +113,20 @@ def routing_problems(config: DecoderConfig, experts: int) -> Iterator[Problem]:
             expected="false",
             got="true",
         )
+    if config.router_jitter >= 1:
+        yield Problem(
+            path="router_jitter",
+            what="noise of that size takes numbers to zero",
+            expected="at least 0 and below 1",
+            got=str(config.router_jitter),
+        )
+    if config.shared_expert_gate and not config.num_shared_experts:
+        yield Problem(
+            path="shared_expert_gate",
+            what="there are no shared experts to weigh",
+            expected="false, or num_shared_experts of 1 or more",
+            got="true",
+        )
     if (config.n_group is None) != (config.topk_group is None):
         yield Problem(path="n_group", what="n_group and topk_group come together", hint="n_group=null")
     elif config.n_group is not None and config.topk_group is not None:
