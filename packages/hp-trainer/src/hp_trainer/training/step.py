@@ -82,7 +82,7 @@ class OptimizerStep:
 
     @property
     def overflowed(self) -> bool:
-        """Whether float16 overflowed on any rank, so that `update` will change nothing."""
+        """True where float16 overflowed on any rank, so that `update` will change nothing."""
         return bool(self.scaler.found_inf)
 
     def update(self, learning_rate: float) -> None:
