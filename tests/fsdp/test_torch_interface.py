@@ -249,3 +249,20 @@ def test_a_slice_of_a_sharded_sequential_is_a_sequential_of_its_modules(hp_platf
         assert model[0].weight.grad is not None
 
     run_ranks(rank, 2, hp_platform)
+
+
+def test_function_transforms_are_refused_by_name(hp_platform):
+    if hp_platform.name != "torch":
+        pytest.skip("torch.func")
+    import torch
+
+    def rank():
+        model = fully_shard(torch.nn.Sequential(torch.nn.Linear(3, 2)), mesh_of(hp_platform, 2))
+        x = torch.ones(4, 3)
+        for transformed in (lambda: torch.func.jvp(model, (x,), (x,)), lambda: torch.func.vmap(model)(x)):
+            with pytest.raises(CapabilityError, match=r"torch\.func .*through modules of fully_shard"):
+                transformed()
+        model(x).sum().backward()  # the model goes on
+        assert model[0].weight.grad is not None
+
+    run_ranks(rank, 2, hp_platform)

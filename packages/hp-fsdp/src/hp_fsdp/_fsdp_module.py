@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from hp_dtensor.comm.world import current_world
 from hp_dtensor.exceptions import CapabilityError
 from hp_fsdp._argument_checks import reshard_problems, reshard_size
 from hp_fsdp._engine.fsdp_state import FSDPState, state_of, states_below
@@ -15,10 +16,10 @@ from hp_fsdp._engine.gathered_step import GatheredStep
 from hp_fsdp._engine.group import ParameterGroup
 from hp_fsdp._engine.original_parameters import STATE_ATTRIBUTE
 from hp_fsdp.communication import Communication
-from hp_fsdp.exceptions import FullyShardError
+from hp_fsdp.exceptions import FullyShardError, StateDictError
 from hp_fsdp.plugins import get_communication
 from hp_fsdp.state.model_state import sharded_parameters
-from hp_fsdp.state.state_dict import IncompatibleKeys, StateDictOptions, set_model_state_dict
+from hp_fsdp.state.state_dict import IncompatibleKeys, StateDictOptions, get_model_state_dict, set_model_state_dict
 
 Tensor = Any
 Module = Any
@@ -31,6 +32,8 @@ def with_methods(cls: type, mixin: type | None = None) -> type:
     if issubclass(cls, mixin):
         return cls
     namespace = {"__module__": cls.__module__, "__new__": _new_original}
+    if callable(getattr(cls, "save_pretrained", None)):
+        namespace["save_pretrained"] = _saving_whole(cls)
     return type(f"{mixin.__name__[:4]}{cls.__name__}", (mixin, cls), namespace)
 
 
@@ -41,6 +44,35 @@ def _new_original(cls: type, *args: Any, **kwargs: Any) -> Any:
     """
     original = next(each for each in cls.__mro__ if not issubclass(each, FSDPModule))
     return original(*args, **kwargs)
+
+
+def _saving_whole(cls: Any) -> Callable[..., None]:
+    """Return `save_pretrained` of transformers' models for one that is sharded: rank 0 writes the whole parameters."""
+
+    @functools.wraps(cls.save_pretrained)
+    def save_pretrained(
+        self: Any,
+        save_directory: Any,
+        is_main_process: bool = True,
+        state_dict: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        whole = get_model_state_dict(self, options=options) if state_dict is None else state_dict
+        world = current_world(self._fsdp.platform)
+        problem: Exception | None = None
+        if world.rank == 0:
+            try:
+                cls.save_pretrained(self, save_directory, is_main_process=True, state_dict=whole, **kwargs)
+            except Exception as error:  # told to the other ranks, which would wait
+                problem = error
+        told = world.group(tuple(range(world.size))).all_gather_bytes(str(problem or "").encode())
+        if problem is not None:
+            raise problem
+        if told[0]:
+            raise StateDictError(f"save_pretrained: rank 0 could not save: {told[0].decode()}")
+
+    return save_pretrained
 
 
 class FSDPModule:

@@ -285,6 +285,9 @@ class ParameterStorage(ABC):
 
     # Autograd --------------------------------------------------------------------------------------------
 
+    def check_transforms(self) -> None:
+        """Raise `CapabilityError` where a function transform is active that a gather cannot pass through."""
+
     @abstractmethod
     def anchor(self) -> Tensor:
         """Make a leaf that requires a gradient and never gets one: the beginning of a chain of gathers."""

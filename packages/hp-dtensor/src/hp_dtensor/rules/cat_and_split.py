@@ -22,13 +22,21 @@ def register(registry: RuleRegistry) -> None:
 
 def _cat(call: OpCall) -> Factorization:
     shapes = [spec.shape for spec in call.tensors]
-    dim = call.dim(call["dim"])
-    first = shapes[0]
-    if any(len(s) != len(first) or s[:dim] + s[dim + 1 :] != first[:dim] + first[dim + 1 :] for s in shapes):
+    # torch passes over tensors of the shape (0,), with which key-value caches begin.
+    joined = [shape for shape in shapes if shape != (0,)] or shapes
+    first = joined[0]
+    dim = call["dim"] + len(first) if call["dim"] < 0 else call["dim"]
+    if not 0 <= dim < len(first):
+        raise call.refuse(f"dimension {call['dim']} of a {len(first)}-dimensional tensor")
+    if any(len(s) != len(first) or s[:dim] + s[dim + 1 :] != first[:dim] + first[dim + 1 :] for s in joined):
         raise call.refuse("shapes differ outside the dimension that is joined")
     dims, sizes = names_for("d", first)
-    own = {f"i{i}": shape[dim] for i, shape in enumerate(shapes)} | {"joined": sum(shape[dim] for shape in shapes)}
-    inputs = tuple((*dims[:dim], (f"i{i}",), *dims[dim + 1 :]) for i in range(len(shapes)))
+    own = {f"i{i}": 0 if shape == (0,) else shape[dim] for i, shape in enumerate(shapes)}
+    own["joined"] = sum(own.values())
+    inputs = tuple(
+        ((f"i{i}",),) if shape == (0,) else (*dims[:dim], (f"i{i}",), *dims[dim + 1 :])
+        for i, shape in enumerate(shapes)
+    )
     output = (*dims[:dim], ("joined",), *dims[dim + 1 :])
     del sizes[f"d{dim}"]
     return Factorization(

@@ -33,6 +33,7 @@ class ForwardSchedule:
             inputs: returns the tensors that the module is called with.
         """
         context = self._context
+        self._storage.check_transforms()
         if group.summon_depth:
             group.start_unshard()
         if context.backward is not None and (context.backward.has_failed or not self._platform.is_in_backward()):

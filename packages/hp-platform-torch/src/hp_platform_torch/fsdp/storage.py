@@ -214,6 +214,15 @@ class TorchParameterStorage(ParameterStorage):
 
     # Autograd --------------------------------------------------------------------------------------------
 
+    def check_transforms(self) -> None:
+        if torch._C._are_functorch_transforms_active():
+            raise CapabilityError(
+                "torch.func (jvp, vmap, grad and the like) through modules of fully_shard: every tensor inside of a "
+                "transform is torch's wrapper without memory, which no collective can fill. Transform a function of "
+                "the whole parameters: torch.func.functional_call of a module that is not sharded, with "
+                "hp_fsdp.get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))"
+            )
+
     def anchor(self) -> Tensor:
         device = getattr(self.platform, "device", None)
         return torch.empty(0, device=device, requires_grad=True)

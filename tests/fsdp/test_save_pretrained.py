@@ -1,0 +1,65 @@
+"""`save_pretrained` of transformers' models that are sharded: one rank writes the whole parameters."""
+
+from __future__ import annotations
+
+import pytest
+
+from hp_dtensor import init_device_mesh
+from hp_dtensor.testing import run_ranks
+from hp_fsdp import StateDictError, fully_shard
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("hp_platform_torch")
+transformers = pytest.importorskip("transformers")
+
+
+def build(tied):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=tied,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_sharded_model_trains_and_is_saved_whole(tied, tmp_path):
+    ids = torch.arange(12).reshape(2, 6) % 16
+    whole = build(tied)
+    loss = whole(input_ids=ids, labels=ids).loss
+    loss.backward()
+    torch.optim.SGD(whole.parameters(), lr=0.1).step()
+
+    def rank():
+        mesh = init_device_mesh("cpu", (2,))
+        model = build(tied)
+        for layer in model.model.layers:
+            fully_shard(layer, mesh)
+        fully_shard(model, mesh)
+        found = model(input_ids=ids, labels=ids).loss
+        torch.testing.assert_close(found, loss)
+        found.backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        model.save_pretrained(tmp_path / "model", is_main_process=mesh.get_local_rank() == 0)
+        read = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model")
+        for name, parameter in whole.named_parameters():
+            # Gradients of two ranks with the same rows, averaged.
+            torch.testing.assert_close(read.get_parameter(name), parameter, rtol=1e-5, atol=1e-6, msg=name)
+
+    run_ranks(rank, 2, "torch")
+
+
+def test_an_error_of_the_rank_that_saves_is_told_by_all(tmp_path):
+    (tmp_path / "model" / "model.safetensors").mkdir(parents=True)
+
+    def rank():
+        model = fully_shard(build(False), init_device_mesh("cpu", (2,)))
+        with pytest.raises(StateDictError if model._fsdp.group.buffers[0].world.rank else Exception):
+            model.save_pretrained(tmp_path / "model")
+
+    run_ranks(rank, 2, "torch")
