@@ -46,6 +46,7 @@ def test_there_is_a_guide_for_each_kind_of_plugin() -> None:
     assert {Path(page).stem for page in GUIDES} >= {
         "communication",
         "model_and_tracker",
+        "pipeline_schedule",
         "sharding_rule",
         "token_dispatcher",
     }

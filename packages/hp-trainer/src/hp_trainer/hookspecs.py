@@ -68,6 +68,15 @@ def hp_checkpoint_storages(registry: Registry) -> None:
 
 
 @hookspec
+def hp_pipeline_schedules(registry: Registry) -> None:
+    """Add pipeline schedules: `registry.add(name, build)`.
+
+    Called once per process, when a schedule is first asked for. `build(num_ranks, stages_per_rank, num_microbatches)`
+    returns a `hp_trainer.pipeline.Schedule`, or raises `ScheduleError` where it cannot be made. Since 0.1.
+    """
+
+
+@hookspec
 def hp_before_run(record: RunRecord) -> None:
     """Called on every rank when model, optimizer and data are ready, before the first step. Since 0.1."""
 

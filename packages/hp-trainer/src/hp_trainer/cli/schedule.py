@@ -18,13 +18,11 @@ from hp_trainer.pipeline import (
     simulate,
     validate,
 )
-from hp_trainer.plugins import registries
 
 
 def schedule_command(given: list[str]) -> int:
     """Print when each rank of a pipeline works on what: `hp-train schedule NAME --ranks=N --microbatches=N`."""
     options = _options(given)
-    registries()  # plugins register their schedules
     if options.schedule is None:
         print("\n".join(schedule_names()))
         return 0

@@ -10,11 +10,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
-from hp_dtensor.platform.registry import Registry
+from hp_dtensor.platform.registry import Registry, fill_registry
 from hp_trainer.exceptions import ScheduleError
 from hp_trainer.pipeline.actions import Action, Kind, Schedule
 from hp_trainer.pipeline.list_scheduling import list_schedule
 from hp_trainer.pipeline.placement import in_rounds, loop_placement, v_placement
+from hp_trainer.plugins import plugin_manager
 
 BuildSchedule = Callable[[int, int, int], Schedule]
 """Makes a schedule of (ranks, stages per rank, micro-batches)."""
@@ -25,7 +26,7 @@ def _registry() -> Registry:
     registry = Registry("pipeline schedule", "hp-trainer", ScheduleError)
     for name, build in _BUILT_IN.items():
         registry.add(name, build)
-    return registry
+    return fill_registry(registry, plugin_manager(), "hp_pipeline_schedules")
 
 
 def schedule_names() -> list[str]:
