@@ -84,6 +84,9 @@ def test_a_run_goes_on_when_nobody_reads_what_it_says(folder, hp_platform):
 def test_a_terminal_that_is_closed_stops_the_run_in_order(folder, hp_train):
     command = hp_train("run.yaml", "--run.folder=out", "--training.steps=100000", "--checkpoint.interval=5")
     wait_for_step(folder / "out", 3, command)
+    os.kill(command.process.pid, signal.SIGUSR1)
+    while "Current thread" not in (line := command.process.stderr.readline()):
+        assert line, "the stacks of a run in one process"
     # As the terminal goes: nothing can be written any more, and then the signal comes.
     command.process.stdout.close()
     command.process.stderr.close()

@@ -15,7 +15,7 @@ from pathlib import Path
 from hp_dtensor.exceptions import HPError, LaunchError
 from hp_trainer.cli.arguments import UsageError
 from hp_trainer.cli.help import USAGE, help_text
-from hp_trainer.cli.output import mute, open_standard_streams
+from hp_trainer.cli.output import mute, open_standard_streams, write_stacks_on_request
 from hp_trainer.exceptions import ProblemsError, StoppedError
 from hp_trainer.machine_errors import describe_machine_error
 
@@ -28,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     it.
     """
     open_standard_streams()
+    write_stacks_on_request()
     code = _run(list(sys.argv[1:] if arguments is None else arguments))
     try:
         sys.stdout.flush()

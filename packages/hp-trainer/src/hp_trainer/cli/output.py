@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
+import signal
 import sys
 from typing import TextIO
 
@@ -22,6 +24,13 @@ def open_standard_streams() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - for the rest of the process
+
+
+def write_stacks_on_request() -> None:
+    """Write the Python stacks of all threads to standard error at SIGUSR1, even while native code runs."""
+    # Standard error of a test or a notebook may be no file.
+    with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError):
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
 def mute(stream: TextIO) -> None:
