@@ -11,10 +11,10 @@ from hp_dtensor.parallel import nn
 from hp_dtensor.parallel.parallelize_module import parallelize_module
 from hp_dtensor.parallel.style import ParallelStyle
 from hp_dtensor.parallel.tensor_parallel import ColwiseParallel, RowwiseParallel
-from hp_dtensor.tensor.conversions import replicate_like
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_fsdp import fully_shard
 from hp_trainer.exceptions import ParallelDimsError, Problem, TrainingError, raise_if_any
+from hp_trainer.models.decoder.loss import TokenLoss
 from hp_trainer.models.precision import precision_policy
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class PlainModel(nn.Module):
         super().__init__()
         self.config = config
         self.module = module
+        self._loss = TokenLoss()
         self._tp_plan, self._units = dict(tp_plan or {}), tuple(fsdp_units)
         if hasattr(module, "initializer"):
             self.initializer = lambda name, shape: module.initializer(name.removeprefix("module."), shape)
@@ -65,7 +66,7 @@ class PlainModel(nn.Module):
         batch, length, vocab = logits.shape
         rows = self.ops.reshape(logits, (batch * length, vocab))
         flat = self.ops.reshape(targets, (batch * length,))
-        return _whole(self.ops.cross_entropy(rows, replicate_like(flat, rows), reduction="sum"))
+        return _whole(self._loss.summed(self.platform, rows, flat))
 
     def parallelize(
         self,
@@ -82,6 +83,8 @@ class PlainModel(nn.Module):
         """
         names = [name for name, _ in self.platform.named_modules(self.module) if name]
         raise_if_any(self._problems(dims, training, names), ParallelDimsError, "a plain module")
+        if training is not None:
+            self._loss = TokenLoss(training.label_smoothing, training.z_loss)
         self._share_initial_values(mesh)
         if dims.tp_enabled:
             plan = {name: _STYLES[style]() for p, style in self._tp_plan.items() for name in _matching(p, names)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -66,6 +67,8 @@ def meaning(options: dict[str, Any], layers: int) -> dict[str, Any]:
     kinds = [pattern[layer % len(pattern)] for layer in range(layers)]
     if kept["sliding_window"] is None or "sliding" not in kinds:
         kept["sliding_window"], kinds = None, []
+    if kept["attention"] == "grouped" and kept["attention_scale"] is None:
+        kept["attention_scale"] = kept["head_dim"] ** -0.5
     scaling = kept["rope_scaling"]
     if scaling["kind"] == "default":
         kept["rope_scaling"] = {"kind": "default"}
@@ -85,8 +88,12 @@ def _difference(architecture: Architecture, config: Any, wanted: dict[str, Any])
 
 def _changed(wanted: dict[str, Any], got: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for name in {**wanted, **got}:
-        if wanted.get(name) != got.get(name):
-            yield name, got.get(name)
+        one, other = wanted.get(name), got.get(name)
+        if isinstance(one, float) and isinstance(other, float) and math.isclose(one, other, rel_tol=1e-9):
+            # A factor that config.json keeps as its inverse, or the root of it.
+            continue
+        if one != other:
+            yield name, other
 
 
 def same_meaning(config: Any, options: dict[str, Any]) -> bool:
