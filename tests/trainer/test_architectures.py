@@ -28,4 +28,6 @@ def test_an_example_is_the_architecture_that_it_is_called(name):
     [("gemma2", "1 rank"), ("gpt_oss", "2 ranks, tensor parallel"), ("deepseek_v3", "2 ranks, sharded")],
 )
 def test_the_first_losses_are_those_of_one_rank_on_torch(lab: Lab, name, layout):
-    assert_as_on_one_rank_of_torch(lab, name, layout, steps=3)
+    if lab.platform.name != "torch" and name == "deepseek_v3":
+        pytest.skip("two simulated ranks take most of a minute there: one of the two")
+    assert_as_on_one_rank_of_torch(lab, name, layout, steps=3 if lab.platform.name == "torch" else 2)
