@@ -16,7 +16,7 @@ from hp_dtensor.comm.world import current_world
 from hp_dtensor.exceptions import LaunchError
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.testing import run_ranks
-from hp_trainer.data import IGNORED, Rows, SampleOrder, TokenSamples, text
+from hp_trainer.data import IGNORED, Rows, SampleOrder, TokenSamples, documents
 from hp_trainer.exceptions import CheckpointError, TrainingError
 from hp_trainer.plugins import hookimpl
 from hp_trainer.run import RunFolder
@@ -104,7 +104,7 @@ class PartlyTaken(TokenSamples):
 
 
 def test_the_loss_is_the_mean_over_the_targets_of_all_ranks(lab, monkeypatch):
-    monkeypatch.setattr(text, "TokenSamples", PartlyTaken)
+    monkeypatch.setattr(documents, "TokenSamples", PartlyTaken)
     whole = lab.run("whole", training__eval_interval=STEPS)
     parts = lab.run("parts", FOUR_RANKS["folded"], 4, training__micro_batch_size=1, training__eval_interval=STEPS)
     assert_same_losses(parts, whole)
