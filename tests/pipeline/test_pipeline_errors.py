@@ -1,0 +1,90 @@
+"""Steps that cannot work are refused by name, and the next step works again."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hp_dtensor.comm.mesh import init_device_mesh
+from hp_dtensor.exceptions import LaunchError
+from hp_dtensor.parallel import nn
+from hp_dtensor.tensor.init import Normal, init_parameters
+from hp_dtensor.testing import run_ranks
+from hp_dtensor.testing.simulated import SimulatedGroup
+from hp_trainer.exceptions import PipelineError
+from hp_trainer.pipeline import Action, Kind, Pipeline, PipelineStage
+
+
+class Odd(nn.Module):
+    """Hands on what `made` makes of its input and the number of the call."""
+
+    def __init__(self, made) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.made, self.calls = made, 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.made(self.linear(x), self.calls)
+
+
+def pipeline_of(platform, made):
+    mesh = init_device_mesh("cpu", (2,), ("pp",), platform=platform)
+    with nn.building(platform):
+        module = Odd(made if mesh.get_rank() == 0 else lambda y, call: y)
+    init_parameters(module, lambda name, shape: Normal(0.5), seed=0)
+    stage = PipelineStage(module, mesh.get_rank(), 2)
+    return Pipeline([stage], "1f1b", mesh["pp"], lambda y, _: platform.ops.sum(y), num_microbatches=2)
+
+
+def batch(platform, rows=4):
+    return platform.from_numpy(np.ones((rows, 2), np.float32))
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (
+            lambda y, call: y if call == 1 else y[:1],
+            "stage 0 returned .* for micro-batch 1 and .* for the step's first",
+        ),
+        (lambda y, call: (y, object()), "stage 0 returns a object, which cannot be sent to the next stage"),
+    ],
+)
+def test_outputs_that_cannot_travel(hp_platform, made, message):
+    with pytest.raises(LaunchError, match=message):
+        run_ranks(lambda: pipeline_of(hp_platform, made).step(batch(hp_platform)), 2, hp_platform)
+
+
+def test_batches_that_make_no_equal_micro_batches(hp_platform):
+    def program():
+        pipeline = pipeline_of(hp_platform, lambda y, call: y)
+        if pipeline.has_first_stage:
+            with pytest.raises(PipelineError, match=r"shape \[3, 2\] cannot be cut along dimension 0 into 2 equal"):
+                pipeline.step(batch(hp_platform, rows=3))
+        with pytest.raises(PipelineError, match=r"the schedule has 2 micro-batches, got 1 targets"):
+            pipeline.run_microbatches([(batch(hp_platform),)] * 2, targets=[None])
+        with hp_platform.no_grad(), pytest.raises(PipelineError, match="nothing is recorded here"):
+            pipeline.step(batch(hp_platform))
+        losses = []
+        pipeline.step(batch(hp_platform), losses=losses)
+        return len(losses), pipeline.eval(batch(hp_platform, rows=8)) is not None
+
+    assert run_ranks(program, 2, hp_platform) == [(0, False), (2, True)]
+
+
+def test_a_rank_that_has_ended_is_named(hp_platform, monkeypatch):
+    """Errors of communication tell whom this rank waited for, and for what."""
+
+    def closed(self, x, source, async_op):
+        raise RuntimeError("Connection closed by peer")
+
+    def program():
+        pipeline = pipeline_of(hp_platform, lambda y, call: y)
+        pipeline._transfers.begin_step()
+        if pipeline.has_last_stage:
+            monkeypatch.setattr(SimulatedGroup, "_receive", closed)
+            pipeline._transfers.receive_forward(Action(1, Kind.FORWARD, 0))
+
+    with pytest.raises(LaunchError, match=r"receiving the inputs of 1F0: rank 0, which has stages 0, has ended"):
+        run_ranks(program, 2, hp_platform)
