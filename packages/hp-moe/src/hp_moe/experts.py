@@ -21,7 +21,14 @@ ScorePosition = Literal["before", "inside", "after"]
 
 
 class ExpertWeights(NamedTuple):
-    """The weights of this rank's experts, plain; None for those that the experts do not have."""
+    """The weights of this rank's experts, plain; None for those that the experts do not have.
+
+    Example:
+        >>> up = platform.zeros((2, 6, 4), platform.dtype("float32"))  # two experts, hidden 6, dim 4
+        >>> down = platform.zeros((2, 4, 6), platform.dtype("float32"))
+        >>> ExpertWeights(up, down).w3 is None  # no gate
+        True
+    """
 
     w1: Tensor
     w2: Tensor
