@@ -12,6 +12,7 @@ from typing import Any
 import numpy
 
 from hp_dtensor.platform.interface import Platform
+from hp_dtensor.tensor.dtensor import DTensor
 from hp_moe.exceptions import ExpertParallelError
 from hp_moe.routing import Routing
 
@@ -86,7 +87,9 @@ def _shape_problems(x: Tensor, weights: dict[str, Tensor], routing: Routing, num
 
 def _dtype_problems(platform: Platform, x: Tensor, weights: dict[str, Tensor], routing: Routing) -> Iterator[str]:
     name = platform.dtype_name
-    others = {key: name(weight.dtype) for key, weight in weights.items() if weight.dtype != x.dtype}
+    # In mixed precision FSDP casts the local part of a DTensor, which still tells the dtype of before.
+    parts = {key: platform.unwrap(each) if isinstance(each, DTensor) else each for key, each in weights.items()}
+    others = {key: name(part.dtype) for key, part in parts.items() if part.dtype != x.dtype}
     if others:
         found = ", ".join(f"{key} {dtype}" for key, dtype in others.items())
         yield f"x is {name(x.dtype)}, but the weights are not: {found}; cast one of them, or give FSDP's param_dtype"
