@@ -20,7 +20,6 @@ pytestmark = pytest.mark.real_ranks
 # 12 samples are divided by 3 ranks and by 4.
 SETTINGS = (
     "--training.steps=600",
-    "--training.micro_batch_size=1",
     "--optimizer.lr=1e-3",
     "--training.global_batch_size=12",
     "--lr_schedule.kind=constant",
@@ -33,7 +32,7 @@ SETTINGS = (
 @pytest.fixture
 def whole(folder, hp_train) -> list[float]:
     """Losses of one rank that nobody kills."""
-    code, _, err = hp_train("run.yaml", "--run.folder=whole", *SETTINGS).finish()
+    code, _, err = hp_train("run.yaml", "--run.folder=whole", *SETTINGS).finish(900)
     assert code == 0, err
     return losses_of(folder / "whole")
 
