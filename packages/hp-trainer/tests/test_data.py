@@ -35,6 +35,7 @@ from hp_trainer.data import (
     read_corpus_info,
     standard_library,
 )
+from hp_trainer.data.cache import read_notes, write_notes
 from hp_trainer.exceptions import ConfigError, DataError
 from hp_trainer.registries import Registries
 
@@ -450,3 +451,13 @@ def test_micro_batches_are_the_batch_in_parts() -> None:
     for name in ("ids", "targets", "positions", "samples"):
         assert np.array_equal(np.concatenate([getattr(one, name) for one in micro]), getattr(batch, name))
     assert len(batch.micro_batches(None)) == 1
+
+
+@pytest.mark.parametrize("damage", ["{", "[" * 100_000, "[]", "{}"], ids=["cut", "nested", "a list", "empty"])
+def test_damaged_notes_of_prepared_data_are_refused_by_name(tmp_path: Path, damage: str) -> None:
+    write_notes(tmp_path, {})
+    assert read_notes(tmp_path) == {}
+    (file,) = tmp_path.iterdir()
+    file.write_text(damage)
+    with pytest.raises(DataError, match=rf"{file.name} is damaged; begin a new run"):
+        read_notes(tmp_path)

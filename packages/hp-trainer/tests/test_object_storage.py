@@ -145,7 +145,7 @@ def test_later_checkpoints_are_set_aside_by_their_marks(storage: ObjectStorage, 
     assert open_latest(storage).step == 2
 
 
-@pytest.mark.parametrize("text", [b"{", b"[]", b"{}", b'{"prefix": "../x"}', b'{"prefix": 3}', b"\xff"])
+@pytest.mark.parametrize("text", [b"{", b"[" * 100_000, b"[]", b"{}", b'{"prefix": "../x"}', b'{"prefix": 3}', b"\xff"])
 def test_a_damaged_mark_is_no_checkpoint_and_the_one_before_is_found(
     storage: ObjectStorage, store: ObjectStore, text: bytes
 ) -> None:

@@ -129,7 +129,7 @@ class ObjectStorage(Storage):
             text = self._fs.cat_file(self._path(file))
         try:
             prefix = json.loads(text)["prefix"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             prefix = None
         # A damaged mark leads to itself, where no index is: the checkpoint is told as incomplete.
         is_name = isinstance(prefix, str) and prefix not in ("", ".", "..") and "/" not in prefix

@@ -100,5 +100,5 @@ def read_notes(run_data: Path) -> dict[str, list[CorpusNote]] | None:
         values = json.loads(file.read_text(encoding="utf-8"))
         assert values["format"] == 1
         return {use: [CorpusNote(**one) for one in notes] for use, notes in values["corpora"].items()}
-    except (ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, AssertionError, RecursionError) as error:
         raise DataError(f"{file} is damaged; begin a new run") from error

@@ -233,7 +233,7 @@ def _parse_info(text: str) -> CorpusInfo | None:
         info = CorpusInfo(files=files, **values)
         sound = info.format == _FORMAT and info.tokens > 0 and {"tokens", "ends"} <= files.keys() <= _DTYPES.keys()
         sound = sound and all(Path(file.name).name == file.name for file in files.values())
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     return info if sound else None
 

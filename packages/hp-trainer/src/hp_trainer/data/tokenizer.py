@@ -155,7 +155,7 @@ def _settings(folder: Path) -> dict[str, Any]:
         if file.is_file():
             try:
                 found |= json.loads(file.read_text(encoding="utf-8"))
-            except (ValueError, TypeError) as error:
+            except (ValueError, TypeError, RecursionError) as error:
                 raise DataError(f"{file} is damaged: {error}") from error
     return found
 

@@ -119,7 +119,7 @@ def saved_dataset_files(folder: Path, split: str | None) -> list[Path] | None:
 def _described(file: Path, key: str) -> Any:
     try:
         return json.loads(file.read_text(encoding="utf-8"))[key]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{file} is damaged: it should be an object with {key!r}") from error
 
 
