@@ -137,7 +137,9 @@ def full(framework: str) -> Path:
 
 def components() -> Path:
     """Return the interpreter of the environment with every component package and no framework."""
-    return workspace.development("components", workspace.COMPONENTS, (*TEST_TOOLS, "mypy==2.4.1", "types-PyYAML"))
+    # jinja2: a class of the trainer extends one of its classes.
+    tools = (*TEST_TOOLS, "mypy==2.4.1", "types-PyYAML", "jinja2>=3.1")
+    return workspace.development("components", workspace.COMPONENTS, tools)
 
 
 def for_tests(package: str) -> Path:
