@@ -49,6 +49,16 @@ def test_a_skipped_step_changes_nothing_but_the_position(lab, spoilt, degrees, w
     assert newest(run).state["samples"] == 48
 
 
+def test_a_skipped_step_moves_no_expert_bias(lab, spoilt):
+    settings = {"training__guard__on_nonfinite": "skip", "training__steps": 1, "checkpoint__interval": None}
+    plain = lab.run("plain", **settings)
+    spoilt[0] = math.nan
+    run = lab.run("run", **settings)
+    name = "model.layers.1.moe.expert_bias"
+    assert tensors(plain)[name].any()
+    assert not tensors(run)[name].any()
+
+
 @pytest.mark.parametrize(("degrees", "world_size"), [({}, 1), (FOUR_RANKS["folded"], 4)], ids=["1", "4"])
 def test_a_run_goes_back_to_its_checkpoint_and_leaves_the_data_out(lab, spoilt, degrees, world_size):
     spoilt[4] = math.nan

@@ -68,6 +68,7 @@ class LossTerms:
         tally: gets the sums over this rank's tokens.
         token_group: ranks that route different tokens; None: this rank routes them all.
         step_tokens: tokens of the optimizer step; None: a step is one micro-batch.
+        loss_scale: factor on the gradients, as on that of the caller's loss.
         last_shares: float32 `[experts]`, each expert's share of the choices of the step before.
         num_sequences: sequences of the input.
         sequences: returns the sequence of each of this rank's tokens, int64 `[tokens]`.
@@ -80,6 +81,7 @@ class LossTerms:
     tally: Tally
     token_group: ProcessGroup | None
     step_tokens: int | None
+    loss_scale: float
     last_shares: Tensor | None
     num_sequences: int
     sequences: Callable[[], Tensor]
@@ -99,7 +101,7 @@ class LossTerms:
             if loss is not None:
                 total = ops.add(total, ops.mul(loss, coefficient))
         kept(lambda: self.tally.add("losses", self.platform.detach(ops.stack(sums, 0))))
-        total = ops.mul(total, 1.0 if self.is_counted else 0.0)
+        total = ops.mul(total, self.loss_scale if self.is_counted else 0.0)
         if self.step_tokens is not None:
             return ops.div(total, float(self.step_tokens))
         tokens = ops.div(ops.sum(ops.cast(everywhere, logits.dtype)), float(experts.shape[1]))

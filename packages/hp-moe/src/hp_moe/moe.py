@@ -63,6 +63,8 @@ class MoE(nn.Module):
             distributed tensors that tell.
         step_tokens: tokens of the optimizer step, those of all ranks and micro-batches, which auxiliary losses are
             divided by; None: a step is one micro-batch.
+        loss_scale: factor that the caller multiplies its loss by (`GradScaler.get_scale()`), and that gradients are
+            divided by afterwards; auxiliary losses take it too.
 
     Raises:
         MoEConfigError: sizes or options that do not fit; all at once for the router.
@@ -78,6 +80,7 @@ class MoE(nn.Module):
     token_mesh: DeviceMesh | None
     sequence_mesh: DeviceMesh | None
     step_tokens: int | None
+    loss_scale: float
 
     def __init__(
         self,
@@ -153,6 +156,7 @@ class MoE(nn.Module):
         self.token_mesh = None
         self.sequence_mesh = None
         self.step_tokens = None
+        self.loss_scale = 1.0
         self.tally = Tally(self.platform, num_experts)
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
@@ -244,6 +248,7 @@ class MoE(nn.Module):
             self.tally,
             token_group=None if self.token_mesh is None else self.token_mesh.get_group(),
             step_tokens=self.step_tokens,
+            loss_scale=self.loss_scale,
             last_shares=plain(self.last_shares),
             num_sequences=math.prod(shape[:-2]),
             sequences=lambda: self._sequences(region, shape),

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy
 
 from hp_dtensor.parallel import nn
-from hp_dtensor.parallel.recompute import kept
+from hp_dtensor.parallel.recompute import is_checkpointed, kept
 from hp_dtensor.spec.placements import Partial
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_moe.aux_losses import attach_loss
@@ -182,7 +182,8 @@ class TokenChoiceTopKRouter(nn.Module):
         return self.platform.from_numpy(random.integers(self.num_experts, size=(self.hash_vocab_size, self.top_k)))
 
     def _jittered(self, x: Tensor, noise_key: int) -> Tensor:
-        if not (self.jitter and self.training):
+        # An evaluation sees no noise, and draws none from the training that goes on after it.
+        if not (self.jitter and self.training and (self.platform.is_grad_enabled() or is_checkpointed())):
             return x
         noise = kept(lambda: self._noise(tuple(x.shape), noise_key, self.platform.device_of(x)))
         return self.ops.mul(self.ops.cast(x, noise.dtype), noise)

@@ -18,6 +18,7 @@ from hp_trainer._exchange import all_ranks
 from hp_trainer.data import Batch
 from hp_trainer.exceptions import SilentCorruptionError, TrainingError
 from hp_trainer.training.setup import RankSetup
+from hp_trainer.training.state import local_of
 from hp_trainer.training.step import OptimizerStep
 
 Tensor = Any
@@ -41,9 +42,10 @@ class CorruptionChecks:
         Raises:
             SilentCorruptionError: on every rank when any rank's loss or gradients differ; names the ranks.
         """
+        buffers = self._copied_buffers()
         first = self._digests(self._step.accumulate_gradients(batch))
-        self._setup.optimizer.zero_grad()
-        self._forget_counts()
+        self._step.discard()
+        self._restore(buffers)
         loss = self._step.accumulate_gradients(batch)
         second = self._digests(loss)
         differ = [name for name in {**first, **second} if first.get(name) != second.get(name)]
@@ -90,13 +92,17 @@ class CorruptionChecks:
         values = np.ascontiguousarray(self._platform.to_numpy(self._platform.detach(local)))
         return values.reshape(-1).view(np.uint8).data
 
-    def _forget_counts(self) -> None:
-        """Forget what layers have counted in the first pass, as tokens of their experts."""
-        for _, module in self._platform.named_modules(self._setup.model):
-            tally = getattr(module, "tally", None)
-            if tally is not None:
-                tally.take()
-                tally.take_losses()
+    def _copied_buffers(self) -> list[Tensor]:
+        """Return copies of what a forward pass may change, as the number of a router's draws of noise."""
+        return [self._platform.ops.clone(self._platform.detach(buffer)) for buffer in self._buffers()]
+
+    def _restore(self, buffers: list[Tensor]) -> None:
+        with self._platform.no_grad():
+            for buffer, value in zip(self._buffers(), buffers, strict=True):
+                self._platform.copy_(buffer, value)
+
+    def _buffers(self) -> list[Tensor]:
+        return [local_of(self._platform, buffer) for _, buffer in self._platform.named_buffers(self._setup.model)]
 
 
 def _describe(differing: list[list[str]]) -> str:

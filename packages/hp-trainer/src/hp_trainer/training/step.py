@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from hp_dtensor.optim.clip import clip_grad_norm_, total_norm
+from hp_moe import moe_layers
 from hp_trainer.data import Batch
 from hp_trainer.training.setup import RankSetup
 
@@ -22,6 +23,7 @@ class OptimizerStep:
         self.model, self.optimizer, self.scaler = setup.model, setup.optimizer, setup.scaler
         self.shares = setup.sequence_shares()
         self.pipeline, self.stage_mesh = setup.pipeline, setup.stage_mesh
+        self._experts = list(moe_layers(self.model).values())
 
     def accumulate_gradients(self, batch: Batch) -> Tensor:
         """Run forward and backward of every micro-batch; return this rank's part of the mean loss per target.
@@ -29,6 +31,8 @@ class OptimizerStep:
         Gradients are synchronized over the ranks in the backward of the last micro-batch alone.
         """
         ops, total = self.platform.ops, None
+        for layer in self._experts:
+            layer.loss_scale = self.scaler.get_scale()
         # One division by the targets of the whole global batch: every layout sums the same terms.
         targets = max(1, batch.global_targets)
         if self.pipeline is not None:
@@ -95,8 +99,11 @@ class OptimizerStep:
         self.optimizer.zero_grad()
 
     def discard(self) -> None:
-        """Forget the gradients; nothing has changed."""
+        """Forget the gradients and the loads of experts; nothing has changed."""
         self.optimizer.zero_grad()
+        for layer in self._experts:
+            layer.tally.take()
+            layer.tally.take_losses()
 
     def _clip(self) -> float:
         parameters = [parameter for _, parameter in self.platform.named_parameters(self.model)]

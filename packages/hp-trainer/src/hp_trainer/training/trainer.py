@@ -145,7 +145,8 @@ class Trainer:
         verdict, norm = self._update(step, loss, learning_rate)
         if _is_due(step, self.config.training.replica_check_interval):
             self._corruption.compare_replicas(step)
-        metrics = dict((self.setup.pipeline or self.setup.model).after_optimizer_step())
+        # A step that is given up moves no expert biases either.
+        metrics = dict((self.setup.pipeline or self.setup.model).after_optimizer_step()) if verdict is GO_ON else {}
         if self.setup.scaler.is_enabled():
             metrics["loss_scale"] = self.setup.scaler.get_scale()
         if verdict is not GO_ON:

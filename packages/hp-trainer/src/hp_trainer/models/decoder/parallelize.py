@@ -174,6 +174,8 @@ def _expert_parallel(moe: MoE, dims: ParallelDims, mesh: DeviceMesh) -> None:
     if dims.tp_enabled and moe.shared_gate is not None:
         distribute_module(moe.shared_gate, mesh["tp"])
     moe.token_mesh = _token_mesh(dims, mesh)
+    if dims.cp_enabled:
+        moe.sequence_mesh = mesh["cp"]
 
 
 def _expert_style(dims: ParallelDims) -> tuple[BaseExpertParallel | None, tuple[str, ...]]:
