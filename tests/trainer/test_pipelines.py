@@ -7,6 +7,8 @@ import pytest
 from pipeline_runs import CASES, CLOSE, check, settings_of
 from training_runs import losses, tensors
 
+from hp_dtensor.exceptions import LaunchError
+
 # The others are for the proof.
 QUICK = [
     "1f1b",
@@ -46,3 +48,36 @@ def test_two_identical_runs_are_bitwise_identical(lab):
     assert losses(first) == losses(second)
     for name, value in tensors(first).items():
         np.testing.assert_array_equal(tensors(second)[name], value, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"parameter_groups": "[{match: [embed.*], lr_factor: 0.1}, {match: [head.*], weight_decay: 0}]"},
+        {"training__freeze": "[embed.*, 'layers.0.*']", "parameter_groups": "[{match: [head.*], lr_factor: 2}]"},
+        {"training__freeze": "['layers.1.*', norm.*, head.*]"},
+    ],
+    ids=["groups", "first stage frozen", "last stage frozen"],
+)
+def test_settings_of_parameters_of_one_stage_are_those_of_one_rank(lab, settings):
+    settings |= {"training__steps": 2, "checkpoint__interval": None}
+    one = lab.run("one", **settings)
+    run = lab.run("staged", {"pp": 2, "dp_shard": 2}, 4, training__micro_batch_size=2, **settings)
+    np.testing.assert_allclose(losses(run), losses(one), **CLOSE)
+    found, expected = tensors(run), tensors(one)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=2e-3, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"training__freeze": "[embedd.*]"}, r"training.freeze: no parameter is called embedd"),
+        ({"training__freeze": "['*']"}, "nothing is left to train"),
+        ({"parameter_groups": "[{match: [nothing]}]"}, "no parameter matches nothing"),
+    ],
+)
+def test_settings_of_parameters_of_no_stage_are_refused(lab, settings, told):
+    with pytest.raises(LaunchError, match=told):
+        lab.run("staged", {"pp": 2}, 2, **settings)

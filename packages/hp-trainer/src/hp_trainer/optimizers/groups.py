@@ -50,7 +50,11 @@ class GroupedOptimizer:
 
 
 def build_grouped(
-    named: Named, options: Any, groups: Sequence[ParameterGroupConfig], build: Callable[[Named, Any], Any]
+    named: Named,
+    options: Any,
+    groups: Sequence[ParameterGroupConfig],
+    build: Callable[[Named, Any], Any],
+    everyones: Callable[[Any], list[Any]] = lambda fact: [fact],
 ) -> Any:
     """Return one optimizer over all parameters, or one per group where there are groups.
 
@@ -59,6 +63,8 @@ def build_grouped(
         options: of the optimizer; a group's `weight_decay` replaces theirs.
         groups: the first that matches a parameter holds for it.
         build: makes an optimizer of some parameters with options.
+        everyones: returns a JSON value of every rank of a pipeline, whose stages have parameters of their own; default:
+            this rank has them all.
 
     Raises:
         TrainingError: a group matches no parameter.
@@ -66,7 +72,8 @@ def build_grouped(
     if not groups:
         return build(named, options)
     chosen = {name: _group_of(name, x, groups) for name, x in named}
-    unused = [", ".join(groups[n].match) for n in range(len(groups)) if n not in chosen.values()]
+    used = {n for part in everyones(sorted({n for n in chosen.values() if n is not None})) for n in part}
+    unused = [", ".join(groups[n].match) for n in range(len(groups)) if n not in used]
     if unused:
         names = ", ".join(name for name, _ in named[:5])
         raise TrainingError(

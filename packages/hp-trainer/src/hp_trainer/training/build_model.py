@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from hp_dtensor.exceptions import CapabilityError
@@ -33,7 +33,12 @@ def without_data(config: TrainerConfig, platform: Platform) -> Iterator[None]:
         yield
 
 
-def build_plain_model(config: TrainerConfig, platform: Platform, *parts: Any) -> Any:
+def build_plain_model(
+    config: TrainerConfig,
+    platform: Platform,
+    *parts: Any,
+    everyones: Callable[[Any], list[Any]] = lambda fact: [fact],
+) -> Any:
     """Return the model of a configuration, its parameters plain.
 
     A module without a `parallelize` of its own is wrapped as `PlainModel`. Its own initial values come from the run's
@@ -41,6 +46,8 @@ def build_plain_model(config: TrainerConfig, platform: Platform, *parts: Any) ->
 
     Args:
         parts: given on to what builds the model: the parts of a pipeline stage.
+        everyones: returns a JSON value of every rank of a pipeline, whose stages together have all parameters; default:
+            this rank has them all.
 
     Raises:
         ConfigError: a plan for a plain module, and a model that lays itself out.
@@ -48,7 +55,7 @@ def build_plain_model(config: TrainerConfig, platform: Platform, *parts: Any) ->
     platform.manual_seed(config.training.seed)
     with nn.building(platform):
         model = registries().models.get(config.model.name, platform.name).build(config.model.options, platform, *parts)
-    _freeze(model, config, platform)
+    _freeze(model, config, platform, everyones)
     parallel = config.parallel
     if not hasattr(model, "parallelize"):
         with nn.building(platform):
@@ -60,7 +67,7 @@ def build_plain_model(config: TrainerConfig, platform: Platform, *parts: Any) ->
     return model
 
 
-def _freeze(model: Any, config: TrainerConfig, platform: Platform) -> None:
+def _freeze(model: Any, config: TrainerConfig, platform: Platform, everyones: Callable[[Any], list[Any]]) -> None:
     """Take the gradients of what is not trained: all but adapters where there are any, and `training.freeze`.
 
     Raises:
@@ -72,19 +79,20 @@ def _freeze(model: Any, config: TrainerConfig, platform: Platform) -> None:
     for name, parameter in named.items():
         if (adapters_alone and not is_adapter(name)) or _matches(name, config.training.freeze):
             platform.set_requires_grad(parameter, False)
-    unused = [pattern for pattern in config.training.freeze if not any(_matches(name, [pattern]) for name in named)]
     # A stage of a pipeline has some of the parameters only.
-    if config.parallel.pp == 1:
-        raise_if_any(_freeze_problems(named, unused, platform), ConfigError, "training.freeze")
+    facts = everyones({name: bool(platform.requires_grad(parameter)) for name, parameter in named.items()})
+    is_trained = {name: trained for part in facts for name, trained in part.items()}
+    raise_if_any(_freeze_problems(is_trained, config.training.freeze), ConfigError, "training.freeze")
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _freeze_problems(named: dict[str, Any], unused: list[str], platform: Platform) -> Iterator[Problem]:
+def _freeze_problems(is_trained: dict[str, bool], patterns: Iterable[str]) -> Iterator[Problem]:
+    unused = [pattern for pattern in patterns if not any(_matches(name, [pattern]) for name in is_trained)]
     if unused:
-        some = ", ".join(list(named)[:4])
+        some = ", ".join(list(is_trained)[:4])
         yield Problem(path="training.freeze", what=f"no parameter is called {', '.join(unused)}", expected=f"as {some}")
-    if not any(platform.requires_grad(parameter) for parameter in named.values()):
+    if not any(is_trained.values()):
         yield Problem(path="training.freeze", what="nothing is left to train")

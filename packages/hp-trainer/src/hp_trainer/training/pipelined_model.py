@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.comm.world import ProcessGroup
 from hp_dtensor.platform.interface import Platform
 from hp_trainer.data import Batch
 from hp_trainer.models import DecoderParts
@@ -30,6 +31,11 @@ class ModelStage(PipelineStage):
         """Run these parts; the targets are the last stage's alone."""
         targets = kwargs["targets"] if self.is_last else None
         return self.submod(*args, targets, kwargs["positions"], self._parts)
+
+
+def exchange_over(group: ProcessGroup) -> Callable[[Any], list[Any]]:
+    """Return a function that takes a JSON value on every rank of a group and returns them all, in order."""
+    return lambda fact: [json.loads(part) for part in group.all_gather_bytes(json.dumps(fact).encode())]
 
 
 class PipelinedModel:
@@ -98,7 +104,7 @@ class PipelinedModel:
 
     def everyones(self, fact: Any) -> list[Any]:
         """Return a JSON value of every rank of the pipeline, in order."""
-        return [json.loads(part) for part in self.group.all_gather_bytes(json.dumps(fact).encode())]
+        return exchange_over(self.group)(fact)
 
     def after_optimizer_step(self) -> Mapping[str, float]:
         """Let the model follow the step; return its metrics over all stages."""

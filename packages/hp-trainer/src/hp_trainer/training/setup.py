@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from hp_trainer.run import RunFolder
 from hp_trainer.training.build_model import build_plain_model, without_data
 from hp_trainer.training.initial_weights import give_initial_weights
 from hp_trainer.training.optimizer import Optimizer
-from hp_trainer.training.pipelined_model import PipelinedModel
+from hp_trainer.training.pipelined_model import PipelinedModel, exchange_over
 from hp_trainer.training.sequence_shares import SequenceShares
 from hp_trainer.training.stages import StagePlan, plan_stages
 from hp_trainer.training.state import num_parameters
@@ -68,6 +69,7 @@ class RankSetup:
         dataset = open_dataset(run, config)
         plan = plan_stages(config, dims) if dims.pp_enabled else None
         model = build_model(config, platform, dims, mesh, plan, weights=weights)
+        everyones = _everyones(plan, mesh)
         return cls(
             config=config,
             platform=platform,
@@ -75,7 +77,7 @@ class RankSetup:
             mesh=mesh,
             dataset=dataset,
             model=model,
-            optimizer=build_optimizer(config, platform, model),
+            optimizer=build_optimizer(config, platform, model, everyones),
             scaler=build_scaler(config, platform),
             pipeline=None if plan is None else PipelinedModel(platform, model, plan, mesh),
             stage_mesh=None if plan is None else _stage_mesh(dims, mesh),
@@ -139,7 +141,7 @@ def build_model(
     """
     parts = () if plan is None else (plan.parts_of(mesh["pp"].get_local_rank()),)
     with without_data(config, platform):
-        model = build_plain_model(config, platform, *parts)
+        model = build_plain_model(config, platform, *parts, everyones=_everyones(plan, mesh))
     reshard = config.parallel.reshard_after_forward
     # None is fully_shard's own default: all modules but the outermost are resharded after forward.
     model.parallelize(dims, mesh, config.training, reshard_after_forward=None if reshard else False)
@@ -155,8 +157,18 @@ def _stage_mesh(dims: ParallelDims, mesh: DeviceMesh) -> DeviceMesh:
     return mesh.flatten("stage", axes)
 
 
-def build_optimizer(config: TrainerConfig, platform: Platform, model: Any) -> Optimizer:
+def _everyones(plan: StagePlan | None, mesh: DeviceMesh) -> Callable[[Any], list[Any]]:
+    """Return what gives a JSON value of every rank of this rank's pipeline; without one, of this rank."""
+    return (lambda fact: [fact]) if plan is None else exchange_over(mesh["pp"].get_group())
+
+
+def build_optimizer(
+    config: TrainerConfig, platform: Platform, model: Any, everyones: Callable[[Any], list[Any]] = lambda fact: [fact]
+) -> Optimizer:
     """Build the optimizer over the model's trainable parameters.
+
+    Args:
+        everyones: as in `build_grouped`.
 
     Raises:
         TrainingError: a parameter group matches none of them.
@@ -168,6 +180,7 @@ def build_optimizer(config: TrainerConfig, platform: Platform, model: Any) -> Op
         config.optimizer.options,
         config.parameter_groups,
         lambda some, options: entry.build(some, options, platform),
+        everyones,
     )
     return optimizer
 
