@@ -251,10 +251,7 @@ def test_nested_ragged_shards() -> None:
 # `zero` places everything at 0: the positions, the targets.
 NUMBERS: dict[str, tuple[str, Call]] = {
     "pad": ("value", lambda x, zero, s: F.pad(x, (1, 1), value=s)),
-    "index_add": ("alpha", lambda x, zero, s: x.index_add(0, zero, x, alpha=s)),
     "cross_entropy": ("label_smoothing", lambda x, zero, s: F.cross_entropy(x, zero, label_smoothing=s)),
-    "addmm": ("beta", lambda x, zero, s: torch.addmm(x, x, x[:3], beta=s)),
-    "baddbmm": ("alpha", lambda x, zero, s: torch.baddbmm(x[None], x[None], x[None, :3], alpha=s)),
     "norm": ("p", lambda x, zero, s: x.norm(s, 0)),
     "std": ("correction", lambda x, zero, s: x.std(0, correction=s)),
     "roll": ("shifts", lambda x, zero, s: x.roll(s.long(), 0)),
@@ -270,6 +267,26 @@ def test_a_dtensor_as_a_number_is_refused_by_name(name: str, call: Call) -> None
             call(x, zero, x.sum())
 
     run_ranks(rank, 2, "torch")
+
+
+FACTORS: dict[str, Call] = {
+    "index_add": lambda x, zero, s: x.index_add(0, zero, x, alpha=s),
+    "addmm": lambda x, zero, s: torch.addmm(x, x, x[:3], beta=s),
+    "baddbmm": lambda x, zero, s: torch.baddbmm(x[None], x[None], x[None, :3], alpha=s),
+}
+
+
+@pytest.mark.parametrize("call", FACTORS.values(), ids=FACTORS)
+def test_a_dtensor_as_a_factor_is_the_number_of_the_whole(call: Call) -> None:
+    x, zero = floats(4, 3), torch.zeros(4, dtype=torch.long)
+
+    def rank() -> Tensor:
+        mesh = DeviceMesh("cpu", (2,))
+        parts = [distribute_tensor(t, mesh, [Shard(0)]) for t in (x, zero)]
+        return call(*parts, parts[0].sum()).full_tensor()
+
+    for found in run_ranks(rank, 2, "torch"):
+        torch.testing.assert_close(found, call(x, zero, x.sum().item()))
 
 
 def test_a_row_is_filled_with_the_number_of_the_whole() -> None:
