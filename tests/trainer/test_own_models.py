@@ -6,10 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from training_runs import Lab, losses
+from training_runs import Lab, events, losses, newest
 
 from hp_dtensor.exceptions import LaunchError
 from hp_trainer.config import dump_config, load_config
+from hp_trainer.evaluation import measure_perplexity
 from hp_trainer.exceptions import ConfigError
 from hp_trainer.plugins import registries
 from hp_trainer.run import create_run
@@ -131,6 +132,16 @@ def test_a_model_of_transformers_trains_unchanged(lab: Lab, layout):
     config = laid_out(lab, TRANSFORMER, degrees, plan)
     world_size = int(np.prod(list(degrees.values())))
     np.testing.assert_allclose(trained(lab, "many", config, world_size), expected, rtol=1e-5)
+
+
+def test_the_perplexity_of_a_module_is_that_of_its_training(lab: Lab):
+    every = {"training.eval_interval": 3, "training.eval_batches": "null", "data.eval_fraction": 0.1}
+    config = configured(lab, NEUTRAL, **every)
+    run = lab.train(create_run(lab.folder / "run", config))
+    (told,) = events(run, "evaluation")
+    found = measure_perplexity(run, config, lab.platform, newest(run).folder)
+    assert found.tokens == told["tokens"]
+    assert found.loss == pytest.approx(told["loss"], rel=1e-5)
 
 
 def test_options_are_checked_and_the_run_remembers_the_file(lab: Lab):

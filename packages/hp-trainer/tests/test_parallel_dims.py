@@ -281,3 +281,13 @@ def test_a_million_ranks_cost_what_eight_do() -> None:
     large = min(seconds_for(2**20) for _ in range(20))
     # Both take some 0.2 ms; anything per rank would take seconds.
     assert large < 5 * small + 1e-3
+
+
+def test_context_parallel_ranks_do_not_drop_choices_by_position() -> None:
+    config = SimpleNamespace(num_attention_heads=4, capacity_factor=1.0, drop_policy="position")
+    dims = ParallelDims(cp=2, dp_shard=1, world_size=2)
+    with pytest.raises(ParallelDimsError, match=r"which model[.]drop_policy=position drops"):
+        dims.validate_against_model(config)
+    ParallelDims(dp_shard=2, world_size=2).validate_against_model(config)
+    config.drop_policy = "probability"
+    dims.validate_against_model(config)

@@ -19,6 +19,7 @@ from hp_trainer.plugins import registries
 from hp_trainer.records import perplexity_of
 from hp_trainer.run import RunFolder, checkpoint_storage
 from hp_trainer.training import load_state
+from hp_trainer.training.build_model import build_plain_model
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def _measure(
     if not len(samples):
         raise DataError("there is no sample to evaluate with; give some: --data.path=..., or --data.eval=[{path: ...}]")
     with use_world(SilentWorld(0, 1, platform)), platform.no_grad():
-        model = registries().models.get(config.model.name, platform.name).build(config.model.options, platform)
+        model = build_plain_model(config, platform)
         opened = Checkpoint(checkpoint_storage(run, config), checkpoint)
         opened.check_model(to_plain(config.model))
         load_state(platform, model, None, opened)

@@ -59,6 +59,14 @@ def context_problems(dims: Any, config: Any, length: int | None = None) -> Itera
             got=str(named),
             hint=f"ulysses_degree={join_choices(legal[-2:])} and cp_method=ring",
         )
+    if getattr(config, "capacity_factor", None) is not None and getattr(config, "drop_policy", None) == "position":
+        yield Problem(
+            path="cp",
+            what="the last tokens, which model.drop_policy=position drops, are not those of the last rank",
+            expected="1, or choices dropped by their scores",
+            got=str(dims.cp),
+            hint="cp=1, or model.drop_policy=probability",
+        )
     if length is not None and length < dims.cp * dims.tp:
         yield Problem(
             path="cp",
