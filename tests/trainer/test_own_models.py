@@ -144,6 +144,19 @@ def test_the_perplexity_of_a_module_is_that_of_its_training(lab: Lab):
     assert found.loss == pytest.approx(told["loss"], rel=1e-5)
 
 
+def test_a_module_trains_in_training_and_nowhere_else(lab: Lab):
+    checking = NEUTRAL.replace(
+        "    def forward(self, ids):\n",
+        "    def forward(self, ids):\n"
+        "        assert self.training == self.up.training == self.platform.is_grad_enabled()\n"
+        "        assert not self.down.training, 'was put out of training when it was built'\n",
+    ).replace("2 * options.width, 256)\n", "2 * options.width, 256)\n        self.down.training = False\n")
+    config = configured(lab, checking, **{"training.eval_interval": 1, "training.eval_batches": 1})
+    run = lab.train(create_run(lab.folder / "run", config))
+    assert len(events(run, "evaluation")) == 3
+    assert measure_perplexity(run, config, lab.platform, newest(run).folder).tokens
+
+
 def test_options_are_checked_and_the_run_remembers_the_file(lab: Lab):
     config = configured(lab, NEUTRAL, options=", width: 4")
     assert config.model.options.width == 4

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
@@ -59,7 +60,8 @@ class PlainModel(nn.Module):
             raise TrainingError(
                 "a plain module cannot keep packed documents apart; pack none (data.packing), or use model.name=decoder"
             )
-        logits = _logits_of(self.module(ids))
+        with contextlib.nullcontext() if self.platform.is_grad_enabled() else self._evaluating():
+            logits = _logits_of(self.module(ids))
         logits = self.ops.cast(logits, self.platform.dtype("float32"))
         if targets is None:
             return _whole(logits)
@@ -100,6 +102,18 @@ class PlainModel(nn.Module):
             modules[name].set_reduce_op_type("sum", recurse=False)
         fully_shard(self, mesh[*outer, "fsdp"], **options)
         self.set_reduce_op_type("sum", recurse=False)
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Take modules out of training in the block, such as dropout; those that never were stay so afterwards."""
+        trained = [module for _, module in self.platform.named_modules(self.module) if module.training]
+        for module in trained:
+            module.training = False
+        try:
+            yield
+        finally:
+            for module in trained:
+                module.training = True
 
     def after_optimizer_step(self, everyones: Any = None) -> Mapping[str, float]:
         """Return nothing to log."""
