@@ -306,3 +306,11 @@ def test_training_equals_one_device(make, placement):
         assert got.keys() == expected.keys()
         for name, value in got.items():  # sums over ranks, in another order
             torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_a_print_of_freed_memory_says_so():
+    def rank(mesh, x):
+        x.to_local().untyped_storage().resize_(0)
+        return repr(x)
+
+    assert all("local=<freed>" in text for text in on_ranks(rank))

@@ -292,7 +292,10 @@ class TorchDTensor(HostValues, DTensor, torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         with LocalOperations():
-            local = torch.Tensor.__repr__(self.detach())
+            plain = self.detach()
+            # FSDP frees the storage of a gathered parameter and keeps the tensor: there is nothing to read.
+            is_freed = plain.numel() > 0 and plain.untyped_storage().nbytes() == 0 and not plain.is_meta
+            local = "<freed>" if is_freed else torch.Tensor.__repr__(plain)
             recorded = f", grad_fn=<{self.grad_fn.name()}>" if self.grad_fn else ", requires_grad=True"
         kind = "Parameter of DTensor" if getattr(self, "_is_param", False) else "DTensor"
         spec = self._spec
