@@ -33,9 +33,13 @@ def block_problems(config: DecoderConfig) -> Iterator[Problem]:
 
 
 def adapter_problems(config: DecoderConfig) -> Iterator[Problem]:
-    """Yield the targets of adapters that no block of this model has."""
+    """Yield the targets of adapters that no block of this model has, and what adapters cannot be trained with."""
     if config.lora.rank is None:
         return
+    if config.global_batch_aux_loss:
+        # It needs the shares of the step before, which adapted models, whose routers stand still, do not note.
+        what = "would have no effect beside adapters, with which routers are not trained"
+        yield Problem(path="global_batch_aux_loss", what=what, expected="0", got=str(config.global_batch_aux_loss))
     names = {"q_proj", "k_proj", "v_proj", "o_proj"}
     if config.attention == "latent":
         queries = {"q_proj"} if config.q_lora_rank is None else {"q_a_proj", "q_b_proj"}
