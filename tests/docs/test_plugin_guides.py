@@ -20,6 +20,8 @@ GUIDES: dict[str, list[Block]] = {}
 for block in blocks():
     if block.title:
         GUIDES.setdefault(str(block.page.relative_to(ROOT)), []).append(block)
+# Other pages have files with titles too; a plugin is installed.
+GUIDES = {page: files for page, files in GUIDES.items() if any(each.title == "pyproject.toml" for each in files)}
 
 
 def install(files: list[Block], site: Path) -> None:
