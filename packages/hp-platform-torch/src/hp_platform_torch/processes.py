@@ -99,7 +99,9 @@ class TorchProcesses(ProcessInterface):
 
     def disconnect(self) -> None:
         world, self._world = self._world, None
-        self._adopted = dist.group.WORLD if dist.is_initialized() else None
+        # Of the program's own group; one of ours that outlived its destruction would end the process with an abort.
+        is_left = dist.is_initialized() and not self._owns_process_group
+        self._adopted = dist.group.WORLD if is_left else None
         if world is not None:
             world.close()
         forget_plans()
