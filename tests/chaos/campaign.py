@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import functools
 import os
 import random
 import re
@@ -13,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import faults
@@ -67,6 +68,10 @@ class Campaign:
     def train(self, prepare: Callable[[], None] = lambda: None, *settings: str) -> Ended:
         return self.start(prepare, *settings).wait()
 
+    def train_with(self, act: faults.Act, *settings: str) -> Ended:
+        """Train with `act` called before each operation on the run's files."""
+        return self.train(lambda: faults.watch_operations(self.run, act), *settings)
+
     def start(self, prepare: Callable[[], None] = lambda: None, *settings: str) -> Process:
         return Process(["run", "run.yaml", "--run.folder=out", *settings], self.log, prepare)
 
@@ -85,7 +90,7 @@ class Campaign:
     def count_operations(self) -> int:
         self.clear()
         count = self.folder / "count"
-        self.expect(self.train(lambda: faults.watch_operations(self.run, faults.count_into(count))), 0)
+        self.expect(self.train_with(faults.count_into(count)), 0)
         return int(count.read_text())
 
     def clear(self) -> None:
@@ -117,10 +122,7 @@ class Campaign:
         def case(*numbers: int) -> str:
             self.clear()
             for number in numbers:
-                watch = faults.kill_at(number)
-                self.expect(
-                    self.train(lambda watch=watch: faults.watch_operations(self.run, watch)), -signal.SIGKILL, 0
-                )
+                self.expect(self.train_with(faults.kill_at(number)), -signal.SIGKILL, 0)
             return self.expect_recovery()
 
         for number in range(1, self.operations + 1):
@@ -135,7 +137,7 @@ class Campaign:
             self.clear()
             code = random_.choice([errno.ENOSPC, errno.EIO, errno.EACCES, errno.EDQUOT])
             act = faults.fail_at(random_.randint(1, self.operations), code)
-            ended = self.train(lambda: faults.watch_operations(self.run, act))
+            ended = self.train_with(act)
             self.expect(ended, 0, 1, 2)
             if ended.code and os.strerror(code) not in ended.errors:
                 raise Failure(f"the reason is not told: {ended.errors[-800:]}")
@@ -188,8 +190,7 @@ class Campaign:
             self.clear()
             act = faults.slow_down(random_.choice([0.001, 0.01, 0.05]))
             background = random_.choice(["true", "false"])
-            prepare = lambda: faults.watch_operations(self.run, act)  # noqa: E731 - made for each case
-            self.expect(self.train(prepare, f"--checkpoint.background={background}"), 0)
+            self.expect(self.train_with(act, f"--checkpoint.background={background}"), 0)
             return self.expect_recovery()
 
         while True:
@@ -254,25 +255,30 @@ class Campaign:
         raise Failure(f"rank {rank} is not there")
 
 
+FAMILIES: dict[str, Callable[[Campaign], Iterator[Case]]] = {
+    "kill": Campaign.kills,
+    "error": Campaign.errors,
+    "damage": Campaign.damages,
+    "signal": Campaign.signals,
+    "slow": Campaign.slow_disks,
+    "clock": Campaign.clocks,
+    "ranks": Campaign.ranks,
+}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=3.0, help="for all families together")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="families, separated by commas")
     options = parser.parse_args()
+    names = options.only.split(",") if options.only else list(FAMILIES)
+    if unknown := [name for name in names if name not in FAMILIES]:
+        parser.error(f"there is no family {', '.join(unknown)}; there are: {', '.join(FAMILIES)}")
     platform = get_platform().name
     with tempfile.TemporaryDirectory() as folder:
         campaign = Campaign(Path(folder).resolve(), platform)
-        families = {
-            "kill": campaign.kills,
-            "error": campaign.errors,
-            "damage": campaign.damages,
-            "signal": campaign.signals,
-            "slow": campaign.slow_disks,
-            "clock": campaign.clocks,
-            "ranks": campaign.ranks,
-        }
-        chosen = {name: family for name, family in families.items() if name in (options.only or ",".join(families))}
+        chosen = {name: functools.partial(FAMILIES[name], campaign) for name in names}
         ends, failures = run_families(chosen, options.minutes * 60, options.seed)
     print(table(platform, ends))
     for failure in failures:
@@ -281,7 +287,7 @@ def main() -> int:
 
 
 def run_families(
-    families: dict[str, Callable[[], Iterator[Case]]], seconds: float, seed: int
+    families: Mapping[str, Callable[[], Iterator[Case]]], seconds: float, seed: int
 ) -> tuple[dict[str, Counter[str]], list[str]]:
     """Run cases of each family for its part of the time, at least two; return how they ended, and failures."""
     ends: dict[str, Counter[str]] = defaultdict(Counter)

@@ -1,4 +1,4 @@
-"""What a case does to the process that trains, or to the files of its run."""
+"""Faults: done to the process that trains, or to the files of its run."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any
 
 # Audit events of Python (docs.python.org, "Audit events table") that change files.
 _EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.link", "os.truncate")
-_READ_ONLY = os.O_RDONLY
 
-Act = Callable[[str], None]
+# Called before an operation on a file, with the number of operations up to it and the path.
+Act = Callable[[int, str], None]
 
 
-def watch_operations(folder: Path, act: Callable[[int, str], None]) -> None:
+def watch_operations(folder: Path, act: Act) -> None:
     """Call `act(number, path)` before each operation of this process that changes files of a folder."""
     count = 0
     prefix = str(folder)
@@ -29,7 +29,7 @@ def watch_operations(folder: Path, act: Callable[[int, str], None]) -> None:
         if event not in _EVENTS or not arguments:
             return
         path = os.fsdecode(arguments[0]) if isinstance(arguments[0], str | bytes | os.PathLike) else ""
-        if event == "open" and (not isinstance(arguments[2], int) or arguments[2] & os.O_ACCMODE == _READ_ONLY):
+        if event == "open" and (not isinstance(arguments[2], int) or arguments[2] & os.O_ACCMODE == os.O_RDONLY):
             return
         if os.path.abspath(path).startswith(prefix):
             count += 1
@@ -38,7 +38,7 @@ def watch_operations(folder: Path, act: Callable[[int, str], None]) -> None:
     sys.addaudithook(hook)
 
 
-def kill_at(number: int) -> Callable[[int, str], None]:
+def kill_at(number: int) -> Act:
     """Return an act that ends the process at an operation as a power failure would."""
 
     def act(count: int, path: str) -> None:
@@ -48,7 +48,7 @@ def kill_at(number: int) -> Callable[[int, str], None]:
     return act
 
 
-def fail_at(number: int, code: int) -> Callable[[int, str], None]:
+def fail_at(number: int, code: int) -> Act:
     """Return an act that makes an operation, and all after it, fail with a system error."""
 
     def act(count: int, path: str) -> None:
@@ -58,12 +58,12 @@ def fail_at(number: int, code: int) -> Callable[[int, str], None]:
     return act
 
 
-def slow_down(seconds: float) -> Callable[[int, str], None]:
+def slow_down(seconds: float) -> Act:
     """Return an act that delays every operation."""
     return lambda count, path: time.sleep(seconds)
 
 
-def count_into(file: Path) -> Callable[[int, str], None]:
+def count_into(file: Path) -> Act:
     """Return an act that notes how many operations there are."""
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT, 0o600)
 
