@@ -36,7 +36,7 @@ def write_arrow(file: Path, opener: Any = pa.ipc.new_stream, rows: list[dict[str
 
 
 def write_saved(folder: Path) -> Path:
-    """What `datasets.Dataset.save_to_disk` writes for a dataset of two shards."""
+    """Write a dataset of two shards as `datasets.Dataset.save_to_disk` does."""
     folder.mkdir(parents=True)
     files = [f"data-0000{n}-of-00002.arrow" for n in range(2)]
     for file, rows in zip(files, (ROWS[:3], ROWS[3:]), strict=True):

@@ -1,4 +1,4 @@
-"""What ranks say when nothing goes on: early, and about the right one."""
+"""Reports of ranks when nothing goes on: early, and about the right one."""
 
 from __future__ import annotations
 
