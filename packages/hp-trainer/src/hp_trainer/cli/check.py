@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hp_trainer.cli.arguments import Parser, UsageError, parse
-from hp_trainer.cli.help import USAGE
-from hp_trainer.config import TrainerConfig, load_config
-from hp_trainer.exceptions import ConfigError, raise_if_any
-from hp_trainer.launch import check_new_run, chosen_platform, no_platform, world_size_of
+from hp_trainer.cli.arguments import Parser, parse
+from hp_trainer.cli.shared import check_world_size, load, refuse
+from hp_trainer.config import TrainerConfig
+from hp_trainer.launch import check_new_run, chosen_platform, world_size_of
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.plugins import registries
 from hp_trainer.run import chosen_run_folder
@@ -20,14 +19,11 @@ def check_command(given: list[str]) -> int:
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("--world-size", type=int, metavar="N")
     options, overrides = parse(parser, given)
-    problem = no_platform()
-    raise_if_any([] if problem is None else [problem], ConfigError, options.config)
-    loaded = load_config(options.config, overrides, registered=registries())
-    if options.world_size is not None and options.world_size < 1:
-        raise UsageError(f"--world-size must be at least 1, got {options.world_size}\n{USAGE}")
+    loaded = load(options.config, overrides)
+    check_world_size(options.world_size)
     world_size = options.world_size or world_size_of(loaded.config)
     folder = chosen_run_folder(loaded, Path(options.config))
-    raise_if_any(check_new_run(loaded, folder, world_size, registries()), ConfigError, options.config)
+    refuse(check_new_run(loaded, folder, world_size, registries()), options.config)
     print(describe_run(loaded.config, world_size))
     return 0
 

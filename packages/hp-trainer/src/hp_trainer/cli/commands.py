@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 from hp_dtensor.platform.selection import get_platform
 from hp_trainer.cli.arguments import Parser, UsageError, parse
@@ -15,12 +14,11 @@ from hp_trainer.cli.profile import profile_command
 from hp_trainer.cli.report_commands import compare_command, report_command
 from hp_trainer.cli.runs import checkpoints_command, resume_command, run_command
 from hp_trainer.cli.schedule import schedule_command
-from hp_trainer.cli.shared import load, newest, require_platform, resolved
+from hp_trainer.cli.shared import check_world_size, load, newest, open_run
 from hp_trainer.cli.sweep import sweep_command
 from hp_trainer.generation import generate
 from hp_trainer.launch import training_problems, world_size_of
 from hp_trainer.parallel import describe_layouts, list_layouts
-from hp_trainer.run import RunFolder
 
 
 def generate_command(given: list[str]) -> int:
@@ -29,9 +27,7 @@ def generate_command(given: list[str]) -> int:
     parser.add_argument("run", metavar="RUN")
     parser.add_argument("--prompt", action="append", metavar="TEXT")
     options, overrides = parse(parser, given)
-    run = RunFolder.open(Path(options.run))
-    require_platform(str(run.config_file))
-    config = resolved(run.load_config(overrides).config, run.path)
+    run, config = open_run(options.run, overrides)
     prompts = options.prompt or list(config.generate.prompts)
     checkpoint = newest(run, config).folder
     for text in generate(run, config, get_platform(config.platform), prompts, checkpoint):
@@ -47,8 +43,7 @@ def layouts_command(given: list[str]) -> int:
     options, overrides = parse(parser, given)
     if options.config is None and (options.world_size is None or overrides):
         raise UsageError(f"layouts needs a CONFIG, or a --world-size without settings\n{USAGE}")
-    if options.world_size is not None and options.world_size < 1:
-        raise UsageError(f"--world-size must be at least 1, got {options.world_size}\n{USAGE}")
+    check_world_size(options.world_size)
     if options.config is None:
         print(describe_layouts(list_layouts(options.world_size), options.world_size))
         return 0

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from hp_dtensor.platform.selection import get_platform
-from hp_trainer.cli.arguments import Parser, UsageError, parse
-from hp_trainer.cli.shared import newest, refuse, require_platform, resolved
+from hp_trainer.cli.arguments import Parser, parse
+from hp_trainer.cli.shared import newest, open_run, refuse, refuse_settings
 from hp_trainer.data import train_tokenizer
 from hp_trainer.evaluation import measure_perplexity, measure_perplexity_on, run_harness
 from hp_trainer.plugins import registries
-from hp_trainer.run import RunFolder
 
 
 def tokenizer_command(given: list[str]) -> int:
@@ -22,8 +21,7 @@ def tokenizer_command(given: list[str]) -> int:
     parser.add_argument("--field", default="text", metavar="NAME")
     parser.add_argument("--max-bytes", type=int, metavar="N")
     options, overrides = parse(parser, given)
-    if overrides:
-        raise UsageError(f"tokenizer takes no settings, got --{overrides[0][0]}")
+    refuse_settings("tokenizer", overrides)
     count = train_tokenizer(
         Path(options.data).expanduser(),
         Path(options.to).expanduser(),
@@ -46,10 +44,8 @@ def evaluate_command(given: list[str]) -> int:
     options, overrides = parse(parser, given)
     if options.tasks is not None:
         return run_harness(Path(options.run), options.tasks, [f"--{name}={value}" for name, value in overrides])
-    run = RunFolder.open(Path(options.run))
-    require_platform(str(run.config_file))
+    run, config = open_run(options.run, overrides)
     given_data = [name for name, _ in overrides if name.startswith("data.")]
-    config = resolved(run.load_config(overrides).config, run.path)
     checkpoint = newest(run, config)
     arguments = (run, config, get_platform(config.platform), checkpoint.folder)
     if given_data:

@@ -8,9 +8,8 @@ from hp_dtensor.launch import from_environment, is_launched
 from hp_dtensor.platform.selection import get_platform
 from hp_trainer._exchange import Alone
 from hp_trainer.cli.arguments import Parser, parse
-from hp_trainer.cli.shared import newest, require_platform, resolved
+from hp_trainer.cli.shared import newest, open_run
 from hp_trainer.launch import is_first_process
-from hp_trainer.run import RunFolder
 from hp_trainer.run.export import DTYPES, export_run
 
 
@@ -26,9 +25,7 @@ def export_command(given: list[str]) -> int:
     parser.add_argument("--lora", choices=("merged", "adapter"), default="merged")
     parser.add_argument("--file-bytes", type=int, default=5 * 10**9)
     options, overrides = parse(parser, given)
-    run = RunFolder.open(Path(options.run))
-    require_platform(str(run.config_file))
-    config = resolved(run.load_config(overrides).config, run.path)
+    run, config = open_run(options.run, overrides)
     checkpoint = newest(run, config)
     platform = get_platform(config.platform)
     group = from_environment(platform, config.launch.timeout_seconds).all if is_launched() else Alone()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hp_trainer.cli.arguments import Overrides, Parser, UsageError, parse
+from hp_trainer.cli.arguments import Parser, UsageError, parse
 from hp_trainer.cli.help import USAGE
+from hp_trainer.cli.shared import refuse_settings
 from hp_trainer.report import compare_runs, report_run
 
 
@@ -15,7 +16,7 @@ def report_command(given: list[str]) -> int:
     parser.add_argument("run", metavar="RUN")
     parser.add_argument("--to", metavar="FILE", type=Path)
     options, overrides = parse(parser, given)
-    _refuse_settings(overrides)
+    refuse_settings("report", overrides)
     print(report_run(Path(options.run), options.to))
     return 0
 
@@ -26,14 +27,9 @@ def compare_command(given: list[str]) -> int:
     parser.add_argument("runs", metavar="RUN", nargs="+")
     parser.add_argument("--to", metavar="FILE", type=Path, default=Path("comparison.html"))
     options, overrides = parse(parser, given)
-    _refuse_settings(overrides)
+    refuse_settings("compare", overrides)
     if len(options.runs) < 2:
         raise UsageError(f"compare needs two runs or more\n{USAGE}")
     print(compare_runs([Path(run) for run in options.runs], options.to))
     print(f"\ncurves: {options.to}")
     return 0
-
-
-def _refuse_settings(overrides: Overrides) -> None:
-    if overrides:
-        raise UsageError(f"--{overrides[0][0]} is no option of this command\n{USAGE}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from hp_dtensor.launch import is_launched
@@ -10,7 +11,7 @@ from hp_trainer.cli.arguments import Parser, UsageError, parse
 from hp_trainer.cli.checkpoint_table import describe_checkpoints
 from hp_trainer.cli.help import USAGE
 from hp_trainer.cli.output import print_if_read
-from hp_trainer.cli.shared import load, newest, refuse, require_platform, resolved, tell
+from hp_trainer.cli.shared import load, newest, open_run, refuse, require_platform, resolved, tell
 from hp_trainer.config import LoadedConfig, TrainerConfig, to_plain
 from hp_trainer.exceptions import Problem
 from hp_trainer.launch import (
@@ -43,11 +44,7 @@ def train_command(given: list[str]) -> int:
         create_run(folder, config)
         return None
 
-    # Of a launcher's ranks one looks at folder and data, when the others can learn from it what it finds.
-    if is_launched():
-        refuse(check_settings(loaded, world_size_of(config), registries()), options.config)
-    else:
-        check()
+    _check_early(loaded, options.config, check)
     return _report(launch_training(config, folder, prepare), config)
 
 
@@ -77,10 +74,7 @@ def run_command(given: list[str]) -> int:
         complete_run(run, config)
         return None
 
-    if is_launched():
-        refuse(check_settings(loaded, world_size_of(config), registries()), options.config)
-    else:
-        check()
+    _check_early(loaded, options.config, check)
     return _report(launch_training(config, folder, prepare), config)
 
 
@@ -103,11 +97,20 @@ def checkpoints_command(given: list[str]) -> int:
     parser = Parser(prog="hp-train checkpoints", add_help=False)
     parser.add_argument("run", metavar="RUN")
     options, overrides = parse(parser, given)
-    run = RunFolder.open(Path(options.run))
-    require_platform(str(run.config_file))
-    table, all_sound = describe_checkpoints(checkpoint_storage(run, run.load_config(overrides).config))
+    table, all_sound = describe_checkpoints(checkpoint_storage(*open_run(options.run, overrides)))
     print(table)
     return 0 if all_sound else 1
+
+
+def _check_early(loaded: LoadedConfig, title: str, check: Callable[[], None]) -> None:
+    """Refuse what a run cannot be begun or gone on with, before anything is locked or made.
+
+    Of a launcher's ranks one looks at folder and data by `check`, when the others can learn from it what it finds.
+    """
+    if is_launched():
+        refuse(check_settings(loaded, world_size_of(loaded.config), registries()), title)
+    else:
+        check()
 
 
 def _run_problems(loaded: LoadedConfig, folder: Path) -> list[Problem]:

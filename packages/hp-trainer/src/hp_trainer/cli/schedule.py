@@ -7,6 +7,7 @@ from typing import Any
 
 from hp_trainer.cli.arguments import Parser, UsageError, parse
 from hp_trainer.cli.help import USAGE
+from hp_trainer.cli.shared import refuse_settings
 from hp_trainer.pipeline import (
     ActionSeconds,
     Schedule,
@@ -59,8 +60,7 @@ def _options(given: list[str]) -> Any:
     parser.add_argument("--show", choices=("times", "actions"), default="times")
     parser.add_argument("--to", metavar="FILE")
     options, settings = parse(parser, given)
-    if settings:
-        raise UsageError(f"schedule takes no setting {settings[0]}\n{USAGE}")
+    refuse_settings("schedule", settings)
     return options
 
 

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 from hp_trainer.checkpoint import Checkpoint, find_latest, open_latest
-from hp_trainer.cli.arguments import Overrides
+from hp_trainer.cli.arguments import Overrides, UsageError
+from hp_trainer.cli.help import USAGE
 from hp_trainer.config import LoadedConfig, TrainerConfig, load_config, to_plain
 from hp_trainer.exceptions import ConfigError, Problem, raise_if_any
 from hp_trainer.launch import chosen_platform, no_platform
@@ -30,6 +31,18 @@ def load(path: str, overrides: Overrides) -> LoadedConfig:
     return load_config(path, overrides, registered=registries())
 
 
+def open_run(path: str, overrides: Overrides) -> tuple[RunFolder, TrainerConfig]:
+    """Return the run in a folder, and its configuration with overrides.
+
+    Raises:
+        RunFolderError: there is no run in it.
+        ConfigError: listing every problem.
+    """
+    run = RunFolder.open(Path(path))
+    require_platform(str(run.config_file))
+    return run, resolved(run.load_config(overrides).config, run.path)
+
+
 def require_platform(title: str) -> None:
     """Refuse to read settings without any platform: names that platforms register would be called unknown."""
     problem = no_platform()
@@ -39,6 +52,26 @@ def require_platform(title: str) -> None:
 def refuse(problems: list[Problem], title: str) -> None:
     """Raise a `ConfigError` about what is called `title` when there are problems."""
     raise_if_any(problems, ConfigError, title)
+
+
+def refuse_settings(command: str, overrides: Overrides) -> None:
+    """Refuse options that a command without a configuration does not have.
+
+    Raises:
+        UsageError: there is one.
+    """
+    if overrides:
+        raise UsageError(f"{command} takes no settings, got --{overrides[0][0]}\n{USAGE}")
+
+
+def check_world_size(world_size: int | None) -> None:
+    """Refuse a number of ranks that is none.
+
+    Raises:
+        UsageError: it is below 1.
+    """
+    if world_size is not None and world_size < 1:
+        raise UsageError(f"--world-size must be at least 1, got {world_size}\n{USAGE}")
 
 
 def resolved(config: TrainerConfig, folder: Path) -> TrainerConfig:

@@ -11,8 +11,8 @@ from pathlib import Path
 from hp_dtensor.launch import is_launched
 from hp_trainer.cli.arguments import Overrides, Parser, UsageError, parse
 from hp_trainer.cli.help import USAGE
-from hp_trainer.config import load_config
-from hp_trainer.exceptions import ConfigError, Problem, raise_if_any
+from hp_trainer.cli.shared import load, refuse, tell
+from hp_trainer.exceptions import Problem
 from hp_trainer.launch import check_new_run, world_size_of
 from hp_trainer.plugins import registries
 from hp_trainer.report import compare_runs
@@ -41,7 +41,7 @@ def sweep_command(given: list[str]) -> int:
         print(compare_runs(done, base / "comparison.html"))
         print(f"\ncurves: {base / 'comparison.html'}")
     for folder in failed:
-        print(f"hp-train: {folder} failed", file=sys.stderr)
+        tell(f"{folder} failed")
     return 1 if failed else 0
 
 
@@ -78,10 +78,10 @@ def _check(config: Path, runs: dict[Path, Overrides]) -> None:
     """Refuse the whole sweep if one of its runs could not train."""
     problems: list[Problem] = []
     for folder, overrides in runs.items():
-        loaded = load_config(config, overrides, registered=registries())
+        loaded = load(str(config), overrides)
         found = check_new_run(loaded, folder, world_size_of(loaded.config), registries())
         problems += [problem for problem in found if problem not in problems]
-    raise_if_any(problems, ConfigError, str(config))
+    refuse(problems, str(config))
 
 
 def _train(config: str, overrides: Overrides, folder: Path, count: int) -> bool:
