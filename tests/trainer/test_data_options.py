@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from training_runs import FOUR_RANKS, Lab, events, losses
+from training_runs import FOUR_RANKS, Lab, events, losses, newest
 
 from hp_trainer.config import parse_config
 from hp_trainer.evaluation import measure_perplexity_on
@@ -105,7 +105,7 @@ def test_documents_in_a_row_are_as_if_each_stood_alone(tmp_path, hp_platform, te
     found = {}
     for packing, lab in labs.items():
         found[packing] = measure_perplexity_on(
-            run, lab.config(), hp_platform, "step-00000003", evaluation_only=text is TEXT
+            run, lab.config(), hp_platform, newest(run), evaluation_only=text is TEXT
         )
     assert found["whole"].tokens == found["none"].tokens > 900
     # The same terms, summed in other rows.

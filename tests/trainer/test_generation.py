@@ -36,7 +36,7 @@ def trained(lab, trained_once):
 
 def written(lab, run, prompts, **settings):
     config = lab.config({}, training__steps=40, **settings)
-    return generate(run, config, lab.platform, prompts, newest(run).folder)
+    return generate(config, lab.platform, prompts, newest(run))
 
 
 def test_what_was_learnt_is_written(lab, trained):
@@ -86,7 +86,7 @@ def test_bytes_of_the_command_line_that_are_no_text_are_a_prompt_too(lab, traine
 def test_a_model_of_another_checkpoint_is_refused(lab, trained):
     config = lab.config(FOUR_RANKS["folded"], model__num_experts=8)
     with pytest.raises(CheckpointError, match="num_experts is 4 there and 8 here"):
-        generate(trained, config, lab.platform, ["a"], newest(trained).folder)
+        generate(config, lab.platform, ["a"], newest(trained))
 
 
 # How a token is drawn ----------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ def test_logits_without_a_token_are_never_drawn(lab):
     run = lab.run("wide", model__vocab_size=300, training__steps=1)
     # Hardly trained, the model would choose any of its 300 logits, of which 256 are bytes.
     config = run.load_config([("generate.max_new_tokens", "40"), ("generate.temperature", "5")]).config
-    assert generate(run, config, lab.platform, ["a"], newest(run).folder)[0].startswith("a")
+    assert generate(config, lab.platform, ["a"], newest(run))[0].startswith("a")
 
 
 def test_a_damaged_checkpoint_is_refused_by_name(lab, trained):

@@ -139,7 +139,7 @@ def test_the_perplexity_of_a_module_is_that_of_its_training(lab: Lab):
     config = configured(lab, NEUTRAL, **every)
     run = lab.train(create_run(lab.folder / "run", config))
     (told,) = events(run, "evaluation")
-    found = measure_perplexity(run, config, lab.platform, newest(run).folder)
+    found = measure_perplexity(run, config, lab.platform, newest(run))
     assert found.tokens == told["tokens"]
     assert found.loss == pytest.approx(told["loss"], rel=1e-5)
 
@@ -154,7 +154,7 @@ def test_a_module_trains_in_training_and_nowhere_else(lab: Lab):
     config = configured(lab, checking, **{"training.eval_interval": 1, "training.eval_batches": 1})
     run = lab.train(create_run(lab.folder / "run", config))
     assert len(events(run, "evaluation")) == 3
-    assert measure_perplexity(run, config, lab.platform, newest(run).folder).tokens
+    assert measure_perplexity(run, config, lab.platform, newest(run)).tokens
 
 
 def test_options_are_checked_and_the_run_remembers_the_file(lab: Lab):

@@ -611,7 +611,7 @@ def test_generate_continues_the_prompts_given_or_configured(
     asked = []
     monkeypatch.setattr(commands, "get_platform", lambda name: name)
     monkeypatch.setattr(
-        commands, "generate", lambda run, config, platform, prompts, checkpoint: asked.append(prompts) or prompts
+        commands, "generate", lambda config, platform, prompts, checkpoint: asked.append(prompts) or prompts
     )
     assert cli.main(["generate", "out", "--prompt", "--a=b", "--prompt=def f", "--generate.temperature=0"]) == 0
     assert cli.main(["generate", "out"]) == 0

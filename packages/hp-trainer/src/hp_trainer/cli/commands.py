@@ -29,8 +29,7 @@ def generate_command(given: list[str]) -> int:
     options, overrides = parse(parser, given)
     run, config = open_run(options.run, overrides)
     prompts = options.prompt or list(config.generate.prompts)
-    checkpoint = newest(run, config).folder
-    for text in generate(run, config, get_platform(config.platform), prompts, checkpoint):
+    for text in generate(config, get_platform(config.platform), prompts, newest(run, config)):
         print(text)
     return 0
 

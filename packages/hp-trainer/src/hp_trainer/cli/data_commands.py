@@ -47,7 +47,7 @@ def evaluate_command(given: list[str]) -> int:
     run, config = open_run(options.run, overrides)
     given_data = [name for name, _ in overrides if name.startswith("data.")]
     checkpoint = newest(run, config)
-    arguments = (run, config, get_platform(config.platform), checkpoint.folder)
+    arguments = (run, config, get_platform(config.platform), checkpoint)
     if given_data:
         source = registries().datasets.get(config.data.name).build(config.data.options)
         refuse([problem.within("data") for problem in source.problems()], "evaluate")

@@ -187,6 +187,10 @@ class Batch:
     global_tokens: int
     global_targets: int
 
+    def arrays(self) -> list[np.ndarray]:
+        """Return the arguments of a model: ids, targets and, where there are any, positions; each contiguous."""
+        return [np.ascontiguousarray(x) for x in (self.ids, self.targets, self.positions) if x is not None]
+
     def micro_batches(self, size: int | None) -> list[Batch]:
         """Return the batch in parts of at most `size` samples (None: in one)."""
         size = size or max(1, len(self.samples))

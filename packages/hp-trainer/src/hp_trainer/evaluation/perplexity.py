@@ -7,19 +7,15 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from hp_dtensor.comm.world import SilentWorld, use_world
 from hp_dtensor.platform.interface import Platform
 from hp_trainer.checkpoint import Checkpoint
-from hp_trainer.config import TrainerConfig, to_plain
-from hp_trainer.data import Batch, BatchReader, Samples, cache_folder
+from hp_trainer.config import TrainerConfig
+from hp_trainer.data import BatchReader, Samples, cache_folder
 from hp_trainer.exceptions import DataError
 from hp_trainer.plugins import registries
 from hp_trainer.records import perplexity_of
-from hp_trainer.run import RunFolder, checkpoint_storage
-from hp_trainer.training import load_state
-from hp_trainer.training.build_model import build_plain_model
+from hp_trainer.run import RunFolder
+from hp_trainer.training.whole_model import whole_model
 
 
 @dataclass(frozen=True)
@@ -40,14 +36,14 @@ class Perplexity:
         return perplexity_of(self.loss)
 
 
-def measure_perplexity(run: RunFolder, config: TrainerConfig, platform: Platform, checkpoint: str) -> Perplexity:
+def measure_perplexity(run: RunFolder, config: TrainerConfig, platform: Platform, checkpoint: Checkpoint) -> Perplexity:
     """Measure the loss of a checkpoint's model on all samples that the run keeps for evaluation.
 
     Args:
         run: the run whose model it is.
         config: its configuration.
         platform: the framework to run the whole model on, on one rank.
-        checkpoint: folder in the run's storage, written by any layout on any platform.
+        checkpoint: of the run, written by any layout on any platform.
 
     Raises:
         CheckpointError: the checkpoint is of another model, or damaged.
@@ -55,11 +51,11 @@ def measure_perplexity(run: RunFolder, config: TrainerConfig, platform: Platform
     """
     source = registries().datasets.get(config.data.name).build(config.data.options)
     samples = source.open(run.data, config.training.sequence_length).evaluation
-    return _measure(run, config, platform, checkpoint, samples)
+    return _measure(config, platform, checkpoint, samples)
 
 
 def measure_perplexity_on(
-    run: RunFolder, config: TrainerConfig, platform: Platform, checkpoint: str, *, evaluation_only: bool
+    run: RunFolder, config: TrainerConfig, platform: Platform, checkpoint: Checkpoint, *, evaluation_only: bool
 ) -> Perplexity:
     """Measure the loss of a checkpoint's model on other data than the run's, `config.data`.
 
@@ -83,19 +79,13 @@ def measure_perplexity_on(
         source.prepare(Path(temporary))
         dataset = source.open(Path(temporary), config.training.sequence_length)
         samples = dataset.evaluation if evaluation_only else dataset.train
-        return _measure(run, config, platform, checkpoint, samples)
+        return _measure(config, platform, checkpoint, samples)
 
 
-def _measure(
-    run: RunFolder, config: TrainerConfig, platform: Platform, checkpoint: str, samples: Samples
-) -> Perplexity:
+def _measure(config: TrainerConfig, platform: Platform, checkpoint: Checkpoint, samples: Samples) -> Perplexity:
     if not len(samples):
         raise DataError("there is no sample to evaluate with; give some: --data.path=..., or --data.eval=[{path: ...}]")
-    with use_world(SilentWorld(0, 1, platform)), platform.no_grad():
-        model = build_plain_model(config, platform)
-        opened = Checkpoint(checkpoint_storage(run, config), checkpoint)
-        opened.check_model(to_plain(config.model))
-        load_state(platform, model, None, opened)
+    with whole_model(config, platform, checkpoint) as model:
         return _loss_on(platform, model, samples, config)
 
 
@@ -106,10 +96,5 @@ def _loss_on(platform: Platform, model: Any, samples: Samples, config: TrainerCo
     for position in range(0, len(samples), size):
         batch = reader.read(position)
         targets += batch.global_targets
-        total += float(platform.to_numpy(model(*_tensors(platform, batch))))
+        total += float(platform.to_numpy(model(*map(platform.from_numpy, batch.arrays()))))
     return Perplexity(total / max(1, targets), targets)
-
-
-def _tensors(platform: Platform, batch: Batch) -> list[Any]:
-    given = (batch.ids, batch.targets, batch.positions)
-    return [platform.from_numpy(np.ascontiguousarray(x)) for x in given if x is not None]

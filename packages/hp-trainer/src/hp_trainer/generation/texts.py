@@ -4,30 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hp_dtensor.comm.world import SilentWorld, use_world
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
 from hp_trainer._files import write_atomically
 from hp_trainer.checkpoint import Checkpoint, open_latest
-from hp_trainer.config import TrainerConfig, to_plain
+from hp_trainer.config import TrainerConfig
 from hp_trainer.generation.sampler import Sampler
 from hp_trainer.plugins import registries
 from hp_trainer.run import RunFolder, checkpoint_storage
-from hp_trainer.training import load_state
-from hp_trainer.training.build_model import build_plain_model
+from hp_trainer.training.whole_model import whole_model
 
 
-def generate(
-    run: RunFolder, config: TrainerConfig, platform: Platform, prompts: Sequence[str], checkpoint: str
-) -> list[str]:
+def generate(config: TrainerConfig, platform: Platform, prompts: Sequence[str], checkpoint: Checkpoint) -> list[str]:
     """Continue prompts with the model of a checkpoint; the same texts for the same seed.
 
     Args:
-        run: the run whose model it is.
-        config: its configuration; `generate` says how tokens are drawn.
+        config: the run's configuration; `generate` says how tokens are drawn.
         platform: the framework to run the whole model on, on one rank.
         prompts: the beginnings.
-        checkpoint: folder in the run's storage, written by any layout on any platform.
+        checkpoint: of the run, written by any layout on any platform.
 
     Returns:
         Each prompt with what follows it.
@@ -37,11 +32,7 @@ def generate(
     """
     source = registries().datasets.get(config.data.name).build(config.data.options)
     tokenizer = source.tokenizer()
-    with use_world(SilentWorld(0, 1, platform)), platform.no_grad():
-        model = build_plain_model(config, platform)
-        opened = Checkpoint(checkpoint_storage(run, config), checkpoint)
-        opened.check_model(to_plain(config.model))
-        load_state(platform, model, None, opened)
+    with whole_model(config, platform, checkpoint) as model:
         sampler = Sampler(
             config.generate,
             config.training.sequence_length,
@@ -63,7 +54,7 @@ def write_samples(run: RunFolder, config: TrainerConfig) -> list[str]:
     newest = open_latest(checkpoint_storage(run, config), content=False)
     if newest.step < config.training.steps:
         return []
-    texts = generate(run, config, get_platform(config.platform), config.generate.prompts, newest.folder)
+    texts = generate(config, get_platform(config.platform), config.generate.prompts, newest)
     separator = "\n" + "-" * 80 + "\n"
     write_atomically(run.samples_file, f"after {newest.step} steps{separator}{separator.join(texts)}{separator}")
     return texts

@@ -61,9 +61,7 @@ class OptimizerStep:
     def loss_sum(self, batch: Batch) -> Tensor:
         """Return the cross entropy summed over this rank's targets, in nats."""
         batch = batch if self.shares is None else self.shares.own(batch)
-        given = (batch.ids, batch.targets, batch.positions)
-        arrays = (self.platform.from_numpy(np.ascontiguousarray(x)) for x in given if x is not None)
-        return self.model(*arrays)
+        return self.model(*map(self.platform.from_numpy, batch.arrays()))
 
     def agree(self, loss: Tensor, stop: bool) -> tuple[float, bool]:
         """Return the loss of the global batch and whether any rank wants to stop, by one all-reduce over the world.

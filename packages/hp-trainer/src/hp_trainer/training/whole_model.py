@@ -1,0 +1,28 @@
+"""The whole model of a checkpoint on one rank, to be used and not trained."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from hp_dtensor.comm.world import SilentWorld, use_world
+from hp_dtensor.platform.interface import Platform
+from hp_trainer.checkpoint import Checkpoint
+from hp_trainer.config import TrainerConfig, to_plain
+from hp_trainer.training.build_model import build_plain_model
+from hp_trainer.training.state import load_state
+
+
+@contextlib.contextmanager
+def whole_model(config: TrainerConfig, platform: Platform, checkpoint: Checkpoint) -> Iterator[Any]:
+    """Give the model of a checkpoint, written by any layout on any platform, in a block that records no gradients.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model, or damaged.
+    """
+    checkpoint.check_model(to_plain(config.model))
+    with use_world(SilentWorld(0, 1, platform)), platform.no_grad():
+        model = build_plain_model(config, platform)
+        load_state(platform, model, None, checkpoint)
+        yield model
