@@ -1,0 +1,52 @@
+"""Fixtures of the tests of `hp-train`: a folder with a configuration, and stand-ins for the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cli_runs import GOOD
+
+from hp_trainer import cli
+from hp_trainer.cli import runs
+from hp_trainer.registries import Registries
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: Registries) -> Path:
+    """A working directory with a configuration and a corpus; training itself is not reached."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "MS_ROLE"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "run.yaml").write_text(GOOD)
+    (tmp_path / "corpus.txt").write_text("some text " * 100)
+    return tmp_path
+
+
+@pytest.fixture
+def error(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run a command that is refused, and return its message."""
+
+    def error(*arguments: str) -> str:
+        assert cli.main(arguments) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        return captured.err
+
+    return error
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    """Stands in for the ranks: notes the configuration and what `prepare` gives."""
+    found: list[tuple] = []
+
+    def train(config, path, prepare) -> Path:
+        checkpoint = prepare()
+        (path / "samples.txt").write_text("after 7 steps: def main\n")
+        found.append((config, path, checkpoint))
+        return path
+
+    monkeypatch.setattr(runs, "launch_training", train)
+    return found

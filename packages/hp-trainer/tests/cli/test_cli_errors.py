@@ -1,0 +1,122 @@
+"""Errors of `hp-train`: one line with what to do, where the error is not our own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hp_dtensor.exceptions import LaunchError
+from hp_trainer import cli
+from hp_trainer.cli import runs
+from hp_trainer.cli.help import USAGE
+from hp_trainer.machine_errors import describe_machine_error
+
+
+def test_a_misspelt_command_is_told_the_nearest(work: Path, error) -> None:
+    assert error("resme", "out").startswith(
+        "hp-train: there is no command or file 'resme'; did you mean `hp-train resume`?\nusage: "
+    )
+    assert "did you mean `hp-train layouts`?" in error("layout")
+    assert "cannot be read" in error("resume.yaml"), "a file that is not there"
+
+
+def test_torchrun_is_told_the_error_that_it_prints_last(work: Path, error, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(work / "error.json"))
+    told = error("run.yaml", "--training.stpes=3")
+    written = json.loads((work / "error.json").read_text())["message"]
+    assert written["message"] == written["extraInfo"]["py_callstack"] == told.removesuffix("\n")
+    assert int(written["extraInfo"]["timestamp"]) > 0
+
+
+def test_a_full_disk_is_told_with_what_to_do(work: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(config, path, prepare) -> Path:
+        raise OSError(28, "No space left on device", "out/run.json")
+
+    monkeypatch.setattr(runs, "launch_training", full)
+    assert cli.main(["run.yaml"]) == 1
+    told = capsys.readouterr().err
+    assert told == "hp-train: out/run.json: the disk is full (No space left on device); free some space\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (PermissionError(13, "Permission denied", "out"), "out: you may not write or read there (Permission denied); "),
+        (OSError(30, "Read-only file system", "out"), "out: the file system is read-only (Read-only file system); "),
+        (OSError(122, "Disk quota exceeded", "out"), "out: your quota of the disk is used up (Disk quota exceeded); "),
+        (OSError(5, "Input/output error"), "the disk or the network file system failed (Input/output error); "),
+        (MemoryError(), "the memory is used up: no more is given to this process; use more memory or ranks, "),
+        (MemoryError("Unable to allocate 1 TiB"), "the memory is used up: Unable to allocate 1 TiB; "),
+        (ImportError("x.so: cannot allocate memory"), "the memory is used up: x.so: cannot allocate memory; "),
+        (OSError("something else"), "something else\n"),
+    ],
+)
+def test_errors_of_the_machine_are_one_line(
+    work: Path, capsys, monkeypatch: pytest.MonkeyPatch, error: Exception, told: str
+) -> None:
+    def fail(config, path, prepare) -> Path:
+        raise error
+
+    monkeypatch.setattr(runs, "launch_training", fail)
+    assert cli.main(["run.yaml"]) == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"hp-train: {told}")
+    assert shown.count("\n") == 1
+
+
+def test_other_errors_keep_their_traceback(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(config, path, prepare) -> Path:
+        raise RuntimeError("a mistake of ours")
+
+    monkeypatch.setattr(runs, "launch_training", fail)
+    with pytest.raises(RuntimeError, match="a mistake of ours"):
+        cli.main(["run.yaml"])
+    assert describe_machine_error(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"))
+    assert describe_machine_error(RuntimeError("a mistake of ours")) is None
+    assert describe_machine_error(LaunchError("rank 0 was killed; the machine may have run out of memory")) is None
+
+
+def test_variables_of_a_launcher_that_make_no_sense_are_told(
+    work: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    assert cli.main(["run.yaml"]) == 1
+    assert "MASTER_ADDR is not set" in capsys.readouterr().err
+
+
+def test_each_rank_of_a_launcher_tells_what_only_it_may_have_found(
+    work: Path, prepared: list, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["run.yaml", "--parallel.tp=3"]) == 2
+    assert capsys.readouterr().err == "", "rank 0 finds the same"
+    assert cli.main(["resume", "nothing"]) == 2
+    assert capsys.readouterr().err.startswith("hp-train: rank 1: nothing holds no run")
+    # The folder and the data are looked at by the rank that prepares the run, when the others can hear of it.
+    monkeypatch.setenv("RANK", "0")
+    (work / "corpus.txt").unlink()
+    monkeypatch.setattr(runs, "launch_training", lambda config, path, prepare: prepare())
+    assert cli.main(["run.yaml"]) == 2
+    assert "does not exist" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give a CONFIG or a command; `hp-train --help` tells more"),
+        (["layouts"], "layouts needs a CONFIG, or a --world-size without settings"),
+        (["layouts", "--world-size=0"], "--world-size must be at least 1, got 0"),
+        (["layouts", "--world-size=x"], "argument --world-size: invalid int value: 'x'"),
+        (["resume"], "the following arguments are required: RUN"),
+        (["a.yaml", "b.yaml"], "unrecognized arguments: b.yaml"),
+        (["a.yaml", "--training.steps"], "--training.steps needs a value: --training.steps=..."),
+        (["--training.steps=1"], "the following arguments are required: CONFIG"),
+    ],
+)
+def test_a_command_line_that_makes_no_sense_is_told(error, installed, arguments: list[str], message: str) -> None:
+    assert error(*arguments) == f"hp-train: {message}\n{USAGE}\n"

@@ -1,0 +1,179 @@
+"""Runs that are gone on with: from which checkpoint, and what may have changed."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cli_runs import make_run, save
+
+from hp_trainer import cli
+from hp_trainer.checkpoint import LocalStorage, list_checkpoints
+from hp_trainer.config import load_config
+from hp_trainer.plugins import registries
+from hp_trainer.run import RunFolder, create_run
+
+
+def test_resume_goes_on_from_the_newest_sound_checkpoint(work: Path, prepared: list, capsys) -> None:
+    make_run(work)
+    newer = make_checkpoint_copy(work / "out" / "checkpoints", "step-00000002", "step-00000009")
+    (newer / "shard-00000.safetensors").write_bytes(b"")
+    assert cli.main(["resume", "out", "--training.steps=20", "--launch.local_ranks=2"]) == 0
+    ((config, path, checkpoint),) = prepared
+    assert (config.training.steps, path, checkpoint) == (20, Path("out"), "step-00000002")
+    assert RunFolder.open(path).load_config().config.training.steps == 20
+    told = capsys.readouterr().err
+    assert "passed over a checkpoint: out/checkpoints/step-00000009/index.json is of step 2" in told
+
+
+def make_checkpoint_copy(folder: Path, name: str, to: str) -> Path:
+    (folder / to).mkdir()
+    for file in (folder / name).iterdir():
+        (folder / to / file.name).write_bytes(file.read_bytes())
+    return folder / to
+
+
+def test_what_a_run_began_with_cannot_change(work: Path, error) -> None:
+    make_run(work)
+    (work / "other.txt").write_text("other")
+    text = error("resume", "out", "--training.seed=1", "--data.path=other.txt", "--training.sequence_length=16")
+    assert text.startswith("hp-train: out/config.yaml: 3 problems\n")
+    assert "--data.path: data.path: is fixed when a run begins\n" in text
+    assert "--training.seed: training.seed: is fixed when a run begins\n    expected: 0\n    got: 1\n" in text
+    assert "--training.sequence_length: training.sequence_length: is fixed when a run begins\n" in text
+
+
+def test_a_checkpoint_of_another_model_is_refused(work: Path, error, prepared: list) -> None:
+    make_run(work)
+    other = (work / "run.yaml").read_text().replace("name: tiny", "name: tiny\n  hidden_size: 32")
+    (work / "run.yaml").write_text(other.replace("folder: out", "folder: second"))
+    config = load_config(work / "run.yaml", registered=registries()).config
+    create_run(work / "second", config)
+    assert error("resume", "second", "--checkpoint.folder=out/checkpoints") == (
+        f"hp-train: {work}/out/checkpoints/step-00000002 is a checkpoint of another model: "
+        "hidden_size is 64 there and 32 here\n"
+    )
+
+
+def test_resume_without_a_run_or_a_checkpoint_is_refused(work: Path, error, prepared: list) -> None:
+    assert "holds no run (no run.json)" in error("resume", "out")
+    create_run(work / "out", load_config(work / "run.yaml", registered=registries()).config)
+    assert "out/checkpoints holds no sound checkpoint" in error("resume", "out")
+
+
+def test_a_resumed_run_compares_its_data_with_their_digest(work: Path, error, prepared: list) -> None:
+    make_run(work)
+    (tokens,) = Path(".data").glob("*/tokens-*.bin")
+    tokens.write_bytes(bytes(tokens.stat().st_size))
+    assert f"{tokens} is damaged: its tokens are not those that the run was trained on" in error("resume", "out")
+
+
+def test_a_resumed_run_needs_its_prepared_data_only(work: Path, prepared: list) -> None:
+    make_run(work)
+    (work / "corpus.txt").unlink()
+    assert cli.main(["resume", "out"]) == 0
+
+
+# Start or go on ----------------------------------------------------------------------------------------------
+
+
+def test_run_begins_a_run_and_then_goes_on_with_it(work: Path, prepared: list) -> None:
+    assert cli.main(["run", "run.yaml"]) == 0
+    assert cli.main(["run", "run.yaml"]) == 0, "killed before its first checkpoint"
+    (work / "corpus.txt").unlink()
+    run = RunFolder.open(Path("out"))
+    save(run, 2)
+    assert cli.main(["run", "run.yaml", "--training.steps=20"]) == 0
+    assert [checkpoint for _, _, checkpoint in prepared] == [None, None, "step-00000002"]
+    assert run.load_config().config.training.steps == 20
+
+
+def remove_config(run: RunFolder) -> None:
+    run.config_file.unlink()
+
+
+def remove_data(run: RunFolder) -> None:
+    shutil.rmtree(run.data)
+
+
+def leave_half_of_the_data(run: RunFolder) -> None:
+    (run.data / "data.json").unlink()
+    (described,) = Path(".data").glob("*/corpus.json")
+    described.unlink()
+
+
+def leave_a_lock_alone(run: RunFolder) -> None:
+    shutil.rmtree(run.path)
+    run.path.mkdir()
+    for name in ("lock.json.17-ab", "run.json.incomplete-12ab"):
+        (run.path / name).write_text("{")
+
+
+KILLED = [remove_config, remove_data, leave_half_of_the_data, leave_a_lock_alone]
+
+
+@pytest.mark.parametrize("killed", KILLED)
+def test_a_run_that_was_killed_while_it_was_made_is_made_whole(
+    work: Path, prepared: list, killed: Callable[[RunFolder], None]
+) -> None:
+    run = create_run(work / "out", load_config(work / "run.yaml", registered=registries()).config)
+    killed(run)
+    assert cli.main(["run", "run.yaml"]) == 0
+    assert prepared[-1][2] is None
+    assert (run.data / "data.json").is_file()
+    assert run.load_config().config.training.steps == 4
+
+
+def test_run_refuses_what_it_cannot_go_on_with(work: Path, error, prepared: list) -> None:
+    assert "run needs the folder to begin or to go on with" in error("run", "run.yaml", "--run.folder=null")
+    (work / "out").mkdir()
+    (work / "out" / "thesis.txt").write_text("x")
+    assert "holds files that are no run" in error("run", "run.yaml")
+    (work / "out" / "thesis.txt").unlink()
+    make_run(work)
+    assert "training.seed: is fixed when a run begins" in error("run", "run.yaml", "--training.seed=1")
+    for shard in (work / "out" / "checkpoints").glob("*/shard*"):
+        shard.write_bytes(b"")
+    # Not from the beginning: there is something to save.
+    assert "out/checkpoints holds no sound checkpoint" in error("run", "run.yaml")
+    assert prepared == []
+
+
+def test_resume_from_an_earlier_step_sets_later_checkpoints_aside(work: Path, prepared: list, error, capsys) -> None:
+    run = make_run(work)
+    save(run, 4)
+    save(run, 6)
+    assert "holds no checkpoint of step 3; there are: 2, 4, 6" in error("resume", "out", "--from-step=3")
+    assert cli.main(["resume", "out", "--from-step=2", "--optimizer.lr=1e-4"]) == 0
+    assert prepared[-1][2] == "step-00000002"
+    assert capsys.readouterr().err.count("hp-train: set aside out/checkpoints/step-0000000") == 2
+    assert list_checkpoints(LocalStorage(run.checkpoints)) == ["step-00000002"]
+    assert cli.main(["resume", "out"]) == 0
+    assert prepared[-1][2] == "step-00000002", "the later ones are not found again"
+    capsys.readouterr()
+    assert cli.main(["checkpoints", "out"]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert [line.split()[:5] for line in table[:2]] == [
+        ["step", "loss", "size", "state", "folder"],
+        ["2", "0.5000", "0.0", "MiB", "sound"],
+    ]
+    assert [line.split()[0] for line in table[2:]] == ["4", "6"]
+    assert all(".set-aside-" in line for line in table[2:])
+
+
+def test_checkpoints_are_listed_with_their_damage(work: Path, capsys) -> None:
+    run = create_run(work / "out", load_config(work / "run.yaml", registered=registries()).config)
+    assert cli.main(["checkpoints", "out"]) == 0
+    assert capsys.readouterr().out == "out/checkpoints holds no checkpoint\n"
+    save(run, 2)
+    save(run, 4)
+    shard = run.checkpoints / "step-00000004" / "shard-00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\7")
+    assert cli.main(["checkpoints", "out"]) == 1
+    first, second = capsys.readouterr().out.splitlines()[1:]
+    assert first.split()[0] == "4"
+    assert "damaged: " in first
+    assert f"{shard.name}: tensor 'w' (key 'w') is damaged" in first
+    assert second.split()[0] == "2"
