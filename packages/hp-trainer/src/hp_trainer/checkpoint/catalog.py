@@ -37,16 +37,7 @@ def find_latest(storage: Storage, *, content: bool = True) -> Latest:
     Args:
         content: compare all checksums; False: sizes and headers only.
     """
-    skipped = []
-    for name in list_checkpoints(storage):
-        try:
-            checkpoint = Checkpoint(storage, name)
-            checkpoint.verify(content=content)
-        except (CheckpointError, OSError) as error:
-            skipped.append(str(error))
-        else:
-            return Latest(checkpoint, tuple(skipped))
-    return Latest(None, tuple(skipped))
+    return _first_sound(storage, list_checkpoints(storage), content=content)
 
 
 def open_latest(storage: Storage, *, content: bool = True) -> Checkpoint:
@@ -73,16 +64,10 @@ def open_step(storage: Storage, step: int) -> Checkpoint:
     if not wanted:
         there = ", ".join(str(found) for found in sorted({step_of(name) for name in names})) or "none"
         raise CheckpointError(f"{storage.describe('')} holds no checkpoint of step {step}; there are: {there}")
-    problems = []
-    for name in wanted:
-        try:
-            checkpoint = Checkpoint(storage, name)
-            checkpoint.verify()
-        except (CheckpointError, OSError) as error:
-            problems.append(str(error))
-        else:
-            return checkpoint
-    raise CheckpointError("; ".join(problems))
+    found = _first_sound(storage, wanted, content=True)
+    if found.checkpoint is None:
+        raise CheckpointError("; ".join(found.skipped))
+    return found.checkpoint
 
 
 def set_aside_later(storage: Storage, step: int) -> list[str]:
@@ -117,7 +102,7 @@ def prune(storage: Storage, keep: int, keep_best: int = 0) -> list[str]:
         step = step_of(name)
         if len(kept) >= keep or step in kept:
             doomed.append(name)
-        elif _is_sound(storage, name):
+        elif _first_sound(storage, [name], content=False).checkpoint is not None:
             kept[step] = name
     best = _best(storage, doomed, keep_best)
     doomed = [name for name in doomed if name not in best]
@@ -130,10 +115,10 @@ def _best(storage: Storage, names: Sequence[str], number: int) -> set[str]:
     """Return the sound checkpoints with the lowest evaluation loss among `names`, as many as `number`."""
     rated: list[tuple[float, int, str]] = []
     for name in names if number else ():
-        if _is_sound(storage, name):
-            loss = Checkpoint(storage, name).state.get("evaluation_loss")
-            if isinstance(loss, float):
-                rated.append((loss, -step_of(name), name))
+        checkpoint = _first_sound(storage, [name], content=False).checkpoint
+        loss = None if checkpoint is None else checkpoint.state.get("evaluation_loss")
+        if isinstance(loss, float):
+            rated.append((loss, -step_of(name), name))
     return {name for _, _, name in sorted(rated)[:number]}
 
 
@@ -158,9 +143,15 @@ def _order(match: re.Match[str]) -> tuple[int, int]:
     return int(match[1]), int(match[2] or 1)
 
 
-def _is_sound(storage: Storage, name: str) -> bool:
-    try:
-        Checkpoint(storage, name).verify(content=False)
-    except (CheckpointError, OSError):
-        return False
-    return True
+def _first_sound(storage: Storage, names: Sequence[str], *, content: bool) -> Latest:
+    """Return the first checkpoint of these names that verifies, and why those before it do not."""
+    skipped = []
+    for name in names:
+        try:
+            checkpoint = Checkpoint(storage, name)
+            checkpoint.verify(content=content)
+        except (CheckpointError, OSError) as error:
+            skipped.append(str(error))
+        else:
+            return Latest(checkpoint, tuple(skipped))
+    return Latest(None, tuple(skipped))

@@ -49,8 +49,9 @@ class ObjectStorage(Storage):
 
     def list_folders(self) -> list[str]:
         """List marks by their names, and the prefixes that no mark leads to."""
-        marks = self._marks()
-        found = [entry["name"].rstrip("/").rpartition("/")[2] for entry in self._list() if entry["type"] == "directory"]
+        entries = self._list()
+        marks = self._marks(entries)
+        found = [entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory"]
         return [*marks, *(name for name in found if name not in set(marks.values()))]
 
     def create_folder(self, name: str) -> None:
@@ -85,7 +86,7 @@ class ObjectStorage(Storage):
 
     def rename_folder(self, name: str, to: str) -> None:
         """Write the mark of the new name, and take that of the old one, if it had one."""
-        marks = self._marks()
+        marks = self._marks(self._list())
         if to in marks:
             raise FileExistsError(f"{self.describe(to)} exists")
         with self._failures(to):
@@ -95,7 +96,7 @@ class ObjectStorage(Storage):
 
     def delete_folder(self, name: str) -> None:
         """Delete the mark and then the objects, unless another mark leads to them."""
-        marks = self._marks()
+        marks = self._marks(self._list())
         prefix = marks.pop(name, None)
         with self._failures(name):
             if prefix is not None:
@@ -115,10 +116,10 @@ class ObjectStorage(Storage):
         except FileNotFoundError:
             return []
 
-    def _marks(self) -> dict[str, str]:
-        """Return the prefix of the objects of each folder that has a mark."""
+    def _marks(self, entries: list[dict[str, Any]]) -> dict[str, str]:
+        """Return the prefix of the objects of each folder that has a mark, of a listing of everything."""
         marks = {}
-        for entry in self._list():
+        for entry in entries:
             name = entry["name"].rpartition("/")[2]
             if name.endswith(_MARK):
                 marks[name.removesuffix(_MARK)] = self._read_mark(name)
