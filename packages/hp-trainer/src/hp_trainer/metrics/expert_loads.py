@@ -8,6 +8,7 @@ from typing import Any
 import numpy
 
 from hp_trainer.metrics.jsonl import read_metrics
+from hp_trainer.metrics.picture import new_figure, write_picture
 from hp_trainer.metrics.scalars import EXPERT_LOAD
 from hp_trainer.metrics.tracker import Tracker
 
@@ -39,20 +40,10 @@ def draw_expert_loads(events: list[dict[str, Any]], picture: Path) -> None:
     steps, loads = loads_of(events)
     if not loads:
         return
-    # Figure and canvas by hand: pyplot would choose a backend for the whole process.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     rows = sum(len(layer) for layer in loads.values())
-    figure = Figure(figsize=(9, min(2 + 0.12 * rows, 30)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(9, min(2 + 0.12 * rows, 30))
     draw(figure, steps, loads)
-    temporary = picture.with_name(f"{picture.name}.incomplete")
-    try:
-        figure.savefig(temporary, format="png", dpi=120)
-        temporary.replace(picture)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_picture(figure, picture)
 
 
 def loads_of(events: list[dict[str, Any]]) -> tuple[list[int], dict[str, numpy.ndarray]]:

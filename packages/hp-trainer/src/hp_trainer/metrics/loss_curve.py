@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from hp_trainer.metrics.jsonl import read_metrics
+from hp_trainer.metrics.picture import new_figure, write_picture
 from hp_trainer.metrics.tracker import Tracker
 
 Point = tuple[int, float]  # step, loss
@@ -37,20 +38,10 @@ def draw_loss_curve(events: list[dict[str, Any]], picture: Path) -> None:
     train = _points(events, "step")
     if not train:
         return
-    # Figure and canvas by hand: pyplot would choose a backend for the whole process.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(8, 4.5)
     draw(figure.add_subplot(), train, _points(events, "evaluation"))
     figure.suptitle(_title(events), fontsize="medium")
-    temporary = picture.with_name(f"{picture.name}.incomplete")
-    try:
-        figure.savefig(temporary, format="png", dpi=120)
-        temporary.replace(picture)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_picture(figure, picture)
 
 
 def _points(events: list[dict[str, Any]], kind: str) -> list[Point]:
