@@ -100,6 +100,7 @@ class BufferMemory:
             self.storage.release(self.full)
         itemsize = self.platform.itemsize(self.dtype)
         self._byte_offsets = [(p, p.start * itemsize) for p in self.parameters if 0 not in p.local_shape]
+        self._without_elements = [p for p in self.parameters if 0 in p.local_shape]
 
     def new_buffer(self, numel: int, dtype: DType) -> Tensor:
         """Allocate an uninitialised flat tensor on the mesh's device."""
@@ -188,6 +189,15 @@ class BufferMemory:
     # Parameters that users have moved or replaced ---------------------------------------------------------
 
     @property
+    def is_detached(self) -> bool:
+        """True if a sharded parameter has other memory than the shard's, as all have after a conversion.
+
+        Those without elements have no memory at all; of them the dtype is looked at.
+        """
+        with self.platform.local_op():
+            return bool(self._moved()) or any(p.sharded.dtype != self.dtype for p in self._without_elements)
+
+    @property
     def new_dtype(self) -> DType | None:
         """The dtype to which all parameters have been converted, as by `Module.to`; None: not all, or to none."""
         with self.platform.local_op():
@@ -220,9 +230,12 @@ class BufferMemory:
         a parameter's address is not the one that it has in the shard.
         """
         with self.platform.local_op():
-            base = self.storage.address(self.shard)
-            moved = [p for p, offset in self._byte_offsets if self.storage.address(p.sharded) != base + offset]
+            moved = self._moved()
         return [problem for parameter in moved for problem in self._attach(parameter)]
+
+    def _moved(self) -> list[FSDPParameter]:
+        base = self.storage.address(self.shard)
+        return [p for p, offset in self._byte_offsets if self.storage.address(p.sharded) != base + offset]
 
     def _attach(self, parameter: FSDPParameter) -> list[str]:
         replaced = self.platform.unwrap(parameter.sharded)

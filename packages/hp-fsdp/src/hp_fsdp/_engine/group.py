@@ -115,6 +115,16 @@ class ParameterGroup:
             FSDPStateError: listing the parameters whose device has been changed, of which some of a buffer have another
                 dtype than the others, or that have been replaced.
         """
+        if any(buffer.is_detached for buffer in self.buffers):
+            self._take_over()
+        replaced = [] if self.uses_unsharded else [name for buffer in self.buffers for name in buffer.replaced()]
+        if replaced:
+            raise FSDPStateError(
+                f"{self.place}: {', '.join(replaced)} of the module is not what fully_shard has put there; change "
+                "modules before fully_shard, and write values into parameters in place"
+            )
+
+    def _take_over(self) -> None:
         if any(buffer.new_dtype is not None for buffer in self.buffers):
             self.reshard()
         problems = [problem for buffer in self.buffers for problem in buffer.follow_conversion()]
@@ -124,13 +134,6 @@ class ParameterGroup:
                 f"{self.place}: {'; '.join(problems)}. Convert all parameters of a group alike, between steps, and "
                 "move modules before fully_shard; for another dtype of computation use "
                 "MixedPrecisionPolicy(param_dtype=...)"
-            )
-
-        replaced = [] if self.uses_unsharded else [name for buffer in self.buffers for name in buffer.replaced()]
-        if replaced:
-            raise FSDPStateError(
-                f"{self.place}: {', '.join(replaced)} of the module is not what fully_shard has put there; change "
-                "modules before fully_shard, and write values into parameters in place"
             )
 
     def check_filled(self) -> None:
