@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from hp_dtensor.comm.kept_tensors import Kept
 from hp_dtensor.exceptions import AttentionError
 from hp_dtensor.parallel.attention.blocks import Plan, plan_blocks
 from hp_dtensor.parallel.attention.distributed import attention_of_dtensors
 from hp_dtensor.parallel.attention.mask import AttentionMask, Tokens
+from hp_dtensor.parallel.attention.node import attention_node
 from hp_dtensor.parallel.attention.products import Options, attend, attend_grad
-from hp_dtensor.parallel.attention.sinks import grad_of_sinks, with_sinks
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import platform_of_tensor
 from hp_dtensor.tensor.dtensor import DTensor
@@ -152,23 +151,12 @@ def _local_plan(
 def blockwise(
     platform: Platform, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, plan: Plan, options: Options
 ) -> Tensor:
-    """Attend over the blocks of a plan as one autograd node, which keeps its inputs, the result and log-sum-exps."""
-    kept: list[Kept] = []
-    inputs = (query, key, value) if sinks is None else (query, key, value, sinks)
+    """Attend over the blocks of a plan as one autograd node."""
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, *s: Tensor) -> Tensor:
-        out, lse = attend(platform, q, k, v, plan, options)
-        if s:
-            out, lse = with_sinks(platform, out, lse, s[0])
-        out = platform.ops.cast(out, q.dtype)
-        kept[:] = [Kept(platform, q, k, v, out, lse, *s)]
-        return out
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return attend(platform, q, k, v, plan, options)
 
-    def backward(grad: Tensor) -> list[Tensor]:
-        q, k, v, out, lse, *s = kept[0].tensors
-        grads = list(attend_grad(platform, grad, q, k, v, out, lse, plan, options))
-        if s:
-            grads.append(grad_of_sinks(platform, grad, out, lse, s[0]))
-        return [platform.ops.cast(g, x.dtype) for g, x in zip(grads, (q, k, v, *s), strict=True)]
+    def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+        return attend_grad(platform, grad, q, k, v, out, lse, plan, options)
 
-    return platform.custom_function(forward, backward, *inputs)
+    return attention_node(platform, query, key, value, sinks, forward, backward)

@@ -15,12 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from hp_dtensor.comm.kept_tensors import Kept
 from hp_dtensor.comm.world import ProcessGroup
 from hp_dtensor.parallel.attention.blocks import Plan, plan_blocks
 from hp_dtensor.parallel.attention.mask import Tokens
+from hp_dtensor.parallel.attention.node import attention_node
 from hp_dtensor.parallel.attention.products import Options, accumulator_dtype, attend, attend_grad
-from hp_dtensor.parallel.attention.sinks import grad_of_sinks, with_sinks
 from hp_dtensor.parallel.context_parallel.messages import empty_message, packed, unpacked
 from hp_dtensor.platform.interface import Platform
 
@@ -88,29 +87,20 @@ def gathering_attention(
     options: Options,
 ) -> Tensor:
     """Attend with the keys and values of other ranks of `group` that are seen, as one autograd node."""
-    kept: list[Kept] = []
-    inputs = (query, key, value) if sinks is None else (query, key, value, sinks)
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, *s: Tensor) -> Tensor:
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         gathered = _gather(platform, group, plan, k, v)
-        out, lse = attend(platform, q, *gathered, plan.plan, options)
-        if s:
-            out, lse = with_sinks(platform, out, lse, s[0])
-        out = platform.ops.cast(out, q.dtype)
-        kept[:] = [Kept(platform, q, k, v, out, lse, *(gathered if plan.is_kept else ()), *s)]
-        return out
+        result = attend(platform, q, *gathered, plan.plan, options)
+        return (*result, *gathered) if plan.is_kept else result
 
-    def backward(grad: Tensor) -> list[Tensor]:
-        q, k, v, out, lse, *rest = kept[0].tensors
-        gathered = (rest[0], rest[1]) if plan.is_kept else _gather(platform, group, plan, k, v)
-        s = rest[2:] if plan.is_kept else rest
-        d_q, *others = attend_grad(platform, grad, q, *gathered, out, lse, plan.plan, options)
-        grads = [d_q, *_send_home(platform, group, plan, others, (k, v))]
-        if s:
-            grads.append(grad_of_sinks(platform, grad, out, lse, s[0]))
-        return [platform.ops.cast(g, x.dtype) for g, x in zip(grads, (q, k, v, *s), strict=True)]
+    def backward(
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *gathered: Tensor
+    ) -> list[Tensor]:
+        all_k, all_v = gathered or _gather(platform, group, plan, k, v)
+        d_q, *others = attend_grad(platform, grad, q, all_k, all_v, out, lse, plan.plan, options)
+        return [d_q, *_send_home(platform, group, plan, others, (k, v))]
 
-    return platform.custom_function(forward, backward, *inputs)
+    return attention_node(platform, query, key, value, sinks, forward, backward)
 
 
 def _gather(

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hp_dtensor.comm.kept_tensors import Kept
 from hp_dtensor.comm.world import DONE, ProcessGroup, Work
 from hp_dtensor.parallel.attention.blocks import Plan, is_empty, plan_blocks
 from hp_dtensor.parallel.attention.mask import Tokens
+from hp_dtensor.parallel.attention.node import attention_node
 from hp_dtensor.parallel.attention.products import (
     Options,
     accumulator_dtype,
@@ -24,7 +24,6 @@ from hp_dtensor.parallel.attention.products import (
     attend_grad,
     merge,
 )
-from hp_dtensor.parallel.attention.sinks import grad_of_sinks, with_sinks
 from hp_dtensor.parallel.context_parallel.messages import empty_message, packed, unpacked
 from hp_dtensor.platform.interface import Platform
 
@@ -84,26 +83,15 @@ def ring_attention(
     options: Options,
 ) -> Tensor:
     """Attend with keys and values that are spread over the ranks of `group`, as one autograd node."""
-    kept: list[Kept] = []
-    inputs = (query, key, value) if sinks is None else (query, key, value, sinks)
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, *s: Tensor) -> Tensor:
-        out, lse = _forward(_Ring(platform, group, plan, k, v), q, options)
-        if s:
-            out, lse = with_sinks(platform, out, lse, s[0])
-        out = platform.ops.cast(out, q.dtype)
-        kept[:] = [Kept(platform, q, k, v, out, lse, *s)]
-        return out
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> Block:
+        return _forward(_Ring(platform, group, plan, k, v), q, options)
 
-    def backward(grad: Tensor) -> list[Tensor]:
-        q, k, v, out, lse, *s = kept[0].tensors
+    def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
         compute = functools.partial(_grads, platform, grad, q, out, lse, options)
-        grads = list(_backward(_Ring(platform, group, plan, k, v), compute))
-        if s:
-            grads.append(grad_of_sinks(platform, grad, out, lse, s[0]))
-        return [platform.ops.cast(g, x.dtype) for g, x in zip(grads, (q, k, v, *s), strict=True)]
+        return _backward(_Ring(platform, group, plan, k, v), compute)
 
-    return platform.custom_function(forward, backward, *inputs)
+    return attention_node(platform, query, key, value, sinks, forward, backward)
 
 
 class _Ring:
