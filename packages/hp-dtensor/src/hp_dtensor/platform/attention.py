@@ -11,6 +11,10 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 Tensor: TypeAlias = Any
+LOWEST = -1e30
+"""Below every score, yet finite: the maximum of a row in which no key is seen."""
+TINY = 1e-30
+"""Divisor where the sum of such a row's weights is zero."""
 
 
 class BlockScores(NamedTuple):
@@ -60,10 +64,10 @@ class AttentionInterface:
         ops = self.ops
         q, k, v = (self._accurate(x) for x in (query, key, value))
         s = self._masked_scores(q, k, scores)
-        highest = ops.maximum(ops.amax(s, -1, True), _LOWEST)
+        highest = ops.maximum(ops.amax(s, -1, True), LOWEST)
         p = ops.exp(ops.sub(s, highest))
         total = ops.sum(p, -1, True)
-        out = ops.div(_times_values(ops, p, v), ops.maximum(total, _TINY))
+        out = ops.div(ops.matmul(p, ops.unsqueeze(v, 2)), ops.maximum(total, TINY))
         lse = ops.add(highest, ops.log(total))
         return ops.reshape(out, (*query.shape[:3], value.shape[3])), ops.reshape(lse, tuple(query.shape[:3]))
 
@@ -84,17 +88,17 @@ class AttentionInterface:
         """
         ops, groups = self.ops, _groups(query, key)
         q, k, v, grad, out = (self._accurate(x) for x in (query, key, value, grad, out))
-        s, lse = self._masked_scores(q, k, scores), ops.reshape(lse, (*_grouped_shape(q, k)[:-1], 1))
+        s, lse = self._masked_scores(q, k, scores), ops.reshape(lse, (*_grouped_shape(q, k), 1))
         p = ops.exp(ops.sub(s, lse))
         delta = ops.sum(ops.mul(grad, out), -1, True)
-        grad, delta = (ops.reshape(x, (*_grouped_shape(q, k)[:-1], x.shape[-1])) for x in (grad, delta))
+        grad, delta = (ops.reshape(x, (*_grouped_shape(q, k), x.shape[-1])) for x in (grad, delta))
         d_s = ops.mul(p, ops.sub(ops.matmul(grad, _transposed(ops, v)), delta))
         if scores.soft_cap is not None:
             seen = ops.maximum(s, -scores.soft_cap)  # minus infinity where nothing is seen, where d_s is 0
             d_s = ops.mul(d_s, ops.sub(1.0, ops.square(ops.div(seen, scores.soft_cap))))
         d_s = ops.mul(d_s, scores.scale)
-        rows = ops.reshape(q, (*_grouped_shape(q, k)[:-1], q.shape[-1]))
-        d_q = ops.reshape(ops.matmul(d_s, _unsqueezed(ops, k)), tuple(query.shape))
+        rows = ops.reshape(q, (*_grouped_shape(q, k), q.shape[-1]))
+        d_q = ops.reshape(ops.matmul(d_s, ops.unsqueeze(k, 2)), tuple(query.shape))
         d_k, d_v = (self._over_groups(x, y, groups) for x, y in ((d_s, rows), (p, grad)))
         return d_q, d_k, d_v
 
@@ -109,7 +113,7 @@ class AttentionInterface:
     def _masked_scores(self, q: Tensor, k: Tensor, scores: BlockScores) -> Tensor:
         """Return the scores `[batch, key-value heads, group, queries, keys]`, minus infinity where nothing is seen."""
         ops = self.ops
-        rows = ops.reshape(q, (*_grouped_shape(q, k)[:-1], q.shape[-1]))
+        rows = ops.reshape(q, (*_grouped_shape(q, k), q.shape[-1]))
         s = ops.mul(ops.matmul(rows, _transposed(ops, k)), scores.scale)
         if scores.soft_cap is not None:
             s = ops.mul(self.accurate_tanh(ops.div(s, scores.soft_cap)), scores.soft_cap)
@@ -126,26 +130,13 @@ class AttentionInterface:
         return self.ops.squeeze(product, 2) if groups == 1 else self.ops.sum(product, 2)
 
 
-_LOWEST = -1e30
-"""Below every score, yet finite: a row of minus infinities has this as its maximum."""
-_TINY = 1e-30
-
-
 def _groups(query: Tensor, key: Tensor) -> int:
     return int(query.shape[1] // max(key.shape[1], 1))
 
 
 def _grouped_shape(q: Tensor, k: Tensor) -> tuple[int, ...]:
-    return (q.shape[0], k.shape[1], _groups(q, k), q.shape[2], k.shape[2])
-
-
-def _unsqueezed(ops: SimpleNamespace, x: Tensor) -> Tensor:
-    return ops.unsqueeze(x, 2)
+    return (q.shape[0], k.shape[1], _groups(q, k), q.shape[2])
 
 
 def _transposed(ops: SimpleNamespace, x: Tensor) -> Tensor:
     return ops.unsqueeze(ops.transpose(x, -2, -1), 2)
-
-
-def _times_values(ops: SimpleNamespace, p: Tensor, v: Tensor) -> Tensor:
-    return ops.matmul(p, _unsqueezed(ops, v))

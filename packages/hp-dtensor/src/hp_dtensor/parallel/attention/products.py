@@ -14,12 +14,10 @@ from typing import Any
 import numpy as np
 
 from hp_dtensor.parallel.attention.blocks import KeyRange, Plan, Rows, Segment
-from hp_dtensor.platform.attention import BlockScores
+from hp_dtensor.platform.attention import LOWEST, TINY, BlockScores
 from hp_dtensor.platform.interface import Platform
 
 Tensor = Any
-LOWEST = -1e30
-TINY = 1e-30
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +94,11 @@ def accumulator_dtype(platform: Platform, x: Tensor) -> Any:
     return x.dtype if platform.dtype_name(x.dtype) == "float64" else platform.dtype("float32")
 
 
+def of_tokens(platform: Platform, x: Tensor, start: int, stop: int) -> Tensor:
+    """Return the stretch of `x` along dimension 2, that of tokens."""
+    return x if stop - start == x.shape[2] else platform.ops.narrow(x, 2, start, stop - start)
+
+
 def _attend_rows(platform: Platform, inputs: tuple[Tensor, ...], rows: Rows, options: Options) -> tuple[Tensor, Tensor]:
     q, k, v = inputs
     parts = [_attend_segment(platform, q, k, v, segment, options) for segment in rows.segments]
@@ -110,13 +113,13 @@ def _attend_rows(platform: Platform, inputs: tuple[Tensor, ...], rows: Rows, opt
 def _attend_segment(
     platform: Platform, q: Tensor, k: Tensor, v: Tensor, segment: Segment, options: Options
 ) -> tuple[Tensor, Tensor]:
-    queries = _part(platform, q, segment.start, segment.stop)
+    queries = of_tokens(platform, q, segment.start, segment.stop)
     merged: tuple[Tensor, Tensor] | None = None
     for keys in segment.keys:
         block = platform.attention_block(
             queries,
-            _part(platform, k, keys.start, keys.stop),
-            _part(platform, v, keys.start, keys.stop),
+            of_tokens(platform, k, keys.start, keys.stop),
+            of_tokens(platform, v, keys.start, keys.stop),
             _scores(platform, segment, keys, options),
         )
         out = platform.ops.cast(block[0], accumulator_dtype(platform, q))
@@ -144,9 +147,9 @@ def _grad_of_rows(
     d_k, d_v = (_Sum(platform, x, bounds) for x in (k, v))
     d_q = _Sum(platform, q, sorted({0, q.shape[2], *(end for s in rows.segments for end in (s.start, s.stop))}))
     for segment in rows.segments:
-        of_segment = [_part(platform, x, segment.start, segment.stop) for x in (grad, q, out, lse)]
+        of_segment = [of_tokens(platform, x, segment.start, segment.stop) for x in (grad, q, out, lse)]
         for keys in segment.keys:
-            k_part, v_part = (_part(platform, x, keys.start, keys.stop) for x in (k, v))
+            k_part, v_part = (of_tokens(platform, x, keys.start, keys.stop) for x in (k, v))
             g, queries, o, sums = of_segment
             scores = _scores(platform, segment, keys, options)
             grads = platform.attention_block_grad(g, queries, k_part, v_part, o, sums, scores)
@@ -188,10 +191,6 @@ def _of_rows(platform: Platform, rows: Rows, *tensors: Tensor) -> tuple[Tensor, 
     if rows.stop is None:
         return tensors
     return tuple(platform.ops.narrow(x, 0, rows.start, rows.stop - rows.start) for x in tensors)
-
-
-def _part(platform: Platform, x: Tensor, start: int, stop: int) -> Tensor:
-    return x if stop - start == x.shape[2] else platform.ops.narrow(x, 2, start, stop - start)
 
 
 def _scores(platform: Platform, segment: Segment, keys: KeyRange, options: Options) -> BlockScores:

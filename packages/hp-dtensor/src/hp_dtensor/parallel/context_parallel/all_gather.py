@@ -19,7 +19,7 @@ from hp_dtensor.comm.world import ProcessGroup
 from hp_dtensor.parallel.attention.blocks import Plan, plan_blocks
 from hp_dtensor.parallel.attention.mask import Tokens
 from hp_dtensor.parallel.attention.node import attention_node
-from hp_dtensor.parallel.attention.products import Options, accumulator_dtype, attend, attend_grad
+from hp_dtensor.parallel.attention.products import Options, accumulator_dtype, attend, attend_grad, of_tokens
 from hp_dtensor.parallel.context_parallel.messages import empty_message, packed, unpacked
 from hp_dtensor.platform.interface import Platform
 
@@ -108,7 +108,10 @@ def _gather(
 ) -> tuple[Tensor, Tensor]:
     sends = [_picked(platform, (key, value), ranges) for ranges in plan.given]
     shapes = [[_with_length(x, _length(ranges)) for x in (key, value)] for ranges in plan.taken]
-    receives = [empty_message(platform, each, key.dtype) if _length(r) else None for each, r in _pairs(shapes, plan)]
+    receives = [
+        empty_message(platform, each, key.dtype) if ranges else None
+        for each, ranges in zip(shapes, plan.taken, strict=True)
+    ]
     messages = [packed(platform, parts) if parts else None for parts in sends]
     receives[group.rank] = messages[group.rank]
     messages[group.rank] = None
@@ -117,12 +120,8 @@ def _gather(
     return _put_in_order(platform, arrived, plan, 0, key), _put_in_order(platform, arrived, plan, 1, value)
 
 
-def _pairs(shapes: list[Any], plan: GatherPlan) -> list[tuple[Any, Ranges]]:
-    return list(zip(shapes, plan.taken, strict=True))
-
-
 def _put_in_order(platform: Platform, arrived: list[Any], plan: GatherPlan, which: int, like: Tensor) -> Tensor:
-    pieces = [_part(platform, arrived[source][which], start, stop) for source, start, stop in plan.order]
+    pieces = [of_tokens(platform, arrived[source][which], start, stop) for source, start, stop in plan.order]
     if not pieces:
         return platform.ops.narrow(like, 2, 0, 0)
     return pieces[0] if len(pieces) == 1 else platform.ops.cat(pieces, 2)
@@ -157,7 +156,7 @@ def _of_sources(platform: Platform, x: Tensor, plan: GatherPlan) -> list[Tensor 
     pieces: list[list[tuple[int, Tensor]]] = [[] for _ in plan.taken]
     place = 0
     for source, start, stop in plan.order:
-        pieces[source].append((start, _part(platform, x, place, place + stop - start)))
+        pieces[source].append((start, of_tokens(platform, x, place, place + stop - start)))
         place += stop - start
     ordered = [[piece for _, piece in sorted(each, key=lambda one: one[0])] for each in pieces]
     return [None if not each else each[0] if len(each) == 1 else platform.ops.cat(each, 2) for each in ordered]
@@ -170,8 +169,8 @@ def _added_at(platform: Platform, total: Tensor, part: Tensor, ranges: Ranges) -
     for start, stop in ranges:
         if start > at:
             pieces.append(ops.narrow(total, 2, at, start - at))
-        piece = _part(platform, part, taken, taken + stop - start)
-        pieces.append(ops.add(_part(platform, total, start, stop), piece))
+        piece = of_tokens(platform, part, taken, taken + stop - start)
+        pieces.append(ops.add(of_tokens(platform, total, start, stop), piece))
         at, taken = stop, taken + stop - start
     if at < total.shape[2]:
         pieces.append(ops.narrow(total, 2, at, total.shape[2] - at))
@@ -184,13 +183,9 @@ def _picked(platform: Platform, tensors: Sequence[Tensor], ranges: Ranges) -> li
         return []
     found = []
     for x in tensors:
-        pieces = [_part(platform, x, start, stop) for start, stop in ranges]
+        pieces = [of_tokens(platform, x, start, stop) for start, stop in ranges]
         found.append(pieces[0] if len(pieces) == 1 else platform.ops.cat(pieces, 2))
     return found
-
-
-def _part(platform: Platform, x: Tensor, start: int, stop: int) -> Tensor:
-    return x if stop - start == x.shape[2] else platform.ops.narrow(x, 2, start, stop - start)
 
 
 def _needed(queries: Tokens, keys: Tokens, causal: bool, window: int | None) -> Ranges:
