@@ -46,11 +46,29 @@ def attend(q, k, v, *, causal=True, window=None, documents=None, scale=None, sof
         if soft_cap is not None:
             d_s = d_s * (1 - np.tanh(raw / soft_cap) ** 2)
         d_s = d_s * scale
-        shared = lambda x: x.reshape(x.shape[0], k.shape[1], groups, *x.shape[2:]).sum(2)  # noqa: E731
+
+        def shared(x):
+            return x.reshape(x.shape[0], k.shape[1], groups, *x.shape[2:]).sum(2)
+
         found = [d_s @ ke, shared(d_s.swapaxes(-1, -2) @ q), shared(p.swapaxes(-1, -2) @ g)]
         return found if sinks is None else [*found, d_sinks]
 
     return out, grads
+
+
+def expected(arrays, mask, options):
+    """Return the result and the gradients of queries, keys, values and sinks, if any, by brute force."""
+    q, k, v, grad, *sinks = arrays
+    documents = None if "positions" not in mask else documents_of(mask["positions"])
+    given = {name: value for name, value in mask.items() if name != "positions"}
+    out, grads = attend(q, k, v, documents=documents, **given, **options, sinks=sinks[0] if sinks else None)
+    return [out, *grads(grad)]
+
+
+def compare(found, wanted, rtol=2e-5, atol=1e-5):
+    for name, x, y in zip(("result", "query", "key", "value", "sinks"), found, wanted, strict=False):
+        np.testing.assert_allclose(x, y, rtol=rtol, atol=atol, err_msg=name)
+    assert len(found) == len(wanted)
 
 
 def documents_of(positions):
@@ -64,7 +82,10 @@ def positions_of(*rows):
 
 def inputs(batch=2, heads=4, kv_heads=2, queries=None, keys=13, width=8, out_width=None, seed=0):
     random = np.random.default_rng(seed)
-    draw = lambda *shape: random.standard_normal(shape).astype(np.float32)  # noqa: E731
+
+    def draw(*shape):
+        return random.standard_normal(shape).astype(np.float32)
+
     queries, out_width = queries or keys, out_width or width
     return (
         draw(batch, heads, queries, width),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import attention_reference as reference
 import numpy as np
 
 from hp_dtensor import current_world, init_device_mesh
@@ -41,17 +40,3 @@ def put_together(results, cut):
     parts = list(zip(*results, strict=True))
     whole = [cut.restore(list(each), 2) for each in parts[:4]]
     return whole + [np.sum(each, 0) for each in parts[4:]]
-
-
-def expected(arrays, mask, options):
-    q, k, v, grad, *sinks = arrays
-    documents = None if "positions" not in mask else reference.documents_of(mask["positions"])
-    given = {name: value for name, value in mask.items() if name != "positions"}
-    out, grads = reference.attend(q, k, v, documents=documents, **given, **options, sinks=sinks[0] if sinks else None)
-    return [out, *grads(grad)]
-
-
-def compare(found, wanted, rtol=2e-5, atol=1e-5):
-    for name, x, y in zip(("result", "query", "key", "value", "sinks"), found, wanted, strict=False):
-        np.testing.assert_allclose(x, y, rtol=rtol, atol=atol, err_msg=name)
-    assert len(found) == len(wanted)

@@ -12,7 +12,6 @@ from hp_dtensor.parallel.attention import AttentionMask, attention, function
 from hp_dtensor.parallel.attention.blocks import plan_blocks
 from hp_dtensor.testing import run_ranks
 
-TOLERANCE = {"rtol": 2e-5, "atol": 1e-5}
 """Float32 against float64; MindSpore's exponential and logarithm are off by up to 3e-6 on the CPU."""
 
 PACKED = reference.positions_of((5, 1, 7), (13,))
@@ -48,14 +47,6 @@ def case_of(queries=None, kv_heads=2, out_width=None, sinks=False, **options):
     return arrays[: 5 if sinks else 4], mask, options
 
 
-def expected(arrays, mask, options):
-    q, k, v, grad, *sinks = arrays
-    documents = None if "positions" not in mask else reference.documents_of(mask["positions"])
-    given = {name: value for name, value in mask.items() if name != "positions"}
-    out, grads = reference.attend(q, k, v, documents=documents, **given, **options, sinks=sinks[0] if sinks else None)
-    return [out, *grads(grad)]
-
-
 def leaves(platform, arrays):
     made = [platform.from_numpy(x.copy()) for x in arrays]
     for x in made:
@@ -71,30 +62,24 @@ def computed(platform, arrays, mask, options):
     return [platform.to_numpy(x) for x in (out, *(platform.get_grad(x) for x in inputs))]
 
 
-def compare(found, wanted):
-    for name, x, y in zip(("result", "query", "key", "value", "sinks"), found, wanted, strict=False):
-        np.testing.assert_allclose(x, y, **TOLERANCE, err_msg=name)
-    assert len(found) == len(wanted)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_equals_brute_force(hp_platform, name):
     case = case_of(**CASES[name])
-    compare(computed(hp_platform, *case), expected(*case))
+    reference.compare(computed(hp_platform, *case), reference.expected(*case))
 
 
 @pytest.mark.parametrize("name", ["causal", "full", "window", "packed", "everything", "fewer queries"])
 def test_equals_brute_force_in_blocks_of_five(hp_platform, monkeypatch, name):
     monkeypatch.setattr(function, "TILE", 5)
     case = case_of(**CASES[name])
-    compare(computed(hp_platform, *case), expected(*case))
+    reference.compare(computed(hp_platform, *case), reference.expected(*case))
 
 
 @pytest.mark.parametrize("name", ["causal", "packed window", "everything", "one key head"])
 @pytest.mark.parametrize("placements", [(Shard(0), Shard(1)), (Shard(1), Replicate()), (Shard(2), Shard(0))])
 def test_of_dtensors_equals_brute_force(hp_platform, name, placements):
     case = case_of(**CASES[name])
-    wanted = expected(*case)
+    wanted = reference.expected(*case)
 
     def program():
         mesh = DeviceMesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
@@ -111,7 +96,7 @@ def test_of_dtensors_equals_brute_force(hp_platform, name, placements):
         return out.placements, [hp_platform.to_numpy(x.full_tensor()) for x in (out, *grads)]
 
     for found_placements, found in run_ranks(program, 4, hp_platform):
-        compare(found, wanted)
+        reference.compare(found, wanted)
         assert Shard(2) not in found_placements
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import attention_reference as reference
 import numpy as np
 import pytest
-from context_programs import attend_on_ranks, compare, expected, put_together
+from context_programs import attend_on_ranks, put_together
 
 from hp_dtensor.parallel.context_parallel import SequenceCut
 from hp_dtensor.testing import run_ranks
@@ -62,7 +62,7 @@ def test_equals_one_device(hp_platform, case):
     results = run_ranks(
         attend_on_ranks, ranks, hp_platform, hp_platform, arrays, MASKS[mask], options, degree, method, balanced
     )
-    compare(put_together(results, cut), expected(arrays, MASKS[mask], options))
+    reference.compare(put_together(results, cut), reference.expected(arrays, MASKS[mask], options))
 
 
 @pytest.mark.parametrize(("method", "degree"), [("ring", 1), ("all_gather", 1), ("ring", 4), ("ring", 2)])
@@ -70,7 +70,7 @@ def test_fewer_tokens_than_ranks(hp_platform, method, degree):
     arrays = reference.inputs(keys=3)[:4]
     cut = SequenceCut(length=3, ranks=4, ulysses_degree=degree)
     results = run_ranks(attend_on_ranks, 4, hp_platform, hp_platform, arrays, {}, {}, degree, method)
-    compare(put_together(results, cut), expected(arrays, {}, {}))
+    reference.compare(put_together(results, cut), reference.expected(arrays, {}, {}))
 
 
 @pytest.mark.parametrize(("method", "degree"), [("ring", 1), ("all_gather", 1), ("ring", 2)])
@@ -80,7 +80,7 @@ def test_rows_whose_documents_differ_on_one_rank_alone(hp_platform, method, degr
     arrays = reference.inputs(keys=12)[:4]
     cut = SequenceCut(length=12, ranks=4, ulysses_degree=degree, balanced=False)
     results = run_ranks(attend_on_ranks, 4, hp_platform, hp_platform, arrays, packed, {}, degree, method, False)
-    compare(put_together(results, cut), expected(arrays, packed, {}))
+    reference.compare(put_together(results, cut), reference.expected(arrays, packed, {}))
 
 
 def test_repeats_itself_to_the_bit(hp_platform):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attention_reference as reference
 import pytest
-from context_programs import attend_on_ranks, compare, expected, put_together
+from context_programs import attend_on_ranks, put_together
 
 from hp_dtensor.parallel.context_parallel import SequenceCut
 from hp_dtensor.platform.selection import get_platform
@@ -30,4 +30,4 @@ def test_equals_one_device(hp_platform, rank_pool, ranks):
         cut = SequenceCut(length=41, ranks=ranks, ulysses_degree=degree)
         for _ in range(2):
             results = pool.run(attend_by_name, hp_platform.name, arrays, mask, {}, degree, method)
-            compare(put_together(results, cut), expected(arrays, mask, {}))
+            reference.compare(put_together(results, cut), reference.expected(arrays, mask, {}))
