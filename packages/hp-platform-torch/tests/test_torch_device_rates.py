@@ -19,6 +19,8 @@ from hp_platform_torch.device_rates import peak_flops
         ("Tesla V100-SXM2-16GB", "float16", 125e12),
         ("Tesla V100-SXM2-16GB", "bfloat16", None),
         ("NVIDIA H100 80GB HBM3", "float32", None),
+        ("NVIDIA RTX A1000", "bfloat16", None),
+        ("NVIDIA RTX A4000", "float16", None),
         ("A card of tomorrow", "bfloat16", None),
     ],
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-# Parts of the names that the driver gives, the longer ones first: `NVIDIA H100 PCIe` is no `H100`. In TFLOP/s.
+import re
+
+# Parts of the names that the driver gives, of which the longest counts: `NVIDIA H100 PCIe` is no `H100`. In TFLOP/s.
 _TERAFLOPS = {
     "H100 PCIe": 756.0,
     "H100 NVL": 835.0,
@@ -41,7 +43,8 @@ def peak_flops(device: str, dtype: str) -> float | None:
     """
     if dtype not in ("bfloat16", "float16"):
         return None
-    part = next((each for each in sorted(_TERAFLOPS, key=len, reverse=True) if each in device), None)
+    # Followed by a digit it is another device's: an RTX A1000 is no A100.
+    part = max((each for each in _TERAFLOPS if re.search(rf"{each}(?!\d)", device)), key=len, default=None)
     if part is None or (part in _FLOAT16_ALONE and dtype == "bfloat16"):
         return None
     return _TERAFLOPS[part] * 1e12
