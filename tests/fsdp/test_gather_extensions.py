@@ -85,7 +85,7 @@ def quantized(values):
 
 
 class Rounded(nn.Linear):
-    """What a linear layer with a weight that is gathered in fewer bits computes, on one device."""
+    """A linear layer on one device that computes as one whose weight is gathered in fewer bits."""
 
     kind = None
 

@@ -129,7 +129,7 @@ class Forces(torch.nn.Module):
 
 @pytest.mark.parametrize("grad_enabled", [True, False])
 def test_a_forward_may_have_a_backward_to_its_input_inside(hp_platform, grad_enabled):
-    """What is in use by this forward stays whole behind it."""
+    """The backward inside frees no parameters that the rest of the forward uses."""
 
     def rank():
         net, plain = shard_net(hp_platform, Forces()), Forces()

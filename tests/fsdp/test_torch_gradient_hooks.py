@@ -121,7 +121,7 @@ def test_hooks_run_once_where_the_loss_has_a_term_in_the_sharded_parameters_them
 
 
 def _hooked(parameter, backward):
-    """What is called in each of two backwards: the first hook removes the second one, and adds another."""
+    """Return the hooks called in two backwards, of which the first one removes the second and adds a third."""
     calls, handles = [], []
 
     def first(parameter):

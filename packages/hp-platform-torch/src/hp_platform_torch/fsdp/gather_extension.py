@@ -38,7 +38,7 @@ def find_extension(parameter: Tensor) -> TorchGatherExtension | None:
             f"{' / '.join(GATHER_METHODS)} have been set on the weight itself; the shards would lack them. Define them "
             "in a tensor subclass"
         )
-    count = len(inspect.signature(parameter.fsdp_pre_all_gather).parameters)  # type: ignore[attr-defined]
+    count = len(inspect.signature(getattr(parameter, GATHER_METHODS[0])).parameters)
     if count not in (1, 5):
         raise CapabilityError(
             f"{kind.__name__}.fsdp_pre_all_gather takes {count} arguments, expected (mesh), or (mesh, outer_size, "
