@@ -25,11 +25,11 @@ class ArrayPlatform(Platform):
 
     def connect(self, rank, size, address, timeout_seconds=300.0, local_rank=0):
         self.address = address
-        self.world = SilentWorld(rank, size, self)
-        return self.world
+        self._world = SilentWorld(rank, size, self)
+        return self._world
 
     def disconnect(self):
-        self.world = None
+        self._world = None
 
     def environment(self, local_rank, local_size):
         return {"ARRAY_THREADS": "1"}

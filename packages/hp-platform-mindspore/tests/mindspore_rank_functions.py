@@ -187,13 +187,13 @@ def overlapping_groups(rounds):
 
 
 def join_again():
-    world, PLATFORM.world = PLATFORM.world, None
+    world, PLATFORM._world = PLATFORM._world, None
     try:
         PLATFORM.connect(0, 2, "127.0.0.1:1")
     except PlatformError as error:
         return str(error)
     finally:
-        PLATFORM.world = world
+        PLATFORM._world = world
     return "not refused"
 
 

@@ -95,19 +95,19 @@ class MindSporePlatform(MindSporeBase):
             PlatformError: this process has joined a job before (MindSpore can do that once), or the job cannot
                 be joined.
         """
-        if self.world is not None:
+        if self._world is not None:
             raise PlatformError(
-                f"this process is already rank {self.world.rank} of a job of {self.world.size}; disconnect() first"
+                f"this process is already rank {self._world.rank} of a job of {self._world.size}; disconnect() first"
             )
-        self.world = MindSporeWorld.join(self, rank, size, address, timeout_seconds, local_rank)
-        return self.world
+        self._world = MindSporeWorld.join(self, rank, size, address, timeout_seconds, local_rank)
+        return self._world
 
     def join_launched(self) -> None:
         if is_launched():
             from_environment(self)
 
     def disconnect(self) -> None:
-        world, self.world = self.world, None
+        world, self._world = self._world, None
         if world is not None:
             world.close()
         forget_plans()

@@ -16,14 +16,14 @@ from hp_dtensor.comm.world import ProcessGroup, World
 from hp_dtensor.dispatch.plan_cache import forget_plans
 from hp_dtensor.exceptions import PlatformError
 from hp_dtensor.launch.environment import from_environment, is_launched
-from hp_dtensor.platform.processes import ProcessInterface
+from hp_dtensor.platform.interface import Platform
 from hp_platform_torch.comm import rendezvous
 from hp_platform_torch.comm.capabilities import device_types
 from hp_platform_torch.comm.world import TorchWorld
 from hp_platform_torch.device_rates import peak_flops
 
 
-class TorchProcesses(ProcessInterface):
+class TorchProcesses(Platform):
     """The part of the platform that joins jobs over torch.distributed.
 
     Attributes:
@@ -36,12 +36,11 @@ class TorchProcesses(ProcessInterface):
         self.device_types = _device_types()
         self._owns_process_group = False
         self._connections = 0
-        self._world: World | None = None
         # The program's own default group that `_world` was made for without a call of `connect`, or that was left.
         self._adopted: Any = None
 
     @property
-    def world(self) -> World | None:  # type: ignore[override]
+    def world(self) -> World | None:
         """The world of the job that this process has joined by `connect`, or by torch's own `init_process_group`."""
         if self._world is None and dist.is_initialized() and dist.group.WORLD is not self._adopted:
             self.connect(dist.get_rank(), dist.get_world_size(), "", local_rank=self._local_rank())
@@ -52,7 +51,7 @@ class TorchProcesses(ProcessInterface):
 
     def join_launched(self) -> None:
         if is_launched():
-            from_environment(self)  # type: ignore[arg-type]
+            from_environment(self)
 
     def connect(self, rank: int, size: int, address: str, timeout_seconds: float = 300.0, local_rank: int = 0) -> World:
         """See `Platform.connect`.
@@ -79,7 +78,7 @@ class TorchProcesses(ProcessInterface):
         elif size > 1:
             store = rendezvous.join(rank, size, address, timeout)
             self._owns_process_group = True
-        self._world = TorchWorld(rank, size, self, store, timeout)  # type: ignore[arg-type]
+        self._world = TorchWorld(rank, size, self, store, timeout)
         self._adopted = None
         return self._world
 

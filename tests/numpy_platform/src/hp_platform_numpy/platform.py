@@ -40,11 +40,11 @@ class NumpyPlatform(Platform):
     def connect(self, rank: int, size: int, address: str, timeout_seconds: float = 300.0, local_rank: int = 0) -> World:
         if size > 1:
             raise CapabilityError("the numpy platform has no processes; use hp_dtensor.testing.run_ranks")
-        self.world = SilentWorld(rank, size, self)
-        return self.world
+        self._world = SilentWorld(rank, size, self)
+        return self._world
 
     def disconnect(self) -> None:
-        self.world = None
+        self._world = None
 
     # Dtypes and plain tensors ----------------------------------------------------------------------------
 

@@ -20,15 +20,22 @@ class ProcessInterface(ABC):
 
     Attributes:
         device_types: the kinds of device that it can use here, best first (`("cuda", "cpu")`).
-        world: the `World` of the job that this process has joined with `connect`; None before.
     """
 
     device_types: tuple[str, ...]
-    world: World | None = None
+    _world: World | None = None
+
+    @property
+    def world(self) -> World | None:
+        """The `World` of the job that this process has joined; None before.
+
+        The default: `_world`, which `connect` and `disconnect` set.
+        """
+        return self._world
 
     @abstractmethod
     def connect(self, rank: int, size: int, address: str, timeout_seconds: float = 300.0, local_rank: int = 0) -> World:
-        """Join a job of `size` ranks that meets at `address` (`host:port`, served by rank 0); sets `world`."""
+        """Join a job of `size` ranks that meets at `address` (`host:port`, served by rank 0); returns its `world`."""
 
     def join_launched(self) -> None:
         """Join the job of the launcher that has started this process, if one has; the default: stay alone."""
