@@ -54,44 +54,33 @@ def fully_shard(
 ) -> Any:
     """Shard the parameters of a module, or of several as one group, over a data-parallel mesh, in place.
 
-    Parameters below `module` that no earlier call has taken become DTensors, cut into row-granular ragged
-    shards on the last axis of `mesh`; forward and backward gather them, all of the group in one collective,
-    and backward reduces their gradients in one. Call it on the inner modules first, then on those above.
-    Names and meanings follow torch's `fully_shard`.
+    Parameters below `module` that no earlier call has taken become DTensors, cut into row-granular ragged shards on the
+    last axis of `mesh`; forward and backward gather them, all of the group in one collective, and backward reduces
+    their gradients in one. Call it on the inner modules first. Names and meanings follow torch's `fully_shard`.
 
     Args:
         module: a module of the mesh's platform, or a list that forms one group.
-        mesh: 1-D (shard) or 2-D (replicate, shard); None: all ranks shard. Groups of one model may have different
-            meshes.
-        zero_stage: what is sharded over the last axis of `mesh` (arXiv 1910.02054). For n ranks there, P bytes of
-            parameters, and forward and backward of one of m micro-batches in a step:
-            0, nothing: every rank holds parameters, gradients and optimizer state whole; sends 2P (all-reduce).
-            1, optimizer state: parameters stay whole, P, next to the shard, P/n; gathered once per step, P/m.
-              Gradients that `set_requires_gradient_sync(False)` accumulates are whole, P; the last reduces them, P.
-            2, gradients too: as 1, but each backward reduce-scatters its gradients, P, group by group, and what
-              accumulates is a shard, P/n, also under `set_requires_gradient_sync(False)`.
-            3, parameters too: P/n, and the groups in use; gathered for forward and again for backward, 2P, and
-              gradients reduce-scattered in each backward, P (`set_requires_gradient_sync(False)` as in 1).
-            Below 3, each forward first gathers again what any rank has written since.
-        reshard_after_forward: free the full parameters after forward and gather them again for backward;
+        mesh: 1-D (shard) or 2-D (replicate, shard); None: all ranks shard.
+        zero_stage: what is sharded over the last axis of `mesh` (arXiv 1910.02054); the package's README has the
+            memory and messages of each stage. Below 3, each forward first gathers again what any rank has written.
+            0: nothing. 1: optimizer state. 2: gradients too, also those that `set_requires_gradient_sync(False)`
+            accumulates. 3: parameters too.
+        reshard_after_forward: in stage 3, free the full parameters after forward and gather them again for backward;
             None: yes, except for the root's own. A number k that divides the shard axis: each k consecutive ranks
-            keep them among themselves, P/k, and gather from each other (1: False; all: True). In stage 3 only.
+            keep them among themselves (1: False; all: True).
         shard_placement_fn: called with each parameter; gives the dimension to cut, `Shard(dim)` (sizes need not
             divide), or a `ShardPlacementResult` with a mesh for this parameter alone, or None: the first dimension
-            longer than 1. Parameters cut along a later one, and their shards, are strided views of the buffers. Each
-            rank gets as many rows as fit: the placement is a `RaggedShard`.
+            longer than 1. Each rank gets as many rows as fit: the placement is a `RaggedShard`.
         mp_policy: dtypes of computation and communication.
-        offload_policy: keep shards (with `zero_stage` 3 only), gradients, or both on the host.
+        offload_policy: keep shards (in stage 3 only), gradients, or both on the host.
         ignored_params: parameters that stay as they are; their gradients are this rank's own.
         dp_mesh_dims: which axes of `mesh`, then one over all ranks, are data parallel; the same as passing those axes.
-        replicate_params: parameters that every rank keeps whole; their gradients are reduced, those of the group in
-            one all-reduce per dtype.
+        replicate_params: parameters that every rank keeps whole; their gradients are reduced together.
         threshold: in KB (1024 bytes) of the parameter on one rank; smaller ones are replicated likewise.
         bucket_size: in KB of the parameters on one rank; a group of more is gathered and reduced by several
-            collectives, each of whole parameters of at most so much together (0: one for each parameter);
-            None: by one.
-        communication: how the group is gathered and reduced: a name that a plugin has registered, or a
-            `Communication`; "default": the process group's own collectives.
+            collectives, each of whole parameters of at most so much together (0: one for each); None: by one.
+        communication: how the group is gathered and reduced: a `Communication`, or the name of one that a plugin has
+            registered; "default": the process group's own collectives.
 
     Returns:
         `module`; the class of each module gains `FSDPModule`.
@@ -122,7 +111,8 @@ def fully_shard(
             zero_stage=zero_stage,
             reshard_after_forward=check_settings(mesh, zero_stage, reshard_after_forward, threshold, bucket_size),
         )
-        storage = _checked_storage(mesh.platform, modules)
+        _check_modules(mesh.platform, modules)
+        storage = get_storage(mesh.platform)
         settings = _buffer_settings(storage, mesh, mp_policy, communication, bucket_size, offload_policy, zero_stage)
         ignored = parameters_given("ignored_params", () if ignored_params is None else ignored_params, mesh.platform)
         replicated = parameters_given("replicate_params", replicate_params, mesh.platform)
@@ -146,12 +136,6 @@ class _BufferSettings:
     communication: Communication
     bucket_size: float | None
     offload: CPUOffloadPolicy | None
-
-
-def _checked_storage(platform: Platform, modules: Sequence[Module]) -> ParameterStorage:
-    """Return the platform's storage, after checking that the modules can be sharded."""
-    _check_modules(platform, modules)
-    return get_storage(platform)
 
 
 def _buffer_settings(
