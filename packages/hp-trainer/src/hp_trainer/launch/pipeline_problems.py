@@ -10,9 +10,9 @@ from hp_trainer.config import TrainerConfig
 from hp_trainer.exceptions import PipelineError, Problem, ScheduleError, join_choices
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.parallel.divisors import divisors, nearest_divisors
-from hp_trainer.pipeline import build_schedule, schedule_names, validate
+from hp_trainer.pipeline import schedule_names
 from hp_trainer.registries import Registries
-from hp_trainer.training.stages import cut_layers, num_microbatches
+from hp_trainer.training.stages import cut_layers, make_schedule
 
 
 def find_pipeline_problems(dims: ParallelDims, config: TrainerConfig) -> Iterator[Problem]:
@@ -29,13 +29,7 @@ def find_pipeline_problems(dims: ParallelDims, config: TrainerConfig) -> Iterato
         yield Problem(path="pipeline.schedule", what="unknown schedule", expected=known, got=settings.schedule)
         return
     try:
-        schedule = build_schedule(
-            settings.schedule,
-            num_ranks=dims.pp,
-            num_microbatches=num_microbatches(config, dims),
-            stages_per_rank=settings.stages_per_rank,
-        )
-        validate(schedule)
+        schedule = make_schedule(config, dims)
     except ScheduleError as error:
         path = "pipeline.schedule" if settings.stages_per_rank is None else "pipeline.stages_per_rank"
         yield Problem(path=path, what=str(error))

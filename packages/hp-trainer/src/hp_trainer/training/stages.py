@@ -43,14 +43,7 @@ def plan_stages(config: TrainerConfig, dims: ParallelDims) -> StagePlan:
         ScheduleError: the schedule does not exist for these numbers, or would hang.
         PipelineError: the layers cannot be cut so.
     """
-    settings = config.pipeline
-    schedule = build_schedule(
-        settings.schedule,
-        num_ranks=dims.pp,
-        num_microbatches=num_microbatches(config, dims),
-        stages_per_rank=settings.stages_per_rank,
-    )
-    validate(schedule)
+    schedule = make_schedule(config, dims)
     layers = cut_layers(config, schedule.num_stages)
     last = schedule.num_stages - 1
     return StagePlan(
@@ -59,6 +52,23 @@ def plan_stages(config: TrainerConfig, dims: ParallelDims) -> StagePlan:
             DecoderParts(embed=stage == 0, layers=tuple(each), head=stage == last) for stage, each in enumerate(layers)
         ),
     )
+
+
+def make_schedule(config: TrainerConfig, dims: ParallelDims) -> Schedule:
+    """Return the schedule of a configuration's step.
+
+    Raises:
+        ScheduleError: it does not exist for these numbers, or would hang.
+    """
+    settings = config.pipeline
+    schedule = build_schedule(
+        settings.schedule,
+        num_ranks=dims.pp,
+        num_microbatches=num_microbatches(config, dims),
+        stages_per_rank=settings.stages_per_rank,
+    )
+    validate(schedule)
+    return schedule
 
 
 def num_microbatches(config: TrainerConfig, dims: ParallelDims) -> int:
