@@ -12,7 +12,6 @@ from typing import Any
 from hp_dtensor.comm.world import current_world
 from hp_dtensor.exceptions import HPError, LaunchError
 from hp_dtensor.launch import from_environment, is_launched, rank_environment
-from hp_dtensor.launch.stop_signals import STOP_SIGNALS
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
 from hp_trainer._exchange import coordinator
@@ -20,7 +19,7 @@ from hp_trainer.checkpoint import find_latest
 from hp_trainer.config import TrainerConfig
 from hp_trainer.exceptions import MachineError, RunFolderError, StoppedError, TrainingError
 from hp_trainer.generation import write_samples
-from hp_trainer.launch.restarts import RankArguments, run_with_restarts
+from hp_trainer.launch.restarts import RankArguments, run_with_restarts, stopped_by
 from hp_trainer.launch.world_size import world_size_of
 from hp_trainer.machine_errors import describe_machine_error
 from hp_trainer.run import RunFolder, RunLock, checkpoint_storage
@@ -88,7 +87,7 @@ def _train_on_local_ranks(config: TrainerConfig, platform: Platform, arguments: 
     try:
         return run_with_restarts(run_rank, arguments, config, platform)
     except LaunchError as error:
-        ended_by = _stopped_by(error)
+        ended_by = stopped_by(error)
         if ended_by is not None:
             return ended_by
         left = _what_is_left(RunFolder(Path(arguments[0])), config)
@@ -171,10 +170,3 @@ def _what_is_left(run: RunFolder, config: TrainerConfig) -> str:
         f"The newest checkpoint is of step {newest.step} of {config.training.steps}; go on with "
         f"`hp-train resume {run.path}`"
     )
-
-
-def _stopped_by(error: LaunchError) -> int | None:
-    """Return the signal to stop that one rank alone received before it could tell the others; None: it failed."""
-    if error.kind == "KeyboardInterrupt":
-        return signal.SIGINT
-    return error.signal if error.signal in STOP_SIGNALS else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -47,8 +48,7 @@ def run_with_restarts(
             return _run_once(run_rank, (path, owner, checkpoint, *rest), config, platform, run.logs)
         except LaunchError as error:
             # A rank that was told to stop has not failed.
-            is_stopped = error.signal in STOP_SIGNALS or error.kind == "KeyboardInterrupt"
-            if not config.launch.max_restarts or error.kind in _FINAL or is_stopped:
+            if not config.launch.max_restarts or error.kind in _FINAL or stopped_by(error) is not None:
                 raise
             newest = find_latest(checkpoint_storage(run, config)).checkpoint
             if newest is not None and newest.folder != checkpoint:
@@ -60,6 +60,13 @@ def run_with_restarts(
             _keep_logs(run.logs, failures)
             _tell(error, config, left, newest.step if newest is not None else 0)
             time.sleep(_PAUSE_SECONDS)
+
+
+def stopped_by(error: LaunchError) -> int | None:
+    """Return the signal to stop that one rank alone received before it could tell the others; None: it failed."""
+    if error.kind == "KeyboardInterrupt":
+        return signal.SIGINT
+    return error.signal if error.signal in STOP_SIGNALS else None
 
 
 def _run_once(
