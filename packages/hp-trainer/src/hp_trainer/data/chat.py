@@ -22,23 +22,26 @@ _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatFilesConfig(FilesConfig):
-    """Conversations of one source among several."""
+class ChatFieldsConfig:
+    """Names of the fields of a conversation."""
 
-    path: str = setting(help="file, folder, or a pattern such as train-*.parquet", is_path=True)
     messages_field: str = setting("messages", help="field that holds a list of messages with role and content")
     prompt_field: str = setting("prompt", help="field that holds a prompt, where there are no messages")
     completion_field: str = setting("completion", help="field that holds what follows a prompt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatFilesConfig(ChatFieldsConfig, FilesConfig):
+    """Conversations of one source among several."""
+
+    path: str = setting(help="file, folder, or a pattern such as train-*.parquet", is_path=True)
     weight: float | None = setting(None, help="how often its samples come, relative to the others'", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatDataConfig(DocumentsConfig):
+class ChatDataConfig(ChatFieldsConfig, DocumentsConfig):
     """Conversations (`messages`) and instructions (`prompt` and `completion`), for fine-tuning."""
 
-    messages_field: str = setting("messages", help="field that holds a list of messages with role and content")
-    prompt_field: str = setting("prompt", help="field that holds a prompt, where there are no messages")
-    completion_field: str = setting("completion", help="field that holds what follows a prompt")
     sources: tuple[ChatFilesConfig, ...] = sections(ChatFilesConfig, help="several sources instead of path")
     eval: tuple[ChatFilesConfig, ...] = sections(
         ChatFilesConfig, help="sources to evaluate with; empty: eval_fraction of those to train on"
@@ -75,16 +78,21 @@ class ChatSource(DocumentsSource):
         return load_template(self.options.template, self.options.template_file, self.tokenizer())
 
     def problems(self) -> Iterator[Problem]:
-        problem = None
+        problem = self._template_problem()
+        yield from super().problems() if problem is None else [problem]
+
+    def _template_problem(self) -> Problem | None:
+        """Return why there is no template, unless that is the tokenizer's fault, which is told of by itself."""
         try:
-            self.template  # noqa: B018, loaded for what it raises
+            self.tokenizer()
+        except DataError:
+            return None
+        try:
+            # Loaded for what it raises.
+            _ = self.template
         except DataError as error:
-            problem = Problem(path="template", what=str(error))
-        # A tokenizer that cannot be loaded has no template either, and is told of by itself.
-        if problem is None or any(other.path == "tokenizer" for other in super().problems()):
-            yield from super().problems()
-        else:
-            yield problem
+            return Problem(path="template", what=str(error))
+        return None
 
     def fields(self, source: Source) -> tuple[str, ...] | None:
         """Return the fields of messages, of prompts with completions, and of tools."""
