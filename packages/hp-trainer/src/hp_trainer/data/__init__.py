@@ -15,7 +15,7 @@ from hp_trainer.data.dataset import (
     Tokenizer,
 )
 from hp_trainer.data.documents import DocumentsConfig, DocumentsSource
-from hp_trainer.data.formats import find_text_files, holds_text, open_reader, read_text_bytes, standard_library
+from hp_trainer.data.formats import find_text_files, open_reader, read_text_bytes, standard_library
 from hp_trainer.data.mixture import MixedOrder, MixedSamples
 from hp_trainer.data.order import SampleOrder
 from hp_trainer.data.samples import DocumentWindows, PackedSamples, TokenSamples
@@ -53,7 +53,6 @@ __all__ = [
     "build_corpus",
     "cache_folder",
     "find_text_files",
-    "holds_text",
     "load_tokenizer",
     "open_reader",
     "read_corpus_info",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def train_tokenizer(path: Path, to: Path, *, vocab_size: int, field: str = "text
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_chain(first, texts), trainer)
+    tokenizer.train_from_iterator(itertools.chain([first], texts), trainer)
     try:
         to.parent.mkdir(parents=True, exist_ok=True)
         tokenizer.save(str(to))
@@ -72,8 +73,3 @@ def _texts(path: Path, field: str, max_bytes: int | None) -> Iterator[str]:
             left -= len(text.encode("utf-8", errors="replace"))
         if text.strip():
             yield text
-
-
-def _chain(first: str, rest: Iterator[str]) -> Iterator[str]:
-    yield first
-    yield from rest

@@ -2,14 +2,13 @@
 
 from hp_trainer.data.formats.detect import Format, open_reader
 from hp_trainer.data.formats.reader import Reader, Record
-from hp_trainer.data.formats.text import find_text_files, holds_text, read_text_bytes, standard_library
+from hp_trainer.data.formats.text import find_text_files, read_text_bytes, standard_library
 
 __all__ = [
     "Format",
     "Reader",
     "Record",
     "find_text_files",
-    "holds_text",
     "open_reader",
     "read_text_bytes",
     "standard_library",

@@ -54,15 +54,6 @@ def read_text_bytes(path: Path) -> bytes | None:
     return data if data.strip() and b"\0" not in data else None
 
 
-def holds_text(path: Path, suffixes: tuple[str, ...] = ()) -> bool:
-    """Return whether at least one file below `path` is text; reads no more than it needs to know.
-
-    Raises:
-        DataError: there is no such file or folder.
-    """
-    return any(read_text_bytes(file) is not None for file in find_text_files(path, suffixes))
-
-
 class TextFiles(Reader):
     """Text files, each of them one document; files that are no text are left out."""
 
