@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hp_trainer._exchange import Group, coordinator
-from hp_trainer.checkpoint import Checkpoint
+from hp_trainer.checkpoint import Box, Checkpoint
 from hp_trainer.config import TrainerConfig
 from hp_trainer.exceptions import ExportError
 from hp_trainer.models.decoder import DecoderConfig
@@ -17,6 +17,7 @@ from hp_trainer.models.hugging_face.adapters import ADAPTER_FILE, export_adapter
 from hp_trainer.models.hugging_face.architectures import read_architecture
 from hp_trainer.models.hugging_face.export import LARGEST_FILE, export_weights
 from hp_trainer.models.hugging_face.matching import find_architecture, same_meaning
+from hp_trainer.models.hugging_face.pieces import Array
 from hp_trainer.models.hugging_face.tensor_map import build_tensor_map
 from hp_trainer.models.hugging_face.weights import widen
 from hp_trainer.run.folder import RunFolder
@@ -58,23 +59,21 @@ def export_run(
     described |= {"dtype": chosen, "torch_dtype": chosen}
     tensors = build_tensor_map(options, model_type)
 
-    def stored(name: str, box: Any) -> Any:
-        return widen(checkpoint.read(f"model.{name}", box), checkpoint.index.tensors[f"model.{name}"].dtype)
-
-    read: Any = stored
-
     saved = checkpoint.index.tensors
+
+    def stored(name: str, box: Box) -> Array:
+        return widen(checkpoint.read(f"model.{name}", box), saved[f"model.{name}"].dtype)
+
     shapes = {name.removeprefix("model."): saved[name].shape for name in saved if name.startswith("model.")}
     if adapters:
         coordinator(
             group,
             "writing adapters",
-            lambda: export_adapters(folder, tensors, read, shapes, options.lora, config.model.source),
+            lambda: export_adapters(folder, tensors, stored, shapes, options.lora, config.model.source),
             ExportError,
         )
         return [ADAPTER_FILE]
-    if options.lora.rank is not None:
-        read = merging(read, shapes, options.lora.scale)
+    read = stored if options.lora.rank is None else merging(stored, shapes, options.lora.scale)
     names = export_weights(folder, tensors, read, described, group, dtype=chosen, largest=largest)
     if group.rank == 0:
         _copy_companions(run, config, folder)
