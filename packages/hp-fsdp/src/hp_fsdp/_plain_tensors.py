@@ -1,4 +1,4 @@
-"""Plain tensors of DTensors: whole, local, copied, on the host."""
+"""Plain tensors of DTensors: whole, copied, on the host."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.placements import RaggedShard
 from hp_dtensor.spec.tensor_spec import TensorSpec
-from hp_dtensor.tensor.dtensor import DTensor
 from hp_fsdp.storage import ParameterStorage
 
 Tensor = Any
@@ -38,11 +37,6 @@ def copy_of(platform: Platform, x: Tensor) -> Tensor:
     """Copy a plain tensor into memory of its own."""
     with platform.no_grad():
         return platform.ops.clone(platform.detach(x))
-
-
-def local_of(platform: Platform, x: Tensor) -> Tensor:
-    """Return the local data of a DTensor, or a plain tensor itself."""
-    return platform.unwrap(x) if isinstance(x, DTensor) else x
 
 
 def _is_cut_by_rows(spec: TensorSpec) -> bool:

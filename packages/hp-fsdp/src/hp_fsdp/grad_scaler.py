@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from hp_dtensor.comm.world import ProcessGroup, current_world
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
-from hp_fsdp._plain_tensors import local_of
+from hp_dtensor.tensor.conversions import local_of
 from hp_fsdp.exceptions import LossScalingError
 from hp_fsdp.plugins import get_storage
 

@@ -11,11 +11,11 @@ from typing import Any
 from hp_dtensor.comm.world import Work
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.tensor_spec import TensorSpec
+from hp_dtensor.tensor.conversions import local_of
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_fsdp._engine.flat_buffer import FlatBuffer
 from hp_fsdp._engine.fsdp_parameter import FSDPParameter
 from hp_fsdp._engine.offload import ShardOffload
-from hp_fsdp._plain_tensors import local_of
 from hp_fsdp.exceptions import FullyShardError
 from hp_fsdp.plugins import get_storage
 from hp_fsdp.state import model_state as _state

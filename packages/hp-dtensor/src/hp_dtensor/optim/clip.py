@@ -14,6 +14,7 @@ from hp_dtensor.comm.world import World, current_world
 from hp_dtensor.exceptions import MeshError, RankMismatchError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
+from hp_dtensor.tensor.conversions import local_of
 from hp_dtensor.tensor.dtensor import DTensor
 
 Tensor = Any
@@ -66,7 +67,7 @@ def clip_grad_norm_(
     total = total_norm([grad for key, grad in pairs if key not in elsewhere], norm_type, platform, copies_over)
     factor = platform.ops.clamp(platform.ops.div(max_norm, platform.ops.add(total, 1e-6)), max=1.0)
     with platform.no_grad():
-        platform.scale_([_local(platform, grad) for grad in grads], factor)
+        platform.scale_([local_of(platform, grad) for grad in grads], factor)
     return total
 
 
@@ -108,7 +109,7 @@ def _by_distinct_shards(platform: Platform, tensors: Iterable[Tensor]) -> dict[i
     groups: dict[int, list[Tensor]] = defaultdict(list)
     for x in tensors:
         distinct = x.spec.mesh.size() // x.spec.num_replicas() if isinstance(x, DTensor) else 1
-        groups[distinct].append(_local(platform, x))
+        groups[distinct].append(local_of(platform, x))
     return dict(groups)
 
 
@@ -116,7 +117,7 @@ def _largest(platform: Platform, tensors: Iterable[Tensor]) -> Tensor:
     ops = platform.ops
     largest = platform.zeros((), platform.dtype("float32"))
     for x in tensors:
-        local = _local(platform, x)
+        local = local_of(platform, x)
         if math.prod(local.shape):
             peak = ops.amax(ops.reshape(ops.abs(local), (-1,)), 0)
             largest = ops.maximum(largest, ops.cast(peak, largest.dtype))
@@ -158,10 +159,6 @@ def _mark(tensors: Sequence[Tensor], size: int) -> float:
     # Hashes of tuples of integers are the same in every process.
     facts = tuple((tuple(x.shape), x.spec.mesh.shape if isinstance(x, DTensor) else ()) for x in tensors)
     return float(hash(facts) % max(2, math.isqrt((1 << 24) // size)))
-
-
-def _local(platform: Platform, x: Tensor) -> Tensor:
-    return platform.unwrap(x) if isinstance(x, DTensor) else x
 
 
 def _platform_of(parameters: list[Tensor]) -> Platform:

@@ -15,6 +15,7 @@ from hp_dtensor.exceptions import PlacementError
 from hp_dtensor.optim.owner_computes import at_owners
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
+from hp_dtensor.tensor.conversions import zeros_laid_out_as
 from hp_dtensor.tensor.dtensor import DTensor
 
 Tensor = Any
@@ -91,7 +92,7 @@ class Muon:
         _check(self._parameters)
         self.platform = platform if platform is not None else _platform_of(self._parameters.values())
         with self.platform.no_grad():
-            self._momenta = {name: self._zeros(x) for name, x in self._parameters.items()}
+            self._momenta = {name: zeros_laid_out_as(self.platform, x) for name, x in self._parameters.items()}
 
     def step(self, learning_rate: float) -> None:
         """Update every parameter that has a gradient."""
@@ -111,10 +112,6 @@ class Muon:
     def state(self) -> Mapping[str, Mapping[str, Tensor]]:
         """Return the momentum of each parameter by name, laid out as the parameter."""
         return {name: {"momentum_buffer": momentum} for name, momentum in self._momenta.items()}
-
-    def _zeros(self, parameter: Tensor) -> Tensor:
-        zeros = self.platform.zeros(self.platform.local_shape(parameter), parameter.dtype)
-        return self.platform.wrap(zeros, parameter.spec) if isinstance(parameter, DTensor) else zeros
 
     def _direction(self, name: str, grad: Tensor) -> Tensor:
         """Return the momentum with `grad` taken in, on the shard, in the dtype of the iteration."""

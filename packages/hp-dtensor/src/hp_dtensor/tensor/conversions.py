@@ -257,6 +257,22 @@ def replicate_like(x: Tensor, reference: Any) -> Any:
     return from_local(x, reference.device_mesh, replicated_on(reference.device_mesh), shape=tuple(x.shape))
 
 
+def local_of(platform: Platform, x: Tensor) -> Tensor:
+    """Return the shard of a DTensor, which shares its memory, or a plain tensor as it is."""
+    return platform.unwrap(x) if isinstance(x, DTensorBase) else x
+
+
+def whole_of(x: Tensor) -> Tensor:
+    """Return the whole tensor of a DTensor as `full_tensor` does, or a plain tensor as it is."""
+    return full_tensor(x) if isinstance(x, DTensorBase) else x
+
+
+def zeros_laid_out_as(platform: Platform, x: Tensor) -> Tensor:
+    """Return zeros of the shape, dtype and layout of `x`, such as an optimizer's state begins with."""
+    zeros = platform.zeros(platform.local_shape(x), x.dtype)
+    return platform.wrap(zeros, x.spec) if isinstance(x, DTensorBase) else zeros
+
+
 def _where(
     what: str, tensor: Any, mesh: DeviceMesh | None, placements: Placements | None
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:

@@ -15,10 +15,10 @@ from hp_dtensor.redistribute import plan_between
 from hp_dtensor.spec.placements import Replicate
 from hp_dtensor.spec.rank_checks import name_ranks
 from hp_dtensor.spec.tensor_spec import TensorSpec
+from hp_dtensor.tensor.conversions import local_of
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_fsdp._engine.fsdp_state import states_below
 from hp_fsdp._engine.group import GroupState, ParameterGroup
-from hp_fsdp._plain_tensors import local_of
 from hp_fsdp.exceptions import StateDictError
 
 Tensor = Any

@@ -8,15 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from mindspore import Tensor
 
-from hp_dtensor.tensor.dtensor import DTensor
 from hp_platform_mindspore.platform_base import MindSporeBase
 from hp_platform_mindspore.tensor.memory import HOST_DTYPES, numbers, store
-
-
-def zeros_like(platform: MindSporeBase, x: Tensor) -> Tensor:
-    """Make zeros of the same shape and dtype, a DTensor if `x` is one."""
-    zeros = platform.zeros(platform.local_shape(x), x.dtype)
-    return platform.wrap(zeros, x.spec) if isinstance(x, DTensor) else zeros
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ from mindspore.common.recompute import _RecomputeCell
 from mindspore.graph.api import _pynative_executor as executor
 
 from hp_dtensor.exceptions import CapabilityError, GradientPathError
+from hp_dtensor.tensor.conversions import zeros_laid_out_as
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.tensor.gradients import check_reached
-from hp_platform_mindspore.optim.adamw import zeros_like
 from hp_platform_mindspore.patches.search import first_dtensor, held_tensors
 from hp_platform_mindspore.tensor.local_operations import is_local
 
@@ -110,7 +110,7 @@ class _Derivative:
             found = self._in_a_whole_backward(platform, outputs, targets, given)
         else:
             found = platform.grad(outputs, targets, given)
-        return [zeros_like(platform, x) if g is None else g for x, g in zip(targets, found, strict=True)]
+        return [zeros_laid_out_as(platform, x) if g is None else g for x, g in zip(targets, found, strict=True)]
 
     def _in_a_whole_backward(
         self, platform: Any, outputs: list[Any], targets: list[Any], seeds: list[Any]

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from mindspore import Tensor
 
-from hp_platform_mindspore.optim.adamw import AdamWStep, adamw_, zeros_like
+from hp_dtensor.tensor.conversions import zeros_laid_out_as
+from hp_platform_mindspore.optim.adamw import AdamWStep, adamw_
 from hp_platform_mindspore.platform_base import MindSporeBase
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class AdamW:
         self._options = options
         self._platform = platform
         self._slots = {
-            name: _Slots(parameter, zeros_like(platform, parameter), zeros_like(platform, parameter))
+            name: _Slots(parameter, zeros_laid_out_as(platform, parameter), zeros_laid_out_as(platform, parameter))
             for name, parameter in parameters
         }
 

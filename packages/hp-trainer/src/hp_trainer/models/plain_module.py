@@ -12,7 +12,7 @@ from hp_dtensor.parallel import nn
 from hp_dtensor.parallel.parallelize_module import parallelize_module
 from hp_dtensor.parallel.style import ParallelStyle
 from hp_dtensor.parallel.tensor_parallel import ColwiseParallel, RowwiseParallel
-from hp_dtensor.tensor.dtensor import DTensor
+from hp_dtensor.tensor.conversions import whole_of
 from hp_fsdp import fully_shard
 from hp_trainer.exceptions import ParallelDimsError, Problem, TrainingError, raise_if_any
 from hp_trainer.models.decoder.loss import TokenLoss
@@ -64,11 +64,11 @@ class PlainModel(nn.Module):
             logits = _logits_of(self.module(ids))
         logits = self.ops.cast(logits, self.platform.dtype("float32"))
         if targets is None:
-            return _whole(logits)
+            return whole_of(logits)
         batch, length, vocab = logits.shape
         rows = self.ops.reshape(logits, (batch * length, vocab))
         flat = self.ops.reshape(targets, (batch * length,))
-        return _whole(self._loss.summed(self.platform, rows, flat))
+        return whole_of(self._loss.summed(self.platform, rows, flat))
 
     def parallelize(
         self,
@@ -162,7 +162,3 @@ def _logits_of(output: Any) -> Tensor:
     if hasattr(output, "logits"):
         return output.logits
     return output[0] if isinstance(output, (tuple, list)) else output
-
-
-def _whole(x: Tensor) -> Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.tensor.dtensor import DTensor
+from hp_dtensor.tensor.conversions import local_of, zeros_laid_out_as
 from hp_trainer.optimizers.options import LionConfig, SGDConfig
 
 Tensor = Any
@@ -32,7 +32,10 @@ class ElementwiseOptimizer(ABC):
         self.options, self.platform = options, platform
         self._parameters = dict(parameters)
         with platform.no_grad():
-            self._state = {name: {slot: self._zeros(x) for slot in self.slots} for name, x in self._parameters.items()}
+            self._state = {
+                name: {slot: zeros_laid_out_as(platform, x) for slot in self.slots}
+                for name, x in self._parameters.items()
+            }
 
     def step(self, learning_rate: float) -> None:
         """Update every parameter that has a gradient, and count the update."""
@@ -41,8 +44,8 @@ class ElementwiseOptimizer(ABC):
             for name, parameter in self._parameters.items():
                 grad = platform.get_grad(parameter)
                 if grad is not None:
-                    state = {slot: _local(platform, x) for slot, x in self._state[name].items()}
-                    self.update(_local(platform, parameter), _local(platform, grad), state, learning_rate)
+                    state = {slot: local_of(platform, x) for slot, x in self._state[name].items()}
+                    self.update(local_of(platform, parameter), local_of(platform, grad), state, learning_rate)
         self.num_steps += 1
 
     @abstractmethod
@@ -57,10 +60,6 @@ class ElementwiseOptimizer(ABC):
     def state(self) -> Mapping[str, Mapping[str, Tensor]]:
         """Return the state of each parameter by name and slot."""
         return self._state
-
-    def _zeros(self, parameter: Tensor) -> Tensor:
-        zeros = self.platform.zeros(self.platform.local_shape(parameter), parameter.dtype)
-        return self.platform.wrap(zeros, parameter.spec) if isinstance(parameter, DTensor) else zeros
 
 
 class SGD(ElementwiseOptimizer):
@@ -94,7 +93,3 @@ class Lion(ElementwiseOptimizer):
         decayed = ops.mul(parameter, 1 - learning_rate * self.options.weight_decay)
         self.platform.copy_(parameter, ops.sub(decayed, ops.mul(sign, learning_rate)))
         self.platform.copy_(momentum, ops.add(ops.mul(momentum, beta2), ops.mul(grad, 1 - beta2)))
-
-
-def _local(platform: Platform, x: Tensor) -> Tensor:
-    return platform.unwrap(x) if isinstance(x, DTensor) else x

@@ -9,6 +9,7 @@ from typing import Any
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.comm.world import ProcessGroup, current_world
 from hp_dtensor.platform.interface import Platform
+from hp_dtensor.tensor.conversions import local_of
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_trainer.exceptions import PipelineError
 
@@ -84,13 +85,13 @@ class TiedWeights:
         """Give every copy the values of the first."""
         with self._platform.no_grad():
             for name, copies in self._mine.items():
-                first = _local(self._platform, copies[0])
+                first = local_of(self._platform, copies[0])
                 if len(self._owners[name]) > 1:
                     values = self._platform.contiguous(self._platform.detach(first))
                     self._group(name).broadcast(values, 0)
                     self._platform.copy_(first, values)
                 for copy in copies[1:]:
-                    self._platform.copy_(_local(self._platform, copy), first)
+                    self._platform.copy_(local_of(self._platform, copy), first)
 
     def sum_gradients(self) -> None:
         """Replace the gradient of every copy by the sum over all copies; one all-reduce for each weight."""
@@ -105,16 +106,16 @@ class TiedWeights:
                     self._set_gradient(copy, total)
 
     def _sum_here(self, like: Tensor, grads: list[Tensor]) -> Tensor:
-        platform, local = self._platform, _local(self._platform, like)
+        platform, local = self._platform, local_of(self._platform, like)
         total = platform.zeros(tuple(local.shape), (grads[0] if grads else local).dtype)
         for grad in grads:
-            total = platform.ops.add(total, _local(platform, grad))
+            total = platform.ops.add(total, local_of(platform, grad))
         return platform.contiguous(total)
 
     def _set_gradient(self, copy: Tensor, total: Tensor) -> None:
         grad = self._platform.get_grad(copy)
         if grad is not None:
-            self._platform.copy_(_local(self._platform, grad), total)
+            self._platform.copy_(local_of(self._platform, grad), total)
         elif isinstance(copy, DTensor):
             self._platform.set_grad(copy, self._platform.wrap(self._platform.ops.clone(total), copy.spec))
         else:
@@ -128,7 +129,3 @@ def _form(platform: Platform, x: Tensor) -> str:
     local = platform.local_shape(x)
     placements = f" {[str(each) for each in x.placements]}" if isinstance(x, DTensor) else ""
     return f"{platform.dtype_name(x.dtype)}{list(local)}{placements}"
-
-
-def _local(platform: Platform, x: Tensor) -> Tensor:
-    return platform.unwrap(x) if isinstance(x, DTensor) else x

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from hp_dtensor.tensor.dtensor import DTensor
+from hp_dtensor.tensor.conversions import local_of
 from hp_trainer.exceptions import ScheduleError
 from hp_trainer.pipeline.pipeline import LossFunction, Pipeline
 from hp_trainer.pipeline.stage import PipelineStage
@@ -76,7 +76,7 @@ class PipelineSchedule:
         parameters = {id(p): p for module in modules for _, p in platform.named_parameters(module)}.values()
         grads = [grad for p in parameters if (grad := platform.get_grad(p)) is not None]
         with platform.no_grad():
-            for grad in (platform.unwrap(each) if isinstance(each, DTensor) else each for each in grads):
+            for grad in (local_of(platform, each) for each in grads):
                 platform.copy_(grad, platform.ops.div(grad, number))
 
 

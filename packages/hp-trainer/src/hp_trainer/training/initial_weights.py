@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from hp_dtensor.platform.interface import Platform
+from hp_dtensor.tensor.conversions import local_of
 from hp_dtensor.tensor.init import init_parameters
 from hp_trainer.config import TrainerConfig
 from hp_trainer.exceptions import CheckpointError
 from hp_trainer.models.hugging_face import ModelDirectory
-from hp_trainer.training.state import box_of, local_of
+from hp_trainer.training.state import box_of
 
 
 def give_initial_weights(model: Any, config: TrainerConfig, platform: Platform) -> None:

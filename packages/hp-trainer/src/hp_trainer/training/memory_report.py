@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
+from hp_dtensor.tensor.conversions import local_of
 from hp_fsdp.exceptions import FullyShardError
 from hp_fsdp.memory import MemoryUse, memory_use
 from hp_trainer.exceptions import TrainingError
 from hp_trainer.machine_errors import LESS_MEMORY, is_out_of_memory
 from hp_trainer.training.setup import RankSetup
-from hp_trainer.training.state import local_of
 
 
 def out_of_memory(error: BaseException, setup: RankSetup, step: int) -> TrainingError | None:

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from hp_dtensor.tensor.conversions import local_of
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_trainer._exchange import all_ranks
 from hp_trainer.data import Batch
 from hp_trainer.exceptions import SilentCorruptionError, TrainingError
 from hp_trainer.training.setup import RankSetup
-from hp_trainer.training.state import local_of
 from hp_trainer.training.step import OptimizerStep
 
 Tensor = Any
@@ -88,7 +88,7 @@ class CorruptionChecks:
         return found
 
     def _bytes(self, tensor: Tensor) -> memoryview:
-        local = self._platform.unwrap(tensor) if isinstance(tensor, DTensor) else tensor
+        local = local_of(self._platform, tensor)
         values = np.ascontiguousarray(self._platform.to_numpy(self._platform.detach(local)))
         return values.reshape(-1).view(np.uint8).data
 

@@ -9,6 +9,7 @@ from typing import Any
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.comm.world import current_world
 from hp_dtensor.platform.interface import Platform
+from hp_dtensor.tensor.conversions import local_of
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_trainer.checkpoint import Box, Checkpoint, TensorPart
 from hp_trainer.checkpoint.dtypes import is_finite
@@ -97,11 +98,6 @@ def load_state(
 def num_parameters(platform: Platform, model: Module) -> int:
     """Return the number of elements of all parameters, unsharded."""
     return sum(math.prod(parameter.shape) for _, parameter in platform.named_parameters(model))
-
-
-def local_of(platform: Platform, tensor: Tensor) -> Tensor:
-    """Return this rank's part of a parameter or buffer as a plain tensor that shares its memory."""
-    return platform.unwrap(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def box_of(tensor: Tensor) -> Box:

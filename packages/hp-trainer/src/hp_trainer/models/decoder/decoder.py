@@ -11,7 +11,7 @@ from hp_dtensor.parallel import nn
 from hp_dtensor.parallel.attention import AttentionMask
 from hp_dtensor.parallel.recompute import checkpoint
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.tensor.dtensor import DTensor
+from hp_dtensor.tensor.conversions import whole_of
 from hp_dtensor.tensor.init import Constant, Distribution, Normal, Uniform
 from hp_moe import LoadMetrics, update_expert_bias
 from hp_trainer.models.decoder.block import DecoderBlocks
@@ -114,7 +114,7 @@ class Decoder(nn.Module):
         if not parts.head:
             return x
         logits = self._logits(self.norm(x))
-        return _whole(logits) if targets is None else _whole(self._summed_loss(logits, targets))
+        return whole_of(logits) if targets is None else whole_of(self._summed_loss(logits, targets))
 
     def _masks(self, positions: Tensor | None) -> dict[int | None, AttentionMask]:
         """Return a mask for each window; blocks with the same one share what is derived from it."""
@@ -192,7 +192,3 @@ def build_decoder(options: DecoderConfig, platform: Platform, parts: DecoderPart
     """Return the decoder, or parts of it, on a platform, its parameters plain and zero."""
     with nn.building(platform):
         return Decoder(options, parts)
-
-
-def _whole(x: Tensor) -> Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
