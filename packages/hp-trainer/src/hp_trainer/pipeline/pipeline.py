@@ -101,8 +101,9 @@ class Pipeline:
         self._targets: Sequence[Any] = ()
         self._outputs: dict[int, Any] = {}
         self._losses: dict[int, Tensor] = {}
-        self._leaving: dict[Action, tuple[MessageLayout, list[Tensor]]] = {}
-        self._gradients: dict[Action, list[Tensor]] = {}
+        # Outputs and gradients of inputs that a neighbour stage has not had, by (stage that made them, micro-batch).
+        self._leaving: dict[tuple[int, int], tuple[MessageLayout, list[Tensor]]] = {}
+        self._gradients: dict[tuple[int, int], list[Tensor]] = {}
 
     @property
     def num_microbatches(self) -> int:
@@ -258,18 +259,17 @@ class Pipeline:
         if stage.is_first:
             output = stage.forward_first(microbatch, self._args[microbatch], kwargs)
         else:
-            layout, received = self._inputs_of(action)
+            layout, received = self._inputs_for(action)
             output = stage.forward(microbatch, layout, received, kwargs, self._transfers.mesh)
         if stage.is_last:
             self._finish(stage, microbatch, output)
         else:
-            self._leaving[action] = stage.outputs(microbatch, output)
+            self._leaving[action.stage, microbatch] = stage.outputs(microbatch, output)
 
-    def _inputs_of(self, action: Action) -> tuple[MessageLayout, list[Tensor]]:
-        made_by = Action(action.stage - 1, Kind.FORWARD, action.microbatch)
-        if self._is_here(action.stage - 1):
-            return self._leaving.pop(made_by)
-        return self._transfers.receive_forward(action)
+    def _inputs_for(self, action: Action) -> tuple[MessageLayout, list[Tensor]]:
+        if not self._is_here(action.stage - 1):
+            return self._transfers.receive_forward(action)
+        return self._leaving.pop((action.stage - 1, action.microbatch))
 
     def _finish(self, stage: PipelineStage, microbatch: int, output: Any) -> None:
         """Compute the loss of the last stage's output, and keep what was asked for."""
@@ -289,7 +289,7 @@ class Pipeline:
         if action.kind is Kind.BACKWARD:
             self._parameters[action.stage].collect_gradients()
         if not stage.is_first:
-            self._gradients[action] = found
+            self._gradients[action.stage, action.microbatch] = found
 
     def _weight_grad(self, action: Action) -> None:
         self.stages[action.stage].weight_grad(action.microbatch)
@@ -298,18 +298,13 @@ class Pipeline:
     def _gradients_for(self, action: Action) -> list[Tensor]:
         if not self._is_here(action.stage + 1):
             return self._transfers.receive_backward(action)
-        following = action.stage + 1
-        forms = (Action(following, kind, action.microbatch) for kind in (Kind.BACKWARD, Kind.INPUT_GRAD))
-        return self._gradients.pop(next(form for form in forms if form in self._gradients))
+        return self._gradients.pop((action.stage + 1, action.microbatch))
 
     def _send_forward(self, action: Action) -> None:
-        made_by = Action(action.stage, Kind.FORWARD, action.microbatch)
-        self._transfers.send_forward(action, *self._leaving.pop(made_by))
+        self._transfers.send_forward(action, *self._leaving.pop((action.stage, action.microbatch)))
 
     def _send_backward(self, action: Action) -> None:
-        forms = (Action(action.stage, kind, action.microbatch) for kind in (Kind.BACKWARD, Kind.INPUT_GRAD))
-        made_by = next(form for form in forms if form in self._gradients)
-        self._transfers.send_backward(action, self._gradients.pop(made_by))
+        self._transfers.send_backward(action, self._gradients.pop((action.stage, action.microbatch)))
 
     def _is_here(self, stage: int) -> bool:
         return self.schedule.rank_of_stage[stage] == self.rank
