@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -74,14 +75,12 @@ def describe_stall(reports: Mapping[int, StallReport], size: int) -> str:
     behind = _behind(reports)
     if silent:
         told = f"{_ranks(silent)} of {size} has not answered: stopped, killed, or not to be reached"
-        waiting = [report for rank, report in reports.items() if rank not in behind]
     elif behind:
         rank = min(behind)
         told = f"{_ranks(sorted(behind))} of {size} has not answered: {behind[rank]}, at {reports[rank].place}"
-        waiting = [report for rank, report in reports.items() if rank not in behind]
     else:
-        told, waiting = f"all {size} ranks wait for each other", list(reports.values())
-    return head + told + _where_they_wait(waiting)
+        told = f"all {size} ranks wait for each other"
+    return head + told + _where_they_wait([report for rank, report in reports.items() if rank not in behind])
 
 
 def _behind(reports: Mapping[int, StallReport]) -> dict[int, str]:
@@ -90,18 +89,16 @@ def _behind(reports: Mapping[int, StallReport]) -> dict[int, str]:
     for report in reports.values():
         for group, call in report.calls.items():
             most[group] = max(most.get(group, (0, "")), call)
-    behind = {}
+    behind: dict[int, str] = {}
+    missing: dict[int, int] = defaultdict(int)
     for rank, report in reports.items():
         for group, (count, _) in report.calls.items():
             if count < most[group][0]:
                 behind[rank] = f"it has not come to {most[group][1]} (call {most[group][0]} among ranks {group})"
+                missing[rank] += most[group][0] - count
     # Who waits in one group is behind in another; the one that has stepped out of line is behind by the most.
-    missing = {rank: sum(most[group][0] - count for group, (count, _) in _calls(reports[rank])) for rank in behind}
-    return {rank: why for rank, why in behind.items() if missing[rank] == max(missing.values())}
-
-
-def _calls(report: StallReport) -> Iterable[tuple[str, tuple[int, str]]]:
-    return report.calls.items()
+    furthest = max(missing.values(), default=0)
+    return {rank: why for rank, why in behind.items() if missing[rank] == furthest}
 
 
 def _where_they_wait(waiting: Sequence[StallReport]) -> str:
