@@ -63,12 +63,7 @@ class PlainModel(nn.Module):
         with contextlib.nullcontext() if self.platform.is_grad_enabled() else self._evaluating():
             logits = _logits_of(self.module(ids))
         logits = self.ops.cast(logits, self.platform.dtype("float32"))
-        if targets is None:
-            return whole_of(logits)
-        batch, length, vocab = logits.shape
-        rows = self.ops.reshape(logits, (batch * length, vocab))
-        flat = self.ops.reshape(targets, (batch * length,))
-        return whole_of(self._loss.summed(self.platform, rows, flat))
+        return whole_of(logits if targets is None else self._loss.summed(self.platform, logits, targets))
 
     def parallelize(
         self,

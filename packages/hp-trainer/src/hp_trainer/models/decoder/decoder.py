@@ -114,7 +114,7 @@ class Decoder(nn.Module):
         if not parts.head:
             return x
         logits = self._logits(self.norm(x))
-        return whole_of(logits) if targets is None else whole_of(self._summed_loss(logits, targets))
+        return whole_of(logits if targets is None else self._loss.summed(self.platform, logits, targets))
 
     def _masks(self, positions: Tensor | None) -> dict[int | None, AttentionMask]:
         """Return a mask for each window; blocks with the same one share what is derived from it."""
@@ -131,12 +131,6 @@ class Decoder(nn.Module):
         logits = ops.linear(x, self.embed.weight) if self.head is None else self.head(x)
         logits = ops.cast(logits, self.platform.dtype("float32"))
         return logits if cap is None else ops.mul(ops.tanh(ops.div(logits, cap)), cap)
-
-    def _summed_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        batch, length, vocab = logits.shape
-        rows = self.ops.reshape(logits, (batch * length, vocab))
-        flat = self.ops.reshape(targets, (batch * length,))
-        return self._loss.summed(self.platform, rows, flat)
 
     def initializer(self, name: str, shape: tuple[int, ...]) -> Distribution:
         """Norms are 1, biases 0; projections back into the residual stream shrink with depth (as GPT-2); the rest is

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,10 +33,11 @@ class TokenLoss:
         Label smoothing and z-loss are for training: where no gradients are recorded it is the cross entropy alone.
 
         Args:
-            logits: float32 `[tokens, vocab_size]`, whose vocabulary may be cut.
-            targets: int64 `[tokens]`, laid out like the rows of `logits`.
+            logits: float32 `[..., vocab_size]`, whose vocabulary may be cut.
+            targets: int64, of the shape of `logits` without its last dimension, laid out like it.
         """
-        ops = platform.ops
+        ops, tokens = platform.ops, math.prod(targets.shape)
+        logits, targets = ops.reshape(logits, (tokens, logits.shape[-1])), ops.reshape(targets, (tokens,))
         targets = replicate_like(targets, logits)
         total = ops.cross_entropy(logits, targets, reduction="sum")
         if not (self.label_smoothing or self.z_loss) or not platform.is_grad_enabled():
