@@ -87,16 +87,11 @@ class PlainModel(nn.Module):
             plan = {name: _STYLES[style]() for p, style in self._tp_plan.items() for name in _matching(p, names)}
             parallelize_module(self.module, mesh["tp"], plan)
         outer = ("dp_replicate",) if dims.dp_replicate > 1 else ()
-        options: dict[str, Any] = {
-            "mp_policy": precision_policy(training),
-            "reshard_after_forward": reshard_after_forward,
-        }
+        shards, policy = mesh[*outer, "fsdp"], precision_policy(training)
         modules = dict(self.platform.named_modules(self.module))
-        for name in self._unit_names(names):
-            fully_shard(modules[name], mesh[*outer, "fsdp"], **options)
-            modules[name].set_reduce_op_type("sum", recurse=False)
-        fully_shard(self, mesh[*outer, "fsdp"], **options)
-        self.set_reduce_op_type("sum", recurse=False)
+        for module in (*(modules[name] for name in self._unit_names(names)), self):
+            fully_shard(module, shards, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+            module.set_reduce_op_type("sum", recurse=False)
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
