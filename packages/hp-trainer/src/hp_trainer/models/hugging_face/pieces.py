@@ -36,15 +36,13 @@ class Piece:
     start: tuple[int, ...]
     stride: tuple[int, ...]
 
-    def read(self, wanted: Box, read_slices: Callable[[str, tuple[slice, ...]], Array]) -> Array | None:
-        """Return the elements of `wanted` that this piece holds, shaped as their box; None where it holds none.
+    def read(self, part: Box, read_slices: Callable[[str, tuple[slice, ...]], Array]) -> Array:
+        """Return some elements of the piece, shaped as their box.
 
         Args:
+            part: within `box`.
             read_slices: (tensor of the checkpoint, slices) -> array.
         """
-        part = self.box.intersect(wanted)
-        if part is None:
-            return None
         found = read_slices(self.source, self._slices(part))
         order = sorted(range(len(self.axes)), key=lambda dimension: self.axes[dimension])
         return found.transpose(order).reshape(part.shape)
@@ -73,8 +71,7 @@ class MappedTensor:
     @classmethod
     def same(cls, source: str, shape: tuple[int, ...]) -> MappedTensor:
         """Return a tensor that is one of the checkpoint's as it stands there."""
-        axes = tuple(range(len(shape)))
-        return cls(shape, (Piece(source, shape, Box.whole(shape), axes, (0,) * len(shape), (1,) * len(shape)),))
+        return cls.within(source, shape, shape)
 
     @classmethod
     def stacked(cls, sources: list[str], shape: tuple[int, ...]) -> MappedTensor:
@@ -114,7 +111,6 @@ class MappedTensor:
         result = np.empty(wanted.shape, np.float32)
         for piece in self.pieces:
             part = piece.box.intersect(wanted)
-            found = piece.read(wanted, read_slices)
-            if part is not None and found is not None:
-                result[part.slices_in(wanted)] = found
+            if part is not None:
+                result[part.slices_in(wanted)] = piece.read(part, read_slices)
         return result
