@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,10 @@ import numpy as np
 
 from hp_trainer.checkpoint import Box
 from hp_trainer.checkpoint.shard_file import Entry, file_parts
-from hp_trainer.exceptions import ExportError
+from hp_trainer.models.hugging_face.export import ReadBox, make_directory
 from hp_trainer.models.hugging_face.pieces import Array
 from hp_trainer.models.hugging_face.tensor_map import TensorMap
 
-ReadBox = Callable[[str, Box], Array]
 ADAPTER_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 
@@ -59,9 +57,7 @@ def export_adapters(
     Raises:
         ExportError: the directory is not empty.
     """
-    if folder.is_dir() and any(folder.iterdir()):
-        raise ExportError(f"{folder} is not empty; choose another --to, or delete it")
-    folder.mkdir(parents=True, exist_ok=True)
+    make_directory(folder)
     entries = []
     for name, shape in shapes.items():
         layer, found, which = name.partition(".lora_")

@@ -102,14 +102,19 @@ def export_weights(
         ExportError: on every rank, where one could not write.
     """
     files = output_files(output_tensors(tensors), dtype, largest)
-    coordinator(group, "making the directory", lambda: _make(folder), ExportError)
+    coordinator(group, "making the directory", lambda: make_directory(folder), ExportError)
     mine = files[group.rank :: group.size]
     all_ranks(group, "writing weights", lambda: _write_all(folder, mine, read, dtype), ExportError)
     coordinator(group, "writing the index", lambda: _finish(folder, files, config, dtype), ExportError)
     return [file.name for file in files]
 
 
-def _make(folder: Path) -> None:
+def make_directory(folder: Path) -> None:
+    """Make a directory to export to.
+
+    Raises:
+        ExportError: it is there, and not empty.
+    """
     if folder.is_dir() and any(folder.iterdir()):
         raise ExportError(f"{folder} is not empty; choose another --to, or delete it")
     folder.mkdir(parents=True, exist_ok=True)
