@@ -92,7 +92,7 @@ def _matches(module: Module, platform: Platform, plan: Mapping[str, ParallelStyl
     for pattern, style in plan.items():
         if not isinstance(style, ParallelStyle):
             wrong.append(f"{pattern!r} has a {type(style).__name__}, expected a ParallelStyle")
-        names = [name for name in modules if _fits(name, pattern)]
+        names = [name for name in modules if fits(name, pattern)]
         found += [(name, modules[name], style) for name in names]
         if not names:
             missing.append(pattern)
@@ -104,8 +104,8 @@ def _matches(module: Module, platform: Platform, plan: Mapping[str, ParallelStyl
     return found
 
 
-def _fits(name: str, pattern: str) -> bool:
-    """Return whether each dotted part of `name` matches the part of `pattern` at its place."""
+def fits(name: str, pattern: str) -> bool:
+    """Return whether each dotted part of a module's name matches the part of `pattern` at its place."""
     parts, patterns = name.split("."), pattern.split(".")
     return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.parallel import nn
-from hp_dtensor.parallel.parallelize_module import parallelize_module
+from hp_dtensor.parallel.parallelize_module import fits, parallelize_module
 from hp_dtensor.parallel.style import ParallelStyle
 from hp_dtensor.parallel.tensor_parallel import ColwiseParallel, RowwiseParallel
 from hp_dtensor.tensor.conversions import whole_of
@@ -139,13 +138,7 @@ class PlainModel(nn.Module):
 
 def _matching(pattern: str, names: Sequence[str]) -> list[str]:
     """Return the names that a pattern means; `*` stands for anything within one part of a dotted name."""
-    parts = pattern.split(".")
-    return [
-        name
-        for name in names
-        if len(found := name.split(".")) == len(parts)
-        and all(fnmatch.fnmatchcase(one, part) for one, part in zip(found, parts, strict=True))
-    ]
+    return [name for name in names if fits(name, pattern)]
 
 
 def _logits_of(output: Any) -> Tensor:
