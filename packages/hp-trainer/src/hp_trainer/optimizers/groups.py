@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
+from hp_trainer._patterns import matches_any
 from hp_trainer.config import ParameterGroupConfig
 from hp_trainer.exceptions import Problem, TrainingError
 
@@ -99,6 +99,6 @@ def group_problems(groups: Iterable[ParameterGroupConfig], options: Any) -> Iter
 def _group_of(name: str, parameter: Tensor, groups: Sequence[ParameterGroupConfig]) -> int | None:
     for number, group in enumerate(groups):
         fits = group.max_dims is None or len(parameter.shape) <= group.max_dims
-        if fits and any(fnmatchcase(name, pattern) for pattern in group.match):
+        if fits and matches_any(name, group.match):
             return number
     return None

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from fnmatch import fnmatchcase
 from typing import Any
 
 from hp_dtensor.optim.muon import Muon, MuonOptions
 from hp_dtensor.platform.interface import Platform
+from hp_trainer._patterns import matches_any
 from hp_trainer.config import AdamWConfig
 from hp_trainer.optimizers.groups import GroupedOptimizer
 from hp_trainer.optimizers.options import MuonConfig
@@ -28,7 +28,7 @@ def build_muon(
         build_adamw: builds the platform's AdamW.
     """
     named = list(parameters)
-    matrices = [(name, x) for name, x in named if len(x.shape) == 2 and not _matches(name, options.adamw)]
+    matrices = [(name, x) for name, x in named if len(x.shape) == 2 and not matches_any(name, options.adamw)]
     taken = {name for name, _ in matrices}
     muon = Muon(
         matrices,
@@ -45,7 +45,3 @@ def build_muon(
     adamw = AdamWConfig(lr=options.lr, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay)
     rest = build_adamw([(name, x) for name, x in named if name not in taken], adamw, platform)
     return GroupedOptimizer([(muon, 1.0), (rest, 1.0)])
-
-
-def _matches(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)

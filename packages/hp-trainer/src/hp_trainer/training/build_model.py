@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -11,6 +10,7 @@ from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.parallel import nn
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.tensor.meta import init_empty_weights
+from hp_trainer._patterns import matches_any
 from hp_trainer.config import TrainerConfig
 from hp_trainer.exceptions import ConfigError, Problem, raise_if_any
 from hp_trainer.models.decoder import DecoderConfig
@@ -77,7 +77,7 @@ def _freeze(model: Any, config: TrainerConfig, platform: Platform, everyones: Ca
     adapters_alone = lora is not None and lora.rank is not None
     named = dict(platform.named_parameters(model))
     for name, parameter in named.items():
-        if (adapters_alone and not is_adapter(name)) or _matches(name, config.training.freeze):
+        if (adapters_alone and not is_adapter(name)) or matches_any(name, config.training.freeze):
             platform.set_requires_grad(parameter, False)
     # A stage of a pipeline has some of the parameters only.
     facts = everyones({name: bool(platform.requires_grad(parameter)) for name, parameter in named.items()})
@@ -85,12 +85,8 @@ def _freeze(model: Any, config: TrainerConfig, platform: Platform, everyones: Ca
     raise_if_any(_freeze_problems(is_trained, config.training.freeze), ConfigError, "training.freeze")
 
 
-def _matches(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-
-
 def _freeze_problems(is_trained: dict[str, bool], patterns: Iterable[str]) -> Iterator[Problem]:
-    unused = [pattern for pattern in patterns if not any(_matches(name, [pattern]) for name in is_trained)]
+    unused = [pattern for pattern in patterns if not any(matches_any(name, [pattern]) for name in is_trained)]
     if unused:
         some = ", ".join(list(is_trained)[:4])
         yield Problem(path="training.freeze", what=f"no parameter is called {', '.join(unused)}", expected=f"as {some}")
