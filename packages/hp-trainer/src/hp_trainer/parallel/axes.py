@@ -10,7 +10,7 @@ ExpertMesh = Literal["folded", "peer"]
 # Fields of `ParallelDims` that are degrees of parallelism, `ulysses_degree` included.
 DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "ulysses_degree")
 
-CP_METHODS = ("auto", "ulysses", "ring", "all_gather")
+CpMethod = Literal["auto", "ulysses", "ring", "all_gather"]
 
 # Axes of the dense mesh, outermost first. Folded: pipeline stages talk least and are outermost, tensor parallel
 # ranks talk most and are neighbours. Peer: the order of the HyperParallel interface.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from hp_dtensor.parallel.context_parallel import AttentionShape, ContextParallel, choose_context_parallel
 from hp_trainer.exceptions import Problem, join_choices
@@ -11,8 +11,6 @@ from hp_trainer.parallel.divisors import divisors
 
 if TYPE_CHECKING:
     from hp_trainer.config import TrainingConfig
-
-CpMethod = Literal["auto", "ulysses", "ring", "all_gather"]
 
 
 def context_style(dims: Any, config: Any, training: TrainingConfig | None = None) -> ContextParallel:

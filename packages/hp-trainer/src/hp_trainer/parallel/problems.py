@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 from hp_trainer.exceptions import Problem, join_choices
-from hp_trainer.parallel.axes import CP_METHODS, DEGREES, ExpertMesh, around_dp_shard, dense_degrees, product
+from hp_trainer.parallel.axes import DEGREES, CpMethod, ExpertMesh, around_dp_shard, dense_degrees, product
 from hp_trainer.parallel.divisors import nearest_divisors
 
 
@@ -98,11 +98,11 @@ def _malformed(dims: Any) -> Iterator[Problem]:
             got=repr(dims.expert_mesh),
         )
 
-    if dims.cp_method not in (None, *CP_METHODS):
+    if dims.cp_method not in (None, *get_args(CpMethod)):
         yield Problem(
             path="cp_method",
             what="unknown way to share a sequence",
-            expected=join_choices(CP_METHODS),
+            expected=join_choices(get_args(CpMethod)),
             got=repr(dims.cp_method),
         )
 
