@@ -40,9 +40,9 @@ class TiedWeights:
         ...     tied = TiedWeights([("embedding", weight)], mesh["pp"])
         ...     platform.backward(platform.ops.sum(platform.ops.mul(weight, 1.0 + mesh.get_rank())))
         ...     tied.sum_gradients()
-        ...     return platform.to_numpy(platform.get_grad(weight)).tolist(), len(tied.copies)
+        ...     return platform.to_numpy(platform.get_grad(weight)).tolist(), tied.is_copy(weight)
         >>> run_ranks(program, 2)
-        [([3.0, 3.0], 0), ([3.0, 3.0], 1)]
+        [([3.0, 3.0], False), ([3.0, 3.0], True)]
     """
 
     def __init__(self, parameters: Iterable[tuple[str, Tensor]], mesh: DeviceMesh | ProcessGroup) -> None:
@@ -62,6 +62,10 @@ class TiedWeights:
             for index, copy in enumerate(copies)
             if index or self._owners[name][0] != world.rank
         ]
+
+    def is_copy(self, parameter: Tensor) -> bool:
+        """Return True if this parameter is among `copies`."""
+        return any(parameter is copy for copy in self.copies)
 
     def _exchange(self, mine: dict[str, list[Tensor]], group: ProcessGroup) -> dict[str, tuple[int, ...]]:
         """Return the global ranks that have each tied weight; those with a single copy are left out."""

@@ -122,5 +122,5 @@ def _written_elsewhere(setup: RankSetup) -> set[str]:
     """Return the names of tied weights that another stage writes into checkpoints."""
     if setup.pipeline is None:
         return set()
-    copies = {id(copy) for copy in setup.pipeline.tied.copies}
-    return {name for name, p in setup.platform.named_parameters(setup.model) if id(p) in copies}
+    tied = setup.pipeline.tied
+    return {name for name, p in setup.platform.named_parameters(setup.model) if tied.is_copy(p)}

@@ -113,6 +113,5 @@ class PipelinedModel:
 
     def num_parameters(self) -> int:
         """Return the number of elements of all stages' parameters, tied ones once."""
-        copies = {id(copy) for copy in self.tied.copies}
-        parameters = [p for _, p in self.platform.named_parameters(self.model) if id(p) not in copies]
+        parameters = [p for _, p in self.platform.named_parameters(self.model) if not self.tied.is_copy(p)]
         return sum(self.everyones(sum(math.prod(p.shape) for p in parameters)))

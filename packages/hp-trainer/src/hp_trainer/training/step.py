@@ -107,9 +107,10 @@ class OptimizerStep:
         parameters = [parameter for _, parameter in self.platform.named_parameters(self.model)]
         limit = self.config.training.clip_norm
         # Gradients of tied weights are the same on all their stages, and count once.
-        copies = {id(copy) for copy in self.pipeline.tied.copies} if self.pipeline is not None else set()
+        tied = None if self.pipeline is None else self.pipeline.tied
+        copies = [p for p in parameters if tied is not None and tied.is_copy(p)]
         if limit is None:
-            counted = [p for p in parameters if id(p) not in copies]
+            counted = [p for p in parameters if tied is None or not tied.is_copy(p)]
             grads = [grad for p in counted if (grad := self.platform.get_grad(p)) is not None]
             norm = total_norm(grads, 2.0, self.platform, self.stage_mesh)
         else:
@@ -118,6 +119,6 @@ class OptimizerStep:
                 limit,
                 platform=self.platform,
                 copies_over=self.stage_mesh,
-                not_counted=[p for p in parameters if id(p) in copies],
+                not_counted=copies,
             )
         return float(self.platform.to_numpy(norm))
