@@ -40,6 +40,11 @@ LAYOUTS = {
 ON_SLOW_PLATFORMS = ("ring", "ulysses", "all-gather", "uneven", "tensor and sequence")
 
 
+def of_one_rank(options):
+    """Train on one rank with those options that change what is computed."""
+    return one_rank(**{key: value for key, value in options.items() if key not in ("recompute", "accumulate")})
+
+
 def degrees_of(degrees):
     size = 1
     for name in ("dp_replicate", "dp_shard", "cp", "tp"):
@@ -54,8 +59,7 @@ def test_trains_as_one_rank(platform, name):
     if platform.name != "torch" and name not in ON_SLOW_PLATFORMS:
         pytest.skip("of four ranks: all on torch, one that combines axes elsewhere")
     degrees, options = LAYOUTS[name]
-    wanted = {key: value for key, value in options.items() if key not in ("recompute", "accumulate")}
-    assert_same(on_ranks(degrees_of(degrees), **options), one_rank(**wanted))
+    assert_same(on_ranks(degrees_of(degrees), **options), of_one_rank(options))
 
 
 @pytest.mark.real_ranks
@@ -65,9 +69,8 @@ def test_on_real_processes(platform, rank_pool, name):
     if platform.name != "torch" and degrees["world_size"] > 2:
         pytest.skip("four ranks: on torch")
     options = LAYOUTS[name][1]
-    wanted = {key: value for key, value in options.items() if key not in ("recompute", "accumulate")}
     pool = rank_pool(degrees["world_size"])
-    assert_same(pool.run(_train, degrees, options), one_rank(**wanted))
+    assert_same(pool.run(_train, degrees, options), of_one_rank(options))
 
 
 def _train(degrees, options):

@@ -33,7 +33,7 @@ def test_operations_are_those_of_the_weights_and_the_visible_pairs(platform, nam
 
 
 def met_by_a_token(config, name: str, shape: tuple[int, ...]) -> float:
-    """How many elements of a weight enter a product of one token: embeddings, norms, biases and sinks none."""
+    """Count the elements of a weight that enter a product of one token: of embeddings, norms, biases and sinks none."""
     if name.startswith("embed.") or len(shape) < 2 or "norm" in name or name.endswith((".b1", ".b2", ".b3")):
         return 0
     size = math.prod(shape)
