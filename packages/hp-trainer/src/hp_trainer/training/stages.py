@@ -36,22 +36,6 @@ class StagePlan:
         return functools.reduce(DecoderParts.union, (self.stages[index] for index in self.indices_of(place)))
 
 
-def make_schedule(config: TrainerConfig, dims: ParallelDims) -> Schedule:
-    """Make the schedule of a configuration.
-
-    Raises:
-        ScheduleError: it does not exist for these numbers, or would hang.
-    """
-    schedule = build_schedule(
-        config.pipeline.schedule,
-        num_ranks=dims.pp,
-        num_microbatches=num_microbatches(config, dims),
-        stages_per_rank=config.pipeline.stages_per_rank,
-    )
-    validate(schedule)
-    return schedule
-
-
 def plan_stages(config: TrainerConfig, dims: ParallelDims) -> StagePlan:
     """Cut the model of a configuration into stages, and make its schedule.
 
