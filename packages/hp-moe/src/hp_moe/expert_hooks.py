@@ -84,7 +84,7 @@ class ExpertHooks:
             rows = sent.permutation.permute(rows)
             scores = None if scores is None else sent.permutation.permute_scores(scores)
         if scores is not None and getattr(module, "score_before_experts", False):
-            rows, scores = _weighted(self.platform, rows, scores), None
+            rows, scores = weighted(self.platform, rows, scores), None
         self.calls.append(Call(sent, scores))
         return rows, sent.sizes.tensor
 
@@ -92,7 +92,7 @@ class ExpertHooks:
         """Return the results of the rows, or the sums of the tokens, that the last `dispatch` was given."""
         call = self.calls[-1]
         if call.scores is not None:
-            results = _weighted(self.platform, results, call.scores)
+            results = weighted(self.platform, results, call.scores)
         if call.dispatched.permutation is not None:
             results = call.dispatched.permutation.unpermute(results)
         return self.dispatcher.combine(results, call.dispatched)
@@ -197,6 +197,7 @@ def _local_weight(weight: Tensor) -> Tensor:
     return weight.to_local(grad_placements=grads)
 
 
-def _weighted(platform: Platform, rows: Tensor, scores: Tensor) -> Tensor:
+def weighted(platform: Platform, rows: Tensor, scores: Tensor) -> Tensor:
+    """Return rows `[rows, dim]` times their scores `[rows, 1]`, multiplied in the dtype of the scores, in their own."""
     ops = platform.ops
     return ops.cast(ops.mul(ops.cast(rows, scores.dtype), scores), rows.dtype)

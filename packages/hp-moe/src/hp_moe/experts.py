@@ -10,7 +10,7 @@ from hp_dtensor.parallel.recompute import kept
 from hp_moe.activations import SWIGLU, Activation, find_activation
 from hp_moe.dispatch import Dispatched, LocalDispatcher, TokenDispatcher
 from hp_moe.exceptions import ExpertParallelError, MoEConfigError
-from hp_moe.expert_hooks import local_weights
+from hp_moe.expert_hooks import local_weights, weighted
 from hp_moe.fused_experts import fused_experts
 from hp_moe.grouped_gemm import GroupSizes, grouped_bias, grouped_matmul
 from hp_moe.routing import Routing
@@ -196,9 +196,7 @@ class GroupedExperts(nn.Module):
         return self.ops.add(product, grouped_bias(bias, sizes, int(x.shape[0]), scores))
 
     def _weigh(self, rows: Tensor, scores: Tensor | None) -> Tensor:
-        if scores is None:
-            return rows
-        return self.ops.cast(self.ops.mul(self.ops.cast(rows, scores.dtype), scores), rows.dtype)
+        return rows if scores is None else weighted(self.platform, rows, scores)
 
 
 def _score_position(score_before_experts: bool, position: ScorePosition | None) -> ScorePosition:
