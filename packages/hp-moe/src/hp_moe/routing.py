@@ -65,6 +65,14 @@ def count_keys(platform: Platform, keys: Tensor, num_keys: int) -> Tensor:
     return platform.ops.bincount(platform.ops.reshape(keys, (size,)), num_keys)
 
 
+def local_numbers(platform: Platform, experts: Tensor, first: int, num_local: int) -> Tensor:
+    """Renumber experts from the first of a rank; those of other ranks become `num_local`, which sorts last."""
+    ops = platform.ops
+    local = ops.sub(experts, first)
+    elsewhere = ops.logical_or(ops.lt(local, 0), ops.ge(local, num_local))
+    return ops.masked_fill(local, elsewhere, num_local)
+
+
 def _check_counts(counts: numpy.ndarray, num_rows: int, num_experts: int) -> None:
     """Refuse counts that do not describe the rows: products of too few rows would go unnoticed."""
     if counts.shape != (num_experts,):

@@ -13,7 +13,7 @@ from hp_dtensor.spec.placements import Shard
 from hp_moe.dispatch.base import Dispatched, TokenDispatcher
 from hp_moe.dispatch.permutation import TokenPermutation
 from hp_moe.grouped_gemm import GroupSizes
-from hp_moe.routing import Routing
+from hp_moe.routing import Routing, local_numbers
 from hp_moe.routing_checks import FAULTY, faults, refuse_faulty
 
 Tensor = Any
@@ -48,16 +48,15 @@ class AllGatherDispatcher(TokenDispatcher):
 
     def dispatch(self, x: Tensor, routing: Routing) -> Dispatched:
         """Gather all tokens with their experts and scores; see `TokenDispatcher`."""
-        ops, group = self.platform.ops, self.group
+        group = self.group
         lengths, sizes = kept(lambda: self._exchange_sizes(int(x.shape[0]), routing))
         rows = all_gather_varying(x, group, 0, lengths)
         scores = None if routing.scores is None else all_gather_varying(routing.scores, group, 0, lengths)
 
         def order() -> TokenPermutation:
             experts = gather_data(self.platform.contiguous(routing.experts), group, 0, lengths)
-            local = ops.sub(experts, self.first)
-            elsewhere = ops.logical_or(ops.lt(local, 0), ops.ge(local, self.num_local))
-            return TokenPermutation(self.platform, ops.masked_fill(local, elsewhere, self.num_local), sum(sizes.host))
+            local = local_numbers(self.platform, experts, self.first, self.num_local)
+            return TokenPermutation(self.platform, local, sum(sizes.host))
 
         return Dispatched(rows, sizes, scores, kept(order), lengths, self._sent_bytes(lengths, x, routing))
 

@@ -13,7 +13,7 @@ from hp_moe.dispatch.base import Dispatched, Route, TokenDispatcher
 from hp_moe.dispatch.permutation import TokenPermutation
 from hp_moe.dispatch.wire_formats import WireFormat, block_width, find_wire_format
 from hp_moe.grouped_gemm import GroupSizes
-from hp_moe.routing import Routing, count_keys
+from hp_moe.routing import Routing, count_keys, local_numbers
 from hp_moe.routing_checks import FAULTY, faults, refuse_faulty
 
 Tensor = Any
@@ -64,7 +64,7 @@ class AllToAllDispatcher(TokenDispatcher):
         route, sizes = kept(lambda: self._plan_route(routing))
         rows = self._send(route, x) if self.wire_format is None else self._send_rounded(route, x, self.wire_format)
         experts, scores = self._send_choices(route, routing)
-        permutation = kept(lambda: TokenPermutation(self.platform, self._local_experts(experts), sum(sizes.host)))
+        permutation = kept(lambda: self._by_local_expert(experts, sizes))
         return Dispatched(rows, sizes, scores, permutation, route, self._sent_bytes(route, x, routing))
 
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
@@ -128,12 +128,10 @@ class AllToAllDispatcher(TokenDispatcher):
         sizes = self._constant(own, counts)
         return _ints(host[:n, 0]), _ints(host[n:, 0]), GroupSizes(self.platform, sizes, _ints(own))
 
-    def _local_experts(self, experts: Tensor) -> Tensor:
-        """Renumber experts from the first of this rank; those of other ranks become `num_local`, which sorts last."""
-        ops = self.platform.ops
-        local = ops.sub(experts, self.first)
-        elsewhere = ops.logical_or(ops.lt(local, 0), ops.ge(local, self.num_local))
-        return ops.masked_fill(local, elsewhere, self.num_local)
+    def _by_local_expert(self, experts: Tensor, sizes: GroupSizes) -> TokenPermutation:
+        """Return the order of received rows by this rank's experts, from the numbers of all their experts."""
+        local = local_numbers(self.platform, experts, self.first, self.num_local)
+        return TokenPermutation(self.platform, local, sum(sizes.host))
 
     def _sent_bytes(self, route: Route, x: Tensor, routing: Routing) -> int:
         """Return the bytes that leave this rank: sizes, rows with their experts and scores, and results."""
