@@ -12,7 +12,7 @@ from hp_dtensor.comm.collectives import all_reduce_data
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.comm.world import current_world
 from hp_dtensor.parallel import nn
-from hp_dtensor.parallel.recompute import is_checkpointed, kept
+from hp_dtensor.parallel.recompute import kept
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_moe.activations import Activation
 from hp_moe.aux_losses import AuxLosses, LossTerms
@@ -25,7 +25,7 @@ from hp_moe.local_region import LocalRegion, enter_region
 from hp_moe.router import AuxiliaryLoss, GroupScore, TokenChoiceTopKRouter, plain
 from hp_moe.routing import Routing
 from hp_moe.score_functions import ScoreFunction
-from hp_moe.tally import Tally
+from hp_moe.tally import Tally, is_trained
 
 Tensor = Any
 
@@ -228,14 +228,14 @@ class MoE(nn.Module):
         within = kept_choices(mine, self.capacity, self.num_experts, group, region.num_token_ranks)
         left = numpy.where(within, mine.experts, self.num_experts)
         left_counts = numpy.bincount(left.reshape(-1), minlength=self.num_experts + 1)[:-1]
-        if self._is_trained():
+        if is_trained(self):
             self.tally.add("dropped", platform.from_numpy(numpy.array([(~within).sum()]), device))
         return platform.from_numpy(left, device), platform.from_numpy(left_counts, device)
 
     # Auxiliary losses -------------------------------------------------------------------------------------
 
     def _auxiliary_loss(self, region: LocalRegion, shape: tuple[int, ...]) -> AuxiliaryLoss | None:
-        if not (self.aux_losses and self._is_trained()):
+        if not (self.aux_losses and is_trained(self)):
             return None
         partial = partial_mesh_of(self.experts)
         sums: list[Callable[[Tensor], Tensor]] = [region.sum_over_ranks]
@@ -272,13 +272,9 @@ class MoE(nn.Module):
     def _count(self, counts: Tensor) -> None:
         # Experts of someone else's count no bytes.
         sent_bytes = self.experts.take_sent_bytes() if isinstance(self.experts, GroupedExperts) else 0
-        if self._is_trained():
+        if is_trained(self):
             self.tally.add("counts", counts)
             self.tally.sent_bytes += sent_bytes
-
-    def _is_trained(self) -> bool:
-        """Tell a forward pass in training from one that only evaluates, which trains no bias and counts nothing."""
-        return self.training and (self.platform.is_grad_enabled() or is_checkpointed())
 
     def _check_gate(self, num_ranks: int) -> None:
         """Refuse a gate whose gradient would miss the tokens of other ranks that share this input."""

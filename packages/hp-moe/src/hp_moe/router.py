@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy
 
 from hp_dtensor.parallel import nn
-from hp_dtensor.parallel.recompute import is_checkpointed, kept
+from hp_dtensor.parallel.recompute import kept
 from hp_dtensor.spec.placements import Partial
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_moe.aux_losses import attach_loss
@@ -16,6 +16,7 @@ from hp_moe.exceptions import ExpertParallelError, MoEConfigError
 from hp_moe.routing import count_keys
 from hp_moe.routing_tape import Tape
 from hp_moe.score_functions import SCORINGS, ScoreFunction, normalized
+from hp_moe.tally import is_trained
 
 Tensor = Any
 GroupScore = Literal["top2_sum", "max"]
@@ -183,7 +184,7 @@ class TokenChoiceTopKRouter(nn.Module):
 
     def _jittered(self, x: Tensor, noise_key: int) -> Tensor:
         # An evaluation sees no noise, and draws none from the training that goes on after it.
-        if not (self.jitter and self.training and (self.platform.is_grad_enabled() or is_checkpointed())):
+        if not (self.jitter and is_trained(self)):
             return x
         noise = kept(lambda: self._noise(tuple(x.shape), noise_key, self.platform.device_of(x)))
         return self.ops.mul(self.ops.cast(x, noise.dtype), noise)

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy
 
+from hp_dtensor.parallel import nn
+from hp_dtensor.parallel.recompute import is_checkpointed
 from hp_dtensor.platform.interface import Platform
 
 Tensor = Any
@@ -50,3 +52,8 @@ class Tally:
         sent = platform.from_numpy(numpy.array([self.sent_bytes], numpy.int64), device)
         self.counts, self.dropped, self.sent_bytes = None, None, 0
         return ops.cat([counts, dropped, sent], 0)
+
+
+def is_trained(module: nn.Module) -> bool:
+    """Tell a forward pass in training from one that only evaluates, which draws no noise and counts nothing."""
+    return module.training and (module.platform.is_grad_enabled() or is_checkpointed())
