@@ -93,11 +93,12 @@ class LossTerms:
         ops = self.platform.ops
         # Each rank's numbers; the same calls in the same order on all of them.
         everywhere = kept(lambda: self._over_ranks(counts) if self._needs_all_counts else counts)
-        sums, total = [], ops.sum(ops.mul(logits, 0.0))
+        nothing = ops.sum(ops.mul(logits, 0.0))
+        sums, total = [], nothing
         for name in LOSSES:
             coefficient = getattr(self.coefficients, name)
             loss = self._sum_over_tokens(name, logits, probabilities, experts, everywhere) if coefficient else None
-            sums.append(ops.sum(ops.mul(logits, 0.0)) if loss is None else loss)
+            sums.append(nothing if loss is None else loss)
             if loss is not None:
                 total = ops.add(total, ops.mul(loss, coefficient))
         kept(lambda: self.tally.add("losses", self.platform.detach(ops.stack(sums, 0))))
