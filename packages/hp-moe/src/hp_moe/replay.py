@@ -38,9 +38,11 @@ class RoutingRecord:
 
     def save(self, path: str | Path) -> None:
         """Write the record to an `.npz` file."""
-        arrays = {f"{name}/{at}": experts for name, calls in self.calls.items() for at, experts in enumerate(calls)}
+        arrays: dict[str, Any] = {
+            f"{name}/{at}": experts for name, calls in self.calls.items() for at, experts in enumerate(calls)
+        }
         with Path(path).open("wb") as file:
-            numpy.savez(file, **arrays)  # type: ignore[arg-type]
+            numpy.savez(file, **arrays)
 
     @classmethod
     def load(cls, path: str | Path) -> RoutingRecord:
