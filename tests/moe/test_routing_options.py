@@ -143,6 +143,21 @@ def test_hash_routing_needs_an_id_for_each_token(platform):
         layer(batch(platform), platform.from_numpy(numpy.zeros(29, numpy.int64)))
 
 
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (numpy.arange(30) % 7, r"expected numbers from 0 to hash_vocab_size - 1 = 5, got 6 \(4 out of range\)"),
+        # MindSpore would read the last row.
+        (numpy.arange(30) % 6 - 1, "hash_vocab_size - 1 = 5, got -1"),
+        (numpy.zeros(30, numpy.float32), "ids: expected int64, got float32"),
+    ],
+)
+def test_ids_out_of_range_are_refused(platform, ids, message):
+    layer = built(platform, hash_vocab_size=6)
+    with pytest.raises(ExpertParallelError, match=message):
+        layer(batch(platform), platform.from_numpy(ids))
+
+
 def test_forced_uniform_routing_takes_experts_in_turn(platform):
     layer = built(platform, top_k=3, force_uniform=True)
     scores, experts, counts = layer.router(batch(platform, tokens=10))

@@ -12,8 +12,9 @@ from hp_dtensor.parallel.recompute import kept
 from hp_dtensor.spec.placements import Partial
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_moe.aux_losses import attach_loss
-from hp_moe.exceptions import ExpertParallelError, MoEConfigError
+from hp_moe.exceptions import MoEConfigError
 from hp_moe.routing import count_keys
+from hp_moe.routing_checks import check_ids
 from hp_moe.routing_tape import Tape
 from hp_moe.score_functions import SCORINGS, ScoreFunction, normalized
 from hp_moe.tally import is_trained
@@ -124,6 +125,9 @@ class TokenChoiceTopKRouter(nn.Module):
             top_scores: float32 `[tokens, top_k]`, best first, differentiable.
             selected_experts: int64 `[tokens, top_k]`.
             num_tokens_per_expert: int64 `[num_experts]`.
+
+        Raises:
+            ExpertParallelError: hash routing without an id for each token, or, on the host, with one out of range.
         """
         ops, scoring = self.ops, self.scoring
         logits = self._logits(self._jittered(x, noise_key))
@@ -166,12 +170,7 @@ class TokenChoiceTopKRouter(nn.Module):
         return ops.cast(ops.topk(choice, self.top_k, 1)[1], self.platform.dtype("int64"))
 
     def _hashed(self, ids: Tensor | None, num_tokens: int) -> Tensor:
-        if ids is None or tuple(ids.shape) != (num_tokens,):
-            got = "none" if ids is None else f"shape {list(ids.shape)}"
-            raise ExpertParallelError(
-                f"hash routing chooses experts by token ids: expected one for each of {num_tokens} tokens, got {got}; "
-                "call the layer with ids"
-            )
+        check_ids(self.platform, ids, num_tokens, int(self.expert_of_id.shape[0]))
         if num_tokens == 0:
             return self.platform.zeros((0, self.top_k), self.platform.dtype("int64"))
         return self.ops.index_select(plain(self.expert_of_id), 0, ids)

@@ -20,6 +20,7 @@ Tensor = Any
 
 # On top of a number of rows that travels anyway: this rank's routing is faulty. No rank sends so many rows.
 FAULTY = 1 << 40
+_INTEGERS = ("int64", "int32")
 
 
 def check_inputs(platform: Platform, x: Tensor, weights: dict[str, Tensor], routing: Routing, num_experts: int) -> None:
@@ -36,10 +37,37 @@ def check_inputs(platform: Platform, x: Tensor, weights: dict[str, Tensor], rout
         ExpertParallelError: listing everything that does not fit.
     """
     problems = [*_shape_problems(x, weights, routing, num_experts), *_dtype_problems(platform, x, weights, routing)]
-    if not problems and not routing.is_expert_major and str(platform.device_of(x)).startswith("cpu"):
+    if not problems and not routing.is_expert_major and _is_on_host(platform, x):
         problems = [*_value_problems(platform, routing, num_experts)]
     if problems:
         raise ExpertParallelError("; ".join(problems))
+
+
+def check_ids(platform: Platform, ids: Tensor | None, num_tokens: int, vocab_size: int) -> None:
+    """Refuse token ids that experts cannot be chosen by; ids on an accelerator are not looked at.
+
+    Args:
+        ids: of the tokens that this rank routes; None: there are none.
+
+    Raises:
+        ExpertParallelError: not one integer for each token, or ids out of range.
+    """
+    if ids is None or tuple(ids.shape) != (num_tokens,):
+        got = "none" if ids is None else f"shape {list(ids.shape)}"
+        raise ExpertParallelError(
+            f"hash routing chooses experts by token ids: expected one for each of {num_tokens} tokens, got {got}; "
+            "call the layer with ids"
+        )
+    if platform.dtype_name(ids.dtype) not in _INTEGERS:
+        raise ExpertParallelError(f"ids: expected int64, got {platform.dtype_name(ids.dtype)}")
+    if _is_on_host(platform, ids):
+        numbers = platform.to_numpy(ids)
+        bad = numbers[(numbers < 0) | (numbers >= vocab_size)]
+        if bad.size:
+            raise ExpertParallelError(
+                f"ids: expected numbers from 0 to hash_vocab_size - 1 = {vocab_size - 1}, got {bad[0]} "
+                f"({bad.size} out of range)"
+            )
 
 
 def faults(platform: Platform, routing: Routing, num_experts: int) -> Tensor:
@@ -71,6 +99,10 @@ def refuse_faulty(ranks: Sequence[int]) -> None:
         )
 
 
+def _is_on_host(platform: Platform, x: Tensor) -> bool:
+    return str(platform.device_of(x)).startswith("cpu")
+
+
 def _shape_problems(x: Tensor, weights: dict[str, Tensor], routing: Routing, num_experts: int) -> Iterator[str]:
     dim = int(weights["w1"].shape[2])
     if len(x.shape) != 2 or int(x.shape[1]) != dim:
@@ -95,7 +127,7 @@ def _dtype_problems(platform: Platform, x: Tensor, weights: dict[str, Tensor], r
         yield f"x is {name(x.dtype)}, but the weights are not: {found}; cast one of them, or give FSDP's param_dtype"
     for key in ("experts", "counts"):
         dtype = getattr(routing, key).dtype
-        if name(dtype) not in ("int64", "int32"):
+        if name(dtype) not in _INTEGERS:
             yield f"routing.{key}: expected int64, got {name(dtype)}"
     if routing.scores is not None and not platform.is_floating(routing.scores.dtype):
         yield f"routing.scores: expected float32, got {name(routing.scores.dtype)}"
