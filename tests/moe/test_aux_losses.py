@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import numpy
 import pytest
@@ -200,3 +201,5 @@ def test_accumulation_and_recomputation_in_a_layout_equal_one_rank(layout, micro
 def test_coefficients_below_zero_are_refused():
     with pytest.raises(MoEConfigError, match=r"coefficients must be at least 0, got sequence = -1.0, z = -0.5"):
         AuxLosses(sequence=-1.0, z=-0.5)
+    with pytest.raises(MoEConfigError, match="got z = nan"):
+        AuxLosses(z=math.nan)

@@ -256,6 +256,8 @@ def test_what_was_not_recorded_cannot_be_replayed(platform):
     [
         ({"jitter": 1.0}, "jitter must be at least 0 and below 1, got 1.0"),
         ({"hash_vocab_size": 0}, "hash_vocab_size must be at least 1 or None, got 0"),
+        ({"load_balance_coeff": math.nan}, "load_balance_coeff must be above 0 or None, got nan"),
+        ({"shared_hidden_dim": -3}, "shared network's width must be at least 0, got -3"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(platform, options, message):
@@ -263,5 +265,7 @@ def test_options_that_do_not_fit_are_refused(platform, options, message):
         built(platform, **options)
     with pytest.raises(MoEConfigError, match="expected a factor above 0 and drop 'probability' or 'position', got 0"):
         Capacity(0.0)
+    with pytest.raises(MoEConfigError, match="got inf"):
+        Capacity(math.inf)
     with pytest.raises(MoEConfigError, match="'random'"):
         Capacity(1.0, "random")

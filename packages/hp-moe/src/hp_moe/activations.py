@@ -56,7 +56,7 @@ def clamped_swiglu(limit: float = 7.0, alpha: float = 1.702, up_offset: float = 
         >>> round(float(platform.to_numpy(hidden)[0]), 2)
         56.0
     """
-    if limit <= 0:
+    if not limit > 0:
         raise MoEConfigError(f"clamped_swiglu: limit must be above 0, got {limit}")
 
     def apply(ops: Ops, gate: Tensor, up: Tensor | None) -> Tensor:

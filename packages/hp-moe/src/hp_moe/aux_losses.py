@@ -37,7 +37,7 @@ class AuxLosses:
         z: mean square of the logits' logsumexp (ST-MoE, arXiv 2202.08906).
 
     Raises:
-        MoEConfigError: a coefficient is below 0.
+        MoEConfigError: a coefficient is below 0 or no number.
 
     Example:
         >>> with nn.building(platform):
@@ -52,7 +52,7 @@ class AuxLosses:
     z: float = 0.0
 
     def __post_init__(self) -> None:
-        below = [f"{each.name} = {value}" for each in fields(self) if (value := getattr(self, each.name)) < 0]
+        below = [f"{each.name} = {value}" for each in fields(self) if not (value := getattr(self, each.name)) >= 0]
         if below:
             raise MoEConfigError(f"aux_losses: coefficients must be at least 0, got {', '.join(below)}")
 

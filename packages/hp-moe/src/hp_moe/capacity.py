@@ -29,7 +29,7 @@ class Capacity:
             equals, those of the last tokens.
 
     Raises:
-        MoEConfigError: a factor that is not above 0, or another policy.
+        MoEConfigError: a factor that is not above 0 or infinite, or another policy.
 
     Example:
         >>> with nn.building(platform):
@@ -42,7 +42,7 @@ class Capacity:
     drop: DropPolicy = "probability"
 
     def __post_init__(self) -> None:
-        if not self.factor > 0 or self.drop not in ("probability", "position"):
+        if not 0 < self.factor < math.inf or self.drop not in ("probability", "position"):
             raise MoEConfigError(
                 f"capacity: expected a factor above 0 and drop 'probability' or 'position', got {self.factor} and "
                 f"{self.drop!r}"

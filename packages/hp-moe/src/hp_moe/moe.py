@@ -112,7 +112,7 @@ class MoE(nn.Module):
         aux_losses: AuxLosses | None = None,
     ) -> None:
         super().__init__()
-        if load_balance_coeff is not None and load_balance_coeff <= 0:
+        if load_balance_coeff is not None and not load_balance_coeff > 0:
             raise MoEConfigError(f"load_balance_coeff must be above 0 or None, got {load_balance_coeff}")
         self.name = ""
         self.dim = dim
@@ -291,6 +291,8 @@ def _shared_dim(hidden_dim: int, num_shared_experts: int, shared_hidden_dim: int
     if num_shared_experts and shared_hidden_dim is not None:
         raise MoEConfigError("num_shared_experts and shared_hidden_dim both give the shared network's width; give one")
     shared_dim = hidden_dim * num_shared_experts if shared_hidden_dim is None else shared_hidden_dim
+    if shared_dim < 0:
+        raise MoEConfigError(f"the shared network's width must be at least 0, got {shared_dim}")
     if shared_gate and not shared_dim:
         raise MoEConfigError("shared_gate weighs shared experts; give num_shared_experts or shared_hidden_dim too")
     return shared_dim
