@@ -167,6 +167,10 @@ def test_bits_of_bfloat16_go_through(platform):
             lambda t: t.update({"experts.0.up_proj.weight_scale_inv": 0}),
             r"not expected experts.0.up_proj.weight_scale_inv; dequantize the checkpoint first",
         ),
+        (
+            lambda t: t.update({"gate.weight": t["gate.weight"][:2]}),
+            r"olmoe layer do not fit its config: router.gate.weight \[2, 16\] instead of \[5, 16\]$",
+        ),
         (lambda t: t.clear(), r"missing experts.0.down_proj.weight, .* and 10 more; not expected none"),
     ],
 )
@@ -183,6 +187,8 @@ def test_what_no_layer_can_be_made_of_is_refused(platform):
         moe_options({"model_type": "llama"})
     with pytest.raises(MoEConfigError, match=r"hidden_act: expected one of silu, .*, got 'relu6'"):
         moe_options({**config_of("olmoe"), "hidden_act": "relu6"})
+    with pytest.raises(MoEConfigError, match="config of a mixtral model: num_local_experts is missing"):
+        moe_options({"model_type": "mixtral", "hidden_size": 4})
     with pytest.raises(MoEConfigError, match=r"missing experts.w1, .*; not expected w1"):
         to_huggingface({"router.gate.weight": numpy.zeros(1), "w1": numpy.zeros(1)}, config_of("mixtral"))
 
@@ -214,6 +220,11 @@ def test_noise_tells_experts_apart_and_repeats(platform):
     difference = first["experts.w1"] - dense["w1.weight"]
     assert abs(difference.std() / dense["w1.weight"].std() - 0.1) < 0.02
     assert first["experts.w1"].dtype == numpy.float32
+
+
+def test_names_of_no_dense_network_are_refused():
+    with pytest.raises(MoEConfigError, match=r"missing w2.weight; not expected down_proj.weight"):
+        upcycle({"w1.weight": numpy.zeros((8, 8)), "down_proj.weight": numpy.zeros((8, 8))}, 4, numpy.zeros((4, 8)))
 
 
 @pytest.mark.parametrize(

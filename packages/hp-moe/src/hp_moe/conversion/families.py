@@ -19,7 +19,7 @@ class Family:
     """Names of a family's tensors within one layer, and the options of its layer.
 
     Attributes:
-        options: from a configuration to keyword arguments of `MoE`.
+        read_options: from a configuration to keyword arguments of `MoE`.
         gate: name of the gate's weight; its bias, if any, is beside it.
         experts: names of `w1`, `w2` and `w3` in checkpoints with one tensor per expert; None: there are none such.
         shared: prefix of the shared experts.
@@ -27,12 +27,23 @@ class Family:
         is_interleaved: the joint tensor of gate and up alternates their rows, and is transposed, as `down_proj` is.
     """
 
-    options: Callable[[Config], dict[str, Any]]
+    read_options: Callable[[Config], dict[str, Any]]
     gate: str = "gate"
     experts: Mapping[str, str] | None = field(default_factory=lambda: _GATED_NAMES)
     shared: str | None = None
     plain: Mapping[str, str] = field(default_factory=dict)
     is_interleaved: bool = False
+
+    def options(self, config: Config) -> dict[str, Any]:
+        """Return the keyword arguments of `MoE` for a configuration.
+
+        Raises:
+            MoEConfigError: an entry is missing, or asks for what no layer here computes.
+        """
+        try:
+            return self.read_options(config)
+        except KeyError as error:
+            raise MoEConfigError(f"config of a {config['model_type']} model: {error.args[0]} is missing") from None
 
 
 def family_of(config: Config) -> Family:

@@ -23,7 +23,7 @@ def moe_options(config: Config) -> dict[str, Any]:
         config: of a model of type `mixtral`, `qwen2_moe`, `qwen3_moe`, `olmoe`, `deepseek_v3` or `gpt_oss`.
 
     Raises:
-        MoEConfigError: another type, or an activation that no expert has here.
+        MoEConfigError: another type, an activation that no expert has here, or a missing entry.
 
     Example:
         >>> config = {"model_type": "mixtral", "hidden_size": 4, "intermediate_size": 8}
@@ -43,7 +43,7 @@ def from_huggingface(tensors: Mapping[str, Array], config: Config) -> dict[str, 
         config: the model's configuration.
 
     Raises:
-        MoEConfigError: tensors are missing, or there are others; the message lists them.
+        MoEConfigError: tensors are missing, or there are others, or their shapes are not the configuration's.
 
     Example:
         >>> config = {"model_type": "mixtral", "hidden_size": 4, "intermediate_size": 8}
@@ -68,6 +68,7 @@ def from_huggingface(tensors: Mapping[str, Array], config: Config) -> dict[str, 
     weights = {ours: left[theirs] for ours, theirs in names.items()}
     parts = _from_joint(left, family) if joint else _from_single(left, family, options["num_experts"])
     weights |= {f"experts.{name}": weight for name, weight in parts.items()}
+    _check_shapes(weights, options, config)
     return {name: numpy.ascontiguousarray(weight) for name, weight in weights.items()}
 
 
@@ -104,6 +105,20 @@ def to_huggingface(weights: Mapping[str, Array], config: Config, *, joint: bool 
     joint = joint or family.experts is None
     tensors |= _to_joint(experts, family) if joint else _to_single(experts, family)
     return {name: numpy.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+
+
+def _check_shapes(weights: Mapping[str, Array], options: Mapping[str, Any], config: Config) -> None:
+    """Refuse experts and gates of other sizes than the configuration's, which would be read as another layer's."""
+    experts, hidden, dim = (options[name] for name in ("num_experts", "hidden_dim", "dim"))
+    expected = {"router.gate.weight": (experts, dim), "experts.w2": (experts, dim, hidden)}
+    expected |= dict.fromkeys(("experts.w1", "experts.w3"), (experts, hidden, dim))
+    found = [
+        f"{name} {list(weights[name].shape)} instead of {list(shape)}"
+        for name, shape in expected.items()
+        if weights[name].shape != shape
+    ]
+    if found:
+        raise MoEConfigError(f"tensors of a {config['model_type']} layer do not fit its config: {'; '.join(found)}")
 
 
 def _names(family: Family, options: Mapping[str, Any]) -> dict[str, str]:

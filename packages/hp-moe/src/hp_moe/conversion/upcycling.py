@@ -38,7 +38,7 @@ def upcycle(
         seed: of the noise.
 
     Raises:
-        MoEConfigError: sizes that do not divide, or a gate of another shape.
+        MoEConfigError: weights are missing, or there are others; sizes that do not divide; a gate of another shape.
 
     Example:
         >>> dense = {"w1.weight": np.ones((8, 4)), "w2.weight": np.ones((4, 8)), "w3.weight": np.ones((8, 4))}
@@ -46,6 +46,7 @@ def upcycle(
         >>> weights["experts.w1"].shape, weights["router.gate.weight"].shape
         ((4, 4, 4), (4, 4))
     """
+    _check_names(dense)
     hidden = dense["w1.weight"].shape[0]
     _check(hidden, num_experts, granularity, gate.shape, dense["w1.weight"].shape[1])
     random = numpy.random.default_rng(seed)
@@ -69,6 +70,17 @@ def _parts(array: Array, weight: str, kind: str, granularity: int) -> Array:
         # A part has its share of the copy's score, and a part of the sum.
         return numpy.stack(numpy.split(array * granularity, granularity, axis=1))
     return numpy.stack(numpy.split(array, granularity, axis=0))
+
+
+def _check_names(dense: Mapping[str, Array]) -> None:
+    needed = {"w1.weight", "w2.weight"}
+    known = {f"{weight}.{kind}" for weight in ("w1", "w2", "w3") for kind in ("weight", "bias")}
+    missing, others = sorted(needed - {*dense}), sorted({*dense} - known)
+    if missing or others:
+        raise MoEConfigError(
+            f"weights of a dense network: missing {', '.join(missing) or 'none'}; not expected "
+            f"{', '.join(others) or 'none'}"
+        )
 
 
 def _check(hidden: int, num_experts: int, granularity: int, gate: tuple[int, ...], dim: int) -> None:
