@@ -9,12 +9,12 @@ collective of all bytes: what no contender can be quicker than.
 from __future__ import annotations
 
 import argparse
-import socket
 import statistics
 import time
 
 import torch
 import torch.distributed as dist
+from _torch_ranks import connected_platform, run_torch_ranks
 
 COLUMNS = 64
 
@@ -31,12 +31,10 @@ def contenders(num_tensors, rows):
         batch_redistribute,
         current_world,
         distribute_tensor,
-        get_platform,
         init_device_mesh,
     )
 
-    platform = get_platform("torch")
-    platform.connect(dist.get_rank(), dist.get_world_size(), "127.0.0.1:0")
+    platform = connected_platform()
     wholes = [torch.randn(rows, COLUMNS) for _ in range(num_tensors)]
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",), platform=platform)
     ours = [distribute_tensor(x, mesh, (Shard(0),)) for x in wholes]
@@ -52,9 +50,8 @@ def contenders(num_tensors, rows):
     }
 
 
-def rank(number, port, options, results):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=number, world_size=2)
+def measure(options):
+    """Median microseconds of each contender, on this rank."""
     calls = contenders(options.tensors, options.rows)
     times = {name: [] for name in calls}
     for _ in range(options.rounds):
@@ -63,9 +60,7 @@ def rank(number, port, options, results):
             start = time.perf_counter()
             call()
             times[name].append(time.perf_counter() - start)
-    if number == 0:
-        results.put({name: statistics.median(values) * 1e6 for name, values in times.items()})
-    dist.destroy_process_group()
+    return {name: statistics.median(values) * 1e6 for name, values in times.items()}
 
 
 def main():
@@ -74,19 +69,7 @@ def main():
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = torch.multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
-    ranks = [context.Process(target=rank, args=(number, port, options, results)) for number in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    if any(process.exitcode for process in ranks):
-        raise SystemExit(1)
-    medians = results.get()
+    medians = run_torch_ranks(measure, 2, options)
     print(f"{options.tensors} tensors [{options.rows}, {COLUMNS}], float32, from shards to whole")
     for name, microseconds in medians.items():
         print(f"{name:12}{microseconds:10.0f} us{microseconds / medians['torch']:8.2f} of torch")

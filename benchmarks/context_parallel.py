@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
-import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -24,9 +22,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from _torch_ranks import connected_platform, run_torch_ranks
 
 WARM_UP = 2
-Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool) -> Any:
@@ -76,12 +74,9 @@ def torch_ring(method: str) -> Callable[[argparse.Namespace], Callable[..., torc
 
 def ours(method: str, ulysses: bool) -> Callable[[argparse.Namespace], Callable[..., torch.Tensor]]:
     def build(options: argparse.Namespace) -> Callable[..., torch.Tensor]:
-        from hp_dtensor import AttentionMask, SequenceCut, context_parallel_attention, get_platform, init_device_mesh
+        from hp_dtensor import AttentionMask, SequenceCut, context_parallel_attention, init_device_mesh
 
-        platform = get_platform("torch")
-        if platform.world is None:
-            platform.connect(dist.get_rank(), dist.get_world_size(), "127.0.0.1:0")
-        mesh = init_device_mesh("cpu", (options.ranks,), platform=platform)
+        mesh = init_device_mesh("cpu", (options.ranks,), platform=connected_platform())
         degree = options.ranks if ulysses else 1
         cut = SequenceCut(length=options.length, ranks=options.ranks, ulysses_degree=degree)
 
@@ -104,7 +99,7 @@ DEFAULT = "torch, all-gather"
 
 
 def inputs(options: argparse.Namespace, rank: int) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Return this rank's queries, keys, values (leaves) and the gradient of the result, and the whole ones' seed."""
+    """Return this rank's queries, keys and values, leaves of autograd, and the gradient of the result."""
     generator = torch.Generator().manual_seed(rank)
     heads = (options.heads, options.kv_heads, options.kv_heads, options.heads)
     shape = options.length // options.ranks, options.head_dim
@@ -112,10 +107,9 @@ def inputs(options: argparse.Namespace, rank: int) -> tuple[list[torch.Tensor], 
     return [x.requires_grad_() for x in tensors[:3]], tensors[3]
 
 
-def rank_main(rank: int, port: int, names: Sequence[str], options: argparse.Namespace, results: Any) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=options.ranks)
+def measure(names: Sequence[str], options: argparse.Namespace) -> Any:
+    """Return seconds of each step, bytes sent, bytes of memory added and the worst difference, of this rank."""
+    rank = dist.get_rank()
     built = {name: CONTENDERS[name](options) for name in names}
     tensors, grad = inputs(options, rank)
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -136,19 +130,14 @@ def rank_main(rank: int, port: int, names: Sequence[str], options: argparse.Name
             del out
     peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
     # The Ulysses cut gives ranks other tokens: its numbers are those of another sequence.
-    rings = [name for name in names if name not in ("our Ulysses",) and grads[name]]
+    rings = [name for name in names if name != "our Ulysses" and grads[name]]
     worst = max(
         (float((x - y).abs().max()) for name in rings for x, y in zip(grads[name], grads[rings[0]], strict=True)),
         default=0.0,
     )
     if options.timeline and "our ring" in names:
         print_timeline(built["our ring"], tensors, grad, rank)
-    if rank == 0:
-        results.put((seconds, sent(built, tensors, grad), peak, worst))
-    else:
-        sent(built, tensors, grad)
-    dist.barrier()
-    dist.destroy_process_group()
+    return seconds, sent(built, tensors, grad), peak, worst
 
 
 def sent(built: dict[str, Any], tensors: list[torch.Tensor], grad: torch.Tensor) -> dict[str, float]:
@@ -194,20 +183,6 @@ def print_timeline(attend: Any, tensors: list[torch.Tensor], grad: torch.Tensor,
         print("timeline of rank 0:", *(text for _, text in sorted(events)), sep="\n  ")
 
 
-def run(names: Sequence[str], options: argparse.Namespace) -> Any:
-    context = torch.multiprocessing.get_context("spawn")
-    results, port = context.SimpleQueue(), _free_port()
-    ranks = range(options.ranks)
-    processes = [context.Process(target=rank_main, args=(rank, port, names, options, results)) for rank in ranks]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    if any(process.exitcode for process in processes):
-        raise SystemExit("a rank failed; its error is above")
-    return results.get()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
@@ -218,11 +193,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--timeline", action="store_true")
     options = parser.parse_args()
+    if options.length % options.ranks:
+        parser.error(f"--length must be a multiple of the {options.ranks} ranks, got {options.length}")
     names = list(CONTENDERS)
-    seconds, wire, _, worst = run(names, options)
+    seconds, wire, _, worst = run_torch_ranks(measure, options.ranks, names, options)
     median = {name: statistics.median(values) for name, values in seconds.items()}
     options.rounds, options.timeline = 1, False
-    peak = {name: run([name], options)[2] for name in names}
+    peak = {name: run_torch_ranks(measure, options.ranks, [name], options)[2] for name in names}
     print(f"{options.length} tokens, {options.heads} heads over {options.kv_heads}, {options.ranks} ranks")
     for name in names:
         bytes_sent = f", {wire[name] / 2**20:6.1f} MiB sent" if name in wire else ""
@@ -232,12 +209,6 @@ def main() -> None:
         )
     print(f"largest difference of results and gradients from {DEFAULT}: {worst:.1e}")
     print(json.dumps({"seconds": median, "peak_bytes": peak}))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
-import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -23,31 +21,14 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from _torch_ranks import Block, connected_platform, run_torch_ranks
 from torch import nn
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy
 
 VOCABULARY = 8192
 WARM_UP = 2
 # Millions of parameters: layers, width.
 SIZES = {25: (8, 416), 100: (12, 768)}
-
-
-class Block(nn.Module):
-    """Attention and an MLP of four times the width, both before a norm."""
-
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.RMSNorm(dim), nn.RMSNorm(dim)
-        self.qkv, self.out = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)
-        self.up, self.down = nn.Linear(dim, 4 * dim, bias=False), nn.Linear(4 * dim, dim, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, dim = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        attended = scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, dim))
-        return x + self.down(torch.relu(self.up(self.norm2(x))))
 
 
 class Transformer(nn.Module):
@@ -56,7 +37,7 @@ class Transformer(nn.Module):
     def __init__(self, layers: int, dim: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, dim)
-        self.blocks = nn.ModuleList(Block(dim, 8) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(layers))
         self.norm = nn.RMSNorm(dim)
         self.head = nn.Linear(dim, VOCABULARY, bias=False)
 
@@ -72,12 +53,10 @@ def plain(model: Transformer, device: str) -> nn.Module:
 
 
 def ours(model: Transformer, device: str) -> nn.Module:
-    from hp_dtensor import get_platform, init_device_mesh
+    from hp_dtensor import init_device_mesh
     from hp_fsdp import fully_shard
 
-    platform = get_platform("torch")
-    if platform.world is None:
-        platform.connect(dist.get_rank(), dist.get_world_size(), "127.0.0.1:0")
+    platform = connected_platform()
     mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("shard",), platform=platform)
     for block in model.blocks:
         fully_shard(block, mesh)
@@ -130,12 +109,9 @@ def peak_bytes(device: str) -> int:
     )
 
 
-def rank_main(rank: int, port: int, names: Sequence[str], options: argparse.Namespace, results: object) -> None:
+def measure(names: Sequence[str], options: argparse.Namespace) -> Measured:
     """One rank: every contender takes each step in turn."""
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     device = options.device
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", rank=rank, world_size=options.ranks)
     measured = Measured({name: [] for name in names}, {name: [] for name in names}, {name: [] for name in names}, 0)
     trained = {}
     for name in names:
@@ -143,7 +119,7 @@ def rank_main(rank: int, port: int, names: Sequence[str], options: argparse.Name
         model = CONTENDERS[name](Transformer(options.layers, options.dim).to(device), device)
         trained[name] = model, torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
     for step in range(options.rounds + WARM_UP):
-        generator = torch.Generator().manual_seed(1000 * rank + step)
+        generator = torch.Generator().manual_seed(1000 * dist.get_rank() + step)
         ids = torch.randint(0, VOCABULARY, (options.batch, options.length + 1), generator=generator).to(device)
         for name, (model, optimizer) in trained.items():
             dist.barrier()
@@ -158,25 +134,13 @@ def rank_main(rank: int, port: int, names: Sequence[str], options: argparse.Name
                 measured.passes[name].append(middle - start)
             measured.losses[name].append(loss.item())
     measured.peak = peak_bytes(device)
-    if rank == 0:
-        results.put(measured)
-    dist.barrier()
-    dist.destroy_process_group()
+    return measured
 
 
 def run(names: Sequence[str], options: argparse.Namespace) -> Measured:
-    """All ranks with these contenders."""
-    context = torch.multiprocessing.get_context("spawn")
-    results, port = context.SimpleQueue(), _free_port()
-    ranks = range(options.ranks)
-    processes = [context.Process(target=rank_main, args=(rank, port, names, options, results)) for rank in ranks]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    if any(process.exitcode for process in processes):
-        raise SystemExit("a rank failed; its error is above")
-    return results.get()
+    """All ranks with these contenders; the figures of rank 0."""
+    backend = "cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo"
+    return run_torch_ranks(measure, options.ranks, names, options, backend=backend)
 
 
 def main() -> None:
@@ -205,12 +169,6 @@ def main() -> None:
     worst = max(abs(a - b) for a, b in zip(measured.losses["ours"], measured.losses["fsdp2"], strict=True))
     print(f"largest difference of a loss between ours and fsdp2: {worst:.1e}")
     print(json.dumps({"seconds": step, "forward_backward_seconds": passes, "peak_bytes": peak}))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

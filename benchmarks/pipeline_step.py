@@ -10,39 +10,23 @@ its own. In brackets what ours takes of torch's.
 from __future__ import annotations
 
 import argparse
-import os
 import resource
-import socket
 import statistics
 import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from _torch_ranks import Block, connected_platform, run_torch_ranks
 from torch import nn
-from torch.nn.functional import mse_loss, scaled_dot_product_attention
+from torch.nn.functional import mse_loss
 
 WARM_UP = 3
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 
 
-class Block(nn.Module):
-    """Attention and an MLP of four times the width, both before a norm."""
-
-    def __init__(self, dim: int, heads: int = 8) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.RMSNorm(dim), nn.RMSNorm(dim)
-        self.qkv, self.out = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)
-        self.up, self.down = nn.Linear(dim, 4 * dim, bias=False), nn.Linear(4 * dim, dim, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, dim = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        attended = scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, dim))
-        return x + self.down(torch.relu(self.up(self.norm2(x))))
+def stages_per_rank(schedule: str) -> int:
+    return 2 if schedule in V_SHAPED or schedule.startswith("Interleaved") else 1
 
 
 class Contender:
@@ -53,15 +37,12 @@ class Contender:
             from torch.distributed import pipelining
             from torch.distributed.pipelining.schedules import get_schedule_class
         else:
-            from hp_dtensor import get_platform
             from hp_trainer import pipeline as pipelining
             from hp_trainer.pipeline import get_schedule_class
 
-            platform = get_platform("torch")
-            if platform.world is None:
-                platform.connect(dist.get_rank(), dist.get_world_size(), "127.0.0.1:0")
+            connected_platform()
         rank, size = dist.get_rank(), dist.get_world_size()
-        per_rank = 2 if options.schedule in V_SHAPED or options.schedule.startswith("Interleaved") else 1
+        per_rank = stages_per_rank(options.schedule)
         self.num_stages = size * per_rank
         last = self.num_stages - 1
         self.mine = [rank, last - rank] if options.schedule in V_SHAPED else list(range(rank, last + 1, size))
@@ -94,10 +75,8 @@ class Contender:
         return seconds.item()
 
 
-def rank_main(rank: int, port: int, names: list[str], options: argparse.Namespace, results: Any) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), HP_PLATFORM="torch")
-    dist.init_process_group("gloo", rank=rank, world_size=options.ranks)
+def measure(names: list[str], options: argparse.Namespace) -> tuple[dict[str, float], float]:
+    """Return the median seconds of each contender, and the largest resident MiB of a rank."""
     contenders = {name: Contender(name, options) for name in names}
     for contender in contenders.values():
         for _ in range(WARM_UP):
@@ -108,34 +87,24 @@ def rank_main(rank: int, port: int, names: list[str], options: argparse.Namespac
             times[name].append(contender.step())
     peak = torch.tensor(float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) / 1024)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
-    if rank == 0:
-        results.put(({name: statistics.median(each) for name, each in times.items()}, peak.item()))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def run(names: list[str], options: argparse.Namespace) -> tuple[dict[str, float], float]:
-    """Start the ranks; return the median seconds of each contender, and the largest resident MiB of a rank."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    results = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(rank_main, (port, names, options, results), nprocs=options.ranks)
-    return results.get()
+    return {name: statistics.median(each) for name, each in times.items()}, peak.item()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--schedule", default="1F1B")
+    parser.add_argument("--schedule", default="1F1B", help="a name that torch's get_schedule_class knows")
     parser.add_argument("--dim", type=int, default=256)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
-    times, _ = run(["ours", "torch"], options)
-    peaks = {name: run([name], options)[1] for name in ("ours", "torch")}
+    stages = options.ranks * stages_per_rank(options.schedule)
+    if options.layers % stages:
+        parser.error(f"--layers must be a multiple of the {stages} stages, got {options.layers}")
+    times, _ = run_torch_ranks(measure, options.ranks, ["ours", "torch"], options)
+    peaks = {name: run_torch_ranks(measure, options.ranks, [name], options)[1] for name in ("ours", "torch")}
     print(f"{options.schedule} on {options.ranks} ranks, {options.microbatches} micro-batches, width {options.dim}")
     for what, found, unit in (("step", {n: 1e3 * t for n, t in times.items()}, "ms"), ("resident", peaks, "MiB")):
         share = found["ours"] / found["torch"]
