@@ -47,6 +47,8 @@ TEST_TOOLS = ("pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6")
 # On Triton's interpreter, kernels for CUDA devices are tested on the CPU. torch's CPU build comes without it; its CUDA
 # builds each need one version, which is kept.
 KERNEL_TOOLS = {"torch": ("triton>=3.6,<4",), "mindspore": ()}
+# Checkpoints in an object store are tested against one in memory.
+OBJECT_STORE = "fsspec>=2024.2"
 # Its models are the oracle of our conversions from and to Hugging Face's layouts.
 ORACLES = {"torch": ("transformers>=5.9,<6", "peft>=0.18"), "mindspore": ()}
 MAIN_CONFIG = "examples/moe_small.yaml"
@@ -131,7 +133,7 @@ def at_once(function: Callable[..., str], cases: Iterable[tuple[object, ...]]) -
 
 def full(framework: str) -> Path:
     """Return the interpreter of the environment that holds every package but the other platform."""
-    tools = (*TEST_TOOLS, *KERNEL_TOOLS[framework], *ORACLES[framework])
+    tools = (*TEST_TOOLS, OBJECT_STORE, *KERNEL_TOOLS[framework], *ORACLES[framework])
     return workspace.development(framework, ("hp-trainer", f"hp-platform-{framework}"), tools)
 
 

@@ -26,7 +26,7 @@ from hp_dtensor import (
     record_collectives,
     zeros,
 )
-from hp_dtensor.exceptions import GradientPathError, MeshError, PlacementError, ShardShapeError
+from hp_dtensor.exceptions import GradientPathError, LaunchError, MeshError, PlacementError, ShardShapeError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.testing import run_ranks
 
@@ -292,10 +292,22 @@ def test_factories_make_leaves_that_require_grad(hp_platform: Platform) -> None:
     run_ranks(_leaves_made, 2, hp_platform, hp_platform)
 
 
-@pytest.mark.parametrize(
-    ("value", "dtype"), [(True, "bool"), (2, "int64"), (np.int32(2), "int64"), (2.0, "float32"), (2j, "complex64")]
-)
+def _filled_with(value: Any, platform: Platform) -> DTensor:
+    return run_ranks(lambda: full((3,), value, device_mesh=_mesh(platform), placements=[Shard(0)]), 2, platform)[0]
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(True, "bool"), (2, "int64"), (np.int32(2), "int64"), (2.0, "float32")])
 def test_full_has_the_dtype_of_its_value(hp_platform: Platform, value: Any, dtype: str) -> None:
-    x = run_ranks(lambda: full((3,), value, device_mesh=_mesh(hp_platform), placements=[Shard(0)]), 2, hp_platform)[0]
+    x = _filled_with(value, hp_platform)
     assert hp_platform.dtype_name(x.dtype) == dtype
     assert hp_platform.to_numpy(x.to_local()).tolist() == [value] * 2
+
+
+def test_full_of_a_complex_number_is_complex_where_the_platform_has_such_a_dtype(hp_platform: Platform) -> None:
+    if hp_platform.name == "torch":
+        x = _filled_with(2j, hp_platform)
+        assert hp_platform.dtype_name(x.dtype) == "complex64"
+        assert hp_platform.to_numpy(x.to_local()).tolist() == [2j] * 2
+    else:
+        with pytest.raises(LaunchError, match="complex64"):
+            _filled_with(2j, hp_platform)
