@@ -15,7 +15,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hp_dtensor import DeviceMesh, ProcessGroup, World, get_platform
-from hp_dtensor.comm.world import DONE, Work
+from hp_dtensor.comm.process_group import DONE, Work
 
 NUM_LAYERS, NUM_RANKS, ROUNDS = 40, 8, 30
 

@@ -23,7 +23,8 @@ from _timing import compare
 from mindspore import mint
 
 from hp_dtensor import DTensor, Partial, Replicate, Shard, get_platform, init_device_mesh
-from hp_dtensor.comm.world import DONE, NoCommunicationGroup, World, use_world
+from hp_dtensor.comm.process_group import DONE
+from hp_dtensor.comm.world import NoCommunicationGroup, World, use_world
 
 RANKS = 8
 

@@ -12,7 +12,8 @@ from typing import Any
 import numpy
 
 from hp_dtensor.comm.mesh import init_device_mesh
-from hp_dtensor.comm.world import current_world, record_collectives
+from hp_dtensor.comm.process_group import record_collectives
+from hp_dtensor.comm.world import current_world
 from hp_dtensor.parallel import nn
 from hp_dtensor.parallel.parallelize_module import parallelize_module
 from hp_dtensor.parallel.tensor_parallel import ColwiseParallel, RowwiseParallel

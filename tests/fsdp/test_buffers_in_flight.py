@@ -6,7 +6,8 @@ import numpy
 import pytest
 from fsdp_training import DIM, Block, Case, build, held_bytes, loss_of, mesh_of, sharded, sharded_modules, step
 
-from hp_dtensor.comm.world import current_world, record_collectives
+from hp_dtensor.comm.process_group import record_collectives
+from hp_dtensor.comm.world import current_world
 from hp_dtensor.parallel import nn
 from hp_dtensor.testing.simulated import run_ranks
 from hp_fsdp import FullyShardError, MemoryMeter, fully_shard, memory_use

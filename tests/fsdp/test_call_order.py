@@ -11,7 +11,8 @@ import numpy
 import pytest
 from fsdp_training import mesh_of, whole_grads
 
-from hp_dtensor.comm.world import GatheredBytes, current_world, record_collectives
+from hp_dtensor.comm.process_group import GatheredBytes, record_collectives
+from hp_dtensor.comm.world import current_world
 from hp_dtensor.exceptions import CollectiveError, LaunchError
 from hp_dtensor.launch import RankPool
 from hp_dtensor.parallel import nn

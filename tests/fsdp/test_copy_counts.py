@@ -9,7 +9,8 @@ import numpy
 import pytest
 from fsdp_training import Case, build, mesh_of, micro_loss, shard, sharded_modules
 
-from hp_dtensor.comm.world import DONE, ProcessGroup, current_world
+from hp_dtensor.comm.process_group import DONE, ProcessGroup
+from hp_dtensor.comm.world import current_world
 from hp_dtensor.parallel import nn
 from hp_dtensor.testing.simulated import run_ranks
 from hp_fsdp import Communication, MixedPrecisionPolicy, fully_shard, get_storage

@@ -19,7 +19,8 @@ from fsdp_training import (
 )
 
 from hp_dtensor.comm.mesh import init_device_mesh
-from hp_dtensor.comm.world import ProcessGroup, current_world, record_collectives
+from hp_dtensor.comm.process_group import ProcessGroup, record_collectives
+from hp_dtensor.comm.world import current_world
 from hp_dtensor.parallel import nn
 from hp_dtensor.parallel.parameters import place_parameter
 from hp_dtensor.spec.placements import RaggedShard, Replicate, Shard

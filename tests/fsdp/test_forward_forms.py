@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy
 from fsdp_training import Block, Case, build, held_bytes, mesh_of, micro_loss, whole_grads
 
-from hp_dtensor.comm.world import current_world, record_collectives
+from hp_dtensor.comm.process_group import record_collectives
+from hp_dtensor.comm.world import current_world
 from hp_dtensor.parallel import nn
 from hp_dtensor.parallel.recompute import checkpoint
 from hp_dtensor.testing.simulated import run_ranks

@@ -18,7 +18,8 @@ from fsdp_training import (
 )
 
 from hp_dtensor.comm.mesh import DeviceMesh, init_device_mesh
-from hp_dtensor.comm.world import ProcessGroup, current_world, record_collectives
+from hp_dtensor.comm.process_group import ProcessGroup, record_collectives
+from hp_dtensor.comm.world import current_world
 from hp_dtensor.parallel import nn
 from hp_dtensor.tensor.init import Normal, init_parameters
 from hp_dtensor.testing.simulated import run_ranks

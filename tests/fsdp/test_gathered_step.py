@@ -6,7 +6,8 @@ import numpy
 import pytest
 from fsdp_training import Case, held_bytes, loss_of, micro_loss, sharded
 
-from hp_dtensor.comm.world import current_world, record_collectives
+from hp_dtensor.comm.process_group import record_collectives
+from hp_dtensor.comm.world import current_world
 from hp_dtensor.testing.simulated import run_ranks
 from hp_fsdp import FSDPStateError
 

@@ -9,7 +9,8 @@ import pytest
 from fsdp_training import AdamW, Case, build, micro_loss, train_reference, whole, whole_grads
 
 from hp_dtensor.comm.mesh import init_device_mesh
-from hp_dtensor.comm.world import current_world, record_collectives
+from hp_dtensor.comm.process_group import record_collectives
+from hp_dtensor.comm.world import current_world
 from hp_dtensor.parallel import nn
 from hp_dtensor.parallel.parameters import place_parameter
 from hp_dtensor.spec.placements import RaggedShard, Replicate, Shard

@@ -10,7 +10,8 @@ import pytest
 from fsdp_training import AdamW, Case, build, micro_loss, shard, whole_grads
 
 from hp_dtensor.comm.mesh import init_device_mesh
-from hp_dtensor.comm.world import current_world, record_collectives
+from hp_dtensor.comm.process_group import record_collectives
+from hp_dtensor.comm.world import current_world
 from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.testing.simulated import run_ranks
 from hp_fsdp import Communication, FullyShardError, fully_shard

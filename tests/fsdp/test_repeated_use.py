@@ -9,7 +9,8 @@ import numpy
 import pytest
 from fsdp_training import held_bytes, mesh_of, whole_grads
 
-from hp_dtensor.comm.world import current_world, record_collectives
+from hp_dtensor.comm.process_group import record_collectives
+from hp_dtensor.comm.world import current_world
 from hp_dtensor.parallel import nn
 from hp_dtensor.parallel.recompute import checkpoint
 from hp_dtensor.tensor.init import Normal, init_parameters

@@ -7,7 +7,8 @@ import pytest
 from fsdp_training import Case, build, mesh_of, micro_loss, train_reference, whole, whole_grads
 
 from hp_dtensor.comm.mesh import init_device_mesh
-from hp_dtensor.comm.world import ProcessGroup, current_world
+from hp_dtensor.comm.process_group import ProcessGroup
+from hp_dtensor.comm.world import current_world
 from hp_dtensor.exceptions import LaunchError
 from hp_dtensor.parallel import nn
 from hp_dtensor.parallel.parameters import place_parameter

@@ -7,7 +7,7 @@ import pytest
 from fsdp_training import Case, build, loss_of, mesh_of, sharded, step, whole_grads
 
 from hp_dtensor import init_device_mesh
-from hp_dtensor.comm.world import record_collectives
+from hp_dtensor.comm.process_group import record_collectives
 from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.testing.simulated import run_ranks
 from hp_fsdp import DataParallelMeshDims, FSDPStateError, FullyShardError, OffloadPolicy, fully_shard, share_comm_ctx

@@ -6,7 +6,8 @@ import pytest
 from torch_blocks import Net, batch, reference_grads, shard_net
 
 from hp_dtensor.comm.mesh import init_device_mesh
-from hp_dtensor.comm.world import DONE, ProcessGroup, current_world, record_collectives
+from hp_dtensor.comm.process_group import DONE, ProcessGroup, record_collectives
+from hp_dtensor.comm.world import current_world
 from hp_dtensor.testing.simulated import run_ranks
 from hp_fsdp import (
     FSDPStateError,

@@ -8,7 +8,8 @@ import numpy
 import pytest
 from fsdp_training import held_bytes, mesh_of, whole_grads
 
-from hp_dtensor.comm.world import current_world, record_collectives
+from hp_dtensor.comm.process_group import record_collectives
+from hp_dtensor.comm.world import current_world
 from hp_dtensor.parallel import nn
 from hp_dtensor.testing.simulated import run_ranks
 from hp_fsdp import fully_shard

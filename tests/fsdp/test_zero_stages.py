@@ -6,7 +6,8 @@ import numpy
 import pytest
 from fsdp_training import Case, build, held_bytes, loss_of, mesh_of, sharded, sharded_modules, step, whole
 
-from hp_dtensor.comm.world import current_world, record_collectives
+from hp_dtensor.comm.process_group import record_collectives
+from hp_dtensor.comm.world import current_world
 from hp_dtensor.spec.placements import Replicate
 from hp_dtensor.testing.simulated import run_ranks
 from hp_fsdp import FullyShardError, HSDPModule, fully_shard, get_storage

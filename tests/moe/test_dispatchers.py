@@ -14,7 +14,7 @@ from test_expert_parallel import NUM_SAMPLES, assert_same
 
 import hp_moe.experts
 from hp_dtensor.comm.mesh import init_device_mesh
-from hp_dtensor.comm.world import record_collectives
+from hp_dtensor.comm.process_group import record_collectives
 from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.parallel import nn
 from hp_dtensor.tensor.init import Normal, init_parameters

@@ -12,7 +12,7 @@ from test_expert_parallel import NUM_SAMPLES
 
 import hp_moe.experts
 from hp_dtensor.comm.mesh import init_device_mesh
-from hp_dtensor.comm.world import record_collectives
+from hp_dtensor.comm.process_group import record_collectives
 from hp_dtensor.parallel import nn
 from hp_dtensor.spec.placements import Replicate
 from hp_dtensor.tensor.conversions import distribute_tensor

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from hp_dtensor.comm.mesh import init_device_mesh
-from hp_dtensor.comm.world import current_world, record_collectives
+from hp_dtensor.comm.process_group import record_collectives
+from hp_dtensor.comm.world import current_world
 from hp_dtensor.parallel import nn
 from hp_dtensor.parallel.distribute_module import distribute_module
 from hp_dtensor.parallel.parallelize_module import parallelize_module

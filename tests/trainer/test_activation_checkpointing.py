@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from training_runs import FOUR_RANKS, events, train_rank
 
-from hp_dtensor.comm.world import record_collectives
+from hp_dtensor.comm.process_group import record_collectives
 from hp_dtensor.testing import run_ranks
 
 MEASURED = ("seconds", "tokens_per_second", "peak_memory_gib", "model_flops_per_second", "utilization")

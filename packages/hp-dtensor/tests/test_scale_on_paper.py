@@ -9,7 +9,7 @@ import time
 import pytest
 
 from hp_dtensor import DeviceMesh, Replicate, Shard, TensorSpec, fake_world, plan_redistribute
-from hp_dtensor.comm.world import ProcessGroup
+from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.redistribute import planner
 
 NAMES = ("pp", "dp", "cp", "tp")

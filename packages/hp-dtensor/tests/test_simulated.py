@@ -10,7 +10,8 @@ import pytest
 from array_platform import ArrayPlatform
 
 from hp_dtensor.comm.mesh import init_device_mesh
-from hp_dtensor.comm.world import current_world, record_collectives
+from hp_dtensor.comm.process_group import record_collectives
+from hp_dtensor.comm.world import current_world
 from hp_dtensor.exceptions import CapabilityError, CollectiveError, LaunchError
 from hp_dtensor.testing import run_ranks
 

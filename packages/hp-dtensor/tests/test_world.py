@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from array_platform import ArrayPlatform
 
-from hp_dtensor.comm.world import SilentWorld, current_world, fake_world, record_collectives, use_world
+from hp_dtensor.comm.process_group import record_collectives
+from hp_dtensor.comm.world import SilentWorld, current_world, fake_world, use_world
 from hp_dtensor.exceptions import CollectiveError
 from hp_dtensor.testing import run_ranks
 

@@ -18,7 +18,7 @@ from hp_trainer.training.stall_watch import StallWatch
 def report(
     rank: int, calls: dict[str, tuple[int, str]], where: str = "loop.py:3 in wait", step: int = 7
 ) -> StallReport:
-    stack = [f"/x/hp_trainer/{where}", "/x/hp_dtensor/comm/world.py:9 in all_reduce", "/x/torch/c10d.py:1 in wait"]
+    stack = [f"/x/hp_trainer/{where}", "/x/hp_dtensor/comm/group.py:9 in all_reduce", "/x/torch/c10d.py:1 in wait"]
     return StallReport(rank=rank, phase="step", step=step, seconds=31.0, calls=calls, stack=stack)
 
 

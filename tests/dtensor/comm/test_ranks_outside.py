@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hp_dtensor import DeviceMesh, Replicate, Shard, distribute_tensor
-from hp_dtensor.comm.world import record_collectives
+from hp_dtensor.comm.process_group import record_collectives
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.testing import run_ranks
 from hp_dtensor.testing.rule_proof import Operations

@@ -19,7 +19,7 @@ from hp_dtensor import (
     explicit_redistribution,
     from_local,
 )
-from hp_dtensor.comm.world import record_collectives
+from hp_dtensor.comm.process_group import record_collectives
 from hp_dtensor.exceptions import LaunchError, ShardingRuleError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.testing import run_ranks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hp_dtensor.comm.world import ProcessGroup, Work
+from hp_dtensor.comm.process_group import ProcessGroup, Work
 from hp_dtensor.platform.interface import Platform
 from hp_fsdp import Communication, FullyShardError
 from hp_fsdp_quantized.codecs import Codec

@@ -3,11 +3,11 @@
 from hp_dtensor.comm.current_mesh import get_current_mesh as get_current_mesh
 from hp_dtensor.comm.mesh import DeviceMesh as DeviceMesh
 from hp_dtensor.comm.mesh import init_device_mesh as init_device_mesh
-from hp_dtensor.comm.world import ProcessGroup as ProcessGroup
+from hp_dtensor.comm.process_group import ProcessGroup as ProcessGroup
+from hp_dtensor.comm.process_group import record_collectives as record_collectives
 from hp_dtensor.comm.world import World as World
 from hp_dtensor.comm.world import current_world as current_world
 from hp_dtensor.comm.world import fake_world as fake_world
-from hp_dtensor.comm.world import record_collectives as record_collectives
 from hp_dtensor.compat.layout import Layout as Layout
 from hp_dtensor.compat.process_groups import destroy_process_group as destroy_process_group
 from hp_dtensor.compat.process_groups import get_backend as get_backend

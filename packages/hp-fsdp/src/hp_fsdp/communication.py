@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hp_dtensor.comm.world import ProcessGroup, Work
+from hp_dtensor.comm.process_group import ProcessGroup, Work
 from hp_dtensor.platform.interface import Platform
 
 Tensor = Any

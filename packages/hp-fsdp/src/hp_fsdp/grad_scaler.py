@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from hp_dtensor.comm.world import ProcessGroup, current_world
+from hp_dtensor.comm.process_group import ProcessGroup
+from hp_dtensor.comm.world import current_world
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.tensor.conversions import local_of

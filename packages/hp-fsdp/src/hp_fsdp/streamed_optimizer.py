@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from hp_dtensor.comm.world import Work
+from hp_dtensor.comm.process_group import Work
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor.conversions import local_of

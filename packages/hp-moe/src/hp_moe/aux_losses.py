@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from hp_dtensor.comm.collectives import all_reduce_data
-from hp_dtensor.comm.world import ProcessGroup
+from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.parallel.recompute import kept
 from hp_dtensor.platform.interface import Platform
 from hp_moe.exceptions import MoEConfigError

@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy
 
-from hp_dtensor.comm.world import ProcessGroup
+from hp_dtensor.comm.process_group import ProcessGroup
 from hp_moe.exceptions import MoEConfigError
 
 Array = numpy.ndarray

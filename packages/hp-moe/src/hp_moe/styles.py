@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
-from hp_dtensor.comm.world import ProcessGroup
+from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.parallel.distribute_module import distribute_module
 from hp_dtensor.parallel.parameters import place_parameter
 from hp_dtensor.parallel.style import ParallelStyle

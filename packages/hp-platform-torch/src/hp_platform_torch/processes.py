@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from hp_dtensor.comm.mesh import DeviceMesh
-from hp_dtensor.comm.world import ProcessGroup, World
+from hp_dtensor.comm.process_group import ProcessGroup
+from hp_dtensor.comm.world import World
 from hp_dtensor.dispatch.plan_cache import forget_plans
 from hp_dtensor.exceptions import PlatformError
 from hp_dtensor.launch.environment import from_environment, is_launched

@@ -11,7 +11,8 @@ from typing import Any
 from hp_dtensor.comm.mesh_arguments import check_new_mesh, listed, read_shape_and_ranks
 from hp_dtensor.comm.mesh_axes import MeshAxis, check_disjoint, merge_axes, row_major_axes, split_axis
 from hp_dtensor.comm.mesh_coordinates import MeshCoordinates
-from hp_dtensor.comm.world import ProcessGroup, World, alone, current_world, joined_world
+from hp_dtensor.comm.process_group import ProcessGroup
+from hp_dtensor.comm.world import World, alone, current_world, joined_world
 from hp_dtensor.exceptions import MeshError, PlatformError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 
-from hp_dtensor.comm.world import ProcessGroup, World, current_world
+from hp_dtensor.comm.process_group import ProcessGroup
+from hp_dtensor.comm.world import World, current_world
 from hp_dtensor.exceptions import CapabilityError, CollectiveError, LaunchError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform

@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hp_dtensor.comm.world import Work
+from hp_dtensor.comm.process_group import Work
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.redistribute.segments import Placements
 from hp_dtensor.redistribute.step import Step, after

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
-from hp_dtensor.comm.world import ProcessGroup, Work
+from hp_dtensor.comm.process_group import ProcessGroup, Work
 from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.redistribute.segments import Placements

@@ -14,7 +14,7 @@ import numpy as np
 
 from hp_dtensor.comm import collectives
 from hp_dtensor.comm.kept_tensors import Kept
-from hp_dtensor.comm.world import ProcessGroup
+from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.rules.engine.local_call import LocalCall
 
 Tensor = Any

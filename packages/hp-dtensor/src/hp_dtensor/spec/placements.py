@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hp_dtensor.comm.world import REDUCE_OPS
+from hp_dtensor.comm.process_group import REDUCE_OPS
 from hp_dtensor.exceptions import PlacementError
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hp_dtensor.comm.mesh import DeviceMesh
-from hp_dtensor.comm.world import record_collectives
+from hp_dtensor.comm.process_group import record_collectives
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.redistribute import plan_between
 from hp_dtensor.spec.placements import Partial, Placement, Replicate, Shard

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from hp_dtensor.comm.world import DONE, PendingBytes, ProcessGroup, Work, World
+from hp_dtensor.comm.process_group import DONE, PendingBytes, ProcessGroup, Work
+from hp_dtensor.comm.world import World
 from hp_dtensor.exceptions import CapabilityError, LaunchError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hp_dtensor.comm.world import ProcessGroup
+from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_fsdp._engine.call_order import BufferActions
 from hp_fsdp._engine.fsdp_parameter import FSDPParameter

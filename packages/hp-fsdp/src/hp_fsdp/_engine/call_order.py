@@ -18,7 +18,8 @@ from hashlib import blake2b
 from struct import Struct
 from typing import Any, Protocol
 
-from hp_dtensor.comm.world import PendingBytes, ProcessGroup, current_world
+from hp_dtensor.comm.process_group import PendingBytes, ProcessGroup
+from hp_dtensor.comm.world import current_world
 from hp_dtensor.spec.rank_checks import name_ranks, ranks_by_fact
 from hp_fsdp._engine.used_parameters import FLAG_BYTES, UsedParameters, pack_flags, unpack_flags
 from hp_fsdp.exceptions import CallOrderError, CommunicationError

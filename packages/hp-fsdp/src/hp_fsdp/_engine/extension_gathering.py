@@ -6,7 +6,7 @@ import json
 import math
 from typing import Any
 
-from hp_dtensor.comm.world import DONE, Work
+from hp_dtensor.comm.process_group import DONE, Work
 from hp_fsdp._engine.buffer_memory import BufferMemory
 from hp_fsdp._engine.gathering import Gathering
 from hp_fsdp._engine.versions import ParameterVersions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hp_dtensor.comm.world import ProcessGroup, Work
+from hp_dtensor.comm.process_group import ProcessGroup, Work
 from hp_fsdp._engine.buffer_memory import BufferMemory
 from hp_fsdp._engine.call_order import GATHERS, GATHERS_KEPT
 from hp_fsdp._engine.versions import ParameterVersions

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from hp_dtensor.comm.world import DONE, Work
+from hp_dtensor.comm.process_group import DONE, Work
 from hp_fsdp.storage import ParameterStorage
 
 Tensor = Any

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
-from hp_dtensor.comm.world import ProcessGroup
+from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.exceptions import HPError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.placements import Placement, RaggedShard, Replicate, Shard

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from hp_dtensor.comm.world import DONE, Work
+from hp_dtensor.comm.process_group import DONE, Work
 from hp_fsdp._engine.collective_errors import Communicating
 from hp_fsdp._engine.flat_buffer import FlatBuffer
 from hp_fsdp._engine.group import ParameterGroup

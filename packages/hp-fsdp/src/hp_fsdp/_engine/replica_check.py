@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 
-from hp_dtensor.comm.world import ProcessGroup
+from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.exceptions import RankMismatchError
 from hp_dtensor.spec.rank_checks import digest, is_checking, name_ranks, ranks_by_fact
 from hp_fsdp._engine.flat_buffer import FlatBuffer

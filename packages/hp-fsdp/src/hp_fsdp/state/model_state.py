@@ -9,7 +9,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from hp_dtensor.comm.world import ProcessGroup, current_world
+from hp_dtensor.comm.process_group import ProcessGroup
+from hp_dtensor.comm.world import current_world
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.redistribute import plan_between
 from hp_dtensor.spec.placements import Replicate

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from hp_dtensor.comm.world import ProcessGroup
+from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor.dtensor import DTensor

@@ -7,7 +7,7 @@ from typing import Any
 import numpy
 
 from hp_dtensor.comm.collectives import all_gather_varying, gather_data, reduce_scatter
-from hp_dtensor.comm.world import ProcessGroup
+from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.parallel.recompute import kept
 from hp_dtensor.spec.placements import Shard
 from hp_moe.dispatch.base import Dispatched, TokenDispatcher

@@ -7,7 +7,7 @@ from typing import Any
 import numpy
 
 from hp_dtensor.comm.collectives import all_to_all_rows, all_to_all_rows_data
-from hp_dtensor.comm.world import ProcessGroup
+from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.parallel.recompute import kept
 from hp_moe.dispatch.base import Dispatched, Route, TokenDispatcher
 from hp_moe.dispatch.permutation import TokenPermutation

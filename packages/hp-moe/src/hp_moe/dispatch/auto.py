@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hp_dtensor.comm.world import ProcessGroup
+from hp_dtensor.comm.process_group import ProcessGroup
 from hp_moe.dispatch.all_gather import AllGatherDispatcher
 from hp_moe.dispatch.all_to_all import AllToAllDispatcher
 from hp_moe.dispatch.base import Dispatched, TokenDispatcher

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from hp_dtensor.comm.world import ProcessGroup, current_world
+from hp_dtensor.comm.process_group import ProcessGroup
+from hp_dtensor.comm.world import current_world
 from hp_moe.dispatch.all_to_all import AllToAllDispatcher
 from hp_moe.dispatch.base import Dispatched, TokenDispatcher
 from hp_moe.exceptions import ExpertParallelError

@@ -15,7 +15,7 @@ import mindspore.mint.distributed as dist
 import numpy as np
 from mindspore import Tensor
 
-from hp_dtensor.comm.world import DONE, GatheredBytes, PendingBytes, ProcessGroup, Work
+from hp_dtensor.comm.process_group import DONE, GatheredBytes, PendingBytes, ProcessGroup, Work
 from hp_platform_mindspore.comm.reductions import Reduction, reduction_of
 from hp_platform_mindspore.platform_base import MindSporeBase
 from hp_platform_mindspore.tensor.memory import host_view

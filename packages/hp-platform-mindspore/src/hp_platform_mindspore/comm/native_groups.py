@@ -9,7 +9,7 @@ import mindspore.mint.distributed as dist
 import numpy as np
 from mindspore import Tensor, mint
 
-from hp_dtensor.comm.world import DONE, PendingBytes, ProcessGroup, Work
+from hp_dtensor.comm.process_group import DONE, PendingBytes, ProcessGroup, Work
 from hp_platform_mindspore.comm.reductions import check_average
 from hp_platform_mindspore.platform_base import MindSporeBase
 

@@ -12,7 +12,8 @@ import numpy as np
 from mindspore.communication.management import _init_with_store
 from mindspore.mint.distributed import distributed as _distributed
 
-from hp_dtensor.comm.world import NoCommunicationGroup, ProcessGroup, World
+from hp_dtensor.comm.process_group import ProcessGroup
+from hp_dtensor.comm.world import NoCommunicationGroup, World
 from hp_dtensor.exceptions import PlatformError
 from hp_platform_mindspore.comm.groups import MCCL_WORLD, HostGroup
 from hp_platform_mindspore.comm.native_groups import NativeGroup

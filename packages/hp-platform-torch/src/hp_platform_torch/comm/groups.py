@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from hp_dtensor.comm.world import DONE, PendingBytes, ProcessGroup, Work
+from hp_dtensor.comm.process_group import DONE, PendingBytes, ProcessGroup, Work
 from hp_dtensor.exceptions import CollectiveError
 from hp_platform_torch.comm.capabilities import BACKEND_NAMES, CAPABILITIES, check_reduction, movable
 from hp_platform_torch.comm.torch_groups import CalledByTorch

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from hp_dtensor.comm.world import NoCommunicationGroup, ProcessGroup
+from hp_dtensor.comm.process_group import ProcessGroup
+from hp_dtensor.comm.world import NoCommunicationGroup
 from hp_platform_torch.comm.capabilities import BACKEND_NAMES
 
 

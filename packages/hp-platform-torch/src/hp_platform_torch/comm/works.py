@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hp_dtensor.comm.world import DONE, Work
+from hp_dtensor.comm.process_group import DONE, Work
 
 Tensor = torch.Tensor
 

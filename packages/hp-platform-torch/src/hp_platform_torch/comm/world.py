@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from hp_dtensor.comm.world import ProcessGroup, World
+from hp_dtensor.comm.process_group import ProcessGroup
+from hp_dtensor.comm.world import World
 from hp_dtensor.exceptions import CollectiveError
 from hp_platform_torch.comm.groups import FACTS, TorchGroup
 from hp_platform_torch.comm.torch_groups import GroupOfOne

@@ -14,7 +14,7 @@ import torch
 from torch.autograd import Variable
 from torch.autograd.function import once_differentiable
 
-from hp_dtensor.comm.world import Work
+from hp_dtensor.comm.process_group import Work
 from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.tensor_spec import TensorSpec

@@ -22,7 +22,8 @@ from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import _StridedShard as TorchStridedShard
 
 from hp_dtensor.comm.mesh import DeviceMesh
-from hp_dtensor.comm.world import ProcessGroup, World
+from hp_dtensor.comm.process_group import ProcessGroup
+from hp_dtensor.comm.world import World
 from hp_dtensor.exceptions import MeshError, PlacementError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform

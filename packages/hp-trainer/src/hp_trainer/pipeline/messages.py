@@ -12,7 +12,7 @@ import numpy as np
 
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.comm.mesh_axes import MeshAxis
-from hp_dtensor.comm.world import ProcessGroup
+from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.placements import Placement, Replicate, Shard
 from hp_dtensor.tensor.dtensor import DTensor

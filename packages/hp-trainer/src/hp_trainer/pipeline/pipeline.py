@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
-from hp_dtensor.comm.world import ProcessGroup, World, current_world
+from hp_dtensor.comm.process_group import ProcessGroup
+from hp_dtensor.comm.world import World, current_world
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.trees import map_tensors
 from hp_trainer.exceptions import PipelineError

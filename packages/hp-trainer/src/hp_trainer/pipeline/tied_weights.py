@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
-from hp_dtensor.comm.world import ProcessGroup, current_world
+from hp_dtensor.comm.process_group import ProcessGroup
+from hp_dtensor.comm.world import current_world
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.tensor.conversions import local_of
 from hp_dtensor.tensor.dtensor import DTensor

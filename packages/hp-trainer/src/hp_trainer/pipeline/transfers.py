@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
-from hp_dtensor.comm.world import ProcessGroup, Work, World
+from hp_dtensor.comm.process_group import ProcessGroup, Work
+from hp_dtensor.comm.world import World
 from hp_dtensor.platform.interface import Platform
 from hp_trainer.exceptions import PipelineError
 from hp_trainer.pipeline.actions import Action, Kind, Schedule

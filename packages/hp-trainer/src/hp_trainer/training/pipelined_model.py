@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hp_dtensor.comm.mesh import DeviceMesh
-from hp_dtensor.comm.world import ProcessGroup
+from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.platform.interface import Platform
 from hp_trainer.data import Batch
 from hp_trainer.models import DecoderParts

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from hp_dtensor.comm.world import ProcessGroup
+from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.parallel.attention.blocks import Plan, plan_blocks
 from hp_dtensor.parallel.attention.mask import Tokens
 from hp_dtensor.parallel.attention.node import attention_node

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from hp_dtensor.comm.mesh import DeviceMesh, require_mesh
-from hp_dtensor.comm.world import ProcessGroup
+from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.exceptions import AttentionError
 from hp_dtensor.parallel.attention.distributed import attention_of_dtensors
 from hp_dtensor.parallel.attention.function import check_inputs, local_attention, tile_of

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hp_dtensor.comm.world import ProcessGroup
+from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.exceptions import AttentionError
 from hp_dtensor.parallel.attention.mask import AttentionMask, host_integers
 from hp_dtensor.parallel.context_parallel.cut import SequenceCut

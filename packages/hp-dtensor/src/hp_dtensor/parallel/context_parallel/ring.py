@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hp_dtensor.comm.world import DONE, ProcessGroup, Work
+from hp_dtensor.comm.process_group import DONE, ProcessGroup, Work
 from hp_dtensor.parallel.attention.blocks import Plan, is_empty, plan_blocks
 from hp_dtensor.parallel.attention.mask import Tokens
 from hp_dtensor.parallel.attention.node import attention_node

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hp_dtensor.comm.world import ProcessGroup
+from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.parallel.context_parallel.messages import empty_message, packed, unpacked
 from hp_dtensor.platform.interface import Platform
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hp_dtensor.comm.world import REDUCE_OPS
+from hp_dtensor.comm.process_group import REDUCE_OPS
 from hp_dtensor.rules.engine.factors import Cuts, Dims, Factorization, PartialResults
 from hp_dtensor.rules.engine.registry import OpCall, Rule, WholeNeededError
 from hp_dtensor.spec.placements import RaggedShard

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from hp_dtensor.comm.world import ProcessGroup, current_world
+from hp_dtensor.comm.process_group import ProcessGroup
+from hp_dtensor.comm.world import current_world
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.testing.conformance.values import Array, assert_values, tensor, whole_numbers

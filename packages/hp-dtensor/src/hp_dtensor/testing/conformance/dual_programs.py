@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from hp_dtensor.comm import collectives
-from hp_dtensor.comm.world import ProcessGroup
+from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.testing.conformance.collective_programs import groups

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hp_dtensor.comm.mesh import DeviceMesh
-from hp_dtensor.comm.world import record_collectives
+from hp_dtensor.comm.process_group import record_collectives
 from hp_dtensor.dispatch.dispatch import dispatch
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.redistribute import plan_between

@@ -1,0 +1,309 @@
+"""Process groups: an ordered set of ranks and its collectives, as platforms, simulator and fake world provide them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hp_dtensor.exceptions import CollectiveError
+from hp_dtensor.platform.recording import CollectiveLog, add_record, recorded
+
+if TYPE_CHECKING:
+    from hp_dtensor.platform.interface import Platform
+
+Tensor = Any
+REDUCE_OPS = ("sum", "avg", "max", "min", "product")
+
+
+class Work(Protocol):
+    """A collective under way; its buffers must not be touched before `wait` returns."""
+
+    def wait(self) -> None: ...
+
+
+class Done:
+    """The work of a collective that finished before it returned."""
+
+    def wait(self) -> None:
+        return None
+
+
+DONE = Done()
+
+
+class PendingBytes(Protocol):
+    """An all-gather of bytes under way."""
+
+    def wait(self, timeout_seconds: float | None = None) -> list[bytes] | None:
+        """Return the bytes of all ranks in rank order, or None if some rank did not answer in `timeout_seconds`."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredBytes:
+    """An all-gather of bytes that is over."""
+
+    parts: list[bytes]
+
+    def wait(self, timeout_seconds: float | None = None) -> list[bytes] | None:
+        return self.parts
+
+
+def record_collectives() -> contextlib.AbstractContextManager[CollectiveLog]:
+    """Record the collectives that this rank (thread) starts inside the block.
+
+    Those of a backward belong to it where the backward runs in the block and what it differentiates was computed there,
+    in whatever thread the framework runs it.
+
+    Example:
+        >>> def program():
+        ...     x = ones(4, device_mesh=init_device_mesh("cpu", (2,)), placements=[Shard(0)])
+        ...     with record_collectives() as log:
+        ...         x.full_tensor()
+        ...     return log.count("all_gather")
+        >>> run_ranks(program, 2)
+        [1, 1]
+    """
+    return recorded({})
+
+
+class ProcessGroup(ABC):
+    """An ordered set of ranks with its collectives.
+
+    Tensors are the platform's plain tensors, contiguous, on one device. Collectives on a group of one rank
+    are copies. Every public method checks its arguments and records the call; platforms implement the
+    underscored ones, which are only called for two ranks or more.
+
+    Attributes:
+        backend: what it communicates by: `gloo`, `nccl`, ..., or `none`.
+        ranks: global ranks, ascending in group order.
+        rank: this process's index in `ranks`.
+        is_closed: whether it has been released, so that its world makes another one.
+        notes: values that packages keep beside the group, each under a name that begins with the package's.
+        num_calls: collectives that this rank has started in the group; ranks that wait for each other differ in it.
+        last_call: name of the last one; empty before the first.
+        platform: the platform that owns the tensors (None in a fake world).
+
+    Example:
+        >>> def program():
+        ...     group = init_device_mesh("cpu", (2,)).get_group()
+        ...     return [each[0] for each in group.all_gather_bytes(bytes([group.rank]))]
+        >>> run_ranks(program, 2)[1]
+        [0, 1]
+    """
+
+    backend: str = "none"
+    is_closed = False
+    num_calls = 0
+    last_call = ""
+
+    def __init__(self, ranks: Sequence[int], rank: int, platform: Platform | None) -> None:
+        self.ranks = tuple(ranks)
+        self.rank = rank
+        self.size = len(self.ranks)
+        self.platform = platform
+        self.notes: dict[str, Any] = {}
+
+    def close(self) -> None:
+        """Release what the group holds; it is not used afterwards."""
+        self.is_closed = True
+
+    def all_reduce(self, x: Tensor, op: str = "sum", async_op: bool = False) -> Work:
+        """Reduce `x` (any shape) over the group, in place."""
+        self._check_op(op)
+        n = self.size
+        self._record("all_reduce", 2 * (n - 1) / n * _nbytes(self.platform, x))
+        return DONE if n == 1 else self._all_reduce(x, op, async_op)
+
+    def all_gather_into(self, output: Tensor, x: Tensor, async_op: bool = False) -> Work:
+        """Concatenate every rank's `x` along dim 0 into `output` (`size` times the elements of `x`)."""
+        self._check_numel("all_gather_into", output, self.size * _numel(x))
+        self._record("all_gather", (self.size - 1) * _nbytes(self.platform, x))
+        return self._copy(output, x) if self.size == 1 else self._all_gather_into(output, x, async_op)
+
+    def reduce_scatter_into(self, output: Tensor, x: Tensor, op: str = "sum", async_op: bool = False) -> Work:
+        """Reduce `x` over the group and keep this rank's 1/`size` along dim 0 in `output`; `x` may be overwritten."""
+        self._check_op(op)
+        self._check_numel("reduce_scatter_into", x, self.size * _numel(output))
+        self._record("reduce_scatter", (self.size - 1) * _nbytes(self.platform, output))
+        return self._copy(output, x) if self.size == 1 else self._reduce_scatter_into(output, x, op, async_op)
+
+    def all_to_all_into(
+        self,
+        output: Tensor,
+        x: Tensor,
+        output_rows: Sequence[int],
+        input_rows: Sequence[int],
+        async_op: bool = False,
+    ) -> Work:
+        """Send `input_rows[j]` rows (dim 0) of `x` to rank j, receive `output_rows[j]` rows from it, in rank order."""
+        self._check_rows("output", output, output_rows)
+        self._check_rows("input", x, input_rows)
+        row_bytes = _row_bytes(self.platform, x)
+        self._record("all_to_all", row_bytes * (sum(input_rows) - input_rows[self.rank]))
+        if self.size == 1:
+            return self._copy(output, x)
+        return self._all_to_all_into(output, x, tuple(output_rows), tuple(input_rows), async_op)
+
+    def exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> None:
+        """Send `sends[j]` to rank j and fill `receives[j]` from rank j, point to point; None or empty: nothing.
+
+        Both sides must agree on what is empty. The entry of this rank itself is copied.
+        """
+        self._begin_exchange(sends, receives)
+        if self.size > 1:
+            self._exchange(sends, receives)
+
+    def start_exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> Work:
+        """Begin an `exchange`, whose tensors are not touched before `wait` of the result returns.
+
+        Between two ranks, exchanges match in the order in which they begin. On torch the transfer goes on while this
+        rank computes; where a backend has no such transfers, it is over when this returns.
+        """
+        self._begin_exchange(sends, receives)
+        return self._start_exchange(sends, receives) if self.size > 1 else DONE
+
+    def _begin_exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> None:
+        if len(sends) != self.size or len(receives) != self.size:
+            raise CollectiveError(
+                f"exchange in a group of {self.size}: expected {self.size} entries each, "
+                f"got {len(sends)} sends and {len(receives)} receives"
+            )
+        others = [x for j, x in enumerate(sends) if j != self.rank and x is not None]
+        self._record("exchange", sum(_nbytes(self.platform, x) for x in others))
+        mine, into = sends[self.rank], receives[self.rank]
+        if mine is not None and into is not None:
+            self._copy(into, mine)
+
+    def broadcast(self, x: Tensor, source: int = 0, async_op: bool = False) -> Work:
+        """Overwrite `x` with the `x` of group rank `source`."""
+        if not 0 <= source < self.size:
+            raise CollectiveError(f"broadcast in group {self.ranks}: there is no group rank {source}")
+        sent = (self.size - 1) * _nbytes(self.platform, x) if self.rank == source else 0
+        self._record("broadcast", sent)
+        return DONE if self.size == 1 else self._broadcast(x, source, async_op)
+
+    def send(self, x: Tensor, target: int, async_op: bool = False) -> Work:
+        """Send `x` to group rank `target`, which calls `receive`; messages to one rank arrive in the order of sending.
+
+        With `async_op` this returns at once, also where the receiver is late; `x` stays unchanged until `wait`.
+        """
+        self._check_peer("send to", target)
+        self._record("send", _nbytes(self.platform, x))
+        return self._send(x, target, async_op) if _numel(x) else DONE
+
+    def receive(self, x: Tensor, source: int, async_op: bool = False) -> Work:
+        """Fill `x` with the next message of group rank `source`, which has `x`'s shape and dtype."""
+        self._check_peer("receive from", source)
+        self._record("receive", 0)
+        return self._receive(x, source, async_op) if _numel(x) else DONE
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """Return every rank's `data`, in rank order (any lengths); for small host-side facts such as JSON."""
+        self._count("all_gather_bytes")
+        return [data] if self.size == 1 else self._all_gather_bytes(data)
+
+    def start_all_gather_bytes(self, data: bytes) -> PendingBytes:
+        """Begin an `all_gather_bytes` to which each rank gives the same number of bytes, at least one.
+
+        On torch and between simulated ranks it travels apart from the collectives of tensors, so that these may go on
+        meanwhile. On MindSpore's CPU it is over when this returns.
+        """
+        self._count("all_gather_bytes")
+        return GatheredBytes([data]) if self.size == 1 else self._start_all_gather_bytes(data)
+
+    def barrier(self) -> None:
+        """Return when every rank of the group has come here."""
+        self.all_gather_bytes(b"")
+
+    @abstractmethod
+    def _all_reduce(self, x: Tensor, op: str, async_op: bool) -> Work: ...
+
+    @abstractmethod
+    def _all_gather_into(self, output: Tensor, x: Tensor, async_op: bool) -> Work: ...
+
+    @abstractmethod
+    def _reduce_scatter_into(self, output: Tensor, x: Tensor, op: str, async_op: bool) -> Work: ...
+
+    @abstractmethod
+    def _all_to_all_into(
+        self,
+        output: Tensor,
+        x: Tensor,
+        output_rows: tuple[int, ...],
+        input_rows: tuple[int, ...],
+        async_op: bool,
+    ) -> Work: ...
+
+    @abstractmethod
+    def _exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> None: ...
+
+    def _start_exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> Work:
+        self._exchange(sends, receives)
+        return DONE
+
+    @abstractmethod
+    def _broadcast(self, x: Tensor, source: int, async_op: bool) -> Work: ...
+
+    @abstractmethod
+    def _all_gather_bytes(self, data: bytes) -> list[bytes]: ...
+
+    def _send(self, x: Tensor, target: int, async_op: bool) -> Work:
+        raise CollectiveError(f"groups of backend {self.backend!r} have no messages between two ranks")
+
+    def _receive(self, x: Tensor, source: int, async_op: bool) -> Work:
+        raise CollectiveError(f"groups of backend {self.backend!r} have no messages between two ranks")
+
+    def _start_all_gather_bytes(self, data: bytes) -> PendingBytes:
+        return GatheredBytes(self._all_gather_bytes(data))
+
+    def _copy(self, output: Tensor, x: Tensor) -> Work:
+        assert self.platform is not None
+        self.platform.copy_(output, x)
+        return DONE
+
+    def _count(self, name: str) -> None:
+        self.num_calls += 1
+        self.last_call = name
+
+    def _record(self, name: str, wire_bytes: float) -> None:
+        self._count(name)
+        add_record(self.platform, name, self.ranks, wire_bytes)
+
+    def _check_op(self, op: str) -> None:
+        if op not in REDUCE_OPS:
+            raise CollectiveError(f"reduction {op!r} is unknown; expected one of {', '.join(REDUCE_OPS)}")
+
+    def _check_peer(self, what: str, peer: int) -> None:
+        if not 0 <= peer < self.size or peer == self.rank:
+            raise CollectiveError(
+                f"{what} group rank {peer} of {self.ranks}: expected another rank of the group, below {self.size}"
+            )
+
+    def _check_numel(self, name: str, x: Tensor, expected: int) -> None:
+        if _numel(x) != expected:
+            raise CollectiveError(
+                f"{name} in group {self.ranks}: the larger buffer must have {expected} elements, got {_numel(x)}"
+            )
+
+    def _check_rows(self, which: str, x: Tensor, rows: Sequence[int]) -> None:
+        if len(rows) != self.size or sum(rows) != x.shape[0]:
+            raise CollectiveError(
+                f"all_to_all in group {self.ranks}: {which} has {x.shape[0]} rows, its splits are {list(rows)}; "
+                f"expected {self.size} splits that sum to the rows"
+            )
+
+
+def _numel(x: Tensor) -> int:
+    return math.prod(x.shape)
+
+
+def _nbytes(platform: Platform | None, x: Tensor) -> int:
+    return _numel(x) * (platform.itemsize(x.dtype) if platform is not None else 1)
+
+
+def _row_bytes(platform: Platform | None, x: Tensor) -> int:
+    return int(math.prod(x.shape[1:])) * (platform.itemsize(x.dtype) if platform is not None else 1)
