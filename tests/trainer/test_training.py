@@ -163,6 +163,19 @@ def test_float16_skips_steps_that_overflow_and_goes_on_as_if_uninterrupted(lab):
     assert_equal_tensors(tensors(resumed), tensors(whole))
 
 
+@pytest.mark.parametrize(("init_scale", "moved"), [(2.0**28, False), (2.0**10, True)])
+def test_a_step_that_overflows_leaves_expert_biases_as_they_were(lab, init_scale, moved):
+    run = lab.run(
+        "one step",
+        training__steps=1,
+        training__dtype="float16",
+        training__loss_scaling__init_scale=init_scale,
+        model__load_balance_coeff=0.01,
+    )
+    assert (newest(run).state["optimizer_steps"] == 1) == moved
+    assert np.any(tensors(run)["model.layers.1.moe.expert_bias"] != 0) == moved
+
+
 # Interrupted runs --------------------------------------------------------------------------------------------
 
 

@@ -87,14 +87,19 @@ class OptimizerStep:
         """True where float16 overflowed on any rank, so that `update` will change nothing."""
         return bool(self.scaler.found_inf)
 
-    def update(self, learning_rate: float) -> None:
-        """Update the weights with the clipped gradients, and forget these.
+    def update(self, learning_rate: float) -> bool:
+        """Update the weights with the clipped gradients, and forget these; return whether the weights have changed.
 
         Where float16 overflowed on any rank, no rank updates, and the loss scale shrinks.
         """
+        overflowed = self.overflowed
         self.scaler.step(self.optimizer, learning_rate)
         self.scaler.update()
-        self.optimizer.zero_grad()
+        if overflowed:
+            self.discard()
+        else:
+            self.optimizer.zero_grad()
+        return not overflowed
 
     def discard(self) -> None:
         """Forget the gradients and the loads of experts; nothing has changed."""

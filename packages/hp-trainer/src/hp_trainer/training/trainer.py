@@ -142,11 +142,11 @@ class Trainer:
         else:
             part = self._step.accumulate_gradients(batch)
         loss, stopping = self._step.agree(part, stop.is_made)
-        verdict, norm = self._update(step, loss, learning_rate)
+        verdict, norm, updated = self._update(step, loss, learning_rate)
         if _is_due(step, self.config.training.replica_check_interval):
             self._corruption.compare_replicas(step)
-        # A step that is given up moves no expert biases either.
-        metrics = dict((self.setup.pipeline or self.setup.model).after_optimizer_step()) if verdict is GO_ON else {}
+        # A step that updates nothing moves no expert biases either.
+        metrics = dict((self.setup.pipeline or self.setup.model).after_optimizer_step()) if updated else {}
         if self.setup.scaler.is_enabled():
             metrics["loss_scale"] = self.setup.scaler.get_scale()
         if verdict is not GO_ON:
@@ -164,25 +164,28 @@ class Trainer:
         )
         return stopping
 
-    def _update(self, step: int, loss: float, learning_rate: float) -> tuple[Verdict, float | None]:
-        """Update the weights unless the guard decides otherwise; return its verdict and the norm of the gradient.
+    def _update(self, step: int, loss: float, learning_rate: float) -> tuple[Verdict, float | None, bool]:
+        """Update the weights unless the guard decides otherwise, or float16 overflowed.
+
+        Returns:
+            The guard's verdict, the norm of the gradient, and whether the weights were updated.
 
         Raises:
             TrainingError: the guard's rule is to stop; nothing was updated.
         """
-        verdict, norm = self._guard.judge_loss(loss, step), None
+        verdict, norm, updated = self._guard.judge_loss(loss, step), None, False
         if verdict is GO_ON:
             norm = self._step.clip()
             verdict = GO_ON if self._step.overflowed else self._guard.judge_norm(norm, step)
         if verdict is GO_ON:
-            self._step.update(learning_rate)
+            updated = self._step.update(learning_rate)
             self._guard.accept(loss)
         else:
             self._step.discard()
             if self.setup.mesh.world.rank == 0:
                 print(f"hp-train: {verdict}", file=sys.stderr, flush=True)
         self._goes_back = verdict.action == "rollback"
-        return verdict, norm
+        return verdict, norm, updated
 
     def _go_back(self) -> None:
         """Take up the last checkpoint, and go on from its step with the data after those read so far.
