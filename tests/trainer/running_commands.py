@@ -56,6 +56,10 @@ class Command:
         assert len(found) == 1, found
         return found[0]
 
+    def ranks(self) -> list[int]:
+        """The processes of all ranks."""
+        return [pid for pid in self.processes() if any(name.startswith("RANK=") for name in _environment(pid))]
+
     def kill_everything(self) -> None:
         for pid in self.processes():
             os.kill(pid, signal.SIGKILL)
