@@ -11,6 +11,7 @@ from moe_layouts import LAYOUTS, train
 from test_expert_parallel import NUM_SAMPLES
 
 import hp_moe.experts
+import hp_moe.routing_checks
 from hp_dtensor.comm.mesh import init_device_mesh
 from hp_dtensor.comm.process_group import record_collectives
 from hp_dtensor.parallel import nn
@@ -25,6 +26,7 @@ from hp_moe import (
     GroupedExperts,
     MoE,
     Routing,
+    TwoLevelDispatcher,
     moe_layers,
     update_expert_bias,
 )
@@ -47,6 +49,10 @@ FAULTS = {
     "counts": (
         {"counts": numpy.array([2, 1, 1, 1])},
         r"which add up to 6, got \[2, 1, 1, 1\], which add up to 5",
+    ),
+    "a score": (
+        {"scores": numpy.array([[0.5, 0.5], [0.5, numpy.nan], [0.5, numpy.inf]], numpy.float32)},
+        r"routing.scores: expected finite numbers, got nan for token 1, slot 1 \(2 in all\)",
     ),
     "counts of others": ({"counts": numpy.array([2, 1, 2, 1])}, "routing.counts: expected the number of choices"),
 }
@@ -77,7 +83,7 @@ def built(platform):
 
 @pytest.mark.parametrize(("change", "message"), [*FAULTS.values(), *SHAPES.values()], ids=[*FAULTS, *SHAPES])
 @pytest.mark.parametrize("parallel", [False, True], ids=["one rank", "ep"])
-def test_a_routing_that_does_not_fit_is_refused_before_any_collective(platform, change, message, parallel):
+def test_a_routing_that_does_not_fit_is_refused_before_any_row_is_sent(platform, change, message, parallel):
     def rank():
         experts = built(platform)
         if parallel:
@@ -85,7 +91,7 @@ def test_a_routing_that_does_not_fit_is_refused_before_any_collective(platform, 
         x = platform.ops.ones((3, DIM), platform.dtype("float32"))
         with record_collectives() as log, pytest.raises(ExpertParallelError, match=message):
             experts(x, routing_of(platform, change))
-        assert not log.records
+        assert [each.name for each in log.records] == ["all_to_all"] * parallel, "of the fault, in place of sizes"
         assert experts(x, routing_of(platform)).shape == (3, DIM)
 
     run_ranks(rank, 2 if parallel else 1, platform)
@@ -102,12 +108,86 @@ def test_where_looking_would_wait_all_ranks_raise_together(platform, name, monke
         mesh = init_device_mesh("cpu", (2,), platform=platform)
         experts = ExpertParallel().apply(built(platform), mesh)
         x = platform.ops.ones((3, DIM), platform.dtype("float32"))
-        with record_collectives() as log, pytest.raises(ExpertParallelError, match="routing of rank 1: expert numbers"):
+        told = f"routing of rank 1: {'scores' if name == 'a score' else 'expert numbers'}"
+        with record_collectives() as log, pytest.raises(ExpertParallelError, match=told):
             experts(x, routing_of(platform, change if mesh.get_local_rank() else None))
         assert [each.name for each in log.records] == ["all_to_all"]
         return True
 
     assert run_ranks(rank, 2, platform) == [True, True]
+
+
+NODES = functools.partial(TwoLevelDispatcher, inner_size=2)
+
+
+@pytest.mark.parametrize("dispatcher", ["all_to_all", "copy_per_expert", "all_gather", "auto", NODES])
+@pytest.mark.parametrize("seen_at", ["once", "the exchange"])
+def test_ranks_raise_together_for_the_scores_of_one(platform, dispatcher, seen_at, monkeypatch):
+    """By layer and rank, at the first call and later; where scores are not looked at, as on an accelerator, too."""
+    if seen_at == "the exchange":
+        monkeypatch.setattr(hp_moe.routing_checks, "check_values", lambda *args: None)
+
+    def rank():
+        mesh = init_device_mesh("cpu", (4,), platform=platform)
+        with nn.building(platform):
+            model = nn.ModuleList([MoE(DIM, 6, EXPERTS, 2)])
+        ExpertParallel(dispatcher).apply(model[0], mesh)
+        moe_layers(model)
+        me, good = mesh.get_local_rank(), platform.ops.ones((3, DIM), platform.dtype("float32"))
+        nan = platform.from_numpy(numpy.full((3, DIM), numpy.nan, numpy.float32))
+        own = me == 1 and seen_at == "once"
+        told = "routing.scores: expected finite numbers, got nan" if own else "routing of rank 1: "
+        for _ in range(2):
+            with pytest.raises(ExpertParallelError, match=f"^0, rank {me}: {told}"):
+                model[0](nan if me == 1 else good)
+            assert numpy.isfinite(platform.to_numpy(platform.detach(model[0](good)))).all()
+        model[0].takes_nonfinite = True
+        found = platform.to_numpy(platform.detach(model[0](nan if me == 1 else good)))
+        assert numpy.isnan(found).all() == (me == 1)
+        return True
+
+    assert run_ranks(rank, 4, platform) == [True] * 4
+
+
+@pytest.mark.parametrize("fault", ["counts", "scores"])
+def test_experts_of_others_are_refused_as_ours(platform, fault):
+    class Doubled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w1, self.w2 = self.parameter((EXPERTS, DIM, DIM)), self.parameter((EXPERTS, DIM, DIM))
+
+        def forward(self, rows, counts):
+            return self.ops.mul(rows, 2.0)
+
+    def rank():
+        mesh = init_device_mesh("cpu", (2,), platform=platform)
+        with nn.building(platform):
+            experts = Doubled()
+        ExpertParallel().apply(experts, mesh)
+        x = platform.ops.ones((3, DIM), platform.dtype("float32"))
+        good, bad = (platform.from_numpy(numpy.array(each)) for each in ([3, 0, 0, 0], [2, 0, 0, 0]))
+        if fault == "scores":
+            good, bad = routing_of(platform), routing_of(platform, FAULTS["a score"][0])
+        told = ("add up to 2, but there are 3", "expected finite")[fault == "scores"] if mesh.get_local_rank() else ""
+        with pytest.raises(ExpertParallelError, match=told or "routing of rank 1: inputs that do not fit"):
+            experts(x, bad if mesh.get_local_rank() else good)
+        assert experts(x, good).shape == (3, DIM)
+
+    run_ranks(rank, 2, platform)
+
+
+def test_token_ids_of_one_rank_are_refused_on_all(platform):
+    def rank():
+        mesh = init_device_mesh("cpu", (2,), platform=platform)
+        with nn.building(platform):
+            layer = MoE(DIM, 6, EXPERTS, 2, hash_vocab_size=5)
+        ExpertParallel().apply(layer, mesh)
+        x, me = platform.ops.ones((3, DIM), platform.dtype("float32")), mesh.get_local_rank()
+        told = "ids: expected numbers from 0 to .* 4, got 5" if me else "routing of rank 1: inputs that do not fit"
+        with pytest.raises(ExpertParallelError, match=told):
+            layer(x, platform.from_numpy(numpy.array([0, 1, 4 + me])))
+
+    run_ranks(rank, 2, platform)
 
 
 def test_errors_name_layer_and_rank(platform):
@@ -117,10 +197,6 @@ def test_errors_name_layer_and_rank(platform):
             model = nn.ModuleList([MoE(DIM, 6, EXPERTS, 2)])
         ExpertParallel().apply(model[0], mesh)
         moe_layers(model)
-        nan = platform.from_numpy(numpy.full((3, DIM), numpy.nan, numpy.float32))
-        given = nan if mesh.get_local_rank() else platform.ops.ones((3, DIM), platform.dtype("float32"))
-        found = platform.to_numpy(platform.detach(model[0](given)))
-        assert numpy.isnan(found).all() == (mesh.get_local_rank() == 1), "no rank raises alone for its numbers"
         with pytest.raises(
             ExpertParallelError,
             match=rf"^0, rank {mesh.get_local_rank()}: expected an input \[..., 8\], got shape \[3, 7\]",

@@ -9,6 +9,7 @@ import pytest
 from training_runs import FOUR_RANKS, events, losses, newest, tensors
 
 from hp_dtensor.exceptions import LaunchError
+from hp_moe import TokenChoiceTopKRouter
 from hp_trainer.training.step import OptimizerStep
 
 CLOSE = {"rtol": 2e-5, "atol": 0}
@@ -47,6 +48,23 @@ def test_a_skipped_step_changes_nothing_but_the_position(lab, spoilt, degrees, w
     assert [step["metrics"].get("given_up") for step in steps] == [None, None, 1.0, None, None, None]
     assert newest(run).state["optimizer_steps"] == 5
     assert newest(run).state["samples"] == 48
+
+
+def test_scores_that_are_no_numbers_are_named_or_judged_as_the_guard_says(lab, monkeypatch):
+    """A run that stops for them names the layer; one that skips gets a loss to judge by."""
+    logits, calls = TokenChoiceTopKRouter._logits, []
+
+    def spoilt_logits(self, x):
+        calls.append(None)
+        return self.ops.mul(logits(self, x), math.nan if len(calls) == 1 else 1.0)
+
+    monkeypatch.setattr(TokenChoiceTopKRouter, "_logits", spoilt_logits)
+    settings = {"training__steps": 2, "checkpoint__interval": None}
+    with pytest.raises(LaunchError, match=r"layers\.\d\.moe, rank 0: routing.scores: expected finite"):
+        lab.run("stopped", **settings)
+    calls.clear()
+    steps = events(lab.run("skipped", training__guard__on_nonfinite="skip", **settings), "step")
+    assert [step["loss"] == "nan" for step in steps] == [True, False]
 
 
 def test_a_skipped_step_moves_no_expert_bias(lab, spoilt):

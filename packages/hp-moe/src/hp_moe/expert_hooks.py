@@ -17,6 +17,7 @@ from hp_dtensor.spec.placements import Partial
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_moe.dispatch import Dispatched, LocalDispatcher, TokenDispatcher
 from hp_moe.routing import Routing
+from hp_moe.routing_checks import check_values, reported_faults
 
 Tensor = Any
 Module = Any
@@ -76,8 +77,10 @@ class ExpertHooks:
             ExpertParallelError: the counts do not describe the rows.
         """
         x, routing = inputs
-        if not isinstance(routing, Routing):
-            routing = Routing.expert_major(self.platform, routing, int(x.shape[0]), self.num_experts)
+        with reported_faults(self.dispatcher, self.platform, x):
+            if not isinstance(routing, Routing):
+                routing = Routing.expert_major(self.platform, routing, int(x.shape[0]), self.num_experts)
+            check_values(self.platform, routing, self.num_experts)
         sent = self.dispatcher.dispatch(x, routing)
         rows, scores = sent.rows, sent.scores
         if sent.permutation is not None:
@@ -122,6 +125,13 @@ def partial_mesh_of(module: Module) -> DeviceMesh | None:
     own: DeviceMesh | None = getattr(module, "partial_mesh", None)
     hooks: ExpertHooks | None = vars(module).get(_STATE)
     return own if hooks is None else hooks.partial_mesh
+
+
+def dispatcher_of(module: Module, platform: Platform) -> TokenDispatcher:
+    """Return what takes tokens to experts, ours or someone else's."""
+    hooks: ExpertHooks | None = vars(module).get(_STATE)
+    own: TokenDispatcher | None = getattr(module, "dispatcher", None) if hooks is None else hooks.dispatcher
+    return own or LocalDispatcher(platform)
 
 
 def run_experts(module: Module, platform: Platform, x: Tensor, routing: Routing) -> Tensor:

@@ -14,7 +14,7 @@ from hp_moe.expert_hooks import local_weights, weighted
 from hp_moe.fused_experts import fused_experts
 from hp_moe.grouped_gemm import GroupSizes, grouped_bias, grouped_matmul
 from hp_moe.routing import Routing
-from hp_moe.routing_checks import check_inputs
+from hp_moe.routing_checks import check_inputs, reported_faults
 
 Tensor = Any
 ScorePosition = Literal["before", "inside", "after"]
@@ -122,13 +122,14 @@ class GroupedExperts(nn.Module):
 
         Raises:
             ExpertParallelError: the counts do not describe the rows, or are given twice or not at all; experts out of
-                range, shapes or dtypes that do not fit. On an accelerator, values
-                are found faulty after the ranks have exchanged sizes, on every rank, and not at all on a rank that
+                range, scores that are no finite numbers, shapes or dtypes that do not fit. Ranks that exchange tokens
+                raise together, after the exchange of sizes. Values on an accelerator are not looked at by a rank that
                 has all experts.
         """
-        routing = self._routing(x, routing, num_tokens_per_expert)
-        held = {name: each for name in ExpertWeights._fields if (each := getattr(self, name)) is not None}
-        check_inputs(self.platform, x, held, routing, int(self.w1.shape[0]))
+        with reported_faults(self.dispatcher, self.platform, x):
+            routing = self._routing(x, routing, num_tokens_per_expert)
+            held = {name: each for name in ExpertWeights._fields if (each := getattr(self, name)) is not None}
+            check_inputs(self.platform, x, held, routing, int(self.w1.shape[0]))
         sent = self.dispatcher.dispatch(x, routing)
         kept(lambda: self._count_bytes(sent))
         weights = self._local_weights()

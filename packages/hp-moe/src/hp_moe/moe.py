@@ -18,12 +18,13 @@ from hp_moe.activations import Activation
 from hp_moe.aux_losses import AuxLosses, LossTerms
 from hp_moe.capacity import Capacity, Choices, kept_choices
 from hp_moe.exceptions import ExpertParallelError, MoEConfigError
-from hp_moe.expert_hooks import partial_mesh_of, run_experts
+from hp_moe.expert_hooks import dispatcher_of, partial_mesh_of, run_experts
 from hp_moe.experts import GroupedExperts, ScorePosition
 from hp_moe.feed_forward import FeedForward
 from hp_moe.local_region import LocalRegion, enter_region
 from hp_moe.router import AuxiliaryLoss, GroupScore, TokenChoiceTopKRouter, plain
 from hp_moe.routing import Routing
+from hp_moe.routing_checks import reported_faults
 from hp_moe.score_functions import ScoreFunction
 from hp_moe.tally import Tally, is_trained
 
@@ -63,6 +64,8 @@ class MoE(nn.Module):
             distributed tensors that tell.
         step_tokens: tokens of the optimizer step, those of all ranks and micro-batches, which auxiliary losses are
             divided by; None: a step is one micro-batch.
+        takes_nonfinite: scores that are no finite numbers are let through, and become such a loss; False: they are
+            refused, by layer and rank.
         loss_scale: factor that the caller multiplies its loss by (`GradScaler.get_scale()`), and that gradients are
             divided by afterwards; auxiliary losses take it too.
 
@@ -80,6 +83,7 @@ class MoE(nn.Module):
     token_mesh: DeviceMesh | None
     sequence_mesh: DeviceMesh | None
     step_tokens: int | None
+    takes_nonfinite: bool
     loss_scale: float
 
     def __init__(
@@ -156,6 +160,7 @@ class MoE(nn.Module):
         self.token_mesh = None
         self.sequence_mesh = None
         self.step_tokens = None
+        self.takes_nonfinite = False
         self.loss_scale = 1.0
         self.tally = Tally(self.platform, num_experts)
 
@@ -180,13 +185,14 @@ class MoE(nn.Module):
         region = enter_region(x, partial_mesh_of(self.experts), self.split_mesh)
         self._check_gate(region.num_ranks)
         rows = self.ops.reshape(region.rows, (math.prod(region.rows.shape[:-1]), self.dim))
-        scores, experts, counts = self.router(
-            rows,
-            self.expert_bias,
-            ids=None if ids is None else self._of_rows(ids, region),
-            auxiliary=self._auxiliary_loss(region, tuple(x.shape)),
-            noise_key=0 if self.token_mesh is None else self.token_mesh.get_local_rank(),
-        )
+        with reported_faults(dispatcher_of(self.experts, self.platform), self.platform, x):
+            scores, experts, counts = self.router(
+                rows,
+                self.expert_bias,
+                ids=None if ids is None else self._of_rows(ids, region),
+                auxiliary=self._auxiliary_loss(region, tuple(x.shape)),
+                noise_key=0 if self.token_mesh is None else self.token_mesh.get_local_rank(),
+            )
         routing = self._routing(experts, counts, scores, region, tuple(x.shape))
         if isinstance(self.experts, GroupedExperts):
             results = self.experts(rows, routing)
@@ -212,9 +218,9 @@ class MoE(nn.Module):
         self, experts: Tensor, counts: Tensor, scores: Tensor, region: LocalRegion, shape: tuple[int, ...]
     ) -> Routing:
         if self.capacity is None:
-            return Routing(experts, counts, scores)
+            return Routing(experts, counts, scores, takes_nonfinite=self.takes_nonfinite)
         experts, counts = kept(lambda: self._within_capacity(experts, counts, scores, region, shape))
-        return Routing(experts, counts, scores, has_dropped=True)
+        return Routing(experts, counts, scores, has_dropped=True, takes_nonfinite=self.takes_nonfinite)
 
     def _within_capacity(
         self, experts: Tensor, counts: Tensor, scores: Tensor, region: LocalRegion, shape: tuple[int, ...]

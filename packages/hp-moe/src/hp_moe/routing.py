@@ -23,6 +23,7 @@ class Routing:
         scores: float32 `[tokens, top_k]`; None: results are not weighted.
         is_expert_major: tokens are sorted by expert already and `top_k` is 1.
         has_dropped: there may be choices with the number of experts in place of an expert, which go nowhere.
+        takes_nonfinite: scores that are no finite numbers are let through.
 
     Example:
         >>> experts = platform.from_numpy(np.array([[0, 1], [1, 2]]))  # of two tokens, two each
@@ -36,6 +37,7 @@ class Routing:
     scores: Tensor | None = None
     is_expert_major: bool = False
     has_dropped: bool = False
+    takes_nonfinite: bool = False
 
     @classmethod
     def expert_major(cls, platform: Platform, counts: Tensor, num_rows: int, num_experts: int) -> Routing:

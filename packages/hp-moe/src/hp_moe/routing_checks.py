@@ -1,16 +1,18 @@
-"""Checks of what a layer is given, made before any rank is waited for.
+"""Checks of what a layer is given.
 
-Scores that are no finite numbers pass: they become a loss that is none, on which all ranks agree, where an error of one
-rank would leave the others waiting.
+Each rank checks its own inputs. Where ranks exchange tokens, a rank at fault takes part in the exchange of sizes, the
+first one of a call, with a code in place of its sizes: no rank waits for one that has raised, and all raise together.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy
 
+from hp_dtensor.comm.world import current_world
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_moe.exceptions import ExpertParallelError
@@ -18,13 +20,19 @@ from hp_moe.routing import Routing
 
 Tensor = Any
 
-# On top of a number of rows that travels anyway: this rank's routing is faulty. No rank sends so many rows.
+# A rank at fault adds this times a code to a number of rows that travels anyway. No rank sends so many rows.
 FAULTY = 1 << 40
+_BAD_EXPERTS, _BAD_SCORES, _BAD_INPUTS = 1, 2, 3
+_KINDS = {
+    _BAD_EXPERTS: "expert numbers out of range, or counts that do not add up to the choices",
+    _BAD_SCORES: "scores that are no finite numbers",
+    _BAD_INPUTS: "inputs that do not fit, which its own error tells",
+}
 _INTEGERS = ("int64", "int32")
 
 
 def check_inputs(platform: Platform, x: Tensor, weights: dict[str, Tensor], routing: Routing, num_experts: int) -> None:
-    """Refuse inputs whose shapes, dtypes or, on the host, values do not fit.
+    """Refuse inputs whose shapes, dtypes or, on the host, values do not fit, non-finite scores among them.
 
     Values on an accelerator are not looked at here, since that would wait for it: `faults` goes along with the sizes
     that the ranks exchange.
@@ -37,10 +45,21 @@ def check_inputs(platform: Platform, x: Tensor, weights: dict[str, Tensor], rout
         ExpertParallelError: listing everything that does not fit.
     """
     problems = [*_shape_problems(x, weights, routing, num_experts), *_dtype_problems(platform, x, weights, routing)]
-    if not problems and not routing.is_expert_major and _is_on_host(platform, x):
-        problems = [*_value_problems(platform, routing, num_experts)]
     if problems:
         raise ExpertParallelError("; ".join(problems))
+    check_values(platform, routing, num_experts)
+
+
+def check_values(platform: Platform, routing: Routing, num_experts: int) -> None:
+    """Refuse numbers of a routing on the host that do not fit; one on an accelerator is not looked at.
+
+    Raises:
+        ExpertParallelError: listing everything that does not fit.
+    """
+    if not routing.is_expert_major and _is_on_host(platform, routing.experts):
+        problems = [*_value_problems(platform, routing, num_experts)]
+        if problems:
+            raise ExpertParallelError("; ".join(problems))
 
 
 def check_ids(platform: Platform, ids: Tensor | None, num_tokens: int, vocab_size: int) -> None:
@@ -70,10 +89,14 @@ def check_ids(platform: Platform, ids: Tensor | None, num_tokens: int, vocab_siz
             )
 
 
-def faults(platform: Platform, routing: Routing, num_experts: int) -> Tensor:
-    """Return `FAULTY` if experts are out of range or counts do not add up, else 0: int64 `[1]`.
+def faults(platform: Platform, routing: Routing, num_experts: int, rank: int) -> Tensor:
+    """Return what to add to a number of rows: 0, or `FAULTY` times a code of this rank and its fault, int64 `[1]`.
 
-    Computed on the device of the routing, which is not waited for.
+    Computed on the device of the routing, which is not waited for. Faults are experts out of range, counts that do not
+    add up, and scores that are no finite numbers.
+
+    Args:
+        rank: of this process in the job.
     """
     ops, int64 = platform.ops, platform.dtype("int64")
     experts = ops.reshape(routing.experts, (-1,))
@@ -83,20 +106,56 @@ def faults(platform: Platform, routing: Routing, num_experts: int) -> Tensor:
     count = ops.add(ops.sum(ops.cast(outside, int64)), wrong)
     if not routing.has_dropped:
         count = ops.add(count, nowhere)
-    return ops.reshape(ops.mul(ops.cast(ops.gt(count, 0), int64), FAULTY), (1,))
+    code = ops.mul(ops.cast(ops.gt(count, 0), int64), fault_code(rank, _BAD_EXPERTS))
+    if routing.scores is not None and not routing.takes_nonfinite:
+        # Numbers that are none compare as false.
+        finite = ops.lt(ops.abs(platform.detach(routing.scores)), float("inf"))
+        bad = ops.gt(ops.sum(ops.cast(ops.logical_not(finite), int64)), 0)
+        scores = ops.mul(ops.cast(bad, int64), fault_code(rank, _BAD_SCORES))
+        code = ops.where(ops.gt(code, 0), code, scores)
+    return ops.reshape(ops.mul(code, FAULTY), (1,))
 
 
-def refuse_faulty(ranks: Sequence[int]) -> None:
-    """Raise on every rank when some have sent `FAULTY`.
+def fault_code(rank: int, kind: int = _BAD_INPUTS) -> int:
+    """Return the code of a fault of a rank of the job, above 0."""
+    return 4 * rank + kind
+
+
+@contextlib.contextmanager
+def reported_faults(dispatcher: Any, platform: Platform, x: Tensor) -> Iterator[None]:
+    """Tell the ranks that a dispatcher exchanges tokens with of an error within, which is raised after that."""
+    try:
+        yield
+    except ExpertParallelError:
+        dispatcher.report_fault(fault_code(current_world(platform).rank), platform.device_of(x))
+        raise
+
+
+class RefusedRouting(ExpertParallelError):
+    """Raised on every rank for the faults of some.
+
+    Attributes:
+        code: of the first fault.
+    """
+
+    def __init__(self, codes: Sequence[int]) -> None:
+        self.code = codes[0]
+        told = "; ".join(f"rank {code // 4}: {_KINDS[code % 4]}" for code in codes)
+        super().__init__(f"routing of {told}; nothing was sent")
+
+
+def refuse_faulty(numbers: Sequence[int]) -> None:
+    """Raise on every rank when one has added a fault to its number of rows.
+
+    Args:
+        numbers: one from each rank.
 
     Raises:
-        ExpertParallelError: naming those ranks.
+        RefusedRouting: naming those ranks, and what is wrong.
     """
-    if ranks:
-        raise ExpertParallelError(
-            f"routing of rank {', '.join(map(str, ranks))}: expert numbers out of range, or counts that do not add up "
-            "to the choices; nothing was sent"
-        )
+    codes = sorted({int(number) // FAULTY for number in numbers} - {0})
+    if codes:
+        raise RefusedRouting(codes)
 
 
 def _is_on_host(platform: Platform, x: Tensor) -> bool:
@@ -148,3 +207,12 @@ def _value_problems(platform: Platform, routing: Routing, num_experts: int) -> I
             f"routing.counts: expected the number of choices of each expert, which add up to "
             f"{int((experts < num_experts).sum())}, got {counts.tolist()}, which add up to {int(counts.sum())}"
         )
+    if routing.scores is not None and not routing.takes_nonfinite:
+        scores = platform.to_numpy(platform.detach(routing.scores))
+        bad = ~numpy.isfinite(scores)
+        if bad.any():
+            token, slot = numpy.argwhere(bad)[0]
+            yield (
+                f"routing.scores: expected finite numbers, got {scores[token, slot]} for token {token}, slot {slot} "
+                f"({int(bad.sum())} in all); look at the layer's input and at router.gate.weight"
+            )

@@ -64,13 +64,20 @@ class AllGatherDispatcher(TokenDispatcher):
         """Add up what all ranks made of this rank's tokens; see `TokenDispatcher`."""
         return reduce_scatter(y, self.group, 0, dispatched.route)
 
+    def report_fault(self, code: int, device: Any = None) -> None:
+        """Gather a fault in place of sizes; see `TokenDispatcher`."""
+        sizes = numpy.zeros((1, 1 + self.num_experts), numpy.int64)
+        sizes[0, 0] = code * FAULTY
+        gather_data(self.platform.from_numpy(sizes, device), self.group, 0, [1] * self.group.size)
+
     def _exchange_sizes(self, num_tokens: int, routing: Routing) -> tuple[tuple[int, ...], GroupSizes]:
         """Return the tokens of each rank, and the rows of each own expert; the host waits for the device here."""
         ops, n = self.platform.ops, self.group.size
         tokens = self.platform.from_numpy(numpy.array([num_tokens]), self.platform.device_of(routing.counts))
-        mine = ops.cat([ops.add(tokens, faults(self.platform, routing, self.num_experts)), routing.counts], 0)
+        faulty = faults(self.platform, routing, self.num_experts, self.group.ranks[self.group.rank])
+        mine = ops.cat([ops.add(tokens, faulty), routing.counts], 0)
         every = self.platform.to_numpy(gather_data(ops.unsqueeze(mine, 0), self.group, 0, [1] * n))
-        refuse_faulty([self.group.ranks[i] for i in range(n) if every[i, 0] >= FAULTY])
+        refuse_faulty([*every[:, 0]])
         own = every[:, 1 + self.first : 1 + self.first + self.num_local].sum(0)
         sizes = self.platform.from_numpy(own.astype(numpy.int64), self.platform.device_of(routing.counts))
         host = tuple(int(size) for size in own)

@@ -74,12 +74,19 @@ class AllToAllDispatcher(TokenDispatcher):
         returned = all_to_all_rows(y, self.group, route.received, route.sent)
         return route.permutation.unpermute(returned)
 
+    def report_fault(self, code: int, device: Any = None) -> None:
+        """Send a fault in place of sizes; see `TokenDispatcher`."""
+        n = self.group.size
+        sizes = numpy.zeros((n, 1 + self.chunk), numpy.int64)
+        sizes[:, 0] = code * FAULTY
+        all_to_all_rows_data(self.platform.from_numpy(sizes, device), self.group, [1] * n, [1] * n)
+
     # Sizes and order of rows ------------------------------------------------------------------------------
 
     def _plan_route(self, routing: Routing) -> tuple[Route, GroupSizes]:
         """Agree with all ranks on the rows that travel, and on the rows of each of this rank's experts."""
         destinations = self._without_repeats(self._owners(routing.experts))
-        faulty = faults(self.platform, routing, self.num_experts)
+        faulty = faults(self.platform, routing, self.num_experts, self.group.ranks[self.group.rank])
         sent, received, sizes = self._exchange_sizes(destinations, routing.counts, faulty)
         return Route(TokenPermutation(self.platform, destinations, sum(sent)), sent, received), sizes
 
@@ -123,7 +130,7 @@ class AllToAllDispatcher(TokenDispatcher):
         mine = ops.cat([ops.reshape(ops.add(rows, faulty), (n, 1)), by_owner], 1)
         theirs = all_to_all_rows_data(mine, self.group, [1] * n, [1] * n)
         host = self.platform.to_numpy(ops.cat([mine, theirs], 0))
-        refuse_faulty([self.group.ranks[i] for i in range(n) if host[n + i, 0] >= FAULTY])
+        refuse_faulty([*host[:n, 0], *host[n:, 0]])
         own = host[n:, 1 : 1 + self.num_local].sum(0)
         sizes = self._constant(own, counts)
         return _ints(host[:n, 0]), _ints(host[n:, 0]), GroupSizes(self.platform, sizes, _ints(own))

@@ -12,6 +12,7 @@ from hp_moe.dispatch.copy_per_expert import CopyPerExpertDispatcher
 from hp_moe.dispatch.cost_model import Link, dispatch_costs, explain
 from hp_moe.dispatch.two_level import TwoLevelDispatcher
 from hp_moe.routing import Routing
+from hp_moe.routing_checks import RefusedRouting
 
 Tensor = Any
 _KINDS: dict[str, type[AllToAllDispatcher | AllGatherDispatcher]] = {
@@ -56,6 +57,7 @@ class AutoDispatcher(TokenDispatcher):
         """Send tokens by the chosen dispatcher; see `TokenDispatcher`."""
         if self._chosen is None:
             row_bytes = int(x.shape[1]) * self.platform.itemsize(x.dtype)
+            self._begin(0)
             self._chosen = self._choose(row_bytes, int(routing.experts.shape[1]))
         return self._chosen.dispatch(x, routing)
 
@@ -63,6 +65,19 @@ class AutoDispatcher(TokenDispatcher):
         """Return results by the chosen dispatcher; see `TokenDispatcher`."""
         assert self._chosen is not None
         return self._chosen.combine(y, dispatched)
+
+    def report_fault(self, code: int, device: Any = None) -> None:
+        """Let the chosen dispatcher tell the other ranks; see `TokenDispatcher`."""
+        if self._chosen is None:
+            self._begin(code)
+        else:
+            self._chosen.report_fault(code, device)
+
+    def _begin(self, code: int) -> None:
+        """Hear before the first choice of ranks that cannot make it; `code` is this rank's fault, or 0."""
+        codes = [int(each) for each in self.group.all_gather_bytes(str(code).encode())]
+        if code == 0 and any(codes):
+            raise RefusedRouting(sorted({*codes} - {0}))
 
     def _choose(self, row_bytes: int, top_k: int) -> TokenDispatcher:
         # A number of tokens that does not differ between ranks, and is large enough for rates to decide.

@@ -84,6 +84,17 @@ class TokenDispatcher(ABC):
             routing: the experts of each token, with scores to differentiate through.
         """
 
+    def report_fault(self, code: int, device: Any = None) -> None:
+        """Take part in the exchanges that `dispatch` begins with, so that all ranks raise instead of waiting.
+
+        Called in place of `dispatch` by a rank whose inputs are at fault, which then raises. A dispatcher that does not
+        override it leaves the other ranks waiting until the job is ended.
+
+        Args:
+            code: of `hp_moe.routing_checks.fault_code`.
+            device: of the tokens; None: the platform's default.
+        """
+
     @abstractmethod
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
         """Return `[tokens, dim]`, for each token of `dispatch` the sum of its experts' results.

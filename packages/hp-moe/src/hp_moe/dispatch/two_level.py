@@ -11,6 +11,7 @@ from hp_moe.dispatch.all_to_all import AllToAllDispatcher
 from hp_moe.dispatch.base import Dispatched, TokenDispatcher
 from hp_moe.exceptions import ExpertParallelError
 from hp_moe.routing import Routing
+from hp_moe.routing_checks import RefusedRouting
 
 Tensor = Any
 
@@ -47,6 +48,7 @@ class TwoLevelDispatcher(TokenDispatcher):
             raise ExpertParallelError(
                 f"inner_size must divide the {group.size} ranks that share the experts, got {inner_size}"
             )
+        self.platform = group.platform
         world = current_world(group.platform)
         node, place = divmod(group.rank, inner_size)
         chunk = -(-num_experts // group.size)
@@ -58,12 +60,29 @@ class TwoLevelDispatcher(TokenDispatcher):
 
     def dispatch(self, x: Tensor, routing: Routing) -> Dispatched:
         """Send each token to the nodes, then to the ranks, of its experts; see `TokenDispatcher`."""
-        arrived = self.outer.dispatch(x, routing)
+        try:
+            arrived = self.outer.dispatch(x, routing)
+        except RefusedRouting as refused:
+            # The others of the node have not heard of it: they are in other groups between nodes.
+            self.inner.report_fault(refused.code, self.platform.device_of(x))
+            raise
         assert arrived.permutation is not None
         # Its keys are experts by their number within the node; those of other nodes have the first number beyond.
-        within = Routing(arrived.permutation.keys, arrived.sizes.tensor, arrived.scores, has_dropped=True)
+        # Scores have been looked at on the way here.
+        within = Routing(
+            arrived.permutation.keys,
+            arrived.sizes.tensor,
+            arrived.scores,
+            has_dropped=True,
+            takes_nonfinite=True,
+        )
         sent = self.inner.dispatch(arrived.rows, within)
         return replace(sent, outer=arrived, sent_bytes=sent.sent_bytes + arrived.sent_bytes)
+
+    def report_fault(self, code: int, device: Any = None) -> None:
+        """Send a fault in place of both levels' sizes; see `TokenDispatcher`."""
+        self.outer.report_fault(code, device)
+        self.inner.report_fault(code, device)
 
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
         """Sum results within the node, then return them; see `TokenDispatcher`."""

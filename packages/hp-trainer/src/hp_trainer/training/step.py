@@ -24,6 +24,9 @@ class OptimizerStep:
         self.shares = setup.sequence_shares()
         self.pipeline, self.stage_mesh = setup.pipeline, setup.stage_mesh
         self._experts = list(moe_layers(self.model).values())
+        for layer in self._experts:
+            # Steps that are given up, and those whose float16 overflows, need a loss to be judged by.
+            layer.takes_nonfinite = self.config.training.guard.on_nonfinite != "stop" or self.scaler.is_enabled()
 
     def accumulate_gradients(self, batch: Batch) -> Tensor:
         """Run forward and backward of every micro-batch; return this rank's part of the mean loss per target.
