@@ -307,6 +307,9 @@ class MindSporePlatform(MindSporeBase):
     def wrap(self, local: Tensor, spec: TensorSpec) -> Tensor:
         return dtensor.wrap(local, spec)
 
+    def adopt_later(self, result: Tensor, spec: TensorSpec, finish: Callable[[], Tensor]) -> Tensor:
+        return dtensor.adopt_later(result, spec, finish)
+
     def local_shape(self, x: Tensor) -> tuple[int, ...]:
         return tuple(x._shape)
 

@@ -250,6 +250,13 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
     def adopt(self, result: Tensor, spec: TensorSpec) -> TorchDTensor:
         return dtensor.adopt_output(result, spec)
 
+    def promised(self, shape: Sequence[int], dtype: torch.dtype, device: Any) -> Tensor:
+        # One element for all: no memory beside that into which the data comes.
+        return torch.empty((1,) * len(shape), dtype=dtype, device=device).expand(*shape)
+
+    def adopt_later(self, result: Tensor, spec: TensorSpec, finish: Callable[[], Tensor]) -> TorchDTensor:
+        return dtensor.adopt_later(result, spec, finish)
+
     def local_shape(self, x: Tensor) -> tuple[int, ...]:
         with LocalOperations():
             return tuple(x.shape)

@@ -160,6 +160,18 @@ class TensorInterface(ABC):
         """Return a fresh result that nobody else holds as a DTensor of `spec`; it may be converted in place."""
         return self.wrap(result, spec)
 
+    def promised(self, shape: Sequence[int], dtype: DType, device: Any) -> Tensor:
+        """Return a plain tensor for `adopt_later`, whose values do not matter; by default one of its own memory."""
+        return self.empty(shape, dtype, device)
+
+    def adopt_later(self, result: Tensor, spec: TensorSpec, finish: Callable[[], Tensor]) -> Tensor:
+        """Return `result`, a recorded `promised` tensor, as a DTensor of `spec` with the data that `finish` gives.
+
+        It is called once, at the latest when the data is first used (`hp_dtensor.tensor.pending`); by default at once.
+        """
+        self.copy_(self.detach(result), finish())
+        return self.adopt(result, spec)
+
     @abstractmethod
     def unwrap(self, x: Tensor) -> Tensor:
         """Return the plain local tensor of a DTensor, sharing storage and autograd history."""

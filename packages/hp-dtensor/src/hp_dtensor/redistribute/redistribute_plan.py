@@ -48,23 +48,15 @@ class Stage:
             return local
         return platform.linear_map(local, self.run_data, self.run_backward)
 
-    def start(self, local: Tensor) -> Callable[[], Tensor]:
-        """Begin the steps and return a function that waits for the last one and gives the result, differentiable."""
-        platform = self.source.mesh.platform
-        if self.selected_axes or not self.steps:
-            result = self.run(local)
-            return lambda: result
-        with platform.no_grad():
-            data = platform.detach(local)
-            *first, last = self.steps
-            for step in first:
-                data = self._noting(step, step.run, data)
-            under_way = [self._noting(last, last.start, data)]
-
-        def forward(x: Tensor) -> Tensor:
-            return self._noting(last, under_way.pop()) if under_way else self.run_data(x)
-
-        return lambda: platform.linear_map(local, forward, self.run_backward)
+    def start_data(self, local: Tensor) -> Callable[[], Tensor]:
+        """Begin the steps and return a function that waits for the last one and gives `run_data`'s result."""
+        if not self.steps:
+            return lambda: local
+        *first, last = self.steps
+        for step in first:
+            local = self._noting(step, step.run, local)
+        under_way = self._noting(last, last.start, local)
+        return lambda: self._noting(last, under_way)
 
     def run_data(self, local: Tensor) -> Tensor:
         """Return this rank's data after the steps, without gradient."""
@@ -169,17 +161,15 @@ class RedistributePlan:
             local = stage.run(local)
         return local
 
-    def start(self, local: Tensor) -> Callable[[], Tensor]:
-        """Begin what `run` does and return a function that waits and gives its result, differentiable.
+    def start_data(self, local: Tensor) -> Callable[[], Tensor]:
+        """Begin what `run_data` does and return a function that waits and gives its result.
 
-        The last step goes on by itself where the plan's last stage is linear; what comes before is done first.
+        The last step goes on by itself; what comes before is done first.
         """
-        if self.is_elsewhere or not self.stages:
-            return lambda: local
         *first, last = self.stages
         for stage in first:
-            local = stage.run(local)
-        return last.start(local)
+            local = stage.run_data(local)
+        return last.start_data(local)
 
     def record(self, local: Tensor, result: Tensor) -> Tensor:
         """Return `result`, which `run_data` has given for `local`, recorded as `run` would record it.

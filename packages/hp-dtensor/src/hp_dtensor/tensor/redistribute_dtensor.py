@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh, require_mesh
@@ -36,7 +36,8 @@ def redistribute(
 
     Args:
         placements: one per mesh axis, or alias names, one per tensor dimension; default: replicated on every axis.
-        async_op: return a `PendingDTensor` whose `wait()` gives the result; `x` must not be written before.
+        async_op: return while the data is still on its way; the result waits for it when it is first used, and `x` must
+            not be written before. Reductions by max, min or product, and results without dimensions, are waited for.
         forward_dtype: the dtype in which the data travels and which the result has; default: that of `x`.
         backward_dtype: the dtype in which the gradient travels; default: that of `x`. It arrives in that of `x`.
 
@@ -48,16 +49,12 @@ def redistribute(
     mesh = source.mesh if device_mesh is None else require_mesh("redistribute", device_mesh)
     wanted = placements_on("redistribute", mesh, placements, source.ndim)
     if forward_dtype is not None or backward_dtype is not None:
-        result = _redistribute_in(x, mesh, wanted, forward_dtype, backward_dtype)
-        return PendingDTensor(result.spec, lambda: result) if async_op else result
-    target = TensorSpec(mesh, wanted, source.shape, source.dtype)
-    if async_op:
-        return _start_redistribute(x, target)
-    return redistribute_to(x, target)
+        return _redistribute_in(x, mesh, wanted, forward_dtype, backward_dtype)
+    return redistribute_to(x, TensorSpec(mesh, wanted, source.shape, source.dtype), async_op)
 
 
-def redistribute_to(x: Any, target: TensorSpec) -> Any:
-    """Return `x` as `target`, which has the same shape."""
+def redistribute_to(x: Any, target: TensorSpec, async_op: bool = False) -> Any:
+    """Return `x` as `target`, which has the same shape; with `async_op` as one that waits for its data if it can."""
     source: TensorSpec = x.spec
     if source is target:
         return x
@@ -67,8 +64,22 @@ def redistribute_to(x: Any, target: TensorSpec) -> Any:
         return platform.wrap(plan_across(source, target, platform.itemsize(source.dtype)).run(local), target)
     rank_checks.check_moved(source, target)
     plan = plan_between(source, target, platform.itemsize(source.dtype))
-    moved = plan.run(local)
-    return remembering(local, plan, moved, target)
+    if async_op and plan.steps and source.shape and not (plan.selects or plan.is_elsewhere or platform.is_meta(local)):
+        return _started(local, plan, target)
+    return remembering(local, plan, plan.run(local), target)
+
+
+def _started(local: Tensor, plan: RedistributePlan, target: TensorSpec) -> Any:
+    """Begin the plan, and return its result as a DTensor that waits when it is first used."""
+    platform = target.mesh.platform
+    with platform.no_grad():
+        finish = plan.start_data(platform.detach(local))
+    promised = platform.promised(target.local_shape, target.dtype, platform.device_of(local))
+    moved = plan.record(local, promised)
+    attributes = {"_redistributed_from": _source_of(local, plan, moved)} if platform.requires_grad(local) else {}
+    result = platform.adopt_later(moved, target, finish)
+    result.__dict__.update(attributes)  # to set one would wait
+    return result
 
 
 def _redistribute_in(
@@ -104,46 +115,18 @@ def _redistribute_in(
     return platform.wrap(moved, target)
 
 
-class PendingDTensor:
-    """A redistribution under way.
-
-    Attributes:
-        spec: that of the result.
-    """
-
-    def __init__(self, spec: TensorSpec, finish: Callable[[], Any]) -> None:
-        self.spec = spec
-        self._finish: Callable[[], Any] | None = finish
-        self._result: Any = None
-
-    def wait(self) -> Any:
-        """Return the DTensor, once its communication is over; the same one every time."""
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            self._result = finish()
-        return self._result
-
-
-def _start_redistribute(x: Any, target: TensorSpec) -> PendingDTensor:
-    source: TensorSpec = x.spec
-    if source is target or source.mesh != target.mesh:
-        result = redistribute_to(x, target)
-        return PendingDTensor(target, lambda: result)
-    platform = source.mesh.platform
-    rank_checks.check_moved(source, target)
-    local = platform.unwrap(x)
-    plan = plan_between(source, target, platform.itemsize(source.dtype))
-    finish = plan.start(local)
-    return PendingDTensor(target, lambda: remembering(local, plan, finish(), target))
-
-
 def remembering(local: Tensor, plan: RedistributePlan, moved: Tensor, target: TensorSpec) -> Any:
     """Return the result as a DTensor that knows its source, for gradients of uses that differ per rank."""
     platform = target.mesh.platform
     result = platform.wrap(moved, target)
     if platform.requires_grad(local):
-        result._redistributed_from = Source(local, plan, platform.version(local), platform.version(moved))
+        result._redistributed_from = _source_of(local, plan, moved)
     return result
+
+
+def _source_of(local: Tensor, plan: RedistributePlan, moved: Tensor) -> Source:
+    version = plan.target.mesh.platform.version
+    return Source(local, plan, version(local), version(moved))
 
 
 def placements_on(

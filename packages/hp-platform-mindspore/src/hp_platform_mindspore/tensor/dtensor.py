@@ -23,6 +23,7 @@ from hp_dtensor.spec.tensor_spec import TensorSpec, shown_grad_spec
 from hp_dtensor.tensor.conversions import distribute_tensor
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.tensor.gradients import check_hook
+from hp_dtensor.tensor.pending import PendingDTensor, begin_wait
 from hp_platform_mindspore.tensor.autograd import GradMode
 from hp_platform_mindspore.tensor.local_operations import is_local
 from hp_platform_mindspore.tensor.memory import numbers
@@ -291,6 +292,22 @@ class MindSporeDTensor(DTensor, Tensor):
         )
 
 
+class PendingMindSporeDTensor(PendingDTensor, MindSporeDTensor):
+    """A `MindSporeDTensor` whose data is on its way."""
+
+    def __fallback__(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        # MindSpore asks the class, not the object, and other arguments may be under way too: the dispatch looks at all.
+        return self._spec.mesh.platform.call_primitive(func, args, kwargs or {})
+
+
+def adopt_later(result: Tensor, spec: TensorSpec, finish: Callable[[], Tensor]) -> MindSporeDTensor:
+    """Make a DTensor of `result` that takes its data from `finish` when it is first used."""
+    made = wrap(result, spec)
+    made.__class__ = PendingMindSporeDTensor
+    begin_wait(made, lambda x: spec.mesh.platform.copy_(Tensor.data.__get__(x), finish()))
+    return made
+
+
 def wrap(local: Tensor, spec: TensorSpec) -> MindSporeDTensor:
     """Make a DTensor of a plain local shard, sharing its storage and its place in the autograd graph."""
     made = Tensor._make_subclass(MindSporeDTensor, _graph_alias(local))
@@ -302,7 +319,7 @@ def unwrap(x: Tensor) -> Tensor:
     """Return the local data of a DTensor as a plain tensor in the autograd graph; a plain tensor as it is."""
     if not isinstance(x, MindSporeDTensor):
         return x
-    if executor.enable_grad() and x._requires_grad:
+    if x._requires_grad and executor.enable_grad():  # the first look waits for what is under way
         return Tensor._make_subclass(Tensor, _graph_alias(x))
     return Tensor.data.__get__(x)
 

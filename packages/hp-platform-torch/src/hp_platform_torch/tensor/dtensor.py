@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
@@ -21,6 +21,7 @@ from hp_dtensor.exceptions import MixedOperandsError, PlacementError, ShardingRu
 from hp_dtensor.spec.tensor_spec import TensorSpec, shown_grad_spec
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.tensor.gradients import as_contributed, as_replicated
+from hp_dtensor.tensor.pending import FACTS, PendingDTensor, begin_wait
 from hp_dtensor.tensor.varying import forget_source
 from hp_platform_torch.tensor import distributed_checkpoint as checkpointing
 from hp_platform_torch.tensor.host_values import HostValues
@@ -344,6 +345,25 @@ class TorchDTensor(HostValues, DTensor, torch.Tensor):
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         return checkpointing.part(self._spec, unwrap(self).detach(), index)
+
+
+class PendingTorchDTensor(PendingDTensor, TorchDTensor):
+    """A `TorchDTensor` whose data is on its way."""
+
+    facts: ClassVar[dict[str, Callable[[TensorSpec], Any]]] = {**FACTS, "shape": lambda spec: torch.Size(spec.shape)}
+
+
+def adopt_later(result: Tensor, spec: TensorSpec, finish: Callable[[], Tensor]) -> TorchDTensor:
+    """Turn `result`, which nobody else holds, into a DTensor that takes its data from `finish` when it is used."""
+
+    def arrive(x: Any) -> None:
+        data = finish()
+        with LocalOperations():
+            _set_local_data(x, data)  # the place in the graph, and the version, stay
+
+    adopt(result, spec).__class__ = PendingTorchDTensor
+    begin_wait(result, arrive)
+    return result  # type: ignore[return-value]
 
 
 def wrap(local: Tensor, spec: TensorSpec) -> TorchDTensor:

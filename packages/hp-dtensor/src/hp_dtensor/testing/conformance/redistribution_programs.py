@@ -19,6 +19,7 @@ from hp_dtensor.spec.placements import Partial, Placement, RaggedShard, Replicat
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor.batch_redistribute import batch_redistribute
 from hp_dtensor.tensor.conversions import distribute_tensor, from_local
+from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.testing.redistribution_proof import local_values, prove_redistribution
 from hp_dtensor.testing.shares import chosen
 
@@ -46,11 +47,9 @@ def started_and_waited_for(name: str | Platform) -> None:
         local = platform.from_numpy(local_values(WHOLE, mesh, (source,)))
         platform.set_requires_grad(local, True)
         x = from_local(local, mesh, (source,), shape=WHOLE.shape)
-        pending = x.redistribute(placements=(target,), async_op=True)
-        y = pending.wait()
-        assert y is pending.wait()
-        assert y.spec is pending.spec
-        assert y.placements == (target,)
+        y = x.redistribute(placements=(target,), async_op=True)
+        assert isinstance(y, DTensor)
+        assert (y.placements, tuple(y.shape), y.dtype) == ((target,), WHOLE.shape, x.dtype)
         np.testing.assert_array_equal(platform.to_numpy(y.to_local()), local_values(WHOLE, mesh, (target,)))
         full = y.full_tensor()
         loss = platform.ops.sum(platform.ops.mul(full, platform.from_numpy(WHOLE + 1)))
