@@ -17,6 +17,7 @@ from hp_fsdp.exceptions import (
 from hp_fsdp.full_parameters import full_parameters, summon_full_params
 from hp_fsdp.grad_scaler import GradScaler
 from hp_fsdp.memory import MemoryMeter, MemoryUse, memory_use
+from hp_fsdp.planned_buffers import PlannedBuffer, PlannedParameter, plan_group
 from hp_fsdp.plugins import get_storage
 from hp_fsdp.policies import (
     CPUOffloadPolicy,
@@ -58,6 +59,8 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ParameterStorage",
+    "PlannedBuffer",
+    "PlannedParameter",
     "ShardPlacementResult",
     "StateDictError",
     "StateDictOptions",
@@ -71,6 +74,7 @@ __all__ = [
     "hsdp_sync_stream",
     "init_optimizer_state",
     "memory_use",
+    "plan_group",
     "register_fsdp_forward_method",
     "set_model_state_dict",
     "set_optimizer_state_dict",

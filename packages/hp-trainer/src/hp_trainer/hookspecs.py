@@ -45,6 +45,10 @@ def hp_optimizers(registry: Registry) -> None:
     `build(parameters, options, platform)` takes `(dotted name, parameter)` pairs, all of them DTensors or all
     plain, and returns a `hp_trainer.training.Optimizer`. AdamW is registered as `adamw` with
     `hp_trainer.config.AdamWConfig` as its options.
+
+    Options may have a method `state_bytes(name, shape, elements, itemsize)`, by which `hp-train plan` knows the bytes
+    of a rank's state for a parameter: its dotted name and whole shape, the elements of it that the rank holds, and
+    the bytes of one. Without it two moments are counted.
     """
 
 

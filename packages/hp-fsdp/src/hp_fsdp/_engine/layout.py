@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 # Below this many elements padding is cheaper than a second collective, however large a share it is.
 SMALL_PADDING = 16384
+# Blocks start at multiples of this many bytes, which vectorised kernels and tensor cores want.
+ALIGNMENT_BYTES = 16
 # Shard sizes tried one by one above the lower bound, and the largest group whose every order is tried.
 FINE_STEPS = 64
 ALL_ORDERS = 4
@@ -28,6 +30,17 @@ class Block:
 
     numel: int
     unit: int
+
+
+def cut_dim_of(shape: Sequence[int]) -> int:
+    """Return the dimension to cut where none is named: the first one longer than 1, where parts are contiguous."""
+    return next((dim for dim, size in enumerate(shape) if size > 1), 0)
+
+
+def block_of(shape: Sequence[int], cut_dim: int, itemsize: int) -> Block:
+    """Return the block that a tensor takes in a flat buffer whose elements have `itemsize` bytes."""
+    row_numel = math.prod(shape[:cut_dim]) * math.prod(shape[cut_dim + 1 :])
+    return Block(math.prod(shape), math.lcm(max(1, row_numel), max(1, ALIGNMENT_BYTES // itemsize)))
 
 
 @dataclass(frozen=True, slots=True)

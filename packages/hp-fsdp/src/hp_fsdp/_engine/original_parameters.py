@@ -14,7 +14,7 @@ from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.placements import Placement, RaggedShard, Replicate, Shard
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_fsdp._engine.layout import Block
+from hp_fsdp._engine.layout import Block, block_of, cut_dim_of
 from hp_fsdp.exceptions import FullyShardError
 from hp_fsdp.storage import GatherExtension
 
@@ -24,8 +24,6 @@ Module = Any
 STATE_ATTRIBUTE = "_hp_fsdp_state"
 TAKEN_ATTRIBUTE = "_hp_fsdp_taken_by"
 IGNORED_ATTRIBUTE = "_hp_fsdp_ignored"
-# Blocks start at multiples of this many bytes, which vectorised kernels and tensor cores want.
-ALIGNMENT_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -111,7 +109,7 @@ class OriginalParameter:
             return self.chosen_dim
         if self.extension is not None:
             return 0
-        return next((dim for dim, size in enumerate(self._longest_shape) if size > 1), 0)
+        return cut_dim_of(self._longest_shape)
 
     @property
     def first_dim(self) -> int:
@@ -134,8 +132,7 @@ class OriginalParameter:
 
     def block(self, itemsize: int) -> Block:
         """The block that this parameter takes in a flat buffer whose elements have `itemsize` bytes."""
-        alignment = max(1, ALIGNMENT_BYTES // itemsize)
-        return Block(math.prod(self.local_shape), math.lcm(max(1, self.row_numel), alignment))
+        return block_of(self.local_shape, self.cut_dim, itemsize)
 
 
 def _longest_local_shape(spec: TensorSpec) -> list[int]:

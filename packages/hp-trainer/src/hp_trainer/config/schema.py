@@ -144,6 +144,10 @@ class AdamWConfig:
         if max(self.betas) >= 1:
             yield Problem(path="betas", what="out of range", expected="numbers < 1", got=str(list(self.betas)))
 
+    def state_bytes(self, name: str, shape: tuple[int, ...], elements: int, itemsize: int) -> int:
+        """Return the bytes of both moments; see the hook `hp_optimizers`."""
+        return 2 * elements * itemsize
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterGroupConfig:

@@ -7,7 +7,6 @@ from typing import Any
 
 from hp_dtensor.optim.muon import Muon, MuonOptions
 from hp_dtensor.platform.interface import Platform
-from hp_trainer._patterns import matches_any
 from hp_trainer.config import AdamWConfig
 from hp_trainer.optimizers.groups import GroupedOptimizer
 from hp_trainer.optimizers.options import MuonConfig
@@ -28,7 +27,7 @@ def build_muon(
         build_adamw: builds the platform's AdamW.
     """
     named = list(parameters)
-    matrices = [(name, x) for name, x in named if len(x.shape) == 2 and not matches_any(name, options.adamw)]
+    matrices = [(name, x) for name, x in named if options.is_matrix(name, tuple(x.shape))]
     taken = {name for name, _ in matrices}
     muon = Muon(
         matrices,

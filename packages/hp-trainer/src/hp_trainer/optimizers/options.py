@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from hp_trainer._patterns import matches_any
 from hp_trainer.config import setting
 from hp_trainer.exceptions import Problem
 
@@ -27,6 +29,10 @@ class SGDConfig:
     def check(self) -> Iterator[Problem]:
         yield from _below_one(momentum=self.momentum)
 
+    def state_bytes(self, name: str, shape: tuple[int, ...], elements: int, itemsize: int) -> int:
+        """Return the bytes of the velocity; see the hook `hp_optimizers`."""
+        return elements * itemsize
+
 
 @dataclass(frozen=True, kw_only=True)
 class LionConfig:
@@ -38,6 +44,10 @@ class LionConfig:
 
     def check(self) -> Iterator[Problem]:
         yield from _below_one(betas=max(self.betas))
+
+    def state_bytes(self, name: str, shape: tuple[int, ...], elements: int, itemsize: int) -> int:
+        """Return the bytes of the momentum; see the hook `hp_optimizers`."""
+        return elements * itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +62,12 @@ class AdafactorConfig:
     )
     clip_threshold: float = setting(1.0, help="largest root mean square of an update", above=0)
     weight_decay: float = setting(0.0, help="decoupled weight decay", minimum=0)
+
+    def state_bytes(self, name: str, shape: tuple[int, ...], elements: int, itemsize: int) -> int:
+        """Return the bytes of a matrix's row and column, which every rank has whole; see the hook `hp_optimizers`."""
+        if len(shape) < 2:
+            return elements * itemsize
+        return (math.prod(shape[:-1]) + math.prod((*shape[:-2], shape[-1]))) * itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,3 +87,11 @@ class MuonConfig:
 
     def check(self) -> Iterator[Problem]:
         yield from _below_one(momentum=self.momentum, betas=max(self.betas))
+
+    def is_matrix(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Return whether Muon, not AdamW, updates a parameter."""
+        return len(shape) == 2 and not matches_any(name, self.adamw)
+
+    def state_bytes(self, name: str, shape: tuple[int, ...], elements: int, itemsize: int) -> int:
+        """Return the bytes of a matrix's momentum, or of AdamW's moments; see the hook `hp_optimizers`."""
+        return (1 if self.is_matrix(name, shape) else 2) * elements * itemsize

@@ -1,0 +1,226 @@
+"""The decoder's parameters by name and shape, with the part that a rank computes with, without building a module."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hp_fsdp import PlannedParameter
+from hp_moe import expert_shard_dim
+from hp_trainer._patterns import matches_any
+from hp_trainer.models.decoder.config import DecoderConfig
+from hp_trainer.models.decoder.lora import TARGETS, is_adapter
+
+if TYPE_CHECKING:
+    from hp_trainer.parallel import ParallelDims
+
+Shape = tuple[int, ...]
+
+# The dimension of a projection's weight that tensor parallelism cuts; biases of the first kind are cut with it.
+_CUT_OUTPUTS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "w1", "w3", "head", "embed")
+_CUT_INPUTS = ("o_proj", "w2")
+_CUT_OF_EXPERTS = {"w1": 1, "w3": 1, "b1": 1, "b3": 1, "w2": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderParameters:
+    """The parameters that one rank has of some parts of a decoder, by the group that shards them.
+
+    Attributes:
+        root: embedding, final norm and head.
+        tied_embedding: an embedding that a pipeline shares between stages, in a group of its own.
+        blocks: of each block but its experts' weights, by index.
+        experts: of each block's experts, by index; without dense blocks.
+    """
+
+    root: tuple[PlannedParameter, ...]
+    tied_embedding: tuple[PlannedParameter, ...]
+    blocks: dict[int, tuple[PlannedParameter, ...]]
+    experts: dict[int, tuple[PlannedParameter, ...]]
+
+
+def planned_parameters(
+    config: DecoderConfig,
+    dims: ParallelDims,
+    *,
+    layers: range,
+    embed: bool = True,
+    head: bool = True,
+    freeze: tuple[str, ...] = (),
+) -> DecoderParameters:
+    """Return the parameters of a decoder's parts on the rank that has most of them.
+
+    Args:
+        dims: degrees of tensor and expert parallelism cut them; sharding over data is for `hp_fsdp.plan_group`.
+        layers: indices of the blocks.
+        embed, head: whether there are an embedding, and a final norm and a head.
+        freeze: patterns of names that are not trained.
+    """
+
+    def planned(found: Iterator[tuple[str, Shape]], prefix: str = "") -> tuple[PlannedParameter, ...]:
+        return tuple(_placed(config, dims, f"{prefix}{name}", shape, freeze) for name, shape in found)
+
+    tied = config.tie_word_embeddings
+    has_embedding, apart = embed or (head and tied), tied and dims.pp_enabled
+    ends = [*_embedding(config, has_embedding and not apart), *_head(config, head)]
+    experts = {i: f"layers.{i}.moe.experts." for i in layers if not config.is_dense(i)}
+    return DecoderParameters(
+        root=planned(iter(ends)),
+        tied_embedding=planned(_embedding(config, has_embedding and apart)),
+        blocks={i: planned(_block(config, i), f"layers.{i}.") for i in layers},
+        experts={i: planned(_experts(config), prefix) for i, prefix in experts.items()},
+    )
+
+
+def _embedding(config: DecoderConfig, exists: bool) -> Iterator[tuple[str, Shape]]:
+    if exists:
+        yield "embed.weight", (config.vocab_size, config.hidden_size)
+
+
+def _head(config: DecoderConfig, exists: bool) -> Iterator[tuple[str, Shape]]:
+    if exists:
+        yield "norm.weight", (config.hidden_size,)
+        if not config.tie_word_embeddings:
+            yield "head.weight", (config.vocab_size, config.hidden_size)
+
+
+def _block(config: DecoderConfig, layer: int) -> Iterator[tuple[str, Shape]]:
+    """Yield all parameters of a block but its experts' weights, in the order of its modules."""
+    hidden = (config.hidden_size,)
+    yield "attention_norm.weight", hidden
+    attention = _latent_attention if config.attention == "latent" else _grouped_attention
+    yield from ((f"attention.{name}", shape) for name, shape in _with_adapters(config, attention(config)))
+    if config.post_norms:
+        yield "post_attention_norm.weight", hidden
+    yield "ffn_norm.weight", hidden
+    if config.is_dense(layer):
+        dense = _feed_forward(config, config.intermediate_size)
+        yield from ((f"feed_forward.{name}", shape) for name, shape in _with_adapters(config, dense))
+    else:
+        yield from ((f"moe.{name}", shape) for name, shape in _around_experts(config))
+    if config.post_norms:
+        yield "post_ffn_norm.weight", hidden
+
+
+def _grouped_attention(config: DecoderConfig) -> Iterator[tuple[str, Shape]]:
+    hidden, width = config.hidden_size, config.num_attention_heads * config.head_dim
+    kv_width = config.num_key_value_heads * config.head_dim
+    if config.attention_sinks:
+        yield "sinks", (config.num_attention_heads,)
+    for name, size in (("q_proj", width), ("k_proj", kv_width), ("v_proj", kv_width)):
+        yield from _linear(name, hidden, size, config.qkv_bias)
+    yield from _linear("o_proj", width, hidden, config.output_bias)
+    if config.qk_norm != "none":
+        full = config.qk_norm == "full"
+        yield "q_norm.weight", (width if full else config.head_dim,)
+        yield "k_norm.weight", (kv_width if full else config.head_dim,)
+
+
+def _latent_attention(config: DecoderConfig) -> Iterator[tuple[str, Shape]]:
+    hidden, heads, rank, q_rank = (
+        config.hidden_size,
+        config.num_attention_heads,
+        config.kv_lora_rank,
+        config.q_lora_rank,
+    )
+    query_width = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
+    if q_rank is None:
+        yield from _linear("q_proj", hidden, query_width)
+    else:
+        yield from _linear("q_a_proj", hidden, q_rank)
+        yield "q_a_norm.weight", (q_rank,)
+        yield from _linear("q_b_proj", q_rank, query_width)
+    yield from _linear("kv_a_proj", hidden, rank + config.qk_rope_head_dim)
+    yield "kv_a_norm.weight", (rank,)
+    yield from _linear("kv_b_proj", rank, heads * (config.qk_nope_head_dim + config.v_head_dim))
+    yield from _linear("o_proj", heads * config.v_head_dim, hidden)
+
+
+def _feed_forward(config: DecoderConfig, width: int) -> Iterator[tuple[str, Shape]]:
+    yield from _linear("w1", config.hidden_size, width)
+    yield from _linear("w2", width, config.hidden_size)
+    yield from _linear("w3", config.hidden_size, width)
+
+
+def _around_experts(config: DecoderConfig) -> Iterator[tuple[str, Shape]]:
+    """Yield the parameters of a mixture of experts but those of the routed experts."""
+    assert config.num_experts is not None
+    yield from _linear("router.gate", config.hidden_size, config.num_experts, config.router_bias)
+    if config.num_shared_experts:
+        shared = _feed_forward(config, config.num_shared_experts * config.moe_intermediate_size)
+        yield from ((f"shared_experts.{name}", shape) for name, shape in shared)
+    if config.shared_expert_gate:
+        yield from _linear("shared_gate", config.hidden_size, 1)
+
+
+def _experts(config: DecoderConfig) -> Iterator[tuple[str, Shape]]:
+    assert config.num_experts is not None
+    count, hidden, width = config.num_experts, config.hidden_size, config.moe_intermediate_size
+    yield from (("w1", (count, width, hidden)), ("w2", (count, hidden, width)), ("w3", (count, width, hidden)))
+    if config.expert_bias:
+        yield from (("b1", (count, width)), ("b2", (count, hidden)), ("b3", (count, width)))
+
+
+def _linear(name: str, inputs: int, outputs: int, bias: bool = False) -> Iterator[tuple[str, Shape]]:
+    yield f"{name}.weight", (outputs, inputs)
+    if bias:
+        yield f"{name}.bias", (outputs,)
+
+
+def _with_adapters(config: DecoderConfig, found: Iterator[tuple[str, Shape]]) -> Iterator[tuple[str, Shape]]:
+    """Yield parameters, each projection that has an adapter followed by that."""
+    rank = config.lora.rank
+    adapted = set() if rank is None else {TARGETS[target].rpartition(".")[2] for target in config.lora.targets}
+    named = list(found)
+    for index, (name, shape) in enumerate(named):
+        yield name, shape
+        layer, _, _ = name.rpartition(".")
+        is_last = index + 1 == len(named) or not named[index + 1][0].startswith(f"{layer}.")
+        if rank is not None and layer in adapted and is_last:
+            outputs, inputs = dict(named)[f"{layer}.weight"]
+            yield f"{layer}.lora_A.weight", (rank, inputs)
+            yield f"{layer}.lora_B.weight", (outputs, rank)
+
+
+def _placed(
+    config: DecoderConfig, dims: ParallelDims, name: str, shape: Shape, freeze: tuple[str, ...]
+) -> PlannedParameter:
+    trained = not matches_any(name, freeze) and (config.lora.rank is None or is_adapter(name))
+    if ".moe.experts." in name:
+        local = _part_of_experts(dims, name.rpartition(".")[2], shape)
+        cut_dim = expert_shard_dim(shape[0], dims.ep, dims.efsdp_size)
+        return PlannedParameter(name, local, cut_dim, trainable=trained)
+    return PlannedParameter(name, _tensor_parallel_part(dims.tp, name, shape), trainable=trained)
+
+
+def _part_of_experts(dims: ParallelDims, name: str, shape: Shape) -> Shape:
+    cut = list(shape)
+    cut[0] = math.ceil(cut[0] / dims.ep)
+    dim = _CUT_OF_EXPERTS.get(name)
+    if dim is not None and dims.tp_enabled:
+        cut[dim] = math.ceil(cut[dim] / dims.etp)
+    return tuple(cut)
+
+
+def _tensor_parallel_part(tp: int, name: str, shape: Shape) -> Shape:
+    """Return the largest part of a parameter that a tensor parallel rank has."""
+    if tp == 1:
+        return shape
+    *layer, kind = name.split(".")
+    owner = layer[-1] if layer else ""
+    if owner in ("lora_A", "lora_B"):
+        dim = _adapter_dim(layer[-2], owner)
+    elif kind == "sinks" or owner in _CUT_OUTPUTS:
+        dim = 0
+    else:
+        dim = 1 if owner in _CUT_INPUTS and kind == "weight" else None
+    return shape if dim is None else (*shape[:dim], math.ceil(shape[dim] / tp), *shape[dim + 1 :])
+
+
+def _adapter_dim(layer: str, matrix: str) -> int | None:
+    """Return the dimension of an adapter's matrix that is cut with its projection."""
+    if matrix == "lora_A":
+        return 1 if layer in _CUT_INPUTS else None
+    return 0 if layer in _CUT_OUTPUTS else None
