@@ -1,7 +1,8 @@
 """Fully sharded data parallelism: one differentiable all-gather per group of parameters."""
 
 from hp_fsdp._engine.gathered_step import GatheredStep
-from hp_fsdp._fsdp_module import FSDPModule, HSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+from hp_fsdp._forward_methods import register_fsdp_forward_method
+from hp_fsdp._fsdp_module import FSDPModule, HSDPModule, UnshardHandle, share_comm_ctx
 from hp_fsdp._fully_shard import fully_shard
 from hp_fsdp.communication import Communication
 from hp_fsdp.compat.hsdp import HSDPCell, hsdp, hsdp_sync_stream

@@ -22,7 +22,7 @@ from hp_fsdp._engine.group_settings import GroupSettings
 from hp_fsdp._engine.layout import plan_buffers
 from hp_fsdp._engine.original_parameters import DataParallel, OriginalParameter, check_ties, collect, mark_ignored
 from hp_fsdp._engine.shard_placement import ShardPlacementFunction, place
-from hp_fsdp._fsdp_module import with_methods
+from hp_fsdp._sharded_class import with_methods
 from hp_fsdp.communication import Communication
 from hp_fsdp.exceptions import FullyShardError
 from hp_fsdp.plugins import get_communication, get_storage

@@ -20,6 +20,8 @@ DType = Any
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
+ORIGINAL_CLASS = "_hp_fsdp_original_class"  # attribute of the classes of sharded modules
+
 
 class FSDPState:
     """The state of one group's modules, kept on each of them: their group, their policy, the schedule of their model.
@@ -171,14 +173,15 @@ class FSDPState:
             for name, each in self.platform.named_modules(module):
                 state = state_of(each)
                 if state is not None and name:
-                    places.setdefault(state, []).append(f"{name} ({_original_name(each)})")
+                    places.setdefault(state, []).append(f"{name} ({original_class(type(each)).__name__})")
         for state, names in places.items():
             state.group.name = ", ".join(names)
 
 
-def _original_name(module: Module) -> str:
-    """Return the name of the class that a module had before `fully_shard`."""
-    return next(cls.__name__ for cls in type(module).__mro__[1:] if not hasattr(cls, "unshard"))
+def original_class(cls: type) -> type:
+    """Return the class that a module had before `fully_shard` gave it `cls`; of a class of no sharded one, itself."""
+    found: type = getattr(cls, ORIGINAL_CLASS, cls)
+    return found
 
 
 def states_below(platform: Platform, module: Module) -> list[FSDPState]:

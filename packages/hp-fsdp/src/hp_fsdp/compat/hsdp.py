@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh, init_device_mesh
@@ -14,8 +15,9 @@ from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
 from hp_fsdp._argument_checks import dtype_problem
 from hp_fsdp._engine.fsdp_state import FSDPState, state_of, states_below
-from hp_fsdp._fsdp_module import FSDPModule, with_methods
+from hp_fsdp._fsdp_module import FSDPModule
 from hp_fsdp._fully_shard import fully_shard
+from hp_fsdp._sharded_class import with_methods
 from hp_fsdp.exceptions import HSDPError
 from hp_fsdp.policies import MixedPrecisionPolicy
 
@@ -81,19 +83,13 @@ def hsdp(
     """
     platform = mesh.platform if isinstance(mesh, DeviceMesh) else get_platform()
     num_ranks = mesh.size() if isinstance(mesh, DeviceMesh) else current_world(platform).size
-    problems = [
-        *_cell_problems(cell, platform, mesh),
-        *_size_problems(shard_size, num_ranks, threshold, bucket_size),
-        *_choice_problems(optimizer_level, grad_scale, platform, reduce_dtype),
-        *_bool_problems(
-            enable_grad_accumulation=enable_grad_accumulation,
-            use_eager_hook=use_eager_hook,
-            comm_async=comm_async,
-            comm_fusion=comm_fusion,
-        ),
-    ]
-    if problems:
-        raise HSDPError("hsdp: " + "; ".join(problems))
+    _check(
+        _cell_problems(cell, platform, mesh),
+        _size_problems(shard_size, num_ranks, threshold, bucket_size),
+        _choice_problems(optimizer_level, grad_scale, platform, reduce_dtype),
+        _bool_problems(enable_grad_accumulation=enable_grad_accumulation, use_eager_hook=use_eager_hook),
+        _bool_problems(comm_async=comm_async, comm_fusion=comm_fusion),
+    )
     if not use_eager_hook:
         raise CapabilityError("use_eager_hook=False: hooks for graph mode exist on no platform; leave it at True")
     kind: Any = type(cell)
@@ -104,7 +100,7 @@ def hsdp(
         zero_stage=ZERO_STAGES[optimizer_level],
         mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
         threshold=threshold,
-        bucket_size=None if comm_fusion and bucket_size == -1 else bucket_size if comm_fusion else 0,
+        bucket_size=_kilobytes_of_bucket(comm_fusion, bucket_size),
     )
     cell.__class__ = with_methods(kind, HSDPCell)
     cell.set_requires_gradient_sync(not enable_grad_accumulation, recurse=False)
@@ -214,7 +210,20 @@ def _data_mesh(platform: Platform, mesh: DeviceMesh | None, shard_size: int, num
     )
 
 
+def _kilobytes_of_bucket(comm_fusion: bool, bucket_size: int) -> int | None:
+    """Return `fully_shard`'s bucket size: None has no limit, and with 0 every parameter has a bucket of its own."""
+    if not comm_fusion:
+        return 0
+    return None if bucket_size == -1 else bucket_size
+
+
 # Checks ---------------------------------------------------------------------------------------------------
+
+
+def _check(*problems: Iterable[str]) -> None:
+    found = [*itertools.chain(*problems)]
+    if found:
+        raise HSDPError("hsdp: " + "; ".join(found))
 
 
 def _cell_problems(cell: Any, platform: Platform, mesh: Any) -> Iterator[str]:
