@@ -13,7 +13,8 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from hp_dtensor.exceptions import ShardingRuleError
 from hp_dtensor.spec.tensor_spec import TensorSpec, has_gradient
-from hp_platform_torch.tensor.dtensor import TorchDTensor, is_intercepting, unwrap, unwrap_gradient, wrap_gradient
+from hp_platform_torch.tensor.dtensor import TorchDTensor, unwrap, unwrap_gradient, wrap_gradient
+from hp_platform_torch.tensor.local_operations import is_intercepting
 
 Tensor = torch.Tensor
 

@@ -10,7 +10,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from hp_dtensor.exceptions import ShardingRuleError
-from hp_platform_torch.tensor.dtensor import TorchDTensor, is_intercepting
+from hp_platform_torch.tensor.dtensor import TorchDTensor
+from hp_platform_torch.tensor.local_operations import is_intercepting
 
 Tensor = torch.Tensor
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from hp_dtensor.tensor.conversions import distribute_tensor
-from hp_platform_torch.tensor.dtensor import TorchDTensor, is_intercepting
+from hp_platform_torch.tensor.dtensor import TorchDTensor
+from hp_platform_torch.tensor.local_operations import is_intercepting
 
 Tensor = torch.Tensor
 

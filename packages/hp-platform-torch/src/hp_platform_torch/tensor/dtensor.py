@@ -10,7 +10,7 @@ Everything below torch's Python functions (autograd, hooks, memory) sees plain t
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -24,8 +24,9 @@ from hp_dtensor.tensor.gradients import as_contributed, as_replicated
 from hp_dtensor.tensor.pending import FACTS, PendingDTensor, begin_wait
 from hp_dtensor.tensor.varying import forget_source
 from hp_platform_torch.tensor import distributed_checkpoint as checkpointing
+from hp_platform_torch.tensor.global_view import GlobalView
 from hp_platform_torch.tensor.host_values import HostValues
-from hp_platform_torch.tensor.local_operations import LocalOperations, locally, run_locally
+from hp_platform_torch.tensor.local_operations import LocalOperations, is_intercepting, locally, run_locally
 from hp_platform_torch.tensor.torch_functions import (
     first_spec,
     is_partial_number,
@@ -36,23 +37,20 @@ from hp_platform_torch.tensor.torch_functions import (
 )
 
 Tensor = torch.Tensor
-is_intercepting = torch._C._is_torch_function_enabled
 _BelowDispatch = torch._C._DisableTorchDispatch
 READS_NUMBER = frozenset({torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default})
 
 _plain: Any = torch.Tensor
-_local_shape = _plain.shape.__get__
 _local_grad = _plain.grad.__get__
 _set_local_grad = _plain.grad.__set__
 _hooks_of_autograd = _plain._post_accumulate_grad_hooks
 _local_data = _plain.data.__get__
 _set_local_data = _plain.data.__set__
-_local_dtype = _plain.dtype.__get__
 _num_dispatch_modes = torch._C._len_torch_dispatch_stack  # of this thread
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
-class TorchDTensor(HostValues, DTensor, torch.Tensor):
+class TorchDTensor(GlobalView, HostValues, DTensor, torch.Tensor):
     """DTensor on torch: the local shard as a tensor, with a spec; made by `wrap`. See `hp_dtensor.DTensor`."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
@@ -142,59 +140,8 @@ class TorchDTensor(HostValues, DTensor, torch.Tensor):
         with LocalOperations(), _BelowDispatch():
             return func(*args, **(kwargs or {}))
 
-    # What it is: global, except to torch's own code that works on the local data ---------------------------
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size(self._spec.shape) if is_intercepting() else _local_shape(self)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._spec.dtype if is_intercepting() else _local_dtype(self)
-
-    @property
-    def ndim(self) -> int:
-        return len(self._spec.shape)
-
-    def dim(self) -> int:
-        return len(self._spec.shape)
-
-    ndimension = dim
-
-    def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
-
-    def stride(self, dim: int | None = None) -> Any:
-        strides = run_locally(_plain.stride, (), (self,))
-        if is_intercepting():
-            strides = self._spec.strides(strides)
-        return strides if dim is None else strides[dim]
-
-    def numel(self) -> int:
-        return self.shape.numel()
-
-    nelement = numel
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel() * self.element_size()
-
-    def type(self, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
-        if dtype is None:
-            return run_locally(_plain.type, (), (self,))
-        return super().type(dtype, non_blocking=non_blocking, **kwargs)
-
     def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ShardingRuleError("set_ of a DTensor would leave its spec behind; use x.data = another DTensor")
-
-    def __len__(self) -> int:
-        shape = self.shape
-        if not shape:
-            raise TypeError("len() of a 0-d tensor")
-        return shape[0]
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self.unbind(0))
 
     __hash__ = torch.Tensor.__hash__  # that of the plain tensor which an optimizer's step sees
 

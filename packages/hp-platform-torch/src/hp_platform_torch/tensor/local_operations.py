@@ -9,6 +9,7 @@ import torch
 
 # What torch's own tensor subclasses use (see README.md on torch internals).
 LocalOperations = torch._C.DisableTorchFunctionSubclass
+is_intercepting = torch._C._is_torch_function_enabled  # False inside of LocalOperations
 run_locally = torch._C._disabled_torch_function_impl  # (function, types, args): as inside LocalOperations
 
 
