@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from training_runs import FOUR_RANKS, events
 
+from hp_dtensor.testing import run_ranks
 from hp_trainer import cli
+from hp_trainer.cli.evaluate import evaluate_on_rank
 from hp_trainer.evaluation import harness
 
 STEP = re.compile(r"step (\d+): loss ([\d.]+) nats per token, perplexity ([\d.]+), over ([\d,]+) tokens")
@@ -46,6 +48,32 @@ def test_other_data_are_evaluated_without_changing_the_run(lab, capsys):
     _, same, _, count = evaluate(capsys, str(run.path), f"--data.eval=[{lab.folder / 'other.jsonl'}]")
     assert (same, count) == (other, tokens)
     assert sorted(path.name for path in run.path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("layout", [{}, {"parallel.tp": "2"}, {"parallel.ep": "2", "parallel.dp_replicate": "2"}])
+def test_ranks_that_share_an_evaluation_find_what_one_finds(lab, layout):
+    run = lab.run("run", training__steps=2, data__eval_fraction=0.1, training__micro_batch_size=2)
+    (lab.folder / "other.txt").write_text("abc def " * 45)
+    for more in ([], [("data.path", str(lab.folder / "other.txt"))]):
+        alone = evaluate_on_rank(str(run.path), more, "last", lab.platform.name, False)
+        arguments = (str(run.path), [*layout.items(), *more], "last", lab.platform.name, True)
+        for step, loss, tokens in run_ranks(evaluate_on_rank, 4, lab.platform, *arguments):
+            assert (step, tokens) == (alone[0], alone[2])
+            assert loss == pytest.approx(alone[1], rel=1e-6)
+
+
+def test_several_ranks_of_this_machine_evaluate(lab, capsys):
+    run = lab.run("run", training__steps=1, data__eval_fraction=0.1)
+    alone = evaluate(capsys, str(run.path))
+    assert evaluate(capsys, str(run.path), "--launch.local_ranks=2") == pytest.approx(alone)
+
+
+def test_a_layout_that_cannot_evaluate_is_refused_before_a_rank_starts(lab, capsys):
+    run = lab.run("run", training__steps=1)
+    assert cli.main(["evaluate", str(run.path), "--launch.local_ranks=2", "--parallel.tp=4"]) == 2
+    assert "parallel.tp" in capsys.readouterr().err
+    assert cli.main(["evaluate", str(run.path), "--launch.local_ranks=2", "--parallel.pp=2"]) == 2
+    assert "parallel.pp: an evaluation runs no pipeline" in capsys.readouterr().err
 
 
 def test_data_that_cannot_be_evaluated_are_refused(lab, capsys):

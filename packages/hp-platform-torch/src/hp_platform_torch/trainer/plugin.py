@@ -14,18 +14,28 @@ if TYPE_CHECKING:
     from hp_dtensor.platform.interface import Platform
     from hp_dtensor.platform.registry import Registry
     from hp_trainer.config import AdamWConfig
+    from hp_trainer.optimizers import AdamW8bitConfig
     from hp_trainer.training import Optimizer
 
 
 @hookimpl
 def hp_optimizers(registry: Registry) -> None:
-    """Register AdamW under the name `adamw`."""
+    """Register AdamW as `adamw`, and with 8-bit moments as `adamw_8bit`."""
     from hp_trainer.config import AdamWConfig
+    from hp_trainer.optimizers import AdamW8bitConfig
 
     registry.add("adamw", _build_adamw, options=AdamWConfig, platform="torch")
+    registry.add("adamw_8bit", _build_adamw_8bit, options=AdamW8bitConfig, platform="torch")
 
 
 def _build_adamw(parameters: Iterable[tuple[str, Any]], options: AdamWConfig, platform: Platform) -> Optimizer:
     from hp_platform_torch.trainer.optimizers import AdamW
 
     return AdamW(parameters, options)
+
+
+def _build_adamw_8bit(parameters: Iterable[tuple[str, Any]], options: AdamW8bitConfig, platform: Platform) -> Optimizer:
+    from hp_platform_torch.trainer.eight_bit import find_codes
+    from hp_trainer.optimizers import AdamW8bit
+
+    return AdamW8bit(parameters, options, platform, find_codes)

@@ -103,6 +103,18 @@ class Checkpoint:
         told = ", ".join(f"{name} is {saved.get(name)!r} there and {model.get(name)!r} here" for name in differ)
         raise CheckpointError(f"{self._describe()} is a checkpoint of another model: {told}")
 
+    def check_averaged(self) -> None:
+        """Refuse a checkpoint without moving averages of weights.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        if not any(name.startswith("ema.") for name in self.index.tensors):
+            raise CheckpointError(
+                f"{self._describe()} holds no moving average of the weights: its run was trained without "
+                "training.ema.decay; leave --weights=ema out"
+            )
+
     def check_tensors(self, expected: Mapping[str, Sequence[int]]) -> None:
         """Refuse a checkpoint whose tensors are not those expected (name -> global shape).
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from hp_dtensor.platform.selection import get_platform
 from hp_trainer.cli.arguments import Parser, UsageError, parse
 from hp_trainer.cli.check import check_command
-from hp_trainer.cli.data_commands import evaluate_command, tokenizer_command
+from hp_trainer.cli.evaluate import evaluate_command
 from hp_trainer.cli.export import export_command
 from hp_trainer.cli.help import USAGE
 from hp_trainer.cli.profile import profile_command
@@ -16,6 +16,7 @@ from hp_trainer.cli.runs import checkpoints_command, resume_command, run_command
 from hp_trainer.cli.schedule import schedule_command
 from hp_trainer.cli.shared import check_world_size, load, newest, open_run
 from hp_trainer.cli.sweep import sweep_command
+from hp_trainer.cli.tokenizer import tokenizer_command
 from hp_trainer.generation import generate
 from hp_trainer.launch import training_problems, world_size_of
 from hp_trainer.parallel import describe_layouts, list_layouts

@@ -8,7 +8,7 @@ from hp_dtensor.launch import from_environment, is_launched
 from hp_dtensor.platform.selection import get_platform
 from hp_trainer._exchange import Alone
 from hp_trainer.cli.arguments import Parser, parse
-from hp_trainer.cli.shared import newest, open_run
+from hp_trainer.cli.shared import WEIGHTS, newest, open_run
 from hp_trainer.launch import is_first_process
 from hp_trainer.run.export import DTYPES, export_run
 
@@ -23,6 +23,7 @@ def export_command(given: list[str]) -> int:
     parser.add_argument("--to", metavar="DIR", required=True)
     parser.add_argument("--dtype", choices=DTYPES)
     parser.add_argument("--lora", choices=("merged", "adapter"), default="merged")
+    parser.add_argument("--weights", choices=WEIGHTS, default="last")
     parser.add_argument("--file-bytes", type=int, default=5 * 10**9)
     options, overrides = parse(parser, given)
     run, config = open_run(options.run, overrides)
@@ -39,6 +40,7 @@ def export_command(given: list[str]) -> int:
         dtype=options.dtype,
         largest=max(1, options.file_bytes),
         adapters=options.lora == "adapter",
+        averaged=options.weights == "ema",
     )
     if is_launched():
         platform.disconnect()

@@ -13,7 +13,8 @@ usage: hp-train CONFIG [--section.setting=value ...]
        hp-train resume RUN [--from-step N] [--section.setting=value ...]
        hp-train checkpoints RUN
        hp-train generate RUN [--prompt TEXT ...] [--section.setting=value ...]
-       hp-train export RUN --to DIR [--dtype DTYPE] [--lora merged|adapter] [--file-bytes N]
+       hp-train export RUN --to DIR [--dtype DTYPE] [--lora merged|adapter] [--weights last|ema]
+                       [--file-bytes N]
        hp-train check CONFIG [--world-size N] [--section.setting=value ...]
        hp-train profile CONFIG [--steps FIRST-LAST] [--section.setting=value ...]
        hp-train sweep CONFIG --section.setting=value,value,... [--section.setting=value ...]
@@ -21,7 +22,7 @@ usage: hp-train CONFIG [--section.setting=value ...]
        hp-train compare RUN RUN ... [--to FILE]
        hp-train layouts [CONFIG] [--world-size N] [--section.setting=value ...]
        hp-train schedule [NAME | FILE] [--ranks N] [--microbatches N] [--stages-per-rank N] [--show actions] [--to FILE]
-       hp-train evaluate RUN [--section.setting=value ...]
+       hp-train evaluate RUN [--weights last|ema] [--section.setting=value ...]
        hp-train evaluate DIRECTORY --tasks NAME,NAME,... [--option=value of lm-eval ...]
        hp-train tokenizer DATA --vocab-size N [--to FILE] [--field NAME] [--max-bytes N]
        hp-train --help | --version"""
@@ -38,7 +39,8 @@ commands:
   generate    continue prompts with the model of a run folder
   export      write the model of a run as a Hugging Face directory (config.json, safetensors, tokenizer); under a
               launcher every rank writes, each other files; by default in the dtype of model.from, else float32;
-              adapters are merged into the weights, or written alone for PEFT
+              adapters are merged into the weights, or written alone for PEFT; --weights=ema: the moving
+              averages of the weights (training.ema), here and in evaluate
   check       print every problem of a configuration, or what it would train; starts nothing
   profile     train a few steps in a new run and write traces and memory of the last ones, of every rank
   sweep       train every combination of the values given, one run after the other, and compare the runs
@@ -47,8 +49,9 @@ commands:
   layouts     list every parallel layout for a number of ranks, and why others cannot be used
   schedule    print when each rank of a pipeline works on what, how long it idles and how much it keeps, for times of
               --forward, --input-grad, --weight-grad and --transfer (1, 1, 1, 0); draw it; without a name list all
-  evaluate    print loss and perplexity of a run's model on all that is kept for evaluation, or on other data; on an
-              exported model, run the tasks of lm-eval
+  evaluate    print loss and perplexity of a run's model on all that is kept for evaluation, or on other data; with
+              --launch.local_ranks=N, or under a launcher, on several ranks that share its weights; on an exported
+              model, run the tasks of lm-eval
   tokenizer   train a tokenizer on text, a byte-level BPE in the format of the tokenizers library
 
 hp-train starts its ranks on this machine (launch.local_ranks). Started by torchrun, msrun or srun it is one of theirs.

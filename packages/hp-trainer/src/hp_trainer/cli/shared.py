@@ -15,6 +15,9 @@ from hp_trainer.launch import chosen_platform, no_platform
 from hp_trainer.plugins import registries
 from hp_trainer.run import RunFolder, checkpoint_storage
 
+# Which weights of a checkpoint are used.
+WEIGHTS = ("last", "ema")
+
 
 def tell(line: str) -> None:
     """Write a line for the user beside the output."""

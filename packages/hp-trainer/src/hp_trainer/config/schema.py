@@ -59,6 +59,23 @@ class GuardConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EmaConfig:
+    """An exponential moving average of the weights, kept beside them (after Polyak and Juditsky, 1992).
+
+    It takes as much memory as the weights, sharded as they are, and is part of every checkpoint.
+    """
+
+    decay: float | None = setting(
+        None, help="share of the average that a step keeps, such as 0.999; null: no average", minimum=0
+    )
+    evaluate: bool = setting(True, help="evaluate with the average instead of the last weights")
+
+    def check(self) -> Iterator[Problem]:
+        if self.decay is not None and self.decay >= 1:
+            yield Problem(path="decay", what="out of range", expected="a number < 1", got=str(self.decay))
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     """Length, batch and precision of the training."""
 
@@ -87,6 +104,7 @@ class TrainingConfig:
     compile_backend: str = setting("inductor", help="the compiler, by torch's name for it")
     freeze: tuple[str, ...] = setting((), help="patterns of names of parameters that are not trained, such as embed.*")
     clip_norm: float | None = setting(1.0, help="largest global 2-norm of gradients; null: no limit", above=0)
+    ema: EmaConfig = section(EmaConfig, help="exponential moving average of the weights")
     replay_interval: int | None = setting(
         None, help="steps between steps computed twice and compared, for silent corruption; null: none", minimum=1
     )

@@ -2,10 +2,17 @@
 
 from hp_trainer.launch.job import is_first_process, launch_training
 from hp_trainer.launch.platforms import chosen_platform, no_platform
-from hp_trainer.launch.preflight import check_new_run, check_resumed_run, check_settings, training_problems
+from hp_trainer.launch.preflight import (
+    check_evaluation,
+    check_new_run,
+    check_resumed_run,
+    check_settings,
+    training_problems,
+)
 from hp_trainer.launch.world_size import world_size_of
 
 __all__ = [
+    "check_evaluation",
     "check_new_run",
     "check_resumed_run",
     "check_settings",

@@ -59,6 +59,17 @@ def check_resumed_run(
     return loaded.locate(problems)
 
 
+def check_evaluation(config: TrainerConfig, world_size: int, registered: Registries) -> list[Problem]:
+    """Return everything that would keep a model from being evaluated on `world_size` ranks laid out as configured."""
+    size = config.training.micro_batch_size or config.training.global_batch_size
+    training = dataclasses.replace(config.training, global_batch_size=size * world_size, micro_batch_size=size)
+    problems = list(_run_problems(dataclasses.replace(config, training=training), world_size, registered))
+    if config.parallel.pp > 1:
+        what = "an evaluation runs no pipeline"
+        problems.append(Problem(path="parallel.pp", what=what, expected="1", got=str(config.parallel.pp)))
+    return problems
+
+
 def training_problems(dims: ParallelDims, config: TrainerConfig) -> Iterator[Problem]:
     """Yield why valid degrees cannot train this model on this batch; paths are within the configuration."""
     length = config.training.sequence_length

@@ -1,15 +1,19 @@
-"""Optimizers that every platform has: SGD, Lion, Adafactor and Muon, and groups of parameters."""
+"""Optimizers: SGD, Lion, Adafactor and Muon for every platform, 8-bit AdamW, and groups of parameters."""
 
 from hp_trainer.optimizers.adafactor import Adafactor
+from hp_trainer.optimizers.adamw_8bit import AdamW8bit
 from hp_trainer.optimizers.elementwise import SGD, ElementwiseOptimizer, Lion
 from hp_trainer.optimizers.groups import GroupedOptimizer, build_grouped, group_problems
 from hp_trainer.optimizers.muon import build_muon
-from hp_trainer.optimizers.options import AdafactorConfig, LionConfig, MuonConfig, SGDConfig
+from hp_trainer.optimizers.options import AdafactorConfig, AdamW8bitConfig, LionConfig, MuonConfig, SGDConfig
+from hp_trainer.optimizers.state import set_state, state_bytes
 
 __all__ = [
     "SGD",
     "Adafactor",
     "AdafactorConfig",
+    "AdamW8bit",
+    "AdamW8bitConfig",
     "ElementwiseOptimizer",
     "GroupedOptimizer",
     "Lion",
@@ -19,4 +23,6 @@ __all__ = [
     "build_grouped",
     "build_muon",
     "group_problems",
+    "set_state",
+    "state_bytes",
 ]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from hp_dtensor.platform.interface import Platform
 from hp_trainer._patterns import matches_any
 from hp_trainer.config import ParameterGroupConfig
 from hp_trainer.exceptions import Problem, TrainingError
+from hp_trainer.optimizers.state import set_state, state_bytes
 
 Tensor = Any
 Named = list[tuple[str, Tensor]]
@@ -46,7 +49,18 @@ class GroupedOptimizer:
 
     def state(self) -> Mapping[str, Mapping[str, Tensor]]:
         """Return the state of each parameter by name and slot."""
-        return {name: slots for optimizer, _ in self._parts for name, slots in optimizer.state().items()}
+        # Not one dictionary of all: 8-bit states are made when they are asked for.
+        return ChainMap(*(optimizer.state() for optimizer, _ in self._parts))
+
+    def set_state(self, name: str, slot: str, values: Tensor) -> None:
+        """Take over the values of a slot, where the parameter's optimizer does not keep the tensor itself."""
+        for optimizer, _ in self._parts:
+            if name in optimizer.state():
+                set_state(optimizer, name, slot, values)
+
+    def state_bytes(self, platform: Platform) -> int:
+        """Return the bytes of the states of all parts on this rank."""
+        return sum(state_bytes(optimizer, platform) for optimizer, _ in self._parts)
 
 
 def build_grouped(

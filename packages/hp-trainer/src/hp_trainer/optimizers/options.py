@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hp_trainer._patterns import matches_any
-from hp_trainer.config import setting
+from hp_trainer.config import AdamWConfig, setting
 from hp_trainer.exceptions import Problem
 
 
@@ -48,6 +48,23 @@ class LionConfig:
     def state_bytes(self, name: str, shape: tuple[int, ...], elements: int, itemsize: int) -> int:
         """Return the bytes of the momentum; see the hook `hp_optimizers`."""
         return elements * itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW8bitConfig(AdamWConfig):
+    """AdamW with 8-bit moments (Dettmers et al., 2022, "8-bit optimizers via block-wise quantization")."""
+
+    block_size: int = setting(256, help="elements that share a scale, along the last dimension", minimum=8)
+    min_elements: int = setting(4096, help="parameters with fewer elements keep float32 moments", minimum=1)
+
+    def state_bytes(self, name: str, shape: tuple[int, ...], elements: int, itemsize: int) -> int:
+        """Return the bytes of the codes and scales of both moments; see the hook `hp_optimizers`."""
+        if not elements or not shape or math.prod(shape) < self.min_elements:
+            return 2 * elements * itemsize
+        row = shape[-1] if len(shape) > 1 else elements
+        size = min(self.block_size, row)
+        blocks = -(-elements // row) * -(-row // size)
+        return 2 * blocks * (size + 4)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,7 @@ def export_run(
     dtype: str | None = None,
     largest: int = LARGEST_FILE,
     adapters: bool = False,
+    averaged: bool = False,
 ) -> list[str]:
     """Write the model of a checkpoint as a directory that transformers reads; every rank of `group` takes part.
 
@@ -42,18 +43,22 @@ def export_run(
         dtype: of the weights; None: that of the model that the run began with, else float32.
         largest: bytes of a file of weights.
         adapters: write the adapters alone, in PEFT's files; else they are merged into the weights.
+        averaged: write the moving average of each weight that has one.
 
     Returns:
         The names of the files of weights.
 
     Raises:
         ExportError: the model is no decoder, no architecture of transformers, or the directory cannot be written.
+        CheckpointError: there are no averages.
     """
     options = config.model.options
     if not isinstance(options, DecoderConfig):
         raise ExportError(f"model.name = {config.model.name}: only the decoder is known to transformers")
     if adapters and options.lora.rank is None:
         raise ExportError("the model has no adapters (model.lora.rank is null); leave --lora out")
+    if averaged:
+        checkpoint.check_averaged()
     model_type, described = _describe(run, config)
     chosen = dtype or _dtype_of(described)
     described |= {"dtype": chosen, "torch_dtype": chosen}
@@ -62,7 +67,8 @@ def export_run(
     saved = checkpoint.index.tensors
 
     def stored(name: str, box: Box) -> Array:
-        return widen(checkpoint.read(f"model.{name}", box), saved[f"model.{name}"].dtype)
+        chosen = f"ema.{name}" if averaged and f"ema.{name}" in saved else f"model.{name}"
+        return widen(checkpoint.read(chosen, box), saved[chosen].dtype)
 
     shapes = {name.removeprefix("model."): saved[name].shape for name in saved if name.startswith("model.")}
     if adapters:

@@ -54,7 +54,14 @@ class TrainingCheckpoints:
         setup = self._setup
         return PendingSave(
             self._storage,
-            state_parts(setup.platform, setup.model, setup.optimizer, setup.stage_mesh, _written_elsewhere(setup)),
+            state_parts(
+                setup.platform,
+                setup.model,
+                setup.optimizer,
+                setup.stage_mesh,
+                _written_elsewhere(setup),
+                setup.average,
+            ),
             step=progress.step,
             model=to_plain(setup.config.model),
             state=self._state(progress) | dict(told),
@@ -77,7 +84,7 @@ class TrainingCheckpoints:
         self._check_data(checkpoint)
         optimizer_steps, samples = _counter(checkpoint, "optimizer_steps"), _counter(checkpoint, "samples")
         everyones = None if setup.pipeline is None else setup.pipeline.everyones
-        load_state(setup.platform, setup.model, setup.optimizer, checkpoint, everyones)
+        load_state(setup.platform, setup.model, setup.optimizer, checkpoint, everyones, setup.average)
         setup.optimizer.num_steps = optimizer_steps
         if checkpoint.state.get("loss_scaling"):
             setup.scaler.load_state_dict(checkpoint.state["loss_scaling"])

@@ -9,6 +9,7 @@ from hp_fsdp.exceptions import FullyShardError
 from hp_fsdp.memory import MemoryUse, memory_use
 from hp_trainer.exceptions import TrainingError
 from hp_trainer.machine_errors import LESS_MEMORY, is_out_of_memory
+from hp_trainer.optimizers import state_bytes
 from hp_trainer.training.setup import RankSetup
 
 
@@ -34,13 +35,14 @@ def memory_by_kind(setup: RankSetup) -> dict[str, int]:
     except FullyShardError:  # a model of somebody else's, laid out in another way
         whole = sum(_bytes(setup, parameter) for _, parameter in platform.named_parameters(setup.model))
         use = MemoryUse(shards=whole, full=0, full_gradients=0, sharded_gradients=0)
-    slots = setup.optimizer.state().values()
+    averages = {} if setup.average is None else setup.average.state()
     return {
         "weights": use.shards,
         "gathered weights": use.full,
         "gradients": use.sharded_gradients,
         "gradients not reduced yet": use.full_gradients,
-        "optimizer state": sum(_bytes(setup, tensor) for state in slots for tensor in state.values()),
+        "optimizer state": state_bytes(setup.optimizer, platform),
+        "averages of weights": sum(_bytes(setup, tensor) for tensor in averages.values()),
     }
 
 

@@ -11,6 +11,10 @@ Tensor = Any
 class Optimizer(Protocol):
     """Updates the parameters it was built with; works on local shards and never communicates.
 
+    One that keeps its state in another form, such as 8-bit AdamW, makes the tensors of `state()` when they are asked
+    for, and has two more methods: `set_state(name, slot, values)`, called after such a tensor has been written into,
+    and `state_bytes(platform)`, the bytes that its state takes on this rank.
+
     Attributes:
         num_steps: updates done, which bias correction depends on; set when a checkpoint is loaded.
     """

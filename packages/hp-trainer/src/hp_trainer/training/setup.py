@@ -24,6 +24,7 @@ from hp_trainer.training.pipelined_model import PipelinedModel, exchange_over
 from hp_trainer.training.sequence_shares import SequenceShares
 from hp_trainer.training.stages import StagePlan, plan_stages
 from hp_trainer.training.state import num_parameters
+from hp_trainer.training.weight_average import WeightAverage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,7 @@ class RankSetup:
         stage_mesh: the ranks that have the same parts of the model, one axis; None: all.
         optimizer: over the model's trainable parameters.
         scaler: loss scaling; disabled unless the model computes in float16.
+        average: moving average of the trained weights; None: none is kept.
     """
 
     config: TrainerConfig
@@ -52,6 +54,7 @@ class RankSetup:
     model: Any
     optimizer: Optimizer
     scaler: GradScaler
+    average: WeightAverage | None = None
     pipeline: PipelinedModel | None = None
     stage_mesh: DeviceMesh | None = None
 
@@ -79,6 +82,7 @@ class RankSetup:
             model=model,
             optimizer=build_optimizer(config, platform, model, everyones),
             scaler=build_scaler(config, platform),
+            average=build_average(config, platform, model),
             pipeline=None if plan is None else PipelinedModel(platform, model, plan, mesh),
             stage_mesh=None if plan is None else _stage_mesh(dims, mesh),
         )
@@ -104,10 +108,7 @@ class RankSetup:
 
     def sequence_shares(self) -> SequenceShares | None:
         """Return what cuts samples to this rank's tokens; None where each rank has whole samples."""
-        if not self.dims.cp_enabled:
-            return None
-        style = context_style(self.dims, self.config.model.options, self.config.training)
-        return SequenceShares(style, self.dims.cp, self.mesh["cp"].get_local_rank())
+        return sequence_shares(self.config, self.dims, self.mesh)
 
 
 def open_dataset(run: RunFolder, config: TrainerConfig) -> Dataset:
@@ -151,6 +152,14 @@ def build_model(
     return model
 
 
+def sequence_shares(config: TrainerConfig, dims: ParallelDims, mesh: DeviceMesh) -> SequenceShares | None:
+    """Return what cuts samples to a rank's tokens; None where each rank has whole samples."""
+    if not dims.cp_enabled:
+        return None
+    style = context_style(dims, config.model.options, config.training)
+    return SequenceShares(style, dims.cp, mesh["cp"].get_local_rank())
+
+
 def _stage_mesh(dims: ParallelDims, mesh: DeviceMesh) -> DeviceMesh:
     """Return the ranks of this rank's place in the pipeline, as one axis."""
     axes = [name for name, size in dims.dense_sizes().items() if name != "pp" and size > 1]
@@ -174,15 +183,24 @@ def build_optimizer(
         TrainingError: a parameter group matches none of them.
     """
     entry = registries().optimizers.get(config.optimizer.name, platform.name)
-    named = [(name, p) for name, p in platform.named_parameters(model) if platform.requires_grad(p)]
     optimizer: Optimizer = build_grouped(
-        named,
+        _trained(platform, model),
         config.optimizer.options,
         config.parameter_groups,
         lambda some, options: entry.build(some, options, platform),
         everyones,
     )
     return optimizer
+
+
+def build_average(config: TrainerConfig, platform: Platform, model: Any) -> WeightAverage | None:
+    """Build the moving average of the model's trainable parameters, which begins with their values now."""
+    decay = config.training.ema.decay
+    return None if decay is None else WeightAverage(_trained(platform, model), decay, platform)
+
+
+def _trained(platform: Platform, model: Any) -> list[tuple[str, Any]]:
+    return [(name, p) for name, p in platform.named_parameters(model) if platform.requires_grad(p)]
 
 
 def build_scaler(config: TrainerConfig, platform: Platform) -> GradScaler:

@@ -14,18 +14,28 @@ from hp_dtensor.tensor.dtensor import DTensor
 from hp_trainer.checkpoint import Box, Checkpoint, TensorPart
 from hp_trainer.checkpoint.dtypes import is_finite
 from hp_trainer.exceptions import CheckpointError
+from hp_trainer.optimizers import set_state
 from hp_trainer.training.optimizer import Optimizer
+from hp_trainer.training.weight_average import WeightAverage
 
 Tensor = Any
 Module = Any
 
 
-def named_state(platform: Platform, model: Module, optimizer: Optimizer | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield everything that training changes: `model.<name>` and `optimizer.<parameter>.<slot>`."""
+def named_state(
+    platform: Platform, model: Module, optimizer: Optimizer | None, average: WeightAverage | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield everything that training changes.
+
+    These are `model.<name>`, `ema.<parameter>` and `optimizer.<parameter>.<slot>`.
+    """
     for name, parameter in platform.named_parameters(model):
         yield f"model.{name}", parameter
     for name, buffer in platform.named_buffers(model):
         yield f"model.{name}", buffer
+    if average is not None:
+        for name, tensor in average.state().items():
+            yield f"ema.{name}", tensor
     if optimizer is not None:
         for name, slots in optimizer.state().items():
             for slot, tensor in slots.items():
@@ -38,6 +48,7 @@ def state_parts(
     optimizer: Optimizer,
     stage_mesh: DeviceMesh | None = None,
     written_elsewhere: Collection[str] = (),
+    average: WeightAverage | None = None,
 ) -> Iterator[TensorPart]:
     """Yield this rank's part of a checkpoint; each tensor is brought to the host when its turn comes.
 
@@ -49,10 +60,10 @@ def state_parts(
         CheckpointError: a weight or an optimizer state is no finite number.
     """
     buffers = {f"model.{name}" for name, _ in platform.named_buffers(model)}
-    for name, tensor in named_state(platform, model, optimizer):
+    for name, tensor in named_state(platform, model, optimizer, average):
         box = box_of(tensor)
         replica, num_replicas = _replica_of(platform, tensor, stage_mesh)
-        if name.removeprefix("model.") in written_elsewhere or _parameter_of(name) in written_elsewhere:
+        if _parameter_of(name) in written_elsewhere:
             replica = -1
         dtype = platform.dtype_name(tensor.dtype)
         values = platform.to_numpy(local_of(platform, tensor)).reshape(box.shape)
@@ -68,10 +79,12 @@ def load_state(
     optimizer: Optimizer | None,
     checkpoint: Checkpoint,
     everyones: Callable[[Any], list[Any]] | None = None,
+    average: WeightAverage | None = None,
 ) -> None:
     """Fill this rank's shards from a checkpoint that any layout wrote; without an optimizer, the model alone.
 
     Args:
+        average: filled too; of a checkpoint without one, it begins with the weights.
         everyones: returns a JSON value of every rank of a pipeline, whose stages together have all tensors; None: this
             rank has parts of all.
 
@@ -79,20 +92,59 @@ def load_state(
         CheckpointError: tensors are missing, left over, of other shapes, or damaged; nothing has been changed
             unless damage is found while reading.
     """
-    tensors = dict(named_state(platform, model, optimizer))
-    expected = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if optimizer is None:
-        saved = checkpoint.index.tensors
-        expected |= {name: saved[name].shape for name in saved if name.startswith("optimizer.")}
+    saved = checkpoint.index.tensors
+    is_averaged = any(name.startswith("ema.") for name in saved)
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        return named_state(platform, model, optimizer, average if is_averaged else None)
+
+    expected = {name: tuple(tensor.shape) for name, tensor in tensors()}
+    unread = [kind for kind, reads in (("optimizer.", optimizer), ("ema.", average)) if reads is None]
+    expected |= {name: saved[name].shape for name in saved if name.startswith(tuple(unread))}
     if everyones is not None:
         parts = everyones({name: list(shape) for name, shape in expected.items()})
         expected = {name: tuple(shape) for part in parts for name, shape in part.items()}
     checkpoint.check_tensors(expected)
     with platform.no_grad():
-        for name, tensor in tensors.items():
-            local = local_of(platform, tensor)
-            values = checkpoint.read(name, box_of(tensor)).reshape(tuple(local.shape))
-            platform.copy_(local, platform.from_bits(values, tensor.dtype, platform.device_of(local)))
+        for name, tensor in tensors():
+            _fill(platform, tensor, checkpoint, name)
+            if name.startswith("optimizer."):
+                set_state(optimizer, _parameter_of(name), name.rpartition(".")[2], tensor)
+    if average is not None and not is_averaged:
+        average.restart()
+
+
+def load_weights(
+    platform: Platform,
+    model: Module,
+    checkpoint: Checkpoint,
+    everyones: Callable[[Any], list[Any]] | None = None,
+    *,
+    averaged: bool,
+) -> None:
+    """Fill this rank's shards of a model that is used and not trained; `everyones` as in `load_state`.
+
+    Args:
+        averaged: with the moving average of each weight that has one.
+
+    Raises:
+        CheckpointError: as `load_state` does, or because there are no averages.
+    """
+    saved = checkpoint.index.tensors
+    if averaged:
+        checkpoint.check_averaged()
+    load_state(platform, model, None, checkpoint, everyones)
+    with platform.no_grad():
+        for name, parameter in platform.named_parameters(model) if averaged else ():
+            if f"ema.{name}" in saved:
+                _fill(platform, parameter, checkpoint, f"ema.{name}")
+
+
+def _fill(platform: Platform, tensor: Tensor, checkpoint: Checkpoint, name: str) -> None:
+    """Copy this rank's box of a saved tensor into its shard."""
+    local = local_of(platform, tensor)
+    values = checkpoint.read(name, box_of(tensor)).reshape(tuple(local.shape))
+    platform.copy_(local, platform.from_bits(values, tensor.dtype, platform.device_of(local)))
 
 
 def num_parameters(platform: Platform, model: Module) -> int:
@@ -106,8 +158,9 @@ def box_of(tensor: Tensor) -> Box:
 
 
 def _parameter_of(name: str) -> str:
-    """Return the parameter that an optimizer's tensor `optimizer.<parameter>.<slot>` belongs to."""
-    return name.removeprefix("optimizer.").rpartition(".")[0]
+    """Return the parameter or buffer that a tensor of `named_state` belongs to."""
+    kind, _, rest = name.partition(".")
+    return rest.rpartition(".")[0] if kind == "optimizer" else rest
 
 
 def _replica_of(platform: Platform, tensor: Tensor, stage_mesh: DeviceMesh | None) -> tuple[int, int]:

@@ -23,6 +23,7 @@ class OptimizerStep:
         self.model, self.optimizer, self.scaler = setup.model, setup.optimizer, setup.scaler
         self.shares = setup.sequence_shares()
         self.pipeline, self.stage_mesh = setup.pipeline, setup.stage_mesh
+        self.average = setup.average
         self._experts = list(moe_layers(self.model).values())
         for layer in self._experts:
             # Steps that are given up, and those whose float16 overflows, need a loss to be judged by.
@@ -102,6 +103,8 @@ class OptimizerStep:
             self.discard()
         else:
             self.optimizer.zero_grad()
+            if self.average is not None:
+                self.average.update(self.optimizer.num_steps)
         return not overflowed
 
     def discard(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -220,7 +220,8 @@ class Trainer:
         started = time.perf_counter()
         self._watch.begin("evaluation", self.progress.step)
         self._hooks.before_evaluation(self._last)
-        with self.setup.platform.no_grad():
+        average = self.setup.average if self.config.training.ema.evaluate else None
+        with self.setup.platform.no_grad(), nullcontext() if average is None else average.in_place():
             loss, targets = self._evaluation_loss()
         seconds = time.perf_counter() - started
         record = EvaluationRecord(step=self.progress.step, loss=loss, tokens=targets, seconds=seconds)

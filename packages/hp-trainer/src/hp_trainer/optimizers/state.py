@@ -1,0 +1,24 @@
+"""States of optimizers that keep them in another form than float32 tensors."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from hp_dtensor.platform.interface import Platform
+
+Tensor = Any
+
+
+def set_state(optimizer: Any, name: str, slot: str, values: Tensor) -> None:
+    """Tell an optimizer that a tensor of its `state()` has been written into, where it does not keep that tensor."""
+    if hasattr(optimizer, "set_state"):
+        optimizer.set_state(name, slot, values)
+
+
+def state_bytes(optimizer: Any, platform: Platform) -> int:
+    """Return the bytes of an optimizer's state on this rank."""
+    if hasattr(optimizer, "state_bytes"):
+        return int(optimizer.state_bytes(platform))
+    tensors = [tensor for slots in optimizer.state().values() for tensor in slots.values()]
+    return sum(math.prod(platform.local_shape(x)) * platform.itemsize(x.dtype) for x in tensors)
