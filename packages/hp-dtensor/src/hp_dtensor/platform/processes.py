@@ -60,6 +60,18 @@ class ProcessInterface(ABC):
         # Kibibytes on Linux.
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
+    def live_bytes(self) -> AbstractContextManager[Any]:
+        """Count the bytes of tensors that operations of this thread make inside the block, while they are alive.
+
+        Returns:
+            A context manager that gives an object with two attributes: `now`, the bytes alive, and `peak`, the most so
+            far.
+
+        Raises:
+            CapabilityError: the framework does not tell, which is the default.
+        """
+        raise CapabilityError("this platform does not tell when the memory of a tensor is freed")
+
     def peak_flops(self, dtype: str) -> float | None:
         """Return the matrix products' peak rate of this rank's device, in floating-point operations per second.
 

@@ -1,0 +1,18 @@
+"""Activation memory as a number: what a block keeps for backward, and what it costs to compute it again."""
+
+from hp_trainer.memory.kept import BlockActivations, KeptTensor
+from hp_trainer.memory.recompute import KINDS, NOTHING_AGAIN, BlockRecompute, recompute_by_pattern
+from hp_trainer.memory.sizes import EXPECTED as EXPECTED_SIZE
+from hp_trainer.memory.sizes import format_size, parse_size
+
+__all__ = [
+    "EXPECTED_SIZE",
+    "KINDS",
+    "NOTHING_AGAIN",
+    "BlockActivations",
+    "BlockRecompute",
+    "KeptTensor",
+    "format_size",
+    "parse_size",
+    "recompute_by_pattern",
+]

@@ -1,0 +1,397 @@
+"""Activation bytes of the decoder by formula: per block, for its ends, and at the peak.
+
+The formulas list what autograd keeps of each operation (after arXiv 2205.05198, section 4, for the operations that this
+decoder has). They are those of torch's operations on the CPU and on CUDA; MindSpore keeps up to a tenth more or less.
+Tests compare them with bytes that have been counted, to a tenth.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from hp_trainer.memory import NOTHING_AGAIN, BlockActivations, BlockRecompute, KeptTensor
+from hp_trainer.models.decoder.config import DecoderConfig
+from hp_trainer.models.decoder.flops import visible_keys
+
+_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationShape:
+    """Sizes of one micro-batch on one rank, and the degrees that cut them.
+
+    Attributes:
+        batch: samples of the micro-batch.
+        length: tokens of a sample, over all `cp` ranks.
+        dtype: of computation.
+        cp_method: `ulysses`, `ring` or `all_gather`; it matters where `cp` is above 1.
+        etp: tensor parallel ranks within an expert; None: `tp`.
+        fused_experts: the platform computes experts in one operation: torch does so on CUDA, and in float32 on the CPU.
+
+    Example:
+        >>> ActivationShape(batch=2, length=8, cp=2).tokens
+        8.0
+    """
+
+    batch: int
+    length: int
+    dtype: str = "float32"
+    tp: int = 1
+    cp: int = 1
+    cp_method: str = "ulysses"
+    ep: int = 1
+    etp: int | None = None
+    fused_experts: bool = True
+
+    @property
+    def tokens(self) -> float:
+        """Tokens on this rank, before `tp` cuts them."""
+        return self.batch * self.length / self.cp
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element in computation."""
+        return _ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderActivations:
+    """Activations of every part of a decoder, of one micro-batch on one rank.
+
+    Attributes:
+        blocks: of all layers of the whole model, in order.
+        head: of the final norm, the head and the loss.
+
+    Example:
+        >>> config = DecoderConfig(num_hidden_layers=2)
+        >>> activations = decoder_activations(config, ActivationShape(batch=1, length=64))
+        >>> again = [BlockRecompute(mode="full")] * 2
+        >>> activations.peak(again) < activations.peak()
+        True
+    """
+
+    blocks: tuple[BlockActivations, ...]
+    head: BlockActivations
+
+    def kept(self, recompute: Sequence[BlockRecompute] | None = None) -> list[float]:
+        """Return the bytes that each block keeps from forward to backward.
+
+        Args:
+            recompute: of each block; None: nothing is computed again.
+        """
+        return [block.kept(each) for block, each in zip(self.blocks, self._each(recompute), strict=True)]
+
+    def peak(
+        self,
+        recompute: Sequence[BlockRecompute] | None = None,
+        *,
+        layers: Sequence[int] | None = None,
+        in_flight: float = 1,
+        has_head: bool = True,
+    ) -> float:
+        """Return the most bytes of activations that a rank holds at once.
+
+        Args:
+            recompute: of each block of the whole model.
+            layers: the blocks that this rank has, those of all its stages; None: all.
+            in_flight: micro-batches whose activations a rank of a pipeline holds at once, over all its stages: the
+                `Timeline.peak_activations` of its schedule, divided by the stages that it has.
+            has_head: the rank has the head.
+        """
+        chosen = range(len(self.blocks)) if layers is None else layers
+        modes = self._each(recompute)
+        kept = {layer: self.blocks[layer].kept(modes[layer]) for layer in chosen}
+        others = (in_flight - 1) * sum(kept.values())
+        below, peak = 0.0, 0.0
+        for layer in chosen:
+            below += kept[layer]
+            peak = max(peak, below + self.blocks[layer].temporary(modes[layer]))
+        if has_head:
+            peak = max(peak, below + self.head.kept() + self.head.working)
+        return others + peak
+
+    def _each(self, recompute: Sequence[BlockRecompute] | None) -> Sequence[BlockRecompute]:
+        return [NOTHING_AGAIN] * len(self.blocks) if recompute is None else recompute
+
+
+def decoder_activations(config: DecoderConfig, shape: ActivationShape) -> DecoderActivations:
+    """Return what each part of a decoder keeps of one micro-batch on one rank; the same on every rank of `tp` and `cp`.
+
+    Experts are taken to get equally many rows.
+
+    Example:
+        >>> config = DecoderConfig(num_hidden_layers=1, hidden_size=192)
+        >>> activations = decoder_activations(config, ActivationShape(batch=1, length=10))
+        >>> activations.kept([BlockRecompute(mode="full")])  # the input alone: 10 x 192 float32
+        [7680.0]
+    """
+    blocks = tuple(_block(config, layer, shape) for layer in range(config.num_hidden_layers))
+    return DecoderActivations(blocks=blocks, head=_head(config, shape))
+
+
+def _block(config: DecoderConfig, layer: int, shape: ActivationShape) -> BlockActivations:
+    rows, e = shape.tokens / shape.tp, shape.itemsize
+    # The first norm keeps it in float32, which in 16 bits is a copy.
+    stream = KeptTensor(name="input", kind="input", result=rows * config.hidden_size * e)
+    tensors = [stream, *_attention(config, layer, shape), *_feed_forward(config, layer, shape)]
+    return BlockActivations(tensors=tuple(tensors), working=_working(config, layer, shape))
+
+
+# Attention -----------------------------------------------------------------------------------------------
+
+
+def _attention(config: DecoderConfig, layer: int, shape: ActivationShape) -> Iterator[KeptTensor]:
+    hidden, tokens, e = config.hidden_size, shape.tokens, shape.itemsize
+    # Sequence parallel between the projections: each rank normalizes its rows, and gets all of them for the products.
+    yield _norm("attention_norm", hidden, tokens / shape.tp, shape)
+    yield _gathered("attention input", tokens * hidden * e, shape)
+    yield from (_latent if config.attention == "latent" else _grouped)(config, shape)
+    heads, score, value = config.num_attention_heads / shape.tp, _score_width(config), _value_width(config)
+    seen = visible_keys(shape.length, config.window_of(layer))
+    out = tokens * heads * value * e
+    log_sums = tokens * heads * 4
+    yield KeptTensor(
+        name="attention",
+        kind="attention",
+        saved=out + log_sums,
+        result=out + log_sums,
+        flops=2 * tokens * heads * seen * (score + value),
+    )
+    if _is_laid_out_anew(config, layer, shape):
+        yield KeptTensor(name="heads side by side", kind="rest", saved=out)
+    yield KeptTensor(
+        name="o_proj",
+        kind="products",
+        result=tokens * hidden * e,
+        flops=2 * tokens * heads * value * hidden,
+    )
+    yield from _exchanged(config, shape)
+    yield _scattered("attention output", tokens * hidden * e, shape)
+    if config.post_norms:
+        yield _norm("post_attention_norm", hidden, tokens / shape.tp, shape, own_input=True, own_result=False)
+
+
+def _grouped(config: DecoderConfig, shape: ActivationShape) -> Iterator[KeptTensor]:
+    tokens, e, width = shape.tokens, shape.itemsize, config.head_dim
+    heads, kv_heads = config.num_attention_heads / shape.tp, _kv_heads(config, shape)
+    projected = tokens * config.num_key_value_heads / shape.tp * width * e
+    flops = 2 * tokens * config.hidden_size * width * (heads + 2 * config.num_key_value_heads / shape.tp)
+    yield KeptTensor(
+        name="q_proj, k_proj, v_proj",
+        kind="products",
+        saved=tokens * kv_heads * width * e,  # values; queries and keys are kept once they are turned
+        result=tokens * heads * width * e + 2 * projected,
+        flops=flops,
+    )
+    if config.qk_norm != "none":
+        for name, count in (("q_norm", heads), ("k_norm", config.num_key_value_heads / shape.tp)):
+            roots = count if config.qk_norm == "head" else 1
+            yield _norm(name, count * width, tokens, shape, own_input=True, own_result=False, roots=roots)
+    yield KeptTensor(name="turned queries and keys", kind="rest", saved=tokens * (heads + kv_heads) * width * e)
+
+
+def _latent(config: DecoderConfig, shape: ActivationShape) -> Iterator[KeptTensor]:
+    tokens, e, heads = shape.tokens, shape.itemsize, config.num_attention_heads / shape.tp
+    hidden, rank, q_rank = config.hidden_size, config.kv_lora_rank, config.q_lora_rank
+    score, value = _score_width(config), config.v_head_dim
+    narrow, wide = rank + config.qk_rope_head_dim, heads * (config.qk_nope_head_dim + value)
+    widths = heads * score + narrow + wide + (q_rank or 0)
+    queries = hidden * heads * score if q_rank is None else q_rank * (hidden + heads * score)
+    yield KeptTensor(
+        name="query, key and value projections",
+        kind="products",
+        saved=tokens * wide * e,  # values are a part of it; queries and keys are kept once they are turned
+        result=tokens * widths * e,
+        flops=2 * tokens * (queries + hidden * narrow + rank * wide),
+    )
+    if q_rank is not None:
+        yield _norm("q_a_norm", q_rank, tokens, shape, own_input=True)
+    # The norm's input is a part of the narrow product, all of which stays with it in float32.
+    beside = tokens * config.qk_rope_head_dim * 4 if e == 4 else 0
+    yield KeptTensor(name="shared keys beside kv_a_norm", kind="rest", saved=beside)
+    yield _norm("kv_a_norm", rank, tokens, shape, own_input=True)
+    yield KeptTensor(name="turned queries and keys", kind="rest", saved=2 * tokens * heads * score * e)
+
+
+def _exchanged(config: DecoderConfig, shape: ActivationShape) -> Iterator[KeptTensor]:
+    """Exchanges of context parallel ranks, which computing again makes once more."""
+    if shape.cp == 1:
+        return
+    heads, others = config.num_attention_heads / shape.tp, (shape.cp - 1) / shape.cp
+    queries = shape.tokens * heads * (_score_width(config) + _value_width(config)) * shape.itemsize
+    kv_heads = heads if config.attention == "latent" else config.num_key_value_heads / shape.tp
+    keys = shape.tokens * kv_heads * (_score_width(config) + _value_width(config)) * shape.itemsize
+    if shape.cp_method == "ulysses":
+        copies = max(1.0, shape.cp / kv_heads)
+        yield KeptTensor(
+            name="heads to ranks and back",
+            kind="collectives",
+            result=queries + keys * copies,
+            sent=others * (queries + keys * copies),
+        )
+        return
+    whole = keys * shape.cp if shape.cp_method == "all_gather" else 0.0
+    yield KeptTensor(
+        name="keys and values of other ranks", kind="collectives", saved=whole, result=whole, sent=keys * (shape.cp - 1)
+    )
+
+
+# Feed-forward --------------------------------------------------------------------------------------------
+
+
+def _feed_forward(config: DecoderConfig, layer: int, shape: ActivationShape) -> Iterator[KeptTensor]:
+    hidden, tokens = config.hidden_size, shape.tokens
+    yield _norm("ffn_norm", hidden, tokens / shape.tp, shape)
+    if config.is_dense(layer):
+        yield from _dense("feed_forward", config, config.intermediate_size, shape)
+    else:
+        yield from _experts(config, shape)
+    if config.post_norms:
+        yield _norm("post_ffn_norm", hidden, tokens / shape.tp, shape, own_input=True, own_result=False)
+
+
+def _dense(name: str, config: DecoderConfig, width: float, shape: ActivationShape) -> Iterator[KeptTensor]:
+    hidden, tokens, e, width = config.hidden_size, shape.tokens, shape.itemsize, width / shape.tp
+    yield _gathered(f"{name} input", tokens * hidden * e, shape)
+    gates = 2 * tokens * width * e
+    yield KeptTensor(
+        name=f"{name}.w1, w3", kind="products", saved=gates, result=gates, flops=4 * tokens * hidden * width
+    )
+    yield KeptTensor(name=f"{name} activation", kind="rest", saved=gates)
+    yield KeptTensor(name=f"{name}.w2", kind="products", result=tokens * hidden * e, flops=2 * tokens * hidden * width)
+    yield _scattered(f"{name} output", tokens * hidden * e, shape)
+
+
+def _experts(config: DecoderConfig, shape: ActivationShape) -> Iterator[KeptTensor]:
+    assert config.num_experts is not None
+    hidden, e, top_k = config.hidden_size, shape.itemsize, config.num_experts_per_tok
+    etp = shape.tp if shape.etp is None else shape.etp
+    tokens = shape.tokens / shape.tp * (etp if shape.tp > 1 else 1)
+    rows = tokens * top_k
+    if shape.tp > 1 and etp > 1:
+        yield _gathered("experts' input", tokens * hidden * e, shape)
+    # The gate computes in float32: scores, and in 16 bits its input once more.
+    gate = tokens * (4 * config.num_experts + (4 * hidden if e == 2 else 0) + 4 * top_k + 4)
+    yield KeptTensor(name="gate", kind="rest", saved=gate, flops=2 * tokens * hidden * config.num_experts)
+    decided = rows * 16
+    yield KeptTensor(name="routing", kind="routing", saved=decided, result=decided)
+    if shape.ep > 1:
+        received = tokens * shape.ep * _chance(config, shape.ep)
+        yield KeptTensor(
+            name="rows of other ranks",
+            kind="collectives",
+            saved=received * (hidden * e + 4 * top_k),
+            result=received * (hidden * e + 4 * top_k),
+            sent=received * (shape.ep - 1) / shape.ep * 2 * hidden * e,
+        )
+    width = config.moe_intermediate_size / etp
+    gates = 2 * rows * width * e
+    saved = gates if _is_fused(config, shape) else 2 * gates + rows * hidden * (e + 4)
+    yield KeptTensor(
+        name="experts", kind="products", saved=saved, result=tokens * hidden * e, flops=6 * rows * hidden * width
+    )
+    if config.num_shared_experts:
+        yield from _dense("shared_experts", config, config.moe_intermediate_size * config.num_shared_experts, shape)
+
+
+def _is_fused(config: DecoderConfig, shape: ActivationShape) -> bool:
+    """Return whether experts keep their input and gates alone; else also each row, its activation and its result."""
+    is_plain = config.hidden_act == "silu" and config.swiglu_limit is None and not config.expert_bias
+    return is_plain and shape.fused_experts
+
+
+def _chance(config: DecoderConfig, ep: int) -> float:
+    """Return the chance that a token has an expert on one rank of `ep`, if all are alike."""
+    assert config.num_experts is not None
+    elsewhere = config.num_experts - config.num_experts // ep
+    return 1 - math.comb(elsewhere, config.num_experts_per_tok) / math.comb(
+        config.num_experts, config.num_experts_per_tok
+    )
+
+
+# Parts ---------------------------------------------------------------------------------------------------
+
+
+def _norm(
+    name: str,
+    width: float,
+    rows: float,
+    shape: ActivationShape,
+    *,
+    own_input: bool = False,
+    own_result: bool = True,
+    roots: float = 1,
+) -> KeptTensor:
+    """Return what a norm keeps: its input and its normalized input in float32, the root, and the next product's input.
+
+    Args:
+        own_input: nobody else keeps its input; else in float32 it is the residual stream's own.
+        own_result: a product follows, which keeps the result; with `tp` that is the gathered one.
+    """
+    elements = rows * width
+    saved = 2 * 4 * elements + 4 * rows * roots
+    if own_result and (shape.tp == 1 or own_input):
+        saved += shape.itemsize * elements
+    return KeptTensor(name=name, kind="rest", saved=saved)
+
+
+def _gathered(name: str, num_bytes: float, shape: ActivationShape) -> KeptTensor:
+    """Return the rows of all `tp` ranks, which the products keep."""
+    if shape.tp == 1:
+        return KeptTensor(name=name, kind="rest")
+    sent = num_bytes * (shape.tp - 1) / shape.tp
+    return KeptTensor(name=name, kind="collectives", saved=num_bytes, result=num_bytes, sent=sent)
+
+
+def _scattered(name: str, num_bytes: float, shape: ActivationShape) -> KeptTensor:
+    """Return the sums that each of the `tp` ranks gets of its rows."""
+    if shape.tp == 1:
+        return KeptTensor(name=name, kind="rest")
+    sent = num_bytes * (shape.tp - 1) / shape.tp
+    return KeptTensor(name=name, kind="collectives", result=num_bytes / shape.tp, sent=sent)
+
+
+def _head(config: DecoderConfig, shape: ActivationShape) -> BlockActivations:
+    tokens, e, vocab = shape.tokens, shape.itemsize, config.vocab_size / shape.tp
+    tensors = (
+        _norm("norm", config.hidden_size, tokens / shape.tp, shape),
+        _gathered("head input", tokens * config.hidden_size * e, shape),
+        # Over a cut vocabulary the loss keeps the logits less their maximum, and their exponentials.
+        KeptTensor(name="log-softmax", kind="rest", saved=(4 if shape.tp == 1 else 8) * tokens * vocab),
+    )
+    return BlockActivations(tensors=tensors, working=(4 + max(4, 2 * e)) * tokens * vocab)
+
+
+def _working(config: DecoderConfig, layer: int, shape: ActivationShape) -> float:
+    """Return the bytes of gradients between the operations of a block: of its widest part, and of its stream."""
+    tokens, e = shape.tokens, shape.itemsize
+    width: float = config.intermediate_size
+    if not config.is_dense(layer):
+        experts = config.moe_intermediate_size * config.num_experts_per_tok
+        width = max(experts, config.moe_intermediate_size * config.num_shared_experts)
+    heads = config.num_attention_heads * (2 * _score_width(config) + 2 * _value_width(config))
+    return tokens * e * (max(3 * width, heads) / shape.tp + 3 * config.hidden_size)
+
+
+def _is_laid_out_anew(config: DecoderConfig, layer: int, shape: ActivationShape) -> bool:
+    """Return whether heads are copied to lie side by side: not where a fused kernel has written them so."""
+    is_plain = config.attention_soft_cap is None and not config.attention_sinks and config.window_of(layer) is None
+    if config.attention == "latent" or not is_plain:
+        return True
+    return shape.cp > 1 and shape.cp_method == "ulysses"
+
+
+def _kv_heads(config: DecoderConfig, shape: ActivationShape) -> float:
+    """Return the key-value heads that attention keeps, copies for `cp` ranks included."""
+    heads = config.num_key_value_heads / shape.tp
+    return max(heads, shape.cp) if shape.cp_method == "ulysses" else heads
+
+
+def _score_width(config: DecoderConfig) -> int:
+    return config.head_dim if config.attention == "grouped" else config.qk_nope_head_dim + config.qk_rope_head_dim
+
+
+def _value_width(config: DecoderConfig) -> int:
+    return config.head_dim if config.attention == "grouped" else config.v_head_dim

@@ -1,0 +1,64 @@
+"""Bytes of activations that decoders of two depths leave alive on simulated ranks, counted by torch's dispatch."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+
+import numpy
+
+from hp_dtensor.platform.selection import get_platform
+from hp_dtensor.tensor.init import init_parameters
+from hp_dtensor.testing import run_ranks
+from hp_trainer.config import TrainingConfig
+from hp_trainer.data import Batch
+from hp_trainer.models import DecoderConfig, build_decoder
+from hp_trainer.parallel import ParallelDims, context_style
+from hp_trainer.training.sequence_shares import SequenceShares
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes on a rank, the mean over ranks."""
+
+    block: float
+    head: float
+
+
+def measure(config, degrees, *, batch=2, length=64, **training):
+    """Return what a block, and the head with the loss, leave alive after forward: the difference of two depths."""
+    size = numpy.prod([value for key, value in degrees.items() if key in ("dp_shard", "cp", "tp")], dtype=int)
+    args = vars(config), degrees, int(size), batch, length, training
+    shallow, deep = numpy.mean(run_ranks(_of_two_depths, int(size), "torch", *args), axis=0)
+    block = (deep - shallow) / 2
+    return Measured(block, shallow - block)
+
+
+def _of_two_depths(options, *args):
+    return [_kept(dict(options, num_hidden_layers=depth), *args) for depth in (1, 3)]
+
+
+def _kept(options, degrees, world_size, batch, length, training):
+    platform, config = get_platform("torch"), DecoderConfig(**options)
+    dims = ParallelDims(world_size=world_size, **degrees)
+    mesh = dims.build_mesh("cpu", platform=platform)
+    settings = TrainingConfig(steps=1, sequence_length=length, global_batch_size=batch * dims.dp_size, **training)
+    model = build_decoder(config, platform)
+    model.parallelize(dims, mesh, settings)
+    init_parameters(model, model.initializer, seed=4)
+    tokens = numpy.random.default_rng(dims.batch_rank(mesh.world.rank)).integers(0, config.vocab_size, (batch, length))
+    whole = Batch(tokens, tokens, None, numpy.arange(batch), tokens.size, tokens.size)
+    if dims.cp_enabled:
+        style = context_style(dims, config, settings)
+        whole = SequenceShares(style, dims.cp, mesh["cp"].get_local_rank()).own(whole)
+    arrays = [platform.from_numpy(numpy.ascontiguousarray(x)) for x in whole.arrays() if x is not None]
+    platform.backward(model(*arrays))  # gradients and the buffers of the first step are there before
+    with platform.live_bytes() as live:
+        loss = model(*arrays)
+        # Simulated ranks hold the buffers of collectives in circles.
+        mesh.world.all.barrier()
+        gc.collect()
+        mesh.world.all.barrier()
+        kept = live.now
+        platform.backward(loss)
+    return kept

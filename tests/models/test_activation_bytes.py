@@ -1,0 +1,83 @@
+"""Formulas of activation bytes against counted ones, and what follows from them."""
+
+from __future__ import annotations
+
+import pytest
+from activation_meter import measure
+
+from hp_trainer.memory import BlockRecompute, format_size, parse_size
+from hp_trainer.models import DecoderConfig
+from hp_trainer.models.decoder.activation_bytes import ActivationShape, decoder_activations
+
+SMALL = {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+DENSE = {**SMALL, "intermediate_size": 96}
+EXPERTS = {**SMALL, "num_experts": 8, "moe_intermediate_size": 40, "num_shared_experts": 1}
+# Options, degrees, what the shape says beside batch and length.
+CASES = {
+    "dense": (DENSE, {}, {}),
+    "16 bits": (DENSE, {}, {"dtype": "bfloat16"}),
+    "norms": ({**DENSE, "qk_norm": "head", "post_norms": True}, {}, {"dtype": "bfloat16"}),
+    "full norms, soft cap": ({**DENSE, "qk_norm": "full", "attention_soft_cap": 30.0}, {}, {}),
+    "window": ({**DENSE, "sliding_window": 16}, {}, {"length": 640, "batch": 1}),
+    "latent": ({**DENSE, "attention": "latent", "q_lora_rank": 24}, {}, {"length": 640, "batch": 1}),
+    "experts": (EXPERTS, {}, {}),
+    "experts, 16 bits": (EXPERTS, {}, {"dtype": "bfloat16", "fused_experts": False}),
+    "tp": (DENSE, {"tp": 2}, {"tp": 2}),
+    "tp, norms, 16 bits": ({**DENSE, "qk_norm": "head"}, {"tp": 2}, {"tp": 2, "dtype": "bfloat16"}),
+    "tp, experts": (EXPERTS, {"tp": 2}, {"tp": 2}),
+    "ulysses": (DENSE, {"cp": 2, "ulysses_degree": 2}, {"cp": 2}),
+    "ring": (DENSE, {"cp": 2, "ulysses_degree": 1}, {"cp": 2, "cp_method": "ring"}),
+    "gathered keys": (DENSE, {"cp": 2, "cp_method": "all_gather"}, {"cp": 2, "cp_method": "all_gather"}),
+    "ep": (EXPERTS, {"dp_shard": 2, "ep": 2}, {"ep": 2}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_formulas_are_within_a_tenth_of_counted_bytes(name, hp_platform):
+    if hp_platform.name != "torch":
+        pytest.skip("the bytes are counted on torch")
+    options, degrees, sizes = CASES[name]
+    config, shape = DecoderConfig(num_hidden_layers=2, **options), ActivationShape(**{"batch": 2, "length": 64} | sizes)
+    found = measure(config, degrees, batch=shape.batch, length=shape.length, dtype=shape.dtype)
+    told = decoder_activations(config, shape)
+    assert told.kept()[1] == pytest.approx(found.block, rel=0.1)
+    assert told.head.kept() == pytest.approx(found.head, rel=0.1)
+
+
+def test_a_pipeline_holds_several_micro_batches():
+    config = DecoderConfig(num_hidden_layers=4, **DENSE)
+    told = decoder_activations(config, ActivationShape(batch=1, length=32))
+    one = told.peak(layers=(0, 1), has_head=False)
+    assert told.peak(layers=(0, 1), in_flight=3, has_head=False) == one + 2 * sum(told.kept()[:2])
+
+
+def test_recomputation_keeps_less_the_less_it_keeps():
+    config = DecoderConfig(num_hidden_layers=2, **EXPERTS)
+    block = decoder_activations(config, ActivationShape(batch=1, length=32, tp=2, ep=2)).blocks[1]
+    modes = [
+        BlockRecompute(mode="full"),
+        BlockRecompute(mode="selective", keep=("attention",)),
+        BlockRecompute(mode="selective", keep=("attention", "collectives")),
+        BlockRecompute(mode="selective", keep=("attention", "collectives", "products")),
+    ]
+    assert sorted({block.kept(each) for each in modes}) == [block.kept(each) for each in modes]
+    again = [block.flops_again(each) for each in modes]
+    assert again[0] > again[1] == again[2] > again[3]
+    sent = [block.sent_again(each) for each in modes]
+    assert sent[0] == sent[1] > sent[2] == sent[3] == 0
+    assert (block.flops_again(), block.sent_again(), block.moved_again()) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(("text", "size"), [("20GiB", 20 * 2**30), (" 512 MiB ", 2**29), ("1.5kB", 1500), ("7B", 7)])
+def test_sizes(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "20", "GiB", "-1GiB", "0MiB", "0.1B", "1 gib", "1e3MiB", "999999999TiB"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(ValueError, match=r"expected a size above 0 with its unit, such as 20GiB.*got "):
+        parse_size(text)
+
+
+def test_sizes_are_shown_in_the_unit_that_fits():
+    assert [format_size(each) for each in (3.0, 2**10, 3 * 2**29, 2**40)] == ["3 B", "1.00 KiB", "1.50 GiB", "1.00 TiB"]
