@@ -28,6 +28,7 @@ from hp_dtensor.tensor.conversions import distribute_tensor
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.tensor.init import Normal, init_parameters
 from hp_moe import (
+    AllToAllDispatcher,
     ExpertParallel,
     ExpertTensorParallel,
     LoadMetrics,
@@ -100,6 +101,7 @@ BY_DISPATCHER = {
     "auto": ("auto", 3),
     "two_level": (functools.partial(TwoLevelDispatcher, inner_size=2), 4),
     "two_level of 8": (functools.partial(TwoLevelDispatcher, inner_size=4), 8),
+    "in chunks": (functools.partial(AllToAllDispatcher, num_chunks=3), 4),
     "all_to_all_int8": ("all_to_all_int8", 2),
     "all_to_all_fp8": ("all_to_all_fp8", 2),
 }

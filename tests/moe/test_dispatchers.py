@@ -33,7 +33,7 @@ from hp_moe import (
 )
 from hp_moe.dispatch.wire_formats import find_wire_format
 
-EXACT = ["copy_per_expert", "all_gather", "auto", "two_level", "two_level of 8"]
+EXACT = ["copy_per_expert", "all_gather", "auto", "two_level", "two_level of 8", "in chunks"]
 OPTIONS = {
     "shared": {"num_shared_experts": 1, "route_norm": True, "load_balance_coeff": 0.01},
     "dropped": {"capacity": Capacity(0.7), "bias": True},
@@ -59,6 +59,9 @@ def single(name, num_experts):
         ("two_level", "shared", 9, True),
         ("two_level", "hashed", 5, False),
         ("two_level of 8", "dropped", 9, False),
+        ("in chunks", "shared", 9, True),
+        ("in chunks", "dropped", 5, False),
+        ("in chunks", "hashed", 6, False),
     ],
 )
 def test_five_steps_equal_one_rank(dispatcher, name, num_experts, recompute):
@@ -177,12 +180,17 @@ def test_halves_are_rounded_away_from_zero(platform):
 
 
 @pytest.mark.parametrize(
-    ("dispatcher", "waits"), [("all_to_all", 1), ("all_gather", 1), ("copy_per_expert", 1), ("nodes", 2)]
+    ("dispatcher", "waits"),
+    [("all_to_all", 1), ("in chunks", 1), ("all_gather", 1), ("copy_per_expert", 1), ("nodes", 2)],
 )
 def test_the_host_waits_once_in_forward_and_never_in_backward(platform, dispatcher, waits, monkeypatch):
     """Reads of device memory; values are not looked at before, as on an accelerator."""
     monkeypatch.setattr(hp_moe.experts, "check_inputs", lambda *args: None)
-    build = functools.partial(TwoLevelDispatcher, inner_size=2) if dispatcher == "nodes" else dispatcher
+    builds = {
+        "nodes": functools.partial(TwoLevelDispatcher, inner_size=2),
+        "in chunks": functools.partial(AllToAllDispatcher, num_chunks=3),
+    }
+    build = builds.get(dispatcher, dispatcher)
     readers, original = [], type(platform).to_numpy
 
     def to_numpy(self, x):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 from hp_dtensor.comm.mesh import DeviceMesh
@@ -107,7 +109,12 @@ class GroupedExperts(nn.Module):
         return self.score_position == "before"
 
     def forward(
-        self, x: Tensor, routing: Routing | Tensor | None = None, *, num_tokens_per_expert: Tensor | None = None
+        self,
+        x: Tensor,
+        routing: Routing | Tensor | None = None,
+        *,
+        num_tokens_per_expert: Tensor | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> Tensor:
         """Run rows through their experts.
 
@@ -115,6 +122,7 @@ class GroupedExperts(nn.Module):
             x: plain `[tokens, dim]`, or `[rows, dim]` in expert-major order where counts are given.
             routing: the experts of each token, or the counts.
             num_tokens_per_expert: the counts by name: integers `[num_experts]` that add up to `rows`.
+            meanwhile: called once the first tokens are under way, where they travel in chunks; else not.
 
         Returns:
             `[tokens, dim]`, the (weighted) sum over each token's experts; one result per row, in the same
@@ -130,13 +138,34 @@ class GroupedExperts(nn.Module):
             routing = self._routing(x, routing, num_tokens_per_expert)
             held = {name: each for name in ExpertWeights._fields if (each := getattr(self, name)) is not None}
             check_inputs(self.platform, x, held, routing, int(self.w1.shape[0]))
+        self.dispatcher.prepare(x, routing)
+        if self.dispatcher.num_chunks > 1:
+            return self._in_chunks(x, routing, meanwhile)
         sent = self.dispatcher.dispatch(x, routing)
         kept(lambda: self._count_bytes(sent))
-        weights = self._local_weights()
+        return self.dispatcher.combine(self._results_of(sent, self._local_weights()), sent)
+
+    def _in_chunks(self, x: Tensor, routing: Routing, meanwhile: Callable[[], None] | None) -> Tensor:
+        """Work on one chunk of the tokens while others travel.
+
+        The order of these steps is also that of backward, from the last to the first: gradients of all results are sent
+        at once, those of a chunk's rows return while the next chunk is worked on, and what was done `meanwhile` is
+        differentiated before the rows' gradients are waited for.
+        """
+        dispatcher, weights = self.dispatcher, self._local_weights()
+        begun = dispatcher.begin(x, routing)
+        if meanwhile is not None:
+            meanwhile()
+        returning = []
+        for chunk in begun:
+            sent = dispatcher.arrived(chunk)
+            kept(functools.partial(self._count_bytes, sent))
+            returning.append(dispatcher.begin_combine(self._results_of(sent, weights), sent))
+        return self.ops.cat([dispatcher.combined(each) for each in returning], 0)
+
+    def _results_of(self, sent: Dispatched, weights: ExpertWeights) -> Tensor:
         results = self._fused(sent, weights)
-        if results is None:
-            results = self._one_step_at_a_time(sent, weights)
-        return self.dispatcher.combine(results, sent)
+        return self._one_step_at_a_time(sent, weights) if results is None else results
 
     def take_sent_bytes(self) -> int:
         """Return and forget the bytes that have left this rank for experts and back, in forward."""

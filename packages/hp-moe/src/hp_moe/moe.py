@@ -17,6 +17,7 @@ from hp_dtensor.tensor.dtensor import DTensor
 from hp_moe.activations import Activation
 from hp_moe.aux_losses import AuxLosses, LossTerms
 from hp_moe.capacity import Capacity, Choices, kept_choices
+from hp_moe.dispatch import LocalDispatcher
 from hp_moe.exceptions import ExpertParallelError, MoEConfigError
 from hp_moe.expert_hooks import dispatcher_of, partial_mesh_of, run_experts
 from hp_moe.experts import GroupedExperts, ScorePosition
@@ -194,13 +195,18 @@ class MoE(nn.Module):
                 noise_key=0 if self.token_mesh is None else self.token_mesh.get_local_rank(),
             )
         routing = self._routing(experts, counts, scores, region, tuple(x.shape))
-        if isinstance(self.experts, GroupedExperts):
+        shared: list[Tensor] = []
+        if not isinstance(self.experts, GroupedExperts):
+            results = run_experts(self.experts, self.platform, rows, routing)
+        elif type(self.experts.dispatcher) is LocalDispatcher or self.shared_experts is None:
             results = self.experts(rows, routing)
         else:
-            results = run_experts(self.experts, self.platform, rows, routing)
+            results = self.experts(rows, routing, meanwhile=lambda: shared.append(self._shared(x)))
         kept(lambda: self._count(counts))
         routed = region.leave(self.ops.reshape(results, tuple(region.rows.shape)))
-        return routed if self.shared_experts is None else self.ops.add(routed, self._shared(x))
+        if self.shared_experts is None:
+            return routed
+        return self.ops.add(routed, shared[0] if shared else self._shared(x))
 
     def _shared(self, x: Tensor) -> Tensor:
         assert self.shared_experts is not None

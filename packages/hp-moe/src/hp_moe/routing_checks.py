@@ -56,7 +56,7 @@ def check_values(platform: Platform, routing: Routing, num_experts: int) -> None
     Raises:
         ExpertParallelError: listing everything that does not fit.
     """
-    if not routing.is_expert_major and _is_on_host(platform, routing.experts):
+    if not routing.is_expert_major and is_on_host(platform, routing.experts):
         problems = [*_value_problems(platform, routing, num_experts)]
         if problems:
             raise ExpertParallelError("; ".join(problems))
@@ -79,7 +79,7 @@ def check_ids(platform: Platform, ids: Tensor | None, num_tokens: int, vocab_siz
         )
     if platform.dtype_name(ids.dtype) not in _INTEGERS:
         raise ExpertParallelError(f"ids: expected int64, got {platform.dtype_name(ids.dtype)}")
-    if _is_on_host(platform, ids):
+    if is_on_host(platform, ids):
         numbers = platform.to_numpy(ids)
         bad = numbers[(numbers < 0) | (numbers >= vocab_size)]
         if bad.size:
@@ -158,7 +158,7 @@ def refuse_faulty(numbers: Sequence[int]) -> None:
         raise RefusedRouting(codes)
 
 
-def _is_on_host(platform: Platform, x: Tensor) -> bool:
+def is_on_host(platform: Platform, x: Tensor) -> bool:
     return str(platform.device_of(x)).startswith("cpu")
 
 

@@ -6,6 +6,7 @@ experts need around them: the same tokens on every rank that shares an expert, a
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,7 +18,7 @@ from hp_dtensor.parallel.parameters import place_parameter
 from hp_dtensor.parallel.style import ParallelStyle
 from hp_dtensor.spec.placements import Placement, Replicate, Shard
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_moe.dispatch import TokenDispatcher, dispatchers
+from hp_moe.dispatch import AutoDispatcher, TokenDispatcher, dispatchers
 from hp_moe.exceptions import ExpertParallelError
 from hp_moe.expert_hooks import WEIGHTS, ExpertHooks, hooks_of, install
 from hp_moe.experts import GroupedExperts
@@ -25,6 +26,7 @@ from hp_moe.moe import MoE
 
 Tensor = Any
 BuildDispatcher = Callable[[ProcessGroup, int], TokenDispatcher]
+CHUNKED = ("all_to_all", "all_to_all_int8", "all_to_all_fp8", "auto")
 
 # The hidden dimension is the second of w1 and w3, and the last of w2; every rank has the bias of results.
 _HIDDEN_CUT: dict[str, Placement] = {
@@ -77,6 +79,8 @@ class BaseExpertParallel(ParallelStyle):
             self._partition_fn("", experts, device_mesh)
             if dispatcher is not None:
                 experts.dispatcher = dispatcher
+            if isinstance(dispatcher, AutoDispatcher):
+                dispatcher.expert_flop = self._expert_flop(experts, device_mesh)
         else:
             hooks = ExpertHooks(experts, device_mesh.platform, dispatcher, self._partial_mesh(device_mesh))
             self._partition_fn("", experts, device_mesh)
@@ -137,6 +141,13 @@ class BaseExpertParallel(ParallelStyle):
         """Bring the results of `_token_dispatch`'s rows back, in the order in which the call's rows came."""
         return hooks_of(module).combine(output)
 
+    def _expert_flop(self, experts: GroupedExperts, mesh: DeviceMesh) -> int:
+        """Return the multiplications and additions of one expert for one row, on one rank."""
+        partial = self._partial_mesh(mesh)
+        products = 2 if experts.w3 is None else 3
+        width, dim = (int(size) for size in experts.w1.shape[1:])
+        return 2 * products * width * dim // (1 if partial is None else partial.size())
+
     def _has_own_dispatch(self) -> bool:
         base, own = BaseExpertParallel, type(self)
         return (own._token_dispatch, own._token_combine) != (base._token_dispatch, base._token_combine)
@@ -168,6 +179,8 @@ class ExpertParallel(BaseExpertParallel):
         dispatcher: name of the token dispatcher (hook `hp_token_dispatcher`): `all_to_all`, `copy_per_expert`,
             `all_gather`, `all_to_all_int8`, `all_to_all_fp8`, `auto`; or a function from a process group and the number
             of experts to one, such as `functools.partial(TwoLevelDispatcher, inner_size=8)`.
+        num_chunks: parts that the tokens travel in, so that experts, and shared experts, work meanwhile: for the
+            `all_to_all` dispatchers, and for `auto`, which chooses it where None; None elsewhere: 1.
         split_tokens: ranks of the first axis are given the same tokens, as where it is an axis of its own
             beside data parallelism; each then routes a share of them, and all get all results.
 
@@ -184,17 +197,31 @@ class ExpertParallel(BaseExpertParallel):
 
     mesh_ndims: tuple[int, ...] = (1, 2)
 
-    def __init__(self, dispatcher: str | BuildDispatcher = "all_to_all", *, split_tokens: bool = False) -> None:
+    def __init__(
+        self,
+        dispatcher: str | BuildDispatcher = "all_to_all",
+        *,
+        num_chunks: int | None = None,
+        split_tokens: bool = False,
+    ) -> None:
+        if num_chunks is not None and dispatcher not in CHUNKED:
+            raise ExpertParallelError(
+                f"num_chunks = {num_chunks} is for the dispatchers {', '.join(CHUNKED)}, got {dispatcher!r}"
+            )
         self.dispatcher = dispatcher
+        self.num_chunks = num_chunks
         self.split_tokens = split_tokens
 
     def _placements(self, mesh: DeviceMesh) -> Mapping[str, tuple[Placement, ...]]:
         return dict.fromkeys(WEIGHTS, (Shard(0), Replicate())[: mesh.ndim])
 
     def _dispatcher(self, num_experts: int, mesh: DeviceMesh) -> TokenDispatcher | None:
-        build = dispatchers().get(self.dispatcher).build if isinstance(self.dispatcher, str) else self.dispatcher
-        dispatcher: TokenDispatcher = build(mesh.get_group(0), num_experts)
-        return dispatcher
+        build: Callable[..., TokenDispatcher] = (
+            dispatchers().get(self.dispatcher).build if isinstance(self.dispatcher, str) else self.dispatcher
+        )
+        if self.num_chunks is not None:
+            build = functools.partial(build, num_chunks=self.num_chunks)
+        return build(mesh.get_group(0), num_experts)
 
     def _split_mesh(self, mesh: DeviceMesh) -> DeviceMesh | None:
         return mesh[mesh.mesh_dim_names[0]] if self.split_tokens else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy
@@ -9,9 +10,11 @@ import numpy
 from hp_dtensor.comm.collectives import all_to_all_rows, all_to_all_rows_data
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.parallel.recompute import kept
-from hp_moe.dispatch.base import Dispatched, Route, TokenDispatcher
+from hp_moe.dispatch.base import Dispatched, Returning, Route, TokenDispatcher, Underway
+from hp_moe.dispatch.exchange import RoundedExchange, RowExchange
 from hp_moe.dispatch.permutation import TokenPermutation
-from hp_moe.dispatch.wire_formats import WireFormat, block_width, find_wire_format
+from hp_moe.dispatch.wire_formats import block_width, find_wire_format
+from hp_moe.exceptions import ExpertParallelError
 from hp_moe.grouped_gemm import GroupSizes
 from hp_moe.routing import Routing, count_keys, local_numbers
 from hp_moe.routing_checks import FAULTY, faults, refuse_faulty
@@ -35,6 +38,9 @@ class AllToAllDispatcher(TokenDispatcher):
         chunk: experts of a rank; None: as many as all have when they share them evenly.
         wire_format: `int8` or `fp8`: rows go to the experts in 8 bits, a float32 scale for each 128 of a row. Results
             and gradients return as they are; the gradient is that of rows which were not rounded. None: no rounding.
+        num_chunks: parts of the tokens that travel one after the other. `GroupedExperts` works on one part while the
+            next ones come and the results of those before return; in backward as in forward. Sizes are exchanged once.
+            Gradients of weights are then sums over the parts, in another order than without.
 
     Example:
         >>> def program():
@@ -47,9 +53,18 @@ class AllToAllDispatcher(TokenDispatcher):
     """
 
     def __init__(
-        self, group: ProcessGroup, num_experts: int, *, chunk: int | None = None, wire_format: str | None = None
+        self,
+        group: ProcessGroup,
+        num_experts: int,
+        *,
+        chunk: int | None = None,
+        wire_format: str | None = None,
+        num_chunks: int = 1,
     ) -> None:
         assert group.platform is not None
+        if num_chunks < 1:
+            raise ExpertParallelError(f"num_chunks must be at least 1, got {num_chunks}")
+        self.num_chunks = num_chunks
         self.group = group
         self.platform = group.platform
         self.num_experts = num_experts
@@ -61,11 +76,41 @@ class AllToAllDispatcher(TokenDispatcher):
     def dispatch(self, x: Tensor, routing: Routing) -> Dispatched:
         """Send each token to every rank that owns experts of it; see `TokenDispatcher`."""
         # Kept: a recomputation in backward replays the exchange with the sizes that forward agreed on.
-        route, sizes = kept(lambda: self._plan_route(routing))
-        rows = self._send(route, x) if self.wire_format is None else self._send_rounded(route, x, self.wire_format)
-        experts, scores = self._send_choices(route, routing)
-        permutation = kept(lambda: self._by_local_expert(experts, sizes))
-        return Dispatched(rows, sizes, scores, permutation, route, self._sent_bytes(route, x, routing))
+        ((route, sizes),) = kept(lambda: self._plan_routes(routing, [int(x.shape[0])]))
+        if self.wire_format is None:
+            rows = self._send(route, x)
+        else:
+            exchange = self._exchange(route)
+            rows = exchange.wait(exchange.begin(route.permutation.permute(x)))
+        choices = self._send(route, self._choices(routing))
+        return self._dispatched(rows, choices, route, sizes, routing)
+
+    def begin(self, x: Tensor, routing: Routing) -> list[Underway]:
+        """Begin to send all chunks of the tokens; see `TokenDispatcher`."""
+        lengths = self._chunk_lengths(int(x.shape[0]))
+        routes = kept(lambda: self._plan_routes(routing, lengths))
+        ops, begun = self.platform.ops, []
+        tokens, choices = ops.split(x, lengths, 0), ops.split(self._choices(routing), lengths, 0)
+        for part, chosen, (route, sizes) in zip(tokens, choices, routes, strict=True):
+            rows, others = self._exchange(route), RowExchange(self.group, route.sent, route.received)
+            arriving = rows.begin(route.permutation.permute(part)), others.begin(route.permutation.permute(chosen))
+            begun.append(Underway(rows, others, *arriving, route, sizes, routing))
+        return begun
+
+    def arrived(self, underway: Underway) -> Dispatched:
+        """Wait for the rows of a chunk; see `TokenDispatcher`."""
+        rows, choices = underway.rows.wait(underway.arriving), underway.choices.wait(underway.arriving_choices)
+        return self._dispatched(rows, choices, underway.route, underway.sizes, underway.routing)
+
+    def begin_combine(self, y: Tensor, dispatched: Dispatched) -> Returning:
+        """Begin to return the results of a chunk; see `TokenDispatcher`."""
+        route = dispatched.route
+        exchange = RowExchange(self.group, route.received, route.sent)
+        return Returning(exchange, exchange.begin(y), route)
+
+    def combined(self, returning: Returning) -> Tensor:
+        """Wait for the results of a chunk's tokens, and add them up; see `TokenDispatcher`."""
+        return returning.route.permutation.unpermute(returning.exchange.wait(returning.arriving))
 
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
         """Return sums to their tokens' ranks and add them up there; see `TokenDispatcher`."""
@@ -83,12 +128,38 @@ class AllToAllDispatcher(TokenDispatcher):
 
     # Sizes and order of rows ------------------------------------------------------------------------------
 
-    def _plan_route(self, routing: Routing) -> tuple[Route, GroupSizes]:
-        """Agree with all ranks on the rows that travel, and on the rows of each of this rank's experts."""
+    def _plan_routes(self, routing: Routing, lengths: list[int]) -> list[tuple[Route, GroupSizes]]:
+        """Agree with all ranks on the rows that travel, and on the rows of each of this rank's experts, by chunk.
+
+        Args:
+            lengths: tokens of each chunk.
+        """
         destinations = self._without_repeats(self._owners(routing.experts))
+        by_chunk = self._parts(destinations, lengths)
+        if len(lengths) == 1:
+            counts = [routing.counts]
+        else:
+            experts = self._parts(routing.experts, lengths)
+            # Numbers out of range are reported; they must not be counted with.
+            counts = [self._counts(each) for each in experts]
         faulty = faults(self.platform, routing, self.num_experts, self.group.ranks[self.group.rank])
-        sent, received, sizes = self._exchange_sizes(destinations, routing.counts, faulty)
-        return Route(TokenPermutation(self.platform, destinations, sum(sent)), sent, received), sizes
+        plans = self._exchange_sizes(by_chunk, counts, faulty)
+        return [
+            (Route(TokenPermutation(self.platform, keys, sum(sent)), sent, received), sizes)
+            for keys, (sent, received, sizes) in zip(by_chunk, plans, strict=True)
+        ]
+
+    def _counts(self, experts: Tensor) -> Tensor:
+        ops, number = self.platform.ops, self.num_experts
+        keys = ops.clamp(experts, min=0, max=number) if _numel(experts) else experts
+        return ops.narrow(count_keys(self.platform, keys, number + 1), 0, 0, number)
+
+    def _chunk_lengths(self, num_tokens: int) -> list[int]:
+        bounds = [num_tokens * i // self.num_chunks for i in range(self.num_chunks + 1)]
+        return [end - start for start, end in itertools.pairwise(bounds)]
+
+    def _parts(self, x: Tensor, lengths: list[int]) -> list[Tensor]:
+        return [x] if len(lengths) == 1 else [*self.platform.ops.split(x, lengths, 0)]
 
     def _owners(self, experts: Tensor) -> Tensor:
         """Map expert numbers, int64 `[tokens, top_k]`, to the group ranks that own them; none: the group's size."""
@@ -114,37 +185,39 @@ class AllToAllDispatcher(TokenDispatcher):
         return ops.masked_fill(owners, ops.gt(repeats, 0), self.group.size)
 
     def _exchange_sizes(
-        self, destinations: Tensor, counts: Tensor, faulty: Tensor
-    ) -> tuple[tuple[int, ...], tuple[int, ...], GroupSizes]:
-        """Return rows sent to each rank, rows received from each, and rows of each own expert.
+        self, destinations: list[Tensor], counts: list[Tensor], faulty: Tensor
+    ) -> list[tuple[tuple[int, ...], tuple[int, ...], GroupSizes]]:
+        """Return for each chunk the rows sent to each rank, those received from each, and those of each own expert.
 
         Args:
+            destinations: keys of the rows of each chunk.
+            counts: choices of each expert, int64 `[num_experts]`, by chunk.
             faulty: as `faults` returns it; it goes to all ranks, which then raise together.
 
         This is where the host waits for the device, once per call: both directions are read together.
         """
-        ops, n, chunk = self.platform.ops, self.group.size, self.chunk
-        rows = ops.narrow(count_keys(self.platform, destinations, n + 1), 0, 0, n)
-        padding = ops.zeros((n * chunk - self.num_experts,), counts.dtype)
-        by_owner = ops.reshape(ops.cat([counts, padding], 0), (n, chunk))
-        mine = ops.cat([ops.reshape(ops.add(rows, faulty), (n, 1)), by_owner], 1)
+        ops, n, width = self.platform.ops, self.group.size, 1 + self.chunk
+        columns: list[Tensor] = []
+        for keys, count in zip(destinations, counts, strict=True):
+            rows = ops.narrow(count_keys(self.platform, keys, n + 1), 0, 0, n)
+            padding = ops.zeros((n * self.chunk - self.num_experts,), count.dtype)
+            rows = rows if columns else ops.add(rows, faulty)
+            columns += [ops.reshape(rows, (n, 1)), ops.reshape(ops.cat([count, padding], 0), (n, self.chunk))]
+        mine = ops.cat(columns, 1)
         theirs = all_to_all_rows_data(mine, self.group, [1] * n, [1] * n)
         host = self.platform.to_numpy(ops.cat([mine, theirs], 0))
-        refuse_faulty([*host[:n, 0], *host[n:, 0]])
-        own = host[n:, 1 : 1 + self.num_local].sum(0)
-        sizes = self._constant(own, counts)
-        return _ints(host[:n, 0]), _ints(host[n:, 0]), GroupSizes(self.platform, sizes, _ints(own))
+        refuse_faulty([*host[:, 0]])
+        plans = []
+        for first in range(0, host.shape[1], width):
+            own = host[n:, first + 1 : first + 1 + self.num_local].sum(0)
+            sizes = GroupSizes(self.platform, self._constant(own, counts[0]), _ints(own))
+            plans.append((_ints(host[:n, first]), _ints(host[n:, first]), sizes))
+        return plans
 
-    def _by_local_expert(self, experts: Tensor, sizes: GroupSizes) -> TokenPermutation:
-        """Return the order of received rows by this rank's experts, from the numbers of all their experts."""
-        local = local_numbers(self.platform, experts, self.first, self.num_local)
-        return TokenPermutation(self.platform, local, sum(sizes.host))
-
-    def _sent_bytes(self, route: Route, x: Tensor, routing: Routing) -> int:
+    def _sent_bytes(self, route: Route, dim: int, itemsize: int, routing: Routing) -> int:
         """Return the bytes that leave this rank: sizes, rows with their experts and scores, and results."""
         others = [rank for rank in range(self.group.size) if rank != self.group.rank]
-        dim = int(x.shape[1])
-        row = result = dim * self.platform.itemsize(x.dtype)
+        row = result = dim * itemsize
         if self.wire_format is not None:
             row = dim + 4 * (dim // block_width(dim))
         choices = int(routing.experts.shape[1]) * (4 if routing.scores is None else 8)
@@ -153,43 +226,37 @@ class AllToAllDispatcher(TokenDispatcher):
 
     # Rows -------------------------------------------------------------------------------------------------
 
+    def _exchange(self, route: Route) -> RowExchange:
+        if self.wire_format is None:
+            return RowExchange(self.group, route.sent, route.received)
+        return RoundedExchange(self.group, route.sent, route.received, self.wire_format)
+
     def _send(self, route: Route, x: Tensor) -> Tensor:
         """Exchange one row per token and destination: `[tokens, width]` -> `[rows received, width]`."""
         return all_to_all_rows(route.permutation.permute(x), self.group, route.sent, route.received)
 
-    def _send_rounded(self, route: Route, x: Tensor, wire_format: WireFormat) -> Tensor:
-        """Exchange rows in 8 bits with a scale for each block; backward returns gradients as they are."""
-        ops, dim = self.platform.ops, int(x.shape[1])
-        width = block_width(dim)
-
-        def forward(rows: Tensor) -> Tensor:
-            blocks = ops.reshape(ops.cast(rows, self.platform.dtype("float32")), (-1, dim // width, width))
-            codes, scales = wire_format.encode(blocks)
-            lengths = self.group, route.sent, route.received
-            codes = all_to_all_rows_data(ops.reshape(codes, (-1, dim)), *lengths)
-            scales = all_to_all_rows_data(ops.reshape(scales, (-1, dim // width)), *lengths)
-            blocks = ops.reshape(codes, (-1, dim // width, width))
-            decoded = wire_format.decode(blocks, ops.reshape(scales, (-1, dim // width, 1)))
-            return ops.cast(ops.reshape(decoded, (-1, dim)), rows.dtype)
-
-        return self.platform.linear_map(
-            route.permutation.permute(x),
-            forward,
-            lambda grad: all_to_all_rows_data(grad, self.group, route.received, route.sent),
-        )
-
-    def _send_choices(self, route: Route, routing: Routing) -> tuple[Tensor, Tensor | None]:
-        """Exchange the expert numbers and scores of each row in one message.
+    def _choices(self, routing: Routing) -> Tensor:
+        """Return the expert numbers and scores of each token, to travel in one message.
 
         Numbers travel as float32 beside the scores, which is exact up to 2**24 experts.
         """
-        ops, top_k = self.platform.ops, int(routing.experts.shape[1])
-        experts = ops.cast(routing.experts, self.platform.dtype("float32"))
-        parts = [experts] if routing.scores is None else [experts, routing.scores]
-        received = self._send(route, ops.cat(parts, 1))
-        experts = ops.narrow(self.platform.detach(received), 1, 0, top_k)
-        scores = None if routing.scores is None else ops.narrow(received, 1, top_k, top_k)
-        return ops.cast(experts, self.platform.dtype("int64")), scores
+        experts = self.platform.ops.cast(routing.experts, self.platform.dtype("float32"))
+        return experts if routing.scores is None else self.platform.ops.cat([experts, routing.scores], 1)
+
+    def _dispatched(
+        self, rows: Tensor, choices: Tensor, route: Route, sizes: GroupSizes, routing: Routing
+    ) -> Dispatched:
+        """Return the record of rows that have arrived with their `_choices`, in the order of this rank's experts."""
+        platform, ops, top_k = self.platform, self.platform.ops, int(routing.experts.shape[1])
+        scores = None if routing.scores is None else ops.narrow(choices, 1, top_k, top_k)
+
+        def order() -> TokenPermutation:
+            experts = ops.cast(ops.narrow(platform.detach(choices), 1, 0, top_k), platform.dtype("int64"))
+            local = local_numbers(platform, experts, self.first, self.num_local)
+            return TokenPermutation(platform, local, sum(sizes.host))
+
+        sent_bytes = self._sent_bytes(route, int(rows.shape[1]), platform.itemsize(rows.dtype), routing)
+        return Dispatched(rows, sizes, scores, kept(order), route, sent_bytes)
 
     def _constant(self, array: numpy.ndarray, like: Tensor) -> Tensor:
         """An int64 tensor on the device of `like`."""

@@ -7,16 +7,15 @@ from typing import Any
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_moe.dispatch.all_gather import AllGatherDispatcher
 from hp_moe.dispatch.all_to_all import AllToAllDispatcher
-from hp_moe.dispatch.base import Dispatched, TokenDispatcher
+from hp_moe.dispatch.base import Dispatched, Returning, TokenDispatcher, Underway
 from hp_moe.dispatch.copy_per_expert import CopyPerExpertDispatcher
-from hp_moe.dispatch.cost_model import Link, dispatch_costs, explain
+from hp_moe.dispatch.cost_model import DispatchCost, Link, best_num_chunks, dispatch_costs, explain
 from hp_moe.dispatch.two_level import TwoLevelDispatcher
 from hp_moe.routing import Routing
-from hp_moe.routing_checks import RefusedRouting
+from hp_moe.routing_checks import RefusedRouting, is_on_host
 
 Tensor = Any
 _KINDS: dict[str, type[AllToAllDispatcher | AllGatherDispatcher]] = {
-    "all_to_all": AllToAllDispatcher,
     "copy_per_expert": CopyPerExpertDispatcher,
     "all_gather": AllGatherDispatcher,
 }
@@ -28,9 +27,13 @@ class AutoDispatcher(TokenDispatcher):
     Args:
         group: the ranks that share the experts; rank i owns the i-th chunk, and the last ones may own none.
         num_experts: number of experts of all ranks together.
-        link: rates of the links; `functools.partial(AutoDispatcher, link=...)` gives a style its own.
+        link: rates of the links; None: those of `Link`, on the CPU those of `Link.between_processes`.
+            `functools.partial(AutoDispatcher, link=...)` gives a style its own.
+        num_chunks: parts that tokens travel in by `all_to_all`; None: chosen too.
 
     Attributes:
+        expert_flop: multiplications and additions of one expert for one row, which a style sets; they tell how much
+            work there is while rows travel.
         reason: which one was chosen, and what each sends per token; empty before the first call.
 
     Example:
@@ -44,47 +47,98 @@ class AutoDispatcher(TokenDispatcher):
         'all_to_all: 64 bytes per token and forward; copy_per_expert 80, all_gather 80'
     """
 
-    def __init__(self, group: ProcessGroup, num_experts: int, *, link: Link | None = None) -> None:
+    def __init__(
+        self, group: ProcessGroup, num_experts: int, *, link: Link | None = None, num_chunks: int | None = None
+    ) -> None:
         assert group.platform is not None
-        self.link = link or Link()
+        self.link = link
+        self._wanted_chunks = num_chunks
+        self.expert_flop = 0
         self.group = group
         self.platform = group.platform
         self.num_experts = num_experts
         self.reason = ""
         self._chosen: TokenDispatcher | None = None
 
+    @property
+    def num_chunks(self) -> int:  # type: ignore[override]
+        return 1 if self._chosen is None else self._chosen.num_chunks
+
+    def prepare(self, x: Tensor, routing: Routing) -> None:
+        """Choose at the first call, on all ranks together; see `TokenDispatcher`."""
+        if self._chosen is None:
+            self._choose(x, int(routing.experts.shape[1]), max(1, self._mean_tokens(0, int(x.shape[0]))))
+
     def dispatch(self, x: Tensor, routing: Routing) -> Dispatched:
         """Send tokens by the chosen dispatcher; see `TokenDispatcher`."""
-        if self._chosen is None:
-            row_bytes = int(x.shape[1]) * self.platform.itemsize(x.dtype)
-            self._begin(0)
-            self._chosen = self._choose(row_bytes, int(routing.experts.shape[1]))
-        return self._chosen.dispatch(x, routing)
+        self.prepare(x, routing)
+        return self._the_chosen().dispatch(x, routing)
 
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
         """Return results by the chosen dispatcher; see `TokenDispatcher`."""
-        assert self._chosen is not None
-        return self._chosen.combine(y, dispatched)
+        return self._the_chosen().combine(y, dispatched)
+
+    def begin(self, x: Tensor, routing: Routing) -> list[Underway]:
+        """Begin to send tokens by the chosen dispatcher; see `TokenDispatcher`."""
+        return self._the_chosen().begin(x, routing)
+
+    def arrived(self, underway: Underway) -> Dispatched:
+        """Wait for one chunk; see `TokenDispatcher`."""
+        return self._the_chosen().arrived(underway)
+
+    def begin_combine(self, y: Tensor, dispatched: Dispatched) -> Returning:
+        """Begin to return the results of one chunk; see `TokenDispatcher`."""
+        return self._the_chosen().begin_combine(y, dispatched)
+
+    def combined(self, returning: Returning) -> Tensor:
+        """Wait for the results of one chunk; see `TokenDispatcher`."""
+        return self._the_chosen().combined(returning)
 
     def report_fault(self, code: int, device: Any = None) -> None:
         """Let the chosen dispatcher tell the other ranks; see `TokenDispatcher`."""
         if self._chosen is None:
-            self._begin(code)
+            self._mean_tokens(code, 0)
         else:
             self._chosen.report_fault(code, device)
 
-    def _begin(self, code: int) -> None:
-        """Hear before the first choice of ranks that cannot make it; `code` is this rank's fault, or 0."""
-        codes = [int(each) for each in self.group.all_gather_bytes(str(code).encode())]
-        if code == 0 and any(codes):
-            raise RefusedRouting(sorted({*codes} - {0}))
+    def _the_chosen(self) -> TokenDispatcher:
+        assert self._chosen is not None
+        return self._chosen
 
-    def _choose(self, row_bytes: int, top_k: int) -> TokenDispatcher:
-        # A number of tokens that does not differ between ranks, and is large enough for rates to decide.
-        tokens, experts = 4096, self.num_experts
-        costs = dispatch_costs(tokens, row_bytes, experts, min(top_k, experts), self.group.size, self.link)
+    def _mean_tokens(self, code: int, num_tokens: int) -> int:
+        """Hear of all ranks' tokens, or of ranks that cannot choose; `code` is this rank's fault, or 0."""
+        every = [tuple(map(int, each.split())) for each in self.group.all_gather_bytes(f"{code} {num_tokens}".encode())]
+        codes = {each[0] for each in every} - {0}
+        if codes and code == 0:
+            raise RefusedRouting(sorted(codes))
+        return sum(each[1] for each in every) // len(every)
+
+    def _choose(self, x: Tensor, top_k: int, tokens: int) -> None:
+        link, experts, ranks = self._link(x), self.num_experts, self.group.size
+        row_bytes = int(x.shape[1]) * self.platform.itemsize(x.dtype)
+        costs = dispatch_costs(tokens, row_bytes, experts, min(top_k, experts), ranks, link)
         self.reason = explain(costs, tokens)
-        if costs[0].name == "two_level":
-            assert self.link.inner_size is not None
-            return TwoLevelDispatcher(self.group, experts, inner_size=self.link.inner_size)
-        return _KINDS[costs[0].name](self.group, experts)
+        name = costs[0].name
+        if name == "two_level":
+            assert link.inner_size is not None
+            self._chosen = TwoLevelDispatcher(self.group, experts, inner_size=link.inner_size)
+        elif name == "all_to_all":
+            chunks = self._chunks(costs[0], tokens * top_k * self.expert_flop / link.flop_per_second, link)
+            self._chosen = AllToAllDispatcher(self.group, experts, num_chunks=chunks)
+        else:
+            self._chosen = _KINDS[name](self.group, experts)
+
+    def _chunks(self, cost: DispatchCost, expert_seconds: float, link: Link) -> int:
+        sent_seconds = (cost.seconds - 4 * link.seconds_per_exchange) / 2
+        chunks, seconds = best_num_chunks(sent_seconds, expert_seconds, link)
+        if self._wanted_chunks is not None:
+            chunks = self._wanted_chunks
+        elif chunks > 1:
+            alone = 2 * sent_seconds + expert_seconds + 4 * link.seconds_per_exchange
+            self.reason += f"; in {chunks} chunks, {seconds * 1e3:.2g} ms with the experts instead of {alone * 1e3:.2g}"
+        return chunks
+
+    def _link(self, x: Tensor) -> Link:
+        if self.link is not None:
+            return self.link
+        return Link.between_processes() if is_on_host(self.platform, x) else Link()

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
+from hp_moe.dispatch.exchange import RowExchange
 from hp_moe.dispatch.permutation import TokenPermutation
 from hp_moe.grouped_gemm import GroupSizes
 from hp_moe.routing import Routing
@@ -64,16 +65,48 @@ class Dispatched:
     outer: Dispatched | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Underway:
+    """The tokens of one chunk on their way; `TokenDispatcher.arrived` waits for them.
+
+    Attributes:
+        rows, choices: exchanges of the rows, and of their experts and scores.
+        arriving, arriving_choices: tokens to wait for them with.
+        route, sizes: as in `Dispatched`.
+        routing: of all chunks.
+    """
+
+    rows: RowExchange
+    choices: RowExchange
+    arriving: Tensor
+    arriving_choices: Tensor
+    route: Route
+    sizes: GroupSizes
+    routing: Routing
+
+
+@dataclass(frozen=True, slots=True)
+class Returning:
+    """The results of one chunk on their way back; `TokenDispatcher.combined` waits for them."""
+
+    exchange: RowExchange
+    arriving: Tensor
+    route: Route
+
+
 class TokenDispatcher(ABC):
     """Takes tokens to their experts and brings the sum of each token's results back.
 
-    Both methods are differentiable. Every rank of a group calls them in the same order, also a rank that has no
-    tokens or whose experts get none.
+    Both methods are differentiable. One whose `num_chunks` is above 1 lets experts work on a part of the tokens while
+    others travel, by `begin`, `arrived`, `begin_combine` and `combined`. Every rank of a group calls them in the same
+    order, also a rank that has no tokens or whose experts get none.
 
     Example:
         >>> issubclass(AllToAllDispatcher, TokenDispatcher)
         True
     """
+
+    num_chunks: int = 1
 
     @abstractmethod
     def dispatch(self, x: Tensor, routing: Routing) -> Dispatched:
@@ -83,6 +116,25 @@ class TokenDispatcher(ABC):
             x: plain `[tokens, dim]`, this rank's own tokens.
             routing: the experts of each token, with scores to differentiate through.
         """
+
+    def prepare(self, x: Tensor, routing: Routing) -> None:
+        """Choose what is chosen at the first call, before `num_chunks` is looked at; called before every call."""
+
+    def begin(self, x: Tensor, routing: Routing) -> list[Underway]:
+        """Begin to send the tokens of all chunks, in order; arguments as for `dispatch`."""
+        raise NotImplementedError(f"{type(self).__name__} sends all tokens at once")
+
+    def arrived(self, underway: Underway) -> Dispatched:
+        """Wait for one chunk; its record is as that of `dispatch`."""
+        raise NotImplementedError(f"{type(self).__name__} sends all tokens at once")
+
+    def begin_combine(self, y: Tensor, dispatched: Dispatched) -> Returning:
+        """Begin to return the results of one chunk; arguments as for `combine`."""
+        raise NotImplementedError(f"{type(self).__name__} sends all tokens at once")
+
+    def combined(self, returning: Returning) -> Tensor:
+        """Wait for the results of one chunk; `[tokens of the chunk, dim]`."""
+        raise NotImplementedError(f"{type(self).__name__} sends all tokens at once")
 
     def report_fault(self, code: int, device: Any = None) -> None:
         """Take part in the exchanges that `dispatch` begins with, so that all ranks raise instead of waiting.

@@ -26,6 +26,7 @@ class Link:
         inner_bytes_per_second: what one rank sends within a node.
         copied_bytes_per_second: what one rank copies in its own memory: rows into the order of their ranks and back,
             which an all-gather does without.
+        flop_per_second: what one rank computes of experts.
 
     Example:
         >>> nodes = Link(bytes_per_second=25e9, inner_size=8, inner_bytes_per_second=300e9)
@@ -39,6 +40,12 @@ class Link:
     inner_size: int | None = None
     inner_bytes_per_second: float = 100e9
     copied_bytes_per_second: float = 1e12
+    flop_per_second: float = 3e14
+
+    @classmethod
+    def between_processes(cls) -> Link:
+        """Return rates between processes of one machine, as measured by gloo on two cores; the default on the CPU."""
+        return cls(2e9, seconds_per_exchange=5e-4, copied_bytes_per_second=2e9, flop_per_second=5e10)
 
 
 @dataclass(frozen=True)
@@ -114,6 +121,32 @@ def dispatch_costs(
         sent_bytes = num_tokens * (to_others + within) * row
         costs.append(DispatchCost(name, sent_bytes, num_tokens * seconds + exchanges * link.seconds_per_exchange))
     return sorted(costs, key=lambda cost: cost.seconds)
+
+
+def best_num_chunks(sent_seconds: float, expert_seconds: float, link: Link, most: int = 8) -> tuple[int, float]:
+    """Return the number of chunks, a power of two, in which tokens are quickest there and back, and the seconds.
+
+    Of C chunks either all travel while experts work, and the first one's way there and the last one's way back are
+    added; or experts work on all but one while rows travel, and that one's work is added. Every chunk costs three
+    exchanges, and sizes one.
+
+    Args:
+        sent_seconds: of the rows of all chunks, one way.
+        expert_seconds: of the work meanwhile, shared experts included.
+
+    Example:
+        >>> best_num_chunks(sent_seconds=2e-3, expert_seconds=4e-3, link=Link())[0]
+        8
+        >>> best_num_chunks(sent_seconds=2e-6, expert_seconds=4e-3, link=Link())[0]
+        1
+    """
+
+    def seconds(chunks: int) -> float:
+        hidden = max(expert_seconds + 2 * sent_seconds / chunks, 2 * sent_seconds + expert_seconds / chunks)
+        return hidden + (1 + 3 * chunks) * link.seconds_per_exchange
+
+    candidates = [2**power for power in range(most.bit_length())]
+    return min(((chunks, seconds(chunks)) for chunks in candidates), key=lambda pair: pair[1])
 
 
 def explain(costs: list[DispatchCost], num_tokens: int) -> str:

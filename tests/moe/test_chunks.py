@@ -1,0 +1,219 @@
+"""Tokens that travel in chunks: experts work meanwhile, in both directions, and the results are the same."""
+
+from __future__ import annotations
+
+import functools
+import time
+
+import numpy
+import pytest
+from moe_layouts import BY_DISPATCHER, DIM, LAYOUTS, train
+from test_expert_parallel import CLOSE, NUM_SAMPLES
+
+from hp_dtensor.comm.mesh import init_device_mesh
+from hp_dtensor.parallel import nn
+from hp_dtensor.platform.selection import get_platform
+from hp_dtensor.tensor.init import Normal, init_parameters
+from hp_dtensor.testing import run_ranks, slow_link
+from hp_moe import AllToAllDispatcher, AutoDispatcher, ExpertParallel, ExpertParallelError, GroupedExperts, Link, MoE
+from hp_moe.dispatch.cost_model import best_num_chunks
+from hp_moe.dispatch.exchange import RowExchange
+
+
+def trained(**kwargs):
+    program = functools.partial(train, "in chunks", NUM_SAMPLES, options={"num_shared_experts": 1}, steps=2, **kwargs)
+    return run_ranks(program, LAYOUTS["in chunks"].size)
+
+
+def test_runs_and_recomputed_runs_repeat_bit_by_bit():
+    first, *others = trained(), trained(), trained(recompute=True)
+    for results in others:
+        for one, other in zip(first, results, strict=True):
+            for a, b in zip(one.outputs + one.input_grads, other.outputs + other.input_grads, strict=True):
+                numpy.testing.assert_array_equal(a, b)
+            for key, weight in one.weights.items():
+                numpy.testing.assert_array_equal(weight, other.weights[key], err_msg=key)
+
+
+def built(platform, mesh, dispatcher, experts=None, dim=DIM):
+    with nn.building(platform):
+        layer = MoE(dim, 6, 4, 2, num_shared_experts=1)
+        if experts is not None:
+            layer.experts = experts(dim, 6, 4)
+    ExpertParallel(dispatcher).apply(layer, mesh)
+    init_parameters(layer, lambda name, shape: Normal(0.3), seed=3)
+    return layer
+
+
+def stepped(platform, layer, tokens):
+    """Output, and gradients of the tokens and the weights."""
+    x = platform.from_numpy(tokens)
+    platform.set_requires_grad(x, True)
+    y = layer(x)
+    platform.backward(platform.ops.sum(platform.ops.mul(y, y)))
+    grads = [platform.get_grad(p) for _, p in platform.named_parameters(layer)]
+    return [platform.to_numpy(platform.detach(platform.unwrap(each))) for each in (y, platform.get_grad(x), *grads)]
+
+
+@pytest.mark.parametrize("num_tokens", [(5, 0), (1, 2), (0, 0)])
+def test_any_number_of_chunks_of_any_number_of_tokens(platform, num_tokens):
+    """Fewer tokens than chunks too. Gradients of weights are sums in another order; all else is a token's own."""
+
+    def rank(num_chunks):
+        mesh = init_device_mesh("cpu", (2,), platform=platform)
+        layer = built(platform, mesh, functools.partial(AllToAllDispatcher, num_chunks=num_chunks))
+        me = mesh.get_local_rank()
+        return stepped(platform, layer, numpy.random.default_rng(me).normal(size=(num_tokens[me], DIM)).astype("f4"))
+
+    expected = run_ranks(rank, 2, platform, 1)
+    for num_chunks in (2, 4):
+        for got, wanted in zip(run_ranks(rank, 2, platform, num_chunks), expected, strict=True):
+            for a, b in zip(got, wanted, strict=True):
+                numpy.testing.assert_allclose(a, b, **CLOSE)
+
+
+class Noted(GroupedExperts):
+    """Experts that note when they work, in which direction."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.log = []
+
+    def _results(self, hidden, *args):
+        results = super()._results(hidden, *args)
+        return self.platform.linear_map(results, self._noted("experts"), self._noted("experts"))
+
+    def _noted(self, what):
+        def note(x):
+            self.log.append(what)
+            return x
+
+        return note
+
+
+def test_all_chunks_are_under_way_before_the_first_is_worked_on(platform, monkeypatch):
+    """By the order of events, in forward and in backward; the shared expert works while the rows travel."""
+
+    def rank():
+        mesh = init_device_mesh("cpu", (1,), platform=platform)
+        layer = built(platform, mesh, functools.partial(AllToAllDispatcher, num_chunks=2), Noted)
+        log, start = layer.experts.log, RowExchange._start
+
+        def noted_start(self, rows, *args):
+            what = "rows" if rows.shape[1] == DIM else "choices"
+            log.append(f"{what} begin")
+            wait = start(self, rows, *args)
+
+            def noted_wait():
+                log.append(f"{what} wait")
+                return wait()
+
+            return noted_wait
+
+        shared = layer._shared
+        layer._shared = lambda x: layer.platform.linear_map(
+            shared(x), layer.experts._noted("shared"), layer.experts._noted("shared")
+        )
+        monkeypatch.setattr(RowExchange, "_start", noted_start)
+        x = platform.ops.ones((4, DIM), platform.dtype("float32"))
+        platform.set_requires_grad(x, True)
+        y = layer(x)
+        forward = [*log]
+        log.clear()
+        platform.backward(platform.ops.sum(y))
+        return forward, log
+
+    ((forward, backward),) = run_ranks(rank, 1, platform)
+    rows = ["rows wait", "choices wait", "experts", "rows begin"]
+    assert forward == [*["rows begin", "choices begin"] * 2, "shared", *rows * 2, *["rows wait"] * 2]
+    back = ["rows wait", "experts", "choices begin", "rows begin"]
+    assert [each for each in backward if each != "shared"] == [
+        *["rows begin"] * 2,
+        *back * 2,
+        *["choices wait", "rows wait"] * 2,
+    ]
+    assert backward.index("shared") < backward.index("choices wait"), "while the gradients of rows return"
+
+
+class Slow(GroupedExperts):
+    """Experts that take a while for each row, in both directions, without the processor."""
+
+    seconds_per_row = 5e-4
+
+    def _results(self, hidden, *args):
+        def slept(x):
+            time.sleep(self.seconds_per_row * int(x.shape[0]))
+            return x
+
+        return self.platform.linear_map(super()._results(hidden, *args), slept, slept)
+
+
+def timed(num_chunks):
+    """Of this rank: the least seconds of a step on a slow link, and the transfers of the last one."""
+    platform = get_platform()
+    mesh = init_device_mesh("cpu", (2,), platform=platform)
+    layer = built(platform, mesh, functools.partial(AllToAllDispatcher, num_chunks=num_chunks), Slow, dim=64)
+    tokens = numpy.random.default_rng(mesh.get_local_rank()).normal(size=(200, 64)).astype("f4")
+    stepped(platform, layer, tokens)
+    group, seconds = mesh.get_group(), []
+    for _ in range(2):
+        group.barrier()
+        with slow_link(group, bytes_per_second=4e5) as timeline:
+            start = time.perf_counter()
+            stepped(platform, layer, tokens)
+            seconds.append(time.perf_counter() - start)
+    return min(seconds), timeline
+
+
+@pytest.mark.real_ranks
+def test_on_slow_links_chunks_save_time(platform, rank_pool):
+    """Rows take 0.1 s each way, experts 0.2 s, both in forward and in backward."""
+    if platform.name == "mindspore":
+        pytest.skip("MindSpore's collectives between CPUs end before they return")
+    pool = rank_pool(2)
+    whole, in_chunks = (pool.run(timed, num_chunks) for num_chunks in (1, 4))
+    for (alone, _), (overlapped, timeline) in zip(whole, in_chunks, strict=True):
+        assert overlapped < 0.8 * alone
+        # All rows and choices of forward are on their way before the first are waited for.
+        _, *forward = timeline[:9]
+        assert max(each.begun for each in forward) < min(each.waited for each in forward)
+
+
+@pytest.mark.parametrize(("sent", "work", "chunks"), [(1e-3, 2e-3, 8), (1e-3, 0.0, 1), (0.0, 1e-3, 1), (2e-4, 4e-4, 2)])
+def test_the_number_of_chunks_by_the_cost_model(sent, work, chunks):
+    """None where one of travel and work is nothing; few where an exchange costs as much as is saved."""
+    found, seconds = best_num_chunks(sent, work, Link(seconds_per_exchange=2e-5))
+    assert found == chunks
+    assert seconds <= 2 * sent + work + 4 * 2e-5 + 1e-12
+
+
+@pytest.mark.parametrize("wanted", [None, 2])
+def test_auto_chooses_chunks_and_says_why(platform, wanted):
+    link = Link(bytes_per_second=1e5, flop_per_second=1e6, seconds_per_exchange=1e-4)
+
+    def rank():
+        mesh = init_device_mesh("cpu", (2,), platform=platform)
+        layer = built(platform, mesh, functools.partial(AutoDispatcher, link=link, num_chunks=wanted))
+        tokens = numpy.random.default_rng(mesh.get_local_rank()).normal(size=(30, DIM)).astype("f4")
+        return stepped(platform, layer, tokens), layer.experts.dispatcher
+
+    for got, dispatcher in run_ranks(rank, 2, platform):
+        assert numpy.isfinite(got[0]).all()
+        assert dispatcher.num_chunks == (wanted or 8)
+        assert dispatcher.reason.startswith("all_to_all: ")
+        assert ("; in 8 chunks, " in dispatcher.reason) == (wanted is None)
+
+
+def test_chunks_that_cannot_be_are_refused(platform):
+    with pytest.raises(ExpertParallelError, match=r"num_chunks = 2 is for the dispatchers all_to_all, .*'all_gather'"):
+        ExpertParallel("all_gather", num_chunks=2)
+
+    def rank():
+        with pytest.raises(ExpertParallelError, match="num_chunks must be at least 1, got 0"):
+            AllToAllDispatcher(init_device_mesh("cpu", (2,), platform=platform).get_group(), 4, num_chunks=0)
+
+    run_ranks(rank, 2, platform)
+
+
+def test_chunks_have_a_layout():
+    assert "in chunks" in BY_DISPATCHER
