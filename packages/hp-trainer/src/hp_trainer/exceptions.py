@@ -60,6 +60,10 @@ class ParallelDimsError(ProblemsError):
     """Parallel degrees that do not fit each other, the world size or the model."""
 
 
+class PlanError(HPError, ValueError):
+    """A plan that cannot be made: of a model that does not tell its sizes, or for a device that nobody knows."""
+
+
 class DataError(HPError, ValueError):
     """Data that is missing, holds no text, or is not what an earlier part of the run has seen."""
 

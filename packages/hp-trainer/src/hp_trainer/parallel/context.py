@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from hp_dtensor.parallel.context_parallel import AttentionShape, ContextParallel, choose_context_parallel
+from hp_dtensor.parallel.context_parallel import (
+    AttentionShape,
+    ContextCost,
+    ContextParallel,
+    choose_context_parallel,
+)
 from hp_trainer.exceptions import Problem, join_choices
 from hp_trainer.parallel.divisors import divisors
 
@@ -27,6 +33,24 @@ def context_style(dims: Any, config: Any, training: TrainingConfig | None = None
     return ContextParallel(
         method=method, ulysses_degree=degree, balanced=True, length=length, whole_without_positions=True
     )
+
+
+def context_cost(
+    dims: Any, config: Any, training: TrainingConfig, *, window: int | None = None, batch: int = 1
+) -> ContextCost:
+    """Return bytes, time and memory of one layer's attention by the method that `context_style` has chosen.
+
+    Args:
+        dims: a `ParallelDims`.
+        config: the model's options.
+        window: of the layer.
+        batch: samples of a forward.
+    """
+    method, degree = _method(dims, config, training)
+    shape = dataclasses.replace(_shape(dims, config, training), window=window, batch=batch)
+    return choose_context_parallel(
+        shape, dims.cp, method=None if degree == dims.cp else method, ulysses_degree=degree
+    ).best
 
 
 def context_problems(dims: Any, config: Any, length: int | None = None) -> Iterator[Problem]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -45,7 +45,7 @@ def planned_parameters(
     config: DecoderConfig,
     dims: ParallelDims,
     *,
-    layers: range,
+    layers: Iterable[int],
     embed: bool = True,
     head: bool = True,
     freeze: tuple[str, ...] = (),
@@ -62,7 +62,7 @@ def planned_parameters(
     def planned(found: Iterator[tuple[str, Shape]], prefix: str = "") -> tuple[PlannedParameter, ...]:
         return tuple(_placed(config, dims, f"{prefix}{name}", shape, freeze) for name, shape in found)
 
-    tied = config.tie_word_embeddings
+    layers, tied = tuple(layers), config.tie_word_embeddings
     has_embedding, apart = embed or (head and tied), tied and dims.pp_enabled
     ends = [*_embedding(config, has_embedding and not apart), *_head(config, head)]
     experts = {i: f"layers.{i}.moe.experts." for i in layers if not config.is_dense(i)}

@@ -1,0 +1,268 @@
+"""Bytes on the wire of one step, by axis of the mesh and by collective."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from hp_fsdp import PlannedBuffer
+from hp_moe.dispatch.cost_model import dispatch_costs
+from hp_trainer.parallel.context import context_cost
+from hp_trainer.pipeline.messages import HEADER_BYTES
+from hp_trainer.planning.stage_parts import StageParts
+from hp_trainer.planning.step_shape import StepShape
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Collectives of one kind over one axis in a step; bytes are sent by one rank to others, the mean over ranks.
+
+    Attributes:
+        axis: name that `ParallelDims.build_mesh` knows, or several joined by `+`.
+        collective: as `record_collectives` names it.
+        bytes: of all of them together.
+        count: how many there are.
+        hides: they run while the rank computes.
+    """
+
+    axis: str
+    collective: str
+    bytes: float
+    count: float
+    hides: bool = False
+
+    def times(self, factor: float) -> Sent:
+        """Return as many times the same."""
+        return replace(self, bytes=self.bytes * factor, count=self.count * factor)
+
+
+def stage_traffic(shape: StepShape, parts: StageParts) -> list[Sent]:
+    """Return what a rank sends in one step: forward, backward and reductions.
+
+    Left out are the norm of the gradient, the mean loss and control messages: a few elements each.
+
+    Args:
+        parts: what the rank has of the model.
+    """
+    microbatch = (each.times(shape.num_microbatches) for each in microbatch_traffic(shape, parts))
+    found = [*_sharded(shape, parts), *microbatch, *_pipelined(shape, parts)]
+    return [each for each in found if each.bytes]
+
+
+def by_axis(traffic: Iterable[Sent]) -> dict[str, float]:
+    """Return the bytes of each axis."""
+    total: dict[str, float] = {}
+    for each in traffic:
+        total[each.axis] = total.get(each.axis, 0.0) + each.bytes
+    return total
+
+
+# Weights and gradients -----------------------------------------------------------------------------------
+
+
+def _sharded(shape: StepShape, parts: StageParts) -> Iterator[Sent]:
+    """Yield gathers of weights and reductions of gradients, which hide behind blocks that compute."""
+    hides = not parts.is_pipelined
+    root, unreached = set(map(id, parts.root)), set(map(id, _unreached(shape, parts)))
+    for axis, buffers in (("fsdp", parts.dense), ("efsdp", parts.experts)):
+        times = [_gathers(shape, parts, once=id(each) in root or id(each) in unreached) for each in buffers]
+        sent = sum(count * each.gather_wire for count, each in zip(times, buffers, strict=True))
+        yield Sent(axis, "all_gather", sent, sum(times), hides)
+        trained = [each for each in buffers if each.trainable]
+        yield Sent(axis, "reduce_scatter", sum(each.reduce_wire for each in trained), len(trained), hides)
+        summed = sum(each.replicate_wire for each in trained)
+        yield Sent(_replica_axis(shape), "all_reduce", summed, len(trained), hides)
+
+
+def _gathers(shape: StepShape, parts: StageParts, *, once: bool) -> int:
+    """Return how often a buffer is gathered in a step: those that stay, not again for backward."""
+    if parts.is_pipelined:
+        return 1
+    stays = once or not shape.config.parallel.reshard_after_forward
+    return shape.num_microbatches * (1 if stays else 2)
+
+
+def _unreached(shape: StepShape, parts: StageParts) -> list[PlannedBuffer]:
+    """Return the buffers of first blocks that nothing is trained in or before: backward does not come to them."""
+    found: list[PlannedBuffer] = []
+    if parts.place > 0 or any(
+        each.name == "embed.weight" and each.trainable for b in parts.root for each in b.parameters
+    ):
+        return found
+    for layer in parts.layers:
+        if any(each.trainable for each in parts.block_buffers(layer)):
+            break
+        found += parts.block_buffers(layer)
+    return found
+
+
+def _replica_axis(shape: StepShape) -> str:
+    dims = shape.dims
+    axes = ["dp_replicate"] if dims.dp_replicate > 1 else []
+    if dims.expert_mesh == "peer" and dims.cp_enabled:
+        axes.append("cp")
+    return "+".join(axes) or "dp_replicate"
+
+
+# One forward and backward --------------------------------------------------------------------------------
+
+
+def microbatch_traffic(shape: StepShape, parts: StageParts) -> Iterator[Sent]:
+    """Yield what a rank sends in the forward and backward of one micro-batch, weights and stages left out."""
+    dims, again = shape.dims, int(shape.recomputes)
+    if dims.tp_enabled:
+        yield from _tensor_parallel(shape, parts, again)
+    for window, layers in _by_window(shape, parts) if dims.cp_enabled else ():
+        cost = context_cost(dims, shape.model, shape.config.training, window=window, batch=shape.micro_batch)
+        sent = (1 + again) * cost.forward_bytes + cost.backward_bytes
+        yield Sent("cp", "exchange", sent, 2 + again).times(layers)
+    with_experts = sum(not shape.model.is_dense(layer) for layer in parts.layers)
+    if with_experts:
+        yield from (each.times(with_experts) for each in _experts(shape, again))
+
+
+def _by_window(shape: StepShape, parts: StageParts) -> list[tuple[int | None, int]]:
+    """Return the windows of attention, and how many blocks have each."""
+    windows = [shape.model.window_of(layer) for layer in parts.layers]
+    return [(window, windows.count(window)) for window in dict.fromkeys(windows)]
+
+
+def _tensor_parallel(shape: StepShape, parts: StageParts, again: int) -> Iterator[Sent]:
+    """Yield the exchanges around parts that cut heads or widths; between these the sequence is cut.
+
+    Each part has a gather before it and a reduce-scatter after it; in backward the two trade places.
+    """
+    share = _share(shape.dims.tp)
+    rows = share * shape.tokens * shape.model.hidden_size * shape.itemsize
+    places = sum(_cut_parts(shape, layer) for layer in parts.layers)
+    cut_head = parts.head and not _gathers_tied_head(shape)
+    ends = parts.embed + cut_head
+    inside = places * (2 + again)
+    yield Sent("tp", "all_gather", rows * (inside + ends), inside + ends)
+    # The narrow vectors of latent attention are computed alike on all ranks: the gather's dual is a slice.
+    sliced = len(parts.layers) * (shape.model.attention == "latent" and shape.model.q_lora_rank is not None)
+    yield Sent("tp", "reduce_scatter", rows * (inside + ends - sliced), inside + ends - sliced)
+    yield from _whole_gradients(shape, parts)
+    if shape.model.attention == "latent":
+        yield from (each.times(len(parts.layers)) for each in _latent_gradients(shape))
+    if shape.model.qk_norm == "full":
+        width = (shape.model.num_attention_heads + shape.model.num_key_value_heads) * shape.model.head_dim
+        moved = share * shape.tokens * width * shape.itemsize / shape.dims.tp
+        yield Sent("tp", "all_to_all", 2 * (2 + again) * moved, 4 * (2 + again)).times(len(parts.layers))
+    if cut_head:
+        yield Sent("tp", "all_reduce", 3 * 2 * share * shape.tokens * 4, 3)
+    elif parts.head:
+        yield from _tied_head(shape)
+
+
+def _gathers_tied_head(shape: StepShape) -> bool:
+    """Return whether ranks gather an embedding that is the head too, which then has fewer bytes than their rows."""
+    return shape.model.tie_word_embeddings and shape.model.vocab_size < shape.tokens
+
+
+def _tied_head(shape: StepShape) -> Iterator[Sent]:
+    """Yield the exchanges of a head that is gathered: its weight, logits cut along the batch, the loss."""
+    share, vocab = _share(shape.dims.tp), shape.model.vocab_size
+    weight = share * vocab * shape.model.hidden_size * shape.itemsize
+    yield Sent("tp", "all_gather", weight, 1)
+    yield Sent("tp", "reduce_scatter", weight, 1)
+    yield Sent("tp", "all_to_all", 2 * share * shape.tokens * vocab * 4 / shape.dims.tp, 2)
+    yield Sent("tp", "all_reduce", 2 * share * 4, 1)
+
+
+def _cut_parts(shape: StepShape, layer: int) -> int:
+    """Return the parts of a block that take whole rows: attention, its dense network, cut experts, shared experts."""
+    if shape.model.is_dense(layer):
+        return 2
+    return 1 + (_etp(shape) > 1) + (shape.model.num_shared_experts > 0)
+
+
+def _whole_gradients(shape: StepShape, parts: StageParts) -> Iterator[Sent]:
+    """Yield the sums of gradients of weights that all `tp` ranks have whole, of which each sees some rows."""
+    model = shape.model
+    sizes = [model.hidden_size] * (4 if model.post_norms else 2)
+    if model.qk_norm == "head" and model.attention == "grouped":
+        sizes += [model.head_dim] * 2
+    if model.qk_norm == "full":
+        sizes += [model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim]
+    every = sizes * len(parts.layers) + [model.hidden_size] * parts.head
+    yield _summed("tp", shape.dims.tp, sum(every) * shape.itemsize, len(every))
+
+
+def _latent_gradients(shape: StepShape) -> Iterator[Sent]:
+    """Yield the gradients of latent attention's narrow vectors, and of the keys that all heads share."""
+    model, tp = shape.model, shape.dims.tp
+    for width in (model.kv_lora_rank, model.q_lora_rank or 0):
+        yield _summed("tp", tp, shape.tokens * width * shape.itemsize)
+    heads = model.num_attention_heads * model.qk_rope_head_dim
+    yield Sent("tp", "all_gather", _share(tp) * shape.tokens * heads * shape.itemsize, 1)
+
+
+def _experts(shape: StepShape, again: int) -> Iterator[Sent]:
+    """Yield the exchanges of one block's experts."""
+    dims, model = shape.dims, shape.model
+    assert model.num_experts is not None
+    peer, etp = dims.expert_mesh == "peer", _etp(shape)
+    # Without tensor parallel experts each `tp` rank routes its own rows.
+    tokens = shape.tokens / (dims.tp if etp == 1 else 1)
+    if dims.ep_enabled:
+        routed = tokens / (dims.ep if peer else 1)
+        top_k, row_bytes = model.num_experts_per_tok, model.hidden_size * shape.itemsize
+        costs = dispatch_costs(1, row_bytes, model.num_experts, top_k, dims.ep)
+        each_way = next(cost.sent_bytes for cost in costs if cost.name == "all_to_all") * routed
+        sizes = (dims.ep - 1) * (1 + -(-model.num_experts // dims.ep)) * 8
+        yield Sent("ep", "all_to_all", (2 + again) * each_way + sizes, 7 + 3 * again)
+        if peer:
+            gathered = _share(dims.ep) * tokens * row_bytes
+            yield Sent("ep", "all_gather", (2 + again) * gathered, 2 + again)
+    yield from _gradients_around_experts(shape, peer and dims.ep_enabled)
+    if peer and dims.tp_enabled and etp == 1:
+        elements = -(-model.num_experts // dims.ep) * 3 * model.hidden_size * model.moe_intermediate_size
+        yield _summed("tp", dims.tp, elements * shape.itemsize, 3)
+
+
+def _gradients_around_experts(shape: StepShape, over_ep: bool) -> Iterator[Sent]:
+    """Yield the sums of the gradients of gates, whose rows are spread over ranks that have the gate whole."""
+    dims, model = shape.dims, shape.model
+    assert model.num_experts is not None
+    axes = [*(["tp"] if dims.tp_enabled else []), *(["ep"] if over_ep else [])]
+    ranks = dims.tp * (dims.ep if over_ep else 1)
+    gate = model.num_experts * (model.hidden_size + model.router_bias)
+    yield _summed("+".join(axes) or "tp", ranks, gate * shape.itemsize, 1 + model.router_bias)
+    if model.shared_expert_gate:
+        yield _summed("tp", dims.tp, model.hidden_size * shape.itemsize)
+
+
+# Stages --------------------------------------------------------------------------------------------------
+
+
+def _pipelined(shape: StepShape, parts: StageParts) -> Iterator[Sent]:
+    """Yield activations to later stages, gradients to earlier ones, and sums of tied weights' gradients."""
+    if not parts.is_pipelined:
+        return
+    owners = shape.rank_of_stage
+    there = sum(a == parts.place != b for a, b in itertools.pairwise(owners))
+    back = sum(b == parts.place != a for a, b in itertools.pairwise(owners))
+    count = (there + back) * shape.num_microbatches
+    # A header goes ahead of a stage's first micro-batch.
+    yield Sent("pp", "send", count * message_bytes(shape) + there * HEADER_BYTES, count + there)
+    if owners[0] != owners[-1]:
+        yield _summed("pp", 2, sum(each.gradient for each in parts.tied), len(parts.tied))
+
+
+def message_bytes(shape: StepShape) -> float:
+    """Return the bytes of one micro-batch's activations that pass from a stage to the next; `tp` ranks share them."""
+    return shape.tokens * shape.model.hidden_size * shape.itemsize / shape.dims.tp
+
+
+def _summed(axis: str, ranks: int, num_bytes: float, count: int = 1) -> Sent:
+    return Sent(axis, "all_reduce", 2 * _share(ranks) * num_bytes, count)
+
+
+def _share(ranks: int) -> float:
+    return (ranks - 1) / ranks
+
+
+def _etp(shape: StepShape) -> int:
+    return shape.dims.etp if shape.dims.tp_enabled else 1

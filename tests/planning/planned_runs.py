@@ -1,0 +1,70 @@
+"""One rank's setup for a configuration without data on disk, and batches of random tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hp_dtensor.comm.world import current_world
+from hp_dtensor.platform.selection import get_platform
+from hp_trainer.config import TrainerConfig, parse_config
+from hp_trainer.data import Batch
+from hp_trainer.parallel import ParallelDims
+from hp_trainer.planning.step_shape import StepShape
+from hp_trainer.plugins import registries
+from hp_trainer.training.pipelined_model import PipelinedModel
+from hp_trainer.training.setup import RankSetup, build_model, build_optimizer, build_scaler
+from hp_trainer.training.stages import plan_stages
+
+YAML = """\
+model: {vocab_size: 48, hidden_size: 16, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 4,
+        head_dim: 8, intermediate_size: 24, moe_intermediate_size: 12, load_balance_coeff: null}
+data: {path: none.txt}
+training: {steps: 1, global_batch_size: 8, sequence_length: 16, clip_norm: null}
+"""
+
+
+def config_of(**settings: Any) -> TrainerConfig:
+    """Return the small configuration with other settings; two underscores stand for the dot."""
+    given = [(name.replace("__", "."), "null" if value is None else str(value)) for name, value in settings.items()]
+    return parse_config(YAML, given, registered=registries()).config
+
+
+def shape_of(config: TrainerConfig, world_size: int) -> StepShape:
+    """Return the shape of the step on so many ranks."""
+    experts = getattr(config.model.options, "num_experts", None)
+    return StepShape.of(config, ParallelDims.from_config(config.parallel, world_size, experts))
+
+
+def setup_rank(config: TrainerConfig) -> RankSetup:
+    """Build this rank's model, optimizer and pipeline; the data are the caller's."""
+    platform = get_platform()
+    dims = shape_of(config, current_world(platform).size).dims
+    mesh = dims.build_mesh("cpu", platform=platform)
+    plan = plan_stages(config, dims) if dims.pp_enabled else None
+    model = build_model(config, platform, dims, mesh, plan)
+    axes = [name for name, size in dims.dense_sizes().items() if name != "pp" and size > 1]
+    return RankSetup(
+        config=config,
+        platform=platform,
+        dims=dims,
+        mesh=mesh,
+        dataset=None,
+        model=model,
+        optimizer=build_optimizer(config, platform, model, lambda fact: [fact]),
+        scaler=build_scaler(config, platform),
+        pipeline=None if plan is None else PipelinedModel(platform, model, plan, mesh),
+        stage_mesh=None if plan is None else mesh.flatten("stage", axes),
+    )
+
+
+def random_batch(setup: RankSetup, step: int = 0) -> Batch:
+    """Return this rank's share of a global batch."""
+    training, dims = setup.config.training, setup.dims
+    share = training.global_batch_size // dims.dp_size
+    seed = step * 1000 + dims.batch_rank(setup.mesh.world.rank)
+    length = training.sequence_length
+    tokens = np.random.default_rng(seed).integers(0, setup.config.model.options.vocab_size, (share, length + 1))
+    count = training.global_batch_size * length
+    return Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), None, np.arange(share), count, count)

@@ -1,0 +1,174 @@
+"""Bytes on the wire that a plan tells against those that simulated ranks have sent."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from typing import Any
+
+import pytest
+from planned_runs import config_of, random_batch, setup_rank, shape_of
+
+from hp_dtensor.comm.process_group import record_collectives
+from hp_dtensor.testing import run_ranks
+from hp_trainer.planning.stage_parts import stage_parts
+from hp_trainer.planning.traffic import stage_traffic
+from hp_trainer.training.step import OptimizerStep
+
+# Every rank gets every token: which experts tokens choose does not change the bytes.
+EXPERTS = {"model__num_experts": 4, "model__num_experts_per_tok": 4, "model__num_dense_layers": 1}
+LATENT = {"model__attention": "latent", "model__kv_lora_rank": 6, "model__qk_rope_head_dim": 4}
+RANKS = {
+    "shards": (2, {}),
+    "shards that stay after forward": (2, {"parallel__reshard_after_forward": False}),
+    "shards, micro-batches": (2, {"training__micro_batch_size": 2}),
+    "half precision": (2, {"training__dtype": "bfloat16"}),
+    "half precision summed in half": (2, {"training__dtype": "bfloat16", "training__reduce_dtype": "bfloat16"}),
+    "replicas": (4, {"parallel__dp_replicate": 2}),
+    "replicas only": (2, {"parallel__dp_replicate": 2}),
+    "frozen": (2, {"training__freeze": "[embed.*, layers.0.*]"}),
+    "tensor": (2, {"parallel__tp": 2}),
+    "tensor, recomputed": (2, {"parallel__tp": 2, "training__activation_checkpointing": True}),
+    "tensor, norms of heads, sinks, biases": (
+        2,
+        {
+            "parallel__tp": 2,
+            "model__qk_norm": "head",
+            "model__attention_sinks": True,
+            "model__qkv_bias": True,
+            "model__output_bias": True,
+            "model__post_norms": True,
+        },
+    ),
+    "tensor, norms over heads": (2, {"parallel__tp": 2, "model__qk_norm": "full"}),
+    "tensor, small tied head": (2, {"parallel__tp": 2, "model__tie_word_embeddings": True}),
+    "tensor, large tied head": (
+        2,
+        {"parallel__tp": 2, "model__tie_word_embeddings": True, "model__vocab_size": 300},
+    ),
+    "tensor, latent": (2, {"parallel__tp": 2, **LATENT}),
+    "tensor, latent, compressed": (2, {"parallel__tp": 2, "model__q_lora_rank": 5, **LATENT}),
+    "tensor and shards": (4, {"parallel__tp": 2}),
+    "ring": (2, {"parallel__cp": 2, "parallel__cp_method": "ring"}),
+    "ulysses": (2, {"parallel__cp": 2, "parallel__cp_method": "ulysses"}),
+    "gathered keys, recomputed": (
+        2,
+        {"parallel__cp": 2, "parallel__cp_method": "all_gather", "training__activation_checkpointing": True},
+    ),
+    "ring and tensor": (4, {"parallel__cp": 2, "parallel__tp": 2, "parallel__cp_method": "ring"}),
+    "experts": (2, {**EXPERTS, "parallel__ep": 2}),
+    "experts, recomputed": (2, {**EXPERTS, "parallel__ep": 2, "training__activation_checkpointing": True}),
+    "experts, shared and gated, tensor": (
+        4,
+        {
+            **EXPERTS,
+            "parallel__ep": 2,
+            "parallel__tp": 2,
+            "model__num_shared_experts": 1,
+            "model__shared_expert_gate": True,
+            "model__router_bias": True,
+        },
+    ),
+    "experts over tensor ranks": (4, {**EXPERTS, "parallel__ep": 4, "parallel__tp": 2, "parallel__etp": 1}),
+    "peer experts": (4, {**EXPERTS, "parallel__ep": 2, "parallel__expert_mesh": "peer"}),
+    "peer experts, tensor": (4, {**EXPERTS, "parallel__ep": 2, "parallel__tp": 2, "parallel__expert_mesh": "peer"}),
+    "peer experts, tensor around them": (
+        4,
+        {**EXPERTS, "parallel__ep": 2, "parallel__tp": 2, "parallel__etp": 1, "parallel__expert_mesh": "peer"},
+    ),
+    "peer experts, ring": (
+        4,
+        {
+            **EXPERTS,
+            "parallel__ep": 2,
+            "parallel__cp": 2,
+            "parallel__expert_mesh": "peer",
+            "parallel__cp_method": "ring",
+        },
+    ),
+    "pipeline": (2, {"parallel__pp": 2}),
+    "pipeline, tied": (2, {"parallel__pp": 2, "model__tie_word_embeddings": True}),
+    "pipeline in a V, shards": (
+        4,
+        {"parallel__pp": 2, "pipeline__schedule": "zero_bubble_v", "model__num_hidden_layers": 4},
+    ),
+    "pipeline and tensor": (4, {"parallel__pp": 2, "parallel__tp": 2}),
+    "interleaved pipeline and experts": (
+        4,
+        {
+            **EXPERTS,
+            "parallel__pp": 2,
+            "parallel__ep": 2,
+            "pipeline__schedule": "interleaved_1f1b",
+            "model__num_hidden_layers": 4,
+        },
+    ),
+}
+ON_EVERY_PLATFORM = ("shards, micro-batches", "tensor, recomputed", "experts, recomputed", "ring", "pipeline, tied")
+
+
+def _sent(settings: dict[str, Any]) -> dict[tuple[int, ...], dict[str, float]]:
+    """Return the bytes that this rank has sent in its second step, by group and collective."""
+    config = config_of(**settings)
+    setup = setup_rank(config)
+    step = OptimizerStep(setup)
+    for index in range(2):
+        with record_collectives() as log:
+            step.accumulate_gradients(random_batch(setup, index))
+        setup.optimizer.zero_grad()
+    found: dict[Any, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for record in log.records:
+        found[tuple(sorted(record.group))][record.name] += record.wire_bytes
+    return {ranks: dict(sent) for ranks, sent in found.items()}
+
+
+def _groups(settings: dict[str, Any], axes: list[str]) -> dict[str, tuple[int, ...]]:
+    """Return the ranks of this rank's groups, by the names of axes."""
+    setup = setup_rank(config_of(**settings))
+    groups = {}
+    for name in axes:
+        parts = name.split("+")
+        mesh = setup.mesh[parts[0]] if len(parts) == 1 else setup.mesh.flatten("planned_" + "_".join(parts), parts)
+        groups[name] = tuple(sorted(mesh.get_group().ranks))
+    return groups
+
+
+@pytest.mark.parametrize("name", list(RANKS))
+def test_bytes_on_the_wire_are_those_of_the_plan(platform, name: str) -> None:
+    world_size, settings = RANKS[name]
+    if platform.name != "torch" and name not in ON_EVERY_PLATFORM:
+        pytest.skip("collectives are chosen without the framework; a few cases show that it makes the same ones")
+    shape = shape_of(config_of(**settings), world_size)
+    planned = [stage_traffic(shape, parts) for parts in stage_parts(shape)]
+    axes = sorted({each.axis for stage in planned for each in stage} - {"pp"})
+    sent = run_ranks(_sent, world_size, platform, settings)
+    groups = run_ranks(_groups, world_size, platform, settings, axes)
+    for place, stage in enumerate(planned):
+        ranks = [rank for rank in range(world_size) if shape.dims.coordinate(rank)["pp"] == place]
+        assert _expected(stage, [groups[rank] for rank in ranks]) == pytest.approx(_mean(sent, groups, ranks, axes))
+
+
+def _expected(stage: list[Any], groups: list[dict[str, tuple[int, ...]]]) -> dict[tuple[str, str], float]:
+    """Return the planned bytes by collective and the names of all axes that are the same ranks."""
+    total: dict[tuple[str, str], float] = defaultdict(float)
+    for each in stage:
+        total[_name(each.axis, groups[0]), each.collective] += each.bytes
+    return dict(total)
+
+
+def _mean(sent: Any, groups: Any, ranks: list[int], axes: list[str]) -> dict[tuple[str, str], float]:
+    total: dict[tuple[str, str], float] = defaultdict(float)
+    for rank in ranks:
+        names = {group: _name(axis, groups[rank]) for axis, group in groups[rank].items()}
+        for group, by_name in sent[rank].items():
+            for name, num_bytes in by_name.items():
+                if num_bytes:
+                    total[names.get(group, "pp"), name] += num_bytes / len(ranks)
+    return {key: value for key, value in total.items() if not math.isclose(value, 0)}
+
+
+def _name(axis: str, groups: dict[str, tuple[int, ...]]) -> str:
+    """Return one name for axes over the same ranks."""
+    if axis == "pp":
+        return "pp"
+    return min(other for other, group in groups.items() if group == groups[axis])
