@@ -353,6 +353,16 @@ def test_a_checkpoint_of_another_model_is_refused(two_steps: LocalStorage) -> No
         checkpoint.check_model(MODEL | {"hidden_size": 16})
 
 
+def test_options_that_came_after_a_checkpoint_have_their_defaults_there(two_steps: LocalStorage) -> None:
+    checkpoint = open_latest(two_steps)
+    defaults = {"hidden_size": 1, "bias": False, "lora": {"rank": None}}
+    checkpoint.check_model(MODEL | {"bias": False, "lora": {"rank": None}}, defaults)
+    with pytest.raises(CheckpointError, match="of another model: bias is False there and True here"):
+        checkpoint.check_model(MODEL | {"bias": True, "lora": {"rank": None}}, defaults)
+    with pytest.raises(CheckpointError, match="of another model: bias is None there and False here"):
+        checkpoint.check_model(MODEL | {"bias": False})
+
+
 def test_tensors_that_do_not_fit_are_all_listed(two_steps: LocalStorage) -> None:
     checkpoint = open_latest(two_steps)
     checkpoint.check_tensors({"weight": (4, 2)})

@@ -68,6 +68,15 @@ def hp_checkpoint_storages(registry: Registry) -> None:
     """
 
 
+@hookspec
+def hp_checkpoint_formats(registry: Registry) -> None:
+    """Called once, before a command that names one. Registers other formats of checkpoints by name. Since 0.1.
+
+    `build()` returns a `hp_trainer.checkpoint.CheckpointFormat`, by which `hp-train export --format` writes and
+    `hp-train import --format` reads.
+    """
+
+
 # Life cycle ------------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Registries of what a configuration names: models, datasets, optimizers, trackers, checkpoint storages."""
+"""Registries of what a configuration or a command names: models, datasets, optimizers, trackers, storages."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from hp_dtensor.platform.registry import Registry, fill_registry
 
 @dataclass(frozen=True)
 class Registries:
-    """One registry per kind of thing that a configuration names; each is filled by the hook `hp_<field>`."""
+    """One registry per kind of thing that is chosen by name; each is filled by the hook `hp_<field>`."""
 
     models: Registry
     datasets: Registry
     optimizers: Registry
     trackers: Registry
     checkpoint_storages: Registry
+    checkpoint_formats: Registry
 
 
 _KINDS = {
@@ -26,6 +27,7 @@ _KINDS = {
     "optimizers": "optimizer",
     "trackers": "tracker",
     "checkpoint_storages": "checkpoint storage",
+    "checkpoint_formats": "checkpoint format",
 }
 
 

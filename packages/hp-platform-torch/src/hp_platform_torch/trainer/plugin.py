@@ -13,6 +13,7 @@ from hp_dtensor.platform.plugins import hookimpl
 if TYPE_CHECKING:
     from hp_dtensor.platform.interface import Platform
     from hp_dtensor.platform.registry import Registry
+    from hp_trainer.checkpoint import CheckpointFormat
     from hp_trainer.config import AdamWConfig
     from hp_trainer.optimizers import AdamW8bitConfig
     from hp_trainer.training import Optimizer
@@ -26,6 +27,18 @@ def hp_optimizers(registry: Registry) -> None:
 
     registry.add("adamw", _build_adamw, options=AdamWConfig, platform="torch")
     registry.add("adamw_8bit", _build_adamw_8bit, options=AdamW8bitConfig, platform="torch")
+
+
+@hookimpl
+def hp_checkpoint_formats(registry: Registry) -> None:
+    """Register the folders of `torch.distributed.checkpoint` as `dcp`."""
+    registry.add("dcp", _build_distributed_checkpoints)
+
+
+def _build_distributed_checkpoints() -> CheckpointFormat:
+    from hp_platform_torch.trainer.distributed_checkpoint import DistributedCheckpoints
+
+    return DistributedCheckpoints()
 
 
 def _build_adamw(parameters: Iterable[tuple[str, Any]], options: AdamWConfig, platform: Platform) -> Optimizer:

@@ -12,18 +12,23 @@ from hp_trainer.checkpoint.catalog import (
     prune,
     set_aside_later,
 )
-from hp_trainer.checkpoint.index import Index, model_fingerprint
-from hp_trainer.checkpoint.load import Checkpoint
+from hp_trainer.checkpoint.formats import CheckpointFormat, ForeignCheckpoint
+from hp_trainer.checkpoint.index import Chunk, Index, SavedTensor, model_fingerprint
+from hp_trainer.checkpoint.load import Checkpoint, refuse_other_model
 from hp_trainer.checkpoint.save import PendingSave, TensorPart, save_checkpoint
 from hp_trainer.checkpoint.storage import LocalStorage, Storage
 
 __all__ = [
     "Box",
     "Checkpoint",
+    "CheckpointFormat",
+    "Chunk",
+    "ForeignCheckpoint",
     "Index",
     "Latest",
     "LocalStorage",
     "PendingSave",
+    "SavedTensor",
     "Storage",
     "TensorPart",
     "delete_leftovers",
@@ -34,6 +39,7 @@ __all__ = [
     "open_latest",
     "open_step",
     "prune",
+    "refuse_other_model",
     "save_checkpoint",
     "set_aside_later",
 ]

@@ -89,19 +89,17 @@ class Checkpoint:
                 result[part.slices_in(box)] = self._chunk(name, tensor, chunk, inside)[inside]
         return result
 
-    def check_model(self, model: Mapping[str, Any]) -> None:
+    def check_model(self, model: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
         """Refuse a checkpoint of another model.
+
+        Args:
+            model: name and options of the model that is wanted.
+            defaults: of its options. A checkpoint that was written before an option came has its default.
 
         Raises:
             CheckpointError: naming every option that differs.
         """
-        if model_fingerprint(model) == model_fingerprint(self.index.model):
-            return
-        saved = self.index.model
-        names = sorted({*saved, *model})
-        differ = [name for name in names if saved.get(name) != model.get(name)]
-        told = ", ".join(f"{name} is {saved.get(name)!r} there and {model.get(name)!r} here" for name in differ)
-        raise CheckpointError(f"{self._describe()} is a checkpoint of another model: {told}")
+        refuse_other_model(self.index.model, model, defaults or {}, self._describe())
 
     def check_averaged(self) -> None:
         """Refuse a checkpoint without moving averages of weights.
@@ -242,6 +240,28 @@ class Checkpoint:
         chunks = (chunk for tensor in self.index.tensors.values() for chunk in tensor.chunks if chunk.shard == rank)
         # A key takes at most six bytes for a character, an entry's dtype, sizes and offsets at most 20 for a number.
         return 65536 + sum(6 * len(chunk.key) + 200 + 20 * len(chunk.box.shape) for chunk in chunks)
+
+
+def refuse_other_model(
+    saved: Mapping[str, Any], model: Mapping[str, Any], defaults: Mapping[str, Any], where: str
+) -> None:
+    """Refuse a checkpoint, called `where`, whose model is another; see `Checkpoint.check_model`."""
+    saved = _filled(saved, defaults)
+    if model_fingerprint(model) == model_fingerprint(saved):
+        return
+    names = sorted({*saved, *model})
+    differ = [name for name in names if saved.get(name) != model.get(name)]
+    told = ", ".join(f"{name} is {saved.get(name)!r} there and {model.get(name)!r} here" for name in differ)
+    raise CheckpointError(f"{where} is a checkpoint of another model: {told}")
+
+
+def _filled(saved: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return saved options, and the default of each that is missing."""
+    filled = {**defaults, **saved}
+    for name, value in saved.items():
+        if isinstance(value, Mapping) and isinstance(defaults.get(name), Mapping):
+            filled[name] = _filled(value, defaults[name])
+    return filled
 
 
 def _uses(tensor: SavedTensor, rank: int) -> bool:

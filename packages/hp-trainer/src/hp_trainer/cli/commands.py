@@ -8,7 +8,7 @@ from hp_dtensor.platform.selection import get_platform
 from hp_trainer.cli.arguments import Parser, UsageError, parse
 from hp_trainer.cli.check import check_command
 from hp_trainer.cli.evaluate import evaluate_command
-from hp_trainer.cli.export import export_command
+from hp_trainer.cli.export import export_command, import_command
 from hp_trainer.cli.help import USAGE
 from hp_trainer.cli.profile import profile_command
 from hp_trainer.cli.report_commands import compare_command, report_command
@@ -65,6 +65,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "checkpoints": checkpoints_command,
     "generate": generate_command,
     "export": export_command,
+    "import": import_command,
     "check": check_command,
     "profile": profile_command,
     "sweep": sweep_command,

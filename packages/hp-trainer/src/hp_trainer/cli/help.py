@@ -15,6 +15,9 @@ usage: hp-train CONFIG [--section.setting=value ...]
        hp-train generate RUN [--prompt TEXT ...] [--section.setting=value ...]
        hp-train export RUN --to DIR [--dtype DTYPE] [--lora merged|adapter] [--weights last|ema]
                        [--file-bytes N]
+       hp-train export RUN --to DIR --format dcp
+       hp-train import DIR --run RUN
+       hp-train import DIR --to DIR [--prefix TEXT]
        hp-train check CONFIG [--world-size N] [--section.setting=value ...]
        hp-train profile CONFIG [--steps FIRST-LAST] [--section.setting=value ...]
        hp-train sweep CONFIG --section.setting=value,value,... [--section.setting=value ...]
@@ -41,6 +44,9 @@ commands:
               launcher every rank writes, each other files; by default in the dtype of model.from, else float32;
               adapters are merged into the weights, or written alone for PEFT; --weights=ema: the moving
               averages of the weights (training.ema), here and in evaluate
+              --format=dcp writes the whole checkpoint, with optimizer and position, for torch.distributed.checkpoint
+  import      read a folder of torch.distributed.checkpoint: as a checkpoint of RUN, if export wrote it, or whatever
+              trained on from there; or its weights alone, as safetensors, which model.from takes with a config.json
   check       print every problem of a configuration, or what it would train; starts nothing
   profile     train a few steps in a new run and write traces and memory of the last ones, of every rank
   sweep       train every combination of the values given, one run after the other, and compare the runs

@@ -12,7 +12,7 @@ from hp_trainer.cli.checkpoint_table import describe_checkpoints
 from hp_trainer.cli.help import USAGE
 from hp_trainer.cli.output import print_if_read
 from hp_trainer.cli.shared import load, newest, open_run, refuse, require_platform, resolved, tell
-from hp_trainer.config import LoadedConfig, TrainerConfig, to_plain
+from hp_trainer.config import LoadedConfig, TrainerConfig
 from hp_trainer.exceptions import Problem
 from hp_trainer.launch import (
     check_new_run,
@@ -23,7 +23,7 @@ from hp_trainer.launch import (
     world_size_of,
 )
 from hp_trainer.plugins import registries
-from hp_trainer.run import RunFolder, checkpoint_storage, chosen_run_folder, complete_run, create_run
+from hp_trainer.run import RunFolder, check_model, checkpoint_storage, chosen_run_folder, complete_run, create_run
 
 
 def train_command(given: list[str]) -> int:
@@ -132,7 +132,7 @@ def _take_up(run: RunFolder, config: TrainerConfig, from_step: int | None = None
     """
     storage = checkpoint_storage(run, config)
     checkpoint = newest(run, config) if from_step is None else open_step(storage, from_step)
-    checkpoint.check_model(to_plain(config.model))
+    check_model(checkpoint, config)
     registries().datasets.get(config.data.name).build(config.data.options).verify(run.data)
     if from_step is not None:
         for name in set_aside_later(storage, from_step):

@@ -9,11 +9,11 @@ from pathlib import Path
 from hp_trainer.checkpoint import Checkpoint, find_latest, open_latest
 from hp_trainer.cli.arguments import Overrides, UsageError
 from hp_trainer.cli.help import USAGE
-from hp_trainer.config import LoadedConfig, TrainerConfig, load_config, to_plain
+from hp_trainer.config import LoadedConfig, TrainerConfig, load_config
 from hp_trainer.exceptions import ConfigError, Problem, raise_if_any
 from hp_trainer.launch import chosen_platform, no_platform
 from hp_trainer.plugins import registries
-from hp_trainer.run import RunFolder, checkpoint_storage
+from hp_trainer.run import RunFolder, check_model, checkpoint_storage
 
 # Which weights of a checkpoint are used.
 WEIGHTS = ("last", "ema")
@@ -95,5 +95,5 @@ def newest(run: RunFolder, config: TrainerConfig) -> Checkpoint:
     for reason in found.skipped:
         tell(f"passed over a checkpoint: {reason}")
     checkpoint = found.checkpoint if found.checkpoint is not None else open_latest(storage)
-    checkpoint.check_model(to_plain(config.model))
+    check_model(checkpoint, config)
     return checkpoint

@@ -1,6 +1,6 @@
 """A run: its folder, the data in it, and the place of its checkpoints."""
 
-from hp_trainer.run.checkpoints import checkpoint_storage
+from hp_trainer.run.checkpoints import check_model, checkpoint_storage
 from hp_trainer.run.create import complete_run, create_run
 from hp_trainer.run.folder import RunFolder, chosen_run_folder, default_run_folder
 from hp_trainer.run.lock import RunLock
@@ -8,6 +8,7 @@ from hp_trainer.run.lock import RunLock
 __all__ = [
     "RunFolder",
     "RunLock",
+    "check_model",
     "checkpoint_storage",
     "chosen_run_folder",
     "complete_run",

@@ -9,6 +9,7 @@ from typing import Any
 from hp_trainer.checkpoint import Checkpoint, PendingSave, Storage, find_latest
 from hp_trainer.config import to_plain
 from hp_trainer.exceptions import CheckpointError
+from hp_trainer.run import check_model
 from hp_trainer.training.guard import LossGuard
 from hp_trainer.training.setup import RankSetup
 from hp_trainer.training.state import load_state, state_parts
@@ -80,7 +81,7 @@ class TrainingCheckpoints:
         """
         setup = self._setup
         checkpoint = Checkpoint(self._storage, folder)
-        checkpoint.check_model(to_plain(setup.config.model))
+        check_model(checkpoint, setup.config)
         self._check_data(checkpoint)
         optimizer_steps, samples = _counter(checkpoint, "optimizer_steps"), _counter(checkpoint, "samples")
         everyones = None if setup.pipeline is None else setup.pipeline.everyones

@@ -9,7 +9,8 @@ from typing import Any
 from hp_dtensor.comm.world import SilentWorld, use_world
 from hp_dtensor.platform.interface import Platform
 from hp_trainer.checkpoint import Checkpoint
-from hp_trainer.config import TrainerConfig, to_plain
+from hp_trainer.config import TrainerConfig
+from hp_trainer.run import check_model
 from hp_trainer.training.build_model import build_plain_model
 from hp_trainer.training.state import load_weights
 
@@ -26,7 +27,7 @@ def whole_model(
     Raises:
         CheckpointError: the checkpoint is of another model, damaged, or without averages.
     """
-    checkpoint.check_model(to_plain(config.model))
+    check_model(checkpoint, config)
     with use_world(SilentWorld(0, 1, platform)), platform.no_grad():
         model = build_plain_model(config, platform)
         load_weights(platform, model, checkpoint, averaged=averaged)

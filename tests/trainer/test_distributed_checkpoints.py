@@ -1,0 +1,116 @@
+"""Checkpoints that torch.distributed.checkpoint reads and writes, and pickles that nothing is made of."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+from training_runs import FOUR_RANKS, Lab, losses, tensors
+
+from hp_trainer import cli
+
+torch = pytest.importorskip("torch")
+dcp = pytest.importorskip("torch.distributed.checkpoint")
+
+SETTINGS = {"training__ema__decay": 0.9}
+
+
+@pytest.fixture(autouse=True)
+def on_torch(hp_platform):
+    if hp_platform.name != "torch":
+        pytest.skip("the format is torch's")
+
+
+def exported(lab: Lab, run, name: str = "dcp") -> Path:
+    assert cli.main(["export", str(run.path), f"--to={lab.folder / name}", "--format=dcp"]) == 0
+    return lab.folder / name
+
+
+def as_torch_reads(folder: Path, saved: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    state = {name: torch.zeros(value.shape) for name, value in saved.items()}
+    dcp.load(state, checkpoint_id=str(folder), no_dist=True)
+    return state
+
+
+def refused(capsys, *words: str) -> str:
+    assert cli.main([str(word) for word in words]) == 2
+    return capsys.readouterr().err
+
+
+def test_torch_reads_every_tensor_of_a_checkpoint_that_four_ranks_wrote(lab: Lab):
+    run = lab.run("run", FOUR_RANKS["folded"], 4, training__steps=2, **SETTINGS)
+    saved = tensors(run, ("model.", "optimizer.", "ema."))
+    found = as_torch_reads(exported(lab, run), saved)
+    for name, value in saved.items():
+        np.testing.assert_array_equal(found[name].numpy(), value)
+
+
+def test_a_run_goes_on_exactly_from_what_torch_has_written_in_between(lab: Lab, capsys):
+    whole = lab.run("whole", **SETTINGS)
+    stopped = lab.interrupted_copy(whole, "stopped")
+    saved = tensors(stopped, ("model.", "optimizer.", "ema."))
+    folder = exported(lab, stopped)
+    state = as_torch_reads(folder, saved)
+    length = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata["hp.state"].size
+    state["hp.state"] = torch.zeros(length, dtype=torch.uint8)
+    dcp.load(state, checkpoint_id=str(folder), no_dist=True)
+    dcp.save(state | {"note": "of another kind"}, checkpoint_id=str(lab.folder / "again"), no_dist=True)
+    for checkpoint in stopped.checkpoints.iterdir():
+        for file in checkpoint.iterdir():
+            file.unlink()
+        checkpoint.rmdir()
+    assert cli.main(["import", str(lab.folder / "again"), f"--run={stopped.path}"]) == 0
+    assert "step-00000003; go on with `hp-train resume" in capsys.readouterr().out
+    assert losses(lab.resume(stopped, **SETTINGS)) == losses(whole)
+
+
+def test_weights_become_a_file_that_transformers_reads(lab: Lab, tmp_path: Path):
+    from safetensors.torch import load_file
+
+    state = {
+        "model.b": torch.arange(6.0).reshape(2, 3),
+        "model.a": torch.ones(3, dtype=torch.bfloat16),
+        "other": torch.ones(1),
+    }
+    dcp.save(state, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    assert cli.main(["import", str(tmp_path / "dcp"), f"--to={tmp_path / 'out'}", "--prefix=model."]) == 0
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == {"a", "b"}
+    for name, value in found.items():
+        assert torch.equal(value, state[f"model.{name}"])
+
+
+class Evil:
+    def __reduce__(self):
+        return print, ("run by a pickle",)
+
+
+@pytest.mark.parametrize(
+    "content", [pickle.dumps(Evil()), pickle.dumps({"a": 1}), b"", b"damaged", pickle.dumps(torch.nn.Linear)]
+)
+def test_metadata_that_are_none_are_refused_before_anything_is_made_of_them(tmp_path: Path, capsys, content):
+    (tmp_path / ".metadata").write_bytes(content)
+    assert ".metadata is damaged or no metadata" in refused(capsys, "import", tmp_path, f"--to={tmp_path / 'out'}")
+    assert "run by a pickle" not in capsys.readouterr().out
+
+
+def test_what_does_not_fit_is_refused_by_name(lab: Lab, tmp_path: Path, capsys):
+    run = lab.run("run", training__steps=1)
+    assert "it has no file .metadata" in refused(capsys, "import", tmp_path, f"--run={run.path}")
+    dcp.save({"x": torch.ones(2)}, checkpoint_id=str(tmp_path / "other"), no_dist=True)
+    assert "holds no hp.state" in refused(capsys, "import", tmp_path / "other", f"--run={run.path}")
+    told = refused(capsys, "import", tmp_path / "other", f"--to={tmp_path / 'out'}", "--prefix=model.")
+    assert "no tensor has a name that begins with 'model.'; there are x" in told
+    folder = exported(lab, run)
+    larger = lab.run("larger", training__steps=1, model__hidden_size=24)
+    assert "hidden_size is 16 there and 24 here" in refused(capsys, "import", folder, f"--run={larger.path}")
+    assert "import needs either --run=RUN or --to=DIR" in refused(capsys, "import", folder)
+    assert "--dtype changes a model" in refused(
+        capsys, "export", run.path, f"--to={tmp_path / 'x'}", "--format=dcp", "--dtype=float16"
+    )
+    assert "is not empty; choose another --to" in refused(capsys, "export", run.path, f"--to={folder}", "--format=dcp")
+    (data,) = folder.glob("*.distcp")
+    data.write_bytes(data.read_bytes()[:-2000])
+    assert "cannot be read" in refused(capsys, "import", folder, f"--run={run.path}")
