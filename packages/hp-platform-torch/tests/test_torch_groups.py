@@ -97,8 +97,9 @@ def test_broadcast_from_any_member(three_ranks, dtype, ranks):
 
 @pytest.mark.parametrize("ranks", SUBSETS)
 @pytest.mark.parametrize("lengths", [(3, 0, 5), (0, 0, 0)])
-def test_bytes_of_any_length(three_ranks, lengths, ranks):
-    got = three_ranks.run(on_rank.bytes_of_everyone, lengths, ranks)
+@pytest.mark.parametrize("default_device", ["cpu", "meta"])
+def test_bytes_of_any_length(three_ranks, lengths, ranks, default_device):
+    got = three_ranks.run(on_rank.bytes_of_everyone, lengths, ranks, default_device)
     expected = [bytes([rank]) * lengths[rank] for rank in ranks]
     assert [got[rank] for rank in ranks] == [expected] * len(ranks)
 

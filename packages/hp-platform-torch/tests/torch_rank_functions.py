@@ -139,11 +139,12 @@ def broadcast(dtype_name, ranks, source):
     return x.tolist()
 
 
-def bytes_of_everyone(lengths, ranks):
+def bytes_of_everyone(lengths, ranks, default_device):
     world = current_world(PLATFORM)
     if world.rank not in ranks:
         return None
-    return world.group(ranks).all_gather_bytes(bytes([world.rank]) * lengths[world.rank])
+    with torch.device(default_device):
+        return world.group(ranks).all_gather_bytes(bytes([world.rank]) * lengths[world.rank])
 
 
 def bytes_under_way(ranks):

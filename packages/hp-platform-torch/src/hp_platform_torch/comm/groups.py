@@ -199,20 +199,21 @@ class TorchGroup(CalledByTorch, ProcessGroup):
         return settle(self._channel(x.device.type).recv([movable(x)], source, 0), async_op)
 
     def _all_gather_bytes(self, data: bytes) -> list[bytes]:
-        lengths = torch.empty(self.size, dtype=torch.int64)
-        self._gather_facts(lengths, torch.tensor([len(data)])).wait()
+        # Facts are exchanged in host memory, also inside of `torch.device("meta")`, where a model is built.
+        lengths = torch.empty(self.size, dtype=torch.int64, device="cpu")
+        self._gather_facts(lengths, torch.tensor([len(data)], device="cpu")).wait()
         longest = int(lengths.max())
         if longest == 0:
             return [b""] * self.size
-        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
         if data:
             padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        gathered = torch.empty(self.size, longest, dtype=torch.uint8)
+        gathered = torch.empty(self.size, longest, dtype=torch.uint8, device="cpu")
         self._gather_facts(gathered, padded).wait()
         return [row[:length].numpy().tobytes() for row, length in zip(gathered, lengths.tolist(), strict=True)]
 
     def _start_all_gather_bytes(self, data: bytes) -> PendingBytes:
-        gathered = torch.empty(self.size, len(data), dtype=torch.uint8)
+        gathered = torch.empty(self.size, len(data), dtype=torch.uint8, device="cpu")
         return PendingFacts(
             self._gather_facts(gathered, torch.frombuffer(bytearray(data), dtype=torch.uint8)), gathered
         )
