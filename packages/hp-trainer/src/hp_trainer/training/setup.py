@@ -94,6 +94,10 @@ class RankSetup:
             return self.pipeline.num_parameters()
         return num_parameters(self.platform, self.model)
 
+    def module_names(self) -> dict[int, str]:
+        """Return the names of the model's modules by `id`, for messages; the model itself is `""`."""
+        return {id(module): name for name, module in self.platform.named_modules(self.model)}
+
     def batch_reader(self, samples: Samples, *, once: bool = False) -> BatchReader:
         """Return the reader of this rank's share of global batches of `samples`; `once` as in `BatchReader`."""
         training = self.config.training

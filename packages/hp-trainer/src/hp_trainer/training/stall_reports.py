@@ -22,6 +22,7 @@ class StallReport:
     Attributes:
         phase, step, seconds: what it has been doing, at which step, for how long.
         calls: by group of ranks, how many collectives it has started there, and the name of the last.
+        module: the part of the model, and the action of a pipeline, that it is at work for; empty outside of both.
         stack: the main thread's, `file:line in function`, innermost last.
     """
 
@@ -31,15 +32,17 @@ class StallReport:
     seconds: float
     calls: Mapping[str, tuple[int, str]]
     stack: Sequence[str]
+    module: str = ""
 
     def to_plain(self) -> dict[str, Any]:
         return asdict(self)
 
     @property
     def place(self) -> str:
-        """Return the innermost line of the stack that is no machinery of communication."""
+        """Return the module, and the innermost line of the stack that is no machinery of communication."""
         outside = [line for line in self.stack if not _MACHINERY.search(line)]
-        return (outside or list(self.stack) or ["an unknown place"])[-1]
+        line = (outside or list(self.stack) or ["an unknown place"])[-1]
+        return f"in {self.module}, at {line}" if self.module else f"at {line}"
 
 
 def report_file(folder: Path, rank: int) -> Path:
@@ -77,7 +80,7 @@ def describe_stall(reports: Mapping[int, StallReport], size: int) -> str:
         told = f"{_ranks(silent)} of {size} has not answered: stopped, killed, or not to be reached"
     elif behind:
         rank = min(behind)
-        told = f"{_ranks(sorted(behind))} of {size} has not answered: {behind[rank]}, at {reports[rank].place}"
+        told = f"{_ranks(sorted(behind))} of {size} has not answered: {behind[rank]}, {reports[rank].place}"
     else:
         told = f"all {size} ranks wait for each other"
     return head + told + _where_they_wait([report for rank, report in reports.items() if rank not in behind])
@@ -106,7 +109,7 @@ def _where_they_wait(waiting: Sequence[StallReport]) -> str:
         return ""
     first = waiting[0]
     last = max(first.calls.values(), default=(0, ""))[1] or "no collective"
-    return f"; {_ranks([report.rank for report in waiting])} waits after starting {last}, at {first.place}"
+    return f"; {_ranks([report.rank for report in waiting])} waits after starting {last}, {first.place}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -8,14 +8,14 @@ import statistics
 import sys
 import threading
 import time
-import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Self
 
 from hp_dtensor.comm.world import World
+from hp_trainer.training.stall_places import frames_of_error, frames_of_thread, place_in_model
 from hp_trainer.training.stall_reports import StallReport, describe_stall, read_reports, report_file
 
 _CHECK_SECONDS = 0.5
@@ -36,13 +36,20 @@ class StallWatch:
         folder: place of the reports, shared by the ranks.
         world: the job.
         timeout_seconds: the longest that a collective waits.
+        module_names: returns the names of the model's modules by `id`; asked when there is something to report.
         tell: is given the lines for the user.
     """
 
     def __init__(
-        self, folder: Path, world: World, timeout_seconds: float, tell: Callable[[str], None] | None = None
+        self,
+        folder: Path,
+        world: World,
+        timeout_seconds: float,
+        module_names: Callable[[], Mapping[int, str]] = dict,
+        tell: Callable[[str], None] | None = None,
     ) -> None:
         self._folder, self._world, self._timeout = folder, world, timeout_seconds
+        self._module_names = module_names
         self._tell = tell or _to_stderr
         self._main = threading.get_ident()
         self._phase, self._step, self._since = "start", 0, time.monotonic()
@@ -61,12 +68,15 @@ class StallWatch:
             self._tell(f"rank {self._world.rank}: the {before} before has ended after {now - since:.0f} s")
             self._forget()
 
-    def explain(self) -> str | None:
+    def explain(self, error: BaseException) -> str | None:
         """Return who keeps whom waiting, or None when nothing has taken long; called when a collective has failed."""
         waited = time.monotonic() - self._since
         if waited < 0.8 * self._timeout:
             return None
-        self._report(waited)
+        # The thread of this watch would write over it where the training has got to by now.
+        self._stop.set()
+        self._thread.join()
+        self._report(waited, frames_of_error(error))
         time.sleep(_GRACE_SECONDS)
         return f"{self._describe()}; waited {self._timeout:g} s (launch.timeout_seconds)"
 
@@ -95,7 +105,7 @@ class StallWatch:
                 self._told = waited
                 # A disk that is full or gone ends the training by itself.
                 with contextlib.suppress(OSError):
-                    self._report(waited)
+                    self._report(waited, frames_of_thread(self._main))
                     if not self._stop.wait(_GRACE_SECONDS) and self._speaks():
                         self._tell(f"{self._describe()}; {waited:.0f} s, stacks in {self._folder}")
 
@@ -106,16 +116,15 @@ class StallWatch:
     def _describe(self) -> str:
         return describe_stall(read_reports(self._folder), self._world.size)
 
-    def _report(self, waited: float) -> None:
-        frame = sys._current_frames().get(self._main)
-        stack = traceback.extract_stack(frame) if frame is not None else []
+    def _report(self, waited: float, frames: Sequence[FrameType]) -> None:
         report = StallReport(
             rank=self._world.rank,
             phase=self._phase,
             step=self._step,
             seconds=round(waited, 1),
             calls={_name_of(group.ranks): (group.num_calls, group.last_call) for group in self._world.groups()},
-            stack=[f"{entry.filename}:{entry.lineno} in {entry.name}" for entry in stack],
+            module=place_in_model(frames, self._module_names()),
+            stack=[f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}" for frame in frames],
         )
         self._folder.mkdir(parents=True, exist_ok=True)
         path = report_file(self._folder, self._world.rank)

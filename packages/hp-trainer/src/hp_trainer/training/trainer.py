@@ -75,7 +75,9 @@ class Trainer:
         self._corruption = CorruptionChecks(self.setup, self._step)
         self._evaluation_losses: dict[int, float] = {}
         self._pending: _Pending | None = None
-        self._watch = StallWatch(run.stalls, self.setup.mesh.world, config.launch.timeout_seconds)
+        self._watch = StallWatch(
+            run.stalls, self.setup.mesh.world, config.launch.timeout_seconds, self.setup.module_names
+        )
 
     def resume(self, checkpoint: str) -> None:
         """Take up a checkpoint (its folder's name), whatever layout, number of ranks or platform wrote it.
@@ -302,7 +304,7 @@ class Trainer:
 
     def _refuse_hang(self, error: Exception) -> None:
         """Raise a `HangError` where a collective has failed because other ranks did not come to it."""
-        told = None if isinstance(error, TrainingError | CheckpointError) else self._watch.explain()
+        told = None if isinstance(error, TrainingError | CheckpointError) else self._watch.explain(error)
         if told is not None:
             raise HangError(told) from error
 
