@@ -27,7 +27,7 @@ def test_results_are_those_of_torch(hp_platform, rank_pool, name, stages, v_shap
 
 
 def test_unknown_names_and_stages_are_refused():
-    with pytest.raises(ScheduleError, match=r"unknown schedule name '2F2B'; expected one of 1F1B, Interleaved1F1B"):
+    with pytest.raises(ScheduleError, match=r"'2F2B'; expected one of GPipe, 1F1B, Interleaved1F1B"):
         get_schedule_class("2F2B")
     with pytest.raises(PipelineError, match="needs at least one stage on every rank, got none"):
         Schedule1F1B([], 2)

@@ -11,7 +11,7 @@ import os
 from typing import TYPE_CHECKING
 
 from hp_dtensor.exceptions import PlatformError
-from hp_dtensor.platform.plugins import hookimpl
+from hp_dtensor.platform.plugins import check_version, hookimpl, release_of
 
 if TYPE_CHECKING:
     from hp_dtensor.platform.interface import Platform
@@ -28,7 +28,7 @@ def hp_platform() -> Platform:
         PlatformError: MindSpore is missing, too old, or does not import; or NumPy is 2 or newer, with which
             its first operation fails.
     """
-    _check_mindspore()
+    check_version("mindspore", MINIMUM_MINDSPORE, "'numpy<2'")
     _check_numpy()
     return _platform()
 
@@ -46,31 +46,10 @@ def _platform() -> Platform:
     return MindSporePlatform()
 
 
-def _check_mindspore() -> None:
-    wanted = ".".join(map(str, MINIMUM_MINDSPORE))
-    try:
-        found = importlib.metadata.version("mindspore")
-    except importlib.metadata.PackageNotFoundError:
-        raise PlatformError(
-            f"mindspore is not installed; the mindspore platform needs mindspore >= {wanted}: "
-            f"pip install 'mindspore>={wanted}' 'numpy<2'"
-        ) from None
-    if _release(found) < MINIMUM_MINDSPORE:
-        raise PlatformError(
-            f"mindspore {found} is too old; the mindspore platform needs mindspore >= {wanted}: "
-            f"pip install --upgrade 'mindspore>={wanted}' 'numpy<2'"
-        )
-
-
 def _check_numpy() -> None:
     found = importlib.metadata.version("numpy")
-    if _release(found) >= NUMPY_LIMIT:
+    if release_of(found) >= NUMPY_LIMIT:
         raise PlatformError(
             f"numpy {found} is too new for mindspore, whose operations fail with numpy 2; expected numpy < 2: "
             "pip install 'numpy<2'"
         )
-
-
-def _release(version: str) -> tuple[int, int]:
-    major, minor, *_ = version.split(".")
-    return int(major), int("".join(c for c in minor if c.isdigit()) or 0)

@@ -10,7 +10,7 @@ import importlib.metadata
 from typing import TYPE_CHECKING
 
 from hp_dtensor.exceptions import PlatformError
-from hp_dtensor.platform.plugins import hookimpl
+from hp_dtensor.platform.plugins import check_version, hookimpl
 
 if TYPE_CHECKING:
     from hp_dtensor.platform.interface import Platform
@@ -37,24 +37,9 @@ def _platform() -> Platform:
 
 
 def _check_torch() -> None:
-    wanted = ".".join(map(str, MINIMUM_TORCH))
-    try:
-        found = importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        raise PlatformError(
-            f"torch is not installed; the torch platform needs torch >= {wanted}: pip install 'torch>={wanted}'"
-        ) from None
-    if _release(found) < MINIMUM_TORCH:
-        raise PlatformError(
-            f"torch {found} is too old; the torch platform needs torch >= {wanted}: "
-            f"pip install --upgrade 'torch>={wanted}'"
-        )
+    check_version("torch", MINIMUM_TORCH)
     try:
         import torch  # noqa: F401
     except Exception as error:
+        found = importlib.metadata.version("torch")
         raise PlatformError(f"torch {found} does not import: {type(error).__name__}: {error}") from error
-
-
-def _release(version: str) -> tuple[int, int]:
-    major, minor, *_ = version.split(".")
-    return int(major), int("".join(c for c in minor if c.isdigit()))

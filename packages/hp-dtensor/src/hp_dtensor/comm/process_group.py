@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hp_dtensor.platform.interface import Platform
 
 Tensor = Any
+Rows = tuple[int, ...]  # numbers of rows, one for each rank of a group
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 
 
@@ -230,12 +231,7 @@ class ProcessGroup(ABC):
 
     @abstractmethod
     def _all_to_all_into(
-        self,
-        output: Tensor,
-        x: Tensor,
-        output_rows: tuple[int, ...],
-        input_rows: tuple[int, ...],
-        async_op: bool,
+        self, output: Tensor, x: Tensor, output_rows: Rows, input_rows: Rows, async_op: bool
     ) -> Work: ...
 
     @abstractmethod

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hp_dtensor.comm.process_group import ProcessGroup, Work
+from hp_dtensor.comm.process_group import ProcessGroup, Rows, Work
 from hp_dtensor.exceptions import CollectiveError
 
 if TYPE_CHECKING:
@@ -97,14 +97,7 @@ class NoCommunicationGroup(ProcessGroup):
     def _reduce_scatter_into(self, output: Tensor, x: Tensor, op: str, async_op: bool) -> Work:
         raise self._refuse()
 
-    def _all_to_all_into(
-        self,
-        output: Tensor,
-        x: Tensor,
-        output_rows: tuple[int, ...],
-        input_rows: tuple[int, ...],
-        async_op: bool,
-    ) -> Work:
+    def _all_to_all_into(self, output: Tensor, x: Tensor, output_rows: Rows, input_rows: Rows, async_op: bool) -> Work:
         raise self._refuse()
 
     def _exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> None:

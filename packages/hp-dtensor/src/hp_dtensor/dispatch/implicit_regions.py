@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.platform.thread_region import ThreadRegion
 from hp_dtensor.spec import rank_checks
 from hp_dtensor.spec.placements import Replicate
 from hp_dtensor.spec.tensor_spec import TensorSpec
@@ -20,17 +19,10 @@ if TYPE_CHECKING:
 Tensor = Any
 
 
-class _Mode(threading.local):
-    def __init__(self) -> None:
-        self.depth = 0
-        self.operations: list[str] = []
+_replicating = ThreadRegion()
 
 
-_mode = _Mode()
-
-
-@contextlib.contextmanager
-def implicit_replication() -> Iterator[None]:
+def implicit_replication() -> AbstractContextManager[None]:
     """Inside the block, plain tensors among DTensors are taken as replicated, and operations without a sharding
     rule run on gathered operands and give a replicated result.
 
@@ -46,35 +38,26 @@ def implicit_replication() -> Iterator[None]:
         >>> run_ranks(program, 2)[0]
         (Shard(0),)
     """
-    _mode.depth += 1
-    try:
-        yield
-    finally:
-        _mode.depth -= 1
+    return _replicating.of_all()
 
 
-@contextlib.contextmanager
-def implicit_replication_of(operation: str) -> Iterator[None]:
+def implicit_replication_of(operation: str) -> AbstractContextManager[None]:
     """Inside the block, plain tensors among the DTensors that one operation is given are taken as replicated.
 
     Args:
         operation: its platform-neutral name, such as `cross_entropy`.
     """
-    _mode.operations.append(operation)
-    try:
-        yield
-    finally:
-        _mode.operations.remove(operation)
+    return _replicating.of(operation)
 
 
 def is_replicating() -> bool:
     """Return whether this thread is in `implicit_replication`."""
-    return _mode.depth > 0
+    return _replicating.depth > 0
 
 
 def takes_plain_operands(operation: str) -> bool:
     """Return whether plain tensors among DTensors are taken as replicated for an operation in this thread."""
-    return _mode.depth > 0 or operation in _mode.operations
+    return _replicating.has(operation)
 
 
 class SkipDTensorDispatch:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pluggy
 
-from hp_dtensor.exceptions import HPError, PluginError
+from hp_dtensor.exceptions import HPError, PlatformError, PluginError
 
 PROJECT_NAME = "hp"
 hookimpl = pluggy.HookimplMarker(PROJECT_NAME)
@@ -123,6 +123,36 @@ def plugin_manager() -> PluginManager:
     from hp_dtensor.platform import hookspecs
 
     return create_plugin_manager("hp_dtensor", hookspecs)
+
+
+def check_version(framework: str, minimum: tuple[int, int], beside: str = "") -> None:
+    """Check that a platform's framework is installed, by its metadata alone: nothing is imported.
+
+    Args:
+        minimum: the oldest release that serves, as (major, minor).
+        beside: what pip must be told besides the framework, such as `"'numpy<2'"`.
+
+    Raises:
+        PlatformError: it is missing or too old.
+    """
+    wanted = f"{framework} >= {minimum[0]}.{minimum[1]}"
+    install = f"'{wanted.replace(' ', '')}'" + (f" {beside}" if beside else "")
+    try:
+        found = importlib.metadata.version(framework)
+    except importlib.metadata.PackageNotFoundError:
+        raise PlatformError(
+            f"{framework} is not installed; the {framework} platform needs {wanted}: pip install {install}"
+        ) from None
+    if release_of(found) < minimum:
+        raise PlatformError(
+            f"{framework} {found} is too old; the {framework} platform needs {wanted}: pip install --upgrade {install}"
+        )
+
+
+def release_of(version: str) -> tuple[int, int]:
+    """Return (major, minor) of a version such as `2.11.0+cpu`."""
+    major, minor, *_ = version.split(".")
+    return int(major), int("".join(c for c in minor if c.isdigit()) or 0)
 
 
 def _wanted_entry_points(group: str) -> Iterator[importlib.metadata.EntryPoint]:

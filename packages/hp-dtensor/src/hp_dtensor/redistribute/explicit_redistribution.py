@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-import threading
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
 from hp_dtensor.exceptions import ImplicitRedistributionError
 from hp_dtensor.platform.interface import Platform
+from hp_dtensor.platform.thread_region import ThreadRegion
 from hp_dtensor.redistribute import plan_across, plan_between
 from hp_dtensor.spec.placements import Replicate
 from hp_dtensor.spec.tensor_spec import TensorSpec
 
-
-class _Checking(threading.local):
-    def __init__(self) -> None:
-        self.depth = 0
-        self.operations: list[str] = []
+_explicit = ThreadRegion()
 
 
-_checking = _Checking()
-
-
-@contextlib.contextmanager
-def explicit_redistribution() -> Iterator[None]:
+def explicit_redistribution() -> AbstractContextManager[None]:
     """Inside the block, an operation that would redistribute an input by itself raises instead.
 
     So do `item`, `float`, `numpy` and the like of what is not replicated, and a backward whose gradient is placed in
@@ -46,21 +37,12 @@ def explicit_redistribution() -> Iterator[None]:
         >>> run_ranks(program, 2)[0]
         (Shard(0),)
     """
-    _checking.depth += 1
-    try:
-        yield
-    finally:
-        _checking.depth -= 1
+    return _explicit.of_all()
 
 
-@contextlib.contextmanager
-def explicit_redistribution_of(operation: str) -> Iterator[None]:
+def explicit_redistribution_of(operation: str) -> AbstractContextManager[None]:
     """Do for one operation, by its platform-neutral name, what `explicit_redistribution` does for all."""
-    _checking.operations.append(operation)
-    try:
-        yield
-    finally:
-        _checking.operations.remove(operation)
+    return _explicit.of(operation)
 
 
 def check_explicit(operation: str, location: tuple[int | str, ...], source: TensorSpec, target: TensorSpec) -> None:
@@ -72,7 +54,7 @@ def check_explicit(operation: str, location: tuple[int | str, ...], source: Tens
     Raises:
         ImplicitRedistributionError: bytes would be sent in a region of `explicit_redistribution`.
     """
-    if not (_checking.depth or operation in _checking.operations):
+    if not _explicit.has(operation):
         return
     platform = source.mesh.platform
     plan = (plan_between if source.mesh == target.mesh else plan_across)(

@@ -60,6 +60,10 @@ class TensorSpec:
         """Return the spec of the same tensor with other placements."""
         return TensorSpec(self.mesh, placements, self.shape, self.dtype)
 
+    def with_dtype(self, dtype: Any) -> TensorSpec:
+        """Return the spec of a tensor of another dtype with the same shape and placements."""
+        return self if self.dtype is dtype else TensorSpec(self.mesh, self.placements, self.shape, dtype)
+
     def is_replicated(self) -> bool:
         """Return whether every rank of the mesh holds the whole tensor."""
         return all(placement.is_replicate() for placement in self.placements)

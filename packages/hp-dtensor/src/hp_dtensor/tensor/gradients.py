@@ -11,7 +11,7 @@ from hp_dtensor.platform.interface import Platform
 from hp_dtensor.redistribute import plan_between
 from hp_dtensor.redistribute.explicit_redistribution import check_explicit
 from hp_dtensor.spec.placements import Partial, Placement
-from hp_dtensor.spec.tensor_spec import TensorSpec, grad_spec, has_gradient
+from hp_dtensor.spec.tensor_spec import TensorSpec, grad_spec, has_gradient, shown_grad_spec
 from hp_dtensor.tensor.base import DTensorBase
 from hp_dtensor.tensor.redistribute_dtensor import placements_on, redistribute
 from hp_dtensor.tensor.varying import observe_gradient
@@ -80,6 +80,28 @@ def _summed_axes(spec: TensorSpec, grad: Tensor) -> tuple[int, ...]:
     if mesh.get_coordinate() is None or not mesh.platform.requires_grad(grad):
         return ()
     return tuple(axis for axis, p in enumerate(spec.placements) if p == Partial() and mesh.shape[axis] > 1)
+
+
+def check_gradient(spec: TensorSpec, value: Tensor) -> TensorSpec:
+    """Return the spec that the gradient of a value of `spec` has, and check that `value` can be it.
+
+    Args:
+        value: a DTensor, or a plain tensor: this rank's part.
+
+    Raises:
+        PlacementError: `value` is placed in another way, or its shape is another one.
+    """
+    wanted = shown_grad_spec(spec)
+    if isinstance(value, DTensorBase):
+        have = value.spec
+        if (have.placements, have.mesh, have.shape) != (wanted.placements, wanted.mesh, wanted.shape):
+            raise PlacementError(f"grad of a DTensor: expected {wanted!r}, got {have!r}; redistribute it first")
+    elif tuple(value.shape) != wanted.local_shape:
+        raise PlacementError(
+            f"grad of a DTensor {spec!r}: the local gradient must be {list(wanted.local_shape)}, got "
+            f"{list(value.shape)}"
+        )
+    return wanted
 
 
 def gradient_placed(what: str, spec: TensorSpec, grad_placements: Sequence[Placement]) -> TensorSpec:

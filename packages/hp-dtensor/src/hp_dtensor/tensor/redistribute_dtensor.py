@@ -89,7 +89,7 @@ def _redistribute_in(
     source: TensorSpec = x.spec
     platform = source.mesh.platform
     given = forward_dtype if forward_dtype is not None else source.dtype
-    there = TensorSpec(source.mesh, source.placements, source.shape, given)
+    there = source.with_dtype(given)
     target = TensorSpec(mesh, placements, source.shape, given)
     back_dtype = backward_dtype if backward_dtype is not None else source.dtype
     if source.mesh != mesh:

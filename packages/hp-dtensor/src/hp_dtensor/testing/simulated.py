@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hp_dtensor.comm.process_group import DONE, PendingBytes, ProcessGroup, Work
+from hp_dtensor.comm.process_group import DONE, PendingBytes, ProcessGroup, Rows, Work
 from hp_dtensor.comm.world import World
 from hp_dtensor.exceptions import CapabilityError, LaunchError
 from hp_dtensor.platform.interface import Platform
@@ -100,14 +100,7 @@ class SimulatedGroup(ProcessGroup):
         facts = {"op": op, "tensor": self._kind(x)}
         return self._meet("reduce_scatter", facts, (output, x), collectives.reduce_scatter)
 
-    def _all_to_all_into(
-        self,
-        output: Tensor,
-        x: Tensor,
-        output_rows: tuple[int, ...],
-        input_rows: tuple[int, ...],
-        async_op: bool,
-    ) -> Work:
+    def _all_to_all_into(self, output: Tensor, x: Tensor, output_rows: Rows, input_rows: Rows, async_op: bool) -> Work:
         facts = {"rows of": self._kind(x, x.shape[1:])}
         return self._meet("all_to_all", facts, (output, x, output_rows, input_rows), collectives.all_to_all)
 

@@ -213,7 +213,7 @@ class BufferMemory:
         for index, parameter in enumerate(self.parameters):
             shape, spec = tuple(parameter.view.shape), parameter.full_spec
             if spec is not None:
-                spec = parameter.full_spec = TensorSpec(spec.mesh, spec.placements, spec.shape, dtype)
+                spec = parameter.full_spec = spec.with_dtype(dtype)
             form = self._unsharded_form(index, shape, parameter.first_dim, spec, wanted[index])
             parameter.view, parameter.leaf = form
             local = self.part_of(parameter, self.shard)

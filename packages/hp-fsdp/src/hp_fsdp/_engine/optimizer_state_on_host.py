@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hp_dtensor.comm.process_group import Work
-from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor.conversions import local_of
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_fsdp._engine.flat_buffer import FlatBuffer
@@ -83,6 +82,5 @@ class OptimizerStateOnHost:
                 if copies and not self._is_given(parameter, key, value):
                     self._platform.copy_(part, local_of(self._platform, value))
                 if isinstance(value, DTensor):
-                    spec = value.spec
-                    part = self._platform.wrap(part, TensorSpec(spec.mesh, spec.placements, spec.shape, key[1]))
+                    part = self._platform.wrap(part, value.spec.with_dtype(key[1]))
                 entry[key[0]] = self._given[id(parameter), key] = part

@@ -182,7 +182,7 @@ def as_local(platform: Platform, value: Tensor, spec: TensorSpec | None) -> Tens
         return platform.unwrap(value.redistribute(spec.mesh, spec.placements))
     if spec is None or tuple(value.shape) != spec.shape:
         return value
-    target = TensorSpec(spec.mesh, spec.placements, spec.shape, value.dtype)
+    target = spec.with_dtype(value.dtype)
     whole = target.with_placements((Replicate(),) * spec.mesh.ndim)
     return plan_between(whole, target, platform.itemsize(value.dtype)).run(value)
 

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_fsdp._plain_tensors import copy_of
 from hp_fsdp.exceptions import StateDictError
@@ -253,7 +252,7 @@ class GroupedOptimizerView:
             # As the optimizer makes it: with the strides that the parameter has in its buffer.
             local = platform.ops.cast(platform.ops.zeros_like(platform.unwrap(parameter)), value.dtype)
             platform.copy_(local, _state.as_local(platform, value, spec))
-            return platform.wrap(local, TensorSpec(spec.mesh, spec.placements, spec.shape, local.dtype))
+            return platform.wrap(local, spec.with_dtype(local.dtype))
 
 
 def _flat(state: Mapping[str, Mapping[str, Any]]) -> Named:

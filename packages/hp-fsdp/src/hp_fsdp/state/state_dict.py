@@ -172,11 +172,8 @@ def get_optimizer_state_dict(model: Module, optimizer: Any, *, options: StateDic
         >>> run_ranks(program, 2, "torch")[0]
         ['step', 'exp_avg', 'exp_avg_sq']
     """
-    storage = get_storage(_platform_of(model))
-    platform = storage.platform
-    parameters = _state.named_parameters(platform, model)
-    view = _optimizer_state.view_of(platform, optimizer, parameters)
-    collector = _Collector(storage, options, _state.ranks_of(platform, parameters.values()))
+    platform, parameters, view = _optimizer_of(model, optimizer)
+    collector = _Collector(get_storage(platform), options, _state.ranks_of(platform, parameters.values()))
     state = {name: collector.collect(slots) for name, slots in view.slots().items()}
     return {} if collector.drops else {"state": state, **view.hyperparameters()}
 
@@ -198,8 +195,8 @@ def init_optimizer_state(model: Module, optimizer: Any) -> None:
         >>> run_ranks(program, 2, "torch")[0]
         ['weight']
     """
-    platform = _platform_of(model)
-    _optimizer_state.view_of(platform, optimizer, _state.named_parameters(platform, model)).make()
+    *_, view = _optimizer_of(model, optimizer)
+    view.make()
 
 
 def set_optimizer_state_dict(
@@ -228,9 +225,7 @@ def set_optimizer_state_dict(
         >>> run_ranks(program, 2, "torch")[0]
         1
     """
-    platform = _platform_of(model)
-    parameters = _state.named_parameters(platform, model)
-    view = _optimizer_state.view_of(platform, optimizer, parameters)
+    platform, parameters, view = _optimizer_of(model, optimizer)
     ranks = _state.ranks_of(platform, parameters.values())
     if options.broadcast_from_rank0:
         tensors, rest = _optimizer_state.taken_apart(platform, ranks, state_dict)
@@ -352,6 +347,13 @@ def _broadcast_one(
         if spec is None or spec.shape != tuple(shape):
             return full
         return platform.ops.clone(_state.as_local(platform, full, spec))
+
+
+def _optimizer_of(model: Module, optimizer: Any) -> tuple[Platform, dict[str, Tensor], _optimizer_state.OptimizerView]:
+    """Return a model's platform, its parameters by name, and the view of an optimizer over them."""
+    platform = _platform_of(model)
+    parameters = _state.named_parameters(platform, model)
+    return platform, parameters, _optimizer_state.view_of(platform, optimizer, parameters)
 
 
 def _platform_of(model: Module) -> Platform:

@@ -15,7 +15,7 @@ import mindspore.mint.distributed as dist
 import numpy as np
 from mindspore import Tensor
 
-from hp_dtensor.comm.process_group import DONE, GatheredBytes, PendingBytes, ProcessGroup, Work
+from hp_dtensor.comm.process_group import DONE, GatheredBytes, PendingBytes, ProcessGroup, Rows, Work
 from hp_platform_mindspore.comm.reductions import Reduction, reduction_of
 from hp_platform_mindspore.platform_base import MindSporeBase
 from hp_platform_mindspore.tensor.memory import host_view
@@ -71,14 +71,7 @@ class HostGroup(ProcessGroup):
         np.copyto(values, reduction(parts).reshape(values.shape))
         return DONE
 
-    def _all_to_all_into(
-        self,
-        output: Tensor,
-        x: Tensor,
-        output_rows: tuple[int, ...],
-        input_rows: tuple[int, ...],
-        async_op: bool,
-    ) -> Work:
+    def _all_to_all_into(self, output: Tensor, x: Tensor, output_rows: Rows, input_rows: Rows, async_op: bool) -> Work:
         rows = np.ascontiguousarray(host_view(x))
         sends = np.split(rows, np.cumsum(input_rows)[:-1])
         with _Contiguous(output) as whole:

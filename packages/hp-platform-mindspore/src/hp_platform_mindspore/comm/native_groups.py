@@ -9,7 +9,7 @@ import mindspore.mint.distributed as dist
 import numpy as np
 from mindspore import Tensor, mint
 
-from hp_dtensor.comm.process_group import DONE, PendingBytes, ProcessGroup, Work
+from hp_dtensor.comm.process_group import DONE, PendingBytes, ProcessGroup, Rows, Work
 from hp_platform_mindspore.comm.reductions import check_average
 from hp_platform_mindspore.platform_base import MindSporeBase
 
@@ -73,14 +73,7 @@ class NativeGroup(ProcessGroup):
         handle = dist.reduce_scatter_tensor(output, x, self._native(op), group=self._name, async_op=async_op)
         return self._started(handle, async_op, self._average(output, op))
 
-    def _all_to_all_into(
-        self,
-        output: Tensor,
-        x: Tensor,
-        output_rows: tuple[int, ...],
-        input_rows: tuple[int, ...],
-        async_op: bool,
-    ) -> Work:
+    def _all_to_all_into(self, output: Tensor, x: Tensor, output_rows: Rows, input_rows: Rows, async_op: bool) -> Work:
         handle = dist.all_to_all_single(
             output, x, list(output_rows), list(input_rows), group=self._name, async_op=async_op
         )

@@ -17,12 +17,12 @@ from mindspore import Tensor, mint
 from mindspore._c_expression import NoFallbackGuard
 from mindspore.graph.api import _pynative_executor as executor
 
-from hp_dtensor.exceptions import CapabilityError, MixedOperandsError, PlacementError
+from hp_dtensor.exceptions import CapabilityError, MixedOperandsError
 from hp_dtensor.redistribute.explicit_redistribution import check_explicit, gathered
 from hp_dtensor.spec.tensor_spec import TensorSpec, shown_grad_spec
 from hp_dtensor.tensor.conversions import distribute_tensor
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_dtensor.tensor.gradients import check_hook
+from hp_dtensor.tensor.gradients import check_gradient, check_hook
 from hp_dtensor.tensor.pending import PendingDTensor, begin_wait
 from hp_platform_mindspore.tensor.autograd import GradMode
 from hp_platform_mindspore.tensor.local_operations import is_local
@@ -366,23 +366,10 @@ def _whole(operation: str, x: MindSporeDTensor) -> Tensor:
 
 def local_gradient(x: MindSporeDTensor, value: Tensor) -> Tensor:
     """Check that `value`, a DTensor or a local shard, is placed as the gradient of `x`, and return its local data."""
-    wanted = shown_grad_spec(x._spec)
-    if not isinstance(value, MindSporeDTensor):
-        if tuple(value.shape) != wanted.local_shape:
-            raise PlacementError(
-                f"grad of a DTensor {x._spec!r}: the local gradient must be {list(wanted.local_shape)}, "
-                f"got {list(value.shape)}"
-            )
-        return value
-    have = value._spec
-    if (have.placements, have.mesh, have.shape) != (wanted.placements, wanted.mesh, wanted.shape):
-        raise PlacementError(f"grad of a DTensor: expected {wanted!r}, got {have!r}; redistribute it first")
-    return Tensor.data.__get__(value)
+    check_gradient(x._spec, value)
+    return Tensor.data.__get__(value) if isinstance(value, MindSporeDTensor) else value
 
 
 def wrap_gradient(x: MindSporeDTensor, local: Tensor) -> MindSporeDTensor:
     """Make a DTensor of the local gradient of `x`."""
-    spec = shown_grad_spec(x._spec)
-    if spec.dtype != local.dtype:
-        spec = TensorSpec(spec.mesh, spec.placements, spec.shape, local.dtype)
-    return wrap(local, spec)
+    return wrap(local, shown_grad_spec(x._spec).with_dtype(local.dtype))

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from hp_dtensor.comm.process_group import DONE, PendingBytes, ProcessGroup, Work
+from hp_dtensor.comm.process_group import DONE, PendingBytes, ProcessGroup, Rows, Work
 from hp_dtensor.exceptions import CollectiveError
 from hp_platform_torch.comm.capabilities import BACKEND_NAMES, CAPABILITIES, check_reduction, movable
 from hp_platform_torch.comm.torch_groups import CalledByTorch
@@ -150,14 +150,7 @@ class TorchGroup(CalledByTorch, ProcessGroup):
 
         return Then(Exchange(works, self._exchanges), reduce)
 
-    def _all_to_all_into(
-        self,
-        output: Tensor,
-        x: Tensor,
-        output_rows: tuple[int, ...],
-        input_rows: tuple[int, ...],
-        async_op: bool,
-    ) -> Work:
+    def _all_to_all_into(self, output: Tensor, x: Tensor, output_rows: Rows, input_rows: Rows, async_op: bool) -> Work:
         options = _options(distributed_c10d.AllToAllOptions, async_op)
         work = self._channel(x.device.type).alltoall_base(
             movable(output), movable(x), list(output_rows), list(input_rows), options

@@ -17,10 +17,10 @@ import torch
 
 from hp_dtensor.dispatch import dispatch
 from hp_dtensor.dispatch.plan_cache import Uncached
-from hp_dtensor.exceptions import MixedOperandsError, PlacementError, ShardingRuleError
+from hp_dtensor.exceptions import MixedOperandsError, ShardingRuleError
 from hp_dtensor.spec.tensor_spec import TensorSpec, shown_grad_spec
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_dtensor.tensor.gradients import as_contributed, as_replicated
+from hp_dtensor.tensor.gradients import as_contributed, as_replicated, check_gradient
 from hp_dtensor.tensor.pending import FACTS, PendingDTensor, begin_wait
 from hp_dtensor.tensor.varying import forget_source
 from hp_platform_torch.tensor import distributed_checkpoint as checkpointing
@@ -117,11 +117,11 @@ class TorchDTensor(GlobalView, HostValues, DTensor, torch.Tensor):
             local_args = direct.viewed(args) if direct.views and torch.is_grad_enabled() else args
             result = run_locally(call, (), local_args, kwargs or {})
             if direct.is_number and not result.requires_grad:
-                return adopt(result, spec if result.dtype is spec.dtype else with_dtype(spec, result.dtype))
+                return adopt(result, spec.with_dtype(result.dtype))
         if operation.in_place:
             return args[0]
         if result.dtype is not spec.dtype:  # under autocast the same call has another result
-            spec = TensorSpec(spec.mesh, spec.placements, spec.shape, result.dtype)
+            spec = spec.with_dtype(result.dtype)
         result.__class__ = TorchDTensor
         result._spec = spec
         return result
@@ -167,12 +167,14 @@ class TorchDTensor(GlobalView, HostValues, DTensor, torch.Tensor):
         if local.requires_grad and spec is not self._spec:
             return wrap_gradient(self._spec, local)
         # Autograd made it and nobody else holds it: it becomes the DTensor itself, the same at every access.
-        return adopt(local, with_dtype(spec, local.dtype))
+        return adopt(local, spec.with_dtype(local.dtype))
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         if value is not None and is_intercepting():
-            value = _as_gradient(self, value)
+            wanted = check_gradient(self._spec, value)
+            if not isinstance(value, TorchDTensor):
+                value = wrap(value, wanted.with_dtype(value.dtype))
         if self._awaited_gradient is not None:
             self._awaited_gradient.drop()
         with LocalOperations():
@@ -361,30 +363,9 @@ def unwrap(x: Tensor) -> Tensor:
 
 def wrap_gradient(spec: TensorSpec, local: Tensor) -> TorchDTensor:
     """Return the local gradient of a value of `spec` as a DTensor."""
-    return wrap(as_replicated(spec, local), with_dtype(shown_grad_spec(spec), local.dtype))
+    return wrap(as_replicated(spec, local), shown_grad_spec(spec).with_dtype(local.dtype))
 
 
 def unwrap_gradient(spec: TensorSpec, grad: Tensor) -> Tensor:
     """Return the local gradient of a value of `spec`; a plain tensor is that already."""
     return as_contributed(spec, unwrap(grad)) if isinstance(grad, TorchDTensor) else grad
-
-
-def _as_gradient(x: TorchDTensor, value: Tensor) -> TorchDTensor:
-    """Return `value` (a DTensor, or a local shard) as the gradient of `x`."""
-    wanted = shown_grad_spec(x._spec)
-    if not isinstance(value, TorchDTensor):
-        if tuple(value.shape) != wanted.local_shape:
-            raise PlacementError(
-                f"grad of a DTensor {x._spec!r}: the local gradient must be {list(wanted.local_shape)}, "
-                f"got {list(value.shape)}"
-            )
-        return wrap(value, with_dtype(wanted, value.dtype))
-    if value._spec.with_placements(wanted.placements).shape != wanted.shape or (
-        value._spec.placements != wanted.placements or value._spec.mesh != wanted.mesh
-    ):
-        raise PlacementError(f"grad of a DTensor: expected {wanted!r}, got {value._spec!r}; redistribute it first")
-    return value
-
-
-def with_dtype(spec: TensorSpec, dtype: torch.dtype) -> TensorSpec:
-    return spec if spec.dtype is dtype else TensorSpec(spec.mesh, spec.placements, spec.shape, dtype)

@@ -10,7 +10,7 @@ import torch
 
 from hp_dtensor.exceptions import MixedOperandsError, ShardingRuleError
 from hp_dtensor.spec.tensor_spec import TensorSpec
-from hp_platform_torch.tensor.dtensor import TorchDTensor, adopt, with_dtype
+from hp_platform_torch.tensor.dtensor import TorchDTensor, adopt
 from hp_platform_torch.tensor.local_operations import LocalOperations
 
 Tensor = torch.Tensor
@@ -35,10 +35,7 @@ def on_lists(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
     if name.endswith("_") or results is None:
         return results
     return type(results)(
-        [
-            x if spec is None else adopt(x, spec if x.dtype is spec.dtype else with_dtype(spec, x.dtype))
-            for x, spec in zip(results, specs, strict=True)
-        ]
+        [x if spec is None else adopt(x, spec.with_dtype(x.dtype)) for x, spec in zip(results, specs, strict=True)]
     )
 
 

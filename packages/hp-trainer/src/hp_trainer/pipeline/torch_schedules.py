@@ -165,15 +165,7 @@ class ScheduleDualPipeV(PipelineSchedule):
     schedule_name = "dualpipe_v"
 
 
-_BY_NAME: dict[str, type[PipelineSchedule]] = {
-    "1F1B": Schedule1F1B,
-    "Interleaved1F1B": ScheduleInterleaved1F1B,
-    "GPipe": ScheduleGPipe,
-    "LoopedBFS": ScheduleLoopedBFS,
-    "InterleavedZeroBubble": ScheduleInterleavedZeroBubble,
-    "ZBVZeroBubble": ScheduleZBVZeroBubble,
-    "DualPipeV": ScheduleDualPipeV,
-}
+_BY_NAME = {cls.__name__.removeprefix("Schedule"): cls for cls in PipelineSchedule.__subclasses__()}
 
 
 def get_schedule_class(schedule_name: str) -> type[PipelineSchedule]:
