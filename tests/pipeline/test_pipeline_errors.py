@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from hp_dtensor.comm.mesh import init_device_mesh
+from hp_dtensor.comm.world import record_collectives
 from hp_dtensor.exceptions import LaunchError
 from hp_dtensor.parallel import nn
 from hp_dtensor.tensor.init import Normal, init_parameters
@@ -28,13 +29,13 @@ class Odd(nn.Module):
         return self.made(self.linear(x), self.calls)
 
 
-def pipeline_of(platform, made):
+def pipeline_of(platform, made, **options):
     mesh = init_device_mesh("cpu", (2,), ("pp",), platform=platform)
     with nn.building(platform):
         module = Odd(made if mesh.get_rank() == 0 else lambda y, call: y)
     init_parameters(module, lambda name, shape: Normal(0.5), seed=0)
     stage = PipelineStage(module, mesh.get_rank(), 2)
-    return Pipeline([stage], "1f1b", mesh["pp"], lambda y, _: platform.ops.sum(y), num_microbatches=2)
+    return Pipeline([stage], "1f1b", mesh["pp"], lambda y, _: platform.ops.sum(y), num_microbatches=2, **options)
 
 
 def batch(platform, rows=4):
@@ -71,6 +72,25 @@ def test_batches_that_make_no_equal_micro_batches(hp_platform):
         return len(losses), pipeline.eval(batch(hp_platform, rows=8)) is not None
 
     assert run_ranks(program, 2, hp_platform) == [(0, False), (2, True)]
+
+
+def test_fixed_shapes_are_told_once(hp_platform):
+    """Later steps send micro-batches alone; an evaluation may have other shapes, and another step may not."""
+
+    def program():
+        pipeline, sends = pipeline_of(hp_platform, lambda y, call: y, fixed_shapes=True), []
+        for run in (pipeline.step, pipeline.step, lambda x: pipeline.eval(batch(hp_platform, rows=8)), pipeline.step):
+            with record_collectives() as log:
+                run(batch(hp_platform))
+            sends.append(log.count("send"))
+        if pipeline.has_first_stage:
+            with pytest.raises(
+                PipelineError, match=r"and float32\[2, 2\] for those of the steps before.*shapes are fixed"
+            ):
+                pipeline.step(batch(hp_platform, rows=8))
+        return sends
+
+    assert run_ranks(program, 2, hp_platform) == [[3, 2, 3, 2], [2, 2, 0, 2]]
 
 
 def test_a_rank_that_has_ended_is_named(hp_platform, monkeypatch):

@@ -43,6 +43,9 @@ class Kind(enum.Enum):
     RESHARD = "RESHARD"
     REDUCE_GRAD = "REDUCE_GRAD"
 
+    # Members are single, and a step looks actions up for each message: an enum's own hash is that of its name.
+    __hash__ = object.__hash__
+
 
 @dataclass(frozen=True, slots=True)
 class Action:

@@ -36,6 +36,7 @@ class Pipeline:
         loss_fn: `loss_fn(output, target)` of the last stage, a scalar; None: there is no backward.
         num_microbatches: needed with a schedule's name.
         tied: weights that several stages have, whose gradients are summed at the end of a step.
+        fixed_shapes: every `step` has the shapes of the first, which then are told only once; `eval` may have others.
         args_chunk_spec, kwargs_chunk_spec, output_merge_spec: trees of `TensorChunkSpec`; default: dimension 0.
 
     Raises:
@@ -65,6 +66,7 @@ class Pipeline:
         *,
         num_microbatches: int | None = None,
         tied: TiedWeights | None = None,
+        fixed_shapes: bool = False,
         args_chunk_spec: Any = None,
         kwargs_chunk_spec: Any = None,
         output_merge_spec: Any = None,
@@ -79,7 +81,9 @@ class Pipeline:
         self.rank = ranks.index(world.rank)
         self.schedule = self._schedule_of(schedule, len(ranks), stages, num_microbatches)
         self.stages = _checked_stages(stages, self.schedule, self.rank)
-        self._transfers = Transfers(self.schedule, self.rank, ranks, world, self.platform, device_mesh)
+        self._transfers = Transfers(
+            self.schedule, self.rank, ranks, world, self.platform, device_mesh, fixed_shapes=fixed_shapes
+        )
         shared = {id(stage.submod): StageParameters(self.platform, stage.submod) for stage in stages}
         self._parameters = {index: shared[id(stage.submod)] for index, stage in self.stages.items()}
         self._programs: dict[bool, tuple[Action, ...]] = {}

@@ -14,7 +14,7 @@ Tensor = Any
 
 
 class PipelineSchedule:
-    """A pipeline by torch's names, over the stages of this rank.
+    """A pipeline by torch's names, over the stages of this rank; as torch's, all of its steps have equal shapes.
 
     Args:
         stages: this rank's stage, or a list of its stages; their `group` says which ranks the pipeline has.
@@ -47,6 +47,7 @@ class PipelineSchedule:
             self._stages[0].group if self._stages else None,
             loss_fn,
             num_microbatches=n_microbatches,
+            fixed_shapes=True,
             args_chunk_spec=args_chunk_spec,
             kwargs_chunk_spec=kwargs_chunk_spec,
             output_merge_spec=output_merge_spec,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -36,7 +35,8 @@ class Transfers:
     Every directed pair of ranks has a process group of its own, so that the two directions never wait for each other.
     Messages of a pair match in the order in which they were sent; the receiver knows it from the sender's list of
     actions, and puts aside what it needs later than others. The first message between two stages in a step carries a
-    header (`messages.py`); all micro-batches of a step then have its shapes.
+    header (`messages.py`); all micro-batches of a step then have its shapes. With fixed shapes the first step of a
+    training run tells those of all later ones.
 
     Args:
         schedule: whose edges these are.
@@ -44,6 +44,7 @@ class Transfers:
         ranks: the global rank of each place.
         world: makes the groups.
         mesh: on which received DTensors find their axes; None: none are expected.
+        fixed_shapes: all steps with a backward have the shapes of the first, which are told once.
     """
 
     def __init__(
@@ -54,14 +55,18 @@ class Transfers:
         world: World,
         platform: Platform,
         mesh: DeviceMesh | None,
+        *,
+        fixed_shapes: bool = False,
     ) -> None:
         self.mesh = mesh
         self._schedule, self._rank, self._ranks = schedule, rank, tuple(ranks)
         self._world, self._platform = world, platform
-        self._is_connected = False
+        self._is_connected = self._keeps_layouts = False
         # Places of actions in their rank's list: when a peer's action is known to be over, so are those before it.
         self._position = {action: i for actions in schedule.actions for i, action in enumerate(actions)}
+        self._backwards = {(a.stage, a.microbatch): a for a in self._position if a.kind in GIVES_INPUT_GRAD}
         self._layouts: dict[int, MessageLayout] = {}
+        self._fixed: dict[int, MessageLayout] | None = {} if fixed_shapes else None
         self._sent: dict[int, list[_Sent]] = {}
         self._expected: dict[int, deque[Action]] = {}
         self._arriving: dict[Action, Buffers] = {}
@@ -71,7 +76,9 @@ class Transfers:
         if not self._is_connected:
             self._connect()
             self._is_connected = True
-        self._layouts.clear()
+        keeps = self._fixed is not None and not forward_only
+        self._layouts = dict(self._fixed or ()) if keeps else {}
+        self._keeps_layouts = keeps
         peers = {source for source, target in _pairs(self._schedule) if target == self._rank}
         self._expected = {peer: deque(self._messages_of(peer, forward_only)) for peer in peers}
 
@@ -82,6 +89,8 @@ class Transfers:
                 with self._naming(peer, "sending its last messages"):
                     _wait(each.buffers)
         self._sent.clear()
+        if self._keeps_layouts:
+            self._fixed = self._layouts
 
     def forget(self) -> None:
         """Drop what is under way, after an error."""
@@ -99,12 +108,13 @@ class Transfers:
         stage, microbatch = action.stage, action.microbatch
         peer = self._schedule.rank_of_stage[stage + 1]
         group = self._group(self._rank, peer)
-        known = self._layouts.setdefault(stage, layout)
+        known = self._layouts.get(stage)
         buffers: Buffers = []
-        if known is layout:
+        if known is None:
+            self._layouts[stage] = layout
             buffers += send_header(group, layout, self._platform)
         elif known != layout:
-            raise PipelineError(_changed(stage, microbatch, known, layout))
+            raise PipelineError(_changed(stage, microbatch, known, layout, is_fixed=bool(self._fixed)))
         buffers += self._send(group, tensors)
         self._note_sent(peer, Action(stage + 1, Kind.FORWARD, microbatch), buffers)
 
@@ -112,7 +122,7 @@ class Transfers:
         """Return the inputs of a stage that another rank's stage has made; waits for them."""
         source = action.stage - 1
         peer = self._schedule.rank_of_stage[source]
-        with self._naming(peer, f"receiving the inputs of {action}"):
+        with self._naming(peer, "receiving the inputs of", action):
             tensors = self._take(action, peer)
         self._arrived(peer, Action(source, Kind.FORWARD, action.microbatch))
         return self._layouts[source], tensors
@@ -123,15 +133,15 @@ class Transfers:
         """Send the gradients of a stage's inputs to the stage before."""
         peer = self._schedule.rank_of_stage[action.stage - 1]
         buffers = self._send(self._group(self._rank, peer), gradients)
-        needed_by = self._backward_of(action.stage - 1, action.microbatch)
+        needed_by = self._backwards[action.stage - 1, action.microbatch]
         self._note_sent(peer, needed_by, buffers)
 
     def receive_backward(self, action: Action) -> list[Tensor]:
         """Return the gradients of those outputs of a stage that require one; waits for them."""
         peer = self._schedule.rank_of_stage[action.stage + 1]
-        with self._naming(peer, f"receiving the gradients for {action}"):
+        with self._naming(peer, "receiving the gradients for", action):
             tensors = self._take(action, peer)
-        self._arrived(peer, self._backward_of(action.stage + 1, action.microbatch))
+        self._arrived(peer, self._backwards[action.stage + 1, action.microbatch])
         return tensors
 
     # Both ------------------------------------------------------------------------------------------------
@@ -141,9 +151,9 @@ class Transfers:
         if action.kind is Kind.RECEIVE_FORWARD:
             needed_by, source = Action(action.stage, Kind.FORWARD, action.microbatch), action.stage - 1
         else:
-            needed_by, source = self._backward_of(action.stage, action.microbatch), action.stage + 1
+            needed_by, source = self._backwards[action.stage, action.microbatch], action.stage + 1
         peer = self._schedule.rank_of_stage[source]
-        with self._naming(peer, f"receiving what {needed_by} needs"):
+        with self._naming(peer, "receiving the inputs of", needed_by):
             self._receive_until(needed_by, peer, may_wait=False)
 
     def _take(self, action: Action, peer: int) -> list[Tensor]:
@@ -179,7 +189,7 @@ class Transfers:
             if action.kind is Kind.FORWARD and following < len(owners) and owners[following] == self._rank:
                 yield Action(following, Kind.FORWARD, action.microbatch)
             if action.kind in GIVES_INPUT_GRAD and before >= 0 and owners[before] == self._rank and not forward_only:
-                yield self._backward_of(before, action.microbatch)
+                yield self._backwards[before, action.microbatch]
 
     def _receive(self, peer: int, metas: Sequence[TensorMeta]) -> Buffers:
         group, platform = self._group(peer, self._rank), self._platform
@@ -189,10 +199,6 @@ class Transfers:
     def _send(self, group: ProcessGroup, tensors: Sequence[Tensor]) -> Buffers:
         fit = [self._platform.contiguous(self._platform.detach(tensor)) for tensor in tensors]
         return [(group.send(tensor, 1, async_op=True), tensor) for tensor in fit]
-
-    def _backward_of(self, stage: int, microbatch: int) -> Action:
-        whole = Action(stage, Kind.BACKWARD, microbatch)
-        return whole if whole in self._position else Action(stage, Kind.INPUT_GRAD, microbatch)
 
     def _note_sent(self, peer: int, needed_by: Action, buffers: Buffers) -> None:
         self._sent.setdefault(peer, []).append(_Sent(self._position[needed_by], buffers))
@@ -220,22 +226,36 @@ class Transfers:
                     one = self._platform.zeros((1,), self._platform.dtype("float32"))
                     self._group(source, target).broadcast(one, 0)
 
-    @contextlib.contextmanager
-    def _naming(self, peer: int, doing: str) -> Iterator[None]:
-        """Name the other rank in errors of communication: it has died, or hangs."""
-        try:
-            yield
-        except PipelineError:
-            raise
-        except (RuntimeError, OSError) as error:
-            raise PipelineError(
-                f"rank {self._ranks[self._rank]} (place {self._rank} of the pipeline) failed in {doing}: rank "
-                f"{self._ranks[peer]}, which has stages {self._stages_of(peer)}, has ended, or has not answered in "
-                f"time; look at its error first. {error}"
-            ) from error
+    def _naming(self, peer: int, doing: str, action: Action | None = None) -> _Naming:
+        return _Naming(self, peer, doing, action)
+
+    def failure(self, peer: int, doing: str, error: BaseException) -> PipelineError:
+        """Return the error that names the other rank where communication failed: it has died, or hangs."""
+        return PipelineError(
+            f"rank {self._ranks[self._rank]} (place {self._rank} of the pipeline) failed in {doing}: rank "
+            f"{self._ranks[peer]}, which has stages {self._stages_of(peer)}, has ended, or has not answered in "
+            f"time; look at its error first. {error}"
+        )
 
     def _stages_of(self, rank: int) -> str:
         return ", ".join(str(stage) for stage, owner in enumerate(self._schedule.rank_of_stage) if owner == rank)
+
+
+class _Naming:
+    """A block whose errors of communication name the other rank; a class, since a step enters one for each message."""
+
+    __slots__ = ("_action", "_doing", "_peer", "_transfers")
+
+    def __init__(self, transfers: Transfers, peer: int, doing: str, action: Action | None) -> None:
+        self._transfers, self._peer, self._doing, self._action = transfers, peer, doing, action
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, (RuntimeError, OSError)) and not isinstance(error, PipelineError):
+            doing = self._doing if self._action is None else f"{self._doing} {self._action}"
+            raise self._transfers.failure(self._peer, doing, error) from error
 
 
 def _pairs(schedule: Schedule) -> set[tuple[int, int]]:
@@ -250,12 +270,20 @@ def _wait(buffers: Buffers) -> None:
         work.wait()
 
 
-def _changed(stage: int, microbatch: int, known: MessageLayout, layout: MessageLayout) -> str:
+def _changed(stage: int, microbatch: int, known: MessageLayout, layout: MessageLayout, *, is_fixed: bool) -> str:
     def told(each: MessageLayout) -> str:
         return ", ".join(f"{meta.dtype}{list(meta.shape)}" for meta in each.tensors) or "no tensors"
 
-    return (
-        f"stage {stage} returned {told(layout)} for micro-batch {microbatch} and {told(known)} for the step's first; "
-        "all micro-batches of a step need equal outputs, so give it equal micro-batches (pad them, or change their "
-        "number); the next step may have other shapes"
+    first, advice = (
+        "the step's first",
+        (
+            "all micro-batches of a step need equal outputs, so give it equal micro-batches (pad them, or change their "
+            "number); the next step may have other shapes"
+        ),
     )
+    if is_fixed:
+        first, advice = (
+            "those of the steps before",
+            ("the pipeline's shapes are fixed, so pad the batch, or make the pipeline with fixed_shapes=False"),
+        )
+    return f"stage {stage} returned {told(layout)} for micro-batch {microbatch} and {told(known)} for {first}; {advice}"
