@@ -158,10 +158,14 @@ def test_placements_compare_by_value():
         ((Shard(2), Replicate()), (4, 4), "placement 0: Shard(2) cuts dimension 2 of a 2-dimensional tensor"),
         ((Replicate(), Shard(-3)), (4, 4), "placement 1: Shard(-3) cuts dimension -3 of a 2-dimensional tensor"),
         ((Shard(0), Replicate()), (), "placement 0: Shard(0) cuts dimension 0 of a 0-dimensional tensor"),
-        (("dp", Replicate()), (4,), "placement 0 is a str, expected Shard, Replicate, Partial, ..."),
+        (("dp", Replicate()), (4,), "placement 0 is a str, expected Shard, Replicate, Partial, ... of hp_dtensor"),
         ((RaggedShard(0, (1, 2)), Replicate()), (4,), "it has 2 parts that sum to 3"),
         ((RaggedShard(0, (1, 2, 1)), Replicate()), (4,), "cannot cut a dimension of 4 over 2 ranks"),
-        ((5, Shard(7)), (4,), "placement 0 is a int, expected Shard, Replicate, Partial, ...; placement 1: Shard(7)"),
+        (
+            (5, Shard(7)),
+            (4,),
+            "placement 0 is a int, expected Shard, Replicate, Partial, ... of hp_dtensor; placement 1: Shard(7)",
+        ),
     ],
 )
 def test_placements_that_do_not_fit(placements, shape, message):

@@ -366,3 +366,28 @@ def test_the_loss_scaler_refuses_partial_gradients():
 
     with pytest.raises(LaunchError, match="is partial"):
         on_ranks(rank)
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+
+@pytest.mark.parametrize(
+    "take",
+    [Double.apply, lambda x: PLAIN.new_tensor(x), lambda x: torch.empty(0).set_(x), lambda x: torch.to_dlpack(x)],
+    ids=["function", "new_tensor", "set_", "to_dlpack"],
+)
+def test_a_tensor_under_way_is_a_dtensor_to_them_all(take):
+    def rank(mesh, x):
+        results = []
+        for async_op in (True, False):
+            y = x.redistribute(placements=[Replicate()], async_op=async_op)
+            try:
+                results.append(take(y).full_tensor().tolist())
+            except ShardingRuleError as error:
+                results.append(str(error))
+        assert results[0] == results[1]
+
+    on_ranks(rank)

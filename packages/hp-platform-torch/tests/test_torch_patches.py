@@ -52,6 +52,11 @@ def _initial(name):
     return fill
 
 
+def _layer():
+    torch.manual_seed(0)
+    return torch.nn.Linear(4, 2)
+
+
 def _scripted():
     function = torch.jit.script(torch.nn.ReLU())
     return torch._C.ScriptFunction.__call__(torch.jit.script(_relu), _ones()) + function(_ones())
@@ -113,6 +118,9 @@ PLAIN_CALLS = {
     "torch.export.export": lambda: torch.export.export(torch.nn.ReLU(), (_ones(),)).module()(_ones()),
     "torch._C.ScriptFunction.__call__": _scripted,
     "torch.Tensor.set_": lambda: torch.empty(0).set_(_ones()),
+    "torch.nn.parallel.DistributedDataParallel.__init__": _in_a_job_of_one(
+        lambda group: torch.nn.parallel.DistributedDataParallel(_layer(), process_group=group)(_ones()).tolist()
+    ),
     "torch.Tensor.new_full": lambda: _ones().new_full((2, 2), torch.tensor(5.0)),
     "torch.Tensor.new_tensor": lambda: _ones().new_tensor([1, 2]),
     "torch.nn.init.orthogonal_": _initial("orthogonal_"),

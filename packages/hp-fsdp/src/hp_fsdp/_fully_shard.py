@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hp_dtensor.comm.mesh import DeviceMesh, init_device_mesh
+from hp_dtensor.comm.mesh import DeviceMesh, init_device_mesh, require_mesh
 from hp_dtensor.comm.world import joined_world
+from hp_dtensor.exceptions import MeshError
 from hp_dtensor.parallel import nn
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
@@ -171,6 +173,8 @@ def _collect(
 def _data_parallel_mesh(modules: Sequence[Module], mesh: Any, dims: DataParallelMeshDims | None) -> Any:
     """Return the mesh to shard over: the one given or its data-parallel axes; by default all ranks in one axis."""
     if mesh is not None:
+        with contextlib.suppress(MeshError):  # `check_settings` tells what it is instead
+            mesh = require_mesh("fully_shard", mesh)
         return mesh if dims is None else dims.of(mesh)
     if dims is not None:
         raise FullyShardError(f"dp_mesh_dims={dims}: expected mesh=, the mesh with these axes, got None")

@@ -231,6 +231,11 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
     # DTensor ---------------------------------------------------------------------------------------------
 
     def check_dense(self, x: Tensor) -> None:
+        if not isinstance(x, TorchDTensor) and hasattr(x, "_local_tensor") and hasattr(x, "device_mesh"):
+            raise CapabilityError(
+                "expected a plain tensor, got a DTensor of torch.distributed.tensor; "
+                "hp_platform_torch.tensor.interop.from_torch_dtensor makes ours of it, over the same memory"
+            )
         if x.layout is not torch.strided or x.is_quantized:
             kind = "quantized" if x.is_quantized else x.layout
             raise CapabilityError(f"DTensors are made of dense tensors, got a tensor that is {kind}; convert it first")

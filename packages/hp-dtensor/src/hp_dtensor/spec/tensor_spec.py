@@ -273,9 +273,9 @@ def normalize_placements(mesh: DeviceMesh, placements: Sequence[Placement], ndim
     result = []
     for axis, placement in enumerate(placements):
         if not isinstance(placement, Placement):
-            problems.append(
-                f"placement {axis} is a {type(placement).__name__}, expected Shard, Replicate, Partial, ..."
-            )
+            kind = type(placement)
+            given = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+            problems.append(f"placement {axis} is a {given}, expected Shard, Replicate, Partial, ... of hp_dtensor")
         elif isinstance(placement, (Shard, RaggedShard, StridedShard)) and not -ndim <= placement.dim < ndim:
             problems.append(
                 f"placement {axis}: {placement} cuts dimension {placement.dim} of a {ndim}-dimensional tensor"

@@ -29,7 +29,7 @@ def asking_for_dtensors(apply: Any) -> Any:
     @functools.wraps(plain)
     def asked(cls: Any, *args: Any, **kwargs: Any) -> Any:
         for x in (*args, *kwargs.values()) if kwargs else args:
-            if type(x) is TorchDTensor:
+            if isinstance(x, TorchDTensor):
                 break
         else:
             return plain(cls, *args, **kwargs)
@@ -61,7 +61,7 @@ def _refuse_contributions(outputs: Any) -> None:
     The backward of a reentrant checkpoint would take the one for the other.
     """
     for x in tree_leaves(outputs):
-        if type(x) is TorchDTensor and x.requires_grad and not has_gradient(x.spec):
+        if isinstance(x, TorchDTensor) and x.requires_grad and not has_gradient(x.spec):
             raise ShardingRuleError(
                 f"torch.utils.checkpoint with use_reentrant=True of a function that returns {x.spec!r}: its backward "
                 "would take gradients of contributions for those of the whole. Redistribute the result to Replicate() "
@@ -81,7 +81,7 @@ def giving_shards(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _with_dtensor_hooks(outputs: tuple[Tensor, ...], inputs: Sequence[Any]) -> tuple[Tensor, ...]:
     """Let hooks registered on the identity that carries a module's backward hooks get gradients as DTensors."""
-    specs = [x._spec if type(x) is TorchDTensor else None for x in inputs]
+    specs = [x._spec if isinstance(x, TorchDTensor) else None for x in inputs]
     node = next((x.grad_fn for x in outputs if x.grad_fn is not None), None)
     if node is not None:
         register = node.register_hook

@@ -31,7 +31,7 @@ def refusing(function: Callable[..., Any], name: str, effect: str) -> Callable[.
 
     @functools.wraps(function)
     def refused(x: Any, *args: Any, **kwargs: Any) -> Any:
-        if type(x) is TorchDTensor:
+        if isinstance(x, TorchDTensor):
             raise ShardingRuleError(f"{name} of {x.spec!r} {effect}")
         return function(x, *args, **kwargs)
 
@@ -45,7 +45,7 @@ def refusing_arguments(method: Callable[..., Any], name: str) -> Callable[..., A
     def refused(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_intercepting():
             for x in tree_leaves((args, kwargs)):
-                if type(x) is TorchDTensor:
+                if isinstance(x, TorchDTensor):
                     raise ShardingRuleError(f"{name} with {x.spec!r} {_WORKS_ON_A_SHARD}")
         return method(self, *args, **kwargs)
 
@@ -58,7 +58,7 @@ def refusing_source(set_: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(set_)
     def refused(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         for x in (*args, *kwargs.values()):
-            if type(x) is TorchDTensor and is_intercepting():
+            if isinstance(x, TorchDTensor) and is_intercepting():
                 raise ShardingRuleError(f"set_ of a plain tensor to {x.spec!r} {EXPORTS_A_SHARD}")
         return set_(self, *args, **kwargs)
 
@@ -73,7 +73,7 @@ def refusing_to_trace(trace: Callable[..., Any], name: str) -> Callable[..., Any
         given = tree_leaves((args, kwargs))
         held = [x for module in given if isinstance(module, torch.nn.Module) for x in module.parameters()]
         for x in (*given, *held):
-            if type(x) is TorchDTensor:
+            if isinstance(x, TorchDTensor):
                 raise ShardingRuleError(
                     f"{name} with {x.spec!r} would record this rank's part of the work alone. Trace with plain "
                     "tensors, or use torch.compile, which leaves operations on DTensors as they are."

@@ -26,7 +26,7 @@ def taking_numbers(new_full: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _number(x: Any) -> Any:
-    return x.item() if type(x) is TorchDTensor and not x._spec.shape and is_intercepting() else x
+    return x.item() if isinstance(x, TorchDTensor) and not x._spec.shape and is_intercepting() else x
 
 
 def copying_as_new(new_tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -34,7 +34,7 @@ def copying_as_new(new_tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @functools.wraps(new_tensor)
     def copied(self: Tensor, data: Any, **options: Any) -> Tensor:
-        if type(data) is TorchDTensor and is_intercepting():
+        if isinstance(data, TorchDTensor) and is_intercepting():
             return _copy(data, **{"dtype": self.dtype, "device": self.device, **options})
         return new_tensor(self, data, **options)
 
@@ -55,7 +55,7 @@ def keeping_the_shard(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @functools.wraps(function)
     def filled(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if type(tensor) is not TorchDTensor or not is_intercepting():
+        if not isinstance(tensor, TorchDTensor) or not is_intercepting():
             return function(tensor, *args, **kwargs)
         spec = tensor._spec
         whole = torch.empty(spec.shape, dtype=spec.dtype, device=tensor.device)

@@ -21,6 +21,7 @@ from hp_platform_torch.patches import (
     new_values,
     process_groups,
     running_backward,
+    sharding_models,
 )
 
 
@@ -100,6 +101,12 @@ PATCHES = (
     _refused("torch._C.ScriptFunction.__call__", guards.refusing_arguments, "a function made by torch.jit.script"),
     _refused("torch.Tensor.set_", guards.refusing_source),
     Patch(
+        "torch.nn.parallel.DistributedDataParallel.__init__",
+        "takes shards for replicas",
+        "parameters that are DTensors are refused",
+        lambda init: sharding_models.refusing_sharded(init, "DistributedDataParallel"),
+    ),
+    Patch(
         "torch.Tensor.new_full",
         _BYPASSED,
         "one without dimensions is the number of the whole",
@@ -140,6 +147,12 @@ REGISTRATIONS = (
         "see `torch.compile`, where the program has loaded dynamo before",
         "operations on them are left out of the graphs",
         compile.prepare_if_loaded,
+    ),
+    Registration(
+        "torch.distributed.fsdp",
+        "takes shards for replicas, or cuts them once more",
+        "parameters that are DTensors are refused, where the program has loaded it before",
+        sharding_models.refuse_if_loaded,
     ),
 )
 
