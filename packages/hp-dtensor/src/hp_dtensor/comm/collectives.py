@@ -68,6 +68,8 @@ def all_reduce(x: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
     Backward is the identity for sums, a factor 1/n for averages, and goes to the winners for max and min.
     """
     platform = _platform(group)
+    # A partial sum x_r has d(sum)/d(x_r) = 1, so each rank's gradient is that of the result, which is the same on all
+    # ranks already: no collective in backward.
     if op == "sum":
         return platform.linear_map(x, lambda t: all_reduce_data(t, group), lambda g: g)
     if op == "avg":
@@ -161,6 +163,7 @@ def gather_data(x: Tensor, group: ProcessGroup, dim: int, lengths: Lengths) -> T
         gathered = platform.empty((group.size * x.shape[0], *x.shape[1:]) if x.shape else (group.size,), x.dtype)
         group.all_gather_into(gathered, x)
         return gathered if dim == 0 else platform.ops.cat(platform.ops.chunk(gathered, group.size, 0), dim)
+    # An all-gather of the framework takes equal parts only; padding would send more than these messages do.
     parts = [platform.empty(_with_length(x, dim, length), x.dtype) for length in lengths]
     group.exchange([x] * group.size, parts)
     return platform.ops.cat(parts, dim)
@@ -214,6 +217,8 @@ def all_to_all_data(
     if group.size == 1:
         return x
     platform = _platform(group)
+    # Lengths of all ranks are known to all, so nobody is asked for the shapes of messages, and empty ones are left out
+    # on both sides.
     mine = split_lengths[group.rank]
     sends = [_fit(group, part) for part in platform.ops.split(x, list(split_lengths), split_dim)]
     shape = list(x.shape)
@@ -252,6 +257,8 @@ def move_rows_data(x: Tensor, group: ProcessGroup, dim: int, moves: Sequence[Row
         group.exchange(sends, receives)
     taken = [0] * group.size
     pieces = []
+    # Messages of one sender hold their rows in the order of the target, as sorted above on both sides, so they are
+    # taken one after the other.
     for move in (move for move in moves if move.target == me):
         start = move.source_row if move.source == me else taken[move.source]
         pieces.append(ops.narrow(x if move.source == me else receives[move.source], dim, start, move.rows))
@@ -272,6 +279,7 @@ def _all_reduce_selecting(x: Tensor, group: ProcessGroup, op: str) -> Tensor:
 
     def forward(t: Tensor) -> Tensor:
         result = all_reduce_data(t, group, op)
+        # A list: forward runs inside of the node, when both closures exist.
         kept[:] = [Kept(platform, t, result)]
         return result
 
@@ -289,11 +297,14 @@ def grad_of_selected(grad: Tensor, x: Tensor, result: Tensor, group: ProcessGrou
     """
     ops = _platform(group).ops
     if op == "product":
+        # The product of the others is not result / x where x is 0. Zeros are set to 1 and counted: a rank's gradient is
+        # 0 where another one has a zero.
         zeros = ops.cast(ops.eq(x, 0.0), x.dtype)
         factor = ops.add(x, zeros)
         others = ops.div(all_reduce_data(factor, group, op), factor)
         zeros_elsewhere = ops.sub(all_reduce_data(zeros, group), zeros)
         return ops.mul(grad, ops.where(ops.eq(zeros_elsewhere, 0.0), others, ops.zeros_like(zeros)))
+    # Ties share the gradient, as the single-device reduction over all elements (`amax`) shares it among its winners.
     winners = ops.cast(ops.eq(x, result), x.dtype)
     return ops.div(ops.mul(grad, winners), all_reduce_data(winners, group))
 

@@ -20,6 +20,9 @@ class Kept:
 
     def __init__(self, platform: Platform, *tensors: Tensor) -> None:
         self._platform = platform
+        # Detached, they share storage and version counter but not the object, whose data, class or grad may be
+        # exchanged before backward. The node must not hold its own output's graph either: that would be a circle which
+        # only the garbage collector frees.
         self._tensors = [platform.detach(x) for x in tensors]
         self._versions = [platform.version(x) for x in self._tensors]
 

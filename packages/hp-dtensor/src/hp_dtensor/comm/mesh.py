@@ -132,6 +132,7 @@ class DeviceMesh(MeshCoordinates):
 
     def group_over(self, axes: tuple[int, ...]) -> ProcessGroup:
         """Return the group of the ranks that differ from this one on `axes` (numbers) only, in mesh order."""
+        # A group that was let go of (`destroy_process_group`) is made anew, by every rank, at its next use.
         found = self._groups.get(axes)
         if found is None or found.is_closed:
             found = self._groups[axes] = self.world.group([self.rank_at(member) for member in self.members_over(axes)])

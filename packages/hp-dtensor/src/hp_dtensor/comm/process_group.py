@@ -116,6 +116,7 @@ class ProcessGroup(ABC):
         """Reduce `x` (any shape) over the group, in place."""
         self._check_op(op)
         n = self.size
+        # Bytes as a ring sends them, whatever the backend does; they serve to compare layouts.
         self._record("all_reduce", 2 * (n - 1) / n * _nbytes(self.platform, x))
         return DONE if n == 1 else self._all_reduce(x, op, async_op)
 
@@ -175,6 +176,7 @@ class ProcessGroup(ABC):
             )
         others = [x for j, x in enumerate(sends) if j != self.rank and x is not None]
         self._record("exchange", sum(_nbytes(self.platform, x) for x in others))
+        # Before the messages leave: a backend must not see an entry for itself, which some take for a deadlock.
         mine, into = sends[self.rank], receives[self.rank]
         if mine is not None and into is not None:
             self._copy(into, mine)
@@ -194,6 +196,7 @@ class ProcessGroup(ABC):
         """
         self._check_peer("send to", target)
         self._record("send", _nbytes(self.platform, x))
+        # Both sides know the shape, so both leave an empty message out; backends differ in what they make of one.
         return self._send(x, target, async_op) if _numel(x) else DONE
 
     def receive(self, x: Tensor, source: int, async_op: bool = False) -> Work:

@@ -47,6 +47,8 @@ class World(ABC):
             CollectiveError: this rank is no member.
         """
         key = tuple(ranks)
+        # Lazily: a job of many meshes has more groups than its ranks ever use, and each may cost sockets and buffers.
+        # Members make a group at its first use, in which all of them take part.
         found = self._groups.get(key)
         if found is None:
             if self.rank not in key:
@@ -155,6 +157,7 @@ def use_world(world: World) -> Iterator[World]:
     try:
         yield world
     finally:
+        # Not `pop`: a generator that holds a block open may end after an inner block has.
         _local.worlds.remove(world)
 
 

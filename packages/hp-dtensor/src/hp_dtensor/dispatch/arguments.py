@@ -112,6 +112,7 @@ def _parameter_name(registration: Registration, keyword: str) -> str:
 def replace_at(args: list[Any], kwargs: dict[str, Any], location: Location, change: Callable[[Any], Any]) -> None:
     where: Any = args if isinstance(location[0], int) else kwargs
     if len(location) == 2:
+        # A list among the arguments belongs to the caller, who may use it again: a copy is changed.
         items: Any = list(where[location[0]])
         items[location[1]] = change(items[location[1]])
         where[location[0]] = tuple(items) if isinstance(where[location[0]], tuple) else items

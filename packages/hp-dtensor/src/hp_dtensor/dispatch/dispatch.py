@@ -37,6 +37,7 @@ def run(
     kwargs: Mapping[str, Any],
 ) -> Any:
     """Run `operation`; as `dispatch`, for a platform that has looked it up."""
+    # Before there is a key: what is lifted to a DTensor is part of it.
     if implicit_regions.takes_plain_operands(operation.name):
         args, kwargs = implicit_regions.lifted(platform, operation.name, args, kwargs)
     if operation.indexes:

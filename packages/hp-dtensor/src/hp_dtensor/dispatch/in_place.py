@@ -59,6 +59,8 @@ class WritingPlan:
         check_reaches_original(self.name, x)
         if make is None or write is None:
             raise ShardingRuleError(self.refusal)
+        # The result's backward may have saved the very values that are overwritten below: `x *= y` needs the old x. The
+        # copy keeps them, and their version counter, out of the write's way.
         recorded = self.platform.is_grad_enabled() and self.platform.requires_grad(x)
         source = self.platform.ops.clone(x) if recorded else x  # backward may need it as it was
         result = make(source, *rest, **kwargs)

@@ -128,6 +128,7 @@ class OpPlan:
         if self.registration.in_place:
             in_place.check_reaches_original(self.operation, self._first(args, kwargs))
         try:
+            # The common case, nothing to move, calls the function with its own arguments: no list, no dictionary.
             if self.local is not None or not self.inputs.stay:
                 return self._run_changed(func, args, dict(kwargs))
             with self.platform.local_op():
@@ -137,6 +138,7 @@ class OpPlan:
             raise
         if self.registration.in_place:
             return self._first(args, kwargs)
+        # What writes returns its first argument, the object itself, as on one device.
         wrapped = self._wrap(result)
         if self.outputs.view and self._first(args, kwargs)._copied_by is not None:
             self._mark_copies(wrapped, self._first(args, kwargs)._copied_by)
@@ -162,6 +164,8 @@ class OpPlan:
         if self.registration.in_place:
             return first
         wrapped = self._wrap(result)
+        # A view of what was redistributed is one of the copy that came of that: to write it would not reach the
+        # argument, and is refused later (`check_reaches_original`).
         if self.outputs.copies or (self.outputs.view and any(move.target is not None for move in self.inputs.moves)):
             self._mark_copies(wrapped, self.operation)
         elif self.outputs.view and first._copied_by is not None:
@@ -235,6 +239,8 @@ class OpPlan:
         if not self._specs:
             self._specs = [None] * len(self.outputs.placed)
         spec = self._specs[index]
+        # Made at the first result, whose dtype only the framework knows; under autocast the same call may give another
+        # one.
         if spec is None or spec.dtype != local.dtype:
             placements, shape = self.outputs.placed[index]
             spec = TensorSpec(self.mesh, placements, shape, local.dtype)
@@ -244,6 +250,8 @@ class OpPlan:
             self._check_shape(local, spec)
         if not self.registration.own:
             return self.platform.adopt(local, spec)
+        # A function of the user's may return what it keeps elsewhere, or an argument as it is. To adopt changes the
+        # object, so these get a tensor of their own.
         if self.platform.is_grad_enabled() and self.platform.requires_grad(local):
             return self.platform.wrap(local, spec)
         return self.platform.adopt(self.platform.detach(local), spec)

@@ -66,6 +66,7 @@ def _plan_by_rule(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> OpPlan:
+    # Rules see tensors in the order of the signature, whatever the order in which a call names them.
     located = locate_tensors(args, dict(sorted(kwargs.items(), key=lambda item: registration.position(item[0]))))
     specs = tuple(x.spec for _, x in located)
     check_one_mesh(name, specs)
@@ -141,6 +142,8 @@ def _replacements(
     dtype: Any,
     spans: Mapping[str, Part],
 ) -> Mapping[str, Any]:
+    # A static shape among the arguments (of `view`, `expand`, a factory) is the whole's; the local operation needs that
+    # of the part.
     if rule.work.localize is None:
         return {}
     shapes = [TensorSpec(mesh, placements, shape, dtype).local_shape for placements, shape in outputs]

@@ -35,6 +35,7 @@ Plan = RulePlan | ListedPlan
 CACHE_SIZE = 4096
 """Plans that are kept of one operation; when there are more, all of them go."""
 
+# By name: `Operation`s of several platforms may share one, and `forget_plans` must find them all.
 _plans: dict[str, dict[Key, Plan]] = {}
 _operations: dict[tuple[str, str], Operation] = {}
 
@@ -96,6 +97,7 @@ class Operation:
         """
         kind = type(value)
         if kind is int or kind is float or kind is bool:
+            # With the type: 1, 1.0 and True are equal as keys, and mean different things to an operation.
             return kind if self.by_type else (kind, value)
         if isinstance(value, DTensor):
             return value._spec
@@ -120,17 +122,23 @@ class Operation:
         if issubclass(kind, numpy.number):
             return kind if self.by_type else (kind, value)
         if isinstance(value, dict):
+            # A generator counts by its type: its state, and so the draw, is another one each time, and keeping it in a
+            # key would keep it alive.
             return kind, *[(key, type(x) if key == "generator" else self.key_of(x)) for key, x in value.items()]
         if isinstance(value, (str, type)):
             return value
         if self.registration is not None and self.registration.own:
             return kind
+        # What can be held weakly is an object with an identity and, it may be, a state: equal today is not equal
+        # tomorrow.
         if not kind.__weakrefoffset__:  # a device, a complex number
             return kind, value
         raise Uncached
 
     def keep(self, key: Key, plan: Plan) -> None:
         """Keep a plan under its key."""
+        # Shapes that grow without end (a cache of keys and values, say) would fill any cache. To drop all is cheap
+        # beside making plans, and needs no order of use on the way of every call.
         if len(self.plans) >= CACHE_SIZE:
             self.plans.clear()
         self.plans[key] = plan
@@ -145,6 +153,8 @@ class Operation:
         try:
             key = self.key(args, kwargs)
         except Uncached:
+            # Without a key nothing has looked at the arguments yet; a plain tensor must not pass as if it were
+            # replicated.
             _check_no_plain(self, (*args, *kwargs.values()))
             return self.new_plan(platform, args, kwargs)
         plan = self.plans.get(key)

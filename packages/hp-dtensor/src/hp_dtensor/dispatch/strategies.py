@@ -111,6 +111,7 @@ def _choose(
 ) -> Strategy:
     ranks, current = call.tensors[0].mesh.shape[axis], _placed(call, axis)
     if registration.in_place:
+        # What is written keeps its placement: other views and the optimizer's state rely on it.
         found = [strategy for strategy in found if strategy.inputs[0] == strategy.outputs[0] == current[0]]
         if not found:
             refusal = call.refuse(f"in place it would have to change the placement {current[0]} of its first argument")

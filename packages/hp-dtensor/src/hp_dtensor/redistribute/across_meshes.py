@@ -64,6 +64,8 @@ class AcrossPlan:
         if self.source.mesh.world.rank not in self.ranks:
             return local
         platform = self.source.mesh.platform
+        # Between meshes the same values change places, each element once from one owner: a permutation, whose dual is
+        # the exchange the other way. What reduces and copies is in the plans around it, which have duals of their own.
         exchanged = platform.linear_map(self.before.run(local), self._exchange, lambda grad: self._backward(grad))
         return self.after.run(exchanged)
 
@@ -95,6 +97,7 @@ class AcrossPlan:
         they form a grid.
         """
         shape = self.after.source.local_shape
+        # No message comes, and the grid of pieces would have no cell.
         if 0 in shape:
             return Zeros(shape)
         owners = {region.runs: rank for rank, region in self._receives.items()}
@@ -173,6 +176,7 @@ class AcrossPlan:
             for a, (n, p) in enumerate(zip(spec.mesh.shape, spec.placements, strict=True))
         ]
         ranks = [spec.mesh.rank_at(where) for where in itertools.product(*replicas)]
+        # By arithmetic on both sides: nobody is asked, and no rank of the replicas serves all receivers.
         return receiver if receiver in ranks else ranks[self.ranks.index(receiver) % len(ranks)]
 
     def __str__(self) -> str:

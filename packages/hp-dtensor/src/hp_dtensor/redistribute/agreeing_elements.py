@@ -26,6 +26,7 @@ def agreeing(shape: Sequence[int], mesh_shape: Sequence[int], source: Placements
     if not shared:
         return math.prod(shape)
     evenly = agreeing_evenly(shape, mesh_shape, source, target, shared)
+    # By digits the cost does not depend on the number of ranks; only uneven cuts are gone through one by one.
     if evenly is not None:
         return evenly
     if _parts(mesh_shape, source, target) > MOST_PARTS:
@@ -47,6 +48,7 @@ def _as_if_even(
 
     Never all of them: that would mean that nothing needs to move.
     """
+    # Long enough for every cut of source and target to divide it, nested ones too.
     every = math.prod(mesh_shape) ** 2
     even = agreeing_evenly([every] * len(shape), mesh_shape, source, target, shared)
     whole = every ** len(shape)

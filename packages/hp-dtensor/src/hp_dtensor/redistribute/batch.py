@@ -46,6 +46,8 @@ def _buckets(due: dict[int, Step], data: Sequence[Tensor], bucket_bytes: int) ->
     filling: dict[Hashable, tuple[float, list[int]]] = {}
     for index, step in due.items():
         key = _kind(step, data[index])
+        # Popped and put back: the dictionary then lists the kinds by their latest step, alike on all ranks, for both
+        # follow from the plans alone.
         held, indices = filling.pop(key, (0.0, []))
         if indices and held + step.wire_bytes > bucket_bytes:
             yield indices
@@ -61,6 +63,7 @@ def _kind(step: Step, x: Tensor) -> Hashable:
         return type(step), step.group, step.op, x.dtype, step.platform.device_of(x)
     if isinstance(step, Exchange) and step.axes:
         return Exchange, step.group, x.dtype, step.platform.device_of(x)
+    # Equal to nothing else: local changes, and reductions by owners, whose sums must keep the order of ranks.
     return object()
 
 
@@ -90,6 +93,8 @@ def _collect(steps: Sequence[Collective], locals_: Sequence[Tensor]) -> list[Ten
         shapes.append(tuple(sent.shape))
         blocks.append(ops.reshape(sent, (num_blocks, math.prod(sent.shape) // num_blocks)))
     joint = platform.contiguous(ops.cat(blocks, 1))
+    # The packed copies are not needed beside the joint one while the collective runs; the peak is two buckets, not
+    # three.
     del blocks
     landed = first.landing(joint)
     first.communicate(landed, joint, False).wait()

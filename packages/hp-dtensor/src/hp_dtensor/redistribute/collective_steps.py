@@ -115,6 +115,7 @@ class AllReduce(Collective):
     blocks_sent = blocks_landed = 1
 
     def pack(self, local: Tensor) -> Tensor:
+        # An all-reduce writes to its input, which here may be an activation that autograd has saved: a copy of its own.
         return self.platform.contiguous(self.platform.ops.clone(local))
 
     def landing_shape(self, sent: Sequence[int]) -> tuple[int, ...]:
@@ -152,6 +153,7 @@ def _digits_to_dims(platform: Platform, blocks: Tensor, digits: Sequence[Any]) -
     """Return the tensor of which `blocks` holds equal blocks, one after the other in dim 0, each put where its digits
     (dim, number) say.
     """
+    # Cut along dim 0 alone, blocks in rank order are the tensor itself.
     if all(dim == 0 for dim, _ in digits):
         return blocks
     counts = [n for _, n in digits]
@@ -182,6 +184,8 @@ def _dims_to_digits(platform: Platform, x: Tensor, digits: Sequence[Any]) -> Ten
     num_blocks = math.prod(n for _, n in digits)
     first, *others = (expanded[i] for i in block)
     x = platform.ops.reshape(x, expanded)
+    # A permutation that moves only dimensions of one element is a view: `contiguous` would return the caller's own
+    # memory, and a reduce-scatter may overwrite what it sends.
     if [i for i in order if expanded[i] > 1] == [i for i in range(len(order)) if expanded[i] > 1]:
         x = platform.ops.clone(x)  # else the permutation copies
     x = platform.contiguous(platform.ops.permute(x, order))

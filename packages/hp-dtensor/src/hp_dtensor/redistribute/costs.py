@@ -8,6 +8,7 @@ from typing import Literal
 
 AxisValues = tuple[tuple[str, float], ...]
 
+# An all-reduce goes round twice: reduce-scatter, then all-gather.
 _ROUNDS = {"slice": 0, "scale": 0, "all_reduce": 2}
 
 
@@ -48,6 +49,7 @@ class CostModel:
     @property
     def depends_on_size(self) -> bool:
         """Return whether tensors of different sizes that are cut alike may have different cheapest plans."""
+        # With one latency and one bandwidth for all axes, and bytes counted first, size changes no ranking.
         same_everywhere = isinstance(self.latency, (int, float)) and isinstance(self.bandwidth, (int, float))
         return self.minimize == "seconds" or not same_everywhere
 

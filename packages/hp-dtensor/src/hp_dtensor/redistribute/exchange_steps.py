@@ -72,6 +72,7 @@ class Exchange(Step):
         received: Received = {}
         for _, peer, shape in self.arriving:
             part = platform.ops.narrow(flat, 0, passed, math.prod(shape))
+            # Cloned: a result that is one message would else keep the whole buffer of all messages alive.
             received[peer] = platform.ops.reshape(platform.ops.clone(part), shape)
             passed += math.prod(shape)
         return received
@@ -79,6 +80,7 @@ class Exchange(Step):
     def assemble(self, local: Tensor, received: Received) -> Tensor:
         """Return the step's result from the messages, by their senders' coordinates, and from what stays here."""
         platform, messages = self.platform, self._messages
+        # What stays here is not sent to itself, but takes its place in the recipe like a message.
         if messages.own is not None:
             received[self.coordinate] = messages.own.of(platform, local)
         result = messages.recipe.make(platform, received, local)
@@ -123,8 +125,11 @@ class ReduceToOwners(Step):
         shape = (0,) if mine is None else mine.shape
         device = platform.device_of(local)
         receives = [None if mine is None else platform.empty(shape, local.dtype, device) for _ in sends]
+        # This rank's own part is put among those of the others, so that the sum goes in rank order on every owner, and
+        # a run can be repeated bit by bit.
         receives[rank], sends[rank] = sends[rank], None
         self.group.exchange(sends, [None if j == rank else x for j, x in enumerate(receives)])
+        # A rank that owns nothing has taken part by sending; the next step does not look at what it holds.
         if mine is None:
             return platform.zeros((), local.dtype, device)
         result = functools.reduce(_reduction(platform, self.op), receives)

@@ -45,8 +45,11 @@ def least_volume(
     Args:
         linear: partial results are sums, so that an axis may also be reduced on the way to partial again.
     """
+    # An element that already lies where it is wanted needs no message; these are all that a plan can save.
     agree = agreeing(shape, mesh_shape, source, target)
     kept = [a for a, (s, t) in enumerate(zip(source, target, strict=True)) if s.is_partial() and t.is_partial()]
+    # Of an axis that is partial before and after, the sum may be taken anyway: then one rank's message replaces one per
+    # contribution on the further way.
     choices = _subsets(kept) if linear else iter([()])
     return min(
         (_volume(math.prod(shape), mesh_shape, source, target, agree, anyway) for anyway in choices),
@@ -73,9 +76,13 @@ def _volume(
     wanting = product(mesh_shape, [a for a, (_, t) in pairs if t.is_replicate()])
     both = [a for a, (s, t) in pairs if s.is_replicate() and t.is_replicate()]
     parts = product(mesh_shape, reduced)
+    # Nothing to reduce: every wanted copy that is not there yet takes one message.
     if parts == 1:
         return Volume(0, lines * (elements * wanting - agree * product(mesh_shape, both)), reduced, ())
     divided = [a for a, (s, t) in pairs if s.is_replicate() and not t.is_replicate()]
+    # Replicas that each reduce the same sum send its terms several times. Divided among them, the terms go once, and
+    # one message more brings each sum to where it would have been anyway: that is less where a sum has more than two
+    # terms, or where something moves in either case.
     if parts > 2 or agree < elements:
         divided += both
         both = []

@@ -47,8 +47,11 @@ class Ownership:
         self.shape, self.mesh_shape, self.source, self.target = shape, mesh_shape, source, target
         divided = (*volume.reduced, *volume.divided) if volume is not None else ()
         self.reduced = volume.reduced if volume is not None else ()
+        # A sum that the target cuts along its reduced axis is owned where it will stay: a reduce-scatter, after which
+        # nothing moves.
         self._from_target = frozenset(a for a in divided if target[a].is_shard())
         self._cut = tuple(sorted(a for a in divided if a not in self._from_target)) if shape else ()
+        # Owners divide the longest dimension, which leaves the fewest ranks without a part.
         self._cut_dim = max(range(len(shape)), key=lambda dim: shape[dim], default=0)
         self.only_first = frozenset(divided) - self._from_target if not shape else frozenset[int]()
         self.target_axes = tuple(tuple(a for a, _ in cuts_of(target, dim)) for dim in range(len(shape)))
@@ -76,6 +79,7 @@ class Ownership:
         if source != target:
             return False
         dim = source.dim  # type: ignore[attr-defined]
+        # The same cut holds the same rows only where all cuts outside of it are the same, too.
         outer = [[cut for cut in cuts_of(p, dim) if cut[0] <= axis] for p in (self.source, self.target)]
         return outer[0] == outer[1]
 
@@ -169,6 +173,8 @@ class Ownership:
             result[axis] = 0
         replicas = math.prod(self.mesh_shape[a] for a in self._free)
         takers = math.prod(self.mesh_shape[a] for a in self._takers)
+        # Receivers that want the same from the same owners take turns among the replicas, so that none of them sends
+        # everything; with fewer receivers than replicas each asks the one on its own line.
         if 1 < replicas <= takers:
             turn = self._index(receiver, self._takers) % replicas
             for axis in reversed(self._free):

@@ -129,6 +129,8 @@ class _Planner:
         self.factors = _average_factors(source, target) if self.op == "sum" else (1, 1)
 
     def stage(self) -> Stage:
+        # Average or sum, the bytes that move are the same: the search knows sums only, and one scale at the end makes
+        # averages of them, or sums of averages.
         first, last = self._plain(self.source.placements), self._plain(self.target.placements, self.source.placements)
         found: list[Step] = []
         if first != last:
@@ -157,6 +159,9 @@ class _Planner:
         return tuple(result)
 
     def _plain_partial(self, placement: Partial, before: Placement) -> Placement:
+        # What is whole becomes a partial sum without a message: the first rank of the axis keeps its values, the others
+        # take zeros. Of max and min every rank keeps its copy, which no reduction changes; a product has no such form,
+        # for one rank's values times copies would be a power.
         if placement.op in LINEAR:
             return SUM
         if before == placement:
@@ -172,11 +177,15 @@ class _Planner:
     def _moves(self, source: Placements, target: Placements) -> tuple[Move, ...]:
         if source == target:
             return ()
+        # Nothing to send, whatever the cuts are: only the shapes of the empty shards change.
         if 0 in self.shape:
             return (Move("slice", (), source, target, 0),)
+        # The search must give every rank the same plan, and ragged parts are known on this rank's own line only. So it
+        # sees plain shards there, and is told never to take such a dimension for evenly cut.
         uneven = frozenset(p.dim for p in (*source, *target) if isinstance(p, RaggedShard))
         first, last = without_ragged(source), without_ragged(target)
         small = _smallest_alike(self.shape, self.mesh_shape, first, last, uneven)
+        # Where latency counts, the best plan of 1 kB is not that of 1 GB. Powers of two keep the cached plans few.
         size_class = (math.prod(self.shape) * self.itemsize).bit_length() if self.costs.depends_on_size else 0
         moves = _found_moves(
             small, self.mesh_shape, first, last, self.op == "sum", uneven, self.costs, self.names, size_class
@@ -240,6 +249,8 @@ class _Planner:
         ragged parts.
         """
         (axis,) = (a for a, (s, t) in enumerate(zip(source, target, strict=True)) if s != t)
+        # Along this line all ranks hold the same rows of the other axes, so the step is planned as one of a 1-D mesh
+        # whose tensor is what the line holds together.
         around = [REPLICATE if a == axis else p for a, p in enumerate(source)]
         where = self.mesh.get_coordinate() or (0,) * self.mesh.ndim
         held = self.source.with_placements(around).ranges(where)
@@ -303,6 +314,7 @@ def _smallest_alike(
     every = math.prod(
         n for n, s, t in zip(mesh_shape, source, target, strict=True) if not (s == t and s.is_replicate())
     )
+    # A reduction may be divided over every axis, replicated ones too, and then cuts by those.
     if any(s.is_partial() for s in source):
         every = math.prod(mesh_shape)
     result = []
@@ -313,5 +325,7 @@ def _smallest_alike(
         if dim in uneven:
             result.append(max(size, unit))
         else:
+            # Multiples of the unit share a plan; the gcd keeps apart those which further cuts of the search can divide
+            # from those which they cannot.
             result.append(size if size % unit else unit * math.gcd(size // unit, every))
     return tuple(result)

@@ -36,6 +36,7 @@ def around_ragged(
     ragged = [a for a in moving if isinstance(source[a], RaggedShard) or isinstance(target[a], RaggedShard)]
     if not ragged:
         return [], (source, target), []
+    # One axis by itself needs no detour: both forms are known on its line.
     if len(moving) == 1:
         return [(source, target)], (target, target), []
     before = _unragged(source, target, moving)
@@ -72,6 +73,8 @@ def _unragged(placements: Placements, other: Placements, moving: Sequence[int]) 
         if not isinstance(placement, (Shard, StridedShard, RaggedShard)) or axis < dims.get(placement.dim, len(now)):
             continue
         outermost = axis == dims[placement.dim]
+        # A plain shard where the other side is cut here too; a dimension that is to be whole is gathered at once, not
+        # cut anew first.
         to_shard = outermost and not other[axis].is_replicate()
         new: Placement = Shard(placement.dim) if to_shard else Replicate()
         after = (*now[:axis], new, *now[axis + 1 :])

@@ -44,6 +44,7 @@ class Stage:
         platform = self.source.mesh.platform
         if self.selected_axes:
             return self._run_selecting(platform, local)
+        # Not even a node of autograd, where the gradient stays as it is, too.
         if not self.steps and not self._backward.steps and self._repeated == 1:
             return local
         return platform.linear_map(local, self.run_data, self.run_backward)
@@ -52,6 +53,7 @@ class Stage:
         """Begin the steps and return a function that waits for the last one and gives `run_data`'s result."""
         if not self.steps:
             return lambda: local
+        # Only the last step can go on by itself: each of the others waits for the one before it.
         *first, last = self.steps
         for step in first:
             local = self._noting(step, step.run, local)
@@ -110,6 +112,8 @@ class Stage:
 
         def forward(x: Tensor) -> Tensor:
             result = self.run_data(x)
+            # A maximum's gradient goes to the ranks whose value it was, so both sides are kept, with their version
+            # counters: a write to either between forward and backward would pick other winners.
             kept[:] = [Kept(platform, x, result)]
             return result
 
@@ -122,6 +126,8 @@ class Stage:
         whole = self.source.with_placements(
             [Replicate() if a in self.selected_axes else p for a, p in enumerate(self.source.placements)]
         )
+        # Values are compared where they were before the reduction: the result is brought back to the source's other
+        # placements, with the gradient, which goes the same way.
         back = _plan(self.target, whole, self.itemsize)
         grad, result = scaled(platform, back.run_data(grad), self._repeated, 1), back.run_data(result)
         return grad_of_selected(grad, x, result, self.source.mesh.group_over(self.selected_axes), self.op)
@@ -267,6 +273,8 @@ def _grad_specs(source: TensorSpec, target: TensorSpec) -> tuple[TensorSpec, Ten
         result: list[Placement] = []
         for s, t, p in zip(source.placements, target.placements, spec.placements, strict=True):
             stands_still = s == t and isinstance(s, Partial) and s.op not in ("sum", "avg")
+            # The type of a gradient follows from the value's (P -> R): every contribution to a sum has the gradient of
+            # the sum itself. An axis that no step touches hands on what it got.
             result.append(p if stands_still or not isinstance(p, Partial) else Replicate())
         return spec.with_placements(result)
 

@@ -31,6 +31,7 @@ class Region:
         self._cuts = [
             (dim, some or ((0, 0),))
             for dim, (some, size) in enumerate(zip(self.runs, sizes, strict=True))
+            # Most dimensions are taken whole and need no `narrow`.
             if some != ((0, size),)
         ]
 
@@ -62,6 +63,7 @@ def runs_in(ranges: Ranges, held: Ranges) -> Runs:
                 passed += held[i][1] - held[i][0]
                 i += 1
             offset, length = passed + start - held[i][0], min(stop, held[i][1]) - start
+            # Ranges that lie apart in the whole may be neighbours in the shard: one run, one copy.
             if result and sum(result[-1]) == offset:
                 result[-1] = (result[-1][0], result[-1][1] + length)
             else:

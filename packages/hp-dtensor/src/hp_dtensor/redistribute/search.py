@@ -139,6 +139,7 @@ class Problem:
             return Move("slice", (), state, self.target, 0, volume)
         axes = Ownership(self.shape, self.mesh_shape, state, self.target, volume).moving
         # Along one axis, from one cut to another, an exchange is the framework's own all-to-all.
+        # A reduction's owners hold what no placement describes, hence `volume is None`.
         one_axis = len(axes) == 1 and state[axes[0]].is_shard() and self.target[axes[0]].is_shard()
         return Move(
             "all_to_all" if one_axis and volume is None else "exchange", axes, state, self.target, elements, volume
@@ -161,6 +162,7 @@ class Problem:
         yield from self._all_gathers(state)
         yield from self._all_reduces(state)
         yield from self._reduce_scatters(state)
+        # Always last and always legal, so the search ends: it moves the least volume from wherever it starts.
         yield self.direct(state)
 
     def _slices(self, state: Placements) -> Iterator[tuple[Move, ...]]:
@@ -180,6 +182,8 @@ class Problem:
             cut = _with(state, {axis: option})
             dim = option.dim  # type: ignore[attr-defined]
             return (
+                # Outer cuts come first in the order of the elements: a cut put outside of another would change which
+                # rows the other one holds, and so move data.
                 now.is_replicate()
                 and self._is_innermost(cut, axis)
                 and (option == self.target[axis] or self._is_even(cut, dim))
@@ -193,6 +197,8 @@ class Problem:
         for axes in _subsets(sorted(sharded)):
             arrival = _with(state, dict.fromkeys(axes, REPLICATE))
             dims = {state[a].dim for a in axes}  # type: ignore[attr-defined]
+            # Gathered blocks are equal, and stand one after the other in the dimension, only where these axes are the
+            # innermost cuts and every cut is even.
             if all(self._is_even(state, d) and self._are_inner(state, d, axes) for d in dims):
                 elements = (product(self.mesh_shape, axes) - 1) * self.elements * copies
                 yield (Move("all_gather", axes, state, arrival, elements),)
@@ -202,6 +208,7 @@ class Problem:
         for axes in _subsets(self._reducible(state)):
             parts = product(self.mesh_shape, axes)
             arrival = _with(state, dict.fromkeys(axes, REPLICATE))
+            # 2 (n - 1) / n of the tensor per rank: a reduce-scatter, then an all-gather.
             yield (Move("all_reduce", axes, state, arrival, 2 * (parts - 1) * self.elements * copies // parts),)
 
     def _reduce_scatters(self, state: Placements) -> Iterator[tuple[Move, ...]]:
@@ -219,6 +226,8 @@ class Problem:
         return [
             a
             for a, (s, t) in enumerate(zip(state, self.target, strict=True))
+            # A sum may be taken over an axis that is to be partial in the end: the total is then one rank's
+            # contribution beside zeros. Of what cannot be undone it may not.
             if s.is_partial() and (self.linear or not t.is_partial())
         ]
 

@@ -34,6 +34,7 @@ def segments(
     """
     held: list[tuple[tuple[tuple[int, int], ...], tuple[int, ...]]] = [(((0, size),), ())]
     for axis, placement in cuts:
+        # Each cut divides what the cuts outside of it left to a rank, also where that is several ranges.
         only = None if fixed is None else fixed.get(axis)
         held = [
             (part, (*digits, i))
@@ -54,6 +55,7 @@ def overlaps(
         start, stop = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
         if start < stop:
             result.append((start, stop, first[i][2], second[j][2]))
+        # The one that ends first is done; at a tie the other one's rest is empty, and is passed next.
         if first[i][1] < second[j][1]:
             i += 1
         else:

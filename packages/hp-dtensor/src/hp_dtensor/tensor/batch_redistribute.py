@@ -97,12 +97,15 @@ def _moved_together(tensors: Sequence[Any], targets: Sequence[TensorSpec], bucke
         plan_between(source, target, source.mesh.platform.itemsize(source.dtype))
         for source, target in zip(sources, targets, strict=True)
     ]
+    # A selection (max, min, product) needs its operands in backward, so it records itself; the others are sums and
+    # copies, whose backward needs no values.
     together = [
         i
         for i, (plan, local) in enumerate(zip(plans, locals_, strict=True))
         if plan.steps and not plan.selects and not plan.is_elsewhere and not plan.source.mesh.platform.is_meta(local)
     ]
     data: dict[int, Tensor] = {}
+    # In the order of the tensors, alike on all ranks, so that collectives meet.
     for platform in dict.fromkeys(plans[i].source.mesh.platform for i in together):
         mine = [i for i in together if plans[i].source.mesh.platform is platform]
         with platform.no_grad():

@@ -64,6 +64,8 @@ def redistribute_to(x: Any, target: TensorSpec, async_op: bool = False) -> Any:
         return platform.wrap(plan_across(source, target, platform.itemsize(source.dtype)).run(local), target)
     rank_checks.check_moved(source, target)
     plan = plan_between(source, target, platform.itemsize(source.dtype))
+    # A result that is waited for has no numbers yet. What selects looks at them (who was the maximum?), and torch reads
+    # a tensor without dimensions as a number unasked.
     if async_op and plan.steps and source.shape and not (plan.selects or plan.is_elsewhere or platform.is_meta(local)):
         return _started(local, plan, target)
     return remembering(local, plan, plan.run(local), target)
@@ -74,6 +76,8 @@ def _started(local: Tensor, plan: RedistributePlan, target: TensorSpec) -> Any:
     platform = target.mesh.platform
     with platform.no_grad():
         finish = plan.start_data(platform.detach(local))
+    # Autograd records the node now, in the order of the forward, on memory that has no values yet: only so may the
+    # collective still run while the forward goes on. Storage and version counter are the result's own from the start.
     promised = platform.promised(target.local_shape, target.dtype, platform.device_of(local))
     moved = plan.record(local, promised)
     attributes = {"_redistributed_from": _source_of(local, plan, moved)} if platform.requires_grad(local) else {}
@@ -125,6 +129,8 @@ def remembering(local: Tensor, plan: RedistributePlan, moved: Tensor, target: Te
 
 
 def _source_of(local: Tensor, plan: RedistributePlan, moved: Tensor) -> Source:
+    # Both counters: a write in place to the source or to the result between here and a use makes the shortcut's
+    # gradient that of other values, and `varying` then goes the long way.
     version = plan.target.mesh.platform.version
     return Source(local, plan, version(local), version(moved))
 

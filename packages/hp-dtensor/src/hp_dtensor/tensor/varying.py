@@ -44,6 +44,7 @@ def vary(x: Any, axes: tuple[int, ...]) -> Tensor:
     """
     platform = x._spec.mesh.platform
     local = platform.unwrap(x)
+    # R -> V is nothing in forward; without a gradient there is nothing at all to do.
     if not (platform.is_grad_enabled() and platform.requires_grad(local)):
         return local
     return recorded_view(x, local, axes)

@@ -212,9 +212,12 @@ def strategies(
             kinds: list[Placement] = []
             if rule.splits_in_chunks(factor, ranks * cut_already.get(factor, 1)):
                 kinds.append(Shard(0))
+            # An input that an earlier axis moves is no longer ragged as it was when this axis comes to it.
             usable = [p if same else REPLICATE for p, same in zip(current, untouched, strict=True)]
             kinds += _ragged_kinds(rule, factor, usable, ranks, nested=factor in cut_already)
             found += _cut(rule, factor, kinds, current, _keeping(rule, factor, ranks, cut_already, part_of))
+    # Last: of strategies that cost the same the first is taken, and a result that is whole is worth more than a sum
+    # still to be made.
     found += _partial_inputs(rule)
     return found
 
@@ -332,6 +335,7 @@ def _kept_in_parts(positions: range, ranks: int, part: Part, nested: bool, kind:
     Where earlier axes cut it too (`nested`) units differ between ranks, so it is ragged by name everywhere.
     """
     units = tuple(positions_within(positions, each)[1] for each in parts_of(kind, part, ranks))
+    # The name must be the same on all ranks, and under a nested cut each sees its own line's units only.
     return Shard(dim) if not nested and units == _chunks(len(positions), ranks) else RaggedShard(dim, units)
 
 
@@ -346,6 +350,8 @@ def _on_dim(rule: Factorization, kind: Placement, factor: str, dims: Dims, now: 
     units = tuple(unit * inside for unit in kind.units)
     ragged = RaggedShard(dim, units)
     in_chunks = rule.merges(factor) and units == _chunks(sum(units), len(units))
+    # Chunks by either name lie alike, and the plain name is what other operations and checkpoints know; an input that
+    # has the ragged name keeps it, or its plan would redistribute nothing at a cost.
     return Shard(dim) if in_chunks and now != ragged else ragged
 
 

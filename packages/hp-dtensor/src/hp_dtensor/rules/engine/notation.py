@@ -155,6 +155,8 @@ class Notation:
         )
         lost = {name for name in sizes if name not in self.reduced and not all((name,) in output for output in outputs)}
         fixed = self.whole - {REST} | lost | self._unequal(call, sizes) | {*(rest if REST in self.whole else ())}
+        # The neutral element of a maximum or mean of nothing is not that of the whole, and kernels refuse empty input:
+        # every rank must have some.
         filled = (name for name, op in self.reduced.items() if op in ("avg", "max", "min"))
         nonempty = frozenset(sizes if self.nonempty else filled)
         return Factorization(
@@ -219,6 +221,7 @@ class Notation:
     def _add_sizes(self, call: OpCall, names: Sequence[str], shape: Sequence[int], sizes: dict[str, int]) -> None:
         for name, size in zip(names, shape, strict=True):
             known = sizes.setdefault(name, size)
+            # A broadcast dimension has the size of the operand that is not of one element, whichever comes first.
             if name[0] == "." and known == 1:
                 sizes[name] = size
             elif size != known and not (name[0] == "." and size == 1):
