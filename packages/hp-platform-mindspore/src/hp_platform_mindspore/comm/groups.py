@@ -43,6 +43,7 @@ class HostGroup(ProcessGroup):
         reduction = reduction_of(x, op)
         values = host_view(x)
         flat = np.ascontiguousarray(values).reshape(-1)
+        # Every rank sums everything up itself, in rank order: one round, and the same bits everywhere.
         if flat.nbytes <= SMALL_BYTES:
             total = reduction(self._gather_arrays(flat))
         else:
@@ -52,6 +53,8 @@ class HostGroup(ProcessGroup):
 
     def _all_reduce_in_parts(self, flat: Array, reduction: Reduction) -> Array:
         """All-reduce a flat array by a reduce-scatter and an all-gather."""
+        # The ranks divide the sum, in parts that need not be equal: 2 (n - 1) / n of the data per rank, where each for
+        # itself would receive n - 1 times.
         parts = np.array_split(flat, self.size)
         mine = reduction(self._swap(parts, [parts[self.rank].size] * self.size))
         return np.concatenate(self._swap([mine] * self.size, [part.size for part in parts]))
@@ -144,6 +147,7 @@ class HostGroup(ProcessGroup):
 
     def _begin_transfer(self, sends: Sequence[Array | None], receives: Sequence[Array | None]) -> list[_SentBytes]:
         works = []
+        # Each round pairs every rank with another one; in rank order all would send to rank 0 first, and wait for it.
         for step in range(1, self.size):
             j = (self.rank + step) % self.size
             if (data := sends[j]) is not None and data.size:
@@ -211,6 +215,8 @@ class Receiving:
 
     def wait(self) -> None:
         while self in self._unfinished:
+            # Messages of one sender arrive in the order of sending, so what was asked for first is filled first,
+            # whoever waits first.
             earliest = next(each for each in self._unfinished if each._source == self._source)
             self._unfinished.remove(earliest)
             earliest._receive()
@@ -231,6 +237,8 @@ class _Contiguous:
     def __init__(self, x: Tensor) -> None:
         self._values = host_view(x)
         self._direct = self._values.flags.c_contiguous
+        # The bytes of a view with gaps would be those of a copy: what arrives there would be lost, so `store` brings it
+        # back.
         self.array = (self._values if self._direct else np.ascontiguousarray(self._values)).reshape(-1)
 
     def store(self) -> None:

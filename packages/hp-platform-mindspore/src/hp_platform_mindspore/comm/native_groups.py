@@ -84,6 +84,7 @@ class NativeGroup(ProcessGroup):
             dist.P2POp(kind, x, self.ranks[j], group=self._name)
             for kind, tensors in (("isend", sends), ("irecv", receives))
             for j, x in enumerate(tensors)
+            # Both sides know the shapes, and leave out what is empty.
             if j != self.rank and x is not None and x.size
         ]
         if transfers:
@@ -102,6 +103,7 @@ class NativeGroup(ProcessGroup):
 
     def _all_gather_bytes(self, data: bytes) -> list[bytes]:
         lengths = self._gathered(np.array([len(data)], np.int64))
+        # At least one byte: a tensor without elements has no memory to send.
         longest = max(1, int(lengths.max()))
         padded = np.zeros(longest, np.int8)
         padded[: len(data)] = np.frombuffer(data, np.int8)

@@ -41,6 +41,8 @@ class GradMode:
 
     def __enter__(self) -> None:
         self._before = executor.enable_grad()
+        # Only ever turned on: `value_and_grad` turns it off behind whoever recorded before, and then nothing would be
+        # recorded, without a word.
         if self._enabled:
             executor.set_grad_flag(True)
         executor.set_enable_grad(self._enabled)
@@ -79,6 +81,7 @@ class _LinearMap(_Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         forward, backward = ctx.maps
+        # The dual of the dual is the map itself, which makes second derivatives right; without recording, no node.
         result = linear_map(grad, backward, forward) if executor.enable_grad() else backward(grad)
         return result, None, None
 
@@ -90,6 +93,7 @@ def accumulate_safely(leaf: Tensor) -> None:
     weight is not; and one that others use too it copies with a kernel that the CPU lacks.
     """
     if leaf._requires_grad and leaf._is_leaf and "_accumulates_safely" not in leaf.__dict__:
+        # Times 1 is the copy that every dtype has on the CPU: contiguous, and nobody else's.
         leaf._grad_node.register_prehook(_own_gradient)
         leaf._accumulates_safely = True
 
@@ -110,6 +114,7 @@ def custom_function(forward: Callable[..., Any], backward: Callable[..., Any], *
 class _CustomFunction(_Function):
     @staticmethod
     def forward(ctx: Any, forward: Callable[..., Any], backward: Callable[..., Any], *inputs: Any) -> Any:
+        # Outputs that the loss did not use give None: their zeros would have to be made, and communicated.
         ctx.set_materialize_grads(False)
         ctx.map = backward
         return _as_tuple(forward(*inputs))
@@ -179,6 +184,7 @@ def grad(
     found: list[Tensor | None] = [None] * len(inputs)
     arm()
     for wanted in runs:
+        # The last run frees what the forward has saved; the ones before it must not.
         keep_graph = wanted is not runs[-1]
         chosen = tuple(inputs[i] for i in wanted)
         with running_for(inputs=True):

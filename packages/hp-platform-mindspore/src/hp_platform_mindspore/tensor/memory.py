@@ -48,6 +48,7 @@ def host_view(x: Tensor) -> Array:
 
     `asnumpy` gives a read-only copy for a view, and MindSpore's own writes to a view are lost.
     """
+    # An empty tensor has no address.
     if math.prod(x._shape) == 0:
         return np.empty(x._shape, HOST_DTYPES[x.dtype])
     return np.asarray(_Memory(x))
@@ -91,6 +92,8 @@ def decode(bits: Array) -> Array:
 def encode(values: Array) -> Array:
     """Convert values to bfloat16 bit patterns, rounded to nearest, ties to even."""
     wide = np.asarray(values, np.float32).view(np.uint32)
+    # Add half of the last place that is kept, less one bit, and one more where that place is odd: ties go to even, by
+    # integer arithmetic alone.
     odd = np.bitwise_and(np.right_shift(wide, np.uint32(16), dtype=np.uint32), np.uint32(1), dtype=np.uint32)
     rounded = np.right_shift(wide + np.uint32(0x7FFF) + odd, np.uint32(16), dtype=np.uint32)
     quiet_nan = np.right_shift(wide, np.uint32(16), dtype=np.uint32) | np.uint32(0x40)

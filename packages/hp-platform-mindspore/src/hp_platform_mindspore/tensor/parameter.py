@@ -17,6 +17,8 @@ class _ParameterMeta(type):
 
     def __call__(cls, tensor: Tensor, requires_grad: bool = True, name: str | None = None) -> ms.Parameter:
         data = detached(tensor)
+        # A DTensor's parameter is both classes, which `mindspore.Parameter` makes itself (`MindSporeDTensor.__new__`)
+        # without a copy.
         make = _sharing_parameter if type(data) is Tensor else ms.Parameter
         parameter = make(data, name, requires_grad)
         accumulate_safely(parameter)

@@ -98,12 +98,15 @@ class TorchGroup(CalledByTorch, ProcessGroup):
             return DONE
         check_reduction(x, op)
         buffer = x.to(torch.int32) if x.dtype in CAPABILITIES[x.device.type].as_int32 else x
+        # A sum of complex numbers is one of pairs of real ones; backends know only these.
         summed = torch.view_as_real(x) if x.is_complex() else buffer
         options = _options(distributed_c10d.AllreduceOptions, async_op, reduceOp=REDUCE_OPS[op])
         work: Work = self._channel(x.device.type).allreduce([summed], options)
         if buffer is not x:
             work = Then(work, lambda: x.copy_(buffer))
         if op == "avg":
+            # Not every backend has an average; divided after the sum it is rounded once, in the same way on all of
+            # them.
             work = Then(work, lambda: x.div_(self.size))
         return settle(work, async_op)
 
@@ -135,6 +138,8 @@ class TorchGroup(CalledByTorch, ProcessGroup):
 
     def _exchange_and_reduce(self, output: Tensor, rows: Tensor, op: str) -> Work:
         """Send each rank its row of `rows` `[ranks, elements]`; reduce what arrives, in rank order, into `output`."""
+        # One buffer less than ranks: what the first other rank sends lands in the output itself, the own row stays
+        # where it is.
         others = [j for j in range(self.size) if j != self.rank]
         arriving = [output, *output.new_empty(self.size - 2, output.numel())]
         connection = self._channel(rows.device.type)
@@ -162,6 +167,7 @@ class TorchGroup(CalledByTorch, ProcessGroup):
 
     def _start_exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> Work:
         tensors = [x for x in (*sends, *receives) if x is not None]
+        # Neither sends nor receives: the other ranks leave this one out as well, so nobody waits for it.
         if not tensors:
             return DONE
         nothing = tensors[0].new_empty(0)
@@ -193,6 +199,7 @@ class TorchGroup(CalledByTorch, ProcessGroup):
 
     def _all_gather_bytes(self, data: bytes) -> list[bytes]:
         # Facts are exchanged in host memory, also inside of `torch.device("meta")`, where a model is built.
+        # Two rounds, for lengths differ between ranks: those first, then the bytes, padded to the longest.
         lengths = torch.empty(self.size, dtype=torch.int64, device="cpu")
         self._gather_facts(lengths, torch.tensor([len(data)], device="cpu")).wait()
         longest = int(lengths.max())
@@ -243,6 +250,7 @@ def reduce_into(output: Tensor, others: Sequence[Tensor], op: str) -> None:
     """Combine `output` with `others` in turn; of 16-bit numbers, sums and products of several are rounded once."""
     combine = (_COMBINE_BOOL if output.dtype == torch.bool else _COMBINE)[op]
     is_rounded_once = len(others) == 1 or output.dtype not in (torch.bfloat16, torch.float16)
+    # In 16 bits each partial sum would be rounded, and the more ranks, the further from a sum over one device.
     total = output if is_rounded_once else output.float()
     for other in others:
         combine(total, other, out=total)

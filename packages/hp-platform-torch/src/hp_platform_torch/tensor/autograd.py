@@ -34,6 +34,8 @@ class _LinearMap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        # Itself a linear map with the roles exchanged, so that second derivatives (`create_graph=True`) are right
+        # without further code.
         return linear_map(grad, *ctx.dual), None, None
 
 
@@ -42,6 +44,8 @@ def custom_function(
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Run `forward(*inputs)` as one node with the given backward; see `Platform.custom_function`."""
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    # The gradient is not differentiable, but torch must know that it depends on the inputs: silent zeros as a second
+    # derivative would be wrong. The anchor carries that edge without their data.
     anchor = _Anchor.apply(*inputs) if recorded else None
     return _CustomFunction.apply(forward, backward, anchor, *inputs)
 
@@ -53,6 +57,8 @@ class _CustomFunction(torch.autograd.Function):
     ) -> Any:
         ctx.backward_function, ctx.anchor = backward, anchor
         outputs = forward(*inputs)
+        # Of several outputs the unused ones give None, not zeros that have to be made; a single one that is unused has
+        # no backward at all.
         ctx.set_materialize_grads(isinstance(outputs, torch.Tensor))
         ctx.mark_non_differentiable(*_not_differentiable(outputs))
         return tuple(outputs) if isinstance(outputs, (list, tuple)) else _no_view(outputs)

@@ -31,6 +31,8 @@ def _run_backward(
     create_graph: bool = False,
     inputs: Sequence[Tensor] | Tensor | None = None,
 ) -> None:
+    # Plain tensors drive the backward. Of a partial loss each rank starts from its own part with the seed of the whole:
+    # d(sum of parts)/d(part) = 1, so no reduction comes first.
     root, seed = differentiated(loss, gradient)
     if inputs is not None:
         check_reached("backward(inputs=...)", _listed(inputs))
@@ -78,6 +80,9 @@ def _autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
     seeds = [None] * len(outputs) if seeds is None else _listed(seeds)
     roots = [differentiated(output, seed) for output, seed in zip(outputs, seeds, strict=True)]
     materialize = call.pop("materialize_grads", False)
+    # Where `x` was gathered and then used differently per rank, its gradient goes past it to its source
+    # (`tensor/varying.py`). Whoever asks for it gets both parts: through `x`, and through those views, summed over
+    # their ranks.
     past = [shortcut_views(x) if isinstance(x, TorchDTensor) else [] for x in inputs]
     allow_unused = True if materialize or any(past) else call.get("allow_unused")
     grads = func(

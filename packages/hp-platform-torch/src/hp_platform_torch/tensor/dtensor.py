@@ -65,6 +65,7 @@ class TorchDTensor(GlobalView, HostValues, DTensor, torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         operation = operations[func]
+        # Arguments of `y.__rsub__(x)` come in reverse, and the rule's in order.
         if operation.is_special:
             if operation.handler is locally and not kwargs:
                 return run_locally(func, (), args)
@@ -75,6 +76,8 @@ class TorchDTensor(GlobalView, HostValues, DTensor, torch.Tensor):
             operation = operations_in_place[operation]
         call = operation.call
         if operation.saves:
+            # Asked at each call: checkpoints and offloading install hooks for a while only. Without them autograd saves
+            # the DTensors themselves, which costs nothing.
             if _saved_tensor_hooks(True) is not None:
                 call = operation.call_with_plain
             elif _num_dispatch_modes():
@@ -102,10 +105,13 @@ class TorchDTensor(GlobalView, HostValues, DTensor, torch.Tensor):
                 operation.check(*args, **(kwargs or {}))
             platform = first_spec(args, kwargs or {}).mesh.platform
             return operation.named(dispatch.run(operation, platform, call, args, kwargs or {}))
+        # From here on the way of a call in steady state, of which benchmarks/torch_dispatch.py measures each
+        # microsecond.
         plan = operation.plans.get(key)
         if plan is None:
             return operation.run_first(call, key, args, kwargs or {})
         direct = plan.direct
+        # A view, or a write, of what is already a copy here must be marked, or refused, by the plan.
         if direct is None or (operation.shares and args and args[0]._copied_by is not None):
             return operation.named(plan.run(call, args, kwargs or {}))
         spec = direct.spec
@@ -122,6 +128,8 @@ class TorchDTensor(GlobalView, HostValues, DTensor, torch.Tensor):
             return args[0]
         if result.dtype is not spec.dtype:  # under autocast the same call has another result
             spec = spec.with_dtype(result.dtype)
+        # No wrapper: the result becomes a DTensor by its class, as autograd's node, storage and version counter stay
+        # its own.
         result.__class__ = TorchDTensor
         result._spec = spec
         return result
@@ -163,6 +171,8 @@ class TorchDTensor(GlobalView, HostValues, DTensor, torch.Tensor):
             local = run_locally(_local_grad, (), (self,))
         if local is None or type(local) is TorchDTensor or not is_intercepting():
             return local
+        # Autograd accumulates plain local gradients, for the node of a leaf knows nothing of specs; the first who looks
+        # at one dresses it.
         spec = shown_grad_spec(self._spec)
         if local.requires_grad and spec is not self._spec:
             return wrap_gradient(self._spec, local)
@@ -218,6 +228,7 @@ class TorchDTensor(GlobalView, HostValues, DTensor, torch.Tensor):
     def data(self, value: Tensor) -> None:
         if is_intercepting() and not isinstance(value, TorchDTensor):
             raise MixedOperandsError("data of a DTensor: expected a DTensor, got a plain tensor; distribute it first")
+        # New data has nothing to do with what the old one was gathered from: its gradient must not go there.
         forget_source(self)
         with LocalOperations():
             _set_local_data(self, value)
@@ -263,6 +274,7 @@ class TorchDTensor(GlobalView, HostValues, DTensor, torch.Tensor):
             raise RuntimeError("only leaf tensors can be deep-copied; this one is the result of an operation")
         with torch.no_grad():
             twin = adopt(unwrap(self).clone(), self._spec)
+        # Before its gradient is copied, which may refer to the tensor again.
         memo[id(self)] = twin
         twin.requires_grad_(self.requires_grad)
         if getattr(self, "_is_param", False):

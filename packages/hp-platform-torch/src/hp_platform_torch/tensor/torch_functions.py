@@ -175,6 +175,8 @@ class TorchOperation(plan_cache.Operation):
             seen.append((local_args, local_kwargs))
             return call(*local_args, **local_kwargs)
 
+        # The first run goes through the plan and is watched. What it gave the local function tells whether later calls
+        # can do without the plan's own steps.
         result = plan.run(recorded, args, kwargs)
         if isinstance(plan, OpPlan) and plan.local is None and isinstance(result, DTensor) and seen:
             plan.direct = self._direct_run(plan, result._spec, args, *seen[0])
@@ -199,6 +201,7 @@ class TorchOperation(plan_cache.Operation):
         is_number = is_partial_number(spec) and not self.in_place
         if not replaced:
             return _DirectRun(spec, None, views, is_number)
+        # Kept arguments must hold no tensor: they would be this call's data at the next one, and stay alive.
         first_stays = bool(args) and local_args[0] is args[0]
         if is_number or self.by_type or not first_stays or not _holds_no_tensor(local_args[1:], local_kwargs):
             return None
