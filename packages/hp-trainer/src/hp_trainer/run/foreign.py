@@ -26,7 +26,7 @@ from hp_trainer.checkpoint.shard_file import bytes_of, header_parts
 from hp_trainer.config import TrainerConfig, to_plain
 from hp_trainer.exceptions import CheckpointError
 from hp_trainer.models.hugging_face.export import make_directory
-from hp_trainer.run.checkpoints import model_defaults
+from hp_trainer.run.storage import model_defaults
 
 # What of a checkpoint is no tensor (step, model, the trainer's values), as the bytes of JSON: no format needs a pickle
 # for it.
