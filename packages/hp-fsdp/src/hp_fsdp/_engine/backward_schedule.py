@@ -48,6 +48,7 @@ class BackwardSchedule:
     def pre_backward(self, group: ParameterGroup, forward_pass: ForwardPass | None) -> None:
         """Have a group's parameters unsharded before gradients flow into its modules."""
         run = self.begin()
+        # Several outputs of a group, or modules that share it, announce the same backward: the first one gathers.
         if (group, forward_pass) in run.reached:
             return
         if forward_pass is not None:
@@ -65,7 +66,10 @@ class BackwardSchedule:
         run.begin_use(use)
         if buffer not in use.waiting and all(grad is None for grad in grads):
             return  # `_advance` has put it in already
+        # Autograd need not come past an output of the group (a loss on its parameters alone), so nothing may have
+        # announced this.
         self.pre_backward(group, forward_pass)
+        # Before anything is reduced: gradients of values that were written since are wrong on every rank.
         use.check_unchanged(buffer, grads, group.place)
         if forward_pass is not None:
             self._advance(run, forward_pass, Event(group, is_end=False))
@@ -96,6 +100,8 @@ class BackwardSchedule:
         if until is not None and until not in remaining:
             return
         while remaining:
+            # The last recorded first: autograd runs nodes in the reverse order of the forward, and the token makes that
+            # so on all ranks.
             event, use = remaining.popitem()
             group = event.group
             if event == until:
@@ -168,6 +174,7 @@ class BackwardSchedule:
             for each in group.buffers:
                 grads = each.gradients.outlive(each.gathering.freed, grads)
             self._reshard(group)
+        # `grad(loss, inputs)`: nobody asked for the parameters' gradients, but memory is freed all the same.
         if not run.is_for_parameters:
             return
         # Full gradients are allocated after the full parameters are freed: the two are never there at once.
@@ -203,6 +210,8 @@ class BackwardSchedule:
             for forward_pass in run.remaining:
                 self._advance(run, forward_pass, until=None)
             self._reduce_what_waits(run)
+        # Compared while the last reductions still run; `finish_reductions` looks at the answer before it stores a
+        # gradient.
         context.orders.start_comparing("backward")
         if not context.root.settings.defers_reduction:
             context.finish_reductions()
@@ -213,6 +222,7 @@ class BackwardSchedule:
                     group.reshard()
                 # What stays is meant to: the next forward takes it unless its parameters have been written since.
                 group.kept_after_forward = False
+        # Gradients are stored, and the optimizer may write the shards on the host from here on.
         context.finish_reading()
         context.backward = None
         if (

@@ -49,6 +49,7 @@ class ForwardSchedule:
         if begins:
             # A step may have come between this forward and what an earlier one kept.
             group.reshard_outdated()
+        # Waits for a gather that was begun ahead; begins one where none was.
         group.unshard()
         group.in_forward = group.in_forward or begins
         if begins:
@@ -58,6 +59,8 @@ class ForwardSchedule:
         if begins or not group.uses_unsharded or needs_graph:
             self._use_unsharded(group)
         if begins:
+            # After this group's own memory is there, so that at most two groups are whole, and before its forward,
+            # which the gather runs beside.
             context.prefetcher.gather_next(group, context.root_module is not None)
         if context.backward is None:
             self._watch_frozen(group, inputs)
@@ -86,9 +89,12 @@ class ForwardSchedule:
         # A root without parameters too: a backward begins at its outputs, not in what is recomputed further in.
         if outputs and (group.buffers or ends_pass):
             pre_backward = located(partial(self._backward.pre_backward, group, forward_pass))
+            # A hook on the gradients of outputs runs before any gradient flows into the module; one on the module
+            # itself would miss outputs inside of dataclasses.
             outputs = self._storage.before_backward(outputs, pre_backward)
         forward_pass.end_group(group, bool(outputs))
         if is_last_module:
+            # Before memory is freed: a write to an unsharded parameter in its forward would be lost without a word.
             group.check_unwritten()
             group.use_sharded()
             self._reshard_after_forward(group, bool(outputs))
@@ -187,6 +193,8 @@ class ForwardSchedule:
                 context.backward.tokens[group] = token
             return
         forward_pass = context.forward_pass
+        # Each node takes the token of the one before it, and so depends on it: autograd runs all of them, in the
+        # reverse order, even those whose parameters the loss does not use.
         forward_pass.token, group.use = group.make_use(forward_pass.token, forward_pass, post_backward)
         if group.use is not None:
             forward_pass.add_use(group, group.use)

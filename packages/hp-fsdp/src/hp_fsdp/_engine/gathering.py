@@ -35,8 +35,11 @@ class Gathering:
         memory = self._memory
         if memory.is_whole:
             return
+        # Kept parts are of the values that were gathered then; only what comes from the shards is of now.
         if self._kept_part is None:
             self._versions.mark_gathered()
+        # The same tensor gets memory again. Views that autograd has saved point to it by its storage, so they are
+        # filled with it, and no counter of theirs moves.
         self._storage.refill(memory.full)
         memory.count_allocation()
         if memory.layout.num_shards == 1:
@@ -72,6 +75,7 @@ class Gathering:
         memory, kept = self._memory, None
         if memory.layout.num_shards > 1:
             numel = memory.layout.numel // num_ranks
+            # Copied out, not kept as a view, which would keep the whole buffer's memory.
             kept = memory.new_buffer(numel, memory.param_dtype)
             first = self._neighbours(num_ranks).rank * numel
             self._platform.copy_(kept, self._storage.part(memory.full, first, (numel,)))
@@ -128,6 +132,7 @@ class Gathering:
         with self._storage.beside_computation():
             shard, self._host_read = memory.offload.to_device(memory.shard)
             work = memory.communication.all_gather(memory.gather_target, shard, memory.shard_group)
+            # The copy on the device is read by the collective on another stream; nothing else refers to it.
             self._work = Holding(work, shard)
 
     def _keep_copy_of_shard(self) -> None:

@@ -52,6 +52,8 @@ class BufferGradients:
         Raises:
             FSDPStateError: a gradient that is not dense.
         """
+        # A fresh buffer has no values: gradients are copied into it, and only gaps and unused parameters are set to
+        # zero. One pass over memory instead of two.
         fresh = self.unreduced is None
         if fresh:
             self.unreduced = self._memory.new_buffer(self._memory.layout.numel, self._memory.reduce_dtype)
@@ -63,6 +65,7 @@ class BufferGradients:
         self.unreduced_indices |= {i for i, grad in given.items() if grad is not None}
         for index, parameter in enumerate(self._memory.parameters):
             self._collect_one(index, given.get(index), fresh)
+            # Recomputation inside a backward may use the parameter by a graph of its own, which accumulates in a leaf.
             recomputed = self._storage.take_grad(parameter.leaf)
             if recomputed is not None and wanted[index]:
                 self.unreduced_indices |= {index}
@@ -153,6 +156,7 @@ class BufferGradients:
             if apart:
                 self.awaited.add(flat, parameters)
             else:
+                # What lies apart from earlier joins first, or this sum would replace it.
                 self.awaited.fetch()
                 self._set_gradients(parameters, flat)
 

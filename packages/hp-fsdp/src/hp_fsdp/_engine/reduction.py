@@ -60,6 +60,8 @@ class Reduction:
         buffer, gradients = self.buffer, self.buffer.gradients
         # The collective reads them on another stream: they are held here until the reduce-scatter is over.
         self._full, gradients.unreduced = gradients.unreduced, None
+        # In float16 the sum over many ranks overflows before it is divided, and divided first small gradients vanish:
+        # half of the factor (in powers of two, exact) before, the rest after.
         if self._before != 1.0:
             buffer.storage.scale_(self._full, 1.0 / self._before)
         if buffer.shard_group.size == 1:
@@ -72,6 +74,7 @@ class Reduction:
         """Wait for the reduce-scatter, free the full gradients, and begin the all-reduce."""
         buffer, gradients = self.buffer, self.buffer.gradients
         self._wait()
+        # The memory may serve the next gather from here on.
         self._full, self._work = None, DONE
         if gradients.partial_shard is not None:
             buffer.storage.add_(self._shard, gradients.partial_shard)
@@ -182,9 +185,12 @@ class Reducer:
 
     def drain(self, check: Callable[[], None]) -> None:
         """Finish all reductions; the gradients are there then, unless `check`, called before that, raises."""
+        # All of them but for all-reduces, which then run side by side.
         self.make_room(1)
         running = self._running
         self._forget()
+        # First everything arrives, then ranks compare, then gradients are set: after an error no parameter has a
+        # gradient that the others lack.
         stores = [reduction.finish() for reduction in running]
         if stores:
             check()

@@ -70,6 +70,7 @@ class ParameterVersions:
         """
         if self._memory.is_whole or self._memory.extension is not None:
             return []  # the class of the weight may write what it makes of it
+        # Counters are compared, not values, which would cost a pass over memory after each forward.
         before, self._unsharded_writes = self._unsharded_writes, self._count_unsharded_writes()
         if before == self._unsharded_writes:
             return []
