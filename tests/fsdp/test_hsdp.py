@@ -101,11 +101,13 @@ def test_a_mesh_of_two_axes_is_rejected(hp_platform):
         hsdp(linear(hp_platform), mesh=mesh)
 
 
-def test_graph_mode_hooks_are_refused(hp_platform):
-    cell = linear(hp_platform)
-    with pytest.raises(NotImplementedError, match="use_eager_hook=False"):
-        hsdp(cell, use_eager_hook=False)
-    assert not isinstance(cell, HSDPCell)
+def test_either_kind_of_hook_gives_the_same_gradients(hp_platform):
+    grads = []
+    for use_eager_hook in (True, False):
+        cell = hsdp(linear(hp_platform), use_eager_hook=use_eager_hook)
+        hp_platform.backward(hp_platform.ops.sum(cell(ones(hp_platform, 3, 4))))
+        grads.append(whole(hp_platform, hp_platform.get_grad(cell.weight)).tolist())
+    assert grads[0] == grads[1] == [[3.0] * 4] * 4
 
 
 def test_the_object_stays_and_its_class_gains_hsdp_cell(hp_platform):
@@ -222,13 +224,13 @@ def test_gradients_are_scaled_and_reduced_in_the_given_dtype(hp_platform):
     run_ranks(rank, 2, hp_platform)
 
 
-def test_tensor_parallel_parameters_need_the_data_parallel_mesh(hp_platform):
+def test_a_mesh_that_cuts_parameters_already_is_refused(hp_platform):
     def rank():
         world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), platform=hp_platform)
         cell = linear(hp_platform)
         place_parameter(cell, "weight", world["tp"], [Shard(1)])
         with pytest.raises(ValueError, match="weight is a DTensor on mesh"):
-            hsdp(cell)
+            hsdp(cell, mesh=world["tp"])
         hsdp(cell, threshold=0, mesh=world["dp"])
         assert cell.weight.device_mesh.mesh_dim_names == ("tp", "dp")
 

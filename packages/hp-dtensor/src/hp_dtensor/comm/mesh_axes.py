@@ -86,6 +86,16 @@ def merge_axes(name: str, parts: Sequence[MeshAxis]) -> MeshAxis:
     return MeshAxis(name, tuple(size for size, _ in merged), tuple(stride for _, stride in merged))
 
 
+def remaining_axis(name: str, axes: Sequence[MeshAxis], num_ranks: int) -> MeshAxis:
+    """Return the axis that, with `axes`, which share no ranks, covers `num_ranks` ranks."""
+    rest, outer = [], num_ranks
+    pieces = [(stride, size) for axis in axes for size, stride in zip(axis.sizes, axis.strides, strict=True)]
+    for stride, size in sorted((piece for piece in pieces if piece[1] > 1), reverse=True):
+        rest.append(MeshAxis(name, (outer // (stride * size),), (stride * size,)))
+        outer = stride
+    return merge_axes(name, [*rest, MeshAxis(name, (outer,), (1,))])
+
+
 def split_axis(axis: MeshAxis, sizes: tuple[int, ...], names: tuple[str, ...]) -> tuple[MeshAxis, ...]:
     """Return several axes, the first outermost, that make up `axis`.
 

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 
-from hp_dtensor.comm.mesh_axes import MeshAxis
+from hp_dtensor.comm.mesh_axes import MeshAxis, remaining_axis
 from hp_dtensor.comm.world import World
 from hp_dtensor.exceptions import MeshError
 
@@ -124,6 +124,14 @@ class MeshCoordinates:
         here = self._coordinate
         assert here is not None
         return list(itertools.product(*(range(n) if a in axes else (here[a],) for a, n in enumerate(self.shape))))
+
+    def remaining_axis(self, name: str, axes: Sequence[str]) -> MeshAxis:
+        """Return the axis of all ranks that share this rank's coordinates on the axes named.
+
+        Ranks beyond this mesh are along it too, where it is a slice of another or of the world.
+        """
+        num_ranks = self.world.size if self._ranks is None else len(self._ranks)
+        return remaining_axis(name, [self._axis_named(axis) for axis in axes], num_ranks)
 
     def _index(self) -> int | None:
         if self._ranks is None:

@@ -147,7 +147,7 @@ def _longest_local_shape(spec: TensorSpec) -> list[int]:
 
 
 def sharded_spec(original: OriginalParameter, parallel: DataParallel, pieces: Sequence[int]) -> TensorSpec:
-    """Build the spec of a sharded parameter: the original's mesh axes, then `mesh`'s, of which the last is ragged.
+    """Build the spec of a sharded parameter: the original's other axes, then `mesh`'s, of which the last is ragged.
 
     Args:
         pieces: elements of the local tensor that each rank of the last axis of the mesh holds.
@@ -158,8 +158,24 @@ def sharded_spec(original: OriginalParameter, parallel: DataParallel, pieces: Se
         added = (*added[1:], RaggedShard(original.cut_dim, _rows(original, pieces)))
     if original.spec is None:
         return TensorSpec(mesh, added, original.local_shape, original.tensor.dtype)
-    joined = original.spec.mesh.concatenate(mesh)
-    return TensorSpec(joined, original.spec.placements + added, original.spec.shape, original.tensor.dtype)
+    spec = original.spec
+    kept = _kept_axes(spec, mesh)
+    joined = spec.mesh[tuple(spec.mesh.mesh_dim_names[axis] for axis in kept)].concatenate(mesh) if kept else mesh
+    placements = tuple(spec.placements[axis] for axis in kept) + added
+    return TensorSpec(joined, placements, spec.shape, original.tensor.dtype)
+
+
+def _kept_axes(spec: TensorSpec, mesh: DeviceMesh) -> list[int]:
+    """Return the mesh axes of a parameter that stay beside the data-parallel `mesh`, of their numbers.
+
+    Axes of replicas whose ranks are all in `mesh` do not: it cuts the parameter there.
+    """
+    ranks = set(mesh.ranks())
+    return [
+        axis
+        for axis, placement in enumerate(spec.placements)
+        if not (placement.is_replicate() and ranks.issuperset(spec.mesh.ranks_along(axis)))
+    ]
 
 
 def _rows(original: OriginalParameter, pieces: Sequence[int]) -> tuple[int, ...]:
@@ -281,8 +297,10 @@ def _spec_problems(original: OriginalParameter, spec: TensorSpec, mesh: DeviceMe
     partial = [p for p in spec.placements if p.is_partial()]
     if partial:
         return [f"{original.name} is a DTensor placed {spec.describe_placements()}; redistribute the partial first"]
+    kept = tuple(spec.mesh.mesh_dim_names[axis] for axis in _kept_axes(spec, mesh))
     try:
-        spec.mesh.concatenate(mesh)
+        if kept:
+            spec.mesh[kept].concatenate(mesh)
     except HPError as error:
         where = f"{original.name} is a DTensor on mesh {spec.mesh.describe()}"
         return [f"{where}, which does not go with {mesh.describe()}: {error}"]

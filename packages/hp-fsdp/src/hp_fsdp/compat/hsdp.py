@@ -10,9 +10,10 @@ from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh, init_device_mesh
 from hp_dtensor.comm.world import World, current_world
-from hp_dtensor.exceptions import CapabilityError
+from hp_dtensor.exceptions import MeshError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
+from hp_dtensor.tensor.dtensor import DTensor
 from hp_fsdp._argument_checks import dtype_problem
 from hp_fsdp._engine.fsdp_state import FSDPState, state_of, states_below
 from hp_fsdp._fsdp_module import FSDPModule
@@ -53,7 +54,8 @@ def hsdp(
             shards), "level2" gradients too; "level3" also frees gathered weights after forward and gathers them
             again for backward. These are the `zero_stage` 1, 2 and 3 of `fully_shard`.
         enable_grad_accumulation: reduce gradients only after `set_requires_grad_sync(True)`.
-        use_eager_hook: False, hooks for graph mode, is refused: no platform has them.
+        use_eager_hook: either value gives the same training: the hooks are the framework's in eager (PyNative) mode,
+            and graphs over sharded parameters are refused where they are made.
         grad_scale: what every reduced gradient, the mean over all ranks, is multiplied by; positive.
         reduce_dtype: in which gradients are reduced; a dtype of the platform or its name; None: the parameters'.
         comm_async: reductions may still run when backward returns; call `hsdp_sync_stream` before gradients are used.
@@ -62,7 +64,8 @@ def hsdp(
         comm_fusion: gather and reduce several parameters in one collective; else each in one of its own.
         bucket_size: with `comm_fusion`, KB of parameters in one collective; -1: no limit, 0: one parameter. Without
             `comm_fusion` it has no effect.
-        mesh: the data-parallel ranks, one axis; None: all ranks of the world. To be given when parameters are DTensors.
+        mesh: the data-parallel ranks, one axis; None: the ranks that hold the same parts of all parameters as this one.
+            After `shard_module` and `parallelize_module` they differ on the other axes; of plain parameters, all ranks.
 
     Returns:
         `cell`, whose class gains `HSDPCell`.
@@ -70,7 +73,6 @@ def hsdp(
     Raises:
         HSDPError: a `ValueError` that lists every argument that does not fit; nothing has been changed.
         FullyShardError: the same, for the parameters of `cell`.
-        CapabilityError: `use_eager_hook=False`.
 
     Example:
         >>> def program():
@@ -81,6 +83,8 @@ def hsdp(
         >>> run_ranks(program, 2)[0]
         True
     """
+    if mesh is None:
+        mesh = _found_mesh(cell)
     platform = mesh.platform if isinstance(mesh, DeviceMesh) else get_platform()
     num_ranks = mesh.size() if isinstance(mesh, DeviceMesh) else current_world(platform).size
     _check(
@@ -90,8 +94,6 @@ def hsdp(
         _bool_problems(enable_grad_accumulation=enable_grad_accumulation, use_eager_hook=use_eager_hook),
         _bool_problems(comm_async=comm_async, comm_fusion=comm_fusion),
     )
-    if not use_eager_hook:
-        raise CapabilityError("use_eager_hook=False: hooks for graph mode exist on no platform; leave it at True")
     kind: Any = type(cell)
     data_mesh = _data_mesh(platform, mesh, shard_size, num_ranks)
     fully_shard(
@@ -196,6 +198,35 @@ def _groups_of(method: str, cells: Any) -> list[Any]:
     if wrong:
         raise HSDPError(f"{method}: expected cells that have been through hsdp, got {'; '.join(wrong)}")
     return [state.group for state in states if state is not None]
+
+
+def _found_mesh(cell: Module) -> DeviceMesh | None:
+    """Return the mesh of the ranks that hold the same parts of parameters that are DTensors; None: there is none.
+
+    Raises:
+        HSDPError: their meshes do not go together.
+    """
+    platform = get_platform()
+    if not isinstance(cell, platform.Module):
+        return None
+    left = [each for _, each in platform.named_parameters(cell) if getattr(each, "_gradient_from", None) is None]
+    specs = list(dict.fromkeys(each.spec for each in left if isinstance(each, DTensor)))
+    cuts: dict[Any, DeviceMesh] = {}
+    for spec in specs:
+        for axis, placement in zip(spec.mesh.axes, spec.placements, strict=True):
+            if not placement.is_replicate():
+                cuts[axis] = spec.mesh[axis.name]
+    if not specs:
+        return None
+    first, *others = cuts.values() if cuts else (specs[0].mesh,)
+    try:
+        for other in others:
+            first = first.concatenate(other)
+    except MeshError as error:
+        raise HSDPError(
+            f"hsdp: mesh=None, and the parameters' own meshes do not tell it: {error}; give mesh="
+        ) from None
+    return first.along([first.remaining_axis("hsdp", first.mesh_dim_names if cuts else ())])
 
 
 def _data_mesh(platform: Platform, mesh: DeviceMesh | None, shard_size: int, num_ranks: int) -> DeviceMesh:
