@@ -18,7 +18,9 @@ def visible(queries, keys, causal, window, documents):
     return seen & (documents[:, keys - queries :, None] == documents[:, None, :])
 
 
-def attend(q, k, v, *, causal=True, window=None, documents=None, scale=None, soft_cap=None, sinks=None, seen=None):
+def attend(
+    q, k, v, *, causal=True, window=None, documents=None, scale=None, soft_cap=None, sinks=None, seen=None, factors=1.0
+):
     """Return (result, function from its gradient to the gradients of q, k, v and sinks)."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     groups = q.shape[1] // k.shape[1]
@@ -36,12 +38,12 @@ def attend(q, k, v, *, causal=True, window=None, documents=None, scale=None, sof
     p = np.exp(every - every.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
     p, of_sink = p[..., :-1], p[..., -1:]
-    out = p @ ve
+    out = (p * factors) @ ve
 
     def grads(g):
         g = np.asarray(g, np.float64)
         delta = (g * out).sum(-1, keepdims=True)
-        d_s = p * (g @ ve.swapaxes(-1, -2) - delta)
+        d_s = p * (factors * (g @ ve.swapaxes(-1, -2)) - delta)
         d_sinks = -(of_sink * delta).sum((0, 2, 3))
         if soft_cap is not None:
             d_s = d_s * (1 - np.tanh(raw / soft_cap) ** 2)
@@ -50,7 +52,7 @@ def attend(q, k, v, *, causal=True, window=None, documents=None, scale=None, sof
         def shared(x):
             return x.reshape(x.shape[0], k.shape[1], groups, *x.shape[2:]).sum(2)
 
-        found = [d_s @ ke, shared(d_s.swapaxes(-1, -2) @ q), shared(p.swapaxes(-1, -2) @ g)]
+        found = [d_s @ ke, shared(d_s.swapaxes(-1, -2) @ q), shared((p * factors).swapaxes(-1, -2) @ g)]
         return found if sinks is None else [*found, d_sinks]
 
     return out, grads
@@ -63,6 +65,20 @@ def expected(arrays, mask, options):
     given = {name: value for name, value in mask.items() if name != "positions"}
     out, grads = attend(q, k, v, documents=documents, **given, **options, sinks=sinks[0] if sinks else None)
     return [out, *grads(grad)]
+
+
+def dropout_factors(p, rows, heads, queries, keys):
+    """Return what dropout multiplies the softmax by, entry by entry in Python's integers: SplitMix64 of places."""
+    found = np.empty((len(rows), heads, queries, keys))
+    for (row, head, i, j), _ in np.ndenumerate(found):
+        number = rows[row] % 2**64
+        for place in (head, i + keys - queries, j):
+            number = (number + (place + 1) * 0x9E3779B97F4A7C15) % 2**64
+            number = ((number ^ number >> 30) * 0xBF58476D1CE4E5B9) % 2**64
+            number = ((number ^ number >> 27) * 0x94D049BB133111EB) % 2**64
+            number ^= number >> 31
+        found[row, head, i, j] = 0 if number >> 40 < round(p * 2**24) else 1 / (1 - p)
+    return found
 
 
 def compare(found, wanted, rtol=2e-5, atol=1e-5):

@@ -30,6 +30,7 @@ from hp_dtensor.optim.clip import clip_grad_norm_ as clip_grad_norm_
 from hp_dtensor.optim.muon import Muon as Muon
 from hp_dtensor.optim.muon import MuonOptions as MuonOptions
 from hp_dtensor.parallel import nn as nn
+from hp_dtensor.parallel.attention import AttentionDropout as AttentionDropout
 from hp_dtensor.parallel.attention import AttentionMask as AttentionMask
 from hp_dtensor.parallel.attention import attention as attention
 from hp_dtensor.parallel.context_parallel import AttentionShape as AttentionShape

@@ -295,8 +295,13 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
     def has_fused_blocks(self, query: Tensor, value: Tensor) -> bool:
         return attention.takes(query, value)
 
+    def dropout_factors(
+        self, p: float, rows: np.ndarray, heads: np.ndarray, queries: np.ndarray, keys: np.ndarray
+    ) -> Tensor:
+        return attention.dropout_factors(p, *(self.from_numpy(x) for x in (rows, heads, queries, keys)))
+
     def attention_block(self, query: Tensor, key: Tensor, value: Tensor, scores: BlockScores) -> tuple[Tensor, Tensor]:
-        if scores.soft_cap is None and attention.takes(query, value):
+        if attention.takes_scores(scores) and attention.takes(query, value):
             return attention.block(query, key, value, scores)
         return super().attention_block(query, key, value, scores)
 
@@ -310,7 +315,7 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
         lse: Tensor,
         scores: BlockScores,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if scores.soft_cap is None and attention.takes(query, value):
+        if attention.takes_scores(scores) and attention.takes(query, value):
             return attention.block_grad(grad, query, key, value, out, lse, scores)
         return super().attention_block_grad(grad, query, key, value, out, lse, scores)
 

@@ -10,7 +10,10 @@ import math
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+import numpy as np
+
 Tensor: TypeAlias = Any
+Array: TypeAlias = np.ndarray[Any, Any]
 LOWEST = -1e30
 """Below every score, yet finite: the maximum of a row in which no key is seen."""
 TINY = 1e-30
@@ -25,12 +28,15 @@ class BlockScores(NamedTuple):
         soft_cap: scores become `soft_cap * tanh(scores / soft_cap)` (Gemma 2, arXiv 2408.00118); None: they stay.
         is_causal: query i sees the keys up to i; the block is a square.
         mask: bool `[queries, keys]`, True where a query sees a key; None: everywhere (or as `is_causal` says).
+        dropout: float32 `[batch, heads, queries, keys]`, by which the entries of the softmax are multiplied: 0 where
+            they are dropped, else 1 / (1 - p); None: nothing is dropped. The log-sum-exp does not know of it.
     """
 
     scale: float
     soft_cap: float | None = None
     is_causal: bool = False
     mask: Tensor | None = None
+    dropout: Tensor | None = None
 
 
 class AttentionInterface:
@@ -47,13 +53,29 @@ class AttentionInterface:
 
         def dtype_name(self, dtype: Any) -> str: ...
 
+        def from_numpy(self, array: np.ndarray[Any, Any], device: Any = None) -> Tensor: ...
+
     def has_fused_attention(self, query: Tensor, value: Tensor) -> bool:
         """Return whether `ops.scaled_dot_product_attention` of such tensors holds no matrix of scores."""
         return self.has_fused_blocks(query, value)
 
     def has_fused_blocks(self, query: Tensor, value: Tensor) -> bool:
-        """Return whether `attention_block` of such tensors holds no matrix of scores, where there is no soft cap."""
+        """Return whether `attention_block` of such tensors holds no matrix of scores, without cap and dropout."""
         return False
+
+    def dropout_factors(self, p: float, rows: Array, heads: Array, queries: Array, keys: Array) -> Tensor:
+        """Return float32 `[rows, heads, queries, keys]`: 0 where an entry is dropped, else 1 / (1 - p).
+
+        A framework that computes them on its device gives the same ones as `kept_entries`.
+
+        Args:
+            rows: int64, the seed of each row of the batch.
+            heads, queries, keys: int64, numbers of heads, and places in the whole sequence.
+        """
+        kept = kept_entries(p, rows, heads, queries, keys)
+        return self.from_numpy(
+            kept.astype(np.float32) / np.float32(1 - p) if p < 1 else np.zeros(kept.shape, "float32")
+        )
 
     def attention_block(self, query: Tensor, key: Tensor, value: Tensor, scores: BlockScores) -> tuple[Tensor, Tensor]:
         """Return the block's attention `[batch, heads, queries, width]` and the log-sum-exp of its scores.
@@ -67,7 +89,8 @@ class AttentionInterface:
         highest = ops.maximum(ops.amax(s, -1, True), LOWEST)
         p = ops.exp(ops.sub(s, highest))
         total = ops.sum(p, -1, True)
-        out = ops.div(ops.matmul(p, ops.unsqueeze(v, 2)), ops.maximum(total, TINY))
+        kept = p if scores.dropout is None else ops.mul(p, self._factors(p, scores.dropout))
+        out = ops.div(ops.matmul(kept, ops.unsqueeze(v, 2)), ops.maximum(total, TINY))
         lse = ops.add(highest, ops.log(total))
         return ops.reshape(out, (*query.shape[:3], value.shape[3])), ops.reshape(lse, tuple(query.shape[:3]))
 
@@ -92,14 +115,18 @@ class AttentionInterface:
         p = ops.exp(ops.sub(s, lse))
         delta = ops.sum(ops.mul(grad, out), -1, True)
         grad, delta = (ops.reshape(x, (*_grouped_shape(q, k), x.shape[-1])) for x in (grad, delta))
-        d_s = ops.mul(p, ops.sub(ops.matmul(grad, _transposed(ops, v)), delta))
+        d_p, kept = ops.matmul(grad, _transposed(ops, v)), p
+        if scores.dropout is not None:
+            factors = self._factors(p, scores.dropout)
+            d_p, kept = ops.mul(d_p, factors), ops.mul(p, factors)
+        d_s = ops.mul(p, ops.sub(d_p, delta))
         if scores.soft_cap is not None:
             seen = ops.maximum(s, -scores.soft_cap)  # minus infinity where nothing is seen, where d_s is 0
             d_s = ops.mul(d_s, ops.sub(1.0, ops.square(ops.div(seen, scores.soft_cap))))
         d_s = ops.mul(d_s, scores.scale)
         rows = ops.reshape(q, (*_grouped_shape(q, k), q.shape[-1]))
         d_q = ops.reshape(ops.matmul(d_s, ops.unsqueeze(k, 2)), tuple(query.shape))
-        d_k, d_v = (self._over_groups(x, y, groups) for x, y in ((d_s, rows), (p, grad)))
+        d_k, d_v = (self._over_groups(x, y, groups) for x, y in ((d_s, rows), (kept, grad)))
         return d_q, d_k, d_v
 
     def accurate_tanh(self, x: Tensor) -> Tensor:
@@ -120,6 +147,9 @@ class AttentionInterface:
         mask = scores.mask if not scores.is_causal else self._causal_mask(q.shape[2])
         return s if mask is None else ops.masked_fill(s, ops.logical_not(mask), -math.inf)
 
+    def _factors(self, p: Tensor, dropout: Tensor) -> Tensor:
+        return self.ops.cast(self.ops.reshape(dropout, tuple(p.shape)), p.dtype)
+
     def _causal_mask(self, size: int) -> Tensor:
         places = self.ops.arange(size, self.dtype("int64"))
         return self.ops.ge(self.ops.unsqueeze(places, 1), self.ops.unsqueeze(places, 0))
@@ -128,6 +158,41 @@ class AttentionInterface:
         """Multiply `x` transposed by `y`, `[batch, key-value heads, group, queries, ...]`, and sum over the groups."""
         product = self.ops.matmul(self.ops.transpose(x, -2, -1), y)
         return self.ops.squeeze(product, 2) if groups == 1 else self.ops.sum(product, 2)
+
+
+def kept_entries(p: float, rows: Array, heads: Array, queries: Array, keys: Array) -> Array:
+    """Return which entries of a softmax dropout keeps, bool `[rows, heads, queries, keys]`.
+
+    SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) as a counter-based generator: each step of row, head, query, key is
+    a place in the stream whose seed is the number found so far. An entry is dropped if the first 24 bits of its number
+    are below `p`.
+    """
+    threshold = np.uint64(round(p * 2**24))
+    kept = np.empty((len(rows), len(heads), len(queries), len(keys)), np.bool_)
+    of_queries, of_keys = (_steps(x) for x in (queries, keys))
+    for row, seed in enumerate(np.asarray(rows, np.int64).view(np.uint64)):
+        for head, step in enumerate(_steps(heads)):
+            of_head = _mixed(np.array([seed]) + step)
+            numbers = _mixed(_mixed(of_head + of_queries)[:, None] + of_keys)
+            np.greater_equal(numbers >> np.uint64(40), threshold, out=kept[row, head])
+    return kept
+
+
+GAMMA, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+"""Constants of SplitMix64: the step of its counter, and the factors of its mixing."""
+
+
+def _steps(places: Array) -> Array:
+    return (np.asarray(places, np.int64).view(np.uint64) + np.uint64(1)) * np.uint64(GAMMA)
+
+
+def _mixed(z: Array) -> Array:
+    """Mix 64-bit numbers in place, and return them."""
+    for shift, factor in ((30, MIX_1), (27, MIX_2)):
+        z ^= z >> np.uint64(shift)
+        z *= np.uint64(factor)
+    z ^= z >> np.uint64(31)
+    return z
 
 
 def _groups(query: Tensor, key: Tensor) -> int:

@@ -6,8 +6,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from hp_dtensor.dispatch.dispatch import dispatch
+from hp_dtensor.parallel.attention.dropout import AttentionDropout
 from hp_dtensor.parallel.attention.mask import AttentionMask
+from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.rules.engine.factors import Dims, Factorization, uncut
 from hp_dtensor.rules.engine.registry import REQUIRED, OpCall, Parameter, Registration
@@ -29,6 +33,7 @@ def attention_of_dtensors(
     scale: float,
     soft_cap: float | None,
     sinks: Tensor | None,
+    dropout: AttentionDropout | None,
 ) -> Tensor:
     """Run `local` on the parts that each rank has, after bringing inputs to placements in which that is right."""
     _register()
@@ -36,13 +41,16 @@ def attention_of_dtensors(
     platform, batch = first.device_mesh.platform, query.shape[0]
     positions = _positions(mask, first)
 
-    def run(*args: Any) -> Tensor:
-        q, k, v, rows, *rest = map_tensors(args, DTensor, platform.unwrap)
-        own = mask if rows is None or rows.shape[0] == batch else mask.of_rows(rows)
-        return local(q, k, v, own, scale, soft_cap, *(rest or [None]))
+    p = 0.0 if dropout is None else dropout.p
+    numbers = _numbers(platform, dropout, query, first)
 
-    args = (query, key, value, positions) if sinks is None else (query, key, value, positions, sinks)
-    return dispatch(platform, NAME, run, args, {})
+    def run(*args: Any) -> Tensor:
+        q, k, v, rows, own_sinks, seeds, heads = map_tensors(args, DTensor, platform.unwrap)
+        own = mask if rows is None or rows.shape[0] == batch else mask.of_rows(rows)
+        own_dropout = None if seeds is None else AttentionDropout(p, seeds, heads)
+        return local(q, k, v, own, scale, soft_cap, own_sinks, own_dropout)
+
+    return dispatch(platform, NAME, run, (query, key, value, positions, sinks, *numbers), {})
 
 
 def _positions(mask: AttentionMask, like: DTensor) -> Tensor | None:
@@ -54,10 +62,19 @@ def _positions(mask: AttentionMask, like: DTensor) -> Tensor | None:
     return replicate_like(mask.positions if is_tensor else platform.from_numpy(mask.positions), like)
 
 
+def _numbers(platform: Platform, dropout: AttentionDropout | None, query: Tensor, like: DTensor) -> tuple[Any, Any]:
+    """Return the seeds of all rows and the numbers of all heads as DTensors, so that a cut query cuts them too."""
+    if dropout is None or dropout.p == 0:
+        return None, None
+    found = dropout.rows(platform, query.shape[0]), dropout.numbers(platform, query.shape[1])
+    seeds, heads = (replicate_like(platform.from_numpy(np.ascontiguousarray(x, np.int64)), like) for x in found)
+    return seeds, heads
+
+
 @functools.cache
 def _register() -> None:
-    names = ("query", "key", "value", "positions", "sinks")
-    optional = {"positions", "sinks"}
+    names = ("query", "key", "value", "positions", "sinks", "seeds", "heads")
+    optional = {"positions", "sinks", "seeds", "heads"}
     parameters = tuple(Parameter(name, None if name in optional else REQUIRED) for name in names)
     rule_registry().add(NAME, Registration(_rule, parameters, by_type=True, own=True), NAME)
 
@@ -80,5 +97,7 @@ def _rule(call: OpCall) -> Factorization:
         inputs = (*inputs, (("batch",), ("k",)))
     if call["sinks"] is not None:
         inputs = (*inputs, (heads,))
+    if call["seeds"] is not None:
+        inputs = (*inputs, (("batch",),), (heads,))
     fixed = frozenset({"q", "k", "width", "out"})
     return Factorization(inputs, ((("batch",), heads, ("q",), ("out",)),), sizes, cuts=uncut(fixed))

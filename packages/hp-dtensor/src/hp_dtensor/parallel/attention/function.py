@@ -12,6 +12,7 @@ import numpy as np
 from hp_dtensor.exceptions import AttentionError
 from hp_dtensor.parallel.attention.blocks import Plan, plan_blocks
 from hp_dtensor.parallel.attention.distributed import attention_of_dtensors
+from hp_dtensor.parallel.attention.dropout import AttentionDropout, placed
 from hp_dtensor.parallel.attention.mask import AttentionMask, Tokens
 from hp_dtensor.parallel.attention.node import attention_node
 from hp_dtensor.parallel.attention.products import Options, attend, attend_grad
@@ -36,6 +37,7 @@ def attention(
     scale: float | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    dropout: AttentionDropout | None = None,
 ) -> Tensor:
     """Return scaled dot-product attention `[batch, heads, queries, value width]`, in the queries' dtype.
 
@@ -54,6 +56,8 @@ def attention(
         soft_cap: scores become `soft_cap * tanh(scores / soft_cap)`, as in Gemma 2 (arXiv 2408.00118).
         sinks: `[heads]`, one more score per head that takes its share of the softmax and has no value, as in gpt-oss
             (arXiv 2508.10925).
+        dropout: entries of the softmax that are dropped, the same ones on any ranks; the framework's fused kernels do
+            not know of places, so blocks are computed that hold their scores. None: none, as in evaluation.
 
     Raises:
         AttentionError: shapes, mask or options that do not fit each other.
@@ -64,24 +68,32 @@ def attention(
         >>> tuple(attention(q, k, v, mask=AttentionMask()).shape)
         (1, 4, 3, 8)
     """
-    check_inputs(query, key, value, mask, soft_cap, sinks)
+    check_inputs(query, key, value, mask, soft_cap, sinks, dropout)
     route = routed_attention.get()
     if route is not None and route[0](mask):
-        return route[1](query, key, value, mask=mask, scale=scale, soft_cap=soft_cap, sinks=sinks)
+        return route[1](query, key, value, mask=mask, scale=scale, soft_cap=soft_cap, sinks=sinks, dropout=dropout)
     scale = 1.0 / math.sqrt(max(query.shape[3], 1)) if scale is None else float(scale)
     if any(isinstance(x, DTensor) for x in (query, key, value, sinks)):
-        return attention_of_dtensors(local_attention, query, key, value, mask, scale, soft_cap, sinks)
-    return local_attention(query, key, value, mask, scale, soft_cap, sinks)
+        return attention_of_dtensors(local_attention, query, key, value, mask, scale, soft_cap, sinks, dropout)
+    return local_attention(query, key, value, mask, scale, soft_cap, sinks, dropout)
 
 
 def check_inputs(
-    query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, soft_cap: float | None, sinks: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: AttentionMask,
+    soft_cap: float | None,
+    sinks: Tensor | None,
+    dropout: AttentionDropout | None,
 ) -> None:
     """Refuse tensors, a mask or options that do not fit each other; see `attention`."""
     q, k, v = (tuple(x.shape) for x in (query, key, value))
     problems = []
     if not isinstance(mask, AttentionMask):
         raise AttentionError(f"attention: mask must be an AttentionMask, got {type(mask).__name__}")
+    if not isinstance(dropout, (AttentionDropout, type(None))):
+        raise AttentionError(f"attention: dropout must be None or an AttentionDropout(p, seed), got {dropout!r}")
     if {len(q), len(k), len(v)} != {4}:
         raise AttentionError(
             f"attention takes [batch, heads, length, head_dim], got query {list(q)}, key {list(k)}, value {list(v)}"
@@ -110,6 +122,7 @@ def local_attention(
     scale: float,
     soft_cap: float | None,
     sinks: Tensor | None,
+    dropout: AttentionDropout | None = None,
 ) -> Tensor:
     """Compute `attention` of plain tensors."""
     platform = platform_of_tensor(query)
@@ -117,22 +130,25 @@ def local_attention(
     documents = mask.documents(platform)
     window = mask.window if mask.window is not None and mask.window < keys else None
     causal = mask.causal and queries > 1
-    plain = documents is None and window is None and soft_cap is None and sinks is None
+    places = np.arange(keys - queries, keys), np.arange(keys)
+    dropped = placed(platform, dropout, query, *places)
+    plain = documents is None and window is None and soft_cap is None and sinks is None and dropped is None
     is_usual = math.isclose(scale, 1.0 / math.sqrt(max(query.shape[3], 1)), rel_tol=1e-9)
     fits = platform.has_fused_attention(query, value) or queries * keys <= TILE * TILE
     if plain and is_usual and fits and (not causal or queries == keys):
         shared = query.shape[1] != key.shape[1]
         return platform.ops.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=shared)
-    options = Options(scale, soft_cap, mask.causal, window)
-    tile = tile_of(platform, query, value, soft_cap)
+    options = Options(scale, soft_cap, mask.causal, window, dropped)
+    tile = tile_of(platform, query, value, options)
     remembered = ("plan", queries, keys, window, tile)
     plan = mask.remembered(remembered, lambda: _local_plan(mask, documents, window, queries, keys, tile))
     return blockwise(platform, query, key, value, sinks, plan, options)
 
 
-def tile_of(platform: Platform, query: Tensor, value: Tensor, soft_cap: float | None) -> int | None:
+def tile_of(platform: Platform, query: Tensor, value: Tensor, options: Options) -> int | None:
     """Return the most queries and keys of a block; None where kernels hold no matrix of scores."""
-    return None if soft_cap is None and platform.has_fused_blocks(query, value) else TILE
+    can_be_fused = options.soft_cap is None and options.dropout is None
+    return None if can_be_fused and platform.has_fused_blocks(query, value) else TILE
 
 
 def _local_plan(

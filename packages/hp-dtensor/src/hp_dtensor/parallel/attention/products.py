@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from hp_dtensor.parallel.attention.blocks import KeyRange, Plan, Rows, Segment
+from hp_dtensor.parallel.attention.dropout import PlacedDropout
+from hp_dtensor.parallel.attention.mask import Array
 from hp_dtensor.platform.attention import LOWEST, TINY, BlockScores
 from hp_dtensor.platform.interface import Platform
 
@@ -28,12 +30,24 @@ class Options:
         scale: factor on the products of queries and keys.
         soft_cap: see `hp_dtensor.platform.attention.BlockScores`.
         causal, window: as of the mask, for blocks that are seen in part.
+        dropout: of these queries and keys; None: nothing is dropped.
     """
 
     scale: float
     soft_cap: float | None
     causal: bool
     window: int | None
+    dropout: PlacedDropout | None = None
+
+    def of_keys(self, places: Array) -> Options:
+        """Return the options of the same queries with keys of other places."""
+        return self if self.dropout is None else replace(self, dropout=self.dropout.of(keys=places))
+
+    def of_rows(self, rows: Rows) -> Options:
+        """Return the options of some rows of the batch."""
+        if self.dropout is None or rows.stop is None:
+            return self
+        return replace(self, dropout=self.dropout.of(rows=slice(rows.start, rows.stop)))
 
 
 def attend(
@@ -101,6 +115,7 @@ def of_tokens(platform: Platform, x: Tensor, start: int, stop: int) -> Tensor:
 
 def _attend_rows(platform: Platform, inputs: tuple[Tensor, ...], rows: Rows, options: Options) -> tuple[Tensor, Tensor]:
     q, k, v = inputs
+    options = options.of_rows(rows)
     parts = [_attend_segment(platform, q, k, v, segment, options) for segment in rows.segments]
     if len(parts) == 1:
         return parts[0]
@@ -141,6 +156,7 @@ def _grad_of_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = inputs
     grad, out, lse = given
+    options = options.of_rows(rows)
     bounds = sorted(
         {0, k.shape[2], *(end for s in rows.segments for keys in s.keys for end in (keys.start, keys.stop))}
     )
@@ -198,7 +214,11 @@ def _scores(platform: Platform, segment: Segment, keys: KeyRange, options: Optio
     if keys.band is not None:
         size = segment.stop - segment.start, keys.stop - keys.start
         mask = platform.from_numpy(_band(size, keys.band, options.causal, options.window))
-    return BlockScores(options.scale, options.soft_cap, keys.is_causal, mask)
+    factors = None
+    if options.dropout is not None:
+        stretch = slice(segment.start, segment.stop), slice(keys.start, keys.stop)
+        factors = options.dropout.of(queries=stretch[0], keys=stretch[1]).factors(platform)
+    return BlockScores(options.scale, options.soft_cap, keys.is_causal, mask, factors)
 
 
 @functools.lru_cache(maxsize=64)

@@ -17,7 +17,7 @@ import numpy as np
 
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.parallel.attention.blocks import Plan, plan_blocks
-from hp_dtensor.parallel.attention.mask import Tokens
+from hp_dtensor.parallel.attention.mask import Array, Tokens
 from hp_dtensor.parallel.attention.node import attention_node
 from hp_dtensor.parallel.attention.products import Options, accumulator_dtype, attend, attend_grad, of_tokens
 from hp_dtensor.parallel.context_parallel.messages import empty_message, packed, unpacked
@@ -38,6 +38,7 @@ class GatherPlan:
         order: the pieces of what is gathered in the order of their places in the sequence: (rank, start, stop) among
             that rank's stretches laid end to end.
         plan: the blocks of this rank's queries over the gathered keys.
+        places: of the gathered keys in the whole sequence.
         is_kept: whether what is gathered is kept for backward: no rank gathers more than its own keys again.
     """
 
@@ -45,6 +46,7 @@ class GatherPlan:
     taken: tuple[Ranges, ...]
     order: tuple[tuple[int, int, int], ...]
     plan: Plan
+    places: Array
     is_kept: bool
 
 
@@ -73,7 +75,7 @@ def plan_gather(tokens: Sequence[Tokens], rank: int, causal: bool, window: int |
     )
     plan = plan_blocks(tokens[rank], gathered, causal, window, tile)
     order = tuple((source, start, stop) for _, source, start, stop, _, _ in pieces)
-    return GatherPlan(given, taken, order, plan, is_kept)
+    return GatherPlan(given, taken, order, plan, gathered.places, is_kept)
 
 
 def gathering_attention(
@@ -87,6 +89,8 @@ def gathering_attention(
     options: Options,
 ) -> Tensor:
     """Attend with the keys and values of other ranks of `group` that are seen, as one autograd node."""
+
+    options = options.of_keys(plan.places)
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         gathered = _gather(platform, group, plan, k, v)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -12,6 +12,7 @@ from hp_dtensor.comm.mesh import DeviceMesh, require_mesh
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.exceptions import AttentionError
 from hp_dtensor.parallel.attention.distributed import attention_of_dtensors
+from hp_dtensor.parallel.attention.dropout import AttentionDropout, placed
 from hp_dtensor.parallel.attention.function import check_inputs, local_attention, tile_of
 from hp_dtensor.parallel.attention.mask import AttentionMask, Tokens
 from hp_dtensor.parallel.attention.products import Options
@@ -40,6 +41,7 @@ def context_parallel_attention(
     scale: float | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    dropout: AttentionDropout | None = None,
 ) -> Tensor:
     """Return `attention` of a sequence that the ranks of a mesh share, `[batch, heads, own tokens, value width]`.
 
@@ -55,7 +57,8 @@ def context_parallel_attention(
         cut: the tokens of each rank; None: equally many, head and tail chunks if the mask is causal.
         method: `"ring"`: keys and values go around, each hop while the rank computes; `"all_gather"`: those that are
             seen are gathered before. It means nothing where all ranks exchange heads.
-        scale, soft_cap, sinks: as of `attention`; sinks are those of all heads.
+        scale, soft_cap, sinks, dropout: as of `attention`; sinks are those of all heads, and `dropout` is the same on
+            all of these ranks.
 
     Raises:
         AttentionError: what does not fit; a method that there is not; positions that are not those of the cut.
@@ -68,13 +71,13 @@ def context_parallel_attention(
         >>> run_ranks(program, 2)  # of 12 tokens, each rank has 6
         [(1, 4, 6, 8), (1, 4, 6, 8)]
     """
-    check_inputs(query, key, value, mask, soft_cap, sinks)
+    check_inputs(query, key, value, mask, soft_cap, sinks, dropout)
     mesh = require_mesh("context_parallel_attention", device_mesh)
     job = _Job.of(query, key, mesh, mask, cut, method)
     scale = 1.0 / math.sqrt(max(query.shape[3], 1)) if scale is None else float(scale)
     if any(isinstance(x, DTensor) for x in (query, key, value, sinks)):
-        return attention_of_dtensors(job.attention, query, key, value, mask, scale, soft_cap, sinks)
-    return job.attention(query, key, value, mask, scale, soft_cap, sinks)
+        return attention_of_dtensors(job.attention, query, key, value, mask, scale, soft_cap, sinks, dropout)
+    return job.attention(query, key, value, mask, scale, soft_cap, sinks, dropout)
 
 
 @dataclass(frozen=True)
@@ -117,14 +120,18 @@ class _Job:
         scale: float,
         soft_cap: float | None,
         sinks: Tensor | None,
+        dropout: AttentionDropout | None,
     ) -> Tensor:
         """Attend with plain tensors, of the heads and rows that this rank has."""
         mask = mask.remembered(("whole", self.group.ranks, self.cut), lambda: self._whole(mask))
         window = mask.window if mask.window is not None and mask.window < self.cut.length else None
         options = Options(scale, soft_cap, mask.causal, window)
+        if dropout is not None:  # resolved before heads are exchanged: it knows the numbers of all
+            numbers = dropout.numbers(self.platform, query.shape[1])
+            dropout = AttentionDropout(dropout.p, dropout.rows(self.platform, query.shape[0]), numbers)
         degree = self.cut.ulysses_degree
         if degree == 1:
-            return self._among_ring(query, key, value, sinks, mask, options)
+            return self._among_ring(query, key, value, sinks, mask, options, dropout)
         ring, within = divmod(self.group.rank, degree)
         neighbours = self._subgroup(range(ring * degree, (ring + 1) * degree))
         lengths = [self.cut.places(ring * degree + u).size for u in range(degree)]
@@ -137,7 +144,10 @@ class _Job:
         first, last = shares.queries[within]
         # Each rank's gradient of the sinks is its contribution, here that of its heads.
         own_sinks = None if sinks is None else self.platform.ops.narrow(sinks, 0, first, last - first)
-        out = self._among_ring(q, k, v, own_sinks, mask, options)
+        own_dropout = None
+        if dropout is not None:
+            own_dropout = AttentionDropout(dropout.p, dropout.seed, dropout.heads[first:last])
+        out = self._among_ring(q, k, v, own_sinks, mask, options, own_dropout)
         return sequence_for_heads(self.platform, out, neighbours, shares, lengths)
 
     def _among_ring(
@@ -148,15 +158,18 @@ class _Job:
         sinks: Tensor | None,
         mask: AttentionMask,
         options: Options,
+        dropout: AttentionDropout | None,
     ) -> Tensor:
         """Attend with the tokens of this rank's Ulysses group, and those of the others on its ring."""
         size, degree = self.cut.ring_size, self.cut.ulysses_degree
         if q.shape[1] == 0:
             return _without_heads(self.platform, q, v)
         if size == 1:
-            return local_attention(q, k, v, mask, options.scale, options.soft_cap, sinks)
+            return local_attention(q, k, v, mask, options.scale, options.soft_cap, sinks, dropout)
         ring, within = divmod(self.group.rank, degree)
-        tile = tile_of(self.platform, q, v, options.soft_cap)
+        places = self.cut.ring_places(ring)
+        options = replace(options, dropout=placed(self.platform, dropout, q, places, places))
+        tile = tile_of(self.platform, q, v, options)
         group = self._subgroup(range(within, self.cut.ranks, degree))
         make, run = (plan_ring, ring_attention) if self.method == "ring" else (plan_gather, gathering_attention)
         documents = mask.documents(self.platform)

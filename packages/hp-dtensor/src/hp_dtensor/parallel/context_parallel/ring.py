@@ -15,7 +15,7 @@ from typing import Any
 
 from hp_dtensor.comm.process_group import DONE, ProcessGroup, Work
 from hp_dtensor.parallel.attention.blocks import Plan, is_empty, plan_blocks
-from hp_dtensor.parallel.attention.mask import Tokens
+from hp_dtensor.parallel.attention.mask import Array, Tokens
 from hp_dtensor.parallel.attention.node import attention_node
 from hp_dtensor.parallel.attention.products import (
     Options,
@@ -40,14 +40,19 @@ class RingPlan:
         reach: by rank, the hops that its keys and values go forward.
         back_reach: by rank, the hops that they go the other way in backward.
         back_first: by rank, the first of those at which they are needed; 0: at none.
-        lengths: by rank, its number of keys.
+        places: by rank, the places of its keys in the whole sequence.
     """
 
     plans: tuple[Plan, ...]
     reach: tuple[int, ...]
     back_reach: tuple[int, ...]
     back_first: tuple[int, ...]
-    lengths: tuple[int, ...]
+    places: tuple[Array, ...]
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """By rank, its number of keys."""
+        return tuple(int(places.size) for places in self.places)
 
 
 def plan_ring(tokens: Sequence[Tokens], rank: int, causal: bool, window: int | None, tile: int | None) -> RingPlan:
@@ -68,7 +73,7 @@ def plan_ring(tokens: Sequence[Tokens], rank: int, causal: bool, window: int | N
         tuple(reach),
         tuple(max(hops, default=0) for hops in back),
         tuple(min(hops, default=0) for hops in back),
-        tuple(each.count for each in tokens),
+        tuple(each.places for each in tokens),
     )
 
 
@@ -109,6 +114,10 @@ class _Ring:
         length = self.plan.lengths[owner % self.size]
         return [(*shape[:2], length, shape[3]) for shape in self._shapes]
 
+    def places(self, owner: int) -> Array:
+        """Return the places of a rank's keys in the whole sequence."""
+        return self.plan.places[owner % self.size]
+
     def block(self, message: Tensor, owner: int) -> Block:
         key, value = unpacked(self.platform, message, self.shapes(owner))
         return key, value
@@ -141,7 +150,7 @@ def _forward(ring: _Ring, q: Tensor, options: Options) -> Block:
         if hop == 0 or not is_empty(plan):
             assert here is not None
             k, v = ring.block(here, me - hop)
-            part = attend(ring.platform, q, k, v, plan, options)
+            part = attend(ring.platform, q, k, v, plan, options.of_keys(ring.places(me - hop)))
             merged = part if merged is None else merge(ring.platform, merged, part)
         work.wait()
         here = coming
@@ -150,9 +159,17 @@ def _forward(ring: _Ring, q: Tensor, options: Options) -> Block:
 
 
 def _grads(
-    platform: Platform, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, options: Options, block: Block, plan: Plan
+    platform: Platform,
+    grad: Tensor,
+    q: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    options: Options,
+    block: Block,
+    places: Array,
+    plan: Plan,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return attend_grad(platform, grad, q, block[0], block[1], out, lse, plan, options)
+    return attend_grad(platform, grad, q, block[0], block[1], out, lse, plan, options.of_keys(places))
 
 
 def _backward(ring: _Ring, compute: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -160,7 +177,7 @@ def _backward(ring: _Ring, compute: Any) -> tuple[Tensor, Tensor, Tensor]:
     me, size = ring.rank, ring.size
     last = max(ring.plan.back_reach)
     coming, arrival = _next_block(ring, ring.own, 0)
-    d_q, d_k, d_v = compute(ring.block(ring.own, me), ring.plan.plans[0])
+    d_q, d_k, d_v = compute(ring.block(ring.own, me), ring.places(me), ring.plan.plans[0])
     sums = _TravellingSums(ring)
     for hop in range(1, last + 1):
         arrival.wait()
@@ -169,7 +186,7 @@ def _backward(ring: _Ring, compute: Any) -> tuple[Tensor, Tensor, Tensor]:
         plan = ring.plan.plans[size - hop]
         grads = None
         if not is_empty(plan):
-            part, *grads = compute(ring.block(here, me + hop), plan)
+            part, *grads = compute(ring.block(here, me + hop), ring.places(me + hop), plan)
             d_q = ring.platform.ops.add(d_q, part)
         sums.pass_on(hop, grads)
     home = sums.at_home()
