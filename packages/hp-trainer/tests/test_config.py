@@ -334,6 +334,13 @@ def test_the_resolved_configuration_reads_back_equal(parse) -> None:
     assert parse(dump_config(config)).config == config
 
 
+@pytest.mark.parametrize("text", ["1e30", "-1E-5", "1e", "e5", "12:30", "null", "0x1f", ".inf", "yes"])
+def test_a_text_that_looks_like_a_number_is_read_back_as_text(parse, text: str) -> None:
+    config = parse(MINIMAL, ("generate.prompts", f"['{text}']")).config
+    assert config.generate.prompts == (text,)
+    assert parse(dump_config(config)).config == config
+
+
 def test_the_place_of_a_value_is_known_after_loading(parse) -> None:
     loaded = parse(MINIMAL, ("parallel.tp", "2"))
     assert loaded.sources["training.steps"] == "run.yaml:4"

@@ -92,6 +92,59 @@ def test_five_steps_are_those_of_one_device(hp_platform: Platform, layout: str) 
             np.testing.assert_array_equal(got, want)
 
 
+STACKS = {
+    "between matrices": (Shard(0), Shard(0)),
+    "uneven between matrices": (RaggedShard(0, (3, 0)), Replicate()),
+    "within matrices": (Shard(1), Shard(0)),
+    "both": (Shard(0), Shard(2)),
+}
+
+
+def _stack(platform: Platform, placements: tuple[Placement, ...] | None) -> tuple[np.ndarray, int]:
+    """A stack of three matrices after a few steps, and the all-to-alls of them."""
+    rng = np.random.default_rng(3)
+    values = [rng.standard_normal((3, 4, 6)).astype(np.float32) for _ in range(4)]
+    if placements is None:
+        place = platform.from_numpy
+    else:
+        mesh = DeviceMesh("cpu", (2, 2), mesh_dim_names=("ep", "dp"), platform=platform)
+
+        def place(x: np.ndarray) -> Any:
+            return distribute_tensor(platform.from_numpy(x.copy()), mesh, placements, src_data_rank=None)
+
+    weight = platform.Parameter(place(values[0].copy()))
+    optimizer = Muon([("experts", weight)], OPTIONS, platform=platform)
+    with record_collectives() as log:
+        for grad in values[1:]:
+            platform.set_grad(weight, place(grad))
+            optimizer.step(0.1)
+    whole = platform.detach(weight) if placements is None else weight.full_tensor()
+    return platform.to_numpy(platform.detach(whole)), log.count("all_to_all")
+
+
+@pytest.mark.parametrize("layout", STACKS)
+def test_the_matrices_of_a_stack_are_updated_one_by_one(hp_platform: Platform, layout: str) -> None:
+    whole, _ = _stack(hp_platform, None)
+    for found, exchanges in run_ranks(_stack, 4, hp_platform, hp_platform, STACKS[layout]):
+        # A product of a stack may add in another order than one of a part of it.
+        np.testing.assert_allclose(found, whole, rtol=1e-5, atol=1e-6)
+        assert exchanges == (0 if "between" in layout else 6)
+
+
+def test_a_matrix_of_a_stack_is_updated_as_by_itself(hp_platform: Platform) -> None:
+    rng = np.random.default_rng(4)
+    start, grad = (rng.standard_normal((3, 4, 6)).astype(np.float32) for _ in range(2))
+    named = {"all": start, **{str(i): start[i] for i in range(3)}}
+    weights = {name: hp_platform.Parameter(hp_platform.from_numpy(x.copy())) for name, x in named.items()}
+    optimizer = Muon(weights.items(), OPTIONS, platform=hp_platform)
+    for name, x in weights.items():
+        hp_platform.set_grad(x, hp_platform.from_numpy((grad if name == "all" else grad[int(name)]).copy()))
+    optimizer.step(0.1)
+    found = {name: hp_platform.to_numpy(hp_platform.detach(x)) for name, x in weights.items()}
+    for i in range(3):
+        np.testing.assert_allclose(found["all"][i], found[str(i)], rtol=1e-5, atol=1e-6)
+
+
 def _by_hand() -> list[np.ndarray]:
     """The formulas in float64."""
     weights = [x.astype(np.float64) for x in _arrays(0)]
@@ -160,7 +213,8 @@ def test_vectors_and_partial_matrices_are_refused(hp_platform: Platform) -> None
     with pytest.raises(PlacementError) as refusal:
         Muon([("bias", vector), ("weight", partial)])
     assert str(refusal.value) == (
-        "Muon takes matrices, sharded or replicated; bias has shape [3]; weight is partial: (dp:P(sum))"
+        "Muon takes matrices and stacks of them, sharded or replicated; bias has shape [3]; weight is partial: "
+        "(dp:P(sum))"
     )
 
 

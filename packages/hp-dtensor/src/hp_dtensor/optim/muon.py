@@ -1,7 +1,8 @@
 """Muon for matrices of any layout (Jordan et al., https://kellerjordan.github.io/posts/muon/).
 
 Momentum is kept and updated on local shards. A matrix is orthogonalised by one rank, its owner, so that no rank
-does another's work and sharded training gives the single-device numbers bit for bit.
+does another's work and sharded training gives the single-device numbers bit for bit. A parameter of more dimensions,
+such as the weights of experts, is a stack of matrices. Where every rank holds whole ones, it works on its own.
 """
 
 from __future__ import annotations
@@ -47,15 +48,16 @@ class MuonOptions:
     compute_dtype: str = "bfloat16"
 
     def scale(self, shape: tuple[int, ...]) -> float:
-        """Return the factor of the learning rate for a matrix of `shape`."""
-        rows, columns = shape
+        """Return the factor of the learning rate for a matrix, or a stack of matrices, of `shape`."""
+        rows, columns = shape[-2:]
         return 0.2 * math.sqrt(max(rows, columns)) if self.match_rms else math.sqrt(max(1.0, rows / columns))
 
 
 class Muon:
-    """Optimizer of matrices: 2-D parameters, DTensors of any placements but partial, or plain.
+    """Optimizer of matrices: parameters of two dimensions or stacks of them, DTensors not partial, or plain.
 
-    Every rank of the parameters' meshes calls `step`, which communicates: two all-to-alls per mesh.
+    Every rank of the parameters' meshes calls `step`, which communicates: two all-to-alls per mesh, for everything but
+    stacks that are cut between their matrices alone. Other stacks visit one owner as a whole.
 
     Args:
         parameters: (name, parameter).
@@ -123,24 +125,28 @@ class Muon:
         return ops.cast(direction, self.platform.dtype(options.compute_dtype))
 
     def _orthogonalised(self, directions: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        names = [name for name in directions if isinstance(self._parameters[name], DTensor)]
+        names = [name for name in directions if _travels(self._parameters[name])]
         specs = [self._parameters[name].spec for name in names]
         shards = at_owners([directions[name] for name in names], specs, self._newton_schulz)
         updates = dict(zip(names, shards, strict=True))
         return {name: updates[name] if name in updates else self._newton_schulz(x) for name, x in directions.items()}
 
     def _newton_schulz(self, matrix: Tensor) -> Tensor:
-        """Return the nearest matrix with singular values near one."""
-        ops, (a, b, c) = self.platform.ops, self.options.coefficients
-        tall = matrix.shape[0] > matrix.shape[1]
-        x = ops.transpose(matrix, 0, 1) if tall else matrix
-        norm = ops.sqrt(ops.sum(ops.square(ops.cast(x, self.platform.dtype("float32")))))
+        """Return the nearest matrix with singular values near one, or those of a stack."""
+        shape, ops, (a, b, c) = tuple(matrix.shape), self.platform.ops, self.options.coefficients
+        if not math.prod(shape):
+            return matrix
+        row, column = len(shape) - 2, len(shape) - 1
+        tall = shape[row] > shape[column]
+        x = ops.transpose(matrix, row, column) if tall else matrix
+        squares = ops.square(ops.cast(x, self.platform.dtype("float32")))
+        norm = ops.sqrt(ops.sum(ops.sum(squares, column, True), row, True))
         x = ops.div(x, ops.cast(ops.clamp(norm, min=self.options.eps), x.dtype))
         for _ in range(self.options.steps):
-            gram = ops.matmul(x, ops.transpose(x, 0, 1))
+            gram = ops.matmul(x, ops.transpose(x, row, column))
             polynomial = ops.add(ops.mul(gram, b), ops.mul(ops.matmul(gram, gram), c))
             x = ops.add(ops.mul(x, a), ops.matmul(polynomial, x))
-        return ops.transpose(x, 0, 1) if tall else x
+        return ops.transpose(x, row, column) if tall else x
 
     def _apply(self, name: str, update: Tensor, learning_rate: float) -> None:
         ops, parameter = self.platform.ops, self._parameters[name]
@@ -148,6 +154,15 @@ class Muon:
         decayed = ops.mul(local, 1.0 - learning_rate * self.options.weight_decay)
         scaled = ops.mul(ops.cast(update, local.dtype), learning_rate * self.options.scale(tuple(parameter.shape)))
         self.platform.copy_(local, ops.sub(decayed, scaled))
+
+
+def _travels(parameter: Tensor) -> bool:
+    """Tell whether a parameter must be put together somewhere: ranks hold parts of its matrices."""
+    if not isinstance(parameter, DTensor):
+        return False
+    spec = parameter.spec
+    cut = [getattr(placement, "dim", None) for placement in spec.placements]
+    return spec.ndim == 2 or any(dim is not None and dim >= spec.ndim - 2 for dim in cut)
 
 
 def _mix(ops: Any, x: Tensor, y: Tensor, share: float) -> Tensor:
@@ -158,12 +173,12 @@ def _mix(ops: Any, x: Tensor, y: Tensor, share: float) -> Tensor:
 def _check(parameters: Mapping[str, Tensor]) -> None:
     problems = []
     for name, x in parameters.items():
-        if len(x.shape) != 2:
+        if len(x.shape) < 2:
             problems.append(f"{name} has shape {list(x.shape)}")
         elif isinstance(x, DTensor) and x.spec.is_partial:
             problems.append(f"{name} is partial: {x.spec.describe_placements()}")
     if problems:
-        raise PlacementError(f"Muon takes matrices, sharded or replicated; {'; '.join(problems)}")
+        raise PlacementError(f"Muon takes matrices and stacks of them, sharded or replicated; {'; '.join(problems)}")
 
 
 def _platform_of(parameters: Iterable[Tensor]) -> Platform:

@@ -116,7 +116,8 @@ def _trip(specs: tuple[TensorSpec, ...]) -> _Trip:
 
 
 def _cost(shape: tuple[int, ...]) -> float:
-    return float(math.prod(shape) * min(shape, default=1))
+    # Of a product of a matrix with itself; what has more dimensions is a stack of matrices.
+    return float(math.prod(shape) * min(shape[-2:], default=1))
 
 
 def _sends(spec: TensorSpec, coordinate: Coordinate, owner: Coordinate) -> bool:

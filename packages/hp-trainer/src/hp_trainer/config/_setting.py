@@ -10,13 +10,15 @@ from typing import Any
 # The largest whole number where a setting states no other: a size or a count above it is a slip.
 LARGEST = 2**31 - 1
 LARGEST_FRACTION = 1e12
+# About the smallest number that float32 has with all its digits.
+SMALLEST_FRACTION = 1e-37
 
 
 @dataclass(frozen=True)
 class Limits:
     """Bounds of a number; None: none but what every number has.
 
-    That is: it is finite, whole ones are below 2**31, and others at most 1e12.
+    That is: it is finite, whole ones are below 2**31, and others at most 1e12, and 0 or at least 1e-37.
     """
 
     minimum: float | None = None
@@ -27,6 +29,7 @@ class Limits:
         """Return whether a number, or each number of a list, may have this value."""
         return (
             math.isfinite(value)
+            and not 0 < abs(value) < SMALLEST_FRACTION
             and (self.maximum is not None or value <= _largest(value))
             and (self.minimum is None or value >= self.minimum)
             and (self.above is None or value > self.above)
@@ -42,6 +45,8 @@ class Limits:
         """Tell the bounds that `value` breaks."""
         if not math.isfinite(value):
             return " and ".join(part for part in ("finite", str(self)) if part)
+        if 0 < abs(value) < SMALLEST_FRACTION:
+            return " and ".join(part for part in (str(self), f"not below {SMALLEST_FRACTION:g}") if part)
         largest = _largest(value) if self.maximum is None else self.maximum
         if value > largest >= LARGEST:
             shown = f"{largest:g}" if isinstance(value, float) else str(largest)

@@ -173,13 +173,18 @@ def _resolve(text: str) -> str:
 
 def _text_tag(node: Any) -> str:
     """YAML 1.1 reads `1e-3` as a string; everyone who writes it means a number."""
-    if node.style is None and "e" in node.value.lower():
-        try:
-            float(node.value)
-        except ValueError:
-            return "str"
-        return "float"
-    return "str"
+    return "float" if node.style is None and is_number(node.value) else "str"
+
+
+def is_number(text: str) -> bool:
+    """Tell whether a text that YAML 1.1 takes for none is a number with an exponent."""
+    if "e" not in text.lower():
+        return False
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def apply_overrides(tree: Tree, overrides: Iterable[tuple[str, str]]) -> list[Problem]:

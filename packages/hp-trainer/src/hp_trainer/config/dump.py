@@ -9,6 +9,7 @@ import yaml
 
 from hp_trainer.config._environment import escape
 from hp_trainer.config._setting import Component
+from hp_trainer.config._tree import is_number
 
 
 def to_plain(value: Any) -> Any:
@@ -25,8 +26,21 @@ def to_plain(value: Any) -> Any:
 
 def dump_config(config: Any) -> str:
     """Return the YAML text of a configuration, every setting included."""
-    text: str = yaml.safe_dump(_escaped(to_plain(config)), sort_keys=False, allow_unicode=True, width=110)
+    text: str = yaml.dump(_escaped(to_plain(config)), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
     return text
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what the reader of configurations reads back equal."""
+
+
+def _write_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    # YAML 1.1 calls `1e30` a text and needs no quotes for it; our reader calls it a number.
+    style = "'" if is_number(text) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _write_text)
 
 
 def settings_by_path(config: Any) -> dict[str, Any]:

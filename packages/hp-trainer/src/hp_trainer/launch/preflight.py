@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,6 +47,8 @@ def check_new_run(loaded: LoadedConfig, folder: Path, world_size: int, registere
         problems.append(Problem(path="run.folder", what=reason, expected="a new folder", got=str(folder), hint=hint))
     else:
         problems += _unwritable("run.folder", folder)
+    if getattr(config.data.options, "cache", None) is not None:
+        problems += _unwritable("data.cache", Path(config.data.options.cache))
     if config.checkpoint.folder is not None:
         problems += _unwritable("checkpoint.folder", Path(config.checkpoint.folder))
     return loaded.locate(problems)
@@ -175,6 +178,14 @@ def _data_problems(config: TrainerConfig, registered: Registries) -> Iterator[Pr
     if problems:
         return
     needed, vocab_size = source.tokenizer().vocab_size, getattr(config.model.options, "vocab_size", None)
+    most, length = getattr(config.data.options, "max_tokens", None), config.training.sequence_length
+    if most is not None and most <= length:
+        yield Problem(
+            path="data.max_tokens",
+            what=f"one sample takes training.sequence_length + 1 = {length + 1} tokens",
+            expected=f"a whole number > {length}",
+            got=str(most),
+        )
     if vocab_size is not None and vocab_size < needed:
         yield Problem(
             path="model.vocab_size",
@@ -202,7 +213,12 @@ def _unwritable(setting: str, folder: Path) -> Iterator[Problem]:
     elif not os.access(existing, os.W_OK | os.X_OK):
         what = f"cannot be written: {existing} belongs to another user or is read-only"
     else:
-        return
+        try:
+            # Rights alone do not tell: the disk may be full, and root may write everywhere but in /proc.
+            os.rmdir(tempfile.mkdtemp(prefix=".hp-train-", dir=existing))
+            return
+        except OSError as error:
+            what = f"cannot be written: {existing}: {error.strerror}"
     yield Problem(path=setting, what=what, expected="a folder that you may write to", got=str(folder))
 
 

@@ -18,7 +18,7 @@ AdamWBuilder = Callable[[list[tuple[str, Tensor]], AdamWConfig, Platform], Any]
 def build_muon(
     parameters: Iterable[tuple[str, Tensor]], options: MuonConfig, platform: Platform, build_adamw: AdamWBuilder
 ) -> GroupedOptimizer:
-    """Return an optimizer of which Muon updates matrices and AdamW the rest.
+    """Return an optimizer of which Muon updates matrices and the experts' stacks of them, and AdamW the rest.
 
     Updates of matrices are scaled to the size of AdamW's (arXiv 2502.16982), so that one learning rate serves both.
 

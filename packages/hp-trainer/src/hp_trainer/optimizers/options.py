@@ -97,7 +97,11 @@ class MuonConfig:
     weight_decay: float = setting(0.1, help="decoupled weight decay of both", minimum=0)
     steps: int = setting(5, help="steps of the Newton-Schulz iteration", minimum=1)
     adamw: tuple[str, ...] = setting(
-        ("*embed*", "*head*", "*router*", "*gate.weight"), help="patterns of names of matrices that AdamW updates"
+        ("*embed*", "*head*", "*router*", "*gate.weight", "*experts.b?"),
+        help="patterns of names of matrices that AdamW updates",
+    )
+    stacks: tuple[str, ...] = setting(
+        ("*experts*",), help="patterns of names of three-dimensional weights that are stacks of matrices"
     )
     betas: tuple[float, float] = setting((0.9, 0.95), help="AdamW's decay rates", minimum=0)
     eps: float = setting(1e-8, help="AdamW's epsilon", above=0)
@@ -107,7 +111,8 @@ class MuonConfig:
 
     def is_matrix(self, name: str, shape: tuple[int, ...]) -> bool:
         """Return whether Muon, not AdamW, updates a parameter."""
-        return len(shape) == 2 and not matches_any(name, self.adamw)
+        is_stack = len(shape) == 3 and matches_any(name, self.stacks)
+        return (len(shape) == 2 or is_stack) and not matches_any(name, self.adamw)
 
     def state_bytes(self, name: str, shape: tuple[int, ...], elements: int, itemsize: int) -> int:
         """Return the bytes of a matrix's momentum, or of AdamW's moments; see the hook `hp_optimizers`."""
