@@ -13,9 +13,11 @@ from hp_trainer.data import Batch
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.planning.step_shape import StepShape
 from hp_trainer.plugins import registries
+from hp_trainer.training.memory_report import memory_by_kind
 from hp_trainer.training.pipelined_model import PipelinedModel
 from hp_trainer.training.setup import RankSetup, build_model, build_optimizer, build_scaler
 from hp_trainer.training.stages import plan_stages
+from hp_trainer.training.step import OptimizerStep
 
 YAML = """\
 model: {vocab_size: 48, hidden_size: 16, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 4,
@@ -68,3 +70,32 @@ def random_batch(setup: RankSetup, step: int = 0) -> Batch:
     tokens = np.random.default_rng(seed).integers(0, setup.config.model.options.vocab_size, (share, length + 1))
     count = training.global_batch_size * length
     return Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), None, np.arange(share), count, count)
+
+
+def measured_peak(settings: dict[str, Any]) -> int:
+    """Return the bytes of tensors that this rank holds at the fullest moment of a step, as torch's allocator counts.
+
+    There before the step are weights and the optimizer's state, which the engine counts itself.
+    """
+    import torch
+
+    setup = setup_rank(config_of(**settings))
+    step = OptimizerStep(setup)
+
+    def run(index: int) -> None:
+        step.accumulate_gradients(random_batch(setup, index))
+        step.clip()
+        step.update(1e-3)
+
+    for index in range(2):
+        run(index)
+    before = memory_by_kind(setup)
+    assert before["gradients"] == before["gathered weights"] == 0
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run(2)
+    events = [each for each in profile.profiler.kineto_results.events() if each.name() == "[memory]"]
+    live = peak = 0
+    for each in sorted(events, key=lambda event: event.start_ns()):
+        live += each.nbytes()
+        peak = max(peak, live)
+    return sum(before.values()) + peak

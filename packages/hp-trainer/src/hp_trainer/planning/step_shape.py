@@ -10,6 +10,7 @@ from hp_trainer.config import TrainerConfig
 from hp_trainer.exceptions import PlanError
 from hp_trainer.models import DecoderConfig
 from hp_trainer.parallel import ParallelDims
+from hp_trainer.pipeline import Kind, simulate
 from hp_trainer.training.stages import StagePlan, num_microbatches, plan_stages
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -69,6 +70,18 @@ class StepShape:
     def rank_of_stage(self) -> tuple[int, ...]:
         """The place in the pipeline of each stage."""
         return self.stage_plan.schedule.rank_of_stage
+
+    @functools.cached_property
+    def in_flight(self) -> tuple[float, ...]:
+        """Micro-batches whose activations each place of the pipeline holds at once, over all its stages."""
+        schedule = self.stage_plan.schedule
+        peaks = simulate(schedule).peak_activations
+        return tuple(peak / schedule.rank_of_stage.count(place) for place, peak in enumerate(peaks))
+
+    @functools.cached_property
+    def splits_backward(self) -> bool:
+        """Whether gradients of weights are computed apart from those of inputs."""
+        return any(action.kind is Kind.INPUT_GRAD for each in self.stage_plan.schedule.actions for action in each)
 
     @functools.cached_property
     def micro_batch(self) -> int:

@@ -1,0 +1,251 @@
+"""Memory of a rank at the fullest moment of a step, by what holds it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+
+from hp_fsdp import PlannedBuffer
+from hp_trainer.memory import BlockRecompute
+from hp_trainer.models import DecoderConfig
+from hp_trainer.models.decoder.activation_bytes import ActivationShape, DecoderActivations, decoder_activations
+from hp_trainer.parallel.context import context_cost
+from hp_trainer.planning.stage_parts import StageParts, whole_shapes
+from hp_trainer.planning.step_shape import StepShape
+from hp_trainer.planning.traffic import message_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """Bytes that one rank holds at the fullest moment of a step.
+
+    Attributes:
+        weights: shards of the weights, in float32.
+        optimizer: state of the optimizer.
+        average: the moving average of the weights (`training.ema`).
+        gradients: reduced gradients, and those that wait for later micro-batches.
+        gathered: full weights that blocks compute with, and those gathered ahead.
+        reducing: gradients of weights on their way from autograd to the shards.
+        activations: results that wait for backward, and temporaries of the block that computes.
+        loss: logits, their softmax and gradients.
+        communication: rows, keys and messages of other ranks.
+        moment: when that is, in words.
+    """
+
+    weights: float
+    optimizer: float
+    average: float = 0.0
+    gradients: float = 0.0
+    gathered: float = 0.0
+    reducing: float = 0.0
+    activations: float = 0.0
+    loss: float = 0.0
+    communication: float = 0.0
+    moment: str = ""
+
+    def parts(self) -> dict[str, float]:
+        """Return the bytes by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "moment"}
+
+    @property
+    def total(self) -> float:
+        """All bytes together."""
+        return sum(self.parts().values())
+
+
+def plan_memory(shape: StepShape, parts: StageParts) -> MemoryPlan:
+    """Return the memory of the ranks at one place of the pipeline.
+
+    The fullest moment is the largest of: the loss, the backward of each block, the end of the backward, the update.
+    Sums of small things are left out: rotary tables, masks, ids, and the memory of the framework itself.
+    """
+    return (_Pipelined if parts.is_pipelined else _InOnePiece)(shape, parts).fullest()
+
+
+class _Moments:
+    """Everything that is held throughout a step, and the moments at which more is."""
+
+    def __init__(self, shape: StepShape, parts: StageParts) -> None:
+        self.shape, self.parts = shape, parts
+        self.activations = activations_of(shape)
+        self.recompute = recompute_of(shape)
+        self.weights = float(sum(each.shard for each in parts.buffers))
+        self.optimizer, self.average = _optimizer_bytes(shape, parts)
+        self.communication = _communication(shape, parts)
+
+    def fullest(self) -> MemoryPlan:
+        """Return the memory at the moment that has most."""
+        return max(self.moments(), key=lambda each: each.total)
+
+    def moments(self) -> Iterable[MemoryPlan]:
+        raise NotImplementedError
+
+    def at(self, moment: str, **held: float) -> MemoryPlan:
+        """Return the memory at a moment: what is held throughout, and `held`."""
+        return MemoryPlan(weights=self.weights, optimizer=self.optimizer, average=self.average, moment=moment, **held)
+
+    def kept(self, layer: int) -> float:
+        """Return what a block keeps of one micro-batch."""
+        return self.activations.blocks[layer].kept(self.recompute[layer])
+
+    def temporary(self, layer: int) -> float:
+        """Return what the backward of a block holds beside."""
+        return self.activations.blocks[layer].temporary(self.recompute[layer])
+
+
+class _InOnePiece(_Moments):
+    """The moments of a model without a pipeline, from the loss back to the first block, then the update."""
+
+    def moments(self) -> Iterable[MemoryPlan]:
+        parts = self.parts
+        root = _total(parts.root, "full")
+        # Autograd holds the head's gradient until the embedding's is there too.
+        self._head = sum(map(_autograd_bytes, parts.root)) if parts.head else 0.0
+        waiting = _total(parts.buffers, "full_gradient") if self.shape.num_microbatches > 1 else 0.0
+        below, reduced, before = sum(map(self.kept, parts.layers)), 0.0, 0.0
+        yield self.at(
+            "the loss",
+            gradients=waiting,
+            gathered=root + self._gathered(parts.layers[-1:], is_loss=True),
+            activations=below + self.activations.head.kept(),
+            loss=self.activations.head.working,
+        )
+        for layer in reversed(parts.layers):
+            below -= self.kept(layer)
+            buffers = parts.block_buffers(layer)
+            # Gradients that wait have their memory already, and keep it until the end of the backward.
+            fresh = 0.0 if waiting else _total(buffers, "full_gradient")
+            yield self.at(
+                f"the backward of layers.{layer}",
+                gradients=waiting + reduced,
+                gathered=root + self._gathered((layer,)),
+                reducing=self._head + before,
+                activations=below + self.kept(layer) + self.temporary(layer),
+                communication=self.communication,
+            )
+            yield self.at(
+                f"the reduction of layers.{layer}",
+                gradients=waiting + reduced,
+                gathered=root + self._gathered((layer,)) - _total(buffers, "full"),
+                reducing=self._head + sum(map(_autograd_bytes, buffers)) + fresh + _total(buffers, "reduced"),
+                activations=below + self.activations.blocks[layer].tensors[0].saved,
+            )
+            before, reduced = fresh, reduced + _total(buffers, "gradient")
+        fresh = 0.0 if waiting else _total(parts.root, "full_gradient")
+        yield self.at(
+            "the reduction of the embedding and the head",
+            gradients=waiting + reduced,
+            reducing=sum(map(_autograd_bytes, parts.root)) + fresh + _total(parts.root, "reduced"),
+        )
+        yield self.at("the update", gradients=reduced + _total(parts.root, "gradient"))
+
+    def _gathered(self, layers: Sequence[int], *, is_loss: bool = False) -> float:
+        """Return the full weights of blocks while the backward is at `layers`: theirs, and the next ones' ahead."""
+        parts = self.parts
+        if not self.shape.config.parallel.reshard_after_forward:
+            return sum(_total(parts.block_buffers(each), "full") for each in parts.layers if each <= layers[-1])
+        if is_loss:
+            return sum(_total(parts.blocks[layer], "full") for layer in layers)
+        ahead = sum(_total(parts.blocks[layer - 1], "full") for layer in layers if layer - 1 in parts.blocks)
+        return ahead + sum(_total(parts.block_buffers(layer), "full") for layer in layers)
+
+
+class _Pipelined(_Moments):
+    """The moments of one place in a pipeline, where full weights and gradients stay through all micro-batches."""
+
+    def moments(self) -> Iterable[MemoryPlan]:
+        parts, shape = self.parts, self.shape
+        below = sum(map(self.kept, parts.layers))
+        others = (shape.in_flight[parts.place] - 1) * below
+        if shape.splits_backward:
+            # Gradients between operations stay for the weights' gradients, which are computed later.
+            others += sum(self.activations.blocks[layer].working for layer in parts.layers)
+        held = {
+            "gradients": _total(parts.buffers, "full_gradient"),
+            "gathered": _total(parts.buffers, "full"),
+            "communication": self.communication + 2 * message_bytes(shape),
+        }
+        autograd = 0.0
+        if parts.head:
+            head = self.activations.head
+            yield self.at("the loss", **held, activations=others + below + head.kept(), loss=head.working)
+            autograd = sum(map(_autograd_bytes, parts.root))
+        for layer in reversed(parts.layers):
+            activations = others + below + self.temporary(layer)
+            yield self.at(f"the backward of layers.{layer}", **held, reducing=autograd, activations=activations)
+            below -= self.kept(layer)
+            autograd += sum(map(_autograd_bytes, parts.block_buffers(layer)))
+        every = sum(map(_autograd_bytes, parts.buffers))
+        yield self.at("the end of a micro-batch", **held, reducing=every, activations=others)
+        reduced = _total(parts.buffers, "gradient")
+        yield self.at("the reduction", gradients=held["gradients"] + _total(parts.buffers, "reduced"))
+        yield self.at("the update", gradients=reduced)
+
+
+def activations_of(shape: StepShape) -> DecoderActivations:
+    """Return the activations of one micro-batch, by the formulas of `hp_trainer.models.decoder.activation_bytes`."""
+    dims = shape.dims
+    method = "ulysses"
+    if dims.cp_enabled:
+        cost = context_cost(dims, shape.model, shape.config.training, batch=shape.micro_batch)
+        method = "ulysses" if cost.ulysses_degree == dims.cp else cost.method
+    return _activations(
+        shape.model,
+        ActivationShape(
+            batch=shape.micro_batch,
+            length=shape.config.training.sequence_length,
+            dtype=shape.config.training.dtype,
+            tp=dims.tp,
+            cp=dims.cp,
+            cp_method=method,
+            ep=dims.ep,
+            etp=dims.etp if dims.tp_enabled else None,
+        ),
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _activations(model: DecoderConfig, shape: ActivationShape) -> DecoderActivations:
+    return decoder_activations(model, shape)
+
+
+def recompute_of(shape: StepShape) -> list[BlockRecompute]:
+    """Return what each block of the model computes again in backward."""
+    each = BlockRecompute(mode="full" if shape.recomputes else "none")
+    return [each] * shape.model.num_hidden_layers
+
+
+def _optimizer_bytes(shape: StepShape, parts: StageParts) -> tuple[float, float]:
+    """Return the bytes of the optimizer's state, and of averaged weights, on the rank that has most."""
+    config, wholes = shape.config, whole_shapes(shape)
+    tell = getattr(config.optimizer.options, "state_bytes", _two_moments)
+    state = elements = 0
+    for buffer in parts.buffers:
+        if buffer.trainable:
+            for name, count in buffer.largest_pieces().items():
+                state += tell(name, wholes[name], count, buffer.itemsize)
+                elements += count * buffer.itemsize
+    return float(state), 0.0 if config.training.ema.decay is None else float(elements)
+
+
+def _two_moments(name: str, shape: tuple[int, ...], elements: int, itemsize: int) -> int:
+    return 2 * elements * itemsize
+
+
+def _communication(shape: StepShape, parts: StageParts) -> float:
+    """Return the bytes of keys and values of other ranks while a block exchanges them."""
+    if not shape.dims.cp_enabled or not parts.layers:
+        return 0.0
+    return context_cost(shape.dims, shape.model, shape.config.training, batch=shape.micro_batch).extra_bytes
+
+
+def _autograd_bytes(buffer: PlannedBuffer) -> float:
+    """Return the bytes of the gradients of a buffer's weights before they are collected, in their dtype."""
+    if not buffer.trainable:
+        return 0.0
+    return float(sum(block.numel for block in buffer.layout.blocks) * buffer.param_itemsize)
+
+
+def _total(buffers: Iterable[PlannedBuffer], name: str) -> float:
+    return float(sum(getattr(each, name) for each in buffers))
