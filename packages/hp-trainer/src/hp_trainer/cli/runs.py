@@ -133,7 +133,8 @@ def _take_up(run: RunFolder, config: TrainerConfig, from_step: int | None = None
     storage = checkpoint_storage(run, config)
     checkpoint = newest(run, config) if from_step is None else open_step(storage, from_step)
     check_model(checkpoint, config)
-    registries().datasets.get(config.data.name).build(config.data.options).verify(run.data)
+    source = registries().datasets.get(config.data.name).build(config.data.options)
+    source.verify(run.data, config.launch.verify_data)
     if from_step is not None:
         for name in set_aside_later(storage, from_step):
             tell(f"set aside {storage.describe(name)}; delete it when it is not needed any more")

@@ -293,6 +293,12 @@ class LaunchConfig:
     max_restarts: int = setting(
         0, help="restarts of the ranks from the newest checkpoint after failures without a new one between", minimum=0
     )
+    verify_data: float = setting(
+        1.0,
+        help="part of the prepared data, drawn anew, that a resumed run compares with its digests",
+        above=0,
+        maximum=1,
+    )
     stop_seconds: float = setting(
         120.0, help="longest wait for the step under way and its checkpoint after Ctrl-C or SIGTERM", above=0
     )

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,9 +16,10 @@ from typing import Any, Self
 import numpy as np
 
 from hp_trainer._files import write_atomically
+from hp_trainer.data.verification import BLOCK_BYTES, BlockDigests, blocks_of, verify_blocks
 from hp_trainer.exceptions import DataError
 
-_FORMAT = 2
+_FORMAT = 3
 _DESCRIPTION = "corpus.json"
 _DTYPES = {"tokens": None, "ends": "int64", "taken": "bool"}
 
@@ -42,11 +43,22 @@ class Document:
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusFile:
-    """One file of a corpus, beside its description: name, size and digest."""
+    """One file of a corpus, beside its description: name, size and digests.
+
+    Attributes:
+        sha256: of the whole file.
+        blocks: SHA-256 of each `BLOCK_BYTES`, so that it can be verified in parallel, or in part.
+    """
 
     name: str
     bytes: int
     sha256: str
+    blocks: Sequence[str]
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether there is a digest for every byte."""
+        return len(self.blocks) == -(-self.bytes // BLOCK_BYTES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,20 +177,22 @@ class _Part:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = path.open("wb", buffering=1 << 20)
-        self._digest = hashlib.sha256()
+        self._digest, self._blocks = hashlib.sha256(), BlockDigests()
         self._bytes = 0
 
     def write(self, values: np.ndarray) -> None:
         data = values.tobytes()
         self._file.write(data)
         self._digest.update(data)
+        self._blocks.update(data)
         self._bytes += len(data)
 
     def publish(self, folder: Path, name: str) -> CorpusFile:
         self._file.flush()
         os.fsync(self._file.fileno())
         digest = self._digest.hexdigest()
-        file = CorpusFile(name=f"{name}-{digest[:16]}.bin", bytes=self._bytes, sha256=digest)
+        blocks = self._blocks.finish()
+        file = CorpusFile(name=f"{name}-{digest[:16]}.bin", bytes=self._bytes, sha256=digest, blocks=blocks)
         self._path.replace(folder / file.name)
         return file
 
@@ -207,8 +221,11 @@ def read_corpus_info(folder: Path) -> CorpusInfo | None:
     return info
 
 
-def verify_corpus(folder: Path) -> None:
-    """Read all files of a corpus and compare them with the digests in its description.
+def verify_corpus(folder: Path, part: float = 1.0) -> None:
+    """Read the files of a corpus, in parallel and with progress, and compare them with the digests in its description.
+
+    Args:
+        part: of their blocks, drawn anew each time.
 
     Raises:
         DataError: there is no whole corpus in `folder`, or a file has changed.
@@ -216,23 +233,19 @@ def verify_corpus(folder: Path) -> None:
     info = read_corpus_info(folder)
     if info is None:
         raise DataError(f"{folder} holds no corpus")
-    for file in info.files.values():
-        with (folder / file.name).open("rb") as opened:
-            found = hashlib.file_digest(opened, "sha256").hexdigest()
-        if found != file.sha256:
-            raise DataError(
-                f"{folder / file.name} is damaged: its tokens are not those that the run was trained on; bring the "
-                "file back, or begin a new run"
-            )
+    blocks = [block for file in info.files.values() for block in blocks_of(folder / file.name, file.bytes, file.blocks)]
+    verify_blocks(str(folder), blocks, part)
 
 
 def _parse_info(text: str) -> CorpusInfo | None:
     try:
         values: dict[str, Any] = json.loads(text)
-        files = {name: CorpusFile(**file) for name, file in values.pop("files").items()}
+        files = {
+            name: CorpusFile(**file | {"blocks": tuple(file["blocks"])}) for name, file in values.pop("files").items()
+        }
         info = CorpusInfo(files=files, **values)
         sound = info.format == _FORMAT and info.tokens > 0 and {"tokens", "ends"} <= files.keys() <= _DTYPES.keys()
-        sound = sound and all(Path(file.name).name == file.name for file in files.values())
+        sound = sound and all(Path(file.name).name == file.name and file.is_whole for file in files.values())
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     return info if sound else None

@@ -153,8 +153,11 @@ class DatasetSource(ABC):
     def prepare(self, folder: Path) -> None:
         """Write into `folder` whatever `open` needs; does nothing where it is there."""
 
-    def verify(self, folder: Path) -> None:
+    def verify(self, folder: Path, part: float = 1.0) -> None:
         """Compare what `prepare` wrote with its digests; called once when a run is resumed.
+
+        Args:
+            part: how much of it to read (`launch.verify_data`), from 0 to 1.
 
         Raises:
             DataError: it has changed; names the file.

@@ -179,7 +179,7 @@ class DocumentsSource(DatasetSource):
         }
         write_notes(folder, notes)
 
-    def verify(self, folder: Path) -> None:
+    def verify(self, folder: Path, part: float = 1.0) -> None:
         """Compare the tokens with their digests, and prepare again what is gone; see `DatasetSource.verify`."""
         notes = read_notes(folder)
         if notes is None:
@@ -189,7 +189,7 @@ class DocumentsSource(DatasetSource):
                 if not note.path(folder).exists():
                     self._build(source, note.path(folder))
                 note.open(folder)
-                verify_corpus(note.path(folder))
+                verify_corpus(note.path(folder), part)
 
     def open(self, folder: Path, sequence_length: int) -> Dataset:
         """Return the rows of the prepared corpora.

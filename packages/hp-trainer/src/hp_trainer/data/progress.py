@@ -1,4 +1,4 @@
-"""Progress of preparing data: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of preparing or verifying data: a bar on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ class PreparingProgress:
     Args:
         title: the source.
         total: bytes of its files.
+        action: said before the title.
     """
 
-    def __init__(self, title: str, total: int, stream: TextIO | None = None) -> None:
-        self._title, self._total = title, max(1, total)
+    def __init__(self, title: str, total: int, stream: TextIO | None = None, action: str = "preparing") -> None:
+        self._title, self._total = f"{action} {title}", max(1, total)
         self._stream = stream if stream is not None else sys.stderr
         self._read = 0
         self._told = self._began = time.monotonic()
@@ -41,13 +42,13 @@ class PreparingProgress:
             self._show(now)
         elif now - self._told >= _SECONDS:
             self._told = now
-            print(f"preparing {self._title}: {self._read / self._total:.0%}", file=self._stream, flush=True)
+            print(f"{self._title}: {self._read / self._total:.0%}", file=self._stream, flush=True)
 
     def _show(self, now: float) -> None:
         if self._bar is None and now - self._began >= 1:
             self._bar = _bar(self._stream)
             self._bar.start()
-            self._task = self._bar.add_task(f"preparing {self._title}", total=self._total)
+            self._task = self._bar.add_task(self._title, total=self._total)
         if self._bar is not None and now - self._told >= 0.1:
             self._told = now
             self._bar.update(self._task, completed=self._read)
