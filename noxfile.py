@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import workspace  # noqa: E402
 from environments import Environment, SetupError  # noqa: E402
+from lock import write_lock  # noqa: E402
 
 nox.needs_version = ">=2025.5"
 nox.options.error_on_external_run = False
@@ -37,7 +38,8 @@ nox.options.sessions = [
     "site",
 ]
 # By name only: `main` is the other command of the README, `loss_parity` trains five times, `bench` measures,
-# `proof` takes hours, `chaos` as many minutes as it is given, `release` is for those who release.
+# `proof` takes hours, `chaos` as many minutes as it is given, `release` is for those who release, `lock` makes every
+# environment anew from the newest releases.
 
 CORES = len(os.sched_getaffinity(0))
 WORKERS = min(4, CORES)  # more of them import a framework for too few tests each
@@ -151,13 +153,13 @@ def for_tests(package: str) -> Path:
 
 def ruff() -> Path:
     """Return the interpreter of the environment that holds ruff."""
-    return Environment("ruff", requirements=("ruff==0.17.5",)).prepare(workspace.NOX_FOLDER / "lint")
+    return Environment("ruff", requirements=("ruff==0.17.5",), locked_as="lint").prepare(workspace.NOX_FOLDER / "lint")
 
 
 def house_tools() -> Path:
     """Return the interpreter of the environment in which the house checks itself."""
     requirements = (*TEST_TOOLS, "nox==2026.10.20", "pip>=23")
-    return Environment("house", requirements=requirements).prepare(workspace.NOX_FOLDER / "house")
+    return Environment("house", requirements=requirements, locked_as="house").prepare(workspace.NOX_FOLDER / "house")
 
 
 @session
@@ -171,7 +173,17 @@ def environments(session: nox.Session) -> None:
     workspace.wheels("editable")
     frameworks = [(full, each) for each in workspace.FRAMEWORKS]
     packages = [(for_tests, each) for each in workspace.PACKAGES]
-    at_once(made, [*frameworks, (components,), *packages, (ruff,), (house_tools,)])
+    at_once(made, [*frameworks, (components,), *packages, (ruff,), (house_tools,), (site_tools,)])
+
+
+@session
+def lock(session: nox.Session) -> None:
+    """Write tools/lock.toml anew: the newest releases that the requirements allow, in every environment."""
+    os.environ["HP_UNLOCKED"] = "1"
+    environments(session)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    folders = [path.parent for path in (*ROOT.glob(".nox/*/stamp.json"), ROOT / ".venv" / "stamp.json")]
+    write_lock(folders, pip)
 
 
 @session
@@ -331,10 +343,15 @@ def docs(session: nox.Session) -> None:
     run(session, house_tools(), "tools/check_docs.py")
 
 
+def site_tools() -> Path:
+    """Return the interpreter of the environment in which the site is built."""
+    requirements = ("mkdocs==1.6.1", "mkdocs-material==9.8.1", "mkdocstrings[python]==1.0.8")
+    return Environment("site", requirements=requirements, locked_as="site").prepare(workspace.NOX_FOLDER / "site")
+
+
 @session
 def site(session: nox.Session) -> None:
     """The documentation site, in site/html: every page, and a reference from docstrings; a broken link is an error."""
-    requirements = ("mkdocs==1.6.1", "mkdocs-material==9.8.1", "mkdocstrings[python]==1.0.8")
-    python = Environment("site", requirements=requirements).prepare(workspace.NOX_FOLDER / "site")
+    python = site_tools()
     run(session, python, "tools/site_pages.py", "site/pages")
     run(session, python, "-m", "mkdocs", "build", "--quiet", NO_MKDOCS_2_WARNING="1")

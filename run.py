@@ -63,7 +63,9 @@ def main(arguments):
     import environments
 
     try:
-        python = environments.Environment("nox", requirements=(NOX,)).prepare(os.path.join(ROOT, ".venv"))
+        python = environments.Environment("nox", requirements=(NOX,), locked_as="nox").prepare(
+            os.path.join(ROOT, ".venv")
+        )
     except environments.SetupError as error:
         print("run.py: %s" % error, file=sys.stderr)
         return 1

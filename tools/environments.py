@@ -25,11 +25,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import lock
+
 STAMP = "stamp.json"
 # Read once: an edit while sessions run must not take environments away from those that use them.
-_MADE_BY = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+_MADE_BY = hashlib.sha256(Path(__file__).read_bytes() + Path(lock.__file__).read_bytes()).hexdigest()
 
 _ADVICE = (
+    (
+        r"DO NOT MATCH THE HASHES",
+        "the package index has other files than those that tools/lock.toml was written for",
+        "do not install them unless you know why; HP_UNLOCKED=1 in the environment goes by versions alone",
+    ),
     (
         r"CERTIFICATE_VERIFY_FAILED|SSLError",
         "the package index answered with a certificate that this machine does not trust",
@@ -86,6 +93,8 @@ class Environment:
         borrowed: site-packages folders of other environments that this one sees too, after its own; their
             commands become its own.
         constraints: pip constraints, e.g. where siblings are to be taken from if something requires them.
+        needs: what the wheels require besides each other, in pip's notation.
+        locked_as: its name in the lock file; empty: it is what a user would get today.
     """
 
     name: str
@@ -94,6 +103,8 @@ class Environment:
     fingerprint: str = ""
     borrowed: tuple[Path, ...] = ()
     constraints: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    locked_as: str = ""
 
     def prepare(self, folder: str | os.PathLike[str], *, fresh: bool = False) -> Path:
         """Return the interpreter of this environment in `folder`, made there unless it is there unchanged.
@@ -128,11 +139,29 @@ class Environment:
             (folder / "constraints.txt").write_text("\n".join(self.constraints) + "\n")
             wanted = ["--constraint", str(folder / "constraints.txt"), *wanted]
         print(f"[setup] {self.name}: installing {self._summary()}", flush=True)
-        output = _pip(python, wanted)
-        if output is None:
+        locked = self._locked_requirements()
+        if locked is None:
+            if self.locked_as:
+                print(f"[setup] {self.name}: not from tools/lock.toml, which was written for others", flush=True)
+            self._run_pip(python, wanted)
             return
-        sys.stderr.write(output)
-        raise SetupError(f"pip could not install {self._summary()}: {explain_pip_failure(output)}")
+        (folder / "locked.txt").write_text("\n".join(locked) + "\n")
+        self._run_pip(python, ["--no-deps", "--require-hashes", "--requirement", str(folder / "locked.txt")])
+        if self.wheels:
+            self._run_pip(python, ["--no-deps", *map(str, self.wheels)])
+        unlocked = [each for each in self.requirements if re.split(r"[^\w.-]", each)[0] in lock.UNLOCKED]
+        if unlocked:
+            self._run_pip(python, unlocked)
+
+    def _run_pip(self, python: Path, arguments: list[str]) -> None:
+        output = _pip(python, arguments)
+        if output is not None:
+            sys.stderr.write(output)
+            raise SetupError(f"pip could not install {self._summary()}: {explain_pip_failure(output)}")
+
+    def _locked_requirements(self) -> list[str] | None:
+        """Return the lines of a requirements file with digests; None: pip chooses by the requirements."""
+        return lock.read_lock().requirements(self.locked_as, (*self.requirements, *self.needs))
 
     def _summary(self) -> str:
         return " ".join([*self.requirements, *(wheel.name.split("-")[0] for wheel in self.wheels)])
@@ -142,6 +171,9 @@ class Environment:
             "made by": _MADE_BY,
             "python": f"{sys.version} {os.path.realpath(sys.executable)}",
             "requirements": self.requirements,
+            "needs": self.needs,
+            "locked as": self.locked_as,
+            "locked": self._locked_requirements(),
             "constraints": self.constraints,
             "borrowed": {str(site): _read(site.parents[2] / STAMP) for site in self.borrowed},
             "wheels": [str(wheel) for wheel in self.wheels],

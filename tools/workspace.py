@@ -34,8 +34,14 @@ _BUILD = ("hatchling>=1.26", "editables")
 # The frameworks as tested. The plain release of torch also matches its CPU build, and pip prefers that where an index
 # that it is configured with has it; else, on Linux, it brings gigabytes of CUDA.
 FRAMEWORKS = {
-    "torch": Environment("torch", requirements=(os.environ.get("HP_TORCH", "torch==2.13.0"), "numpy>=1.22")),
-    "mindspore": Environment("mindspore", requirements=("mindspore==2.10.0", "numpy<2")),
+    "torch": Environment(
+        "torch",
+        requirements=(os.environ.get("HP_TORCH", "torch==2.13.0"), "numpy>=1.22"),
+        locked_as="framework-torch",
+    ),
+    "mindspore": Environment(
+        "mindspore", requirements=("mindspore==2.10.0", "numpy<2"), locked_as="framework-mindspore"
+    ),
 }
 
 
@@ -54,6 +60,11 @@ class Package:
     def siblings(self) -> tuple[str, ...]:
         """Names of the packages of this repository that this one requires."""
         return _siblings(self.requirements)
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """What this package requires from elsewhere."""
+        return tuple(each for each in self.requirements if Requirement(each).name not in PACKAGES)
 
     @property
     def module(self) -> str:
@@ -135,6 +146,8 @@ def development(name: str, wanted: tuple[str, ...], requirements: tuple[str, ...
         wheels=tuple(wheels("editable")[each] for each in names),
         fingerprint="".join(packages()[each].text for each in names),
         borrowed=framework_sites(names),
+        needs=tuple(dict.fromkeys(each for name in names for each in packages()[name].needs)),
+        locked_as=name,
     )
     return environment.prepare(NOX_FOLDER / name)
 
@@ -213,7 +226,7 @@ def _tag(name: str, version: Version) -> str:
 
 
 def _build(source: Path, kind: str, folder: Path) -> Path:
-    python = Environment("build tools", requirements=_BUILD).prepare(NOX_FOLDER / "build")
+    python = Environment("build tools", requirements=_BUILD, locked_as="build").prepare(NOX_FOLDER / "build")
     command = [str(python), "-m", "hatchling", "build", "-t", f"wheel:{kind}", "-d", str(folder)]
     done = subprocess.run(command, cwd=source, capture_output=True, text=True)
     if done.returncode:

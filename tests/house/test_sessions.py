@@ -8,7 +8,7 @@ import pytest
 import workspace
 
 BOTH = {f"{name}({platform})" for name in ("chaos", "proof") for platform in ("mindspore", "torch")}
-NOT_BY_DEFAULT = {"bench", "loss_parity", "main", "release", *BOTH}
+NOT_BY_DEFAULT = {"bench", "lock", "loss_parity", "main", "release", *BOTH}
 
 
 @pytest.fixture(scope="module")
