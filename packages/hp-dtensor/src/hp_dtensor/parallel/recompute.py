@@ -41,6 +41,7 @@ def checkpoint(function: Callable[..., Tensor], x: Tensor, *args: Any, platform:
         return function(x, *args)
     if _for_given_inputs.get():
         raise GradientPathError(_GIVEN_INPUTS)
+    # `Kept` notes the version of the input: one that is written before backward would be recomputed to something else.
     enter, decisions, given = _way_back(x), _Decisions(_current.get()), Kept(platform, local)
     leave: list[Callable[[Tensor], Tensor]] = []
 
@@ -51,8 +52,12 @@ def checkpoint(function: Callable[..., Tensor], x: Tensor, *args: Any, platform:
         return platform.detach(platform.unwrap(y)) if isinstance(y, DTensor) else y
 
     def backward(grad: Tensor) -> Tensor | None:
+        # The inner backward below accumulates into `grad` of parameters, which `torch.autograd.grad` promises not to
+        # touch.
         if not platform.is_for_parameters():
             raise GradientPathError(_GIVEN_INPUTS)
+        # A leaf of its own, so that the inner backward ends here and its gradient can be handed on; parameters are
+        # leaves too, and accumulate there directly.
         again = platform.detach(given.tensors[0])
         platform.set_requires_grad(again, True)
         with decisions.repeated(), platform.enable_grad():

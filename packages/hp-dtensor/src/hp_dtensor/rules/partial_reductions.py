@@ -1,6 +1,6 @@
 """Reductions along cut dimensions: each rank reduces its part, then the small results are merged.
 
-Every function here is called in place of the operation (`Factorization.local`) and leaves the whole result on
+Every function here is called in place of the operation (`LocalWork.by_factor`) and leaves the whole result on
 every rank. A rank whose part is empty takes part with nothing, so no value stands for "nothing".
 """
 
@@ -52,9 +52,11 @@ def merged(gone: Sequence[int], keepdim: bool) -> Local:
         x = call.arguments["input"]
         result = _of_part(call, x, gone)
         for dim, group, lengths in lines(call, gone):
+            # Parts without an element send none, so that no neutral element has to be invented for them.
             result = collectives.all_gather(result, group, dim, [min(1, n) for n in lengths])
             if result.shape[dim] > 1 and 0 not in [result.shape[d] for d in gone]:
                 result = call.on(result, dim=dim, keepdim=True)
+            # Of another dimension nothing is there: the results are empty, and one of them is as good as all.
             elif result.shape[dim] > 1:
                 result = call.platform.ops.narrow(result, dim, 0, 1)
         return without(call, result, gone, keepdim)
@@ -85,6 +87,7 @@ def truth(name: str, gone: Sequence[int], keepdim: bool) -> Local:
         counted = (ops.ne if name == "any" else ops.eq)(ops.cast(x, platform.dtype("int64")), 0)
         if platform.is_floating(x.dtype):
             counted = (ops.ne if name == "any" else ops.eq)(x, 0.0)
+        # Counted, since groups do not reduce truth values; sums of int64 are exact.
         count = ops.sum(ops.cast(counted, platform.dtype("int64")), tuple(gone), keepdim)
         for group in groups_of(call, gone):
             count = collectives.all_reduce_data(count, group)
@@ -132,6 +135,7 @@ def _extreme(call: LocalCall, x: Tensor, op: str, gone: Sequence[int], keepdim: 
 
     def backward(grad: Tensor) -> list[Tensor]:
         data, whole = kept[0].tensors
+        # Ties over all ranks share the gradient, as `amax` of one device has it.
         winners = ops.cast(ops.eq(data, whole), grad.dtype)
         count = ops.sum(winners, tuple(gone), True)
         for group in groups:
@@ -162,6 +166,7 @@ def candidates_are_fewer(call: Any, dim: int, count: int) -> bool:
     axes = zip(spec.mesh.shape, spec.placements, strict=True)
     parts = math.prod(n for n, p in axes if p.is_shard() and getattr(p, "dim", None) == dim)
     itemsize = spec.mesh.platform.itemsize(spec.dtype)
+    # From each part `count` values travel with their positions; the alternative is to gather the parts themselves.
     return bool(count * (itemsize + 8) <= itemsize * spec.shape[dim] / parts)
 
 
@@ -207,6 +212,7 @@ def _candidates(
     platform, ops, x = call.platform, call.platform.ops, call.arguments["input"]
     if not platform.is_floating(x.dtype):
         x = platform.detach(x)
+    # Values are gathered in the graph, so their gradient goes back to the rank that had them; positions have none.
     values, where = x, None
     if x.shape[dim]:
         values, where = pick(x, min(count, x.shape[dim]))
@@ -233,7 +239,10 @@ def spread(name: str, gone: Sequence[int], keepdim: bool, correction: float) -> 
         ops, x = call.platform.ops, call.arguments["input"]
         count = math.prod(call.sizes[f"d{dim}"] for dim in gone)
         groups = groups_of(call, gone)
+        # Two passes: E[x^2] - E[x]^2 in one would cancel where the mean is large beside the spread. Two small
+        # all-reduces for it.
         mean = ops.div(_sum_over(ops.sum(x, tuple(gone), True), groups), float(count))
+        # R -> V: every rank subtracts the mean from its own part, so the mean's gradient is a sum over ranks.
         centered = ops.sub(x, collectives.vary(mean, groups) if groups else mean)
         squares = _sum_over(ops.sum(ops.mul(centered, centered), tuple(gone), True), groups)
         degrees = max(0.0, count - correction)

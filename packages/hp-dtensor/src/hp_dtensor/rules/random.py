@@ -75,6 +75,8 @@ def _masked(call: LocalCall) -> Tensor:
     platform, x = call.platform, call.arguments["input"]
     # The mask is drawn from ones, not from x: what dropout keeps of the whole is known without the whole's data.
     with platform.no_grad():
+        # Drawn for the whole tensor on every rank, of which each keeps its part: so generators stay in step, and the
+        # numbers are those of one device whatever the layout.
         mask = _part(call, call.on(_whole_like(call, x, platform.ops.ones)))
     return platform.ops.mul(x, mask)
 
@@ -95,6 +97,8 @@ def _whole_like(call: LocalCall, x: Tensor, make: Callable[..., Tensor]) -> Tens
     """A whole tensor whose dimensions follow each other in memory as those of the part `x`."""
     shape, order = call.output.shape, call.platform.memory_order(x)
     if order is not None and not _all_see_alike(call.output):
+        # A rank with one row cannot tell row-major from column-major. All must draw in the same order, so the rank that
+        # sees most decides for all.
         order = _best_seen(call.output, tuple(x.shape), order)
     if order is None or order == tuple(range(len(order))):
         return make(shape, x.dtype)

@@ -74,6 +74,8 @@ def _reduction(op: str | None) -> Rule:
         factors = _gone_factors(call)
         if op is None:
             return whole
+        # `nansum` and `count_nonzero` add up parts too, but of a partial input neither is linear: NaN or 0 may come of
+        # the sum alone.
         linear = op == "sum" and call.name == "sum"
         return replace(
             whole,
@@ -100,6 +102,7 @@ def _by_parts(call: OpCall, make: Callable[[tuple[int, ...], bool], Any], output
     """Reduced dimensions may be cut: `make(dims, keepdim)` is what the ranks do, and its result is whole."""
     whole, factors = _whole(call), _gone_factors(call)
     whole = replace(whole, outputs=whole.outputs * outputs)
+    # Frameworks refuse such a call, or say what it gives: in their own words, on every rank.
     if any(whole.sizes[factor] == 0 for factor in factors):
         return whole
     local = make(reduced_dims(call, call.tensors[0].ndim), bool(call["keepdim"]))

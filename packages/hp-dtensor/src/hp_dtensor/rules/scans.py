@@ -63,11 +63,13 @@ def _cumulated(combine: str) -> Callable[[LocalCall], Tensor]:
 
     def local(call: LocalCall) -> Tensor:
         dim, x, ops = _dim_of(call), call.arguments["input"], call.platform.ops
+        # The part alone, then what came before it: totals are one slice per part, whatever its length.
         result = call.on(x)
         total = ops.narrow(result, dim, max(0, result.shape[dim] - 1), min(1, result.shape[dim]))
         for _, group, lengths in lines(call, [dim]):
             counts = [min(1, n) for n in lengths]
             totals = collectives.all_gather_varying(total, group, dim, counts)
+            # No rank of this line has an element.
             if not totals.shape[dim]:
                 continue
             running, before = call.on(totals), sum(counts[: group.rank])
@@ -86,6 +88,7 @@ def _cumulated(combine: str) -> Callable[[LocalCall], Tensor]:
 def _carried(call: LocalCall) -> tuple[Tensor, ...]:
     """A scan that no operation of two results gives: totals before each part are put in front of it, and scanned."""
     dim, ops, x = _dim_of(call), call.platform.ops, call.arguments["input"]
+    # Integers have no gradient, and a custom node would ask for one.
     if not call.platform.is_floating(x.dtype) and not call.platform.is_complex(x.dtype):
         x = call.platform.detach(x)
     before = _totals_before(call, x, dim)
@@ -95,6 +98,8 @@ def _carried(call: LocalCall) -> tuple[Tensor, ...]:
         return tuple(scanned)
     start = call.spans[f"d{dim}"][0]
     values, where = scanned
+    # Positions count in the whole: those in the part begin at `start`, and the rows in front are totals with positions
+    # of their own.
     positions = ops.add(where, start - rows)
     if rows:
         earlier = ops.gather(before[1], dim, ops.clamp(where, max=rows - 1))
@@ -142,12 +147,15 @@ def _softmax(call: LocalCall) -> Tensor:
     highest = extreme_of_part(call, platform.detach(x), "max", [dim])
     for group in groups:
         highest = collectives.all_reduce_data(highest, group, "max")
+    # A row of minus infinities has no maximum to subtract: -inf less -inf is no number.
     shifted = ops.sub(x, ops.masked_fill(highest, ops.eq(highest, float("-inf")), 0.0))
     exponentials = ops.exp(shifted)
     total = ops.sum(exponentials, dim, True)
     for group in groups:
         total = collectives.all_reduce(total, group)
     if groups:
+        # P -> R, then R -> V: each rank divides its own part by the total, so the total's gradient is a sum over the
+        # ranks.
         total = collectives.vary(total, groups)
     result = ops.sub(shifted, ops.log(total)) if call.name == "log_softmax" else ops.div(exponentials, total)
     return ops.cast(result, wanted)

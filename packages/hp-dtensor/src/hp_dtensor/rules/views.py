@@ -69,6 +69,7 @@ def common_factors(source: Sequence[int], target: Sequence[int]) -> tuple[Dims, 
     if tuple(source) == tuple(target):
         same, same_sizes = names_for("d", tuple(source))
         return same, same, same_sizes, frozenset()
+    # Nothing says how the sizes around a 0 correspond, and nothing needs to: all stay whole.
     if math.prod(source) == 0:
         left, left_sizes = names_for("i", tuple(source))
         right, right_sizes = names_for("o", tuple(target))
@@ -78,6 +79,8 @@ def common_factors(source: Sequence[int], target: Sequence[int]) -> tuple[Dims, 
     # [6, 4] -> [2, 12]: ends 6, 24 and 2, 24. Cut at 1, 2, 6, 24, both shapes are made of factors 2, 3 and 4:
     # (2 3) 4 and 2 (3 4).
     cuts = sorted({1, *left_ends, *right_ends})
+    # [2, 3] -> [3, 2]: ends 2, 6 and 3, 6. No factor lies on both sides of 2 and 3, so between 1 and 6 the dimensions
+    # must be whole.
     whole = _indivisible(cuts, set(left_ends) & set(right_ends))
     sizes = {}
     dims = []
@@ -225,6 +228,7 @@ def _squeeze(call: OpCall) -> Factorization:
 
 def _squeeze_named(shape: tuple[int, ...], gone: set[int]) -> Callable[..., Mapping[str, Any]]:
     """Name the dimensions: one whose local shard happens to have size 1 must stay."""
+    # Of the whole tensor, not of the shard: `squeeze()` on a shard of one row would drop the row.
     ones = tuple(sorted(i for i in gone if shape[i] == 1))
     return lambda shapes, spans: {"dim": ones}
 

@@ -84,6 +84,7 @@ class TensorSpec:
         offset, shape = [0] * self.ndim, list(self.shape)
         for axis, placement in enumerate(self.placements):
             if isinstance(placement, (Shard, RaggedShard)):
+                # Earlier axes cut first: a later one divides what they have left of the dimension.
                 start, length = placement.interval(shape[placement.dim], self.mesh.shape[axis], where[axis])
                 offset[placement.dim] += start
                 shape[placement.dim] = length
@@ -151,12 +152,14 @@ class TensorSpec:
         return TensorSpec, (self.mesh, self.placements, self.shape, self.dtype)
 
 
+# Weak: a spec holds its mesh, and so the world of a job, which must be free to go when the last tensor has gone.
 _interned: weakref.WeakValueDictionary[tuple[Any, ...], TensorSpec] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 
 
 def _intern(key: tuple[Any, ...]) -> Any:
     mesh, placements, shape, dtype = key
+    # Only now: `Shard(-1)` and `Shard(1)` are one spec, which is looked up once more by its normal form.
     placements = normalize_placements(mesh, placements, len(shape))
     if any(size < 0 for size in shape):
         raise ShardShapeError(f"a tensor has sizes of at least 0, got {list(shape)}")
