@@ -209,6 +209,15 @@ class ParallelConfig:
     expert_mesh: Literal["folded", "peer"] = setting(
         "folded", help="folded: experts re-use the dense ranks; peer: ep is an axis of its own"
     )
+    ep_dispatcher: str = setting(
+        "all_to_all",
+        help="how tokens travel to experts: all_to_all, all_to_all_int8, all_to_all_fp8, copy_per_expert, all_gather, "
+        "two_level, a plugin's, or auto: the quickest by the cost model",
+    )
+    ep_chunks: int | None = setting(
+        None, help="parts that tokens travel in, while experts work; null: 1, with auto what costs least", minimum=1
+    )
+    ep_node_size: int | None = setting(None, help="ranks of a node, for ep_dispatcher two_level and auto", minimum=1)
     tp_plan: dict[str, TensorParallelStyle] | None = setting(
         None, help="of a plain module: names of its layers (* for one part) and how tp cuts each"
     )

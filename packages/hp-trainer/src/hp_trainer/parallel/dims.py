@@ -46,6 +46,9 @@ class ParallelDims:
         cp_method: how the others share keys and values: `"ring"` or `"all_gather"` (with `ulysses_degree` None: all
             ranks do); `"ulysses"`: all exchange heads; `"auto"`: what costs least; None: `"ring"` beside Ulysses.
         world_size: ranks of the job.
+        ep_dispatcher: how tokens travel to experts; None: `all_to_all`.
+        ep_chunks: parts that they travel in; None: 1, with `auto` as the cost model says.
+        ep_node_size: ranks of a node, for `two_level` and `auto`.
 
     Raises:
         ParallelDimsError: listing every problem with the nearest legal values.
@@ -67,6 +70,9 @@ class ParallelDims:
     cp_method: CpMethod | None = None
     world_size: int = 1
     expert_mesh: ExpertMesh | None = None
+    ep_dispatcher: str | None = None
+    ep_chunks: int | None = None
+    ep_node_size: int | None = None
 
     def __post_init__(self) -> None:
         raise_if_any(find_problems(self), ParallelDimsError, "parallel degrees")
@@ -245,7 +251,7 @@ class ParallelDims:
 
 def degrees_from_config(config: Any, world_size: int, num_experts: int | None = None) -> dict[str, Any]:
     """Return the fields of `ParallelDims` (but `world_size`) that `config` sets, with `from_config`'s defaults."""
-    names = (*DEGREES, "expert_mesh", "cp_method")
+    names = (*DEGREES, "expert_mesh", "cp_method", "ep_dispatcher", "ep_chunks", "ep_node_size")
     found = {name: getattr(config, name, None) for name in names}
     if found["dp_shard"] is None:
         found["dp_shard"] = getattr(config, "dp", None)

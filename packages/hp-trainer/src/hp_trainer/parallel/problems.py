@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, get_args
 
+from hp_moe.dispatch import dispatchers
+from hp_moe.styles import CHUNKED
 from hp_trainer.exceptions import Problem, join_choices
 from hp_trainer.parallel.axes import DEGREES, CpMethod, ExpertMesh, around_dp_shard, dense_degrees, product
 from hp_trainer.parallel.divisors import nearest_divisors
@@ -29,6 +31,7 @@ def find_problems(dims: Any) -> Iterator[Problem]:
         yield _wrong_product(dims, dense_degrees(expert_mesh))
     yield from _expert_problems(dims, expert_mesh, shard)
     yield from _ulysses_problems(dims)
+    yield from _dispatcher_problems(dims)
 
 
 def chosen_expert_mesh(dims: Any) -> ExpertMesh:
@@ -77,6 +80,14 @@ def find_model_problems(dims: Any, model: Any, seq_len: int | None = None) -> It
             got=str(dims.pp),
             hint=f"pp={layers}",
         )
+    if dims.pp > 1 and getattr(config, "hash_routing", False):
+        yield Problem(
+            path="pp",
+            what="hash_routing chooses experts by token ids, which the first stage alone has",
+            expected="1, or hash_routing false",
+            got=str(dims.pp),
+            hint="pp=1",
+        )
     if seq_len is not None and seq_len % (dims.cp * dims.tp):
         yield _sequence_problem(seq_len, dims.cp, dims.tp)
 
@@ -104,6 +115,34 @@ def _malformed(dims: Any) -> Iterator[Problem]:
             what="unknown way to share a sequence",
             expected=join_choices(get_args(CpMethod)),
             got=repr(dims.cp_method),
+        )
+
+
+def _dispatcher_problems(dims: Any) -> Iterator[Problem]:
+    name, chunks, node = (getattr(dims, field, None) for field in ("ep_dispatcher", "ep_chunks", "ep_node_size"))
+    known = [*dispatchers().names(), "two_level"]
+    if name is not None and name not in known:
+        yield Problem(
+            path="ep_dispatcher", what="unknown way to the experts", expected=join_choices(known), got=repr(name)
+        )
+    if chunks is not None and name not in (None, *CHUNKED):
+        yield Problem(
+            path="ep_chunks", what=f"tokens travel at once by {name}", expected=join_choices(CHUNKED), got=str(chunks)
+        )
+    if node is None and name == "two_level":
+        yield Problem(
+            path="ep_node_size", what="two_level needs the ranks of a node", got="null", hint="ep_node_size=8"
+        )
+    if node is not None and name not in ("two_level", "auto"):
+        yield Problem(
+            path="ep_node_size", what="is for ep_dispatcher two_level and auto", expected="null", got=str(node)
+        )
+    elif node is not None and (node < 1 or dims.ep % node):
+        yield Problem(
+            path="ep_node_size",
+            what=f"the {dims.ep} ranks that share the experts must fill nodes",
+            expected=f"a divisor of {dims.ep}",
+            got=str(node),
         )
 
 

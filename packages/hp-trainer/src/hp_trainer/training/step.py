@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hp_dtensor.optim.clip import clip_grad_norm_, total_norm
-from hp_moe import moe_layers
+from hp_moe import AutoDispatcher, moe_layers
 from hp_trainer.data import Batch
 from hp_trainer.training.setup import RankSetup
 
@@ -28,6 +28,12 @@ class OptimizerStep:
         for layer in self._experts:
             # Steps that are given up, and those whose float16 overflows, need a loss to be judged by.
             layer.takes_nonfinite = self.config.training.guard.on_nonfinite != "stop" or self.scaler.is_enabled()
+
+    def dispatch_reasons(self) -> list[str]:
+        """Return the reasons for which the cost model has chosen the tokens' ways to experts, each once."""
+        dispatchers = [getattr(layer.experts, "dispatcher", None) for layer in self._experts]
+        reasons = [each.reason for each in dispatchers if isinstance(each, AutoDispatcher)]
+        return list(dict.fromkeys(reasons))
 
     def accumulate_gradients(self, batch: Batch) -> Tensor:
         """Run forward and backward of every micro-batch; return this rank's part of the mean loss per target.

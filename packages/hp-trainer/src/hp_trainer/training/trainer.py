@@ -329,6 +329,9 @@ class Trainer:
     # Records -------------------------------------------------------------------------------------------------
 
     def _report_step(self, record: StepRecord) -> None:
+        if self._last.step == 0 and self.setup.mesh.world.rank == 0:
+            for reason in self._step.dispatch_reasons():
+                print(f"hp-train: tokens travel to experts by {reason}", file=sys.stderr, flush=True)
         self._last = record
         for tracker in self._trackers:
             tracker.step(record)

@@ -48,11 +48,16 @@ class DecoderBlock(nn.Module):
         if config.lora.rank is not None:
             add_adapters(self, config.lora)
 
-    def forward(self, x: Tensor, rotation: Rotation, mask: AttentionMask) -> Tensor:
-        """Transform every token: `[batch, length, hidden]` -> the same; the mask is of this block's window."""
+    def forward(self, x: Tensor, rotation: Rotation, mask: AttentionMask, ids: Tensor | None = None) -> Tensor:
+        """Transform every token: `[batch, length, hidden]` -> the same; the mask is of this block's window.
+
+        Args:
+            ids: of the tokens, `[batch, length]`, for experts that are chosen by them.
+        """
         attended = self.attention(self.attention_norm(x), rotation, mask)
         x = self.ops.add(x, attended if self.post_attention_norm is None else self.post_attention_norm(attended))
-        fed = (self.feed_forward if self.moe is None else self.moe)(self.ffn_norm(x))
+        normed = self.ffn_norm(x)
+        fed = self.feed_forward(normed) if self.moe is None else self.moe(normed, ids)
         return self.ops.add(x, fed if self.post_ffn_norm is None else self.post_ffn_norm(fed))
 
 
@@ -107,6 +112,7 @@ def _experts(config: DecoderConfig, layer: int) -> MoE:
         jitter=config.router_jitter,
         jitter_seed=layer,
         force_uniform=config.force_uniform_routing,
+        hash_vocab_size=config.vocab_size if config.hash_routing else None,
         capacity=None if config.capacity_factor is None else Capacity(config.capacity_factor, config.drop_policy),
         aux_losses=AuxLosses(
             config.micro_batch_aux_loss,

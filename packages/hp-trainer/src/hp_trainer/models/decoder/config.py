@@ -98,6 +98,9 @@ class DecoderConfig:
     )
     router_jitter: float = setting(0.0, help="noise on the router's input in training, 0 to 1", minimum=0)
     force_uniform_routing: bool = setting(False, help="send tokens to experts in turn, for benchmarks")
+    hash_routing: bool = setting(
+        False, help="choose experts by token id, drawn once; scores still weigh them (arXiv 2106.04426)"
+    )
     shared_expert_gate: bool = setting(False, help="weigh the shared experts by a gate (Qwen2-MoE)")
 
     lora: LoraConfig = section(LoraConfig, help="low-rank adapters, which alone are trained")

@@ -105,12 +105,13 @@ class Decoder(nn.Module):
         x = self._embedded(ids) if parts.embed else ids
         rotation = self.rotary.of_length(x.shape[1], positions, like=x)
         masks = self._masks(positions)
+        chosen_by = ids if self.config.hash_routing else None
         for layer in self.layers.select(parts.layers):
             mask = masks[layer.window]
             if self.recomputes:
-                x = checkpoint(layer, x, rotation, mask, platform=self.platform)
+                x = checkpoint(layer, x, rotation, mask, chosen_by, platform=self.platform)
             else:
-                x = layer(x, rotation, mask)
+                x = layer(x, rotation, mask, chosen_by)
         if not parts.head:
             return x
         logits = self._logits(self.norm(x))

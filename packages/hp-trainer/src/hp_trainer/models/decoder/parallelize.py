@@ -7,6 +7,7 @@ the global batch: nothing is averaged, the loss is divided once by the global nu
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +23,15 @@ from hp_dtensor.spec.placements import Replicate, Shard
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_fsdp import MixedPrecisionPolicy, fully_shard
 from hp_moe import (
+    AutoDispatcher,
     BaseExpertParallel,
     ExpertParallel,
     ExpertTensorParallel,
+    Link,
     MoE,
     ReplicatedExperts,
     TensorParallel,
+    TwoLevelDispatcher,
     expert_shard_dim,
     moe_layers,
 )
@@ -185,18 +189,30 @@ def _expert_style(dims: ParallelDims) -> tuple[BaseExpertParallel | None, tuple[
     each of which has tokens of its own (with `etp` = `tp`, each group of `tp` ranks).
     """
     peer = dims.expert_mesh == "peer"
+    travel = _travel(dims)
     # The peer mesh may leave etp at its default where it changes nothing.
     etp = dims.etp if dims.tp_enabled else 1
     if dims.ep_enabled and etp > 1:
-        return ExpertTensorParallel(split_tokens=peer), ("ep", "etp")
+        return ExpertTensorParallel(**travel, split_tokens=peer), ("ep", "etp")
     if etp > 1:
         return TensorParallel(), ("etp",)
     if peer and dims.tp_enabled:
         # Experts whole on every tp rank: the folded mesh shards them over efsdp instead.
         if not dims.ep_enabled:
             return ReplicatedExperts(), ("tp",)
-        return ExpertParallel(split_tokens=True), ("ep", "tp")
-    return (ExpertParallel(split_tokens=peer), ("ep",)) if dims.ep_enabled else (None, ())
+        return ExpertParallel(**travel, split_tokens=True), ("ep", "tp")
+    return (ExpertParallel(**travel, split_tokens=peer), ("ep",)) if dims.ep_enabled else (None, ())
+
+
+def _travel(dims: ParallelDims) -> dict[str, Any]:
+    """Return the arguments of a style that say how tokens travel."""
+    name, node = dims.ep_dispatcher or "all_to_all", dims.ep_node_size
+    if name == "two_level" and node is not None:
+        return {"dispatcher": functools.partial(TwoLevelDispatcher, inner_size=node)}
+    if name == "auto" and node is not None:
+        link = Link(inner_size=node)
+        return {"dispatcher": functools.partial(AutoDispatcher, link=link, num_chunks=dims.ep_chunks)}
+    return {"dispatcher": name, "num_chunks": dims.ep_chunks}
 
 
 def _token_mesh(dims: ParallelDims, mesh: DeviceMesh) -> DeviceMesh:

@@ -1,0 +1,63 @@
+"""The ways of tokens to experts, and hash routing, by hp-train's settings: the same losses in any of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from training_runs import FOUR_RANKS, events, losses
+
+from hp_trainer.exceptions import ParallelDimsError
+from hp_trainer.parallel import ParallelDims
+
+CLOSE = {"rtol": 2e-5, "atol": 0}
+SHORT = {"training__steps": 3, "checkpoint__interval": None}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"ep_chunks": 3},
+        {"ep_dispatcher": "copy_per_expert"},
+        {"ep_dispatcher": "auto", "ep": 4, "tp": 1, "dp_shard": 4, "ep_node_size": 2},
+        {"ep_dispatcher": "two_level", "ep": 4, "tp": 1, "dp_shard": 4, "ep_node_size": 2},
+    ],
+    ids=["chunks", "copies", "auto", "nodes"],
+)
+def test_losses_are_those_of_one_rank(lab, settings, capsys):
+    degrees = FOUR_RANKS["folded"] | settings
+    plain, run = losses(lab.run("plain", **SHORT)), lab.run("run", degrees, 4, **SHORT)
+    np.testing.assert_allclose(losses(run), plain, **CLOSE)
+    told = capsys.readouterr().err.count("hp-train: tokens travel to experts by ")
+    assert told == ("auto" in settings.values()), "the cost model's choice is told once, by rank 0"
+
+
+def test_hash_routing_gives_the_same_losses_in_any_layout(lab):
+    settings = SHORT | {"model__hash_routing": True, "training__activation_checkpointing": True}
+    plain = lab.run("plain", **settings)
+    run = lab.run("run", FOUR_RANKS["folded"], 4, **settings)
+    np.testing.assert_allclose(losses(run), losses(plain), **CLOSE)
+    by_score = lab.run("by score", **SHORT)
+    assert losses(run) != losses(by_score)
+    assert all(step["metrics"]["expert_bytes_sent"] > 0 for step in events(run, "step"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"ep_dispatcher": "pigeon"}, "(?s)ep_dispatcher: unknown way to the experts.*all_to_all.*'pigeon'"),
+        ({"ep_dispatcher": "all_gather", "ep_chunks": 2}, "ep_chunks: tokens travel at once by all_gather"),
+        ({"ep_dispatcher": "two_level"}, "ep_node_size: two_level needs the ranks of a node"),
+        ({"ep_dispatcher": "two_level", "ep_node_size": 3}, "ep_node_size: the 4 ranks .* must fill nodes"),
+        ({"ep_node_size": 2}, "ep_node_size: is for ep_dispatcher two_level and auto"),
+    ],
+)
+def test_ways_that_cannot_be_are_refused_by_field(fields, message):
+    with pytest.raises(ParallelDimsError, match=message):
+        ParallelDims(dp_shard=4, ep=4, world_size=4, expert_mesh="folded", **fields)
+
+
+def test_a_pipeline_has_no_ids_to_choose_by():
+    dims = ParallelDims(pp=2, world_size=2)
+    model = type("Options", (), {"hash_routing": True})()
+    with pytest.raises(ParallelDimsError, match="pp: hash_routing chooses experts by token ids"):
+        dims.validate_against_model(model)
