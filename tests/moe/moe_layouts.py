@@ -33,8 +33,10 @@ from hp_moe import (
     ExpertTensorParallel,
     LoadMetrics,
     MoE,
+    ReplicatingDispatcher,
     TensorParallel,
     TwoLevelDispatcher,
+    place_copies_of_experts,
     update_expert_bias,
 )
 from hp_moe.styles import ReplicatedExperts
@@ -102,6 +104,8 @@ BY_DISPATCHER = {
     "two_level": (functools.partial(TwoLevelDispatcher, inner_size=2), 4),
     "two_level of 8": (functools.partial(TwoLevelDispatcher, inner_size=4), 8),
     "in chunks": (functools.partial(AllToAllDispatcher, num_chunks=3), 4),
+    "copies": (functools.partial(ReplicatingDispatcher, slots=2), 4),
+    "copies, in chunks": (functools.partial(ReplicatingDispatcher, slots=1, num_chunks=2), 3),
     "all_to_all_int8": ("all_to_all_int8", 2),
     "all_to_all_fp8": ("all_to_all_fp8", 2),
 }
@@ -125,6 +129,7 @@ class Result:
     forward: list[str] = field(default_factory=list)
     backward: list[str] = field(default_factory=list)
     wire_bytes: float = 0.0
+    placements: list[Any] = field(default_factory=list)
     experts: numpy.ndarray | None = None
 
 
@@ -184,7 +189,9 @@ def train(
         for key, p in platform.named_parameters(layer):
             step(platform, key, p)
             platform.set_grad(p, None)
-        result.metrics.extend(update_expert_bias(layer).values())
+        loads = update_expert_bias(layer)
+        result.metrics.extend(loads.values())
+        result.placements.extend(place_copies_of_experts(layer, loads).values())
     result.weights = {name: _whole(platform, p) for name, p in platform.named_parameters(layer)}
     result.bias = None if layer.expert_bias is None else platform.to_numpy(layer.expert_bias).copy()
     return result

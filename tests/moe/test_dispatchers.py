@@ -33,7 +33,16 @@ from hp_moe import (
 )
 from hp_moe.dispatch.wire_formats import find_wire_format
 
-EXACT = ["copy_per_expert", "all_gather", "auto", "two_level", "two_level of 8", "in chunks"]
+EXACT = [
+    "copy_per_expert",
+    "all_gather",
+    "auto",
+    "two_level",
+    "two_level of 8",
+    "in chunks",
+    "copies",
+    "copies, in chunks",
+]
 OPTIONS = {
     "shared": {"num_shared_experts": 1, "route_norm": True, "load_balance_coeff": 0.01},
     "dropped": {"capacity": Capacity(0.7), "bias": True},

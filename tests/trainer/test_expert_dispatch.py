@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from training_runs import FOUR_RANKS, events, losses
+from training_runs import FOUR_RANKS, events, losses, tensors
 
 from hp_trainer.exceptions import ParallelDimsError
 from hp_trainer.parallel import ParallelDims
@@ -18,10 +18,11 @@ SHORT = {"training__steps": 3, "checkpoint__interval": None}
     [
         {"ep_chunks": 3},
         {"ep_dispatcher": "copy_per_expert"},
+        {"ep_copies": 1, "ep_chunks": 2},
         {"ep_dispatcher": "auto", "ep": 4, "tp": 1, "dp_shard": 4, "ep_node_size": 2},
         {"ep_dispatcher": "two_level", "ep": 4, "tp": 1, "dp_shard": 4, "ep_node_size": 2},
     ],
-    ids=["chunks", "copies", "auto", "nodes"],
+    ids=["chunks", "a copy per expert", "copies of experts", "auto", "nodes"],
 )
 def test_losses_are_those_of_one_rank(lab, settings, capsys):
     degrees = FOUR_RANKS["folded"] | settings
@@ -29,6 +30,18 @@ def test_losses_are_those_of_one_rank(lab, settings, capsys):
     np.testing.assert_allclose(losses(run), plain, **CLOSE)
     told = capsys.readouterr().err.count("hp-train: tokens travel to experts by ")
     assert told == ("auto" in settings.values()), "the cost model's choice is told once, by rank 0"
+
+
+def test_checkpoints_do_not_know_where_copies_are(lab):
+    """A run with copies goes on without them, on one rank, as if there had been none."""
+    degrees = FOUR_RANKS["folded"] | {"ep_copies": 2}
+    plain = lab.run("plain")
+    run = lab.run("run", degrees, 4)
+    assert {name: array.shape for name, array in tensors(run).items()} == {
+        name: array.shape for name, array in tensors(plain).items()
+    }
+    for name, array in tensors(run).items():
+        np.testing.assert_allclose(array, tensors(plain)[name], rtol=2e-4, atol=2e-5, err_msg=name)
 
 
 def test_hash_routing_gives_the_same_losses_in_any_layout(lab):
@@ -48,6 +61,7 @@ def test_hash_routing_gives_the_same_losses_in_any_layout(lab):
         ({"ep_dispatcher": "all_gather", "ep_chunks": 2}, "ep_chunks: tokens travel at once by all_gather"),
         ({"ep_dispatcher": "two_level"}, "ep_node_size: two_level needs the ranks of a node"),
         ({"ep_dispatcher": "two_level", "ep_node_size": 3}, "ep_node_size: the 4 ranks .* must fill nodes"),
+        ({"ep_dispatcher": "auto", "ep_copies": 1}, "ep_copies: copies of experts are not for auto"),
         ({"ep_node_size": 2}, "ep_node_size: is for ep_dispatcher two_level and auto"),
     ],
 )

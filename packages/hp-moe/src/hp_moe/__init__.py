@@ -2,7 +2,7 @@
 
 from hp_moe.activations import Activation, clamped_swiglu
 from hp_moe.aux_losses import AuxLosses
-from hp_moe.balance import LoadMetrics, moe_layers, update_expert_bias
+from hp_moe.balance import LoadMetrics, moe_layers, place_copies_of_experts, update_expert_bias
 from hp_moe.capacity import Capacity
 from hp_moe.conversion import from_huggingface, moe_options, to_huggingface, upcycle
 from hp_moe.dispatch import (
@@ -14,10 +14,13 @@ from hp_moe.dispatch import (
     Dispatched,
     Link,
     LocalDispatcher,
+    ReplicatingDispatcher,
     TokenDispatcher,
     TwoLevelDispatcher,
     WireFormat,
+    busiest_load,
     dispatch_costs,
+    place_copies,
     ranks_per_token,
 )
 from hp_moe.dispatch.permutation import TokenPermutation
@@ -68,6 +71,7 @@ __all__ = [
     "MoE",
     "MoEConfigError",
     "ReplicatedExperts",
+    "ReplicatingDispatcher",
     "Routing",
     "RoutingRecord",
     "Scoring",
@@ -77,6 +81,7 @@ __all__ = [
     "TokenPermutation",
     "TwoLevelDispatcher",
     "WireFormat",
+    "busiest_load",
     "clamped_swiglu",
     "dispatch_costs",
     "expert_shard_dim",
@@ -86,6 +91,8 @@ __all__ = [
     "loop_grouped_matmul",
     "moe_layers",
     "moe_options",
+    "place_copies",
+    "place_copies_of_experts",
     "ranks_per_token",
     "record_routing",
     "replay_routing",

@@ -10,6 +10,8 @@ import numpy
 
 from hp_dtensor.comm.collectives import all_reduce_data
 from hp_dtensor.comm.mesh import DeviceMesh
+from hp_moe.dispatch import ReplicatingDispatcher
+from hp_moe.dispatch.placement import Placement
 from hp_moe.exceptions import ExpertParallelError
 from hp_moe.moe import MoE
 from hp_moe.router import plain
@@ -124,6 +126,29 @@ def update_expert_bias(model: Any) -> dict[str, LoadMetrics]:
         if layer.last_shares is not None and metric.tokens:
             _write(layer, "last_shares", load / load.sum())
     return dict(zip(layers, metrics, strict=True))
+
+
+def place_copies_of_experts(model: Any, loads: Mapping[str, LoadMetrics]) -> dict[str, Placement]:
+    """Move the copies of experts of every layer with a `ReplicatingDispatcher` to where they help most.
+
+    To be called between steps, with what `update_expert_bias` returned; every rank decides alike.
+
+    Returns:
+        By the layer's name, the experts that each rank has a copy of; layers without tokens stay as they are.
+
+    Example:
+        >>> with nn.building(platform):
+        ...     model = MoE(dim=4, hidden_dim=8, num_experts=4, top_k=2)
+        >>> y = model(platform.ops.ones((3, 4), platform.dtype("float32")))
+        >>> place_copies_of_experts(model, update_expert_bias(model))  # all experts are on this rank
+        {}
+    """
+    placed = {}
+    for name, layer in moe_layers(model).items():
+        dispatcher = getattr(layer.experts, "dispatcher", None)
+        if isinstance(dispatcher, ReplicatingDispatcher) and loads[name].tokens:
+            placed[name] = dispatcher.place(loads[name].loads)
+    return placed
 
 
 def _write(layer: MoE, buffer: str, value: numpy.ndarray) -> None:

@@ -106,7 +106,7 @@ class ExpertHooks:
         local = local_weights(self.platform, module, self.partial_mesh)
         self.weights.append(held)
         for name in held:
-            self.platform.set_parameter(module, name, local[name])
+            self.platform.set_parameter(module, name, self.dispatcher.with_copies(local[name]))
 
     def restore_weights(self, module: Module) -> None:
         """Give `module` the weights back that it had before."""

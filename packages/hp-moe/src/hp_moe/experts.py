@@ -185,7 +185,8 @@ class GroupedExperts(nn.Module):
         return Routing.expert_major(self.platform, counts, int(x.shape[0]), int(self.w1.shape[0]))
 
     def _local_weights(self) -> ExpertWeights:
-        return ExpertWeights(**local_weights(self.platform, self, self.partial_mesh))
+        own = local_weights(self.platform, self, self.partial_mesh)
+        return ExpertWeights(**{name: self.dispatcher.with_copies(weight) for name, weight in own.items()})
 
     def _fused(self, sent: Dispatched, weights: ExpertWeights) -> Tensor | None:
         """Return the results by the platform's own kernels, or None where these experts are not what those compute."""

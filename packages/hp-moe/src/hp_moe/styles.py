@@ -26,7 +26,8 @@ from hp_moe.moe import MoE
 
 Tensor = Any
 BuildDispatcher = Callable[[ProcessGroup, int], TokenDispatcher]
-CHUNKED = ("all_to_all", "all_to_all_int8", "all_to_all_fp8", "auto")
+COPYING = ("all_to_all", "all_to_all_int8", "all_to_all_fp8")
+CHUNKED = (*COPYING, "auto")
 
 # The hidden dimension is the second of w1 and w3, and the last of w2; every rank has the bias of results.
 _HIDDEN_CUT: dict[str, Placement] = {

@@ -7,7 +7,9 @@ from hp_moe.dispatch.base import Dispatched, TokenDispatcher
 from hp_moe.dispatch.copy_per_expert import CopyPerExpertDispatcher
 from hp_moe.dispatch.cost_model import DispatchCost, Link, dispatch_costs, ranks_per_token
 from hp_moe.dispatch.local import LocalDispatcher
+from hp_moe.dispatch.placement import busiest_load, place_copies
 from hp_moe.dispatch.registry import dispatchers
+from hp_moe.dispatch.replicating import ReplicatingDispatcher
 from hp_moe.dispatch.two_level import TwoLevelDispatcher
 from hp_moe.dispatch.wire_formats import WireFormat
 
@@ -20,10 +22,13 @@ __all__ = [
     "Dispatched",
     "Link",
     "LocalDispatcher",
+    "ReplicatingDispatcher",
     "TokenDispatcher",
     "TwoLevelDispatcher",
     "WireFormat",
+    "busiest_load",
     "dispatch_costs",
     "dispatchers",
+    "place_copies",
     "ranks_per_token",
 ]

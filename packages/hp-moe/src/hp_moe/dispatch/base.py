@@ -117,6 +117,14 @@ class TokenDispatcher(ABC):
             routing: the experts of each token, with scores to differentiate through.
         """
 
+    def with_copies(self, weight: Tensor) -> Tensor:
+        """Return the weights of the experts that `dispatch` brings rows for, from those that this rank owns.
+
+        Args:
+            weight: plain `[own experts, ...]`. Gradients of copies go back to it.
+        """
+        return weight
+
     def prepare(self, x: Tensor, routing: Routing) -> None:
         """Choose what is chosen at the first call, before `num_chunks` is looked at; called before every call."""
 

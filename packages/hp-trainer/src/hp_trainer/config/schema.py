@@ -217,6 +217,9 @@ class ParallelConfig:
     ep_chunks: int | None = setting(
         None, help="parts that tokens travel in, while experts work; null: 1, with auto what costs least", minimum=1
     )
+    ep_copies: int = setting(
+        0, help="copies of busy experts that a rank takes at most, placed after each step by its loads", minimum=0
+    )
     ep_node_size: int | None = setting(None, help="ranks of a node, for ep_dispatcher two_level and auto", minimum=1)
     tp_plan: dict[str, TensorParallelStyle] | None = setting(
         None, help="of a plain module: names of its layers (* for one part) and how tp cuts each"

@@ -48,6 +48,7 @@ class ParallelDims:
         world_size: ranks of the job.
         ep_dispatcher: how tokens travel to experts; None: `all_to_all`.
         ep_chunks: parts that they travel in; None: 1, with `auto` as the cost model says.
+        ep_copies: the most copies of busy experts that a rank takes.
         ep_node_size: ranks of a node, for `two_level` and `auto`.
 
     Raises:
@@ -72,6 +73,7 @@ class ParallelDims:
     expert_mesh: ExpertMesh | None = None
     ep_dispatcher: str | None = None
     ep_chunks: int | None = None
+    ep_copies: int = 0
     ep_node_size: int | None = None
 
     def __post_init__(self) -> None:
@@ -251,7 +253,7 @@ class ParallelDims:
 
 def degrees_from_config(config: Any, world_size: int, num_experts: int | None = None) -> dict[str, Any]:
     """Return the fields of `ParallelDims` (but `world_size`) that `config` sets, with `from_config`'s defaults."""
-    names = (*DEGREES, "expert_mesh", "cp_method", "ep_dispatcher", "ep_chunks", "ep_node_size")
+    names = (*DEGREES, "expert_mesh", "cp_method", "ep_dispatcher", "ep_chunks", "ep_copies", "ep_node_size")
     found = {name: getattr(config, name, None) for name in names}
     if found["dp_shard"] is None:
         found["dp_shard"] = getattr(config, "dp", None)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 from hp_moe.dispatch import dispatchers
-from hp_moe.styles import CHUNKED
+from hp_moe.styles import CHUNKED, COPYING
 from hp_trainer.exceptions import Problem, join_choices
 from hp_trainer.parallel.axes import DEGREES, CpMethod, ExpertMesh, around_dp_shard, dense_degrees, product
 from hp_trainer.parallel.divisors import nearest_divisors
@@ -128,6 +128,14 @@ def _dispatcher_problems(dims: Any) -> Iterator[Problem]:
     if chunks is not None and name not in (None, *CHUNKED):
         yield Problem(
             path="ep_chunks", what=f"tokens travel at once by {name}", expected=join_choices(CHUNKED), got=str(chunks)
+        )
+    if getattr(dims, "ep_copies", 0) and name not in (None, *COPYING):
+        yield Problem(
+            path="ep_copies",
+            what=f"copies of experts are not for {name}",
+            expected=f"0, or ep_dispatcher {join_choices(COPYING)}",
+            got=str(dims.ep_copies),
+            hint="ep_copies=0",
         )
     if node is None and name == "two_level":
         yield Problem(

@@ -13,7 +13,7 @@ from hp_dtensor.parallel.recompute import checkpoint
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.tensor.conversions import whole_of
 from hp_dtensor.tensor.init import Constant, Distribution, Normal, Uniform
-from hp_moe import LoadMetrics, update_expert_bias
+from hp_moe import LoadMetrics, place_copies_of_experts, update_expert_bias
 from hp_trainer.models.decoder.block import DecoderBlocks
 from hp_trainer.models.decoder.config import DecoderConfig
 from hp_trainer.models.decoder.expert_metrics import expert_metrics
@@ -177,6 +177,7 @@ class Decoder(nn.Module):
             # The routing is the base model's, and stays.
             return {}
         loads = update_expert_bias(self)
+        place_copies_of_experts(self, loads)
         if everyones is not None:
             parts = everyones({name: asdict(load) for name, load in loads.items()})
             loads = {name: LoadMetrics(**load) for part in parts for name, load in part.items()}

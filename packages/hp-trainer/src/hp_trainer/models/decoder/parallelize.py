@@ -30,6 +30,7 @@ from hp_moe import (
     Link,
     MoE,
     ReplicatedExperts,
+    ReplicatingDispatcher,
     TensorParallel,
     TwoLevelDispatcher,
     expert_shard_dim,
@@ -207,6 +208,14 @@ def _expert_style(dims: ParallelDims) -> tuple[BaseExpertParallel | None, tuple[
 def _travel(dims: ParallelDims) -> dict[str, Any]:
     """Return the arguments of a style that say how tokens travel."""
     name, node = dims.ep_dispatcher or "all_to_all", dims.ep_node_size
+    if dims.ep_copies:
+        wire_format = None if name == "all_to_all" else name.removeprefix("all_to_all_")
+        options: dict[str, Any] = {
+            "slots": dims.ep_copies,
+            "wire_format": wire_format,
+            "num_chunks": dims.ep_chunks or 1,
+        }
+        return {"dispatcher": functools.partial(ReplicatingDispatcher, **options)}
     if name == "two_level" and node is not None:
         return {"dispatcher": functools.partial(TwoLevelDispatcher, inner_size=node)}
     if name == "auto" and node is not None:
