@@ -122,6 +122,8 @@ def fully_shard(
         originals = _collect(storage, modules, ignored, settings.policy)
         place(originals, mesh, shard_placement_fn, stage.reshard_after_forward, name)
         whole = _whole_parameters(mesh.platform, originals, replicated, threshold if zero_stage else math.inf)
+    # Nothing has been changed so far: whatever is refused, on this rank or another one, leaves the modules as they
+    # were.
     facts = f"zero_stage={zero_stage}, reshard_after_forward={stage.reshard_after_forward}, bucket_size={bucket_size}"
     _check_ranks(mesh, f"fully_shard({name})", originals, whole, [str(mp_policy), facts])
     buffers = list(_make_buffers(storage, originals, whole, settings))
@@ -213,6 +215,7 @@ def _facts(platform: Platform, originals: Sequence[OriginalParameter], whole: Co
 
 def _install(group: ParameterGroup, policy: MixedPrecisionPolicy) -> None:
     """Give the modules their sharded parameters, hooks and methods."""
+    # The modules hold their original parameters, whole; from here on the sharded ones.
     group.uses_unsharded = True
     group.use_sharded()
     FSDPState(group.storage, group, policy).install()
@@ -263,9 +266,12 @@ def _make_buffers(
             layout = chunked_layout(original, parallel.num_shards)
             yield FlatBuffer(storage, parallel, [original], layout, *common)
             continue
+        # Frozen parameters lie apart: their buffer has no gradients, and no reduction. So do other dtypes, as a
+        # collective has one.
         key = original.tensor.dtype, storage.platform.requires_grad(original.tensor), parallel
         kinds.setdefault(key, []).append(original)
     for (dtype, _, parallel), alike in kinds.items():
+        # Blocks are aligned in elements, which must do for the shard and for what is gathered in a narrower dtype.
         itemsize = min(storage.platform.itemsize(kind) for kind in (dtype, policy.param_dtype or dtype))
         for bucket in _buckets(storage.platform, alike, settings.bucket_size):
             blocks = [original.block(itemsize) for original in bucket]

@@ -46,6 +46,7 @@ def _saving_whole(cls: Any) -> Callable[..., None]:
     ) -> None:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         whole = get_model_state_dict(self, options=options) if state_dict is None else state_dict
+        # Every rank has taken part in gathering; only rank 0 writes, and the others hear how it went.
         world = current_world(self._fsdp.platform)
         problem: Exception | None = None
         if world.rank == 0:

@@ -63,6 +63,8 @@ def summon_full_params(module: Module, *, recurse: bool = True, writeback: bool 
             for each in summoned:
                 each.write_back()
     finally:
+        # Shown ones only, in reverse, also when gathering failed half-way: the modules are never left with freed
+        # parameters.
         for each in reversed(summoned):
             each.hide()
     if writeback:
@@ -87,6 +89,7 @@ def full_parameters(module: Module) -> Iterator[tuple[str, Tensor]]:
     storage = get_storage(_platform_of(module))
     seen: set[int] = set()
     for name, parameter in _state.named_parameters(storage.platform, module).items():
+        # Every rank passes over the same ones, since ties are alike on all; gathers would not meet otherwise.
         if id(parameter) in seen:
             continue
         seen.add(id(parameter))
@@ -107,6 +110,7 @@ def _check(platform: Platform, module: str, groups: list[ParameterGroup], writeb
     tensors = [p.sharded for group in groups for buffer in group.buffers for p in buffer.parameters]
     fact = [f"{module}, {len(groups)} groups, writeback={writeback}", busy]
     ranks = _state.ranks_of(platform, tensors)
+    # Compared before anything is gathered, on ranks that hold any of these parameters.
     answers = [json.loads(data) for data in ranks.all_gather_bytes(json.dumps(fact).encode())]
     used = sorted({name for _, names in answers for name in names})
     if used:

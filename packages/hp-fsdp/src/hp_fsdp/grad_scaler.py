@@ -87,6 +87,7 @@ class GradScaler:
         self._platform = platform if platform is not None else get_platform()
         self._process_group = process_group
         # Since the last update; what it is about is held, so that nothing else gets its id.
+        # By id, beside the objects themselves: as long as they are held here no other one can get the id.
         self._unscaled: dict[int, _Divided] = {}
         self._optimizers: dict[int, tuple[Any, bool]] = {}
         self._stepped: dict[int, Any] = {}
@@ -148,7 +149,9 @@ class GradScaler:
             # What was divided before may be parameters of some ranks only.
             found = platform.ops.add(found, 1.0) if found_before else found
             group = self._process_group or current_world(platform).all
+            # One rank's overflow is everybody's: a step that some ranks skip would leave replicas apart.
             group.all_reduce(found, "max")
+        # The one wait for the device in a step; what follows depends on it.
         not_finite = float(platform.to_numpy(found)) > 0
         for parameter, grad in zip(left.values(), grads, strict=True):
             self._unscaled[id(parameter)] = _Divided(parameter, grad, not_finite)
@@ -162,6 +165,7 @@ class GradScaler:
             return False
         address = get_storage(self._platform).address
         with self._platform.local_op():
+            # By address: on MindSpore each access gives another object for the same gradient.
             return address(local_of(self._platform, grad)) == address(known.gradient)
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:

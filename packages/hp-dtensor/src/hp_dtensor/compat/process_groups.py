@@ -46,6 +46,7 @@ def init_process_group(
     chosen = get_platform(platform)
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     world = _join(chosen, init_method, rank, world_size, seconds)
+    # Only now known: the platform chooses by its devices, and joining is what tells.
     used = world.all.backend
     if backend is not None and used not in backend:  # torch's form `cpu:gloo,cuda:nccl` names several
         chosen.disconnect()

@@ -88,6 +88,7 @@ class PrepareModuleInput(ParallelStyle):
 
     def _keywords(self, kwargs: dict[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
         prepared = dict(kwargs)
+        # An optional argument that is not given needs no placement.
         for name in self.input_kwarg_layouts.keys() & kwargs.keys():
             ways = self.input_kwarg_layouts[name], self.desired_input_kwarg_layouts[name]
             prepared[name] = _placed(kwargs[name], mesh, ways, self.use_local_output)

@@ -89,6 +89,7 @@ def for_given_inputs() -> Iterator[None]:
 
     Where none of the inputs lies in front of it, the backward itself would not come by and notice.
     """
+    # A context variable, for each simulated rank is a thread, and async code may interleave.
     token = _for_given_inputs.set(True)
     try:
         yield
@@ -109,6 +110,8 @@ class _Decisions:
             value = decide() if self._outer is None else self._outer.next(decide)
             self._values.append(value)
             return value
+        # More decisions than in forward: the part depends on something that has changed, and its gradient would be of
+        # another function.
         if self._position == len(self._values):
             raise RuntimeError(_ANOTHER_WAY)
         self._position += 1

@@ -60,6 +60,7 @@ class _CutLayer(ParallelStyle):
         own = own_parameters(platform, module)
         names: dict[int, str] = {}
         for name, parameter in own.items():
+            # A tied parameter has several names, and is cut once.
             names.setdefault(id(parameter), name)
         # Of the names of a tied parameter the one counts that says how it is cut.
         names |= {id(own[name]): name for name in cut if name in own}

@@ -28,6 +28,7 @@ class Patch:
     def is_there(self) -> bool:
         """Return True if this version of the framework has the function."""
         try:
+            # By name, when it is installed: the table itself imports none of the modules that it names.
             owner, attribute = self.place()
         except (ImportError, AttributeError):
             return False

@@ -49,6 +49,8 @@ class PluginManager(pluggy.PluginManager):
         for caller in self.get_hookcallers(plugin) or ():
             for implementation in caller.get_hookimpls():
                 if implementation.plugin is plugin and not (implementation.wrapper or implementation.hookwrapper):
+                    # Guarded once, when it is registered, and not at each call: hooks are looked up on ways that are
+                    # taken often.
                     guarded = _guarded(implementation.function, f"{origin_of(self, str(registered))}", caller.name)
                     implementation.function = guarded  # type: ignore[misc]
         return registered

@@ -114,11 +114,13 @@ def located(function: Callable[..., Any]) -> Callable[..., Any]:
 
     Without that, those of a backward would be recorded for the place where the backward runs.
     """
+    # Where the forward is now. Autograd may run the backward in a thread of its own, which is nowhere.
     then = _thread.places
     if not then:
         return function
 
     def run(*args: Any) -> Any:
+        # A log may be closed between forward and backward; another one may have been opened around the backward.
         places = tuple(place for place in then if place.log.is_open)
         others = (here for here in _thread.places if all(here.log is not place.log for place in places))
         with _at((*places, *others)):

@@ -220,8 +220,11 @@ def _flat(shape: Sequence[Shape]) -> tuple[int, ...]:
 
 
 def _drawn(platform: Platform, spec: TensorSpec, distribution: str) -> Tensor:
+    # Drawn whole on every rank: a generator's numbers depend on how many came before, so each rank drawing its own part
+    # would give other numbers under every layout.
     part = platform.random(distribution, spec.shape, spec.dtype)
     offset, shape = spec.box()
     for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
         part = platform.ops.narrow(part, dim, start, length)
+    # A copy, or the whole tensor would stay in memory behind its part.
     return platform.ops.clone(part)

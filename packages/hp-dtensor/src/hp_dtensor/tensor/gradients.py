@@ -64,6 +64,8 @@ def as_replicated(spec: TensorSpec, grad: Tensor) -> Tensor:
     if not axes:
         return grad
     platform = spec.mesh.platform
+    # All ranks hold the same gradient of the sum. In a second derivative each copy would count: only the first rank's
+    # lets gradients through.
     is_first = spec.mesh.group_over(axes).rank == 0
     return platform.linear_map(grad, lambda t: t, lambda g: g if is_first else platform.ops.zeros_like(g))
 
@@ -112,6 +114,7 @@ def gradient_placed(what: str, spec: TensorSpec, grad_placements: Sequence[Place
     """
     wanted = spec.with_placements(placements_on(what, spec.mesh, grad_placements, spec.ndim))
     for size, placement, value in zip(spec.mesh.shape, wanted.placements, spec.placements, strict=True):
+        # An axis of one rank cuts nothing, whatever it is called.
         if size > 1 and placement != value and (placement.is_shard() or value.is_shard()):
             raise PlacementError(
                 f"{what}: grad_placements {wanted.describe_placements()} of shards {spec.describe_placements()}: a "

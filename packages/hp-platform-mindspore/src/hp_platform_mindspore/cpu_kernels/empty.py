@@ -47,6 +47,7 @@ def result_dtype(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     A rank that holds nothing must get the dtype that the others get.
     """
+    # Ones, for which every kernel is defined: zeros would divide by zero in some.
     single = [mint.ones((1,) * x.ndim, dtype=x.dtype) if isinstance(x, Tensor) else x for x in args]
     return kernel(*single, **kwargs).dtype
 
@@ -79,6 +80,7 @@ def unless_empty(kernel: Callable[..., Any], name: str) -> Callable[..., Any]:
             return constant(functools.partial(kernel, **kwargs), *args) if name in FLAT else kernel(*args, **kwargs)
         tensors = [x for x in args if isinstance(x, Tensor)]
         shape = np.broadcast_shapes(*(x.shape for x in tensors))
+        # Recorded like any result: the others' backward comes past collectives here, and this rank must, too.
         result = filled(0, shape, *tensors, dtype=result_dtype(kernel, *args, **kwargs))
         return ops.stop_gradient(result) if name == "detach" else result
 

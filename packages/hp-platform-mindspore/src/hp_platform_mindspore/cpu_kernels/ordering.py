@@ -22,6 +22,7 @@ Position = Callable[[Array, int], Array]
 def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Tensor, Tensor]:
     """Return the `k` largest (or smallest) values in order and their indices; of equal values the lower index."""
     order = np.take(order_of(x, dim, largest), np.arange(k), axis=dim)
+    # Positions are found on the host and have no gradient; the gather that picks the values has the right one.
     indices = share(order)
     return indexing.gather(x, dim, indices), indices
 
@@ -35,6 +36,7 @@ def order_of(x: Tensor, dim: int, descending: bool) -> np.ndarray[Any, Any]:
     values = numbers(x)
     if not descending:
         return np.argsort(values, axis=dim, kind="stable")
+    # Flipped before and after, so that equal elements keep their order although the sort is downwards.
     backward = np.flip(np.argsort(np.flip(values, dim), axis=dim, kind="stable"), dim)
     return values.shape[dim] - 1 - backward if values.ndim else backward
 
@@ -99,6 +101,7 @@ def _median(values: Array, dim: int) -> Array:
     """Find the median, the lower one of two; a NaN where there is one, as torch."""
     order = np.argsort(values, axis=dim, kind="stable")
     nans = np.isnan(values).sum(axis=dim, keepdims=True)
+    # Sorted, NaNs are last: the first of them where there is one.
     rank = np.where(nans > 0, values.shape[dim] - nans, (values.shape[dim] - 1) // 2)
     return np.take_along_axis(order, rank, dim)
 
@@ -152,6 +155,7 @@ def quantile(skip_nan: bool) -> Callable[..., Tensor]:
 
 
 def _ranks(low: Array, weight: Array) -> tuple[Array, Array]:
+    # At a whole place there is no rank above, of which the last place has none at all.
     return low, low + (weight > 0)
 
 

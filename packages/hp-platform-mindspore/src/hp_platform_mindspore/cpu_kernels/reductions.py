@@ -67,6 +67,7 @@ def nansum(x: Tensor, dim: Dims = None, keepdim: bool = False, dtype: Any = None
 
 
 def every(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
+    # Truth values have no gradient; NumPy's reduction takes every dtype and empty tensors, MindSpore's does not.
     return share(np.asarray(numbers(x).astype(bool).all(axis=_axes(dim), keepdims=keepdim)))
 
 
@@ -94,6 +95,8 @@ def norm(x: Tensor, p: Any = "fro", dim: Dims = None, keepdim: bool = False, dty
     if p == 1:
         return total(mint.abs(x), dims, keepdim)
     powers = total(x * x if p == 2 else mint.abs(x) ** p, dims, keepdim)
+    # The derivative of a root at 0 is infinite, and torch gives 0: the root is taken of 1 there, and the result set to
+    # 0, so that no gradient passes.
     nothing = powers == 0
     safe = pointwise.masked_fill(powers, nothing, 1.0)
     return pointwise.masked_fill(mint.sqrt(safe) if p == 2 else safe ** (1.0 / p), nothing, 0.0)

@@ -30,6 +30,8 @@ def cumprod(x: Tensor, dim: int, dtype: Any = None) -> Tensor:
         return mint.cumprod(x, dim)
     factors = np.moveaxis(numbers(x).copy(), dim, 0)
 
+    # From the end: d x[i] = (product of what is before i) * (sum of later gradients, each times the factors between).
+    # No division, so zeros among the factors do no harm.
     def gradient(grad: Tensor) -> Tensor:
         before = np.ones_like(factors)
         np.cumprod(factors[:-1], 0, out=before[1:])
@@ -53,6 +55,7 @@ def cumulative_extreme(better: Callable[[Array, Array], Array]) -> Callable[...,
         position = np.zeros(values.shape, np.int64)
         for i in range(1, len(values)):
             best = np.take_along_axis(values, position[i - 1 : i], 0)[0]
+            # `>=`: of equal values the later position; a NaN stays the best once it has come.
             position[i] = np.where(better(values[i], best) | np.isnan(values[i]), i, position[i - 1])
         where = share(np.ascontiguousarray(np.moveaxis(position, 0, dim)))
         return indexing.gather(x, dim, where), where

@@ -47,6 +47,8 @@ def _replaced(x: Tensor, places: Array, values: Tensor) -> Tensor:
     """Write `values` (of the shape of `places`) into a copy of `x`; of several at one place the last one counts."""
     if is_empty(values, x):
         return pointwise.add(x, filled(0, x.shape, values)) if x.dtype == values.dtype else pointwise.clone(x)
+    # Inverted: for each place of `x` the value that goes there, so that one gather does it, whose gradient is right; of
+    # several values the last one counts, as in a loop.
     last = np.zeros(x.size, np.int64) - 1
     last[places.reshape(-1)] = np.arange(places.size)
     source = share(np.maximum(last, 0))
@@ -58,6 +60,7 @@ def _added(x: Tensor, places: Array, values: Tensor) -> Tensor:
     """Add all `values` at their places to a copy of `x`."""
     if is_empty(values, x):
         return pointwise.add(x, filled(0, x.shape, values))
+    # Segments add up what falls on one place, and their gradient is a gather.
     sums = ops.unsorted_segment_sum(flattened(values), share(places.reshape(-1).astype(np.int32)), x.size)
     return pointwise.add(x, mint.reshape(sums, x.shape))
 
@@ -112,6 +115,7 @@ def _reduced(x: Tensor, places: Array, values: Tensor, reduce: str, include_self
     padded = shapes.cat([flattened(values), creation.full((1,), neutral[reduce], values.dtype)], 0)
     rows = ops.gather(padded, share(table), 0)
     written = share(counts > 0)
+    # What counts nothing must change nothing: the neutral element takes the place of `x` where values are.
     own = flattened(x) if include_self else pointwise.masked_fill(flattened(x), written, neutral[reduce])
     rows = shapes.cat([mint.unsqueeze(own, 1), rows], 1)
     if reduce in ("sum", "mean"):
@@ -133,6 +137,7 @@ def _by_place(places: Array, size: int, absent: int) -> tuple[Array, Array]:
     """
     counts = np.bincount(places, minlength=size)
     order = np.argsort(places, kind="stable")
+    # Number of a value among those of its place, in the order of the values.
     rank = np.arange(places.size) - np.repeat(np.cumsum(counts) - counts, counts)
     table = np.full((size, counts.max()), absent)
     table[places[order], rank] = order
@@ -162,10 +167,12 @@ def index_put(x: Tensor, indices: Any, values: Tensor, accumulate: bool = False)
 
 def put(x: Tensor, index: Any, value: Any, accumulate: bool = False) -> Tensor:
     """Return `x` as it is after `x[index] = value` (or `+=`), for any index that NumPy takes."""
+    # NumPy indexes the numbers of elements: its rules for mixed indices are torch's, and need not be written again.
     places = np.arange(x.size).reshape(x.shape)[_host_index(index)]
     if not isinstance(value, Tensor):
         value = creation.full((), value, x.dtype)
     value = pointwise.cast(value, x.dtype)
+    # NumPy and torch drop leading dimensions of one element of what is assigned.
     while value.ndim > places.ndim and value.shape[0] == 1:
         value = mint.squeeze(value, 0)
     values = shapes.expand(value, places.shape)

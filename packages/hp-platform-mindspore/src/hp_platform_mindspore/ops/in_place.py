@@ -50,6 +50,7 @@ def writing(platform: MindSporeBase, name: str, kernel: Callable[..., Tensor]) -
     @functools.wraps(kernel)
     def write(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         source = platform.unwrap(x)
+        # Where it is recorded the kernel reads a copy: its backward may need the values that are overwritten now.
         assign(platform, name, x, kernel(pointwise.clone(source) if is_recording(x) else source, *args, **kwargs))
         return x
 
@@ -93,11 +94,13 @@ def remember_sharing(source: Any, results: Any) -> None:
     """
     if not isinstance(source, DTensor):
         return
+    # Weak references: views come and go with each forward, and must not live as long as what they are views of.
     family = source.__dict__.get("_sharing")
     if family is None:
         family = [weakref.ref(source)]
         if not (source._is_leaf and source._requires_grad):  # which is not written where operations are recorded
             source._sharing = family
+    # Now and then, not each time: a tensor may get a view in every step of a loop.
     if len(family) >= PRUNED_AT:
         family[1:] = [member for member in family[1:] if member() is not None]
     for view in results if isinstance(results, (tuple, list)) else (results,):

@@ -45,11 +45,13 @@ def call_primitive(platform: MindSporeBase, func: Any, args: tuple[Any, ...], kw
         return copy_values(*given[:2])
     if name == "getitem":
         return given[0][given[1]]
+    # On the CPU only; Ascend has kernels for what is not composed here.
     if not platform.capabilities.native_operations:
         check_composed(name)
     operation = platform.own_operation(name)
     if operation is not None:
         return operation(*given, **named)
+    # Refused rather than run: in-place kernels of the CPU compute, and store nowhere, without an error.
     if func.name.startswith("Inplace"):
         raise CapabilityError(
             f"{func.name} on a DTensor: MindSpore's own does not write on CPU; use one that gives a new tensor"
