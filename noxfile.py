@@ -38,8 +38,8 @@ nox.options.sessions = [
     "site",
 ]
 # By name only: `main` is the other command of the README, `loss_parity` trains five times, `bench` measures,
-# `proof` takes hours, `chaos` as many minutes as it is given, `release` is for those who release, `lock` makes every
-# environment anew from the newest releases.
+# `proof` takes hours, `chaos` as many minutes as it is given, `accelerator` needs one, `release` is for those who
+# release, `lock` makes every environment anew from the newest releases.
 
 CORES = len(os.sched_getaffinity(0))
 WORKERS = min(4, CORES)  # more of them import a framework for too few tests each
@@ -219,13 +219,13 @@ def tests(session: nox.Session, package: str) -> None:
     pytest(session, for_tests(package), *one_core(package), f"packages/{package}/tests")
 
 
-def cross(session: nox.Session, platform: str) -> None:
+def cross(session: nox.Session, platform: str, **variables: str) -> None:
     """Run the conformance suite on a platform and the tests across packages, or what the arguments name."""
     python = full(platform)
     conformance = ("--pyargs", "hp_dtensor.testing.conformance")
     tests = ("tests", "--ignore", "tests/house", *served_tests(platform))
     for selected in [()] if session.posargs else [conformance, tests]:
-        pytest(session, python, *one_core(platform), *selected, HP_PLATFORM=platform)
+        pytest(session, python, *one_core(platform), *selected, HP_PLATFORM=platform, **variables)
 
 
 def served_tests(platform: str) -> list[str]:
@@ -245,6 +245,30 @@ def cross_torch(session: nox.Session) -> None:
 def cross_mindspore(session: nox.Session) -> None:
     """Tests across packages on MindSpore, and the conformance suite."""
     cross(session, "mindspore")
+
+
+@session
+def accelerator(session: nox.Session) -> None:
+    """Conformance and cross-package tests on the accelerator at hand, where there is one; arguments go to pytest."""
+    found = {platform: accelerators(session, platform) for platform in workspace.FRAMEWORKS}
+    for platform, (kind, count) in found.items():
+        if count:
+            session.log(f"{platform}: {count} of {kind}")
+            # Tests start up to four real ranks; where there are fewer devices, they share them.
+            shared = {"HP_BACKEND": "gloo"} if platform == "torch" and count < 4 else {}
+            cross(session, platform, HP_DEVICE=kind, **shared)
+    if not any(count for _, count in found.values()):
+        session.log(f"no accelerator that {' or '.join(found)} can use is on this machine: nothing was tested")
+
+
+def accelerators(session: nox.Session, platform: str) -> tuple[str, int]:
+    """Return the best kind of device of a framework, and how many there are on this machine."""
+    asked = (
+        "from hp_dtensor.platform.selection import get_platform; platform = get_platform(); "
+        "print(platform.device_types[0], platform.num_accelerators())"
+    )
+    kind, count = run(session, full(platform), "-c", asked, silent=True, HP_PLATFORM=platform).split()[-2:]
+    return kind, int(count)
 
 
 @session

@@ -8,7 +8,7 @@ import pytest
 import workspace
 
 BOTH = {f"{name}({platform})" for name in ("chaos", "proof") for platform in ("mindspore", "torch")}
-NOT_BY_DEFAULT = {"bench", "lock", "loss_parity", "main", "release", *BOTH}
+NOT_BY_DEFAULT = {"accelerator", "bench", "lock", "loss_parity", "main", "release", *BOTH}
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +33,29 @@ def test_all_but_training_and_measuring_runs_by_default():
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     skipped = {line.split()[1] for line in lines if line.startswith("- ")}
     assert skipped == NOT_BY_DEFAULT
+
+
+@pytest.mark.parametrize(
+    ("found", "tested"),
+    [
+        ({"torch": ("cpu", 0), "mindspore": ("cpu", 0)}, []),
+        ({"torch": ("cuda", 1), "mindspore": ("cpu", 0)}, [("torch", {"HP_DEVICE": "cuda", "HP_BACKEND": "gloo"})]),
+        (
+            {"torch": ("cuda", 8), "mindspore": ("npu", 8)},
+            [("mindspore", {"HP_DEVICE": "npu"}), ("torch", {"HP_DEVICE": "cuda"})],
+        ),
+    ],
+)
+def test_accelerators_are_tested_where_there_are_any(monkeypatch, found, tested):
+    import noxfile
+
+    ran, said = [], []
+    monkeypatch.setattr(noxfile, "accelerators", lambda session, platform: found[platform])
+    monkeypatch.setattr(noxfile, "cross", lambda session, platform, **variables: ran.append((platform, variables)))
+    session = type("Session", (), {"log": staticmethod(said.append)})()
+    noxfile.accelerator.func(session)
+    assert sorted(ran, key=str) == sorted(tested, key=str)
+    assert ("nothing was tested" in said[-1]) == (not tested)
 
 
 def test_siblings_are_required_with_a_floor_and_a_ceiling():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 
@@ -13,6 +14,8 @@ from hp_dtensor import DeviceMesh, DTensor, Partial, Replicate, Shard, distribut
 from hp_dtensor.comm.world import current_world
 from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform.selection import get_platform
+from hp_platform_torch.comm.groups import TorchGroup
+from hp_platform_torch.comm.staged_group import StagedGroup
 
 PLATFORM = get_platform("torch")
 
@@ -302,3 +305,44 @@ def communications_seen_by_torch(slow_rank):
         DTensor.from_local(torch.ones(4), mesh, [Partial()]).redistribute(placements=[Shard(0)])
     assert gathered.to_local().tolist() == torch.arange(12.0).reshape(4, 3).tolist()
     return {str(name): count for name, count in mode.get_comm_counts().items()}, w.grad.full_tensor().tolist()
+
+
+def staged_collectives():
+    """Every collective of a group that goes by way of host memory, and of one that does not."""
+    world = current_world(PLATFORM)
+    return [
+        _every_collective(
+            kind(world.all.ranks, world.rank, PLATFORM, functools.partial(world.connect, world.all.ranks))
+        )
+        for kind in (StagedGroup, TorchGroup)
+    ]
+
+
+def _every_collective(group):
+    rank, size = group.rank, group.size
+    results = []
+
+    def values(count, dtype=torch.float32):
+        return _values(dtype, count, rank)
+
+    for dtype in (torch.float32, torch.bfloat16, torch.int16, torch.bool):
+        reduced, gathered, scattered = values(6, dtype), torch.empty(2 * size, dtype=dtype), torch.empty(2, dtype=dtype)
+        group.all_reduce(reduced)
+        group.all_gather_into(gathered, values(2, dtype), async_op=True).wait()
+        group.reduce_scatter_into(scattered, values(2 * size, dtype))
+        results += [reduced, gathered, scattered]
+    told = values(3)
+    group.broadcast(told, 1)
+    # Rank r gives r + j rows to rank j.
+    rows = [rank + j for j in range(size)]
+    exchanged = torch.empty(sum(rows), 2)
+    group.all_to_all_into(exchanged, values(2 * sum(rows)).view(-1, 2), rows, rows)
+    arriving = [torch.empty(j + 1) for j in range(size)]
+    group.exchange([values(rank + 1) + j for j in range(size)], arriving)
+    passed = torch.empty(4)
+    if rank:
+        group.receive(passed, rank - 1)
+    if rank < size - 1:
+        group.send(values(4), rank + 1)
+    results += [told, exchanged, *arriving, passed if rank else told]
+    return [x.float().tolist() for x in results]

@@ -19,7 +19,7 @@ from hp_dtensor.exceptions import PlatformError
 from hp_dtensor.launch.environment import from_environment, is_launched
 from hp_dtensor.platform.interface import Platform
 from hp_platform_torch.comm import rendezvous
-from hp_platform_torch.comm.capabilities import device_types
+from hp_platform_torch.comm.capabilities import device_types, shares_devices
 from hp_platform_torch.comm.world import TorchWorld
 from hp_platform_torch.device_rates import peak_flops
 
@@ -118,6 +118,9 @@ class TorchProcesses(Platform):
         kind = self.device_types[0]
         return 0 if kind == "cpu" else int(getattr(torch, kind).device_count())
 
+    def max_local_ranks(self) -> int | None:
+        return None if shares_devices() else super().max_local_ranks()
+
     def peak_memory(self) -> int:
         kind = self.device_types[0]
         return super().peak_memory() if kind == "cpu" else int(getattr(torch, kind).max_memory_allocated())
@@ -143,7 +146,8 @@ class TorchProcesses(Platform):
     def _use_device(self, local_rank: int) -> None:
         kind = self.device_types[0]
         if kind != "cpu":
-            self.device = torch.device(kind, local_rank)
+            index = local_rank % getattr(torch, kind).device_count() if shares_devices() else local_rank
+            self.device = torch.device(kind, index)
             getattr(torch, kind).set_device(self.device)
 
     def rank_state(self) -> torch.Tensor:

@@ -208,17 +208,20 @@ def test_local_ranks_are_the_accelerators_or_else_those_of_the_cpu(
 def test_more_ranks_than_accelerators_are_refused_with_the_way_out(
     work: Path, error, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "num_accelerators", lambda platform: 1)
+    monkeypatch.setattr(preflight, "max_local_ranks", lambda platform: 1)
     assert error("run.yaml", "--launch.local_ranks=4") == (
         "hp-train: run.yaml: 1 problem\n"
         "--launch.local_ranks: launch.local_ranks: there is only one accelerator on this machine, and each rank needs "
         "its own\n"
         "    expected: at most 1\n"
         "    got: 4\n"
-        "    try: launch.local_ranks=1, or HP_DEVICE=cpu in the environment to train on the CPU\n"
+        "    try: launch.local_ranks=1, or in the environment HP_DEVICE=cpu, to train on the CPU, or "
+        "HP_BACKEND=gloo, to share accelerators\n"
     )
-    monkeypatch.setattr(preflight, "num_accelerators", lambda platform: 2)
+    monkeypatch.setattr(preflight, "max_local_ranks", lambda platform: 2)
     assert "are only 2 accelerators" in error("run.yaml", "--launch.local_ranks=4")
+    monkeypatch.setattr(preflight, "max_local_ranks", lambda platform: None)
+    assert cli.main(["check", "run.yaml", "--launch.local_ranks=4"]) == 0
 
 
 @pytest.mark.parametrize("accelerators", [0, 1, 2, 8])
@@ -226,8 +229,8 @@ def test_the_example_fits_any_machine(
     tmp_path: Path, prepared: list, installed: Registries, monkeypatch: pytest.MonkeyPatch, accelerators: int
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for module in (world_size, preflight):
-        monkeypatch.setattr(module, "num_accelerators", lambda platform: accelerators)
+    monkeypatch.setattr(world_size, "num_accelerators", lambda platform: accelerators)
+    monkeypatch.setattr(preflight, "max_local_ranks", lambda platform: accelerators or None)
     assert cli.main([str(EXAMPLE), "--data.max_tokens=100000"]) == 0
     ((config, *_),) = prepared
     dims = ParallelDims.from_config(config.parallel, accelerators or 4, config.model.options.num_experts)

@@ -52,6 +52,10 @@ class ProcessInterface(ABC):
         """Return how many accelerators of its best kind this machine offers to ranks; 0: ranks run on the CPU."""
         return 0
 
+    def max_local_ranks(self) -> int | None:
+        """Return how many ranks this machine can have: one for each accelerator; None: any number."""
+        return self.num_accelerators() or None
+
     def peak_memory(self) -> int:
         """Return the largest number of bytes that this rank's device has held at once for it so far.
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
 
-from hp_dtensor.exceptions import CapabilityError
+from hp_dtensor.exceptions import CapabilityError, PlatformError
 
 Tensor = torch.Tensor
 
@@ -40,6 +41,21 @@ CAPABILITIES = {
         as_int32=frozenset({torch.int16, torch.bool, torch.uint8}),
     ),
 }
+
+
+def shares_devices() -> bool:
+    """Tell whether ranks may share an accelerator, because their collectives go over gloo: `HP_BACKEND=gloo`.
+
+    Raises:
+        PlatformError: `HP_BACKEND` names another backend.
+    """
+    wanted = os.environ.get("HP_BACKEND")
+    if wanted not in (None, "", "gloo"):
+        raise PlatformError(
+            f"HP_BACKEND is {wanted!r}; expected gloo, by which ranks share an accelerator, or nothing for the "
+            "device's own backend"
+        )
+    return wanted == "gloo"
 
 
 def movable(x: Tensor) -> Tensor:

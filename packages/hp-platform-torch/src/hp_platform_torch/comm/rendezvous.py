@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from hp_dtensor.exceptions import PlatformError
-from hp_platform_torch.comm.capabilities import BACKEND_NAMES, device_types
+from hp_platform_torch.comm.capabilities import BACKEND_NAMES, device_types, shares_devices
 
 _LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
@@ -116,4 +116,6 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 def _backend_names() -> str:
     """Name a backend for each kind of device on this machine as torch wants it: `cpu:gloo,cuda:nccl`."""
+    if shares_devices():
+        return "cpu:gloo"
     return ",".join(f"{device}:{BACKEND_NAMES[device]}" for device in device_types())

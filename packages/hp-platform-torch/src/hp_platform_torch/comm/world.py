@@ -13,7 +13,9 @@ import torch.distributed as dist
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.comm.world import World
 from hp_dtensor.exceptions import CollectiveError
+from hp_platform_torch.comm.capabilities import shares_devices
 from hp_platform_torch.comm.groups import FACTS, TorchGroup
+from hp_platform_torch.comm.staged_group import StagedGroup
 from hp_platform_torch.comm.torch_groups import GroupOfOne
 
 if TYPE_CHECKING:
@@ -42,7 +44,8 @@ class TorchWorld(World):
         rank = ranks.index(self.rank)
         if len(ranks) == 1:
             return GroupOfOne(ranks, rank, self.platform)
-        return TorchGroup(ranks, rank, self.platform, functools.partial(self.connect, ranks))
+        kind = StagedGroup if self.platform.device_types[0] != "cpu" and shares_devices() else TorchGroup
+        return kind(ranks, rank, self.platform, functools.partial(self.connect, ranks))
 
     def connect(self, ranks: tuple[int, ...], device_type: str) -> dist.Backend:
         """Return a backend that carries tensors of a device type, or `FACTS`, between `ranks`; all of them call it."""

@@ -43,6 +43,14 @@ def num_accelerators(name: str | None) -> int:
         return 0
 
 
+def max_local_ranks(name: str) -> int | None:
+    """Return how many ranks a platform can have on this machine; this loads its framework. None: any number."""
+    try:
+        return get_platform(name).max_local_ranks()
+    except PlatformError:
+        return None
+
+
 def no_platform() -> Problem | None:
     """Return the problem that no platform is installed at all; None: one is."""
     hint = "pip install hp-platform-torch or hp-platform-mindspore"

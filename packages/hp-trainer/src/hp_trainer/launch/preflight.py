@@ -14,7 +14,7 @@ from hp_dtensor.launch import is_launched
 from hp_trainer.config import LoadedConfig, TrainerConfig, settings_by_path
 from hp_trainer.exceptions import ParallelDimsError, Problem, join_choices
 from hp_trainer.launch.pipeline_problems import find_model_part_problems, find_pipeline_problems
-from hp_trainer.launch.platforms import chosen_platform, num_accelerators
+from hp_trainer.launch.platforms import chosen_platform, max_local_ranks
 from hp_trainer.models.hugging_face import ModelDirectory
 from hp_trainer.optimizers import group_problems
 from hp_trainer.parallel import (
@@ -127,15 +127,16 @@ def _device_problems(config: TrainerConfig, platform: str) -> Iterator[Problem]:
     """Yield more local ranks than this machine has accelerators: the second rank of one would die in its start."""
     ranks = config.launch.local_ranks or 1
     # One rank always fits, and need not wait for a framework to count.
-    devices = num_accelerators(platform) if ranks > 1 and not is_launched() else 0
-    if 0 < devices < ranks:
+    devices = max_local_ranks(platform) if ranks > 1 and not is_launched() else None
+    if devices is not None and devices < ranks:
         there = "is only one accelerator" if devices == 1 else f"are only {devices} accelerators"
         yield Problem(
             path="launch.local_ranks",
             what=f"there {there} on this machine, and each rank needs its own",
             expected=f"at most {devices}",
             got=str(ranks),
-            hint=f"launch.local_ranks={devices}, or HP_DEVICE=cpu in the environment to train on the CPU",
+            hint=f"launch.local_ranks={devices}, or in the environment HP_DEVICE=cpu, to train on the CPU, or "
+            "HP_BACKEND=gloo, to share accelerators",
         )
 
 
