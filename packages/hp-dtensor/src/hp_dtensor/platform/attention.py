@@ -169,11 +169,11 @@ def kept_entries(p: float, rows: Array, heads: Array, queries: Array, keys: Arra
     """
     threshold = np.uint64(round(p * 2**24))
     kept = np.empty((len(rows), len(heads), len(queries), len(keys)), np.bool_)
-    of_queries, of_keys = (_steps(x) for x in (queries, keys))
+    of_queries, of_keys = (steps_of(x) for x in (queries, keys))
     for row, seed in enumerate(np.asarray(rows, np.int64).view(np.uint64)):
-        for head, step in enumerate(_steps(heads)):
-            of_head = _mixed(np.array([seed]) + step)
-            numbers = _mixed(_mixed(of_head + of_queries)[:, None] + of_keys)
+        for head, step in enumerate(steps_of(heads)):
+            of_head = mixed(np.array([seed]) + step)
+            numbers = mixed(mixed(of_head + of_queries)[:, None] + of_keys)
             np.greater_equal(numbers >> np.uint64(40), threshold, out=kept[row, head])
     return kept
 
@@ -182,12 +182,13 @@ GAMMA, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 """Constants of SplitMix64: the step of its counter, and the factors of its mixing."""
 
 
-def _steps(places: Array) -> Array:
+def steps_of(places: Array) -> Array:
+    """Return how far places lie from the seed of their stream: multiples of its step, as uint64."""
     return (np.asarray(places, np.int64).view(np.uint64) + np.uint64(1)) * np.uint64(GAMMA)
 
 
-def _mixed(z: Array) -> Array:
-    """Mix 64-bit numbers in place, and return them."""
+def mixed(z: Array) -> Array:
+    """Mix uint64 numbers in place, and return them."""
     for shift, factor in ((30, MIX_1), (27, MIX_2)):
         z ^= z >> np.uint64(shift)
         z *= np.uint64(factor)

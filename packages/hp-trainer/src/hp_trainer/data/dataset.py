@@ -181,6 +181,8 @@ class Batch:
         global_tokens: tokens of the whole global batch, padding included.
         global_targets: those targets of the whole global batch that are not `IGNORED`: the loss is the sum over
             them, divided by their number.
+        rows: the number of each sample in the run, int64 `[samples]`: the first sample that the run reads has 0, and a
+            sample that is read again another one.
     """
 
     ids: np.ndarray
@@ -189,6 +191,7 @@ class Batch:
     samples: np.ndarray
     global_tokens: int
     global_targets: int
+    rows: np.ndarray | None = None
 
     def arrays(self) -> list[np.ndarray]:
         """Return the arguments of a model: ids, targets and, where there are any, positions; each contiguous."""
@@ -201,8 +204,14 @@ class Batch:
 
     def _part(self, part: slice) -> Batch:
         positions = None if self.positions is None else self.positions[part]
+        rows = None if self.rows is None else self.rows[part]
         return replace(
-            self, ids=self.ids[part], targets=self.targets[part], positions=positions, samples=self.samples[part]
+            self,
+            ids=self.ids[part],
+            targets=self.targets[part],
+            positions=positions,
+            samples=self.samples[part],
+            rows=rows,
         )
 
 
@@ -246,6 +255,7 @@ class BatchReader:
             targets=rows.targets,
             positions=rows.positions,
             samples=own,
+            rows=np.arange(position + self._begin, position + self._end),
             global_tokens=len(there) * rows.ids.shape[1],
             global_targets=self._samples.num_targets(there),
         )

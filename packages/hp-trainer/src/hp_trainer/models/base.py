@@ -18,7 +18,8 @@ class LanguageModel(Protocol):
     """A module of a platform that predicts the next token.
 
     One that has `training_flops_per_token(sequence_length)`, the operations of forward and backward without what is
-    computed again, has its FLOP/s shown.
+    computed again, has its FLOP/s shown. One whose `takes_rows` is true is called with `rows=` too: int64
+    `[batch]`, the number of each row in the run, by which noise can be drawn alike in every layout.
 
     Attributes:
         config: its options; `ParallelDims.validate_against_model` reads sizes from it.

@@ -30,7 +30,7 @@ class ModelStage(PipelineStage):
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run these parts; the targets are the last stage's alone."""
         targets = kwargs["targets"] if self.is_last else None
-        return self.submod(*args, targets, kwargs["positions"], self._parts)
+        return self.submod(*args, targets, kwargs["positions"], self._parts, kwargs["rows"])
 
 
 def exchange_over(group: ProcessGroup) -> Callable[[Any], list[Any]]:
@@ -84,7 +84,10 @@ class PipelinedModel:
         if self._pipeline.has_last_stage:
             targets = [self._tensor(part.targets) for part in parts]
         ids = [(self._tensor(part.ids),) for part in parts] if self._pipeline.has_first_stage else []
-        kwargs = [{"targets": t, "positions": p} for t, p in zip(targets, positions, strict=True)]
+        kwargs = [
+            {"targets": target, "positions": place, "rows": part.rows}
+            for target, place, part in zip(targets, positions, parts, strict=True)
+        ]
         self._loss_sums.clear()
         self._pipeline.run_microbatches(ids, kwargs, forward_only=forward_only)
         total = self.platform.zeros((), self.platform.dtype("float32"))

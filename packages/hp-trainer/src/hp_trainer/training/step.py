@@ -71,7 +71,8 @@ class OptimizerStep:
     def loss_sum(self, batch: Batch) -> Tensor:
         """Return the cross entropy summed over this rank's targets, in nats."""
         batch = batch if self.shares is None else self.shares.own(batch)
-        return self.model(*map(self.platform.from_numpy, batch.arrays()))
+        rows = {"rows": batch.rows} if getattr(self.model, "takes_rows", False) else {}
+        return self.model(*map(self.platform.from_numpy, batch.arrays()), **rows)
 
     def agree(self, loss: Tensor, stop: bool) -> tuple[float, bool]:
         """Return the loss of the global batch and whether any rank wants to stop, by one all-reduce over the world.

@@ -16,6 +16,7 @@ import numpy as np
 
 from hp_dtensor.exceptions import AttentionError
 from hp_dtensor.parallel.attention.mask import host_integers
+from hp_dtensor.platform.attention import mixed, steps_of
 from hp_dtensor.platform.interface import Platform
 
 Tensor = Any
@@ -53,6 +54,24 @@ class AttentionDropout:
     def __post_init__(self) -> None:
         if isinstance(self.p, bool) or not isinstance(self.p, (int, float)) or not 0 <= self.p <= 1:
             raise AttentionError(f"AttentionDropout: p must be a number from 0 to 1, got {self.p!r}")
+
+    @classmethod
+    def of_rows(cls, p: float, rows: Array, *keys: int) -> AttentionDropout:
+        """Return the dropout of rows with these numbers.
+
+        Args:
+            rows: int64 `[batch]`, the number of each row in the whole run, on whichever rank it is.
+            keys: the seed of the run, the layer: what else tells seeds apart.
+
+        Example:
+            >>> one, other = (AttentionDropout.of_rows(0.1, np.array([7, 8]), layer) for layer in (0, 1))
+            >>> len({*one.seed.tolist(), *other.seed.tolist()})
+            4
+        """
+        seeds = np.array(rows, np.int64).view(np.uint64)
+        for key in keys:
+            seeds = mixed(seeds + steps_of(np.array([key])))
+        return cls(p, seeds.view(np.int64))
 
     def rows(self, platform: Platform, batch: int) -> Array:
         """Return the seed of each row, int64 `[batch]`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hp_dtensor.parallel import nn
-from hp_dtensor.parallel.attention import AttentionMask, attention
+from hp_dtensor.parallel.attention import AttentionDropout, AttentionMask, attention
 from hp_trainer.models.decoder.config import DecoderConfig
 from hp_trainer.models.decoder.norm import build_norm
 from hp_trainer.models.decoder.rotary import Rotation
@@ -39,7 +39,9 @@ class GroupedAttention(nn.Module):
         self.k_norm = self._query_key_norm(kv_width)
         self.sinks: Any = self.parameter((self.num_heads,)) if config.attention_sinks else None
 
-    def forward(self, x: Tensor, rotation: Rotation, mask: AttentionMask) -> Tensor:
+    def forward(
+        self, x: Tensor, rotation: Rotation, mask: AttentionMask, dropout: AttentionDropout | None = None
+    ) -> Tensor:
         """Transform every token: `[batch, length, hidden]` -> the same."""
         q = self._normalized(self.q_norm, self.q_proj(x), self.num_heads)
         k = self._normalized(self.k_norm, self.k_proj(x), self.num_kv_heads)
@@ -53,6 +55,7 @@ class GroupedAttention(nn.Module):
             scale=self.config.attention_scale,
             soft_cap=self.config.attention_soft_cap,
             sinks=self.sinks,
+            dropout=dropout,
         )
         return self.o_proj(join_heads(self.ops, out))
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from hp_dtensor.parallel import nn
-from hp_dtensor.parallel.attention import AttentionMask
+from hp_dtensor.parallel.attention import AttentionDropout, AttentionMask
 from hp_moe import AuxLosses, Capacity, FeedForward, MoE, clamped_swiglu
 from hp_trainer.models.decoder.attention import GroupedAttention
 from hp_trainer.models.decoder.config import DecoderConfig
@@ -28,6 +28,7 @@ class DecoderBlock(nn.Module):
         layer: index of the block in the whole model; the configuration says by it what the block is made of.
 
     Attributes:
+        index: of the block in the whole model.
         window: tokens that a token sees, itself included; None: all before it.
         moe, feed_forward: one of them is None.
         post_attention_norm, post_ffn_norm: of what is added to the input; None where it is added as it is.
@@ -37,6 +38,7 @@ class DecoderBlock(nn.Module):
         super().__init__()
         hidden, dense = config.hidden_size, config.is_dense(layer)
         kind = LatentAttention if config.attention == "latent" else GroupedAttention
+        self.index = layer
         self.attention_norm = build_norm(config, hidden)
         self.window = config.window_of(layer)
         self.attention = kind(config)
@@ -48,13 +50,20 @@ class DecoderBlock(nn.Module):
         if config.lora.rank is not None:
             add_adapters(self, config.lora)
 
-    def forward(self, x: Tensor, rotation: Rotation, mask: AttentionMask, ids: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        rotation: Rotation,
+        mask: AttentionMask,
+        ids: Tensor | None = None,
+        dropout: AttentionDropout | None = None,
+    ) -> Tensor:
         """Transform every token: `[batch, length, hidden]` -> the same; the mask is of this block's window.
 
         Args:
             ids: of the tokens, `[batch, length]`, for experts that are chosen by them.
         """
-        attended = self.attention(self.attention_norm(x), rotation, mask)
+        attended = self.attention(self.attention_norm(x), rotation, mask, dropout)
         x = self.ops.add(x, attended if self.post_attention_norm is None else self.post_attention_norm(attended))
         normed = self.ffn_norm(x)
         fed = self.feed_forward(normed) if self.moe is None else self.moe(normed, ids)

@@ -51,6 +51,9 @@ class DecoderConfig:
     attention_scale: float | None = setting(None, help="factor on scores; null: 1 / root of a head's width", above=0)
     attention_soft_cap: float | None = setting(None, help="cap attention's scores smoothly (Gemma 2)", above=0)
     attention_sinks: bool = setting(False, help="one learned score per head that takes weight from the others")
+    attention_dropout: float = setting(
+        0.0, help="share of attention's weights that are dropped in training, the same in every layout", minimum=0
+    )
     sliding_window: int | None = setting(None, help="tokens that a sliding layer sees, itself included", minimum=1)
     layer_pattern: tuple[LayerKind, ...] = setting(
         ("sliding",), help="kinds of attention of the blocks in order, repeated; they matter with a sliding_window"

@@ -55,6 +55,9 @@ def adapter_problems(config: DecoderConfig) -> Iterator[Problem]:
 def attention_problems(config: DecoderConfig) -> Iterator[Problem]:
     """Yield what is wrong with the heads, their widths and their options."""
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if config.attention_dropout >= 1:
+        what = "attention would drop all of its weights"
+        yield Problem(path="attention_dropout", what=what, expected="below 1", got=str(config.attention_dropout))
     if heads % kv_heads:
         yield Problem(
             path="num_key_value_heads",

@@ -8,12 +8,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hp_dtensor.parallel import nn
-from hp_dtensor.parallel.attention import AttentionMask
+from hp_dtensor.parallel.attention import AttentionDropout, AttentionMask
 from hp_dtensor.parallel.recompute import checkpoint
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.tensor.conversions import whole_of
 from hp_dtensor.tensor.init import Constant, Distribution, Normal, Uniform
 from hp_moe import LoadMetrics, place_copies_of_experts, update_expert_bias
+from hp_trainer.exceptions import TrainingError
 from hp_trainer.models.decoder.block import DecoderBlocks
 from hp_trainer.models.decoder.config import DecoderConfig
 from hp_trainer.models.decoder.expert_metrics import expert_metrics
@@ -24,6 +25,8 @@ from hp_trainer.models.decoder.norm import build_norm
 from hp_trainer.models.decoder.rotary import RotaryTables
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from hp_dtensor.comm.mesh import DeviceMesh
     from hp_trainer.config import TrainingConfig
     from hp_trainer.parallel import ParallelDims
@@ -66,6 +69,7 @@ class Decoder(nn.Module):
         norm: None in parts without a head.
         head: None when the embedding is the head, and in parts without one.
         rotary: angles by length and positions.
+        takes_rows: whether `forward` is to be told the number of each row in the run.
         recomputes: in training, each block keeps its input alone and is computed again in backward.
     """
 
@@ -77,6 +81,7 @@ class Decoder(nn.Module):
         self.config = config
         self.recomputes = False
         self._loss = TokenLoss()
+        self._seed = 0
         # A head that is the embedding has a copy of its own where the embedding is another part's.
         has_table = parts.embed or (parts.head and config.tie_word_embeddings)
         self.embed: Any = nn.Embedding(config.vocab_size, config.hidden_size) if has_table else None
@@ -86,12 +91,17 @@ class Decoder(nn.Module):
         self.head: Any = nn.Linear(config.hidden_size, config.vocab_size) if own_head else None
         self.rotary = RotaryTables(self.platform, config)
 
+    @property
+    def takes_rows(self) -> bool:
+        return self.config.attention_dropout > 0
+
     def forward(
         self,
         ids: Tensor,
         targets: Tensor | None = None,
         positions: Tensor | None = None,
         parts: DecoderParts | None = None,
+        rows: np.ndarray | None = None,
     ) -> Tensor:
         """See `hp_trainer.models.LanguageModel`.
 
@@ -100,6 +110,11 @@ class Decoder(nn.Module):
 
         Args:
             parts: call these alone, such as one of several pipeline stages of a rank; None: all that there are.
+            rows: int64 `[batch]`, the number of each row in the run, by which attention drops (`attention_dropout`);
+                without a graph to record, as in evaluation, it is not looked at.
+
+        Raises:
+            TrainingError: attention drops, and there are no `rows`.
         """
         parts = parts or self.parts
         x = self._embedded(ids) if parts.embed else ids
@@ -107,11 +122,8 @@ class Decoder(nn.Module):
         masks = self._masks(positions)
         chosen_by = ids if self.config.hash_routing else None
         for layer in self.layers.select(parts.layers):
-            mask = masks[layer.window]
-            if self.recomputes:
-                x = checkpoint(layer, x, rotation, mask, chosen_by, platform=self.platform)
-            else:
-                x = layer(x, rotation, mask, chosen_by)
+            others = rotation, masks[layer.window], chosen_by, self._dropout(rows, layer.index)
+            x = checkpoint(layer, x, *others, platform=self.platform) if self.recomputes else layer(x, *others)
         if not parts.head:
             return x
         logits = self._logits(self.norm(x))
@@ -121,6 +133,17 @@ class Decoder(nn.Module):
         """Return a mask for each window; blocks with the same one share what is derived from it."""
         windows = {layer.window for layer in self.layers}
         return {window: AttentionMask(causal=True, window=window, positions=positions) for window in windows}
+
+    def _dropout(self, rows: np.ndarray | None, layer: int) -> AttentionDropout | None:
+        """Return what a layer's attention drops, by the seed of the run, the layer and the numbers of the rows."""
+        p = self.config.attention_dropout
+        if not p or not self.platform.is_grad_enabled():
+            return None
+        if rows is None:
+            raise TrainingError(
+                f"model.attention_dropout = {p}: expected rows, the number of each row in the run, beside ids; got None"
+            )
+        return AttentionDropout.of_rows(p, rows, self._seed, layer)
 
     def _embedded(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -162,6 +185,7 @@ class Decoder(nn.Module):
         self.recomputes = training is not None and training.activation_checkpointing
         if training is not None:
             self._loss = TokenLoss(training.label_smoothing, training.z_loss)
+            self._seed = training.seed
 
     def training_flops_per_token(self, sequence_length: int) -> float:
         """Return the operations that a token needs in forward and backward of the whole decoder, also of its parts."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hp_dtensor.parallel import nn
-from hp_dtensor.parallel.attention import AttentionMask, attention
+from hp_dtensor.parallel.attention import AttentionDropout, AttentionMask, attention
 from hp_trainer.models.decoder.attention import join_heads
 from hp_trainer.models.decoder.config import DecoderConfig
 from hp_trainer.models.decoder.rotary import Rotation
@@ -45,13 +45,15 @@ class LatentAttention(nn.Module):
         scale = (self.nope + self.rope) ** -0.5 if config.attention_scale is None else config.attention_scale
         self.scale = scale * score_factor(config.rope_scaling)
 
-    def forward(self, x: Tensor, rotation: Rotation, mask: AttentionMask) -> Tensor:
+    def forward(
+        self, x: Tensor, rotation: Rotation, mask: AttentionMask, dropout: AttentionDropout | None = None
+    ) -> Tensor:
         """Transform every token: `[batch, length, hidden]` -> the same."""
         ops = self.ops
         q = self._queries(x, rotation)
         k, v = self._keys_and_values(x, rotation)
         q, k, v = (ops.transpose(each, 1, 2) for each in (q, k, v))
-        out = attention(q, k, v, mask=mask, scale=self.scale, soft_cap=self.config.attention_soft_cap)
+        out = attention(q, k, v, mask=mask, scale=self.scale, soft_cap=self.config.attention_soft_cap, dropout=dropout)
         return self.o_proj(join_heads(ops, out))
 
     def _queries(self, x: Tensor, rotation: Rotation) -> Tensor:

@@ -115,9 +115,9 @@ def _block_plan(block: DecoderBlock) -> dict[str, ParallelStyle]:
     sequence = Shard(1)
     plan: dict[str, ParallelStyle] = {
         "attention_norm": SequenceParallel(),
-        # The rotation and the mask, of the whole sequence, come as they are.
+        # The rotation, the mask and the dropout, of the whole sequence, come as they are.
         "attention": PrepareModuleInput(
-            input_layouts=(sequence, None, None), desired_input_layouts=(Replicate(), None, None)
+            input_layouts=(sequence, None, None, None), desired_input_layouts=(Replicate(), None, None, None)
         ),
         **_attention_plan(block.attention),
         "attention.o_proj": RowwiseParallel(output_layouts=sequence, use_local_output=False),
