@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import os
@@ -23,7 +24,7 @@ except ImportError:  # MindSpore 2.9
 
 from hp_dtensor.comm.world import World
 from hp_dtensor.dispatch.plan_cache import forget_plans
-from hp_dtensor.exceptions import PlatformError
+from hp_dtensor.exceptions import CapabilityError, PlatformError
 from hp_dtensor.launch.environment import from_environment, is_launched
 from hp_dtensor.platform.modules import Removable
 from hp_dtensor.spec.tensor_spec import TensorSpec
@@ -38,7 +39,7 @@ from hp_platform_mindspore.ops.namespace import Operations, build_functions, bui
 from hp_platform_mindspore.ops.primitives import call_primitive
 from hp_platform_mindspore.patches import table
 from hp_platform_mindspore.platform_base import MindSporeBase
-from hp_platform_mindspore.tensor import autograd, dtensor, modules
+from hp_platform_mindspore.tensor import autograd, dtensor, meta, modules
 from hp_platform_mindspore.tensor.local_operations import LocalOperations
 from hp_platform_mindspore.tensor.memory import (
     DTYPES,
@@ -168,9 +169,13 @@ class MindSporePlatform(MindSporeBase):
         return dtype in FLOATING
 
     def empty(self, shape: Sequence[int], dtype: Any, device: Any = None) -> Tensor:
+        if meta.is_making_meta() or device == meta.META:
+            return meta.meta_tensor(shape, dtype)
         return mint.empty(tuple(shape), dtype=dtype)
 
     def zeros(self, shape: Sequence[int], dtype: Any, device: Any = None) -> Tensor:
+        if device == meta.META:  # in `init_empty_weights` too, buffers are zeros
+            return meta.meta_tensor(shape, dtype)
         return mint.zeros(tuple(shape), dtype=dtype)
 
     def from_numpy(self, array: np.ndarray, device: Any = None) -> Tensor:
@@ -213,7 +218,23 @@ class MindSporePlatform(MindSporeBase):
     def detach(self, x: Tensor) -> Tensor:
         return dtensor.detached(x)
 
+    def check_dtype(self, dtype: Any) -> None:
+        if dtype not in NAMES:
+            raise CapabilityError(
+                f"on MindSpore there are no DTensors of {dtype}: its collectives and CPU kernels do not take them; "
+                f"expected one of {', '.join(DTYPES)}. Cast first, or keep the tensor plain."
+            )
+
+    def default_device(self, device: Any) -> AbstractContextManager[None]:
+        if device == meta.META and meta.IS_THERE:
+            return meta.making_meta()
+        if device in self.device_types[:1]:
+            return contextlib.nullcontext()
+        return super().default_device(device)
+
     def device_of(self, x: Tensor) -> str:
+        if self.is_meta(x):
+            return meta.META
         return "cpu" if x.device.startswith("CPU") else self.capabilities.device_type
 
     def is_meta(self, x: Tensor) -> bool:

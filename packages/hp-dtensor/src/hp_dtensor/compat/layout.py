@@ -16,6 +16,7 @@ from hp_dtensor.spec.aliases import (
     placements_of_aliases,
 )
 from hp_dtensor.spec.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
+from hp_dtensor.spec.tensor_spec import TensorSpec
 
 
 class Layout:
@@ -63,6 +64,17 @@ class Layout:
         if not isinstance(device_mesh, DeviceMesh):
             raise TypeError(f"from_device_mesh takes a DeviceMesh, got {device_mesh!r}")
         return cls(device_mesh.shape, device_mesh.mesh_dim_names, device_mesh.ranks())
+
+    @classmethod
+    def from_spec(cls, spec: TensorSpec) -> Layout:
+        """Return the layout of a tensor, with an alias or `"None"` for each of its dimensions.
+
+        On MindSpore it is `x.layout`; PyTorch's tensors have a `layout` of their own.
+        """
+        layout = cls.from_device_mesh(spec.mesh)(tuple(spec.placements))
+        known = layout.alias_tensor_map
+        layout._alias_map = known + (NOT_SHARDED,) * (len(spec.shape) - len(known))
+        return layout
 
     def __call__(self, *specification: Any) -> Layout:
         """Return a new layout that carries `specification`.

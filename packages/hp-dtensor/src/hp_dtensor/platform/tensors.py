@@ -125,10 +125,18 @@ class TensorInterface(ABC):
         """Return whether `x` has a shape but no data."""
 
     def check_dense(self, x: Tensor) -> None:
-        """Refuse a plain tensor whose data is not an array of its shape (sparse, quantized).
+        """Refuse a plain tensor whose data is not an array of its shape (sparse, quantized), or of a dtype not taken.
 
         Raises:
             CapabilityError: `x` is such a tensor.
+        """
+        self.check_dtype(x.dtype)
+
+    def check_dtype(self, dtype: DType) -> None:
+        """Refuse a dtype that tensors of the framework may have and DTensors not.
+
+        Raises:
+            CapabilityError: naming it, and those that there are.
         """
 
     def default_device(self, device: Any) -> AbstractContextManager[None]:

@@ -189,6 +189,7 @@ def _make(
         raise PlacementError(f"a factory cannot make partial results, got {list(chosen)}; use DTensor.from_local")
     name = "float32" if dtype is None else dtype
     spec = TensorSpec(mesh, chosen, sizes, platform.dtype(name) if isinstance(name, str) else name)
+    platform.check_dtype(spec.dtype)
     check_created("a factory", spec)
     result = platform.wrap(fill(platform, spec), spec)
     if requires_grad:

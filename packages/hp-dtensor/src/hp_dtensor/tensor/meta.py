@@ -29,17 +29,14 @@ def init_on_device(device: Any, platform: Platform | str | None = None) -> Itera
     """Make tensors and modules inside the block on `device`; on `"meta"` they have shapes and no data.
 
     Raises:
-        CapabilityError: the platform cannot, such as MindSpore for `"meta"`.
+        CapabilityError: the platform has no such device here; of MindSpore, `"meta"` is there from 2.10 on, and the
+            parameters of modules are made on it, not other tensors.
 
     Example:
-        >>> from hp_dtensor.exceptions import CapabilityError
-        >>> try:
-        ...     with init_on_device("meta", platform), nn.building(platform):
-        ...         has_data = not platform.is_meta(nn.Linear(1000, 1000).weight)
-        ... except CapabilityError:
-        ...     has_data = False
-        >>> has_data
-        False
+        >>> with init_on_device("meta", platform), nn.building(platform):
+        ...     model = nn.Linear(1000, 1000)
+        >>> platform.is_meta(model.weight)
+        True
     """
     with get_platform(platform).default_device(device):
         yield
@@ -49,14 +46,10 @@ def init_empty_weights(platform: Platform | str | None = None) -> contextlib.Abs
     """Make tensors and modules inside the block without data, for a model that is too large for one rank.
 
     Example:
-        >>> from hp_dtensor.exceptions import CapabilityError
-        >>> try:
-        ...     with init_empty_weights(platform), nn.building(platform):
-        ...         has_data = not platform.is_meta(nn.Linear(1000, 1000).weight)
-        ... except CapabilityError:  # MindSpore before it has such a device
-        ...     has_data = False
-        >>> has_data
-        False
+        >>> with init_empty_weights(platform), nn.building(platform):
+        ...     model = nn.Linear(1000, 1000)
+        >>> platform.is_meta(model.weight)
+        True
     """
     return init_on_device("meta", platform)
 
@@ -78,14 +71,9 @@ def materialize(
         MetaTensorError: buffers without data and no `buffers`; nothing has been changed then.
 
     Example:
-        >>> from hp_dtensor.exceptions import CapabilityError
-        >>> try:
-        ...     with init_empty_weights(platform), nn.building(platform):
-        ...         model = nn.Linear(4, 4)
-        ...     lacks_data = platform.is_meta(materialize(model, platform=platform).weight)
-        ... except CapabilityError:
-        ...     lacks_data = False
-        >>> lacks_data
+        >>> with init_empty_weights(platform), nn.building(platform):
+        ...     model = nn.Linear(4, 4)
+        >>> platform.is_meta(materialize(model, platform=platform).weight)
         False
     """
     chosen = platform_of(module, platform)

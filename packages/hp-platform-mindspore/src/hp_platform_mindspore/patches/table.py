@@ -16,6 +16,7 @@ from mindspore import Tensor
 from hp_dtensor.platform.patch import Patch
 from hp_platform_mindspore.optim import local_step
 from hp_platform_mindspore.patches import cells, checkpoints, functions, gradients, graphs
+from hp_platform_mindspore.tensor import meta
 
 
 def _of_list(primitive: str, name: str) -> Patch:
@@ -84,6 +85,12 @@ PATCHES = (
     _of_graph("mindspore.graph._utils.pijit_context.PreJit", graphs.refusing_bytecode_arguments),
     _of_graph("mindspore.graph._utils.pijit_context.PIJitCaptureContext.__enter__", graphs.refusing_bytecode_closure),
     _of_graph("mindspore.graph.jit_trace._jit_trace_begin", graphs.refusing_trace),
+    Patch(
+        "mindspore.Parameter._get_parameter_new_args",
+        "not concerned",
+        "not concerned; inside `init_empty_weights` parameters are made without data",
+        meta.making_parameters,
+    ),
     Patch(
         "mindspore.nn.Cell.parameters_and_names",
         "parameters that cells make add up transposed gradients wrongly (plain ones too)",

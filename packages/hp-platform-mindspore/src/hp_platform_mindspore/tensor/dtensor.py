@@ -17,6 +17,7 @@ from mindspore import Tensor, mint
 from mindspore._c_expression import NoFallbackGuard
 from mindspore.graph.api import _pynative_executor as executor
 
+from hp_dtensor.compat.layout import Layout
 from hp_dtensor.exceptions import CapabilityError, MixedOperandsError
 from hp_dtensor.redistribute.explicit_redistribution import check_explicit, gathered
 from hp_dtensor.spec.tensor_spec import TensorSpec, shown_grad_spec
@@ -80,6 +81,11 @@ class MindSporeDTensor(DTensor, Tensor):
     @property
     def shape(self) -> tuple[int, ...]:
         return self._spec.shape
+
+    @property
+    def layout(self) -> Layout:
+        """The mesh with the placements, by axis and by dimension, as HyperParallel's DTensors have it."""
+        return Layout.from_spec(self._spec)
 
     @property
     def ndim(self) -> int:
@@ -244,7 +250,7 @@ class MindSporeDTensor(DTensor, Tensor):
     def __repr__(self) -> str:
         kind = "Parameter of DTensor" if isinstance(self, ms.Parameter) else "DTensor"
         spec = self._spec
-        local = np.array2string(numbers(self), threshold=20, separator=", ")
+        local = "<no data>" if self.is_meta else np.array2string(numbers(self), threshold=20, separator=", ")
         return (
             f"{kind}({list(spec.shape)}, {spec.dtype}, {spec.describe_placements()} on mesh {spec.mesh.describe()}, "
             f"local={local})"

@@ -9,6 +9,7 @@ from mindspore import Tensor
 
 from hp_platform_mindspore.tensor.autograd import accumulate_safely
 from hp_platform_mindspore.tensor.dtensor import detached
+from hp_platform_mindspore.tensor.meta import without_data
 
 
 class _ParameterMeta(type):
@@ -16,7 +17,7 @@ class _ParameterMeta(type):
         return isinstance(instance, ms.Parameter)
 
     def __call__(cls, tensor: Tensor, requires_grad: bool = True, name: str | None = None) -> ms.Parameter:
-        data = detached(tensor)
+        data = without_data(detached(tensor))
         # A DTensor's parameter is both classes, which `mindspore.Parameter` makes itself (`MindSporeDTensor.__new__`)
         # without a copy.
         make = _sharing_parameter if type(data) is Tensor else ms.Parameter

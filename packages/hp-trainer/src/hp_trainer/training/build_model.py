@@ -27,7 +27,7 @@ def without_data(config: TrainerConfig, platform: Platform) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         if isinstance(config.model.options, DecoderConfig):
-            # MindSpore has no such tensors.
+            # MindSpore has such tensors from 2.10 on.
             with contextlib.suppress(CapabilityError):
                 stack.enter_context(init_empty_weights(platform))
         yield
