@@ -19,10 +19,14 @@ from pathlib import Path
 
 import faults
 import numpy as np
+import object_store
+import ranks
+from cases import REFUSED, SAME, STOPS, Case, Failure
 from processes import Ended, Process
 
 from hp_dtensor.platform.selection import get_platform
 from hp_trainer.metrics import read_metrics
+from hp_trainer.run import RunFolder, checkpoint_storage
 
 CONFIG = """\
 model:
@@ -35,14 +39,7 @@ metrics: {trackers: [jsonl]}
 generate: {prompts: []}
 """
 LEFTOVERS = re.compile(r"\.incomplete-|\.deleted-|lock\.json")
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-Case = Callable[[random.Random], str]
-SAME, REFUSED = "same curve", "refused by name"
-
-
-class Failure(Exception):
-    """A case that ended as none may."""
+OBJECTS = "objects"
 
 
 class Campaign:
@@ -60,10 +57,19 @@ class Campaign:
         Path("corpus.txt").write_text("".join(letters))
         Path("run.yaml").write_text(CONFIG)
         self.run, self.log = folder / "out", folder / "log.txt"
+        object_store.register()
+        store = f"{{name: object_store, url: '{object_store.PROTOCOL}://{self.run}/{OBJECTS}'}}"
+        self.variants = {
+            "plain": (),
+            "background": ("--checkpoint.background=true",),
+            "object store": (f"--checkpoint.storage={store}",),
+        }
+        # How the present case saves its checkpoints.
+        self.variant: tuple[str, ...] = ()
         self.expect(self.train(), 0)
         self.curve = self.losses()
         self.half = self.make_half()
-        self.operations = self.count_operations()
+        self.operations = {name: self.count_operations(name) for name in self.variants}
 
     def train(self, prepare: Callable[[], None] = lambda: None, *settings: str) -> Ended:
         return self.start(prepare, *settings).wait()
@@ -73,7 +79,14 @@ class Campaign:
         return self.train(lambda: faults.watch_operations(self.run, act), *settings)
 
     def start(self, prepare: Callable[[], None] = lambda: None, *settings: str) -> Process:
-        return Process(["run", "run.yaml", "--run.folder=out", *settings], self.log, prepare)
+        return Process(["run", "run.yaml", "--run.folder=out", *self.variant, *settings], self.log, prepare)
+
+    def choose(self, random_: random.Random) -> int:
+        """Begin a case with no run, which saves its checkpoints in a way drawn; return its number of operations."""
+        name = random_.choice(list(self.variants))
+        self.variant = self.variants[name]
+        self.clear()
+        return self.operations[name]
 
     def losses(self) -> list[float]:
         steps = [event for event in read_metrics(self.run / "metrics.jsonl") if event["event"] == "step"]
@@ -87,8 +100,9 @@ class Campaign:
         self.expect(self.train(lambda: None, "--training.steps=4", "--lr_schedule.kind=constant"), 0)
         return faults.copy(self.run, self.folder / "half")
 
-    def count_operations(self) -> int:
+    def count_operations(self, variant: str) -> int:
         self.clear()
+        self.variant = self.variants[variant]
         count = self.folder / "count"
         self.expect(self.train_with(faults.count_into(count)), 0)
         return int(count.read_text())
@@ -109,34 +123,47 @@ class Campaign:
         self.expect(self.train(), 0)
         if self.losses() != self.curve:
             raise Failure(f"losses {self.losses()}, expected {self.curve}")
-        left = [str(path.relative_to(self.run)) for path in self.run.rglob("*") if LEFTOVERS.search(path.name)]
+        left = [name for name in self.names_left() if LEFTOVERS.search(name)]
         if left:
             raise Failure(f"left behind: {left}")
         return SAME
+
+    def names_left(self) -> list[str]:
+        """Return the names of files and folders of the run; of an object store those that are found under."""
+        run = RunFolder(self.run)
+        names = [str(path.relative_to(self.run)) for path in self.run.rglob("*")]
+        stored = checkpoint_storage(run, run.load_config().config).list_folders()
+        return [*(name for name in names if not name.startswith(OBJECTS)), *stored]
 
     # Families ----------------------------------------------------------------------------------------------
 
     def kills(self) -> Iterator[Case]:
         """SIGKILL at every operation on files, in turn, then at random ones, twice in a row."""
 
-        def case(*numbers: int) -> str:
+        def case(variant: str, *numbers: int) -> str:
+            self.variant = self.variants[variant]
             self.clear()
             for number in numbers:
                 self.expect(self.train_with(faults.kill_at(number)), -signal.SIGKILL, 0)
             return self.expect_recovery()
 
-        for number in range(1, self.operations + 1):
-            yield lambda random_, number=number: case(number)
+        def twice(random_: random.Random) -> str:
+            variant = random_.choice(list(self.variants))
+            return case(variant, *(random_.randint(1, self.operations[variant]) for _ in range(2)))
+
+        for variant, operations in self.operations.items():
+            for number in range(1, operations + 1):
+                yield lambda random_, variant=variant, number=number: case(variant, number)
         while True:
-            yield lambda random_: case(*(random_.randint(1, self.operations) for _ in range(2)))
+            yield twice
 
     def errors(self) -> Iterator[Case]:
         """Operations on files that fail from one on: told in a line without a traceback; later all is well."""
 
         def case(random_: random.Random) -> str:
-            self.clear()
+            operations = self.choose(random_)
             code = random_.choice([errno.ENOSPC, errno.EIO, errno.EACCES, errno.EDQUOT])
-            act = faults.fail_at(random_.randint(1, self.operations), code)
+            act = faults.fail_at(random_.randint(1, operations), code)
             ended = self.train_with(act)
             self.expect(ended, 0, 1, 2)
             if ended.code and os.strerror(code) not in ended.errors:
@@ -150,6 +177,7 @@ class Campaign:
         """Damaged files: the same curve, or a line that names the file."""
 
         def case(random_: random.Random) -> str:
+            self.variant = ()
             faults.copy(self.half, self.run)
             how, path = faults.damage(self.run, random_)
             ended = self.train(lambda: None, "--lr_schedule.kind=constant")
@@ -167,17 +195,21 @@ class Campaign:
             yield case
 
     def signals(self) -> Iterator[Case]:
-        """Signals at random moments: their exit code, and the same curve later."""
+        """Signals at an operation on files, or at a random moment: their exit code, and the same curve later."""
 
         def case(random_: random.Random) -> str:
-            self.clear()
+            operations = self.choose(random_)
             number = random_.choice([*STOPS, signal.SIGKILL])
-            process = self.start()
-            time.sleep(random_.uniform(0, 2.0))
-            os.kill(process.pid, number)
+            if random_.random() < 0.5:
+                ended = self.train_with(faults.signal_at(random_.randint(1, operations), number))
+            else:
+                process = self.start()
+                time.sleep(random_.choice([0, 0.05, 0.2, random_.uniform(0, 2.0)]))
+                os.kill(process.pid, number)
+                ended = process.wait()
             # In the first moment of a process its own handlers are not there yet.
             codes = (-signal.SIGKILL,) if number == signal.SIGKILL else (128 + number, -number)
-            self.expect(process.wait(), 0, *codes)
+            self.expect(ended, 0, *codes)
             return self.expect_recovery()
 
         while True:
@@ -187,10 +219,8 @@ class Campaign:
         """Operations on files that take their time."""
 
         def case(random_: random.Random) -> str:
-            self.clear()
-            act = faults.slow_down(random_.choice([0.001, 0.01, 0.05]))
-            background = random_.choice(["true", "false"])
-            self.expect(self.train_with(act, f"--checkpoint.background={background}"), 0)
+            self.choose(random_)
+            self.expect(self.train_with(faults.slow_down(random_.choice([0.001, 0.01, 0.05]))), 0)
             return self.expect_recovery()
 
         while True:
@@ -200,59 +230,13 @@ class Campaign:
         """A clock that jumps."""
 
         def case(random_: random.Random) -> str:
-            self.clear()
+            self.choose(random_)
             seed = random_.randrange(2**32)
             self.expect(self.train(lambda: faults.jump_the_clock(seed)), 0)
             return self.expect_recovery()
 
         while True:
             yield case
-
-    def ranks(self) -> Iterator[Case]:
-        """Real ranks of which one is killed or stopped: named, and started again."""
-
-        def case(random_: random.Random) -> str:
-            self.clear()
-            number = random_.choice([signal.SIGKILL, signal.SIGSTOP])
-            settings = ["--launch.local_ranks=2", "--launch.timeout_seconds=30", "--training.steps=400"]
-            command = [sys.executable, "-m", "hp_trainer", "run", "run.yaml", "--run.folder=out", *settings]
-            process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
-            try:
-                self.wait_for_step(5, process)
-                rank = random_.randrange(2)
-                os.kill(self.rank_of(process.pid, rank), number)
-                _, errors = process.communicate(timeout=120)
-            finally:
-                process.kill()
-                process.wait()
-            if process.returncode != 1 or f"rank {rank} of 2" not in errors:
-                raise Failure(f"exit code {process.returncode}, rank {rank}: {errors[-800:]}")
-            steps = f"--training.steps={len(self.losses()) + 2}"
-            self.expect(self.train(lambda: None, steps), 0)
-            self.losses()
-            return SAME
-
-        while True:
-            yield case
-
-    def wait_for_step(self, step: int, process: subprocess.Popen[str]) -> None:
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline and process.poll() is None:
-            if any(event.get("step", 0) >= step for event in read_metrics(self.run / "metrics.jsonl")):
-                return
-            time.sleep(0.02)
-        raise Failure(f"step {step} was not reached")
-
-    def rank_of(self, parent: int, rank: int) -> int:
-        for pid in filter(str.isdecimal, os.listdir("/proc")):
-            try:
-                status = Path(f"/proc/{pid}/status").read_text()
-                environment = Path(f"/proc/{pid}/environ").read_text().split("\0")
-            except OSError:
-                continue
-            if f"PPid:\t{parent}\n" in status and f"RANK={rank}" in environment:
-                return int(pid)
-        raise Failure(f"rank {rank} is not there")
 
 
 FAMILIES: dict[str, Callable[[Campaign], Iterator[Case]]] = {
@@ -262,7 +246,7 @@ FAMILIES: dict[str, Callable[[Campaign], Iterator[Case]]] = {
     "signal": Campaign.signals,
     "slow": Campaign.slow_disks,
     "clock": Campaign.clocks,
-    "ranks": Campaign.ranks,
+    "ranks": lambda campaign: ranks.cases(campaign.folder, campaign.platform),
 }
 
 

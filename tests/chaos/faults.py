@@ -40,10 +40,15 @@ def watch_operations(folder: Path, act: Act) -> None:
 
 def kill_at(number: int) -> Act:
     """Return an act that ends the process at an operation as a power failure would."""
+    return signal_at(number, signal.SIGKILL)
+
+
+def signal_at(number: int, sent: int) -> Act:
+    """Return an act that sends this process a signal at an operation."""
 
     def act(count: int, path: str) -> None:
         if count == number:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), sent)
 
     return act
 

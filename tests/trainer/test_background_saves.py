@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import pytest
+from long_runs import assert_constant, train
 from training_runs import FOUR_RANKS, events, losses, newest, train_rank
 
 from hp_dtensor.exceptions import LaunchError
@@ -132,3 +133,8 @@ def test_a_run_with_its_checkpoints_in_an_object_store_goes_on(lab, background):
     lab.resume(run, {"dp_shard": 2}, 2, training__steps=6, **settings)
     assert losses(run)[:4] == losses(plain)
     assert newest(run).step == 6
+
+
+def test_a_run_holds_no_more_after_many_checkpoints(lab, plugged):
+    # The full length, not in the background too, is in proof_long_runs.py.
+    assert_constant(train(lab, plugged, checkpoints=12, steps_each=1, background=True), memory=64 << 20)

@@ -1,0 +1,188 @@
+"""Faults of real ranks: killed, stopped, told to stop from their first moment on, and coming back as fewer or more."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from cases import SAME, STOPS, Case, Failure
+
+from hp_trainer.metrics import read_metrics
+
+STEPS = 150
+# 12 samples are divided by 2, 3 and 4 ranks; a pipeline of two stages takes one layer for each.
+SETTINGS = (
+    f"--training.steps={STEPS}",
+    "--training.global_batch_size=12",
+    "--training.eval_interval=null",
+    "--model.num_hidden_layers=2",
+    "--lr_schedule.kind=constant",
+    "--checkpoint.interval=10",
+    "--launch.timeout_seconds=60",
+)
+LAYOUTS = {
+    "2 shards": ("--launch.local_ranks=2",),
+    "2 shards, saved in the background": ("--launch.local_ranks=2", "--checkpoint.background=true"),
+    "2 stages": ("--launch.local_ranks=2", "--parallel.pp=2"),
+}
+START_SECONDS, END_SECONDS = 180, 240
+
+
+class Ranks:
+    """Runs on real ranks in a folder, all with the curve of the one that nobody touched."""
+
+    def __init__(self, folder: Path, platform: str) -> None:
+        self.folder, self.platform = folder, platform
+        self.run = folder / "ranks"
+        self.expect(self.finish(self.start("--launch.local_ranks=1")), 0)
+        self.curve = self.losses()
+
+    def start(self, *settings: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "hp_trainer", "run", "run.yaml", f"--run.folder={self.run}", *SETTINGS]
+        # It marks the processes of this command, whose ranks lead groups of their own.
+        self.mark = f"HP_CHAOS_COMMAND={time.monotonic_ns()}"
+        name, value = self.mark.split("=")
+        return subprocess.Popen(
+            [*command, *settings],
+            env={**os.environ, name: value},
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+
+    def finish(self, process: subprocess.Popen[str], seconds: float = END_SECONDS) -> tuple[int, str]:
+        """Return the exit code and the errors of a command; one that does not end is killed with its ranks."""
+        try:
+            _, errors = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            raise Failure(f"it has not ended within {seconds} s") from None
+        finally:
+            left = self.processes()
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.wait()
+        if left:
+            raise Failure(f"{len(left)} processes were left")
+        return process.returncode, errors
+
+    def processes(self, *wanted: str) -> list[int]:
+        """Return the processes of the last command, itself included, whose environments hold what is `wanted`."""
+        found = []
+        for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
+            try:
+                environment = Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
+            except OSError:
+                continue
+            if {self.mark, *wanted} <= set(environment):
+                found.append(pid)
+        return found
+
+    def rank(self, rank: int) -> int | None:
+        """Return the process of a rank; None before it has started."""
+        return next(iter(self.processes(f"RANK={rank}")), None)
+
+    def wait_for_step(self, step: int, process: subprocess.Popen[str]) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline and process.poll() is None:
+            if any(event.get("step", 0) >= step for event in read_metrics(self.run / "metrics.jsonl")):
+                return
+            time.sleep(0.02)
+        _, errors = self.finish(process, 0.1 if process.poll() is None else END_SECONDS)
+        raise Failure(f"step {step} was not reached: {errors[-800:]}")
+
+    def wait_for_rank(self, rank: int, process: subprocess.Popen[str]) -> int:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline and process.poll() is None:
+            found = self.rank(rank)
+            if found is not None:
+                return found
+            time.sleep(0.002)
+        raise Failure(f"rank {rank} has not started")
+
+    def losses(self) -> list[float]:
+        steps = [event for event in read_metrics(self.run / "metrics.jsonl") if event["event"] == "step"]
+        if [event["step"] for event in steps] != list(range(1, STEPS + 1)):
+            raise Failure(f"steps {[event['step'] for event in steps]}")
+        return [event["loss"] for event in steps]
+
+    def clear(self) -> None:
+        subprocess.run(["rm", "-rf", str(self.run)], check=True)
+
+    def expect(self, ended: tuple[int, str], *codes: int) -> str:
+        code, errors = ended
+        if code not in codes:
+            raise Failure(f"exit code {code}, expected {codes}: {errors[-800:]}")
+        return errors
+
+    def expect_curve(self) -> str:
+        """Compare with the curve of one rank; layouts sum in other orders."""
+        try:
+            np.testing.assert_allclose(self.losses(), self.curve, rtol=1e-3)
+        except AssertionError as error:
+            raise Failure(f"another curve: {error}") from None
+        return SAME
+
+
+def cases(folder: Path, platform: str) -> Iterator[Case]:
+    """Yield each kind of case in turn, for each layout in turn, then at random."""
+    ranks = Ranks(folder, platform)
+    kinds = (lose_a_rank, change_the_number, stop)
+    while True:
+        for layout in LAYOUTS.values():
+            for kind in kinds:
+                yield lambda random_, kind=kind, layout=layout: kind(ranks, layout, random_)
+
+
+def lose_a_rank(ranks: Ranks, layout: tuple[str, ...], random_: random.Random) -> str:
+    """Kill or stop a rank: it is named, and the run goes on to the same curve."""
+    ranks.clear()
+    process = ranks.start(*layout)
+    ranks.wait_for_step(random_.randint(1, STEPS // 2), process)
+    rank = random_.randrange(2)
+    pid = ranks.rank(rank)
+    assert pid is not None
+    os.kill(pid, random_.choice([signal.SIGKILL, signal.SIGSTOP]))
+    errors = ranks.expect(ranks.finish(process), 1)
+    if f"rank {rank} " not in errors:
+        raise Failure(f"rank {rank} is not named: {errors[-800:]}")
+    ranks.expect(ranks.finish(ranks.start(*layout)), 0)
+    return ranks.expect_curve()
+
+
+def change_the_number(ranks: Ranks, layout: tuple[str, ...], random_: random.Random) -> str:
+    """Kill a rank while 4, then 3, then 4 of them train, each time started again: the same curve."""
+    ranks.clear()
+    for size, until in ((4, STEPS // 3), (3, 2 * STEPS // 3), (4, STEPS)):
+        sizes = (f"--launch.local_ranks={size}", "--launch.max_restarts=3", f"--training.steps={until}")
+        process = ranks.start(*sizes)
+        ranks.wait_for_step(until - STEPS // 3 + random_.randint(1, 5), process)
+        pid = ranks.rank(random_.randrange(size))
+        if pid is not None:
+            os.kill(pid, signal.SIGKILL)
+        ranks.expect(ranks.finish(process), 0)
+    return ranks.expect_curve()
+
+
+def stop(ranks: Ranks, layout: tuple[str, ...], random_: random.Random) -> str:
+    """Send a stop signal to the command or to a rank, from the first moment on: its exit code, then the same curve."""
+    ranks.clear()
+    process, number = ranks.start(*layout), random_.choice(STOPS)
+    target = process.pid if random_.random() < 0.5 else ranks.wait_for_rank(random_.randrange(2), process)
+    delay = random_.choice([0, 0.05, 0.2, 1, random_.uniform(0, 10)])
+    time.sleep(delay)
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(target, number)
+    ranks.expect(ranks.finish(process), 0, 128 + number, -number)
+    ranks.expect(ranks.finish(ranks.start(*layout)), 0)
+    return ranks.expect_curve()
