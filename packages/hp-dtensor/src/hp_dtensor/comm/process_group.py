@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hp_dtensor.exceptions import CollectiveError
+from hp_dtensor.exceptions import CapabilityError, CollectiveError
 from hp_dtensor.platform.recording import CollectiveLog, add_record, recorded
 
 if TYPE_CHECKING:
@@ -18,6 +18,13 @@ if TYPE_CHECKING:
 Tensor = Any
 Rows = tuple[int, ...]  # numbers of rows, one for each rank of a group
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
+
+
+def no_average_of(dtype: Any) -> CapabilityError:
+    """Return the error of a mean of integers over ranks, which would be no number of their dtype."""
+    return CapabilityError(
+        f"the reduction 'avg' needs a floating-point tensor, got {dtype}; reduce with 'sum' and divide"
+    )
 
 
 class Work(Protocol):

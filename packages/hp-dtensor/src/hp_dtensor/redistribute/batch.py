@@ -15,7 +15,7 @@ from hp_dtensor.redistribute.collective_steps import Collective
 from hp_dtensor.redistribute.exchange_steps import Exchange
 from hp_dtensor.redistribute.redistribute_plan import RedistributePlan
 from hp_dtensor.redistribute.regions import Received
-from hp_dtensor.redistribute.step import Step
+from hp_dtensor.redistribute.step import IF_OTHERS_DIFFER, Step
 
 Tensor = Any
 
@@ -76,8 +76,7 @@ def _run_together(steps: Sequence[Any], locals_: Sequence[Tensor]) -> list[Tenso
     except Exception as error:
         error.add_note(
             f"On rank {first.mesh.world.rank}, in {first.name} of a batch of {len(steps)} redistributions on mesh "
-            f"{first.mesh.describe()}. If other ranks did not come to it: hp_dtensor.check_mode() tells what they do "
-            "instead."
+            f"{first.mesh.describe()}. {IF_OTHERS_DIFFER}"
         )
         raise
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from hp_dtensor.comm.collectives import grad_of_selected
 from hp_dtensor.comm.kept_tensors import Kept
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.redistribute.step import Step, scaled
+from hp_dtensor.redistribute.step import IF_OTHERS_DIFFER, Step, scaled
 from hp_dtensor.spec.placements import Partial, Placement, Replicate
 from hp_dtensor.spec.tensor_spec import TensorSpec, describe
 
@@ -73,8 +73,7 @@ class Stage:
         except Exception as error:
             error.add_note(
                 f"On rank {self.source.mesh.world.rank}, in {step.name} of the redistribution of {self.source!r} to "
-                f"{self.target.describe_placements()}. If other ranks did not come to it: hp_dtensor.check_mode() "
-                "tells what they do instead."
+                f"{self.target.describe_placements()}. {IF_OTHERS_DIFFER}"
             )
             raise
 

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
-from hp_dtensor.comm.process_group import ProcessGroup, Work
-from hp_dtensor.exceptions import CapabilityError
+from hp_dtensor.comm.process_group import ProcessGroup, Work, no_average_of
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.redistribute.segments import Placements
 
 Tensor = Any
+
+IF_OTHERS_DIFFER = "If other ranks did not come to it: hp_dtensor.check_mode() tells what they do instead."
 
 
 class Step(ABC):
@@ -74,10 +75,7 @@ class Scale(Step):
     def run(self, local: Tensor) -> Tensor:
         platform = self.platform
         if not platform.is_floating(local.dtype):
-            raise CapabilityError(
-                f"the reduction 'avg' needs a floating-point tensor, got {platform.dtype_name(local.dtype)}; "
-                "reduce with 'sum' and divide"
-            )
+            raise no_average_of(platform.dtype_name(local.dtype))
         return scaled(platform, local, self.up, self.down)
 
 

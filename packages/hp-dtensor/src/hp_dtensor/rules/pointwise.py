@@ -8,7 +8,7 @@ from typing import Any
 
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.rules.engine.factors import Dims, Factorization, PartialResults
-from hp_dtensor.rules.engine.registry import OpCall, Rule, RuleRegistry, broadcast_shape, names_for
+from hp_dtensor.rules.engine.registry import DATA_DEPENDENT, OpCall, Rule, RuleRegistry, broadcast_shape, names_for
 from hp_dtensor.spec.tensor_spec import TensorSpec
 
 NONLINEAR = (
@@ -112,9 +112,7 @@ def _prelu(call: OpCall) -> Factorization:
 
 def _where(call: OpCall) -> Factorization:
     if call["other"] is None:
-        raise call.refuse(
-            "the shape of its result depends on data of all ranks; make it whole first: redistribute to Replicate()"
-        )
+        raise call.refuse(DATA_DEPENDENT)
     return pointwise("where")(call)
 
 

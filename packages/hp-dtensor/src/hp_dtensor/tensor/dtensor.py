@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.spec.placements import Replicate
@@ -14,6 +14,12 @@ Tensor = Any
 DType = Any
 Placements = Any
 """Placements (one per mesh axis), alias names (one per tensor dimension), or a layout."""
+
+
+def check_copied(is_leaf: bool) -> None:
+    """Refuse to deep-copy the result of an operation, as torch does: its place in the graph cannot be copied."""
+    if not is_leaf:
+        raise RuntimeError("only leaf tensors can be deep-copied; this one is the result of an operation")
 
 
 class DTensor(DTensorBase):
@@ -52,6 +58,12 @@ class DTensor(DTensorBase):
             shape=shape,
             stride=stride,
             grad_placements=grad_placements,
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"a DTensor {self._spec!r} cannot be pickled: it belongs to the ranks of a running job. Save a checkpoint "
+            "(on torch, torch.distributed.checkpoint takes it), or its full_tensor()."
         )
 
     def to_local(self, grad_placements: Placements | None = None) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from mindspore import Tensor
 
-from hp_dtensor.exceptions import CapabilityError
+from hp_dtensor.comm.process_group import no_average_of
 from hp_platform_mindspore.tensor.memory import FLOATING, NAMES, decode, encode
 
 Array = np.ndarray[Any, Any]
@@ -39,9 +39,7 @@ def reduction_of(x: Tensor, op: str) -> Reduction:
 def check_average(x: Tensor, op: str) -> None:
     """Refuse averages of integers, which are no numbers of their dtype."""
     if op == "avg" and x.dtype not in FLOATING:
-        raise CapabilityError(
-            f"the reduction 'avg' needs a floating-point tensor, got {x.dtype}; reduce with 'sum' and divide"
-        )
+        raise no_average_of(x.dtype)
 
 
 def _reduce_in_rank_order(op: str) -> Reduction:

@@ -22,7 +22,7 @@ from hp_dtensor.exceptions import CapabilityError, MixedOperandsError
 from hp_dtensor.redistribute.explicit_redistribution import check_explicit, gathered
 from hp_dtensor.spec.tensor_spec import TensorSpec, shown_grad_spec
 from hp_dtensor.tensor.conversions import distribute_tensor
-from hp_dtensor.tensor.dtensor import DTensor
+from hp_dtensor.tensor.dtensor import DTensor, check_copied
 from hp_dtensor.tensor.gradients import check_gradient, check_hook
 from hp_dtensor.tensor.pending import PendingDTensor, begin_wait
 from hp_platform_mindspore.tensor.autograd import GradMode
@@ -263,8 +263,7 @@ class MindSporeDTensor(DTensor, Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
             return memo[id(self)]
-        if not self._is_leaf:
-            raise RuntimeError("only leaf tensors can be deep-copied; this one is the result of an operation")
+        check_copied(self._is_leaf)
         twin = wrap(_copied(self), self._spec)
         if isinstance(self, ms.Parameter):
             twin = self._spec.mesh.platform.Parameter(twin, requires_grad=self.requires_grad, name=self.name)
@@ -290,12 +289,6 @@ class MindSporeDTensor(DTensor, Tensor):
         else:
             raise CapabilityError(f"clone of a DTensor parameter: expected same, zeros, ones or a number, got {init!r}")
         return platform.Parameter(wrap(local, self._spec), requires_grad=self.requires_grad, name=self.name)
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(
-            f"a DTensor {self._spec!r} cannot be pickled: it belongs to the ranks of a running job. "
-            "Save a checkpoint, or its full_tensor()."
-        )
 
 
 class PendingMindSporeDTensor(PendingDTensor, MindSporeDTensor):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hp_dtensor.comm.process_group import no_average_of
 from hp_dtensor.exceptions import CapabilityError, PlatformError
 
 Tensor = torch.Tensor
@@ -72,9 +73,7 @@ def check_reduction(x: Tensor, op: str) -> None:
     if x.is_complex() and op != "sum":
         raise CapabilityError(f"the reduction {op!r} of complex numbers, got {x.dtype}; they can be reduced with 'sum'")
     if op == "avg" and not x.is_floating_point():
-        raise CapabilityError(
-            f"the reduction 'avg' needs a floating-point tensor, got {x.dtype}; reduce with 'sum' and divide"
-        )
+        raise no_average_of(x.dtype)
 
 
 def device_types() -> tuple[str, ...]:

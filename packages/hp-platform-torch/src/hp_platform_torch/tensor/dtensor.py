@@ -19,7 +19,7 @@ from hp_dtensor.dispatch import dispatch
 from hp_dtensor.dispatch.plan_cache import Uncached
 from hp_dtensor.exceptions import MixedOperandsError, ShardingRuleError
 from hp_dtensor.spec.tensor_spec import TensorSpec, shown_grad_spec
-from hp_dtensor.tensor.dtensor import DTensor
+from hp_dtensor.tensor.dtensor import DTensor, check_copied
 from hp_dtensor.tensor.gradients import as_contributed, as_replicated, check_gradient
 from hp_dtensor.tensor.pending import FACTS, PendingDTensor, begin_wait
 from hp_dtensor.tensor.varying import forget_source
@@ -270,8 +270,7 @@ class TorchDTensor(GlobalView, HostValues, DTensor, torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> TorchDTensor:
         if id(self) in memo:
             return memo[id(self)]
-        if not self.is_leaf:
-            raise RuntimeError("only leaf tensors can be deep-copied; this one is the result of an operation")
+        check_copied(self.is_leaf)
         with torch.no_grad():
             twin = adopt(unwrap(self).clone(), self._spec)
         # Before its gradient is copied, which may refer to the tensor again.
@@ -289,12 +288,6 @@ class TorchDTensor(GlobalView, HostValues, DTensor, torch.Tensor):
         if getattr(self, "_is_param", False):
             twin._is_param = True
         return twin
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(
-            f"a DTensor {self._spec!r} cannot be pickled: it belongs to the ranks of a running job. "
-            "Save a checkpoint (torch.distributed.checkpoint takes it), or its full_tensor()."
-        )
 
     # In torch.distributed.checkpoint: the names by which it asks -------------------------------------------
 

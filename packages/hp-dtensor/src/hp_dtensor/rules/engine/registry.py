@@ -14,6 +14,10 @@ from hp_dtensor.spec.tensor_spec import TensorSpec
 
 REQUIRED = object()
 
+DATA_DEPENDENT = (
+    "the shape of its result depends on data of all ranks; make it whole first: redistribute to Replicate()"
+)
+
 
 class WholeNeededError(ShardingRuleError):
     """No rule covers this form of a call, which is right on one device: it is computed on whole operands."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from hp_dtensor.rules.engine.factors import Dim, Dims, Factorization, uncut
 from hp_dtensor.rules.engine.notation import line
-from hp_dtensor.rules.engine.registry import OpCall, RuleRegistry, names_for
-from hp_dtensor.rules.indexing.subscript import DATA_DEPENDENT
+from hp_dtensor.rules.engine.registry import DATA_DEPENDENT, OpCall, RuleRegistry, names_for
 
 
 def register(registry: RuleRegistry) -> None:

@@ -9,14 +9,11 @@ from typing import Any
 from hp_dtensor.exceptions import IndexOutOfRangeError
 from hp_dtensor.rules.engine.factors import LINEAR, Cuts, Dim, Dims, Factorization, LocalWork, uncut
 from hp_dtensor.rules.engine.local_call import LocalCall
-from hp_dtensor.rules.engine.registry import OpCall, RuleRegistry, names_for
+from hp_dtensor.rules.engine.registry import DATA_DEPENDENT, OpCall, RuleRegistry, names_for
 from hp_dtensor.rules.indexing import index_tensors, slices
 from hp_dtensor.spec.tensor_spec import TensorSpec
 
 Item = Any
-DATA_DEPENDENT = (
-    "the shape of its result depends on data of all ranks; make it whole first: redistribute to Replicate()"
-)
 
 
 def register(registry: RuleRegistry) -> None:
