@@ -30,11 +30,15 @@ def parse(parser: Parser, given: list[str]) -> tuple[argparse.Namespace, Overrid
         UsageError: an option without a value, or arguments that the command does not take.
     """
     known = {name for action in parser._actions for name in action.option_strings}
+    switches = {name for action in parser._actions if action.nargs == 0 for name in action.option_strings}
     own: list[str] = []
     overrides: Overrides = []
     rest = iter(given)
     for word in rest:
         if not word.startswith("--"):
+            own.append(word)
+            continue
+        if word in switches:
             own.append(word)
             continue
         name, equals, value = word.partition("=")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 from hp_dtensor.platform.selection import get_platform
@@ -10,16 +11,19 @@ from hp_trainer.cli.check import check_command
 from hp_trainer.cli.evaluate import evaluate_command
 from hp_trainer.cli.export import export_command, import_command
 from hp_trainer.cli.help import USAGE
+from hp_trainer.cli.plan import add_device_options, device_of, load_for_planning, plan_command
 from hp_trainer.cli.profile import profile_command
 from hp_trainer.cli.report_commands import compare_command, report_command
 from hp_trainer.cli.runs import checkpoints_command, resume_command, run_command
 from hp_trainer.cli.schedule import schedule_command
-from hp_trainer.cli.shared import check_world_size, load, newest, open_run
+from hp_trainer.cli.shared import check_world_size, newest, open_run, require_platform
 from hp_trainer.cli.sweep import sweep_command
 from hp_trainer.cli.tokenizer import tokenizer_command
 from hp_trainer.generation import generate
 from hp_trainer.launch import training_problems, world_size_of
+from hp_trainer.models import DecoderConfig
 from hp_trainer.parallel import describe_layouts, list_layouts
+from hp_trainer.planning.search import describe_ranking, ranking_as_json, search_layouts
 
 
 def generate_command(given: list[str]) -> int:
@@ -36,10 +40,10 @@ def generate_command(given: list[str]) -> int:
 
 
 def layouts_command(given: list[str]) -> int:
-    """Print every parallel layout, and why others cannot be used: `hp-train layouts [CONFIG]`."""
+    """Print the quickest layouts that fit, and why others fail: `hp-train layouts [CONFIG]`."""
     parser = Parser(prog="hp-train layouts", add_help=False)
     parser.add_argument("config", metavar="CONFIG", nargs="?")
-    parser.add_argument("--world-size", type=int, metavar="N")
+    add_device_options(parser)
     options, overrides = parse(parser, given)
     if options.config is None and (options.world_size is None or overrides):
         raise UsageError(f"layouts needs a CONFIG, or a --world-size without settings\n{USAGE}")
@@ -47,14 +51,18 @@ def layouts_command(given: list[str]) -> int:
     if options.config is None:
         print(describe_layouts(list_layouts(options.world_size), options.world_size))
         return 0
-    config = load(options.config, overrides).config
+    config = load_for_planning(options.config, overrides).config
     world_size = options.world_size or world_size_of(config)
-    layouts = list_layouts(
-        world_size,
-        has_experts=bool(getattr(config.model.options, "num_experts", None)),
-        checks=[lambda dims: training_problems(dims, config)],
-    )
-    print(describe_layouts(layouts, world_size))
+    device, memory = device_of(options.device, options.device_memory)
+    if not isinstance(config.model.options, DecoderConfig):
+        # Nothing tells how large such a model is before a platform builds it.
+        require_platform(options.config)
+        experts = bool(getattr(config.model.options, "num_experts", None))
+        checks = [lambda dims: training_problems(dims, config)]
+        print(describe_layouts(list_layouts(world_size, has_experts=experts, checks=checks), world_size))
+        return 0
+    ranking = search_layouts(config, world_size, device, memory)
+    print(json.dumps(ranking_as_json(ranking)) if options.json else describe_ranking(ranking))
     return 0
 
 
@@ -72,6 +80,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "report": report_command,
     "compare": compare_command,
     "layouts": layouts_command,
+    "plan": plan_command,
     "schedule": schedule_command,
     "evaluate": evaluate_command,
     "tokenizer": tokenizer_command,

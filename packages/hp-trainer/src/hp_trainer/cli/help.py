@@ -23,7 +23,8 @@ usage: hp-train CONFIG [--section.setting=value ...]
        hp-train sweep CONFIG --section.setting=value,value,... [--section.setting=value ...]
        hp-train report RUN [--to FILE]
        hp-train compare RUN RUN ... [--to FILE]
-       hp-train layouts [CONFIG] [--world-size N] [--section.setting=value ...]
+       hp-train plan CONFIG [--world-size N] [--device NAME|FILE] [--device-memory SIZE] [--json] [--to FILE]
+       hp-train layouts [CONFIG] [--world-size N] [--device NAME|FILE] [--device-memory SIZE] [--json]
        hp-train schedule [NAME | FILE] [--ranks N] [--microbatches N] [--stages-per-rank N] [--show actions] [--to FILE]
        hp-train evaluate RUN [--weights last|ema] [--section.setting=value ...]
        hp-train evaluate DIRECTORY --tasks NAME,NAME,... [--option=value of lm-eval ...]
@@ -52,7 +53,11 @@ commands:
   sweep       train every combination of the values given, one run after the other, and compare the runs
   report      write one HTML file with the curves, layout, checkpoints and settings of a run
   compare     print the numbers of runs and the settings that differ; draw their curves into one HTML file
-  layouts     list every parallel layout for a number of ranks, and why others cannot be used
+  plan        print memory, bytes on the wire and estimated time of a step on N ranks, without a device or a platform;
+              devices are H100, H200, A100, 910B, cpu (measured) or a YAML file; --to draws the memory; exit code 1
+              where it does not fit in --device-memory (such as 80GiB; default: the device's)
+  layouts     rank the layouts of a configuration's model and batch that fit, by estimated time: the best ten, and why
+              others fail; without a configuration, list all layouts of --world-size ranks
   schedule    print when each rank of a pipeline works on what, how long it idles and how much it keeps, for times of
               --forward, --input-grad, --weight-grad and --transfer (1, 1, 1, 0); draw it; without a name list all
   evaluate    print loss and perplexity of a run's model on all that is kept for evaluation, or on other data; with

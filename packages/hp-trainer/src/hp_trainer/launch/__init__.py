@@ -3,15 +3,18 @@
 from hp_trainer.launch.job import is_first_process, launch_training
 from hp_trainer.launch.platforms import chosen_platform, no_platform
 from hp_trainer.launch.preflight import (
+    batch_problems,
     check_evaluation,
     check_new_run,
     check_resumed_run,
     check_settings,
+    layout_problems,
     training_problems,
 )
 from hp_trainer.launch.world_size import world_size_of
 
 __all__ = [
+    "batch_problems",
     "check_evaluation",
     "check_new_run",
     "check_resumed_run",
@@ -19,6 +22,7 @@ __all__ = [
     "chosen_platform",
     "is_first_process",
     "launch_training",
+    "layout_problems",
     "no_platform",
     "training_problems",
     "world_size_of",

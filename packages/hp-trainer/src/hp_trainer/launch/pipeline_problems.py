@@ -15,10 +15,15 @@ from hp_trainer.registries import Registries
 from hp_trainer.training.stages import cut_layers, make_schedule
 
 
-def find_pipeline_problems(dims: ParallelDims, config: TrainerConfig) -> Iterator[Problem]:
+def find_pipeline_problems(
+    dims: ParallelDims, config: TrainerConfig, max_microbatches: int | None = None
+) -> Iterator[Problem]:
     """Yield why a pipeline of `dims.pp` ranks cannot run this model on this batch; paths are within the configuration.
 
     Its schedule is made and simulated here, so that one which would hang is refused before a rank starts.
+
+    Args:
+        max_microbatches: simulate so many at most; None: those of the step.
     """
     if not dims.pp_enabled:
         return
@@ -29,7 +34,7 @@ def find_pipeline_problems(dims: ParallelDims, config: TrainerConfig) -> Iterato
         yield Problem(path="pipeline.schedule", what="unknown schedule", expected=known, got=settings.schedule)
         return
     try:
-        schedule = make_schedule(config, dims)
+        schedule = make_schedule(config, dims, max_microbatches)
     except ScheduleError as error:
         path = "pipeline.schedule" if settings.stages_per_rank is None else "pipeline.stages_per_rank"
         yield Problem(path=path, what=str(error))

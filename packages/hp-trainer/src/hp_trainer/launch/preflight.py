@@ -73,8 +73,14 @@ def check_evaluation(config: TrainerConfig, world_size: int, registered: Registr
     return problems
 
 
-def training_problems(dims: ParallelDims, config: TrainerConfig) -> Iterator[Problem]:
-    """Yield why valid degrees cannot train this model on this batch; paths are within the configuration."""
+def training_problems(
+    dims: ParallelDims, config: TrainerConfig, max_microbatches: int | None = None
+) -> Iterator[Problem]:
+    """Yield why valid degrees cannot train this model on this batch; paths are within the configuration.
+
+    Args:
+        max_microbatches: as of `find_pipeline_problems`.
+    """
     length = config.training.sequence_length
     # Context parallel ranks share any length; tensor parallel ones alone have to share it evenly.
     for problem in (
@@ -84,7 +90,7 @@ def training_problems(dims: ParallelDims, config: TrainerConfig) -> Iterator[Pro
         # What `ParallelDims` calls seq_len has another name in the file.
         hint = problem.hint.replace("seq_len=", "training.sequence_length=")
         yield dataclasses.replace(problem, hint=hint).within("parallel")
-    yield from _batch_problems(dims, config)
+    yield from batch_problems(dims, config)
     if config.training.compile and dims.tp_enabled:
         yield Problem(
             path="training.compile",
@@ -99,7 +105,7 @@ def training_problems(dims: ParallelDims, config: TrainerConfig) -> Iterator[Pro
             expected="false, or parallel.cp = 1",
             got="true",
         )
-    yield from find_pipeline_problems(dims, config)
+    yield from find_pipeline_problems(dims, config, max_microbatches)
 
 
 def _run_problems(config: TrainerConfig, world_size: int, registered: Registries) -> Iterator[Problem]:
@@ -112,6 +118,11 @@ def _run_problems(config: TrainerConfig, world_size: int, registered: Registries
             yield from find_model_part_problems(config, platform, registered)
         yield from _device_problems(config, platform)
     yield from group_problems(config.parameter_groups, config.optimizer.options)
+    yield from layout_problems(config, world_size)
+
+
+def layout_problems(config: TrainerConfig, world_size: int) -> Iterator[Problem]:
+    """Yield why the layout of a configuration cannot train on so many ranks; paths are within the configuration."""
     num_experts = getattr(config.model.options, "num_experts", None)
     try:
         dims = ParallelDims.from_config(config.parallel, world_size, num_experts)
@@ -155,7 +166,8 @@ def _entry_problems(config: TrainerConfig, platform: str, registered: Registries
             yield Problem(path=f"{path}.name", what=str(error))
 
 
-def _batch_problems(dims: ParallelDims, config: TrainerConfig) -> Iterator[Problem]:
+def batch_problems(dims: ParallelDims, config: TrainerConfig) -> Iterator[Problem]:
+    """Yield that data-parallel ranks cannot share the global batch equally, if so."""
     batch, micro = config.training.global_batch_size, config.training.micro_batch_size
     shares = dims.dp_size
     unit = shares * (micro or 1)

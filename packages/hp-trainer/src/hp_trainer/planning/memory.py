@@ -157,8 +157,8 @@ class _Pipelined(_Moments):
     def moments(self) -> Iterable[MemoryPlan]:
         parts, shape = self.parts, self.shape
         below = sum(map(self.kept, parts.layers))
-        others = (shape.in_flight[parts.place] - 1) * below
-        if shape.splits_backward:
+        others = (shape.facts.in_flight[parts.place] - 1) * below
+        if shape.facts.splits_backward:
             # Gradients between operations stay for the weights' gradients, which are computed later.
             others += sum(self.activations.blocks[layer].working for layer in parts.layers)
         held = {

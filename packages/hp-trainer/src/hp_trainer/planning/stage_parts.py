@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 from hp_fsdp import PlannedBuffer, PlannedParameter, plan_group
 from hp_trainer.models import DecoderConfig
@@ -61,14 +63,18 @@ class StageParts:
         return (*self.blocks[layer], *self.block_experts.get(layer, ()))
 
 
-def stage_parts(shape: StepShape) -> list[StageParts]:
-    """Return the parts of each place in the pipeline, in order; one for a model in one piece."""
+def stage_parts(shape: StepShape, places: Collection[int] | None = None) -> list[StageParts]:
+    """Return the parts of each place in the pipeline, in order; one for a model in one piece.
+
+    Args:
+        places: of a pipeline, these alone; None: all.
+    """
     dims, model = shape.dims, shape.model
     if not dims.pp_enabled:
         return [_parts(shape, 0, tuple(range(model.num_hidden_layers)), embed=True, head=True)]
     found = []
-    for place in range(dims.pp):
-        parts = shape.stage_plan.parts_of(place)
+    for place in range(dims.pp) if places is None else sorted(places):
+        parts = shape.parts_of(place)
         found.append(_parts(shape, place, tuple(parts.layers or ()), embed=parts.embed, head=parts.head))
     return found
 
@@ -93,17 +99,22 @@ def _whole_shapes(model: DecoderConfig) -> tuple[tuple[str, tuple[int, ...]], ..
 def _parts(shape: StepShape, place: int, layers: tuple[int, ...], *, embed: bool, head: bool) -> StageParts:
     dims, freeze = shape.dims, shape.config.training.freeze
     planned = planned_parameters(shape.model, dims, layers=layers, embed=embed, head=head, freeze=freeze)
+    known: dict[Any, tuple[PlannedBuffer, ...]] = {}
 
-    def buffers(parameters: Iterable[PlannedParameter], shards: int) -> tuple[PlannedBuffer, ...]:
-        return tuple(
-            plan_group(
-                parameters,
-                shards,
-                param_itemsize=shape.itemsize,
-                reduce_itemsize=shape.reduce_itemsize,
-                num_replicas=shape.num_replicas,
+    def buffers(parameters: tuple[PlannedParameter, ...], shards: int) -> tuple[PlannedBuffer, ...]:
+        # Blocks of one kind have the same buffers but for the names, which those of the first stand for.
+        key = shards, tuple((each.shape, each.cut_dim, each.trainable) for each in parameters)
+        if key not in known:
+            known[key] = tuple(
+                plan_group(
+                    parameters,
+                    shards,
+                    param_itemsize=shape.itemsize,
+                    reduce_itemsize=shape.reduce_itemsize,
+                    num_replicas=shape.num_replicas,
+                )
             )
-        )
+        return tuple(map(copy.copy, known[key]))
 
     tied = buffers(planned.tied_embedding, dims.fsdp_size)
     return StageParts(

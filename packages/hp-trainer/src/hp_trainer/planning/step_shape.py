@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hp_trainer.config import TrainerConfig
 from hp_trainer.exceptions import PlanError
-from hp_trainer.models import DecoderConfig
+from hp_trainer.models import DecoderConfig, DecoderParts
 from hp_trainer.parallel import ParallelDims
-from hp_trainer.pipeline import Kind, simulate
-from hp_trainer.training.stages import StagePlan, num_microbatches, plan_stages
+from hp_trainer.planning.pipeline_facts import PipelineFacts, pipeline_facts
+from hp_trainer.training.stages import cut_layers, num_microbatches
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -23,13 +23,15 @@ class StepShape:
     Attributes:
         config: of the run; its model is the decoder.
         dims: degrees of parallelism, which fit the model and the batch.
+        cuts: the layers of each stage by the number of stages, found once for many layouts of one model.
     """
 
     config: TrainerConfig
     dims: ParallelDims
+    cuts: dict[int, list[range]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def of(cls, config: TrainerConfig, dims: ParallelDims) -> StepShape:
+    def of(cls, config: TrainerConfig, dims: ParallelDims, cuts: dict[int, list[range]] | None = None) -> StepShape:
         """Return the shape of a configuration's step.
 
         Raises:
@@ -40,7 +42,7 @@ class StepShape:
                 f"model {config.model.name!r} does not tell its parameters and operations before it is built; plans "
                 "are made for the decoder (model.name=decoder), whose options describe many architectures"
             )
-        return cls(config, dims)
+        return cls(config, dims, {} if cuts is None else cuts)
 
     @property
     def model(self) -> DecoderConfig:
@@ -62,26 +64,24 @@ class StepShape:
         return self.samples // (self.config.training.micro_batch_size or self.samples)
 
     @functools.cached_property
-    def stage_plan(self) -> StagePlan:
-        """Stages and schedule of the pipeline."""
-        return plan_stages(self.config, self.dims)
+    def facts(self) -> PipelineFacts:
+        """Facts of the pipeline's schedule."""
+        settings = self.config.pipeline
+        backward = 3.0 if self.recomputes else 2.0
+        return _facts(settings.schedule, self.dims.pp, self.num_microbatches, settings.stages_per_rank, backward)
 
-    @property
-    def rank_of_stage(self) -> tuple[int, ...]:
-        """The place in the pipeline of each stage."""
-        return self.stage_plan.schedule.rank_of_stage
-
-    @functools.cached_property
-    def in_flight(self) -> tuple[float, ...]:
-        """Micro-batches whose activations each place of the pipeline holds at once, over all its stages."""
-        schedule = self.stage_plan.schedule
-        peaks = simulate(schedule).peak_activations
-        return tuple(peak / schedule.rank_of_stage.count(place) for place, peak in enumerate(peaks))
-
-    @functools.cached_property
-    def splits_backward(self) -> bool:
-        """Whether gradients of weights are computed apart from those of inputs."""
-        return any(action.kind is Kind.INPUT_GRAD for each in self.stage_plan.schedule.actions for action in each)
+    def parts_of(self, place: int) -> DecoderParts:
+        """Return the parts of the model at a place of the pipeline."""
+        owners = self.facts.rank_of_stage
+        if len(owners) not in self.cuts:
+            self.cuts[len(owners)] = cut_layers(self.config, len(owners))
+        layers = self.cuts[len(owners)]
+        mine = [stage for stage, owner in enumerate(owners) if owner == place]
+        return DecoderParts(
+            embed=0 in mine,
+            layers=tuple(layer for stage in mine for layer in layers[stage]),
+            head=len(owners) - 1 in mine,
+        )
 
     @functools.cached_property
     def micro_batch(self) -> int:
@@ -106,7 +106,7 @@ class StepShape:
 
     @property
     def recomputes(self) -> bool:
-        """Whether blocks are computed again in backward."""
+        """True if blocks are computed again in backward."""
         return self.config.training.activation_checkpointing
 
     @property
@@ -114,3 +114,6 @@ class StepShape:
         """Ranks that hold the same shard: replicas, and in the peer mesh the ranks that share a sequence."""
         peer = self.dims.expert_mesh == "peer"
         return self.dims.dp_replicate * (self.dims.cp if peer else 1)
+
+
+_facts = functools.lru_cache(maxsize=512)(pipeline_facts)

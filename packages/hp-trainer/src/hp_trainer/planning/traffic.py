@@ -241,7 +241,7 @@ def _pipelined(shape: StepShape, parts: StageParts) -> Iterator[Sent]:
     """Yield activations to later stages, gradients to earlier ones, and sums of tied weights' gradients."""
     if not parts.is_pipelined:
         return
-    owners = shape.rank_of_stage
+    owners = shape.facts.rank_of_stage
     there = sum(a == parts.place != b for a, b in itertools.pairwise(owners))
     back = sum(b == parts.place != a for a, b in itertools.pairwise(owners))
     count = (there + back) * shape.num_microbatches

@@ -54,17 +54,20 @@ def plan_stages(config: TrainerConfig, dims: ParallelDims) -> StagePlan:
     )
 
 
-def make_schedule(config: TrainerConfig, dims: ParallelDims) -> Schedule:
+def make_schedule(config: TrainerConfig, dims: ParallelDims, max_microbatches: int | None = None) -> Schedule:
     """Return the schedule of a configuration's step.
+
+    Args:
+        max_microbatches: make it for so many at most; None: for those of the step.
 
     Raises:
         ScheduleError: it does not exist for these numbers, or would hang.
     """
-    settings = config.pipeline
+    settings, number = config.pipeline, num_microbatches(config, dims)
     schedule = build_schedule(
         settings.schedule,
         num_ranks=dims.pp,
-        num_microbatches=num_microbatches(config, dims),
+        num_microbatches=number if max_microbatches is None else min(number, max_microbatches),
         stages_per_rank=settings.stages_per_rank,
     )
     validate(schedule)

@@ -1,0 +1,103 @@
+"""`hp-train plan`: memory, bytes on the wire and time of a step for any number of ranks, without starting one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hp_trainer.cli.arguments import Overrides, Parser, UsageError, parse
+from hp_trainer.cli.help import USAGE
+from hp_trainer.cli.shared import check_world_size, refuse
+from hp_trainer.config import AdamWConfig, LoadedConfig, load_config
+from hp_trainer.exceptions import Problem
+from hp_trainer.launch import layout_problems, world_size_of
+from hp_trainer.memory import EXPECTED_SIZE, parse_size
+from hp_trainer.optimizers import AdamW8bitConfig
+from hp_trainer.parallel import ParallelDims
+from hp_trainer.planning.devices import Device, find_device
+from hp_trainer.planning.picture import draw_memory
+from hp_trainer.planning.plan import describe_plan, plan_as_json, plan_step
+from hp_trainer.planning.search import describe_fitting, search_layouts
+from hp_trainer.plugins import plugin_manager
+from hp_trainer.registries import fill_registries
+
+
+def plan_command(given: list[str]) -> int:
+    """Print the plan of a configuration; return 1 where it does not fit: `hp-train plan CONFIG --world-size=N`."""
+    parser = Parser(prog="hp-train plan", add_help=False)
+    parser.add_argument("config", metavar="CONFIG")
+    add_device_options(parser)
+    parser.add_argument("--to", metavar="FILE")
+    options, overrides = parse(parser, given)
+    loaded = load_for_planning(options.config, overrides)
+    check_world_size(options.world_size)
+    world_size = options.world_size or world_size_of(loaded.config)
+    device, memory = device_of(options.device, options.device_memory)
+    refuse(_problems(loaded, world_size), options.config)
+    experts = getattr(loaded.config.model.options, "num_experts", None)
+    dims = ParallelDims.from_config(loaded.config.parallel, world_size, experts)
+    plan = plan_step(loaded.config, dims, device)
+    fits = plan.peak <= memory
+    if options.json:
+        print(json.dumps(plan_as_json(plan, memory)))
+    else:
+        print(describe_plan(plan, memory))
+        if not fits:
+            print(f"\n{describe_fitting(search_layouts(loaded.config, world_size, device, memory))}")
+    if options.to is not None:
+        draw_memory(plan, memory, Path(options.to))
+    return 0 if fits else 1
+
+
+def add_device_options(parser: Parser) -> None:
+    """Add the options that say how many ranks of which device there are."""
+    parser.add_argument("--world-size", type=int, metavar="N")
+    parser.add_argument("--device", default="H100", metavar="NAME")
+    parser.add_argument("--device-memory", metavar="SIZE")
+    parser.add_argument("--json", action="store_true")
+
+
+def device_of(name: str, memory: str | None) -> tuple[Device, float]:
+    """Return the device of a name or file, and its memory in bytes, or the given one.
+
+    Raises:
+        PlanError: there is no such device.
+        UsageError: the memory is no size, or too small for anything.
+    """
+    device = find_device(name)
+    if memory is None:
+        return device, device.memory
+    try:
+        size = parse_size(memory)
+    except ValueError as error:
+        raise UsageError(f"--device-memory: {error}\n{USAGE}") from None
+    if size < 2**20:
+        raise UsageError(f"--device-memory: {memory} holds no model; expected {EXPECTED_SIZE}, at least 1MiB\n{USAGE}")
+    return device, float(size)
+
+
+def load_for_planning(path: str, overrides: Overrides) -> LoadedConfig:
+    """Read a configuration, also where no platform is installed: nothing will run.
+
+    Raises:
+        ConfigError: listing every problem.
+    """
+    known = fill_registries(plugin_manager())
+    # Platforms register them; their options are the same everywhere.
+    for name, options in (("adamw", AdamWConfig), ("adamw_8bit", AdamW8bitConfig)):
+        if name not in known.optimizers.names():
+            known.optimizers.add(name, _build_nothing, options=options)
+    return load_config(path, overrides, registered=known)
+
+
+def _problems(loaded: LoadedConfig, world_size: int) -> list[Problem]:
+    """Return why the layout cannot train on so many ranks; their number is an option here."""
+    found = layout_problems(loaded.config, world_size)
+    named = [replace(each, hint=each.hint.replace("launch.local_ranks=", "--world-size=")) for each in found]
+    return loaded.locate(named)
+
+
+def _build_nothing(*arguments: Any) -> Any:
+    raise NotImplementedError("this optimizer is for plans")

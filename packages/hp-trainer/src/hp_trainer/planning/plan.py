@@ -1,0 +1,187 @@
+"""The plan of a step: memory of the fullest rank, bytes on the wire, and the estimated time."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from hp_trainer.config import TrainerConfig
+from hp_trainer.memory import format_size
+from hp_trainer.parallel import ParallelDims
+from hp_trainer.planning.devices import Device
+from hp_trainer.planning.memory import MemoryPlan, plan_memory
+from hp_trainer.planning.stage_parts import num_parameters, stage_parts
+from hp_trainer.planning.step_shape import StepShape
+from hp_trainer.planning.step_time import StepTime, model_flops, seconds_of, step_time
+from hp_trainer.planning.traffic import Sent, stage_traffic
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """The plan of a configuration's step under a layout.
+
+    Attributes:
+        shape: what is planned.
+        device: by whose rates.
+        memory: of each place in the pipeline; of one place without one.
+        traffic: what the rank sends whose step takes longest.
+        time: of the place whose step takes longest.
+        slowest: that place.
+        num_parameters: of the whole model.
+    """
+
+    shape: StepShape
+    device: Device
+    memory: tuple[MemoryPlan, ...]
+    traffic: tuple[Sent, ...]
+    time: StepTime
+    slowest: int
+    num_parameters: int
+
+    @property
+    def fullest(self) -> int:
+        """The place in the pipeline whose ranks hold most."""
+        return max(range(len(self.memory)), key=lambda place: self.memory[place].total)
+
+    @property
+    def peak(self) -> float:
+        """Bytes of the fullest rank."""
+        return self.memory[self.fullest].total
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of all ranks."""
+        training = self.shape.config.training
+        return training.global_batch_size * training.sequence_length / self.time.total
+
+    @property
+    def utilization(self) -> float:
+        """Part of the devices' peak rate that the model's operations use."""
+        rate = self.device.flops.get(self.shape.config.training.dtype, min(self.device.flops.values()))
+        return model_flops(self.shape) / self.time.total / self.shape.dims.world_size / rate
+
+
+def plan_step(
+    config: TrainerConfig,
+    dims: ParallelDims,
+    device: Device,
+    cuts: dict[int, list[range]] | None = None,
+    *,
+    every_place: bool = True,
+) -> StepPlan:
+    """Return the plan of a configuration's step.
+
+    The time grows with the layers of the model and the stages of a pipeline, not with the number of ranks.
+
+    Args:
+        config: a configuration that these degrees can train.
+        cuts: as of `StepShape`.
+        every_place: False: of a pipeline only the first, the middle and the last place, which have most, are planned.
+
+    Raises:
+        PlanError: the model does not tell its sizes.
+    """
+    shape = StepShape.of(config, dims, cuts)
+    places = stage_parts(shape, None if every_place else {0, dims.pp // 2, dims.pp - 1})
+    memory = tuple(plan_memory(shape, parts) for parts in places)
+    times = [step_time(shape, parts, device, held.optimizer) for parts, held in zip(places, memory, strict=True)]
+    slowest = max(range(len(times)), key=lambda place: times[place].total)
+    return StepPlan(
+        shape=shape,
+        device=device,
+        memory=memory,
+        traffic=tuple(stage_traffic(shape, places[slowest])),
+        time=times[slowest],
+        slowest=slowest,
+        num_parameters=num_parameters(shape),
+    )
+
+
+def describe_plan(plan: StepPlan, device_memory: float) -> str:
+    """Return the plan as tables: memory, bytes on the wire, time, and what dominates each."""
+    return "\n\n".join([_head(plan), _memory_table(plan, device_memory), _traffic_table(plan), _time_table(plan)])
+
+
+def plan_as_json(plan: StepPlan, device_memory: float) -> dict[str, Any]:
+    """Return the plan as a JSON value: bytes and seconds."""
+    return {
+        "layout": {name: getattr(plan.shape.dims, name) for name in _DEGREES},
+        "world_size": plan.shape.dims.world_size,
+        "parameters": plan.num_parameters,
+        "device": plan.device.name,
+        "device_memory": device_memory,
+        "fits": plan.peak <= device_memory,
+        "fullest_place": plan.fullest,
+        "memory": [{**each.parts(), "total": each.total, "moment": each.moment} for each in plan.memory],
+        "traffic": [dataclasses.asdict(each) for each in plan.traffic],
+        "seconds": {**plan.time.parts(), "total": plan.time.total},
+        "tokens_per_second": plan.tokens_per_second,
+        "utilization": plan.utilization,
+    }
+
+
+_DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "expert_mesh")
+
+
+def _head(plan: StepPlan) -> str:
+    shape, training = plan.shape, plan.shape.config.training
+    again = "blocks computed again in backward" if shape.recomputes else "nothing computed again"
+    lines = {
+        "model": f"{plan.num_parameters:,} parameters, {training.dtype}",
+        "layout": shape.dims.summary(),
+        "step": f"{training.global_batch_size} samples of {training.sequence_length} tokens; on a rank "
+        f"{shape.num_microbatches} x {shape.micro_batch} samples, {again}",
+        "device": f"{plan.device.name}, {plan.device.ranks_per_node} a node"
+        if plan.device.ranks_per_node < 1 << 20
+        else f"{plan.device.name}, measured now",
+    }
+    return "\n".join(f"{name}: {text}" for name, text in lines.items())
+
+
+def _memory_table(plan: StepPlan, device_memory: float) -> str:
+    held = plan.memory[plan.fullest]
+    where = f" (place {plan.fullest} of the pipeline)" if len(plan.memory) > 1 else ""
+    fits = "fits" if held.total <= device_memory else "does NOT fit"
+    lines = [
+        f"memory of the fullest rank{where}, at {held.moment}: {format_size(held.total)} of "
+        f"{format_size(device_memory)}: {fits}"
+    ]
+    return "\n".join([*lines, *_rows(held.parts(), format_size)])
+
+
+def _traffic_table(plan: StepPlan) -> str:
+    lines = ["sent by a rank in a step:"]
+    if not plan.traffic:
+        return f"{lines[0]} nothing"
+    width = max(len(each.axis) for each in plan.traffic)
+    for each in sorted(plan.traffic, key=lambda sent: -sent.bytes):
+        seconds = seconds_of(each, plan.shape, plan.device)
+        hides = "beside computation" if each.hides else "waited for"
+        lines.append(
+            f"  {each.axis:<{width}}  {each.collective:<15}{each.count:>8.0f} x  {format_size(each.bytes):>11}"
+            f"  {_seconds(seconds):>9}  {hides}"
+        )
+    return "\n".join(lines)
+
+
+def _time_table(plan: StepPlan) -> str:
+    parts = plan.time.parts()
+    most = max(parts, key=lambda name: parts[name])
+    title = (
+        f"time of a step, estimated: {_seconds(plan.time.total)}, most for {most}; {plan.tokens_per_second:,.0f} "
+        f"tokens/s, {plan.tokens_per_second / plan.shape.dims.world_size:,.0f} a device, {plan.utilization:.0%} of the "
+        "peak rate"
+    )
+    return "\n".join([title, *_rows(parts, _seconds)])
+
+
+def _rows(parts: dict[str, float], form: Any) -> list[str]:
+    shown = {name: value for name, value in parts.items() if value > 0}
+    total, width = sum(shown.values()), max(map(len, shown), default=0)
+    ordered = sorted(shown.items(), key=lambda pair: -pair[1])
+    return [f"  {name:<{width}}  {form(value):>11}  {value / total:>4.0%}" for name, value in ordered]
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"

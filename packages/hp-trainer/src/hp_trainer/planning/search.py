@@ -1,0 +1,287 @@
+"""Search of layouts: those that are legal and fit, ranked by estimated time; others counted by what is against them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from hp_trainer.config import TrainerConfig
+from hp_trainer.exceptions import Problem
+from hp_trainer.launch import batch_problems, training_problems
+from hp_trainer.memory import format_size
+from hp_trainer.parallel import DEGREES, ParallelDims, find_model_problems
+from hp_trainer.parallel.axes import ExpertMesh
+from hp_trainer.parallel.divisors import divisors
+from hp_trainer.planning.devices import Device
+from hp_trainer.planning.plan import StepPlan, plan_step
+
+# Context parallelism pays for long sequences: of more ranks, or with fewer tokens on each, it is not searched.
+MAX_CP = 32
+MIN_TOKENS = 1024
+COLUMNS = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "expert_mesh")
+SHOWN = 10
+
+Degrees = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranking:
+    """The result of a search.
+
+    Attributes:
+        world_size: ranks of the job.
+        memory: bytes of a device.
+        fitting: plans of layouts that fit, the quickest first.
+        too_large: plans of legal layouts that do not fit, the smallest first.
+        reasons: what is against the others, with the number of layouts that it is against.
+        num_illegal: layouts that cannot be used.
+    """
+
+    world_size: int
+    memory: float
+    fitting: tuple[StepPlan, ...]
+    too_large: tuple[StepPlan, ...]
+    reasons: Counter[str]
+    num_illegal: int
+
+
+def search_layouts(config: TrainerConfig, world_size: int, device: Device, memory: float) -> Ranking:
+    """Plan every legal layout of a configuration's model and batch on so many ranks.
+
+    A layout that does not fit is planned again with all blocks computed again in backward. Degrees that fail alone are
+    left out before they are combined, so that the work grows with the legal layouts.
+
+    Args:
+        config: its own degrees are not looked at.
+        memory: bytes of a device.
+
+    Raises:
+        PlanError: the model does not tell its sizes.
+    """
+    alone = _AloneProblems(config)
+    reasons: Counter[str] = Counter()
+    fitting: list[StepPlan] = []
+    too_large: list[StepPlan] = []
+    cuts: dict[int, list[range]] = {}
+    num_illegal = 0
+    pipelines: dict[tuple[int, int], tuple[str, ...]] = {}
+    for degrees in _degrees(world_size, has_experts=bool(getattr(config.model.options, "num_experts", None))):
+        found = alone.of(degrees)
+        if not found:
+            dims = ParallelDims(**degrees, cp_method=config.parallel.cp_method, world_size=world_size)
+            found = _together(config, dims, pipelines)
+        if found:
+            num_illegal += 1
+            reasons.update(found)
+            continue
+        plan = _best_plan(config, dims, device, memory, cuts)
+        (fitting if plan.peak <= memory else too_large).append(plan)
+    return Ranking(
+        world_size=world_size,
+        memory=memory,
+        fitting=tuple(sorted(fitting, key=lambda plan: plan.time.total)),
+        too_large=tuple(sorted(too_large, key=lambda plan: plan.peak)),
+        reasons=reasons,
+        num_illegal=num_illegal,
+    )
+
+
+def _best_plan(
+    config: TrainerConfig, dims: ParallelDims, device: Device, memory: float, cuts: dict[int, list[range]]
+) -> StepPlan:
+    plan = plan_step(config, dims, device, cuts, every_place=False)
+    if plan.peak <= memory or plan.shape.recomputes:
+        return plan
+    training = dataclasses.replace(config.training, activation_checkpointing=True)
+    return plan_step(dataclasses.replace(config, training=training), dims, device, cuts, every_place=False)
+
+
+# Legal layouts -------------------------------------------------------------------------------------------
+
+
+class _AloneProblems:
+    """Problems of single degrees, and of those that share the batch, each found once."""
+
+    def __init__(self, config: TrainerConfig) -> None:
+        self._config = config
+        self._known: dict[tuple[str, int], tuple[str, ...]] = {}
+
+    def of(self, degrees: Degrees) -> tuple[str, ...]:
+        """Return what is against these degrees, each by itself."""
+        found = [self._of_degree(name, degrees[name]) for name in ("tp", "ep", "pp")]
+        found.append(self._of_batch(degrees["dp_replicate"] * degrees["dp_shard"]))
+        found.append(self._of_sequence(degrees["cp"]))
+        return tuple(itertools.chain(*found))
+
+    def _of_degree(self, name: str, value: int) -> tuple[str, ...]:
+        key = name, value
+        if key not in self._known:
+            degrees = SimpleNamespace(**(dict.fromkeys(DEGREES, 1) | {name: value}))
+            self._known[key] = _reasons(find_model_problems(degrees, self._config.model.options))
+        return self._known[key]
+
+    def _of_sequence(self, cp: int) -> tuple[str, ...]:
+        length = self._config.training.sequence_length
+        if cp == 1 or (cp <= MAX_CP and length // cp >= min(MIN_TOKENS, length // 2)):
+            return ()
+        return (f"parallel.cp: more than {MAX_CP} ranks, or fewer than {MIN_TOKENS} tokens on each, are not searched",)
+
+    def _of_batch(self, shares: int) -> tuple[str, ...]:
+        key = "batch", shares
+        if key not in self._known:
+            dims: Any = SimpleNamespace(dp_size=shares, dp_replicate=1, dp_shard=shares)
+            problems = list(batch_problems(dims, self._config))
+            batch = self._config.training.global_batch_size
+            what = f"training.global_batch_size: {batch} cannot be shared equally by so many data-parallel ranks"
+            self._known[key] = (what,) if problems else ()
+        return self._known[key]
+
+
+def _together(
+    config: TrainerConfig, dims: ParallelDims, pipelines: dict[tuple[int, int], tuple[str, ...]]
+) -> tuple[str, ...]:
+    """Return what is against degrees that are legal one by one; a pipeline is looked at once for each of its sizes."""
+    key = dims.pp, dims.dp_size
+    if not dims.pp_enabled or key not in pipelines:
+        # A schedule that runs two rounds runs any number of them.
+        found = _reasons(training_problems(dims, config, 2 * dims.pp))
+        if dims.pp_enabled:
+            pipelines[key] = tuple(each for each in found if each.startswith("pipeline."))
+        return found
+    without = _reasons(training_problems(_without_pipeline(dims), config))
+    return (*without, *pipelines[key])
+
+
+def _without_pipeline(dims: ParallelDims) -> ParallelDims:
+    """Return the degrees of one stage's ranks."""
+    return dataclasses.replace(dims, pp=1, world_size=dims.world_size // dims.pp)
+
+
+def _reasons(problems: Iterator[Problem]) -> tuple[str, ...]:
+    """Return problems as reasons that many layouts have in common."""
+    return tuple(dict.fromkeys(f"{problem.path}: {problem.what}" for problem in problems))
+
+
+def _degrees(world_size: int, *, has_experts: bool) -> Iterator[Degrees]:
+    """Yield the degrees of every layout of so many ranks."""
+    meshes: tuple[ExpertMesh, ...] = ("folded", "peer")
+    for ep, expert_mesh in itertools.product(divisors(world_size) if has_experts else [1], meshes):
+        if ep == 1 and expert_mesh == "peer":
+            continue
+        around = ep if expert_mesh == "peer" else 1
+        for pp, dp_replicate, dp_shard, cp, tp in _factorizations(world_size // around, 5):
+            for etp in sorted({1, tp}) if ep > 1 else [tp]:
+                if expert_mesh == "peer" or dp_shard * cp * tp % (ep * etp) == 0:
+                    yield {
+                        "dp_replicate": dp_replicate,
+                        "dp_shard": dp_shard,
+                        "cp": cp,
+                        "tp": tp,
+                        "pp": pp,
+                        "ep": ep,
+                        "etp": etp,
+                        "expert_mesh": expert_mesh,
+                    }
+
+
+def _factorizations(n: int, count: int) -> Iterator[tuple[int, ...]]:
+    if count == 1:
+        yield (n,)
+        return
+    for first in divisors(n):
+        for rest in _factorizations(n // first, count - 1):
+            yield (first, *rest)
+
+
+# Text ----------------------------------------------------------------------------------------------------
+
+
+def describe_ranking(ranking: Ranking) -> str:
+    """Return the best ten as a table, and why others fail."""
+    legal = len(ranking.fitting) + len(ranking.too_large)
+    lines = [
+        f"{legal} legal layouts of {ranking.world_size:,} ranks, of which {len(ranking.fitting)} fit in "
+        f"{format_size(ranking.memory)}; the quickest by estimated time:"
+    ]
+    lines += _table(ranking.fitting[:SHOWN])
+    if ranking.too_large:
+        smallest = ranking.too_large[0]
+        lines.append(
+            f"{len(ranking.too_large)} legal layouts do not fit, also when blocks are computed again; the smallest "
+            f"needs {format_size(smallest.peak)} ({_named(smallest)})"
+        )
+    if ranking.reasons:
+        lines.append(f"{ranking.num_illegal:,} layouts cannot be used:")
+        shown = ranking.reasons.most_common(SHOWN)
+        lines += [f"  {reason} ({count:,} layouts)" for reason, count in shown]
+        if len(ranking.reasons) > SHOWN:
+            lines.append(f"  and {len(ranking.reasons) - SHOWN} other reasons")
+    return "\n".join(lines)
+
+
+def describe_fitting(ranking: Ranking) -> str:
+    """Return what would fit instead of a plan that does not."""
+    if ranking.fitting:
+        title = f"{len(ranking.fitting)} layouts of {ranking.world_size:,} ranks would fit; the quickest: "
+        return "\n".join([title + _named(ranking.fitting[0]), *_table(ranking.fitting[:3])])
+    if not ranking.too_large:
+        return "no layout of this model and batch is legal for so many ranks; hp-train layouts tells why"
+    best = ranking.too_large[0]
+    return (
+        f"no layout of {ranking.world_size:,} ranks fits in {format_size(ranking.memory)}: the smallest needs "
+        f"{format_size(best.peak)} ({_named(best)}). Take more ranks, smaller micro-batches "
+        "(training.micro_batch_size), shorter sequences, or devices with more memory"
+    )
+
+
+def ranking_as_json(ranking: Ranking) -> dict[str, Any]:
+    """Return the ranking as a JSON value."""
+    return {
+        "world_size": ranking.world_size,
+        "device_memory": ranking.memory,
+        "best": [
+            {
+                **{name: getattr(plan.shape.dims, name) for name in COLUMNS},
+                "activation_checkpointing": plan.shape.recomputes,
+                "seconds": plan.time.total,
+                "memory": plan.peak,
+                "utilization": plan.utilization,
+            }
+            for plan in ranking.fitting[:SHOWN]
+        ],
+        "num_fitting": len(ranking.fitting),
+        "num_too_large": len(ranking.too_large),
+        "num_illegal": ranking.num_illegal,
+        "reasons": dict(ranking.reasons.most_common()),
+    }
+
+
+def _table(plans: tuple[StepPlan, ...]) -> list[str]:
+    if not plans:
+        return ["  none"]
+    heads = (*COLUMNS, "recompute", "step", "memory", "of peak rate")
+    lines = ["  " + "  ".join(heads)]
+    for plan in plans:
+        cells = [str(getattr(plan.shape.dims, name)) for name in COLUMNS]
+        cells += ["full" if plan.shape.recomputes else "none", f"{plan.time.total:.3g} s"]
+        cells += [format_size(plan.peak), f"{plan.utilization:.0%}"]
+        lines.append("  " + "  ".join(cell.rjust(len(head)) for cell, head in zip(cells, heads, strict=True)))
+    return lines
+
+
+def _named(plan: StepPlan) -> str:
+    """Return a layout as settings to give."""
+    dims = plan.shape.dims
+    settings = [f"--parallel.{name}={getattr(dims, name)}" for name in COLUMNS[:6] if getattr(dims, name) > 1]
+    if dims.ep_enabled and dims.etp != dims.tp:
+        settings.append(f"--parallel.etp={dims.etp}")
+    if dims.expert_mesh == "peer":
+        settings.append("--parallel.expert_mesh=peer")
+    if plan.shape.recomputes:
+        settings.append("--training.activation_checkpointing=true")
+    return " ".join(settings) or "one rank"

@@ -1,0 +1,133 @@
+"""`hp-train plan` and `hp-train layouts` without any platform: plans, searches, and bad input refused."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hp_trainer.cli import main
+from hp_trainer.launch import platforms
+
+YAML = """\
+model: {vocab_size: 512, hidden_size: 64, num_hidden_layers: 4, num_attention_heads: 4, num_key_value_heads: 4,
+        head_dim: 16, intermediate_size: 128}
+data: {path: none.txt}
+training: {steps: 1, global_batch_size: 16, sequence_length: 64}
+"""
+LARGE = """\
+model: {vocab_size: 128256, hidden_size: 8192, num_hidden_layers: 80, num_attention_heads: 64, num_key_value_heads: 8,
+        head_dim: 128, intermediate_size: 28672}
+data: {path: none.txt}
+training: {steps: 1, global_batch_size: 131072, micro_batch_size: 1, sequence_length: 8192, dtype: bfloat16,
+           activation_checkpointing: true}
+parallel: {tp: 8}
+"""
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a command beside `run.yaml` and `large.yaml`, as if no platform were installed; (code, output, errors)."""
+    (tmp_path / "run.yaml").write_text(YAML)
+    (tmp_path / "large.yaml").write_text(LARGE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(platforms, "installed_platforms", lambda: [])
+
+    def command(*words: str) -> tuple[int, str, str]:
+        code = main(words)
+        return code, *capsys.readouterr()
+
+    return command
+
+
+def test_plan_tells_memory_traffic_and_time(run: Run) -> None:
+    code, out, _ = run("plan", "run.yaml", "--world-size=8", "--parallel.tp=2", "--device-memory=1GiB")
+    assert code == 0
+    for part in ("of 1.00 GiB: fits", "optimizer", "activations", "fsdp", "all_gather", "tokens/s", "time of a step"):
+        assert part in out
+
+
+def test_json_has_the_same_numbers(run: Run, tmp_path: Path) -> None:
+    code, out, _ = run("plan", "run.yaml", "--world-size", "8", "--parallel.pp=2", "--json", "--to=memory.png")
+    plan = json.loads(out)
+    assert code == 0
+    assert plan["world_size"] == 8
+    assert plan["fits"]
+    held = plan["memory"][0]
+    parts = sum(value for name, value in held.items() if name not in ("total", "moment"))
+    assert parts == pytest.approx(held["total"])
+    assert len(plan["memory"]) == 2
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_million_ranks_are_planned_in_seconds(run: Run) -> None:
+    start = time.process_time()
+    code, out, _ = run("plan", "large.yaml", "--world-size=1048576")
+    assert code == 0
+    assert "70,553,706,496 parameters" in out
+    assert time.process_time() - start < 10
+
+
+def test_what_does_not_fit_is_answered_with_what_would(run: Run) -> None:
+    code, out, _ = run("plan", "run.yaml", "--world-size=8", "--parallel.dp_replicate=8", "--device-memory=4MiB")
+    assert code == 1
+    assert "does NOT fit" in out
+    assert "would fit; the quickest: --parallel." in out
+    code, out, _ = run("plan", "run.yaml", "--world-size=1", "--device-memory=2MiB")
+    assert code == 1
+    assert "no layout of 1 ranks fits in 2.00 MiB: the smallest needs" in out
+
+
+def test_layouts_are_ranked_by_time_within_the_memory(run: Run) -> None:
+    code, out, _ = run("layouts", "run.yaml", "--world-size=8", "--device-memory=8MiB", "--json")
+    ranking = json.loads(out)
+    times = [each["seconds"] for each in ranking["best"]]
+    assert code == 0
+    assert 1 < len(times) <= 10
+    assert times == sorted(times)
+    assert all(each["memory"] <= 8 * 2**20 for each in ranking["best"])
+    reasons = ranking["reasons"]
+    assert reasons["tp: num_attention_heads = 4 cannot be split over tp = 8"] == 1
+    assert "pp: num_hidden_layers = 4 cannot be cut into stages for pp = 8 ranks" in reasons
+    code, out, _ = run("layouts", "run.yaml", "--world-size=8")
+    assert "the quickest by estimated time" in out
+    assert "layouts cannot be used:" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--world-size=0",), "--world-size must be at least 1, got 0"),
+        (("--world-size=many",), "invalid int value: 'many'"),
+        (("--world-size=8", "--device=H10"), "device 'H10' is unknown; expected one of H100, H200, A100, 910B, cpu"),
+        (("--world-size=8", "--device-memory=80"), "--device-memory: expected a size above 0 with its unit"),
+        (("--world-size=8", "--device-memory=1B"), "--device-memory: 1B holds no model"),
+        (("--world-size=8", "--parallel.tp=3"), "try"),
+        (("--world-size=8", "--device=bad.yaml"), "memory_bandwidth: missing"),
+    ],
+)
+@pytest.mark.parametrize("command", ["plan", "layouts"])
+def test_bad_input_is_refused(run: Run, tmp_path: Path, command: str, words: tuple[str, ...], told: str) -> None:
+    (tmp_path / "bad.yaml").write_text("memory: 80GiB\nflops: {bfloat16: -1}\nspeed: 3\n")
+    code, _, error = run(command, "run.yaml", *words)
+    if command == "layouts" and "--parallel.tp=3" in words:
+        assert code == 0, "the search chooses degrees itself"
+    else:
+        assert code == 2
+        assert told in error
+
+
+def test_a_device_of_ones_own(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "memory: 24GiB\nflops: {float32: 82e12}\nmemory_bandwidth: 1.0e12\nranks_per_node: 4\n"
+        "inner_bandwidth: 30e9\nouter_bandwidth: 1e9\n"
+    )
+    code, out, _ = run("plan", "run.yaml", "--world-size=8", "--device=mine.yaml")
+    assert code == 0
+    assert "device: mine, 4 a node" in out
+    assert "of 24.00 GiB" in out
