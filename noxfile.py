@@ -42,7 +42,7 @@ nox.options.sessions = [
 # release, `lock` makes every environment anew from the newest releases.
 
 CORES = len(os.sched_getaffinity(0))
-WORKERS = min(4, CORES)  # more of them import a framework for too few tests each
+WORKERS = min(4, CORES + 1)  # one more than cores: some tests only wait for processes; each imports a framework
 SPREAD = (f"--numprocesses={WORKERS}", "--dist=worksteal")
 
 TEST_TOOLS = ("pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from test_training import PartlyTaken, assert_same_losses
-from training_runs import STEPS, events
+from training_runs import STEPS, events, skip_unless_torch_or
 
 from hp_dtensor.testing import run_ranks
 from hp_trainer.data import Rows, documents
@@ -32,8 +32,7 @@ class Packed(PartlyTaken):
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("samples", [None, Packed], ids=["whole rows", "packed, few targets"])
 def test_trains_and_evaluates_as_one_rank(lab, monkeypatch, name, samples):
-    if lab.platform.name != "torch" and (name, samples) != ("ring", Packed):
-        pytest.skip("four simulated ranks: all on torch, the one with most in it elsewhere")
+    skip_unless_torch_or(lab.platform, (name, samples) == ("ring", Packed))
     if samples is not None:
         monkeypatch.setattr(documents, "TokenSamples", samples)
     degrees, ranks = LAYOUTS[name]

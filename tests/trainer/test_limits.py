@@ -54,6 +54,7 @@ def test_a_signal_to_a_rank_in_its_first_moment_stops_the_run(folder, hp_train):
     deadline = time.monotonic() + START_SECONDS
     rank = None
     while rank is None and time.monotonic() < deadline:
+        time.sleep(0.005)
         rank = next((pid for pid in command.processes() if is_rank(pid, 1)), None)
     os.kill(rank, signal.SIGTERM)
     code, _, err = command.finish(END_SECONDS)

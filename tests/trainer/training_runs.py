@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from hp_dtensor.testing import run_ranks
 from hp_trainer.checkpoint import Checkpoint, open_latest
@@ -118,6 +119,12 @@ def train_rank(
     if checkpoint is not None:
         trainer.resume(checkpoint)
     return trainer.run()
+
+
+def skip_unless_torch_or(platform: Any, chosen: bool) -> None:
+    """Skip a case on frameworks other than torch unless it is chosen, as one with most in it."""
+    if platform.name != "torch" and not chosen:
+        pytest.skip("all cases on torch, those with most in them elsewhere")
 
 
 def newest(run: RunFolder) -> Checkpoint:
