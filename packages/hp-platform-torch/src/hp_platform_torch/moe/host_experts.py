@@ -5,11 +5,10 @@ Kept for backward are the tokens and the products before the activation, as in `
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from hp_dtensor.parallel.recompute import kept
@@ -31,12 +30,13 @@ def host_experts(
 
 
 class _Groups:
-    """The rows of each expert that has any: `(expert, its rows' range, their slots, their tokens)`."""
+    """The rows of each expert."""
 
     def __init__(self, entries: torch.Tensor, num_slots: int, counts: tuple[int, ...]) -> None:
         self.entries = entries
         self.tokens = entries if num_slots == 1 else entries // num_slots
         self.counts = counts
+        self.most = max(counts, default=0)
 
     def gradient_of(self, weight: torch.Tensor) -> torch.Tensor:
         """Memory for a gradient, zeros for the experts that have no rows and so will not be visited."""
@@ -46,13 +46,26 @@ class _Groups:
                 gradient[expert].zero_()
         return gradient
 
-    def __iter__(self) -> Iterator[tuple[int, slice, torch.Tensor, torch.Tensor]]:
-        first = 0
-        for expert, count in enumerate(self.counts):
-            if count:
-                rows = slice(first, first + count)
-                yield expert, rows, self.entries[rows], self.tokens[rows]
-            first += count
+    def scores(self, scores: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+        """The score of each row, `[rows, 1]`."""
+        return None if scores is None else scores.reshape(-1).index_select(0, self.entries).to(dtype)[:, None]
+
+    def workspace(self, like: torch.Tensor, *widths: int) -> list[torch.Tensor]:
+        """Memory for the rows of any one expert, `[rows of the busiest, width]` each.
+
+        Made once for all experts: of the size of theirs, the C library maps and gives back memory at every call.
+        """
+        return [like.new_empty((self.most, width)) for width in widths]
+
+    def parts(self, *of_experts: Any, of_rows: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+        """For each expert that has rows: its tokens, its part of each of `of_experts`, and its rows of each of `of_rows`.
+
+        Views are taken for all experts at once, which costs a fraction of taking them one by one; None stays None.
+        """
+        columns = [self.tokens.split(self.counts)]
+        columns += [[None] * len(self.counts) if each is None else each.unbind(0) for each in of_experts]
+        columns += [[None] * len(self.counts) if each is None else each.split(self.counts) for each in of_rows]
+        return (part for part in zip(*columns, strict=True) if len(part[0]))
 
 
 class _HostExperts(torch.autograd.Function):
@@ -67,20 +80,24 @@ class _HostExperts(torch.autograd.Function):
         w2: torch.Tensor,
         w3: torch.Tensor,
     ) -> torch.Tensor:
-        pre = x.new_empty((2, sum(groups.counts), w1.shape[1]))
+        dim, width = x.shape[1], w1.shape[1]
+        pre = x.new_empty((2, sum(groups.counts), width))
+        row_scores = groups.scores(scores, x.dtype)
         out = torch.zeros_like(x)
-        for expert, rows, slots, tokens in groups:
-            inputs = x.index_select(0, tokens)
-            gate = torch.mm(inputs, w1[expert].t(), out=pre[0, rows])
-            up = torch.mm(inputs, w3[expert].t(), out=pre[1, rows])
-            score = _score(scores, slots, x.dtype)
+        space = groups.workspace(x, dim, width, dim)
+        transposed = (weight.transpose(1, 2) for weight in (w1, w2, w3))
+        for tokens, own_w1, own_w2, own_w3, gate, up, score in groups.parts(*transposed, of_rows=(*pre, row_scores)):
+            inputs, hidden, results = (each[: len(tokens)] for each in space)
+            torch.index_select(x, 0, tokens, out=inputs)
+            torch.mm(inputs, own_w1, out=gate)
+            torch.mm(inputs, own_w3, out=up)
             if score is not None and score_before:
                 gate, up = gate * score, up * score
-            hidden = F.silu(gate).mul_(up)
+            torch.ops.aten.silu.out(gate, out=hidden).mul_(up)
             # A row's score weighs its activation as well as its result, at a fraction of the work.
             if score is not None and not score_before:
                 hidden.mul_(score)
-            out.index_add_(0, tokens, hidden @ w2[expert].t())
+            out.index_add_(0, tokens, torch.mm(hidden, own_w2, out=results))
         ctx.groups, ctx.score_before = groups, score_before
         ctx.save_for_backward(x, scores, w1, w2, w3, pre)
         return out
@@ -92,59 +109,76 @@ class _HostExperts(torch.autograd.Function):
         groups, score_before = ctx.groups, ctx.score_before
         _, needs_x, needs_scores, _, *needs_weights = ctx.needs_input_grad
         d_x = torch.zeros_like(x) if needs_x else None
-        d_scores = torch.zeros_like(scores) if needs_scores else None
+        row_scores = groups.scores(scores, x.dtype)
+        d_row_scores = None if scores is None else x.new_empty((len(groups.entries),))
         d_w1, d_w2, d_w3 = (
             groups.gradient_of(weight) if needed else None
             for weight, needed in zip((w1, w2, w3), needs_weights, strict=True)
         )
-        for expert, rows, slots, tokens in groups:
-            d_results = grad.index_select(0, tokens)
-            score = _score(scores, slots, x.dtype)
-            d_gate, d_up, d_score, hidden = _activation_backward(
-                d_results @ w2[expert], pre[0, rows], pre[1, rows], score, score_before
+        dim, width = x.shape[1], w1.shape[1]
+        space = groups.workspace(x, dim, dim, *[width] * 4)
+        by_row = (*pre, row_scores, d_row_scores)
+        for tokens, own_w1, own_w2, own_w3, to_w1, to_w2, to_w3, gate, up, score, d_score in groups.parts(
+            w1, w2, w3, d_w1, d_w2, d_w3, of_rows=by_row
+        ):
+            d_results, inputs, d_hidden, *hidden_space = (each[: len(tokens)] for each in space)
+            torch.index_select(grad, 0, tokens, out=d_results)
+            torch.mm(d_results, own_w2, out=d_hidden)
+            d_gate, d_up, hidden = _activation_backward(
+                d_hidden, (gate, up), (score, d_score), score_before, hidden_space
             )
-            if d_scores is not None:
-                d_scores.view(-1)[slots] = d_score.to(d_scores.dtype)
-            if d_w2 is not None:
-                torch.mm(d_results.t(), hidden, out=d_w2[expert])
-            if d_x is not None:
-                d_x.index_add_(0, tokens, (d_gate @ w1[expert]).addmm_(d_up, w3[expert]))
-            if d_w1 is not None or d_w3 is not None:
-                inputs = x.index_select(0, tokens)
-                for d_weight, d_pre in ((d_w1, d_gate), (d_w3, d_up)):
+            if to_w2 is not None:
+                torch.mm(d_results.t(), hidden, out=to_w2)
+            if to_w1 is not None or to_w3 is not None:
+                torch.index_select(x, 0, tokens, out=inputs)
+                for d_weight, d_pre in ((to_w1, d_gate), (to_w3, d_up)):
                     if d_weight is not None:
-                        torch.mm(d_pre.t(), inputs, out=d_weight[expert])
+                        torch.mm(d_pre.t(), inputs, out=d_weight)
+            if d_x is not None:
+                # Of no use any more, the results' gradients make room for the inputs'.
+                torch.mm(d_gate, own_w1, out=d_results)
+                d_x.index_add_(0, tokens, d_results.addmm_(d_up, own_w3))
+        d_scores = _at_slots(d_row_scores, groups.entries, scores) if needs_scores else None
         return None, d_x, d_scores, None, d_w1, d_w2, d_w3
 
 
-def _score(scores: torch.Tensor | None, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """`[rows, 1]`."""
-    return None if scores is None else scores.reshape(-1).index_select(0, slots).to(dtype)[:, None]
+def _at_slots(d_rows: torch.Tensor, entries: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """The gradient of scores `[tokens, slots]` from that of each row; zeros for slots without a row."""
+    d_scores = torch.zeros_like(scores, memory_format=torch.contiguous_format)
+    d_scores.view(-1).index_copy_(0, entries, d_rows.to(scores.dtype))
+    return d_scores
 
 
 def _activation_backward(
     d_hidden: torch.Tensor,
-    raw_gate: torch.Tensor,
-    raw_up: torch.Tensor,
-    score: torch.Tensor | None,
+    pre: tuple[torch.Tensor, torch.Tensor],
+    scores: tuple[torch.Tensor | None, torch.Tensor | None],
     score_before: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Gradients of the products before the activation and `[rows]` of the scores; the weighted activation.
+    space: list[torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of the products before the activation, and the weighted activation; all within `space`.
 
-    `d_hidden` is the gradient of the weighted activation where scores weigh results; it is overwritten.
+    Args:
+        d_hidden: gradient of the weighted activation where scores weigh results; it is overwritten.
+        pre: the products before the activation, gate and up.
+        scores: `[rows, 1]`, and memory for their gradient, `[rows]`; None: results are not weighted.
+        space: three tensors like `d_hidden`.
     """
-    weighs_inputs, weighs_results = score is not None and score_before, score is not None and not score_before
-    gate, up = (raw_gate * score, raw_up * score) if weighs_inputs else (raw_gate, raw_up)
-    silu = F.silu(gate)
-    hidden, d_score = silu * up, None
-    if weighs_results:
-        d_score = torch.linalg.vecdot(d_hidden, hidden)
+    raw_gate, raw_up = pre
+    silu, hidden, product = space
+    score, d_score = scores
+    gate, up = (raw_gate * score, raw_up * score) if score is not None and score_before else pre
+    torch.ops.aten.silu.out(gate, out=silu)
+    torch.mul(silu, up, out=hidden)
+    if score is not None and not score_before:
+        torch.sum(torch.mul(d_hidden, hidden, out=product), 1, out=d_score)
         hidden.mul_(score)
         d_hidden.mul_(score)
     d_up = silu.mul_(d_hidden)
-    d_gate = torch.ops.aten.silu_backward(d_hidden.mul_(up), gate)
-    if weighs_inputs:
-        d_score = torch.linalg.vecdot(d_gate, raw_gate).add_(torch.linalg.vecdot(d_up, raw_up))
+    d_gate = torch.ops.aten.silu_backward.grad_input(d_hidden.mul_(up), gate, grad_input=product)
+    if score is not None and d_score is not None and score_before:
+        torch.sum(torch.mul(d_gate, raw_gate), 1, out=d_score)
+        d_score.add_(torch.linalg.vecdot(d_up, raw_up))
         d_gate.mul_(score)
         d_up.mul_(score)
-    return d_gate, d_up, d_score, hidden
+    return d_gate, d_up, hidden
