@@ -174,11 +174,26 @@ class AllToAllDispatcher(TokenDispatcher):
         return ops.reshape(ops.index_select(table, 0, ops.reshape(experts, (size,))), tuple(experts.shape))
 
     def _without_repeats(self, owners: Tensor) -> Tensor:
-        """Replace each owner that an earlier slot of the same token has by the group's size. O(top_k**2)."""
-        top_k = int(owners.shape[1])
+        """Return the ranks of each token, each once, as keys `[tokens, slots]`; the group's size in empty slots.
+
+        There are no more slots than ranks or experts of a token: sums over slots read every one of them.
+        """
+        top_k, size = int(owners.shape[1]), self.group.size
         if top_k == 1:
             return owners
-        ops, int64 = self.platform.ops, self.platform.dtype("int64")
+        return self._by_rank(owners) if size <= top_k else self._first_ones(owners)
+
+    def _by_rank(self, owners: Tensor) -> Tensor:
+        """Return a slot for each rank. O(top_k * ranks)."""
+        ops, int64, size = self.platform.ops, self.platform.dtype("int64"), self.group.size
+        ranks = self._constant(numpy.arange(size).reshape(1, 1, size), owners)
+        found = ops.sum(ops.cast(ops.eq(ops.unsqueeze(owners, 2), ranks), int64), 1)
+        every = ops.add(ops.zeros_like(found), ops.reshape(ranks, (1, size)))
+        return ops.masked_fill(every, ops.eq(found, 0), size)
+
+    def _first_ones(self, owners: Tensor) -> Tensor:
+        """Empty each slot whose owner an earlier slot of the same token has. O(top_k**2)."""
+        ops, int64, top_k = self.platform.ops, self.platform.dtype("int64"), int(owners.shape[1])
         earlier = self._constant(numpy.tril(numpy.ones((1, top_k, top_k), numpy.int64), -1), owners)
         same = ops.cast(ops.eq(ops.unsqueeze(owners, 2), ops.unsqueeze(owners, 1)), int64)
         repeats = ops.sum(ops.mul(same, earlier), 2)

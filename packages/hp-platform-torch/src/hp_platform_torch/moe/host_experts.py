@@ -58,7 +58,7 @@ class _Groups:
         return [like.new_empty((self.most, width)) for width in widths]
 
     def parts(self, *of_experts: Any, of_rows: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-        """For each expert that has rows: its tokens, its part of each of `of_experts`, and its rows of each of `of_rows`.
+        """For each expert with rows: its tokens, its part of each of `of_experts`, its rows of each of `of_rows`.
 
         Views are taken for all experts at once, which costs a fraction of taking them one by one; None stays None.
         """
