@@ -60,7 +60,7 @@ def test_a_schedule_in_a_file(show, tmp_path):
     ("arguments", "message"),
     [
         (("1f1b",), "schedule 1f1b needs --ranks and --microbatches"),
-        (("1f1b", "--ranks=2", "--microbatches=0"), "num_microbatches must be at least 1, got 0"),
+        (("1f1b", "--ranks=2", "--microbatches=0"), "num_microbatches must be a whole number of at least 1, got 0"),
         (("1f2b", "--ranks=2", "--microbatches=2"), "1f2b"),
         (("1f1b", "--ranks=2", "--microbatches=2", "--training.steps=3"), "schedule takes no setting"),
         (("1f1b", "--ranks=2", "--microbatches=2", "--to=a.docx"), "expected a name that ends in one of"),

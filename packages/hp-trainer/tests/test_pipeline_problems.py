@@ -61,6 +61,7 @@ def test_unequal_micro_batches(problems) -> None:
 def test_schedules_that_do_not_exist_or_would_hang(problems) -> None:
     (told,) = problems(2, parallel__pp=2, pipeline__schedule="1f2b")
     assert told.startswith("pipeline.schedule: unknown schedule; 1f1b, dualpipe_v, gpipe")
+    assert problems(1, pipeline__schedule="1f2b") == [told]
     assert problems(2, parallel__pp=2, pipeline__stages_per_rank=2) == [
         "pipeline.stages_per_rank: pipeline schedule '1f1b' has 1 stages per rank, got 2; ; ; "
     ]

@@ -119,11 +119,18 @@ def test_text_reads_back(name):
         ("rank 0: 0F0 0I0", r"got F I"),
         ("rank 0: 0F0 0B0 0F1 0B1\nrank 1: 1F1 1B1 1F0 1B0", r"would hang: rank 0 waits to begin 0B0; rank 1"),
         ("rank 0: 0F0 0B0\nrank 1: 1B0 1F0", r"stage 1, micro-batch 0: expected the order F B"),
+        ("", "expected stages and micro-batches, got 0 and 0"),
     ],
 )
 def test_what_is_wrong_is_named(text, message):
     with pytest.raises(ScheduleError, match=message):
         validate(Schedule.parse(text))
+
+
+def test_stages_of_ranks_without_actions_are_named():
+    whole = Schedule.parse("rank 0: 0F0 0B0")
+    with pytest.raises(ScheduleError, match="stage 1 is on rank 5, but there are actions of 1 ranks"):
+        validate(Schedule((0, 5), 1, whole.actions))
 
 
 @pytest.mark.parametrize(
@@ -144,7 +151,12 @@ def test_texts_that_are_no_schedule(text, message):
     ("name", "numbers", "message"),
     [
         ("1f1", {}, "Did you mean '1f1b'"),
-        ("1f1b", {"num_ranks": 0, "num_microbatches": 0}, "num_ranks must be at least 1, got 0; num_microbatches"),
+        (
+            "1f1b",
+            {"num_ranks": 0, "num_microbatches": 0},
+            "num_ranks must be a whole number of at least 1, got 0; num_micro",
+        ),
+        ("gpipe", {"num_ranks": 2, "num_microbatches": 2.5}, "num_microbatches must be a whole .*, got 2.5"),
         ("1f1b", {"stages_per_rank": 2}, "'1f1b' has 1 stages per rank, got 2"),
         ("zero_bubble_v", {"stages_per_rank": 1}, "'zero_bubble_v' has 2 stages per rank, got 1"),
     ],

@@ -25,14 +25,14 @@ def find_pipeline_problems(
     Args:
         max_microbatches: simulate so many at most; None: those of the step.
     """
-    if not dims.pp_enabled:
-        return
-    yield from _microbatch_problems(dims, config)
     settings = config.pipeline
     if settings.schedule not in schedule_names():
         known = join_choices(schedule_names())
         yield Problem(path="pipeline.schedule", what="unknown schedule", expected=known, got=settings.schedule)
         return
+    if not dims.pp_enabled:
+        return
+    yield from _microbatch_problems(dims, config)
     try:
         schedule = make_schedule(config, dims, max_microbatches)
     except ScheduleError as error:

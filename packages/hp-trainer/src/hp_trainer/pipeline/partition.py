@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from hp_trainer.exceptions import PipelineError
@@ -31,11 +32,10 @@ def balanced_stages(
     """
     num_layers = len(costs)
     if not 1 <= num_stages <= num_layers:
-        raise PipelineError(
-            f"{num_layers} layers cannot be cut into {num_stages} stages; expected 1 to {num_layers} stages"
-        )
-    if any(not cost >= 0 for cost in (*costs, first_cost, last_cost)):
-        raise PipelineError(f"costs of layers: expected numbers >= 0, got {[*costs, first_cost, last_cost]}")
+        legal = f"1 to {num_layers} stages" if num_layers else "at least one layer"
+        raise PipelineError(f"{num_layers} layers cannot be cut into {num_stages} stages; expected {legal}")
+    if any(not 0 <= cost < math.inf for cost in (*costs, first_cost, last_cost)):
+        raise PipelineError(f"costs of layers: expected finite numbers >= 0, got {[*costs, first_cost, last_cost]}")
     total = [0.0]
     for cost in costs:
         total.append(total[-1] + cost)

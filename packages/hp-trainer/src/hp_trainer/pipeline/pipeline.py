@@ -323,6 +323,8 @@ class Pipeline:
             schedule = build_schedule(
                 schedule, num_ranks=num_ranks, num_microbatches=num_microbatches, stages_per_rank=len(stages)
             )
+        elif not isinstance(schedule, Schedule):
+            raise PipelineError(f"schedule: expected a Schedule or the name of one, got {schedule!r}")
         elif num_microbatches not in (None, schedule.num_microbatches):
             raise PipelineError(
                 f"num_microbatches = {num_microbatches}, but the schedule is for {schedule.num_microbatches}"

@@ -80,7 +80,11 @@ def build_schedule(name: str, *, num_ranks: int, num_microbatches: int, stages_p
     if stages_per_rank is None:
         stages_per_rank = 2 if name in _SEVERAL_STAGES else 1
     numbers = {"num_ranks": num_ranks, "num_microbatches": num_microbatches, "stages_per_rank": stages_per_rank}
-    wrong = [f"{key} must be at least 1, got {value}" for key, value in numbers.items() if value < 1]
+    wrong = [
+        f"{key} must be a whole number of at least 1, got {value!r}"
+        for key, value in numbers.items()
+        if not hasattr(value, "__index__") or value < 1
+    ]
     if wrong:
         raise ScheduleError(f"pipeline schedule {name!r}: {'; '.join(wrong)}")
     schedule: Schedule = entry.build(num_ranks, stages_per_rank, num_microbatches)

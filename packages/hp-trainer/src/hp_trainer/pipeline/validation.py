@@ -23,10 +23,18 @@ def validate(schedule: Schedule) -> None:
         >>> from hp_trainer.pipeline import Schedule, validate
         >>> validate(Schedule.parse("rank 0: 0F0 0B0"))
     """
-    problems = [*_placement_problems(schedule), *_work_problems(schedule)]
+    problems = [*_owner_problems(schedule)] or [*_placement_problems(schedule), *_work_problems(schedule)]
     if problems:
         raise ScheduleError("; ".join(problems))
     simulate(schedule)
+
+
+def _owner_problems(schedule: Schedule) -> Iterator[str]:
+    if not schedule.num_stages or schedule.num_microbatches < 1:
+        yield f"expected stages and micro-batches, got {schedule.num_stages} and {schedule.num_microbatches}"
+    for stage, owner in enumerate(schedule.rank_of_stage):
+        if not 0 <= owner < schedule.num_ranks:
+            yield f"stage {stage} is on rank {owner}, but there are actions of {schedule.num_ranks} ranks"
 
 
 def _placement_problems(schedule: Schedule) -> Iterator[str]:
