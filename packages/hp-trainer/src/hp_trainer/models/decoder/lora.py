@@ -88,8 +88,8 @@ def place_adapters(block: Any, mesh: DeviceMesh) -> None:
     for target, layer in adapters_of(block):
         a, b = (Replicate(), Shard(0)) if target not in _ROWWISE else (Shard(1), Replicate())
         b = Replicate() if target in _WHOLE else b
-        place_parameter(layer.lora_A, "weight", mesh, (a,))
-        place_parameter(layer.lora_B, "weight", mesh, (b,))
+        place_parameter(layer.lora_A, "weight", mesh, (a,), src_data_rank=None)
+        place_parameter(layer.lora_B, "weight", mesh, (b,), src_data_rank=None)
 
 
 def adapters_of(block: Any) -> Iterator[tuple[str, LoraLinear]]:

@@ -101,12 +101,13 @@ def _tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
         plan["norm"] = SequenceParallel()
     if model.head is not None:
         plan["head"] = ColwiseParallel(input_layouts=sequence, use_local_output=False)
-    parallelize_module(model, mesh, plan)
+    # Parameters have no values yet, or the same on all ranks.
+    parallelize_module(model, mesh, plan, src_data_rank=None)
     for block in model.layers:
-        parallelize_module(block, mesh, _block_plan(block))
+        parallelize_module(block, mesh, _block_plan(block), src_data_rank=None)
         place_adapters(block, mesh)
         if getattr(block.attention, "sinks", None) is not None:
-            place_parameter(block.attention, "sinks", mesh, (Shard(0),))
+            place_parameter(block.attention, "sinks", mesh, (Shard(0),), src_data_rank=None)
         # What is left computes with the whole input: norms over all heads, and the narrow vectors of latent attention.
         distribute_module(block.attention, mesh)
 
