@@ -76,7 +76,8 @@ def train_decoder(
     mesh = dims.build_mesh("cpu", platform=platform)
     model = build_decoder(config, platform)
     if degrees is not None:
-        training = TrainingConfig(steps=STEPS, dtype=dtype, activation_checkpointing=recompute, sequence_length=length)
+        mode = "full" if recompute else "none"
+        training = TrainingConfig(steps=STEPS, dtype=dtype, recompute=mode, sequence_length=length)
         model.parallelize(dims, mesh, training, reshard_after_forward=reshard)
     init_parameters(model, model.initializer, seed=4)
     share = GLOBAL_BATCH // dims.dp_size

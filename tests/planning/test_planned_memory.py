@@ -30,7 +30,7 @@ SHORT = {"training__sequence_length": 16}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),
     "half precision": (1, {"training__dtype": "bfloat16"}),
-    "recomputed": (1, {"training__activation_checkpointing": True}),
+    "recomputed": (1, {"training__recompute": "full"}),
     "accumulated": (1, {"training__micro_batch_size": 1}),
     "experts": (1, EXPERTS),
     "shards": (2, SHORT),

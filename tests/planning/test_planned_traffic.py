@@ -28,7 +28,7 @@ RANKS = {
     "replicas only": (2, {"parallel__dp_replicate": 2}),
     "frozen": (2, {"training__freeze": "[embed.*, layers.0.*]"}),
     "tensor": (2, {"parallel__tp": 2}),
-    "tensor, recomputed": (2, {"parallel__tp": 2, "training__activation_checkpointing": True}),
+    "tensor, recomputed": (2, {"parallel__tp": 2, "training__recompute": "full"}),
     "tensor, norms of heads, sinks, biases": (
         2,
         {
@@ -53,11 +53,11 @@ RANKS = {
     "ulysses": (2, {"parallel__cp": 2, "parallel__cp_method": "ulysses"}),
     "gathered keys, recomputed": (
         2,
-        {"parallel__cp": 2, "parallel__cp_method": "all_gather", "training__activation_checkpointing": True},
+        {"parallel__cp": 2, "parallel__cp_method": "all_gather", "training__recompute": "full"},
     ),
     "ring and tensor": (4, {"parallel__cp": 2, "parallel__tp": 2, "parallel__cp_method": "ring"}),
     "experts": (2, {**EXPERTS, "parallel__ep": 2}),
-    "experts, recomputed": (2, {**EXPERTS, "parallel__ep": 2, "training__activation_checkpointing": True}),
+    "experts, recomputed": (2, {**EXPERTS, "parallel__ep": 2, "training__recompute": "full"}),
     "experts, shared and gated, tensor": (
         4,
         {

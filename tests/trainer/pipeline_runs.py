@@ -49,7 +49,7 @@ def settings_of(
         "model__num_hidden_layers": layers_in_all,
         "model__tie_word_embeddings": tied,
         "model__num_experts": experts,
-        "training__activation_checkpointing": recompute,
+        "training__recompute": "full" if recompute else "none",
         "training__clip_norm": clip,
         "training__steps": steps,
         "training__eval_interval": steps,

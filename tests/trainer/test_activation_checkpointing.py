@@ -22,7 +22,7 @@ SETTINGS = {"training__steps": 2, "checkpoint__interval": None, "model__num_expe
 )
 def test_every_number_of_a_run_is_the_same(lab, degrees, world_size, more):
     def numbers(name, flag):
-        run = lab.run(name, degrees, world_size, training__activation_checkpointing=flag, **SETTINGS, **more)
+        run = lab.run(name, degrees, world_size, training__recompute="full" if flag else "none", **SETTINGS, **more)
         told = [{k: v for k, v in event.items() if k not in MEASURED} for event in events(run, "step")]
         return told, [event["loss"] for event in events(run, "evaluation")]
 
@@ -34,7 +34,7 @@ def test_every_number_of_a_run_is_the_same(lab, degrees, world_size, more):
 
 def test_routing_is_not_agreed_on_again(lab):
     def all_to_alls(flag):
-        run = lab.start(f"{flag}", {"dp_shard": 2, "ep": 2}, training__activation_checkpointing=flag, **SETTINGS)
+        run = lab.start(f"{flag}", {"dp_shard": 2, "ep": 2}, training__recompute="full" if flag else "none", **SETTINGS)
 
         def rank():
             with record_collectives() as log:

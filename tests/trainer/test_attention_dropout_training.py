@@ -15,7 +15,7 @@ LAYOUTS = {
     "heads and tensor parallel, recomputed": (
         {"cp": 2, "cp_method": "ulysses", "tp": 2, "etp": 1, "ep": 2},
         4,
-        {"training__activation_checkpointing": True},
+        {"training__recompute": "full"},
     ),
     "stages, replicated": ({"pp": 2, "dp_replicate": 2}, 4, {"pipeline__schedule": "zero_bubble_h1"}),
 }

@@ -16,7 +16,7 @@ SETTINGS = {"training__steps": 3, "checkpoint__interval": None, "training__compi
 def test_the_loss_curve_stays(lab):
     if lab.platform.name != "torch":
         pytest.skip("the framework compiles no modules")
-    degrees, settings = {"dp_shard": 2, "ep": 2}, SETTINGS | {"training__activation_checkpointing": True}
+    degrees, settings = {"dp_shard": 2, "ep": 2}, SETTINGS | {"training__recompute": "full"}
     plain = lab.run("plain", degrees, 2, **settings)
     compiled = lab.run("compiled", degrees, 2, training__compile=True, **settings)
     np.testing.assert_allclose(losses(compiled), losses(plain), rtol=1e-5)

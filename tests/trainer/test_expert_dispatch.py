@@ -45,7 +45,7 @@ def test_checkpoints_do_not_know_where_copies_are(lab):
 
 
 def test_hash_routing_gives_the_same_losses_in_any_layout(lab):
-    settings = SHORT | {"model__hash_routing": True, "training__activation_checkpointing": True}
+    settings = SHORT | {"model__hash_routing": True, "training__recompute": "full"}
     plain = lab.run("plain", **settings)
     run = lab.run("run", FOUR_RANKS["folded"], 4, **settings)
     np.testing.assert_allclose(losses(run), losses(plain), **CLOSE)

@@ -458,7 +458,7 @@ def test_a_rank_without_memory_is_named_with_what_it_holds(lab):
     assert list(found) == ["weights", "gradients", "optimizer state"]
     assert found["gradients"] == pytest.approx(found["weights"], rel=0.1)
     assert found["optimizer state"] == pytest.approx(2 * found["weights"], rel=0.1)
-    assert "training.activation_checkpointing=true" in str(told.value)
+    assert "training.recompute=full" in str(told.value)
 
 
 def _exhausted() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import itertools
 import weakref
 
@@ -10,10 +11,12 @@ import numpy as np
 import pytest
 
 from hp_dtensor import parallelize_value_and_grad
+from hp_dtensor.comm.collectives import all_gather
 from hp_dtensor.comm.mesh import DeviceMesh
-from hp_dtensor.exceptions import GradientPathError
+from hp_dtensor.debug.comm_debug import CommDebugMode
+from hp_dtensor.exceptions import CapabilityError, GradientPathError
 from hp_dtensor.parallel import nn
-from hp_dtensor.parallel.recompute import checkpoint, kept
+from hp_dtensor.parallel.recompute import checkpoint, kept, kept_result
 from hp_dtensor.spec.placements import Replicate, Shard
 from hp_dtensor.tensor.conversions import distribute_tensor, full_tensor
 from hp_dtensor.testing import run_ranks
@@ -176,3 +179,116 @@ def test_a_plain_call_on_the_way_to_given_inputs(hp_platform):
     _, (grad,) = parallelize_value_and_grad(loss, [weight])()
     hp_platform.backward(loss())
     np.testing.assert_array_equal(hp_platform.to_numpy(grad), hp_platform.to_numpy(hp_platform.get_grad(weight)))
+
+
+def test_random_numbers_are_drawn_once_more(hp_platform):
+    ops, x = hp_platform.ops, leaf(hp_platform, VALUES)
+    ones = hp_platform.from_numpy(np.ones_like(VALUES))
+
+    def draw():
+        return hp_platform.operation("dropout")(ones, 0.5)
+
+    def noisy(x):
+        drawn.append(hp_platform.to_numpy(noise := draw()).copy())
+        return ops.mul(x, noise)
+
+    for run in (noisy, lambda x: checkpoint(noisy, x, platform=hp_platform)):
+        drawn = []
+        hp_platform.manual_seed(3)
+        y = run(x)
+        after = hp_platform.to_numpy(draw()).copy()
+        hp_platform.backward(ops.sum(y))
+        np.testing.assert_array_equal(hp_platform.to_numpy(hp_platform.get_grad(x)), drawn[0])
+        hp_platform.set_grad(x, None)
+    assert len(drawn) == 2
+    np.testing.assert_array_equal(drawn[1], drawn[0])
+    # What is drawn after the recomputation goes on from where forward had come to.
+    hp_platform.manual_seed(3)
+    draw()
+    np.testing.assert_array_equal(hp_platform.to_numpy(draw()), after)
+
+
+class Counted:
+    """A product, an attention and a collective, whose calls are counted."""
+
+    def __init__(self, platform, weight, mesh):
+        self.platform, self.weight, self.mesh, self.calls = platform, weight, mesh, []
+
+    def __call__(self, x):
+        platform, group = self.platform, self.mesh.get_group()
+        x = platform.custom_function(
+            lambda t: kept_result("products", lambda: self._count("products", platform.ops.mul(t, 2.0))),
+            lambda g: platform.ops.mul(g, 2.0),
+            x,
+        )
+        x = all_gather(platform.ops.mul(x, self.weight), group, 0, [5, 5])
+        return platform.ops.mul(x, x)
+
+    def _count(self, kind, result):
+        self.calls.append(kind)
+        return result
+
+
+@pytest.mark.parametrize("kept_kinds", [(), ("collectives",), ("collectives", "attention")])
+def test_kept_results_are_not_computed_again(hp_platform, kept_kinds):
+    def rank(keep):
+        mesh = DeviceMesh("cpu", (2,), mesh_dim_names=("x",), platform=hp_platform)
+        x, weight = leaf(hp_platform, VALUES), leaf(hp_platform, np.float32([[1, 2, 3]]))
+        layer = Counted(hp_platform, weight, mesh)
+        run = layer if keep is None else lambda x: checkpoint(layer, x, platform=hp_platform, keep=keep)
+        with CommDebugMode() as debug:
+            hp_platform.backward(hp_platform.ops.sum(run(x)))
+        grads = [hp_platform.to_numpy(hp_platform.get_grad(t)).copy() for t in (x, weight)]
+        return grads, layer.calls, debug.get_comm_counts().get("all_gather", 0)
+
+    expected, _, gathers = run_ranks(rank, 2, hp_platform, None)[0]
+    found, calls, again = run_ranks(rank, 2, hp_platform, kept_kinds)[0]
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert calls == ["products"] * 2
+    assert again == gathers + ("collectives" not in kept_kinds)
+
+
+def test_kinds_that_there_are_not_are_refused(hp_platform):
+    with pytest.raises(ValueError, match="keep takes attention, products, collectives, got norms"):
+        checkpoint(lambda x: x, leaf(hp_platform, VALUES), platform=hp_platform, keep=("norms",))
+
+
+def test_decisions_within_a_kept_result_are_part_of_it(hp_platform):
+    """They are not called again, so they may not stand in the order of those that are."""
+    numbers = itertools.count(1)
+
+    def part(x):
+        factor = kept(lambda: kept(lambda: next(numbers)) + kept(lambda: next(numbers)))
+        return hp_platform.ops.mul(x, float(factor * kept(lambda: next(numbers))))
+
+    x = leaf(hp_platform, VALUES)
+    hp_platform.backward(hp_platform.ops.sum(checkpoint(part, x, platform=hp_platform)))
+    np.testing.assert_array_equal(hp_platform.to_numpy(hp_platform.get_grad(x)), np.full_like(VALUES, 9.0))
+
+
+def test_products_are_kept_by_torch_alone(hp_platform):
+    x, layer = leaf(hp_platform, VALUES), Layer(hp_platform, leaf(hp_platform, WEIGHT))
+    if hp_platform.name != "torch":
+        with pytest.raises(CapabilityError, match="cannot keep products of matrices"):
+            checkpoint(layer, x, platform=hp_platform, keep=("products",))
+        return
+    expected, _ = gradients(hp_platform, x, layer, plainly)
+    expected = [hp_platform.to_numpy(g).copy() for g in expected]
+    x, layer = leaf(hp_platform, VALUES), Layer(hp_platform, leaf(hp_platform, WEIGHT))
+    products = []
+
+    class Count(importlib.import_module("torch.utils._python_dispatch").TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            products.append(func.__name__) if "mm" in func.__name__ else None
+            return func(*args, **(kwargs or {}))
+
+    def run(layer, x, factor):
+        with Count():
+            return checkpoint(lambda x: layer(x, factor), x, platform=hp_platform, keep=("products",))
+
+    found, _ = gradients(hp_platform, x, layer, run)
+    for got, wanted in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(hp_platform.to_numpy(got), wanted)
+    assert layer.calls == 2
+    assert len(products) == 1

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import numpy
 
+from hp_dtensor.comm.kept_results import PRODUCTS, kept_result
 from hp_dtensor.comm.kept_tensors import Kept
 from hp_dtensor.platform.interface import Platform
 from hp_moe.plugins import plugin_manager
@@ -126,10 +127,13 @@ def loop_grouped_matmul(x: Tensor, weight: Tensor, sizes: GroupSizes) -> Tensor:
     kept = Kept(sizes.platform, x, weight)
 
     def forward(x: Tensor, weight: Tensor) -> Tensor:
-        products = [
+        return kept_result(PRODUCTS, lambda: products(x, weight))
+
+    def products(x: Tensor, weight: Tensor) -> Tensor:
+        each = [
             ops.matmul(_rows(ops, x, rows), ops.transpose(_matrix(ops, weight, group), 0, 1)) for group, rows in slices
         ]
-        return _cat(sizes.platform, products, (0, weight.shape[1]), x.dtype)
+        return _cat(sizes.platform, each, (0, weight.shape[1]), x.dtype)
 
     def backward(grad: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = kept.tensors

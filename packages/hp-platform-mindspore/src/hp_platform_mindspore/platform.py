@@ -294,6 +294,17 @@ class MindSporePlatform(MindSporeBase):
     def has_gradient_hooks(self, x: Tensor) -> bool:
         return bool(x.hooks())
 
+    def random_state(self) -> tuple[np.ndarray[Any, Any], Any]:
+        return ms.get_rng_state().asnumpy().copy(), self._generator.bit_generator.state
+
+    def set_random_state(self, state: tuple[np.ndarray[Any, Any], Any]) -> None:
+        ms.set_rng_state(Tensor(state[0]))
+        self._generator.bit_generator.state = state[1]
+
+    def is_random_state(self, state: tuple[np.ndarray[Any, Any], Any]) -> bool:
+        own, generator = self.random_state()
+        return bool((own == state[0]).all()) and repr(generator) == repr(state[1])
+
     def version(self, x: Tensor) -> int:
         return x._version
 

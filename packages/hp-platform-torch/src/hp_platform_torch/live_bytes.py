@@ -10,6 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from hp_platform_torch.tensor.local_operations import LocalOperations
+
 
 class LiveBytes(TorchDispatchMode):
     """Counts the storages that operations of this thread make inside the block, from there until they are freed.
@@ -22,6 +24,8 @@ class LiveBytes(TorchDispatchMode):
         peak: the most so far.
     """
 
+    knows_shards = True
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
@@ -32,9 +36,11 @@ class LiveBytes(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        self._see((args, kwargs), is_new=False)
-        result = func(*args, **kwargs)
-        self._see(result, is_new=True)
+        # Below autograd a DTensor is its shard: its own functions would take the operation for one on the whole.
+        with LocalOperations():
+            self._see((args, kwargs), is_new=False)
+            result = func(*args, **kwargs)
+            self._see(result, is_new=True)
         return result
 
     def _see(self, values: Any, *, is_new: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 
 from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform.attention import BlockScores
+from hp_dtensor.platform.autograd import KeptOperations
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.tensors import DTYPE_NAMES
 from hp_dtensor.spec.tensor_spec import TensorSpec
@@ -25,6 +26,7 @@ from hp_platform_torch.processes import TorchProcesses
 from hp_platform_torch.tensor import autograd, dtensor, torch_functions
 from hp_platform_torch.tensor.dtensor import TorchDTensor
 from hp_platform_torch.tensor.handlers import handler_of
+from hp_platform_torch.tensor.kept_operations import kept_operations
 from hp_platform_torch.tensor.local_operations import LocalOperations, NoGrad
 from hp_platform_torch.tensor.modules import TorchModules
 from hp_platform_torch.tensor.split_backward import split_backward
@@ -215,6 +217,24 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
     def loss_dtype(self, x: Tensor) -> torch.dtype:
         is_wider = x.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled(x.device.type)
         return torch.float32 if is_wider else x.dtype
+
+    def kept_operations(self, kinds: Collection[str]) -> KeptOperations | None:
+        return kept_operations(kinds)
+
+    def random_state(self) -> tuple[Tensor, Tensor | None]:
+        kind = self.device.type
+        device = None if kind == "cpu" else getattr(torch, kind).get_rng_state(self.device)
+        return torch.get_rng_state(), device
+
+    def set_random_state(self, state: tuple[Tensor, Tensor | None]) -> None:
+        host, device = state
+        torch.set_rng_state(host)
+        if device is not None:
+            getattr(torch, self.device.type).set_rng_state(device, self.device)
+
+    def is_random_state(self, state: tuple[Tensor, Tensor | None]) -> bool:
+        now = self.random_state()
+        return all(a is None or bool(torch.equal(a, b)) for a, b in zip(now, state, strict=True))
 
     def version(self, x: Tensor) -> int:
         return 0 if x.is_inference() else x._version

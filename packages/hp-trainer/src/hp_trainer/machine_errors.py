@@ -23,7 +23,7 @@ _ERRORS = {
     errno.ENOMEM: ("the memory is used up", "raise the limit (ulimit -v), or use less"),
 }
 _MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory|not enough memory|bad_alloc", re.I)
-LESS_MEMORY = "Use more memory or ranks, a smaller training.micro_batch_size, or training.activation_checkpointing=true"
+LESS_MEMORY = "Use more memory or ranks, a smaller training.micro_batch_size, or training.recompute=full"
 
 
 def describe_machine_error(error: BaseException) -> str | None:

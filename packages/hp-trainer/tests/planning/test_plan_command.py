@@ -23,7 +23,7 @@ model: {vocab_size: 128256, hidden_size: 8192, num_hidden_layers: 80, num_attent
         head_dim: 128, intermediate_size: 28672}
 data: {path: none.txt}
 training: {steps: 1, global_batch_size: 131072, micro_batch_size: 1, sequence_length: 8192, dtype: bfloat16,
-           activation_checkpointing: true}
+           recompute: full}
 parallel: {tp: 8}
 """
 

@@ -8,9 +8,10 @@ empty ones are normal.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from hp_dtensor.comm.kept_results import COLLECTIVES, kept_result
 from hp_dtensor.comm.kept_tensors import Kept
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.platform.interface import Platform
@@ -22,7 +23,7 @@ Lengths = Sequence[int]
 def all_gather(x: Tensor, group: ProcessGroup, dim: int, lengths: Lengths) -> Tensor:
     """Gather the parts of all ranks (S -> R); backward keeps the local slice."""
     return _platform(group).linear_map(
-        x, lambda t: gather_data(t, group, dim, lengths), lambda g: slice_data(g, group, dim, lengths)
+        x, staying(lambda t: gather_data(t, group, dim, lengths)), lambda g: slice_data(g, group, dim, lengths)
     )
 
 
@@ -30,7 +31,7 @@ def all_gather_varying(x: Tensor, group: ProcessGroup, dim: int, lengths: Length
     """Gather the parts of all ranks for a use that differs per rank (S -> V); backward reduce-scatters."""
     return _platform(group).linear_map(
         x,
-        lambda t: gather_data(t, group, dim, lengths),
+        staying(lambda t: gather_data(t, group, dim, lengths)),
         lambda g: reduce_scatter_data(g, group, dim, lengths),
     )
 
@@ -71,10 +72,12 @@ def all_reduce(x: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
     # A partial sum x_r has d(sum)/d(x_r) = 1, so each rank's gradient is that of the result, which is the same on all
     # ranks already: no collective in backward.
     if op == "sum":
-        return platform.linear_map(x, lambda t: all_reduce_data(t, group), lambda g: g)
+        return platform.linear_map(x, staying(lambda t: all_reduce_data(t, group)), lambda g: g)
     if op == "avg":
         scale = 1.0 / group.size
-        return platform.linear_map(x, lambda t: all_reduce_data(t, group, "avg"), lambda g: platform.ops.mul(g, scale))
+        return platform.linear_map(
+            x, staying(lambda t: all_reduce_data(t, group, "avg")), lambda g: platform.ops.mul(g, scale)
+        )
     return _all_reduce_selecting(x, group, op)
 
 
@@ -82,7 +85,7 @@ def reduce_scatter(x: Tensor, group: ProcessGroup, dim: int, lengths: Lengths) -
     """Sum over the ranks and keep this rank's part (P -> S); backward all-gathers."""
     return _platform(group).linear_map(
         x,
-        lambda t: reduce_scatter_data(t, group, dim, lengths),
+        staying(lambda t: reduce_scatter_data(t, group, dim, lengths)),
         lambda g: gather_data(g, group, dim, lengths),
     )
 
@@ -98,7 +101,7 @@ def all_to_all(
     """Cut along `split_dim` what was cut along `cat_dim` (S -> S); backward does the reverse."""
     return _platform(group).linear_map(
         x,
-        lambda t: all_to_all_data(t, group, split_dim, split_lengths, cat_dim, cat_lengths),
+        staying(lambda t: all_to_all_data(t, group, split_dim, split_lengths, cat_dim, cat_lengths)),
         lambda g: all_to_all_data(g, group, cat_dim, cat_lengths, split_dim, split_lengths),
     )
 
@@ -110,7 +113,7 @@ def all_to_all_rows(x: Tensor, group: ProcessGroup, input_rows: Lengths, output_
     """
     return _platform(group).linear_map(
         x,
-        lambda t: all_to_all_rows_data(t, group, input_rows, output_rows),
+        staying(lambda t: all_to_all_rows_data(t, group, input_rows, output_rows)),
         lambda g: all_to_all_rows_data(g, group, output_rows, input_rows),
     )
 
@@ -141,7 +144,7 @@ def move_rows(x: Tensor, group: ProcessGroup, dim: int, moves: Sequence[RowMove]
     """
     back = [move.reversed() for move in moves]
     return _platform(group).linear_map(
-        x, lambda t: move_rows_data(t, group, dim, moves), lambda g: move_rows_data(g, group, dim, back)
+        x, staying(lambda t: move_rows_data(t, group, dim, moves)), lambda g: move_rows_data(g, group, dim, back)
     )
 
 
@@ -149,6 +152,16 @@ def as_partial(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return the value on the group's first rank and zeros elsewhere (R -> P); backward is the identity."""
     platform = _platform(group)
     return platform.linear_map(x, lambda t: t if group.rank == 0 else platform.ops.zeros_like(t), lambda g: g)
+
+
+def staying(collective: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return a collective whose result stays where a part that is computed again keeps those of collectives.
+
+    Example:
+        >>> staying(lambda x: x)(3)
+        3
+    """
+    return lambda x: kept_result(COLLECTIVES, lambda: collective(x))
 
 
 # The same on data alone, outside autograd ----------------------------------------------------------------
@@ -278,7 +291,7 @@ def _all_reduce_selecting(x: Tensor, group: ProcessGroup, op: str) -> Tensor:
     kept: list[Kept] = []
 
     def forward(t: Tensor) -> Tensor:
-        result = all_reduce_data(t, group, op)
+        result = kept_result(COLLECTIVES, lambda: all_reduce_data(t, group, op))
         # A list: forward runs inside of the node, when both closures exist.
         kept[:] = [Kept(platform, t, result)]
         return result

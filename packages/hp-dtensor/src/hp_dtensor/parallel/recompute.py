@@ -1,52 +1,65 @@
 """Activation checkpointing: a part of a model keeps its input alone, and is computed again in backward.
 
 One implementation for every platform: an autograd node whose forward records nothing, and whose backward computes
-the part again, with recording, and runs that graph's own backward (Chen et al., 2016, arXiv 1604.06174).
+the part again, with recording, and runs that graph's own backward (Chen et al., 2016, arXiv 1604.06174). Results of
+operations that are dear to repeat may stay: attention, matrix products, collectives.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any
 
+from hp_dtensor.comm.kept_results import KINDS, Record, current, kept, kept_result
 from hp_dtensor.comm.kept_tensors import Kept
 from hp_dtensor.exceptions import GradientPathError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.tensor.dtensor import DTensor
 
+__all__ = ["KINDS", "checkpoint", "for_given_inputs", "is_checkpointed", "kept", "kept_result"]
+
 Tensor = Any
-T = TypeVar("T")
 
 
-def checkpoint(function: Callable[..., Tensor], x: Tensor, *args: Any, platform: Platform) -> Tensor:
+def checkpoint(
+    function: Callable[..., Tensor], x: Tensor, *args: Any, platform: Platform, keep: Collection[str] = ()
+) -> Tensor:
     """Return `function(x, *args)`, computed again in backward instead of keeping what it would need there.
 
-    Forward and recomputation must do the same: what is decided from data goes through `kept`, random operations have
-    no place in `function`. Where nothing is recorded, or `x` needs no gradient, this is a plain call.
+    Forward and recomputation do the same: what is decided from data goes through `kept`, and random operations draw the
+    same numbers. Where nothing is recorded, or `x` needs no gradient, this is a plain call.
 
     Args:
         function: a module, say; gradients reach its parameters.
         x: plain or distributed; the result may be either too.
         args: what no gradient goes to.
+        keep: kinds of operations (`KINDS`) whose results stay from forward to backward, for which they are not computed
+            again: `attention`; `products`, those of matrices; `collectives`, what other ranks have sent.
 
     Raises:
-        RuntimeError: from backward, if the recomputation takes another number of decisions, or `x` has been written.
+        ValueError: there is no such kind.
+        CapabilityError: the platform cannot keep one of the kinds.
+        RuntimeError: from backward, if the recomputation goes another way, or `x` has been written.
         GradientPathError: from a backward to given inputs, and in `parallelize_value_and_grad`.
     """
+    unknown = sorted(set(keep) - set(KINDS))
+    if unknown:
+        raise ValueError(f"checkpoint: keep takes {', '.join(KINDS)}, got {', '.join(unknown)}")
     local = x.to_local() if isinstance(x, DTensor) else x
     if not (platform.is_grad_enabled() and platform.requires_grad(local)):
         return function(x, *args)
     if _for_given_inputs.get():
         raise GradientPathError(_GIVEN_INPUTS)
     # `Kept` notes the version of the input: one that is written before backward would be recomputed to something else.
-    enter, decisions, given = _way_back(x), _Decisions(_current.get()), Kept(platform, local)
+    enter, record, given = _way_back(x), Record(platform, current.get(), keep), Kept(platform, local)
+    random = _Random(platform)
     leave: list[Callable[[Tensor], Tensor]] = []
 
     def forward(local: Tensor) -> Tensor:
-        with decisions.taken(), platform.no_grad():
+        with record.first(), random.first(), platform.no_grad():
             y = function(enter(local), *args)
         leave[:] = [_way_back(y)]
         return platform.detach(platform.unwrap(y)) if isinstance(y, DTensor) else y
@@ -60,8 +73,9 @@ def checkpoint(function: Callable[..., Tensor], x: Tensor, *args: Any, platform:
         # leaves too, and accumulate there directly.
         again = platform.detach(given.tensors[0])
         platform.set_requires_grad(again, True)
-        with decisions.repeated(), platform.enable_grad():
-            y = function(enter(again), *args)
+        with platform.enable_grad():
+            with record.again(), random.again():
+                y = function(enter(again), *args)
             platform.backward(y.to_local() if isinstance(y, DTensor) else y, grad)
         return platform.get_grad(again)
 
@@ -69,18 +83,9 @@ def checkpoint(function: Callable[..., Tensor], x: Tensor, *args: Any, platform:
     return leave[0](result)
 
 
-def kept(decide: Callable[[], T]) -> T:
-    """Return `decide()` or, while `checkpoint` computes again, the value that the same call gave the first time.
-
-    For decisions from data (which experts a token goes to), for counting, and for what is dear and needs no gradient.
-    """
-    decisions = _current.get()
-    return decide() if decisions is None else decisions.next(decide)
-
-
 def is_checkpointed() -> bool:
     """Return whether the current code is part of a training pass that is not recorded because it is computed again."""
-    return _current.get() is not None
+    return current.get() is not None
 
 
 @contextlib.contextmanager
@@ -97,44 +102,34 @@ def for_given_inputs() -> Iterator[None]:
         _for_given_inputs.reset(token)
 
 
-class _Decisions:
-    """Decisions of one call of `checkpoint`, in order; a nested call takes over those of the outer one."""
+class _Random:
+    """Numbers of the platform's generators, which a repetition draws once more."""
 
-    def __init__(self, outer: _Decisions | None) -> None:
-        self._outer = outer
-        self._values: list[Any] = []
-        self._position: int | None = None
-
-    def next(self, decide: Callable[[], Any]) -> Any:
-        if self._position is None:
-            value = decide() if self._outer is None else self._outer.next(decide)
-            self._values.append(value)
-            return value
-        # More decisions than in forward: the part depends on something that has changed, and its gradient would be of
-        # another function.
-        if self._position == len(self._values):
-            raise RuntimeError(_ANOTHER_WAY)
-        self._position += 1
-        return self._values[self._position - 1]
+    def __init__(self, platform: Platform) -> None:
+        self._platform = platform
+        self._before: Any = None
 
     @contextlib.contextmanager
-    def taken(self) -> Iterator[None]:
-        with _within(self):
-            yield
+    def first(self) -> Iterator[None]:
+        before = self._platform.random_state()
+        yield
+        # Most parts draw nothing, and need nothing kept.
+        if not self._platform.is_random_state(before):
+            self._before = before
 
     @contextlib.contextmanager
-    def repeated(self) -> Iterator[None]:
-        self._position = 0
-        with _within(self):
+    def again(self) -> Iterator[None]:
+        if self._before is None:
             yield
-        if self._position != len(self._values):
-            raise RuntimeError(_ANOTHER_WAY)
+            return
+        after = self._platform.random_state()
+        self._platform.set_random_state(self._before)
+        try:
+            yield
+        finally:
+            self._platform.set_random_state(after)
 
 
-_ANOTHER_WAY = (
-    "a checkpointed function went another way when it was computed again in backward than in forward; "
-    "expected the same calls of hp_dtensor.parallel.recompute.kept in the same order"
-)
 _GIVEN_INPUTS = (
     "a backward to given inputs (platform.grad, parallelize_value_and_grad, torch.autograd.grad, backward(inputs=...), "
     "mindspore.value_and_grad) comes to what hp_dtensor.parallel.recompute.checkpoint has not kept. It would miss the "
@@ -142,16 +137,6 @@ _GIVEN_INPUTS = (
     "leave checkpoint out; on torch there is torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
 )
 _for_given_inputs: ContextVar[bool] = ContextVar("hp_dtensor.parallel.recompute.for_given_inputs", default=False)
-_current: ContextVar[_Decisions | None] = ContextVar("hp_dtensor.parallel.recompute", default=None)
-
-
-@contextlib.contextmanager
-def _within(decisions: _Decisions) -> Iterator[None]:
-    token = _current.set(decisions)
-    try:
-        yield
-    finally:
-        _current.reset(token)
 
 
 def _way_back(x: Tensor) -> Callable[[Tensor], Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
@@ -11,6 +11,22 @@ from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform.recording import is_recording, located
 
 Tensor: TypeAlias = Any
+
+
+class KeptOperations(ABC):
+    """Keeps results of a framework's own operations from a computation to its repetition."""
+
+    @abstractmethod
+    def first(self) -> AbstractContextManager[Any]:
+        """Keep the results of the operations in the block."""
+
+    @abstractmethod
+    def again(self) -> AbstractContextManager[Any]:
+        """Take the results of the operations in the block from those that are kept, call by call."""
+
+    @abstractmethod
+    def paused(self) -> AbstractContextManager[Any]:
+        """Neither keep nor take results in the block, which is within one of `first` and is not repeated."""
 
 
 class AutogradInterface(ABC):
@@ -140,6 +156,36 @@ class AutogradInterface(ABC):
     def has_gradient_hooks(self, x: Tensor) -> bool:
         """Return whether users have registered hooks on `x` that are called with its gradient, or after that."""
         return False
+
+    def kept_operations(self, kinds: Collection[str]) -> KeptOperations | None:
+        """Return what keeps results of the framework's own operations from a computation to its repetition.
+
+        Args:
+            kinds: some of `hp_dtensor.comm.kept_results.KINDS`, whose nodes of ours keep results by themselves.
+
+        Returns:
+            None where the framework's operations of these kinds are all within such nodes.
+
+        Raises:
+            CapabilityError: the framework cannot keep one of the kinds: the default for products.
+        """
+        if "products" in kinds:
+            raise CapabilityError(
+                "this platform cannot keep products of matrices for a recomputation: nothing takes their place in its "
+                "graph; keep attention or collectives, or recompute whole blocks"
+            )
+        return None
+
+    def random_state(self) -> Any:
+        """Return the state of the generators that operations of this rank draw from; the default: there are none."""
+        return None
+
+    def set_random_state(self, state: Any) -> None:
+        """Restore what `random_state` returned."""
+
+    def is_random_state(self, state: Any) -> bool:
+        """Return whether the generators are in the state that `random_state` returned: nothing has been drawn since."""
+        return True
 
     def loss_dtype(self, x: Tensor) -> Any:
         """Return the dtype of a loss of logits `x`: theirs, unless automatic mixed precision makes it wider."""

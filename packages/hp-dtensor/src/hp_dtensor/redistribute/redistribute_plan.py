@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from hp_dtensor.comm.collectives import grad_of_selected
+from hp_dtensor.comm.collectives import grad_of_selected, staying
 from hp_dtensor.comm.kept_tensors import Kept
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.redistribute.step import IF_OTHERS_DIFFER, Step, scaled
@@ -47,7 +47,7 @@ class Stage:
         # Not even a node of autograd, where the gradient stays as it is, too.
         if not self.steps and not self._backward.steps and self._repeated == 1:
             return local
-        return platform.linear_map(local, self.run_data, self.run_backward)
+        return platform.linear_map(local, staying(self.run_data), self.run_backward)
 
     def start_data(self, local: Tensor) -> Callable[[], Tensor]:
         """Begin the steps and return a function that waits for the last one and gives `run_data`'s result."""
@@ -110,7 +110,7 @@ class Stage:
         kept: list[Kept] = []
 
         def forward(x: Tensor) -> Tensor:
-            result = self.run_data(x)
+            result = staying(self.run_data)(x)
             # A maximum's gradient goes to the ranks whose value it was, so both sides are kept, with their version
             # counters: a write to either between forward and backward would pick other winners.
             kept[:] = [Kept(platform, x, result)]

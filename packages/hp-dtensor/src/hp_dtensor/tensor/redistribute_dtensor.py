@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from hp_dtensor.comm.collectives import staying
 from hp_dtensor.comm.mesh import DeviceMesh, require_mesh
 from hp_dtensor.exceptions import PlacementError
 from hp_dtensor.redistribute import RedistributePlan, plan_across, plan_between
@@ -113,7 +114,7 @@ def _redistribute_in(
     # One node: autograd would bring a gradient that passes between two nodes back to the dtype of the value there.
     moved = platform.linear_map(
         local,
-        lambda t: plan.run_data(cast(t, given)),
+        staying(lambda t: plan.run_data(cast(t, given))),
         lambda g: cast(plan.run_backward(cast(g, back_dtype)), source.dtype),
     )
     return platform.wrap(moved, target)

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from hp_dtensor.comm.collectives import staying
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_moe.dispatch.wire_formats import WireFormat, block_width
 
@@ -33,11 +34,11 @@ class RowExchange:
 
     def begin(self, rows: Tensor) -> Tensor:
         """Begin to send `[rows sent, width]`; returns a token for `wait`."""
-        return self.platform.linear_map(rows, self._begin_there, self._end)
+        return self.platform.linear_map(rows, staying(self._begin_there), self._end)
 
     def wait(self, token: Tensor) -> Tensor:
         """Return the rows that `begin` asked for, `[rows received, width]`, when they are there."""
-        return self.platform.linear_map(token, self._end, self._begin_back)
+        return self.platform.linear_map(token, staying(self._end), self._begin_back)
 
     def _begin_there(self, rows: Tensor) -> Tensor:
         self._underway.append(self._start(rows, self.sent, self.received))

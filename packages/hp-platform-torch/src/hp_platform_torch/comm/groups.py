@@ -16,6 +16,7 @@ from torch.distributed import distributed_c10d
 from hp_dtensor.comm.process_group import DONE, PendingBytes, ProcessGroup, Rows, Work
 from hp_dtensor.exceptions import CollectiveError
 from hp_platform_torch.comm.capabilities import BACKEND_NAMES, CAPABILITIES, check_reduction, movable
+from hp_platform_torch.comm.dispatch_modes import is_watched
 from hp_platform_torch.comm.torch_groups import CalledByTorch
 from hp_platform_torch.comm.works import Exchange, PendingFacts, Then, settle
 
@@ -27,7 +28,6 @@ Tensor = torch.Tensor
 FACTS = "facts"
 """The connection for host-side facts, beside one for each kind of device."""
 
-_num_dispatch_modes = torch._C._len_torch_dispatch_stack  # of this thread
 _SUMMED_NATIVELY = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
 """Dtypes whose reduce-scatter is gloo's own under a dispatch mode, which could not tell what a composed one is."""
 
@@ -84,7 +84,7 @@ class TorchGroup(CalledByTorch, ProcessGroup):
 
         The mode (torch's `CommDebugMode`, say) sees the calls of a process group, which go through torch's dispatcher.
         """
-        if not _num_dispatch_modes():
+        if not is_watched():
             return self.connection(device_type)
         found = self._seen_by_modes.get(device_type)
         if found is None:
@@ -122,7 +122,7 @@ class TorchGroup(CalledByTorch, ProcessGroup):
             return DONE
         check_reduction(x, op)
         can = CAPABILITIES[x.device.type]
-        if not can.reduce_scatter and not (_num_dispatch_modes() and x.dtype in _SUMMED_NATIVELY):
+        if not can.reduce_scatter and not (is_watched() and x.dtype in _SUMMED_NATIVELY):
             return settle(self._exchange_and_reduce(output.view(-1), x.view(self.size, -1), op), async_op)
         as_int32 = x.dtype in can.as_int32
         into, sent = (output.to(torch.int32), x.to(torch.int32)) if as_int32 else (output, x)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from hp_dtensor.parallel.recompute import kept
+from hp_dtensor.comm.kept_results import PRODUCTS, kept, kept_result
 from hp_moe import GroupSizes, TokenPermutation
 
 
@@ -80,24 +80,7 @@ class _HostExperts(torch.autograd.Function):
         w2: torch.Tensor,
         w3: torch.Tensor,
     ) -> torch.Tensor:
-        dim, width = x.shape[1], w1.shape[1]
-        pre = x.new_empty((2, sum(groups.counts), width))
-        row_scores = groups.scores(scores, x.dtype)
-        out = torch.zeros_like(x)
-        space = groups.workspace(x, dim, width, dim)
-        transposed = (weight.transpose(1, 2) for weight in (w1, w2, w3))
-        for tokens, own_w1, own_w2, own_w3, gate, up, score in groups.parts(*transposed, of_rows=(*pre, row_scores)):
-            inputs, hidden, results = (each[: len(tokens)] for each in space)
-            torch.index_select(x, 0, tokens, out=inputs)
-            torch.mm(inputs, own_w1, out=gate)
-            torch.mm(inputs, own_w3, out=up)
-            if score is not None and score_before:
-                gate, up = gate * score, up * score
-            torch.ops.aten.silu.out(gate, out=hidden).mul_(up)
-            # A row's score weighs its activation as well as its result, at a fraction of the work.
-            if score is not None and not score_before:
-                hidden.mul_(score)
-            out.index_add_(0, tokens, torch.mm(hidden, own_w2, out=results))
+        pre, out = kept_result(PRODUCTS, lambda: _products(groups, x, scores, score_before, w1, w2, w3))
         ctx.groups, ctx.score_before = groups, score_before
         ctx.save_for_backward(x, scores, w1, w2, w3, pre)
         return out
@@ -140,6 +123,37 @@ class _HostExperts(torch.autograd.Function):
                 d_x.index_add_(0, tokens, d_results.addmm_(d_up, own_w3))
         d_scores = _at_slots(d_row_scores, groups.entries, scores) if needs_scores else None
         return None, d_x, d_scores, None, d_w1, d_w2, d_w3
+
+
+def _products(
+    groups: _Groups,
+    x: torch.Tensor,
+    scores: torch.Tensor | None,
+    score_before: bool,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    w3: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the products before the activation, `[2, rows, hidden]`, and the sum of each token's experts."""
+    dim, width = x.shape[1], w1.shape[1]
+    pre = x.new_empty((2, sum(groups.counts), width))
+    row_scores = groups.scores(scores, x.dtype)
+    out = torch.zeros_like(x)
+    space = groups.workspace(x, dim, width, dim)
+    transposed = (weight.transpose(1, 2) for weight in (w1, w2, w3))
+    for tokens, own_w1, own_w2, own_w3, gate, up, score in groups.parts(*transposed, of_rows=(*pre, row_scores)):
+        inputs, hidden, results = (each[: len(tokens)] for each in space)
+        torch.index_select(x, 0, tokens, out=inputs)
+        torch.mm(inputs, own_w1, out=gate)
+        torch.mm(inputs, own_w3, out=up)
+        if score is not None and score_before:
+            gate, up = gate * score, up * score
+        torch.ops.aten.silu.out(gate, out=hidden).mul_(up)
+        # A row's score weighs its activation as well as its result, at a fraction of the work.
+        if score is not None and not score_before:
+            hidden.mul_(score)
+        out.index_add_(0, tokens, torch.mm(hidden, own_w2, out=results))
+    return pre, out
 
 
 def _at_slots(d_rows: torch.Tensor, entries: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

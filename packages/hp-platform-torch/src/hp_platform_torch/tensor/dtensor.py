@@ -23,6 +23,7 @@ from hp_dtensor.tensor.dtensor import DTensor, check_copied
 from hp_dtensor.tensor.gradients import as_contributed, as_replicated, check_gradient
 from hp_dtensor.tensor.pending import FACTS, PendingDTensor, begin_wait
 from hp_dtensor.tensor.varying import forget_source
+from hp_platform_torch.comm.dispatch_modes import is_watched
 from hp_platform_torch.tensor import distributed_checkpoint as checkpointing
 from hp_platform_torch.tensor.global_view import GlobalView
 from hp_platform_torch.tensor.host_values import HostValues
@@ -46,7 +47,6 @@ _set_local_grad = _plain.grad.__set__
 _hooks_of_autograd = _plain._post_accumulate_grad_hooks
 _local_data = _plain.data.__get__
 _set_local_data = _plain.data.__set__
-_num_dispatch_modes = torch._C._len_torch_dispatch_stack  # of this thread
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
@@ -80,7 +80,7 @@ class TorchDTensor(GlobalView, HostValues, DTensor, torch.Tensor):
             # the DTensors themselves, which costs nothing.
             if _saved_tensor_hooks(True) is not None:
                 call = operation.call_with_plain
-            elif _num_dispatch_modes():
+            elif is_watched():
                 call = operation.call_with_local
         try:
             if len(args) == 2:  # written out: the most frequent

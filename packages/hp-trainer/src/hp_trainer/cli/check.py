@@ -7,7 +7,8 @@ from pathlib import Path
 from hp_trainer.cli.arguments import Parser, parse
 from hp_trainer.cli.shared import check_world_size, load, refuse
 from hp_trainer.config import TrainerConfig
-from hp_trainer.launch import check_new_run, chosen_platform, world_size_of
+from hp_trainer.exceptions import Problem
+from hp_trainer.launch import check_new_run, chosen_activations, chosen_platform, world_size_of
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.plugins import registries
 from hp_trainer.run import chosen_run_folder
@@ -35,12 +36,15 @@ def describe_run(config: TrainerConfig, world_size: int) -> str:
     samples = training.global_batch_size // dims.dp_size
     micro = training.micro_batch_size or samples
     tokens = training.global_batch_size * training.sequence_length
+    platform = chosen_platform(config.platform)
+    plan = None if isinstance(platform, Problem) else chosen_activations(config, dims, platform)
     lines = {
         "model": config.model.name,
-        "platform": chosen_platform(config.platform),
+        "platform": platform,
         "layout": dims.summary(),
         "step": f"{training.global_batch_size} samples of {training.sequence_length} tokens = {tokens:,} tokens",
         "each rank": f"{samples} samples a step, {micro} at a time",
         "run": f"{training.steps:,} steps, {training.steps * tokens:,} tokens",
     }
-    return "\n".join(f"{name}: {text}" for name, text in lines.items())
+    described = [f"{name}: {text}" for name, text in lines.items()]
+    return "\n".join([*described, *(f"activations: {line}" for line in (() if plan is None else plan.describe()))])

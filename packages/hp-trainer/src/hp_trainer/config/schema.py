@@ -8,6 +8,7 @@ from typing import Literal
 
 from hp_trainer.config._setting import Component, component, section, sections, setting
 from hp_trainer.exceptions import Problem
+from hp_trainer.memory import EXPECTED_SIZE, parse_size
 
 TensorParallelStyle = Literal["colwise", "rowwise"]
 DTypeName = Literal["float32", "bfloat16", "float16"]
@@ -97,8 +98,18 @@ class TrainingConfig:
         "float32", help="dtype in which gradients are summed over ranks"
     )
     loss_scaling: LossScalingConfig = section(LossScalingConfig, help="loss scaling of float16")
-    activation_checkpointing: bool = setting(
-        False, help="keep the input of each block alone and compute the block again in backward"
+    recompute: Literal["none", "full", "selective"] = setting(
+        "none", help="what blocks compute again in backward: nothing, all, or all but the results in recompute_keep"
+    )
+    recompute_every: int = setting(1, help="of the blocks, every so-manieth one is recomputed", minimum=1)
+    recompute_blocks: tuple[str, ...] = setting(
+        (), help="patterns of names of the blocks that are recomputed, such as layers.1*; none: all"
+    )
+    recompute_keep: tuple[Literal["attention", "products", "collectives"], ...] | None = setting(
+        None, help="results that selective recomputation keeps; null: all of them that the platform can keep"
+    )
+    activation_budget: str | None = setting(
+        None, help="bytes that a rank's activations may take, such as 20GiB; what is recomputed is chosen by it"
     )
     compile: bool = setting(False, help="compile each block (torch.compile); not with parallel.tp > 1")
     compile_backend: str = setting("inductor", help="the compiler, by torch's name for it")
@@ -139,6 +150,7 @@ class TrainingConfig:
                     expected=f"a multiple of {self.sequence_length}",
                     got=str(tokens),
                 )
+        yield from self._memory_problems()
         micro, batch = self.micro_batch_size, self.global_batch_size
         if micro is not None and batch % micro:
             yield Problem(
@@ -147,6 +159,29 @@ class TrainingConfig:
                 expected=f"a divisor of {batch}",
                 got=str(micro),
             )
+
+    def _memory_problems(self) -> Iterator[Problem]:
+        if self.activation_budget is not None:
+            try:
+                parse_size(self.activation_budget)
+            except ValueError:
+                yield Problem(
+                    path="activation_budget", what="no size", expected=EXPECTED_SIZE, got=self.activation_budget
+                )
+            if self.recompute != "none":
+                what = "activation_budget chooses what is recomputed"
+                yield Problem(path="recompute", what=what, expected="none, or no budget", got=self.recompute)
+        if self.recompute == "none":
+            unused = (("every", self.recompute_every == 1), ("blocks", not self.recompute_blocks))
+            for name in [f"recompute_{name}" for name, is_default in unused if not is_default]:
+                what = "training.recompute = none recomputes no block"
+                yield Problem(path=name, what=what, hint="training.recompute=full")
+        if self.recompute_keep is not None and self.recompute != "selective" and self.activation_budget is None:
+            what = f"training.recompute = {self.recompute} keeps no results"
+            yield Problem(path="recompute_keep", what=what, hint="training.recompute=selective")
+        if self.recompute_keep == () and self.recompute == "selective":
+            what = "selective recomputation that keeps nothing is full recomputation"
+            yield Problem(path="recompute_keep", what=what, expected="some results", hint="training.recompute=full")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Launch of a job: checks before any rank starts, then the ranks."""
 
 from hp_trainer.launch.job import is_first_process, launch_training
+from hp_trainer.launch.memory_problems import chosen_activations
 from hp_trainer.launch.platforms import chosen_platform, no_platform
 from hp_trainer.launch.preflight import (
     batch_problems,
@@ -19,6 +20,7 @@ __all__ = [
     "check_new_run",
     "check_resumed_run",
     "check_settings",
+    "chosen_activations",
     "chosen_platform",
     "is_first_process",
     "launch_training",

@@ -13,6 +13,7 @@ from hp_dtensor.exceptions import RegistryError
 from hp_dtensor.launch import is_launched
 from hp_trainer.config import LoadedConfig, TrainerConfig, settings_by_path
 from hp_trainer.exceptions import ParallelDimsError, Problem, join_choices
+from hp_trainer.launch.memory_problems import find_memory_problems
 from hp_trainer.launch.pipeline_problems import find_model_part_problems, find_pipeline_problems
 from hp_trainer.launch.platforms import chosen_platform, max_local_ranks
 from hp_trainer.models.hugging_face import ModelDirectory
@@ -118,7 +119,12 @@ def _run_problems(config: TrainerConfig, world_size: int, registered: Registries
             yield from find_model_part_problems(config, platform, registered)
         yield from _device_problems(config, platform)
     yield from group_problems(config.parameter_groups, config.optimizer.options)
-    yield from layout_problems(config, world_size)
+    found = list(layout_problems(config, world_size))
+    yield from found
+    if not found and isinstance(platform, str):
+        num_experts = getattr(config.model.options, "num_experts", None)
+        dims = ParallelDims.from_config(config.parallel, world_size, num_experts)
+        yield from find_memory_problems(dims, config, platform)
 
 
 def layout_problems(config: TrainerConfig, world_size: int) -> Iterator[Problem]:

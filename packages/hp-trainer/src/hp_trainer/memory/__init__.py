@@ -1,7 +1,8 @@
 """Activation memory as a number: what a block keeps for backward, and what it costs to compute it again."""
 
 from hp_trainer.memory.kept import BlockActivations, KeptTensor
-from hp_trainer.memory.recompute import KINDS, NOTHING_AGAIN, BlockRecompute, recompute_by_pattern
+from hp_trainer.memory.planner import BudgetError, Demand, RecomputePlan, describe_blocks, plan_recompute
+from hp_trainer.memory.recompute import KINDS, NOTHING_AGAIN, BlockRecompute, Kind, recompute_by_pattern
 from hp_trainer.memory.sizes import EXPECTED as EXPECTED_SIZE
 from hp_trainer.memory.sizes import format_size, parse_size
 
@@ -11,8 +12,14 @@ __all__ = [
     "NOTHING_AGAIN",
     "BlockActivations",
     "BlockRecompute",
+    "BudgetError",
+    "Demand",
     "KeptTensor",
+    "Kind",
+    "RecomputePlan",
+    "describe_blocks",
     "format_size",
     "parse_size",
+    "plan_recompute",
     "recompute_by_pattern",
 ]

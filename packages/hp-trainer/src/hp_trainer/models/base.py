@@ -57,8 +57,8 @@ class LanguageModel(Protocol):
         Afterwards every gradient is the sum over the tokens of the global batch.
 
         Args:
-            training: its dtypes are those of computation and reduction, and it says whether activations are
-                computed again in backward; None: float32, and they are kept.
+            training: its dtypes are those of computation and reduction, and it says which activations are computed
+                again in backward; None: float32, and they are kept.
             reshard_after_forward: as in `hp_fsdp.fully_shard`.
         """
 

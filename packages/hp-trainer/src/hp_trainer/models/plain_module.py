@@ -126,9 +126,9 @@ class PlainModel(nn.Module):
                 yield Problem(path=f"parallel.{degree}", what="a plain module has no such layout", expected="1")
         if dims.tp_enabled and not self._tp_plan:
             yield Problem(path="parallel.tp_plan", what="tp needs to know which layers to cut", expected="a plan")
-        if training is not None and training.activation_checkpointing:
+        if training is not None and training.recompute != "none":
             what = "a plain module computes nothing again"
-            yield Problem(path="training.activation_checkpointing", what=what, expected="false")
+            yield Problem(path="training.recompute", what=what, expected="none", got=training.recompute)
         for setting, patterns in (("tp_plan", self._tp_plan), ("fsdp_units", self._units)):
             for pattern in patterns:
                 if not _matching(pattern, names):

@@ -7,13 +7,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 from hp_fsdp import PlannedBuffer
-from hp_trainer.memory import BlockRecompute
+from hp_trainer.memory import KINDS, BlockRecompute, BudgetError, recompute_by_pattern
 from hp_trainer.models import DecoderConfig
 from hp_trainer.models.decoder.activation_bytes import ActivationShape, DecoderActivations, decoder_activations
+from hp_trainer.models.recomputation import block_names
 from hp_trainer.parallel.context import context_cost
 from hp_trainer.planning.stage_parts import StageParts, whole_shapes
 from hp_trainer.planning.step_shape import StepShape
 from hp_trainer.planning.traffic import message_bytes
+from hp_trainer.training.activation_plan import plan_activations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,8 +214,16 @@ def _activations(model: DecoderConfig, shape: ActivationShape) -> DecoderActivat
 
 def recompute_of(shape: StepShape) -> list[BlockRecompute]:
     """Return what each block of the model computes again in backward."""
-    each = BlockRecompute(mode="full" if shape.recomputes else "none")
-    return [each] * shape.model.num_hidden_layers
+    training, num_layers = shape.config.training, shape.model.num_hidden_layers
+    keep = KINDS if training.recompute_keep is None else training.recompute_keep
+    if training.activation_budget is not None:
+        try:
+            return plan_activations(shape.config, shape.dims, keep).of_layers()
+        except BudgetError:  # the memory shown is then the least, and above the budget
+            return [BlockRecompute(mode="full")] * num_layers
+    chosen = BlockRecompute(mode=training.recompute, keep=keep if training.recompute == "selective" else ())
+    patterns = training.recompute_blocks
+    return recompute_by_pattern(block_names(num_layers), chosen, every=training.recompute_every, patterns=patterns)
 
 
 def _optimizer_bytes(shape: StepShape, parts: StageParts) -> tuple[float, float]:

@@ -97,7 +97,7 @@ def _best_plan(
     plan = plan_step(config, dims, device, cuts, every_place=False)
     if plan.peak <= memory or plan.shape.recomputes:
         return plan
-    training = dataclasses.replace(config.training, activation_checkpointing=True)
+    training = dataclasses.replace(config.training, recompute="full")
     return plan_step(dataclasses.replace(config, training=training), dims, device, cuts, every_place=False)
 
 
@@ -247,7 +247,7 @@ def ranking_as_json(ranking: Ranking) -> dict[str, Any]:
         "best": [
             {
                 **{name: getattr(plan.shape.dims, name) for name in COLUMNS},
-                "activation_checkpointing": plan.shape.recomputes,
+                "recompute": "full" if plan.shape.recomputes else "none",
                 "seconds": plan.time.total,
                 "memory": plan.peak,
                 "utilization": plan.utilization,
@@ -283,5 +283,5 @@ def _named(plan: StepPlan) -> str:
     if dims.expert_mesh == "peer":
         settings.append("--parallel.expert_mesh=peer")
     if plan.shape.recomputes:
-        settings.append("--training.activation_checkpointing=true")
+        settings.append("--training.recompute=full")
     return " ".join(settings) or "one rank"

@@ -106,8 +106,9 @@ class StepShape:
 
     @property
     def recomputes(self) -> bool:
-        """True if blocks are computed again in backward."""
-        return self.config.training.activation_checkpointing
+        """True if some blocks are computed again in backward."""
+        training = self.config.training
+        return training.recompute != "none" or training.activation_budget is not None
 
     @property
     def num_replicas(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +14,13 @@ from hp_dtensor.tensor.meta import materialize
 from hp_fsdp import GradScaler
 from hp_trainer.config import TrainerConfig
 from hp_trainer.data import BatchReader, Dataset, Samples
+from hp_trainer.memory import BlockRecompute
+from hp_trainer.models.recomputation import kept_kinds
 from hp_trainer.optimizers import build_grouped
 from hp_trainer.parallel import ParallelDims, context_style
 from hp_trainer.plugins import registries
 from hp_trainer.run import RunFolder
+from hp_trainer.training.activation_plan import plan_activations
 from hp_trainer.training.build_model import build_plain_model, without_data
 from hp_trainer.training.initial_weights import give_initial_weights
 from hp_trainer.training.optimizer import Optimizer
@@ -150,6 +154,8 @@ def build_model(
     reshard = config.parallel.reshard_after_forward
     # None is fully_shard's own default: all modules but the outermost are resharded after forward.
     model.parallelize(dims, mesh, config.training, reshard_after_forward=None if reshard else False)
+    if config.training.activation_budget is not None:
+        model.recompute = _within_budget(config, platform, dims, mesh)
     materialize(model, buffers=lambda name, shape, dtype: platform.zeros(shape, dtype), platform=platform)
     if weights:
         give_initial_weights(model, config, platform)
@@ -162,6 +168,18 @@ def sequence_shares(config: TrainerConfig, dims: ParallelDims, mesh: DeviceMesh)
         return None
     style = context_style(dims, config.model.options, config.training)
     return SequenceShares(style, dims.cp, mesh["cp"].get_local_rank())
+
+
+def _within_budget(
+    config: TrainerConfig, platform: Platform, dims: ParallelDims, mesh: DeviceMesh
+) -> list[BlockRecompute]:
+    """Choose what each block computes again; rank 0 tells what and why."""
+    fused = platform.name == "torch" and (config.training.dtype == "float32" or platform.device_types[0] != "cpu")
+    plan = plan_activations(config, dims, kept_kinds(config.training.recompute_keep, platform), fused_experts=fused)
+    if mesh.world.rank == 0:
+        for line in plan.describe():
+            print(f"hp-train: activations: {line}", file=sys.stderr, flush=True)
+    return plan.of_layers()
 
 
 def _stage_mesh(dims: ParallelDims, mesh: DeviceMesh) -> DeviceMesh:

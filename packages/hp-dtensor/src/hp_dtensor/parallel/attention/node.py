@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hp_dtensor.comm.kept_results import ATTENTION, kept_result
 from hp_dtensor.comm.kept_tensors import Kept
 from hp_dtensor.parallel.attention.sinks import grad_of_sinks, with_sinks
 from hp_dtensor.platform.interface import Platform
@@ -33,7 +34,7 @@ def attention_node(
     inputs = (query, key, value) if sinks is None else (query, key, value, sinks)
 
     def forward(q: Tensor, k: Tensor, v: Tensor, *s: Tensor) -> Tensor:
-        out, lse, *more = attend(q, k, v)
+        out, lse, *more = kept_result(ATTENTION, lambda: attend(q, k, v))
         if s:
             out, lse = with_sinks(platform, out, lse, s[0])
         out = platform.ops.cast(out, q.dtype)

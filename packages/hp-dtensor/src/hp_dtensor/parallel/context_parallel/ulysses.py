@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from hp_dtensor.comm.collectives import staying
+from hp_dtensor.comm.kept_results import COLLECTIVES, kept_result
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.parallel.context_parallel.messages import empty_message, packed, unpacked
 from hp_dtensor.platform.interface import Platform
@@ -92,7 +94,9 @@ def heads_for_sequence(
             for i, (shape, _) in enumerate(like)
         ]
 
-    found = platform.custom_function(forward, backward, *tensors)
+    found = platform.custom_function(
+        lambda *given: kept_result(COLLECTIVES, lambda: forward(*given)), backward, *tensors
+    )
     return list(found)
 
 
@@ -114,7 +118,7 @@ def sequence_for_heads(
         shapes = [[_shaped(tuple(grad.shape), shares.queries[rank], lengths[j])] for j in range(size)]
         return platform.ops.cat([parts[0] for parts in _swap(platform, group, sends, shapes, grad.dtype)], 2)
 
-    return platform.linear_map(x, forward, backward)
+    return platform.linear_map(x, staying(forward), backward)
 
 
 def _swap(

@@ -232,9 +232,10 @@ def _exchanged(config: DecoderConfig, shape: ActivationShape) -> Iterator[KeptTe
             sent=others * (queries + keys * copies),
         )
         return
+    # They are exchanged within the attention, whose result stays without them.
     whole = keys * shape.cp if shape.cp_method == "all_gather" else 0.0
     yield KeptTensor(
-        name="keys and values of other ranks", kind="collectives", saved=whole, result=whole, sent=keys * (shape.cp - 1)
+        name="keys and values of other ranks", kind="attention", saved=whole, result=whole, sent=keys * (shape.cp - 1)
     )
 
 
@@ -290,7 +291,11 @@ def _experts(config: DecoderConfig, shape: ActivationShape) -> Iterator[KeptTens
     gates = 2 * rows * width * e
     saved = gates if _is_fused(config, shape) else 2 * gates + rows * hidden * (e + 4)
     yield KeptTensor(
-        name="experts", kind="products", saved=saved, result=tokens * hidden * e, flops=6 * rows * hidden * width
+        name="experts",
+        kind="products",
+        saved=saved,
+        result=gates + tokens * hidden * e,
+        flops=6 * rows * hidden * width,
     )
     if config.num_shared_experts:
         yield from _dense("shared_experts", config, config.moe_intermediate_size * config.num_shared_experts, shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from hp_dtensor.tensor.conversions import whole_of
 from hp_dtensor.tensor.init import Constant, Distribution, Normal, Uniform
 from hp_moe import LoadMetrics, place_copies_of_experts, update_expert_bias
 from hp_trainer.exceptions import TrainingError
+from hp_trainer.memory import NOTHING_AGAIN, BlockRecompute
 from hp_trainer.models.decoder.block import DecoderBlocks
 from hp_trainer.models.decoder.config import DecoderConfig
 from hp_trainer.models.decoder.expert_metrics import expert_metrics
@@ -23,6 +24,7 @@ from hp_trainer.models.decoder.lora import initial_bound, is_adapter
 from hp_trainer.models.decoder.loss import TokenLoss
 from hp_trainer.models.decoder.norm import build_norm
 from hp_trainer.models.decoder.rotary import RotaryTables
+from hp_trainer.models.recomputation import recompute_by_settings
 
 if TYPE_CHECKING:
     import numpy as np
@@ -70,7 +72,7 @@ class Decoder(nn.Module):
         head: None when the embedding is the head, and in parts without one.
         rotary: angles by length and positions.
         takes_rows: whether `forward` is to be told the number of each row in the run.
-        recomputes: in training, each block keeps its input alone and is computed again in backward.
+        recompute: of each layer of the whole model, what is computed again in backward.
     """
 
     def __init__(self, config: DecoderConfig, parts: DecoderParts | None = None) -> None:
@@ -79,7 +81,7 @@ class Decoder(nn.Module):
         layers = tuple(range(config.num_hidden_layers) if parts.layers is None else parts.layers)
         self.parts = replace(parts, layers=layers)
         self.config = config
-        self.recomputes = False
+        self.recompute: Sequence[BlockRecompute] = [NOTHING_AGAIN] * config.num_hidden_layers
         self._loss = TokenLoss()
         self._seed = 0
         # A head that is the embedding has a copy of its own where the embedding is another part's.
@@ -123,7 +125,11 @@ class Decoder(nn.Module):
         chosen_by = ids if self.config.hash_routing else None
         for layer in self.layers.select(parts.layers):
             others = rotation, masks[layer.window], chosen_by, self._dropout(rows, layer.index)
-            x = checkpoint(layer, x, *others, platform=self.platform) if self.recomputes else layer(x, *others)
+            recompute = self.recompute[layer.index]
+            if recompute.mode == "none":
+                x = layer(x, *others)
+            else:
+                x = checkpoint(layer, x, *others, platform=self.platform, keep=recompute.keep)
         if not parts.head:
             return x
         logits = self._logits(self.norm(x))
@@ -182,8 +188,8 @@ class Decoder(nn.Module):
         from hp_trainer.models.decoder.parallelize import parallelize
 
         parallelize(self, dims, mesh, training, reshard_after_forward=reshard_after_forward)
-        self.recomputes = training is not None and training.activation_checkpointing
         if training is not None:
+            self.recompute = recompute_by_settings(training, self.config.num_hidden_layers, self.platform)
             self._loss = TokenLoss(training.label_smoothing, training.z_loss)
             self._seed = training.seed
 

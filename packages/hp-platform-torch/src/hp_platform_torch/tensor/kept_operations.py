@@ -1,0 +1,108 @@
+"""Results of torch's operations that stay from a computation to its repetition, below autograd.
+
+A dispatch mode sees each operation after autograd has recorded it: what stands in for a result is part of a graph like
+what the operation itself would have given. `torch.utils.checkpoint`'s selective policies rest on the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from hp_dtensor.comm.kept_results import ANOTHER_WAY, ATTENTION, PRODUCTS
+from hp_dtensor.platform.autograd import KeptOperations
+from hp_platform_torch.tensor.local_operations import LocalOperations
+
+_NAMES = {
+    PRODUCTS: ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm"),
+    ATTENTION: (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+        "_flash_attention_forward",
+        "_efficient_attention_forward",
+    ),
+}
+
+
+def kept_operations(kinds: Collection[str]) -> KeptResults | None:
+    """Return what keeps the results of these kinds; see `Platform.kept_operations`."""
+    names = [name for kind in kinds for name in _NAMES.get(kind, ())]
+    packets = [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
+    # Variants that write into a given tensor are not repeated by giving a result.
+    operations = {
+        getattr(packet, overload)
+        for packet in packets
+        for overload in packet.overloads()
+        if "out" not in overload.split("_")
+    }
+    return KeptResults(operations) if operations else None
+
+
+class KeptResults(KeptOperations):
+    """Keeps the results of some operations, in the order of their calls."""
+
+    def __init__(self, operations: Collection[Any]) -> None:
+        self._operations = operations
+        self._kept: list[tuple[Any, Any]] = []
+        self._is_paused = False
+
+    def first(self) -> TorchDispatchMode:
+        """See `KeptOperations`."""
+        return _Mode(self._keep)
+
+    def again(self) -> TorchDispatchMode:
+        """See `KeptOperations`."""
+        rest = iter(self._kept)
+        return _Mode(lambda func, args, kwargs: self._take(rest, func, args, kwargs))
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """See `KeptOperations`."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def _keep(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
+        if func in self._operations and not self._is_paused:
+            self._kept.append((func, _aliases(result)))
+        return result
+
+    def _take(self, rest: Iterator[tuple[Any, Any]], func: Any, args: Any, kwargs: Any) -> Any:
+        if func not in self._operations or self._is_paused:
+            return func(*args, **kwargs)
+        kept, result = next(rest, (None, None))
+        if kept is not func:
+            raise RuntimeError(f"{ANOTHER_WAY}; {func} came where {kept or 'nothing'} had been kept")
+        return _aliases(result)
+
+
+def _aliases(result: Any) -> Any:
+    """Return tensors that share the memory of a result: autograd makes those that it is given part of its graph."""
+    with torch.no_grad():
+        return tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+
+
+class _Mode(TorchDispatchMode):
+    knows_shards = True
+
+    def __init__(self, run: Callable[[Any, Any, Any], Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._run = run
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # Below autograd a DTensor is its shard: its own functions would take the operation for one on the whole.
+        with LocalOperations():
+            return self._run(func, args, kwargs or {})

@@ -1,0 +1,141 @@
+"""Recomputation chosen by a budget or by settings: what is chosen, told and refused, and that no number changes."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from training_runs import FOUR_RANKS, events, losses, tensors, train_rank
+
+from hp_dtensor.comm.process_group import record_collectives
+from hp_dtensor.testing import run_ranks
+from hp_trainer.memory import (
+    KINDS,
+    NOTHING_AGAIN,
+    BlockActivations,
+    BudgetError,
+    Demand,
+    KeptTensor,
+    plan_recompute,
+)
+from hp_trainer.memory.planner import _cost, _options
+from hp_trainer.parallel import ParallelDims
+from hp_trainer.training.activation_plan import plan_activations
+
+SETTINGS = {"training__steps": 2, "checkpoint__interval": None, "model__num_hidden_layers": 3}
+
+
+def block(*sizes, working=0.0):
+    kinds = ("input", "attention", "products", "rest")
+    tensors = [
+        KeptTensor(name=kind, kind=kind, saved=size, result=size / 2 if kind == "products" else size, flops=size * 90)
+        for kind, size in zip(kinds, sizes, strict=True)
+    ]
+    return BlockActivations(tensors=tuple(tensors), working=working)
+
+
+DENSE, WIDE = block(8, 20, 100, 60, working=30), block(8, 60, 40, 200, working=50)
+DEMANDS = {
+    "equal blocks": Demand(blocks=(DENSE,) * 5),
+    "two kinds": Demand(blocks=(DENSE, WIDE, DENSE, WIDE)),
+    "with a head": Demand(blocks=(WIDE, DENSE, DENSE), head=block(0, 0, 0, 400, working=300)),
+    "in flight": Demand(blocks=(DENSE, WIDE), in_flight=3.0),
+}
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.8, 0.97])
+@pytest.mark.parametrize("name", DEMANDS)
+def test_plans_are_near_the_best_of_all_choices(name, share):
+    demand, options = DEMANDS[name], list(_options(("attention", "products")))
+    choices = list(itertools.product(options, repeat=len(demand.blocks)))
+    peaks = [demand.peak(each) for each in choices]
+    budget = min(peaks) + share * (demand.peak([NOTHING_AGAIN] * len(demand.blocks)) - min(peaks))
+    plan = plan_recompute(demand, budget, ("attention", "products"))
+    assert demand.peak(plan.chosen) == plan.peak <= budget
+    best = min(_cost(demand, each) for each, peak in zip(choices, peaks, strict=True) if peak <= budget)
+    assert plan.cost <= 1.1 * best
+
+
+def test_a_large_budget_keeps_everything_and_too_small_a_one_is_refused():
+    demand = DEMANDS["two kinds"]
+    assert set(plan_recompute(demand, 1e9, KINDS).chosen) == {NOTHING_AGAIN}
+    with pytest.raises(BudgetError, match="activations take at least") as told:
+        plan_recompute(demand, 10, KINDS)
+    assert plan_recompute(demand, told.value.least, KINDS).peak == told.value.least
+
+
+def test_planning_a_deep_model_takes_no_time():
+    plan = plan_recompute(Demand(blocks=(DENSE, WIDE) * 32, in_flight=4), 15_000, KINDS)
+    assert plan.peak <= 15_000 < plan.whole
+
+
+MODES = {
+    "every other block": {"recompute": "full", "recompute_every": 2},
+    "by name": {"recompute": "full", "recompute_blocks": "[layers.1*]"},
+    "selective": {"recompute": "selective"},
+    "collectives": {"recompute": "selective", "recompute_keep": "[collectives]"},
+    "budget": {"activation_budget": "200KiB"},
+}
+
+
+# MindSpore takes its time, and the choice is the same on every platform.
+ON_ALL_PLATFORMS = ("selective",)
+
+
+def test_weights_are_bitwise_those_without_recomputation(lab):
+    more = {"training__micro_batch_size": 4, **SETTINGS}
+    kept = lab.run("kept", FOUR_RANKS["experts cut"], 4, **more)
+    for mode in MODES if lab.platform.name == "torch" else ON_ALL_PLATFORMS:
+        settings = {f"training__{name}": value for name, value in MODES[mode].items()}
+        again = lab.run(mode, FOUR_RANKS["experts cut"], 4, **more, **settings)
+        assert losses(again) == losses(kept)
+        found, expected = tensors(again, ["model."]), tensors(kept, ["model."])
+        assert {key for key, value in expected.items() if found[key].tobytes() != value.tobytes()} == set(), mode
+        assert events(again, "step")[-1]["metrics"] == events(kept, "step")[-1]["metrics"]
+
+
+def test_kept_collectives_are_not_made_again(lab):
+    def collectives(**settings):
+        settings = {f"training__{name}": value for name, value in settings.items()}
+        run = lab.start(str(settings), {"dp_shard": 1, "tp": 2}, model__num_experts=None, **SETTINGS, **settings)
+
+        def rank():
+            with record_collectives() as log:
+                train_rank(run, lab.platform)
+            return log.count("all_gather") + log.count("reduce_scatter")
+
+        return run_ranks(rank, 2, lab.platform)[0]
+
+    none, full = collectives(), collectives(recompute="full")
+    assert full > none
+    assert collectives(recompute="selective", recompute_keep="[collectives]") == none
+
+
+def test_the_measured_peak_stays_within_the_budget(lab):
+    if lab.platform.name != "torch":
+        pytest.skip("the bytes are counted on torch")
+    sizes = {"model__num_hidden_layers": 6, "model__num_experts": None, "training__sequence_length": 256}
+    sizes |= {"training__global_batch_size": 4, "training__steps": 2, "model__intermediate_size": 96}
+
+    def peak(**settings):
+        run = lab.start(str(settings), **{**SETTINGS, **sizes}, **{f"training__{k}": v for k, v in settings.items()})
+        config = run.load_config().config
+
+        def rank():
+            from hp_trainer.training import Trainer
+
+            trainer = Trainer(run, config, lab.platform)
+            step, batch = trainer._step, trainer._train_batches.read(0)
+            step.accumulate_gradients(batch)
+            with lab.platform.live_bytes() as live:
+                step.accumulate_gradients(batch)
+            return live.peak, config
+
+        return run_ranks(rank, 1, lab.platform)[0]
+
+    whole, config = peak()
+    for budget in (int(whole * 0.75), int(whole * 0.5), int(whole * 0.35)):
+        measured, config = peak(activation_budget=f"{budget}B")
+        plan = plan_activations(config, ParallelDims(), KINDS)
+        assert measured <= budget
+        assert measured > 0.6 * plan.plans[0].peak
