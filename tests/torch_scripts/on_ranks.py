@@ -14,6 +14,7 @@ HOMES = {
     "torch.distributed.tensor": "hp_dtensor",
     "torch.distributed.tensor.parallel": "hp_dtensor",
     "torch.distributed.fsdp": "hp_fsdp",
+    "torch.distributed.checkpoint.state_dict": "hp_fsdp",
 }
 """The modules of torch that have the names a script imports, and ours."""
 

@@ -31,9 +31,11 @@ from hp_fsdp.state.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
+    get_state_dict,
     init_optimizer_state,
     set_model_state_dict,
     set_optimizer_state_dict,
+    set_state_dict,
 )
 from hp_fsdp.storage import ParameterStorage
 from hp_fsdp.streamed_optimizer import stream_optimizer
@@ -70,6 +72,7 @@ __all__ = [
     "fully_shard",
     "get_model_state_dict",
     "get_optimizer_state_dict",
+    "get_state_dict",
     "get_storage",
     "hsdp",
     "hsdp_sync_stream",
@@ -79,6 +82,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "set_model_state_dict",
     "set_optimizer_state_dict",
+    "set_state_dict",
     "share_comm_ctx",
     "stream_optimizer",
     "summon_full_params",

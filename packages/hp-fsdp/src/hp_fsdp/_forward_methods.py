@@ -14,8 +14,8 @@ Module = Any
 _RUN_LATER = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
 
 
-def register_fsdp_forward_method(module: Module, name: str) -> None:
-    """Let `module.<name>(...)`, like its forward, run on gathered parameters.
+def register_fsdp_forward_method(module: Module, method_name: str) -> None:
+    """Let `module.<method_name>(...)`, like its forward, run on gathered parameters.
 
     Raises:
         FullyShardError: `module` has not been through `fully_shard`, has no such method, or it is a generator or a
@@ -31,12 +31,12 @@ def register_fsdp_forward_method(module: Module, name: str) -> None:
         None
     """
     state = state_of_sharded(module)
-    method = getattr(module, name, None)
+    method = getattr(module, method_name, None)
     if not callable(method):
-        raise FullyShardError(f"register_fsdp_forward_method: {type(module).__name__} has no method {name!r}")
+        raise FullyShardError(f"register_fsdp_forward_method: {type(module).__name__} has no method {method_name!r}")
     if any(runs_later(method) for runs_later in _RUN_LATER):
         raise FullyShardError(
-            f"register_fsdp_forward_method: {type(module).__name__}.{name} is a generator or a coroutine, which "
+            f"register_fsdp_forward_method: {type(module).__name__}.{method_name} is a generator or a coroutine, which "
             "computes when the call is over; register the methods that it calls"
         )
 
@@ -49,4 +49,4 @@ def register_fsdp_forward_method(module: Module, name: str) -> None:
     def sharded(*args: Any, **kwargs: Any) -> Any:
         return state.run(module, hooked, args, kwargs)
 
-    object.__setattr__(module, name, sharded)
+    object.__setattr__(module, method_name, sharded)

@@ -57,6 +57,36 @@ def view_of(platform: Platform, optimizer: Any, parameters: Mapping[str, Tensor]
     raise StateDictError(f"expected {expected}, got {type(optimizer).__name__}")
 
 
+def flattened(state_dict: Mapping[str, Any]) -> Named:
+    """Return an optimizer's state dict as one level, with torch's keys."""
+    flat = {f"state.{key}": value for key, value in _flat(state_dict["state"]).items()}
+    for group in state_dict.get("param_groups", ()):
+        for name in group["params"]:
+            flat |= {f"param_groups.{name}.{key}": value for key, value in group.items() if key != "params"}
+    return flat | {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}
+
+
+def unflattened(flat: Mapping[str, Any], own: Mapping[str, Any]) -> Named:
+    """Return the state dict that `flattened` made one level of.
+
+    Args:
+        own: the `hyperparameters` of the optimizer that is to have it, which has the same groups.
+    """
+    state: dict[str, Named] = {}
+    for key, value in flat.items():
+        if key.startswith("state."):
+            name, _, slot = key.removeprefix("state.").rpartition(".")
+            state.setdefault(name, {})[slot] = value
+    rest = {key: value for key, value in flat.items() if not key.startswith(("state.", "param_groups."))}
+    if "param_groups" not in own:
+        return {"state": state, **rest}
+    groups = []
+    for group in own["param_groups"]:
+        keys = {key: f"param_groups.{name}.{key}" for name in group["params"][:1] for key in group if key != "params"}
+        groups.append({**group, **{key: flat[long] for key, long in keys.items() if long in flat}})
+    return {"state": state, "param_groups": groups, **rest}
+
+
 class NamedOptimizerView:
     """View of an optimizer that names its parameters itself (`hp_trainer.training.Optimizer`)."""
 

@@ -36,10 +36,18 @@ class StateDictOptions:
         full_state_dict: whole plain tensors, gathered one at a time into memory of their own; else what the
             module holds: DTensors that share the parameters' memory.
         cpu_offload: bring each to the host before the next is gathered.
-        rank0_only: with `full_state_dict`: only the first rank keeps them, the others return an empty dict.
+        ignore_frozen_params: leave out parameters that require no gradient; loading does not miss them.
+        keep_submodule_prefixes: True; torch's other value belongs to `submodules`, which is not taken.
         strict: loading refuses missing and unexpected keys.
         broadcast_from_rank0: loading takes full tensors of the first rank, one at a time; what the others pass
             is not looked at.
+        flatten_optimizer_state_dict: an optimizer's state as one level: `"state.<parameter>.<slot>"` and
+            `"param_groups.<parameter>.<option>"`.
+        rank0_only: with `full_state_dict`: only the first rank keeps them, the others return an empty dict. None: as
+            torch has it, with `cpu_offload`.
+
+    Raises:
+        ValueError: `keep_submodule_prefixes=False`.
 
     Example:
         >>> def program():
@@ -54,9 +62,23 @@ class StateDictOptions:
 
     full_state_dict: bool = False
     cpu_offload: bool = False
-    rank0_only: bool = False
+    ignore_frozen_params: bool = False
+    keep_submodule_prefixes: bool = True
     strict: bool = True
     broadcast_from_rank0: bool = False
+    flatten_optimizer_state_dict: bool = False
+    rank0_only: bool | None = None
+
+    def __post_init__(self) -> None:
+        if not self.keep_submodule_prefixes:
+            raise ValueError(
+                "keep_submodule_prefixes=False goes with submodules=, which is not taken: name the submodule"
+            )
+
+    @property
+    def drops_elsewhere(self) -> bool:
+        """Return whether only the first rank keeps what is gathered."""
+        return self.full_state_dict and (self.cpu_offload if self.rank0_only is None else self.rank0_only)
 
 
 class IncompatibleKeys(NamedTuple):
@@ -69,7 +91,7 @@ class IncompatibleKeys(NamedTuple):
 DEFAULT = StateDictOptions()
 
 
-def get_model_state_dict(model: Module, *, options: StateDictOptions = DEFAULT) -> StateDict:
+def get_model_state_dict(model: Module, *, options: StateDictOptions | None = None) -> StateDict:
     """Return parameters, persistent buffers and extra states by name; tied parameters under all their names.
 
     With `full_state_dict` it communicates: every rank of the model calls it.
@@ -83,9 +105,12 @@ def get_model_state_dict(model: Module, *, options: StateDictOptions = DEFAULT) 
         >>> run_ranks(program, 2)[0]
         {'weight': (RaggedShard(0, (3, 3)),)}
     """
+    options = options or DEFAULT
     storage = get_storage(_platform_of(model))
     platform = storage.platform
     found: dict[str, Tensor] = _state.named_parameters(platform, model)
+    if options.ignore_frozen_params:
+        found = {name: each for name, each in found.items() if platform.requires_grad(each)}
     found |= _state.persistent_buffers(platform, model)
     collected = _Collector(storage, options, _state.ranks_of(platform, found.values())).collect(found)
     if not collected and found:
@@ -94,7 +119,7 @@ def get_model_state_dict(model: Module, *, options: StateDictOptions = DEFAULT) 
 
 
 def set_model_state_dict(
-    model: Module, state_dict: Mapping[str, Any], *, options: StateDictOptions = DEFAULT
+    model: Module, model_state_dict: Mapping[str, Any], *, options: StateDictOptions | None = None
 ) -> IncompatibleKeys:
     """Load parameters and buffers, before or after the first forward, sharded or unsharded.
 
@@ -120,6 +145,7 @@ def set_model_state_dict(
         >>> run_ranks(program, 2)[0]
         ([], [])
     """
+    options = options or DEFAULT
     platform = _platform_of(model)
     groups = _state.groups_below(platform, model)
     if any(group.summon_depth for group in groups):
@@ -128,12 +154,15 @@ def set_model_state_dict(
     targets = parameters | _state.persistent_buffers(platform, model)
     extra = _state.extra_states(platform, model)
     ranks = _state.ranks_of(platform, targets.values())
-    values, problems = dict(state_dict), _state.Problems(others=_load_hooks.own_loading(platform, model))
+    values, problems = dict(model_state_dict), _state.Problems(others=_load_hooks.own_loading(platform, model))
     if not options.broadcast_from_rank0 or ranks.rank == 0:
-        values = _load_hooks.run_before(platform, model, state_dict, options.strict, problems)
+        values = _load_hooks.run_before(platform, model, model_state_dict, options.strict, problems)
     if options.broadcast_from_rank0:
         values = _broadcast(platform, ranks, values, targets)
-    problems.missing += _missing(parameters, targets, values) + [key for key in extra if key not in values]
+    missing = _missing(parameters, targets, values)
+    if options.ignore_frozen_params:
+        missing = [name for name in missing if name not in parameters or platform.requires_grad(parameters[name])]
+    problems.missing += missing + [key for key in extra if key not in values]
     problems.unexpected += [key for key in values if key not in targets and key not in extra]
     settled_by_hooks = _load_hooks.has_after(platform, model)
     strict = options.strict and not settled_by_hooks
@@ -151,15 +180,15 @@ def set_model_state_dict(
     return IncompatibleKeys(problems.missing, problems.unexpected)
 
 
-def get_optimizer_state_dict(model: Module, optimizer: Any, *, options: StateDictOptions = DEFAULT) -> StateDict:
+def get_optimizer_state_dict(model: Module, optimizers: Any, *, options: StateDictOptions | None = None) -> StateDict:
     """Return an optimizer's state by parameter name: `{"state": {name: {slot: value}}, "param_groups": [...]}`.
 
     Nothing is made: before the optimizer's first step there is no state to read a checkpoint into, see
     `init_optimizer_state`.
 
     Args:
-        optimizer: of torch.optim or any other with `param_groups` and `state`, or one of hp-trainer, for which
-            `"num_steps"` stands instead of `"param_groups"`.
+        optimizers: one of torch.optim or any other with `param_groups` and `state`, or one of hp-trainer, for which
+            `"num_steps"` stands instead of `"param_groups"`; or a list with one. Each has a state dict of its own.
 
     Example:
         >>> import torch
@@ -172,10 +201,14 @@ def get_optimizer_state_dict(model: Module, optimizer: Any, *, options: StateDic
         >>> run_ranks(program, 2, "torch")[0]
         ['step', 'exp_avg', 'exp_avg_sq']
     """
-    platform, parameters, view = _optimizer_of(model, optimizer)
+    options = options or DEFAULT
+    platform, parameters, view = _optimizer_of(model, optimizers)
     collector = _Collector(get_storage(platform), options, _state.ranks_of(platform, parameters.values()))
     state = {name: collector.collect(slots) for name, slots in view.slots().items()}
-    return {} if collector.drops else {"state": state, **view.hyperparameters()}
+    if collector.drops:
+        return {}
+    whole = {"state": state, **view.hyperparameters()}
+    return _optimizer_state.flattened(whole) if options.flatten_optimizer_state_dict else whole
 
 
 def init_optimizer_state(model: Module, optimizer: Any) -> None:
@@ -200,7 +233,7 @@ def init_optimizer_state(model: Module, optimizer: Any) -> None:
 
 
 def set_optimizer_state_dict(
-    model: Module, optimizer: Any, state_dict: Mapping[str, Any], *, options: StateDictOptions = DEFAULT
+    model: Module, optimizers: Any, optim_state_dict: Mapping[str, Any], *, options: StateDictOptions | None = None
 ) -> None:
     """Load what `get_optimizer_state_dict` gave, whatever layout and number of ranks it came from.
 
@@ -225,8 +258,12 @@ def set_optimizer_state_dict(
         >>> run_ranks(program, 2, "torch")[0]
         1
     """
-    platform, parameters, view = _optimizer_of(model, optimizer)
+    options = options or DEFAULT
+    platform, parameters, view = _optimizer_of(model, optimizers)
     ranks = _state.ranks_of(platform, parameters.values())
+    state_dict = optim_state_dict
+    if options.flatten_optimizer_state_dict and state_dict:
+        state_dict = _optimizer_state.unflattened(state_dict, view.hyperparameters())
     if options.broadcast_from_rank0:
         tensors, rest = _optimizer_state.taken_apart(platform, ranks, state_dict)
         of_parameter = {key: parameters[name] for key, name in rest["names"] if name in parameters}
@@ -235,6 +272,51 @@ def set_optimizer_state_dict(
     problems, targets, values = view.match(state_dict)
     _check(platform, "load the optimizer's state", ranks, targets, values, problems, options.strict)
     view.load(state_dict, values)
+
+
+# Both ----------------------------------------------------------------------------------------------------
+
+
+def get_state_dict(
+    model: Module, optimizers: Any, *, options: StateDictOptions | None = None
+) -> tuple[StateDict, StateDict]:
+    """Return `get_model_state_dict` and `get_optimizer_state_dict`.
+
+    Example:
+        >>> import torch
+        >>> def program():
+        ...     model = fully_shard(torch.nn.Linear(4, 6, bias=False), init_device_mesh("cpu", (2,)))
+        ...     of_model, of_optimizer = get_state_dict(model, torch.optim.SGD(model.parameters()))
+        ...     return [*of_model], [*of_optimizer]
+        >>> run_ranks(program, 2, "torch")[0]
+        (['weight'], ['state', 'param_groups'])
+    """
+    return get_model_state_dict(model, options=options), get_optimizer_state_dict(model, optimizers, options=options)
+
+
+def set_state_dict(
+    model: Module,
+    optimizers: Any,
+    *,
+    model_state_dict: Mapping[str, Any],
+    optim_state_dict: Mapping[str, Any],
+    options: StateDictOptions | None = None,
+) -> IncompatibleKeys:
+    """Load what `get_state_dict` gave: the model's first, as `set_model_state_dict`, then the optimizer's.
+
+    Example:
+        >>> import torch
+        >>> def program():
+        ...     model = fully_shard(torch.nn.Linear(4, 6, bias=False), init_device_mesh("cpu", (2,)))
+        ...     optimizer = torch.optim.SGD(model.parameters())
+        ...     of_model, of_optimizer = get_state_dict(model, optimizer)
+        ...     return set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
+        >>> run_ranks(program, 2, "torch")[0].missing_keys
+        []
+    """
+    keys = set_model_state_dict(model, model_state_dict, options=options)
+    set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
+    return keys
 
 
 # Getting -------------------------------------------------------------------------------------------------
@@ -247,7 +329,7 @@ class _Collector:
         self._storage = storage
         self._platform = storage.platform
         self._options = options
-        self.drops = options.full_state_dict and options.rank0_only and ranks.rank != 0
+        self.drops = options.drops_elsewhere and ranks.rank != 0
 
     def collect(self, found: Mapping[str, Any]) -> StateDict:
         """Convert values one by one; what occurs under several names is gathered once."""
@@ -351,6 +433,12 @@ def _broadcast_one(
 
 def _optimizer_of(model: Module, optimizer: Any) -> tuple[Platform, dict[str, Tensor], _optimizer_state.OptimizerView]:
     """Return a model's platform, its parameters by name, and the view of an optimizer over them."""
+    if isinstance(optimizer, (list, tuple)):
+        if len(optimizer) != 1:
+            raise StateDictError(
+                f"expected one optimizer, got {len(optimizer)}; each has its own state dict: call it for each"
+            )
+        (optimizer,) = optimizer
     platform = _platform_of(model)
     parameters = _state.named_parameters(platform, model)
     return platform, parameters, _optimizer_state.view_of(platform, optimizer, parameters)
