@@ -9,6 +9,7 @@ import signal
 import numpy as np
 import pytest
 from running_commands import TWO_RANKS, Command, losses_of, newest_step, steps_of, wait_for_step
+from training_runs import skip_unless_torch_or
 
 from hp_trainer.checkpoint import Checkpoint, LocalStorage, list_checkpoints
 from hp_trainer.run import RunFolder
@@ -69,7 +70,8 @@ def read_all(folder):
     return [checkpoint.read(name) for name in checkpoint.index.tensors]
 
 
-def test_a_run_goes_back_to_an_earlier_step(folder, hp_train):
+def test_a_run_goes_back_to_an_earlier_step(folder, hp_train, hp_platform):
+    skip_unless_torch_or(hp_platform, False)
     settings = ("--training.steps=6", "--checkpoint.interval=2", "--checkpoint.keep=null")
     assert hp_train("run.yaml", "--run.folder=out", *settings).finish()[0] == 0
     before = losses_of(folder / "out")
