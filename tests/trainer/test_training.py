@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from training_runs import FOUR_RANKS, STEPS, events, losses, newest, tensors, train_rank
+from training_runs import FOUR_RANKS, STEPS, events, losses, newest, skip_unless_torch_or, tensors, train_rank
 
 from hp_dtensor.comm.world import current_world
 from hp_dtensor.exceptions import LaunchError
@@ -87,6 +87,7 @@ def test_models_and_settings(lab, settings):
 @pytest.mark.parametrize(("degrees", "world_size"), [({}, 1), (FOUR_RANKS["folded"], 4)], ids=["1", "4"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_micro_batches_change_nothing(lab, degrees, world_size, size):
+    skip_unless_torch_or(lab.platform, (world_size, size) in ((1, 1), (4, 2)))
     whole = lab.run("whole", degrees, world_size)
     assert_same_losses(lab.run("parts", degrees, world_size, training__micro_batch_size=size), whole)
 
@@ -106,7 +107,7 @@ class PartlyTaken(TokenSamples):
 def test_the_loss_is_the_mean_over_the_targets_of_all_ranks(lab, monkeypatch):
     monkeypatch.setattr(documents, "TokenSamples", PartlyTaken)
     whole = lab.run("whole", training__eval_interval=STEPS)
-    parts = lab.run("parts", FOUR_RANKS["folded"], 4, training__micro_batch_size=1, training__eval_interval=STEPS)
+    parts = lab.run("parts", FOUR_RANKS["folded"], 4, training__micro_batch_size=2, training__eval_interval=STEPS)
     assert_same_losses(parts, whole)
     (evaluated,), (expected,) = events(parts, "evaluation"), events(whole, "evaluation")
     assert evaluated["loss"] == pytest.approx(expected["loss"], rel=2e-5)
@@ -134,8 +135,8 @@ def test_evaluation_leaves_training_as_it_is(lab):
 def test_mixed_precision(lab, dtype):
     if lab.platform.name == "mindspore" and dtype == "bfloat16":
         pytest.skip("MindSpore has no bfloat16 products on CPU")
-    expected = lab.run("float32", training__steps=12)
-    run = lab.run("mixed", FOUR_RANKS["folded"], 4, training__steps=12, training__dtype=dtype)
+    expected = lab.run("float32")
+    run = lab.run("mixed", FOUR_RANKS["folded"], 4, training__dtype=dtype)
     # 8 (bfloat16) or 11 bits of precision.
     np.testing.assert_allclose(losses(run), losses(expected), rtol=2e-2 if dtype == "bfloat16" else 3e-3)
     assert losses(run) != losses(expected)
@@ -199,6 +200,7 @@ MOVES = {
 
 @pytest.mark.parametrize(("before", "size", "after", "new_size"), MOVES.values(), ids=MOVES)
 def test_in_another_layout_the_losses_go_on(lab, before, size, after, new_size):
+    skip_unless_torch_or(lab.platform, before == FOUR_RANKS["folded"] or after == FOUR_RANKS["folded"])
     expected = lab.run("one")
     first = lab.interrupted_copy(lab.run("first", before, size), "resumed")
     resumed = lab.resume(first, after, new_size)
@@ -310,7 +312,8 @@ def local_values(lab, trainer):
 
 @pytest.mark.parametrize("what", ["loss", "gradient"])
 def test_a_number_that_is_not_finite_on_one_rank_stops_all_before_any_update(lab, what):
-    run = lab.start("run", {"dp_replicate": 2, "dp_shard": 1}, metrics__trackers="[]")
+    # Without experts: those name the layer in which such numbers come to be.
+    run = lab.start("run", {"dp_replicate": 2, "dp_shard": 1}, metrics__trackers="[]", model__num_dense_layers=2)
     messages = {
         "loss": "the loss of step 2 is nan; this step changed nothing",
         "gradient": "the norm of the gradient of step 2 is inf; this step changed nothing",
