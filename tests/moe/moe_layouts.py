@@ -143,6 +143,8 @@ def train(
     one_expert: bool = False,
     micro_batches: int = 1,
     recompute: bool = False,
+    top_k: int = 2,
+    length: int = LENGTH,
 ) -> Result:
     """Train a layer on a fixed global batch; the loss is a sum over tokens, divided by their global number.
 
@@ -150,20 +152,21 @@ def train(
         one_expert: all tokens prefer the first experts, so that other ranks get none.
         micro_batches: each rank's samples are taken in so many parts, some of which may be empty.
         recompute: the layer is computed again in backward.
+        length: tokens of a sample.
     """
     layout = LAYOUTS[name]
     platform = get_platform()
     mesh = init_device_mesh("cpu", tuple(layout.mesh.values()), mesh_dim_names=tuple(layout.mesh), platform=platform)
-    layer = _layer(platform, layout, mesh, num_experts, options or {}, one_expert)
+    layer = _layer(platform, layout, mesh, num_experts, options or {}, one_expert, top_k)
     samples = _samples(layout, mesh, num_samples)
     result = Result(samples)
     step = {"sgd": _sgd, "adamw": _AdamW()}[optimizer]
     if layout.size == 1 and not layer.router.hash_vocab_size:
-        result.experts = _chosen(platform, layer, _batch(platform, 0, num_samples))
-    layer.step_tokens = num_samples * LENGTH
+        result.experts = _chosen(platform, layer, _batch(platform, 0, num_samples, length))
+    layer.step_tokens = num_samples * length
     for index in range(steps):
-        x, target = (_batch(platform, 2 * index + i, num_samples)[samples] for i in (0, 1))
-        ids = _ids(index, num_samples)[samples]
+        x, target = (_batch(platform, 2 * index + i, num_samples, length)[samples] for i in (0, 1))
+        ids = _ids(index, num_samples, length)[samples]
         outputs, input_grads = [], []
         for part in numpy.array_split(numpy.arange(len(x)), micro_batches):
             given = _place(platform, mesh, layout, x[part], one_expert)
@@ -173,7 +176,7 @@ def train(
             result.wire_bytes = log.wire_bytes()
             difference = platform.ops.sub(y, _place(platform, mesh, layout, target[part]))
             loss = platform.ops.sum(platform.ops.mul(difference, difference))
-            loss = platform.ops.div(loss, num_samples * LENGTH)
+            loss = platform.ops.div(loss, num_samples * length)
             loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
             with record_collectives() as log:
                 platform.backward(loss)
@@ -214,9 +217,9 @@ def collectives_by_module(name: str, num_samples: int) -> dict[str, dict[str, li
     }
 
 
-def _layer(platform, layout, mesh, num_experts, options, one_expert):
+def _layer(platform, layout, mesh, num_experts, options, one_expert, top_k=2):
     with nn.building(platform):
-        layer = MoE(DIM, 6, num_experts, 2, **options)
+        layer = MoE(DIM, 6, num_experts, top_k, **options)
     if layout.experts is not None:
         style, axes = layout.experts
         style.apply(layer, mesh.flatten("folded") if axes == ("folded",) else mesh[axes])
@@ -246,14 +249,14 @@ def _call(layer, x, ids, recompute):
     return layer(x, ids)
 
 
-def _ids(index, num_samples):
-    return numpy.random.default_rng(100 + index).integers(VOCABULARY, size=(num_samples, LENGTH))
+def _ids(index, num_samples, length):
+    return numpy.random.default_rng(100 + index).integers(VOCABULARY, size=(num_samples, length))
 
 
 def _chosen(platform, layer, batch):
     with platform.no_grad():
         experts = layer.router(platform.from_numpy(batch.reshape(-1, DIM)))[1]
-    return platform.to_numpy(experts).reshape(*batch.shape[:2], 2)
+    return platform.to_numpy(experts).reshape(*batch.shape[:2], layer.router.top_k)
 
 
 def _cut_sequence(layer, mesh):
@@ -282,8 +285,8 @@ def _samples(layout, mesh, num_samples):
     return slice(int(bounds[index]), int(bounds[index + 1]))
 
 
-def _batch(platform, index, num_samples):
-    return numpy.random.default_rng(index).normal(size=(num_samples, LENGTH, DIM)).astype(numpy.float32)
+def _batch(platform, index, num_samples, length=LENGTH):
+    return numpy.random.default_rng(index).normal(size=(num_samples, length, DIM)).astype(numpy.float32)
 
 
 def _place(platform, mesh, layout, array, positive=False):
