@@ -107,8 +107,8 @@ RANKS = {
 ON_EVERY_PLATFORM = ("shards, micro-batches", "tensor, recomputed", "experts, recomputed", "ring", "pipeline, tied")
 
 
-def _sent(settings: dict[str, Any]) -> dict[tuple[int, ...], dict[str, float]]:
-    """Return the bytes that this rank has sent in its second step, by group and collective."""
+def _sent(settings: dict[str, Any], axes: list[str]) -> tuple[dict[tuple[int, ...], dict[str, float]], Any]:
+    """Return the bytes that this rank has sent in its second step, by group and collective, and its groups by axis."""
     config = config_of(**settings)
     setup = setup_rank(config)
     step = OptimizerStep(setup)
@@ -119,12 +119,11 @@ def _sent(settings: dict[str, Any]) -> dict[tuple[int, ...], dict[str, float]]:
     found: dict[Any, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for record in log.records:
         found[tuple(sorted(record.group))][record.name] += record.wire_bytes
-    return {ranks: dict(sent) for ranks, sent in found.items()}
+    return {ranks: dict(sent) for ranks, sent in found.items()}, _groups(setup, axes)
 
 
-def _groups(settings: dict[str, Any], axes: list[str]) -> dict[str, tuple[int, ...]]:
+def _groups(setup: Any, axes: list[str]) -> dict[str, tuple[int, ...]]:
     """Return the ranks of this rank's groups, by the names of axes."""
-    setup = setup_rank(config_of(**settings))
     groups = {}
     for name in axes:
         parts = name.split("+")
@@ -141,8 +140,7 @@ def test_bytes_on_the_wire_are_those_of_the_plan(platform, name: str) -> None:
     shape = shape_of(config_of(**settings), world_size)
     planned = [stage_traffic(shape, parts) for parts in stage_parts(shape)]
     axes = sorted({each.axis for stage in planned for each in stage} - {"pp"})
-    sent = run_ranks(_sent, world_size, platform, settings)
-    groups = run_ranks(_groups, world_size, platform, settings, axes)
+    sent, groups = zip(*run_ranks(_sent, world_size, platform, settings, axes), strict=True)
     for place, stage in enumerate(planned):
         ranks = [rank for rank in range(world_size) if shape.dims.coordinate(rank)["pp"] == place]
         assert _expected(stage, [groups[rank] for rank in ranks]) == pytest.approx(_mean(sent, groups, ranks, axes))
