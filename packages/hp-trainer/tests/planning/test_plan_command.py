@@ -131,3 +131,11 @@ def test_a_device_of_ones_own(run: Run, tmp_path: Path) -> None:
     assert code == 0
     assert "device: mine, 4 a node" in out
     assert "of 24.00 GiB" in out
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("dense_70b", "70,553,706,496"), ("deepseek_v3", "671,026,404,352")])
+def test_the_examples_of_the_page_have_the_published_sizes(run: Run, name: str, parameters: str) -> None:
+    example = Path(__file__).parents[4] / "examples" / "plans" / f"{name}.yaml"
+    code, out, _ = run("plan", str(example), "--world-size=2048")
+    assert code == 0
+    assert f"model: {parameters} parameters, bfloat16" in out

@@ -209,8 +209,11 @@ def _experts(shape: StepShape, again: int) -> Iterator[Sent]:
     if dims.ep_enabled:
         routed = tokens / (dims.ep if peer else 1)
         top_k, row_bytes = model.num_experts_per_tok, model.hidden_size * shape.itemsize
-        costs = dispatch_costs(1, row_bytes, model.num_experts, top_k, dims.ep)
-        each_way = next(cost.sent_bytes for cost in costs if cost.name == "all_to_all") * routed
+        costs = {cost.name: cost for cost in dispatch_costs(1, row_bytes, model.num_experts, top_k, dims.ep)}
+        # Others than those of the cost model are counted as the one that they are made from.
+        chosen = shape.config.parallel.ep_dispatcher
+        cost = next(iter(costs.values())) if chosen == "auto" else costs.get(chosen, costs["all_to_all"])
+        each_way = cost.sent_bytes * routed
         sizes = (dims.ep - 1) * (1 + -(-model.num_experts // dims.ep)) * 8
         yield Sent("ep", "all_to_all", (2 + again) * each_way + sizes, 7 + 3 * again)
         if peer:
