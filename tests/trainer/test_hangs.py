@@ -36,7 +36,7 @@ def test_a_stopped_rank_is_named_within_the_limit_and_stacks_are_written_on_requ
     # Outside of all modules are the loss of all ranks and the clipping.
     assert re.search(
         r"step \d+: rank 1 of 2 has not answered: stopped, killed, or not to be reached; rank 0 waits after starting "
-        r"\w+, (in module [\w.]+, )?at ",
+        r"\w+, (in module [\w. ]+, )?at ",
         err,
     )
     assert "waited 30 s (launch.timeout_seconds)" in err
