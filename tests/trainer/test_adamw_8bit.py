@@ -117,7 +117,7 @@ def test_large_parameters_take_two_bytes_an_element_and_a_scale_a_block(hp_platf
 def test_plain_adamw_goes_on_from_it_and_it_from_plain_adamw(lab: Lab):
     plain = lab.run("plain")
     eight_bit = lab.run("eight", optimizer=EIGHT_BIT)
-    # Honest: the losses of a tiny model over six steps; docs/how_to/your_model.md has a longer comparison.
+    # Honest: the losses of a tiny model over six steps; the README has a longer comparison.
     np.testing.assert_allclose(losses(eight_bit), losses(plain), rtol=2e-3)
     for name, run, settings in (("a", plain, {"optimizer": EIGHT_BIT}), ("b", eight_bit, {})):
         moved = lab.resume(lab.interrupted_copy(run, name), {"dp_shard": 2}, 2, **settings)
