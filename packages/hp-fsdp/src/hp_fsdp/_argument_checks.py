@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform.interface import Platform
-from hp_fsdp._engine.fsdp_state import FSDPState, state_of
-from hp_fsdp._engine.group import ParameterGroup
 from hp_fsdp.exceptions import FullyShardError
 from hp_fsdp.policies import MixedPrecisionPolicy
-
-Module = Any
 
 
 def check_settings(
@@ -136,23 +132,8 @@ def checked_flag(method: str, flag: bool) -> bool:
     return flag
 
 
-def groups_of(method: str, modules: Sequence[Module]) -> list[ParameterGroup]:
-    """Return the groups of sharded modules that were given to `method`, or raise `FullyShardError`."""
-    if not isinstance(modules, (list, tuple)):
-        raise FullyShardError(f"{method}: expected a list of modules, got {type(modules).__name__}")
-    return [state_of_sharded(module).group for module in modules]
-
-
 def checked_factor(method: str, factor: float) -> float:
     """Return `factor` if it is positive and finite, else raise `FullyShardError` in the name of `method`."""
     if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
         raise FullyShardError(f"{method}: expected a positive finite number, got {factor!r}")
     return float(factor)
-
-
-def state_of_sharded(module: Module) -> FSDPState:
-    """Return the state that `fully_shard` gave a module, or raise `FullyShardError`."""
-    state = state_of(module)
-    if state is None:
-        raise FullyShardError(f"{type(module).__name__} has not been through fully_shard")
-    return state

@@ -6,7 +6,7 @@ import functools
 import inspect
 from typing import Any
 
-from hp_fsdp._argument_checks import state_of_sharded
+from hp_fsdp._sharded_modules import state_of_sharded
 from hp_fsdp.exceptions import FullyShardError
 
 Module = Any

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hp_fsdp._argument_checks import checked_factor, checked_flag, groups_of, reshard_problems, reshard_size
+from hp_fsdp._argument_checks import checked_factor, checked_flag, reshard_problems, reshard_size
 from hp_fsdp._engine.fsdp_state import FSDPState, states_below
 from hp_fsdp._engine.gathered_step import GatheredStep
 from hp_fsdp._engine.group import ParameterGroup
 from hp_fsdp._engine.original_parameters import STATE_ATTRIBUTE
+from hp_fsdp._sharded_modules import groups_of
 from hp_fsdp._torch_methods import TorchMethods
 from hp_fsdp.communication import Communication
 from hp_fsdp.exceptions import FullyShardError
