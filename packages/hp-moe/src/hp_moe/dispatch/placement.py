@@ -29,7 +29,7 @@ def place_copies(loads: Sequence[int], num_ranks: int, slots: int) -> Placement:
         slots: the most copies that a rank takes.
 
     Example:
-        >>> place_copies([90, 10, 10, 10], num_ranks=2, slots=1)  # rank 1 helps with expert 0
+        >>> place_copies([90, 10, 0, 0], num_ranks=2, slots=1)  # rank 1 helps with expert 0
         ((), (0,))
         >>> place_copies([10, 10, 10, 10], num_ranks=2, slots=1)
         ((), ())

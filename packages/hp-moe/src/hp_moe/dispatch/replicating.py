@@ -45,7 +45,7 @@ class ReplicatingDispatcher(TokenDispatcher):
         ...     ExpertParallel(functools.partial(ReplicatingDispatcher, slots=1)).apply(
         ...         layer, init_device_mesh("cpu", (2,))
         ...     )
-        ...     layer.experts.dispatcher.place([90, 10, 10, 10])  # between steps, by the loads of the last one
+        ...     layer.experts.dispatcher.place([90, 10, 0, 0])  # between steps, by the loads of the last one
         ...     y = layer(platform.ops.ones((3, 4), platform.dtype("float32")))
         ...     return layer.experts.dispatcher.placement
         >>> import functools
