@@ -104,7 +104,7 @@ RANKS = {
         },
     ),
 }
-ON_EVERY_PLATFORM = ("shards, micro-batches", "tensor, recomputed", "experts, recomputed", "ring", "pipeline, tied")
+ON_EVERY_PLATFORM = ("tensor, recomputed", "pipeline, tied")
 
 
 def _sent(settings: dict[str, Any], axes: list[str]) -> tuple[dict[tuple[int, ...], dict[str, float]], Any]:
