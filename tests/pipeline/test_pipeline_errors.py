@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hp_dtensor.comm.mesh import init_device_mesh
-from hp_dtensor.comm.world import record_collectives
+from hp_dtensor.comm.process_group import record_collectives
 from hp_dtensor.exceptions import LaunchError
 from hp_dtensor.parallel import nn
 from hp_dtensor.tensor.init import Normal, init_parameters
