@@ -24,10 +24,11 @@ from hp_dtensor import (
     parallelize_module,
     record_collectives,
 )
-from hp_dtensor.comm.world import CollectiveLog, current_world
+from hp_dtensor.comm.world import current_world
 from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.parallel.recompute import checkpoint
 from hp_dtensor.platform.interface import Platform
+from hp_dtensor.platform.recording import CollectiveLog
 from hp_dtensor.testing import run_ranks
 
 ROWS, DIM = 4, 6
