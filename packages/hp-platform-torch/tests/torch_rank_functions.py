@@ -344,5 +344,10 @@ def _every_collective(group):
         group.receive(passed, rank - 1)
     if rank < size - 1:
         group.send(values(4), rank + 1)
-    results += [told, exchanged, *arriving, passed if rank else told]
+    # All send before anybody receives.
+    around = torch.empty(4)
+    sending = group.send(values(4), (rank + 1) % size, async_op=True)
+    group.receive(around, (rank - 1) % size, async_op=True).wait()
+    sending.wait()
+    results += [told, exchanged, *arriving, passed if rank else told, around]
     return [x.float().tolist() for x in results]

@@ -13,6 +13,7 @@ import torch
 
 from hp_dtensor.comm.process_group import DONE, Rows, Work
 from hp_platform_torch.comm.groups import TorchGroup
+from hp_platform_torch.comm.works import Exchange, Then, settle
 
 Tensor = torch.Tensor
 
@@ -20,7 +21,8 @@ Tensor = torch.Tensor
 class StagedGroup(TorchGroup):
     """A process group whose collectives copy tensors to the host, and results back when they return.
 
-    Asynchronous ones are done when they return, too.
+    Asynchronous ones are done when they return, too, but for messages between two ranks: a send that waited would wait
+    for its receive, and ranks that send to each other first would wait for ever.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -63,13 +65,12 @@ class StagedGroup(TorchGroup):
         return _back(x, host)
 
     def _send(self, x: Tensor, target: int, async_op: bool) -> Work:
-        super()._send(_to_host(x), target, False)
-        return DONE
+        host = _to_host(x)
+        return settle(Exchange([super()._send(host, target, True)], [], host), async_op)
 
     def _receive(self, x: Tensor, source: int, async_op: bool) -> Work:
         host = _like_on_host(x)
-        super()._receive(host, source, False)
-        return _back(x, host)
+        return settle(Then(super()._receive(host, source, True), lambda: x.copy_(host)), async_op)
 
 
 def _to_host(x: Tensor) -> Tensor:
