@@ -70,6 +70,28 @@ def test_what_is_written_to_a_redistribution_under_way_stays(hp_platform: Platfo
     run_ranks(_attributes_set_under_way, 2, hp_platform, hp_platform)
 
 
+def _taken_over_under_way(platform: Platform) -> None:
+    mesh = DeviceMesh("cpu", (2,), platform=platform)
+    x = distribute_tensor(_leaf(platform), mesh, [Replicate()])
+    numbers = np.arange(12, dtype=np.float32).reshape(4, 3) + 5
+
+    def under_way() -> Any:
+        return distribute_tensor(platform.from_numpy(numbers), mesh, [Shard(1)]).redistribute(
+            placements=[Replicate()], async_op=True
+        )
+
+    platform.set_grad(x, under_way())
+    platform.backward(platform.ops.sum(platform.ops.mul(x, 2.0)))
+    assert (_values(platform, platform.get_grad(x)) == numbers + 2).all()
+    if platform.name == "torch":  # MindSpore's data cannot be set
+        x.data = under_way()
+        assert (_values(platform, x) == numbers).all()
+
+
+def test_a_redistribution_under_way_becomes_a_gradient_or_data_with_its_numbers(hp_platform: Platform) -> None:
+    run_ranks(_taken_over_under_way, 2, hp_platform, hp_platform)
+
+
 def _failing(platform: Platform) -> None:
     x = distribute_tensor(_leaf(platform), DeviceMesh("cpu", (2,), platform=platform), [Shard(1)])
     y = x.redistribute(placements=[Replicate()], async_op=True)

@@ -95,7 +95,8 @@ def check_gradient(spec: TensorSpec, value: Tensor) -> TensorSpec:
     """
     wanted = shown_grad_spec(spec)
     if isinstance(value, DTensorBase):
-        have = value.spec
+        # Not `spec`: to look at `_spec` waits for a value that is under way, whose memory is taken next.
+        have = value._spec
         if (have.placements, have.mesh, have.shape) != (wanted.placements, wanted.mesh, wanted.shape):
             raise PlacementError(f"grad of a DTensor: expected {wanted!r}, got {have!r}; redistribute it first")
     elif tuple(value.shape) != wanted.local_shape:

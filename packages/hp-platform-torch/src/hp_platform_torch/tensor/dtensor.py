@@ -230,10 +230,11 @@ class TorchDTensor(GlobalView, HostValues, DTensor, torch.Tensor):
             raise MixedOperandsError("data of a DTensor: expected a DTensor, got a plain tensor; distribute it first")
         # New data has nothing to do with what the old one was gathered from: its gradient must not go there.
         forget_source(self)
+        # Before its memory is taken: to look at `_spec` waits for a value that is under way.
+        spec = value._spec if isinstance(value, TorchDTensor) else self._spec
         with LocalOperations():
             _set_local_data(self, value)
-        if isinstance(value, TorchDTensor):
-            self._spec = value._spec
+        self._spec = spec
 
     def backward(
         self,
@@ -309,10 +310,12 @@ class PendingTorchDTensor(PendingDTensor, TorchDTensor):
 
 def adopt_later(result: Tensor, spec: TensorSpec, finish: Callable[[], Tensor]) -> TorchDTensor:
     """Turn `result`, which nobody else holds, into a DTensor that takes its data from `finish` when it is used."""
+    in_inference = torch.is_inference_mode_enabled()
 
     def arrive(x: Any) -> None:
-        data = finish()
-        with LocalOperations():
+        # As where it began: data that inference mode makes would take the tensor out of the graph.
+        with torch.inference_mode(in_inference), torch.no_grad(), LocalOperations():
+            data = finish()
             _set_local_data(x, data)  # the place in the graph, and the version, stay
 
     adopt(result, spec).__class__ = PendingTorchDTensor
