@@ -19,12 +19,14 @@ from hp_dtensor.spec.placements import Replicate
 from hp_dtensor.tensor.conversions import distribute_tensor
 from hp_dtensor.testing import run_ranks
 from hp_moe import (
+    AllToAllDispatcher,
     AuxLosses,
     Capacity,
     ExpertParallel,
     ExpertParallelError,
     GroupedExperts,
     MoE,
+    ReplicatingDispatcher,
     Routing,
     TwoLevelDispatcher,
     moe_layers,
@@ -118,9 +120,19 @@ def test_where_looking_would_wait_all_ranks_raise_together(platform, name, monke
 
 
 NODES = functools.partial(TwoLevelDispatcher, inner_size=2)
+CHUNKS = functools.partial(AllToAllDispatcher, num_chunks=3)
 
 
-@pytest.mark.parametrize("dispatcher", ["all_to_all", "copy_per_expert", "all_gather", "auto", NODES])
+def with_copies(group, num_experts):
+    """In chunks: the weights of the copies travel too."""
+    dispatcher = ReplicatingDispatcher(group, num_experts, slots=1, num_chunks=2)
+    assert any(dispatcher.place([9, 1, 1, 1]))
+    return dispatcher
+
+
+@pytest.mark.parametrize(
+    "dispatcher", ["all_to_all", "copy_per_expert", "all_gather", "auto", NODES, CHUNKS, with_copies]
+)
 @pytest.mark.parametrize("seen_at", ["once", "the exchange"])
 def test_ranks_raise_together_for_the_scores_of_one(platform, dispatcher, seen_at, monkeypatch):
     """By layer and rank, at the first call and later; where scores are not looked at, as on an accelerator, too."""
@@ -149,8 +161,8 @@ def test_ranks_raise_together_for_the_scores_of_one(platform, dispatcher, seen_a
     assert run_ranks(rank, 4, platform) == [True] * 4
 
 
-@pytest.mark.parametrize("fault", ["counts", "scores"])
-def test_experts_of_others_are_refused_as_ours(platform, fault):
+@pytest.mark.parametrize(("fault", "num_chunks"), [("counts", None), ("scores", None), ("scores", 2)])
+def test_experts_of_others_are_refused_as_ours(platform, fault, num_chunks):
     class Doubled(nn.Module):
         def __init__(self):
             super().__init__()
@@ -163,7 +175,7 @@ def test_experts_of_others_are_refused_as_ours(platform, fault):
         mesh = init_device_mesh("cpu", (2,), platform=platform)
         with nn.building(platform):
             experts = Doubled()
-        ExpertParallel().apply(experts, mesh)
+        ExpertParallel(num_chunks=num_chunks).apply(experts, mesh)
         x = platform.ops.ones((3, DIM), platform.dtype("float32"))
         good, bad = (platform.from_numpy(numpy.array(each)) for each in ([3, 0, 0, 0], [2, 0, 0, 0]))
         if fault == "scores":
@@ -176,12 +188,20 @@ def test_experts_of_others_are_refused_as_ours(platform, fault):
     run_ranks(rank, 2, platform)
 
 
-def test_token_ids_of_one_rank_are_refused_on_all(platform):
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"capacity": Capacity(1.0)}, {"aux_losses": AuxLosses(micro_batch=0.1)}],
+    ids=["alone", "capacity", "losses"],
+)
+def test_token_ids_of_one_rank_are_refused_on_all(platform, options):
+    """Capacity and losses ask all ranks before tokens travel, also the one at fault."""
+
     def rank():
         mesh = init_device_mesh("cpu", (2,), platform=platform)
         with nn.building(platform):
-            layer = MoE(DIM, 6, EXPERTS, 2, hash_vocab_size=5)
+            layer = MoE(DIM, 6, EXPERTS, 2, hash_vocab_size=5, **options)
         ExpertParallel().apply(layer, mesh)
+        layer.token_mesh = mesh
         x, me = platform.ops.ones((3, DIM), platform.dtype("float32")), mesh.get_local_rank()
         told = "ids: expected numbers from 0 to .* 4, got 5" if me else "routing of rank 1: inputs that do not fit"
         with pytest.raises(ExpertParallelError, match=told):

@@ -152,8 +152,10 @@ class GroupedExperts(nn.Module):
         at once, those of a chunk's rows return while the next chunk is worked on, and what was done `meanwhile` is
         differentiated before the rows' gradients are waited for.
         """
-        dispatcher, weights = self.dispatcher, self._local_weights()
+        dispatcher = self.dispatcher
         begun = dispatcher.begin(x, routing)
+        # Copies of experts travel after the sizes, which tell of faults: a rank that raises sends no weights.
+        weights = self._local_weights()
         if meanwhile is not None:
             meanwhile()
         returning = []

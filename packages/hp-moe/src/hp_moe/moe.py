@@ -25,7 +25,7 @@ from hp_moe.feed_forward import FeedForward
 from hp_moe.local_region import LocalRegion, enter_region
 from hp_moe.router import AuxiliaryLoss, GroupScore, TokenChoiceTopKRouter, plain
 from hp_moe.routing import Routing
-from hp_moe.routing_checks import reported_faults
+from hp_moe.routing_checks import check_ids, reported_faults
 from hp_moe.score_functions import ScoreFunction
 from hp_moe.tally import Tally, is_trained
 
@@ -186,15 +186,20 @@ class MoE(nn.Module):
         region = enter_region(x, partial_mesh_of(self.experts), self.split_mesh)
         self._check_gate(region.num_ranks)
         rows = self.ops.reshape(region.rows, (math.prod(region.rows.shape[:-1]), self.dim))
-        with reported_faults(dispatcher_of(self.experts, self.platform), self.platform, x):
+        dispatcher = dispatcher_of(self.experts, self.platform)
+        with reported_faults(dispatcher, self.platform, x):
+            known_ids, fault = self._known_ids(None if ids is None else self._of_rows(ids, region), rows)
             scores, experts, counts = self.router(
                 rows,
                 self.expert_bias,
-                ids=None if ids is None else self._of_rows(ids, region),
+                ids=known_ids,
                 auxiliary=self._auxiliary_loss(region, tuple(x.shape)),
                 noise_key=0 if self.token_mesh is None else self.token_mesh.get_local_rank(),
             )
         routing = self._routing(experts, counts, scores, region, tuple(x.shape))
+        with reported_faults(dispatcher, self.platform, x):
+            if fault is not None:
+                raise fault
         shared: list[Tensor] = []
         if not isinstance(self.experts, GroupedExperts):
             results = run_experts(self.experts, self.platform, rows, routing)
@@ -217,6 +222,22 @@ class MoE(nn.Module):
         """Return the numbers of the tokens that this rank routes: `[tokens]` from one for each token of the input."""
         part = region.follow(x)
         return self.ops.reshape(part, (math.prod(part.shape),))
+
+    def _known_ids(self, ids: Tensor | None, rows: Tensor) -> tuple[Tensor | None, ExpertParallelError | None]:
+        """Return ids that experts can be chosen by, and what is wrong with those given.
+
+        Auxiliary losses and capacity ask all ranks before tokens travel: one whose ids are at fault takes part, with
+        ids of zero, and raises where all ranks hear of it.
+        """
+        num_tokens, vocab_size = int(rows.shape[0]), self.router.hash_vocab_size
+        if vocab_size is None or not self.router.takes_ids:
+            return ids, None
+        try:
+            check_ids(self.platform, ids, num_tokens, vocab_size)
+        except ExpertParallelError as fault:
+            zeros = numpy.zeros(num_tokens, numpy.int64)
+            return self.platform.from_numpy(zeros, self.platform.device_of(rows)), fault
+        return ids, None
 
     # Capacity ---------------------------------------------------------------------------------------------
 

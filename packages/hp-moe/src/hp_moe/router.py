@@ -143,6 +143,12 @@ class TokenChoiceTopKRouter(nn.Module):
             top_scores = attach_loss(self.platform, top_scores, loss)
         return top_scores, selected, counts
 
+    @property
+    def takes_ids(self) -> bool:
+        """Experts are chosen by token ids, neither in turn nor as they were recorded."""
+        is_replayed = any(tape.replays for tape in self.tapes)
+        return self.hash_vocab_size is not None and not self.force_uniform and not is_replayed
+
     def _choose(self, scores: Tensor, expert_bias: Tensor | None, ids: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return (experts of each token, choices of each expert) for scores `[tokens, num_experts]`."""
         num_tokens, device = int(scores.shape[0]), self.platform.device_of(scores)

@@ -122,7 +122,7 @@ class AllToAllDispatcher(TokenDispatcher):
     def report_fault(self, code: int, device: Any = None) -> None:
         """Send a fault in place of sizes; see `TokenDispatcher`."""
         n = self.group.size
-        sizes = numpy.zeros((n, 1 + self.chunk), numpy.int64)
+        sizes = numpy.zeros((n, self.num_chunks * (1 + self.chunk)), numpy.int64)
         sizes[:, 0] = code * FAULTY
         all_to_all_rows_data(self.platform.from_numpy(sizes, device), self.group, [1] * n, [1] * n)
 
@@ -218,12 +218,15 @@ class AllToAllDispatcher(TokenDispatcher):
             padding = ops.zeros((n * self.chunk - self.num_experts,), count.dtype)
             rows = rows if columns else ops.add(rows, faulty)
             columns += [ops.reshape(rows, (n, 1)), ops.reshape(ops.cat([count, padding], 0), (n, self.chunk))]
+        if len(counts) < self.num_chunks:
+            # As wide as for all chunks: a rank that reports a fault does not know which others send.
+            columns.append(ops.zeros((n, (self.num_chunks - len(counts)) * width), counts[0].dtype))
         mine = ops.cat(columns, 1)
         theirs = all_to_all_rows_data(mine, self.group, [1] * n, [1] * n)
         host = self.platform.to_numpy(ops.cat([mine, theirs], 0))
         refuse_faulty([*host[:, 0]])
         plans = []
-        for first in range(0, host.shape[1], width):
+        for first in range(0, len(counts) * width, width):
             own = host[n:, first + 1 : first + 1 + self.num_local].sum(0)
             sizes = GroupSizes(self.platform, self._constant(own, counts[0]), _ints(own))
             plans.append((_ints(host[:n, first]), _ints(host[n:, first]), sizes))
