@@ -27,6 +27,7 @@ from hp_moe import (
     replay_routing,
     update_expert_bias,
 )
+from hp_moe.capacity import Choices, kept_choices
 
 DIM, EXPERTS, TOP_K = 8, 5, 2
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}
@@ -164,6 +165,48 @@ def test_forced_uniform_routing_takes_experts_in_turn(platform):
     assert platform.to_numpy(counts).tolist() == [6] * EXPERTS
     assert all(len(set(row)) == 3 for row in platform.to_numpy(experts).tolist())
     assert platform.requires_grad(scores)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 7])
+def test_forced_uniform_routing_loads_a_ranks_own_tokens_evenly(platform, tokens):
+    """Counted from the rank's own first token, so that every rank's loads are even, however few it has."""
+    layer = built(platform, force_uniform=True)
+    _, experts, counts = layer.router(batch(platform, tokens=tokens))
+    assert numpy.ptp(platform.to_numpy(counts)) <= 1
+    assert platform.to_numpy(experts)[0].tolist() == [0, 1]
+
+
+def test_experts_in_turn_and_replayed_ones_need_no_ids(platform):
+    layer, x = built(platform, hash_vocab_size=3), batch(platform)
+    with record_routing(layer) as record:
+        layer(x, platform.from_numpy(numpy.zeros(30, numpy.int64)))
+    with replay_routing(layer, record):
+        layer(x)
+    assert tuple(built(platform, hash_vocab_size=3, force_uniform=True)(x).shape) == (30, DIM)
+
+
+@pytest.mark.parametrize("drop", ["probability", "position"])
+@pytest.mark.parametrize("block_size", [1, 2, 4])
+def test_equal_scores_are_dropped_alike_however_tokens_are_cut(drop, block_size):
+    """Blocks of ranks have samples of their own, the ranks of a block parts of their sequences."""
+    samples, length, ranks = 8, 4, 4
+    random = numpy.random.default_rng(0)
+    experts = numpy.stack([random.permutation(EXPERTS)[:TOP_K] for _ in range(samples * length)])
+    scores = random.integers(2, size=experts.shape).astype(numpy.float32)
+    capacity, places = Capacity(0.5, drop), numpy.arange(samples * length)
+    expected = kept_choices(Choices(experts, scores, places), capacity, EXPERTS, None)
+    assert 0 < expected.sum() < expected.size
+
+    def rank():
+        mesh = init_device_mesh("cpu", (ranks,))
+        block, part = divmod(mesh.get_local_rank(), block_size)
+        own = numpy.array_split(places.reshape(samples, length), ranks // block_size)[block]
+        mine = numpy.array_split(own, block_size, 1)[part].reshape(-1)
+        choices = Choices(experts[mine], scores[mine], mine - own[0, 0])
+        return mine, kept_choices(choices, capacity, EXPERTS, mesh.get_group(), block_size)
+
+    for mine, kept in run_ranks(rank, ranks):
+        numpy.testing.assert_array_equal(kept, expected[mine])
 
 
 def test_jitter_is_for_training_only_and_kept_for_recomputation(platform):

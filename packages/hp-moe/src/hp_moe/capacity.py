@@ -26,7 +26,10 @@ class Capacity:
     Attributes:
         factor: the bound over the mean number of choices of an expert, rounded up to whole choices.
         drop: the choices that go are those of lowest score (`probability`) or of the last tokens (`position`); among
-            equals, those of the last tokens.
+            equals, those of the last tokens. Tokens are in the order of the ranks that are given different ones, then
+            of their place in the input. Where plain inputs are parts of a sequence (`MoE.sequence_mesh`), the order is
+            therefore not that of the whole sequences, and other choices may go than on one rank: all that `position`
+            drops, and of equal scores.
 
     Raises:
         MoEConfigError: a factor that is not above 0 or infinite, or another policy.

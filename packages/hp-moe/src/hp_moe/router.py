@@ -42,7 +42,8 @@ class TokenChoiceTopKRouter(nn.Module):
         jitter: in training the gate sees its input times noise, uniform in [1 - jitter, 1 + jitter] (Switch,
             arXiv 2101.03961). The noise is drawn on the host, from `jitter_seed`, the rank and the number of the call.
         jitter_seed: tells layers apart whose noise shall not be the same.
-        force_uniform: send tokens to experts in turn, for benchmarks; scores stay the gate's.
+        force_uniform: send tokens to experts in turn, for benchmarks; scores stay the gate's. Turns are counted from a
+            rank's own first token: loads are even on every rank, but a token's experts depend on the layout.
         hash_vocab_size: choose by token ids, below this number, instead of scores (arXiv 2106.04426); scores weigh.
 
     Attributes:
