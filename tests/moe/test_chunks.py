@@ -72,6 +72,32 @@ def test_any_number_of_chunks_of_any_number_of_tokens(platform, num_tokens):
                 numpy.testing.assert_allclose(a, b, **CLOSE)
 
 
+@pytest.mark.parametrize("num_chunks", [1, 2])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first first", "last first"])
+def test_two_micro_batches_in_flight(platform, num_chunks, order):
+    """As in a pipeline: both forwards come before the backwards, and neither takes the other's rows or memory."""
+
+    def rank(in_flight):
+        mesh = init_device_mesh("cpu", (2,), platform=platform)
+        layer = built(platform, mesh, functools.partial(AllToAllDispatcher, num_chunks=num_chunks))
+        random = numpy.random.default_rng(mesh.get_local_rank())
+        inputs = [platform.from_numpy(random.normal(size=(tokens, DIM)).astype("f4")) for tokens in (5, 3)]
+        for x in inputs:
+            platform.set_requires_grad(x, True)
+        results = {}
+        if in_flight:
+            results = {index: layer(x) for index, x in enumerate(inputs)}
+        for index in order:
+            y = results[index] if in_flight else layer(inputs[index])
+            platform.backward(platform.ops.sum(platform.ops.mul(y, y)))
+        found = [*inputs, *(p for _, p in platform.named_parameters(layer))]
+        return [platform.to_numpy(platform.detach(platform.unwrap(platform.get_grad(each)))) for each in found]
+
+    for got, wanted in zip(run_ranks(rank, 2, platform, True), run_ranks(rank, 2, platform, False), strict=True):
+        for a, b in zip(got, wanted, strict=True):
+            numpy.testing.assert_array_equal(a, b)
+
+
 class Noted(GroupedExperts):
     """Experts that note when they work, in which direction."""
 
