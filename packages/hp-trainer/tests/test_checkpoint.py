@@ -25,7 +25,7 @@ from hp_trainer.checkpoint import (
     save_checkpoint,
 )
 from hp_trainer.checkpoint.box import cover_exactly
-from hp_trainer.checkpoint.shard_file import CHECKSUM_BLOCK
+from hp_trainer.checkpoint.shard_file import CHECKSUM_BLOCK, read_header
 from hp_trainer.exceptions import CheckpointError
 
 MODEL = {"name": "tiny", "hidden_size": 8}
@@ -484,6 +484,29 @@ def test_a_folder_named_after_another_step_is_passed_over(two_steps: LocalStorag
     assert found.checkpoint is not None
     assert found.checkpoint.step == 1
     assert "is of step 2, its folder is named after step 9; give the folder its own name back" in found.skipped[0]
+
+
+def test_a_place_shorter_than_its_array_is_damage(storage: LocalStorage) -> None:
+    data = np.arange(6, dtype=np.float32)
+    parts = [TensorPart(name, "float32", (6,), [(Box((0,), (6,)), data)]) for name in ("first", "second")]
+    save_checkpoint(storage, parts, step=1, model=MODEL, state={})
+    shard = storage.root / "step-00000001" / "shard-00000.safetensors"
+    content = shard.read_bytes()
+    # No row of it, so that no checksum would be compared; the header keeps its length.
+    assert content.count(b'"data_offsets":[0,24]') == 1
+    shard.write_bytes(content.replace(b'"data_offsets":[0,24]', b'"data_offsets":[0, 1]'))
+    told = f"{shard.name}: tensor 'first' .*: expected 24 bytes, got 1"
+    with pytest.raises(CheckpointError, match=told):
+        Checkpoint(storage, "step-00000001").verify()
+    with pytest.raises(CheckpointError, match=told):
+        Checkpoint(storage, "step-00000001").read("first")
+
+
+def test_a_header_with_an_infinite_size_is_damage() -> None:
+    text = b'{"a":{"dtype":"F32","shape":[Infinity],"data_offsets":[0,4]}}'
+    file = np.frombuffer(len(text).to_bytes(8, "little") + text + bytes(4), dtype=np.uint8)
+    with pytest.raises(CheckpointError, match="a shard is damaged: its header cannot be read"):
+        read_header(file, "a shard", 1000)
 
 
 def test_a_header_of_many_megabytes_is_refused_before_it_is_read(two_steps: LocalStorage) -> None:

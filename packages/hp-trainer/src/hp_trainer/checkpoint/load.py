@@ -211,6 +211,13 @@ class Checkpoint:
             raise CheckpointError(
                 f"{where}: tensor {name!r} (key {chunk.key!r}): expected {expected[0]}{list(expected[1])}, got {got}"
             )
+        size = chunk.box.numel * storage_dtype(tensor.dtype).itemsize
+        if entry[3] - entry[2] != size:
+            # What lies beyond the place would be read all the same, and its checksums never compared.
+            where = self.storage.describe(self.folder, shard_name(chunk.shard))
+            raise CheckpointError(
+                f"{where}: tensor {name!r} (key {chunk.key!r}): expected {size} bytes, got {entry[3] - entry[2]}"
+            )
         return entry[2], entry[3]
 
     def _shard(self, rank: int) -> tuple[np.ndarray, Header]:

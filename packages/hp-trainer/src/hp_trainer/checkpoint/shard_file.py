@@ -84,7 +84,7 @@ def read_header(file: np.ndarray, where: str, longest: int) -> Header:
         header = json.loads(file[8 : 8 + length].tobytes())
         metadata = dict(header.pop("__metadata__", {}))
         entries = {key: _entry(value, 8 + length) for key, value in header.items()}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{where} is damaged: its header cannot be read") from error
     end = max((entry[3] for entry in entries.values()), default=8 + length)
     if end != file.size:
