@@ -208,6 +208,21 @@ def test_what_a_killed_process_left_beside_the_lock_goes_with_time(tmp_path: Pat
         assert left == {"gpu7-1-3-ab", alive}
 
 
+def test_the_lock_is_ours_where_nfs_made_it_and_its_answer_was_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = os.link
+
+    def asked_twice(source: Path, target: Path) -> None:
+        link(source, target)
+        link(source, target)
+
+    monkeypatch.setattr(lock.os, "link", asked_twice)
+    with RunLock(tmp_path) as held:
+        check_owner(tmp_path, held.nonce)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_file_system_without_hard_links_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(source: Path, target: Path) -> None:
         raise PermissionError(1, "Operation not permitted")

@@ -32,11 +32,20 @@ def link_new(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
     except FileExistsError:
-        raise
+        # NFS asks again when an answer was lost, and then finds the name that the first question has made.
+        if not _is_same_file(source, target):
+            raise
     except OSError:
         # No hard links here (some FUSE and object file systems): an exclusive creation, empty for a moment.
         with target.open("x", encoding="utf-8") as out:
             out.write(source.read_text(encoding="utf-8"))
+
+
+def _is_same_file(first: Path, second: Path) -> bool:
+    try:
+        return first.samefile(second)
+    except OSError:
+        return False
 
 
 def write_atomically(path: Path, text: str) -> None:
