@@ -157,6 +157,17 @@ def test_a_module_trains_in_training_and_nowhere_else(lab: Lab):
     assert measure_perplexity(run, config, lab.platform, newest(run)).tokens
 
 
+def test_a_resumed_run_and_a_repeated_step_draw_the_same_numbers(lab: Lab):
+    noise = "self.platform.random('uniform', (*ids.shape, 1), self.up.weight.dtype)"
+    noisy = NEUTRAL.replace("self.embed(ids)", f"self.ops.mul(self.embed(ids), {noise})")
+    whole = lab.train(create_run(lab.folder / "whole", configured(lab, noisy, **{"checkpoint.interval": 2})))
+    again = lab.interrupted_copy(whole, "again", step=2)
+    lab.train(again, 1, newest(again).folder)
+    assert losses(again) == losses(whole)
+    checked = configured(lab, noisy, **{"training.replay_interval": 1})
+    assert trained(lab, "checked", checked) == losses(whole)
+
+
 def test_options_are_checked_and_the_run_remembers_the_file(lab: Lab):
     config = configured(lab, NEUTRAL, options=", width: 4")
     assert config.model.options.width == 4

@@ -43,9 +43,11 @@ class CorruptionChecks:
             SilentCorruptionError: on every rank when any rank's loss or gradients differ; names the ranks.
         """
         buffers = self._copied_buffers()
+        self._step.seed_random_numbers(step)
         first = self._digests(self._step.accumulate_gradients(batch))
         self._step.discard()
         self._restore(buffers)
+        self._step.seed_random_numbers(step)
         loss = self._step.accumulate_gradients(batch)
         second = self._digests(loss)
         differ = [name for name in {**first, **second} if first.get(name) != second.get(name)]

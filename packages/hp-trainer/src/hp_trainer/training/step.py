@@ -35,6 +35,15 @@ class OptimizerStep:
         reasons = [each.reason for each in dispatchers if isinstance(each, AutoDispatcher)]
         return list(dict.fromkeys(reasons))
 
+    def seed_random_numbers(self, step: int) -> None:
+        """Bring the generators of every rank to the state that belongs to a step, and so repeat its random numbers.
+
+        What a model draws, such as the dropout of a plain module, then depends on the run's seed and the step alone:
+        a run that was resumed, and a step that is computed again, draw the same.
+        """
+        drawn = np.random.SeedSequence((self.config.training.seed, step)).generate_state(1, np.uint64)
+        self.platform.manual_seed(int(drawn[0]))
+
     def accumulate_gradients(self, batch: Batch) -> Tensor:
         """Run forward and backward of every micro-batch; return this rank's part of the mean loss per target.
 

@@ -142,6 +142,7 @@ class Trainer:
         if _is_due(step, self.config.training.replay_interval):
             part = self._corruption.accumulate_gradients_twice(batch, step)
         else:
+            self._step.seed_random_numbers(step)
             part = self._step.accumulate_gradients(batch)
         loss, stopping = self._step.agree(part, stop.is_made)
         verdict, norm, updated = self._update(step, loss, learning_rate)
