@@ -96,6 +96,50 @@ def test_metadata_that_are_none_are_refused_before_anything_is_made_of_them(tmp_
     assert "run by a pickle" not in capsys.readouterr().out
 
 
+def without_a_piece(metadata):
+    metadata.state_dict_metadata["x"].chunks.pop()
+
+
+def with_a_piece_outside(metadata):
+    metadata.state_dict_metadata["x"].chunks[0].offsets = torch.Size([1])
+
+
+def with_a_piece_twice(metadata):
+    saved = metadata.state_dict_metadata["x"]
+    saved.size = torch.Size([4])
+    saved.chunks.append(saved.chunks[0])
+
+
+def without_a_dtype(metadata):
+    metadata.state_dict_metadata["x"].properties.dtype = "float32"
+
+
+def with_a_file_elsewhere(metadata):
+    for stored in metadata.storage_data.values():
+        stored.relative_path = "../elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (without_a_piece, "the pieces of tensor 'x' have 0 of its 2 elements"),
+        (with_a_piece_outside, "tensor 'x' [2] has a piece outside of it"),
+        (with_a_piece_twice, "tensor 'x' has pieces that overlap"),
+        (without_a_dtype, "tensor 'x' has no dtype"),
+        (with_a_file_elsewhere, "names the file '../elsewhere', which is not in the folder"),
+    ],
+)
+def test_metadata_that_would_leave_memory_unwritten_or_leave_the_folder_are_refused(tmp_path, capsys, damage, told):
+    dcp.save({"x": torch.ones(2)}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    file = tmp_path / "dcp" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    damage(metadata)
+    file.write_bytes(pickle.dumps(metadata))
+    found = refused(capsys, "import", tmp_path / "dcp", f"--to={tmp_path / 'out'}")
+    assert ".metadata is damaged or no metadata" in found
+    assert told in found
+
+
 def test_what_does_not_fit_is_refused_by_name(lab: Lab, tmp_path: Path, capsys):
     run = lab.run("run", training__steps=1)
     assert "it has no file .metadata" in refused(capsys, "import", tmp_path, f"--run={run.path}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -108,8 +109,8 @@ class DistributedCheckpoint:
             CheckpointError: it is damaged.
         """
         saved = self._saved[name]
-        whole = torch.empty(saved.size, dtype=saved.properties.dtype)
         try:
+            whole = torch.empty(saved.size, dtype=saved.properties.dtype)
             with _alone():
                 dcp.load({name: whole}, storage_reader=self._reader, no_dist=True)
         except (Exception, dcp.api.CheckpointException) as error:
@@ -189,6 +190,11 @@ def _read_metadata(folder: Path) -> Metadata:
         with file.open("rb") as data:
             found = _MetadataUnpickler(data).load()
         sound = isinstance(found, Metadata) and all(isinstance(name, str) for name in found.state_dict_metadata)
+        for name, saved in found.state_dict_metadata.items() if sound else ():
+            if isinstance(saved, TensorStorageMetadata):
+                _check_pieces(name, saved)
+        for stored in (found.storage_data or {}).values() if sound else ():
+            _check_file(stored)
     except Exception as error:
         # A damaged pickle raises whatever the bytes happen to mean.
         raise CheckpointError(f"{file} is damaged or no metadata: {error}") from error
@@ -197,6 +203,38 @@ def _read_metadata(folder: Path) -> Metadata:
     if found.storage_meta is None:
         found.storage_meta = StorageMeta()
     return found
+
+
+def _check_pieces(name: str, saved: TensorStorageMetadata) -> None:
+    """Refuse a tensor whose pieces leave some of it unwritten: torch would read what was in memory."""
+    if not isinstance(saved.properties, TensorProperties) or not isinstance(saved.properties.dtype, torch.dtype):
+        raise ValueError(f"tensor {name!r} has no dtype")
+    boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in saved.chunks]
+    size = tuple(saved.size)
+    for i, box in enumerate(boxes):
+        ends = [offset + length for offset, length in zip(box.offset, box.shape, strict=True)]
+        if (
+            len(box.shape) != len(size)
+            or min((*box.offset, *box.shape), default=0) < 0
+            or any(end > length for end, length in zip(ends, size, strict=True))
+        ):
+            raise ValueError(f"tensor {name!r} {list(size)} has a piece outside of it")
+        if any(_overlap(box, other) for other in boxes[:i]):
+            raise ValueError(f"tensor {name!r} has pieces that overlap")
+    covered = sum(math.prod(box.shape) for box in boxes)
+    if covered != math.prod(size):
+        raise ValueError(f"the pieces of tensor {name!r} have {covered} of its {math.prod(size)} elements")
+
+
+def _overlap(a: Box, b: Box) -> bool:
+    return all(max(x, y) < min(x + m, y + n) for x, m, y, n in zip(a.offset, a.shape, b.offset, b.shape, strict=True))
+
+
+def _check_file(stored: Any) -> None:
+    """Refuse a file that is not in the folder itself."""
+    name = stored.relative_path
+    if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name:
+        raise ValueError(f"it names the file {name!r}, which is not in the folder")
 
 
 def _items(name: str, saved: SavedTensor) -> list[WriteItem]:
