@@ -292,3 +292,22 @@ def test_products_are_kept_by_torch_alone(hp_platform):
         np.testing.assert_array_equal(hp_platform.to_numpy(got), wanted)
     assert layer.calls == 2
     assert len(products) == 1
+
+
+def test_a_kept_product_that_is_written_afterwards_is_refused(hp_platform):
+    if hp_platform.name != "torch":
+        pytest.skip("torch alone keeps products")
+    torch = importlib.import_module("torch")
+    x, weight = leaf(hp_platform, VALUES), leaf(hp_platform, WEIGHT)
+
+    def layer(t):
+        product = torch.nn.functional.linear(t, weight)
+        return torch.relu(product.add_(1.0)) if is_written else torch.relu(product + 1.0)
+
+    is_written = False
+    torch.sum(checkpoint(layer, x, platform=hp_platform, keep=("products",))).backward()
+    assert x.grad is not None
+    is_written = True
+    loss = torch.sum(checkpoint(layer, x, platform=hp_platform, keep=("products",)))
+    with pytest.raises(RuntimeError, match="has been modified in place since"):
+        loss.backward()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
+from hp_dtensor.comm.kept_tensors import Kept
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.trees import map_tensors
 
@@ -89,9 +90,17 @@ class Record:
 
     def result(self, compute: Callable[[], Any]) -> Any:
         """Return results of an operation, as new tensors that share the memory of those that are kept."""
-        values = self._once(compute)
+        values, kept_tensors = self._once(lambda: self._noted(compute()))
+        # Forward may write into what it was given: as a result of the repetition that would be another one.
+        kept_tensors.check()
         # An autograd node makes the tensors that its forward returns part of the graph: the record keeps others.
         return map_tensors(values, self._platform.Tensor, self._platform.detach)
+
+    def _noted(self, values: Any) -> tuple[Any, Kept]:
+        """Return results, and their versions."""
+        tensors: list[Any] = []
+        map_tensors(values, self._platform.Tensor, tensors.append)
+        return values, Kept(self._platform, *tensors)
 
     def _once(self, make: Callable[[], Any]) -> Any:
         if self._position is None:

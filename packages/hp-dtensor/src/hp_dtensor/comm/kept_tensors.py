@@ -28,10 +28,14 @@ class Kept:
 
     @property
     def tensors(self) -> list[Tensor]:
+        self.check()
+        return self._tensors
+
+    def check(self) -> None:
+        """Refuse to go on if a tensor has been written."""
         for x, version in zip(self._tensors, self._versions, strict=True):
             if self._platform.version(x) != version:
                 raise RuntimeError(
                     f"backward needs a tensor of shape {list(x.shape)} as it was in forward, but it has been modified "
                     "in place since; write to a clone of it, or use an operation that is not in place"
                 )
-        return self._tensors

@@ -75,7 +75,9 @@ class KeptResults(KeptOperations):
     def _keep(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
         if func in self._operations and not self._is_paused:
-            self._kept.append((func, _aliases(result)))
+            # Forward records nothing, so that a result holds no graph; an alias made below autograd would have another
+            # version counter.
+            self._kept.append((func, tree_map_only(torch.Tensor, _Versioned, result)))
         return result
 
     def _take(self, rest: Iterator[tuple[Any, Any]], func: Any, args: Any, kwargs: Any) -> Any:
@@ -84,13 +86,24 @@ class KeptResults(KeptOperations):
         kept, result = next(rest, (None, None))
         if kept is not func:
             raise RuntimeError(f"{ANOTHER_WAY}; {func} came where {kept or 'nothing'} had been kept")
-        return _aliases(result)
+        return tree_map_only(_Versioned, _Versioned.alias, result)
 
 
-def _aliases(result: Any) -> Any:
-    """Return tensors that share the memory of a result: autograd makes those that it is given part of its graph."""
-    with torch.no_grad():
-        return tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+class _Versioned:
+    """A result as it was; reading one that has been written since is refused."""
+
+    def __init__(self, result: torch.Tensor) -> None:
+        self._result, self._version = result, result._version
+
+    def alias(self) -> torch.Tensor:
+        """Return a tensor that shares the memory: autograd makes those that it is given part of its graph."""
+        if self._result._version != self._version:
+            raise RuntimeError(
+                f"a kept result of shape {list(self._result.shape)} has been modified in place since; write to a clone "
+                "of it, use an operation that is not in place, or keep other kinds of results"
+            )
+        with torch.no_grad():
+            return self._result.detach()
 
 
 class _Mode(TorchDispatchMode):
