@@ -142,9 +142,9 @@ def test_a_dead_peer_fails_the_next_collective(three_ranks):
 
 def test_a_peer_that_hangs_is_waited_for_as_long_as_asked():
     # Ranks must start within the same time, on a busy machine too.
-    with RankPool("torch", 2, timeout_seconds=15) as pool:
-        waited, _ = pool.run(on_rank.wait_for_a_peer_that_hangs, 25, timeout_seconds=90)
-    assert 14 < waited < 24
+    with RankPool("torch", 2, timeout_seconds=25) as pool:
+        waited, _ = pool.run(on_rank.wait_for_a_peer_that_hangs, 40, timeout_seconds=90)
+    assert 24 < waited < 39
 
 
 def test_an_error_on_a_rank_is_told(two_ranks):
