@@ -13,6 +13,7 @@ from hp_dtensor.tensor.dtensor import DTensor
 from hp_platform_mindspore.cpu_kernels import indexing
 from hp_platform_mindspore.ops.in_place import SHARING, remember_sharing, set_item
 from hp_platform_mindspore.platform_base import MindSporeBase
+from hp_platform_mindspore.tensor.autograd import arm
 from hp_platform_mindspore.tensor.dtensor import MindSporeDTensor, unwrap
 from hp_platform_mindspore.tensor.local_operations import LocalOperations
 
@@ -43,6 +44,8 @@ def dispatched(
     platform: MindSporeBase, name: str, kernel: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Call `hp_dtensor.dispatch.dispatch`, and note which results share memory with the first argument."""
+    # MindSpore's own value_and_grad leaves the flag off: what comes next would be missing in gradients, without a word.
+    arm()
     result = dispatch.dispatch(platform, name, kernel, args, kwargs)
     if name in SHARING and args:
         remember_sharing(args[0], result)
