@@ -20,6 +20,7 @@ from hp_dtensor.testing import run_ranks
 from hp_platform_mindspore import plugin
 from hp_platform_mindspore.capabilities import ASCEND, BFLOAT16_ON_CPU, CPU
 from hp_platform_mindspore.cpu_kernels.table import OPS as CPU_KERNELS
+from hp_platform_mindspore.device import choose_device
 from hp_platform_mindspore.ops.native_kernels import KERNELS as NATIVE
 from hp_platform_mindspore.tensor.memory import decode, encode, host_view
 
@@ -66,6 +67,31 @@ def test_a_device_that_is_not_there(monkeypatch):
     monkeypatch.setenv("HP_DEVICE", "tpu")
     with pytest.raises(PlatformError, match="HP_DEVICE is 'tpu', but mindspore can use here only: cpu"):
         MindSporePlatform()
+
+
+def test_a_program_that_has_computed_already_may_go_on_with_the_platform():
+    """A model is often built, and run, before it is sharded."""
+    program = (
+        "import numpy, mindspore\n"
+        "layer = mindspore.nn.Dense(2, 1, weight_init='ones', has_bias=False)\n"
+        "x = layer(mindspore.Tensor(numpy.ones((3, 2), numpy.float32)))\n"
+        "x.asnumpy()\n"
+        "from hp_dtensor import get_platform\n"
+        "print(get_platform('mindspore').to_numpy(x * 2).ravel().tolist())"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert run.stdout.strip().splitlines()[-1:] == ["[4.0, 4.0, 4.0]"], run.stderr
+
+
+def test_a_program_that_has_computed_on_another_device_is_told(monkeypatch):
+    def refuse(target):
+        raise RuntimeError("The runtime has been initialized")
+
+    monkeypatch.setattr(ms, "set_device", refuse)
+    monkeypatch.setattr(ms, "get_context", lambda name: "Ascend")
+    monkeypatch.setenv("HP_DEVICE", "cpu")
+    with pytest.raises(PlatformError, match=r"MindSpore runs on Ascend already, and CPU is wanted.*set HP_DEVICE=npu"):
+        choose_device()
 
 
 def test_tables_name_every_operation():
