@@ -24,8 +24,8 @@ from hp_trainer.checkpoint import (
     prune,
     save_checkpoint,
 )
-from hp_trainer.checkpoint.box import cover_exactly
 from hp_trainer.checkpoint.shard_file import CHECKSUM_BLOCK, read_header
+from hp_trainer.checkpoint.tensor_box import cover_exactly
 from hp_trainer.exceptions import CheckpointError
 
 MODEL = {"name": "tiny", "hidden_size": 8}

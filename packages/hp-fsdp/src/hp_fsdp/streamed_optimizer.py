@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from hp_dtensor.platform.interface import Platform
-from hp_fsdp._engine.buffer_step import BufferStep
+from hp_fsdp._engine.optimizer_step import BufferStep
 from hp_fsdp.exceptions import FullyShardError
 from hp_fsdp.plugins import get_storage
 from hp_fsdp.state import model_state as _state

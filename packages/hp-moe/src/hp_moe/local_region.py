@@ -19,7 +19,7 @@ from hp_dtensor.comm.collectives import all_reduce_data
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.spec.placements import Partial, Placement, Replicate, Shard
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_dtensor.tensor.varying import vary
+from hp_dtensor.tensor.varying_view import vary
 from hp_moe.exceptions import ExpertParallelError
 
 Tensor = Any

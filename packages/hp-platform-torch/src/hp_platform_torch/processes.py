@@ -19,7 +19,7 @@ from hp_dtensor.exceptions import PlatformError
 from hp_dtensor.launch.environment import from_environment, is_launched
 from hp_dtensor.platform.interface import Platform
 from hp_platform_torch.comm import rendezvous
-from hp_platform_torch.comm.capabilities import device_types, shares_devices
+from hp_platform_torch.comm.device_capabilities import device_types, shares_devices
 from hp_platform_torch.comm.world import TorchWorld
 from hp_platform_torch.device_rates import peak_flops
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from hp_dtensor.comm.kept_results import COLLECTIVES, kept_result
-from hp_dtensor.comm.kept_tensors import Kept
 from hp_dtensor.comm.process_group import ProcessGroup
+from hp_dtensor.comm.recompute_record import COLLECTIVES, kept_result
+from hp_dtensor.comm.saved_tensors import Kept
 from hp_dtensor.platform.interface import Platform
 
 Tensor = Any

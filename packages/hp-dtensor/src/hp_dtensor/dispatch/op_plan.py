@@ -17,7 +17,7 @@ from hp_dtensor.rules.engine.local_call import LocalCall
 from hp_dtensor.rules.engine.registry import Registration
 from hp_dtensor.spec.placements import Placement
 from hp_dtensor.spec.tensor_spec import TensorSpec
-from hp_dtensor.tensor import redistribute_dtensor, varying
+from hp_dtensor.tensor import redistribute_dtensor, varying_view
 from hp_dtensor.tensor.dtensor import DTensor
 
 Tensor = Any
@@ -47,7 +47,7 @@ class Move:
                 x = redistribute_dtensor.redistribute_to(x, self.target)
             except PlacementError as error:
                 raise PlacementError(f"{self.operation}: {error}") from None
-        return varying.vary(x, self.vary) if self.vary else x
+        return varying_view.vary(x, self.vary) if self.vary else x
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from typing import Any
 
-from hp_dtensor.comm.kept_results import KINDS, Record, current, kept, kept_result
-from hp_dtensor.comm.kept_tensors import Kept
+from hp_dtensor.comm.recompute_record import KINDS, Record, current, kept, kept_result
+from hp_dtensor.comm.saved_tensors import Kept
 from hp_dtensor.exceptions import GradientPathError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.tensor.dtensor import DTensor

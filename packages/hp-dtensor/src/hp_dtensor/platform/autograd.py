@@ -58,7 +58,7 @@ class AutogradInterface(ABC):
     ) -> Any:
         """Return `forward(*inputs)`, a tensor or a tuple of tensors, as one autograd node.
 
-        Values needed in backward are kept by the closure, in a `hp_dtensor.comm.kept_tensors.Kept`. Neither function
+        Values needed in backward are kept by the closure, in a `hp_dtensor.comm.saved_tensors.Kept`. Neither function
         is recorded, and a second derivative is refused where a framework could take one.
 
         Args:
@@ -161,7 +161,7 @@ class AutogradInterface(ABC):
         """Return what keeps results of the framework's own operations from a computation to its repetition.
 
         Args:
-            kinds: some of `hp_dtensor.comm.kept_results.KINDS`, whose nodes of ours keep results by themselves.
+            kinds: some of `hp_dtensor.comm.recompute_record.KINDS`, whose nodes of ours keep results by themselves.
 
         Returns:
             None where the framework's operations of these kinds are all within such nodes.

@@ -175,7 +175,8 @@ class TensorInterface(ABC):
     def adopt_later(self, result: Tensor, spec: TensorSpec, finish: Callable[[], Tensor]) -> Tensor:
         """Return `result`, a recorded `promised` tensor, as a DTensor of `spec` with the data that `finish` gives.
 
-        It is called once, at the latest when the data is first used (`hp_dtensor.tensor.pending`); by default at once.
+        `finish` is called once, at the latest when the data is first used (`hp_dtensor.tensor.pending_dtensor`); by
+        default at once.
         """
         self.copy_(self.detach(result), finish())
         return self.adopt(result, spec)

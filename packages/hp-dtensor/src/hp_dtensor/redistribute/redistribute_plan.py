@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from hp_dtensor.comm.collectives import grad_of_selected, staying
-from hp_dtensor.comm.kept_tensors import Kept
+from hp_dtensor.comm.saved_tensors import Kept
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.redistribute.step import IF_OTHERS_DIFFER, Step, scaled
 from hp_dtensor.spec.placements import Partial, Placement, Replicate

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from hp_dtensor.comm import collectives
-from hp_dtensor.comm.kept_tensors import Kept
 from hp_dtensor.comm.process_group import ProcessGroup
+from hp_dtensor.comm.saved_tensors import Kept
 from hp_dtensor.rules.engine.local_call import LocalCall
 
 Tensor = Any

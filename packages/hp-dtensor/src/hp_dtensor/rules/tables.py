@@ -23,7 +23,7 @@ from hp_dtensor.rules import (
     scans,
     sorting,
     views,
-    whole,
+    whole_operands,
 )
 from hp_dtensor.rules.engine.registry import RuleRegistry
 from hp_dtensor.rules.indexing import gather, scatter, slices, subscript
@@ -31,7 +31,7 @@ from hp_dtensor.rules.indexing import gather, scatter, slices, subscript
 TABLES = (
     pointwise, reductions, scans, sorting, products, einsum, linear_algebra, views, cat_and_split, slices, subscript,
     gather, scatter, padding_and_diagonals, roll_and_flip, networks, batch_norm, cross_entropy, convolutions, losses,
-    random, fourier, whole,
+    random, fourier, whole_operands,
 )  # fmt: skip
 
 

@@ -14,13 +14,13 @@ from hp_dtensor.spec.placements import Partial, Placement
 from hp_dtensor.spec.tensor_spec import TensorSpec, grad_spec, has_gradient, shown_grad_spec
 from hp_dtensor.tensor.base import DTensorBase
 from hp_dtensor.tensor.redistribute_dtensor import placements_on, redistribute
-from hp_dtensor.tensor.varying import observe_gradient
+from hp_dtensor.tensor.varying_view import observe_gradient
 
 Tensor = Any
 
 
 def check_hook(x: Any) -> None:
-    """Prepare `x` for a hook that is to be called with its gradient; see `varying.observe_gradient`.
+    """Prepare `x` for a hook that is to be called with its gradient; see `varying_view.observe_gradient`.
 
     Raises:
         GradientPathError: also where autograd does not have that gradient.

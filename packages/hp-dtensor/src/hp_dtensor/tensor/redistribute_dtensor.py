@@ -13,7 +13,7 @@ from hp_dtensor.spec import rank_checks
 from hp_dtensor.spec.aliases import is_aliases, placements_for
 from hp_dtensor.spec.placements import Placement, Replicate
 from hp_dtensor.spec.tensor_spec import TensorSpec, require_placements
-from hp_dtensor.tensor.varying import Source
+from hp_dtensor.tensor.varying_view import Source
 
 Tensor = Any
 DType = Any

@@ -7,7 +7,7 @@ from typing import Any
 
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.spec.tensor_spec import TensorSpec
-from hp_fsdp._engine.buffer_actions import BufferActions
+from hp_fsdp._engine.buffer_call_orders import BufferActions
 from hp_fsdp._engine.fsdp_parameter import FSDPParameter
 from hp_fsdp._engine.layout import FlatLayout
 from hp_fsdp._engine.offload import ShardOffload

@@ -8,7 +8,7 @@ from typing import Any
 
 from hp_dtensor.comm.process_group import DONE, Work
 from hp_fsdp._engine.buffer_memory import BufferMemory
-from hp_fsdp._engine.gathering import Gathering
+from hp_fsdp._engine.gather_and_free import Gathering
 from hp_fsdp._engine.versions import ParameterVersions
 from hp_fsdp.communication import Holding
 from hp_fsdp.exceptions import FSDPStateError

@@ -8,7 +8,7 @@ from typing import Any
 from hp_fsdp._engine.buffer_memory import BufferMemory
 from hp_fsdp._engine.call_order import Group
 from hp_fsdp._engine.extension_gathering import ExtensionGathering
-from hp_fsdp._engine.gathering import Gathering
+from hp_fsdp._engine.gather_and_free import Gathering
 from hp_fsdp._engine.gradients import BufferGradients
 from hp_fsdp._engine.layout import FlatLayout
 from hp_fsdp._engine.original_parameters import DataParallel, OriginalParameter

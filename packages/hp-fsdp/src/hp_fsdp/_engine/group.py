@@ -14,7 +14,7 @@ from hp_dtensor.spec.rank_checks import is_checking
 from hp_fsdp._engine.call_order import CallOrder, check_same_action
 from hp_fsdp._engine.collective_errors import Communicating
 from hp_fsdp._engine.flat_buffer import FlatBuffer
-from hp_fsdp._engine.gathering import Gathering
+from hp_fsdp._engine.gather_and_free import Gathering
 from hp_fsdp._engine.group_settings import GroupSettings
 from hp_fsdp._engine.parameter_use import ParameterUse
 from hp_fsdp.exceptions import FSDPStateError

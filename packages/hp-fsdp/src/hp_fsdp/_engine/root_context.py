@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from hp_dtensor.comm.world import current_world
-from hp_fsdp._engine.buffer_actions import CallOrders
+from hp_fsdp._engine.buffer_call_orders import CallOrders
 from hp_fsdp._engine.flat_buffer import FlatBuffer, stale_buffers
 from hp_fsdp._engine.group import GroupState, ParameterGroup
 from hp_fsdp._engine.pass_records import BackwardRun, ForwardPass

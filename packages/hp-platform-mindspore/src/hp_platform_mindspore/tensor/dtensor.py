@@ -24,7 +24,7 @@ from hp_dtensor.spec.tensor_spec import TensorSpec, shown_grad_spec
 from hp_dtensor.tensor.conversions import distribute_tensor
 from hp_dtensor.tensor.dtensor import DTensor, check_copied
 from hp_dtensor.tensor.gradients import check_gradient, check_hook
-from hp_dtensor.tensor.pending import PendingDTensor, begin_wait
+from hp_dtensor.tensor.pending_dtensor import PendingDTensor, begin_wait
 from hp_platform_mindspore.tensor.autograd import GradMode
 from hp_platform_mindspore.tensor.local_operations import is_local
 from hp_platform_mindspore.tensor.memory import numbers

@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d
 
 from hp_dtensor.comm.process_group import DONE, PendingBytes, ProcessGroup, Rows, Work
 from hp_dtensor.exceptions import CollectiveError
-from hp_platform_torch.comm.capabilities import BACKEND_NAMES, CAPABILITIES, check_reduction, movable
+from hp_platform_torch.comm.device_capabilities import BACKEND_NAMES, CAPABILITIES, check_reduction, movable
 from hp_platform_torch.comm.dispatch_modes import is_watched
 from hp_platform_torch.comm.torch_groups import CalledByTorch
 from hp_platform_torch.comm.works import Exchange, PendingFacts, Then, settle

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from hp_dtensor.exceptions import PlatformError
-from hp_platform_torch.comm.capabilities import BACKEND_NAMES, device_types, shares_devices
+from hp_platform_torch.comm.device_capabilities import BACKEND_NAMES, device_types, shares_devices
 
 _LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 

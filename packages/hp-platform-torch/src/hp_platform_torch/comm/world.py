@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.comm.world import World
 from hp_dtensor.exceptions import CollectiveError
-from hp_platform_torch.comm.capabilities import shares_devices
+from hp_platform_torch.comm.device_capabilities import shares_devices
 from hp_platform_torch.comm.groups import FACTS, TorchGroup
 from hp_platform_torch.comm.staged_group import StagedGroup
 from hp_platform_torch.comm.torch_groups import GroupOfOne

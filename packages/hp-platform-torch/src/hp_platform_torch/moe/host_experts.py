@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from hp_dtensor.comm.kept_results import PRODUCTS, kept, kept_result
+from hp_dtensor.comm.recompute_record import PRODUCTS, kept, kept_result
 from hp_moe import GroupSizes, TokenPermutation
 
 

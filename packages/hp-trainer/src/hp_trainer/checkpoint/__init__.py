@@ -1,6 +1,5 @@
 """Sharded checkpoints: safetensors files and a JSON index, complete or absent, read by any layout."""
 
-from hp_trainer.checkpoint.box import Box
 from hp_trainer.checkpoint.catalog import (
     Latest,
     delete_leftovers,
@@ -17,6 +16,7 @@ from hp_trainer.checkpoint.index import Chunk, Index, SavedTensor, model_fingerp
 from hp_trainer.checkpoint.load import Checkpoint, refuse_other_model
 from hp_trainer.checkpoint.save import PendingSave, TensorPart, save_checkpoint
 from hp_trainer.checkpoint.storage import LocalStorage, Storage
+from hp_trainer.checkpoint.tensor_box import Box
 
 __all__ = [
     "Box",

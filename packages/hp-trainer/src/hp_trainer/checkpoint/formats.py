@@ -8,8 +8,8 @@ from typing import Protocol
 
 import numpy as np
 
-from hp_trainer.checkpoint.box import Box
 from hp_trainer.checkpoint.index import SavedTensor
+from hp_trainer.checkpoint.tensor_box import Box
 
 
 class ForeignCheckpoint(Protocol):

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from hp_trainer.checkpoint.box import Box
 from hp_trainer.checkpoint.dtypes import storage_dtype
 from hp_trainer.checkpoint.shard_file import CHECKSUM_BLOCK
+from hp_trainer.checkpoint.tensor_box import Box
 from hp_trainer.exceptions import CheckpointError
 
 INDEX_FILE = "index.json"

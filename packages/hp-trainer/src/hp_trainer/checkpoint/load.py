@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from hp_trainer.checkpoint.box import Box, cover_exactly
 from hp_trainer.checkpoint.dtypes import safetensors_name, storage_dtype
 from hp_trainer.checkpoint.index import (
     INDEX_FILE,
@@ -26,6 +25,7 @@ from hp_trainer.checkpoint.shard_file import (
     view_array,
 )
 from hp_trainer.checkpoint.storage import Storage
+from hp_trainer.checkpoint.tensor_box import Box, cover_exactly
 from hp_trainer.exceptions import CheckpointError
 
 # Of some millions of boxes; a file that is larger is none, and would fill the memory before it is refused.

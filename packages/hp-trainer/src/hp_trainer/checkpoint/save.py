@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from hp_trainer._exchange import Alone, Group, all_ranks, coordinator
-from hp_trainer.checkpoint.box import Box, cover_exactly
 from hp_trainer.checkpoint.catalog import INCOMPLETE, delete_leftovers, free_name, prune
 from hp_trainer.checkpoint.dtypes import storage_dtype
 from hp_trainer.checkpoint.index import INDEX_FILE, Chunk, Index, SavedTensor, shard_name
 from hp_trainer.checkpoint.names import step_name
 from hp_trainer.checkpoint.shard_file import Entry, checksums, file_parts
 from hp_trainer.checkpoint.storage import Storage
+from hp_trainer.checkpoint.tensor_box import Box, cover_exactly
 from hp_trainer.exceptions import CheckpointError
 
 

@@ -17,7 +17,7 @@ from hp_trainer.models.hugging_face.export import LARGEST_FILE
 from hp_trainer.plugins import registries
 from hp_trainer.run import RunFolder, RunLock, checkpoint_storage
 from hp_trainer.run.export import DTYPES, export_run
-from hp_trainer.run.foreign import convert_weights, export_checkpoint, import_checkpoint
+from hp_trainer.run.other_formats import convert_weights, export_checkpoint, import_checkpoint
 
 HUGGING_FACE = "hf"
 

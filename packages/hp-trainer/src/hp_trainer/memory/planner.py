@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hp_trainer.memory.kept import BlockActivations
+from hp_trainer.memory.kept_activations import BlockActivations
 from hp_trainer.memory.recompute import NOTHING_AGAIN, BlockRecompute, Kind
 from hp_trainer.memory.sizes import format_size
 

@@ -19,7 +19,7 @@ from hp_trainer.plugins import LifeCycle, life_cycle, registries
 from hp_trainer.records import CheckpointRecord, ErrorRecord, EvaluationRecord, RunRecord, StepRecord
 from hp_trainer.run import RunFolder, checkpoint_storage
 from hp_trainer.stop_request import StopRequest, stop_requests
-from hp_trainer.training.guard import GO_ON, Verdict
+from hp_trainer.training.loss_guard import GO_ON, Verdict
 from hp_trainer.training.lr_schedule import learning_rate_factor
 from hp_trainer.training.memory_report import out_of_memory
 from hp_trainer.training.saved_progress import Progress, TrainingCheckpoints

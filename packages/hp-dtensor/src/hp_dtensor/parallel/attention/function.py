@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from hp_dtensor.exceptions import AttentionError
+from hp_dtensor.parallel.attention.autograd_node import attention_node
 from hp_dtensor.parallel.attention.blocks import Plan, plan_blocks
 from hp_dtensor.parallel.attention.distributed import attention_of_dtensors
 from hp_dtensor.parallel.attention.dropout import AttentionDropout, placed
 from hp_dtensor.parallel.attention.mask import AttentionMask, Tokens
-from hp_dtensor.parallel.attention.node import attention_node
 from hp_dtensor.parallel.attention.products import Options, attend, attend_grad
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import platform_of_tensor

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hp_dtensor.comm.process_group import DONE, ProcessGroup, Work
+from hp_dtensor.parallel.attention.autograd_node import attention_node
 from hp_dtensor.parallel.attention.blocks import Plan, is_empty, plan_blocks
 from hp_dtensor.parallel.attention.mask import Array, Tokens
-from hp_dtensor.parallel.attention.node import attention_node
 from hp_dtensor.parallel.attention.products import (
     Options,
     accumulator_dtype,

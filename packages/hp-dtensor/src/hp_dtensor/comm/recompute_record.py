@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-from hp_dtensor.comm.kept_tensors import Kept
+from hp_dtensor.comm.saved_tensors import Kept
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.trees import map_tensors
 
@@ -145,7 +145,7 @@ ANOTHER_WAY = (
     "a checkpointed function went another way when it was computed again in backward than in forward; "
     "expected the same calls of hp_dtensor.parallel.recompute.kept, and the same kept operations, in the same order"
 )
-current: ContextVar[Record | None] = ContextVar("hp_dtensor.comm.kept_results", default=None)
+current: ContextVar[Record | None] = ContextVar("hp_dtensor.comm.recompute_record", default=None)
 
 
 @contextlib.contextmanager

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hp_dtensor.comm.kept_results import ATTENTION, kept_result
-from hp_dtensor.comm.kept_tensors import Kept
+from hp_dtensor.comm.recompute_record import ATTENTION, kept_result
+from hp_dtensor.comm.saved_tensors import Kept
 from hp_dtensor.parallel.attention.sinks import grad_of_sinks, with_sinks
 from hp_dtensor.platform.interface import Platform
 
