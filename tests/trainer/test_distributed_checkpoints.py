@@ -122,9 +122,9 @@ def with_a_file_elsewhere(metadata):
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (without_a_piece, "the pieces of tensor 'x' have 0 of its 2 elements"),
-        (with_a_piece_outside, "tensor 'x' [2] has a piece outside of it"),
-        (with_a_piece_twice, "tensor 'x' has pieces that overlap"),
+        (without_a_piece, "tensor 'x': 2 of 2 elements are in no box"),
+        (with_a_piece_outside, "tensor 'x': Box(offset=(1,), shape=(2,)) is outside the shape (2,)"),
+        (with_a_piece_twice, "tensor 'x': Box(offset=(0,), shape=(2,)) and Box(offset=(0,), shape=(2,)) overlap"),
         (without_a_dtype, "tensor 'x' has no dtype"),
         (with_a_file_elsewhere, "names the file '../elsewhere', which is not in the folder"),
     ],

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import io
-import math
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PosixPath, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -33,6 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
 from hp_trainer.checkpoint import Box, SavedTensor
+from hp_trainer.checkpoint.box import cover_exactly
 from hp_trainer.exceptions import CheckpointError, ExportError
 
 ReadBox = Callable[[str, Box], np.ndarray]
@@ -54,7 +54,7 @@ _ALLOWED = {
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): dcp.metadata._MEM_FORMAT_ENCODING,
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-    **{("pathlib", name): getattr(__import__("pathlib"), name) for name in ("PosixPath", "PurePosixPath")},
+    **{("pathlib", kind.__name__): kind for kind in (PosixPath, PurePosixPath)},
     **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
 }
 
@@ -189,20 +189,24 @@ def _read_metadata(folder: Path) -> Metadata:
     try:
         with file.open("rb") as data:
             found = _MetadataUnpickler(data).load()
-        sound = isinstance(found, Metadata) and all(isinstance(name, str) for name in found.state_dict_metadata)
-        for name, saved in found.state_dict_metadata.items() if sound else ():
-            if isinstance(saved, TensorStorageMetadata):
-                _check_pieces(name, saved)
-        for stored in (found.storage_data or {}).values() if sound else ():
-            _check_file(stored)
+        _check(found)
     except Exception as error:
         # A damaged pickle raises whatever the bytes happen to mean.
         raise CheckpointError(f"{file} is damaged or no metadata: {error}") from error
-    if not sound:
-        raise CheckpointError(f"{file} is damaged or no metadata: expected Metadata, got {type(found).__name__}")
     if found.storage_meta is None:
         found.storage_meta = StorageMeta()
     return found
+
+
+def _check(found: Any) -> None:
+    """Refuse what is no metadata, pieces that leave memory unwritten, and files outside of the folder."""
+    if not isinstance(found, Metadata) or not all(isinstance(name, str) for name in found.state_dict_metadata):
+        raise ValueError(f"expected Metadata, got {type(found).__name__}")
+    for name, saved in found.state_dict_metadata.items():
+        if isinstance(saved, TensorStorageMetadata):
+            _check_pieces(name, saved)
+    for stored in (found.storage_data or {}).values():
+        _check_file(stored)
 
 
 def _check_pieces(name: str, saved: TensorStorageMetadata) -> None:
@@ -210,24 +214,9 @@ def _check_pieces(name: str, saved: TensorStorageMetadata) -> None:
     if not isinstance(saved.properties, TensorProperties) or not isinstance(saved.properties.dtype, torch.dtype):
         raise ValueError(f"tensor {name!r} has no dtype")
     boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in saved.chunks]
-    size = tuple(saved.size)
-    for i, box in enumerate(boxes):
-        ends = [offset + length for offset, length in zip(box.offset, box.shape, strict=True)]
-        if (
-            len(box.shape) != len(size)
-            or min((*box.offset, *box.shape), default=0) < 0
-            or any(end > length for end, length in zip(ends, size, strict=True))
-        ):
-            raise ValueError(f"tensor {name!r} {list(size)} has a piece outside of it")
-        if any(_overlap(box, other) for other in boxes[:i]):
-            raise ValueError(f"tensor {name!r} has pieces that overlap")
-    covered = sum(math.prod(box.shape) for box in boxes)
-    if covered != math.prod(size):
-        raise ValueError(f"the pieces of tensor {name!r} have {covered} of its {math.prod(size)} elements")
-
-
-def _overlap(a: Box, b: Box) -> bool:
-    return all(max(x, y) < min(x + m, y + n) for x, m, y, n in zip(a.offset, a.shape, b.offset, b.shape, strict=True))
+    reason = cover_exactly(boxes, tuple(saved.size))
+    if reason is not None:
+        raise ValueError(f"tensor {name!r}: {reason}")
 
 
 def _check_file(stored: Any) -> None:
