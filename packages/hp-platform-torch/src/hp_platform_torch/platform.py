@@ -218,7 +218,7 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
         is_wider = x.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled(x.device.type)
         return torch.float32 if is_wider else x.dtype
 
-    def kept_operations(self, kinds: Collection[str]) -> KeptOperations | None:
+    def kept_operations(self, kinds: Collection[str]) -> KeptOperations:
         return kept_operations(kinds)
 
     def random_state(self) -> tuple[Tensor, Tensor | None]:

@@ -79,7 +79,7 @@ class Record:
         self.is_making = False
         self._platform = platform
         self._outer = outer
-        self._operations = platform.kept_operations(self.keep) if self.keep else None
+        self._operations = platform.kept_operations(self.keep)
         self._values: list[Any] = []
         self._position: int | None = None
 
@@ -116,7 +116,7 @@ class Record:
     def _made(self, make: Callable[[], Any]) -> Any:
         self.is_making = True
         try:
-            with contextlib.nullcontext() if self._operations is None else self._operations.paused():
+            with self._operations.paused():
                 return make()
         finally:
             self.is_making = False
@@ -124,7 +124,7 @@ class Record:
     @contextlib.contextmanager
     def first(self) -> Iterator[None]:
         """Keep what is computed in the block."""
-        with _within(self), contextlib.nullcontext() if self._operations is None else self._operations.first():
+        with _within(self), self._operations.first():
             yield
 
     @contextlib.contextmanager
@@ -135,7 +135,7 @@ class Record:
             RuntimeError: the calls are others.
         """
         self._position = 0
-        with _within(self), contextlib.nullcontext() if self._operations is None else self._operations.again():
+        with _within(self), self._operations.again():
             yield
         if self._position != len(self._values):
             raise RuntimeError(ANOTHER_WAY)

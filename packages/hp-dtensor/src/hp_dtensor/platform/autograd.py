@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 from hp_dtensor.exceptions import CapabilityError
@@ -13,20 +13,20 @@ from hp_dtensor.platform.recording import is_recording, located
 Tensor: TypeAlias = Any
 
 
-class KeptOperations(ABC):
-    """Keeps results of a framework's own operations from a computation to its repetition."""
+class KeptOperations:
+    """Keeps results of a framework's own operations from a computation to its repetition; the default: of none."""
 
-    @abstractmethod
     def first(self) -> AbstractContextManager[Any]:
         """Keep the results of the operations in the block."""
+        return nullcontext()
 
-    @abstractmethod
     def again(self) -> AbstractContextManager[Any]:
         """Take the results of the operations in the block from those that are kept, call by call."""
+        return nullcontext()
 
-    @abstractmethod
     def paused(self) -> AbstractContextManager[Any]:
         """Neither keep nor take results in the block, which is within one of `first` and is not repeated."""
+        return nullcontext()
 
 
 class AutogradInterface(ABC):
@@ -157,14 +157,11 @@ class AutogradInterface(ABC):
         """Return whether users have registered hooks on `x` that are called with its gradient, or after that."""
         return False
 
-    def kept_operations(self, kinds: Collection[str]) -> KeptOperations | None:
+    def kept_operations(self, kinds: Collection[str]) -> KeptOperations:
         """Return what keeps results of the framework's own operations from a computation to its repetition.
 
         Args:
             kinds: some of `hp_dtensor.comm.recompute_record.KINDS`, whose nodes of ours keep results by themselves.
-
-        Returns:
-            None where the framework's operations of these kinds are all within such nodes.
 
         Raises:
             CapabilityError: the framework cannot keep one of the kinds: the default for products.
@@ -174,7 +171,7 @@ class AutogradInterface(ABC):
                 "this platform cannot keep products of matrices for a recomputation: nothing takes their place in its "
                 "graph; keep attention or collectives, or recompute whole blocks"
             )
-        return None
+        return KeptOperations()
 
     def random_state(self) -> Any:
         """Return the state of the generators that operations of this rank draw from; the default: there are none."""

@@ -7,6 +7,7 @@ what the operation itself would have given. `torch.utils.checkpoint`'s selective
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -32,18 +33,23 @@ _NAMES = {
 }
 
 
-def kept_operations(kinds: Collection[str]) -> KeptResults | None:
+def kept_operations(kinds: Collection[str]) -> KeptOperations:
     """Return what keeps the results of these kinds; see `Platform.kept_operations`."""
+    operations = _operations_of(frozenset(kinds))
+    return KeptResults(operations) if operations else KeptOperations()
+
+
+@functools.cache
+def _operations_of(kinds: frozenset[str]) -> frozenset[Any]:
     names = [name for kind in kinds for name in _NAMES.get(kind, ())]
     packets = [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
     # Variants that write into a given tensor are not repeated by giving a result.
-    operations = {
+    return frozenset(
         getattr(packet, overload)
         for packet in packets
         for overload in packet.overloads()
         if "out" not in overload.split("_")
-    }
-    return KeptResults(operations) if operations else None
+    )
 
 
 class KeptResults(KeptOperations):
