@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from hp_platform_torch.tensor.local_operations import LocalOperations
+from hp_platform_torch.tensor.local_operations import LocalMode
 
 
-class LiveBytes(TorchDispatchMode):
-    """Counts the storages that operations of this thread make inside the block, from there until they are freed.
+@contextlib.contextmanager
+def counted_bytes() -> Iterator[LiveBytes]:
+    """Count what operations of this thread make inside the block; see `Platform.live_bytes`."""
+    live = LiveBytes()
+    with LocalMode(live.run):
+        yield live
+
+
+class LiveBytes:
+    """Counts the storages that operations make, from there until they are freed.
 
     Autograd's own backward on the CPU runs in the same thread and is counted too. A view is no storage of its own, nor
     is a tensor that there was before.
@@ -24,23 +32,16 @@ class LiveBytes(TorchDispatchMode):
         peak: the most so far.
     """
 
-    knows_shards = True
-
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
         self.peak = 0
         self._known: set[int] = set()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        # Below autograd a DTensor is its shard: its own functions would take the operation for one on the whole.
-        with LocalOperations():
-            self._see((args, kwargs), is_new=False)
-            result = func(*args, **kwargs)
-            self._see(result, is_new=True)
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation, and count what it makes."""
+        self._see((args, kwargs), is_new=False)
+        result = func(*args, **kwargs)
+        self._see(result, is_new=True)
         return result
 
     def _see(self, values: Any, *, is_new: bool) -> None:

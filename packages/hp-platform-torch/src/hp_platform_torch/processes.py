@@ -126,9 +126,9 @@ class TorchProcesses(Platform):
         return super().peak_memory() if kind == "cpu" else int(getattr(torch, kind).max_memory_allocated())
 
     def live_bytes(self) -> AbstractContextManager[Any]:
-        from hp_platform_torch.live_bytes import LiveBytes
+        from hp_platform_torch.live_bytes import counted_bytes
 
-        return LiveBytes()
+        return counted_bytes()
 
     def peak_flops(self, dtype: str) -> float | None:
         return peak_flops(torch.cuda.get_device_name(), dtype) if self.device_types[0] == "cuda" else None

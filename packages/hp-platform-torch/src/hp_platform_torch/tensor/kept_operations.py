@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from hp_dtensor.comm.recompute_record import ANOTHER_WAY, ATTENTION, PRODUCTS
 from hp_dtensor.platform.autograd import KeptOperations
-from hp_platform_torch.tensor.local_operations import LocalOperations
+from hp_platform_torch.tensor.local_operations import LocalMode
 
 _NAMES = {
     PRODUCTS: ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm"),
@@ -60,14 +59,14 @@ class KeptResults(KeptOperations):
         self._kept: list[tuple[Any, Any]] = []
         self._is_paused = False
 
-    def first(self) -> TorchDispatchMode:
+    def first(self) -> LocalMode:
         """See `KeptOperations`."""
-        return _Mode(self._keep)
+        return LocalMode(self._keep)
 
-    def again(self) -> TorchDispatchMode:
+    def again(self) -> LocalMode:
         """See `KeptOperations`."""
         rest = iter(self._kept)
-        return _Mode(lambda func, args, kwargs: self._take(rest, func, args, kwargs))
+        return LocalMode(lambda func, args, kwargs: self._take(rest, func, args, kwargs))
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -110,18 +109,3 @@ class _Versioned:
             )
         with torch.no_grad():
             return self._result.detach()
-
-
-class _Mode(TorchDispatchMode):
-    knows_shards = True
-
-    def __init__(self, run: Callable[[Any, Any, Any], Any]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._run = run
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        # Below autograd a DTensor is its shard: its own functions would take the operation for one on the whole.
-        with LocalOperations():
-            return self._run(func, args, kwargs or {})
