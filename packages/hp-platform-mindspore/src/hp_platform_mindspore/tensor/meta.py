@@ -2,39 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import mindspore as ms
 from mindspore import Tensor, mint
 
+from hp_dtensor.platform.thread_region import ThreadRegion
+
 META = "meta"
 IS_THERE = not ms.__version__.startswith("2.9")
 
 
-class _Thread(threading.local):
-    makes_meta = False
+_making = ThreadRegion()
 
 
-_thread = _Thread()
-
-
-@contextlib.contextmanager
-def making_meta() -> Iterator[None]:
+def making_meta() -> AbstractContextManager[None]:
     """Make the parameters of this thread, and `Platform.empty`, without data inside the block."""
-    before, _thread.makes_meta = _thread.makes_meta, True
-    try:
-        yield
-    finally:
-        _thread.makes_meta = before
+    return _making.of_all()
 
 
 def is_making_meta() -> bool:
     """Return whether this thread is inside `making_meta`."""
-    return _thread.makes_meta
+    return _making.depth > 0
 
 
 def meta_tensor(shape: Sequence[int], dtype: Any) -> Tensor:
@@ -44,7 +36,7 @@ def meta_tensor(shape: Sequence[int], dtype: Any) -> Tensor:
 
 def without_data(x: Tensor) -> Tensor:
     """Return `x`, inside `making_meta` one without data like it."""
-    return meta_tensor(x.shape, x.dtype) if _thread.makes_meta and type(x) is Tensor and not x.is_meta else x
+    return meta_tensor(x.shape, x.dtype) if is_making_meta() and type(x) is Tensor and not x.is_meta else x
 
 
 def making_parameters(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,7 +47,7 @@ def making_parameters(own: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(own)
     def new_arguments(data: Any, *args: Any) -> Any:
-        if _thread.makes_meta:
+        if is_making_meta():
             if not isinstance(data, Tensor):
                 kind, *given = own(data, *args)
                 data = kind(*given)
