@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hp_dtensor.exceptions import ShardingRuleError
+from hp_dtensor.platform.patch import Patch
 from hp_platform_torch.tensor.dtensor import TorchDTensor
 
 _WHAT_TO_PREPARE = (
@@ -30,6 +31,32 @@ def refusing_sharded(init: Callable[..., None], name: str) -> Callable[..., None
     return refused
 
 
+def refusing_sharded_parameters(init: Callable[..., None]) -> Callable[..., None]:
+    """Return the `__init__` of what torch's `fully_shard` makes of each parameter so that it refuses DTensors."""
+
+    @functools.wraps(init)
+    def refused(self: Any, param: Any, *args: Any, **kwargs: Any) -> None:
+        _refuse_dtensors("torch.distributed.fsdp.fully_shard", [("parameter", param)])
+        init(self, param, *args, **kwargs)
+
+    return refused
+
+
+WHY, REFUSED = "takes shards for replicas, or cuts them once more", "parameters that are DTensors are refused"
+PATCHES_OF_FSDP = (
+    Patch(
+        "torch.distributed.fsdp.FullyShardedDataParallel.__init__",
+        WHY,
+        REFUSED,
+        lambda init: refusing_sharded(init, "FullyShardedDataParallel"),
+    ),
+    # Each `from torch.distributed.fsdp import fully_shard` has the function itself; this it calls for each parameter.
+    Patch(
+        "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.__init__", WHY, REFUSED, refusing_sharded_parameters
+    ),
+)
+
+
 def refuse_if_loaded() -> None:
     """Let torch's `FullyShardedDataParallel` and `fully_shard` refuse, where a program has loaded them already.
 
@@ -41,19 +68,8 @@ def refuse_if_loaded() -> None:
 
 @functools.cache
 def _refuse_in_fsdp() -> None:
-    from torch.distributed.fsdp import FullyShardedDataParallel as Wrapper
-    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-
-    Wrapper.__init__ = refusing_sharded(Wrapper.__init__, "FullyShardedDataParallel")  # type: ignore[method-assign]
-    # Each `from torch.distributed.fsdp import fully_shard` has the function itself; this it calls for each parameter.
-    init = FSDPParam.__init__
-
-    @functools.wraps(init)
-    def refused(self: Any, param: Any, *args: Any, **kwargs: Any) -> None:
-        _refuse_dtensors("torch.distributed.fsdp.fully_shard", [("parameter", param)])
-        init(self, param, *args, **kwargs)
-
-    FSDPParam.__init__ = refused  # type: ignore[method-assign]
+    for patch in PATCHES_OF_FSDP:
+        patch.install()
 
 
 def _refuse_dtensors(name: str, parameters: Iterable[tuple[str, Any]]) -> None:

@@ -103,7 +103,7 @@ PATCHES = (
     Patch(
         "torch.nn.parallel.DistributedDataParallel.__init__",
         "takes shards for replicas",
-        "parameters that are DTensors are refused",
+        sharding_models.REFUSED,
         lambda init: sharding_models.refusing_sharded(init, "DistributedDataParallel"),
     ),
     Patch(
@@ -150,8 +150,8 @@ REGISTRATIONS = (
     ),
     Registration(
         "torch.distributed.fsdp",
-        "takes shards for replicas, or cuts them once more",
-        "parameters that are DTensors are refused, where the program has loaded it before",
+        sharding_models.WHY,
+        f"{sharding_models.REFUSED}, where the program has loaded it before",
         sharding_models.refuse_if_loaded,
     ),
 )
