@@ -151,8 +151,7 @@ class ProcessGroup(ABC):
         """Send `input_rows[j]` rows (dim 0) of `x` to rank j, receive `output_rows[j]` rows from it, in rank order."""
         self._check_rows("output", output, output_rows)
         self._check_rows("input", x, input_rows)
-        row_bytes = _row_bytes(self.platform, x)
-        self._record("all_to_all", row_bytes * (sum(input_rows) - input_rows[self.rank]))
+        self._record("all_to_all", row_bytes(self.platform, x) * (sum(input_rows) - input_rows[self.rank]))
         if self.size == 1:
             return self._copy(output, x)
         return self._all_to_all_into(output, x, tuple(output_rows), tuple(input_rows), async_op)
@@ -311,5 +310,6 @@ def _nbytes(platform: Platform | None, x: Tensor) -> int:
     return _numel(x) * (platform.itemsize(x.dtype) if platform is not None else 1)
 
 
-def _row_bytes(platform: Platform | None, x: Tensor) -> int:
+def row_bytes(platform: Platform | None, x: Tensor) -> int:
+    """Return the bytes of one row (dim 0) of a tensor; without a platform, its elements."""
     return int(math.prod(x.shape[1:])) * (platform.itemsize(x.dtype) if platform is not None else 1)

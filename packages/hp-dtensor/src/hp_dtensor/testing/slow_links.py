@@ -7,8 +7,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
-from hp_dtensor.comm.process_group import DONE, ProcessGroup, Work
+from hp_dtensor.comm.process_group import DONE, ProcessGroup, Rows, Work, row_bytes
 
 
 @dataclass
@@ -64,14 +65,10 @@ def slow_link(group: ProcessGroup, bytes_per_second: float) -> Iterator[list[Tra
         >>> run_ranks(program, 2)  # 1000 bytes to the other rank
         [(1000, 0.01), (1000, 0.01)]
     """
-    assert group.platform is not None
-    itemsize, original, timeline = group.platform.itemsize, group._all_to_all_into, list[Transfer]()
+    original, timeline = group._all_to_all_into, list[Transfer]()
 
-    def slowed(output: Any, x: Any, output_rows: tuple[int, ...], input_rows: tuple[int, ...], async_op: bool) -> Work:
-        width = 1
-        for size in x.shape[1:]:
-            width *= int(size)
-        num_bytes = (sum(input_rows) - input_rows[group.rank]) * width * itemsize(x.dtype)
+    def slowed(output: Any, x: Any, output_rows: Rows, input_rows: Rows, async_op: bool) -> Work:
+        num_bytes = (sum(input_rows) - input_rows[group.rank]) * row_bytes(group.platform, x)
         begun = time.perf_counter()
         free = max(begun, timeline[-1].arrived) if timeline else begun
         timeline.append(Transfer(num_bytes, begun, free + num_bytes / bytes_per_second))
@@ -81,8 +78,5 @@ def slow_link(group: ProcessGroup, bytes_per_second: float) -> Iterator[list[Tra
         late.wait()
         return DONE
 
-    group._all_to_all_into = slowed  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(group, "_all_to_all_into", slowed):
         yield timeline
-    finally:
-        group._all_to_all_into = original  # type: ignore[method-assign]
