@@ -318,9 +318,10 @@ def adopt_later(result: Tensor, spec: TensorSpec, finish: Callable[[], Tensor]) 
             data = finish()
             _set_local_data(x, data)  # the place in the graph, and the version, stay
 
-    adopt(result, spec).__class__ = PendingTorchDTensor
-    begin_wait(result, arrive)
-    return result  # type: ignore[return-value]
+    made = adopt(result, spec)
+    made.__class__ = PendingTorchDTensor
+    begin_wait(made, arrive)
+    return made
 
 
 def wrap(local: Tensor, spec: TensorSpec) -> TorchDTensor:

@@ -57,12 +57,12 @@ class GlobalView:
 
     @property
     def nbytes(self) -> int:
-        return self.numel() * self.element_size()  # type: ignore[attr-defined]
+        return self.numel() * _plain.element_size(self)
 
     def type(self, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
         if dtype is None:
             return run_locally(_plain.type, (), (self,))
-        return super().type(dtype, non_blocking=non_blocking, **kwargs)  # type: ignore[misc]
+        return _plain.type(self, dtype, non_blocking=non_blocking, **kwargs)
 
     def __len__(self) -> int:
         shape = self.shape
@@ -71,4 +71,4 @@ class GlobalView:
         return shape[0]
 
     def __iter__(self) -> Iterator[Tensor]:
-        return iter(self.unbind(0))  # type: ignore[attr-defined]
+        return iter(_plain.unbind(self, 0))
