@@ -76,13 +76,11 @@ class _HostExperts(torch.autograd.Function):
         x: torch.Tensor,
         scores: torch.Tensor | None,
         score_before: bool,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        w3: torch.Tensor,
+        *weights: torch.Tensor,
     ) -> torch.Tensor:
-        pre, out = kept_result(PRODUCTS, lambda: _products(groups, x, scores, score_before, w1, w2, w3))
+        pre, out = kept_result(PRODUCTS, lambda: _products(groups, x, scores, score_before, *weights))
         ctx.groups, ctx.score_before = groups, score_before
-        ctx.save_for_backward(x, scores, w1, w2, w3, pre)
+        ctx.save_for_backward(x, scores, *weights, pre)
         return out
 
     @staticmethod
