@@ -12,8 +12,6 @@ from hp_dtensor.parallel.attention import AttentionMask, attention, function
 from hp_dtensor.parallel.attention.blocks import plan_blocks
 from hp_dtensor.testing import run_ranks
 
-"""Float32 against float64; MindSpore's exponential and logarithm are off by up to 3e-6 on the CPU."""
-
 PACKED = reference.positions_of((5, 1, 7), (13,))
 CASES = {
     "causal": {},

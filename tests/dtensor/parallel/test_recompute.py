@@ -255,7 +255,7 @@ def test_kinds_that_there_are_not_are_refused(hp_platform):
 
 
 def test_decisions_within_a_kept_result_are_part_of_it(hp_platform):
-    """They are not called again, so they may not stand in the order of those that are."""
+    """Such decisions are not called again, so they may not stand in the order of those that are."""
     numbers = itertools.count(1)
 
     def part(x):
