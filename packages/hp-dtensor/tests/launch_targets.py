@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -105,3 +106,9 @@ def hold_native_call(folder):
 
     (Path(folder) / f"{my_world()[0]}.pids").write_text(str(os.getpid()))
     ctypes.PyDLL(None).sleep(60)
+
+
+def signals_blocked_in_a_child():
+    """Return the mask of blocked signals of a process that this one starts."""
+    status = subprocess.run(["cat", "/proc/self/status"], capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"SigBlk:\s*(\w+)", status)[1], 16)

@@ -16,6 +16,8 @@ import pytest
 
 from hp_dtensor.exceptions import LaunchError, PlatformError
 from hp_dtensor.launch import RankPool, launch
+from hp_dtensor.launch.local_ranks import LocalRanks, Output
+from hp_dtensor.platform.selection import get_platform
 
 pytestmark = pytest.mark.usefixtures("array_plugin")
 SECONDS = 40.0  # for what takes milliseconds on an idle machine; ranks that are not stopped wait for 60
@@ -364,6 +366,67 @@ def test_ranks_may_end_in_their_own_way_when_a_signal_comes(tmp_path):
     assert (process.returncode, error) == (0, "")
     assert output == "the handler that was there\n['saved', 'saved']\n"
     assert len(list(tmp_path.glob("*.saved"))) == 2
+
+
+@pytest.fixture
+def interruptible():
+    """Ctrl-C is not ignored, as it is under nohup, which ranks would inherit."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_an_interrupt_in_the_first_moment_of_a_rank_is_told_as_one(monkeypatch):
+    spawn = LocalRanks._spawn
+
+    def interrupted(ranks, rank):
+        process = spawn(ranks, rank)
+        if rank == 1:
+            process.signal(signal.SIGINT)
+        return process
+
+    monkeypatch.setattr(LocalRanks, "_spawn", interrupted)
+    with pytest.raises(LaunchError, match="rank 1 of 2 could not start: KeyboardInterrupt") as caught:
+        launch(targets.my_world, (), 2, "array")
+    assert (caught.value.rank, caught.value.kind) == (1, "KeyboardInterrupt")
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_an_interrupt_while_a_rank_waits_for_the_others_is_told_as_one():
+    ranks = LocalRanks(get_platform("array"), 2, Output(terminal=False))
+    ranks.start()
+    one = ranks._processes[1]
+    one.signal(signal.SIGINT)
+    assert one.connection.poll(SECONDS)
+    with pytest.raises(LaunchError, match="rank 1 of 2 failed: KeyboardInterrupt") as caught:
+        ranks.run("launch_targets:my_world", (), None)
+    assert caught.value.kind == "KeyboardInterrupt"
+
+
+def test_a_signal_before_any_rank_is_there_stops_all_of_them(monkeypatch, tmp_path):
+    (tmp_path / "pids").mkdir()
+    received, before = [], signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    spawn, spawned = LocalRanks._spawn, []
+
+    def told_first(ranks, rank):
+        if not spawned:
+            signal.raise_signal(signal.SIGTERM)
+        spawned.append(rank)
+        return spawn(ranks, rank)
+
+    monkeypatch.setattr(LocalRanks, "_spawn", told_first)
+    try:
+        assert launch(targets.write_pid_and_wait, (str(tmp_path / "pids"),), 2, "array", stop_seconds=600) == []
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (received, spawned) == ([signal.SIGTERM], [0])
+    assert not list((tmp_path / "pids").iterdir())
+
+
+def test_processes_that_a_rank_starts_take_ctrl_c():
+    assert launch(targets.signals_blocked_in_a_child, (), 2, "array") == [0, 0]
 
 
 def test_a_script_starts_ranks_with_its_own_functions_and_classes(tmp_path):

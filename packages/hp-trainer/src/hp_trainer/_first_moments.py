@@ -5,7 +5,6 @@ Imported before all else; in a program that only uses this package it changes no
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
@@ -20,5 +19,8 @@ def is_command() -> bool:
 
 # What is ignored, as in the background of a shell script, stays so; `main` takes the signal over.
 if is_command() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    with contextlib.suppress(ValueError):  # in another than the main thread
+    # Not `contextlib.suppress`: the import would take long enough for a Ctrl-C to come in it.
+    try:  # noqa: SIM105
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    except ValueError:  # in another than the main thread
+        pass

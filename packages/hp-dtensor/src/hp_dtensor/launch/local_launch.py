@@ -60,7 +60,7 @@ def launch(
     stopper = _Stopper(ranks, grace_seconds if stop_seconds is None else stop_seconds)
     with held_signals(stopper.stop), _stacks_on_request(ranks):
         try:
-            ranks.start()
+            ranks.start(stopper.check)
             stopper.started = True
             results = ranks.run(name, tuple(args), None)
             ranks.stop()
@@ -110,6 +110,15 @@ class _Stopper:
         self.stopping = True
         self._ranks.signal(number if self.started else signal.SIGTERM)
         self._timer.start()
+
+    def check(self) -> None:
+        """Refuse to start more ranks after a signal, which those that were not there yet did not get.
+
+        Raises:
+            LaunchError: a signal came.
+        """
+        if self.stopping:
+            raise LaunchError("stopped by a signal while the ranks started")
 
     def cancel(self) -> None:
         self._timer.cancel()

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -93,23 +93,28 @@ class LocalRanks:
     grace_seconds: float = 5.0
     _processes: list[_Process] = field(default_factory=list)
 
-    def start(self) -> None:
+    def start(self, check: Callable[[], None] = lambda: None) -> None:
         """Start all ranks and wait until each has joined the job.
+
+        Args:
+            check: called after each process has been started; what it raises ends all of them.
 
         Raises:
             LaunchError: a rank failed; none is left then.
         """
         for attempt in range(_START_ATTEMPTS):
             try:
-                return self._start()
+                return self._start(check)
             except _AddressTaken:
                 if attempt == _START_ATTEMPTS - 1:
                     raise
 
-    def _start(self) -> None:
+    def _start(self, check: Callable[[], None]) -> None:
         try:
             for rank in range(self.size):
-                self._processes.append(self._spawn(rank))
+                with _interrupts_blocked():
+                    self._processes.append(self._spawn(rank))
+                check()
             for process in self._processes:
                 self._send(process, self._setup(process.rank))
             address = self._collect(self._processes[:1], self.timeout_seconds)[0]
@@ -281,6 +286,16 @@ class LocalRanks:
 
 class _AddressTaken(LaunchError):
     """Failure to start because another process took the port between its choice and its use."""
+
+
+@contextlib.contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Block SIGINT inside the block, and in the processes started there until they unblock it (`rank_process.main`)."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _remaining(deadline: float | None) -> float | None:

@@ -63,16 +63,19 @@ def main(fd: int, parent: int, parent_is_main_thread: bool) -> None:
     setup: Setup = link.receive()
     sys.argv[:] = setup.argv
     try:
+        # Blocked by the parent: Ctrl-C in the interpreter's own start ends in a traceback and exit code 1.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         platform = _join(link, setup)
     except BaseException as error:
         _report(link, "start", error)
         _leave(1)
-    link.send(None)
     succeeded = False
     try:
+        link.send(None)
         succeeded = _serve(link)
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
+        # A signal that came while this rank waited for the others.
+        _report(link, "run", error)
     finally:
         platform.disconnect()
         _leave(0 if succeeded else 1)
