@@ -55,6 +55,10 @@ OBJECT_STORE = "fsspec>=2024.2"
 ORACLES = {"torch": ("transformers>=5.9,<6", "peft>=0.18"), "mindspore": ()}
 MAIN_CONFIG = "examples/moe_small.yaml"
 
+# Python keeps what it compiles, under .nox, even where PYTHONDONTWRITEBYTECODE is set: half of importing a framework is
+# compiling, and hundreds of processes import one.
+os.environ |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(workspace.NOX_FOLDER / "bytecode")}
+
 # One thread a rank: several ranks share the machine's cores.
 QUIET = {"OMP_NUM_THREADS": "1", "GLOG_v": "3", "MPLBACKEND": "Agg"}
 
