@@ -134,6 +134,17 @@ def test_a_model_of_transformers_trains_unchanged(lab: Lab, layout):
     np.testing.assert_allclose(trained(lab, "many", config, world_size), expected, rtol=1e-5)
 
 
+def test_the_layers_of_a_module_are_compiled(lab: Lab):
+    pytest.importorskip("transformers")
+    from torch._dynamo.utils import counters
+
+    expected = trained(lab, "plain", configured(lab, TRANSFORMER))
+    counters.clear()
+    compiled = {"training.compile": True, "training.compile_backend": "eager"}
+    np.testing.assert_allclose(trained(lab, "compiled", configured(lab, TRANSFORMER, **compiled)), expected, rtol=1e-5)
+    assert counters["stats"]["calls_captured"] > 0
+
+
 def test_the_perplexity_of_a_module_is_that_of_its_training(lab: Lab):
     every = {"training.eval_interval": 3, "training.eval_batches": "null", "data.eval_fraction": 0.1}
     config = configured(lab, NEUTRAL, **every)

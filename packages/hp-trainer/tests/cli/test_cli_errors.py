@@ -10,16 +10,30 @@ import pytest
 from hp_dtensor.exceptions import LaunchError
 from hp_trainer import cli
 from hp_trainer.cli import runs
-from hp_trainer.cli.help import USAGE
+from hp_trainer.cli.help import usage_of
 from hp_trainer.machine_errors import describe_machine_error
 
 
-def test_a_misspelt_command_is_told_the_nearest(work: Path, error) -> None:
-    assert error("resme", "out").startswith(
-        "hp-train: there is no command or file 'resme'; did you mean `hp-train resume`?\nusage: "
+def test_a_word_that_is_no_command_is_told_the_nearest(work: Path, error) -> None:
+    assert error("resme", "out") == (
+        "hp-train: there is no command or file 'resme'; did you mean `hp-train resume`?\n"
+        "usage: hp-train CONFIG [--section.setting=value ...]\n"
+        "`hp-train --help` tells every command and setting\n"
     )
     assert "did you mean `hp-train layouts`?" in error("layout")
+    assert "'trian'; did you mean `hp-train CONFIG`?" in error("trian", "run.yaml")
+    assert "'frobnicate'; commands are: check, checkpoints, compare," in error("frobnicate", "run.yaml")
     assert "cannot be read" in error("resume.yaml"), "a file that is not there"
+
+
+def test_the_usage_of_a_command_is_told_alone(work: Path, error) -> None:
+    assert error("export") == (
+        "hp-train: the following arguments are required: RUN, --to\n"
+        "usage: hp-train export RUN --to DIR [--dtype DTYPE] [--lora merged|adapter] [--weights last|ema] "
+        "[--file-bytes N]\n"
+        "       hp-train export RUN --to DIR --format dcp\n"
+        "`hp-train --help` tells every command and setting\n"
+    )
 
 
 def test_torchrun_is_told_the_error_that_it_prints_last(work: Path, error, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,9 +122,13 @@ def test_each_rank_of_a_launcher_tells_what_only_it_may_have_found(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give a CONFIG or a command; `hp-train --help` tells more"),
+        ([], "give a CONFIG or a command"),
         (["layouts"], "layouts needs a CONFIG, or a --world-size without settings"),
-        (["layouts", "--world-size=0"], "--world-size must be at least 1, got 0"),
+        (["layouts", "--world-size=0"], "--world-size must be from 1 to 10,000,000, got 0"),
+        (
+            ["layouts", "--world-size=10000001"],
+            "--world-size must be from 1 to 10,000,000, got 10000001",
+        ),
         (["layouts", "--world-size=x"], "argument --world-size: invalid int value: 'x'"),
         (["resume"], "the following arguments are required: RUN"),
         (["a.yaml", "b.yaml"], "unrecognized arguments: b.yaml"),
@@ -119,4 +137,4 @@ def test_each_rank_of_a_launcher_tells_what_only_it_may_have_found(
     ],
 )
 def test_a_command_line_that_makes_no_sense_is_told(error, installed, arguments: list[str], message: str) -> None:
-    assert error(*arguments) == f"hp-train: {message}\n{USAGE}\n"
+    assert error(*arguments) == f"hp-train: {message}\n{usage_of(arguments)}\n"

@@ -105,6 +105,40 @@ def test_compiled_tensor_parallel_blocks_are_refused(work: Path, error) -> None:
 
 
 @pytest.mark.parametrize(
+    ("known", "told"),
+    [
+        ((), "training.compile: platform torch does not compile modules\n    expected: false\n    got: true\n"),
+        (
+            ("eager", "inductor"),
+            "training.compile_backend: platform torch has no such compiler\n    expected: eager or inductor\n"
+            "    got: inducter\n    try: training.compile_backend=inductor\n",
+        ),
+    ],
+)
+def test_an_unknown_compiler_is_refused(
+    work: Path, error, monkeypatch: pytest.MonkeyPatch, known: tuple[str, ...], told: str
+) -> None:
+    monkeypatch.setattr(preflight, "compile_backends", lambda platform: known)
+    assert told in error("run.yaml", "--training.compile=true", "--training.compile_backend=inducter")
+
+
+def test_more_processes_than_the_machine_can_hold_are_refused(work: Path, error, monkeypatch) -> None:
+    monkeypatch.setattr(preflight.os, "sysconf", lambda name: {"SC_PAGE_SIZE": 4096}.get(name, 2**20))
+    message = "each rank is a process of its own, and so many do not fit in the memory of this machine\n"
+    batch = "--training.global_batch_size=65"
+    assert f"launch.local_ranks: {message}    expected: at most 64\n    got: 65\n" in error(
+        "run.yaml", "--launch.local_ranks=65", batch
+    )
+    assert f"launch.cpu_ranks: {message}" in error("run.yaml", "--launch.cpu_ranks=65", batch)
+
+
+def test_empty_folders_are_refused(work: Path, error) -> None:
+    told = error("run.yaml", "--run.folder=", "--checkpoint.folder=")
+    assert "run.folder: empty\n    expected: a folder, or null\n" in told
+    assert "checkpoint.folder: empty\n    expected: a folder, or null\n" in told
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (

@@ -72,6 +72,10 @@ class ModuleInterface(ABC):
         """
         raise CapabilityError("this platform does not compile modules; train with training.compile=false")
 
+    def compile_backends(self) -> tuple[str, ...]:
+        """Return the names that `compile_module` takes as `backend`; by default none, since it cannot compile."""
+        return ()
+
     @abstractmethod
     def add_forward_pre_hook(
         self,

@@ -25,10 +25,13 @@ class TorchModules(ModuleInterface):
         Raises:
             CapabilityError: torch has no backend of this name.
         """
-        known = torch.compiler.list_backends(exclude_tags=())
+        known = self.compile_backends()
         if backend not in known:
             raise CapabilityError(f"torch.compile has no backend {backend!r}; it has {', '.join(known)}")
         module.compile(backend=backend)
+
+    def compile_backends(self) -> tuple[str, ...]:
+        return tuple(torch.compiler.list_backends(exclude_tags=()))
 
     def named_modules(self, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         return module.named_modules()

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 from hp_dtensor.exceptions import HPError
-from hp_trainer.cli.help import USAGE
 
 Overrides = list[tuple[str, str]]
 
@@ -17,10 +16,10 @@ class UsageError(HPError, ValueError):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of one command's own arguments whose errors end with the usage."""
+    """A parser of one command's own arguments whose errors are told as all others."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}\n{USAGE}")
+        raise UsageError(message)
 
 
 def parse(parser: Parser, given: list[str]) -> tuple[argparse.Namespace, Overrides]:
@@ -55,5 +54,5 @@ def _following(name: str, rest: Iterator[str]) -> str:
     """Return the value of an option that stands in the next word."""
     value = next(rest, None)
     if value is None:
-        raise UsageError(f"{name} needs a value: {name}=...\n{USAGE}")
+        raise UsageError(f"{name} needs a value: {name}=...")
     return value

@@ -10,7 +10,6 @@ from hp_trainer.cli.arguments import Parser, UsageError, parse
 from hp_trainer.cli.check import check_command
 from hp_trainer.cli.evaluate import evaluate_command
 from hp_trainer.cli.export import export_command, import_command
-from hp_trainer.cli.help import USAGE
 from hp_trainer.cli.plan import add_device_options, device_of, load_for_planning, plan_command
 from hp_trainer.cli.profile import profile_command
 from hp_trainer.cli.report_commands import compare_command, report_command
@@ -46,7 +45,7 @@ def layouts_command(given: list[str]) -> int:
     add_device_options(parser)
     options, overrides = parse(parser, given)
     if options.config is None and (options.world_size is None or overrides):
-        raise UsageError(f"layouts needs a CONFIG, or a --world-size without settings\n{USAGE}")
+        raise UsageError("layouts needs a CONFIG, or a --world-size without settings")
     check_world_size(options.world_size)
     if options.config is None:
         print(describe_layouts(list_layouts(options.world_size), options.world_size))

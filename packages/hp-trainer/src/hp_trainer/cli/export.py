@@ -10,7 +10,6 @@ from hp_dtensor.platform.selection import get_platform
 from hp_trainer._exchange import Alone
 from hp_trainer.checkpoint import find_latest
 from hp_trainer.cli.arguments import Overrides, Parser, UsageError, parse
-from hp_trainer.cli.help import USAGE
 from hp_trainer.cli.shared import WEIGHTS, newest, open_run, refuse_settings
 from hp_trainer.launch import is_first_process
 from hp_trainer.models.hugging_face.export import LARGEST_FILE
@@ -72,7 +71,7 @@ def import_command(given: list[str]) -> int:
     options, overrides = parse(parser, given)
     refuse_settings("import", overrides)
     if (options.run is None) == (options.to is None):
-        raise UsageError(f"import needs either --run=RUN or --to=DIR\n{USAGE}")
+        raise UsageError("import needs either --run=RUN or --to=DIR")
     where = Path(options.folder)
     found = registries().checkpoint_formats.get(options.format).build().open(where)
     if options.to is not None:
@@ -94,9 +93,7 @@ def _export_checkpoint(options: argparse.Namespace, overrides: Overrides) -> int
     given = [name for name in ("dtype", "lora", "weights", "file_bytes") if getattr(options, name) is not None]
     if given:
         name = given[0].replace("_", "-")
-        raise UsageError(
-            f"--{name} changes a model; --format={options.format} writes a whole checkpoint as it is\n{USAGE}"
-        )
+        raise UsageError(f"--{name} changes a model; --format={options.format} writes a whole checkpoint as it is")
     if not is_first_process():
         return 0
     checkpoint = newest(*open_run(options.run, overrides))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -71,6 +73,16 @@ Exit code: 0 done, 1 failed, 2 bad input, 130 stopped by Ctrl-C, 143 by SIGTERM.
 
 Every setting of the YAML file is an option too (--section.setting=value, or with a space); the command line wins.
 settings, with what they take and their default:"""
+
+
+def usage_of(words: Sequence[str]) -> str:
+    """Return the usage of the command that a command line begins with, else of training itself."""
+    # A line that begins with an option goes on from the one above.
+    whole = re.sub(r"\n +\[", " [", USAGE.removeprefix("usage:"))
+    lines = [line.strip() for line in whole.splitlines()]
+    own = [line for line in lines if words and line.startswith(f"hp-train {words[0]} ")] or lines[:1]
+    more = "`hp-train --help` tells every command and setting"
+    return "\n       ".join([f"usage: {own[0]}", *own[1:]]) + f"\n{more}"
 
 
 def help_text() -> str:

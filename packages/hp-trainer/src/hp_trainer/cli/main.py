@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hp_dtensor.exceptions import HPError, LaunchError
 from hp_trainer.cli.arguments import UsageError
-from hp_trainer.cli.help import USAGE, help_text
+from hp_trainer.cli.help import help_text, usage_of
 from hp_trainer.cli.output import mute, open_standard_streams, write_stacks_on_request
 from hp_trainer.exceptions import ProblemsError, StoppedError
 from hp_trainer.machine_errors import describe_machine_error
@@ -56,7 +56,9 @@ def _run(given: list[str]) -> int:
         return _fail(f"stopped by {interrupted.signal.name}", 128 + interrupted.signal)
     except StoppedError as stopped:
         return _fail(str(stopped), 128 + stopped.signal)
-    except (ProblemsError, UsageError) as error:
+    except UsageError as error:
+        return _fail(f"{error}\n{usage_of(given)}", 2)
+    except ProblemsError as error:
         return _fail(str(error), 2)
     except HPError as error:
         return _fail(str(error), 2 if isinstance(error, ValueError) else 1, every_rank=True)
@@ -70,7 +72,7 @@ def _run(given: list[str]) -> int:
 
 def _dispatch(given: list[str]) -> int:
     if not given:
-        raise UsageError(f"give a CONFIG or a command; `hp-train --help` tells more\n{USAGE}")
+        raise UsageError("give a CONFIG or a command")
     if "--help" in given or "-h" in given:
         print(help_text())
         return 0
@@ -83,15 +85,19 @@ def _dispatch(given: list[str]) -> int:
 
     if given[0] in commands.COMMANDS:
         return commands.COMMANDS[given[0]](given[1:])
-    _refuse_misspelt_command(given[0], list(commands.COMMANDS))
+    _refuse_unknown_command(given[0], list(commands.COMMANDS))
     return runs.train_command(given)
 
 
-def _refuse_misspelt_command(word: str, known: list[str]) -> None:
-    """Refuse a first word that is neither a file nor an option, but nearly a command."""
-    near = difflib.get_close_matches(word, known, n=1)
-    if near and not Path(word).suffix and not Path(word).exists():
-        raise UsageError(f"there is no command or file {word!r}; did you mean `hp-train {near[0]}`?\n{USAGE}")
+def _refuse_unknown_command(word: str, known: list[str]) -> None:
+    """Refuse a first word that is no file, and looks like none: it has neither a folder nor a suffix."""
+    if word.startswith("-") or Path(word).name != word or Path(word).suffix or Path(word).exists():
+        return
+    near = difflib.get_close_matches(word, [*known, "train"], n=1)
+    # Training is what the command does without a word of its own, which newcomers do not expect.
+    meant = "hp-train CONFIG" if near == ["train"] else f"hp-train {near[0]}" if near else None
+    hint = f"did you mean `{meant}`?" if meant else f"commands are: {', '.join(sorted(known))}"
+    raise UsageError(f"there is no command or file {word!r}; {hint}")
 
 
 def _fail(message: str, code: int, *, every_rank: bool = False) -> int:

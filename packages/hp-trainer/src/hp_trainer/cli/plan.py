@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from hp_trainer.cli.arguments import Overrides, Parser, UsageError, parse
-from hp_trainer.cli.help import USAGE
 from hp_trainer.cli.shared import check_world_size, refuse
 from hp_trainer.config import AdamWConfig, LoadedConfig, load_config
 from hp_trainer.exceptions import Problem
@@ -72,9 +71,9 @@ def device_of(name: str, memory: str | None) -> tuple[Device, float]:
     try:
         size = parse_size(memory)
     except ValueError as error:
-        raise UsageError(f"--device-memory: {error}\n{USAGE}") from None
+        raise UsageError(f"--device-memory: {error}") from None
     if size < 2**20:
-        raise UsageError(f"--device-memory: {memory} holds no model; expected {EXPECTED_SIZE}, at least 1MiB\n{USAGE}")
+        raise UsageError(f"--device-memory: {memory} holds no model; expected {EXPECTED_SIZE}, at least 1MiB")
     return device, float(size)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 from hp_trainer.cli.arguments import Parser, UsageError, parse
-from hp_trainer.cli.help import USAGE
 from hp_trainer.cli.runs import train_command
 
 
@@ -25,7 +24,7 @@ def profile_arguments(given: list[str]) -> list[str]:
     options, overrides = parse(parser, given)
     found = re.fullmatch(r"([1-9]\d*)(?:-([1-9]\d*))?", options.steps)
     if found is None:
-        raise UsageError(f"--steps takes a step or FIRST-LAST, such as 4-5, got {options.steps!r}\n{USAGE}")
+        raise UsageError(f"--steps takes a step or FIRST-LAST, such as 4-5, got {options.steps!r}")
     first, last = found[1], found[2] or found[1]
     settings = [("profile.first", first), ("profile.last", last), ("training.steps", last), ("generate.prompts", "[]")]
     return [options.config, *(f"--{path}={value}" for path, value in [*settings, *overrides])]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from hp_trainer.cli.arguments import Parser, UsageError, parse
-from hp_trainer.cli.help import USAGE
 from hp_trainer.cli.shared import refuse_settings
 from hp_trainer.report import compare_runs, report_run
 
@@ -29,7 +28,7 @@ def compare_command(given: list[str]) -> int:
     options, overrides = parse(parser, given)
     refuse_settings("compare", overrides)
     if len(options.runs) < 2:
-        raise UsageError(f"compare needs two runs or more\n{USAGE}")
+        raise UsageError("compare needs two runs or more")
     print(compare_runs([Path(run) for run in options.runs], options.to))
     print(f"\ncurves: {options.to}")
     return 0

@@ -9,7 +9,6 @@ from hp_dtensor.launch import is_launched
 from hp_trainer.checkpoint import delete_leftovers, list_checkpoints, open_step, set_aside_later
 from hp_trainer.cli.arguments import Parser, UsageError, parse
 from hp_trainer.cli.checkpoint_table import describe_checkpoints
-from hp_trainer.cli.help import USAGE
 from hp_trainer.cli.output import print_if_read
 from hp_trainer.cli.shared import load, newest, open_run, refuse, require_platform, resolved, tell
 from hp_trainer.config import LoadedConfig, TrainerConfig
@@ -55,7 +54,7 @@ def run_command(given: list[str]) -> int:
     options, overrides = parse(parser, given)
     loaded = load(options.config, overrides)
     if loaded.config.run.folder is None:
-        raise UsageError(f"run needs the folder to begin or to go on with: --run.folder=RUN\n{USAGE}")
+        raise UsageError("run needs the folder to begin or to go on with: --run.folder=RUN")
     folder = chosen_run_folder(loaded, Path(options.config))
     config = resolved(loaded.config, folder)
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from hp_trainer.cli.arguments import Parser, UsageError, parse
-from hp_trainer.cli.help import USAGE
 from hp_trainer.cli.shared import refuse_settings
 from hp_trainer.pipeline import (
     ActionSeconds,
@@ -74,7 +73,7 @@ def _schedule(options: Any) -> Schedule:
     if options.schedule not in schedule_names() and Path(options.schedule).is_file():
         return Schedule.parse(Path(options.schedule).read_text(encoding="utf-8"))
     if options.ranks is None or options.microbatches is None:
-        raise UsageError(f"schedule {options.schedule} needs --ranks and --microbatches\n{USAGE}")
+        raise UsageError(f"schedule {options.schedule} needs --ranks and --microbatches")
     return build_schedule(
         options.schedule,
         num_ranks=options.ranks,

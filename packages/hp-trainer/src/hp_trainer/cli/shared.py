@@ -8,7 +8,6 @@ from pathlib import Path
 
 from hp_trainer.checkpoint import Checkpoint, find_latest, open_latest
 from hp_trainer.cli.arguments import Overrides, UsageError
-from hp_trainer.cli.help import USAGE
 from hp_trainer.config import LoadedConfig, TrainerConfig, load_config
 from hp_trainer.exceptions import ConfigError, Problem, raise_if_any
 from hp_trainer.launch import chosen_platform, no_platform
@@ -17,6 +16,7 @@ from hp_trainer.run import RunFolder, check_model, checkpoint_storage
 
 # Which weights of a checkpoint are used.
 WEIGHTS = ("last", "ema")
+MAX_WORLD_SIZE = 10_000_000
 
 
 def tell(line: str) -> None:
@@ -64,17 +64,17 @@ def refuse_settings(command: str, overrides: Overrides) -> None:
         UsageError: there is one.
     """
     if overrides:
-        raise UsageError(f"{command} takes no settings, got --{overrides[0][0]}\n{USAGE}")
+        raise UsageError(f"{command} takes no settings, got --{overrides[0][0]}")
 
 
 def check_world_size(world_size: int | None) -> None:
-    """Refuse a number of ranks that is none.
+    """Refuse a number of ranks that no job has.
 
     Raises:
-        UsageError: it is below 1.
+        UsageError: it is below 1, or so large that its layouts could not be counted in an hour.
     """
-    if world_size is not None and world_size < 1:
-        raise UsageError(f"--world-size must be at least 1, got {world_size}\n{USAGE}")
+    if world_size is not None and not 1 <= world_size <= MAX_WORLD_SIZE:
+        raise UsageError(f"--world-size must be from 1 to {MAX_WORLD_SIZE:,}, got {world_size}")
 
 
 def resolved(config: TrainerConfig, folder: Path) -> TrainerConfig:

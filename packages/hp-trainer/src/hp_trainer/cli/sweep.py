@@ -10,7 +10,6 @@ from pathlib import Path
 
 from hp_dtensor.launch import is_launched
 from hp_trainer.cli.arguments import Overrides, Parser, UsageError, parse
-from hp_trainer.cli.help import USAGE
 from hp_trainer.cli.shared import load, refuse, tell
 from hp_trainer.exceptions import Problem
 from hp_trainer.launch import check_new_run, world_size_of
@@ -50,7 +49,7 @@ def plan_sweep(overrides: Overrides, base: Path) -> dict[Path, Overrides]:
     choices = [[(path, value) for value in split_values(text)] for path, text in overrides]
     varied = {path for path, text in overrides if len(split_values(text)) > 1}
     if not varied:
-        raise UsageError(f"sweep needs a setting with several values, --optimizer.lr=1e-3,3e-3\n{USAGE}")
+        raise UsageError("sweep needs a setting with several values, --optimizer.lr=1e-3,3e-3")
     runs: dict[Path, Overrides] = {}
     for number, chosen in enumerate(itertools.product(*choices)):
         label = "-".join(f"{path.rpartition('.')[2]}={value}" for path, value in chosen if path in varied)

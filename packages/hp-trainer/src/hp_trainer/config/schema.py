@@ -20,6 +20,10 @@ class RunConfig:
 
     folder: str | None = setting(None, help="run folder; null: runs/<name of the YAML file>-<date and time>")
 
+    def check(self) -> Iterator[Problem]:
+        if self.folder == "":
+            yield Problem(path="folder", what="empty", expected="a folder, or null", hint="null")
+
 
 @dataclass(frozen=True, kw_only=True)
 class LossScalingConfig:
@@ -303,6 +307,10 @@ class CheckpointConfig:
         None, help="folder of the checkpoints; null: checkpoints/ in the run folder", is_path=True
     )
     storage: Component = component("checkpoint_storages", "local", help="where checkpoints live")
+
+    def check(self) -> Iterator[Problem]:
+        if self.folder == "":
+            yield Problem(path="folder", what="empty", expected="a folder, or null", hint="null")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,6 +51,14 @@ def max_local_ranks(name: str) -> int | None:
         return None
 
 
+def compile_backends(name: str) -> tuple[str, ...] | None:
+    """Return the compilers that a platform knows by name; this loads its framework. None: it cannot be loaded."""
+    try:
+        return get_platform(name).compile_backends()
+    except PlatformError:
+        return None
+
+
 def no_platform() -> Problem | None:
     """Return the problem that no platform is installed at all; None: one is."""
     hint = "pip install hp-platform-torch or hp-platform-mindspore"

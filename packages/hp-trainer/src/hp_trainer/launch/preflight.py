@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 import tempfile
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from hp_trainer.config import LoadedConfig, TrainerConfig, settings_by_path
 from hp_trainer.exceptions import ParallelDimsError, Problem, join_choices
 from hp_trainer.launch.memory_problems import find_memory_problems
 from hp_trainer.launch.pipeline_problems import find_model_part_problems, find_pipeline_problems
-from hp_trainer.launch.platforms import chosen_platform, max_local_ranks
+from hp_trainer.launch.platforms import chosen_platform, compile_backends, max_local_ranks
 from hp_trainer.models.hugging_face import ModelDirectory
 from hp_trainer.optimizers import group_problems
 from hp_trainer.parallel import (
@@ -30,6 +31,9 @@ from hp_trainer.run import RunFolder
 
 # What decides which samples a step reads, and what the weights mean: fixed when a run begins.
 _FIXED = ("model.", "data.", "training.seed", "training.sequence_length")
+
+# What a process with a framework takes before it trains anything, at the very least.
+_LEAST_RANK_BYTES = 64 * 2**20
 
 
 def check_settings(loaded: LoadedConfig, world_size: int, registered: Registries) -> list[Problem]:
@@ -118,6 +122,8 @@ def _run_problems(config: TrainerConfig, world_size: int, registered: Registries
         if config.parallel.pp > 1:
             yield from find_model_part_problems(config, platform, registered)
         yield from _device_problems(config, platform)
+        if config.training.compile:
+            yield from _compiler_problems(config.training.compile_backend, platform)
     yield from group_problems(config.parameter_groups, config.optimizer.options)
     found = list(layout_problems(config, world_size))
     yield from found
@@ -143,6 +149,16 @@ def layout_problems(config: TrainerConfig, world_size: int) -> Iterator[Problem]
 def _device_problems(config: TrainerConfig, platform: str) -> Iterator[Problem]:
     """Yield more local ranks than this machine has accelerators: the second rank of one would die in its start."""
     ranks = config.launch.local_ranks or 1
+    setting = "cpu_ranks" if config.launch.local_ranks is None else "local_ranks"
+    asked, most = getattr(config.launch, setting), _most_processes()
+    if asked > most and not is_launched():
+        yield Problem(
+            path=f"launch.{setting}",
+            what="each rank is a process of its own, and so many do not fit in the memory of this machine",
+            expected=f"at most {most}",
+            got=str(asked),
+        )
+        return
     # One rank always fits, and need not wait for a framework to count.
     devices = max_local_ranks(platform) if ranks > 1 and not is_launched() else None
     if devices is not None and devices < ranks:
@@ -154,6 +170,28 @@ def _device_problems(config: TrainerConfig, platform: str) -> Iterator[Problem]:
             got=str(ranks),
             hint=f"launch.local_ranks={devices}, or in the environment HP_DEVICE=cpu, to train on the CPU, or "
             "HP_BACKEND=gloo, to share accelerators",
+        )
+
+
+def _most_processes() -> int:
+    """Return how many ranks could be started here at all, whatever they train."""
+    return max(1, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _LEAST_RANK_BYTES)
+
+
+def _compiler_problems(backend: str, platform: str) -> Iterator[Problem]:
+    """Yield that the platform has no such compiler, or none at all."""
+    known = compile_backends(platform)
+    if known == ():
+        what = f"platform {platform} does not compile modules"
+        yield Problem(path="training.compile", what=what, expected="false", got="true")
+    elif known is not None and backend not in known:
+        near = next(iter(difflib.get_close_matches(backend, known, n=1)), "inductor")
+        yield Problem(
+            path="training.compile_backend",
+            what=f"platform {platform} has no such compiler",
+            expected=join_choices(sorted(known)),
+            got=backend,
+            hint=f"training.compile_backend={near}",
         )
 
 

@@ -88,9 +88,13 @@ class PlainModel(nn.Module):
         outer = ("dp_replicate",) if dims.dp_replicate > 1 else ()
         shards, policy = mesh[*outer, "fsdp"], precision_policy(training)
         modules = dict(self.platform.named_modules(self.module))
-        for module in (*(modules[name] for name in self._unit_names(names)), self):
+        units = [modules[name] for name in self._unit_names(names)]
+        for module in (*units, self):
             fully_shard(module, shards, mp_policy=policy, reshard_after_forward=reshard_after_forward)
             module.set_reduce_op_type("sum", recurse=False)
+        if training is not None and training.compile:
+            for module in units:
+                self.platform.compile_module(module, training.compile_backend)
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
