@@ -1,8 +1,8 @@
 """Activation bytes of the decoder by formula: per block, for its ends, and at the peak.
 
 The formulas list what autograd keeps of each operation (after arXiv 2205.05198, section 4, for the operations that this
-decoder has). They are those of torch's operations on the CPU and on CUDA; MindSpore keeps up to a tenth more or less.
-Tests compare them with bytes that have been counted, to a tenth.
+decoder has). They are those of torch's operations on the CPU and on CUDA. Tests compare them with bytes that have been
+counted on torch's CPU, to a tenth; MindSpore does not tell when a tensor is freed, and nobody has counted there.
 """
 
 from __future__ import annotations
