@@ -1,4 +1,6 @@
-"""Recomputation against torch's own: peak bytes of activations and time of a forward and backward, in one run.
+"""Recomputation and offload against torch's own: peak bytes of activations on the device, and time, in one run.
+
+Copies in host memory are not counted, also where the device is the host; what is brought back is.
 
 python benchmarks/recompute.py [--layers=3 --length=128]
 """
@@ -11,10 +13,12 @@ import time
 from functools import partial
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from hp_dtensor import get_platform
+from hp_dtensor.parallel.offload import ActivationOffload
 from hp_dtensor.parallel.recompute import checkpoint
 
 KEPT = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
@@ -38,8 +42,19 @@ def contexts():
 
 
 def on_cpu(block, x):
-    with torch.autograd.graph.save_on_cpu():
+    hooks = torch.autograd.graph.save_on_cpu()
+
+    def pack(tensor):
+        with _disable_current_modes():
+            return hooks.pack_hook(tensor.clone())
+
+    # On the CPU torch copies neither way, as it would from and to a device.
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: hooks.unpack_hook(packed).clone()):
         return block(x)
+
+
+def plainly(block, x):
+    return block(x)
 
 
 def main():
@@ -49,20 +64,22 @@ def main():
     options = parser.parse_args()
     platform = get_platform("torch")
     blocks = [Block(options.width) for _ in range(options.layers)]
+    # Each makes what calls the blocks of one forward.
     ways = {
-        "none": lambda block, x: block(x),
-        "ours, full": partial(checkpoint, platform=platform),
-        "torch, full": partial(torch_checkpoint, use_reentrant=False),
-        "ours, products kept": partial(checkpoint, platform=platform, keep=("products",)),
-        "torch, products kept": partial(torch_checkpoint, use_reentrant=False, context_fn=contexts),
-        "torch, save_on_cpu": on_cpu,
+        "none": lambda: plainly,
+        "ours, full": lambda: partial(checkpoint, platform=platform),
+        "torch, full": lambda: partial(torch_checkpoint, use_reentrant=False),
+        "ours, products kept": lambda: partial(checkpoint, platform=platform, keep=("products",)),
+        "torch, products kept": lambda: partial(torch_checkpoint, use_reentrant=False, context_fn=contexts),
+        "ours, offloaded": lambda: ActivationOffload(platform),
+        "torch, save_on_cpu": lambda: on_cpu,
     }
     x = torch.randn(4, options.length, options.width, requires_grad=True)
 
     def step(way):
-        y = x
+        y, call = x, way()
         for block in blocks:
-            y = way(block, y)
+            y = call(block, y)
         y.sum().backward()
 
     seconds = {name: [] for name in ways}

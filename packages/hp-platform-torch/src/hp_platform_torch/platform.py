@@ -26,6 +26,7 @@ from hp_platform_torch.processes import TorchProcesses
 from hp_platform_torch.tensor import autograd, dtensor, torch_functions
 from hp_platform_torch.tensor.dtensor import TorchDTensor
 from hp_platform_torch.tensor.handlers import handler_of
+from hp_platform_torch.tensor.host_copies import TorchHostCopies
 from hp_platform_torch.tensor.kept_operations import kept_operations
 from hp_platform_torch.tensor.local_operations import LocalOperations, NoGrad
 from hp_platform_torch.tensor.modules import TorchModules
@@ -220,6 +221,9 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
 
     def kept_operations(self, kinds: Collection[str]) -> KeptOperations:
         return kept_operations(kinds)
+
+    def host_copies(self) -> TorchHostCopies:
+        return TorchHostCopies()
 
     def random_state(self) -> tuple[Tensor, Tensor | None]:
         kind = self.device.type

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from hp_dtensor.comm.recompute_record import KINDS, Record, current, kept, kept_result
-from hp_dtensor.comm.saved_tensors import Kept
+from hp_dtensor.comm.saved_tensors import Kept, keeping
 from hp_dtensor.exceptions import GradientPathError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.tensor.dtensor import DTensor
@@ -59,7 +59,8 @@ def checkpoint(
     leave: list[Callable[[Tensor], Tensor]] = []
 
     def forward(local: Tensor) -> Tensor:
-        with record.first(), random.first(), platform.no_grad():
+        # Nodes in here are dropped at once, so that what they keep need not be offloaded.
+        with record.first(), random.first(), platform.no_grad(), keeping(None):
             y = function(enter(local), *args)
         leave[:] = [_way_back(y)]
         return platform.detach(platform.unwrap(y)) if isinstance(y, DTensor) else y

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 from hp_dtensor.exceptions import CapabilityError
+from hp_dtensor.platform.host_copies import HostCopies
 from hp_dtensor.platform.recording import is_recording, located
 
 Tensor: TypeAlias = Any
@@ -172,6 +173,17 @@ class AutogradInterface(ABC):
                 "graph; keep attention or collectives, or recompute whole blocks"
             )
         return KeptOperations()
+
+    def host_copies(self) -> HostCopies:
+        """Return what moves tensors that autograd saves to host memory and back.
+
+        Raises:
+            CapabilityError: the framework lets nobody replace them, which is the default.
+        """
+        raise CapabilityError(
+            "this platform cannot offload activations: nothing takes the place of what its autograd saves for "
+            "backward; recompute blocks instead"
+        )
 
     def random_state(self) -> Any:
         """Return the state of the generators that operations of this rank draw from; the default: there are none."""

@@ -23,6 +23,7 @@ from hp_platform_torch.fsdp import host_memory
 from hp_platform_torch.fsdp.gather_extension import find_extension
 from hp_platform_torch.patches import running_backward
 from hp_platform_torch.tensor.dtensor import TorchDTensor, adopt
+from hp_platform_torch.tensor.host_copies import stay_on_device
 from hp_platform_torch.tensor.local_operations import LocalOperations, NoGrad
 
 Tensor = torch.Tensor
@@ -65,7 +66,9 @@ class TorchParameterStorage(ParameterStorage):
         return super().new_buffer(numel, dtype, device_type)
 
     def release(self, buffer: Tensor) -> None:
-        buffer.untyped_storage().resize_(0)
+        storage = buffer.untyped_storage()
+        stay_on_device(storage)
+        storage.resize_(0)
 
     def refill(self, buffer: Tensor) -> None:
         storage, nbytes = buffer.untyped_storage(), buffer.numel() * buffer.itemsize

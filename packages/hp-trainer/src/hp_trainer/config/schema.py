@@ -115,6 +115,9 @@ class TrainingConfig:
     activation_budget: str | None = setting(
         None, help="bytes that a rank's activations may take, such as 20GiB; what is recomputed is chosen by it"
     )
+    offload_activations: bool = setting(
+        False, help="keep in host memory what blocks save for backward, copied beside the computation"
+    )
     compile: bool = setting(False, help="compile each block (torch.compile); not with parallel.tp > 1")
     compile_backend: str = setting("inductor", help="the compiler, by torch's name for it")
     freeze: tuple[str, ...] = setting((), help="patterns of names of parameters that are not trained, such as embed.*")
@@ -166,6 +169,9 @@ class TrainingConfig:
 
     def _memory_problems(self) -> Iterator[Problem]:
         if self.activation_budget is not None:
+            if self.offload_activations:
+                what = "activation_budget counts activations that stay on the device"
+                yield Problem(path="offload_activations", what=what, expected="false, or no budget", got="true")
             try:
                 parse_size(self.activation_budget)
             except ValueError:

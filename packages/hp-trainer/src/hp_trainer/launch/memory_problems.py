@@ -32,6 +32,11 @@ def find_memory_problems(dims: ParallelDims, config: TrainerConfig, platform: st
     except CapabilityError as error:
         yield Problem(path="training.recompute_keep", what=str(error), got=", ".join(training.recompute_keep or ()))
         return
+    try:
+        if training.offload_activations:
+            get_platform(platform).host_copies()
+    except CapabilityError as error:
+        yield Problem(path="training.offload_activations", what=str(error), expected="false", got="true")
     num_layers = getattr(config.model.options, "num_hidden_layers", None)
     if training.recompute != "none" and num_layers is not None and training.recompute_blocks:
         yield from _pattern_problems(config, num_layers, platform)

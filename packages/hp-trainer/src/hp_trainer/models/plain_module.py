@@ -133,6 +133,9 @@ class PlainModel(nn.Module):
         if training is not None and training.recompute != "none":
             what = "a plain module computes nothing again"
             yield Problem(path="training.recompute", what=what, expected="none", got=training.recompute)
+        if training is not None and training.offload_activations:
+            what = "a plain module has no blocks whose activations could be offloaded"
+            yield Problem(path="training.offload_activations", what=what, expected="false", got="true")
         for setting, patterns in (("tp_plan", self._tp_plan), ("fsdp_units", self._units)):
             for pattern in patterns:
                 if not _matching(pattern, names):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hp_dtensor.parallel import nn
 from hp_dtensor.parallel.attention import AttentionDropout, AttentionMask
+from hp_dtensor.parallel.offload import ActivationOffload
 from hp_dtensor.parallel.recompute import checkpoint
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.tensor.conversions import whole_of
@@ -73,6 +75,7 @@ class Decoder(nn.Module):
         rotary: angles by length and positions.
         takes_rows: whether `forward` is to be told the number of each row in the run.
         recompute: of each layer of the whole model, what is computed again in backward.
+        offloads: whether what blocks keep for backward waits in host memory.
     """
 
     def __init__(self, config: DecoderConfig, parts: DecoderParts | None = None) -> None:
@@ -82,6 +85,7 @@ class Decoder(nn.Module):
         self.parts = replace(parts, layers=layers)
         self.config = config
         self.recompute: Sequence[BlockRecompute] = [NOTHING_AGAIN] * config.num_hidden_layers
+        self.offloads = False
         self._loss = TokenLoss()
         self._seed = 0
         # A head that is the embedding has a copy of its own where the embedding is another part's.
@@ -123,17 +127,22 @@ class Decoder(nn.Module):
         rotation = self.rotary.of_length(x.shape[1], positions, like=x)
         masks = self._masks(positions)
         chosen_by = ids if self.config.hash_routing else None
+        offload = ActivationOffload(self.platform) if self.offloads else None
         for layer in self.layers.select(parts.layers):
             others = rotation, masks[layer.window], chosen_by, self._dropout(rows, layer.index)
-            recompute = self.recompute[layer.index]
-            if recompute.mode == "none":
-                x = layer(x, *others)
-            else:
-                x = checkpoint(layer, x, *others, platform=self.platform, keep=recompute.keep)
+            run = self._recomputed(layer)
+            x = run(x, *others) if offload is None else offload(run, x, *others)
         if not parts.head:
             return x
         logits = self._logits(self.norm(x))
         return whole_of(logits if targets is None else self._loss.summed(self.platform, logits, targets))
+
+    def _recomputed(self, layer: Any) -> Callable[..., Tensor]:
+        """Return a block as it is to be called: itself, or as one that is computed again in backward."""
+        recompute = self.recompute[layer.index]
+        if recompute.mode == "none":
+            return layer  # type: ignore[no-any-return]
+        return functools.partial(checkpoint, layer, platform=self.platform, keep=recompute.keep)
 
     def _masks(self, positions: Tensor | None) -> dict[int | None, AttentionMask]:
         """Return a mask for each window; blocks with the same one share what is derived from it."""
@@ -190,6 +199,7 @@ class Decoder(nn.Module):
         parallelize(self, dims, mesh, training, reshard_after_forward=reshard_after_forward)
         if training is not None:
             self.recompute = recompute_by_settings(training, self.config.num_hidden_layers, self.platform)
+            self.offloads = training.offload_activations
             self._loss = TokenLoss(training.label_smoothing, training.z_loss)
             self._seed = training.seed
 

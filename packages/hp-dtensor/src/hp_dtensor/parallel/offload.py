@@ -1,0 +1,190 @@
+"""Offload of activations: what blocks keep for backward waits in host memory.
+
+What autograd saves within a block is copied to the host while the next block computes. In backward, the first use of a
+block's tensors begins the copies of the block before, which comes next. (Rhu et al., 2016, "vDNN", arXiv 1602.08124.)
+
+Whole memories of tensors are copied, once each: views that share one share its copy too, and come back as they lay.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable
+from contextlib import ExitStack
+from typing import Any
+
+from hp_dtensor.comm.kept_tensors import MODIFIED, Held, Keeper, keeping
+from hp_dtensor.platform.host_copies import HostCopies
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.trees import tensors_in
+
+Tensor = Any
+
+
+class ActivationOffload:
+    """Calls the blocks of one forward, in their order, and keeps in host memory what they save for backward.
+
+    The last block's tensors stay, for backward begins with them. So do parameters, buffers and gathered weights, what
+    shares memory with `args`, small tensors, and results that `checkpoint` keeps. Make one for each forward.
+
+    Args:
+        smallest: bytes below which memory stays on the device.
+
+    Raises:
+        CapabilityError: the platform cannot replace what its autograd saves.
+
+    Example:
+        >>> x = platform.zeros((4, 3), platform.dtype("float32"))
+        >>> offload = ActivationOffload(platform)
+        >>> offload(platform.ops.silu, offload(platform.ops.silu, x)).shape
+        torch.Size([4, 3])
+    """
+
+    def __init__(self, platform: Platform, smallest: int = 1024) -> None:
+        self._platform = platform
+        self._copies = platform.host_copies()
+        self._smallest = smallest
+        self._last: _Block | None = None
+
+    def __call__(self, function: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
+        """Return `function(x, *args)`.
+
+        Args:
+            function: a module, whose parameters stay on the device; of any other function, those that are no longer in
+                the graph as leaves are offloaded as if they were activations.
+            args: tensors in it, such as tables that blocks share, stay on the device.
+
+        Raises:
+            RuntimeError: from backward, if a tensor that is needed there has been written.
+        """
+        if not self._platform.is_grad_enabled():
+            return function(x, *args)
+        block = _Block(self._platform, self._copies, self._smallest, self._last)
+        block.leave(self._tensors_of(function), tensors_in(args, self._platform.Tensor))
+        with ExitStack() as stack:
+            stack.enter_context(self._copies.saving(block.save, lambda kept: kept.get()))
+            stack.enter_context(keeping(block.keep))
+            result = function(x, *args)
+        # Only now: the copies of the block before have had all this block's time.
+        if self._last is not None:
+            self._last.finish()
+        self._last = block
+        return result
+
+    def _tensors_of(self, function: Any) -> list[Tensor]:
+        if not isinstance(function, self._platform.Module):
+            return []
+        named = (self._platform.named_parameters(function), self._platform.named_buffers(function))
+        return [x for tensors in named for _, x in tensors]
+
+
+class _Block:
+    """What one block has saved."""
+
+    def __init__(self, platform: Platform, copies: HostCopies, smallest: int, before: _Block | None) -> None:
+        self._platform, self._copies, self._smallest, self._before = platform, copies, smallest, before
+        self._left: set[Hashable] = set()
+        # An entry lives as long as the graph needs it. While it holds its source, whose memory identifies it, nothing
+        # else can lie there.
+        self._entries: weakref.WeakValueDictionary[Hashable, _Entry] = weakref.WeakValueDictionary()
+        self._is_entered = False
+
+    def leave(self, *lists: list[Tensor]) -> None:
+        """Leave these tensors' memory where it is."""
+        with self._platform.local_op():
+            found = [self._copies.memory_of(x) for tensors in lists for x in tensors]
+        self._left |= {memory[0] for memory in found if memory is not None}
+
+    def save(self, x: Tensor) -> Keeper:
+        """Keep a tensor that autograd saves, which may be a leaf, or part of the graph that saves it."""
+        if self._platform.is_leaf(x):
+            if self._platform.requires_grad(x):
+                self.leave([x])
+            return self.keep(x)
+        with self._platform.no_grad():
+            # Else the graph would hold itself by its results.
+            return self.keep(self._platform.detach(x))
+
+    def keep(self, x: Tensor) -> Keeper:
+        """Keep a leaf, or a tensor outside the graph."""
+        memory = self._copies.memory_of(x)
+        if memory is None or memory[1] < self._smallest or memory[0] in self._left:
+            return Held(self._platform, x)
+        key = memory[0], self._platform.version(x)
+        with self._platform.no_grad(), self._platform.local_op():
+            entry = self._entries.get(key)
+            if entry is None:
+                entry = self._entries[key] = _Entry(self, self._platform, self._copies, x)
+            return _Offloaded(entry, self._copies, x)
+
+    def finish(self) -> None:
+        """Free the device's memory, once it has been copied."""
+        for entry in list(self._entries.values()):
+            entry.finish()
+
+    def enter(self) -> None:
+        """Bring back this block's tensors, and those of the block that backward comes to next, at the first call."""
+        if self._is_entered:
+            return
+        self._is_entered = True
+        for block in (self, self._before):
+            for entry in list(block._entries.values()) if block is not None else ():
+                entry.fetch()
+
+
+class _Entry:
+    """One memory: its source while that is there, its copy on the host, and what has been brought back."""
+
+    def __init__(self, block: _Block, platform: Platform, copies: HostCopies, x: Tensor) -> None:
+        self._block, self._platform, self._copies = block, platform, copies
+        self._shape = list(x.shape)
+        self._source: Held | None = Held(platform, x)
+        self._host, self._wait = copies.to_host(copies.memory(x))
+        self._brought: Any = None
+        self._is_written = False
+        self.users = 0
+
+    def finish(self) -> None:
+        if self._source is None:
+            return
+        self._wait()
+        # A copy under way may have seen what was written.
+        self._is_written = not self._source.is_unchanged
+        self._source = None
+
+    def fetch(self) -> None:
+        if self._source is None and self._brought is None:
+            self._brought = self._copies.to_device(self._host)
+
+    def check(self) -> None:
+        if self._is_written or not (self._source is None or self._source.is_unchanged):
+            raise RuntimeError(MODIFIED.format(self._shape))
+
+    def take(self) -> Tensor:
+        """Return the memory on the device, for one of the users; the last one's frees it."""
+        self._block.enter()
+        self.users -= 1
+        self.check()
+        if self._source is not None:
+            with self._platform.local_op():
+                return self._copies.memory(self._source.get())
+        self.fetch()
+        memory, wait = self._brought
+        wait()
+        if self.users <= 0:
+            self._brought = None
+        return memory
+
+
+class _Offloaded:
+    """One tensor in the memory of an entry."""
+
+    def __init__(self, entry: _Entry, copies: HostCopies, x: Tensor) -> None:
+        self._entry, self._copies, self._form = entry, copies, copies.form(x)
+        entry.users += 1
+
+    def get(self) -> Tensor:
+        return self._copies.tensor(self._entry.take(), self._form)
+
+    def check(self) -> None:
+        self._entry.check()

@@ -1,0 +1,49 @@
+"""Copies in host memory of what a framework's autograd saves for backward."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
+from typing import Any
+
+Tensor = Any
+Wait = Callable[[], None]
+
+
+class HostCopies(ABC):
+    """Moves memory of saved tensors to the host and back, beside the computation where the device can do that."""
+
+    @abstractmethod
+    def saving(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> AbstractContextManager[Any]:
+        """Call `pack` with each tensor that operations of this thread save in the block, and keep what it returns.
+
+        Backward calls `unpack` with that, wherever it runs, and computes with the tensor that it returns.
+        """
+
+    @abstractmethod
+    def memory_of(self, x: Tensor) -> tuple[Hashable, int] | None:
+        """Return what identifies the memory that a tensor lies in, as long as that lives, and its bytes.
+
+        None where it must stay: memory that parameters are gathered to, or tensors of other kinds.
+        """
+
+    @abstractmethod
+    def form(self, x: Tensor) -> Any:
+        """Return what `tensor` needs to make a tensor like `x`: its dtype, and how it lies in its memory."""
+
+    @abstractmethod
+    def memory(self, x: Tensor) -> Tensor:
+        """Return the whole memory that a tensor lies in as a flat tensor of bytes."""
+
+    @abstractmethod
+    def to_host(self, memory: Tensor) -> tuple[Tensor, Wait]:
+        """Begin to copy memory to the host; once the function beside the copy has returned, the computation may free or write `memory`."""
+
+    @abstractmethod
+    def to_device(self, host: Tensor) -> tuple[Tensor, Wait]:
+        """Begin to copy back; the function beside the copy makes the computation wait for it."""
+
+    @abstractmethod
+    def tensor(self, memory: Tensor, form: Any) -> Tensor:
+        """Return the tensor of a form over memory, outside the graph."""
