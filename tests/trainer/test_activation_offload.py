@@ -27,7 +27,9 @@ def test_losses_and_weights_are_bitwise_the_same(lab, monkeypatch, degrees, worl
     monkeypatch.setattr(offload._Entry, "fetch", lambda self: (moved.append(self), fetch(self)))
 
     def numbers(flag):
-        run = lab.run(f"{flag}", degrees, world_size, training__offload_activations=str(flag).lower(), **SETTINGS, **more)
+        run = lab.run(
+            f"{flag}", degrees, world_size, training__offload_activations=str(flag).lower(), **SETTINGS, **more
+        )
         return losses(run), tensors(run)
 
     losses_kept, kept = numbers(False)
