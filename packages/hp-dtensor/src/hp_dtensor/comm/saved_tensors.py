@@ -39,7 +39,7 @@ class Held:
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether the tensor has not been written in place since, as far as the framework counts that."""
+        """True if the tensor has not been written in place since, as far as the framework counts that."""
         return self._platform.version(self._tensor) == self._version
 
     def get(self) -> Tensor:

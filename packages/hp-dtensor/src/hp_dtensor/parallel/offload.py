@@ -79,7 +79,7 @@ class ActivationOffload:
 
 
 class _Block:
-    """What one block has saved."""
+    """The memories that one block has saved, and the block before, which backward comes to next."""
 
     def __init__(self, platform: Platform, copies: HostCopies, smallest: int, before: _Block | None) -> None:
         self._platform, self._copies, self._smallest, self._before = platform, copies, smallest, before

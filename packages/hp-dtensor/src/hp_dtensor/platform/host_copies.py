@@ -38,7 +38,10 @@ class HostCopies(ABC):
 
     @abstractmethod
     def to_host(self, memory: Tensor) -> tuple[Tensor, Wait]:
-        """Begin to copy memory to the host; once the function beside the copy has returned, the computation may free or write `memory`."""
+        """Begin to copy memory to the host.
+
+        Once the function beside the copy has returned, the computation may free or write `memory`.
+        """
 
     @abstractmethod
     def to_device(self, host: Tensor) -> tuple[Tensor, Wait]:
