@@ -34,6 +34,7 @@ from hp_platform_mindspore.ops.primitives import call_primitive
 from hp_platform_mindspore.patches import table
 from hp_platform_mindspore.processes import MindSporeProcesses
 from hp_platform_mindspore.tensor import autograd, dtensor, meta, modules
+from hp_platform_mindspore.tensor.host_copies import MindSporeHostCopies
 from hp_platform_mindspore.tensor.local_operations import LocalOperations
 from hp_platform_mindspore.tensor.memory import (
     DTYPES,
@@ -221,6 +222,9 @@ class MindSporePlatform(MindSporeProcesses):
 
     def has_gradient_hooks(self, x: Tensor) -> bool:
         return bool(x.hooks())
+
+    def host_copies(self) -> MindSporeHostCopies:
+        return MindSporeHostCopies(self.capabilities.host_memory)
 
     def random_state(self) -> tuple[np.ndarray[Any, Any], Any]:
         return ms.get_rng_state().asnumpy().copy(), self._generator.bit_generator.state

@@ -3,7 +3,8 @@
 What autograd saves within a block is copied to the host while the next block computes. In backward, the first use of a
 block's tensors begins the copies of the block before, which comes next. (Rhu et al., 2016, "vDNN", arXiv 1602.08124.)
 
-Whole memories of tensors are copied, once each: views that share one share its copy too, and come back as they lay.
+Where the platform can, whole memories of tensors are copied, once each: views that share one share its copy too, and
+come back as they lay.
 """
 
 from __future__ import annotations
@@ -110,7 +111,8 @@ class _Block:
         memory = self._copies.memory_of(x)
         if memory is None or memory[1] < self._smallest or memory[0] in self._left:
             return Held(self._platform, x)
-        key = memory[0], self._platform.version(x)
+        shared = None if self._copies.copies_whole_memory else self._copies.form(x)
+        key = memory[0], self._platform.version(x), shared
         with self._platform.no_grad(), self._platform.local_op():
             entry = self._entries.get(key)
             if entry is None:

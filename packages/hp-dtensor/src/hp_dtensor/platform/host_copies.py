@@ -12,7 +12,13 @@ Wait = Callable[[], None]
 
 
 class HostCopies(ABC):
-    """Moves memory of saved tensors to the host and back, beside the computation where the device can do that."""
+    """Moves memory of saved tensors to the host and back, beside the computation where the device can do that.
+
+    Attributes:
+        copies_whole_memory: views that lie in one memory share its copy; else each tensor is copied by itself.
+    """
+
+    copies_whole_memory = True
 
     @abstractmethod
     def saving(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> AbstractContextManager[Any]:
@@ -29,12 +35,12 @@ class HostCopies(ABC):
         """
 
     @abstractmethod
-    def form(self, x: Tensor) -> Any:
+    def form(self, x: Tensor) -> Hashable:
         """Return what `tensor` needs to make a tensor like `x`: its dtype, and how it lies in its memory."""
 
     @abstractmethod
     def memory(self, x: Tensor) -> Tensor:
-        """Return the whole memory that a tensor lies in as a flat tensor of bytes."""
+        """Return what is copied of a tensor: the whole memory that it lies in as a flat tensor of bytes, or itself."""
 
     @abstractmethod
     def to_host(self, memory: Tensor) -> tuple[Tensor, Wait]:
@@ -48,5 +54,5 @@ class HostCopies(ABC):
         """Begin to copy back; the function beside the copy makes the computation wait for it."""
 
     @abstractmethod
-    def tensor(self, memory: Tensor, form: Any) -> Tensor:
-        """Return the tensor of a form over memory, outside the graph."""
+    def tensor(self, memory: Tensor, form: Hashable) -> Tensor:
+        """Return the tensor of a form over what has been copied, outside the graph."""

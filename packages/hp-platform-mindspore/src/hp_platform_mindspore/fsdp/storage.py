@@ -18,6 +18,7 @@ from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_fsdp.storage import Gradients, ParameterStorage, moved_to_front
 from hp_platform_mindspore.tensor.autograd import GradMode, arm
 from hp_platform_mindspore.tensor.dtensor import MindSporeDTensor, unwrap, wrap
+from hp_platform_mindspore.tensor.host_copies import may_leave_device, stay_on_device
 from hp_platform_mindspore.tensor.memory import HOST_DTYPES, host_view, share
 
 
@@ -57,10 +58,12 @@ class MindSporeParameterStorage(ParameterStorage):
             return _first_moved_to(share(stored), first_dim)
 
     def release(self, buffer: Tensor) -> None:
+        may_leave_device(buffer)
         buffer.untyped_storage().resize_(0)
 
     def refill(self, buffer: Tensor) -> None:
         buffer.untyped_storage().resize_(math.prod(buffer.shape) * self.platform.itemsize(buffer.dtype))
+        stay_on_device(buffer)
 
     def held_bytes(self, buffer: Tensor) -> int:
         return int(buffer.untyped_storage().nbytes())
