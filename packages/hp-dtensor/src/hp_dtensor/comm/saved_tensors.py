@@ -88,7 +88,7 @@ def keeping(keep: Callable[[Tensor], Keeper] | None) -> Iterator[None]:
     """Keep the tensors of each `Kept` that is made in the block by `keep`; None: where they are.
 
     Example:
-        >>> from hp_dtensor.comm.kept_tensors import Kept
+        >>> from hp_dtensor.comm.saved_tensors import Kept
         >>> with keeping(None):
         ...     len(Kept(platform, platform.zeros((2,), platform.dtype("float32"))).tensors)
         1
@@ -105,4 +105,4 @@ MODIFIED = (
     "backward needs a tensor of shape {} as it was in forward, but it has been modified in place since; write to a "
     "clone of it, or use an operation that is not in place"
 )
-_keeper: ContextVar[Callable[[Tensor], Keeper] | None] = ContextVar("hp_dtensor.comm.kept_tensors", default=None)
+_keeper: ContextVar[Callable[[Tensor], Keeper] | None] = ContextVar("hp_dtensor.comm.saved_tensors", default=None)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable
 from contextlib import ExitStack
 from typing import Any
 
-from hp_dtensor.comm.kept_tensors import MODIFIED, Held, Keeper, keeping
+from hp_dtensor.comm.saved_tensors import MODIFIED, Held, Keeper, keeping
 from hp_dtensor.platform.host_copies import HostCopies
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.trees import tensors_in
