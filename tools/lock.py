@@ -32,7 +32,7 @@ _HEADER = """\
 
 @dataclass(frozen=True)
 class Lock:
-    """What the lock file says.
+    """The content of the lock file.
 
     Attributes:
         python: the interpreter and the system that it holds for.

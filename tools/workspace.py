@@ -63,7 +63,7 @@ class Package:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """What this package requires from elsewhere."""
+        """Requirements of this package from elsewhere."""
         return tuple(each for each in self.requirements if Requirement(each).name not in PACKAGES)
 
     @property

@@ -28,7 +28,7 @@ def locked(monkeypatch):
 
 @pytest.fixture
 def pip_calls(monkeypatch):
-    """What pip was called with; nothing is installed."""
+    """Return a list that gets the arguments of each call of pip, which installs nothing."""
     calls = []
     monkeypatch.setattr(environments, "_pip", lambda python, arguments: calls.append(arguments))
     return calls

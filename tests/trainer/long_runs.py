@@ -1,4 +1,4 @@
-"""What a run holds on to while it trains: memory, descriptors, threads and disk, at each of its checkpoints."""
+"""Memory, descriptors, threads and disk that a run holds on to while it trains, at each of its checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hp_trainer.plugins import hookimpl
 
 @dataclass(frozen=True)
 class Holding:
-    """What a process holds at one moment; `memory` is its resident set in bytes, `disk` that of all checkpoints."""
+    """Resources of a process at one moment; `memory` (resident) and `disk` (all checkpoints) are in bytes."""
 
     memory: int
     descriptors: int

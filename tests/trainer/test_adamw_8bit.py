@@ -28,7 +28,7 @@ def weights() -> np.ndarray:
 
 
 def stored(platform, values, **options):
-    """What is left of a first moment that is kept as codes."""
+    """Return both moments as they come back once kept as codes, by slot."""
     optimizer = built(platform, "adamw_8bit", AdamW8bitConfig(**options), [("x", parameter_of(platform, values))])
     for slot in ("exp_avg", "exp_avg_sq"):
         optimizer.set_state("x", slot, platform.from_numpy(np.abs(values) if slot == "exp_avg_sq" else values))
