@@ -7,6 +7,7 @@ Prints microseconds per layer, forward and backward, beyond the plain model, for
 
 from __future__ import annotations
 
+import argparse
 import time
 
 import torch
@@ -75,6 +76,7 @@ def fsdp2() -> nn.Module:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(1)
     models = {"plain": Chain(), "ours": ours(), "fsdp2": fsdp2()}
     best = dict.fromkeys(models, float("inf"))

@@ -8,6 +8,7 @@ of them anew. Goal: under a second. The last column is the padding as a share of
 
 from __future__ import annotations
 
+import argparse
 import math
 import time
 from collections.abc import Sequence
@@ -47,6 +48,7 @@ def plan(layers: Sequence[tuple[Block, ...]], num_ranks: int, anew: bool) -> tup
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     layers = [layer(index) for index in range(LAYERS)]
     print(f"{sum(map(len, layers))} parameters")
     print(f"{'ranks':>6} {'seconds':>9} {'each anew':>10} {'padding':>9}")

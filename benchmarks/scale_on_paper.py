@@ -4,6 +4,7 @@ No processes, no sockets, no framework: a fake world, seen from several ranks. G
 for a 4-D mesh of 1,048,576 ranks with all its sub-meshes, 1,000 parameters and their redistributions.
 """
 
+import argparse
 import itertools
 import time
 
@@ -70,6 +71,7 @@ def measure(world_size: int, rank: int, count: int = 1000) -> dict[str, float]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print(
         f"{'ranks':>10} {'seen from':>10} {'meshes s':>9} {'placing s':>9} {'planning s':>10} {'all s':>7} {'steps':>6}"
     )
