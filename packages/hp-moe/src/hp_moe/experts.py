@@ -10,7 +10,7 @@ from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.parallel import nn
 from hp_dtensor.parallel.recompute import kept
 from hp_moe.activations import SWIGLU, Activation, find_activation
-from hp_moe.dispatch import Dispatched, LocalDispatcher, TokenDispatcher
+from hp_moe.dispatch import ChunkedDispatcher, Dispatched, LocalDispatcher, TokenDispatcher
 from hp_moe.exceptions import ExpertParallelError, MoEConfigError
 from hp_moe.expert_hooks import local_weights, weighted
 from hp_moe.fused_experts import fused_experts
@@ -138,21 +138,22 @@ class GroupedExperts(nn.Module):
             routing = self._routing(x, routing, num_tokens_per_expert)
             held = {name: each for name in ExpertWeights._fields if (each := getattr(self, name)) is not None}
             check_inputs(self.platform, x, held, routing, int(self.w1.shape[0]))
-        self.dispatcher.prepare(x, routing)
-        if self.dispatcher.num_chunks > 1:
-            return self._in_chunks(x, routing, meanwhile)
-        sent = self.dispatcher.dispatch(x, routing)
+        dispatcher = self.dispatcher.chosen(x, routing)
+        if isinstance(dispatcher, ChunkedDispatcher) and dispatcher.num_chunks > 1:
+            return self._in_chunks(dispatcher, x, routing, meanwhile)
+        sent = dispatcher.dispatch(x, routing)
         kept(lambda: self._count_bytes(sent))
-        return self.dispatcher.combine(self._results_of(sent, self._local_weights()), sent)
+        return dispatcher.combine(self._results_of(sent, self._local_weights()), sent)
 
-    def _in_chunks(self, x: Tensor, routing: Routing, meanwhile: Callable[[], None] | None) -> Tensor:
+    def _in_chunks(
+        self, dispatcher: ChunkedDispatcher, x: Tensor, routing: Routing, meanwhile: Callable[[], None] | None
+    ) -> Tensor:
         """Work on one chunk of the tokens while others travel.
 
         The order of these steps is also that of backward, from the last to the first: gradients of all results are sent
         at once, those of a chunk's rows return while the next chunk is worked on, and what was done `meanwhile` is
         differentiated before the rows' gradients are waited for.
         """
-        dispatcher = self.dispatcher
         begun = dispatcher.begin(x, routing)
         # Copies of experts travel after the sizes, which tell of faults: a rank that raises sends no weights.
         weights = self._local_weights()

@@ -3,7 +3,7 @@
 from hp_moe.dispatch.all_gather import AllGatherDispatcher
 from hp_moe.dispatch.all_to_all import AllToAllDispatcher
 from hp_moe.dispatch.auto import AutoDispatcher
-from hp_moe.dispatch.base import Dispatched, TokenDispatcher
+from hp_moe.dispatch.base import ChunkedDispatcher, Dispatched, TokenDispatcher
 from hp_moe.dispatch.copy_per_expert import CopyPerExpertDispatcher
 from hp_moe.dispatch.cost_model import DispatchCost, Link, dispatch_costs, ranks_per_token
 from hp_moe.dispatch.local import LocalDispatcher
@@ -17,6 +17,7 @@ __all__ = [
     "AllGatherDispatcher",
     "AllToAllDispatcher",
     "AutoDispatcher",
+    "ChunkedDispatcher",
     "CopyPerExpertDispatcher",
     "DispatchCost",
     "Dispatched",

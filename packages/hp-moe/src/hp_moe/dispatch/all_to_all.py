@@ -10,7 +10,7 @@ import numpy
 from hp_dtensor.comm.collectives import all_to_all_rows, all_to_all_rows_data
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.parallel.recompute import kept
-from hp_moe.dispatch.base import Dispatched, Returning, Route, TokenDispatcher, Underway
+from hp_moe.dispatch.base import ChunkedDispatcher, Dispatched, Returning, Route, Underway
 from hp_moe.dispatch.exchange import RoundedExchange, RowExchange
 from hp_moe.dispatch.permutation import TokenPermutation
 from hp_moe.dispatch.wire_formats import block_width, find_wire_format
@@ -22,7 +22,7 @@ from hp_moe.routing_checks import FAULTY, faults, refuse_faulty
 Tensor = Any
 
 
-class AllToAllDispatcher(TokenDispatcher):
+class AllToAllDispatcher(ChunkedDispatcher):
     """Expert parallelism over a process group: rank i owns the i-th chunk of the experts.
 
     One row per token and destination rank crosses the wire in each direction, however many experts of that rank
@@ -86,7 +86,7 @@ class AllToAllDispatcher(TokenDispatcher):
         return self._dispatched(rows, choices, route, sizes, routing)
 
     def begin(self, x: Tensor, routing: Routing) -> list[Underway]:
-        """Begin to send all chunks of the tokens; see `TokenDispatcher`."""
+        """Begin to send all chunks of the tokens; see `ChunkedDispatcher`."""
         lengths = self._chunk_lengths(int(x.shape[0]))
         routes = kept(lambda: self._plan_routes(routing, lengths))
         ops, begun = self.platform.ops, []
@@ -98,18 +98,18 @@ class AllToAllDispatcher(TokenDispatcher):
         return begun
 
     def arrived(self, underway: Underway) -> Dispatched:
-        """Wait for the rows of a chunk; see `TokenDispatcher`."""
+        """Wait for the rows of a chunk; see `ChunkedDispatcher`."""
         rows, choices = underway.rows.wait(underway.arriving), underway.choices.wait(underway.arriving_choices)
         return self._dispatched(rows, choices, underway.route, underway.sizes, underway.routing)
 
     def begin_combine(self, y: Tensor, dispatched: Dispatched) -> Returning:
-        """Begin to return the results of a chunk; see `TokenDispatcher`."""
+        """Begin to return the results of a chunk; see `ChunkedDispatcher`."""
         route = dispatched.route
         exchange = RowExchange(self.group, route.received, route.sent)
         return Returning(exchange, exchange.begin(y), route)
 
     def combined(self, returning: Returning) -> Tensor:
-        """Wait for the results of a chunk's tokens, and add them up; see `TokenDispatcher`."""
+        """Wait for the results of a chunk's tokens, and add them up; see `ChunkedDispatcher`."""
         return returning.route.permutation.unpermute(returning.exchange.wait(returning.arriving))
 
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:

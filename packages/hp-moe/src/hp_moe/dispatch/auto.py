@@ -7,7 +7,7 @@ from typing import Any
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_moe.dispatch.all_gather import AllGatherDispatcher
 from hp_moe.dispatch.all_to_all import AllToAllDispatcher
-from hp_moe.dispatch.base import Dispatched, Returning, TokenDispatcher, Underway
+from hp_moe.dispatch.base import ChunkedDispatcher, Dispatched, TokenDispatcher
 from hp_moe.dispatch.copy_per_expert import CopyPerExpertDispatcher
 from hp_moe.dispatch.cost_model import DispatchCost, Link, best_num_chunks, dispatch_costs, explain
 from hp_moe.dispatch.two_level import TwoLevelDispatcher
@@ -61,38 +61,25 @@ class AutoDispatcher(TokenDispatcher):
         self._chosen: TokenDispatcher | None = None
 
     @property
-    def num_chunks(self) -> int:  # type: ignore[override]
-        return 1 if self._chosen is None else self._chosen.num_chunks
+    def num_chunks(self) -> int:
+        """Parts that tokens travel in; 1 before the first call, and by dispatchers that send all at once."""
+        return self._chosen.num_chunks if isinstance(self._chosen, ChunkedDispatcher) else 1
 
-    def prepare(self, x: Tensor, routing: Routing) -> None:
+    def chosen(self, x: Tensor, routing: Routing) -> TokenDispatcher:
         """Choose at the first call, on all ranks together; see `TokenDispatcher`."""
         if self._chosen is None:
-            self._choose(x, int(routing.experts.shape[1]), max(1, self._mean_tokens(0, int(x.shape[0]))))
+            mean_tokens = max(1, self._mean_tokens(0, int(x.shape[0])))
+            self._chosen = self._choose(x, int(routing.experts.shape[1]), mean_tokens)
+        return self._chosen
 
     def dispatch(self, x: Tensor, routing: Routing) -> Dispatched:
         """Send tokens by the chosen dispatcher; see `TokenDispatcher`."""
-        self.prepare(x, routing)
-        return self._the_chosen().dispatch(x, routing)
+        return self.chosen(x, routing).dispatch(x, routing)
 
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
         """Return results by the chosen dispatcher; see `TokenDispatcher`."""
-        return self._the_chosen().combine(y, dispatched)
-
-    def begin(self, x: Tensor, routing: Routing) -> list[Underway]:
-        """Begin to send tokens by the chosen dispatcher; see `TokenDispatcher`."""
-        return self._the_chosen().begin(x, routing)
-
-    def arrived(self, underway: Underway) -> Dispatched:
-        """Wait for one chunk; see `TokenDispatcher`."""
-        return self._the_chosen().arrived(underway)
-
-    def begin_combine(self, y: Tensor, dispatched: Dispatched) -> Returning:
-        """Begin to return the results of one chunk; see `TokenDispatcher`."""
-        return self._the_chosen().begin_combine(y, dispatched)
-
-    def combined(self, returning: Returning) -> Tensor:
-        """Wait for the results of one chunk; see `TokenDispatcher`."""
-        return self._the_chosen().combined(returning)
+        assert self._chosen is not None
+        return self._chosen.combine(y, dispatched)
 
     def report_fault(self, code: int, device: Any = None) -> None:
         """Let the chosen dispatcher tell the other ranks; see `TokenDispatcher`."""
@@ -100,10 +87,6 @@ class AutoDispatcher(TokenDispatcher):
             self._mean_tokens(code, 0)
         else:
             self._chosen.report_fault(code, device)
-
-    def _the_chosen(self) -> TokenDispatcher:
-        assert self._chosen is not None
-        return self._chosen
 
     def _mean_tokens(self, code: int, num_tokens: int) -> int:
         """Hear of all ranks' tokens, or of ranks that cannot choose; `code` is this rank's fault, or 0."""
@@ -113,7 +96,7 @@ class AutoDispatcher(TokenDispatcher):
             raise RefusedRouting(sorted(codes))
         return sum(each[1] for each in every) // len(every)
 
-    def _choose(self, x: Tensor, top_k: int, tokens: int) -> None:
+    def _choose(self, x: Tensor, top_k: int, tokens: int) -> TokenDispatcher:
         link, experts, ranks = self._link(x), self.num_experts, self.group.size
         row_bytes = int(x.shape[1]) * self.platform.itemsize(x.dtype)
         costs = dispatch_costs(tokens, row_bytes, experts, min(top_k, experts), ranks, link)
@@ -121,12 +104,11 @@ class AutoDispatcher(TokenDispatcher):
         name = costs[0].name
         if name == "two_level":
             assert link.inner_size is not None
-            self._chosen = TwoLevelDispatcher(self.group, experts, inner_size=link.inner_size)
-        elif name == "all_to_all":
+            return TwoLevelDispatcher(self.group, experts, inner_size=link.inner_size)
+        if name == "all_to_all":
             chunks = self._chunks(costs[0], tokens * top_k * self.expert_flop / link.flop_per_second, link)
-            self._chosen = AllToAllDispatcher(self.group, experts, num_chunks=chunks)
-        else:
-            self._chosen = _KINDS[name](self.group, experts)
+            return AllToAllDispatcher(self.group, experts, num_chunks=chunks)
+        return _KINDS[name](self.group, experts)
 
     def _chunks(self, cost: DispatchCost, expert_seconds: float, link: Link) -> int:
         sent_seconds = (cost.seconds - 4 * link.seconds_per_exchange) / 2

@@ -67,7 +67,7 @@ class Dispatched:
 
 @dataclass(frozen=True, slots=True)
 class Underway:
-    """The tokens of one chunk on their way; `TokenDispatcher.arrived` waits for them.
+    """The tokens of one chunk on their way; `ChunkedDispatcher.arrived` waits for them.
 
     Attributes:
         rows, choices: exchanges of the rows, and of their experts and scores.
@@ -87,7 +87,7 @@ class Underway:
 
 @dataclass(frozen=True, slots=True)
 class Returning:
-    """The results of one chunk on their way back; `TokenDispatcher.combined` waits for them."""
+    """The results of one chunk on their way back; `ChunkedDispatcher.combined` waits for them."""
 
     exchange: RowExchange
     arriving: Tensor
@@ -97,16 +97,13 @@ class Returning:
 class TokenDispatcher(ABC):
     """Takes tokens to their experts and brings the sum of each token's results back.
 
-    Both methods are differentiable. One whose `num_chunks` is above 1 lets experts work on a part of the tokens while
-    others travel, by `begin`, `arrived`, `begin_combine` and `combined`. Every rank of a group calls them in the same
-    order, also a rank that has no tokens or whose experts get none.
+    Both methods are differentiable. Every rank of a group calls them in the same order, also a rank that has no tokens
+    or whose experts get none.
 
     Example:
         >>> issubclass(AllToAllDispatcher, TokenDispatcher)
         True
     """
-
-    num_chunks: int = 1
 
     @abstractmethod
     def dispatch(self, x: Tensor, routing: Routing) -> Dispatched:
@@ -125,24 +122,9 @@ class TokenDispatcher(ABC):
         """
         return weight
 
-    def prepare(self, x: Tensor, routing: Routing) -> None:
-        """Choose what is chosen at the first call, before `num_chunks` is looked at; called before every call."""
-
-    def begin(self, x: Tensor, routing: Routing) -> list[Underway]:
-        """Begin to send the tokens of all chunks, in order; arguments as for `dispatch`."""
-        raise NotImplementedError(f"{type(self).__name__} sends all tokens at once")
-
-    def arrived(self, underway: Underway) -> Dispatched:
-        """Wait for one chunk; its record is as that of `dispatch`."""
-        raise NotImplementedError(f"{type(self).__name__} sends all tokens at once")
-
-    def begin_combine(self, y: Tensor, dispatched: Dispatched) -> Returning:
-        """Begin to return the results of one chunk; arguments as for `combine`."""
-        raise NotImplementedError(f"{type(self).__name__} sends all tokens at once")
-
-    def combined(self, returning: Returning) -> Tensor:
-        """Wait for the results of one chunk; `[tokens of the chunk, dim]`."""
-        raise NotImplementedError(f"{type(self).__name__} sends all tokens at once")
+    def chosen(self, x: Tensor, routing: Routing) -> TokenDispatcher:
+        """Return the dispatcher that takes these tokens; one that chooses among others does so at the first call."""
+        return self
 
     def report_fault(self, code: int, device: Any = None) -> None:
         """Take part in the exchanges that `dispatch` begins with, so that all ranks raise instead of waiting.
@@ -163,3 +145,35 @@ class TokenDispatcher(ABC):
             y: `[rows, dim]`, for each of `dispatched.rows` the (weighted) sum of this rank's experts' results.
             dispatched: the record that `dispatch` returned for these tokens.
         """
+
+
+class ChunkedDispatcher(TokenDispatcher):
+    """Lets experts work on a part of the tokens while others travel, where `num_chunks` is above 1.
+
+    All its methods are differentiable, and called by every rank of a group in the same order.
+
+    Attributes:
+        num_chunks: parts that tokens travel in; 1: `dispatch` and `combine` alone are called.
+
+    Example:
+        >>> issubclass(AllToAllDispatcher, ChunkedDispatcher)
+        True
+    """
+
+    num_chunks: int
+
+    @abstractmethod
+    def begin(self, x: Tensor, routing: Routing) -> list[Underway]:
+        """Begin to send the tokens of all chunks, in order; arguments as for `dispatch`."""
+
+    @abstractmethod
+    def arrived(self, underway: Underway) -> Dispatched:
+        """Wait for one chunk; its record is as that of `dispatch`."""
+
+    @abstractmethod
+    def begin_combine(self, y: Tensor, dispatched: Dispatched) -> Returning:
+        """Begin to return the results of one chunk; arguments as for `combine`."""
+
+    @abstractmethod
+    def combined(self, returning: Returning) -> Tensor:
+        """Wait for the results of one chunk; `[tokens of the chunk, dim]`."""

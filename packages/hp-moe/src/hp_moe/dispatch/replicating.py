@@ -10,7 +10,7 @@ import numpy
 from hp_dtensor.comm.collectives import all_to_all_rows
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_moe.dispatch.all_to_all import AllToAllDispatcher
-from hp_moe.dispatch.base import Dispatched, Returning, TokenDispatcher, Underway
+from hp_moe.dispatch.base import ChunkedDispatcher, Dispatched, Returning, Underway
 from hp_moe.dispatch.permutation import TokenPermutation
 from hp_moe.dispatch.placement import Placement, owners, place_copies
 from hp_moe.exceptions import ExpertParallelError
@@ -19,7 +19,7 @@ from hp_moe.routing import Routing, count_keys
 Tensor = Any
 
 
-class ReplicatingDispatcher(TokenDispatcher):
+class ReplicatingDispatcher(ChunkedDispatcher):
     """`AllToAllDispatcher` with copies of busy experts: a rank that has one works on its own tokens of that expert.
 
     A copy is no parameter. Its weights come from the expert's owner in every forward, and the gradients of all copies
@@ -69,6 +69,7 @@ class ReplicatingDispatcher(TokenDispatcher):
         self.platform = group.platform
         self.num_experts = num_experts
         self.slots = slots
+        self.num_chunks = num_chunks
         self.chunk = -(-num_experts // group.size)
         self._options: dict[str, Any] = {"wire_format": wire_format, "num_chunks": num_chunks}
         self._set(((),) * group.size)
@@ -111,10 +112,6 @@ class ReplicatingDispatcher(TokenDispatcher):
         whole = ops.cat([part for part in parts if part is not None], 0)
         return ops.reshape(whole, (self._width, *rest))
 
-    @property
-    def num_chunks(self) -> int:  # type: ignore[override]
-        return self._inner.num_chunks
-
     def dispatch(self, x: Tensor, routing: Routing) -> Dispatched:
         """Send each token to ranks that have its experts; see `TokenDispatcher`."""
         return self._inner.dispatch(x, self._to_places(routing))
@@ -124,19 +121,19 @@ class ReplicatingDispatcher(TokenDispatcher):
         return self._inner.combine(y, dispatched)
 
     def begin(self, x: Tensor, routing: Routing) -> list[Underway]:
-        """Begin to send all chunks of the tokens; see `TokenDispatcher`."""
+        """Begin to send all chunks of the tokens; see `ChunkedDispatcher`."""
         return self._inner.begin(x, self._to_places(routing))
 
     def arrived(self, underway: Underway) -> Dispatched:
-        """Wait for the rows of a chunk; see `TokenDispatcher`."""
+        """Wait for the rows of a chunk; see `ChunkedDispatcher`."""
         return self._inner.arrived(underway)
 
     def begin_combine(self, y: Tensor, dispatched: Dispatched) -> Returning:
-        """Begin to return the results of a chunk; see `TokenDispatcher`."""
+        """Begin to return the results of a chunk; see `ChunkedDispatcher`."""
         return self._inner.begin_combine(y, dispatched)
 
     def combined(self, returning: Returning) -> Tensor:
-        """Wait for the results of a chunk's tokens; see `TokenDispatcher`."""
+        """Wait for the results of a chunk's tokens; see `ChunkedDispatcher`."""
         return self._inner.combined(returning)
 
     def report_fault(self, code: int, device: Any = None) -> None:
