@@ -87,13 +87,37 @@ class Evil:
         return print, ("run by a pickle",)
 
 
-@pytest.mark.parametrize(
-    "content", [pickle.dumps(Evil()), pickle.dumps({"a": 1}), b"", b"damaged", pickle.dumps(torch.nn.Linear)]
-)
-def test_metadata_that_are_none_are_refused_before_anything_is_made_of_them(tmp_path: Path, capsys, content):
+def of_metadata(words: bytes) -> bytes:
+    """A pickle that says these words after it has named the class Metadata."""
+    return b"\x80\x04\x8c\x25torch.distributed.checkpoint.metadata\x8c\x08Metadata\x93" + words
+
+
+NESTED = b")" + b"\x94h\x00\x86" * 200
+HOSTILE = {
+    "a call": (pickle.dumps(Evil()), "expected Metadata, got builtins.print"),
+    "no metadata": (pickle.dumps({"a": 1}), "expected Metadata, got Pairs"),
+    "another class": (pickle.dumps(torch.nn.Linear), "got the name torch.nn.modules.linear.Linear"),
+    "nothing": (b"", "pickle exhausted before seeing STOP"),
+    "no pickle": (b"damaged", "byte 0 says DICT, which no metadata need"),
+    "a class attribute": (of_metadata(b"}\x8c\x05owned\x88sb."), "gives a state to something that it has not made"),
+    "another field": (of_metadata(b")\x81}\x8c\x05owned\x88sb."), "Metadata has no field 'owned'"),
+    "a far memo": (of_metadata(b"r\xff\xff\xff\xff."), "expected Metadata, got the name"),
+    "memory": (b"\x80\x05\x96" + b"\xff" * 7 + b"\x7f.", "bytes in a bytearray8, but only 1 remain"),
+    "a persistent object": (b"\x80\x04\x8c\x01xQ.", "says BINPERSID, which no metadata need"),
+    "an endless key": (of_metadata(b")\x81}" + NESTED + b"\x88sb."), "Metadata has no field tuple"),
+    "an empty stack": (b"\x80\x04b.", "it is no sound pickle"),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_of_a_hostile_pickle_nothing_is_made(tmp_path: Path, capsys, kind):
+    content, reason = HOSTILE[kind]
     (tmp_path / ".metadata").write_bytes(content)
-    assert ".metadata is damaged or no metadata" in refused(capsys, "import", tmp_path, f"--to={tmp_path / 'out'}")
+    told = refused(capsys, "import", tmp_path, f"--to={tmp_path / 'out'}")
+    assert ".metadata is damaged or no metadata" in told
+    assert reason in told
     assert "run by a pickle" not in capsys.readouterr().out
+    assert not hasattr(dcp.metadata.Metadata, "owned")
 
 
 def without_a_piece(metadata):
@@ -114,6 +138,11 @@ def without_a_dtype(metadata):
     metadata.state_dict_metadata["x"].properties.dtype = "float32"
 
 
+def with_a_compressed_file(metadata):
+    for stored in metadata.storage_data.values():
+        stored.transform_descriptors = ["zstd"]
+
+
 def with_a_file_elsewhere(metadata):
     for stored in metadata.storage_data.values():
         stored.relative_path = "../elsewhere"
@@ -126,6 +155,7 @@ def with_a_file_elsewhere(metadata):
         (with_a_piece_outside, "tensor 'x': Box(offset=(1,), shape=(2,)) is outside the shape (2,)"),
         (with_a_piece_twice, "tensor 'x': Box(offset=(0,), shape=(2,)) and Box(offset=(0,), shape=(2,)) overlap"),
         (without_a_dtype, "tensor 'x' has no dtype"),
+        (with_a_compressed_file, "its tensors are transformed, such as compressed"),
         (with_a_file_elsewhere, "names the file '../elsewhere', which is not in the folder"),
     ],
 )
@@ -138,6 +168,23 @@ def test_metadata_that_would_leave_memory_unwritten_or_leave_the_folder_are_refu
     found = refused(capsys, "import", tmp_path / "dcp", f"--to={tmp_path / 'out'}")
     assert ".metadata is damaged or no metadata" in found
     assert told in found
+
+
+def test_a_tensor_larger_than_its_file_is_refused_before_memory_is_reserved(tmp_path: Path, capsys):
+    dcp.save({"x": torch.ones(2)}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    file = tmp_path / "dcp" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    saved = metadata.state_dict_metadata["x"]
+    saved.size = saved.chunks[0].sizes = torch.Size([2**40])
+    file.write_bytes(pickle.dumps(metadata))
+    told = refused(capsys, "import", tmp_path / "dcp", f"--to={tmp_path / 'out'}")
+    assert "tensor 'x' cannot be read: no file holds all of its bytes" in told
+    for stored in metadata.storage_data.values():
+        stored.length = 2**43
+    file.write_bytes(pickle.dumps(metadata))
+    assert "__0_0.distcp has " in refused(capsys, "import", tmp_path / "dcp", f"--to={tmp_path / 'out'}")
+    (tmp_path / "dcp" / "__0_0.distcp").unlink()
+    assert "__0_0.distcp is missing" in refused(capsys, "import", tmp_path / "dcp", f"--to={tmp_path / 'out'}")
 
 
 def test_what_does_not_fit_is_refused_by_name(lab: Lab, tmp_path: Path, capsys):

@@ -1,62 +1,38 @@
 """Folders of `torch.distributed.checkpoint`: written for its `load`, and read without trusting their pickles.
 
-Such a folder is a file of tensors in torch's own format and `.metadata`, a pickle of a few dataclasses. Here only those
-dataclasses are made of it, by exact name; anything else in it is refused before it is called. Tensors are read by
-torch's own `weights_only` unpickler, which makes nothing but tensors.
+Such a folder is files of tensors in torch's own format and `.metadata`, a pickle of a few dataclasses, which is read as
+data (`checkpoint_metadata.py`). Tensors are read by torch's own `weights_only` unpickler, which makes nothing but
+tensors.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-import pickle
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path, PosixPath, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
+from hp_platform_torch.trainer.checkpoint_metadata import parse_metadata
 from hp_trainer.checkpoint import Box, SavedTensor
-from hp_trainer.checkpoint.box import cover_exactly
 from hp_trainer.exceptions import CheckpointError, ExportError
 
 ReadBox = Callable[[str, Box], np.ndarray]
-
-_CLASSES = (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-    filesystem._StorageInfo,
-)
-# Everything that a metadata file may name. `_get_layout` looks a layout up by its name, and paths are what
-# `checkpoint_id` may be; neither touches a file.
-_ALLOWED = {
-    **{(kind.__module__, kind.__qualname__): kind for kind in _CLASSES},
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): dcp.metadata._MEM_FORMAT_ENCODING,
-    ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-    **{("pathlib", kind.__name__): kind for kind in (PosixPath, PurePosixPath)},
-    **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
-}
 
 
 class DistributedCheckpoints:
@@ -150,28 +126,16 @@ class _Pieces(SavePlanner):
 
 
 class _Reader(dcp.FileSystemReader):
-    """torch's reader of a folder, which unpickles metadata alone."""
+    """torch's reader of a folder, with metadata that were checked."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.metadata = _read_metadata(folder)
+        _check_files(folder, self.metadata)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the metadata, read once."""
         return self.metadata
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Makes the dataclasses of metadata, and refuses everything else by name."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        try:
-            return _ALLOWED[module, name]
-        except KeyError:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which is no metadata") from None
-
-    def persistent_load(self, pid: Any) -> Any:
-        raise pickle.UnpicklingError("it refers to objects outside of itself")
 
 
 @contextlib.contextmanager
@@ -187,43 +151,31 @@ def _read_metadata(folder: Path) -> Metadata:
     if not file.is_file():
         raise CheckpointError(f"{folder} is no folder of torch.distributed.checkpoint: it has no file .metadata")
     try:
-        with file.open("rb") as data:
-            found = _MetadataUnpickler(data).load()
-        _check(found)
-    except Exception as error:
-        # A damaged pickle raises whatever the bytes happen to mean.
+        return parse_metadata(file.read_bytes())
+    except ValueError as error:
         raise CheckpointError(f"{file} is damaged or no metadata: {error}") from error
-    if found.storage_meta is None:
-        found.storage_meta = StorageMeta()
-    return found
 
 
-def _check(found: Any) -> None:
-    """Refuse what is no metadata, pieces that leave memory unwritten, and files outside of the folder."""
-    if not isinstance(found, Metadata) or not all(isinstance(name, str) for name in found.state_dict_metadata):
-        raise ValueError(f"expected Metadata, got {type(found).__name__}")
-    for name, saved in found.state_dict_metadata.items():
-        if isinstance(saved, TensorStorageMetadata):
-            _check_pieces(name, saved)
-    for stored in (found.storage_data or {}).values():
-        _check_file(stored)
+def _check_files(folder: Path, metadata: Metadata) -> None:
+    """Refuse pieces that the files are too short for, before memory is reserved for the tensors.
 
-
-def _check_pieces(name: str, saved: TensorStorageMetadata) -> None:
-    """Refuse a tensor whose pieces leave some of it unwritten: torch would read what was in memory."""
-    if not isinstance(saved.properties, TensorProperties) or not isinstance(saved.properties.dtype, torch.dtype):
-        raise ValueError(f"tensor {name!r} has no dtype")
-    boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in saved.chunks]
-    reason = cover_exactly(boxes, tuple(saved.size))
-    if reason is not None:
-        raise ValueError(f"tensor {name!r}: {reason}")
-
-
-def _check_file(stored: Any) -> None:
-    """Refuse a file that is not in the folder itself."""
-    name = stored.relative_path
-    if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name:
-        raise ValueError(f"it names the file {name!r}, which is not in the folder")
+    Raises:
+        CheckpointError: naming the tensor and the file.
+    """
+    lengths: dict[str, int] = {}
+    for name, saved in metadata.state_dict_metadata.items():
+        for chunk in saved.chunks if isinstance(saved, TensorStorageMetadata) else ():
+            stored = metadata.storage_data.get(MetadataIndex(name, chunk.offsets))
+            needed = math.prod(chunk.sizes) * saved.properties.dtype.itemsize
+            if stored is None or stored.length < needed:
+                raise CheckpointError(f"{folder}: tensor {name!r} cannot be read: no file holds all of its bytes")
+            file = folder / stored.relative_path
+            if stored.relative_path not in lengths:
+                lengths[stored.relative_path] = file.stat().st_size if file.is_file() else -1
+            length = lengths[stored.relative_path]
+            if length < stored.offset + stored.length:
+                found = "is missing" if length < 0 else f"has {length} bytes, expected {stored.offset + stored.length}"
+                raise CheckpointError(f"{folder}: tensor {name!r} cannot be read: {file.name} {found}")
 
 
 def _items(name: str, saved: SavedTensor) -> list[WriteItem]:

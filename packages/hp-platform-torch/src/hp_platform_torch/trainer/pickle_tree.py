@@ -1,0 +1,187 @@
+"""Pickles read as data: what they would make and call is noted, and nothing is made or called.
+
+Python's own unpickler, restricted to some classes, still sets attributes on whatever these names give, and reserves
+memory for any index of its memo. Here a pickle is a text in a small language, of which the few words are read that
+dataclasses, containers, numbers and texts need. The work and the memory grow with the length of the file alone.
+"""
+
+from __future__ import annotations
+
+import pickletools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+_LITERALS = {"BININT", "BININT1", "BININT2", "LONG1", "SHORT_BINUNICODE", "BINUNICODE"}
+_IGNORED = {"PROTO", "FRAME"}
+
+
+@dataclass(frozen=True, eq=False)
+class Name:
+    """A thing of a module, by name."""
+
+    module: str
+    name: str
+
+
+@dataclass(eq=False)
+class Made:
+    """An object that the pickle would make by calling `kind` with `arguments`, and then give a state."""
+
+    kind: Name
+    arguments: tuple[Any, ...]
+    state: Any = None
+
+
+class Pairs(list[tuple[Any, Any]]):
+    """A dictionary, as its keys and values in order; nothing is hashed."""
+
+
+def read_pickle_tree(data: bytes) -> Any:
+    """Return what a pickle describes: constants, whole numbers, texts, tuples, lists, `Pairs`, `Name` and `Made`.
+
+    Raises:
+        ValueError: it is damaged, or says something that is none of these.
+
+    Example:
+        >>> import pickle
+        >>> read_pickle_tree(pickle.dumps({"a": (1, True)}))
+        [('a', (1, True))]
+    """
+    reader = _Reader()
+    try:
+        for opcode, argument, position in pickletools.genops(data):
+            if opcode.name == "STOP":
+                return reader.stack[-1]
+            reader.read(opcode.name, argument, position)
+    except (IndexError, KeyError, TypeError) as error:
+        raise ValueError("it is no sound pickle") from error
+    raise ValueError("it ends too early")
+
+
+class _Reader:
+    """The state of reading: values so far, where marked stretches of them begin, and those to come back to."""
+
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
+        self._marks: list[int] = []
+        self._memo: dict[int, Any] = {}
+
+    def read(self, word: str, argument: Any, position: int) -> None:
+        """Take in one word of the pickle."""
+        if word in _CONSTANTS:
+            self.stack.append(_CONSTANTS[word])
+        elif word in _LITERALS:
+            self.stack.append(argument)
+        elif word in _WORDS:
+            _WORDS[word](self, argument)
+        elif word not in _IGNORED:
+            raise ValueError(f"byte {position} says {word}, which no metadata need")
+
+    def empty_list(self, _: Any) -> None:
+        self.stack.append([])
+
+    def empty_pairs(self, _: Any) -> None:
+        self.stack.append(Pairs())
+
+    def mark(self, _: Any) -> None:
+        self._marks.append(len(self.stack))
+
+    def marked_tuple(self, _: Any) -> None:
+        self.stack.append(tuple(self._marked()))
+
+    def append(self, _: Any) -> None:
+        self._extend([self.stack.pop()])
+
+    def appends(self, _: Any) -> None:
+        self._extend(self._marked())
+
+    def set_item(self, _: Any) -> None:
+        self._add_pairs(self._last(2))
+
+    def set_items(self, _: Any) -> None:
+        self._add_pairs(self._marked())
+
+    def name(self, _: Any) -> None:
+        self._push_name(*self._last(2))
+
+    def joined_name(self, argument: str) -> None:
+        self._push_name(*argument.split(" ", 1))
+
+    def make(self, _: Any) -> None:
+        kind, arguments = self._last(2)
+        if type(kind) is not Name or type(arguments) is not tuple:
+            raise ValueError("it calls something that is no name")
+        self.stack.append(Made(kind, arguments))
+
+    def build(self, _: Any) -> None:
+        made, state = self._last(2)
+        # Not a name: setting attributes of a class changes it for everybody.
+        if type(made) is not Made or made.state is not None:
+            raise ValueError("it gives a state to something that it has not made, or twice")
+        made.state = state
+        self.stack.append(made)
+
+    def memoize(self, index: int | None) -> None:
+        self._memo[len(self._memo) if index is None else index] = self.stack[-1]
+
+    def recall(self, index: int) -> None:
+        self.stack.append(self._memo[index])
+
+    def _last(self, count: int) -> list[Any]:
+        if len(self.stack) < count:
+            raise ValueError("it is no sound pickle")
+        found = self.stack[-count:]
+        del self.stack[-count:]
+        return found
+
+    def _marked(self) -> list[Any]:
+        begin = self._marks.pop()
+        found = self.stack[begin:]
+        del self.stack[begin:]
+        return found
+
+    def _extend(self, values: list[Any]) -> None:
+        if type(self.stack[-1]) is not list:
+            raise ValueError("it appends to something that is no list")
+        self.stack[-1].extend(values)
+
+    def _add_pairs(self, flat: list[Any]) -> None:
+        if type(self.stack[-1]) is not Pairs or len(flat) % 2:
+            raise ValueError("it sets items of something that is no dictionary")
+        self.stack[-1].extend(zip(flat[::2], flat[1::2], strict=True))
+
+    def _push_name(self, module: Any, name: Any) -> None:
+        if type(module) is not str or type(name) is not str:
+            raise ValueError("it names something by no text")
+        self.stack.append(Name(module, name))
+
+
+def _tuple_of(count: int) -> Callable[[_Reader, Any], None]:
+    return lambda reader, _: reader.stack.append(tuple(reader._last(count)))
+
+
+_WORDS: dict[str, Callable[[_Reader, Any], None]] = {
+    "EMPTY_LIST": _Reader.empty_list,
+    "EMPTY_DICT": _Reader.empty_pairs,
+    "MARK": _Reader.mark,
+    "TUPLE": _Reader.marked_tuple,
+    "TUPLE1": _tuple_of(1),
+    "TUPLE2": _tuple_of(2),
+    "TUPLE3": _tuple_of(3),
+    "APPEND": _Reader.append,
+    "APPENDS": _Reader.appends,
+    "SETITEM": _Reader.set_item,
+    "SETITEMS": _Reader.set_items,
+    "STACK_GLOBAL": _Reader.name,
+    "GLOBAL": _Reader.joined_name,
+    "REDUCE": _Reader.make,
+    "NEWOBJ": _Reader.make,
+    "BUILD": _Reader.build,
+    "MEMOIZE": _Reader.memoize,
+    "BINPUT": _Reader.memoize,
+    "LONG_BINPUT": _Reader.memoize,
+    "BINGET": _Reader.recall,
+    "LONG_BINGET": _Reader.recall,
+}
