@@ -83,7 +83,7 @@ def explain_pip_failure(output: str) -> str:
 
 @dataclass(frozen=True)
 class Environment:
-    """What a virtual environment consists of.
+    """A virtual environment, by its contents.
 
     Args:
         name: what the progress lines call it.

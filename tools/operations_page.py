@@ -206,7 +206,7 @@ def call_of(name: str, registration: Registration, values: dict[str, Any], on: D
 
 
 def factorization(name: str, registration: Registration, on: DeviceMesh) -> Factorization | None:
-    """What the rule says of the first call that it takes; None for an operation that is always refused."""
+    """Return the rule's factorization of the first call that it takes; None for an operation that is always refused."""
     for call in calls(name, registration, on):
         try:
             return registration.rule(call)
@@ -280,7 +280,7 @@ NOTES = {
 
 
 def names_page(name: str) -> str:
-    """What a platform calls the operations that it has."""
+    """Return the page of a platform's own names for the operations that it has."""
     platform = get_platform(name)
     rows = {operation: platform.operation_names(operation) for operation in rule_registry().names()}
     lines = [

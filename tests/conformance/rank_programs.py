@@ -1,4 +1,4 @@
-"""What the ranks of these tests run."""
+"""Programs that the ranks of these tests run."""
 
 from __future__ import annotations
 

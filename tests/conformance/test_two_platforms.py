@@ -29,7 +29,7 @@ def numpy_platform(monkeypatch) -> Platform:
 
 
 def _train(platform: Platform) -> list[str]:
-    """What differs from one device in `STEPS` losses and gradients of sharded rows, whose number changes."""
+    """Return the differences from one device in `STEPS` losses and gradients of sharded rows, whose number changes."""
     ops, wrong = platform.ops, []
     mesh = DeviceMesh("cpu", (2,), platform=platform)
     w = np.arange(12, dtype=np.float32).reshape(4, 3) % 5 - 2

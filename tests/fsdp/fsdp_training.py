@@ -137,7 +137,7 @@ class Case:
 
 @dataclass
 class Result:
-    """What one rank saw; gradients (of the last step) and weights are whole tensors by name."""
+    """The results of one rank; gradients (of the last step) and weights are whole tensors by name."""
 
     losses: list[float] = field(default_factory=list)
     grads: dict[str, numpy.ndarray | None] = field(default_factory=dict)

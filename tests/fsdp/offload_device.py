@@ -57,7 +57,7 @@ class FakeDevice:
         return [entry[1:] for entry in list(self.entries) if entry[0] == rank]
 
     def lies_on_host(self, x):
-        """Whether a tensor, or a DTensor's shard, is a view of a host buffer."""
+        """Return True if a tensor, or a DTensor's shard, is a view of a host buffer."""
         platform = self.storage.platform
         with platform.local_op():
             start = self.storage.address(x)

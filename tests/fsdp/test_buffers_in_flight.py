@@ -1,4 +1,4 @@
-"""What is gathered when, what is held at most, and over which ranks: prefetching, limits, resharding to fewer ranks."""
+"""Times of gathers, the most buffers held, and their ranks: prefetching, limits, resharding to fewer ranks."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def check_step(platform, model, num_ranks):
 
 @contextlib.contextmanager
 def order_error(*parts):
-    """What the block raises is a `CallOrderError`, or comes from one, that says all of this."""
+    """Expect the block to raise a `CallOrderError`, or an error that comes from one, that says all of this."""
     with pytest.raises(Exception) as caught:
         yield
     error = caught.value
@@ -372,7 +372,7 @@ def test_a_model_that_one_rank_alone_has_sharded_is_found(hp_platform):
 
 
 def test_a_reduction_that_meets_nobody_names_its_group(hp_platform, monkeypatch):
-    """Where the first collective of a process group is a reduction."""
+    """The first collective of the process group is a reduction."""
 
     def gone(group):
         raise RuntimeError("the other rank is gone")
@@ -387,7 +387,7 @@ def test_a_reduction_that_meets_nobody_names_its_group(hp_platform, monkeypatch)
 
 
 class Counted:
-    """How many comparisons each rank has begun."""
+    """Counts the comparisons that each rank has begun."""
 
     def __init__(self, monkeypatch):
         self.begun = collections.Counter()

@@ -37,7 +37,7 @@ def _norm(values, norm_type):
 
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 def test_fsdp_tensor_and_expert_parallel_replicated_frozen_and_unused_parameters(hp_platform, norm_type):
-    """What each rank clips by is the norm of the whole gradients, each element counted once."""
+    """Each rank clips by the norm of the whole gradients, each element counted once."""
     case = Case((2,), tp=2, num_blocks=1, frozen=("norm",), branch="beside")
 
     def rank():

@@ -43,7 +43,7 @@ class Silent(Communication):
 
 
 class Counter:
-    """What the engine does to whole tensors on each rank: names in order, and where the copies went."""
+    """Records the engine's operations on whole tensors on each rank: names in order, and targets of the copies."""
 
     def __init__(self, platform, monkeypatch):
         self._platform, self._running, self._targets = platform, {}, {}

@@ -1,4 +1,4 @@
-"""What the engine does beside getting the numbers right: collectives, copies, memory, states."""
+"""The engine's collectives, copies, memory and states; its numbers are tested elsewhere."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def buffers(model):
 
 
 def address(platform, x):
-    """Where the data of a plain tensor lies."""
+    """Return the address of a plain tensor's data."""
     return platform.unwrap(x).data_ptr()
 
 

@@ -49,7 +49,7 @@ def followed(platform, case, model):
 
 @pytest.mark.parametrize("kind", [Net, Recomputing])
 def test_gathers_and_reductions_belong_to_their_modules(hp_platform, kind):
-    """Whether the blocks run once or are computed again: their parameters are there then, and stay."""
+    """The same holds if blocks are computed again: their parameters are there then, and stay."""
     case = Case((2,))
 
     def rank():

@@ -1,4 +1,4 @@
-"""What goes wrong says so, on the rank and in the module where it does, and the next step works."""
+"""Errors name the rank and the module where they happen, and the next step works."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ class Counting(nn.Module):
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_forward_that_writes_frozen_parameters_is_refused(hp_platform, stage, recorded):
-    """What is written to the full ones would be lost; on one rank, which has no others, it is not."""
+    """Writes to full parameters would be lost; on one rank, which has no others, they are not."""
     x = hp_platform.from_numpy(numpy.ones(3, numpy.float32))
 
     def rank():

@@ -134,7 +134,7 @@ def test_divide_factor_and_sum(hp_platform):
 
 
 def test_freezing_and_thawing_between_steps(hp_platform):
-    """What is frozen for a step has no gradient in it, also where that is a whole group; the rest are right."""
+    """A parameter that is frozen for a step has no gradient in it, also where a whole group is; the rest are right."""
     case = Case((2,), num_blocks=2)
 
     def rank():

@@ -442,7 +442,7 @@ def test_problems_of_an_optimizers_state_dict(hp_platform):
 
 
 def test_full_tensors_go_into_a_module_of_shard_module(hp_platform):
-    """What the refusal of a plain tensor by `load_state_dict` says."""
+    """The refusal of a plain tensor by `load_state_dict` says to do this."""
 
     def run():
         mesh = init_device_mesh("cpu", (2,), platform=hp_platform)

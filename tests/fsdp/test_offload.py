@@ -88,7 +88,7 @@ def _case(name, zero_stage):
 
 @functools.cache
 def _expected(platform, name, zero_stage):
-    """What every rank gets without offload."""
+    """Return every rank's results without offload."""
     case = _case(name, zero_stage)
     return run_ranks(_train, case.size, platform, platform, case, None)
 

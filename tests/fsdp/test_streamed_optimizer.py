@@ -52,7 +52,7 @@ STEPS = 5
 
 @dataclasses.dataclass(frozen=True)
 class Offload:
-    """What lies on the host; None: not offloaded and not streamed."""
+    """Choice of the tensors that lie on the host; None in its place: not offloaded and not streamed."""
 
     parameters: bool = False
     gradients: bool = False
@@ -91,7 +91,7 @@ def _weights(platform, model):
 
 
 def _halving(platform, optimizer):
-    """What halves the learning rate: on torch a schedule."""
+    """Return a function that halves the learning rate, on torch by a schedule."""
     if platform.name == "torch":
         from torch.optim.lr_scheduler import StepLR
 
@@ -145,7 +145,7 @@ def _train(platform, case, make, offload=None, clips=False):
 
 @functools.cache
 def _expected(platform, case_name, make, clips=False):
-    """What every rank gets without offload and streaming."""
+    """Return every rank's results without offload and streaming."""
     case = CASES[case_name]
     return run_ranks(_train, case.size, platform, platform, case, make, None, clips)
 

@@ -149,7 +149,7 @@ class Normalized(torch.nn.Module):
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("writes", ["embed", "map"])
 def test_a_forward_that_writes_its_parameters_is_refused_by_name(hp_platform, stage, writes):
-    """Where every rank computes with a copy; the next step works."""
+    """A rank computes with a copy of sharded parameters, where a write would be lost; the next step works."""
 
     def rank():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",), platform=hp_platform)

@@ -1,4 +1,4 @@
-"""Who may import whom. Read from the sources, function bodies included; what matters most is measured too."""
+"""Permitted imports, read from the sources, function bodies included; the most important are measured too."""
 
 import ast
 import re
@@ -80,7 +80,7 @@ def allowed(package, path):
 
 
 def serves(module, part):
-    """Whether a platform's module or folder serves: `fsdp.py`, `fsdp/` and `fsdp_storage.py` serve hp_fsdp."""
+    """Return True if a platform's module or folder serves: `fsdp.py`, `fsdp/` and `fsdp_storage.py` serve hp_fsdp."""
     return re.fullmatch(rf"{part}(_\w+)?(\.py)?", module) is not None
 
 

@@ -40,7 +40,7 @@ GLOBAL_BATCH, LENGTH, STEPS = 8, 8, 5
 
 @dataclass
 class Trained:
-    """What one rank saw; weights are whole."""
+    """The results of one rank; weights are whole."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)

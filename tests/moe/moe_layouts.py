@@ -117,7 +117,7 @@ LAYOUTS |= {
 
 @dataclass
 class Result:
-    """What one rank saw; arrays are whole tensors, but `outputs` are those of its own samples."""
+    """The results of one rank; arrays are whole tensors, but `outputs` are those of its own samples."""
 
     samples: slice
     outputs: list[numpy.ndarray] = field(default_factory=list)
@@ -300,7 +300,7 @@ def _place(platform, mesh, layout, array, positive=False):
 
 
 def _sum_over_data(platform, mesh, layout, layer):
-    """What data parallelism does: gradients summed over ranks that hold the same weight and see other samples."""
+    """Sum gradients over ranks that hold the same weight and see other samples, as data parallelism does."""
     for name, p in platform.named_parameters(layer):
         axes = layout.replicas if name.startswith("experts.") else layout.data
         grad = platform.get_grad(p)

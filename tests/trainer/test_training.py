@@ -405,7 +405,7 @@ def newest_step(lab, name):
 
 
 def refused(lab, run, checkpoint, **overrides):
-    """What training from this checkpoint says; the run is left as it is."""
+    """Return the error message of training from this checkpoint; the run is left as it is."""
     config = lab.config(**overrides)
     with pytest.raises(LaunchError) as caught:
         run_ranks(train_rank, 1, lab.platform, run, lab.platform, checkpoint, config)

@@ -1,4 +1,4 @@
-"""What the ranks of test_launch.py run."""
+"""Functions that the ranks of test_launch.py run."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def fail(rank, how="raise"):
 
 
 def fail_after_another_died(victim):
-    """What partners of a dead rank see: an error of their own, a moment later."""
+    """Kill the victim; its partners raise an error of their own a moment later, as after a lost connection."""
     if my_world()[0] == victim:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(0.2)

@@ -1,4 +1,4 @@
-"""What torchrun, msrun and Slurm say in the environment, and joining their jobs."""
+"""The variables that torchrun, msrun and Slurm set, and joining their jobs."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ def test_copies_of_a_mesh_are_the_mesh():
 
 
 def lines_executed(function):
-    """How many lines of Python run in `function`; the same on any machine."""
+    """Return the number of lines of Python that run in `function`; it is the same on any machine."""
     count = 0
 
     def trace(frame, event, argument):

@@ -203,7 +203,7 @@ def test_strided_shards_take_a_piece_of_every_chunk(size):
 
 
 def test_a_strided_shard_and_a_later_one_are_cut_right_to_left():
-    """What FSDP over tensor parallelism makes: the later axis cuts first, and the shard is contiguous."""
+    """FSDP over tensor parallelism makes these: the later axis cuts first, and the shard is contiguous."""
     for rank in range(6):
         mesh = mesh_of((2, 3), rank)
         spec = TensorSpec(mesh, (StridedShard(-1, 3), Shard(1)), (1, 12), "float32")

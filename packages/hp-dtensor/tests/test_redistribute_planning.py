@@ -149,7 +149,7 @@ def test_slow_axes_are_crossed_first_and_with_little():
 
 
 def test_seconds_may_come_first():
-    """Where one axis has a high latency, more bytes on the other one take less time."""
+    """More bytes take less time on an axis whose latency is far lower."""
     args = mesh_of((2, 2)), (R, Shard(0)), (Shard(0), R), (8, 8), 4
     latency = {"a": 1.0, "b": 1e-6}
     few = plan_redistribute(*args, CostModel(latency=latency))

@@ -37,7 +37,7 @@ def all_meshes(shape):
 
 
 def calls(function, *args):
-    """How many Python calls a function takes."""
+    """Return the number of calls, of Python and of C functions, that a function makes."""
     count = 0
 
     def profile(frame, event, arg):

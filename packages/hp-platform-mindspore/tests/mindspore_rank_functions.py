@@ -1,4 +1,4 @@
-"""What tests run on real ranks; results are plain Python, every rank has other data."""
+"""Functions that tests run on real ranks; results are plain Python, every rank has other data."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ def _normalized(platform):
 
 
 def test_statistics_of_normalizations_stay_with_their_rank(platform):
-    """They are parameters in MindSpore, and kernels write them in every forward."""
+    """Statistics are parameters in MindSpore, and kernels write them in every forward."""
 
     def statistics(model, number):
         for step in range(2):

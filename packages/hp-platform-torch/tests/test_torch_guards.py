@@ -1,4 +1,4 @@
-"""Where torch takes tensors without asking them: no DTensor is silently taken for its shard."""
+"""Functions of torch that take tensors without asking them: no DTensor is silently taken for its shard."""
 
 from __future__ import annotations
 

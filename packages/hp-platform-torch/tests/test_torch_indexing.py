@@ -41,7 +41,7 @@ LAYOUTS = [
 
 
 def _run(index: Any, x: Any, weights: Any, value: Any) -> tuple[list[Any], list[Any]]:
-    """What is picked, what writing gives, and the gradients of both."""
+    """Return the elements picked and the tensor written to, and the gradients of the tensor and the value."""
     (x[index] * value).sum().backward()
     written = x * 1
     written[index] = value

@@ -47,7 +47,7 @@ SHARDS = [Shard(0), Shard(1), Replicate(), RaggedShard(0, (1, 5))]
 
 
 def _written(run: Callable[[Any], Any], x: Any) -> tuple[bool, Any, Any]:
-    """Whether the result is the tensor itself, what this is then, and the gradient."""
+    """Return True if the result is the tensor itself, then the tensor's value, and the gradient."""
     leaf = x.requires_grad_()
     x = leaf * 1
     torch.manual_seed(0)

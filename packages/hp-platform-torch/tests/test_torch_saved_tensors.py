@@ -1,4 +1,4 @@
-"""What backward needs and somebody has written to in the meantime is an error, as it is with plain tensors."""
+"""Writing to a tensor that backward needs is an error, as it is with plain tensors."""
 
 from __future__ import annotations
 

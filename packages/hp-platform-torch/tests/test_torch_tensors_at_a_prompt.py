@@ -1,4 +1,4 @@
-"""What one does with tensors and modules without a thought: printing, copying, membership, devices, torch.nn."""
+"""Everyday uses of tensors and modules: printing, copying, membership, devices, torch.nn."""
 
 from __future__ import annotations
 

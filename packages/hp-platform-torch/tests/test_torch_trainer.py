@@ -1,4 +1,4 @@
-"""What hp-trainer gets from this platform."""
+"""The services of this platform for hp-trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What real ranks do with torch's own DTensors; see test_torch_interop.py."""
+"""Functions by which real ranks use torch's own DTensors; see test_torch_interop.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests run on real ranks; results are plain Python, every rank has other data."""
+"""Functions that tests run on real ranks; results are plain Python, every rank has other data."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ def fail():
 
 
 def complex_numbers(dtype_name):
-    """What collectives of gloo make of complex numbers, some of them conjugates that are not computed yet."""
+    """Run gloo's collectives on complex numbers, some of them conjugates that are not computed yet."""
     group, dtype = current_world(PLATFORM).all, PLATFORM.dtype(dtype_name)
     whole = torch.complex(torch.arange(12.0), torch.arange(12.0) - 5).to(dtype).reshape(6, 2)
     mesh = DeviceMesh("cpu", (group.size,), platform=PLATFORM)

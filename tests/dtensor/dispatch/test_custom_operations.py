@@ -185,7 +185,7 @@ class _Pair(NamedTuple):
 
 
 def _what_is_left(platform: Platform) -> tuple[list[str], set[int]]:
-    """What plans keep of three calls, and how many plans there are after each."""
+    """Return the names of arguments of three calls that stay alive, and the numbers of plans after each."""
 
     @sharding_rule("a b, a b -> a b")
     def combined(tensors: Any, options: Any, *, then: Any, more: Any = _Options(0.0)) -> Any:

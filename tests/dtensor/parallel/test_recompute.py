@@ -1,4 +1,4 @@
-"""What is computed again in backward gives the same gradients, keeps nothing, and decides nothing anew."""
+"""Computing a part again in backward gives the same gradients, keeps nothing, and decides nothing anew."""
 
 from __future__ import annotations
 

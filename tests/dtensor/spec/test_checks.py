@@ -38,7 +38,7 @@ def _numbers(platform: Platform, *shape: int, start: int = 0) -> Any:
 
 
 def _refusals(platform: Platform, ranks: int, fn: Callable[[int], Any], error: type[Exception]) -> list[str]:
-    """What each rank says; none may have communicated a tensor by then."""
+    """Return each rank's message; none may have communicated a tensor by then."""
 
     def on_rank() -> str:
         with record_collectives() as log, pytest.raises(error) as refusal:

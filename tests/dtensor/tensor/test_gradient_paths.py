@@ -1,4 +1,4 @@
-"""What a tensor was gathered from gets gradients directly; who asks for the gathered one's gets them all the same."""
+"""The source of a gathered tensor gets gradients directly; the gathered tensor gets its own where asked for."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ WAYS_TO_DISTRIBUTE: dict[str, Callable[[Any, DeviceMesh], Any]] = {
 
 @pytest.mark.parametrize("way", WAYS_TO_DISTRIBUTE)
 def test_hooks_of_parameters_are_called_with_dtensors_or_refused(hp_platform: Platform, way: str) -> None:
-    """What is registered on a plain parameter would not be called for the DTensor in its place."""
+    """Hooks of a plain parameter would not be called for the DTensor in its place."""
 
     def rank() -> None:
         mesh = DeviceMesh("cpu", (2,), platform=hp_platform)

@@ -107,7 +107,7 @@ def from_meta_on_a_real_rank(name: str) -> tuple[dict[str, np.ndarray], list[flo
 
 
 def test_values_on_real_ranks_are_those_of_simulated_ones(meta_platform: Platform, rank_pool: Any) -> None:
-    """What has no data is not broadcast."""
+    """Tensors without data are not broadcast."""
     if meta_platform.name != "torch":
         pytest.skip("which rank broadcasts what is the same code on every platform")
     expected, _ = run_ranks(_from_meta, 3, meta_platform, meta_platform)[0]

@@ -1,4 +1,4 @@
-"""What one does with a tensor at a prompt: values on the host, comparison, iteration, printing, copies."""
+"""Uses of a tensor at a prompt: values on the host, comparison, iteration, printing, copies."""
 
 from __future__ import annotations
 

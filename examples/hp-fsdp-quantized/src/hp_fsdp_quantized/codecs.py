@@ -12,7 +12,7 @@ Tensor = Any
 
 
 class Codec(ABC):
-    """How scaled values become bytes.
+    """A conversion of scaled values to bytes, and back.
 
     Attributes:
         largest: the largest value that a byte can stand for; blocks are scaled so that theirs becomes this one.

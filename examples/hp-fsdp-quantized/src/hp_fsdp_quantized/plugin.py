@@ -1,4 +1,4 @@
-"""What this package gives to hp-fsdp, through the entry-point group `hp_fsdp`."""
+"""The hooks of this package, which hp-fsdp finds through the entry-point group `hp_fsdp`."""
 
 from __future__ import annotations
 

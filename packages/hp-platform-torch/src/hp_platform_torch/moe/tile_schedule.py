@@ -14,7 +14,7 @@ _TABLE_ELEMENTS = 16384
 
 @dataclass(frozen=True, slots=True)
 class TileSchedule:
-    """Which rows each tile of `rows_per_tile` rows has; no tile crosses from one group to the next.
+    """The rows of each tile of `rows_per_tile` rows; no tile crosses from one group to the next.
 
     Attributes:
         table: int32 `[max_tiles, 3]`: group, first row and end of the group's rows, of each tile.

@@ -1,4 +1,4 @@
-"""Which action waits for which: the one statement of a pipeline's data flow."""
+"""The actions that an action waits for: the one statement of a pipeline's data flow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank has which stage, and in which order a rank goes through its stages."""
+"""The stages of each rank, and the order in which a rank goes through them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which blocks of the score matrix are computed: rectangles that are seen whole, causal squares, and bands.
+"""The blocks of the score matrix that are computed: rectangles that are seen whole, causal squares, and bands.
 
 Everything here is arithmetic on the host. Blocks in which no query sees a key do not occur, so that causal attention
 costs half, a window its width, and packed documents their own squares, whatever the order of the tokens on a rank.

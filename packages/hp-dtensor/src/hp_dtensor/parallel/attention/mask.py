@@ -1,4 +1,4 @@
-"""Which keys a query sees: `AttentionMask`, and the tokens of one rank as the mask needs them."""
+"""`AttentionMask`, the rule for the keys that a query sees, and the tokens of one rank as the mask needs them."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ def own_index(
 
 
 def _own_rows(kept: range, part: Part) -> tuple[slice, int]:
-    """Which rows of a part are kept, and how many."""
+    """Return the rows of a part that are kept, as a slice of the part, and their number."""
     low, count = positions_within(kept, part)
     start = kept.start + low * kept.step - part[0] if count else 0
     return slice(start, start + count * kept.step, kept.step), count

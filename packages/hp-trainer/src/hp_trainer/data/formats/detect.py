@@ -1,4 +1,4 @@
-"""Which reader a path needs: by its ending, by what a folder holds, or as it is told."""
+"""Choice of the reader of a path: by its ending, by what a folder holds, or as it is told."""
 
 from __future__ import annotations
 
