@@ -24,6 +24,7 @@ CASES = {
     "experts, 16 bits": (EXPERTS, {}, {"dtype": "bfloat16", "fused_experts": False}),
     "tp": (DENSE, {"tp": 2}, {"tp": 2}),
     "tp, norms, 16 bits": ({**DENSE, "qk_norm": "head"}, {"tp": 2}, {"tp": 2, "dtype": "bfloat16"}),
+    "tp, norms of results": ({**DENSE, "post_norms": True}, {"tp": 2}, {"tp": 2}),
     "tp, experts": (EXPERTS, {"tp": 2}, {"tp": 2}),
     "ulysses": (DENSE, {"cp": 2, "ulysses_degree": 2}, {"cp": 2}),
     "ring": (DENSE, {"cp": 2, "ulysses_degree": 1}, {"cp": 2, "cp_method": "ring"}),

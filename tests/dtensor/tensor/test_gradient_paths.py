@@ -8,7 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hp_dtensor import DeviceMesh, Replicate, Shard, ShardingPlan, distribute_tensor, shard_module
+from hp_dtensor import (
+    DeviceMesh,
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    ShardingPlan,
+    distribute_tensor,
+    shard_module,
+)
 from hp_dtensor.exceptions import GradientPathError, MeshError, PlanError
 from hp_dtensor.optim.clip import clip_grad_norm_
 from hp_dtensor.parallel import nn
@@ -42,6 +52,22 @@ def test_the_gradient_of_a_gathered_tensor_is_whole(hp_platform: Platform) -> No
     """One use differs per rank, and its gradient goes past the gathered tensor; the other does not."""
     for (grad,) in run_ranks(_grads, 2, hp_platform, hp_platform):
         np.testing.assert_array_equal(grad, 2 * (X @ W) @ W.T + 3)
+
+
+def _keeps_source(platform: Platform, source: Placement, target: Placement) -> bool:
+    mesh = DeviceMesh("cpu", (2,), platform=platform)
+    leaf = platform.Parameter(platform.from_numpy(np.ones((8, 4), np.float32)))
+    return "_redistributed_from" in vars(DTensor.from_local(leaf, mesh, (source,)).redistribute(placements=(target,)))
+
+
+def test_only_a_gathered_tensor_keeps_its_source(hp_platform: Platform) -> None:
+    """The source's memory would stay until backward for nothing where no gradient goes past the result."""
+    for source, target, keeps in (
+        (Shard(0), Replicate(), True),
+        (Partial(), Shard(0), False),
+        (Shard(0), Shard(1), False),
+    ):
+        assert run_ranks(_keeps_source, 2, hp_platform, hp_platform, source, target) == [keeps] * 2
 
 
 def _late_hook(platform: Platform) -> list[Any]:

@@ -221,10 +221,17 @@ class RedistributePlan:
     def varies_cheaply(self, axes: tuple[int, ...]) -> bool:
         """Return whether `run_varying` saves bytes: on one of `axes` the source is sharded and the target is not."""
         return (
-            all(not isinstance(p, Partial) for p in (*self.source.placements, *self.target.placements))
+            self.may_vary_cheaply
             and all(self.target.placements[a].is_replicate() for a in axes)
             and any(self.source.placements[a].is_shard() for a in axes)
         )
+
+    @functools.cached_property
+    def may_vary_cheaply(self) -> bool:
+        """True if there are axes for which `varies_cheaply`."""
+        pairs = list(zip(self.source.placements, self.target.placements, strict=True))
+        gathers = any(s.is_shard() and t.is_replicate() for s, t in pairs)
+        return gathers and not any(isinstance(p, Partial) for pair in pairs for p in pair)
 
     def run_varying(self, local: Tensor, result: Tensor, axes: tuple[int, ...]) -> Tensor:
         """Return `result`, which the plan has given for `local`, for a use that differs between the ranks of `axes`.

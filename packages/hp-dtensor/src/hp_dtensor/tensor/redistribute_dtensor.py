@@ -81,9 +81,9 @@ def _started(local: Tensor, plan: RedistributePlan, target: TensorSpec) -> Any:
     # collective still run while the forward goes on. Storage and version counter are the result's own from the start.
     promised = platform.promised(target.local_shape, target.dtype, platform.device_of(local))
     moved = plan.record(local, promised)
-    attributes = {"_redistributed_from": _source_of(local, plan, moved)} if platform.requires_grad(local) else {}
+    memory = _memory_of(local, plan, moved)
     result = platform.adopt_later(moved, target, finish)
-    result.__dict__.update(attributes)  # to set one would wait
+    result.__dict__.update(memory)  # to set an attribute would wait
     return result
 
 
@@ -122,18 +122,21 @@ def _redistribute_in(
 
 def remembering(local: Tensor, plan: RedistributePlan, moved: Tensor, target: TensorSpec) -> Any:
     """Return the result as a DTensor that knows its source, for gradients of uses that differ per rank."""
-    platform = target.mesh.platform
-    result = platform.wrap(moved, target)
-    if platform.requires_grad(local):
-        result._redistributed_from = _source_of(local, plan, moved)
+    result = target.mesh.platform.wrap(moved, target)
+    result.__dict__.update(_memory_of(local, plan, moved))
     return result
 
 
-def _source_of(local: Tensor, plan: RedistributePlan, moved: Tensor) -> Source:
+def _memory_of(local: Tensor, plan: RedistributePlan, moved: Tensor) -> dict[str, Source]:
+    """Return the attribute of a result that holds its source; none where no use takes the gradient past the result."""
+    platform = plan.target.mesh.platform
+    # The source's memory stays as long as the result, which autograd may keep until backward: that has to be of use.
+    if not (plan.may_vary_cheaply and platform.requires_grad(local)):
+        return {}
     # Both counters: a write in place to the source or to the result between here and a use makes the shortcut's
     # gradient that of other values, and `varying` then goes the long way.
-    version = plan.target.mesh.platform.version
-    return Source(local, plan, version(local), version(moved))
+    version = platform.version
+    return {"_redistributed_from": Source(local, plan, version(local), version(moved))}
 
 
 def placements_on(

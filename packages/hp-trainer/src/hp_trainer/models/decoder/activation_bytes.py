@@ -365,8 +365,6 @@ def _head(config: DecoderConfig, shape: ActivationShape) -> BlockActivations:
         _gathered("head input", tokens * config.hidden_size * e, shape),
         # Over a cut vocabulary the loss keeps the logits less their maximum, and their exponentials.
         KeptTensor(name="log-softmax", kind="rest", saved=(4 if shape.tp == 1 else 8) * tokens * vocab),
-        # Counted with the head, though the first stage of a pipeline has them: rows of a cut table stay until backward.
-        KeptTensor(name="embedded rows", kind="rest", saved=0 if shape.tp == 1 else tokens * config.hidden_size * e),
     )
     return BlockActivations(tensors=tensors, working=(4 + max(4, 2 * e)) * tokens * vocab)
 
