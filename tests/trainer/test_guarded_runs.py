@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from training_runs import FOUR_RANKS, events, losses, newest, tensors
 
 from hp_dtensor.exceptions import LaunchError
 from hp_moe import TokenChoiceTopKRouter
+from hp_trainer.exceptions import TrainingError
 from hp_trainer.training.step import OptimizerStep
 
 CLOSE = {"rtol": 2e-5, "atol": 0}
@@ -60,8 +62,11 @@ def test_scores_that_are_no_numbers_are_named_or_judged_as_the_guard_says(lab, m
 
     monkeypatch.setattr(TokenChoiceTopKRouter, "_logits", spoilt_logits)
     settings = {"training__steps": 2, "checkpoint__interval": None}
-    with pytest.raises(LaunchError, match=r"layers\.\d\.moe, rank 0: routing.scores: expected finite"):
+    with pytest.raises(LaunchError) as caught:
         lab.run("stopped", **settings)
+    assert isinstance(caught.value.__cause__, TrainingError)
+    told = r"step 1: layers\.\d\.moe, rank 0: routing.scores: expected finite .*; this step changed nothing. Go on from"
+    assert re.search(told, str(caught.value))
     calls.clear()
     steps = events(lab.run("skipped", training__guard__on_nonfinite="skip", **settings), "step")
     assert [step["loss"] == "nan" for step in steps] == [True, False]

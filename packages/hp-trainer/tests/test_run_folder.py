@@ -45,7 +45,7 @@ def test_files_that_are_no_run_are_not_touched(tmp_path: Path, config: TrainerCo
     (tmp_path / "mine" / "thesis.txt").write_text("x")
     with pytest.raises(RunFolderError, match="holds files that are no run"):
         RunFolder.create(tmp_path / "mine", config)
-    with pytest.raises(RunFolderError, match="is a file"):
+    with pytest.raises(RunFolderError, match=r"is a file; choose another with --run.folder=\.\.\.$"):
         RunFolder.create(tmp_path / "mine" / "thesis.txt", config)
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "x"
 

@@ -10,4 +10,12 @@ class MoEConfigError(HPError, ValueError):
 
 
 class ExpertParallelError(HPError, ValueError):
-    """Experts laid out on a mesh, or fed with inputs, that do not fit the parallel style."""
+    """Experts laid out on a mesh, or fed with inputs, that do not fit the parallel style.
+
+    Attributes:
+        only_nonfinite: whether scores that are no finite numbers are all that is wrong, as when training diverges.
+    """
+
+    def __init__(self, message: str, *, only_nonfinite: bool = False) -> None:
+        super().__init__(message)
+        self.only_nonfinite = only_nonfinite

@@ -178,7 +178,8 @@ class MoE(nn.Module):
             return self._forward(x, ids)
         except ExpertParallelError as error:
             rank = current_world(self.platform).rank
-            raise ExpertParallelError(f"{self.name or 'MoE'}, rank {rank}: {error}") from error
+            told = f"{self.name or 'MoE'}, rank {rank}: {error}"
+            raise ExpertParallelError(told, only_nonfinite=error.only_nonfinite) from error
 
     def _forward(self, x: Tensor, ids: Tensor | None) -> Tensor:
         if not x.shape or x.shape[-1] != self.dim:

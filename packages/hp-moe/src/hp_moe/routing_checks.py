@@ -57,9 +57,9 @@ def check_values(platform: Platform, routing: Routing, num_experts: int) -> None
         ExpertParallelError: listing everything that does not fit.
     """
     if not routing.is_expert_major and is_on_host(platform, routing.experts):
-        problems = [*_value_problems(platform, routing, num_experts)]
-        if problems:
-            raise ExpertParallelError("; ".join(problems))
+        problems, nonfinite = [*_value_problems(platform, routing, num_experts)], [*_nonfinite(platform, routing)]
+        if problems or nonfinite:
+            raise ExpertParallelError("; ".join([*problems, *nonfinite]), only_nonfinite=not problems)
 
 
 def check_ids(platform: Platform, ids: Tensor | None, num_tokens: int, vocab_size: int) -> None:
@@ -141,7 +141,8 @@ class RefusedRouting(ExpertParallelError):
     def __init__(self, codes: Sequence[int]) -> None:
         self.code = codes[0]
         told = "; ".join(f"rank {code // 4}: {_KINDS[code % 4]}" for code in codes)
-        super().__init__(f"routing of {told}; nothing was sent")
+        only_nonfinite = all(code % 4 == _BAD_SCORES for code in codes)
+        super().__init__(f"routing of {told}; nothing was sent", only_nonfinite=only_nonfinite)
 
 
 def refuse_faulty(numbers: Sequence[int]) -> None:
@@ -207,6 +208,9 @@ def _value_problems(platform: Platform, routing: Routing, num_experts: int) -> I
             f"routing.counts: expected the number of choices of each expert, which add up to "
             f"{int((experts < num_experts).sum())}, got {counts.tolist()}, which add up to {int(counts.sum())}"
         )
+
+
+def _nonfinite(platform: Platform, routing: Routing) -> Iterator[str]:
     if routing.scores is not None and not routing.takes_nonfinite:
         scores = platform.to_numpy(platform.detach(routing.scores))
         bad = ~numpy.isfinite(scores)

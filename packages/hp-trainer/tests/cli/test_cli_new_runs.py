@@ -70,7 +70,7 @@ def test_all_that_is_wrong_is_told_at_once(work: Path, error, prepared: list) ->
         "run.yaml:9: run.folder: holds files that are no run\n"
         "    expected: a new folder\n"
         "    got: out\n"
-        "    try: another --run.folder, or `hp-train resume out`\n"
+        "    try: another --run.folder\n"
     )
     assert prepared == []
     assert sorted(path.name for path in (work / "out").iterdir()) == ["mine.txt"]

@@ -60,7 +60,8 @@ def test_a_checkpoint_of_another_model_is_refused(work: Path, error, prepared: l
 def test_resume_without_a_run_or_a_checkpoint_is_refused(work: Path, error, prepared: list) -> None:
     assert "holds no run (no run.json)" in error("resume", "out")
     create_run(work / "out", load_config(work / "run.yaml", registered=registries()).config)
-    assert "out/checkpoints holds no sound checkpoint" in error("resume", "out")
+    way = "`hp-train run out/config.yaml --run.folder=out` begins again"
+    assert error("resume", "out") == f"hp-train: out/checkpoints holds no sound checkpoint; {way}\n"
 
 
 def test_a_resumed_run_compares_its_data_with_their_digest(work: Path, error, prepared: list) -> None:
@@ -138,7 +139,9 @@ def test_run_refuses_what_it_cannot_go_on_with(work: Path, error, prepared: list
     for shard in (work / "out" / "checkpoints").glob("*/shard*"):
         shard.write_bytes(b"")
     # Not from the beginning: there is something to save.
-    assert "out/checkpoints holds no sound checkpoint" in error("run", "run.yaml")
+    *passed_over, told = error("run", "run.yaml").splitlines()
+    assert len(passed_over) == len(list((work / "out" / "checkpoints").iterdir()))
+    assert told.startswith("hp-train: out/checkpoints holds no sound checkpoint; bring one of them back")
     assert prepared == []
 
 

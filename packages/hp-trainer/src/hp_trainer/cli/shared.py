@@ -6,10 +6,10 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from hp_trainer.checkpoint import Checkpoint, find_latest, open_latest
+from hp_trainer.checkpoint import Checkpoint, find_latest
 from hp_trainer.cli.arguments import Overrides, UsageError
 from hp_trainer.config import LoadedConfig, TrainerConfig, load_config
-from hp_trainer.exceptions import ConfigError, Problem, raise_if_any
+from hp_trainer.exceptions import CheckpointError, ConfigError, Problem, raise_if_any
 from hp_trainer.launch import chosen_platform, no_platform
 from hp_trainer.plugins import registries
 from hp_trainer.run import RunFolder, check_model, checkpoint_storage
@@ -94,6 +94,11 @@ def newest(run: RunFolder, config: TrainerConfig) -> Checkpoint:
     found = find_latest(storage)
     for reason in found.skipped:
         tell(f"passed over a checkpoint: {reason}")
-    checkpoint = found.checkpoint if found.checkpoint is not None else open_latest(storage)
-    check_model(checkpoint, config)
-    return checkpoint
+    if found.checkpoint is None:
+        if found.skipped:
+            way = "bring one of them back, or begin a new run in another folder"
+        else:
+            way = f"`hp-train run {run.config_file} --run.folder={run.path}` begins again"
+        raise CheckpointError(f"{storage.describe('')} holds no sound checkpoint; {way}")
+    check_model(found.checkpoint, config)
+    return found.checkpoint

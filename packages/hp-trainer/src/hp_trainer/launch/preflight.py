@@ -48,7 +48,9 @@ def check_new_run(loaded: LoadedConfig, folder: Path, world_size: int, registere
     problems += _weight_problems(config)
     reason = RunFolder.check_new(folder)
     if reason is not None:
-        hint = f"another --run.folder, or `hp-train resume {folder}`"
+        hint = "another --run.folder"
+        if RunFolder.is_begun(folder):
+            hint += f", or `hp-train resume {folder}`"
         problems.append(Problem(path="run.folder", what=reason, expected="a new folder", got=str(folder), hint=hint))
     else:
         problems += _unwritable("run.folder", folder)

@@ -107,7 +107,10 @@ class RunFolder:
             RunFolderError: there is no run in it.
         """
         if not cls.is_begun(path):
-            raise RunFolderError(f"{path} holds no run (no {_MARK}); give the folder that `hp-train` printed")
+            raise RunFolderError(
+                f"{path} holds no run (no {_MARK}); give the folder that `hp-train` printed, or begin a run with "
+                f"`hp-train run CONFIG --run.folder=...`"
+            )
         _read_mark(path)
         return cls(path, owner)
 
@@ -184,10 +187,8 @@ def new_run_id() -> str:
 
 
 def _taken(path: Path, reason: str) -> RunFolderError:
-    return RunFolderError(
-        f"run folder {path} {reason}; choose another with --run.folder=..., delete it, or go on with "
-        f"`hp-train resume {path}`"
-    )
+    ways = f", delete it, or go on with `hp-train resume {path}`" if RunFolder.is_begun(path) else ""
+    return RunFolderError(f"run folder {path} {reason}; choose another with --run.folder=...{ways}")
 
 
 def _read_mark(path: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import Any, Literal
 
+from hp_moe import ExpertParallelError
 from hp_trainer.config import GuardConfig
 from hp_trainer.exceptions import CheckpointError, TrainingError
 
@@ -39,6 +40,13 @@ class Verdict:
 
 
 GO_ON = Verdict("go on")
+
+
+def nonfinite_scores(error: Exception, step: int) -> TrainingError | None:
+    """Return what to tell of scores of experts that are no finite numbers; None: the error is another."""
+    if isinstance(error, ExpertParallelError) and error.only_nonfinite:
+        return TrainingError(f"step {step}: {error}{_ADVICE}")
+    return None
 
 
 class LossGuard:

@@ -19,7 +19,7 @@ from hp_trainer.plugins import LifeCycle, life_cycle, registries
 from hp_trainer.records import CheckpointRecord, ErrorRecord, EvaluationRecord, RunRecord, StepRecord
 from hp_trainer.run import RunFolder, checkpoint_storage
 from hp_trainer.stop_request import StopRequest, stop_requests
-from hp_trainer.training.loss_guard import GO_ON, Verdict
+from hp_trainer.training.loss_guard import GO_ON, Verdict, nonfinite_scores
 from hp_trainer.training.lr_schedule import learning_rate_factor
 from hp_trainer.training.memory_report import out_of_memory
 from hp_trainer.training.saved_progress import Progress, TrainingCheckpoints
@@ -111,7 +111,8 @@ class Trainer:
                 self._hooks.after_run(record)
             except Exception as error:
                 self._hooks.on_error(ErrorRecord(during="training", step=self.progress.step, error=error))
-                told = out_of_memory(error, self.setup, self.progress.step + 1)
+                step = self.progress.step + 1
+                told = out_of_memory(error, self.setup, step) or nonfinite_scores(error, step)
                 if told is not None:
                     raise told from error
                 self._refuse_hang(error)
