@@ -37,7 +37,10 @@ training: {steps: 6, global_batch_size: 4, sequence_length: 8, eval_interval: 3}
 checkpoint: {interval: 2, keep: 2}
 metrics: {trackers: [jsonl]}
 generate: {prompts: []}
+lr_schedule: {kind: constant}
 """
+# Kind of event, step, loss.
+Curve = list[tuple[str, int, float]]
 LEFTOVERS = re.compile(r"\.incomplete-|\.deleted-|lock\.json")
 OBJECTS = "objects"
 
@@ -63,13 +66,16 @@ class Campaign:
             "plain": (),
             "background": ("--checkpoint.background=true",),
             "object store": (f"--checkpoint.storage={store}",),
+            "weight average": ("--training.ema.decay=0.5", "--checkpoint.background=true", "--checkpoint.keep_best=1"),
+            "adapters": ("--model.lora.rank=2", "--optimizer.name=muon"),
         }
-        # How the present case saves its checkpoints.
-        self.variant: tuple[str, ...] = ()
-        self.expect(self.train(), 0)
-        self.curve = self.losses()
-        self.half = self.make_half()
-        self.operations = {name: self.count_operations(name) for name in self.variants}
+        # The variant of the present case.
+        self.variant = "plain"
+        self.operations: dict[str, int] = {}
+        self.curves: dict[str, Curve] = {}
+        for name in self.variants:
+            self.measure(name)
+        self.halves = {name: self.make_half(name) for name in self.variants}
 
     def train(self, prepare: Callable[[], None] = lambda: None, *settings: str) -> Ended:
         return self.start(prepare, *settings).wait()
@@ -79,33 +85,37 @@ class Campaign:
         return self.train(lambda: faults.watch_operations(self.run, act), *settings)
 
     def start(self, prepare: Callable[[], None] = lambda: None, *settings: str) -> Process:
-        return Process(["run", "run.yaml", "--run.folder=out", *self.variant, *settings], self.log, prepare)
+        variant = self.variants[self.variant]
+        return Process(["run", "run.yaml", "--run.folder=out", *variant, *settings], self.log, prepare)
 
     def choose(self, random_: random.Random) -> int:
-        """Begin a case with no run, which saves its checkpoints in a way drawn; return its number of operations."""
-        name = random_.choice(list(self.variants))
-        self.variant = self.variants[name]
+        """Begin a case with no run, of a variant drawn; return its number of operations."""
+        self.variant = random_.choice(list(self.variants))
         self.clear()
-        return self.operations[name]
+        return self.operations[self.variant]
 
-    def losses(self) -> list[float]:
-        steps = [event for event in read_metrics(self.run / "metrics.jsonl") if event["event"] == "step"]
-        if [event["step"] for event in steps] != list(range(1, len(steps) + 1)):
-            raise Failure(f"steps {[event['step'] for event in steps]}")
-        return [event["loss"] for event in steps]
+    def losses(self) -> Curve:
+        """Return the losses of the run's metrics, of steps and of evaluations, in their order."""
+        return [
+            (event["event"], event["step"], event["loss"])
+            for event in read_metrics(self.run / "metrics.jsonl")
+            if event["event"] in ("step", "evaluation")
+        ]
 
-    def make_half(self) -> Path:
+    def make_half(self, variant: str) -> Path:
         """Return a copy of the run as it was after its fourth step."""
+        self.variant = variant
         self.clear()
-        self.expect(self.train(lambda: None, "--training.steps=4", "--lr_schedule.kind=constant"), 0)
-        return faults.copy(self.run, self.folder / "half")
+        self.expect(self.train(lambda: None, "--training.steps=4"), 0)
+        return faults.copy(self.run, self.folder / f"half {variant}")
 
-    def count_operations(self, variant: str) -> int:
+    def measure(self, variant: str) -> None:
+        """Note the operations on files and the losses of a run that nobody touches."""
+        self.variant = variant
         self.clear()
-        self.variant = self.variants[variant]
         count = self.folder / "count"
         self.expect(self.train_with(faults.count_into(count)), 0)
-        return int(count.read_text())
+        self.operations[variant], self.curves[variant] = int(count.read_text()), self.losses()
 
     def clear(self) -> None:
         subprocess.run(["rm", "-rf", str(self.run)], check=True)
@@ -121,12 +131,22 @@ class Campaign:
     def expect_recovery(self) -> str:
         """Start the run again: it ends with the curve that it always has, and leaves nothing behind."""
         self.expect(self.train(), 0)
-        if self.losses() != self.curve:
-            raise Failure(f"losses {self.losses()}, expected {self.curve}")
+        self.expect_curve()
         left = [name for name in self.names_left() if LEFTOVERS.search(name)]
         if left:
             raise Failure(f"left behind: {left}")
         return SAME
+
+    def expect_curve(self) -> None:
+        if self.losses() != self.curves[self.variant]:
+            raise Failure(f"losses {self.losses()}, expected {self.curves[self.variant]}")
+
+    def expect_newest_sound(self) -> None:
+        """Read the newest checkpoint, which has to be that of the last step."""
+        listed = Process(["checkpoints", "out"], self.log).wait()
+        newest = next((line.split() for line in listed.errors.splitlines() if line.strip().startswith("6 ")), [])
+        if "sound" not in newest:
+            raise Failure(f"no sound checkpoint of the last step: {listed.errors[-800:]}")
 
     def names_left(self) -> list[str]:
         """Return the names of files and folders of the run; of an object store those that are found under."""
@@ -141,7 +161,7 @@ class Campaign:
         """SIGKILL at every operation on files, in turn, then at random ones, twice in a row."""
 
         def case(variant: str, *numbers: int) -> str:
-            self.variant = self.variants[variant]
+            self.variant = variant
             self.clear()
             for number in numbers:
                 self.expect(self.train_with(faults.kill_at(number)), -signal.SIGKILL, 0)
@@ -177,18 +197,20 @@ class Campaign:
         """Damaged files: the same curve, or a line that names the file."""
 
         def case(random_: random.Random) -> str:
-            self.variant = ()
-            faults.copy(self.half, self.run)
-            how, path = faults.damage(self.run, random_)
-            ended = self.train(lambda: None, "--lr_schedule.kind=constant")
+            self.choose(random_)
+            faults.copy(self.halves[self.variant], self.run)
+            done = faults.damage(self.run, random_)
+            ended = self.train()
             self.expect(ended, 0, 1, 2)
             if ended.code == 0:
-                # Metrics that are gone are gone; every checkpoint, the newest too, has to be sound.
-                Process(["checkpoints", "out"], self.log).wait()
+                self.expect_newest_sound()
+                # Metrics that are gone are gone.
+                if not any(path.name == "metrics.jsonl" for _, path in done):
+                    self.expect_curve()
                 return SAME
-            names = {path.name, path.parent.name, "out/checkpoints"}
+            names = {name for _, path in done for name in (path.name, path.parent.name)} | {"out/checkpoints"}
             if not any(name in ended.errors for name in names):
-                raise Failure(f"{how}: the file is not named: {ended.errors[-800:]}")
+                raise Failure(f"{faults.describe(done)}: the file is not named: {ended.errors[-800:]}")
             return REFUSED
 
         while True:

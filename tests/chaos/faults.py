@@ -120,16 +120,19 @@ def nest(path: Path, random_: random.Random) -> None:
 DAMAGES = (cut, flip, zero, delete, double, make_folder, nest)
 
 
-def damage(run: Path, random_: random.Random) -> tuple[str, Path]:
-    """Damage one or two files of a run; return how, and the last of them."""
-    done, path = [], run
+def damage(run: Path, random_: random.Random) -> list[tuple[str, Path]]:
+    """Damage one or two files of a run; return how, and which."""
+    done = []
     for _ in range(random_.choice([1, 1, 2])):
-        files = sorted(found for found in run.rglob("*") if found.is_file())
-        path = random_.choice(files)
+        path = random_.choice(sorted(found for found in run.rglob("*") if found.is_file()))
         how = random_.choice(DAMAGES)
         how(path, random_)
-        done.append(f"{how.__name__} {path.relative_to(run)}")
-    return " and ".join(done), path
+        done.append((how.__name__, path))
+    return done
+
+
+def describe(done: list[tuple[str, Path]]) -> str:
+    return " and ".join(f"{how} {path}" for how, path in done)
 
 
 def copy(run: Path, to: Path) -> Path:

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hp_trainer.cli import main
+# All that a command would import itself, each time anew in a forked process.
+from hp_trainer.cli import commands, main, runs  # noqa: F401
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,17 @@ LAYOUTS = {
     "2 shards": ("--launch.local_ranks=2",),
     "2 shards, saved in the background": ("--launch.local_ranks=2", "--checkpoint.background=true"),
     "2 stages": ("--launch.local_ranks=2", "--parallel.pp=2"),
+    "2 ranks with copies of each other's experts": (
+        "--launch.local_ranks=2",
+        "--parallel.ep=2",
+        "--parallel.ep_copies=1",
+    ),
+    "2 stages, averaged, saved in the background": (
+        "--launch.local_ranks=2",
+        "--parallel.pp=2",
+        "--training.ema.decay=0.9",
+        "--checkpoint.background=true",
+    ),
 }
 START_SECONDS, END_SECONDS = 180, 240
 
@@ -160,10 +171,15 @@ def lose_a_rank(ranks: Ranks, layout: tuple[str, ...], random_: random.Random) -
 
 
 def change_the_number(ranks: Ranks, layout: tuple[str, ...], random_: random.Random) -> str:
-    """Kill a rank while 4, then 3, then 4 of them train, each time started again: the same curve."""
+    """Kill a rank while 4, then 3, then 4 of them train, each time started again: the same curve.
+
+    A layout of stages has two of them on four ranks, and none on three.
+    """
     ranks.clear()
     for size, until in ((4, STEPS // 3), (3, 2 * STEPS // 3), (4, STEPS)):
-        sizes = (f"--launch.local_ranks={size}", "--launch.max_restarts=3", f"--training.steps={until}")
+        fewer = ("--parallel.pp=1", "--parallel.ep=1", "--parallel.ep_copies=0") if size == 3 else ()
+        sizes = (*fewer, f"--launch.local_ranks={size}", "--launch.max_restarts=3", f"--training.steps={until}")
+        sizes = (*layout, *sizes)
         process = ranks.start(*sizes)
         ranks.wait_for_step(until - STEPS // 3 + random_.randint(1, 5), process)
         pid = ranks.rank(random_.randrange(size))

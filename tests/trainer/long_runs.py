@@ -8,9 +8,12 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from training_runs import Lab
+from training_runs import Lab, train_rank
 
+from hp_dtensor.testing import run_ranks
 from hp_trainer.plugins import hookimpl
+
+SECONDS = 3000.0  # for what takes a tenth of it on an idle machine
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ def train(lab: Lab, plugged, *, checkpoints: int, steps_each: int, background: b
     """Train one rank; return what it holds at twenty moments, or as many as there are checkpoints."""
     sampler = Sampler(max(1, checkpoints // 20), lab.folder / "run" / "checkpoints")
     plugged(sampler)
-    lab.run(
+    run = lab.start(
         "run",
         model__num_hidden_layers=1,
         training__steps=checkpoints * steps_each,
@@ -54,6 +57,7 @@ def train(lab: Lab, plugged, *, checkpoints: int, steps_each: int, background: b
         checkpoint__keep=2,
         checkpoint__background=background,
     )
+    run_ranks(train_rank, 1, lab.platform, run, lab.platform, timeout_seconds=SECONDS)
     assert sampler.checkpoints == checkpoints
     return sampler.found
 
