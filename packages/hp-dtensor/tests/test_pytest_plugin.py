@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -35,3 +36,32 @@ def test_one_core_for_each_worker_and_what_it_starts(tmp_path, workers):
     assert len(found) == max(workers, 1)
     cores = {core for _, core in found}
     assert len(cores) == min(len(found), len(os.sched_getaffinity(0)))
+
+
+ORDER = """
+import pytest
+
+@pytest.fixture
+def rank_pool():
+    return None
+
+def test_fast():
+    pass
+
+def test_pool(rank_pool):
+    pass
+
+@pytest.mark.real_ranks
+def test_own():
+    pass
+"""
+
+
+def test_workers_begin_with_tests_that_start_ranks(tmp_path):
+    pytest.importorskip("xdist")
+    (tmp_path / "test_order.py").write_text(ORDER)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v"]
+    for option, expected in (("-n1", "own pool fast"), ("-n0", "fast pool own")):
+        shown = subprocess.run([*command, option], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+        ran = [re.search(r"::test_(\w+)", line)[1] for line in shown.splitlines() if "PASSED" in line]
+        assert ran == expected.split(), shown

@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-from hp_dtensor.launch import RankPool
 from hp_dtensor.platform.selection import get_platform
 
 
@@ -25,12 +24,10 @@ def _process_as_before(platform, monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def two_ranks():
-    with RankPool("mindspore", 2) as pool:
-        yield pool
+def two_ranks(rank_pool):
+    return rank_pool(2)
 
 
 @pytest.fixture(scope="session")
-def three_ranks():
-    with RankPool("mindspore", 3) as pool:
-        yield pool
+def three_ranks(rank_pool):
+    return rank_pool(3)

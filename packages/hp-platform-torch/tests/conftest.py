@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from hp_dtensor.launch import RankPool
 from hp_dtensor.platform.selection import get_platform
 
 
@@ -14,12 +13,10 @@ def platform():
 
 
 @pytest.fixture(scope="session")
-def two_ranks():
-    with RankPool("torch", 2) as pool:
-        yield pool
+def two_ranks(rank_pool):
+    return rank_pool(2)
 
 
 @pytest.fixture(scope="session")
-def three_ranks():
-    with RankPool("torch", 3) as pool:
-        yield pool
+def three_ranks(rank_pool):
+    return rank_pool(3)

@@ -55,6 +55,23 @@ def pytest_configure(config: pytest.Config) -> None:
         _keep_to_one_core(os.environ.get("PYTEST_XDIST_WORKER", ""))
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """On a worker of pytest-xdist, put tests with real ranks first, those that start their own before all.
+
+    They take longest, so that none is left for the end, when the other workers have nothing to do; and as workers are
+    given tests that follow each other, few of them start ranks of their own.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=_turn)
+
+
+def _turn(item: pytest.Item) -> int:
+    if "rank_pool" in getattr(item, "fixturenames", ()):
+        return 1
+    return 2 if item.get_closest_marker("real_ranks") is None else 0
+
+
 def _keep_to_one_core(worker: str) -> None:
     cores = sorted(os.sched_getaffinity(0))
     number = int(worker.removeprefix("gw")) if worker else os.getpid()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from hp_dtensor.launch import RankPool
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.testing.conformance.ranks import Ranks
@@ -17,9 +15,9 @@ REAL_SIZES = (2, 4)
 
 
 @pytest.fixture(scope="session")
-def ranks(request: pytest.FixtureRequest, hp_platform: Platform, rank_pool: Callable[[int], RankPool]) -> Ranks:
+def ranks(request: pytest.FixtureRequest, hp_platform: Platform) -> Ranks:
     kind, size = request.param
-    return Ranks(size, hp_platform, rank_pool(size) if kind == "real" else None)
+    return Ranks(size, hp_platform, request.getfixturevalue("rank_pool")(size) if kind == "real" else None)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
