@@ -6,10 +6,12 @@
 
 Contenders take turns. Each gets tokens, expert numbers and scores, and does its own counting and sorting; gradients
 go to tokens, scores and weights. Printed are medians of rounds, TFLOP/s counted as 6 * T * K * H * I forward and 18
-forward and backward, hp_moe's time over the contender's, and on CUDA what is kept for backward with the tokens (also as
-a multiple of the floor: tokens and the two pre-activations) and the peak, in which gradients are. `error` is the
-largest relative difference of output and gradients from the loop over experts in float32. transformers and Liger
-take part where they are installed.
+forward and backward, hp_moe's time over the contender's (of medians, and of the best rounds), and on CUDA what is kept
+for backward with the tokens (also as a multiple of the floor: tokens and the two pre-activations) and the peak, in
+which gradients are. `error` is the largest relative difference of output and gradients from the loop over experts in
+float32. transformers and Liger take part where they are installed. On the CPU `products alone` is the limit: the nine
+matrix products of each expert, between memory that is there. With `--processor-time` and one thread (OMP_NUM_THREADS=1)
+what else the machine does counts less.
 """
 
 from __future__ import annotations
@@ -152,6 +154,41 @@ def transformers(problem, implementation="grouped_mm"):
     return Contender(lambda x, s: layer(x, problem.experts, s), [layer.gate_up_proj, layer.down_proj])
 
 
+class ProductsAlone:
+    """Each expert's three products forward and six backward, and nothing else: no order, no activation, no memory."""
+
+    weights = ()
+
+    def __init__(self, problem):
+        (num_experts, hidden_dim, _), top_k = problem.w1.shape, problem.scores.shape[1]
+        self.counts = torch.bincount(problem.experts.reshape(-1), minlength=num_experts).tolist()
+        self.inputs = problem.x.detach().repeat(top_k, 1)
+        self.gate, self.up = (self.inputs.new_ones((len(self.inputs), hidden_dim)) for _ in range(2))
+        self.results = torch.empty_like(self.inputs)
+        self.matrices = [weight.detach() for weight in (problem.w1, problem.w2, problem.w3)]
+        self.gradients = [torch.empty_like(weight) for weight in self.matrices]
+
+    def forward(self, problem):
+        for inputs, gate, up, results, (w1, w2, w3), _ in self.parts():
+            torch.mm(inputs, w1.t(), out=gate)
+            torch.mm(inputs, w3.t(), out=up)
+            torch.mm(gate, w2.t(), out=results)
+
+    def step(self, problem):
+        self.forward(problem)
+        for inputs, gate, up, results, (w1, w2, w3), (d_w1, d_w2, d_w3) in self.parts():
+            torch.mm(inputs, w2, out=gate)
+            torch.mm(inputs.t(), gate, out=d_w2)
+            torch.mm(gate.t(), inputs, out=d_w1)
+            torch.mm(up.t(), inputs, out=d_w3)
+            torch.mm(gate, w1, out=results).addmm_(up, w3)
+
+    def parts(self):
+        rows = [each.split(self.counts) for each in (self.inputs, self.gate, self.up, self.results)]
+        pairs = (zip(*(each.unbind(0) for each in three), strict=True) for three in (self.matrices, self.gradients))
+        return zip(*rows, *pairs, strict=True)
+
+
 def liger(problem):
     from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
 
@@ -169,6 +206,7 @@ CONTENDERS = {
     "grouped_mm, compiled": lambda problem: grouped_mm(problem, compiled=True),
     "transformers": transformers,
     "transformers, eager": lambda problem: transformers(problem, "eager"),
+    "products alone": ProductsAlone,
     "liger": liger,
 }
 
@@ -181,11 +219,11 @@ def takes_part(name, device):
     return module is None or importlib.util.find_spec(module) is not None
 
 
-def seconds(function, device):
+def seconds(function, device, clock=time.perf_counter):
     if device != "cuda":
-        start = time.perf_counter()
+        start = clock()
         function()
-        return time.perf_counter() - start
+        return clock() - start
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     function()
@@ -218,6 +256,8 @@ def reference(problem):
 
 
 def error(contender, problem, expected):
+    if isinstance(contender, ProductsAlone):
+        return float("nan")
     results = [result.detach().float() for result in contender.step(problem)]
     if len(results) == len(expected) - 1:
         d_gate_up, d_w2 = results[3:]
@@ -235,8 +275,8 @@ def dense_rate(problem):
     return 2 * size**3 / statistics.median(times) / 1e12
 
 
-def measure(contenders, problem, rounds):
-    """Median seconds of (forward, forward and backward) of each, taking turns."""
+def measure(contenders, problem, rounds, clock):
+    """Seconds of every round's (forward, forward and backward) of each, taking turns."""
     device = problem.x.device.type
     times = {name: ([], []) for name in contenders}
     for _ in range(rounds):
@@ -244,25 +284,30 @@ def measure(contenders, problem, rounds):
             for at, function in enumerate((contender.forward, contender.step)):
                 # Twice: the first call refills the allocator's cache with blocks of this contender's sizes.
                 function(problem)
-                times[name][at].append(seconds(lambda f=function: f(problem), device))
-    return {name: [statistics.median(each) for each in both] for name, both in times.items()}
+                times[name][at].append(seconds(lambda f=function: f(problem), device, clock))
+    return times
 
 
-def report(problem, names, rounds):
+def report(problem, names, rounds, clock):
     contenders = {name: CONTENDERS[name](problem) for name in names}
     expected = reference(problem)
     errors = {name: error(each, problem, expected) for name, each in contenders.items()}
     del expected
     print(f"dense product {dense_rate(problem):.3g} TFLOP/s, before")
-    times = measure(contenders, problem, rounds)
+    times = measure(contenders, problem, rounds, clock)
     print(f"dense product {dense_rate(problem):.3g} TFLOP/s, after")
-    print(f"{'':24}{'forward':>9}{'TFLOP/s':>9}{'and back':>10}{'TFLOP/s':>9}{'hp over':>9}{'error':>9}", end="")
+    print(
+        f"{'':24}{'forward':>9}{'TFLOP/s':>9}{'and back':>10}{'TFLOP/s':>9}{'hp over':>9}{'best':>7}{'error':>9}",
+        end="",
+    )
     print(f"{'kept MiB':>10}{'floors':>8}{'peak MiB':>10}" if problem.x.is_cuda else "")
-    for name, (forward, both) in times.items():
+    for name, rounds_of in times.items():
+        forward, both = map(statistics.median, rounds_of)
         rates = problem.flop() / forward / 1e12, 3 * problem.flop() / both / 1e12
-        ratio = times["hp"][1] / both if "hp" in times else float("nan")
+        of_hp = times["hp"][1] if "hp" in times else [float("nan")]
+        ratios = statistics.median(of_hp) / both, min(of_hp) / min(rounds_of[1])
         print(f"{name:24}{forward * 1e3:6.2f} ms{rates[0]:9.3g}{both * 1e3:7.2f} ms{rates[1]:9.3g}", end="")
-        print(f"{ratio:9.2f}{errors[name]:9.1e}", end="")
+        print(f"{ratios[0]:9.2f}{ratios[1]:7.2f}{errors[name]:9.1e}", end="")
         if problem.x.is_cuda:
             kept, peak = memory(contenders[name], problem)
             print(f"{kept / 2**20:10.0f}{kept / problem.floor():8.2f}{peak / 2**20:10.0f}", end="")
@@ -283,6 +328,7 @@ def main():
         parser.set_defaults(**{f"default_{name}": (cpu, cuda)})
     parser.add_argument("--dtype", help="float32 on the CPU, bfloat16 on CUDA")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--processor-time", action="store_true", help="of this thread, on the CPU; else wall time")
     parser.add_argument("--only", nargs="*", choices=CONTENDERS, metavar="NAME", help=", ".join(CONTENDERS))
     options = vars(parser.parse_args())
     on_cuda = options["device"] == "cuda"
@@ -295,7 +341,7 @@ def main():
     device = torch.cuda.get_device_name() if on_cuda else f"CPU, {torch.get_num_threads()} threads"
     print("T {} H {} I {} E {} K {}".format(*sizes), f"{dtype} on {device}, torch {torch.__version__}")
     problem = Problem.random(*sizes, options["device"], getattr(torch, dtype))
-    report(problem, names, options["rounds"])
+    report(problem, names, options["rounds"], time.thread_time if options["processor_time"] else time.perf_counter)
 
 
 if __name__ == "__main__":
