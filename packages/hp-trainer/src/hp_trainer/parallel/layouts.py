@@ -98,6 +98,14 @@ def _has_experts(model: Any) -> bool:
 
 
 def _candidates(world_size: int, expert_meshes: Sequence[ExpertMesh], *, has_experts: bool) -> Iterator[ParallelDims]:
+    for degrees in list_degrees(world_size, expert_meshes, has_experts=has_experts):
+        yield ParallelDims(**degrees, world_size=world_size)
+
+
+def list_degrees(
+    world_size: int, expert_meshes: Sequence[ExpertMesh], *, has_experts: bool
+) -> Iterator[dict[str, Any]]:
+    """Yield the degrees of every layout of so many ranks, as keywords of `ParallelDims`."""
     for ep, expert_mesh in itertools.product(divisors(world_size) if has_experts else [1], expert_meshes):
         if ep == 1 and expert_mesh != expert_meshes[0]:
             continue
@@ -105,17 +113,16 @@ def _candidates(world_size: int, expert_meshes: Sequence[ExpertMesh], *, has_exp
         for pp, dp_replicate, dp_shard, cp, tp in _factorizations(world_size // around, 5):
             for etp in sorted({1, tp}) if ep > 1 else [tp]:
                 if expert_mesh == "peer" or dp_shard * cp * tp % (ep * etp) == 0:
-                    yield ParallelDims(
-                        dp_replicate=dp_replicate,
-                        dp_shard=dp_shard,
-                        cp=cp,
-                        tp=tp,
-                        pp=pp,
-                        ep=ep,
-                        etp=etp,
-                        world_size=world_size,
-                        expert_mesh=expert_mesh,
-                    )
+                    yield {
+                        "dp_replicate": dp_replicate,
+                        "dp_shard": dp_shard,
+                        "cp": cp,
+                        "tp": tp,
+                        "pp": pp,
+                        "ep": ep,
+                        "etp": etp,
+                        "expert_mesh": expert_mesh,
+                    }
 
 
 def _factorizations(n: int, count: int) -> Iterator[tuple[int, ...]]:

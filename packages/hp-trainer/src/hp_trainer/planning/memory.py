@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
@@ -65,7 +66,7 @@ def plan_memory(shape: StepShape, parts: StageParts) -> MemoryPlan:
     return (_Pipelined if parts.is_pipelined else _InOnePiece)(shape, parts).fullest()
 
 
-class _Moments:
+class _Moments(ABC):
     """Everything that is held throughout a step, and the moments at which more is."""
 
     def __init__(self, shape: StepShape, parts: StageParts) -> None:
@@ -80,8 +81,9 @@ class _Moments:
         """Return the memory at the moment that has most."""
         return max(self.moments(), key=lambda each: each.total)
 
+    @abstractmethod
     def moments(self) -> Iterable[MemoryPlan]:
-        raise NotImplementedError
+        """Yield the memory at each moment of a step that may be the fullest."""
 
     def at(self, moment: str, **held: float) -> MemoryPlan:
         """Return the memory at a moment: what is held throughout, and `held`."""

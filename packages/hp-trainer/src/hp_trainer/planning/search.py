@@ -15,8 +15,7 @@ from hp_trainer.exceptions import Problem
 from hp_trainer.launch import batch_problems, training_problems
 from hp_trainer.memory import format_size
 from hp_trainer.parallel import DEGREES, ParallelDims, find_model_problems
-from hp_trainer.parallel.axes import ExpertMesh
-from hp_trainer.parallel.divisors import divisors
+from hp_trainer.parallel.layouts import list_degrees
 from hp_trainer.planning.devices import Device
 from hp_trainer.planning.plan import StepPlan, plan_step
 
@@ -70,7 +69,8 @@ def search_layouts(config: TrainerConfig, world_size: int, device: Device, memor
     cuts: dict[int, list[range]] = {}
     num_illegal = 0
     pipelines: dict[tuple[int, int], tuple[str, ...]] = {}
-    for degrees in _degrees(world_size, has_experts=bool(getattr(config.model.options, "num_experts", None))):
+    has_experts = bool(getattr(config.model.options, "num_experts", None))
+    for degrees in list_degrees(world_size, ("folded", "peer"), has_experts=has_experts):
         found = alone.of(degrees)
         if not found:
             dims = ParallelDims(**degrees, cp_method=config.parallel.cp_method, world_size=world_size)
@@ -165,37 +165,6 @@ def _without_pipeline(dims: ParallelDims) -> ParallelDims:
 def _reasons(problems: Iterator[Problem]) -> tuple[str, ...]:
     """Return problems as reasons that many layouts have in common."""
     return tuple(dict.fromkeys(f"{problem.path}: {problem.what}" for problem in problems))
-
-
-def _degrees(world_size: int, *, has_experts: bool) -> Iterator[Degrees]:
-    """Yield the degrees of every layout of so many ranks."""
-    meshes: tuple[ExpertMesh, ...] = ("folded", "peer")
-    for ep, expert_mesh in itertools.product(divisors(world_size) if has_experts else [1], meshes):
-        if ep == 1 and expert_mesh == "peer":
-            continue
-        around = ep if expert_mesh == "peer" else 1
-        for pp, dp_replicate, dp_shard, cp, tp in _factorizations(world_size // around, 5):
-            for etp in sorted({1, tp}) if ep > 1 else [tp]:
-                if expert_mesh == "peer" or dp_shard * cp * tp % (ep * etp) == 0:
-                    yield {
-                        "dp_replicate": dp_replicate,
-                        "dp_shard": dp_shard,
-                        "cp": cp,
-                        "tp": tp,
-                        "pp": pp,
-                        "ep": ep,
-                        "etp": etp,
-                        "expert_mesh": expert_mesh,
-                    }
-
-
-def _factorizations(n: int, count: int) -> Iterator[tuple[int, ...]]:
-    if count == 1:
-        yield (n,)
-        return
-    for first in divisors(n):
-        for rest in _factorizations(n // first, count - 1):
-            yield (first, *rest)
 
 
 # Text ----------------------------------------------------------------------------------------------------
