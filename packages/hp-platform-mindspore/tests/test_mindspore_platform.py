@@ -19,7 +19,7 @@ from hp_dtensor.platform.tensors import DTYPE_NAMES
 from hp_dtensor.testing import run_ranks
 from hp_platform_mindspore import plugin
 from hp_platform_mindspore.capabilities import ASCEND, BFLOAT16_ON_CPU, CPU
-from hp_platform_mindspore.cpu_kernels.table import OPS as CPU_KERNELS
+from hp_platform_mindspore.cpu_kernels.table import KERNELS as CPU_KERNELS
 from hp_platform_mindspore.device import choose_device
 from hp_platform_mindspore.ops.native_kernels import KERNELS as NATIVE
 from hp_platform_mindspore.tensor.memory import decode, encode, host_view
@@ -95,7 +95,7 @@ def test_a_program_that_has_computed_on_another_device_is_told(monkeypatch):
 
 
 def test_tables_name_every_operation():
-    assert set(CPU_KERNELS) == set(OP_NAMES)
+    assert set(OP_NAMES) <= set(CPU_KERNELS)
     assert set(OP_NAMES) <= set(NATIVE)
     assert set(OP_NAMES) >= BFLOAT16_ON_CPU
     assert set(ASCEND.moved_dtypes) <= set(CPU.moved_dtypes) == set(DTYPE_NAMES)

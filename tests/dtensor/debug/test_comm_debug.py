@@ -313,6 +313,8 @@ def test_counts_are_found_by_name_and_by_function(hp_platform: Platform, tmp_pat
         renamed = {(_all_gather if name == "all_gather" else name): count for name, count in counts.items()}
         assert counts == renamed
         assert sum(counts.values()) == comm.get_total_counts()
+        assert comm.get_comm_bytes() == {name: comm.log.wire_bytes(name) for name in counts}
+        assert comm.get_comm_bytes()["all_gather"] > 0
         assert comm.get_sharding_info()["first.up.weight"] == (Shard(0),)
         table = comm.generate_comm_debug_tracing_table()
         assert table.startswith(comm.table())

@@ -81,13 +81,6 @@ class PlannedBuffer:
         return 0 if self.is_whole else self.layout.numel * self.param_itemsize
 
     @property
-    def cast_shard(self) -> int:
-        """The shard in the dtype of computation, held while it is gathered."""
-        if self.layout.num_shards == 1 or self.param_itemsize == self.itemsize:
-            return 0
-        return self.layout.shard_numel * self.param_itemsize
-
-    @property
     def full_gradient(self) -> int:
         """Gradients before their reduction."""
         return self.layout.numel * self.reduce_itemsize if self.trainable else 0

@@ -299,10 +299,6 @@ class MoE(nn.Module):
 
     # Counting ---------------------------------------------------------------------------------------------
 
-    def take_counts(self) -> Tensor:
-        """Return and forget this rank's choices of each expert in training since the last call, int64 `[experts]`."""
-        return self.ops.narrow(self.tally.take(), 0, 0, self.num_experts)
-
     def _count(self, counts: Tensor) -> None:
         # Experts of someone else's count no bytes.
         sent_bytes = self.experts.take_sent_bytes() if isinstance(self.experts, GroupedExperts) else 0

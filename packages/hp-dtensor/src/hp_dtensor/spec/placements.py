@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import ClassVar
 
 from hp_dtensor.comm.process_group import REDUCE_OPS
 from hp_dtensor.exceptions import PlacementError
@@ -17,8 +16,6 @@ class Placement:
         >>> [placement.is_shard() for placement in (Shard(0), Replicate(), Partial())]
         [True, False, False]
     """
-
-    symbol: ClassVar[str]
 
     def is_shard(self, dim: int | None = None) -> bool:
         """Return whether it cuts a tensor dimension (that one, if `dim` is given)."""
@@ -50,8 +47,6 @@ class Replicate(Placement):
         (True, True)
     """
 
-    symbol: ClassVar[str] = "R"
-
     def is_replicate(self) -> bool:
         return True
 
@@ -74,7 +69,6 @@ class Shard(Placement):
     """
 
     dim: int
-    symbol: ClassVar[str] = "S"
 
     def __post_init__(self) -> None:
         _check_dim(self)
@@ -111,7 +105,6 @@ class StridedShard(Placement):
 
     dim: int
     split_factor: int
-    symbol: ClassVar[str] = "Strided"
 
     def __post_init__(self) -> None:
         _check_dim(self)
@@ -150,7 +143,6 @@ class RaggedShard(Placement):
 
     dim: int
     units: tuple[int, ...]
-    symbol: ClassVar[str] = "Ragged"
 
     def __post_init__(self) -> None:
         _check_dim(self)
@@ -195,7 +187,6 @@ class Partial(Placement):
     """
 
     op: str = "sum"
-    symbol: ClassVar[str] = "P"
 
     def __post_init__(self) -> None:
         if self.op not in REDUCE_OPS:

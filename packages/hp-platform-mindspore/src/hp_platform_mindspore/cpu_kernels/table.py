@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from hp_dtensor.exceptions import CapabilityError
-from hp_dtensor.platform.ops import OP_NAMES
 from hp_platform_mindspore.cpu_kernels import (
     convolutions,
     creation,
@@ -47,9 +46,6 @@ MODULES = (
 
 KERNELS: dict[str, Callable[..., Any]] = {name: kernel for module in MODULES for name, kernel in module.KERNELS.items()}
 """By canonical name, on plain tensors, with torch's order of arguments."""
-
-OPS: dict[str, Callable[..., Any]] = {name: KERNELS[name] for name in OP_NAMES}
-"""Those of `platform.ops`."""
 
 _POOLS = "pool rows and columns with the 1-d and 2-d pools"
 NOT_COMPOSED: dict[str, str] = {

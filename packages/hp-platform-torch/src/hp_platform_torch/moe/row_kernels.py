@@ -4,18 +4,14 @@ Rows are in expert-major order. Where the other operand belongs to tokens, its r
 product, so no permuted copy of tokens exists. All sums are in float32 and in a fixed order.
 
 Names in the kernels: H width of a token, I width of an expert, BM, BN, BK the sizes of a tile, SLOTS experts per
-token; `entries[row] = token * SLOTS + slot` says which choice of which token a row is for.
+token; `entries[row] = token * SLOTS + slot` says which choice of which token a row is for. SCORE is 0 where rows have
+no scores, 1 where scores weigh results, 2 where they weigh what goes into the activation.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-# How a row's score enters, as a constant of the kernels.
-SCORE_NONE = tl.constexpr(0)
-SCORE_AFTER = tl.constexpr(1)
-SCORE_BEFORE = tl.constexpr(2)
 
 
 @triton.jit
