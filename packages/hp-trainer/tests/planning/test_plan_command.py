@@ -102,7 +102,7 @@ def test_layouts_are_ranked_by_time_within_the_memory(run: Run) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("--world-size=0",), "--world-size must be at least 1, got 0"),
+        (("--world-size=0",), "--world-size must be from 1 to 10,000,000, got 0"),
         (("--world-size=many",), "invalid int value: 'many'"),
         (("--world-size=8", "--device=H10"), "device 'H10' is unknown; expected one of H100, H200, A100, 910B, cpu"),
         (("--world-size=8", "--device-memory=80"), "--device-memory: expected a size above 0 with its unit"),
