@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 
@@ -42,15 +43,24 @@ def weights_of_a_job(joins_itself: bool) -> list[torch.Tensor]:
         fully_shard(layer)
     fully_shard(model)
     assert model[0].weight.device_mesh.size() == dist.get_world_size() == 2
+    before = len(recorded())
     train(model, [init_device_mesh("cpu", (2,)).get_local_rank()])
+    assert recorded()[before:].count(("gloo:all_gather", ["Float"])) >= 6  # of two groups, at each of three steps
     weights = [parameter.full_tensor().detach() for parameter in model.parameters()]
     dist.destroy_process_group()
     assert current_world(get_platform("torch")).size == 1
     return weights
 
 
+def recorded() -> list[tuple[str, list[str]]]:
+    """Return name and dtypes of each collective that torch's flight recorder has seen."""
+    entries = json.loads(torch._C._distributed_c10d._dump_fr_trace_json()).get("entries", [])
+    return [(each["profiling_name"], each["input_dtypes"]) for each in entries]
+
+
 def process(rank: int, ports: list[int], expected: list[torch.Tensor]) -> None:
     """Join two jobs one after the other, the second one by nothing but what needs its ranks."""
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "2000"
     for joins_itself, port in zip((True, False), ports, strict=True):
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
         # Means over ranks in another order.

@@ -123,16 +123,33 @@ def test_numbers_for_lists_that_differ_by_rank_are_refused(mesh):
     assert x[0].tolist() == [2.0] * 4
 
 
-def test_norms_of_lists_point_to_clipping(mesh):
-    with pytest.raises(ShardingRuleError, match=r"hp_dtensor\.clip_grad_norm_"):
-        torch._foreach_norm([_on(mesh, Shard(0))])
+def test_reductions_of_lists_are_those_of_whole_tensors():
+    values = [torch.arange(-6.0, 4.0).reshape(5, 2), torch.tensor([3.0, -4.0])]
+
+    def rank():
+        mesh = init_device_mesh("cpu", (2,))
+        lists = [distribute_tensor(values[0], mesh, [Shard(0)]), distribute_tensor(values[1], mesh)]
+        for reduce in (
+            torch._foreach_norm,
+            lambda x: torch._foreach_norm(x, float("inf")),
+            lambda x: torch._foreach_norm(x, ord=1, dtype=torch.float64),
+            torch._foreach_max,
+        ):
+            torch.testing.assert_close([x.full_tensor() for x in reduce(lists)], list(reduce(values)))
+        if not hasattr(torch, "_foreach_powsum"):  # torch 2.11
+            return
+        squares = [x.full_tensor() for x in torch._foreach_powsum(lists, 2)]
+        torch.testing.assert_close(squares, [x.square().sum() for x in values])
+
+    run_ranks(rank, 2, "torch")
 
 
-def test_clipping_of_torch_has_the_norm_of_the_whole(mesh):
+@pytest.mark.parametrize("foreach", [None, False, True])
+def test_clipping_of_torch_has_the_norm_of_the_whole(mesh, foreach):
     parameter = torch.nn.Parameter(_on(mesh, Shard(0)))
     parameter.grad = _on(mesh, Shard(0))
     whole = parameter.grad.full_tensor().clone()
-    norm = torch.nn.utils.clip_grad_norm_([parameter], 1.0)
+    norm = torch.nn.utils.clip_grad_norm_([parameter], 1.0, foreach=foreach)
     torch.testing.assert_close(norm.full_tensor(), whole.norm())
     torch.testing.assert_close(parameter.grad.full_tensor(), whole / (whole.norm() + 1e-6))
 

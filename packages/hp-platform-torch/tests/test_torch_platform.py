@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from hp_dtensor import full, init_device_mesh, zeros
 from hp_dtensor.exceptions import PlatformError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.modules import Removable
@@ -162,3 +163,14 @@ def test_seeds_repeat(platform):
     platform.manual_seed(3)
     assert torch.equal(first, torch.randn(4))
     platform.synchronize()
+
+
+def test_factories_have_torchs_default_dtype(platform):
+    mesh = init_device_mesh("cpu", (1,))
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = [zeros(2, device_mesh=mesh), *(full((2,), value, device_mesh=mesh) for value in (0.5, 1j, 2, True))]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert [x.dtype for x in found] == [torch.float64, torch.float64, torch.complex128, torch.int64, torch.bool]
+    assert zeros(2, device_mesh=mesh).dtype == torch.float32

@@ -43,7 +43,12 @@ def test_results_and_gradients_are_those_of_plain_tensors(hp_platform: Platform,
 
 def test_integers_in_place_and_short_floats(hp_platform: Platform) -> None:
     forms = [("addbmm", torch.int64, False), ("gcd", torch.int64, True), ("masked_scatter", torch.float32, True)]
-    forms += [("mean", torch.complex64, False), ("matmul", torch.bfloat16, False), ("addbmm", torch.float32, True)]
+    forms += [
+        ("unravel_index", torch.int64, False),
+        ("mean", torch.complex64, False),
+        ("matmul", torch.bfloat16, False),
+        ("addbmm", torch.float32, True),
+    ]
     for name, dtype, in_place in forms:
         cases = operators.cases_of(name, dtype, in_place=in_place, samples=3)
         found = run_ranks(operators.sweep, 2, hp_platform, hp_platform, (2,), cases, 6)

@@ -143,6 +143,30 @@ def test_alias_names_that_do_not_fit_are_refused(hp_platform: Platform) -> None:
     run_ranks(_wrong_aliases, 4, hp_platform, hp_platform)
 
 
+# Factories and partial placements -----------------------------------------------------------------------
+
+
+def _factories(platform: Platform) -> None:
+    mesh = _mesh(platform)
+    x = full(size=(4, 2), fill_value=3, device_mesh=mesh, placements=[Shard(0)])
+    assert platform.dtype_name(x.dtype) == "int64"
+    np.testing.assert_array_equal(_values(platform, x), np.full((4, 2), 3))
+    assert [platform.dtype_name(full((2,), value, device_mesh=mesh).dtype) for value in (True, 0.5)] == [
+        "bool",
+        "float32",
+    ]
+    with pytest.raises(ValueError, match=r"makes dense tensors, layout torch\.strided; got layout='sparse'"):
+        zeros(4, device_mesh=mesh, layout="sparse")
+    mean = DTensor.from_local(_numbers(platform, 2), mesh, [Partial(reduce_op="avg")])
+    assert mean.placements[0].is_partial(reduce_op="avg")
+    assert mean.placements[0].reduce_op == "avg"
+    np.testing.assert_array_equal(_values(platform, mean), [0, 1])
+
+
+def test_factories_and_partial_placements_have_torchs_arguments(hp_platform: Platform) -> None:
+    run_ranks(_factories, 2, hp_platform, hp_platform)
+
+
 # from_local ----------------------------------------------------------------------------------------------
 
 

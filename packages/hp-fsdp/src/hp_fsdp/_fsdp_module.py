@@ -111,7 +111,7 @@ class FSDPModule(TorchMethods):
         for group in self._groups(recurse=True):
             group.settings.is_last_backward = wanted
 
-    def set_reshard_after_forward(self, reshard_after_forward: bool | int, *, recurse: bool = True) -> None:
+    def set_reshard_after_forward(self, reshard_after_forward: bool | int, recurse: bool = True) -> None:
         """Free full parameters after forward, keep them, or keep them over a number of ranks; see `fully_shard`.
 
         Raises:

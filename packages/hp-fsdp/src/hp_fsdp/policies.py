@@ -78,24 +78,36 @@ class DataParallelMeshDims:
         if self.shard is None and self.replicate is None:
             raise ValueError("DataParallelMeshDims: expected shard, replicate or both, got neither")
 
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        """Names of the axes that shard, as a tuple."""
+        return _names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        """Names of the axes that replicate, as a tuple."""
+        return _names(self.replicate)
+
     def of(self, mesh: DeviceMesh) -> DeviceMesh:
         """Return the data-parallel part of a mesh: (shard) or (replicate, shard)."""
-        names = [self._axis(mesh, dims) for dims in (self.replicate, self.shard) if dims is not None]
+        names = [self._axis(dims) for dims in (self.replicate_names, self.shard_names) if dims]
         part = mesh[tuple(names)]
         if self.shard is None:
             return part.unflatten(names[0], (part.size(), 1), (names[0], f"{names[0]}_shard"))
         return part
 
     @staticmethod
-    def _axis(mesh: DeviceMesh, dims: str | tuple[str, ...]) -> str:
-        if isinstance(dims, str):
-            return dims
+    def _axis(dims: tuple[str, ...]) -> str:
         if len(dims) == 1:
             return dims[0]
         raise FullyShardError(
             f"dp_mesh_dims: {dims} are several axes, which would be flattened into one; make the mesh with one axis "
             "for them, and pass mesh[that axis] itself"
         )
+
+
+def _names(dims: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return () if dims is None else (dims,) if isinstance(dims, str) else tuple(dims)
 
 
 @dataclass(frozen=True)

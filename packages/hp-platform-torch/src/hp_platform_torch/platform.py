@@ -86,6 +86,10 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
             raise ValueError(f"dtype {name!r} is unknown; expected one of {', '.join(DTYPES)}")
         return DTYPES[name]
 
+    def dtype_of_number(self, value: complex) -> torch.dtype:
+        # `torch.set_default_dtype` decides on real and complex numbers.
+        return torch.full((), value, device="cpu").dtype
+
     def dtype_name(self, dtype: torch.dtype) -> str:
         if dtype not in NAMES:
             raise ValueError(f"{dtype} has no counterpart on other platforms; expected one of {', '.join(DTYPES)}")

@@ -189,7 +189,7 @@ class Layout:
         placement = Partial(op)
         if self._placements is not None and self._placements[self.alias_name.index(alias)].is_shard():
             raise ValueError(f"axis {alias!r} cuts a dimension of the tensor and cannot be partial too")
-        self._partial[alias] = placement.op
+        self._partial[alias] = placement.reduce_op
 
     def get_partial_by_dev_id(self, alias: str) -> str | None:
         """Return the reduction that is pending over the axis `alias`, or None.
@@ -242,7 +242,7 @@ class Layout:
         result = self._copy()
         result._placements = tuple(Replicate() if isinstance(p, Partial) else p for p in placements)
         result._partial = {
-            name: p.op for name, p in zip(self.alias_name, placements, strict=True) if isinstance(p, Partial)
+            name: p.reduce_op for name, p in zip(self.alias_name, placements, strict=True) if isinstance(p, Partial)
         }
         return result
 

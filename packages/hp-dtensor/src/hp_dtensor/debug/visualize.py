@@ -194,7 +194,7 @@ def _notes(picture: ShardingPicture) -> list[str]:
     empty = [rank for rank in spec.mesh.ranks() if rank not in held]
     notes = [f"nothing on {name_ranks(empty)}"] if empty else []
     partial = [
-        f"{name} ({placement.op})"
+        f"{name} ({placement.reduce_op})"
         for name, placement in zip(spec.mesh.mesh_dim_names, spec.placements, strict=True)
         if isinstance(placement, Partial)
     ]

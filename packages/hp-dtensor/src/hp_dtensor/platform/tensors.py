@@ -9,10 +9,9 @@ from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from hp_dtensor.exceptions import CapabilityError
+import numpy
 
-if TYPE_CHECKING:
-    import numpy
+from hp_dtensor.exceptions import CapabilityError
 
 DType: TypeAlias = Any
 TensorSpec: TypeAlias = Any
@@ -83,6 +82,11 @@ class TensorInterface(ABC):
     def is_complex(self, dtype: DType) -> bool:
         """Return whether `dtype` is a complex one, which no platform needs to have; it is not floating then."""
         return False
+
+    def dtype_of_number(self, value: complex) -> DType:
+        """Return the dtype of a tensor filled with a number where none is given: bool, int64, complex64 or float32."""
+        kind = numpy.asarray(value).dtype.kind
+        return self.dtype({"b": "bool", "i": "int64", "u": "int64", "c": "complex64"}.get(kind, "float32"))
 
     @abstractmethod
     def empty(self, shape: Sequence[int], dtype: DType, device: Any = None) -> Tensor:

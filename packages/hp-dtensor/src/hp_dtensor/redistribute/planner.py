@@ -103,7 +103,8 @@ def _stages(source: TensorSpec, target: TensorSpec) -> Iterator[tuple[TensorSpec
 
 
 def _kinds(spec: TensorSpec) -> set[str]:
-    ops = {p.op for n, p in zip(spec.mesh.shape, spec.placements, strict=True) if isinstance(p, Partial) and n > 1}
+    cuts = zip(spec.mesh.shape, spec.placements, strict=True)
+    ops = {p.reduce_op for n, p in cuts if isinstance(p, Partial) and n > 1}
     return {"sum" if op in LINEAR else op for op in ops}
 
 
@@ -162,11 +163,11 @@ class _Planner:
         # What is whole becomes a partial sum without a message: the first rank of the axis keeps its values, the others
         # take zeros. Of max and min every rank keeps its copy, which no reduction changes; a product has no such form,
         # for one rank's values times copies would be a power.
-        if placement.op in LINEAR:
+        if placement.reduce_op in LINEAR:
             return SUM
         if before == placement:
             return placement
-        if placement.op == "product":
+        if placement.reduce_op == "product":
             raise PlacementError(
                 f"cannot make {placement} of {self.source.describe_placements()}; only sum, avg, max and min"
             )

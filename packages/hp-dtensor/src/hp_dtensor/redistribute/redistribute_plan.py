@@ -278,7 +278,7 @@ def _grad_specs(source: TensorSpec, target: TensorSpec) -> tuple[TensorSpec, Ten
     def placed(spec: TensorSpec) -> TensorSpec:
         result: list[Placement] = []
         for s, t, p in zip(source.placements, target.placements, spec.placements, strict=True):
-            stands_still = s == t and isinstance(s, Partial) and s.op not in ("sum", "avg")
+            stands_still = s == t and isinstance(s, Partial) and s.reduce_op not in ("sum", "avg")
             # The type of a gradient follows from the value's (P -> R): every contribution to a sum has the gradient of
             # the sum itself. An axis that no step touches hands on what it got.
             result.append(p if stands_still or not isinstance(p, Partial) else Replicate())

@@ -21,7 +21,7 @@ WHOLE = """
     stft istft sum_to_size svd take trapezoid trapz triangular_solve linear_cross_entropy
     adaptive_max_pool1d_with_indices adaptive_max_pool2d_with_indices adaptive_max_pool3d_with_indices
     max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices nonzero_static grid_sampler_2d
-    grid_sampler_3d grid_sample linspace logspace
+    grid_sampler_3d grid_sample linspace logspace unravel_index
 """
 
 

@@ -25,8 +25,8 @@ class Placement:
         """Return whether every rank holds the same data."""
         return False
 
-    def is_partial(self, op: str | None = None) -> bool:
-        """Return whether the value is a reduction over ranks (by `op`, if it is given)."""
+    def is_partial(self, reduce_op: str | None = None) -> bool:
+        """Return whether the value is a reduction over ranks (by `reduce_op`, if it is given)."""
         return False
 
     def parts(self, size: int, ranks: int) -> list[list[tuple[int, int]]]:
@@ -174,7 +174,7 @@ class RaggedShard(Placement):
 
 @dataclass(frozen=True, slots=True)
 class Partial(Placement):
-    """Every rank holds a contribution; the value is their reduction by `op`.
+    """Every rank holds a contribution; the value is their reduction by `reduce_op`.
 
     Example:
         >>> def program():
@@ -186,17 +186,18 @@ class Partial(Placement):
         (True, 4.0)
     """
 
-    op: str = "sum"
+    reduce_op: str = "sum"
 
     def __post_init__(self) -> None:
-        if self.op not in REDUCE_OPS:
-            raise PlacementError(f"Partial: reduction {self.op!r} is unknown; expected one of {', '.join(REDUCE_OPS)}")
+        if self.reduce_op not in REDUCE_OPS:
+            known = ", ".join(REDUCE_OPS)
+            raise PlacementError(f"Partial: reduction {self.reduce_op!r} is unknown; expected one of {known}")
 
-    def is_partial(self, op: str | None = None) -> bool:
-        return op is None or op == self.op
+    def is_partial(self, reduce_op: str | None = None) -> bool:
+        return reduce_op is None or reduce_op == self.reduce_op
 
     def __repr__(self) -> str:
-        return f"Partial({self.op})"
+        return f"Partial({self.reduce_op})"
 
 
 def _check_dim(placement: Shard | StridedShard | RaggedShard) -> None:

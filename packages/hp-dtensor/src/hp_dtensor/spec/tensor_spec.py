@@ -314,7 +314,7 @@ def describe(placement: Placement) -> str:
     if isinstance(placement, Shard):
         return f"S({placement.dim})"
     if isinstance(placement, Partial):
-        return f"P({placement.op})"
+        return f"P({placement.reduce_op})"
     if isinstance(placement, StridedShard):
         return f"Strided({placement.dim}; {placement.split_factor})"
     if isinstance(placement, RaggedShard):

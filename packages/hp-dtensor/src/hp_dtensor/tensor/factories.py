@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from hp_dtensor.comm.current_mesh import get_current_mesh
 from hp_dtensor.comm.mesh import DeviceMesh, require_mesh
 from hp_dtensor.exceptions import PlacementError
@@ -22,23 +20,27 @@ Fill = Callable[[Platform, TensorSpec], Tensor]
 
 
 def zeros(
-    *shape: Shape,
+    *size: Shape,
     device_mesh: DeviceMesh | None = None,
     placements: Placements | None = None,
     dtype: DType | str | None = None,
+    layout: Any = None,
     requires_grad: bool = False,
 ) -> Any:
     """Return a DTensor of zeros.
 
     Args:
-        shape: global, as numbers or as one sequence.
+        size: the global shape, as numbers or as one sequence.
         device_mesh: default: the current one (`with mesh:`).
         placements: one per mesh axis, or alias names, one per tensor dimension; default: replicated.
-        dtype: the platform's, or a name such as `"bfloat16"`; default: float32.
+        dtype: the platform's, or a name such as `"bfloat16"`; default: the platform's for numbers
+            (`torch.get_default_dtype()`, float32 on MindSpore).
+        layout: torch's argument; only `torch.strided`, which None means, is taken.
         requires_grad: whether the result is a leaf that gets a gradient.
 
     Raises:
         PlacementError: placements that do not fit, or partial ones.
+        ValueError: another layout.
 
     Example:
         >>> def program():
@@ -47,14 +49,15 @@ def zeros(
         >>> run_ranks(program, 2)[0]
         0.0
     """
-    return _make(shape, device_mesh, placements, dtype, requires_grad, _zeros)
+    return _make(size, device_mesh, placements, dtype, layout, requires_grad, _zeros)
 
 
 def empty(
-    *shape: Shape,
+    *size: Shape,
     device_mesh: DeviceMesh | None = None,
     placements: Placements | None = None,
     dtype: DType | str | None = None,
+    layout: Any = None,
     requires_grad: bool = False,
 ) -> Any:
     """Return an uninitialised DTensor; arguments and errors as `zeros`.
@@ -66,21 +69,22 @@ def empty(
         >>> run_ranks(program, 2)[0]
         ((4, 2), (2, 2))
     """
-    return _make(shape, device_mesh, placements, dtype, requires_grad, _empty)
+    return _make(size, device_mesh, placements, dtype, layout, requires_grad, _empty)
 
 
 def full(
-    shape: Sequence[int],
+    size: Sequence[int],
     fill_value: float,
     *,
     device_mesh: DeviceMesh | None = None,
     placements: Placements | None = None,
     dtype: DType | str | None = None,
+    layout: Any = None,
     requires_grad: bool = False,
 ) -> Any:
     """Return a DTensor of one value; arguments and errors as `zeros`.
 
-    The default dtype is that of the value: bool, int64, complex64 or float32.
+    The default dtype is that of the value: bool, int64, or the platform's for real or complex numbers.
 
     Example:
         >>> def program():
@@ -93,15 +97,15 @@ def full(
     def fill(platform: Platform, spec: TensorSpec) -> Tensor:
         return platform.ops.full(spec.local_shape, fill_value, spec.dtype)
 
-    wanted = _dtype_of(fill_value) if dtype is None else dtype
-    return _make((shape,), device_mesh, placements, wanted, requires_grad, fill)
+    return _make((size,), device_mesh, placements, dtype, layout, requires_grad, fill, of=fill_value)
 
 
 def ones(
-    *shape: Shape,
+    *size: Shape,
     device_mesh: DeviceMesh | None = None,
     placements: Placements | None = None,
     dtype: DType | str | None = None,
+    layout: Any = None,
     requires_grad: bool = False,
 ) -> Any:
     """Return a DTensor of ones; arguments and errors as `zeros`.
@@ -113,14 +117,15 @@ def ones(
         >>> run_ranks(program, 2)[0]
         4.0
     """
-    return _make(shape, device_mesh, placements, dtype, requires_grad, _ones)
+    return _make(size, device_mesh, placements, dtype, layout, requires_grad, _ones)
 
 
 def rand(
-    *shape: Shape,
+    *size: Shape,
     device_mesh: DeviceMesh | None = None,
     placements: Placements | None = None,
     dtype: DType | str | None = None,
+    layout: Any = None,
     requires_grad: bool = False,
 ) -> Any:
     """Return a DTensor of numbers drawn uniformly from [0, 1), the same ones under every layout.
@@ -136,14 +141,17 @@ def rand(
         >>> run_ranks(program, 2, platform, Shard(0)) == run_ranks(program, 2, platform, Replicate())
         True
     """
-    return _make(shape, device_mesh, placements, dtype, requires_grad, lambda p, spec: _drawn(p, spec, "uniform"))
+    return _make(
+        size, device_mesh, placements, dtype, layout, requires_grad, lambda p, spec: _drawn(p, spec, "uniform")
+    )
 
 
 def randn(
-    *shape: Shape,
+    *size: Shape,
     device_mesh: DeviceMesh | None = None,
     placements: Placements | None = None,
     dtype: DType | str | None = None,
+    layout: Any = None,
     requires_grad: bool = False,
 ) -> Any:
     """Return a DTensor of standard normal numbers; see `rand`.
@@ -156,7 +164,7 @@ def randn(
         >>> run_ranks(program, 2, platform, Shard(0)) == run_ranks(program, 2, platform, Replicate())
         True
     """
-    return _make(shape, device_mesh, placements, dtype, requires_grad, lambda p, spec: _drawn(p, spec, "normal"))
+    return _make(size, device_mesh, placements, dtype, layout, requires_grad, lambda p, spec: _drawn(p, spec, "normal"))
 
 
 def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
@@ -174,32 +182,31 @@ def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
 
 
 def _make(
-    shape: Sequence[Shape],
+    size: Sequence[Shape],
     device_mesh: DeviceMesh | None,
     placements: Placements | None,
     dtype: DType | str | None,
+    layout: Any,
     requires_grad: bool,
     fill: Fill,
+    of: complex = 0.0,
 ) -> Any:
+    if layout is not None and str(layout) != "torch.strided":
+        raise ValueError(f"a factory makes dense tensors, layout torch.strided; got layout={layout!r}")
     mesh = require_mesh("a factory", device_mesh if device_mesh is not None else get_current_mesh())
     platform = mesh.platform
-    sizes = _flat(shape)
+    sizes = _flat(size)
     chosen = normalize_placements(mesh, placements_on("a factory", mesh, placements, len(sizes)), len(sizes))
     if any(placement.is_partial() for placement in chosen):
         raise PlacementError(f"a factory cannot make partial results, got {list(chosen)}; use DTensor.from_local")
-    name = "float32" if dtype is None else dtype
-    spec = TensorSpec(mesh, chosen, sizes, platform.dtype(name) if isinstance(name, str) else name)
+    wanted = platform.dtype_of_number(of) if dtype is None else dtype
+    spec = TensorSpec(mesh, chosen, sizes, platform.dtype(wanted) if isinstance(wanted, str) else wanted)
     platform.check_dtype(spec.dtype)
     check_created("a factory", spec)
     result = platform.wrap(fill(platform, spec), spec)
     if requires_grad:
         platform.set_requires_grad(result, True)
     return result
-
-
-def _dtype_of(value: complex) -> str:
-    """Return the name of the dtype that frameworks give a tensor of one number."""
-    return {"b": "bool", "i": "int64", "u": "int64", "c": "complex64"}.get(np.asarray(value).dtype.kind, "float32")
 
 
 def _zeros(platform: Platform, spec: TensorSpec) -> Tensor:

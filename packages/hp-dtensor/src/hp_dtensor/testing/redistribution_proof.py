@@ -142,7 +142,7 @@ def local_values(array: Array, mesh: DeviceMesh, placements: Sequence[Placement]
     coordinate = mesh.get_coordinate()
     for axis, placement in enumerate(placements):
         if isinstance(placement, Partial) and coordinate is not None:
-            part = _contribution(part, placement.op, coordinate[axis], mesh.shape[axis])
+            part = _contribution(part, placement.reduce_op, coordinate[axis], mesh.shape[axis])
     return np.ascontiguousarray(part, dtype=array.dtype).reshape(part.shape)  # 0-d arrays become 1-d
 
 

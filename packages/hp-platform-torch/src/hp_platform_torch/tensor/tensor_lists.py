@@ -21,8 +21,8 @@ def on_lists(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
     name = func.__name__
     if name == "_amp_foreach_non_finite_check_and_unscale_":
         return _unscale(func, *args, **kwargs)
-    if name in _REDUCING_LISTS:
-        return refuse_norm(func, args, kwargs)
+    if name in _REDUCED:
+        return _reduced(name, *args, **kwargs)
     lists = [
         value
         for value in (*args, *kwargs.values())
@@ -49,7 +49,16 @@ def _unscale(func: Callable[..., Any], grads: Sequence[Tensor], found_inf: Tenso
             mesh.group_over(tuple(range(mesh.ndim))).all_reduce(found_inf, "max")
 
 
-_REDUCING_LISTS = frozenset({"_foreach_norm", "_foreach_powsum", "_foreach_max"})
+_REDUCED: dict[str, Callable[..., Tensor]] = {
+    "_foreach_max": torch.max,
+    "_foreach_norm": torch.linalg.vector_norm,
+    "_foreach_powsum": lambda x, ord=2, dtype=None: torch.sum(x.abs().pow(ord), dtype=dtype),
+}
+"""Functions of lists that reduce each tensor -> the reduction of one, which knows of the other ranks' parts."""
+
+
+def _reduced(name: str, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    return tuple(_REDUCED[name](x, *args, **kwargs) for x in tensors)
 
 
 def _common_specs(name: str, lists: Sequence[Sequence[Tensor]]) -> list[TensorSpec | None]:
