@@ -9,6 +9,7 @@ from training_runs import Lab, losses, tensors
 from hp_trainer.config import AdamWConfig
 from hp_trainer.optimizers import AdamW8bitConfig, state_bytes
 from hp_trainer.optimizers.blockwise import dynamic_values
+from hp_trainer.optimizers.code_search import CodeSearch
 from hp_trainer.plugins import registries
 
 EIGHT_BIT = "{name: adamw_8bit, lr: 5.0e-3, eps: 1.0e-5, min_elements: 64}"
@@ -93,6 +94,42 @@ def test_steps_are_those_of_adamw_up_to_the_codes(hp_platform, weights):
     assert eight_bit.num_steps == 3
     eight_bit.zero_grad()
     assert all(hp_platform.get_grad(x) is None for x in ours.values())
+
+
+def test_half_precision_parameters_have_float32_moments(hp_platform, weights):
+    half, single = hp_platform.dtype("bfloat16"), hp_platform.dtype("float32")
+    values = {"large": weights, "small": weights[0, :5]}
+    halves = {
+        name: hp_platform.Parameter(hp_platform.ops.cast(hp_platform.from_numpy(x), half)) for name, x in values.items()
+    }
+    singles = {
+        name: hp_platform.Parameter(hp_platform.ops.cast(hp_platform.detach(x), single)) for name, x in halves.items()
+    }
+    low, high = (built(hp_platform, "adamw_8bit", AdamW8bitConfig(), x.items()) for x in (halves, singles))
+    for name, x in halves.items():
+        grad = hp_platform.ops.cast(hp_platform.from_numpy(values[name][..., ::-1].copy()), half)
+        hp_platform.set_grad(x, grad)
+        hp_platform.set_grad(singles[name], hp_platform.ops.cast(grad, single))
+    low.step(0.01)
+    high.step(0.01)
+    for name, x in halves.items():
+        for slot, expected in high.state()[name].items():
+            assert low.state()[name][slot].dtype == single
+            np.testing.assert_array_equal(hp_platform.to_numpy(low.state()[name][slot]), hp_platform.to_numpy(expected))
+        rounded = hp_platform.ops.cast(hp_platform.detach(singles[name]), half)
+        found = (hp_platform.to_numpy(hp_platform.ops.cast(y, single)) for y in (hp_platform.detach(x), rounded))
+        np.testing.assert_array_equal(*found)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_the_table_finds_the_codes_of_a_binary_search(signed):
+    values = dynamic_values(signed=signed)
+    bounds = (values[:-1] + values[1:]) / 2
+    random = np.random.default_rng(0)
+    x = (random.standard_normal(100_000) * 10.0 ** random.uniform(-9, 0, 100_000)).astype(np.float32)
+    near = [f(y, np.float32(s)) for y in (bounds, values) for f, s in ((np.nextafter, 2), (np.nextafter, -2))]
+    x = np.concatenate([x, bounds, values, *near, np.float32([0.0, -0.0, 1, -1])])
+    np.testing.assert_array_equal(CodeSearch(bounds).find(x), np.searchsorted(bounds, x))
 
 
 def test_large_parameters_take_two_bytes_an_element_and_a_scale_a_block(hp_platform):

@@ -33,6 +33,27 @@ def test_the_average_forgets_its_beginning_and_then_keeps_the_share_asked_for(hp
     np.testing.assert_array_equal(hp_platform.to_numpy(hp_platform.detach(weight)), values)
 
 
+def test_averages_of_half_precision_weights_are_float32(hp_platform):
+    half = hp_platform.dtype("bfloat16")
+    weight = hp_platform.Parameter(hp_platform.ops.cast(hp_platform.from_numpy(np.ones(3, np.float32)), half))
+    average = WeightAverage([("x", weight)], 0.999, hp_platform)
+    with hp_platform.no_grad():
+        values = hp_platform.ops.cast(hp_platform.from_numpy(np.full(3, 2.0, np.float32)), half)
+        hp_platform.copy_(hp_platform.detach(weight), values)
+    for _ in range(10):
+        average.update(10**6)
+    expected = 2 - 0.999**10
+    np.testing.assert_allclose(hp_platform.to_numpy(average.state()["x"]), np.full(3, expected), rtol=1e-6)
+    for _ in range(2):
+        with average.in_place():
+            inside = hp_platform.ops.cast(hp_platform.detach(weight), hp_platform.dtype("float32"))
+            # bfloat16 keeps 8 bits.
+            np.testing.assert_allclose(hp_platform.to_numpy(inside), expected, rtol=2**-8)
+        after = hp_platform.ops.cast(hp_platform.detach(weight), hp_platform.dtype("float32"))
+        np.testing.assert_array_equal(hp_platform.to_numpy(after), 2)
+    np.testing.assert_allclose(hp_platform.to_numpy(average.state()["x"]), np.full(3, expected), rtol=1e-6)
+
+
 def test_every_layout_has_the_same_average_and_goes_on_exactly(lab: Lab):
     whole = lab.run("whole", **SETTINGS)
     found, weights = averages(whole), tensors(whole, ("model.",))

@@ -267,9 +267,13 @@ def whole_of(x: Tensor) -> Tensor:
     return full_tensor(x) if isinstance(x, DTensorBase) else x
 
 
-def zeros_laid_out_as(platform: Platform, x: Tensor) -> Tensor:
-    """Return zeros of the shape, dtype and layout of `x`, such as an optimizer's state begins with."""
-    zeros = platform.zeros(platform.local_shape(x), x.dtype)
+def zeros_laid_out_as(platform: Platform, x: Tensor, dtype: Any = None) -> Tensor:
+    """Return zeros of the shape and layout of `x`, such as an optimizer's state begins with.
+
+    Args:
+        dtype: the platform's; None: that of `x`.
+    """
+    zeros = platform.zeros(platform.local_shape(x), x.dtype if dtype is None else dtype)
     return platform.wrap(zeros, x.spec) if isinstance(x, DTensorBase) else zeros
 
 

@@ -24,6 +24,8 @@ class AdamW8bit:
     the same codes where blocks have the same borders, and else an error of at most half the distance of two codes.
     So plain AdamW goes on from such a checkpoint, and this from one of plain AdamW.
 
+    All is computed in float32, also where parameters and gradients are bfloat16 or float16.
+
     Args:
         parameters: (name, parameter), DTensors or plain.
         options: its settings.
@@ -49,7 +51,7 @@ class AdamW8bit:
         self._state: dict[str, dict[str, Any]] = {}
         with platform.no_grad():
             for name, parameter in self._parameters.items():
-                zeros = zeros_laid_out_as(platform, parameter)
+                zeros = zeros_laid_out_as(platform, parameter, platform.dtype("float32"))
                 self._state[name] = dict.fromkeys(self._kinds)
                 for slot in self._kinds:
                     self.set_state(name, slot, zeros)
@@ -84,7 +86,8 @@ class AdamW8bit:
     def set_state(self, name: str, slot: str, values: Tensor) -> None:
         """Take over the values of a moment, laid out as its parameter."""
         with self._platform.no_grad():
-            self._keep(name, slot, self._platform.detach(local_of(self._platform, values)))
+            local = self._platform.detach(local_of(self._platform, values))
+            self._keep(name, slot, self._platform.ops.cast(local, self._platform.dtype("float32")))
 
     def state_bytes(self, platform: Platform) -> int:
         """Return the bytes that this rank's moments take."""
@@ -97,14 +100,15 @@ class AdamW8bit:
 
     def _update(self, name: str, parameter: Tensor, grad: Tensor, learning_rate: float) -> None:
         ops, options = self._platform.ops, self._options
+        float32, local = self._platform.dtype("float32"), self._platform.detach(local_of(self._platform, parameter))
+        weight, grad = ops.cast(local, float32), ops.cast(grad, float32)
         (beta1, beta2), count = options.betas, self.num_steps
         mean = ops.add(ops.mul(self._local_moment(name, "exp_avg"), beta1), ops.mul(grad, 1 - beta1))
         square = ops.add(ops.mul(self._local_moment(name, "exp_avg_sq"), beta2), ops.mul(ops.square(grad), 1 - beta2))
         size = ops.add(ops.mul(ops.sqrt(square), 1 / math.sqrt(1 - beta2**count)), options.eps)
         step = ops.mul(ops.div(mean, size), learning_rate / (1 - beta1**count))
-        weight = self._platform.detach(local_of(self._platform, parameter))
         decayed = ops.mul(weight, 1 - learning_rate * options.weight_decay)
-        self._platform.copy_(weight, ops.sub(decayed, step))
+        self._platform.copy_(local, ops.cast(ops.sub(decayed, step), local.dtype))
         self._keep(name, "exp_avg", mean)
         self._keep(name, "exp_avg_sq", square)
 

@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from hp_dtensor.platform.interface import Platform
+from hp_trainer.optimizers.code_search import CodeSearch
 
 Tensor = Any
-# Returns the number (uint8) of the stretch between float32 bounds, in increasing order, in which each element lies.
-FindCodes = Callable[[Tensor, np.ndarray], Tensor]
+# Returns the number (uint8) of the stretch in which each element of a float32 tensor lies.
+FindCodes = Callable[[Tensor, CodeSearch], Tensor]
 
 
 def dynamic_values(*, signed: bool) -> np.ndarray:
@@ -65,7 +66,7 @@ class BlockwiseCodes:
     def __init__(self, platform: Platform, block_size: int, find_codes: FindCodes, *, signed: bool) -> None:
         self._platform, self._block_size, self._find_codes = platform, block_size, find_codes
         self._values = dynamic_values(signed=signed)
-        self._bounds = (self._values[:-1] + self._values[1:]) / 2
+        self._search = CodeSearch((self._values[:-1] + self._values[1:]) / 2)
 
     def quantize(self, x: Tensor) -> Blocks:
         """Return the codes of a tensor (float32 of any shape with at least one element)."""
@@ -73,14 +74,14 @@ class BlockwiseCodes:
         rows = self._in_blocks(x)
         scales = ops.amax(ops.abs(rows), 1, True)
         safe = ops.where(ops.eq(scales, 0), ops.ones_like(scales), scales)
-        return Blocks(self._find_codes(ops.div(rows, safe), self._bounds), scales)
+        return Blocks(self._find_codes(ops.div(rows, safe), self._search), scales)
 
     def dequantize(self, blocks: Blocks, shape: tuple[int, ...]) -> Tensor:
         """Return the tensor of this shape that the codes stand for."""
         platform, ops = self._platform, self._platform.ops
         size, filled = self._sizes(shape)
         table = platform.from_numpy(self._values, platform.device_of(blocks.scales))
-        codes = ops.cast(ops.reshape(blocks.codes, (-1,)), platform.dtype("int64"))
+        codes = ops.cast(ops.reshape(blocks.codes, (-1,)), platform.dtype("int32"))
         rows = ops.mul(ops.reshape(ops.index_select(table, 0, codes), (-1, size)), blocks.scales)
         return ops.narrow(ops.reshape(rows, (*shape[:-1], filled)), len(shape) - 1, 0, shape[-1])
 

@@ -17,7 +17,7 @@ class WeightAverage:
 
     In step n the decay is `min(decay, (1 + n) / (10 + n))`, so that the first, untrained weights are soon forgotten
     (as in TensorFlow's `ExponentialMovingAverage` with `num_updates`). Each rank averages its own shards and
-    communicates nothing.
+    communicates nothing. Averages are float32 at least: in bfloat16 a share of 0.001 would be rounded away.
 
     Args:
         parameters: (name, parameter), DTensors or plain; the average begins with their values.
@@ -30,7 +30,7 @@ class WeightAverage:
         self._platform = platform
         self._parameters = dict(parameters)
         with platform.no_grad():
-            self._averages = {name: zeros_laid_out_as(platform, x) for name, x in self._parameters.items()}
+            self._averages = {name: self._zeros(x) for name, x in self._parameters.items()}
         self.restart()
 
     def state(self) -> Mapping[str, Tensor]:
@@ -41,7 +41,7 @@ class WeightAverage:
         """Begin anew with the present weights."""
         with self._platform.no_grad():
             for average, weight in self._pairs():
-                self._platform.copy_(average, weight)
+                self._platform.copy_(average, self._platform.ops.cast(weight, average.dtype))
 
     def update(self, num_steps: int) -> None:
         """Take the present weights in; `num_steps` optimizer steps have been done."""
@@ -49,27 +49,47 @@ class WeightAverage:
         ops = self._platform.ops
         with self._platform.no_grad():
             for average, weight in self._pairs():
-                self._platform.copy_(average, ops.add(ops.mul(average, decay), ops.mul(weight, 1 - decay)))
+                share = ops.mul(ops.cast(weight, average.dtype), 1 - decay)
+                self._platform.copy_(average, ops.add(ops.mul(average, decay), share))
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Give the model the averages as its weights in a block; afterwards it has its own again, bit for bit.
 
-        Memory for one more shard is needed at a time: each weight changes places with its average.
+        Memory for one more shard is needed at a time: each weight changes places with its average. Only weights of
+        fewer bits than their averages are kept beside them.
         """
-        self._swap()
+        kept = self._use_averages()
         try:
             yield
         finally:
-            self._swap()
+            self._use_weights(kept)
 
-    def _swap(self) -> None:
-        platform = self._platform
+    def _use_averages(self) -> list[Tensor | None]:
+        """Write averages into the weights; return the weights that do not stand in the place of their average."""
+        platform, kept = self._platform, []
         with platform.no_grad():
             for average, weight in self._pairs():
-                kept = platform.ops.clone(weight)
-                platform.copy_(weight, average)
-                platform.copy_(average, kept)
+                own = platform.ops.clone(weight)
+                platform.copy_(weight, platform.ops.cast(average, weight.dtype))
+                if average.dtype == weight.dtype:
+                    platform.copy_(average, own)
+                kept.append(None if average.dtype == weight.dtype else own)
+        return kept
+
+    def _use_weights(self, kept: list[Tensor | None]) -> None:
+        platform = self._platform
+        with platform.no_grad():
+            for (average, weight), own in zip(self._pairs(), kept, strict=True):
+                if own is None:
+                    own = platform.ops.clone(average)
+                    platform.copy_(average, weight)
+                platform.copy_(weight, own)
+
+    def _zeros(self, parameter: Tensor) -> Tensor:
+        platform = self._platform
+        dtype = platform.dtype("float32") if platform.itemsize(parameter.dtype) < 4 else parameter.dtype
+        return zeros_laid_out_as(platform, parameter, dtype)
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this rank's shard of each average, and of its weight."""
