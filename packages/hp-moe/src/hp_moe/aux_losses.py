@@ -93,6 +93,7 @@ class LossTerms:
         ops = self.platform.ops
         # Each rank's numbers; the same calls in the same order on all of them.
         everywhere = kept(lambda: self._over_ranks(counts) if self._needs_all_counts else counts)
+        # Zero, but in the graph: the sum of losses then gets a gradient whichever of them there are.
         nothing = ops.sum(ops.mul(logits, 0.0))
         sums, total = [], nothing
         for name in LOSSES:

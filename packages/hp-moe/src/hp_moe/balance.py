@@ -171,6 +171,7 @@ def _global_metrics(layers: list[MoE]) -> list[LoadMetrics]:
     metrics = []
     for layer, taken in zip(layers, sums, strict=True):
         *loads, dropped, sent_bytes = (int(each) for each in taken)
+        # Loads count choices, of which a token has `top_k`; the losses are sums over tokens.
         tokens = max(sum(loads) / layer.router.top_k, 1.0)
         named = {name: float(total) / tokens for name, total in losses.get(id(layer), {}).items()}
         metrics.append(LoadMetrics.of(loads, dropped=dropped, sent_bytes=sent_bytes, aux_losses=named))
@@ -212,6 +213,8 @@ def _relative_entropy(loads: numpy.ndarray) -> float:
 
 
 def _bias_direction(load: numpy.ndarray) -> numpy.ndarray:
+    # By the sign of the error alone (arXiv 2408.15664). The mean is taken off because the same step for all experts
+    # changes no choice, and would let the biases drift.
     direction = numpy.sign(load.mean() - load)
     centred: numpy.ndarray = direction - direction.mean()
     return centred

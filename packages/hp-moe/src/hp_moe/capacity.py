@@ -75,6 +75,7 @@ class Choices:
 
     @classmethod
     def decoded(cls, data: bytes, top_k: int) -> Choices:
+        # A choice has 12 bytes, its expert's and its score's, and a token 8 more, its place.
         tokens = len(data) // (top_k * 12 + 8)
         scores_at, order_at = tokens * top_k * 8, tokens * top_k * 12
         return cls(
@@ -94,6 +95,7 @@ def kept_choices(
         block_size: so many consecutive ranks of the group share one input.
     """
     top_k = mine.experts.shape[1]
+    # Every rank sorts the choices of all ranks, and so need not be told which of its own are dropped.
     parts = [mine] if group is None else [Choices.decoded(d, top_k) for d in group.all_gather_bytes(mine.encoded())]
     me = 0 if group is None else group.rank
     lengths = [len(part.order) for part in parts]
@@ -115,6 +117,7 @@ def _within_bound(
     keys = [numpy.broadcast_to(key, experts.shape).reshape(-1) for key in (slots, order[:, None], block[:, None])]
     if drop == "probability":
         keys.append(-scores.reshape(-1))
+    # The last key counts first: by expert, then by score where that decides, then by block, place and slot.
     by_expert = numpy.lexsort([*keys, experts.reshape(-1)])
     counts = numpy.bincount(experts.reshape(-1), minlength=num_experts)
     starts = numpy.concatenate([[0], numpy.cumsum(counts)[:-1]])

@@ -138,6 +138,7 @@ def loop_grouped_matmul(x: Tensor, weight: Tensor, sizes: GroupSizes) -> Tensor:
     def backward(grad: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = kept.tensors
         to_x = [ops.matmul(_rows(ops, grad, rows), _matrix(ops, weight, group)) for group, rows in slices]
+        # One tensor of zeros stands for all groups; those that have rows replace it.
         to_weight = [ops.zeros(tuple(weight.shape[1:]), weight.dtype)] * len(sizes.host)
         for group, rows in slices:
             to_weight[group] = ops.matmul(ops.transpose(_rows(ops, grad, rows), 0, 1), _rows(ops, x, rows))

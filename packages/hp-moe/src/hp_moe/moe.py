@@ -204,10 +204,12 @@ class MoE(nn.Module):
         shared: list[Tensor] = []
         if not isinstance(self.experts, GroupedExperts):
             results = run_experts(self.experts, self.platform, rows, routing)
+        # Where no rows travel there is nothing to wait for, and shared experts come last.
         elif type(self.experts.dispatcher) is LocalDispatcher or self.shared_experts is None:
             results = self.experts(rows, routing)
         else:
             results = self.experts(rows, routing, meanwhile=lambda: shared.append(self._shared(x)))
+        # Kept: a recomputation in backward must not count the same tokens again.
         kept(lambda: self._count(counts))
         routed = region.leave(self.ops.reshape(results, tuple(region.rows.shape)))
         if self.shared_experts is None:

@@ -133,6 +133,7 @@ class TokenChoiceTopKRouter(nn.Module):
         ops, scoring = self.ops, self.scoring
         logits = self._logits(self._jittered(x, noise_key))
         scores = scoring.scores(ops, logits)
+        # Kept: scores that round otherwise in a recomputation could choose other experts than forward did.
         selected, counts = kept(lambda: self._choose(self.platform.detach(scores), expert_bias, ids))
         top_scores = scoring.weights(ops, ops.gather(scores, 1, selected))
         if self.route_norm:
@@ -192,6 +193,7 @@ class TokenChoiceTopKRouter(nn.Module):
         # An evaluation sees no noise, and draws none from the training that goes on after it.
         if not (self.jitter and is_trained(self)):
             return x
+        # Kept: the counter of calls has moved on, and a recomputation would draw other noise.
         noise = kept(lambda: self._noise(tuple(x.shape), noise_key, self.platform.device_of(x)))
         return self.ops.mul(self.ops.cast(x, noise.dtype), noise)
 
@@ -199,12 +201,16 @@ class TokenChoiceTopKRouter(nn.Module):
         calls = plain(self.jitter_calls)
         call = int(self.platform.to_numpy(calls)[0])
         self.platform.copy_(calls, self.platform.from_numpy(numpy.array([call + 1]), device))
+        # Counter-based: noise depends on seed, rank and call alone, and a resumed run goes on with that of its next
+        # call.
         random = numpy.random.Generator(numpy.random.Philox([self.jitter_seed, noise_key * 2**32 + call]))
         noise = random.uniform(1 - self.jitter, 1 + self.jitter, shape)
         return self.platform.from_numpy(noise.astype(numpy.float32), device)
 
     def _logits(self, x: Tensor) -> Tensor:
         """Return the gate's results, float32 `[tokens, num_experts]`, whatever the dtype of `x` and of the gate."""
+        # In float32, because 16 bits would round experts whose scores are close to a tie (selective precision: Switch,
+        # arXiv 2101.03961, section 2.4).
         ops, float32 = self.ops, self.platform.dtype("float32")
         weight, bias = plain(self.gate.weight), plain(self.gate.bias)
         bias = None if bias is None else ops.cast(bias, float32)

@@ -89,6 +89,7 @@ class AttentionInterface:
         highest = ops.maximum(ops.amax(s, -1, True), LOWEST)
         p = ops.exp(ops.sub(s, highest))
         total = ops.sum(p, -1, True)
+        # Dropout comes after the softmax, which is divided by the sum of all entries, dropped ones too.
         kept = p if scores.dropout is None else ops.mul(p, self._factors(p, scores.dropout))
         out = ops.div(ops.matmul(kept, ops.unsqueeze(v, 2)), ops.maximum(total, TINY))
         lse = ops.add(highest, ops.log(total))
@@ -112,6 +113,8 @@ class AttentionInterface:
         ops, groups = self.ops, _groups(query, key)
         q, k, v, grad, out = (self._accurate(x) for x in (query, key, value, grad, out))
         s, lse = self._masked_scores(q, k, scores), ops.reshape(lse, (*_grouped_shape(q, k), 1))
+        # With the log-sum-exp over all keys, P = exp(S - lse), D = rowsum(dO * O) and dS = P * (dP - D) need no other
+        # block (FlashAttention, arXiv 2205.14135, appendix B.2).
         p = ops.exp(ops.sub(s, lse))
         delta = ops.sum(ops.mul(grad, out), -1, True)
         grad, delta = (ops.reshape(x, (*_grouped_shape(q, k), x.shape[-1])) for x in (grad, delta))
@@ -121,6 +124,7 @@ class AttentionInterface:
             d_p, kept = ops.mul(d_p, factors), ops.mul(p, factors)
         d_s = ops.mul(p, ops.sub(d_p, delta))
         if scores.soft_cap is not None:
+            # s / cap is the hyperbolic tangent t, whose derivative is 1 - t ** 2.
             seen = ops.maximum(s, -scores.soft_cap)  # minus infinity where nothing is seen, where d_s is 0
             d_s = ops.mul(d_s, ops.sub(1.0, ops.square(ops.div(seen, scores.soft_cap))))
         d_s = ops.mul(d_s, scores.scale)

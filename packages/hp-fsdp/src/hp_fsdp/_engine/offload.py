@@ -92,6 +92,7 @@ class AwaitedGradients:
             self._storage.await_no_gradient(parameter.sharded)
         if not self._parameters:
             self.flat = None
+        # The buffer stays for the others, and the next gradients are added to it: what was dropped must be zero there.
         for parameter in dropped if self._parameters else ():
             self._zero(parameter, self.flat)
 

@@ -120,6 +120,7 @@ class BufferStep:
 
     def put_away(self) -> None:
         """Begin to copy back what a step has changed, and have the rest be where it was."""
+        # Without `put_in_place`, after an error, copies may still be under way into memory that is let go of below.
         for arriving in self._arriving or ():
             arriving.wait()
         if self._state is not None:

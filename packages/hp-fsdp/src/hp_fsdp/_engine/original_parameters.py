@@ -259,6 +259,7 @@ def _own_modules(platform: Platform, root: Any) -> list[tuple[str, Any]]:
     pruned: list[str] = []
     own = []
     for name, module in platform.named_modules(root):
+        # A module is named before those below it, so that its prefix is known in time.
         if any(name.startswith(prefix) for prefix in pruned):
             continue
         if module is not root and STATE_ATTRIBUTE in vars(module):

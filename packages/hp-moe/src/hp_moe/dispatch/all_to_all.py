@@ -92,6 +92,7 @@ class AllToAllDispatcher(ChunkedDispatcher):
         ops, begun = self.platform.ops, []
         tokens, choices = ops.split(x, lengths, 0), ops.split(self._choices(routing), lengths, 0)
         for part, chosen, (route, sizes) in zip(tokens, choices, routes, strict=True):
+            # All ranks begin the exchanges of a chunk in this order: the messages of a group match by it.
             rows, others = self._exchange(route), RowExchange(self.group, route.sent, route.received)
             arriving = rows.begin(route.permutation.permute(part)), others.begin(route.permutation.permute(chosen))
             begun.append(Underway(rows, others, *arriving, route, sizes, routing))
@@ -216,6 +217,7 @@ class AllToAllDispatcher(ChunkedDispatcher):
         for keys, count in zip(destinations, counts, strict=True):
             rows = ops.narrow(count_keys(self.platform, keys, n + 1), 0, 0, n)
             padding = ops.zeros((n * self.chunk - self.num_experts,), count.dtype)
+            # The fault of this rank goes with the first chunk, to every rank, also to those that get no row.
             rows = rows if columns else ops.add(rows, faulty)
             columns += [ops.reshape(rows, (n, 1)), ops.reshape(ops.cat([count, padding], 0), (n, self.chunk))]
         if len(counts) < self.num_chunks:
@@ -224,6 +226,7 @@ class AllToAllDispatcher(ChunkedDispatcher):
         mine = ops.cat(columns, 1)
         theirs = all_to_all_rows_data(mine, self.group, [1] * n, [1] * n)
         host = self.platform.to_numpy(ops.cat([mine, theirs], 0))
+        # Only now: every rank has sent its fault to all others, so that all of them raise and none is left waiting.
         refuse_faulty([*host[:, 0]])
         plans = []
         for first in range(0, len(counts) * width, width):
@@ -269,6 +272,7 @@ class AllToAllDispatcher(ChunkedDispatcher):
         scores = None if routing.scores is None else ops.narrow(choices, 1, top_k, top_k)
 
         def order() -> TokenPermutation:
+            # The numbers of experts have no gradient; the scores that came beside them have.
             experts = ops.cast(ops.narrow(platform.detach(choices), 1, 0, top_k), platform.dtype("int64"))
             local = local_numbers(platform, experts, self.first, self.num_local)
             return TokenPermutation(platform, local, sum(sizes.host))

@@ -67,6 +67,7 @@ class TokenPermutation:
     def _order(self) -> Tensor:
         """The flat indices of all slots, sorted by key."""
         ops = self.platform.ops
+        # Stable, so that copies with equal keys keep the order of rows: every sum over them has one order.
         return ops.argsort(ops.reshape(self.keys, (self.num_rows * self.num_slots,)), 0, stable=True)
 
     def permute(self, x: Tensor) -> Tensor:

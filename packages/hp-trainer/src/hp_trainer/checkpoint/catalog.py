@@ -100,6 +100,7 @@ def prune(storage: Storage, keep: int, keep_best: int = 0) -> list[str]:
     doomed = []
     for name in list_checkpoints(storage):
         step = step_of(name)
+        # Newest first: a step that is kept already has been saved again since.
         if len(kept) >= keep or step in kept:
             doomed.append(name)
         elif _first_sound(storage, [name], content=False).checkpoint is not None:

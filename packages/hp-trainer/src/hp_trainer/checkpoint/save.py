@@ -155,6 +155,7 @@ class PendingSave:
                 with contextlib.suppress(OSError):
                     self._storage.delete_folder(self._folder)
             raise
+        # Older ones go only now that the new one has its name.
         if group.rank == 0 and self._keep is not None:
             prune(self._storage, self._keep, self._keep_best)
         return name
@@ -284,6 +285,8 @@ def _agreed_kinds(shards: Sequence[dict[str, Any]]) -> tuple[dict[str, list[Any]
 
 
 def _publish(storage: Storage, folder: str, index: Index) -> str:
+    # The index comes last and the name after it: killed at any moment, a save leaves a whole checkpoint or a folder
+    # that nothing takes for one.
     storage.write_file(folder, INDEX_FILE, [index.dump().encode()])
     name = free_name(storage, step_name(index.step))
     storage.rename_folder(folder, name)

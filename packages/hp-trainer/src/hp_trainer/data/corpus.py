@@ -189,9 +189,11 @@ class _Part:
 
     def publish(self, folder: Path, name: str) -> CorpusFile:
         self._file.flush()
+        # On disk before it has its name: after a power cut a name stands for whole contents.
         os.fsync(self._file.fileno())
         digest = self._digest.hexdigest()
         blocks = self._blocks.finish()
+        # Named by its contents: builders that run at once replace a file by an equal one.
         file = CorpusFile(name=f"{name}-{digest[:16]}.bin", bytes=self._bytes, sha256=digest, blocks=blocks)
         self._path.replace(folder / file.name)
         return file

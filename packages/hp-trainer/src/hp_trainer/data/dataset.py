@@ -241,6 +241,7 @@ class BatchReader:
         self._order: Order = _InTurn() if once else samples.order(seed)
         self._end_of_all = len(samples) if once else None
         self._size = global_batch_size
+        # Bounds, not lengths, are rounded: shares then meet without a gap and differ by at most one sample.
         self._begin = global_batch_size * share // num_shares
         self._end = global_batch_size * (share + 1) // num_shares
 

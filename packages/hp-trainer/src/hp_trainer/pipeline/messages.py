@@ -19,6 +19,7 @@ from hp_dtensor.tensor.dtensor import DTensor
 from hp_trainer.exceptions import PipelineError
 
 Tensor = Any
+# Of one size, so that a header can be received before its length is known; what is longer follows in a second message.
 HEADER_BYTES = 1024
 
 

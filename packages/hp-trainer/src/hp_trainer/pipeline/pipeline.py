@@ -223,7 +223,9 @@ class Pipeline:
                 self._actions[action.kind](action)
             self._transfers.end_step()
             if self.tied is not None and not forward_only:
+                # Once per step: every copy has its gradients of all micro-batches by now.
                 self.tied.sum_gradients()
+        # Ctrl-C too: the next step must find nothing of one that was left halfway.
         except BaseException:
             self._transfers.forget()
             for index, stage in self.stages.items():
@@ -291,6 +293,7 @@ class Pipeline:
         gradients = None if stage.is_last else self._gradients_for(action)
         run = stage.backward if action.kind is Kind.BACKWARD else stage.input_grad
         found = run(microbatch, gradients)
+        # After an input gradient alone, those of the weights are still to come; see `_weight_grad`.
         if action.kind is Kind.BACKWARD:
             self._parameters[action.stage].collect_gradients()
         if not stage.is_first:

@@ -88,6 +88,8 @@ class PipelineStage:
         """Run the forward on what the stage before has made (local data) and return the output."""
         platform, leaves, inputs = self.platform, [], []
         for meta, tensor in zip(layout.tensors, received, strict=True):
+            # A leaf of its own: the stage before may be on this rank, and its graph ends where its output was handed
+            # over.
             leaf = platform.detach(tensor)
             if meta.requires_grad and platform.is_grad_enabled():
                 platform.set_requires_grad(leaf, True)
@@ -110,6 +112,7 @@ class PipelineStage:
     def outputs(self, microbatch: int, output: Any) -> tuple[MessageLayout, list[Tensor]]:
         """Return the layout of an output for the next stage and its local tensors; keep what backward begins with."""
         layout, tensors = layout_of(self.platform, output, f"stage {self.stage_index}")
+        # Backward begins at the local data that was sent, because the gradient that comes back has their form.
         locals_ = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
         if microbatch in self._under_way:
             pairs = zip(layout.tensors, locals_, strict=True)
@@ -135,9 +138,11 @@ class PipelineStage:
         in a stage that is computed again in backward.
         """
         run = self._under_way[microbatch]
+        # No output of this stage requires a gradient.
         if not run.roots:
             return self._whole_backward(run, gradients)
         if not run.leaves:
+            # Nobody waits for gradients of inputs: the whole backward is the weights' part, which is due later.
             run.finish = lambda: run_backward(self.platform, run.roots, gradients)
             return []
         if not (self.platform.splits_backward and self._splits):
@@ -146,6 +151,8 @@ class PipelineStage:
         try:
             found, run.finish = self.platform.split_backward(run.roots, given, run.leaves)
         except GradientPathError:
+            # Something in the stage, such as a checkpointed block, has one backward for both parts, in every
+            # micro-batch. Nothing has been accumulated, so that the whole backward can run in its place.
             self._splits = False
             return self._whole_backward(run, gradients)
         return [self._or_zeros(leaf, grad) for leaf, grad in zip(run.leaves, found, strict=True)]
@@ -201,6 +208,7 @@ def run_backward(platform: Platform, roots: Sequence[Tensor], gradients: Sequenc
     if gradients is None or len(roots) == 1:
         platform.backward(roots[0], None if gradients is None else gradients[0])
         return
+    # The node's own gradient is not looked at: those of the roots are given.
     joined = platform.custom_function(
         lambda *_: platform.zeros((), platform.dtype("float32")), lambda _: list(gradients), *roots
     )

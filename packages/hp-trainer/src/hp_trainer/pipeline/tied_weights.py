@@ -55,6 +55,7 @@ class TiedWeights:
             if all(parameter is not known for known in mine.get(name, [])):
                 mine.setdefault(name, []).append(parameter)
         self._owners = self._exchange(mine, group)
+        # Sorted: ranks that share several weights reduce them in one order.
         self._mine = {name: copies for name, copies in sorted(mine.items()) if name in self._owners}
         world = current_world(self._platform)
         self.copies: list[Tensor] = [
@@ -112,6 +113,7 @@ class TiedWeights:
 
     def _sum_here(self, like: Tensor, grads: list[Tensor]) -> Tensor:
         platform, local = self._platform, local_of(self._platform, like)
+        # Zeros where no copy here has a gradient: the other stages wait for this rank in the all-reduce all the same.
         total = platform.zeros(tuple(local.shape), (grads[0] if grads else local).dtype)
         for grad in grads:
             total = platform.ops.add(total, local_of(platform, grad))
@@ -120,6 +122,7 @@ class TiedWeights:
     def _set_gradient(self, copy: Tensor, total: Tensor) -> None:
         grad = self._platform.get_grad(copy)
         if grad is not None:
+            # In place: a gradient of FSDP is a view of the buffer that the optimizer's step reads.
             self._platform.copy_(local_of(self._platform, grad), total)
         elif isinstance(copy, DTensor):
             self._platform.set_grad(copy, self._platform.wrap(self._platform.ops.clone(total), copy.spec))

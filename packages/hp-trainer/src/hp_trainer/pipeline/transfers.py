@@ -76,6 +76,7 @@ class Transfers:
         if not self._is_connected:
             self._connect()
             self._is_connected = True
+        # An evaluation may have other shapes than training: it neither takes nor changes those that are kept.
         keeps = self._fixed is not None and not forward_only
         self._layouts = dict(self._fixed or ()) if keeps else {}
         self._keeps_layouts = keeps
@@ -165,6 +166,7 @@ class Transfers:
     def _receive_until(self, needed_by: Action, peer: int, *, may_wait: bool) -> None:
         """Begin to receive all that a peer sends up to one message, in the order of its sending."""
         expected = self._expected[peer]
+        # In the order of sending, whatever is needed first: messages of a pair of ranks match by their order.
         while needed_by not in self._arriving:
             metas = self._metas(expected[0], peer, may_wait)
             if metas is None:

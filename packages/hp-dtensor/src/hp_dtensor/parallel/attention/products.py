@@ -67,6 +67,9 @@ def attend(
 def merge(platform: Platform, one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Merge the attention of the same queries over two sets of keys, each with its log-sum-exp."""
     ops = platform.ops
+    # out = sum_i exp(lse_i - lse) out_i with lse = log sum_i exp(lse_i). The highest is taken off, so that no
+    # exponential overflows; where no key is seen it would be minus infinity, and minus infinity less itself is no
+    # number.
     highest = ops.maximum(ops.maximum(one[1], other[1]), LOWEST)
     weights = [ops.exp(ops.sub(lse, highest)) for _, lse in (one, other)]
     total = ops.add(*weights)

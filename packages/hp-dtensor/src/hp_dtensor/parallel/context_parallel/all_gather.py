@@ -147,6 +147,7 @@ def _send_home(
     sends[group.rank] = None
     group.exchange(sends, receives)
     receives[group.rank] = own
+    # Added in the order of ranks, the own part in its place: sums do not depend on which message came first.
     totals = [platform.zeros(tuple(x.shape), dtype) for x in like]
     for message, each, ranges in zip(receives, shapes, plan.given, strict=True):
         if message is not None:
@@ -200,6 +201,7 @@ def _needed(queries: Tokens, keys: Tokens, causal: bool, window: int | None) -> 
             for each in segment.keys:
                 seen[each.start] += 1
                 seen[each.stop] -= 1
+    # Above 0, the running sum of begun and ended stretches says that some query sees the key.
     edges = np.flatnonzero(np.diff(np.concatenate([[0], np.cumsum(seen) > 0, [0]]).astype(np.int8)))
     return tuple((int(a), int(b)) for a, b in edges.reshape(-1, 2))
 

@@ -140,10 +140,12 @@ def _forward(ring: _Ring, q: Tensor, options: Options) -> Block:
     for hop in range(max(reach) + 1):
         work: Work = DONE
         coming: Tensor | None = None
+        # Begun before the block that is here is worked on: the next one travels meanwhile.
         if hop < max(reach):
             owner = (me - hop - 1) % ring.size
             if reach[owner] > hop:
                 coming = empty_message(ring.platform, ring.shapes(owner), ring.dtype)
+            # A block goes no further than to the last rank that sees a key of it.
             leaving = here if reach[(me - hop) % ring.size] > hop else None
             work = ring.swap(leaving, me + 1, [(me - 1, coming)])
         plan = ring.plan.plans[hop]
@@ -225,11 +227,13 @@ class _TravellingSums:
         self._work.wait()
         total = self._coming
         if grads is not None:
+            # In float32 on the wire too: the sum is rounded at every hop, and 16 bits would lose the small parts.
             message = packed(ring.platform, [ring.platform.ops.cast(g, ring.accumulator) for g in grads])
             total = message if total is None else ring.platform.ops.add(total, message)
         owner, following = (me + hop) % ring.size, (me + hop + 1) % ring.size
         to = owner if plan.back_reach[owner] == hop else me - 1
         goes = plan.back_first[owner] and plan.back_first[owner] <= hop <= plan.back_reach[owner]
+        # Held until the exchange is over, which reads its memory.
         self._sent = total if goes else None
         travels = plan.back_first[following] and plan.back_first[following] <= hop < plan.back_reach[following]
         self._coming = self._memory(following) if travels else None
