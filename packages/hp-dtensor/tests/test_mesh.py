@@ -250,7 +250,7 @@ def test_all_problems_of_a_mesh_come_at_once():
         (lambda m: m["a", "all"], "axes 'all' and 'a' share ranks"),
         (lambda m: m.size("x"), "has no axis 'x'"),
         (lambda m: m.size(2), "has no axis 2"),
-        (lambda m: m.get_local_rank(), "has 2 axes; say which"),
+        (lambda m: m.get_local_rank(), "has 2 axes; say which coordinate is meant"),
         (lambda m: m.get_group(), "has 2 axes; say which group is meant"),
         (lambda m: m.flatten("a", ("b",)), "the name 'a' is taken"),
         (lambda m: m.flatten("all", ("b", "a")), "the name 'all' is taken"),

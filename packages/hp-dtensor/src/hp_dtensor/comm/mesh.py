@@ -124,11 +124,7 @@ class DeviceMesh(MeshCoordinates):
         Raises:
             MeshError: this rank is outside the mesh, or the mesh has several axes and none was named.
         """
-        if self._coordinate is None:
-            raise MeshError(f"rank {self.world.rank} is outside mesh {self.describe()} and has no group in it")
-        if mesh_dim is None and self.ndim != 1:
-            raise MeshError(f"mesh {self.describe()} has {self.ndim} axes; say which group is meant")
-        return self.group_over((self.axis_index(0 if mesh_dim is None else mesh_dim),))
+        return self.group_over((self._own_axis(mesh_dim, "group"),))
 
     def group_over(self, axes: tuple[int, ...]) -> ProcessGroup:
         """Return the group of the ranks that differ from this one on `axes` (numbers) only, in mesh order."""

@@ -91,11 +91,9 @@ class MeshCoordinates:
         Raises:
             MeshError: this rank is outside the mesh, or the mesh has several axes and none was named.
         """
-        if self._coordinate is None:
-            raise MeshError(f"rank {self.world.rank} is outside mesh {self.describe()}")
-        if mesh_dim is None and self.ndim != 1:
-            raise MeshError(f"mesh {self.describe()} has {self.ndim} axes; say which")
-        return self._coordinate[self.axis_index(0 if mesh_dim is None else mesh_dim)]
+        axis = self._own_axis(mesh_dim, "coordinate")
+        assert self._coordinate is not None
+        return self._coordinate[axis]
 
     def rank_at(self, coordinate: Sequence[int]) -> int:
         """Return the global rank at a coordinate."""
@@ -151,6 +149,14 @@ class MeshCoordinates:
         if index is None or self._coordinate is None:
             return self._base
         return index - sum(axis.offset(axis.coordinate(index)) for axis in axes)
+
+    def _own_axis(self, axis: int | str | None, wanted: str) -> int:
+        """Return the position of the axis on which something of this rank is wanted; None: of a mesh's only one."""
+        if self._coordinate is None:
+            raise MeshError(f"rank {self.world.rank} is outside mesh {self.describe()} and has no {wanted} in it")
+        if axis is None and self.ndim != 1:
+            raise MeshError(f"mesh {self.describe()} has {self.ndim} axes; say which {wanted} is meant")
+        return self.axis_index(0 if axis is None else axis)
 
     def _axis_named(self, name: str) -> MeshAxis:
         if name in self.mesh_dim_names:
