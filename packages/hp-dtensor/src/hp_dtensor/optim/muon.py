@@ -137,12 +137,15 @@ class Muon:
         if not math.prod(shape):
             return matrix
         row, column = len(shape) - 2, len(shape) - 1
+        # Of a matrix and its transpose, the wide one has the smaller Gram matrix.
         tall = shape[row] > shape[column]
         x = ops.transpose(matrix, row, column) if tall else matrix
+        # The Frobenius norm bounds the largest singular value, which may not be above 1 for the iteration to converge.
         squares = ops.square(ops.cast(x, self.platform.dtype("float32")))
         norm = ops.sqrt(ops.sum(ops.sum(squares, column, True), row, True))
         x = ops.div(x, ops.cast(ops.clamp(norm, min=self.options.eps), x.dtype))
         for _ in range(self.options.steps):
+            # x <- a x + (b A + c A A) x with A = x x^T: a polynomial of fifth degree of the singular values.
             gram = ops.matmul(x, ops.transpose(x, row, column))
             polynomial = ops.add(ops.mul(gram, b), ops.mul(ops.matmul(gram, gram), c))
             x = ops.add(ops.mul(x, a), ops.matmul(polynomial, x))

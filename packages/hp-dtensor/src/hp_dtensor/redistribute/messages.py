@@ -124,6 +124,7 @@ def _pieces(ownership: Ownership, me: Coordinate, dim: int, rows: Sequence[Row])
     for start, stop, owner, target in rows:
         if target != mine:
             continue
+        # Where the target is partial, one rank of a line has the value and the others zeros, whose sum it is.
         label = owner if all(owner[i] == me[axes[i]] for i in partial) else None
         if result and result[-1].label == label:
             last = result.pop()

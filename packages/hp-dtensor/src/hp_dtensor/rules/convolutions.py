@@ -95,6 +95,7 @@ def _channels(call: OpCall, order: str, out: int, into: int, kernel: Sizes, posi
     inputs: tuple[Dims, ...] = ((*batch, channel_in, *names["p"]), (*weight, *names["k"]))
     terms: tuple[frozenset[int], ...] = (frozenset({0, 1}),)
     if len(call.tensors) == 3:
+        # A term of its own: among partial sums over input channels, one alone may have the bias.
         inputs, terms = (*inputs, (channel_out,)), (*terms, frozenset({2}))
     return Factorization(
         inputs,

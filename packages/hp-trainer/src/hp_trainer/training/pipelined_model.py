@@ -97,6 +97,7 @@ class PipelinedModel:
         return total
 
     def _scaled(self, loss_sum: Tensor, _: Any) -> Tensor:
+        # Records get the loss itself, backward begins with the scaled one.
         self._loss_sums.append(self.platform.detach(loss_sum))
         return self._scale(loss_sum)
 

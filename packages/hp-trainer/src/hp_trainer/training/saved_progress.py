@@ -83,6 +83,7 @@ class TrainingCheckpoints:
         checkpoint = Checkpoint(self._storage, folder)
         check_model(checkpoint, setup.config)
         self._check_data(checkpoint)
+        # Before anything is changed: a checkpoint that is refused leaves the run as it is.
         optimizer_steps, samples = _counter(checkpoint, "optimizer_steps"), _counter(checkpoint, "samples")
         everyones = None if setup.pipeline is None else setup.pipeline.everyones
         load_state(setup.platform, setup.model, setup.optimizer, checkpoint, everyones, setup.average)
