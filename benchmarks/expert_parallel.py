@@ -3,10 +3,12 @@
     python benchmarks/expert_parallel.py                      # 2 gloo ranks
     python benchmarks/expert_parallel.py --ranks 4 --tokens 2048 --top-k 8
 
-Each rank has tokens of its own. Timed are dispatch and combine, forward and backward, without experts: the median over
-rounds of the slowest rank, contenders taking turns. `bytes` leave a rank in forward; `limit` is one `all_to_all` of as
-many bytes from rank to rank, evenly, there and back, in forward and backward. With `--bytes-per-second` each rank's
-sending is slowed down to that rate, as on a link of a network, by waiting.
+Each rank has tokens of its own. Timed are dispatch and combine, forward and backward, without experts: the slowest
+rank's median and best over rounds, contenders taking turns. `MB a rank` leave a rank in forward, and `formula` is what
+would if a token went once to each other rank that has experts for it and returned once, with its choices and the sizes,
+counted from the choices alone; `limit` is one `all_to_all` of as many bytes from rank to rank, evenly, there and back,
+in forward and backward. With `--bytes-per-second` each rank's sending is slowed down to that rate, as on a link of a
+network, by waiting.
 """
 
 from __future__ import annotations
@@ -29,13 +31,31 @@ from hp_moe.dispatch import dispatchers
 NAMES = ("all_to_all", "all_to_all_int8", "copy_per_expert", "all_gather")
 
 
+def choices(random, tokens, num_experts, top_k):
+    """Distinct experts of each token, all equally likely."""
+    return numpy.argsort(random.random((tokens, num_experts)), 1)[:, :top_k]
+
+
+def deduplicated_bytes(sizes):
+    """Mean over ranks of the bytes that leave one where a token goes once to each rank that has experts for it."""
+    ranks, top_k, row = sizes["ranks"], sizes["top_k"], 4 * sizes["dim"]
+    chunk = -(-sizes["num_experts"] // ranks)
+    rows = 0
+    for rank in range(ranks):
+        chosen = choices(numpy.random.default_rng(rank), sizes["tokens"], sizes["num_experts"], top_k)
+        reached = (chosen[:, :, None] // chunk == numpy.arange(ranks)).any(1)
+        rows += reached.sum() - reached[:, rank].sum()
+    # There with numbers and scores of experts, and back; before that, sizes as int64.
+    return rows * (2 * row + 8 * top_k) / ranks + (ranks - 1) * (1 + chunk) * 8
+
+
 class Contender:
     """One dispatcher on this rank's tokens."""
 
     def __init__(self, platform, dispatcher, tokens, dim, num_experts, top_k, seed):
         random = numpy.random.default_rng(seed)
         self.platform, self.dispatcher = platform, dispatcher
-        chosen = numpy.argsort(random.random((tokens, num_experts)), 1)[:, :top_k]
+        chosen = choices(random, tokens, num_experts, top_k)
         counts = numpy.bincount(chosen.reshape(-1), minlength=num_experts)
         scores = random.random((tokens, top_k)).astype(numpy.float32)
         self.x = platform.from_numpy(random.normal(size=(tokens, dim)).astype(numpy.float32))
@@ -111,14 +131,15 @@ def main():
     with RankPool(get_platform(), options["ranks"]) as pool:
         ranks = pool.run(measure, options, rounds, rate)
     print(", ".join(f"{name} {value}" for name, value in options.items()), f"float32, {get_platform().name}")
-    print(f"{'':20}{'MB a rank':>12}{'ms':>9}{'over limit':>12}")
-    slowest = {
-        name: statistics.median(max(each) for each in zip(*(rank[name][1] for rank in ranks), strict=True))
-        for name in ranks[0]
-    }
+    formula = deduplicated_bytes(options)
+    print(f"{'':20}{'MB a rank':>12}{'of formula':>12}{'ms':>9}{'best':>9}{'over limit':>12}{'best':>7}")
+    slowest = {name: [max(each) for each in zip(*(rank[name][1] for rank in ranks), strict=True)] for name in ranks[0]}
     for name, seconds in slowest.items():
         sent = statistics.mean(rank[name][0] for rank in ranks)
-        print(f"{name:20}{sent / 1e6:12.2f}{seconds * 1e3:9.2f}{seconds / slowest['limit']:12.2f}")
+        times = statistics.median(seconds), min(seconds)
+        over = times[0] / statistics.median(slowest["limit"]), times[1] / min(slowest["limit"])
+        print(f"{name:20}{sent / 1e6:12.4f}{sent / formula:12.6f}", end="")
+        print(f"{times[0] * 1e3:9.2f}{times[1] * 1e3:9.2f}{over[0]:12.2f}{over[1]:7.2f}")
 
 
 if __name__ == "__main__":

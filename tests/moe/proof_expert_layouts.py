@@ -23,7 +23,8 @@ OPTIONS = {
     "plain": {},
     "shared": {"num_shared_experts": 1, "shared_gate": True, "load_balance_coeff": 0.01},
     "sigmoid": {"score_func": "sigmoid", "route_norm": True, "route_scale": 2.5},
-    "root of softplus": {"score_func": "sqrt_softplus", "score_before_experts": True},
+    # Scores that are not bounded by one make the steps below run away, and rounding with them: they are made smaller.
+    "root of softplus": {"score_func": "sqrt_softplus", "score_before_experts": True, "route_scale": 0.2},
     "hashed": {"hash_vocab_size": VOCABULARY},
     "dropped": {"capacity": Capacity(0.6), "bias": True},
     "squared": {"activation": "relu_squared", "bias": True, "score_position": "inside"},
@@ -52,6 +53,7 @@ def test_five_steps_in_any_size(layout, option, index):
     }
     recompute = bool(random.integers(2))
     (expected,) = run_ranks(functools.partial(train, "one rank", tokens // length, **kwargs), 1)
+    assert all(numpy.abs(output).max(initial=0.0) < 100 for output in expected.outputs), "it does not run away"
     program = functools.partial(train, layout, tokens // length, recompute=recompute, **kwargs)
     results = run_ranks(program, LAYOUTS[layout].size)
     assert_same(results, expected)
