@@ -22,6 +22,7 @@ from hp_moe.dispatch import (
     busiest_load,
     dispatch_costs,
     place_copies,
+    place_homes,
     ranks_per_token,
 )
 from hp_moe.dispatch.permutation import TokenPermutation
@@ -31,6 +32,7 @@ from hp_moe.feed_forward import FeedForward
 from hp_moe.fused_experts import FusedExperts
 from hp_moe.grouped_gemm import GroupedMatmul, GroupSizes, grouped_bias, grouped_matmul, loop_grouped_matmul
 from hp_moe.moe import MoE
+from hp_moe.relocation import move_experts, return_experts
 from hp_moe.replay import RoutingRecord, record_routing, replay_routing
 from hp_moe.router import TokenChoiceTopKRouter
 from hp_moe.routing import Routing
@@ -93,11 +95,14 @@ __all__ = [
     "loop_grouped_matmul",
     "moe_layers",
     "moe_options",
+    "move_experts",
     "place_copies",
     "place_copies_of_experts",
+    "place_homes",
     "ranks_per_token",
     "record_routing",
     "replay_routing",
+    "return_experts",
     "to_huggingface",
     "upcycle",
     "update_expert_bias",

@@ -6,6 +6,7 @@ from hp_moe.dispatch.auto import AutoDispatcher
 from hp_moe.dispatch.base import ChunkedDispatcher, Dispatched, TokenDispatcher
 from hp_moe.dispatch.copy_per_expert import CopyPerExpertDispatcher
 from hp_moe.dispatch.cost_model import DispatchCost, Link, dispatch_costs, ranks_per_token
+from hp_moe.dispatch.homes import place_homes
 from hp_moe.dispatch.local import LocalDispatcher
 from hp_moe.dispatch.placement import busiest_load, place_copies
 from hp_moe.dispatch.registry import dispatchers
@@ -31,5 +32,6 @@ __all__ = [
     "dispatch_costs",
     "dispatchers",
     "place_copies",
+    "place_homes",
     "ranks_per_token",
 ]

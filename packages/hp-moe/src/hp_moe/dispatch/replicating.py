@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy
@@ -11,6 +12,7 @@ from hp_dtensor.comm.collectives import all_to_all_rows
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_moe.dispatch.all_to_all import AllToAllDispatcher
 from hp_moe.dispatch.base import ChunkedDispatcher, Dispatched, Returning, Underway
+from hp_moe.dispatch.homes import check_homes, inverse
 from hp_moe.dispatch.permutation import TokenPermutation
 from hp_moe.dispatch.placement import Placement, owners, place_copies
 from hp_moe.exceptions import ExpertParallelError
@@ -24,7 +26,8 @@ class ReplicatingDispatcher(ChunkedDispatcher):
 
     A copy is no parameter. Its weights come from the expert's owner in every forward, and the gradients of all copies
     are added up there in backward: the optimizer, its state and checkpoints know nothing of it, and where the copies
-    are changes no result but by rounding. `place` moves them between steps.
+    are changes no result but by rounding. `place` moves them between steps. What stays busy may rather move as a whole:
+    `hp_moe.move_experts` gives experts other homes, with their weights and optimizer states.
 
     Args:
         group: the ranks that share the experts; rank i owns the i-th chunk, and the last ones may own none.
@@ -33,7 +36,7 @@ class ReplicatingDispatcher(ChunkedDispatcher):
         wire_format, num_chunks: as in `AllToAllDispatcher`.
 
     Attributes:
-        placement: the experts that each rank has a copy of.
+        homes: the place of each expert, of which rank i owns the i-th chunk; at first its own number.
 
     Raises:
         ExpertParallelError: no slots.
@@ -72,7 +75,24 @@ class ReplicatingDispatcher(ChunkedDispatcher):
         self.num_chunks = num_chunks
         self.chunk = -(-num_experts // group.size)
         self._options: dict[str, Any] = {"wire_format": wire_format, "num_chunks": num_chunks}
-        self._set(((),) * group.size)
+        self.live_at(range(num_experts))
+
+    @property
+    def placement(self) -> Placement:
+        """The experts that each rank has a copy of."""
+        expert_at = inverse(self.homes)
+        return tuple(tuple(sorted(expert_at[place] for place in extra)) for extra in self._copied)
+
+    def live_at(self, homes: Sequence[int]) -> None:
+        """Send tokens to experts at these homes from now on, of which there are no copies at first.
+
+        The weights must be there: `hp_moe.move_experts` brings them.
+
+        Raises:
+            ExpertParallelError: not each place once.
+        """
+        self.homes = check_homes(homes, self.num_experts)
+        self._copy_at(((),) * self.group.size)
 
     def place(self, loads: Any) -> Placement:
         """Move the copies to where they help most, between steps; every rank must be given the same loads.
@@ -91,26 +111,31 @@ class ReplicatingDispatcher(ChunkedDispatcher):
             raise ExpertParallelError(
                 f"loads: expected {self.num_experts} numbers of at least 0, one for each expert, got {numbers}"
             )
-        self._set(place_copies(numbers, self.group.size, self.slots))
+        by_place = [numbers[expert] for expert in inverse(self.homes)]
+        self._copy_at(place_copies(by_place, self.group.size, self.slots))
         return self.placement
 
     def with_copies(self, weight: Tensor) -> Tensor:
         """Return the weights of this rank's experts and copies; see `TokenDispatcher`."""
-        if not any(self.placement):
+        if self._is_plain:
             return weight
-        platform, ops = self.platform, self.platform.ops
+        ops = self.platform.ops
         num_own, rest = int(weight.shape[0]), tuple(int(size) for size in weight.shape[1:])
         flat = ops.reshape(weight, (num_own, math.prod(rest)))
-        keys = self._destinations(num_own)
-        sent = tuple(int((keys == rank).sum()) for rank in range(self.group.size))
-        permutation = TokenPermutation(platform, self._constant(keys, weight), sum(sent))
-        copies = all_to_all_rows(permutation.permute(flat), self.group, sent, self._received())
+        copies = [self._copies(flat)] if any(self._copied) else []
         # Ranks with fewer experts or copies than others have zeros in their places, for which there are no tokens.
-        parts = [flat, self._zeros(self.chunk - num_own, flat), copies]
-        parts.append(self._zeros(self._width - self.chunk - int(copies.shape[0]), flat))
+        missing = self._width - self.chunk - sum(int(each.shape[0]) for each in copies)
+        parts = [flat, self._zeros(self.chunk - num_own, flat), *copies, self._zeros(missing, flat)]
         # Also those without a row: gradients of copies are sent in backward by every rank.
         whole = ops.cat([part for part in parts if part is not None], 0)
         return ops.reshape(whole, (self._width, *rest))
+
+    def _copies(self, flat: Tensor) -> Tensor:
+        """Return the copies that this rank has, `[copies, numbers of an expert]`, from the experts of all ranks."""
+        keys = self._destinations(int(flat.shape[0]))
+        sent = tuple(int((keys == rank).sum()) for rank in range(self.group.size))
+        permutation = TokenPermutation(self.platform, self._constant(keys, flat), sum(sent))
+        return all_to_all_rows(permutation.permute(flat), self.group, sent, self._received())
 
     def dispatch(self, x: Tensor, routing: Routing) -> Dispatched:
         """Send each token to ranks that have its experts; see `TokenDispatcher`."""
@@ -140,32 +165,38 @@ class ReplicatingDispatcher(ChunkedDispatcher):
         """Send a fault in place of sizes; see `TokenDispatcher`."""
         self._inner.report_fault(code, device)
 
-    def _set(self, placement: Placement) -> None:
-        """Number the places of experts: rank times `_width`, then a rank's own experts, then its copies."""
-        self.placement = placement
+    @property
+    def _is_plain(self) -> bool:
+        """Experts are where their numbers say, and nowhere else."""
+        return not any(self._copied) and self.homes == tuple(range(self.num_experts))
+
+    def _copy_at(self, copied: Placement) -> None:
+        """Number what ranks have: rank times `_width`, then a rank's own places, then its copies of other places."""
+        self._copied = copied
         ranks = self.group.size
-        self._width = self.chunk + max(map(len, placement))
-        self._owners = owners(self.num_experts, placement)
-        if not any(placement):
+        self._width = self.chunk + max(map(len, copied))
+        self._owners = owners(self.num_experts, copied)
+        if self._is_plain:
             self._inner = AllToAllDispatcher(self.group, self.num_experts, chunk=self.chunk, **self._options)
             return
         turns = math.lcm(*map(len, self._owners)) if self._owners else 1
         self._places = numpy.full((self.num_experts + 1, turns), ranks * self._width)
-        for expert, held in enumerate(self._owners):
+        for expert, home in enumerate(self.homes):
+            held = self._owners[home]
             for turn in range(turns):
                 # At home where it is; else the tokens of all ranks take turns, each rank beginning with another.
                 at = self.group.rank if self.group.rank in held else held[(turn + self.group.rank) % len(held)]
-                self._places[expert, turn] = at * self._width + self._place_on(at, expert)
+                self._places[expert, turn] = at * self._width + self._place_on(at, home)
         self._inner = AllToAllDispatcher(self.group, ranks * self._width, chunk=self._width, **self._options)
 
-    def _place_on(self, rank: int, expert: int) -> int:
-        if expert // self.chunk == rank:
-            return expert - rank * self.chunk
-        return self.chunk + self.placement[rank].index(expert)
+    def _place_on(self, rank: int, home: int) -> int:
+        if home // self.chunk == rank:
+            return home - rank * self.chunk
+        return self.chunk + self._copied[rank].index(home)
 
     def _to_places(self, routing: Routing) -> Routing:
         """Return the routing with the places of experts in place of their numbers."""
-        if not any(self.placement):
+        if self._is_plain:
             return routing
         ops, (tokens, top_k) = self.platform.ops, routing.experts.shape
         size = int(tokens) * int(top_k)
@@ -193,8 +224,8 @@ class ReplicatingDispatcher(ChunkedDispatcher):
         return keys
 
     def _received(self) -> tuple[int, ...]:
-        mine = self.placement[self.group.rank]
-        return tuple(sum(expert // self.chunk == rank for expert in mine) for rank in range(self.group.size))
+        mine = self._copied[self.group.rank]
+        return tuple(sum(home // self.chunk == rank for home in mine) for rank in range(self.group.size))
 
     def _zeros(self, rows: int, like: Tensor) -> Tensor | None:
         return self.platform.ops.zeros((rows, int(like.shape[1])), like.dtype) if rows else None

@@ -1,0 +1,131 @@
+"""Experts that move to other ranks between steps, with their weights, gradients and optimizer states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from hp_dtensor.comm.collectives import RowMove, move_rows_data
+from hp_dtensor.tensor.dtensor import DTensor
+from hp_moe.balance import LoadMetrics, moe_layers
+from hp_moe.dispatch import ReplicatingDispatcher
+from hp_moe.dispatch.homes import Homes, check_homes, place_homes
+from hp_moe.exceptions import ExpertParallelError
+from hp_moe.expert_hooks import WEIGHTS, dispatcher_of
+from hp_moe.moe import MoE
+
+Tensor = Any
+States = Callable[[Tensor], Iterable[Tensor]]
+
+
+def move_experts(
+    model: Any, loads: Mapping[str, LoadMetrics], states: States, *, most_swaps: int = 8, least_gain: float = 0.05
+) -> dict[str, Homes]:
+    """Give experts homes on other ranks where that leaves the busiest rank with less, in layers that allow for it.
+
+    Those are the layers with a `ReplicatingDispatcher`. Two experts at a time change places: their rows of weights,
+    gradients and optimizer states travel once, and the results of the next steps are the same but for rounding. A copy
+    of an expert costs its weights in every step instead, but shares its load; copies are placed anew after a move
+    (`place_copies_of_experts`).
+
+    To be called between steps, with what `update_expert_bias` returned; every rank decides alike. Parameters keep their
+    names and shapes, but their rows are in the order of the homes: call `return_experts` before weights are saved,
+    loaded or converted.
+
+    Args:
+        states: from a parameter to the tensors that the optimizer keeps for it, laid out as the parameter is; scalars
+            may be among them.
+        most_swaps, least_gain: as in `hp_moe.place_homes`.
+
+    Returns:
+        By the layer's name, the place of each expert from now on; layers without tokens stay as they are.
+
+    Raises:
+        ExpertParallelError: weights or states are not cut by whole experts over the dispatcher's ranks alone.
+
+    Example:
+        >>> with nn.building(platform):
+        ...     model = MoE(dim=4, hidden_dim=8, num_experts=4, top_k=2)
+        >>> y = model(platform.ops.ones((3, 4), platform.dtype("float32")))
+        >>> move_experts(model, update_expert_bias(model), lambda parameter: [])  # all experts are on this rank
+        {}
+    """
+    limits: dict[str, Any] = {"most_swaps": most_swaps, "least_gain": least_gain}
+    moved = {}
+    for name, (layer, dispatcher) in _movable(model).items():
+        if loads[name].tokens:
+            homes = place_homes(loads[name].loads, dispatcher.homes, dispatcher.group.size, **limits)
+            _move(name, layer, dispatcher, homes, states)
+            moved[name] = homes
+    return moved
+
+
+def return_experts(model: Any, states: States) -> None:
+    """Bring every expert back to the place of its number, before weights are saved, loaded or converted.
+
+    Args:
+        states: as in `move_experts`.
+
+    Example:
+        >>> with nn.building(platform):
+        ...     model = MoE(dim=4, hidden_dim=8, num_experts=4, top_k=2)
+        >>> return_experts(model, lambda parameter: [])  # they never left
+    """
+    for name, (layer, dispatcher) in _movable(model).items():
+        _move(name, layer, dispatcher, range(dispatcher.num_experts), states)
+
+
+def _movable(model: Any) -> dict[str, tuple[MoE, ReplicatingDispatcher]]:
+    found = {}
+    for name, layer in moe_layers(model).items():
+        dispatcher = dispatcher_of(layer.experts, layer.platform)
+        if isinstance(dispatcher, ReplicatingDispatcher):
+            found[name] = layer, dispatcher
+    return found
+
+
+def _move(name: str, layer: MoE, dispatcher: ReplicatingDispatcher, homes: Sequence[int], states: States) -> None:
+    homes = check_homes(homes, dispatcher.num_experts)
+    if homes == dispatcher.homes:
+        return
+    held = {each: weight for each in WEIGHTS if (weight := getattr(layer.experts, each, None)) is not None}
+    moving = [local for each, weight in held.items() for local in _moving(f"{name}.{each}", weight, dispatcher, states)]
+    moves = _row_moves(dispatcher, homes)
+    with layer.platform.no_grad():
+        for local in moving:
+            layer.platform.copy_(local, move_rows_data(layer.platform.detach(local), dispatcher.group, 0, moves))
+    dispatcher.live_at(homes)
+
+
+def _moving(name: str, weight: Tensor, dispatcher: ReplicatingDispatcher, states: States) -> list[Tensor]:
+    """Return this rank's rows of a weight, its gradient and its states; nothing has moved if this raises."""
+    platform = dispatcher.platform
+    tensors = [weight, platform.get_grad(weight), *states(weight)]
+    # Counts of steps and the like belong to the parameter as a whole.
+    tensors = [each for each in tensors if each is not None and len(each.shape)]
+    for each in tensors:
+        if tuple(each.shape) != tuple(weight.shape) or not _is_cut_by_experts(each, dispatcher):
+            raise ExpertParallelError(
+                f"{name}: expected a weight and states of shape {list(weight.shape)}, cut along dimension 0 over the "
+                f"ranks {list(dispatcher.group.ranks)} alone, got one of shape {list(each.shape)} placed "
+                f"{getattr(each, 'placements', 'nowhere')}; shard experts along another dimension (expert_shard_dim), "
+                "and give the optimizer's tensors as they are laid out"
+            )
+    return [platform.unwrap(each) for each in tensors]
+
+
+def _is_cut_by_experts(tensor: Tensor, dispatcher: ReplicatingDispatcher) -> bool:
+    if not isinstance(tensor, DTensor):
+        return False
+    cutting = [dim for dim, placement in enumerate(tensor.placements) if placement.is_shard(0)]
+    groups = [tensor.device_mesh.get_group(dim).ranks for dim in cutting]
+    return [list(ranks) for ranks in groups] == [list(dispatcher.group.ranks)]
+
+
+def _row_moves(dispatcher: ReplicatingDispatcher, homes: Sequence[int]) -> list[RowMove]:
+    """Return the way of each expert's row from its home to the next one, for all ranks."""
+    chunk = dispatcher.chunk
+    return [
+        RowMove(old // chunk, old % chunk, new // chunk, new % chunk, 1)
+        for old, new in zip(dispatcher.homes, homes, strict=True)
+    ]

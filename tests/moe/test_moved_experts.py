@@ -1,0 +1,179 @@
+"""Experts move to other ranks with their weights and optimizer states, and training goes on as if they had not."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import numpy
+import pytest
+
+from hp_dtensor.comm.mesh import init_device_mesh
+from hp_dtensor.parallel import nn
+from hp_dtensor.platform.selection import get_platform
+from hp_dtensor.tensor.dtensor import DTensor
+from hp_dtensor.tensor.init import Normal, init_parameters
+from hp_dtensor.testing import run_ranks
+from hp_moe import (
+    ExpertParallel,
+    ExpertParallelError,
+    ExpertTensorParallel,
+    LoadMetrics,
+    MoE,
+    ReplicatingDispatcher,
+    move_experts,
+    place_copies_of_experts,
+    place_homes,
+    return_experts,
+    update_expert_bias,
+)
+
+DIM, EXPERTS, STEPS = 4, 6, 4
+
+
+def busiest(loads, homes, num_ranks):
+    totals, chunk = [0] * num_ranks, -(-len(loads) // num_ranks)
+    for load, place in zip(loads, homes, strict=True):
+        totals[place // chunk] += load
+    return max(totals)
+
+
+@pytest.mark.parametrize(("num_experts", "num_ranks"), [(4, 2), (5, 2), (7, 3), (3, 4), (16, 4)])
+def test_homes_leave_the_busiest_rank_with_less(num_experts, num_ranks):
+    random = numpy.random.default_rng(num_experts)
+    for _ in range(5):
+        loads = (random.random(num_experts) ** 3 * 100).astype(int).tolist()
+        homes = place_homes(loads, range(num_experts), num_ranks, most_swaps=50, least_gain=0.0)
+        assert sorted(homes) == list(range(num_experts))
+        least = busiest(loads, homes, num_ranks)
+        for one, other in itertools.combinations(range(num_experts), 2):
+            swapped = list(homes)
+            swapped[one], swapped[other] = homes[other], homes[one]
+            assert busiest(loads, swapped, num_ranks) >= least or len({*loads}) < num_experts, "no swap helps further"
+        assert least <= busiest(loads, range(num_experts), num_ranks)
+
+
+def test_a_swap_must_be_worth_it():
+    assert place_homes([50, 40, 45, 44], range(4), 2) == (0, 1, 2, 3)
+    assert place_homes([90, 80, 1, 2], range(4), 2) == (3, 1, 2, 0)
+    assert place_homes([90, 80, 1, 2, 70, 60, 3, 4], range(8), 4, most_swaps=1).count(0) == 1
+
+
+def made(style, shape, names):
+    platform = get_platform()
+    with nn.building(platform):
+        layer = MoE(DIM, 4, EXPERTS, 2, bias=True)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names, platform=platform)
+    if style is not None:
+        style.apply(layer, mesh)
+        layer.token_mesh = mesh["ep"]
+    init_parameters(layer, lambda name, shape: Normal(0.5), seed=2)
+    gate = numpy.zeros((EXPERTS, DIM), numpy.float32)
+    # The first experts win, which all live on the first rank.
+    gate[:, 0] = -numpy.arange(EXPERTS) / 4
+    gate[:, 1:] = numpy.random.default_rng(3).normal(size=(EXPERTS, DIM - 1)) / 8
+    platform.copy_(platform.unwrap(layer.router.gate.weight), platform.from_numpy(gate))
+    return platform, layer, mesh
+
+
+def whole(platform, x):
+    with platform.no_grad():
+        return platform.to_numpy(x.full_tensor() if isinstance(x, DTensor) else x).copy()
+
+
+def steps_with_momentum(style, shape=(1,), names=("ep",), moving=True, copying=False):
+    """Train with momentum; experts move after each step but the last, and return at the end."""
+    platform, layer, mesh = made(style, shape, names)
+    ops, experts = platform.ops, dict(platform.named_parameters(layer.experts))
+    momenta = {id(p): ops.zeros_like(p) for p in experts.values()}
+    rank, num_ranks = mesh.get_local_rank("ep"), mesh["ep"].size()
+    seen, homes, copies = [], [], []
+    for step in range(STEPS):
+        x = numpy.abs(numpy.random.default_rng(step).normal(size=(8, DIM))).astype(numpy.float32)
+        y = layer(platform.from_numpy(numpy.array_split(x, num_ranks)[rank]))
+        platform.backward(ops.sum(ops.mul(y, y)))
+        with platform.no_grad():
+            for p in experts.values():
+                momentum = momenta[id(p)]
+                new = ops.add(ops.mul(platform.unwrap(momentum), 0.9), platform.unwrap(platform.get_grad(p)))
+                platform.copy_(platform.unwrap(momentum), new)
+                platform.copy_(platform.unwrap(p), ops.sub(platform.detach(platform.unwrap(p)), ops.mul(new, 0.02)))
+                platform.set_grad(p, None)
+        platform.set_grad(layer.router.gate.weight, None)
+        seen.append(whole(platform, platform.detach(y)))
+        loads = update_expert_bias(layer)
+        if moving and step < STEPS - 1:
+            homes.extend(move_experts(layer, loads, lambda p: [momenta[id(p)]], least_gain=0.0).values())
+            copies.extend(place_copies_of_experts(layer, loads).values() if copying else [])
+    assert not copying or any(any(each) for each in copies)
+    if moving:
+        away = whole(platform, layer.experts.w1)
+        return_experts(layer, lambda p: [momenta[id(p)]])
+        assert homes[-1] == tuple(range(EXPERTS)) or (away != whole(platform, layer.experts.w1)).any()
+    results = {name: (whole(platform, p), whole(platform, momenta[id(p)])) for name, p in experts.items()}
+    return seen, homes, results
+
+
+COPYING = functools.partial(ReplicatingDispatcher, slots=1)
+CASES = {
+    "ep": (ExpertParallel(COPYING), (2,), ("ep",), False),
+    "ep of 4, uneven": (ExpertParallel(COPYING), (4,), ("ep",), False),
+    "with copies": (ExpertParallel(COPYING), (2,), ("ep",), True),
+    "in chunks": (
+        ExpertParallel(functools.partial(ReplicatingDispatcher, slots=1, num_chunks=2)),
+        (2,),
+        ("ep",),
+        False,
+    ),
+    "hidden dimension cut": (ExpertTensorParallel(COPYING), (2, 2), ("ep", "etp"), False),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_goes_on_as_if_experts_had_not_moved(case):
+    style, shape, names, copying = CASES[case]
+    ((outputs, _, expected),) = run_ranks(functools.partial(steps_with_momentum, None, moving=False), 1)
+    program = functools.partial(steps_with_momentum, style, shape, names, copying=copying)
+    for rank, (seen, homes, results) in enumerate(run_ranks(program, int(numpy.prod(shape)))):
+        assert homes[0] != tuple(range(EXPERTS)), "busy experts part"
+        for step, y in enumerate(seen):
+            part = numpy.array_split(outputs[step], shape[0])[rank // ((len(shape) > 1 and shape[1]) or 1)]
+            numpy.testing.assert_allclose(y, part, rtol=2e-5, atol=2e-6)
+        for name, pair in results.items():
+            for got, wanted in zip(pair, expected[name], strict=True):
+                numpy.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-6, err_msg=name)
+
+
+def test_there_and_back_changes_no_bit_and_no_name(platform):
+    def rank():
+        _, layer, _ = made(ExpertParallel(COPYING), (2,), ("ep",))
+        before = {name: whole(platform, p) for name, p in platform.named_parameters(layer)}
+        loads = {"": LoadMetrics.of([9, 9, 0, 0, 0, 0])}
+        assert move_experts(layer, loads, lambda p: []) == {"": (3, 1, 2, 0, 4, 5)}
+        there = {name: whole(platform, p) for name, p in platform.named_parameters(layer)}
+        numpy.testing.assert_array_equal(there["experts.w1"], before["experts.w1"][[3, 1, 2, 0, 4, 5]])
+        return_experts(layer, lambda p: [])
+        after = {name: whole(platform, p) for name, p in platform.named_parameters(layer)}
+        assert [*before] == [*there] == [*after]
+        for name, weight in before.items():
+            numpy.testing.assert_array_equal(weight, after[name])
+
+    run_ranks(rank, 2, platform)
+
+
+def test_what_cannot_move_is_refused_and_nothing_has_moved(platform):
+    def rank():
+        _, layer, _ = made(ExpertParallel(COPYING), (2,), ("ep",))
+        loads = {"": LoadMetrics.of([9, 9, 0, 0, 0, 0])}
+        before = whole(platform, layer.experts.w1)
+        plain = platform.zeros((EXPERTS, 4, DIM), platform.dtype("float32"))
+        with pytest.raises(ExpertParallelError, match=r"\.w1: expected .* got one of shape \[6, 4, 4\] placed nowhere"):
+            move_experts(layer, loads, lambda p: [plain])
+        with pytest.raises(ExpertParallelError, match=r"got one of shape \[6\] placed"):
+            move_experts(layer, loads, lambda p: [platform.zeros((6,), platform.dtype("float32"))])
+        with pytest.raises(ExpertParallelError, match=r"homes: expected each of the places 0 to 5 once, got \[0, 0"):
+            layer.experts.dispatcher.live_at([0, 0, 1, 2, 3, 4])
+        assert layer.experts.dispatcher.homes == tuple(range(EXPERTS))
+        numpy.testing.assert_array_equal(whole(platform, layer.experts.w1), before)
+
+    run_ranks(rank, 2, platform)
