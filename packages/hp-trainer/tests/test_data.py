@@ -36,6 +36,7 @@ from hp_trainer.data import (
     standard_library,
 )
 from hp_trainer.data.cache import read_notes, write_notes
+from hp_trainer.data.formats import text
 from hp_trainer.exceptions import ConfigError, DataError
 from hp_trainer.registries import Registries
 
@@ -46,6 +47,51 @@ def test_tokens_are_the_bytes_of_the_text() -> None:
     assert tokens.tolist() == [0x61, 0xC3, 0xA9, 0x0A]
     assert tokenizer.decode(tokens) == "aé\n"
     assert tokenizer.decode([0x61, 0xC3]) == "a\ufffd"
+
+
+@pytest.mark.parametrize("length", [5, 64, 1000])
+def test_a_long_text_is_prepared_in_pieces_as_one_document(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    monkeypatch.setattr(text, "PIECE_BYTES", length)
+    long = "lines, some without end: äöü \U0001f600" * 20 + "\nand\n\n\nempty ones\n"
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text(long)
+    (tmp_path / "texts" / "b.txt").write_text("four")
+    (tmp_path / "texts" / "c.txt").write_bytes(b"\x80" * 2000)
+    records = list(open_reader(tmp_path / "texts").records())
+    assert max(len(record.value) for record in records) <= 2 * length
+    source = TextSource(TextDataConfig(path=str(tmp_path / "texts")))
+    (tmp_path / "run" / "data").mkdir(parents=True)
+    source.prepare(tmp_path / "run" / "data")
+    (note,) = read_notes(tmp_path / "run" / "data")["training"]
+    corpus = note.open(tmp_path / "run" / "data")
+    assert corpus.tokens.tobytes() == f"{long}\0four\0".encode()
+    assert corpus.ends.tolist() == [len(long.encode()) + 1, len(long.encode()) + 6]
+
+
+def test_a_long_text_that_is_damaged_further_on_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text, "PIECE_BYTES", 10)
+    for damage, told in ((b"\xff", "something else than UTF-8"), (b"\0", "a zero byte")):
+        (tmp_path / "a.txt").write_bytes(b"text\n" * 5 + damage + b"\n")
+        with pytest.raises(DataError, match=f"a.txt begins as text, but there is {told}.* from byte 20 on"):
+            list(open_reader(tmp_path / "a.txt").records())
+
+
+def test_what_a_killed_builder_left_is_deleted_in_the_end(tmp_path: Path) -> None:
+    old, young = tmp_path / "tokens.incomplete-0a", tmp_path / "tokens.incomplete-0b"
+    for file in (old, young):
+        file.write_bytes(b"some")
+    os.utime(old, (0, 0))
+    build_corpus(tmp_path, [Document(np.arange(4))], origin="here")
+    assert [file.name for file in tmp_path.glob("*.incomplete-*")] == [young.name]
+
+
+def test_a_document_in_pieces_ends_where_the_tokens_do(tmp_path: Path) -> None:
+    pieces = [Document(np.arange(4), ends=False), Document(np.arange(4))]
+    info = build_corpus(tmp_path, pieces, origin="here", max_tokens=4)
+    assert (info.tokens, info.documents) == (4, 1)
+    assert Corpus(tmp_path).ends.tolist() == [4]
 
 
 # Files -------------------------------------------------------------------------------------------------------

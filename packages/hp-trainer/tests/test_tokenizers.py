@@ -12,7 +12,16 @@ import tokenizers
 from tokenizers import models, pre_tokenizers, processors, trainers
 
 from hp_trainer import cli
-from hp_trainer.data import ByteTokenizer, FileTokenizer, load_tokenizer, train_tokenizer
+from hp_trainer.data import (
+    ByteTokenizer,
+    FileTokenizer,
+    TextDataConfig,
+    TextSource,
+    formats,
+    load_tokenizer,
+    train_tokenizer,
+)
+from hp_trainer.data.cache import read_notes
 from hp_trainer.exceptions import DataError
 
 TEXT = "the cat sat on the mat, the cat naïvely ate 中文 cake\n" * 20
@@ -62,6 +71,21 @@ def test_a_file_alone_has_the_usual_end_or_is_told_it(tmp_path: Path) -> None:
         FileTokenizer(unknown)
     with pytest.raises(DataError, match="has no token '<z>' to end documents with"):
         FileTokenizer(unknown, "<z>")
+
+
+def test_pieces_of_a_long_text_have_the_tokens_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_tokenizer(tmp_path / "tokenizer", eos_token="</s>", bos_token="<s>")
+    (tmp_path / "long.txt").write_text(TEXT)
+    monkeypatch.setattr(formats.text, "PIECE_BYTES", 200)
+    assert len(list(formats.open_reader(tmp_path / "long.txt").records())) > 3
+    source = TextSource(TextDataConfig(path=str(tmp_path / "long.txt"), tokenizer=str(folder)))
+    (tmp_path / "run" / "data").mkdir(parents=True)
+    source.prepare(tmp_path / "run" / "data")
+    (note,) = read_notes(tmp_path / "run" / "data")["training"]
+    corpus = note.open(tmp_path / "run" / "data")
+    (whole,) = FileTokenizer(folder).encode_documents([TEXT])
+    np.testing.assert_array_equal(corpus.tokens, whole)
+    assert corpus.ends.tolist() == [len(whole)]
 
 
 @pytest.mark.parametrize("text", ["naïvely 中文 cat", "", "</s> the cat<s>"])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import secrets
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -21,24 +23,28 @@ from hp_trainer.exceptions import DataError
 
 _FORMAT = 3
 _DESCRIPTION = "corpus.json"
+_ABANDONED_SECONDS = 3600
 _DTYPES = {"tokens": None, "ends": "int64", "taken": "bool"}
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Tokens of one document, its end included.
+    """Tokens of one document, its end included, or of a piece of one.
 
     Attributes:
         tokens: integers `[tokens]`.
         taken: bool `[tokens]`: whether a loss is taken for predicting the token; None: for all.
+        ends: whether the document ends with them; the next tokens go on with it otherwise.
     """
 
     tokens: np.ndarray
     taken: np.ndarray | None = None
+    ends: bool = True
 
     def first(self, count: int | None) -> Document:
         """Return the document cut off after `count` tokens (None: whole)."""
-        return Document(self.tokens[:count], None if self.taken is None else self.taken[:count])
+        ends = self.ends or (count is not None and count <= len(self.tokens))
+        return Document(self.tokens[:count], None if self.taken is None else self.taken[:count], ends)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +121,7 @@ def build_corpus(
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        _delete_abandoned(folder)
         with _Writer(folder, np.min_scalar_type(max(255, vocab_size - 1)).name) as writer:
             for document in documents:
                 left = None if max_tokens is None else max_tokens - writer.tokens
@@ -138,6 +145,14 @@ def build_corpus(
     return info
 
 
+def _delete_abandoned(folder: Path) -> None:
+    """Delete what builders have left that were killed; one that lives has written within the last hour."""
+    for part in folder.glob("*.incomplete-*"):
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - part.stat().st_mtime > _ABANDONED_SECONDS:
+                part.unlink()
+
+
 class _Writer:
     """Files of a corpus that is being written; they are gone when it is not published."""
 
@@ -154,11 +169,12 @@ class _Writer:
         self._stack.close()
 
     def add(self, document: Document) -> None:
-        """Append a document."""
+        """Append a document, or a piece of one."""
         self.tokens += len(document.tokens)
-        self.documents += 1
         self._part("tokens").write(document.tokens.astype(self.dtype, copy=False))
-        self._part("ends").write(np.array([self.tokens], np.int64))
+        if document.ends:
+            self.documents += 1
+            self._part("ends").write(np.array([self.tokens], np.int64))
         if document.taken is not None:
             self._part("taken").write(document.taken.astype(np.bool_, copy=False))
 

@@ -17,7 +17,7 @@ from hp_trainer.config import setting
 from hp_trainer.data.cache import CorpusNote, cache_folder, prepared, read_notes, write_notes
 from hp_trainer.data.corpus import Corpus, CorpusInfo, Document, build_corpus, verify_corpus
 from hp_trainer.data.dataset import Dataset, DatasetSource, Samples, Tokenizer
-from hp_trainer.data.formats import Format, Reader, Record, open_reader
+from hp_trainer.data.formats import PIECE_BYTES, Format, Reader, Record, open_reader
 from hp_trainer.data.mixture import MixedSamples
 from hp_trainer.data.progress import PreparingProgress
 from hp_trainer.data.samples import DocumentWindows, PackedSamples, TokenSamples
@@ -282,8 +282,7 @@ class DocumentsSource(DatasetSource):
     def _documents(
         self, reader: Reader, source: Source, batch: int = _BATCH, progress: PreparingProgress | None = None
     ) -> Iterator[Document]:
-        records = reader.records(self.fields(source))
-        while some := list(itertools.islice(records, batch)):
+        for some in _batches(reader.records(self.fields(source)), batch):
             yield from self.documents(some, source)
             if progress is not None:
                 progress.advance(sum(record.size for record in some))
@@ -338,6 +337,20 @@ class DocumentsSource(DatasetSource):
         if len(corpora) > 1:
             facts["weights"] = [source.files.weight for source in self.sources]
         return facts
+
+
+def _batches(records: Iterator[Record], count: int) -> Iterator[list[Record]]:
+    """Yield up to `count` records at a time, fewer where they are long: their tokens are in memory together."""
+    some: list[Record] = []
+    size = 0
+    for record in records:
+        some.append(record)
+        size += record.size
+        if len(some) == count or size >= PIECE_BYTES:
+            yield some
+            some, size = [], 0
+    if some:
+        yield some
 
 
 def _together(samples: Sequence[Samples]) -> Samples:

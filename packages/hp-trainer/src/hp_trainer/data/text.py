@@ -67,14 +67,17 @@ class TextSource(DocumentsSource):
 
     def documents(self, records: Sequence[Record], source: Source) -> Iterator[Document]:
         """Yield the tokens of each text that is not blank."""
-        tokenizer, texts = self.tokenizer(), []
+        tokenizer, texts, pieces = self.tokenizer(), [], []
         for record in records:
             text = record.text(source.files.field)
-            if text.strip():
+            if text.strip() or not (record.begins and record.ends):
                 _refuse_separator(text, record, tokenizer.separator if tokenizer.vocab_size == 256 else None)
                 texts.append(text)
-        for tokens in tokenizer.encode_documents(texts):
-            yield Document(np.asarray(tokens))
+                pieces.append(record)
+        before, after = (len(tokens) for tokens in tokenizer.around)
+        for tokens, piece in zip(tokenizer.encode_documents(texts), pieces, strict=True):
+            begin, end = 0 if piece.begins else before, len(tokens) - (0 if piece.ends else after)
+            yield Document(np.asarray(tokens[begin:end]), ends=piece.ends)
 
 
 def _refuse_separator(text: str, record: Record, separator: int | None) -> None:

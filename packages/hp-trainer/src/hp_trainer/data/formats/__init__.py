@@ -2,9 +2,10 @@
 
 from hp_trainer.data.formats.detect import Format, open_reader
 from hp_trainer.data.formats.reader import Reader, Record
-from hp_trainer.data.formats.text import find_text_files, read_text_bytes, standard_library
+from hp_trainer.data.formats.text import PIECE_BYTES, find_text_files, read_text_bytes, standard_library
 
 __all__ = [
+    "PIECE_BYTES",
     "Format",
     "Reader",
     "Record",

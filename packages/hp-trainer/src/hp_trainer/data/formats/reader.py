@@ -13,17 +13,20 @@ from hp_trainer.exceptions import DataError
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One document as it stands in its file.
+    """One document as it stands in its file, or a piece of a long text.
 
     Attributes:
         value: bytes of UTF-8 text, or the fields of a record by name.
         where: its file, and its line or row.
         size: bytes that it takes of its file, for the progress; about.
+        begins, ends: whether the document begins, and ends, with this piece.
     """
 
     value: bytes | dict[str, Any]
     where: str
     size: int
+    begins: bool = True
+    ends: bool = True
 
     def text(self, field: str) -> str:
         """Return the text of `field`, or the whole of a text file.

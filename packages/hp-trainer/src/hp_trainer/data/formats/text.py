@@ -10,6 +10,8 @@ from pathlib import Path
 from hp_trainer.data.formats.reader import Reader, Record
 from hp_trainer.exceptions import DataError
 
+# A tokenizer takes about 30 bytes of memory for each byte of a text.
+PIECE_BYTES = 4 << 20
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "node_modules"}
 
 
@@ -55,11 +57,54 @@ def read_text_bytes(path: Path) -> bytes | None:
 
 
 class TextFiles(Reader):
-    """Text files, each of them one document; files that are no text are left out."""
+    """Text files, each of them one document; files that are no text are left out.
+
+    Files of more than `PIECE_BYTES` come in pieces, which end with a line, so that memory holds a few at a time.
+    """
 
     def records(self, fields: tuple[str, ...] | None = None) -> Iterator[Record]:
-        """Yield the texts; see `Reader.records`."""
+        """Yield the texts; see `Reader.records`. Of a long file, the first piece tells whether it is text."""
         for file in self.files:
+            if file.stat().st_size > PIECE_BYTES:
+                yield from _pieces(file)
+                continue
             data = read_text_bytes(file)
             if data is not None:
                 yield Record(data, str(file), len(data))
+
+
+def _pieces(file: Path) -> Iterator[Record]:
+    begin, rest = 0, b""
+    with file.open("rb") as opened:
+        while data := rest + opened.read(PIECE_BYTES):
+            ends = not opened.peek(1)
+            end = len(data) if ends else _last_break(data)
+            piece, rest = data[:end], data[end:]
+            reason = _reason_against(piece)
+            if reason is not None and begin == 0:
+                return
+            if reason is not None:
+                raise DataError(f"{file} begins as text, but {reason} in the {len(piece)} bytes from byte {begin} on")
+            yield Record(piece, str(file), len(piece), begins=begin == 0, ends=ends)
+            begin += end
+            if ends:
+                return
+
+
+def _last_break(data: bytes) -> int:
+    """Return where a piece may end: after the last line, else before the last space or character."""
+    last_character = len(data) - 1
+    while last_character > 0 and data[last_character] & 0xC0 == 0x80:
+        last_character -= 1
+    return data.rfind(b"\n") + 1 or max(0, data.rfind(b" ")) or last_character
+
+
+def _reason_against(piece: bytes) -> str | None:
+    """Return why bytes are no text; None: they are."""
+    if b"\0" in piece:
+        return "there is a zero byte"
+    try:
+        piece.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return f"there is something else than UTF-8 ({error.reason})"
+    return None
