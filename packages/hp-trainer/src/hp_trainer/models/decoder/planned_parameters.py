@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 from hp_fsdp import PlannedParameter
 from hp_moe import expert_shard_dim
 from hp_trainer._patterns import matches_any
+from hp_trainer.models.attention_shapes import Shape, attention_shapes, linear_shapes
 from hp_trainer.models.decoder.config import DecoderConfig
 from hp_trainer.models.decoder.lora import TARGETS, is_adapter
 
 if TYPE_CHECKING:
     from hp_trainer.parallel import ParallelDims
-
-Shape = tuple[int, ...]
 
 # The dimension of a projection's weight that tensor parallelism cuts; biases of the first kind are cut with it.
 _CUT_OUTPUTS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "w1", "w3", "head", "embed")
@@ -90,8 +89,8 @@ def _block(config: DecoderConfig, layer: int) -> Iterator[tuple[str, Shape]]:
     """Yield all parameters of a block but its experts' weights, in the order of its modules."""
     hidden = (config.hidden_size,)
     yield "attention_norm.weight", hidden
-    attention = _latent_attention if config.attention == "latent" else _grouped_attention
-    yield from ((f"attention.{name}", shape) for name, shape in _with_adapters(config, attention(config)))
+    attention = _with_adapters(config, attention_shapes(config))
+    yield from ((f"attention.{name}", shape) for name, shape in attention)
     if config.post_norms:
         yield "post_attention_norm.weight", hidden
     yield "ffn_norm.weight", hidden
@@ -104,55 +103,21 @@ def _block(config: DecoderConfig, layer: int) -> Iterator[tuple[str, Shape]]:
         yield "post_ffn_norm.weight", hidden
 
 
-def _grouped_attention(config: DecoderConfig) -> Iterator[tuple[str, Shape]]:
-    hidden, width = config.hidden_size, config.num_attention_heads * config.head_dim
-    kv_width = config.num_key_value_heads * config.head_dim
-    if config.attention_sinks:
-        yield "sinks", (config.num_attention_heads,)
-    for name, size in (("q_proj", width), ("k_proj", kv_width), ("v_proj", kv_width)):
-        yield from _linear(name, hidden, size, config.qkv_bias)
-    yield from _linear("o_proj", width, hidden, config.output_bias)
-    if config.qk_norm != "none":
-        full = config.qk_norm == "full"
-        yield "q_norm.weight", (width if full else config.head_dim,)
-        yield "k_norm.weight", (kv_width if full else config.head_dim,)
-
-
-def _latent_attention(config: DecoderConfig) -> Iterator[tuple[str, Shape]]:
-    hidden, heads, rank, q_rank = (
-        config.hidden_size,
-        config.num_attention_heads,
-        config.kv_lora_rank,
-        config.q_lora_rank,
-    )
-    query_width = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
-    if q_rank is None:
-        yield from _linear("q_proj", hidden, query_width)
-    else:
-        yield from _linear("q_a_proj", hidden, q_rank)
-        yield "q_a_norm.weight", (q_rank,)
-        yield from _linear("q_b_proj", q_rank, query_width)
-    yield from _linear("kv_a_proj", hidden, rank + config.qk_rope_head_dim)
-    yield "kv_a_norm.weight", (rank,)
-    yield from _linear("kv_b_proj", rank, heads * (config.qk_nope_head_dim + config.v_head_dim))
-    yield from _linear("o_proj", heads * config.v_head_dim, hidden)
-
-
 def _feed_forward(config: DecoderConfig, width: int) -> Iterator[tuple[str, Shape]]:
-    yield from _linear("w1", config.hidden_size, width)
-    yield from _linear("w2", width, config.hidden_size)
-    yield from _linear("w3", config.hidden_size, width)
+    yield from linear_shapes("w1", config.hidden_size, width)
+    yield from linear_shapes("w2", width, config.hidden_size)
+    yield from linear_shapes("w3", config.hidden_size, width)
 
 
 def _around_experts(config: DecoderConfig) -> Iterator[tuple[str, Shape]]:
     """Yield the parameters of a mixture of experts but those of the routed experts."""
     assert config.num_experts is not None
-    yield from _linear("router.gate", config.hidden_size, config.num_experts, config.router_bias)
+    yield from linear_shapes("router.gate", config.hidden_size, config.num_experts, config.router_bias)
     if config.num_shared_experts:
         shared = _feed_forward(config, config.num_shared_experts * config.moe_intermediate_size)
         yield from ((f"shared_experts.{name}", shape) for name, shape in shared)
     if config.shared_expert_gate:
-        yield from _linear("shared_gate", config.hidden_size, 1)
+        yield from linear_shapes("shared_gate", config.hidden_size, 1)
 
 
 def _experts(config: DecoderConfig) -> Iterator[tuple[str, Shape]]:
@@ -161,12 +126,6 @@ def _experts(config: DecoderConfig) -> Iterator[tuple[str, Shape]]:
     yield from (("w1", (count, width, hidden)), ("w2", (count, hidden, width)), ("w3", (count, width, hidden)))
     if config.expert_bias:
         yield from (("b1", (count, width)), ("b2", (count, hidden)), ("b3", (count, width)))
-
-
-def _linear(name: str, inputs: int, outputs: int, bias: bool = False) -> Iterator[tuple[str, Shape]]:
-    yield f"{name}.weight", (outputs, inputs)
-    if bias:
-        yield f"{name}.bias", (outputs,)
 
 
 def _with_adapters(config: DecoderConfig, found: Iterator[tuple[str, Shape]]) -> Iterator[tuple[str, Shape]]:

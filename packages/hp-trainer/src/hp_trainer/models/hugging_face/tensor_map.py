@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from hp_trainer.models.attention_shapes import attention_shapes
 from hp_trainer.models.hugging_face.pieces import MappedTensor
 
 # By name alone: `hp_trainer.models.decoder` builds on this folder.
@@ -63,50 +64,11 @@ def _norms(config: DecoderConfig, ours: str, theirs: str) -> TensorMap:
 
 
 def _attention(config: DecoderConfig, ours: str, theirs: str) -> Iterator[tuple[str, MappedTensor]]:
-    shapes = _latent_shapes(config) if config.attention == "latent" else _grouped_shapes(config)
     renamed = {"q_a_norm": "q_a_layernorm", "kv_a_norm": "kv_a_layernorm", "kv_a_proj": "kv_a_proj_with_mqa"}
-    for name, shape in shapes.items():
+    for name, shape in attention_shapes(config):
         first, _, rest = name.partition(".")
         other = f"{renamed.get(first, first)}.{rest}" if rest else first
         yield f"{ours}.{name}", MappedTensor.same(f"{theirs}.{other}", shape)
-
-
-def _grouped_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    hidden, head = config.hidden_size, config.head_dim
-    width, kv_width = config.num_attention_heads * head, config.num_key_value_heads * head
-    widths = {"q_proj": width, "k_proj": kv_width, "v_proj": kv_width}
-    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (size, hidden) for name, size in widths.items()}
-    shapes["o_proj.weight"] = (hidden, width)
-    if config.qkv_bias:
-        shapes |= {f"{name}.bias": (size,) for name, size in widths.items()}
-    if config.output_bias:
-        shapes["o_proj.bias"] = (hidden,)
-    if config.qk_norm != "none":
-        full = config.qk_norm == "full"
-        shapes |= {"q_norm.weight": (width if full else head,), "k_norm.weight": (kv_width if full else head,)}
-    if config.attention_sinks:
-        shapes["sinks"] = (config.num_attention_heads,)
-    return shapes
-
-
-def _latent_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    hidden, heads, rank, q_rank = (
-        config.hidden_size,
-        config.num_attention_heads,
-        config.kv_lora_rank,
-        config.q_lora_rank,
-    )
-    query = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
-    queries: dict[str, tuple[int, ...]] = {"q_proj.weight": (query, hidden)}
-    if q_rank is not None:
-        queries = {"q_a_proj.weight": (q_rank, hidden), "q_a_norm.weight": (q_rank,)}
-        queries["q_b_proj.weight"] = (query, q_rank)
-    return queries | {
-        "kv_a_proj.weight": (rank + config.qk_rope_head_dim, hidden),
-        "kv_a_norm.weight": (rank,),
-        "kv_b_proj.weight": (heads * (config.qk_nope_head_dim + config.v_head_dim), rank),
-        "o_proj.weight": (hidden, heads * config.v_head_dim),
-    }
 
 
 def _feed_forward(ours: str, theirs: str, hidden: int, width: int) -> TensorMap:
