@@ -336,6 +336,7 @@ class _Collector:
         known: dict[int, Any] = {}
         result: StateDict = {}
         for name, value in found.items():
+            # A gather is a collective: every rank takes the same names in the same order, and a tied parameter once.
             if id(value) not in known:
                 known[id(value)] = self._collect_one(value)
             if not self.drops:
@@ -348,6 +349,7 @@ class _Collector:
         if not self._options.full_state_dict:
             return self._kept(self._platform.detach(value))
         full = gather_full(self._storage, value) if isinstance(value, DTensor) else copy_of(self._platform, value)
+        # Only after the gather, to which every rank has come.
         if self.drops:
             return None
         return to_host(self._platform, full) if self._options.cpu_offload else full

@@ -85,6 +85,7 @@ class Index:
             version = body["format"]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{where} is damaged: it cannot be read as an index") from error
+        # Before the version: a damaged number there would be taken for another format.
         if digest != _digest(body):
             raise CheckpointError(f"{where} is damaged: its digest differs")
         if version != FORMAT:
@@ -165,6 +166,7 @@ def _chunk(value: Any, path: str, num_shards: int, itemsize: int) -> Chunk:
         raise SchemaError(f"{path}.shard: expected a number below {num_shards}, got {shard}")
     box = Box(_sizes(value, "offset", path), _sizes(value, "shape", path))
     checksums = _sizes(value, "crc32", path)
+    # A value that fits its type may still contradict others; a short list would leave the end of a chunk unchecked.
     blocks = -(-box.numel * itemsize // CHECKSUM_BLOCK)
     if len(box.offset) != len(box.shape) or len(checksums) != blocks:
         raise SchemaError(

@@ -61,6 +61,7 @@ def header_parts(tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: 
         begin, end = end, end + math.prod(shape) * storage_dtype(dtype).itemsize
         header[key] = {"dtype": safetensors_name(dtype), "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
+    # The data that follows is aligned to 8 bytes, so that it can be mapped and viewed.
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little")
     yield text
@@ -78,6 +79,7 @@ def read_header(file: np.ndarray, where: str, longest: int) -> Header:
     if file.size < 8:
         raise CheckpointError(f"{where} is no safetensors file: it has {file.size} bytes")
     length = int.from_bytes(file[:8].tobytes(), "little")
+    # Before it is read: a damaged length must not ask for more memory than the file has.
     if length > min(longest, file.size - 8):
         raise CheckpointError(f"{where} is damaged: its header should have {length} bytes")
     try:

@@ -37,6 +37,7 @@ def list_schedule(
     time = 0
     while any(rank.has_work for rank in ranks):
         begun = [rank.take(time, ends, len(rank_of_stage), max_activations, deepest_first) for rank in ranks]
+        # All ranks have chosen by what had ended before: an action that begins now helps nobody before the next unit.
         time += 1
         ends.update((action, time) for action in begun if action is not None)
         if begun == [None] * num_ranks:
@@ -78,6 +79,7 @@ class _Rank:
                 self._activations += 1
         if action is None and self._weight_grads:
             action = self._weight_grads.pop(0)
+            # Only now: the weight gradient reads the activations that forward kept.
             self._activations -= 1
         if action is not None:
             self.taken.append(action)

@@ -35,6 +35,7 @@ def rank_actions(
     keys = sharded_stages or {}
     uses = [a for a in compute if a.stage in keys and a.kind in (Kind.FORWARD, *COMPLETES_WEIGHT_GRAD)]
     last_use = {keys[action.stage]: action for action in uses}
+    # Of equal keys the later entry stays: in reverse, that is the first use.
     first_use = {keys[action.stage]: action for action in reversed(uses)}
     actions: list[Action] = list(_receive(schedule, rank, compute[0])) if compute else []
     for position, action in enumerate(compute):

@@ -180,6 +180,7 @@ class Trainer:
         verdict, norm, updated = self._guard.judge_loss(loss, step), None, False
         if verdict is GO_ON:
             norm = self._step.clip()
+            # An overflow is the loss scale's affair: `update` lets it shrink and changes no weight.
             verdict = GO_ON if self._step.overflowed else self._guard.judge_norm(norm, step)
         if verdict is GO_ON:
             updated = self._step.update(learning_rate)
@@ -207,7 +208,9 @@ class Trainer:
                 "nothing. Set checkpoint.interval, or let training.guard skip steps"
             )
         self.resume(found)
+        # The checkpoint's own count is older; steps given up in a row must not begin anew.
         self._guard.keep_count(count)
+        # The step is that of the checkpoint, the place in the data that of now: what led here is not read again.
         self.progress = Progress(self.progress.step, samples)
         record = self._run_record()
         for tracker in self._trackers:
@@ -268,6 +271,7 @@ class Trainer:
         pending, now = self._pending, time.perf_counter()
         if pending is None or not (wait or pending.save.is_written()):
             return
+        # Let go of first: what fails to be published is not tried again at the end of the run.
         self._pending = None
         folder = pending.save.publish()
         ended = time.perf_counter()

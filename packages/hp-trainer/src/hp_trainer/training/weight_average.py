@@ -45,6 +45,7 @@ class WeightAverage:
 
     def update(self, num_steps: int) -> None:
         """Take the present weights in; `num_steps` optimizer steps have been done."""
+        # Shorter at first, else the initial weights would count for 1 / (1 - decay) steps.
         decay = min(self.decay, (1 + num_steps) / (10 + num_steps))
         ops = self._platform.ops
         with self._platform.no_grad():
