@@ -339,9 +339,11 @@ def loss_parity(session: nox.Session) -> None:
 @session
 @nox.parametrize("platform", ("torch", "mindspore"), ids=("torch", "mindspore"))
 def proof(session: nox.Session, platform: str) -> None:
-    """The full-size proofs, `proof_*.py` beside the tests, on each framework; arguments go to pytest."""
+    """The full-size proofs, `proof_*.py`, and every case of training on each framework; arguments go to pytest."""
     found = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/**/proof_*.py"))
-    pytest(session, full(platform), *SPREAD, *one_core(platform), "--verbose", *found, HP_PLATFORM=platform)
+    variables = {"HP_PLATFORM": platform, "HP_ALL_CASES": "1"}
+    selected = found if platform == "torch" else [*found, "tests/trainer"]  # torch's are all in the suite
+    pytest(session, full(platform), *SPREAD, *one_core(platform), "--verbose", *selected, **variables)
 
 
 @session

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from training_runs import FOUR_RANKS, events, train_rank
+from training_runs import FOUR_RANKS, events, skip_unless_torch_or, train_rank
 
 from hp_dtensor.comm.process_group import record_collectives
 from hp_dtensor.testing import run_ranks
@@ -21,6 +21,8 @@ SETTINGS = {"training__steps": 2, "checkpoint__interval": None, "model__num_expe
     ],
 )
 def test_every_number_of_a_run_is_the_same(lab, degrees, world_size, more):
+    skip_unless_torch_or(lab.platform, bool(more))
+
     def numbers(name, flag):
         run = lab.run(name, degrees, world_size, training__recompute="full" if flag else "none", **SETTINGS, **more)
         told = [{k: v for k, v in event.items() if k not in MEASURED} for event in events(run, "step")]

@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from running_commands import END_SECONDS, START_SECONDS, TWO_RANKS, newest_step, steps_of, wait_for_step
+from training_runs import skip_unless_torch_or
 
 pytestmark = pytest.mark.real_ranks
 
@@ -25,6 +27,7 @@ def shell(folder, platform, script: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_file_size_limit_is_told_with_the_path_and_what_is_safe(folder, hp_platform):
+    skip_unless_torch_or(hp_platform, False)
     done = shell(folder, hp_platform, "ulimit -f 8; $HP run.yaml --run.folder=out")
     assert done.returncode == 1
     *_, told, left = done.stderr.splitlines()
@@ -39,6 +42,7 @@ def test_a_file_size_limit_is_told_with_the_path_and_what_is_safe(folder, hp_pla
 
 
 def test_the_same_limit_in_one_of_several_ranks(folder, hp_platform, hp_train):
+    skip_unless_torch_or(hp_platform, False)
     done = shell(folder, hp_platform, f"ulimit -f 8; $HP run.yaml --run.folder=out {shlex.join(TWO_RANKS)}")
     assert done.returncode == 1
     assert (
@@ -55,12 +59,16 @@ def test_a_signal_to_a_rank_in_its_first_moment_stops_the_run(folder, hp_train):
     rank = None
     while rank is None and time.monotonic() < deadline:
         time.sleep(0.005)
-        rank = next((pid for pid in command.processes() if is_rank(pid, 1)), None)
+        rank = next((pid for pid in children(command.process.pid) if is_rank(pid, 1)), None)
     os.kill(rank, signal.SIGTERM)
     code, _, err = command.finish(END_SECONDS)
     assert code == 128 + signal.SIGTERM, err
     assert "hp-train: stopped by SIGTERM. There is no checkpoint yet; " in err
     assert "Traceback" not in err
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()]
 
 
 def is_rank(pid: int, rank: int) -> bool:

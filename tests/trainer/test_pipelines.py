@@ -22,7 +22,7 @@ QUICK = [
 
 @pytest.mark.parametrize("name", QUICK)
 def test_stages_train_as_one_rank(lab, name):
-    skip_unless_torch_or(lab.platform, name not in ("h1, tensor parallel", "four stages, listed"))
+    skip_unless_torch_or(lab.platform, name in ("interleaved, sharded, tied", "v, experts"))
     check(lab, *CASES[name])
 
 
@@ -43,7 +43,9 @@ def test_checkpoints_of_stages_and_of_one_rank_continue_each_other(lab):
 
 
 def test_two_identical_runs_are_bitwise_identical(lab):
-    degrees, case = CASES["v, experts" if lab.platform.name == "torch" else "interleaved, sharded, tied"]
+    # Elsewhere a run that goes on bit by bit, above, shows as much.
+    skip_unless_torch_or(lab.platform, False)
+    degrees, case = CASES["v, experts"]
     _, staged = settings_of(**case)
     first, second = (lab.run(name, degrees, 4, **staged) for name in ("first", "second"))
     assert losses(first) == losses(second)

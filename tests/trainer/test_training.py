@@ -60,6 +60,7 @@ def test_the_loss_falls_and_everything_is_written_down(lab):
 
 @pytest.mark.parametrize("name", FOUR_RANKS)
 def test_four_ranks_train_as_one(lab, name):
+    skip_unless_torch_or(lab.platform, name in ("folded", "peer"))
     expected = lab.run("one", training__eval_interval=3)
     run = lab.run("four", FOUR_RANKS[name], 4, training__eval_interval=3)
     assert_same_losses(run, expected)
@@ -80,6 +81,9 @@ def test_four_ranks_train_as_one(lab, name):
     ids=["tied embeddings", "dense layers", "no shared expert, no bias", "no clipping", "weights kept"],
 )
 def test_models_and_settings(lab, settings):
+    skip_unless_torch_or(
+        lab.platform, not settings.keys().isdisjoint(("model__tie_word_embeddings", "training__clip_norm"))
+    )
     expected = lab.run("one", **settings)
     assert_same_losses(lab.run("four", FOUR_RANKS["folded"], 4, **settings), expected)
 
@@ -87,7 +91,7 @@ def test_models_and_settings(lab, settings):
 @pytest.mark.parametrize(("degrees", "world_size"), [({}, 1), (FOUR_RANKS["folded"], 4)], ids=["1", "4"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_micro_batches_change_nothing(lab, degrees, world_size, size):
-    skip_unless_torch_or(lab.platform, (world_size, size) in ((1, 1), (4, 2)))
+    skip_unless_torch_or(lab.platform, (world_size, size) == (4, 2))
     whole = lab.run("whole", degrees, world_size)
     assert_same_losses(lab.run("parts", degrees, world_size, training__micro_batch_size=size), whole)
 
@@ -106,14 +110,15 @@ class PartlyTaken(TokenSamples):
 
 def test_the_loss_is_the_mean_over_the_targets_of_all_ranks(lab, monkeypatch):
     monkeypatch.setattr(documents, "TokenSamples", PartlyTaken)
-    whole = lab.run("whole", training__eval_interval=STEPS)
-    parts = lab.run("parts", FOUR_RANKS["folded"], 4, training__micro_batch_size=2, training__eval_interval=STEPS)
+    settings = {"training__steps": 3, "training__eval_interval": 3}
+    whole = lab.run("whole", **settings)
+    parts = lab.run("parts", FOUR_RANKS["folded"], 4, training__micro_batch_size=2, **settings)
     assert_same_losses(parts, whole)
     (evaluated,), (expected,) = events(parts, "evaluation"), events(whole, "evaluation")
     assert evaluated["loss"] == pytest.approx(expected["loss"], rel=2e-5)
     assert evaluated["tokens"] == expected["tokens"] < 4 * 8 * 16 / 3
     # At the first step every token is about as likely, so a mean over all places would be a fifth of this.
-    assert losses(whole)[0] == pytest.approx(losses(lab.run("all places"))[0], rel=0.2)
+    assert losses(whole)[0] == pytest.approx(losses(lab.run("all places", training__steps=1))[0], rel=0.2)
 
 
 def test_without_clipping_the_norm_is_the_same(lab):
@@ -200,7 +205,7 @@ MOVES = {
 
 @pytest.mark.parametrize(("before", "size", "after", "new_size"), MOVES.values(), ids=MOVES)
 def test_in_another_layout_the_losses_go_on(lab, before, size, after, new_size):
-    skip_unless_torch_or(lab.platform, before == FOUR_RANKS["folded"] or after == FOUR_RANKS["folded"])
+    skip_unless_torch_or(lab.platform, before == FOUR_RANKS["folded"])
     expected = lab.run("one")
     first = lab.interrupted_copy(lab.run("first", before, size), "resumed")
     resumed = lab.resume(first, after, new_size)
@@ -209,6 +214,7 @@ def test_in_another_layout_the_losses_go_on(lab, before, size, after, new_size):
 
 @pytest.mark.parametrize(("before", "size", "after", "new_size"), MOVES.values(), ids=MOVES)
 def test_all_that_training_changes_moves_to_another_layout_unchanged(lab, before, size, after, new_size):
+    skip_unless_torch_or(lab.platform, before in (FOUR_RANKS["hybrid"], FOUR_RANKS["peer"]))
     run = lab.run("first", before, size, training__steps=3)
     saved = tensors(run)
     bias = "model.layers.1.moe.expert_bias"

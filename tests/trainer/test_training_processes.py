@@ -24,6 +24,7 @@ from running_commands import (
     steps_of,
     wait_for_step,
 )
+from training_runs import skip_unless_torch_or
 
 from hp_trainer.metrics import read_metrics
 from hp_trainer.run import RunFolder
@@ -70,7 +71,8 @@ def test_a_run_from_the_command_to_the_samples(folder, hp_train):
 
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
-def test_a_stopped_run_ends_in_order_and_goes_on(folder, hp_train, sign):
+def test_a_stopped_run_ends_in_order_and_goes_on(folder, hp_train, hp_platform, sign):
+    skip_unless_torch_or(hp_platform, sign == signal.SIGINT)
     command = hp_train("run.yaml", "--run.folder=out", *TWO_RANKS, *ENDLESS)
     run = folder / "out"
     wait_for_step(run, 7, command)
@@ -188,7 +190,8 @@ BAD = {
 
 
 @pytest.mark.parametrize(("arguments", "told"), BAD.values(), ids=BAD)
-def test_data_that_will_not_do_are_refused_before_any_rank_starts(folder, hp_train, arguments, told):
+def test_data_that_will_not_do_are_refused_before_any_rank_starts(folder, hp_train, hp_platform, arguments, told):
+    skip_unless_torch_or(hp_platform, False)
     (folder / "short.txt").write_text("short")
     before = set(itertools.chain(folder.iterdir()))
     code, out, err = hp_train("run.yaml", "--run.folder=out", *TWO_RANKS, *arguments).finish()
