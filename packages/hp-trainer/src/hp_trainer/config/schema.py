@@ -118,6 +118,9 @@ class TrainingConfig:
     offload_activations: bool = setting(
         False, help="keep in host memory what blocks save for backward, copied beside the computation"
     )
+    offload_optimizer: bool = setting(
+        False, help="keep the optimizer's state in host memory between updates, copied beside them"
+    )
     compile: bool = setting(False, help="compile each block (torch.compile); not with parallel.tp > 1")
     compile_backend: str = setting("inductor", help="the compiler, by torch's name for it")
     freeze: tuple[str, ...] = setting((), help="patterns of names of parameters that are not trained, such as embed.*")

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform.selection import get_platform
+from hp_fsdp.plugins import get_storage
 from hp_trainer.config import TrainerConfig
 from hp_trainer.exceptions import PipelineError, Problem, ScheduleError
 from hp_trainer.launch.platforms import num_accelerators
@@ -37,6 +38,8 @@ def find_memory_problems(dims: ParallelDims, config: TrainerConfig, platform: st
             get_platform(platform).host_copies()
     except CapabilityError as error:
         yield Problem(path="training.offload_activations", what=str(error), expected="false", got="true")
+    if training.offload_optimizer:
+        yield from _optimizer_problems(config, platform)
     num_layers = getattr(config.model.options, "num_hidden_layers", None)
     if training.recompute != "none" and num_layers is not None and training.recompute_blocks:
         yield from _pattern_problems(config, num_layers, platform)
@@ -55,6 +58,20 @@ def chosen_activations(config: TrainerConfig, dims: ParallelDims, platform: str)
     kinds = kept_kinds(config.training.recompute_keep, get_platform(platform))
     fused = platform == "torch" and (config.training.dtype == "float32" or num_accelerators(platform) > 0)
     return plan_activations(config, dims, kinds, fused_experts=fused)
+
+
+def _optimizer_problems(config: TrainerConfig, platform: str) -> Iterator[Problem]:
+    path, expected = "training.offload_optimizer", "false"
+    if not getattr(config.optimizer.options, "has_plain_state", True):
+        what = f"optimizer {config.optimizer.name} keeps its state in a form of its own, which stays on the device"
+        yield Problem(path=path, what=what, expected=expected, got="true", hint="optimizer.name=adamw")
+    try:
+        here = get_platform(platform)
+        kind = here.device_types[0]
+        if not get_storage(here).is_host(kind):
+            get_storage(here).check_offload(kind)
+    except CapabilityError as error:
+        yield Problem(path=path, what=str(error), expected=expected, got="true")
 
 
 def _keeps_hidden_results(config: TrainerConfig) -> bool:

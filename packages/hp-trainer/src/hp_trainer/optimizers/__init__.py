@@ -7,6 +7,7 @@ from hp_trainer.optimizers.groups import GroupedOptimizer, build_grouped, group_
 from hp_trainer.optimizers.muon import build_muon
 from hp_trainer.optimizers.options import AdafactorConfig, AdamW8bitConfig, LionConfig, MuonConfig, SGDConfig
 from hp_trainer.optimizers.state import set_state, state_bytes
+from hp_trainer.optimizers.state_on_host import build_on_host
 
 __all__ = [
     "SGD",
@@ -22,6 +23,7 @@ __all__ = [
     "SGDConfig",
     "build_grouped",
     "build_muon",
+    "build_on_host",
     "group_problems",
     "set_state",
     "state_bytes",

@@ -11,7 +11,7 @@ from hp_dtensor.platform.interface import Platform
 from hp_trainer._patterns import matches_any
 from hp_trainer.config import ParameterGroupConfig
 from hp_trainer.exceptions import Problem, TrainingError
-from hp_trainer.optimizers.state import set_state, state_bytes
+from hp_trainer.optimizers.state import has_plain_state, set_state, state_bytes
 
 Tensor = Any
 Named = list[tuple[str, Tensor]]
@@ -51,6 +51,11 @@ class GroupedOptimizer:
         """Return the state of each parameter by name and slot."""
         # Not one dictionary of all: 8-bit states are made when they are asked for.
         return ChainMap(*(optimizer.state() for optimizer, _ in self._parts))
+
+    @property
+    def has_plain_state(self) -> bool:
+        """True if all parts keep the very tensors of their `state()`."""
+        return all(has_plain_state(optimizer) for optimizer, _ in self._parts)
 
     def set_state(self, name: str, slot: str, values: Tensor) -> None:
         """Take over the values of a slot, where the parameter's optimizer does not keep the tensor itself."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from hp_trainer._patterns import matches_any
 from hp_trainer.config import AdamWConfig, setting
@@ -53,6 +54,8 @@ class LionConfig:
 @dataclass(frozen=True, kw_only=True)
 class AdamW8bitConfig(AdamWConfig):
     """AdamW with 8-bit moments (Dettmers et al., 2022, "8-bit optimizers via block-wise quantization")."""
+
+    has_plain_state: ClassVar[bool] = False
 
     block_size: int = setting(256, help="elements that share a scale, along the last dimension", minimum=8)
     min_elements: int = setting(4096, help="parameters with fewer elements keep float32 moments", minimum=1)

@@ -16,6 +16,11 @@ def set_state(optimizer: Any, name: str, slot: str, values: Tensor) -> None:
         optimizer.set_state(name, slot, values)
 
 
+def has_plain_state(optimizer: Any) -> bool:
+    """Return True if an optimizer keeps the very tensors of its `state()`, so that nobody need tell it of writes."""
+    return bool(getattr(optimizer, "has_plain_state", not hasattr(optimizer, "set_state")))
+
+
 def state_bytes(optimizer: Any, platform: Platform) -> int:
     """Return the bytes of an optimizer's state on this rank."""
     if hasattr(optimizer, "state_bytes"):

@@ -33,6 +33,7 @@ class Device:
         inner_bandwidth: bytes per second that a rank sends within a node.
         outer_bandwidth: bytes per second that a rank sends to other nodes.
         inner_latency, outer_latency: seconds that a collective takes at least.
+        host_bandwidth: bytes per second between the device and its host, each way (16 lanes of PCIe 4 by default).
         efficiency: part of `flops` that products of a training reach.
     """
 
@@ -45,6 +46,7 @@ class Device:
     outer_bandwidth: float
     inner_latency: float = 1e-5
     outer_latency: float = 3e-5
+    host_bandwidth: float = 25e9
     efficiency: float = 0.6
 
 
@@ -115,6 +117,7 @@ def measure_cpu() -> Device:
         # A message between processes is written and read about four times.
         inner_bandwidth=copied / 4,
         outer_bandwidth=copied / 4,
+        host_bandwidth=copied,
         inner_latency=1e-4,
         outer_latency=1e-4,
         efficiency=0.5,

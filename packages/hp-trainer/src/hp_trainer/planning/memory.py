@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
@@ -12,6 +13,7 @@ from hp_trainer.memory import KINDS, BlockRecompute, BudgetError, recompute_by_p
 from hp_trainer.models import DecoderConfig
 from hp_trainer.models.decoder.activation_bytes import ActivationShape, DecoderActivations, decoder_activations
 from hp_trainer.models.recomputation import block_names
+from hp_trainer.optimizers.state_on_host import BUCKET_ELEMENTS
 from hp_trainer.parallel.context import context_cost
 from hp_trainer.planning.stage_parts import StageParts, whole_shapes
 from hp_trainer.planning.step_shape import StepShape
@@ -25,7 +27,7 @@ class MemoryPlan:
 
     Attributes:
         weights: shards of the weights, in float32.
-        optimizer: state of the optimizer.
+        optimizer: state of the optimizer; of one that waits on the host, what an update brings at once.
         average: the moving average of the weights (`training.ema`).
         gradients: reduced gradients, and those that wait for later micro-batches.
         gathered: full weights that blocks compute with, and those gathered ahead.
@@ -37,7 +39,7 @@ class MemoryPlan:
     """
 
     weights: float
-    optimizer: float
+    optimizer: float = 0.0
     average: float = 0.0
     gradients: float = 0.0
     gathered: float = 0.0
@@ -74,7 +76,7 @@ class _Moments(ABC):
         self.activations = activations_of(shape)
         self.recompute = recompute_of(shape)
         self.weights = float(sum(each.shard for each in parts.buffers))
-        self.optimizer, self.average = _optimizer_bytes(shape, parts)
+        self.optimizer, self.average = optimizer_bytes(shape, parts)
         self.communication = _communication(shape, parts)
 
     def fullest(self) -> MemoryPlan:
@@ -87,7 +89,16 @@ class _Moments(ABC):
 
     def at(self, moment: str, **held: float) -> MemoryPlan:
         """Return the memory at a moment: what is held throughout, and `held`."""
-        return MemoryPlan(weights=self.weights, optimizer=self.optimizer, average=self.average, moment=moment, **held)
+        throughout = {} if self.shape.config.training.offload_optimizer else {"optimizer": self.optimizer}
+        return MemoryPlan(weights=self.weights, average=self.average, moment=moment, **throughout, **held)
+
+    def update(self, gradients: float) -> MemoryPlan:
+        """Return the memory while the optimizer updates, with the state of three buckets if that waits on the host."""
+        if not self.shape.config.training.offload_optimizer:
+            return self.at("the update", gradients=gradients)
+        elements = sum(math.prod(each) for each in whole_shapes(self.shape).values())
+        part = min(1.0, 3 * BUCKET_ELEMENTS / elements)
+        return self.at("the update", gradients=gradients, optimizer=part * self.optimizer)
 
     def kept(self, layer: int) -> float:
         """Return what a block keeps of one micro-batch."""
@@ -142,7 +153,7 @@ class _InOnePiece(_Moments):
             gradients=waiting + reduced,
             reducing=sum(map(_autograd_bytes, parts.root)) + fresh + _total(parts.root, "reduced"),
         )
-        yield self.at("the update", gradients=reduced + _total(parts.root, "gradient"))
+        yield self.update(reduced + _total(parts.root, "gradient"))
 
     def _gathered(self, layers: Sequence[int], *, is_loss: bool = False) -> float:
         """Return the full weights of blocks while the backward is at `layers`: theirs, and the next ones' ahead."""
@@ -184,7 +195,7 @@ class _Pipelined(_Moments):
         yield self.at("the end of a micro-batch", **held, reducing=every, activations=others)
         reduced = _total(parts.buffers, "gradient")
         yield self.at("the reduction", gradients=held["gradients"] + _total(parts.buffers, "reduced"))
-        yield self.at("the update", gradients=reduced)
+        yield self.update(reduced)
 
 
 def activations_of(shape: StepShape) -> DecoderActivations:
@@ -228,7 +239,7 @@ def recompute_of(shape: StepShape) -> list[BlockRecompute]:
     return recompute_by_pattern(block_names(num_layers), chosen, every=training.recompute_every, patterns=patterns)
 
 
-def _optimizer_bytes(shape: StepShape, parts: StageParts) -> tuple[float, float]:
+def optimizer_bytes(shape: StepShape, parts: StageParts) -> tuple[float, float]:
     """Return the bytes of the optimizer's state, and of averaged weights, on the rank that has most."""
     config, wholes = shape.config, whole_shapes(shape)
     tell = getattr(config.optimizer.options, "state_bytes", _two_moments)

@@ -10,7 +10,7 @@ from hp_trainer.config import TrainerConfig
 from hp_trainer.memory import format_size
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.planning.devices import Device
-from hp_trainer.planning.memory import MemoryPlan, plan_memory
+from hp_trainer.planning.memory import MemoryPlan, optimizer_bytes, plan_memory
 from hp_trainer.planning.stage_parts import num_parameters, stage_parts
 from hp_trainer.planning.step_shape import StepShape
 from hp_trainer.planning.step_time import StepTime, model_flops, seconds_of, step_time
@@ -85,7 +85,7 @@ def plan_step(
     shape = StepShape.of(config, dims, cuts)
     places = stage_parts(shape, None if every_place else {0, dims.pp // 2, dims.pp - 1})
     memory = tuple(plan_memory(shape, parts) for parts in places)
-    times = [step_time(shape, parts, device, held.optimizer) for parts, held in zip(places, memory, strict=True)]
+    times = [step_time(shape, parts, device, optimizer_bytes(shape, parts)[0]) for parts in places]
     slowest = max(range(len(times)), key=lambda place: times[place].total)
     return StepPlan(
         shape=shape,

@@ -88,6 +88,10 @@ def step_time(shape: StepShape, parts: StageParts, device: Device, state_bytes: 
         # Messages travel while the ranks compute, but for the first and the last ones, which are idle time.
         exchanges.pop("pp", None)
     shards = sum(each.shard + each.gradient for each in parts.buffers)
+    update = (2 * shards + 2 * state_bytes) / device.memory_bandwidth
+    if shape.config.training.offload_optimizer:
+        # Both directions at once, beside the update.
+        update = max(update, state_bytes / device.host_bandwidth)
     return StepTime(
         products=products,
         again=again,
@@ -95,7 +99,7 @@ def step_time(shape: StepShape, parts: StageParts, device: Device, state_bytes: 
         exchanges=exchanges,
         weights=max(0.0, hidden - busy) + waited,
         idle=idle,
-        update=(2 * shards + 2 * state_bytes) / device.memory_bandwidth,
+        update=update,
     )
 
 

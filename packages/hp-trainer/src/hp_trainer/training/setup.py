@@ -16,7 +16,7 @@ from hp_trainer.config import TrainerConfig
 from hp_trainer.data import BatchReader, Dataset, Samples
 from hp_trainer.memory import BlockRecompute
 from hp_trainer.models.recomputation import kept_kinds
-from hp_trainer.optimizers import build_grouped
+from hp_trainer.optimizers import build_grouped, build_on_host
 from hp_trainer.parallel import ParallelDims, context_style
 from hp_trainer.plugins import registries
 from hp_trainer.run import RunFolder
@@ -205,11 +205,15 @@ def build_optimizer(
         TrainingError: a parameter group matches none of them.
     """
     entry = registries().optimizers.get(config.optimizer.name, platform.name)
+
+    def build(some: Any, build_some: Callable[[Any], Any]) -> Any:
+        return build_on_host(some, build_some, platform) if config.training.offload_optimizer else build_some(some)
+
     optimizer: Optimizer = build_grouped(
         _trained(platform, model),
         config.optimizer.options,
         config.parameter_groups,
-        lambda some, options: entry.build(some, options, platform),
+        lambda some, options: build(some, lambda bucket: entry.build(bucket, options, platform)),
         everyones,
     )
     return optimizer
