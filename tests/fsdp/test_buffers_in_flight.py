@@ -206,3 +206,30 @@ def test_groups_into_which_the_shard_axis_does_not_fall(hp_platform, wanted, mes
             fully_shard(build(hp_platform, Case((3,))), mesh_of(hp_platform, 3), reshard_after_forward=wanted)
 
     run_ranks(rank, 3, hp_platform)
+
+
+def test_accumulated_gradients_are_freed_as_the_last_backward_goes(hp_platform):
+    num_blocks = 5
+
+    def rank():
+        model, x = ordered(hp_platform, num_blocks)
+        found = []
+
+        class Samples(MemoryMeter):
+            def _sample(self):
+                found.append(memory_use(model).full_gradients)
+
+        model.set_requires_gradient_sync(False)
+        hp_platform.backward(hp_platform.ops.sum(model(x, range(num_blocks))))
+        everything = memory_use(model).full_gradients
+        model.set_requires_gradient_sync(True)
+        loss = hp_platform.ops.sum(model(x, range(num_blocks)))
+        with Samples(model):
+            hp_platform.backward(loss)
+        one = everything / num_blocks
+        assert one > 0
+        # At the last block's reduction: its gradients, and of the others no more than the reduced halves.
+        assert found[-1] <= one + num_blocks * one / 2
+        assert memory_use(model).full_gradients == 0
+
+    run_ranks(rank, 2, hp_platform)

@@ -162,9 +162,9 @@ class BackwardSchedule:
     ) -> None:
         """Collect a buffer's gradients, and begin to reduce them unless they are to accumulate."""
         reducer, settings = self._context.reducer, group.settings
-        # Wait for older reductions before memory for another gradient is taken: this bounds what is held at once.
-        if buffer.gradients.unreduced is None:
-            reducer.make_room(settings.max_gradient_buffers)
+        # Wait for older reductions before memory for another gradient is taken: this bounds what is held at once. Where
+        # gradients have accumulated it is there already, and theirs is freed as the backward goes.
+        reducer.make_room(settings.max_gradient_buffers)
         if buffer in use.waiting:
             use.waiting.remove(buffer)
         if not use.waiting:

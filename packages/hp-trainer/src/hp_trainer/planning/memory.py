@@ -117,8 +117,9 @@ class _InOnePiece(_Moments):
         root = _total(parts.root, "full")
         # Autograd holds the head's gradient until the embedding's is there too.
         self._head = sum(map(_autograd_bytes, parts.root)) if parts.head else 0.0
-        waiting = _total(parts.buffers, "full_gradient") if self.shape.num_microbatches > 1 else 0.0
-        below, reduced, before = sum(map(self.kept, parts.layers)), 0.0, 0.0
+        accumulates = self.shape.num_microbatches > 1
+        waiting = _total(parts.buffers, "full_gradient") if accumulates else 0.0
+        below, reduced, before, leaving = sum(map(self.kept, parts.layers)), 0.0, 0.0, 0.0
         yield self.at(
             "the loss",
             gradients=waiting,
@@ -129,8 +130,9 @@ class _InOnePiece(_Moments):
         for layer in reversed(parts.layers):
             below -= self.kept(layer)
             buffers = parts.block_buffers(layer)
-            # Gradients that wait have their memory already, and keep it until the end of the backward.
-            fresh = 0.0 if waiting else _total(buffers, "full_gradient")
+            # Gradients that wait have their memory already, and lose it when the next block's are reduced.
+            full = _total(buffers, "full_gradient")
+            fresh = 0.0 if accumulates else full
             yield self.at(
                 f"the backward of layers.{layer}",
                 gradients=waiting + reduced,
@@ -146,8 +148,10 @@ class _InOnePiece(_Moments):
                 reducing=self._head + sum(map(_autograd_bytes, buffers)) + fresh + _total(buffers, "reduced"),
                 activations=below + self.activations.blocks[layer].tensors[0].saved,
             )
+            waiting -= leaving
             before, reduced = fresh, reduced + _total(buffers, "gradient")
-        fresh = 0.0 if waiting else _total(parts.root, "full_gradient")
+            leaving = full if accumulates else 0.0
+        fresh = 0.0 if accumulates else _total(parts.root, "full_gradient")
         yield self.at(
             "the reduction of the embedding and the head",
             gradients=waiting + reduced,
