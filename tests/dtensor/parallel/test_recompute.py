@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import itertools
@@ -311,3 +312,53 @@ def test_a_kept_product_that_is_written_afterwards_is_refused(hp_platform):
     loss = torch.sum(checkpoint(layer, x, platform=hp_platform, keep=("products",)))
     with pytest.raises(RuntimeError, match="has been modified in place since"):
         loss.backward()
+
+
+@pytest.mark.parametrize("backward_in_region", [False, True])
+def test_under_autocast_the_recomputation_is_in_the_dtype_of_forward(hp_platform, backward_in_region):
+    torch = pytest.importorskip("torch")
+    if hp_platform.name != "torch":
+        pytest.skip("MindSpore's automatic mixed precision rewrites cells; there is no region of code")
+
+    def gradients(call, caches):
+        torch.manual_seed(0)
+        layer, x = torch.nn.Linear(8, 8), torch.randn(4, 8, requires_grad=True)
+        dtypes = []
+
+        def block(x):
+            y = layer(torch.nn.functional.silu(x))
+            dtypes.append(y.dtype)
+            return y
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.autocast("cpu", torch.bfloat16, cache_enabled=caches))
+            # The same weight again, whose cast must not be the one that was made without recording.
+            loss = layer(call(block, x)).float().pow(2).sum()
+            if not backward_in_region:
+                stack.close()
+            loss.backward()
+        assert set(dtypes) == {torch.bfloat16}
+        return x.grad, layer.weight.grad, layer.bias.grad
+
+    # A cast that both calls share would have its gradients summed in bfloat16.
+    expected = gradients(lambda block, x: block(x), caches=False)
+    found = gradients(lambda block, x: checkpoint(block, x, platform=hp_platform), caches=True)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_block_from_outside_autocast_is_recomputed_without_it(hp_platform):
+    torch = pytest.importorskip("torch")
+    if hp_platform.name != "torch":
+        pytest.skip("MindSpore's automatic mixed precision rewrites cells; there is no region of code")
+    layer, x = torch.nn.Linear(8, 8), torch.randn(4, 8, requires_grad=True)
+    dtypes = []
+
+    def block(x):
+        y = layer(x)
+        dtypes.append(y.dtype)
+        return y
+
+    y = checkpoint(block, x, platform=hp_platform)
+    with torch.autocast("cpu", torch.bfloat16):
+        y.sum().backward()
+    assert dtypes == [torch.float32] * 2

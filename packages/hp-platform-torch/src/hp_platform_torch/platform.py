@@ -24,6 +24,7 @@ from hp_platform_torch.ops.namespace import build_ops
 from hp_platform_torch.patches import running_backward, table
 from hp_platform_torch.processes import TorchProcesses
 from hp_platform_torch.tensor import autograd, dtensor, torch_functions
+from hp_platform_torch.tensor.autocast import automatic_precision_of
 from hp_platform_torch.tensor.dtensor import TorchDTensor
 from hp_platform_torch.tensor.handlers import handler_of
 from hp_platform_torch.tensor.host_copies import TorchHostCopies
@@ -218,6 +219,9 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
     def has_gradient_hooks(self, x: Tensor) -> bool:
         with self.local_op():
             return bool(x._backward_hooks or x._post_accumulate_grad_hooks)
+
+    def automatic_precision(self) -> Callable[[], AbstractContextManager[Any]]:
+        return automatic_precision_of({"cpu", self.device.type})
 
     def loss_dtype(self, x: Tensor) -> torch.dtype:
         is_wider = x.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled(x.device.type)

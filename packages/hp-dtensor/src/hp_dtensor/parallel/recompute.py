@@ -29,8 +29,9 @@ def checkpoint(
 ) -> Tensor:
     """Return `function(x, *args)`, computed again in backward instead of keeping what it would need there.
 
-    Forward and recomputation do the same: what is decided from data goes through `kept`, and random operations draw the
-    same numbers. Where nothing is recorded, or `x` needs no gradient, this is a plain call.
+    Forward and recomputation do the same: what is decided from data goes through `kept`, random operations draw the
+    same numbers, and automatic mixed precision (`torch.autocast`) is that of forward. Where nothing is recorded, or `x`
+    needs no gradient, this is a plain call.
 
     Args:
         function: a module, say; gradients reach its parameters.
@@ -55,12 +56,12 @@ def checkpoint(
         raise GradientPathError(_GIVEN_INPUTS)
     # `Kept` notes the version of the input: one that is written before backward would be recomputed to something else.
     enter, record, given = _way_back(x), Record(platform, current.get(), keep), Kept(platform, local)
-    random = _Random(platform)
+    random, precision = _Random(platform), platform.automatic_precision()
     leave: list[Callable[[Tensor], Tensor]] = []
 
     def forward(local: Tensor) -> Tensor:
         # Nodes in here are dropped at once, so that what they keep need not be offloaded.
-        with record.first(), random.first(), platform.no_grad(), keeping(None):
+        with precision(), record.first(), random.first(), platform.no_grad(), keeping(None):
             y = function(enter(local), *args)
         leave[:] = [_way_back(y)]
         return platform.detach(platform.unwrap(y)) if isinstance(y, DTensor) else y
@@ -75,7 +76,7 @@ def checkpoint(
         again = platform.detach(given.tensors[0])
         platform.set_requires_grad(again, True)
         with platform.enable_grad():
-            with record.again(), random.again():
+            with precision(), record.again(), random.again():
                 y = function(enter(again), *args)
             platform.backward(y.to_local() if isinstance(y, DTensor) else y, grad)
         return platform.get_grad(again)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -195,6 +196,14 @@ class AutogradInterface(ABC):
     def is_random_state(self, state: Any) -> bool:
         """Return whether the generators are in the state that `random_state` returned: nothing has been drawn since."""
         return True
+
+    def automatic_precision(self) -> Callable[[], AbstractContextManager[Any]]:
+        """Return what makes a block compute in the dtypes of here, whatever automatic mixed precision is on there.
+
+        Within such a block casts of weights are not cached: one that was made while nothing is recorded would be used
+        where something is, and hide its gradient. The default: there is no automatic mixed precision.
+        """
+        return contextlib.nullcontext
 
     def loss_dtype(self, x: Tensor) -> Any:
         """Return the dtype of a loss of logits `x`: theirs, unless automatic mixed precision makes it wider."""
