@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
