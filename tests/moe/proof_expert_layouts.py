@@ -29,6 +29,7 @@ OPTIONS = {
     "dropped": {"capacity": Capacity(0.6), "bias": True},
     "squared": {"activation": "relu_squared", "bias": True, "score_position": "inside"},
     "geglu": {"activation": "geglu", "gate_bias": True},
+    "jittered": {"jitter": 0.2, "num_shared_experts": 1},
     "losses": {"aux_losses": AuxLosses(sequence=0.4, global_batch=0.3, z=0.2)},
 }
 CASES = [(layout, option, index) for layout in EXACT for option in OPTIONS for index in range(2)]

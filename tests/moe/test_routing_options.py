@@ -28,6 +28,7 @@ from hp_moe import (
     update_expert_bias,
 )
 from hp_moe.capacity import Choices, kept_choices
+from hp_moe.jitter import uniform_noise
 
 DIM, EXPERTS, TOP_K = 8, 5, 2
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}
@@ -92,6 +93,7 @@ IN_LAYOUTS = {
     "dropped by probability": {"capacity": Capacity(0.8), "num_shared_experts": 1, "load_balance_coeff": 0.01},
     "dropped by position": {"capacity": Capacity(0.6, "position"), "route_norm": True},
     "hashed": {"hash_vocab_size": VOCABULARY, "route_norm": True},
+    "jittered": {"jitter": 0.3, "num_shared_experts": 1},
 }
 
 
@@ -110,6 +112,9 @@ def single(name):
         ("sequence, ep over data, hidden cut", True, "dropped by position"),
         ("hidden cut beside data", True, "hashed"),
         ("ep of 4", False, "hashed"),
+        ("ep beside data", True, "jittered"),
+        ("same tokens on ep, sequence, hidden cut", False, "jittered"),
+        ("sequence over three, uneven", False, "jittered"),
     ],
 )
 def test_five_steps_in_a_layout_equal_one_rank(layout, recompute, name):
@@ -223,6 +228,22 @@ def test_jitter_is_for_training_only_and_kept_for_recomputation(platform):
     assert (got[0] != outputs_and_gradients(platform, plain, plain(x), x)[0]).any()
     second = outputs_and_gradients(platform, jittered, jittered(x), x)
     assert (got[0] != second[0]).any(), "every call draws other noise"
+
+
+def test_noise_is_uniform_and_a_tokens_own():
+    numbers = numpy.random.default_rng(0).permutation(4000)
+    noise = uniform_noise(numbers, 16, seed=3, call=9)
+    assert noise.dtype == numpy.float32
+    assert 0 <= noise.min() < noise.max() < 1
+    # The mean of 64000 uniform numbers is within 0.001 of a half at about one standard deviation.
+    assert abs(noise.mean() - 0.5) < 0.005
+    assert abs(noise.var() - 1 / 12) < 0.002
+    assert abs(numpy.corrcoef(noise.T) - numpy.eye(16)).max() < 0.08, "channels do not follow each other"
+    shares, _ = numpy.histogram(noise, bins=16, range=(0, 1))
+    assert abs(shares / noise.size - 1 / 16).max() < 0.004
+    numpy.testing.assert_array_equal(uniform_noise(numbers[:5], 16, seed=3, call=9), noise[:5])
+    for seed, call in ((3, 10), (4, 9)):
+        assert (uniform_noise(numbers, 16, seed, call) != noise).mean() > 0.99
 
 
 def test_jitter_is_the_same_on_ranks_that_cut_an_expert_and_another_on_others(platform):

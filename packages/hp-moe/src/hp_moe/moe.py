@@ -62,7 +62,8 @@ class MoE(nn.Module):
         token_mesh: 1-D mesh of all ranks that route different tokens, over which loads are summed; None: this
             rank routes them all.
         sequence_mesh: 1-D mesh over which plain inputs are parts of the same sequences; None: they are whole, or
-            distributed tensors that tell.
+            distributed tensors that tell. Parts do not tell a token's place in the whole, so jitter and what a
+            capacity drops are then others than on one rank.
         step_tokens: tokens of the optimizer step, those of all ranks and micro-batches, which auxiliary losses are
             divided by; None: a step is one micro-batch.
         takes_nonfinite: scores that are no finite numbers are let through, and become such a loss; False: they are
@@ -195,7 +196,7 @@ class MoE(nn.Module):
                 self.expert_bias,
                 ids=known_ids,
                 auxiliary=self._auxiliary_loss(region, tuple(x.shape)),
-                noise_key=0 if self.token_mesh is None else self.token_mesh.get_local_rank(),
+                numbers=lambda: self._numbers(region, tuple(x.shape)),
             )
         routing = self._routing(experts, counts, scores, region, tuple(x.shape))
         with reported_faults(dispatcher, self.platform, x):
@@ -258,8 +259,7 @@ class MoE(nn.Module):
         """Return (experts, choices of each expert) with the number of experts in place of dropped choices."""
         assert self.capacity is not None
         platform, device = self.platform, self.platform.device_of(experts)
-        places = platform.from_numpy(numpy.arange(math.prod(shape[:-1])).reshape(shape[:-1]), device)
-        mine = Choices(*(platform.to_numpy(each) for each in (experts, scores, self._of_rows(places, region))))
+        mine = Choices(platform.to_numpy(experts), platform.to_numpy(scores), self._places(region, shape))
         group = None if self.token_mesh is None else self.token_mesh.get_group()
         within = kept_choices(mine, self.capacity, self.num_experts, group, region.num_token_ranks)
         left = numpy.where(within, mine.experts, self.num_experts)
@@ -267,6 +267,26 @@ class MoE(nn.Module):
         if is_trained(self):
             self.tally.add("dropped", platform.from_numpy(numpy.array([(~within).sum()]), device))
         return platform.from_numpy(left, device), platform.from_numpy(left_counts, device)
+
+    def _places(self, region: LocalRegion, shape: tuple[int, ...]) -> numpy.ndarray:
+        """Return the place in the input of each token that this rank routes, int64 `[tokens]`, on the host."""
+        places = numpy.arange(math.prod(shape[:-1])).reshape(shape[:-1])
+        of_input = self.platform.from_numpy(places, self.platform.device_of(region.rows))
+        return self.platform.to_numpy(self._of_rows(of_input, region))
+
+    def _numbers(self, region: LocalRegion, shape: tuple[int, ...]) -> numpy.ndarray:
+        """Return the number of each token among those of all ranks: by inputs in the order of ranks, then by place.
+
+        The ranks tell each other how many tokens they have, which jitter alone asks for.
+        """
+        places = self._places(region, shape)
+        if self.token_mesh is None:
+            return places
+        group = self.token_mesh.get_group()
+        lengths = [int(each) for each in group.all_gather_bytes(str(len(places)).encode())]
+        # Ranks that share one input follow each other.
+        first_of_input = group.rank - group.rank % region.num_token_ranks
+        return places + sum(lengths[:first_of_input])
 
     # Auxiliary losses -------------------------------------------------------------------------------------
 

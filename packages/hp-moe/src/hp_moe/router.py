@@ -13,6 +13,7 @@ from hp_dtensor.spec.placements import Partial
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_moe.aux_losses import attach_loss
 from hp_moe.exceptions import MoEConfigError
+from hp_moe.jitter import uniform_noise
 from hp_moe.routing import count_keys
 from hp_moe.routing_checks import check_ids
 from hp_moe.routing_tape import Tape
@@ -40,7 +41,7 @@ class TokenChoiceTopKRouter(nn.Module):
         group_score: of a group's (biased) scores, the sum of the two best (DeepSeek-V3, arXiv 2412.19437) or the best
             (DeepSeek-V2, arXiv 2405.04434).
         jitter: in training the gate sees its input times noise, uniform in [1 - jitter, 1 + jitter] (Switch,
-            arXiv 2101.03961). The noise is drawn on the host, from `jitter_seed`, the rank and the number of the call.
+            arXiv 2101.03961). The noise is drawn on the host, from `jitter_seed` and the numbers of call and token.
         jitter_seed: tells layers apart whose noise shall not be the same.
         force_uniform: send tokens to experts in turn, for benchmarks; scores stay the gate's. Turns are counted from a
             rank's own first token: loads are even on every rank, but a token's experts depend on the layout.
@@ -110,7 +111,7 @@ class TokenChoiceTopKRouter(nn.Module):
         *,
         ids: Tensor | None = None,
         auxiliary: AuxiliaryLoss | None = None,
-        noise_key: int = 0,
+        numbers: Callable[[], numpy.ndarray] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Route this rank's own tokens.
 
@@ -120,7 +121,8 @@ class TokenChoiceTopKRouter(nn.Module):
             ids: int64 `[tokens]`, for hash routing.
             auxiliary: from logits, probabilities (both float32 `[tokens, num_experts]`), experts and counts to a loss,
                 a 0-d tensor, whose gradient joins the scores'.
-            noise_key: tells ranks apart that route different tokens.
+            numbers: returns the numbers of the tokens among those of all ranks, int64 `[tokens]`, on the host; called
+                where there is jitter. None: from 0 on.
 
         Returns:
             top_scores: float32 `[tokens, top_k]`, best first, differentiable.
@@ -131,7 +133,7 @@ class TokenChoiceTopKRouter(nn.Module):
             ExpertParallelError: hash routing without an id for each token, or, on the host, with one out of range.
         """
         ops, scoring = self.ops, self.scoring
-        logits = self._logits(self._jittered(x, noise_key))
+        logits = self._logits(self._jittered(x, numbers))
         scores = scoring.scores(ops, logits)
         # Kept: scores that round otherwise in a recomputation could choose other experts than forward did.
         selected, counts = kept(lambda: self._choose(self.platform.detach(scores), expert_bias, ids))
@@ -189,23 +191,21 @@ class TokenChoiceTopKRouter(nn.Module):
         random = numpy.random.Generator(numpy.random.Philox(0))
         return self.platform.from_numpy(random.integers(self.num_experts, size=(self.hash_vocab_size, self.top_k)))
 
-    def _jittered(self, x: Tensor, noise_key: int) -> Tensor:
+    def _jittered(self, x: Tensor, numbers: Callable[[], numpy.ndarray] | None) -> Tensor:
         # An evaluation sees no noise, and draws none from the training that goes on after it.
         if not (self.jitter and is_trained(self)):
             return x
         # Kept: the counter of calls has moved on, and a recomputation would draw other noise.
-        noise = kept(lambda: self._noise(tuple(x.shape), noise_key, self.platform.device_of(x)))
+        noise = kept(lambda: self._noise(x, numpy.arange(int(x.shape[0])) if numbers is None else numbers()))
         return self.ops.mul(self.ops.cast(x, noise.dtype), noise)
 
-    def _noise(self, shape: tuple[int, ...], noise_key: int, device: Any) -> Tensor:
-        calls = plain(self.jitter_calls)
+    def _noise(self, x: Tensor, numbers: numpy.ndarray) -> Tensor:
+        calls, device = plain(self.jitter_calls), self.platform.device_of(x)
         call = int(self.platform.to_numpy(calls)[0])
         self.platform.copy_(calls, self.platform.from_numpy(numpy.array([call + 1]), device))
-        # Counter-based: noise depends on seed, rank and call alone, and a resumed run goes on with that of its next
-        # call.
-        random = numpy.random.Generator(numpy.random.Philox([self.jitter_seed, noise_key * 2**32 + call]))
-        noise = random.uniform(1 - self.jitter, 1 + self.jitter, shape)
-        return self.platform.from_numpy(noise.astype(numpy.float32), device)
+        # A resumed run goes on with the noise of its next call.
+        noise = uniform_noise(numbers, int(x.shape[1]), self.jitter_seed, call)
+        return self.platform.from_numpy((2 * noise - 1) * numpy.float32(self.jitter) + 1, device)
 
     def _logits(self, x: Tensor) -> Tensor:
         """Return the gate's results, float32 `[tokens, num_experts]`, whatever the dtype of `x` and of the gate."""
