@@ -82,6 +82,7 @@ class LocalRegion:
     def leave(self, y: Tensor) -> Tensor:
         """Turn local results `y`, shaped as `rows`, into the kind of tensor that came in."""
         if self.mesh is not None:
+            # Where each rank has a part of every result, `inside` is partial, and this is the one reduction.
             output = DTensor.from_local(y, self.mesh, self.inside, shape=self.shape)
             y = output.full_tensor() if self.outside is None else output.redistribute(placements=self.outside)
         return y if self.around is None else self.around.leave(y)

@@ -54,6 +54,7 @@ class AllGatherDispatcher(TokenDispatcher):
         scores = None if routing.scores is None else all_gather_varying(routing.scores, group, 0, lengths)
 
         def order() -> TokenPermutation:
+            # Numbers have no gradient; rows and scores went by the gather that has a dual.
             experts = gather_data(self.platform.contiguous(routing.experts), group, 0, lengths)
             local = local_numbers(self.platform, experts, self.first, self.num_local)
             return TokenPermutation(self.platform, local, sum(sizes.host))

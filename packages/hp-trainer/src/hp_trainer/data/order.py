@@ -45,6 +45,8 @@ class SampleOrder:
         keys = _round_keys(self.seed, epoch)
         values = self._feistel(values, keys)
         outside = values >= self.num_samples
+        # Cycle walking (Black and Rogaway, 2002): a number beyond the samples is permuted until it is one of them. The
+        # whole stays a permutation, of a range less than four times as large.
         while outside.any():
             values[outside] = self._feistel(values[outside], keys)
             outside = values >= self.num_samples

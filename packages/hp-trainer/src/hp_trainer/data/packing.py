@@ -41,6 +41,7 @@ def best_fit(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     rows: list[list[int]] = []
     by_room: dict[int, list[int]] = defaultdict(list)
     rooms: list[int] = []  # the keys of `by_room` that hold a row, sorted
+    # Stable: pieces of equal size keep their order, so that every machine packs the same rows.
     for piece in np.argsort(-sizes, kind="stable").tolist():
         size = int(sizes[piece])
         at = bisect.bisect_left(rooms, size)

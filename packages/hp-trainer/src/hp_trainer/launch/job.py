@@ -67,6 +67,7 @@ def _train(config: TrainerConfig, platform: Platform, begin: Callable[[], tuple[
         world = from_environment(platform, config.launch.timeout_seconds)
         path, owner, checkpoint = coordinator(world.all, "preparing the run", begin, RunFolderError)
         ended_by = _train_here(config, path, owner, checkpoint, platform.name, False)
+        # The world ends first: other ranks need not wait while rank 0 writes the samples.
         platform.disconnect()
         if ended_by is None and is_first_process():
             write_samples(RunFolder(Path(path)), config)

@@ -105,6 +105,7 @@ class AdamW8bit:
         (beta1, beta2), count = options.betas, self.num_steps
         mean = ops.add(ops.mul(self._local_moment(name, "exp_avg"), beta1), ops.mul(grad, 1 - beta1))
         square = ops.add(ops.mul(self._local_moment(name, "exp_avg_sq"), beta2), ops.mul(ops.square(grad), 1 - beta2))
+        # AdamW (arXiv 1711.05101), the corrections of the two means folded into size and step.
         size = ops.add(ops.mul(ops.sqrt(square), 1 / math.sqrt(1 - beta2**count)), options.eps)
         step = ops.mul(ops.div(mean, size), learning_rate / (1 - beta1**count))
         decayed = ops.mul(weight, 1 - learning_rate * options.weight_decay)

@@ -119,6 +119,8 @@ def simulate(schedule: Schedule, seconds: ActionSeconds | None = None) -> Timeli
     free = [0.0] * schedule.num_ranks
     positions = [0] * schedule.num_ranks
     progress = True
+    # Each pass takes every rank as far as it comes; one that moves none is the end, or a schedule that hangs. The order
+    # of ranks changes no time, which depends on what an action needs alone.
     while progress:
         progress = False
         for rank, actions in enumerate(schedule.actions):
