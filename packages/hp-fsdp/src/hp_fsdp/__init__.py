@@ -27,8 +27,8 @@ from hp_fsdp.policies import (
     OffloadPolicy,
     ShardPlacementResult,
 )
+from hp_fsdp.state.options import StateDictOptions
 from hp_fsdp.state.state_dict import (
-    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,

@@ -16,7 +16,8 @@ from hp_fsdp.communication import Communication
 from hp_fsdp.exceptions import FullyShardError
 from hp_fsdp.plugins import get_communication
 from hp_fsdp.state.model_state import sharded_parameters
-from hp_fsdp.state.state_dict import IncompatibleKeys, StateDictOptions, set_model_state_dict
+from hp_fsdp.state.options import IncompatibleKeys, StateDictOptions
+from hp_fsdp.state.state_dict import set_model_state_dict
 
 Tensor = Any
 Module = Any

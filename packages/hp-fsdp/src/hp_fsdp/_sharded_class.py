@@ -10,7 +10,8 @@ from hp_dtensor.comm.world import current_world
 from hp_fsdp._engine.fsdp_state import ORIGINAL_CLASS, original_class
 from hp_fsdp._fsdp_module import FSDPModule
 from hp_fsdp.exceptions import StateDictError
-from hp_fsdp.state.state_dict import StateDictOptions, get_model_state_dict
+from hp_fsdp.state.options import StateDictOptions
+from hp_fsdp.state.state_dict import get_model_state_dict
 
 
 @functools.cache

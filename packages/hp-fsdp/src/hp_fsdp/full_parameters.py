@@ -11,13 +11,12 @@ from hp_dtensor.platform.interface import Platform
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_fsdp._engine.flat_buffer import FlatBuffer
 from hp_fsdp._engine.fsdp_parameter import FSDPParameter
-from hp_fsdp._engine.fsdp_state import state_of
+from hp_fsdp._engine.fsdp_state import platform_of_model, state_of
 from hp_fsdp._engine.group import ParameterGroup
 from hp_fsdp._plain_tensors import gather_full
 from hp_fsdp.exceptions import FSDPStateError
 from hp_fsdp.plugins import get_storage
 from hp_fsdp.state import model_state as _state
-from hp_fsdp.state.state_dict import _platform_of
 from hp_fsdp.storage import ParameterStorage
 
 Tensor = Any
@@ -50,7 +49,7 @@ def summon_full_params(module: Module, *, recurse: bool = True, writeback: bool 
         >>> run_ranks(program, 2)[0]
         (True, (6, 4))
     """
-    platform = _platform_of(module)
+    platform = platform_of_model(module)
     own = state_of(module)
     groups = _state.groups_below(platform, module) if recurse else [own.group] if own is not None else []
     _check(platform, type(module).__name__, groups, writeback)
@@ -86,7 +85,7 @@ def full_parameters(module: Module) -> Iterator[tuple[str, Tensor]]:
         >>> run_ranks(program, 2)[0]
         {'weight': (6, 4)}
     """
-    storage = get_storage(_platform_of(module))
+    storage = get_storage(platform_of_model(module))
     seen: set[int] = set()
     for name, parameter in _state.named_parameters(storage.platform, module).items():
         # Every rank passes over the same ones, since ties are alike on all; gathers would not meet otherwise.

@@ -8,11 +8,11 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from hp_dtensor.platform.interface import Platform
+from hp_fsdp._engine.fsdp_state import platform_of_model
 from hp_fsdp._engine.optimizer_step import BufferStep
 from hp_fsdp.exceptions import FullyShardError
 from hp_fsdp.plugins import get_storage
 from hp_fsdp.state import model_state as _state
-from hp_fsdp.state.state_dict import _platform_of
 
 Tensor = Any
 Module = Any
@@ -60,7 +60,7 @@ def stream_optimizer(
         >>> run_ranks(program, 2, "torch")[0]
         1
     """
-    platform = _platform_of(model)
+    platform = platform_of_model(model)
     storage = get_storage(platform)
     _check(optimizer)
     buffers = [buffer for group in _state.groups_below(platform, model) for buffer in group.buffers]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from hp_dtensor.platform.interface import Platform
+from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.trees import map_tensors, tensors_in
 from hp_fsdp._engine.group import ParameterGroup
 from hp_fsdp._engine.original_parameters import STATE_ATTRIBUTE, left_out
@@ -202,3 +203,12 @@ def _replace(tree: Any, tensor_type: type, old: list[Tensor], new: list[Tensor])
         return tree
     instead = {id(before): after for before, after in zip(old, new, strict=True)}
     return map_tensors(tree, tensor_type, lambda x: instead.get(id(x), x))
+
+
+def platform_of_model(model: Module) -> Platform:
+    """Return the platform of the model's group, else the model's own, else the default one (`get_platform`)."""
+    state = state_of(model)
+    if state is not None:
+        return state.platform
+    own = getattr(model, "platform", None)
+    return own if isinstance(own, Platform) else get_platform()
