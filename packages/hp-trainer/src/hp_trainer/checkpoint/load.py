@@ -193,6 +193,7 @@ class Checkpoint:
 
     def _verify_block(self, name: str, chunk: Chunk, data: np.ndarray, block: int) -> None:
         key = (chunk.shard, chunk.key, block)
+        # Boxes that are read from one chunk share its blocks.
         if key in self._verified:
             return
         if block_checksum(data, block) != chunk.checksums[block]:

@@ -90,6 +90,7 @@ class ObjectStorage(Storage):
         if to in marks:
             raise FileExistsError(f"{self.describe(to)} exists")
         with self._failures(to):
+            # The new mark first: killed between the two, the folder has both names, and none is lost.
             self._fs.pipe_file(self._mark(to), json.dumps({"prefix": marks.get(name, name)}).encode())
             if name in marks:
                 self._fs.rm_file(self._mark(name))

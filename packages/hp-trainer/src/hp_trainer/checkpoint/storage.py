@@ -81,6 +81,7 @@ class LocalStorage(Storage):
                 for part in parts:
                     out.write(part)
                 out.flush()
+                # Durable before the index names it: a rename may reach the disk ahead of the data that it publishes.
                 os.fsync(out.fileno())
                 return out.tell()
         except OSError as error:
@@ -100,6 +101,7 @@ class LocalStorage(Storage):
         # A rename onto an empty folder would succeed, so what is there is refused first.
         if (self.root / to).exists():
             raise FileExistsError(f"{self.root / to} exists")
+        # The entries of the folder, then its new name; otherwise a power cut could leave the name without the files.
         _sync_folder(self.root / name)
         os.rename(self.root / name, self.root / to)
         _sync_folder(self.root)

@@ -88,6 +88,7 @@ class MixedOrder:
             return
         middle = (begin + end) // 2
         share, whole = sum(self._weights[begin:middle]), sum(self._weights[begin:end])
+        # Whole numbers alone: round(n * share / whole) at n and n + 1 differ where the position goes to the first half.
         before, after = ((n * share + whole // 2) // whole for n in (positions, positions + 1))
         mine = after > before
         self._deal(before[mine], places[mine], begin, middle, result)

@@ -53,9 +53,11 @@ class DocumentWindows(TokenSamples):
         """Return the windows of `indices` (`[n]`)."""
         rows = super().read(indices)
         places = self._places(indices, self._length)
+        # An end is the place after a document's last token: `right` gives the place at an end to the next document.
         document = np.searchsorted(self._ends, places, side="right")
         starts = np.where(document > 0, self._ends[document - 1], 0)
         targets = np.where(self._ends[document] == places + 1, IGNORED, rows.targets)
+        # A document that began before the window has positions from the window's first place.
         return Rows(rows.ids, targets, places - np.maximum(starts, places[:, :1]))
 
     def num_targets(self, indices: np.ndarray) -> int:
@@ -95,6 +97,7 @@ class PackedSamples(Samples):
         self._tokens, self._taken, self._pad, self._length = tokens, taken, pad, sequence_length
         self._first, self._size = cut_documents(starts, ends, sequence_length, keep_rest=keep_rest)
         self._targets = self._count_targets()
+        # Pieces without a target would take up room and teach nothing.
         useful = self._targets > 0
         self._first, self._size, self._targets = self._first[useful], self._size[useful], self._targets[useful]
         single: np.ndarray = np.arange(len(self._size))

@@ -51,11 +51,13 @@ def run_with_restarts(
             if not config.launch.max_restarts or error.kind in _FINAL or stopped_by(error) is not None:
                 raise
             newest = find_latest(checkpoint_storage(run, config)).checkpoint
+            # Progress since the last restart gives back all restarts.
             if newest is not None and newest.folder != checkpoint:
                 left, checkpoint = config.launch.max_restarts, newest.folder
             if not left:
                 raise
             left, failures = left - 1, failures + 1
+            # Another job may have taken the run over while the ranks ended.
             run.check_owner()
             _keep_logs(run.logs, failures)
             _tell(error, config, left, newest.step if newest is not None else 0)

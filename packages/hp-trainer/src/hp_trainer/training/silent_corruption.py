@@ -45,6 +45,7 @@ class CorruptionChecks:
         buffers = self._copied_buffers()
         self._step.seed_random_numbers(step)
         first = self._digests(self._step.accumulate_gradients(batch))
+        # The second time must begin as the first did: without gradients, with the same buffers and random numbers.
         self._step.discard()
         self._restore(buffers)
         self._step.seed_random_numbers(step)

@@ -130,6 +130,7 @@ class StallWatch:
         path = report_file(self._folder, self._world.rank)
         temporary = path.with_suffix(".incomplete")
         temporary.write_text(json.dumps(report.to_plain(), indent=1), encoding="utf-8")
+        # Renamed when whole: other ranks read the reports at any time.
         temporary.replace(path)
 
     def _forget(self) -> None:

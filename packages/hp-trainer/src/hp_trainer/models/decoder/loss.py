@@ -45,6 +45,7 @@ class TokenLoss:
         log_z = ops.logsumexp(logits, 1)
         taken = ops.cast(ops.ne(targets, IGNORED), logits.dtype)
         if self.label_smoothing:
+            # The mean over the vocabulary of -log p, since log p = logit - log Z.
             even = ops.sum(ops.mul(ops.sub(log_z, ops.mean(logits, 1)), taken))
             total = ops.add(ops.mul(total, 1 - self.label_smoothing), ops.mul(even, self.label_smoothing))
         if self.z_loss:

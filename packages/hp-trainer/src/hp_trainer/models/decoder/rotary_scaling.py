@@ -89,6 +89,7 @@ def score_factor(scaling: RopeScalingConfig) -> float:
 def _llama3(plain: Array, scaling: RopeScalingConfig) -> Array:
     assert scaling.original_max_position_embeddings is not None
     length, low, high = scaling.original_max_position_embeddings, scaling.low_freq_factor, scaling.high_freq_factor
+    # Turns of each pair within a text of the first training: few-turning pairs are slowed, fast ones kept.
     turns = length * plain / (2 * math.pi)
     kept = numpy.clip((turns - low) / (high - low), 0.0, 1.0)
     blended: Array = (1 - kept) * plain / scaling.factor + kept * plain
