@@ -87,6 +87,7 @@ class ListedPlan:
         specs = [x.spec if isinstance(x, DTensor) else None for x in args]
         mesh = next(spec.mesh for spec in specs if spec is not None)
         shardings = self._acceptable(args, kwargs)
+        # O(shardings ** axes of the mesh): lists are short, and meshes have few axes.
         choices = [each for each in itertools.product(shardings, repeat=mesh.ndim) if _fits(each, specs)]
         if not choices:
             raise ShardingRuleError(f"{self.name}: none of the {len(shardings)} registered shardings fits {specs}")

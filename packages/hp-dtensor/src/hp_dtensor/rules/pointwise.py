@@ -163,8 +163,10 @@ def _terms(linearity: str | None, tensors: int) -> tuple[frozenset[int], ...] | 
     match linearity, tensors:
         case ("unary", 1) | ("mul", 1) | ("div", 1):
             return (frozenset({0}),)
+        # One product: partial where one factor is, and the other is not.
         case ("mul", 2):
             return (frozenset({0, 1}),)
+        # Two summands: partial where both are.
         case ("add", 2):
             return (frozenset({0}), frozenset({1}))
         case ("div", 2):

@@ -72,7 +72,7 @@ class LatentAttention(nn.Module):
         narrow, shared = ops.split(self.kv_a_proj(x), [self.config.kv_lora_rank, self.rope], -1)
         wide = ops.reshape(self.kv_b_proj(self.kv_a_norm(narrow)), (batch, length, heads, self.nope + self.value_dim))
         plain, values = ops.split(wide, [self.nope, self.value_dim], -1)
-        # One rotated key for all heads (DeepSeek-V2, arXiv 2405.04434, section 2.1.3): were the others rotated too, their
+        # One rotated key for all heads (DeepSeek-V2, arXiv 2405.04434, section 2.1.3): were the rest rotated, its
         # projection could not be folded into that of the queries.
         one_head = ops.reshape(shared, (batch, length, 1, self.rope))
         rotated = rotation(one_head, interleaved=self.config.rope_interleaved)
