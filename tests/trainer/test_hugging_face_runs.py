@@ -140,6 +140,8 @@ def test_a_directory_that_is_not_empty_is_left_alone(lab: Lab, source):
     run = lab.train(create_run(lab.folder / "run", configured(lab, source).config))
     with pytest.raises(ExportError, match="is not empty"):
         export(run, source)
+    with pytest.raises(ExportError, match="/proc/out cannot be made: No such file or directory; choose another --to"):
+        export(run, Path("/proc/out"))
 
 
 class Exchange:

@@ -28,6 +28,22 @@ def test_resume_goes_on_from_the_newest_sound_checkpoint(work: Path, prepared: l
     assert "passed over a checkpoint: out/checkpoints/step-00000009/index.json is of step 2" in told
 
 
+def test_a_run_of_a_platform_that_is_not_here_goes_on_with_the_one_that_is(
+    work: Path, prepared: list, error, capsys
+) -> None:
+    run = make_run(work)
+    settings = run.config_file.read_text()
+    assert "platform: null" in settings
+    run.config_file.write_text(settings.replace("platform: null", "platform: elsewhere"))
+    assert cli.main(["resume", "out"]) == 0
+    ((config, _, _),) = prepared
+    assert config.platform == "torch"
+    told = capsys.readouterr().err
+    assert told == "hp-train: the run was last on elsewhere, which is not installed here; going on with torch\n"
+    assert RunFolder.open(work / "out").load_config().config.platform == "torch"
+    assert "platform: is not installed" in error("resume", "out", "--platform=elsewhere")
+
+
 def make_checkpoint_copy(folder: Path, name: str, to: str) -> Path:
     (folder / to).mkdir()
     for file in (folder / name).iterdir():

@@ -10,7 +10,16 @@ from hp_trainer.checkpoint import delete_leftovers, list_checkpoints, open_step,
 from hp_trainer.cli.arguments import Parser, UsageError, parse
 from hp_trainer.cli.checkpoint_table import describe_checkpoints
 from hp_trainer.cli.output import print_if_read
-from hp_trainer.cli.shared import load, newest, open_run, refuse, require_platform, resolved, tell
+from hp_trainer.cli.shared import (
+    load,
+    newest,
+    on_installed_platform,
+    open_run,
+    refuse,
+    require_platform,
+    resolved,
+    tell,
+)
 from hp_trainer.config import LoadedConfig, TrainerConfig
 from hp_trainer.exceptions import Problem
 from hp_trainer.launch import (
@@ -85,7 +94,7 @@ def resume_command(given: list[str]) -> int:
     options, overrides = parse(parser, given)
     run = RunFolder.open(Path(options.run))
     require_platform(str(run.config_file))
-    loaded, before = run.load_config(overrides), run.load_config().config
+    loaded, before = on_installed_platform(run.load_config(overrides), overrides), run.load_config().config
     refuse(check_resumed_run(loaded, before, world_size_of(loaded.config), registries()), str(run.config_file))
     config = resolved(loaded.config, run.path)
     return _report(launch_training(config, run.path, lambda: _take_up(run, config, options.from_step)), config)

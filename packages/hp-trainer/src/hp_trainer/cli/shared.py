@@ -43,7 +43,22 @@ def open_run(path: str, overrides: Overrides) -> tuple[RunFolder, TrainerConfig]
     """
     run = RunFolder.open(Path(path))
     require_platform(str(run.config_file))
-    return run, resolved(run.load_config(overrides).config, run.path)
+    return run, resolved(on_installed_platform(run.load_config(overrides), overrides).config, run.path)
+
+
+def on_installed_platform(loaded: LoadedConfig, overrides: Overrides) -> LoadedConfig:
+    """Return a run's configuration for a platform that is here: it may have been trained on another machine's.
+
+    A platform that was asked for stays, and so does one that is missing where several could take its place.
+    """
+    platform = loaded.config.platform
+    if platform is None or isinstance(chosen_platform(platform), str) or "platform" in dict(overrides):
+        return loaded
+    other = chosen_platform(None)
+    if not isinstance(other, str):
+        return loaded
+    tell(f"the run was last on {platform}, which is not installed here; going on with {other}")
+    return dataclasses.replace(loaded, config=dataclasses.replace(loaded.config, platform=other))
 
 
 def require_platform(title: str) -> None:

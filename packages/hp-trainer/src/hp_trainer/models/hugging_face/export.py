@@ -113,11 +113,14 @@ def make_directory(folder: Path) -> None:
     """Make a directory to export to.
 
     Raises:
-        ExportError: it is there, and not empty.
+        ExportError: it is there, and not empty, or it cannot be made.
     """
-    if folder.is_dir() and any(folder.iterdir()):
-        raise ExportError(f"{folder} is not empty; choose another --to, or delete it")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        if folder.is_dir() and any(folder.iterdir()):
+            raise ExportError(f"{folder} is not empty; choose another --to, or delete it")
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ExportError(f"{folder} cannot be made: {error.strerror}; choose another --to") from error
 
 
 def _write_all(folder: Path, files: Sequence[OutputFile], read: ReadBox, dtype: str) -> None:
