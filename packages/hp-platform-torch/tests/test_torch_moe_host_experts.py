@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("hp_moe", reason="hp-moe is not installed")
 
@@ -80,3 +81,46 @@ def test_half_precision_is_left_to_the_grouped_products(platform):
     permutation, sizes = TokenPermutation(platform, keys, 8), GroupSizes(platform, torch.bincount(keys.reshape(-1)))
     rows = torch.randn(4, DIM, dtype=torch.bfloat16)
     assert plugin.experts_of_host(rows, permutation, sizes, None, (layer.w1, layer.w2, layer.w3), False) is None
+
+
+class CopiesOf(TorchDispatchMode):
+    """Counts results that hold as much as a weight and are copies: clones, concatenations, casts."""
+
+    def __init__(self, numel):
+        super().__init__()
+        self.numel, self.found = numel, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        result = func(*args, **(kwargs or {}))
+        if name in ("clone", "copy_", "cat", "_to_copy", "stack", "constant_pad_nd") and result.numel() >= self.numel:
+            self.found.append(name)
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["one node", "grouped products"])
+def test_weights_are_not_copied_also_where_they_are_parts_of_a_packed_one(platform, dtype):
+    """Liger-Kernel 1377, hyper-parallel: contiguous copies of (transposed) weights in every forward."""
+    with nn.building(platform):
+        layer = GroupedExperts(16, 24, EXPERTS)
+    torch.manual_seed(5)
+    packed = (torch.randn(EXPERTS, 48, 16, dtype=dtype) / 4).requires_grad_()
+    down = (torch.randn(EXPERTS, 16, 24, dtype=dtype) / 4).requires_grad_()
+    rows = torch.randn(10, 16, dtype=dtype, requires_grad=True)
+    keys, scores = choices(10, 2, False), torch.rand(10, 2)
+    counts = torch.bincount(keys.reshape(-1), minlength=EXPERTS)
+
+    def run(gate, up):
+        sent = Dispatched(rows, GroupSizes(platform, counts), scores, TokenPermutation(platform, keys, 20))
+        with CopiesOf(down.numel()) as copies:
+            y = layer._results_of(sent, ExpertWeights(gate, down, up))
+        return copies.found, y, *torch.autograd.grad(y, [rows, packed, down], torch.ones_like(y))
+
+    copied, *views = run(*packed.chunk(2, 1))
+    _, *apart = run(*(part.contiguous() for part in packed.chunk(2, 1)))
+    assert copied == []
+    for a, b in zip(views, apart, strict=True):
+        # The same products from other strides: the last bits of the dtype.
+        assert torch.allclose(
+            a, b, rtol=2 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps * float(b.abs().max())
+        )

@@ -166,6 +166,26 @@ class MoE(nn.Module):
         self.loss_scale = 1.0
         self.tally = Tally(self.platform, num_experts)
 
+    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        """Keep biases and shares in float32 where torch's `.to(dtype)`, which comes here, casts what is floating.
+
+        They are sums of small steps, which 16 bits would round away.
+        """
+        names = [name for name in ("expert_bias", "last_shares") if getattr(self, name) is not None]
+        before = [getattr(self, name) for name in names]
+        super()._apply(fn, *args, **kwargs)  # type: ignore[misc]
+        for name, old in zip(names, before, strict=True):
+            new = getattr(self, name)
+            if new.dtype != old.dtype:
+                setattr(self, name, self._moved(old, new))
+        return self
+
+    def _moved(self, old: Tensor, new: Tensor) -> Tensor:
+        """Return the values of `old` in its dtype, on the device of `new`."""
+        if isinstance(old, DTensor) or self.platform.is_meta(old) or self.platform.is_meta(new):
+            return self.ops.cast(new, old.dtype)
+        return self.platform.from_numpy(self.platform.to_numpy(old), self.platform.device_of(new))
+
     def forward(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
         """Apply the layer to every token: `[..., dim]` -> the same, plain or distributed and placed as the input.
 

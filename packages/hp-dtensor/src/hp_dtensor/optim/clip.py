@@ -65,7 +65,7 @@ def clip_grad_norm_(
     pairs = [(id(p), grad) for p in found if (grad := platform.get_grad(p)) is not None]
     grads = [grad for _, grad in pairs]
     total = total_norm([grad for key, grad in pairs if key not in elsewhere], norm_type, platform, copies_over)
-    factor = platform.ops.clamp(platform.ops.div(max_norm, platform.ops.add(total, 1e-6)), max=1.0)
+    factor = platform.ops.clamp(platform.ops.div(float(max_norm), platform.ops.add(total, 1e-6)), max=1.0)
     with platform.no_grad():
         platform.scale_([local_of(platform, grad) for grad in grads], factor)
     return total

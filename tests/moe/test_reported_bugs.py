@@ -1,0 +1,150 @@
+"""Bugs that were reported of other libraries' experts, and that these must not have."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import numpy
+import pytest
+
+from hp_dtensor.comm.mesh import init_device_mesh
+from hp_dtensor.optim.clip import clip_grad_norm_
+from hp_dtensor.parallel import nn
+from hp_dtensor.parallel.recompute import checkpoint
+from hp_dtensor.tensor.dtensor import DTensor
+from hp_dtensor.tensor.init import Normal, init_parameters
+from hp_dtensor.testing import run_ranks
+from hp_moe import ExpertParallel, GroupedExperts, MoE, update_expert_bias
+
+DIM, HIDDEN, EXPERTS = 8, 6, 4
+CLOSE = {"rtol": 2e-5, "atol": 2e-5}
+
+
+def built(platform, **options):
+    with nn.building(platform):
+        layer = MoE(DIM, HIDDEN, EXPERTS, 2, **options)
+    init_parameters(layer, lambda name, shape: Normal(0.5), seed=4)
+    return layer
+
+
+def array(seed, rows=12):
+    return numpy.random.default_rng(seed).normal(size=(rows, DIM)).astype(numpy.float32)
+
+
+def whole(platform, x):
+    return platform.to_numpy(platform.detach(x.full_tensor() if isinstance(x, DTensor) else x)).copy()
+
+
+def gradients(platform, layer, y):
+    platform.backward(platform.ops.sum(platform.ops.mul(y, y)))
+    return {name: whole(platform, platform.get_grad(p)) for name, p in platform.named_parameters(layer)}
+
+
+def test_a_recomputation_does_not_route_again_when_the_bias_has_moved_meanwhile(platform):
+    """torchtitan 3336, NeMo Automodel 3325: other experts in backward than in forward."""
+
+    def run(moved):
+        layer = built(platform, load_balance_coeff=0.01)
+        x = platform.from_numpy(array(1))
+        platform.set_requires_grad(x, True)
+        y = checkpoint(layer, x, platform=platform)
+        if moved:
+            platform.copy_(layer.expert_bias, platform.from_numpy(numpy.array([9, 0, 0, 9], numpy.float32)))
+        return gradients(platform, layer, y)
+
+    still, moved = run(False), run(True)
+    for name, grad in still.items():
+        numpy.testing.assert_array_equal(moved[name], grad, err_msg=name)
+
+
+def test_the_bias_stays_float32_when_a_model_is_cast():
+    """Megatron-LM 1482, prime-rl 3411: a bias in bfloat16 rounds its steps away."""
+    torch = pytest.importorskip("torch")
+    from hp_dtensor.platform.selection import get_platform
+
+    if get_platform().name != "torch":
+        pytest.skip("casting a whole model is torch's")
+    layer = built(get_platform(), load_balance_coeff=0.001)
+    layer.expert_bias.fill_(1.0)
+    parent = torch.nn.Sequential(layer).to(torch.bfloat16)
+    assert layer.experts.w1.dtype == torch.bfloat16
+    assert layer.expert_bias.dtype == torch.float32
+    layer(torch.randn(5, DIM).bfloat16())
+    update_expert_bias(layer)
+    assert 0 < abs(layer.expert_bias - 1).max() <= 0.002
+    assert parent.state_dict()["0.expert_bias"].dtype == torch.float32
+    assert layer.to("meta").expert_bias.is_meta
+
+
+def test_experts_without_tokens_take_part_in_fsdp(platform):
+    """PyTorch 170667: a rank whose experts got nothing has no gradients, and the sizes of its reduce-scatter differ."""
+    fully_shard = pytest.importorskip("hp_fsdp").fully_shard
+    rows = array(3, 6)
+    counts = numpy.array([6, 0, 0, 0])
+
+    def one(experts, times):
+        x = platform.from_numpy(numpy.concatenate([rows] * times))
+        return gradients(platform, experts, experts(x, platform.from_numpy(counts * times)))
+
+    def made():
+        with nn.building(platform):
+            return GroupedExperts(DIM, HIDDEN, EXPERTS)
+
+    def rank():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"), platform=platform)
+        experts = ExpertParallel().apply(made(), mesh["ep"])
+        fully_shard(experts, mesh["efsdp"])
+        experts.set_reduce_op_type("sum", recurse=False)
+        init_parameters(experts, lambda name, shape: Normal(0.5), seed=1)
+        return one(experts, 1)
+
+    single = made()
+    init_parameters(single, lambda name, shape: Normal(0.5), seed=1)
+    expected = one(single, 4)
+    for grads in run_ranks(rank, 4, platform):
+        for name, grad in grads.items():
+            numpy.testing.assert_allclose(grad, expected[name], err_msg=name, **CLOSE)
+            assert not grad[1:].any(), "exactly zero without tokens"
+
+
+def test_the_norm_of_gradients_counts_experts_and_the_rest_once(platform):
+    """Megatron-LM 5916, DeepSpeed 8613: experts missing from the norm, or counted by every rank; meshes that differ."""
+
+    def rank():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"), platform=platform)
+        layer = built(platform, num_shared_experts=1)
+        ExpertParallel().apply(layer, mesh["ep"])
+        init_parameters(layer, lambda name, shape: Normal(0.5), seed=4)
+        # The same tokens everywhere: every rank has the same gradients of what all have.
+        grads = gradients(platform, layer, layer(platform.from_numpy(array(5))))
+        expected = float(numpy.sqrt(sum((grad.astype(numpy.float64) ** 2).sum() for grad in grads.values())))
+        norm = clip_grad_norm_([p for _, p in platform.named_parameters(layer)], numpy.float64(expected / 2))
+        assert float(platform.to_numpy(norm)) == pytest.approx(expected, rel=1e-5)
+        for name, p in platform.named_parameters(layer):
+            numpy.testing.assert_allclose(whole(platform, platform.get_grad(p)), grads[name] / 2, err_msg=name, **CLOSE)
+
+    run_ranks(rank, 4, platform)
+
+
+def test_nothing_of_a_recomputed_step_stays_behind(platform):
+    """PyTorch's all-to-all within a checkpoint kept its input alive (torchtitan 1467)."""
+
+    def rank():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",), platform=platform)
+        layer = built(platform)
+        ExpertParallel().apply(layer, mesh)
+        x = platform.from_numpy(array(mesh.get_local_rank()))
+        platform.set_requires_grad(x, True)
+        rows = platform.ops.mul(x, 2.0)
+        seen = weakref.ref(rows)
+        y = checkpoint(layer, rows, platform=platform)
+        platform.backward(platform.ops.sum(y))
+        del rows, y
+        return seen() is None
+
+    gc.disable()
+    try:
+        assert run_ranks(rank, 2, platform) == [True, True]
+    finally:
+        gc.enable()
