@@ -19,7 +19,6 @@ from hp_dtensor.testing.redistribution_search import exhaustive_volumes, mean_by
 MESHES = ((2, 2), (2, 4), (2, 2, 2))
 SHAPE = (8, 8)
 ITEMSIZE = 4
-GOAL = 0.6
 
 
 def our_bytes(mesh_shape, shape):

@@ -24,8 +24,6 @@ from hp_trainer.config import parse_config
 from hp_trainer.exceptions import CheckpointError, ConfigError
 from hp_trainer.registries import Registries
 
-CHANGES = ("pipe_file", "rm_file", "rm", "makedirs")
-
 
 class Crash(BaseException):
     """The process is killed here."""

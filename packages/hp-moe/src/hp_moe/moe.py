@@ -270,11 +270,11 @@ class MoE(nn.Module):
     ) -> Routing:
         if self.capacity is None:
             return Routing(experts, counts, scores, takes_nonfinite=self.takes_nonfinite)
-        experts, counts = kept(lambda: self._within_capacity(experts, counts, scores, region, shape))
+        experts, counts = kept(lambda: self._within_capacity(experts, scores, region, shape))
         return Routing(experts, counts, scores, has_dropped=True, takes_nonfinite=self.takes_nonfinite)
 
     def _within_capacity(
-        self, experts: Tensor, counts: Tensor, scores: Tensor, region: LocalRegion, shape: tuple[int, ...]
+        self, experts: Tensor, scores: Tensor, region: LocalRegion, shape: tuple[int, ...]
     ) -> tuple[Tensor, Tensor]:
         """Return (experts, choices of each expert) with the number of experts in place of dropped choices."""
         assert self.capacity is not None

@@ -41,5 +41,5 @@ def run(
     if implicit_regions.takes_plain_operands(operation.name):
         args, kwargs = implicit_regions.lifted(platform, operation.name, args, kwargs)
     if operation.indexes:
-        args = with_positions(platform, args)
+        args = with_positions(args)
     return operation.plan_for(platform, args, kwargs).run(func, args, kwargs)

@@ -95,7 +95,7 @@ def set_model_state_dict(
         values = _load_hooks.run_before(platform, model, model_state_dict, options.strict, problems)
     if options.broadcast_from_rank0:
         values = _broadcast(platform, ranks, values, targets)
-    missing = _missing(parameters, targets, values)
+    missing = _missing(targets, values)
     if options.ignore_frozen_params:
         missing = [name for name in missing if name not in parameters or platform.requires_grad(parameters[name])]
     problems.missing += missing + [key for key in extra if key not in values]
@@ -301,7 +301,7 @@ class _Collector:
 # Setting -------------------------------------------------------------------------------------------------
 
 
-def _missing(parameters: Mapping[str, Tensor], targets: Mapping[str, Tensor], values: Mapping[str, Any]) -> list[str]:
+def _missing(targets: Mapping[str, Tensor], values: Mapping[str, Any]) -> list[str]:
     """Return names without a value, unless the same parameter has one under another name."""
     given = {id(targets[name]) for name in values if name in targets}
     return [name for name, target in targets.items() if name not in values and id(target) not in given]

@@ -64,7 +64,7 @@ def by_axis(traffic: Iterable[Sent]) -> dict[str, float]:
 def _sharded(shape: StepShape, parts: StageParts) -> Iterator[Sent]:
     """Yield gathers of weights and reductions of gradients, which hide behind blocks that compute."""
     hides = not parts.is_pipelined
-    root, unreached = set(map(id, parts.root)), set(map(id, _unreached(shape, parts)))
+    root, unreached = set(map(id, parts.root)), set(map(id, _unreached(parts)))
     for axis, buffers in (("fsdp", parts.dense), ("efsdp", parts.experts)):
         times = [_gathers(shape, parts, once=id(each) in root or id(each) in unreached) for each in buffers]
         sent = sum(count * each.gather_wire for count, each in zip(times, buffers, strict=True))
@@ -83,7 +83,7 @@ def _gathers(shape: StepShape, parts: StageParts, *, once: bool) -> int:
     return shape.num_microbatches * (1 if stays else 2)
 
 
-def _unreached(shape: StepShape, parts: StageParts) -> list[PlannedBuffer]:
+def _unreached(parts: StageParts) -> list[PlannedBuffer]:
     """Return the buffers of first blocks that nothing is trained in or before: backward does not come to them."""
     found: list[PlannedBuffer] = []
     if parts.place > 0 or any(

@@ -19,7 +19,7 @@ Array = numpy.ndarray
 INDEXING = frozenset({"getitem", "setitem"})
 
 
-def with_positions(platform: Platform, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def with_positions(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of `getitem` or `setitem`, with DTensors of positions for lists, ranges and arrays in the index.
 
     Truth values become the positions of the true ones, since they are the same on all ranks.

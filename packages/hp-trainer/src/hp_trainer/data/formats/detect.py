@@ -47,7 +47,7 @@ def open_reader(
     if saved is not None:
         return columns.Arrow(saved)
     files = _files(path, suffixes)
-    kind = _kind_of(path, files) if format == "auto" else format
+    kind = _kind_of(files) if format == "auto" else format
     if not path.is_file() and kind in _ENDINGS and not suffixes:
         files = [file for file in files if _is_record_file(file, kind)]
     if kind != "text" and not files:
@@ -65,7 +65,7 @@ def _files(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
     return files
 
 
-def _kind_of(path: Path, files: list[Path]) -> str:
+def _kind_of(files: list[Path]) -> str:
     """Return the format that all files share: a folder with other files among them is one of text."""
     records = [file for file in files if file.name.lower() not in _DESCRIPTIONS]
     for kind in _ENDINGS:
