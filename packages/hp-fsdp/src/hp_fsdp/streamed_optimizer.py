@@ -163,11 +163,13 @@ class _StreamedStep:
         parts = [part for part in self._parts if part.has_gradients(given)]
         try:
             for number, part in enumerate(parts):
+                # The next buffer travels while this one steps; more ahead would hold more of them on the device.
                 for ahead in parts[number : number + 2]:
                     ahead.fetch()
                 part.put_in_place()
                 self._step(step, part.ids & given)
                 part.put_away()
+            # Parameters that no group shards, or that lie on the host, step once and where they are.
             self._step(step, given.difference(*(part.ids for part in self._parts)))
         finally:
             self.put_away()

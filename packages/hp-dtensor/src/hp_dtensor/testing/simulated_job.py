@@ -217,6 +217,7 @@ class Job:
 
     def _wait(self, rank: int, call: Call) -> None:
         self._waits[rank] = call
+        # All ranks share what a framework keeps for the whole process, such as a grad flag: each takes its own along.
         self._states[rank] = self.platform.rank_state()
         self._pass_on()
         self._take_turn(rank)
@@ -235,6 +236,7 @@ class Job:
             return
         ready = [rank for rank in range(self.size) if not self._ended[rank] and self._can_go_on(rank)]
         if not ready:
+            # Time does not pass here: a wait with a timeout is over when nobody else can go on.
             ready = [rank for rank in range(self.size) if self._impatient[rank]]
             self._waits = [None if rank in ready[:1] else wait for rank, wait in enumerate(self._waits)]
         if not ready:

@@ -90,6 +90,7 @@ class BufferMemory:
         A view of a released buffer would allocate it again.
         """
         is_cast = self.param_dtype != self.dtype or self.extension is not None
+        # The shard itself serves as the full buffer: nothing is copied, gathered or freed.
         self.is_whole = self.layout.num_shards == 1 and not is_cast and not self.offload.parameters
         self.full = self.shard if self.is_whole else self.new_buffer(self.layout.numel, self.param_dtype)
         self.gather_target = self.storage.gather_target(self.full)
@@ -155,6 +156,7 @@ class BufferMemory:
                     dims = moved_to_front(range(len(local.shape)), original.first_dim)
                     local = self.platform.ops.permute(local, dims)
                 flat = self.platform.ops.reshape(self.platform.contiguous(local), (-1,))
+                # Elements before this rank's in the parameter; `start` is where its piece lies in the shard.
                 first = sum(self.layout.pieces(index)[: self.shard_group.rank])
                 piece = self.platform.contiguous(self.platform.ops.narrow(flat, 0, first, numel))
                 self.platform.copy_(self.storage.part(shard, start, (numel,)), piece)

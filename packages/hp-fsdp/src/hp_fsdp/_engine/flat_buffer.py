@@ -80,6 +80,7 @@ class FlatBuffer(BufferMemory):
             return [f"{names}: {dtype} now, expected a floating-point dtype"]
         if self.gradients.are_waiting:
             return [f"{names}: {dtype} now, while gradients in {self.dtype} wait for their reduction"]
+        # What has been gathered is of the old dtype, as its views are, which are made anew.
         self.gathering.release()
         self.convert(dtype)
         self.versions.count_conversion()
@@ -121,6 +122,7 @@ def stale_buffers(storage: ParameterStorage, buffers: Sequence[FlatBuffer]) -> s
     held = [buffer for buffer in buffers if not buffer.is_whole]
     stale = {buffer for buffer in held if buffer.versions.written_since_gather}
     unsure = [buffer for buffer in held if buffer not in stale]
+    # One comparison for all of them, so that the host waits for the device once.
     changed = storage.differ([buffer.gathering.own_part() for buffer in unsure])
     stale.update(buffer for buffer, differs in zip(unsure, changed, strict=True) if differs)
     for group in dict.fromkeys(buffer.shard_group for buffer in held if buffer.shard_group.size > 1):

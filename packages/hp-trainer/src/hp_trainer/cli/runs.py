@@ -143,6 +143,7 @@ def _take_up(run: RunFolder, config: TrainerConfig, from_step: int | None = None
     check_model(checkpoint, config)
     source = registries().datasets.get(config.data.name).build(config.data.options)
     source.verify(run.data, config.launch.verify_data)
+    # Set aside before the run goes on: killed from here on, it finds the step that was asked for as its newest.
     if from_step is not None:
         for name in set_aside_later(storage, from_step):
             tell(f"set aside {storage.describe(name)}; delete it when it is not needed any more")
