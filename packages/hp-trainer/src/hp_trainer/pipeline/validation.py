@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from hp_trainer.exceptions import ScheduleError
 from hp_trainer.pipeline.actions import Action, Kind, Schedule
@@ -53,6 +53,7 @@ def _placement_problems(schedule: Schedule) -> Iterator[str]:
 
 def _work_problems(schedule: Schedule) -> Iterator[str]:
     done: dict[tuple[int, int], set[Kind]] = {}
+    places = [{action: place for place, action in enumerate(actions)} for actions in schedule.actions]
     for action in (action for actions in schedule.actions for action in actions):
         done.setdefault((action.stage, action.microbatch), set()).add(action.kind)
     for stage in range(schedule.num_stages):
@@ -63,17 +64,12 @@ def _work_problems(schedule: Schedule) -> Iterator[str]:
                     f"stage {stage}, micro-batch {microbatch}: expected F and B, or F, I and W, got "
                     f"{' '.join(sorted(kind.value for kind in kinds)) or 'nothing'}"
                 )
-            yield from _order_problems(schedule, stage, microbatch, kinds)
+            yield from _order_problems(places[schedule.rank_of_stage[stage]], stage, microbatch, kinds)
 
 
-def _order_problems(schedule: Schedule, stage: int, microbatch: int, kinds: frozenset[Kind]) -> Iterator[str]:
-    actions = schedule.actions[schedule.rank_of_stage[stage]]
-    positions = {kind: _position(actions, Action(stage, kind, microbatch)) for kind in kinds}
+def _order_problems(places: Mapping[Action, int], stage: int, microbatch: int, kinds: frozenset[Kind]) -> Iterator[str]:
     order = [Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD] if kinds == _SPLIT else [Kind.FORWARD, Kind.BACKWARD]
-    found = [positions[kind] for kind in order if positions.get(kind) is not None]
-    if found != sorted(found, key=lambda position: position or 0):
+    actions = [Action(stage, kind, microbatch) for kind in order if kind in kinds]
+    found = [places[action] for action in actions if action in places]
+    if found != sorted(found):
         yield f"stage {stage}, micro-batch {microbatch}: expected the order {' '.join(kind.value for kind in order)}"
-
-
-def _position(actions: tuple[Action, ...], action: Action) -> int | None:
-    return actions.index(action) if action in actions else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from hp_fsdp import PlannedBuffer
@@ -56,7 +56,17 @@ class MemoryPlan:
     @property
     def total(self) -> float:
         """All bytes together."""
-        return sum(self.parts().values())
+        return (
+            self.weights
+            + self.optimizer
+            + self.average
+            + self.gradients
+            + self.gathered
+            + self.reducing
+            + self.activations
+            + self.loss
+            + self.communication
+        )
 
 
 def plan_memory(shape: StepShape, parts: StageParts) -> MemoryPlan:
@@ -78,6 +88,8 @@ class _Moments(ABC):
         self.weights = float(sum(each.shard for each in parts.buffers))
         self.optimizer, self.average = optimizer_bytes(shape, parts)
         self.communication = _communication(shape, parts)
+        # Blocks of one kind share what they keep, by identity.
+        self._known: dict[tuple[int, BlockRecompute], tuple[float, float]] = {}
 
     def fullest(self) -> MemoryPlan:
         """Return the memory at the moment that has most."""
@@ -102,11 +114,18 @@ class _Moments(ABC):
 
     def kept(self, layer: int) -> float:
         """Return what a block keeps of one micro-batch."""
-        return self.activations.blocks[layer].kept(self.recompute[layer])
+        return self._of_block(layer)[0]
 
     def temporary(self, layer: int) -> float:
         """Return what the backward of a block holds beside."""
-        return self.activations.blocks[layer].temporary(self.recompute[layer])
+        return self._of_block(layer)[1]
+
+    def _of_block(self, layer: int) -> tuple[float, float]:
+        block, recompute = self.activations.blocks[layer], self.recompute[layer]
+        key = id(block), recompute
+        if key not in self._known:
+            self._known[key] = block.kept(recompute), block.temporary(recompute)
+        return self._known[key]
 
 
 class _InOnePiece(_Moments):
@@ -245,15 +264,27 @@ def recompute_of(shape: StepShape) -> list[BlockRecompute]:
 
 def optimizer_bytes(shape: StepShape, parts: StageParts) -> tuple[float, float]:
     """Return the bytes of the optimizer's state, and of averaged weights, on the rank that has most."""
-    config, wholes = shape.config, whole_shapes(shape)
-    tell = getattr(config.optimizer.options, "state_bytes", _two_moments)
+    wholes, known = whole_shapes(shape), dict[int, tuple[int, int]]()
     state = elements = 0
     for buffer in parts.buffers:
         if buffer.trainable:
-            for name, count in buffer.largest_pieces().items():
-                state += tell(name, wholes[name], count, buffer.itemsize)
-                elements += count * buffer.itemsize
-    return float(state), 0.0 if config.training.ema.decay is None else float(elements)
+            # Copies of one buffer have its parameters.
+            key = id(buffer.parameters)
+            if key not in known:
+                known[key] = _optimizer_bytes_of(shape, buffer, wholes)
+            state += known[key][0]
+            elements += known[key][1]
+    return float(state), 0.0 if shape.config.training.ema.decay is None else float(elements)
+
+
+def _optimizer_bytes_of(
+    shape: StepShape, buffer: PlannedBuffer, wholes: Mapping[str, tuple[int, ...]]
+) -> tuple[int, int]:
+    """Return the bytes of the state of a buffer's parameters, and of these."""
+    tell = getattr(shape.config.optimizer.options, "state_bytes", _two_moments)
+    pieces = buffer.largest_pieces()
+    state = sum(tell(name, wholes[name], count, buffer.itemsize) for name, count in pieces.items())
+    return state, sum(pieces.values()) * buffer.itemsize
 
 
 def _two_moments(name: str, shape: tuple[int, ...], elements: int, itemsize: int) -> int:

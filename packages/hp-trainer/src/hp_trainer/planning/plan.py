@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from hp_trainer.memory import format_size
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.planning.devices import Device
 from hp_trainer.planning.memory import MemoryPlan, optimizer_bytes, plan_memory
-from hp_trainer.planning.stage_parts import num_parameters, stage_parts
+from hp_trainer.planning.stage_parts import StageParts, num_parameters, stage_parts
 from hp_trainer.planning.step_shape import StepShape
 from hp_trainer.planning.step_time import StepTime, model_flops, seconds_of, step_time
 from hp_trainer.planning.traffic import Sent, stage_traffic
@@ -24,20 +25,43 @@ class StepPlan:
     Attributes:
         shape: what is planned.
         device: by whose rates.
-        memory: of each place in the pipeline; of one place without one.
-        traffic: what the rank sends whose step takes longest.
-        time: of the place whose step takes longest.
-        slowest: that place.
-        num_parameters: of the whole model.
+        places: the parts of the model at each place in the pipeline; at one place without one.
+        memory: of each of them.
     """
 
     shape: StepShape
     device: Device
+    places: tuple[StageParts, ...]
     memory: tuple[MemoryPlan, ...]
-    traffic: tuple[Sent, ...]
-    time: StepTime
-    slowest: int
-    num_parameters: int
+
+    # Found when they are asked for: a search asks for those of layouts that fit.
+    @functools.cached_property
+    def times(self) -> list[StepTime]:
+        """The time of each place."""
+        states = [optimizer_bytes(self.shape, parts)[0] for parts in self.places]
+        return [
+            step_time(self.shape, parts, self.device, state) for parts, state in zip(self.places, states, strict=True)
+        ]
+
+    @functools.cached_property
+    def slowest(self) -> int:
+        """The place whose step takes longest."""
+        return max(range(len(self.times)), key=lambda place: self.times[place].total)
+
+    @property
+    def time(self) -> StepTime:
+        """The time of that place."""
+        return self.times[self.slowest]
+
+    @functools.cached_property
+    def traffic(self) -> tuple[Sent, ...]:
+        """Everything that a rank of that place sends."""
+        return tuple(stage_traffic(self.shape, self.places[self.slowest]))
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters of the model."""
+        return num_parameters(self.shape)
 
     @property
     def fullest(self) -> int:
@@ -83,19 +107,9 @@ def plan_step(
         PlanError: the model does not tell its sizes.
     """
     shape = StepShape.of(config, dims, cuts)
-    places = stage_parts(shape, None if every_place else {0, dims.pp // 2, dims.pp - 1})
+    places = tuple(stage_parts(shape, None if every_place else {0, dims.pp // 2, dims.pp - 1}))
     memory = tuple(plan_memory(shape, parts) for parts in places)
-    times = [step_time(shape, parts, device, optimizer_bytes(shape, parts)[0]) for parts in places]
-    slowest = max(range(len(times)), key=lambda place: times[place].total)
-    return StepPlan(
-        shape=shape,
-        device=device,
-        memory=memory,
-        traffic=tuple(stage_traffic(shape, places[slowest])),
-        time=times[slowest],
-        slowest=slowest,
-        num_parameters=num_parameters(shape),
-    )
+    return StepPlan(shape=shape, device=device, places=places, memory=memory)
 
 
 def describe_plan(plan: StepPlan, device_memory: float) -> str:

@@ -8,7 +8,6 @@ import itertools
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
 from hp_fsdp import PlannedBuffer, PlannedParameter, plan_group
 from hp_trainer.models import DecoderConfig
@@ -53,7 +52,7 @@ class StageParts:
         """The buffers of experts."""
         return tuple(itertools.chain(*self.block_experts.values()))
 
-    @property
+    @functools.cached_property
     def buffers(self) -> tuple[PlannedBuffer, ...]:
         """All buffers."""
         return (*self.dense, *self.experts)
@@ -98,23 +97,21 @@ def _whole_shapes(model: DecoderConfig) -> tuple[tuple[str, tuple[int, ...]], ..
 
 def _parts(shape: StepShape, place: int, layers: tuple[int, ...], *, embed: bool, head: bool) -> StageParts:
     dims, freeze = shape.dims, shape.config.training.freeze
-    planned = planned_parameters(shape.model, dims, layers=layers, embed=embed, head=head, freeze=freeze)
-    known: dict[Any, tuple[PlannedBuffer, ...]] = {}
+    # Blocks of one kind have the same buffers but for the names, which those of the first stand for.
+    kinds = {layer: layer if freeze else -1 - shape.model.is_dense(layer) for layer in layers}
+    first = {kind: layer for layer, kind in reversed(kinds.items())}
+    planned = planned_parameters(
+        shape.model, dims, layers=sorted(first.values()), embed=embed, head=head, freeze=freeze
+    )
+    sizes = shape.itemsize, shape.reduce_itemsize, shape.num_replicas
 
     def buffers(parameters: tuple[PlannedParameter, ...], shards: int) -> tuple[PlannedBuffer, ...]:
-        # Blocks of one kind have the same buffers but for the names, which those of the first stand for.
-        key = shards, tuple((each.shape, each.cut_dim, each.trainable) for each in parameters)
-        if key not in known:
-            known[key] = tuple(
-                plan_group(
-                    parameters,
-                    shards,
-                    param_itemsize=shape.itemsize,
-                    reduce_itemsize=shape.reduce_itemsize,
-                    num_replicas=shape.num_replicas,
-                )
-            )
-        return tuple(map(copy.copy, known[key]))
+        found = _planned_group(parameters, shards, *sizes)
+        # Where blocks are told apart by what is trained before them, it is by the identity of their buffers.
+        return found if all(each.trainable for each in found) else tuple(map(copy.copy, found))
+
+    def of_layers(found: dict[int, tuple[PlannedParameter, ...]], shards: int) -> dict[int, tuple[PlannedBuffer, ...]]:
+        return {layer: buffers(found[first[kind]], shards) for layer, kind in kinds.items() if first[kind] in found}
 
     tied = buffers(planned.tied_embedding, dims.fsdp_size)
     return StageParts(
@@ -124,7 +121,22 @@ def _parts(shape: StepShape, place: int, layers: tuple[int, ...], *, embed: bool
         head=head,
         root=(*buffers(planned.root, dims.fsdp_size), *tied),
         tied=tied,
-        blocks={layer: buffers(each, dims.fsdp_size) for layer, each in planned.blocks.items()},
-        block_experts={layer: buffers(each, dims.efsdp_size) for layer, each in planned.experts.items()},
+        blocks=of_layers(planned.blocks, dims.fsdp_size),
+        block_experts=of_layers(planned.experts, dims.efsdp_size),
         is_pipelined=dims.pp_enabled,
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _planned_group(
+    parameters: tuple[PlannedParameter, ...], shards: int, itemsize: int, reduce_itemsize: int, num_replicas: int
+) -> tuple[PlannedBuffer, ...]:
+    return tuple(
+        plan_group(
+            parameters,
+            shards,
+            param_itemsize=itemsize,
+            reduce_itemsize=reduce_itemsize,
+            num_replicas=num_replicas,
+        )
     )

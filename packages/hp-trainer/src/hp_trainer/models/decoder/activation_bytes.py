@@ -127,8 +127,10 @@ def decoder_activations(config: DecoderConfig, shape: ActivationShape) -> Decode
         >>> activations.kept([BlockRecompute(mode="full")])  # the input alone: 10 x 192 float32
         [7680.0]
     """
-    blocks = tuple(_block(config, layer, shape) for layer in range(config.num_hidden_layers))
-    return DecoderActivations(blocks=blocks, head=_head(config, shape))
+    # Blocks of one kind are one object.
+    kinds = [(config.is_dense(layer), config.window_of(layer)) for layer in range(config.num_hidden_layers)]
+    known = {kind: _block(config, kinds.index(kind), shape) for kind in set(kinds)}
+    return DecoderActivations(blocks=tuple(known[kind] for kind in kinds), head=_head(config, shape))
 
 
 def _block(config: DecoderConfig, layer: int, shape: ActivationShape) -> BlockActivations:
