@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -49,8 +50,12 @@ def balanced_stages(
     dearest[num_stages][num_layers] = 0.0
     for stage in range(num_stages - 1, -1, -1):
         for begin in range(num_layers):
-            ends = range(begin + 1, num_layers + 1)
-            dearest[stage][begin] = min(max(cost_of(stage, begin, end), dearest[stage + 1][end]) for end in ends)
+            for end in range(begin + 1, num_layers + 1):
+                cost = cost_of(stage, begin, end)
+                # Of more layers it costs no less.
+                if cost >= dearest[stage][begin]:
+                    break
+                dearest[stage][begin] = min(dearest[stage][begin], max(cost, dearest[stage + 1][end]))
     limit = dearest[0][0]
     # spread[stage][begin]: (sum of squares, end of this stage) of the best cut from there on.
     spread = [[(float("inf"), 0)] * (num_layers + 1) for _ in range(num_stages)]
@@ -58,7 +63,8 @@ def balanced_stages(
     for stage in range(num_stages - 1, -1, -1):
         for begin in range(num_layers):
             costs_to = ((end, cost_of(stage, begin, end)) for end in range(begin + 1, num_layers + 1))
-            within = [(cost**2 + spread[stage + 1][end][0], end) for end, cost in costs_to if cost <= limit]
+            few = itertools.takewhile(lambda pair: pair[1] <= limit, costs_to)
+            within = [(cost**2 + spread[stage + 1][end][0], end) for end, cost in few]
             spread[stage][begin] = min(within, default=(float("inf"), 0))
     begin, stages = 0, []
     for stage in range(num_stages):
