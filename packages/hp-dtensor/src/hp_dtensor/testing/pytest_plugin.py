@@ -56,13 +56,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """On a worker of pytest-xdist, put tests with real ranks first, those that start their own before all.
 
     They take longest, so that none is left for the end, when the other workers have nothing to do; and as workers are
     given tests that follow each other, few of them start ranks of their own.
     """
-    if "PYTEST_XDIST_WORKER" in os.environ:
+    if hasattr(config, "workerinput"):  # the variable of a worker is inherited by what its tests start
         items.sort(key=_turn)
 
 
