@@ -520,14 +520,15 @@ def test_a_header_of_many_megabytes_is_refused_before_it_is_read(two_steps: Loca
         Checkpoint(two_steps, "step-00000002").verify()
 
 
-@pytest.mark.parametrize("leads", ["to a checkpoint", "nowhere"])
+@pytest.mark.parametrize("leads", ["to a checkpoint", "nowhere", "to itself"])
 def test_a_linked_step_folder_neither_hides_nor_blocks_a_save(
     storage: LocalStorage, data: dict[str, np.ndarray], tmp_path: Path, leads: str
 ) -> None:
     elsewhere = tmp_path / "elsewhere"
     save_alone(storage, data, step=5)
     (storage.root / "step-00000005").rename(elsewhere)
-    (storage.root / "step-00000005").symlink_to(elsewhere if leads == "to a checkpoint" else tmp_path / "gone")
+    ends = {"to a checkpoint": elsewhere, "nowhere": tmp_path / "gone", "to itself": "step-00000005"}
+    (storage.root / "step-00000005").symlink_to(ends[leads])
     if leads == "to a checkpoint":
         assert open_latest(storage).step == 5
     assert save_alone(storage, data, step=5) == "step-00000005-2"

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import pytest
@@ -37,7 +38,7 @@ from hp_trainer.data import (
 )
 from hp_trainer.data.cache import read_notes, write_notes
 from hp_trainer.data.formats import text
-from hp_trainer.exceptions import ConfigError, DataError
+from hp_trainer.exceptions import ConfigError, DataError, MachineError
 from hp_trainer.registries import Registries
 
 
@@ -385,8 +386,23 @@ def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text")
     (tmp_path / "cache").write_text("a file")
     source = TextSource(TextDataConfig(path=str(tmp_path / "a.txt"), cache=str(tmp_path / "cache")))
-    with pytest.raises(DataError, match=r"prepared data cannot be written into .*cache"):
+    with pytest.raises(MachineError, match=r"prepared data cannot be written into .*cache"):
         opened(source, tmp_path, 4)
+
+
+def test_prepared_data_on_a_full_disk_leave_nothing_and_say_what_to_do(tmp_path: Path, monkeypatch) -> None:
+    def opened_on_a_full_disk(path: Path, mode: str = "r", **options: int) -> IO:
+        if ".incomplete-" not in path.name:
+            return open(path, mode, **options)
+        path.touch()
+        return open("/dev/full", mode, **options)
+
+    (tmp_path / "a.txt").write_text("some text")
+    source = TextSource(TextDataConfig(path=str(tmp_path / "a.txt"), cache=str(tmp_path / "cache")))
+    monkeypatch.setattr(Path, "open", opened_on_a_full_disk)
+    with pytest.raises(MachineError, match=r"cannot be written into .*: the disk is full .*; free some space"):
+        opened(source, tmp_path, 4)
+    assert list(tmp_path.rglob("*.incomplete-*")) == []
 
 
 # Samples -----------------------------------------------------------------------------------------------------

@@ -52,8 +52,11 @@ def test_files_that_are_no_run_are_not_touched(tmp_path: Path, config: TrainerCo
 
 def test_an_empty_folder_will_do_and_so_does_one_that_is_only_locked(tmp_path: Path, config: TrainerConfig) -> None:
     (tmp_path / "lock.json").write_text("")
+    # Of a job that was killed while it looked whether it may write here.
+    (tmp_path / ".hp-train-x").write_text("")
     assert RunFolder.check_new(tmp_path) is None
-    RunFolder.create(tmp_path, config)
+    RunFolder.create(tmp_path, config).sweep()
+    assert not (tmp_path / ".hp-train-x").exists()
 
 
 def test_a_folder_without_a_run_cannot_be_opened(tmp_path: Path) -> None:

@@ -67,8 +67,8 @@ class LocalStorage(Storage):
     def list_folders(self) -> list[str]:
         if not self.root.is_dir():
             return []
-        # A link counts, also one that leads nowhere: its name is taken.
-        return [entry.name for entry in os.scandir(self.root) if entry.is_dir() or entry.is_symlink()]
+        # A link counts, also one that leads nowhere or to itself, which `is_dir` refuses: its name is taken.
+        return [entry.name for entry in os.scandir(self.root) if entry.is_symlink() or entry.is_dir()]
 
     def create_folder(self, name: str) -> None:
         self.root.mkdir(parents=True, exist_ok=True)

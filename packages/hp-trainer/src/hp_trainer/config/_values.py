@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import typing
+from collections.abc import Callable
 from typing import Any, Literal
 
 import yaml
@@ -16,6 +18,14 @@ from hp_trainer.exceptions import Problem, join_choices
 
 INVALID = object()
 _SAFE = yaml.SafeLoader("")
+_CONSTRUCT: dict[str, Callable[[yaml.ScalarNode], bool | int | float]] = {
+    "bool": _SAFE.construct_yaml_bool,
+    "int": _SAFE.construct_yaml_int,
+    "float": _SAFE.construct_yaml_float,
+}
+# No float holds a whole number of more digits, even hexadecimal ones; Python takes long to read those.
+_MAX_DIGITS = 250
+_MAX_SHOWN = 60
 
 
 class Problems(list[Problem]):
@@ -70,7 +80,11 @@ class ValueConverter:
             return None
         if isinstance(found, (int, float)) and annotation is not bool and not limits.allows(found):
             self.problems.add(
-                path, "out of range", value.source, f"{describe(annotation)} {limits.describe(found)}", value.text
+                path,
+                "out of range",
+                value.source,
+                f"{describe(annotation)} {limits.describe(found)}",
+                shortened(value.text),
             )
             return INVALID
         return found
@@ -110,17 +124,24 @@ class ValueConverter:
 
 
 def scalar_value(scalar: Scalar) -> bool | int | float | str | None:
-    """Return the Python value of a leaf."""
+    """Return the Python value of a leaf; the text itself where it is none of what its tag says (`!!int x`, `0x_`)."""
     if scalar.tag == "null":
         return None
-    if scalar.tag == "bool":
-        return bool(_SAFE.construct_yaml_bool(yaml.ScalarNode("tag:yaml.org,2002:bool", scalar.text)))
+    if scalar.tag == "int" and len(scalar.text) > _MAX_DIGITS:
+        return math.inf
     # YAML 1.1 would read 12:30 as a number to the base 60.
-    if scalar.tag == "int" and ":" not in scalar.text:
-        return int(_SAFE.construct_yaml_int(yaml.ScalarNode("tag:yaml.org,2002:int", scalar.text)))
-    if scalar.tag == "float" and ":" not in scalar.text:
-        return float(_SAFE.construct_yaml_float(yaml.ScalarNode("tag:yaml.org,2002:float", scalar.text)))
-    return scalar.text
+    construct = None if scalar.tag in ("int", "float") and ":" in scalar.text else _CONSTRUCT.get(scalar.tag)
+    if construct is None:
+        return scalar.text
+    try:
+        return construct(yaml.ScalarNode(f"tag:yaml.org,2002:{scalar.tag}", scalar.text))
+    except (ValueError, KeyError):
+        return scalar.text
+
+
+def shortened(text: str) -> str:
+    """Return a text for a message, with dots in place of what is too long."""
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
 
 
 def describe_value(value: Tree) -> str:
@@ -128,7 +149,7 @@ def describe_value(value: Tree) -> str:
     if isinstance(value, Scalar):
         found = scalar_value(value)
         kinds = {bool: "true or false", int: "whole number", float: "number", str: "text"}
-        return "null" if found is None else f"{value.text!r} ({kinds[type(found)]})"
+        return "null" if found is None else f"{shortened(value.text)!r} ({kinds[type(found)]})"
     if isinstance(value, Items):
         return f"a list of {len(value.items)}"
     return "a section" if isinstance(value, Section) else repr(value.text)

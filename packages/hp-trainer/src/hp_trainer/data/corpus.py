@@ -19,7 +19,8 @@ import numpy as np
 
 from hp_trainer._files import write_atomically
 from hp_trainer.data.verification import BLOCK_BYTES, BlockDigests, blocks_of, verify_blocks
-from hp_trainer.exceptions import DataError
+from hp_trainer.exceptions import DataError, MachineError
+from hp_trainer.machine_errors import describe_machine_error
 
 _FORMAT = 3
 _DESCRIPTION = "corpus.json"
@@ -117,7 +118,8 @@ def build_corpus(
         max_tokens: stop after so many.
 
     Raises:
-        DataError: there is no document, or the folder cannot be written.
+        DataError: there is no document.
+        MachineError: the folder cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -141,7 +143,8 @@ def build_corpus(
         )
         write_atomically(folder / _DESCRIPTION, json.dumps(asdict(info), indent=2) + "\n")
     except OSError as error:
-        raise DataError(f"prepared data cannot be written into {folder}: {error.strerror or error}") from error
+        reason = describe_machine_error(error) or error
+        raise MachineError(f"prepared data cannot be written into {folder}: {reason}") from error
     return info
 
 
@@ -215,7 +218,9 @@ class _Part:
         return file
 
     def discard(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):
+            # A full disk refuses what is still in the buffer.
+            self._file.close()
         self._path.unlink(missing_ok=True)
 
 

@@ -28,6 +28,7 @@ from hp_trainer.parallel import (
 )
 from hp_trainer.registries import Registries
 from hp_trainer.run import RunFolder
+from hp_trainer.run.folder import PROBE
 
 # What decides which samples a step reads, and what the weights mean: fixed when a run begins.
 _FIXED = ("model.", "data.", "training.seed", "training.sequence_length")
@@ -274,8 +275,9 @@ def _unwritable(setting: str, folder: Path) -> Iterator[Problem]:
     else:
         try:
             # Rights alone do not tell: the disk may be full, and root may write everywhere but in /proc.
-            os.rmdir(tempfile.mkdtemp(prefix=".hp-train-", dir=existing))
-            return
+            # Most file systems give this file no name, so that nothing stays of a process that is killed here.
+            with tempfile.TemporaryFile(prefix=PROBE, dir=existing):
+                return
         except OSError as error:
             what = f"cannot be written: {existing}: {error.strerror}"
     yield Problem(path=setting, what=what, expected="a folder that you may write to", got=str(folder))

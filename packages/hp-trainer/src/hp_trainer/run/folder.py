@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import secrets
 import shutil
@@ -18,8 +19,10 @@ from hp_trainer.registries import Registries
 from hp_trainer.run.lock import LOCK_FILE, check_owner
 
 _MARK = "run.json"
+# A file that shows whether a folder can be written, where file systems do not make it without a name.
+PROBE = ".hp-train-"
 # A job that was killed before it could mark the folder leaves no more than these.
-_BEFORE_THE_MARK = (LOCK_FILE, f"{_MARK}.incomplete-")
+_BEFORE_THE_MARK = (LOCK_FILE, f"{_MARK}.incomplete-", PROBE)
 
 
 class RunFolder:
@@ -122,10 +125,10 @@ class RunFolder:
 
     def sweep(self) -> None:
         """Delete files that were being written when a job was killed; only the job that holds the lock may."""
-        for folder in (self.path, self.data):
-            for left in folder.glob("*.incomplete-*"):
-                if left.is_file():
-                    left.unlink(missing_ok=True)
+        found = [self.path.glob("*.incomplete-*"), self.data.glob("*.incomplete-*"), self.path.glob(f"{PROBE}*")]
+        for left in itertools.chain(*found):
+            if left.is_file():
+                left.unlink(missing_ok=True)
 
     def delete(self) -> None:
         """Delete the run and everything in it; killed on the way, it is still a run, and no foreign files."""
