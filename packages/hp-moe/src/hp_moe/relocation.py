@@ -89,7 +89,11 @@ def _move(name: str, layer: MoE, dispatcher: ReplicatingDispatcher, homes: Seque
     if homes == dispatcher.homes:
         return
     held = {each: weight for each in WEIGHTS if (weight := getattr(layer.experts, each, None)) is not None}
-    moving = [local for each, weight in held.items() for local in _moving(f"{name}.{each}", weight, dispatcher, states)]
+    moving = [
+        local
+        for each, weight in held.items()
+        for local in _moving(f"{name or 'MoE'}.experts.{each}", weight, dispatcher, states)
+    ]
     moves = _row_moves(dispatcher, homes)
     with layer.platform.no_grad():
         for local in moving:
