@@ -7,7 +7,8 @@ Each rank has tokens of its own. Timed are dispatch and combine, forward and bac
 rank's median and best over rounds, contenders taking turns. `MB a rank` leave a rank in forward, and `formula` is what
 would if a token went once to each other rank that has experts for it and returned once, with its choices and the sizes,
 counted from the choices alone; `limit` is one `all_to_all` of as many bytes from rank to rank, evenly, there and back,
-in forward and backward. With `--bytes-per-second` each rank's sending is slowed down to that rate, as on a link of a
+in forward and backward. `its slots` are the part of `all_to_all` that finds each token's ranks, in O(top_k * ranks) or
+O(top_k ** 2). With `--bytes-per-second` each rank's sending is slowed down to that rate, as on a link of a
 network, by waiting.
 """
 
@@ -69,6 +70,15 @@ class Contender:
         return sent.sent_bytes
 
 
+def slot_searches(contender):
+    """The two ways to find the ranks of each token, as `all_to_all` does within its dispatch."""
+    dispatcher, experts = contender.dispatcher, contender.routing.experts
+    return {
+        "its slots by rank": lambda: dispatcher._by_rank(dispatcher._owners(experts)),
+        "its slots by pair": lambda: dispatcher._first_ones(dispatcher._owners(experts)),
+    }
+
+
 def limit(platform, group, num_bytes):
     """Four exchanges: two ways, two directions; half of the bytes each way."""
     rows = max(1, int(num_bytes / 2 / 4 / max(1, group.size - 1)))
@@ -108,9 +118,13 @@ def measure(sizes, rounds, bytes_per_second):
         contender = Contender(platform, build(group, sizes["num_experts"]), **layer, seed=group.rank)
         found[name] = (contender.step(), [])
         runs[name] = slowed(contender.step, bytes_per_second)
+        if name == "all_to_all":
+            ways = slot_searches(contender)
     sent = statistics.mean(float(each) for each in group.all_gather_bytes(str(found["all_to_all"][0]).encode()))
     found["limit"] = (sent, [])
     runs["limit"] = slowed(limit(platform, group, sent), bytes_per_second)
+    runs |= ways
+    found |= {name: (0, []) for name in ways}
     for _ in range(rounds):
         for name, run in runs.items():
             group.barrier()
