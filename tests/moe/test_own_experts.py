@@ -97,6 +97,15 @@ def on_one_rank(platform, kind, parts):
     return y[back], dx[back], dw
 
 
+def assert_same_numbers(results, y, dx, dw):
+    """Compare every rank's outputs and gradients with those of one rank, whose rows all ranks share."""
+    numpy.testing.assert_allclose(numpy.concatenate([each[0] for each in results]), y, **CLOSE)
+    numpy.testing.assert_allclose(numpy.concatenate([each[1] for each in results]), dx, **CLOSE)
+    for _, _, got in results:
+        for name, expected in dw.items():
+            numpy.testing.assert_allclose(got[name], expected, err_msg=name, **CLOSE)
+
+
 @pytest.mark.parametrize("kind", [LoopExperts, lambda: GroupedExperts(DIM, HIDDEN, EXPERTS)], ids=["loop", "ours"])
 @pytest.mark.parametrize("style", [ExpertParallel(), ReplicatedExperts()], ids=["ep", "replicated"])
 @pytest.mark.parametrize("by_name", [False, True], ids=["", "by name"])
@@ -113,11 +122,7 @@ def test_experts_of_ones_own_give_the_numbers_of_one_rank(platform, kind, style,
 
     y, dx, dw = on_one_rank(platform, kind, parts)
     results = run_ranks(rank, 2, platform)
-    numpy.testing.assert_allclose(numpy.concatenate([each[0] for each in results]), y, **CLOSE)
-    numpy.testing.assert_allclose(numpy.concatenate([each[1] for each in results]), dx, **CLOSE)
-    for _, _, got in results:
-        for name, expected in dw.items():
-            numpy.testing.assert_allclose(got[name], expected, err_msg=name, **CLOSE)
+    assert_same_numbers(results, y, dx, dw)
 
 
 def test_own_experts_under_fully_shard_give_the_numbers_of_one_rank(platform):
@@ -134,11 +139,7 @@ def test_own_experts_under_fully_shard_give_the_numbers_of_one_rank(platform):
 
     y, dx, dw = on_one_rank(platform, LoopExperts, parts)
     results = run_ranks(rank, 4, platform)
-    numpy.testing.assert_allclose(numpy.concatenate([each[0] for each in results]), y, **CLOSE)
-    numpy.testing.assert_allclose(numpy.concatenate([each[1] for each in results]), dx, **CLOSE)
-    for _, _, got in results:
-        for name, expected in dw.items():
-            numpy.testing.assert_allclose(got[name], expected, err_msg=name, **CLOSE)
+    assert_same_numbers(results, y, dx, dw)
 
 
 @pytest.mark.parametrize("bias", [False, True])
