@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 
-from hp_dtensor import init_device_mesh
+from hp_dtensor import ColwiseParallel, init_device_mesh, parallelize_module
+from hp_dtensor.exceptions import ShardingRuleError
 from hp_dtensor.testing import run_ranks
-from hp_fsdp import StateDictError, fully_shard
+from hp_fsdp import StateDictError, StateDictOptions, fully_shard, get_model_state_dict
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("hp_platform_torch")
@@ -52,6 +55,24 @@ def test_a_sharded_model_trains_and_is_saved_whole(tied, tmp_path):
             torch.testing.assert_close(read.get_parameter(name), parameter, rtol=1e-5, atol=1e-6, msg=name)
 
     run_ranks(rank, 2, "torch")
+
+
+def test_a_tensor_parallel_model_is_saved_from_its_whole_state_dict(tmp_path):
+    whole = build(False)
+
+    def rank():
+        mesh = init_device_mesh("cpu", (2,))
+        model = parallelize_module(copy.deepcopy(whole), mesh, {"model.layers.*.mlp.*_proj": ColwiseParallel()})
+        with pytest.raises(ShardingRuleError, match=r"hp_fsdp\.get_model_state_dict"):
+            model.save_pretrained(tmp_path / str(mesh.get_local_rank()))
+        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        if mesh.get_local_rank() == 0:
+            model.save_pretrained(tmp_path / "model", state_dict=state)
+
+    run_ranks(rank, 2, "torch")
+    read = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model")
+    for name, parameter in whole.named_parameters():
+        assert torch.equal(read.get_parameter(name), parameter), name
 
 
 def test_an_error_of_the_rank_that_saves_is_told_by_all(tmp_path):

@@ -11,6 +11,7 @@ from torch import nn
 from two_simulated_ranks import WHOLE, on_ranks
 
 from hp_dtensor import (
+    Partial,
     RaggedShard,
     Replicate,
     Shard,
@@ -75,8 +76,22 @@ def test_shallow_copies_share_the_data():
         assert twin.is_leaf
         assert twin is not parameter
         assert twin.spec is parameter.spec
-        assert twin.data_ptr() == parameter.data_ptr()
+        assert twin.to_local().data_ptr() == parameter.to_local().data_ptr()
         assert not copy.copy(x).requires_grad
+
+    on_ranks(rank)
+
+
+def test_the_address_of_a_shard_is_not_that_of_the_whole():
+    """safetensors reads as many elements as there are in all from it, and wrote what lies behind the shard."""
+
+    def rank(mesh, x):
+        for placement in (Shard(0), Partial()):
+            placed = distribute_tensor(WHOLE, mesh, [placement])
+            with pytest.raises(ShardingRuleError, match=r"data_ptr of .*get_model_state_dict\(model"):
+                placed.data_ptr()
+        whole = x.redistribute(placements=[Replicate()])
+        assert whole.data_ptr() == whole.to_local().data_ptr()
 
     on_ranks(rank)
 

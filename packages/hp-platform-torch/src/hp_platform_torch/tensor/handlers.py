@@ -27,7 +27,7 @@ Tensor = torch.Tensor
 _CLIPPING = frozenset({"linalg_vector_norm"})
 # Answered by the local tensor, the result returned as it is.
 _LOCAL_NAMES = """
-    requires_grad_ register_post_accumulate_grad_hook is_contiguous storage_offset data_ptr
+    requires_grad_ register_post_accumulate_grad_hook is_contiguous storage_offset
     element_size is_floating_point is_complex is_signed is_inference is_conj is_neg is_pinned is_shared
     share_memory_ get_device untyped_storage storage record_stream has_names _is_view _is_zerotensor
     is_tensor is_distributed detach_ _typed_storage _has_compatible_shallow_copy_type __dir__ result_type
@@ -126,6 +126,19 @@ def _stride(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
     return args[0].stride(*args[1:], **kwargs)
 
 
+def _data_ptr(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """Handle `data_ptr`: whoever reads as many elements as `numel()` tells would read past the end of a shard."""
+    x: TorchDTensor = args[0]
+    if x._spec.is_partial or x._spec.local_shape != x._spec.shape:
+        raise ShardingRuleError(
+            f"data_ptr of {x._spec!r}: this rank's memory holds a shard or a summand of it. Give the address of "
+            "to_local(). To save a sharded model with safetensors or save_pretrained, call on every rank "
+            "hp_fsdp.get_model_state_dict(model, options=hp_fsdp.StateDictOptions(full_state_dict=True)), and give "
+            "rank 0's to save_file, or to save_pretrained(folder, state_dict=...)"
+        )
+    return int(locally(func, args, kwargs))
+
+
 def _equal(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Handle `torch.equal`, which communicates: every rank must call it."""
     x, y = inspect.signature(lambda input, other: None).bind(*args, **kwargs).args
@@ -159,6 +172,7 @@ HANDLERS: dict[Callable[..., Any], Handler] = {
     torch.Tensor.detach: _detach,
     torch.detach: _detach,
     torch.numel: _number_of_elements,
+    torch.Tensor.data_ptr: _data_ptr,
     torch.Tensor.stride: _stride,
     torch.equal: _equal,
     torch.Tensor.equal: _equal,
