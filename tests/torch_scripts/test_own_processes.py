@@ -73,6 +73,7 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+@pytest.mark.real_ranks
 def test_fully_shard_without_a_mesh_finds_all_ranks():
     model = build()
     train(model, [0, 1])

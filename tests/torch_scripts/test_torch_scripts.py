@@ -39,6 +39,7 @@ def test_only_import_lines_change(script):
     assert all(theirs.startswith("from torch.distributed") and " import " in ours for theirs, ours in changed)
 
 
+@pytest.mark.real_ranks
 @pytest.mark.parametrize("script", RANKS)
 def test_a_script_gives_torchs_numbers(torch_ranks, script):
     ranks = torch_ranks(RANKS[script])

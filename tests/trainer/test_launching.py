@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.real_ranks
 PROGRAM = Path(__file__).with_name("launched_program.py")
 
 

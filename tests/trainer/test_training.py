@@ -61,8 +61,9 @@ def test_the_loss_falls_and_everything_is_written_down(lab):
 @pytest.mark.parametrize("name", FOUR_RANKS)
 def test_four_ranks_train_as_one(lab, name):
     skip_unless_torch_or(lab.platform, name in ("folded", "peer"))
-    expected = lab.run("one", training__eval_interval=3)
-    run = lab.run("four", FOUR_RANKS[name], 4, training__eval_interval=3)
+    settings = {"training__eval_interval": 3, "training__eval_batches": 2}
+    expected = lab.run("one", **settings)
+    run = lab.run("four", FOUR_RANKS[name], 4, **settings)
     assert_same_losses(run, expected)
     for kind, value in (("evaluation", "loss"), ("step", "gradient_norm")):
         got, wanted = ([event[value] for event in events(r, kind)] for r in (run, expected))

@@ -128,11 +128,13 @@ def _train_alone(platform, steps):
     return losses, platform.to_numpy(first), platform.to_numpy(second)
 
 
+@pytest.mark.real_ranks
 def test_a_rank_that_dies_is_reported_at_once():
     with RankPool("mindspore", 2) as pool, pytest.raises(LaunchError, match="rank 1"):
         pool.run(on_rank.die_in_a_collective, timeout_seconds=60)
 
 
+@pytest.mark.real_ranks
 def test_a_rank_that_does_not_come_is_given_up_on(monkeypatch):
     monkeypatch.setenv("MS_CPU_COMM_OP_TIMEOUT", "3")
     with RankPool("mindspore", 2) as pool:
@@ -141,6 +143,7 @@ def test_a_rank_that_does_not_come_is_given_up_on(monkeypatch):
     assert waited < 10
 
 
+@pytest.mark.real_ranks
 def test_ranks_start_and_end_without_a_word(capfd):
     assert launch("mindspore_rank_functions:world_facts", num_ranks=2, platform="mindspore")[1][:2] == (1, 2)
     captured = capfd.readouterr()

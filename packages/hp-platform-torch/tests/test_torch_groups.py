@@ -140,6 +140,7 @@ def test_a_dead_peer_fails_the_next_collective(three_ranks):
     assert three_ranks.run(on_rank.world_facts)[0][:2] == (0, 3), "the pool starts new ranks"
 
 
+@pytest.mark.real_ranks
 def test_a_peer_that_hangs_is_waited_for_as_long_as_asked():
     # Ranks must start within the same time, on a busy machine too.
     with RankPool("torch", 2, timeout_seconds=25) as pool:

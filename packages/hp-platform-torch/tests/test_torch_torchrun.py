@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.real_ranks
 PROGRAM = Path(__file__).with_name("torchrun_program.py")
 
 

@@ -13,6 +13,7 @@ from checkpoint_worker import weight_of
 
 from hp_trainer.checkpoint import LocalStorage, list_checkpoints, open_latest
 
+pytestmark = pytest.mark.real_ranks
 WORKER = Path(__file__).with_name("checkpoint_worker.py")
 SIZE = 3
 
