@@ -9,8 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from hp_dtensor.comm.world import fake_world
+from hp_dtensor.parallel.context_parallel import AttentionShape, choose_context_parallel
+from hp_dtensor.redistribute.costs import CostModel
 from hp_trainer.exceptions import ParallelDimsError
-from hp_trainer.parallel import ParallelDims
+from hp_trainer.parallel import ParallelDims, context
 
 
 def message(**degrees: object) -> str:
@@ -291,3 +293,13 @@ def test_context_parallel_ranks_do_not_drop_choices_by_position() -> None:
     ParallelDims(dp_shard=2, world_size=2).validate_against_model(config)
     config.drop_policy = "probability"
     dims.validate_against_model(config)
+
+
+@pytest.mark.parametrize("method", ["ring", "all_gather"])
+def test_costs_of_a_long_sequence_are_those_counted_on_all_of_it(method) -> None:
+    shape = AttentionShape(batch=1, length=8192, heads=32, kv_heads=8, head_dim=128)
+    rates = {"costs": CostModel(bandwidth=50e9), "flops": 1e14}
+    whole = choose_context_parallel(shape, 2, method=method, ulysses_degree=1, **rates).best
+    found = context._cheapest(shape, 2, method, 1)
+    assert found.forward_bytes == whole.forward_bytes
+    assert found.seconds == pytest.approx(whole.seconds, rel=0.01)

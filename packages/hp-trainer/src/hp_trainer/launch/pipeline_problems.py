@@ -36,8 +36,11 @@ def find_pipeline_problems(
     try:
         schedule = make_schedule(config, dims, max_microbatches)
     except ScheduleError as error:
-        path = "pipeline.schedule" if settings.stages_per_rank is None else "pipeline.stages_per_rank"
-        yield Problem(path=path, what=str(error))
+        if settings.stages_per_rank is None:
+            works = next(name for name in ("1f1b", "gpipe") if name != settings.schedule)
+            yield Problem(path="pipeline.schedule", what=str(error), hint=f"pipeline.schedule={works}")
+        else:
+            yield Problem(path="pipeline.stages_per_rank", what=str(error), hint="pipeline.stages_per_rank=null")
         return
     yield from _layer_problems(dims, config, schedule.num_stages)
 

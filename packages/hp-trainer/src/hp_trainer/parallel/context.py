@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 # Bytes per second that a rank sends, and operations per second, by which methods are compared: those of the defaults.
 _BANDWIDTH, _FLOPS = 50e9, 1e14
+# Tokens of a rank's head or tail chunk that costs are counted on, at least: of fewer, the diagonal of a causal mask is
+# too large a part of the products (with two tokens they take an eighth more).
+_HALF_TOKENS = 32
 
 
 def context_style(dims: Any, config: Any, training: TrainingConfig | None = None) -> ContextParallel:
@@ -64,8 +67,9 @@ def _cheapest(shape: AttentionShape, ranks: int, method: str | None, degree: int
     that factor for bytes, and by its square for the products of queries and keys: the same seconds, found much sooner.
     """
     factor = 1
-    if shape.length % (4 * ranks) == 0 and shape.window is None:
-        factor = shape.length // (4 * ranks)
+    if shape.length % (2 * ranks) == 0 and shape.window is None:
+        half = shape.length // (2 * ranks)
+        factor = max((each for each in divisors(half) if half // each >= _HALF_TOKENS), default=1)
     shorter = dataclasses.replace(shape, length=shape.length // factor)
     rates = CostModel(bandwidth=_BANDWIDTH / factor)
     best = choose_context_parallel(
