@@ -15,7 +15,7 @@ from hp_dtensor.comm.world import current_world
 from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.testing.simulated import run_ranks
 from hp_fsdp import Communication, FullyShardError, fully_shard
-from hp_fsdp.plugins import communications, plugin_manager
+from hp_fsdp.plugins import communications, get_communication, plugin_manager
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "hp-fsdp-quantized" / "src"))
 
@@ -258,3 +258,13 @@ def test_blocks_are_of_a_positive_number_of_values(hp_platform, block):
 def test_a_codec_is_no_name(hp_platform):
     with pytest.raises(FullyShardError, match=r"codec: expected a Codec such as Int8\(\), got 'int8'"):
         QuantizedCommunication(hp_platform, "int8")
+
+
+def test_a_name_that_makes_no_communication_is_told_with_its_plugin(hp_platform):
+    communications.cache_clear()
+    communications().add("odd", lambda platform: 3)
+    try:
+        with pytest.raises(FullyShardError, match=r"communication 'odd' of plugin '.*': expected .* got a int"):
+            get_communication("odd", hp_platform)
+    finally:
+        communications.cache_clear()

@@ -127,11 +127,21 @@ def test_a_hook_that_raises_is_named_with_plugin_and_distribution(install):
     )
 
 
-def test_a_rule_for_an_operation_that_has_one_names_the_plugin(install):
-    source = WITHOUT_PLATFORM.replace('registry.append("rule")', "registry.register('add', 'input other', None)")
+@pytest.mark.parametrize(
+    ("call", "problem"),
+    [
+        ("'add', 'input other', print", "ValueError: operation 'add' has a sharding rule already"),
+        ("'odd.gate', 'input', '... -> ...'", "TypeError: rule of 'odd.gate': expected the parameters as text"),
+        ("'odd.gate', ['input'], print", "TypeError: rule of 'odd.gate': expected the parameters as text"),
+    ],
+    ids=["taken", "no rule", "no text"],
+)
+def test_a_rule_that_cannot_be_registered_names_the_plugin(install, call, problem):
+    source = WITHOUT_PLATFORM.replace('registry.append("rule")', f"registry.register({call})")
     install("odd-dist", {"odd": "odd_rules"}, odd_rules=source)
     rule_registry.cache_clear()
-    with pytest.raises(PluginError, match=r"'odd' of distribution 'odd-dist': hook hp_sharding_rules\(\) raised"):
+    who = "plugin 'odd' of distribution 'odd-dist': hook hp_sharding_rules() raised "
+    with pytest.raises(PluginError, match=re.escape(who + problem)):
         rule_registry()
     rule_registry.cache_clear()
 

@@ -50,12 +50,19 @@ def get_communication(choice: str | Communication, platform: Platform) -> Commun
     """Return the communication with a name, or the one given.
 
     Raises:
-        FullyShardError: an unknown name, or neither a name nor a `Communication`.
+        FullyShardError: an unknown name, one whose plugin makes something else, or neither a name nor a
+            `Communication`.
     """
     if isinstance(choice, Communication):
         return choice
     if isinstance(choice, str):
-        built: Communication = communications().get(choice, platform.name).build(platform)
+        entry = communications().get(choice, platform.name)
+        built = entry.build(platform)
+        if not isinstance(built, Communication):
+            raise FullyShardError(
+                f"communication {choice!r} of {entry.origin}: expected a class or function that makes a Communication "
+                f"of the platform, got a {type(built).__name__}"
+            )
         return built
     raise FullyShardError(f"communication: expected a name or a Communication, got {type(choice).__name__}")
 

@@ -149,7 +149,13 @@ class RuleRegistry:
 
         Raises:
             ValueError: a name has a rule already.
+            TypeError: the parameters are no text, or the rule is no function.
         """
+        if not isinstance(signature, str) or not callable(rule):
+            raise TypeError(
+                f"rule of {names!r}: expected the parameters as text, such as 'input dim=None', and a function of the "
+                f"call, such as line('... -> ...'); got {signature!r} and {rule!r}"
+            )
         words = signature.split()
         takes_more = words[-1] == "..."
         parameters = _parse_signature(words[:-1] if takes_more else words)
