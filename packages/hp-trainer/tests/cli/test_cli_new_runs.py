@@ -62,7 +62,7 @@ def test_all_that_is_wrong_is_told_at_once(work: Path, error, prepared: list) ->
         "run.yaml:10: parallel.cp: seq_len = 8 cannot be split over cp*tp = 2*3 = 6\n"
         "    expected: cp*tp to divide 8\n"
         "    got: 6\n"
-        "    try: seq_len=6 or 12, or cp*tp=4 or 8\n"
+        "    try: training.sequence_length=6 or 12, or cp*tp=4 or 8\n"
         "run.yaml:4: data.path: does not exist\n"
         "    expected: a text file, or a folder that holds some\n"
         f"    got: {work}/none.txt\n"

@@ -144,6 +144,7 @@ def layout_problems(config: TrainerConfig, world_size: int) -> Iterator[Problem]
     except ParallelDimsError as error:
         for problem in [*error.problems, *_unfitting(config, error, world_size)]:
             hint = problem.hint.replace("world_size=", "launch.local_ranks=")
+            hint = hint.replace("seq_len=", "training.sequence_length=")
             yield dataclasses.replace(problem, hint=hint).within("parallel")
     else:
         yield from training_problems(dims, config)
