@@ -6,7 +6,7 @@ import contextlib
 
 import numpy as np
 import pytest
-from training_runs import losses, skip_unless_torch_or, tensors
+from training_runs import losses, tensors
 
 from hp_fsdp.plugins import get_storage
 from hp_fsdp.storage import ParameterStorage
@@ -25,6 +25,8 @@ OPTIMIZERS = {
 @pytest.fixture
 def copies(hp_platform, monkeypatch):
     """A device that is played by the host: the elements of each copy, and buckets that several parameters share."""
+    if hp_platform.name != "torch":
+        pytest.skip("this platform keeps no shards of a device on the host, and says so before a run")
     storage, found = get_storage(hp_platform), {"to device": [], "to host": []}
 
     def copy(direction, target, source):
@@ -48,7 +50,6 @@ def copies(hp_platform, monkeypatch):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_losses_weights_and_saved_state_are_bitwise_the_same(lab, copies, name):
-    skip_unless_torch_or(lab.platform, name == "adamw")
     degrees = {"dp_shard": 2, "tp": 2}
     plain = lab.run("plain", degrees, 4, **OPTIMIZERS[name])
     assert not copies["to device"]
@@ -99,3 +100,13 @@ def test_an_optimizer_whose_state_has_a_form_of_its_own_is_refused(lab):
     (problem,) = find_memory_problems(ParallelDims(world_size=1), config, lab.platform.name)
     assert problem.path == "training.offload_optimizer"
     assert "optimizer adamw_8bit keeps its state in a form of its own, which stays on the device" in str(problem)
+
+
+def test_a_platform_that_keeps_nothing_on_the_host_says_so_before_a_run(lab, monkeypatch):
+    if lab.platform.name == "torch":
+        pytest.skip("torch can, on any accelerator")
+    monkeypatch.setattr(get_storage(lab.platform), "is_host", lambda kind: False)
+    config = lab.config(training__offload_optimizer="true")
+    (problem,) = find_memory_problems(ParallelDims(world_size=1), config, lab.platform.name)
+    assert problem.path == "training.offload_optimizer"
+    assert "cannot keep shards" in str(problem)
