@@ -74,7 +74,7 @@ def main():
         "ours, products kept": lambda: partial(checkpoint, platform=platform, keep=("products",)),
         "torch, products kept": lambda: partial(torch_checkpoint, use_reentrant=False, context_fn=contexts),
         "ours, offloaded": lambda: ActivationOffload(platform),
-        "torch, save_on_cpu": lambda: on_cpu,
+        "torch, offloaded": lambda: on_cpu,
     }
     x = torch.randn(4, options.length, options.width, requires_grad=True)
 
