@@ -63,6 +63,9 @@ def test_data_parallel_axes_that_do_not_fit_are_told(hp_platform):
         DataParallelMeshDims()
     with pytest.raises(FullyShardError, match=r"\('a', 'b'\) are several axes"):
         fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard=("a", "b")))
+    for none in (DataParallelMeshDims(shard=(), replicate="a"), DataParallelMeshDims(shard="a", replicate=())):
+        with pytest.raises(FullyShardError, match=r"expected the name of an axis .*, got \(\)"):
+            fully_shard(model, mesh=mesh, dp_mesh_dims=none)
     with pytest.raises(FullyShardError, match="expected mesh="):
         fully_shard(model, dp_mesh_dims=DataParallelMeshDims(shard="a"))
 

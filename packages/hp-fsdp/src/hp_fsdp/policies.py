@@ -61,7 +61,7 @@ class DataParallelMeshDims:
 
     Raises:
         ValueError: neither is given.
-        FullyShardError: several names for one of them, which torch flattens into one axis.
+        FullyShardError: from `of`: several names for one of them, which torch flattens into one axis, or none.
 
     Example:
         >>> def program():
@@ -90,7 +90,8 @@ class DataParallelMeshDims:
 
     def of(self, mesh: DeviceMesh) -> DeviceMesh:
         """Return the data-parallel part of a mesh: (shard) or (replicate, shard)."""
-        names = [self._axis(dims) for dims in (self.replicate_names, self.shard_names) if dims]
+        given = (self.replicate, self.replicate_names), (self.shard, self.shard_names)
+        names = [self._axis(dims) for axis, dims in given if axis is not None]
         part = mesh[tuple(names)]
         if self.shard is None:
             return part.unflatten(names[0], (part.size(), 1), (names[0], f"{names[0]}_shard"))
@@ -103,6 +104,8 @@ class DataParallelMeshDims:
         raise FullyShardError(
             f"dp_mesh_dims: {dims} are several axes, which would be flattened into one; make the mesh with one axis "
             "for them, and pass mesh[that axis] itself"
+            if dims
+            else "dp_mesh_dims: expected the name of an axis for shard and for replicate, or None, got ()"
         )
 
 
