@@ -133,6 +133,7 @@ def test_reductions_of_lists_are_those_of_whole_tensors():
             torch._foreach_norm,
             lambda x: torch._foreach_norm(x, float("inf")),
             lambda x: torch._foreach_norm(x, ord=1, dtype=torch.float64),
+            lambda x: torch._foreach_norm(x, 1, torch.float64),
             torch._foreach_max,
         ):
             torch.testing.assert_close([x.full_tensor() for x in reduce(lists)], list(reduce(values)))

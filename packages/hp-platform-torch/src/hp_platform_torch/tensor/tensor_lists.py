@@ -51,7 +51,7 @@ def _unscale(func: Callable[..., Any], grads: Sequence[Tensor], found_inf: Tenso
 
 _REDUCED: dict[str, Callable[..., Tensor]] = {
     "_foreach_max": torch.max,
-    "_foreach_norm": torch.linalg.vector_norm,
+    "_foreach_norm": lambda x, ord=2, dtype=None: torch.linalg.vector_norm(x, ord, dtype=dtype),
     "_foreach_powsum": lambda x, ord=2, dtype=None: torch.sum(x.abs().pow(ord), dtype=dtype),
 }
 """Functions of lists that reduce each tensor -> the reduction of one, which knows of the other ranks' parts."""
