@@ -138,6 +138,11 @@ def without_a_dtype(metadata):
     metadata.state_dict_metadata["x"].properties.dtype = "float32"
 
 
+def with_pieces_as_the_size_of_another(metadata):
+    saved = metadata.state_dict_metadata["x"]
+    metadata.state_dict_metadata["y"] = type(saved)(saved.properties, saved.chunks, saved.chunks)
+
+
 def with_a_compressed_file(metadata):
     for stored in metadata.storage_data.values():
         stored.transform_descriptors = ["zstd"]
@@ -155,6 +160,7 @@ def with_a_file_elsewhere(metadata):
         (with_a_piece_outside, "tensor 'x': Box(offset=(1,), shape=(2,)) is outside the shape (2,)"),
         (with_a_piece_twice, "tensor 'x': Box(offset=(0,), shape=(2,)) and Box(offset=(0,), shape=(2,)) overlap"),
         (without_a_dtype, "tensor 'x' has no dtype"),
+        (with_pieces_as_the_size_of_another, "expected a torch.Size, got list"),
         (with_a_compressed_file, "its tensors are transformed, such as compressed"),
         (with_a_file_elsewhere, "names the file '../elsewhere', which is not in the folder"),
     ],

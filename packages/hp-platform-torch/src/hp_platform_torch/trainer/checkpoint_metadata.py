@@ -50,7 +50,7 @@ class _Parser:
     """Turns a tree into metadata. What the pickle holds once and refers to often is turned once."""
 
     def __init__(self) -> None:
-        self._turned: dict[int, Any] = {}
+        self._turned: dict[tuple[int, Callable[[Any], Any]], Any] = {}
 
     def metadata(self, tree: Any) -> Metadata:
         fields = _fields(tree, Metadata)
@@ -98,8 +98,9 @@ class _Parser:
         return _StorageInfo(name, _count(fields.get("offset")), _count(fields.get("length")))
 
     def _once(self, tree: Any, turn: Callable[[Any], _T]) -> _T:
-        # The tree stays alive as long as this, so that no other object gets the same id.
-        key = id(tree)
+        # The tree stays alive as long as this, so that no other object gets the same id. What was good as one thing may
+        # stand where another has to.
+        key = id(tree), turn
         if key not in self._turned:
             self._turned[key] = turn(tree)
         return self._turned[key]  # type: ignore[no-any-return]
