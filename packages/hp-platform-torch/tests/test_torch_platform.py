@@ -174,3 +174,4 @@ def test_factories_have_torchs_default_dtype(platform):
         torch.set_default_dtype(torch.float32)
     assert [x.dtype for x in found] == [torch.float64, torch.float64, torch.complex128, torch.int64, torch.bool]
     assert zeros(2, device_mesh=mesh).dtype == torch.float32
+    assert torch.equal(full((1,), np.complex64(1j), device_mesh=mesh).to_local(), torch.tensor([1j]))

@@ -151,9 +151,10 @@ def _factories(platform: Platform) -> None:
     x = full(size=(4, 2), fill_value=3, device_mesh=mesh, placements=[Shard(0)])
     assert platform.dtype_name(x.dtype) == "int64"
     np.testing.assert_array_equal(_values(platform, x), np.full((4, 2), 3))
-    assert [platform.dtype_name(full((2,), value, device_mesh=mesh).dtype) for value in (True, 0.5)] == [
+    assert [platform.dtype_name(full((2,), value, device_mesh=mesh).dtype) for value in (True, 0.5, np.True_)] == [
         "bool",
         "float32",
+        "bool",
     ]
     with pytest.raises(ValueError, match=r"makes dense tensors, layout torch\.strided; got layout='sparse'"):
         zeros(4, device_mesh=mesh, layout="sparse")

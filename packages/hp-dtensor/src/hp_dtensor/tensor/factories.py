@@ -94,10 +94,13 @@ def full(
         [0.5, 0.5]
     """
 
-    def fill(platform: Platform, spec: TensorSpec) -> Tensor:
-        return platform.ops.full(spec.local_shape, fill_value, spec.dtype)
+    # NumPy's numbers are none of Python's: torch would make real ones of complex ones and of truth values.
+    number = fill_value.item() if hasattr(fill_value, "item") else fill_value
 
-    return _make((size,), device_mesh, placements, dtype, layout, requires_grad, fill, of=fill_value)
+    def fill(platform: Platform, spec: TensorSpec) -> Tensor:
+        return platform.ops.full(spec.local_shape, number, spec.dtype)
+
+    return _make((size,), device_mesh, placements, dtype, layout, requires_grad, fill, of=number)
 
 
 def ones(
