@@ -14,6 +14,7 @@ from mindspore import Tensor, mint, nn
 from hp_dtensor.comm.world import current_world
 from hp_dtensor.exceptions import PlatformError
 from hp_dtensor.parallel import nn as hp_nn
+from hp_dtensor.parallel.offload import ActivationOffload
 from hp_dtensor.platform.ops import OP_NAMES
 from hp_dtensor.platform.tensors import DTYPE_NAMES
 from hp_dtensor.testing import run_ranks
@@ -383,3 +384,17 @@ def test_a_parameter_gets_the_name_of_the_one_it_replaces(platform):
     assert list(cell.parameters_dict()) == ["0.weight", "0.bias"]
     platform.set_parameter(cell[0], "weight", platform.Parameter(old.data, name="mine"))
     assert list(cell.parameters_dict()) == ["mine", "0.bias"]
+
+
+@pytest.mark.skipif(not hasattr(ms, "saved_tensors_hooks"), reason="MindSpore 2.10 has them")
+def test_complex_activations_are_not_offloaded_by_way_of_numpy(platform):
+    values = np.full((16, 16), 1 - 2j, np.complex64)
+    assert platform.host_copies().memory_of(ms.Tensor(values)) is None
+    x = platform.from_numpy(np.ones((16, 16), np.float32))
+    platform.set_requires_grad(x, True)
+
+    def block(x):
+        return ms.mint.real(x.astype(ms.complex64) * ms.Tensor(values))
+
+    # MindSpore saves the factors, though it has no gradient of this product.
+    np.testing.assert_array_equal(platform.to_numpy(ActivationOffload(platform)(block, x)), np.ones((16, 16)))

@@ -18,7 +18,7 @@ from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform.host_copies import HostCopies, Wait
 from hp_platform_mindspore.tensor.autograd import GradMode
 from hp_platform_mindspore.tensor.dtensor import MindSporeDTensor
-from hp_platform_mindspore.tensor.memory import host_view, share
+from hp_platform_mindspore.tensor.memory import HOST_DTYPES, host_view, share
 
 _staying: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 
@@ -59,7 +59,9 @@ class MindSporeHostCopies(HostCopies):
 
     def memory_of(self, x: Tensor) -> tuple[Hashable, int] | None:
         """See `HostCopies`."""
-        if type(x) not in (Tensor, ms.Parameter) and not isinstance(x, MindSporeDTensor):
+        if type(x) is not Tensor and not isinstance(x, (ms.Parameter, MindSporeDTensor)):
+            return None
+        if self._is_on_host and x.dtype not in HOST_DTYPES:  # complex numbers, say, which are copied by way of NumPy
             return None
         storage = x.untyped_storage()
         nbytes = storage.nbytes()
