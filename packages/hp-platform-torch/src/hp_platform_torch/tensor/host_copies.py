@@ -49,7 +49,9 @@ class TorchHostCopies(HostCopies):
         if type(x) not in _PLAIN and not is_shard:
             return None
         with LocalOperations():
-            if x.layout is not torch.strided or x.is_meta or x.is_conj() or x.is_neg() or x._is_zerotensor():
+            if x.layout is not torch.strided or x.is_nested or x.is_quantized or x.is_meta:
+                return None
+            if x.is_conj() or x.is_neg() or x._is_zerotensor():
                 return None
             storage = x.untyped_storage()
         return None if getattr(storage, _STAYS, False) else (storage._cdata, storage.nbytes())
@@ -105,7 +107,15 @@ def _copy_beside(purpose: str, target: torch.Tensor, source: torch.Tensor) -> Wa
     # A graph that is dropped frees memory that may still be copied.
     (source if purpose == "to host" else target).record_stream(stream)
     event = stream.record_event()
-    return lambda: torch.accelerator.current_stream().wait_event(event)
+
+    def wait() -> None:
+        computing = torch.accelerator.current_stream()
+        computing.wait_event(event)
+        if purpose == "to device":
+            # Backward may have begun the copy on the stream of another block.
+            target.record_stream(computing)
+
+    return wait
 
 
 @functools.cache
