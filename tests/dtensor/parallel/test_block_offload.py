@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -135,3 +136,79 @@ def test_a_tensor_that_is_written_before_it_has_left_is_an_error(hp_platform, wh
         y = offloaded(block, y)
     with pytest.raises(RuntimeError, match="modified in place"):
         hp_platform.backward(ops.sum(y))
+
+
+def over_one_memory(platform, function):
+    """Return the gradient of a weight by which a block multiplies one of two tensors that count their writes alone."""
+    if platform.name != "torch":
+        pytest.skip("MindSpore does not count such a write")
+    weight, x = platform.from_numpy(VALUES), platform.from_numpy(VALUES)
+    for leaf in (weight, x):
+        platform.set_requires_grad(leaf, True)
+    ops, offloaded = platform.ops, ActivationOffload(platform)
+
+    def block(x):
+        hidden = ops.mul(x, 2.0)
+        return function(weight, hidden, hidden.data)
+
+    platform.backward(ops.sum(offloaded(block, x)))
+    return platform.to_numpy(platform.get_grad(weight))
+
+
+def test_a_write_through_another_tensor_over_the_same_memory_is_an_error(hp_platform):
+    ops = hp_platform.ops
+
+    def function(weight, hidden, other):
+        result = ops.add(ops.silu(hidden), ops.mul(weight, other))
+        other.add_(1.0)
+        return result
+
+    with pytest.raises(RuntimeError, match="modified in place"):
+        over_one_memory(hp_platform, function)
+
+
+def test_a_tensor_that_is_saved_after_a_write_has_a_copy_of_its_own(hp_platform):
+    ops, alive = hp_platform.ops, []
+
+    def function(weight, hidden, other):
+        alive.append(ops.silu(hidden))
+        with hp_platform.no_grad():
+            hidden.add_(1.0)
+        return ops.mul(weight, other)
+
+    np.testing.assert_array_equal(over_one_memory(hp_platform, function), 2 * VALUES + 1)
+
+
+def test_a_backward_waits_for_copies_to_the_host_itself(hp_platform, monkeypatch):
+    """It may run on another stream than the forward, which has waited too."""
+    kind, waits = type(hp_platform.host_copies()), []
+    to_host = kind.to_host
+
+    def noted(copies, memory):
+        host, wait = to_host(copies, memory)
+        return host, lambda: (waits.append(host), wait())
+
+    monkeypatch.setattr(kind, "to_host", noted)
+    offloaded, y = ActivationOffload(hp_platform), hp_platform.from_numpy(VALUES)
+    hp_platform.set_requires_grad(y, True)
+    for _ in range(3):
+        y = offloaded(hp_platform.ops.silu, y)
+    (first,) = waits
+    hp_platform.backward(hp_platform.ops.sum(y))
+    assert len(waits) == 2
+    assert waits[1] is first
+
+
+def test_frozen_weights_stay_also_where_a_checkpoint_is_a_plain_call(hp_platform, monkeypatch):
+    kind, sizes = type(hp_platform.host_copies()), []
+    to_host = kind.to_host
+    monkeypatch.setattr(kind, "to_host", lambda self, x: (sizes.append(x.nbytes), to_host(self, x))[1])
+    with nn.building(hp_platform):
+        block = Block(0)
+    for _, weight in hp_platform.named_parameters(block.down):
+        hp_platform.set_requires_grad(weight, False)
+    # Nothing is recomputed of a block whose input needs no gradient.
+    recomputed = functools.partial(checkpoint, block, platform=hp_platform)
+    ActivationOffload(hp_platform)(recomputed, hp_platform.from_numpy(VALUES))
+    assert sizes
+    assert 2 * WIDTH * WIDTH * 4 not in sizes

@@ -9,6 +9,7 @@ come back as they lay.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Hashable
 from contextlib import ExitStack
@@ -51,8 +52,8 @@ class ActivationOffload:
         """Return `function(x, *args)`.
 
         Args:
-            function: a module, whose parameters stay on the device; of any other function, those that are no longer in
-                the graph as leaves are offloaded as if they were activations.
+            function: a module, or a `functools.partial` of one or with one, whose parameters stay on the device; of any
+                other function, those that are no leaves of the graph are offloaded as if they were activations.
             args: tensors in it, such as tables that blocks share, stay on the device.
 
         Raises:
@@ -73,6 +74,8 @@ class ActivationOffload:
         return result
 
     def _tensors_of(self, function: Any) -> list[Tensor]:
+        if isinstance(function, functools.partial):  # such as `checkpoint` of a block
+            return [x for each in (function.func, *function.args) for x in self._tensors_of(each)]
         if not isinstance(function, self._platform.Module):
             return []
         named = (self._platform.named_parameters(function), self._platform.named_buffers(function))
@@ -115,7 +118,9 @@ class _Block:
         key = memory[0], self._platform.version(x), shared
         with self._platform.no_grad(), self._platform.local_op():
             entry = self._entries.get(key)
-            if entry is None:
+            # Tensors over one memory may each count their writes alone: that one has been written does not show in the
+            # version of another.
+            if entry is None or entry.is_written:
                 entry = self._entries[key] = _Entry(self, self._platform, self._copies, x)
             return _Offloaded(entry, self._copies, x)
 
@@ -140,40 +145,52 @@ class _Entry:
     def __init__(self, block: _Block, platform: Platform, copies: HostCopies, x: Tensor) -> None:
         self._block, self._platform, self._copies = block, platform, copies
         self._shape = list(x.shape)
-        self._source: Held | None = Held(platform, x)
+        self._sources: list[Held] = []  # the users' tensors, while the memory is on the device
         self._host, self._wait = copies.to_host(copies.memory(x))
         self._brought: Any = None
-        self._is_written = False
-        self.users = 0
+        self._was_written = False
+        self._users = 0
+
+    def add(self, x: Tensor) -> None:
+        """Count a user, whose tensor must stay the same while it is on the device."""
+        self._users += 1
+        self._sources.append(Held(self._platform, x))
+
+    @property
+    def is_written(self) -> bool:
+        """True if a user's tensor was written while it was on the device."""
+        return self._was_written or not all(source.is_unchanged for source in self._sources)
 
     def finish(self) -> None:
-        if self._source is None:
+        if not self._sources:
             return
         self._wait()
         # A copy under way may have seen what was written.
-        self._is_written = not self._source.is_unchanged
-        self._source = None
+        self._was_written = self.is_written
+        self._sources = []
 
     def fetch(self) -> None:
-        if self._source is None and self._brought is None:
+        if not self._sources and self._brought is None:
+            # Here too, for backward need not be on the stream that `finish` has made wait.
+            self._wait()
             self._brought = self._copies.to_device(self._host)
 
     def check(self) -> None:
-        if self._is_written or not (self._source is None or self._source.is_unchanged):
+        if self.is_written:
             raise RuntimeError(MODIFIED.format(self._shape))
 
     def take(self) -> Tensor:
         """Return the memory on the device, for one of the users; the last one's frees it."""
         self._block.enter()
-        self.users -= 1
+        self._users -= 1
         self.check()
-        if self._source is not None:
+        if self._sources:
             with self._platform.local_op():
-                return self._copies.memory(self._source.get())
+                return self._copies.memory(self._sources[0].get())
         self.fetch()
         memory, wait = self._brought
         wait()
-        if self.users <= 0:
+        if self._users <= 0:
             self._brought = None
         return memory
 
@@ -183,7 +200,7 @@ class _Offloaded:
 
     def __init__(self, entry: _Entry, copies: HostCopies, x: Tensor) -> None:
         self._entry, self._copies, self._form = entry, copies, copies.form(x)
-        entry.users += 1
+        entry.add(x)
 
     def get(self) -> Tensor:
         return self._copies.tensor(self._entry.take(), self._form)
