@@ -70,7 +70,12 @@ class BackwardSchedule:
         # announced this.
         self.pre_backward(group, forward_pass)
         # Before anything is reduced: gradients of values that were written since are wrong on every rank.
-        use.check_unchanged(buffer, grads, group.place)
+        if changed := use.changed_parameters(buffer, grads):
+            raise FSDPStateError(
+                f"{group.place}: {', '.join(changed)}: changed between a forward and its backward, by "
+                "optimizer.step() or otherwise: gradients would be those of other values. Run the backward of every "
+                "loss before the step, or the forward again after it"
+            )
         if forward_pass is not None:
             self._advance(run, forward_pass, Event(group, is_end=False))
         self._take_gradients(run, group, use, buffer, grads)

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from hp_dtensor.exceptions import HPError
-from hp_dtensor.platform.recording import inside
+from hp_dtensor.platform.recording import inside, is_recording
 from hp_fsdp._engine.call_order import CallOrder
 from hp_fsdp.exceptions import CommunicationError
 
@@ -46,13 +46,17 @@ class Communicating:
 
     def __init__(self, group: CommunicatingGroup, action: str, in_backward: bool = False) -> None:
         self._group, self._action = group, action
-        self._inside: AbstractContextManager[None] = inside(group.modules, in_backward)
+        self._inside: AbstractContextManager[None] | None = None
+        if is_recording():
+            self._inside = inside(group.modules, in_backward)
 
     def __enter__(self) -> None:
-        self._inside.__enter__()
+        if self._inside is not None:
+            self._inside.__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        self._inside.__exit__(kind, error, trace)
+        if self._inside is not None:
+            self._inside.__exit__(kind, error, trace)
         if isinstance(error, RuntimeError):
             _explain(self._group, self._action, error)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from hp_fsdp._engine.flat_buffer import FlatBuffer
-from hp_fsdp.exceptions import FSDPStateError
 from hp_fsdp.storage import Gradients
 
 Tensor = Any
@@ -29,27 +28,15 @@ class ParameterUse:
         self.waiting: list[FlatBuffer] = []
         self.versions: dict[FlatBuffer, list[int]] = {}
 
-    def check_unchanged(self, buffer: FlatBuffer, grads: Gradients, where: str) -> None:
-        """Raise if backward has come to other values than the forward computed with, as far as writes are counted.
+    def changed_parameters(self, buffer: FlatBuffer, grads: Gradients) -> list[str]:
+        """Return the names of parameters that have, in backward, other values than the forward computed with.
 
         Autograd compares the versions of what operations have saved; it cannot see that a buffer was filled again from
         shards that an optimizer has changed. Parameters without a gradient may have changed: this backward does not
         use them.
-
-        Args:
-            where: the group and the rank, for the error.
-
-        Raises:
-            FSDPStateError: naming the parameters.
         """
         then, now = self.versions[buffer], buffer.versions.of_full
         if then == now:
-            return
+            return []
         used = (index for index, grad in zip(self.indices[buffer], grads, strict=True) if grad is not None)
-        changed = [buffer.parameters[index].name for index in used if then[index] != now[index]]
-        if changed:
-            raise FSDPStateError(
-                f"{where}: {', '.join(changed)}: changed between a forward and its backward, by "
-                "optimizer.step() or otherwise: gradients would be those of other values. Run the backward of every "
-                "loss before the step, or the forward again after it"
-            )
+        return [buffer.parameters[index].name for index in used if then[index] != now[index]]
