@@ -18,9 +18,11 @@ from hp_moe import (
     ExpertParallel,
     ExpertParallelError,
     ExpertTensorParallel,
+    GroupSizes,
     LoadMetrics,
     MoE,
     ReplicatingDispatcher,
+    grouped_matmul,
     move_experts,
     place_copies_of_experts,
     place_homes,
@@ -59,10 +61,25 @@ def test_a_swap_must_be_worth_it():
     assert place_homes([90, 80, 1, 2, 70, 60, 3, 4], range(8), 4, most_swaps=1).count(0) == 1
 
 
-def made(style, shape, names):
+class OwnExperts(nn.Module):
+    """Someone else's experts: `w2(w1(x))`."""
+
+    def __init__(self):
+        super().__init__()
+        self.w1, self.w2 = self.parameter((EXPERTS, 4, DIM)), self.parameter((EXPERTS, DIM, 4))
+
+    def forward(self, x, num_tokens_per_expert):
+        sizes = GroupSizes(self.platform, num_tokens_per_expert)
+        hidden = grouped_matmul(x, self.w1, sizes)
+        return grouped_matmul(hidden, self.w2, sizes)
+
+
+def made(style, shape, names, experts=None):
     platform = get_platform()
     with nn.building(platform):
         layer = MoE(DIM, 4, EXPERTS, 2, bias=True)
+        if experts is not None:
+            layer.experts = experts()
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names, platform=platform)
     if style is not None:
         style.apply(layer, mesh)
@@ -179,3 +196,94 @@ def test_what_cannot_move_is_refused_and_nothing_has_moved(platform):
         numpy.testing.assert_array_equal(whole(platform, layer.experts.w1), before)
 
     run_ranks(rank, 2, platform)
+
+
+def moved(style=None):
+    platform, layer, _ = made(style or ExpertParallel(COPYING), (2,), ("ep",))
+    move_experts(layer, {"": LoadMetrics.of([9, 9, 0, 0, 0, 0])}, lambda p: [])
+    return platform, layer
+
+
+def test_states_are_neither_given_nor_taken_while_experts_are_away(platform):
+    """Rows would have other experts' names."""
+    state = pytest.importorskip("hp_fsdp")
+
+    def rank():
+        _, layer = moved()
+        parent = nn.ModuleList([layer])
+        saved = {name: platform.detach(p) for name, p in platform.named_parameters(parent)}
+        for call in (
+            lambda: state.get_model_state_dict(parent),
+            lambda: state.set_model_state_dict(parent, saved),
+            lambda: dict(state.full_parameters(parent)),
+            lambda: state.summon_full_params(parent).__enter__(),
+            parent.state_dict,
+            lambda: parent.load_state_dict(saved),
+        ):
+            with pytest.raises(ExpertParallelError, match=r"2 of its 6 experts live on other ranks .*return_experts"):
+                call()
+        return_experts(parent, lambda p: [])
+        full = state.get_model_state_dict(parent)
+        state.set_model_state_dict(parent, full)
+        assert {*parent.state_dict()} == {*full}
+
+    def built():
+        with nn.building(platform):
+            rank()
+
+    run_ranks(built, 2, platform)
+
+
+def test_gradients_move_with_their_experts_also_of_ranks_without_experts_or_tokens(platform):
+    def rank():
+        _, layer, mesh = made(ExpertParallel(COPYING), (4,), ("ep",))
+        # The last rank has no experts, and only the first has tokens.
+        x = numpy.abs(numpy.random.default_rng(0).normal(size=(8 if mesh.get_local_rank() == 0 else 0, DIM)))
+        y = layer(platform.from_numpy(x.astype(numpy.float32)))
+        platform.backward(platform.ops.sum(platform.ops.mul(y, y)))
+        before = {name: whole(platform, platform.get_grad(p)) for name, p in platform.named_parameters(layer.experts)}
+        loads = {"": LoadMetrics.of([9, 9, 9, 0, 0, 0])}
+        (homes,) = move_experts(layer, loads, lambda p: [], least_gain=0.0).values()
+        assert homes != tuple(range(EXPERTS))
+        for name, p in platform.named_parameters(layer.experts):
+            there = whole(platform, platform.get_grad(p))
+            numpy.testing.assert_array_equal(there[list(homes)], before[name], err_msg=name)
+
+    run_ranks(rank, 4, platform)
+
+
+def test_ranks_that_would_move_other_things_all_raise(platform):
+    def rank():
+        _, layer, mesh = made(ExpertParallel(COPYING), (2,), ("ep",))
+        loads, first = {"": LoadMetrics.of([9, 9, 0, 0, 0, 0])}, mesh.get_local_rank() == 0
+        with pytest.raises(ExpertParallelError, match="expected the same homes, and gradients and states"):
+            move_experts(layer, loads, lambda p: [platform.ops.zeros_like(p)] if first else [])
+
+        def states(parameter):
+            if first:
+                raise KeyError("no state of this parameter")
+            return []
+
+        told = (KeyError, "no state") if first else (ExpertParallelError, "rank 0 cannot move experts: 'no state of")
+        with pytest.raises(told[0], match=told[1]):
+            move_experts(layer, loads, states)
+        assert layer.experts.dispatcher.is_home
+
+    run_ranks(rank, 2, platform)
+
+
+def test_own_experts_move_and_have_copies_too(platform):
+    def rank(style, change):
+        _, layer, mesh = made(style, (2,), ("ep",), experts=OwnExperts)
+        change(layer, {"": LoadMetrics.of([9, 9, 0, 0, 0, 0])})
+        x = numpy.random.default_rng(mesh.get_local_rank()).normal(size=(8, DIM)).astype(numpy.float32)
+        return platform.to_numpy(platform.detach(layer(platform.from_numpy(x)))).copy()
+
+    def copy(layer, loads):
+        assert any(place_copies_of_experts(layer, loads)[""])
+
+    still = run_ranks(functools.partial(rank, ExpertParallel(), lambda layer, loads: None), 2, platform)
+    for change in (copy, lambda layer, loads: move_experts(layer, loads, lambda p: [])):
+        changed = run_ranks(functools.partial(rank, ExpertParallel(COPYING), change), 2, platform)
+        for one, other in zip(still, changed, strict=True):
+            numpy.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from hp_dtensor.parallel.parameters import check_state
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_fsdp._engine.flat_buffer import FlatBuffer
@@ -50,6 +51,7 @@ def summon_full_params(module: Module, *, recurse: bool = True, writeback: bool 
         (True, (6, 4))
     """
     platform = platform_of_model(module)
+    check_state(platform, module)
     own = state_of(module)
     groups = _state.groups_below(platform, module) if recurse else [own.group] if own is not None else []
     _check(platform, type(module).__name__, groups, writeback)
@@ -86,6 +88,7 @@ def full_parameters(module: Module) -> Iterator[tuple[str, Tensor]]:
         {'weight': (6, 4)}
     """
     storage = get_storage(platform_of_model(module))
+    check_state(storage.platform, module)
     seen: set[int] = set()
     for name, parameter in _state.named_parameters(storage.platform, module).items():
         # Every rank passes over the same ones, since ties are alike on all; gathers would not meet otherwise.

@@ -13,6 +13,7 @@ from hp_dtensor.comm.mesh import DeviceMesh
 from hp_moe.dispatch import ReplicatingDispatcher
 from hp_moe.dispatch.placement import Placement
 from hp_moe.exceptions import ExpertParallelError
+from hp_moe.expert_hooks import dispatcher_of
 from hp_moe.moe import MoE
 from hp_moe.router import plain
 from hp_moe.tally import LOSSES
@@ -145,7 +146,7 @@ def place_copies_of_experts(model: Any, loads: Mapping[str, LoadMetrics]) -> dic
     """
     placed = {}
     for name, layer in moe_layers(model).items():
-        dispatcher = getattr(layer.experts, "dispatcher", None)
+        dispatcher = dispatcher_of(layer.experts, layer.platform)
         if isinstance(dispatcher, ReplicatingDispatcher) and loads[name].tokens:
             placed[name] = dispatcher.place(loads[name].loads)
     return placed

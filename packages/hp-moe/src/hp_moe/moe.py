@@ -17,7 +17,7 @@ from hp_dtensor.tensor.dtensor import DTensor
 from hp_moe.activations import Activation
 from hp_moe.aux_losses import AuxLosses, LossTerms
 from hp_moe.capacity import Capacity, Choices, kept_choices
-from hp_moe.dispatch import LocalDispatcher
+from hp_moe.dispatch import LocalDispatcher, ReplicatingDispatcher
 from hp_moe.exceptions import ExpertParallelError, MoEConfigError
 from hp_moe.expert_hooks import dispatcher_of, partial_mesh_of, run_experts
 from hp_moe.experts import GroupedExperts, ScorePosition
@@ -185,6 +185,17 @@ class MoE(nn.Module):
         if isinstance(old, DTensor) or self.platform.is_meta(old) or self.platform.is_meta(new):
             return self.ops.cast(new, old.dtype)
         return self.platform.from_numpy(self.platform.to_numpy(old), self.platform.device_of(new))
+
+    def _hp_check_state(self) -> None:
+        """Refuse that weights are saved or loaded while experts are away; see `hp_dtensor.parallel.parameters`."""
+        dispatcher = dispatcher_of(self.experts, self.platform)
+        if isinstance(dispatcher, ReplicatingDispatcher) and not dispatcher.is_home:
+            away = sum(expert != place for expert, place in enumerate(dispatcher.homes))
+            raise ExpertParallelError(
+                f"{self.name or 'MoE'}: {away} of its {self.num_experts} experts live on other ranks (move_experts), "
+                "so that rows of weights and optimizer states are not in the order of the experts; call "
+                "hp_moe.return_experts(model, states) before they are saved, loaded or given out"
+            )
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
         """Apply the layer to every token: `[..., dim]` -> the same, plain or distributed and placed as the input.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from hp_moe.moe import MoE
 Tensor = Any
 States = Callable[[Tensor], Iterable[Tensor]]
 
+_GUARDS = "_hp_state_guards"
+
 
 def move_experts(
     model: Any, loads: Mapping[str, LoadMetrics], states: States, *, most_swaps: int = 8, least_gain: float = 0.05
@@ -30,18 +33,19 @@ def move_experts(
 
     To be called between steps, with what `update_expert_bias` returned; every rank decides alike. Parameters keep their
     names and shapes, but their rows are in the order of the homes: call `return_experts` before weights are saved,
-    loaded or converted.
+    loaded or converted. State dicts and checkpoints refuse until then; a parameter that is read by itself does not.
 
     Args:
-        states: from a parameter to the tensors that the optimizer keeps for it, laid out as the parameter is; scalars
-            may be among them.
+        states: from a parameter to the tensors that the optimizer keeps for it, laid out as the parameter is, and to
+            whatever else has rows of experts, such as averages; scalars may be among them.
         most_swaps, least_gain: as in `hp_moe.place_homes`.
 
     Returns:
         By the layer's name, the place of each expert from now on; layers without tokens stay as they are.
 
     Raises:
-        ExpertParallelError: weights or states are not cut by whole experts over the dispatcher's ranks alone.
+        ExpertParallelError: weights or states are not cut by whole experts over the dispatcher's ranks alone, or not on
+            the weights' device, or others than on another of these ranks; in the layer named nothing has moved.
 
     Example:
         >>> with nn.building(platform):
@@ -88,21 +92,44 @@ def _move(name: str, layer: MoE, dispatcher: ReplicatingDispatcher, homes: Seque
     homes = check_homes(homes, dispatcher.num_experts)
     if homes == dispatcher.homes:
         return
-    held = {each: weight for each in WEIGHTS if (weight := getattr(layer.experts, each, None)) is not None}
-    moving = [
-        local
-        for each, weight in held.items()
-        for local in _moving(f"{name or 'MoE'}.experts.{each}", weight, dispatcher, states)
-    ]
+    moving = _agreed(f"{name or 'MoE'}.experts", layer, dispatcher, homes, states)
     moves = _row_moves(dispatcher, homes)
     with layer.platform.no_grad():
         for local in moving:
             layer.platform.copy_(local, move_rows_data(layer.platform.detach(local), dispatcher.group, 0, moves))
     dispatcher.live_at(homes)
+    _guard_state(layer, dispatcher)
+
+
+def _agreed(name: str, layer: MoE, dispatcher: ReplicatingDispatcher, homes: Homes, states: States) -> list[Tensor]:
+    """Return this rank's rows that move, once all ranks have said that they move the same."""
+    platform, fault = layer.platform, None
+    moving: list[Tensor] = []
+    try:
+        for each in WEIGHTS:
+            if (weight := getattr(layer.experts, each, None)) is not None:
+                moving += _moving(f"{name}.{each}", weight, dispatcher, states)
+    except Exception as error:
+        # Whatever it is: the other ranks must hear of it, else they would wait for this one's rows.
+        fault = error
+    rows = [f"{platform.dtype_name(each.dtype)} {list(each.shape[1:])}" for each in moving]
+    mine = json.dumps([fault and str(fault), homes, rows]).encode()
+    answers = [json.loads(each) for each in dispatcher.group.all_gather_bytes(mine)]
+    if fault is not None:
+        raise fault
+    for rank, (told, *facts) in zip(dispatcher.group.ranks, answers, strict=True):
+        if told is not None:
+            raise ExpertParallelError(f"{name}: rank {rank} cannot move experts: {told}")
+        if facts != answers[dispatcher.group.rank][1:]:
+            raise ExpertParallelError(
+                f"{name}: expected the same homes, and gradients and states of the same kinds, on all ranks, got "
+                f"{len(rows)} tensors here and {len(facts[1])} others, or other homes, on rank {rank}"
+            )
+    return moving
 
 
 def _moving(name: str, weight: Tensor, dispatcher: ReplicatingDispatcher, states: States) -> list[Tensor]:
-    """Return this rank's rows of a weight, its gradient and its states; nothing has moved if this raises."""
+    """Return this rank's rows of a weight, its gradient and its states."""
     platform = dispatcher.platform
     tensors = [weight, platform.get_grad(weight), *states(weight)]
     # Counts of steps and the like belong to the parameter as a whole.
@@ -115,7 +142,29 @@ def _moving(name: str, weight: Tensor, dispatcher: ReplicatingDispatcher, states
                 f"{getattr(each, 'placements', 'nowhere')}; shard experts along another dimension (expert_shard_dim), "
                 "and give the optimizer's tensors as they are laid out"
             )
-    return [platform.unwrap(each) for each in tensors]
+    moving = [platform.unwrap(each) for each in tensors]
+    devices = [str(platform.device_of(each)) for each in moving]
+    if len({*devices}) > 1:
+        raise ExpertParallelError(
+            f"{name}: expected states on the weight's device, {devices[0]}, got them on {sorted({*devices})}; bring "
+            "states that wait on the host to the device while experts move"
+        )
+    return moving
+
+
+def _guard_state(layer: MoE, dispatcher: ReplicatingDispatcher) -> None:
+    """Have the framework's own `state_dict` and `load_state_dict` refuse while experts are away."""
+    if dispatcher.is_home:
+        for handle in vars(layer).pop(_GUARDS, ()):
+            handle.remove()
+    elif _GUARDS not in vars(layer):
+        register = [getattr(layer, f"register_{way}_pre_hook", None) for way in ("state_dict", "load_state_dict")]
+        handles = [each(_refuse_if_away) for each in register if each is not None]
+        object.__setattr__(layer, _GUARDS, handles)
+
+
+def _refuse_if_away(layer: MoE, *_: Any) -> None:
+    layer._hp_check_state()
 
 
 def _is_cut_by_experts(tensor: Tensor, dispatcher: ReplicatingDispatcher) -> bool:

@@ -41,6 +41,18 @@ def own_parameters(platform: Platform, module: Module) -> dict[str, Tensor]:
     return dict(platform.named_parameters(module, recurse=False, remove_duplicate=False))
 
 
+def check_state(platform: Platform, module: Module) -> None:
+    """Let the modules at and below `module` refuse that their parameters are saved or loaded as they are now.
+
+    One does so by raising in a method `_hp_check_state`, without arguments: where rows of a weight are not in the order
+    that its name stands for, say. It raises on all ranks that hold the module, or on none.
+    """
+    for _, each in platform.named_modules(module):
+        check = getattr(type(each), "_hp_check_state", None)
+        if check is not None:
+            check(each)
+
+
 def parameter_owners(platform: Platform, module: Module) -> dict[int, list[Owner]]:
     """Map the identity of each parameter in `module` to its owners; a tied parameter has several."""
     owners: dict[int, list[Owner]] = {}

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hp_dtensor.comm.process_group import ProcessGroup
+from hp_dtensor.parallel.parameters import check_state
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_fsdp._engine.fsdp_state import platform_of_model
@@ -44,6 +45,7 @@ def get_model_state_dict(model: Module, *, options: StateDictOptions | None = No
     options = options or DEFAULT
     storage = get_storage(platform_of_model(model))
     platform = storage.platform
+    check_state(platform, model)
     found: dict[str, Tensor] = _state.named_parameters(platform, model)
     if options.ignore_frozen_params:
         found = {name: each for name, each in found.items() if platform.requires_grad(each)}
@@ -83,6 +85,7 @@ def set_model_state_dict(
     """
     options = options or DEFAULT
     platform = platform_of_model(model)
+    check_state(platform, model)
     groups = _state.groups_below(platform, model)
     if any(group.summon_depth for group in groups):
         raise FSDPStateError("set_model_state_dict inside summon_full_params, whose end would overwrite what is loaded")
@@ -378,5 +381,6 @@ def _optimizer_of(model: Module, optimizer: Any) -> tuple[Platform, dict[str, Te
             )
         (optimizer,) = optimizer
     platform = platform_of_model(model)
+    check_state(platform, model)
     parameters = _state.named_parameters(platform, model)
     return platform, parameters, _optimizer_state.view_of(platform, optimizer, parameters)

@@ -83,6 +83,11 @@ class ReplicatingDispatcher(ChunkedDispatcher):
         expert_at = inverse(self.homes)
         return tuple(tuple(sorted(expert_at[place] for place in extra)) for extra in self._copied)
 
+    @property
+    def is_home(self) -> bool:
+        """Every expert lives at the place of its number."""
+        return self.homes == tuple(range(self.num_experts))
+
     def live_at(self, homes: Sequence[int]) -> None:
         """Send tokens to experts at these homes from now on, of which there are no copies at first.
 
@@ -168,7 +173,7 @@ class ReplicatingDispatcher(ChunkedDispatcher):
     @property
     def _is_plain(self) -> bool:
         """Experts are where their numbers say, and nowhere else."""
-        return not any(self._copied) and self.homes == tuple(range(self.num_experts))
+        return self.is_home and not any(self._copied)
 
     def _copy_at(self, copied: Placement) -> None:
         """Number what ranks have: rank times `_width`, then a rank's own places, then its copies of other places."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.comm.world import current_world
+from hp_dtensor.parallel.parameters import check_state
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.tensor.conversions import local_of
 from hp_dtensor.tensor.dtensor import DTensor
@@ -58,7 +59,9 @@ def state_parts(
 
     Raises:
         CheckpointError: a weight or an optimizer state is no finite number.
+        ExpertParallelError: experts are away from home; see `hp_moe.move_experts`.
     """
+    check_state(platform, model)
     buffers = {f"model.{name}" for name, _ in platform.named_buffers(model)}
     for name, tensor in named_state(platform, model, optimizer, average):
         box = box_of(tensor)
@@ -91,7 +94,9 @@ def load_state(
     Raises:
         CheckpointError: tensors are missing, left over, of other shapes, or damaged; nothing has been changed
             unless damage is found while reading.
+        ExpertParallelError: experts are away from home; see `hp_moe.move_experts`.
     """
+    check_state(platform, model)
     saved = checkpoint.index.tensors
     is_averaged = any(name.startswith("ema.") for name in saved)
 
