@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from training_runs import Lab, losses, tensors
 
+from hp_dtensor.comm.mesh import init_device_mesh
+from hp_dtensor.parallel import nn
+from hp_dtensor.tensor.conversions import distribute_tensor
+from hp_dtensor.testing import run_ranks
+from hp_trainer.checkpoint import Checkpoint, LocalStorage, save_checkpoint
 from hp_trainer.config import AdamWConfig
+from hp_trainer.exceptions import CheckpointError
 from hp_trainer.optimizers import AdamW8bitConfig, state_bytes
 from hp_trainer.optimizers.blockwise import dynamic_values
 from hp_trainer.optimizers.code_search import CodeSearch
 from hp_trainer.plugins import registries
+from hp_trainer.training.state import load_state, state_parts
 
 EIGHT_BIT = "{name: adamw_8bit, lr: 5.0e-3, eps: 1.0e-5, min_elements: 64}"
 
@@ -121,6 +130,17 @@ def test_half_precision_parameters_have_float32_moments(hp_platform, weights):
         np.testing.assert_array_equal(*found)
 
 
+def test_moments_of_half_precision_shards_say_that_they_are_float32(hp_platform, weights):
+    def rank():
+        mesh = init_device_mesh("cpu", (2,), platform=hp_platform)
+        half = hp_platform.ops.cast(hp_platform.from_numpy(weights), hp_platform.dtype("bfloat16"))
+        optimizer = built(hp_platform, "adamw_8bit", AdamW8bitConfig(), [("x", distribute_tensor(half, mesh))])
+        single = hp_platform.dtype("float32")
+        return [(x.dtype == single, x.spec.dtype == single) for x in optimizer.state()["x"].values()]
+
+    assert run_ranks(rank, 2, hp_platform) == [[(True, True)] * 2] * 2
+
+
 @pytest.mark.parametrize("signed", [True, False])
 def test_the_table_finds_the_codes_of_a_binary_search(signed):
     values = dynamic_values(signed=signed)
@@ -170,3 +190,42 @@ def test_shards_of_whole_rows_have_the_codes_of_one_rank(lab: Lab):
         found = tensors(parts, (name,))[name]
         # A rounding of float32 may turn to the next code, seldom.
         assert (np.abs(found - value) <= 1e-5 * np.abs(value).max()).mean() > 0.97
+
+
+def test_states_saved_in_half_precision_are_taken_up_as_float32_and_others_refused(hp_platform, weights, tmp_path):
+    """Earlier versions saved the moments of bfloat16 parameters in bfloat16."""
+    half = hp_platform.dtype("bfloat16")
+
+    def begun():
+        with nn.building(hp_platform):
+            model = nn.Module()
+            rounded = hp_platform.ops.cast(hp_platform.from_numpy(weights), half)
+            model.x = hp_platform.Parameter(rounded, requires_grad=True)
+        return model, built(hp_platform, "adamw_8bit", AdamW8bitConfig(), hp_platform.named_parameters(model))
+
+    def saved(name, dtypes):
+        model, optimizer = begun()
+        parts = []
+        for part in state_parts(hp_platform, model, optimizer):
+            (box, _), dtype = part.boxes[0], dtypes.get(part.name, part.dtype)
+            values = hp_platform.ops.cast(hp_platform.from_numpy(np.abs(weights)), hp_platform.dtype(dtype))
+            parts.append(dataclasses.replace(part, dtype=dtype, boxes=[(box, hp_platform.to_numpy(values))]))
+        storage = LocalStorage(tmp_path / name)
+        return Checkpoint(storage, save_checkpoint(storage, parts, step=1, model={}, state={}))
+
+    slots = ("optimizer.x.exp_avg", "optimizer.x.exp_avg_sq")
+    model, optimizer = begun()
+    load_state(hp_platform, model, optimizer, saved("old", dict.fromkeys(slots, "bfloat16")))
+    expected = stored(hp_platform, bfloat16_of(hp_platform, np.abs(weights)))
+    for slot, value in optimizer.state()["x"].items():
+        np.testing.assert_array_equal(hp_platform.to_numpy(value), expected[slot])
+    found = hp_platform.ops.cast(hp_platform.detach(model.x), hp_platform.dtype("float32"))
+    np.testing.assert_array_equal(hp_platform.to_numpy(found), bfloat16_of(hp_platform, np.abs(weights)))
+    for name, dtype in (("model.x", "float32"), ("model.x", "float16"), (slots[0], "int32")):
+        with pytest.raises(CheckpointError, match=f"{name}: expected .*float.*, got {dtype}"):
+            load_state(hp_platform, *begun(), saved(f"{name}{dtype}", {name: dtype}))
+
+
+def bfloat16_of(platform, values):
+    rounded = platform.ops.cast(platform.from_numpy(values), platform.dtype("bfloat16"))
+    return platform.to_numpy(platform.ops.cast(rounded, platform.dtype("float32")))

@@ -273,8 +273,9 @@ def zeros_laid_out_as(platform: Platform, x: Tensor, dtype: Any = None) -> Tenso
     Args:
         dtype: the platform's; None: that of `x`.
     """
-    zeros = platform.zeros(platform.local_shape(x), x.dtype if dtype is None else dtype)
-    return platform.wrap(zeros, x.spec) if isinstance(x, DTensorBase) else zeros
+    dtype = x.dtype if dtype is None else dtype
+    zeros = platform.zeros(platform.local_shape(x), dtype)
+    return platform.wrap(zeros, x.spec.with_dtype(dtype)) if isinstance(x, DTensorBase) else zeros
 
 
 def _where(

@@ -81,7 +81,9 @@ class AdamW8bit:
         """Return a moment as float32, laid out as its parameter."""
         parameter = self._parameters[name]
         local = self._local_moment(name, slot)
-        return self._platform.wrap(local, parameter.spec) if isinstance(parameter, DTensor) else local
+        if not isinstance(parameter, DTensor):
+            return local
+        return self._platform.wrap(local, parameter.spec.with_dtype(local.dtype))
 
     def set_state(self, name: str, slot: str, values: Tensor) -> None:
         """Take over the values of a moment, laid out as its parameter."""

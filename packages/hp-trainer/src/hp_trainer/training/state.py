@@ -22,6 +22,9 @@ from hp_trainer.training.weight_average import WeightAverage
 Tensor = Any
 Module = Any
 
+# A checkpoint of an earlier version may have states of a narrower dtype than they are kept in now.
+_EXACT = {("bfloat16", "float32"), ("float16", "float32"), ("float32", "float64")}
+
 
 def named_state(
     platform: Platform, model: Module, optimizer: Optimizer | None, average: WeightAverage | None = None
@@ -92,7 +95,7 @@ def load_state(
             rank has parts of all.
 
     Raises:
-        CheckpointError: tensors are missing, left over, of other shapes, or damaged; nothing has been changed
+        CheckpointError: tensors are missing, left over, of other shapes or dtypes, or damaged; nothing has been changed
             unless damage is found while reading.
         ExpertParallelError: experts are away from home; see `hp_moe.move_experts`.
     """
@@ -110,6 +113,8 @@ def load_state(
         parts = everyones({name: list(shape) for name, shape in expected.items()})
         expected = {name: tuple(shape) for part in parts for name, shape in part.items()}
     checkpoint.check_tensors(expected)
+    for name, tensor in tensors():
+        _check_dtype(platform, tensor, checkpoint, name)
     with platform.no_grad():
         for name, tensor in tensors():
             _fill(platform, tensor, checkpoint, name)
@@ -145,11 +150,21 @@ def load_weights(
                 _fill(platform, parameter, checkpoint, f"ema.{name}")
 
 
+def _check_dtype(platform: Platform, tensor: Tensor, checkpoint: Checkpoint, name: str) -> None:
+    saved, here = checkpoint.index.tensors[name].dtype, platform.dtype_name(tensor.dtype)
+    if saved != here and (saved, here) not in _EXACT:
+        raise CheckpointError(
+            f"{name}: expected {here}, or what is a {here} exactly, got {saved}; go on with a model of the dtype that "
+            "was saved"
+        )
+
+
 def _fill(platform: Platform, tensor: Tensor, checkpoint: Checkpoint, name: str) -> None:
     """Copy this rank's box of a saved tensor into its shard."""
-    local = local_of(platform, tensor)
+    local, saved = local_of(platform, tensor), platform.dtype(checkpoint.index.tensors[name].dtype)
     values = checkpoint.read(name, box_of(tensor)).reshape(tuple(local.shape))
-    platform.copy_(local, platform.from_bits(values, tensor.dtype, platform.device_of(local)))
+    read = platform.from_bits(values, saved, platform.device_of(local))
+    platform.copy_(local, platform.ops.cast(read, tensor.dtype))
 
 
 def num_parameters(platform: Platform, model: Module) -> int:
