@@ -79,6 +79,37 @@ def test_a_long_text_that_is_damaged_further_on_is_refused(tmp_path: Path, monke
             list(open_reader(tmp_path / "a.txt").records())
 
 
+def test_long_files_that_are_no_text_or_may_not_be_read_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(path: Path, *how: str) -> IO:
+        if path.name == "b.txt":
+            raise PermissionError(path)
+        return open(path, *how)
+
+    (tmp_path / "a.txt").write_bytes(b"\x80" * 2000)
+    (tmp_path / "b.txt").write_bytes(b"some text\n" * 5)
+    (tmp_path / "c.txt").write_bytes(b"this is read\n")
+    monkeypatch.setattr(text, "PIECE_BYTES", 10)
+    monkeypatch.setattr(Path, "open", refused)
+    assert b"".join(record.value for record in open_reader(tmp_path).records()) == b"this is read\n"
+
+
+@pytest.mark.parametrize("length", [7, 8, 9, 10, 50])
+@pytest.mark.parametrize("end", ["\r\n", "\r", "\u2028", ""])
+def test_pieces_cut_no_character_and_no_end_of_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int, end: str
+) -> None:
+    monkeypatch.setattr(text, "PIECE_BYTES", length)
+    whole = f"äöü\U0001f600{end}x{end}{end}".encode() * 9
+    (tmp_path / "a.txt").write_bytes(whole)
+    records = list(open_reader(tmp_path / "a.txt").records())
+    assert b"".join(record.value for record in records) == whole
+    assert [record.begins for record in records] == [True] + [False] * (len(records) - 1)
+    assert [record.ends for record in records] == [False] * (len(records) - 1) + [True]
+    assert all(record.value.decode() and not record.value.endswith(b"\r") for record in records[:-1]) or end == "\r"
+
+
 def test_what_a_killed_builder_left_is_deleted_in_the_end(tmp_path: Path) -> None:
     old, young = tmp_path / "tokens.incomplete-0a", tmp_path / "tokens.incomplete-0b"
     for file in (old, young):
@@ -86,6 +117,21 @@ def test_what_a_killed_builder_left_is_deleted_in_the_end(tmp_path: Path) -> Non
     os.utime(old, (0, 0))
     build_corpus(tmp_path, [Document(np.arange(4))], origin="here")
     assert [file.name for file in tmp_path.glob("*.incomplete-*")] == [young.name]
+
+
+def test_the_parts_of_a_builder_that_lives_stay_also_those_that_it_seldom_writes(tmp_path: Path) -> None:
+    """Of a few long documents no end is written for hours."""
+
+    def documents() -> Iterator[Document]:
+        yield Document(np.arange(4))
+        (ends,) = tmp_path.glob("ends.incomplete-*")
+        os.utime(ends, (0, 0))
+        build_corpus(tmp_path, [Document(np.arange(4)), Document(np.arange(4))], origin="the other builder")
+        yield Document(np.arange(4))
+
+    build_corpus(tmp_path, documents(), origin="here")
+    assert Corpus(tmp_path).ends.tolist() == [4, 8]
+    assert list(tmp_path.glob("*.incomplete-*")) == []
 
 
 def test_a_document_in_pieces_ends_where_the_tokens_do(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from hp_trainer.machine_errors import describe_machine_error
 
 _FORMAT = 3
 _DESCRIPTION = "corpus.json"
+_INCOMPLETE = ".incomplete-"
 _ABANDONED_SECONDS = 3600
 _DTYPES = {"tokens": None, "ends": "int64", "taken": "bool"}
 
@@ -149,11 +150,16 @@ def build_corpus(
 
 
 def _delete_abandoned(folder: Path) -> None:
-    """Delete what builders have left that were killed; one that lives has written within the last hour."""
-    for part in folder.glob("*.incomplete-*"):
+    """Delete what builders have left that were killed; one that lives has written tokens within the last hour."""
+    builders: dict[str, list[Path]] = {}
+    for part in folder.glob(f"*{_INCOMPLETE}*"):
+        builders.setdefault(part.name.partition(_INCOMPLETE)[2], []).append(part)
+    for parts in builders.values():
         with contextlib.suppress(FileNotFoundError):
-            if time.time() - part.stat().st_mtime > _ABANDONED_SECONDS:
-                part.unlink()
+            # The newest of a builder's parts: of few long documents it writes no end for hours.
+            if time.time() - max(part.stat().st_mtime for part in parts) > _ABANDONED_SECONDS:
+                for part in parts:
+                    part.unlink()
 
 
 class _Writer:
@@ -163,6 +169,7 @@ class _Writer:
         self.folder, self.dtype = folder, dtype
         self.tokens = self.documents = 0
         self._parts: dict[str, _Part] = {}
+        self._builder = secrets.token_hex(4)
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -187,7 +194,7 @@ class _Writer:
 
     def _part(self, name: str) -> _Part:
         if name not in self._parts:
-            self._parts[name] = part = _Part(self.folder / f"{name}.incomplete-{secrets.token_hex(4)}")
+            self._parts[name] = part = _Part(self.folder / f"{name}{_INCOMPLETE}{self._builder}")
             self._stack.callback(part.discard)
         return self._parts[name]
 

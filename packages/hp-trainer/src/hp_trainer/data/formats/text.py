@@ -75,7 +75,12 @@ class TextFiles(Reader):
 
 def _pieces(file: Path) -> Iterator[Record]:
     begin, rest = 0, b""
-    with file.open("rb") as opened:
+    try:
+        long = file.open("rb")
+    except OSError:
+        # Left out, as a short one that may not be read.
+        return
+    with long as opened:
         while data := rest + opened.read(PIECE_BYTES):
             ends = not opened.peek(1)
             end = len(data) if ends else _last_break(data)
@@ -92,11 +97,12 @@ def _pieces(file: Path) -> Iterator[Record]:
 
 
 def _last_break(data: bytes) -> int:
-    """Return where a piece may end: after the last line, else before the last space or character."""
+    """Return where a piece may end: after the last line, else before the last space or character; never at 0."""
     last_character = len(data) - 1
     while last_character > 0 and data[last_character] & 0xC0 == 0x80:
         last_character -= 1
-    return data.rfind(b"\n") + 1 or max(0, data.rfind(b" ")) or last_character
+    # Bytes that only go on with a character are no text: a whole piece of them is refused.
+    return data.rfind(b"\n") + 1 or max(0, data.rfind(b" ")) or last_character or len(data)
 
 
 def _reason_against(piece: bytes) -> str | None:
