@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+from planned_runs import config_of, shape_of
 
 from hp_dtensor.comm.mesh import init_device_mesh
 from hp_dtensor.parallel import nn
@@ -12,6 +13,8 @@ from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.tensor.conversions import local_of
 from hp_dtensor.testing import run_ranks
 from hp_fsdp import PlannedParameter, fully_shard, plan_group
+from hp_trainer.planning import memory
+from hp_trainer.planning.stage_parts import stage_parts
 from hp_trainer.plugins import registries
 
 SHAPES = {"embed.weight": (64, 72), "0.weight": (8, 8), "0.bias": (8,), "experts": (2, 8, 4)}
@@ -52,3 +55,16 @@ def test_state_is_as_large_as_the_options_say(platform, name: str) -> None:
     expected = {path: options.state_bytes(path, shape, held[path], 4) for path, shape in SHAPES.items()}
     found = run_ranks(_kept, 2, platform, name)
     assert expected in found
+
+
+def test_a_plan_has_three_buckets_of_the_parameters_at_a_place_of_a_pipeline(monkeypatch):
+    monkeypatch.setattr(memory, "BUCKET_ELEMENTS", 1)
+    config = config_of(model__num_hidden_layers=4, parallel__pp=2, training__offload_optimizer="true")
+    shape = shape_of(config, 2)
+    for parts in stage_parts(shape):
+        sizes = [8 * math.prod(each.shape) for buffer in parts.buffers for each in buffer.parameters]
+        state, _ = memory.optimizer_bytes(shape, parts)
+        assert state == sum(sizes)
+        plans = memory._Pipelined(shape, parts).moments()
+        (update,) = [plan for plan in plans if plan.moment == "the update"]
+        assert update.optimizer == pytest.approx(max(sum(sizes[i : i + 3]) for i in range(len(sizes))))

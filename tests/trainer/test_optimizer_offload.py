@@ -10,6 +10,7 @@ from training_runs import losses, tensors
 
 from hp_fsdp.plugins import get_storage
 from hp_fsdp.storage import ParameterStorage
+from hp_trainer.exceptions import TrainingError
 from hp_trainer.launch.memory_problems import find_memory_problems
 from hp_trainer.optimizers import state_on_host
 from hp_trainer.parallel import ParallelDims
@@ -100,6 +101,25 @@ def test_an_optimizer_whose_state_has_a_form_of_its_own_is_refused(lab):
     (problem,) = find_memory_problems(ParallelDims(world_size=1), config, lab.platform.name)
     assert problem.path == "training.offload_optimizer"
     assert "optimizer adamw_8bit keeps its state in a form of its own, which stays on the device" in str(problem)
+
+
+def test_states_that_are_parts_of_one_tensor_are_refused(hp_platform, copies):
+    """Each would be freed with the others."""
+    kind = hp_platform.dtype("float32")
+
+    class Together:
+        num_steps = 0
+
+        def __init__(self, some):
+            memory = hp_platform.zeros((2, 3), kind)
+            self.slots = {name: {"momentum": memory[place]} for place, (name, _) in enumerate(some)}
+
+        def state(self):
+            return self.slots
+
+    named = [(str(n), hp_platform.zeros((3,), kind)) for n in range(2)]
+    with pytest.raises(TrainingError, match="Together keeps its state in another form than dense tensors"):
+        state_on_host.build_on_host(named, Together, hp_platform)
 
 
 def test_a_platform_that_keeps_nothing_on_the_host_says_so_before_a_run(lab, monkeypatch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,23 +45,25 @@ def build_on_host(
     if storage.is_host(kind):
         return build(named)
     storage.check_offload(kind)
-    buckets = list(_buckets(named, bucket_elements)) or [[]]
+    counts = [math.prod(parameter.shape) for _, parameter in named]
+    buckets = [named[part] for part in cut_buckets(counts, bucket_elements)] or [[]]
     return OptimizerOnHost([StateOnHost(build(bucket), storage, platform) for bucket in buckets])
 
 
-def _buckets(named: Named, bucket_elements: int) -> Iterator[Named]:
-    """Yield the parameters in order, in parts of so many elements; whole shapes, so that all ranks cut alike."""
-    bucket: Named = []
-    elements = 0
-    for name, parameter in named:
-        count = math.prod(parameter.shape)
-        if bucket and elements + count > bucket_elements:
-            yield bucket
-            bucket, elements = [], 0
-        bucket.append((name, parameter))
+def cut_buckets(counts: Sequence[int], most: int) -> Iterator[slice]:
+    """Yield consecutive parts of tensors with so many elements together, or one tensor with more.
+
+    Args:
+        counts: elements of each tensor, of its whole shape: all ranks cut alike.
+    """
+    begin = elements = 0
+    for place, count in enumerate(counts):
+        if place > begin and elements + count > most:
+            yield slice(begin, place)
+            begin, elements = place, 0
         elements += count
-    if bucket:
-        yield bucket
+    if begin < len(counts):
+        yield slice(begin, len(counts))
 
 
 class OptimizerOnHost:
@@ -147,6 +149,9 @@ class StateOnHost:
             return tensor
         # Made now: a view of memory that has been freed would have it allocated again.
         flat = self._storage.view(local, 0, (numel,))
+        if self._storage.address(flat) != self._storage.address(local):
+            # A part of another tensor's memory, which it would be freed with.
+            raise self._another_form()
         host = self._storage.host_buffer(numel, local.dtype, pin_memory=True)
         self._slots.append(_Slot(flat, host))
         shown = self._laid_out_as(local, host)

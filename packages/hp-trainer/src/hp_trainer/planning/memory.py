@@ -13,7 +13,7 @@ from hp_trainer.memory import KINDS, BlockRecompute, BudgetError, recompute_by_p
 from hp_trainer.models import DecoderConfig
 from hp_trainer.models.decoder.activation_bytes import ActivationShape, DecoderActivations, decoder_activations
 from hp_trainer.models.recomputation import block_names
-from hp_trainer.optimizers.state_on_host import BUCKET_ELEMENTS
+from hp_trainer.optimizers.state_on_host import BUCKET_ELEMENTS, cut_buckets
 from hp_trainer.parallel.context import context_cost
 from hp_trainer.planning.stage_parts import StageParts, whole_shapes
 from hp_trainer.planning.step_shape import StepShape
@@ -108,8 +108,7 @@ class _Moments(ABC):
         """Return the memory while the optimizer updates, with the state of three buckets if that waits on the host."""
         if not self.shape.config.training.offload_optimizer:
             return self.at("the update", gradients=gradients)
-        elements = sum(math.prod(each) for each in whole_shapes(self.shape).values())
-        part = min(1.0, 3 * BUCKET_ELEMENTS / elements)
+        part = _part_at_once(self.shape, self.parts)
         return self.at("the update", gradients=gradients, optimizer=part * self.optimizer)
 
     def kept(self, layer: int) -> float:
@@ -285,6 +284,15 @@ def _optimizer_bytes_of(
     pieces = buffer.largest_pieces()
     state = sum(tell(name, wholes[name], count, buffer.itemsize) for name, count in pieces.items())
     return state, sum(pieces.values()) * buffer.itemsize
+
+
+def _part_at_once(shape: StepShape, parts: StageParts) -> float:
+    """Return the part of the optimizer's state that three buckets have at most."""
+    wholes = whole_shapes(shape)
+    trained = [each for buffer in parts.buffers if buffer.trainable for each in buffer.parameters]
+    counts = [math.prod(wholes[each.name]) for each in trained]
+    buckets = [sum(counts[bucket]) for bucket in cut_buckets(counts, BUCKET_ELEMENTS)]
+    return max((sum(buckets[first : first + 3]) for first in range(len(buckets))), default=0) / max(1, sum(counts))
 
 
 def _two_moments(name: str, shape: tuple[int, ...], elements: int, itemsize: int) -> int:
