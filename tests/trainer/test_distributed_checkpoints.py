@@ -176,6 +176,22 @@ def test_metadata_that_would_leave_memory_unwritten_or_leave_the_folder_are_refu
     assert told in found
 
 
+def test_pieces_that_tensors_share_are_checked_once(monkeypatch):
+    checkpoint_metadata = pytest.importorskip("hp_platform_torch.trainer.checkpoint_metadata")
+    checked, kinds = [], dcp.metadata
+    cover = checkpoint_metadata.cover_exactly
+    monkeypatch.setattr(checkpoint_metadata, "cover_exactly", lambda *args: (checked.append(args), cover(*args))[1])
+    pieces = [kinds.ChunkStorageMetadata(torch.Size([i]), torch.Size([1])) for i in range(3)]
+    properties, sizes = kinds.TensorProperties(dtype=torch.float32), [torch.Size([3]), torch.Size([4])]
+    shared = {str(i): kinds.TensorStorageMetadata(properties, sizes[0], pieces) for i in range(9)}
+    read = checkpoint_metadata.parse_metadata(pickle.dumps(kinds.Metadata(shared, storage_data={})))
+    assert read.state_dict_metadata["8"].chunks == pieces
+    assert len(checked) == 1
+    shared["x"] = kinds.TensorStorageMetadata(properties, sizes[1], pieces)
+    with pytest.raises(ValueError, match="tensor 'x': 1 of 4 elements are in no box"):
+        checkpoint_metadata.parse_metadata(pickle.dumps(kinds.Metadata(shared, storage_data={})))
+
+
 def test_a_tensor_larger_than_its_file_is_refused_before_memory_is_reserved(tmp_path: Path, capsys):
     dcp.save({"x": torch.ones(2)}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
     file = tmp_path / "dcp" / ".metadata"
