@@ -93,6 +93,19 @@ def test_fixed_shapes_are_told_once(hp_platform):
     assert run_ranks(program, 2, hp_platform) == [[3, 2, 3, 2], [2, 2, 0, 2]]
 
 
+def test_buffers_are_ready_before_the_first_send(hp_platform):
+    """A rank asks for two messages of each neighbour as a step begins, when shapes are fixed."""
+
+    def program():
+        pipeline = pipeline_of(hp_platform, lambda y, call: y, fixed_shapes=True)
+        pipeline.step(batch(hp_platform))
+        with record_collectives() as log:
+            pipeline.step(batch(hp_platform))
+        return [record.name for record in log.records]
+
+    assert run_ranks(program, 2, hp_platform) == [["receive", "receive", "send", "send"]] * 2
+
+
 def test_a_rank_that_has_ended_is_named(hp_platform, monkeypatch):
     """Errors of communication tell whom this rank waited for, and for what."""
 

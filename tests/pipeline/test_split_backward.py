@@ -127,3 +127,60 @@ def test_the_first_stage_has_no_first_part(hp_platform, model):
     assert grads_of(hp_platform, model)["once.weight"] is None
     stage.weight_grad(0)
     assert grads_of(hp_platform, model)["once.weight"] is not None
+
+
+class Reused(nn.Module):
+    """A weight of three uses one after the other, and one that is computed and then used twice, in two ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.thrice = nn.Linear(4, 4)
+        self.scaled = self.parameter((4, 4))
+        self.bias = self.parameter((4,))
+
+    def forward(self, x):
+        ops = self.ops
+        weight = ops.mul(self.scaled, 1.5)
+        y = ops.mul(x, ops.sum(ops.square(weight)))
+        for _ in range(3):
+            y = ops.silu(self.thrice(y))
+        return ops.add(ops.matmul(y, weight), ops.mul(self.bias, y))
+
+
+def test_weights_used_again_add_up_as_in_a_backward(hp_platform, model):
+    with nn.building(hp_platform):
+        reused = Reused()
+    init_parameters(reused, lambda name, shape: Normal(0.5), seed=2)
+    found = []
+    for splits in (False, True):
+        for _, parameter in hp_platform.named_parameters(reused):
+            hp_platform.set_grad(parameter, None)
+        x = leaf(hp_platform)
+        y = reused(x)
+        (grad,) = output_grads(hp_platform, [y])
+        if splits:
+            (dx,), finish = hp_platform.split_backward([y], [grad], [x])
+            finish()
+        else:
+            hp_platform.backward(y, grad)
+            dx = hp_platform.get_grad(x)
+        found.append(grads_of(hp_platform, reused) | {"x": hp_platform.to_numpy(dx).copy()})
+    for name, expected in found[0].items():
+        np.testing.assert_array_equal(found[1][name], expected, err_msg=name)
+
+
+def test_a_hook_changes_a_gradient_once(hp_platform, model):
+    """Also that of a tensor where the parameters' part begins."""
+    inputs = [leaf(hp_platform), leaf(hp_platform)]
+    grads = []
+    for x in inputs:
+        for _, parameter in hp_platform.named_parameters(model):
+            hp_platform.set_grad(parameter, None)
+        y = model.once(x)
+        y.register_hook(lambda grad: grad * 3.0)
+        if x is inputs[0]:
+            hp_platform.backward(hp_platform.ops.sum(y))
+        else:
+            hp_platform.split_backward([hp_platform.ops.sum(y)], [None], [x])[1]()
+        grads.append(grads_of(hp_platform, model)["once.weight"])
+    np.testing.assert_array_equal(grads[1], grads[0])

@@ -10,6 +10,7 @@ from hp_trainer.exceptions import ScheduleError
 from hp_trainer.pipeline import (
     Action,
     ActionSeconds,
+    Kind,
     Schedule,
     build_schedule,
     register_schedule,
@@ -18,7 +19,8 @@ from hp_trainer.pipeline import (
     validate,
 )
 from hp_trainer.pipeline.list_scheduling import list_schedule
-from hp_trainer.pipeline.placement import loop_placement
+from hp_trainer.pipeline.placement import loop_placement, v_placement
+from hp_trainer.pipeline.whole_backwards import join_backwards
 
 STAGES = {"gpipe": (1, 2), "interleaved_1f1b": (1, 2, 3, 4), "interleaved_zero_bubble": (2, 3)}
 V_SCHEDULES = ("zero_bubble_v", "dualpipe_v")
@@ -164,6 +166,35 @@ def test_texts_that_are_no_schedule(text, message):
 def test_numbers_that_cannot_be(name, numbers, message):
     with pytest.raises(ScheduleError, match=message):
         build_schedule(name, **{"num_ranks": 2, "num_microbatches": 2, **numbers})
+
+
+def test_a_backward_is_whole_where_nobody_waits_for_its_first_part():
+    split = Schedule.parse("rank 0: 0F0 0F1 0B0 0B1\nrank 1: 1F0 1I0 1W0 1F1 1I1 1W1")
+    joined = join_backwards(split)
+    # Rank 0 could begin 0B0 a unit earlier, and would wait for 1I1 all the same.
+    assert str(joined) == "rank 0: 0F0 0F1 0B0 0B1\nrank 1: 1F0 1B0 1F1 1I1 1W1"
+    assert simulate(joined).end == simulate(split).end == 8
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 7])
+@pytest.mark.parametrize("v_shaped", [True, False])
+def test_whole_backwards_make_no_step_longer(ranks, v_shaped):
+    placement = (v_placement if v_shaped else loop_placement)(ranks, 2)
+    limit, microbatches = 2 * ranks, 3 * ranks
+    split = list_schedule(placement, ranks, microbatches, max_activations=limit, deepest_first=v_shaped)
+    joined = join_backwards(split)
+    validate(joined)
+    before, after = simulate(split), simulate(joined)
+    assert after.end == before.end
+    assert after.idle == before.idle
+    assert all(a <= b for a, b in zip(after.peak_activations, before.peak_activations, strict=True))
+
+
+def test_dualpipe_splits_only_what_fills_its_end():
+    kinds = [
+        action.kind for each in build_schedule("dualpipe_v", num_ranks=2, num_microbatches=8).actions for action in each
+    ]
+    assert (kinds.count(Kind.BACKWARD), kinds.count(Kind.INPUT_GRAD)) == (30, 2)
 
 
 def test_too_few_activations_are_told_instead_of_waiting_for_ever():

@@ -1,13 +1,14 @@
 """A backward in two parts: the gradients of given inputs now, those of the parameters later.
 
-The graph between the outputs and the inputs is walked once. Its nodes that have a further branch, towards a parameter,
-keep the gradients that reach them in the first part (Zero Bubble, arXiv 2401.10241; torch.distributed.pipelining does
-so too); the second part computes those branches from there.
+The graph between the outputs and the inputs is walked once. Some of its nodes have a further branch, towards a
+parameter; the gradients that reach these are results of the first part (Zero Bubble, arXiv 2401.10241;
+torch.distributed.pipelining keeps them too), and the second part computes the branches from there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 Tensor = torch.Tensor
 Node = Any
-Edge = tuple[Node, int]
+Sums = dict[GradientEdge, Tensor]
 
 
 def split_backward(
@@ -27,122 +28,159 @@ def split_backward(
     """
     seeds = [torch.ones_like(y) if grad is None else grad for y, grad in zip(outputs, grads, strict=True)]
     roots = [get_gradient_edge(y) for y in outputs]
-    targets = {get_gradient_edge(x).node for x in inputs}
-    graph = _Graph([root.node for root in roots], targets)
-    apart: dict[Edge, Tensor] = {}
-    for root, seed in zip(roots, seeds, strict=True):
-        if root.node not in graph.between:
-            _add(apart, (root.node, root.output_nr), seed)
-    reaching = [(y, seed) for y, seed, root in zip(outputs, seeds, roots, strict=True) if root.node in graph.between]
+    graph = _Graph(roots, {get_gradient_edge(x).node for x in inputs})
+    apart: Sums = {}
+    reaching: list[tuple[Tensor, Tensor]] = []
+    for y, root, seed in zip(outputs, roots, seeds, strict=True):
+        if root.node in graph.between:
+            reaching.append((y, seed))
+        else:
+            _add(apart, GradientEdge(root.node, root.output_nr), seed)
     if not reaching:
-        return [None] * len(inputs), lambda: _finish(apart)
-    kept: dict[Node, tuple[Tensor | None, ...]] = {}
-    hooks = [node.register_prehook(_keeper(kept, node)) for node in graph.branching]
-    try:
-        found = torch.autograd.grad(
-            [y for y, _ in reaching], inputs, [seed for _, seed in reaching], retain_graph=True, allow_unused=True
-        )
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return list(found), lambda: _finish(apart, kept, graph)
+        return [None] * len(inputs), lambda: _finish(apart, [], [])
+    forks = graph.forks()
+    found = torch.autograd.grad(
+        [y for y, _ in reaching],
+        # One pass gives the gradients of the forks too, without a call of Python for each of them.
+        [*inputs, *(edge for fork in forks for edge in fork.edges)],
+        [seed for _, seed in reaching],
+        retain_graph=True,
+        allow_unused=True,
+    )
+    kept = list(found[len(inputs) :])
+    return list(found[: len(inputs)]), lambda: _finish(apart, forks, kept)
+
+
+@dataclass(slots=True)
+class _Fork:
+    """A node between outputs and inputs that has edges to elsewhere.
+
+    Attributes:
+        edges: the places where gradients reach it.
+        slots: which of its own gradients belong to `branches`.
+        branches: its edges that lead away from the inputs.
+        is_alone: no other node leads to the ends of these.
+    """
+
+    node: Node
+    edges: list[GradientEdge]
+    slots: list[int]
+    branches: list[GradientEdge]
+    is_alone: bool
 
 
 class _Graph:
-    """The nodes between outputs and inputs, and which of them have branches to elsewhere.
+    """The nodes that gradients of outputs go through.
 
     Attributes:
-        between: nodes from which an input is reached, those of the inputs among them.
-        branching: those with an edge to a node from which none is.
-        num_parents: of each node at the end of such an edge, how many nodes between lead to it.
+        between: those from which an input is reached, the inputs' own among them.
     """
 
-    def __init__(self, roots: Sequence[Node], targets: set[Node]) -> None:
+    def __init__(self, roots: Sequence[GradientEdge], targets: set[Node]) -> None:
+        self._roots, self._targets = roots, targets
         # Python's objects for nodes are made anew unless somebody holds them.
-        self._children: dict[Node, tuple[Edge, ...]] = {}
-        self.between: set[Node] = set()
-        for node in self._in_post_order(roots):
-            if node in targets or any(child in self.between for child, _ in self._children[node]):
-                self.between.add(node)
-        self.branching = [node for node in self.between if node not in targets and self.branches(node)]
-        self.num_parents: dict[Node, int] = {}
-        for node in self.branching:
-            for child in {child for child, _ in self.branches(node)}:
-                self.num_parents[child] = self.num_parents.get(child, 0) + 1
-
-    def branches(self, node: Node) -> list[Edge]:
-        """Return the edges of a node that lead away from the inputs."""
-        return [(child, index) for child, index in self._children[node] if child not in self.between]
-
-    def slots(self, node: Node) -> list[tuple[int, Edge]]:
-        """Return the same with their places among the node's gradients."""
-        return [
-            (slot, (child, index))
-            for slot, (child, index) in enumerate(node.next_functions)
-            if child is not None and child not in self.between
-        ]
-
-    def _in_post_order(self, roots: Sequence[Node]) -> list[Node]:
-        ordered: list[Node] = []
-        waiting: list[tuple[Node, bool]] = [(root, False) for root in roots]
+        self._following: dict[Node, tuple[tuple[Node, int], ...]] = {}
+        # The nodes that lead to each; a pipeline comes here for each micro-batch, hence no second pass over the edges.
+        self._leading: dict[Node, list[Node]] = {root.node: [] for root in roots}
+        self._walk()
+        self.between = {target for target in targets if target in self._leading}
+        waiting = list(self.between)
         while waiting:
-            node, is_left = waiting.pop()
-            if is_left:
-                ordered.append(node)
-            elif node not in self._children:
-                self._children[node] = tuple(edge for edge in node.next_functions if edge[0] is not None)
-                waiting.append((node, True))
-                waiting += [(child, False) for child, _ in self._children[node] if child not in self._children]
-        return ordered
+            for node in self._leading[waiting.pop()]:
+                if node not in self.between:
+                    self.between.add(node)
+                    waiting.append(node)
+
+    def _walk(self) -> None:
+        following, leading = self._following, self._leading
+        waiting = list(leading)
+        while waiting:
+            node = waiting.pop()
+            edges = following[node] = node.next_functions
+            for child, _ in edges:
+                if child in leading:
+                    leading[child].append(node)
+                elif child is not None:
+                    leading[child] = [node]
+                    waiting.append(child)
+
+    def forks(self) -> list[_Fork]:
+        """Return the forks in the order of their forward."""
+        between, targets = self.between, self._targets
+        found = [
+            self._fork(node, edges)
+            for node, edges in self._following.items()
+            if len(edges) > 1 and node in between and node not in targets
+        ]
+        # Those that share a parameter add to its gradient from the last on, in the order of a whole backward.
+        return sorted((fork for fork in found if fork.branches), key=lambda fork: fork.node._sequence_nr())
+
+    def _fork(self, node: Node, edges: tuple[tuple[Node, int], ...]) -> _Fork:
+        between = self.between
+        slots = [slot for slot, (child, _) in enumerate(edges) if child is not None and child not in between]
+        branches = [GradientEdge(*edges[slot]) for slot in slots]
+        is_alone = all(parent is node for edge in branches for parent in self._leading[edge.node])
+        return _Fork(node, self._edges_to(node) if branches else [], slots, branches, is_alone)
+
+    def _edges_to(self, node: Node) -> list[GradientEdge]:
+        places = {place for each in self._leading[node] for child, place in self._following[each] if child is node}
+        places |= {root.output_nr for root in self._roots if root.node is node}
+        return [GradientEdge(node, place) for place in sorted(places)]
 
 
-def _keeper(kept: dict[Node, tuple[Tensor | None, ...]], node: Node) -> Callable[[Any], None]:
-    def keep(grads: tuple[Tensor | None, ...]) -> None:
-        kept[node] = grads
-
-    return keep
-
-
-def _finish(
-    apart: dict[Edge, Tensor], kept: dict[Node, tuple[Tensor | None, ...]] | None = None, graph: _Graph | None = None
-) -> None:
+def _finish(apart: Sums, forks: list[_Fork], kept: list[Tensor | None]) -> None:
     """Compute what the branches get, then run one backward over all of them."""
-    if graph is not None:
-        assert kept is not None
-        while kept:
-            node, grads = kept.popitem()
-            for edge, grad in _branch_gradients(node, grads, graph):
-                _add(apart, edge, grad)
+    while forks:
+        fork = forks.pop()
+        own = [kept.pop() for _ in fork.edges][::-1]
+        for edge, grad in _branch_gradients(fork, own):
+            _add(apart, edge, grad)
     if apart:
-        edges = [GradientEdge(*edge) for edge in apart]
-        torch.autograd.backward(edges, list(apart.values()))
+        _run(list(apart), list(apart.values()))
 
 
-def _branch_gradients(node: Node, grads: tuple[Tensor | None, ...], graph: _Graph) -> list[tuple[Edge, Tensor]]:
-    given = [(index, grad) for index, grad in enumerate(grads) if grad is not None]
-    edges = list(dict.fromkeys(graph.branches(node)))
+def _branch_gradients(fork: _Fork, grads: Sequence[Tensor | None]) -> list[tuple[GradientEdge, Tensor]]:
+    given = [(edge, grad) for edge, grad in zip(fork.edges, grads, strict=True) if grad is not None]
     if not given:
         return []
-    if any(graph.num_parents[child] > 1 for child, _ in edges):
-        # A weight used twice: from here autograd would also come to it by way of the other use.
-        with torch.no_grad():
-            results = node(*grads)
-        results = results if isinstance(results, tuple) else (results,)
-        return [(edge, _reduced(results[slot], *edge)) for slot, edge in graph.slots(node) if results[slot] is not None]
-    found = torch.autograd.grad(
-        [GradientEdge(node, index) for index, _ in given],
-        [GradientEdge(*edge) for edge in edges],
-        [grad for _, grad in given],
-        allow_unused=True,
+    if not fork.is_alone:
+        return _by_the_node(fork, given)
+    branches = list(dict.fromkeys(fork.branches))
+    found = _run([edge for edge, _ in given], [grad for _, grad in given], branches)
+    return [(edge, grad) for edge, grad in zip(branches, found, strict=True) if grad is not None]
+
+
+def _run(edges: Sequence[GradientEdge], grads: Sequence[Tensor], inputs: Sequence[GradientEdge] = ()) -> Any:
+    """Return the gradients of `inputs` as `torch.autograd.grad`, or without them accumulate as `backward`.
+
+    These two check the shape of each gradient in Python, which takes as long as a small weight's part itself; ours are
+    those that autograd has just given for the same places.
+    """
+    return torch.autograd._engine_run_backward(
+        tuple(edges), tuple(grads), False, False, tuple(inputs), True, accumulate_grad=not inputs
     )
-    return [(edge, grad) for edge, grad in zip(edges, found, strict=True) if grad is not None]
 
 
-def _reduced(grad: Tensor, child: Node, index: int) -> Tensor:
+def _by_the_node(fork: _Fork, given: Sequence[tuple[GradientEdge, Tensor]]) -> list[tuple[GradientEdge, Tensor]]:
+    """Compute the gradients of a fork's branches by the node alone, and those of its other edges for nothing.
+
+    Something on a branch is used elsewhere too, and autograd would also come to it by way of the other use.
+    """
+    grads: list[Tensor | None] = [None] * len(fork.node._input_metadata)
+    for edge, grad in given:
+        grads[edge.output_nr] = grad
+    with torch.no_grad():
+        results = fork.node(*grads)
+    results = results if isinstance(results, tuple) else (results,)
+    pairs = zip(fork.branches, (results[slot] for slot in fork.slots), strict=True)
+    return [(edge, _reduced(grad, edge)) for edge, grad in pairs if grad is not None]
+
+
+def _reduced(grad: Tensor, edge: GradientEdge) -> Tensor:
     """Sum a gradient over what was expanded, and cast it, as autograd does between two nodes."""
-    meta = child._input_metadata[index]
+    meta = edge.node._input_metadata[edge.output_nr]
     return grad.sum_to_size(meta.shape).to(meta.dtype)
 
 
-def _add(sums: dict[Edge, Tensor], edge: Edge, grad: Tensor) -> None:
+def _add(sums: Sums, edge: GradientEdge, grad: Tensor) -> None:
     sums[edge] = sums[edge] + grad if edge in sums else grad

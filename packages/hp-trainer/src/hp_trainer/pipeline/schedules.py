@@ -15,6 +15,7 @@ from hp_trainer.exceptions import ScheduleError
 from hp_trainer.pipeline.actions import Action, Kind, Schedule
 from hp_trainer.pipeline.list_scheduling import list_schedule
 from hp_trainer.pipeline.placement import in_rounds, loop_placement, v_placement
+from hp_trainer.pipeline.whole_backwards import join_backwards
 from hp_trainer.plugins import plugin_manager
 
 BuildSchedule = Callable[[int, int, int], Schedule]
@@ -159,7 +160,7 @@ def zero_bubble_h1(num_ranks: int, stages_per_rank: int, num_microbatches: int) 
             taken += [input_grad, *put_off, *forwards[warm_up + index : warm_up + index + 1]]
         taken += weight_grads[max(0, num_microbatches - rank) :]
         actions.append(tuple(taken))
-    return Schedule(tuple(range(num_ranks)), num_microbatches, tuple(actions))
+    return join_backwards(Schedule(tuple(range(num_ranks)), num_microbatches, tuple(actions)))
 
 
 def zero_bubble_v(num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Schedule:
@@ -168,8 +169,9 @@ def zero_bubble_v(num_ranks: int, stages_per_rank: int, num_microbatches: int) -
     Where F = I = W a rank has no gap between its first and its last action; it keeps as much as 1F1B's first.
     """
     _require_stages("zero_bubble_v", stages_per_rank, 2)
-    return list_schedule(
-        v_placement(num_ranks, 2), num_ranks, num_microbatches, max_activations=2 * num_ranks, deepest_first=True
+    placement, limit = v_placement(num_ranks, 2), 2 * num_ranks
+    return join_backwards(
+        list_schedule(placement, num_ranks, num_microbatches, max_activations=limit, deepest_first=True)
     )
 
 
@@ -177,7 +179,9 @@ def interleaved_zero_bubble(num_ranks: int, stages_per_rank: int, num_microbatch
     """Several stages per rank in rounds, the backward split; made by list scheduling."""
     placement = loop_placement(num_ranks, stages_per_rank)
     limit = num_ranks * stages_per_rank
-    return list_schedule(placement, num_ranks, num_microbatches, max_activations=limit, deepest_first=False)
+    return join_backwards(
+        list_schedule(placement, num_ranks, num_microbatches, max_activations=limit, deepest_first=False)
+    )
 
 
 def dualpipe_v(num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Schedule:
@@ -188,7 +192,8 @@ def dualpipe_v(num_ranks: int, stages_per_rank: int, num_microbatches: int) -> S
     _require_stages("dualpipe_v", stages_per_rank, 2)
     made_for = max(num_microbatches, 2 * num_ranks)
     ranks = [_DualPipeRank(rank, num_ranks, made_for).actions() for rank in range(num_ranks)]
-    return Schedule(v_placement(num_ranks, 2), num_microbatches, tuple(_only(each, num_microbatches) for each in ranks))
+    actions = tuple(_only(each, num_microbatches) for each in ranks)
+    return join_backwards(Schedule(v_placement(num_ranks, 2), num_microbatches, actions))
 
 
 class _DualPipeRank:

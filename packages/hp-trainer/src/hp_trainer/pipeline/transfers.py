@@ -20,6 +20,9 @@ from hp_trainer.pipeline.messages import MessageLayout, TensorMeta, receive_head
 Tensor = Any
 Buffers = list[tuple[Work, Tensor]]
 
+RECEIVES_AHEAD = 2
+"""Messages of one rank that another has buffers for before it needs them: a sender then writes without asking first."""
+
 
 @dataclass
 class _Sent:
@@ -69,7 +72,7 @@ class Transfers:
         self._fixed: dict[int, MessageLayout] | None = {} if fixed_shapes else None
         self._sent: dict[int, list[_Sent]] = {}
         self._expected: dict[int, deque[Action]] = {}
-        self._arriving: dict[Action, Buffers] = {}
+        self._arriving: dict[int, dict[Action, Buffers]] = {}
 
     def begin_step(self, *, forward_only: bool = False) -> None:
         """Connect to the neighbours at the first step; forget the shapes of the step before."""
@@ -82,6 +85,10 @@ class Transfers:
         self._keeps_layouts = keeps
         peers = {source for source, target in _pairs(self._schedule) if target == self._rank}
         self._expected = {peer: deque(self._messages_of(peer, forward_only)) for peer in peers}
+        self._arriving = {peer: {} for peer in peers}
+        for peer in peers:
+            with self._naming(peer, "receiving its first messages"):
+                self._receive_ahead(peer)
 
     def end_step(self) -> None:
         """Wait until all that was sent has left."""
@@ -156,22 +163,34 @@ class Transfers:
         peer = self._schedule.rank_of_stage[source]
         with self._naming(peer, "receiving the inputs of", needed_by):
             self._receive_until(needed_by, peer, may_wait=False)
+            self._receive_ahead(peer)
 
     def _take(self, action: Action, peer: int) -> list[Tensor]:
         self._receive_until(action, peer, may_wait=True)
-        buffers = self._arriving.pop(action)
+        buffers = self._arriving[peer].pop(action)
+        # Before this one waits: what comes next may arrive first.
+        self._receive_ahead(peer)
         _wait(buffers)
         return [tensor for _, tensor in buffers]
 
     def _receive_until(self, needed_by: Action, peer: int, *, may_wait: bool) -> None:
         """Begin to receive all that a peer sends up to one message, in the order of its sending."""
-        expected = self._expected[peer]
+        expected, arriving = self._expected[peer], self._arriving[peer]
         # In the order of sending, whatever is needed first: messages of a pair of ranks match by their order.
-        while needed_by not in self._arriving:
+        while needed_by not in arriving:
             metas = self._metas(expected[0], peer, may_wait)
             if metas is None:
                 return
-            self._arriving[expected.popleft()] = self._receive(peer, metas)
+            arriving[expected.popleft()] = self._receive(peer, metas)
+
+    def _receive_ahead(self, peer: int) -> None:
+        """Begin to receive the next messages of a peer too, as far as their shapes are known."""
+        expected, arriving = self._expected[peer], self._arriving[peer]
+        while expected and len(arriving) < RECEIVES_AHEAD:
+            metas = self._metas(expected[0], peer, may_wait=False)
+            if metas is None:
+                return
+            arriving[expected.popleft()] = self._receive(peer, metas)
 
     def _metas(self, needed_by: Action, peer: int, may_wait: bool) -> Sequence[TensorMeta] | None:
         """Return the tensors of a message, or None if only its header, which has not come, tells them."""
