@@ -71,7 +71,7 @@ def test_hooks_of_all_plugins_are_called(install):
 
 
 def test_each_group_has_its_own_manager(install):
-    install("fsdp-plugin", {"other": "other_module"}, group="hp_fsdp", other_module="x = 1")
+    install("fsdp-plugin", {"other": "other_module"}, group="hp_fsdp", other_module=WITHOUT_PLATFORM)
     from hp_dtensor.platform import hookspecs
 
     assert [name for name, _ in create_plugin_manager("hp_fsdp", hookspecs).list_name_plugin()] == ["other"]
@@ -103,6 +103,30 @@ def test_unknown_hooks_are_refused_with_the_known_ones(install):
     assert str(caught.value) == (
         "unknown hooks in group 'hp_dtensor': plugin 'misspelt' of distribution 'misspelt-dist' implements "
         "'hp_platfrom'. Known hooks: hp_platform, hp_sharding_rules."
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("x = 1", ""),
+        ("def hp_sharding_rules(registry): ...", " (hp_sharding_rules is there without the mark)"),
+        (
+            "import pluggy\nhookimpl = pluggy.HookimplMarker('other')\n@hookimpl\ndef hp_platform(): ...",
+            " (hp_platform is there without the mark)",
+        ),
+    ],
+    ids=["nothing", "unmarked", "marked for another project"],
+)
+def test_a_plugin_without_hooks_is_told_as_such(install, source, found):
+    install("empty-dist", {"empty": "empty_module"}, empty_module=source)
+    with pytest.raises(PluginError) as caught:
+        plugin_manager()
+    message = re.sub(r"<module .*?>", "<module>", str(caught.value))
+    assert message == (
+        "plugin 'empty' of distribution 'empty-dist' implements no hook of group 'hp_dtensor': expected a function "
+        "marked @hookimpl (hp_dtensor.hookimpl) under the name of a hook, got none in <module>"
+        f"{found}. Known hooks: hp_platform, hp_sharding_rules."
     )
 
 

@@ -5,9 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 
+import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor
+
+from hp_dtensor import Replicate, Shard, distribute_tensor, init_device_mesh
+from hp_dtensor.testing import run_ranks
+
+F = ms.mint.nn.functional
 
 RNG = np.random.default_rng(5)
 
@@ -324,3 +330,69 @@ def test_an_index_outside_is_an_error(platform):
     x = platform.from_numpy(MATRIX.astype(np.float32))
     with pytest.raises(IndexError, match="outside a dimension of 5"):
         platform.operation("index_add")(x, 0, platform.from_numpy(np.array([5])), x[:1])
+
+
+SHAPES = {
+    "layer_norm": (
+        lambda run, x: run("layer_norm")(x, (7,)),
+        (3, 4),
+        r"layer_norm: expected a shape that ends in \(7,\)",
+    ),
+    "layer_norm of a number": (lambda run, x: run("layer_norm")(x, (1,)), (), r"layer_norm: .* ends in \(1,\)"),
+    "batch_norm": (lambda run, x: run("batch_norm")(x, None, None, training=True), (4,), r"batch_norm: .*channels"),
+    "group_norm": (lambda run, x: run("group_norm")(x, 3), (2, 4), "group_norm: .*channels in 3 groups"),
+    "group_norm of a row": (lambda run, x: run("group_norm")(x, 1), (4,), "group_norm: .*channels in 1 groups"),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_that_cannot_be_normalized_are_refused(platform, name):
+    call, shape, message = SHAPES[name]
+
+    def program():
+        x = Tensor(np.ones(shape, np.float32))
+        mesh = init_device_mesh("cpu", (2,), platform=platform)
+        for each in (x, distribute_tensor(x, mesh, [Shard(0) if shape else Replicate()])):
+            with pytest.raises(ValueError, match=message):
+                call(platform.operation, each)
+
+    run_ranks(program, 2, platform)
+
+
+def test_likelihood_of_one_sample(platform):
+    x = np.log(np.array([0.2, 0.5, 0.3], np.float32))
+
+    def program():
+        mesh = init_device_mesh("cpu", (2,), platform=platform)
+        logits = distribute_tensor(Tensor(x), mesh, [Shard(0)])
+        target = distribute_tensor(Tensor(np.int64(1)), mesh, [Replicate()])
+        losses = [F.nll_loss(logits, target, reduction=how) for how in ("none", "sum", "mean")]
+        losses.append(F.cross_entropy(logits, target))
+        return [loss.full_tensor().asnumpy() for loss in losses]
+
+    for losses in run_ranks(program, 2, platform):
+        assert [loss.shape for loss in losses] == [()] * 4
+        np.testing.assert_allclose(losses, [-x[1]] * 4, rtol=1e-6)
+
+
+def test_differences_of_neighbours(platform):
+    x, more = values(5, 3).astype(np.float32), np.ones((1, 3), np.float32)
+
+    def program():
+        mesh = init_device_mesh("cpu", (2,), platform=platform)
+        rows, first = (distribute_tensor(Tensor(a), mesh, [Shard(0)]) for a in (x, more))
+        with pytest.raises(ValueError, match="'n' must be 1, but got 2"):
+            ms.ops.diff(rows, n=2)
+        return [
+            y.full_tensor().asnumpy()
+            for y in (
+                ms.ops.diff(rows),
+                ms.ops.diff(rows, axis=0),
+                ms.ops.diff(rows, 1, 0, prepend=first, append=first),
+            )
+        ]
+
+    expected = [np.diff(x), np.diff(x, axis=0), np.diff(x, axis=0, prepend=more, append=more)]
+    for found in run_ranks(program, 2, platform):
+        for each, wanted in zip(found, expected, strict=True):
+            np.testing.assert_allclose(each, wanted, rtol=1e-6, atol=1e-6)

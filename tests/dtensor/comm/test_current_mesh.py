@@ -52,6 +52,13 @@ def test_factories_use_the_innermost_mesh(hp_platform: Platform) -> None:
     assert run_ranks(_made_in_blocks, 4, hp_platform, hp_platform) == [expected] * 4
 
 
+def test_a_mesh_takes_its_platform_by_name(hp_platform: Platform) -> None:
+    def program() -> Platform:
+        return DeviceMesh("cpu", [0, 1], platform=hp_platform.name).platform
+
+    assert run_ranks(program, 2, hp_platform) == [hp_platform] * 2
+
+
 def test_an_error_ends_the_block(hp_platform: Platform) -> None:
     with pytest.raises(KeyError), _mesh(hp_platform, 1):
         raise KeyError

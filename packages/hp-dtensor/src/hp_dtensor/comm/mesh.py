@@ -39,7 +39,7 @@ class DeviceMesh(MeshCoordinates):
         mesh_shape: the sizes of the axes, instead of `mesh`.
         ranks: explicit ranks of a shape, in row-major order, where they are not 0, 1, 2, ...
         world: default: the current world.
-        platform: default: that of the world.
+        platform: the platform or its name; default: that of the world.
 
     Raises:
         MeshError: names that repeat or do not fit, sizes below 1, ranks that repeat, or a mesh larger
@@ -63,7 +63,7 @@ class DeviceMesh(MeshCoordinates):
         mesh_shape: Sequence[int] | None = None,
         ranks: Sequence[int] | None = None,
         world: World | None = None,
-        platform: Platform | None = None,
+        platform: Platform | str | None = None,
     ) -> None:
         shape, given = read_shape_and_ranks(mesh, mesh_shape, ranks)
         default = [f"axis{i}" for i in range(len(shape))]
@@ -353,8 +353,9 @@ def _restore(
     return mesh
 
 
-def _world_here(platform: Platform | None) -> World:
+def _world_here(platform: Platform | str | None) -> World:
     """Return the current world; in a job of processes that of the selected platform, without its being named."""
+    platform = get_platform(platform) if isinstance(platform, str) else platform
     world = current_world(platform)
     if platform is not None or world is not alone(None):
         return world

@@ -106,14 +106,15 @@ def create_plugin_manager(group: str, hookspecs: ModuleType) -> PluginManager:
     """Return a manager with every wanted plugin of the entry-point `group` loaded and checked against `hookspecs`.
 
     Raises:
-        PluginError: a plugin does not import, implements a hook that `hookspecs` does not have, or takes arguments
-            that a hook does not have.
+        PluginError: a plugin does not import, implements no hook or one that `hookspecs` does not have, or takes
+            arguments that a hook does not have.
     """
     manager = PluginManager(group, hookspecs)
     for entry_point in _wanted_entry_points(group):
         manager.distributions[entry_point.name] = _distribution(entry_point)
         manager.register(_load(entry_point, group), name=entry_point.name)
     _reject_unknown_hooks(manager, group)
+    _reject_plugins_without_hooks(manager, group)
     if os.environ.get("HP_TRACE_PLUGINS") == "1":
         _trace(manager, group)
     return manager
@@ -192,9 +193,24 @@ def _load(entry_point: importlib.metadata.EntryPoint, group: str) -> object:
         ) from error
 
 
+def _reject_plugins_without_hooks(manager: pluggy.PluginManager, group: str) -> None:
+    for name, plugin in manager.list_name_plugin():
+        if not manager.get_hookcallers(plugin):
+            unmarked = [hook for hook in _known_hooks(manager) if callable(getattr(plugin, hook, None))]
+            found = f" ({', '.join(unmarked)} is there without the mark)" if unmarked else ""
+            raise PluginError(
+                f"{origin_of(manager, name)} implements no hook of group {group!r}: expected a function marked "
+                f"@hookimpl (hp_dtensor.hookimpl) under the name of a hook, got none in {plugin!r}"
+                f"{found}. Known hooks: {', '.join(_known_hooks(manager))}."
+            )
+
+
+def _known_hooks(manager: pluggy.PluginManager) -> list[str]:
+    return sorted(name for name in vars(manager.hook) if name.startswith("hp_") and _has_spec(manager, name))
+
+
 def _reject_unknown_hooks(manager: pluggy.PluginManager, group: str) -> None:
-    hooks = sorted(name for name in vars(manager.hook) if name.startswith("hp_") and _has_spec(manager, name))
-    known = ", ".join(hooks)
+    known = ", ".join(_known_hooks(manager))
     unknown = [
         f"{origin_of(manager, implementation.plugin_name)} implements {name!r}"
         for name in sorted(vars(manager.hook))

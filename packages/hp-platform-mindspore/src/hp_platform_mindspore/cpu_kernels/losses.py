@@ -35,6 +35,10 @@ def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean") -> T
 def nll_loss(
     x: Tensor, target: Tensor, weight: Any = None, *, ignore_index: int = -100, reduction: str = "mean"
 ) -> Tensor:
+    if x.ndim == 1:  # one sample: [classes] and a number
+        x, target = mint.unsqueeze(x, 0), mint.unsqueeze(target, 0)
+        loss = nll_loss(x, target, weight, ignore_index=ignore_index, reduction=reduction)
+        return mint.squeeze(loss, 0) if reduction == "none" else loss
     valid = (target != ignore_index).astype(target.dtype)
     target = target * valid
     weights = valid.astype(x.dtype)

@@ -40,15 +40,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def group_norm(x: Tensor, groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Tensor:
+    if x.ndim < 2 or x.shape[1] % groups:
+        raise ValueError(f"group_norm: expected [batch, channels, ...] with channels in {groups} groups, got {x.shape}")
     parts = mint.reshape(x, (x.shape[0], groups, math.prod(x.shape[1:]) // groups))
     channel = (1, -1, *[1] * (x.ndim - 2))
     return _affine(mint.reshape(_normalized(parts, (2,), eps), tuple(x.shape)), weight, bias, channel)
 
 
 def layer_norm(x: Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Tensor:
-    count = 1 if isinstance(normalized_shape, int) else len(normalized_shape)
-    dims = tuple(range(x.ndim - count, x.ndim))
-    return _affine(_normalized(x, dims, eps), weight, bias, tuple(x.shape[-count:]))
+    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    first = x.ndim - len(shape)
+    if first < 0 or tuple(x.shape[first:]) != shape:
+        raise ValueError(f"layer_norm: expected a shape that ends in {shape}, as normalized_shape says, got {x.shape}")
+    return _affine(_normalized(x, tuple(range(first, x.ndim)), eps), weight, bias, shape)
 
 
 def instance_norm(x: Tensor, *, eps: float = 1e-5) -> Tensor:
@@ -79,6 +83,8 @@ def batch_norm(
 
     In training it uses the statistics of the batch, and moves the running ones towards them in place.
     """
+    if x.ndim < 2:
+        raise ValueError(f"batch_norm: expected [batch, channels, ...], got {x.shape}")
     channel = (1, -1, *[1] * (x.ndim - 2))
     if training:
         others = tuple(dim for dim in range(x.ndim) if dim != 1)

@@ -95,7 +95,16 @@ def _nanmean(run: Any, input: Any, axis: Any = None, keepdims: bool = False, *, 
     return mean if dtype is None else run.cast(mean, dtype)
 
 
+def _diff(run: Any, x: Any, n: int = 1, axis: int = -1, prepend: Any = None, append: Any = None) -> Any:
+    """Subtract neighbours; MindSpore's own picks them by plain positions."""
+    if n != 1:
+        raise ValueError(f"For 'diff', 'n' must be 1, but got {n}")
+    parts = [part for part in (prepend, x, append) if part is not None]
+    return ms.mint.diff(run.cat(parts, axis) if len(parts) > 1 else x, dim=axis)
+
+
 FUNCTIONS: dict[str, Function] = {
+    "diff": _diff,
     "bucketize": _bucketize,
     "nanmean": _nanmean,
     "rand_like": _random_like("rand_like"),

@@ -18,13 +18,15 @@ def first_dtensor(*values: Any) -> MindSporeDTensor | None:
 
 def held_tensors(*values: Any) -> Iterator[Tensor]:
     """Yield the tensors in containers, Cells (their parameters) and the variables that functions have from outside."""
-    return _held(values, set())
+    return _held(values, {})
 
 
-def _held(value: Any, seen: set[int]) -> Iterator[Tensor]:
+def _held(value: Any, seen: dict[int, Any]) -> Iterator[Tensor]:
     if id(value) in seen:
         return
-    seen.add(id(value))
+    seen[id(value)] = (
+        value  # kept alive: a list made here would else leave its id to the next one, which is then skipped
+    )
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, nn.Cell):
@@ -36,7 +38,7 @@ def _held(value: Any, seen: set[int]) -> Iterator[Tensor]:
             yield from _held(item, seen)
     elif inspect.ismethod(value):
         yield from _held([value.__self__, value.__func__], seen)
-    elif inspect.isfunction(value) and not value.__module__.startswith("mindspore"):
+    elif inspect.isfunction(value):
         yield from _held(_outside(inspect.unwrap(value)), seen)
 
 
@@ -45,8 +47,13 @@ def _cells(cell: nn.Cell) -> list[nn.Cell]:
 
 
 def _outside(function: Any) -> list[Any]:
-    """Return the values of a function's variables that are not its own: of its closure, and globals that it names."""
+    """Return the values of a function's variables that are not its own: of its closure, and globals that it names.
+
+    Globals of MindSpore's own functions (those that `value_and_grad` makes) hold nothing of the user's.
+    """
     closure = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    if function.__module__.startswith("mindspore"):
+        return closure
     return closure + [function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__]
 
 

@@ -54,6 +54,7 @@ _OWNERS = (
     "mindspore.ops.function",
     "mindspore.ops.functional",
     "mindspore.ops.function.array_func",
+    "mindspore.ops.function.math_func",
     "mindspore.ops.function.random_func",
     "mindspore.common._register_for_tensor.tensor_operator_registry",
 )
