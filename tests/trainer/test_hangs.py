@@ -64,5 +64,5 @@ class Leaver:
 def test_a_rank_that_leaves_with_exit_code_0_is_named(lab, plugged):
     run = lab.start("run", {"dp_shard": 2})
     plugged(Leaver(lab.platform))
-    with pytest.raises(LaunchError, match=r"rank 1 has left with SystemExit\(0\) in step 3"):
+    with pytest.raises(LaunchError, match=rf"rank 1 has left with SystemExit\(0\) in step 3, called at {__file__}"):
         run_ranks(train_rank, 2, lab.platform, run, lab.platform)

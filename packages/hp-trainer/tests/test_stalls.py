@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 import threading
 import time
 from pathlib import Path
@@ -11,11 +12,12 @@ from types import FrameType, SimpleNamespace
 
 import pytest
 
+from hp_trainer.exceptions import CheckpointError, HangError, TrainingError
 from hp_trainer.pipeline import Action
 from hp_trainer.training import stall_watch
 from hp_trainer.training.stall_places import frames_of_error, frames_of_thread, place_in_model
 from hp_trainer.training.stall_reports import StallReport, describe_stall, read_reports, report_file
-from hp_trainer.training.stall_watch import StallWatch
+from hp_trainer.training.stall_watch import StallWatch, watched_set_up
 
 
 def report(
@@ -173,3 +175,46 @@ def test_a_failed_collective_is_explained_only_after_the_timeout(tmp_path: Path)
             "step 3: rank 1 of 2 has not answered: stopped, killed, or not to be reached; rank 0 waits after "
             f"starting all_reduce, {read_reports(tmp_path)[0].place}; waited 0.5 s (launch.timeout_seconds)"
         )
+
+
+@pytest.mark.usefixtures("quick")
+def test_an_error_of_no_collective_is_not_taken_for_a_hang(tmp_path: Path) -> None:
+    with StallWatch(tmp_path, world(), timeout_seconds=0.2, tell=lambda line: None) as watch:
+        watch.begin("step", 3)
+        time.sleep(0.2)
+        for error in (ValueError("of a user's code"), OSError(28, "full"), CheckpointError("damaged")):
+            assert watch.explain(error) is None
+
+
+def test_a_rank_without_the_group_in_which_others_wait_is_behind() -> None:
+    stuck = dataclasses.replace(report(1, {}, "own.py:5 in parallelize", step=0), phase="set-up")
+    for group, size in (("0,1", 2), ("0-2", 3)):
+        waits = {rank: report(rank, {group: (1, "all_gather_bytes")}, step=0) for rank in range(size) if rank != 1}
+        told = describe_stall({1: stuck} | {r: dataclasses.replace(w, phase="set-up") for r, w in waits.items()}, size)
+        assert told.startswith(
+            f"set-up: rank 1 of {size} has not answered: it has not come to all_gather_bytes (call 1 "
+        )
+        assert "own.py:5 in parallelize; rank 0" in told
+    # Of a shortened name nobody can say who is in it.
+    assert "all 2 ranks wait" in describe_stall({0: report(0, {"0,2,... (9 ranks)": (1, "send")}), 1: report(1, {})}, 2)
+
+
+@pytest.mark.usefixtures("quick")
+def test_whoever_keeps_others_waiting_in_its_set_up_is_named(tmp_path: Path) -> None:
+    stuck = dataclasses.replace(report(1, {}, "own.py:5 in parallelize", step=0), phase="set-up")
+
+    def set_up() -> None:
+        with watched_set_up(tmp_path, world(calls=1), 0.2):
+            report_file(tmp_path, 1).write_text(json.dumps(stuck.to_plain()))
+            time.sleep(0.2)
+            raise RuntimeError("wait timeout after 200ms")
+
+    with pytest.raises(HangError, match=r"set-up: rank 1 of 2 has not answered: .*own.py:5 in parallelize; .* 0.2 s"):
+        set_up()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_set_up_that_calls_sys_exit_has_failed_and_its_line_is_named(tmp_path: Path, size: int) -> None:
+    told = rf"rank 0 has left with SystemExit\(0\) in its set-up, called at {__file__}:\d+; raise an error"
+    with pytest.raises(TrainingError, match=told), watched_set_up(tmp_path, world(size=size), 600):
+        sys.exit(0)

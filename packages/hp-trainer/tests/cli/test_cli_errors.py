@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,22 @@ def test_each_rank_of_a_launcher_tells_what_only_it_may_have_found(
     monkeypatch.setattr(runs, "launch_training", lambda config, path, prepare: prepare())
     assert cli.main(["run.yaml"]) == 2
     assert "does not exist" in capsys.readouterr().err
+
+
+def test_a_file_that_calls_sys_exit_has_failed(work: Path, capsys) -> None:
+    (work / "own.py").write_text("import sys\nsys.exit(0)\n")
+    assert cli.main(["run.yaml", "--data.name=own.py:Text"]) == 1
+    told = f"something left with SystemExit(0) before its work was done, called at {work}/own.py:2; raise an error"
+    assert told in capsys.readouterr().err
+
+
+def test_the_process_that_msrun_starts_beside_the_ranks_may_leave(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = {"MS_WORKER_NUM": "2", "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": "8118", "MS_NODE_ID": "0"}
+    for name, value in {**hosts, "MS_ROLE": "MS_SCHED", "RANK_ID": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(runs, "launch_training", lambda *arguments: sys.exit(0))
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["run.yaml"])
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,18 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hp_dtensor.exceptions import HPError, LaunchError
 from hp_trainer.cli.arguments import UsageError
 from hp_trainer.cli.help import help_text, usage_of
 from hp_trainer.cli.output import mute, open_standard_streams, write_stacks_on_request
+from hp_trainer.early_exits import describe_exit
 from hp_trainer.exceptions import ProblemsError, StoppedError
 from hp_trainer.machine_errors import describe_machine_error
+
+if TYPE_CHECKING:
+    from hp_dtensor.launch import RankEnvironment
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,6 +67,12 @@ def _run(given: list[str]) -> int:
         return _fail(str(error), 2)
     except HPError as error:
         return _fail(str(error), 2 if isinstance(error, ValueError) else 1, every_rank=True)
+    except SystemExit as leaving:
+        place = _place()
+        # The process that msrun starts beside the ranks ends so (`from_environment`).
+        if place is not None and place.is_scheduler:
+            raise
+        return _fail(f"something {describe_exit(leaving, 'before its work was done')}", 1, every_rank=True)
     except (OSError, MemoryError, ImportError) as error:
         # What and where say it all; a traceback would hide them. Other errors are ours, and need one.
         told = describe_machine_error(error)
@@ -102,13 +113,7 @@ def _refuse_unknown_command(word: str, known: list[str]) -> None:
 
 def _fail(message: str, code: int, *, every_rank: bool = False) -> int:
     """Tell what went wrong; of a launcher's ranks, one tells what they all find in what they were given."""
-    from hp_dtensor.launch import rank_environment
-
-    try:
-        found = rank_environment()
-    except LaunchError:
-        # That is what the message is about.
-        found = None
+    found = _place()
     who = "" if found is None or found.rank == 0 else f"rank {found.rank}: "
     if every_rank or not who:
         try:
@@ -119,6 +124,17 @@ def _fail(message: str, code: int, *, every_rank: bool = False) -> int:
     if code < 128:
         _tell_torchrun(message)
     return code
+
+
+def _place() -> RankEnvironment | None:
+    """Return this process's place among a launcher's; None without one, or where its variables make no sense."""
+    from hp_dtensor.launch import rank_environment
+
+    try:
+        return rank_environment()
+    except LaunchError:
+        # That is what the message is about.
+        return None
 
 
 def _tell_torchrun(message: str) -> None:

@@ -24,6 +24,7 @@ from hp_trainer.launch.world_size import world_size_of
 from hp_trainer.machine_errors import describe_machine_error
 from hp_trainer.run import RunFolder, RunLock, checkpoint_storage
 from hp_trainer.training import Trainer
+from hp_trainer.training.stall_watch import watched_set_up
 
 
 def is_first_process() -> bool:
@@ -118,9 +119,10 @@ def run_rank(folder: str, owner: str, checkpoint: str | None, platform: str, sam
 
 def _run_rank(run: RunFolder, checkpoint: str | None, chosen: Platform, samples: bool) -> int | None:
     config = run.load_config().config
-    trainer = Trainer(run, config, chosen, initial_weights=checkpoint is None)
-    if checkpoint is not None:
-        trainer.resume(checkpoint)
+    with watched_set_up(run.stalls, current_world(chosen), config.launch.timeout_seconds):
+        trainer = Trainer(run, config, chosen, initial_weights=checkpoint is None)
+        if checkpoint is not None:
+            trainer.resume(checkpoint)
     ended_by = trainer.run()
     if samples and ended_by is None and current_world(chosen).rank == 0:
         write_samples(run, config)

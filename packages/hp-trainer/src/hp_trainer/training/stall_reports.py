@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ from typing import Any
 # Where a rank waits says less than the line of the model or of the user that led there.
 _MACHINERY = re.compile(r"/(hp_dtensor|hp_fsdp|hp_platform_\w+|torch|mindspore|threading)[/.]")
 _SHOWN_RANKS = 8
+# The phase before the first step.
+SET_UP = "set-up"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +76,8 @@ def describe_stall(reports: Mapping[int, StallReport], size: int) -> str:
     if not reports:
         return f"no rank of {size} tells where it is"
     latest = max(reports.values(), key=lambda report: (report.step, report.seconds))
-    head = f"step {latest.step}: " if latest.phase == "step" else f"{latest.phase} at step {latest.step}: "
+    known = {"step": f"step {latest.step}: ", SET_UP: "set-up: "}
+    head = known.get(latest.phase, f"{latest.phase} at step {latest.step}: ")
     behind = _behind(reports)
     if silent:
         told = f"{_ranks(silent)} of {size} has not answered: stopped, killed, or not to be reached"
@@ -95,13 +98,22 @@ def _behind(reports: Mapping[int, StallReport]) -> dict[int, str]:
     behind: dict[int, str] = {}
     missing: dict[int, int] = defaultdict(int)
     for rank, report in reports.items():
-        for group, (count, _) in report.calls.items():
+        # A rank may not even have made a group in which others wait for it.
+        for group in (group for group in most if group in report.calls or rank in _members(group)):
+            count, _ = report.calls.get(group, (0, ""))
             if count < most[group][0]:
                 behind[rank] = f"it has not come to {most[group][1]} (call {most[group][0]} among ranks {group})"
                 missing[rank] += most[group][0] - count
     # Who waits in one group is behind in another; the one that has stepped out of line is behind by the most.
     furthest = max(missing.values(), default=0)
     return {rank: why for rank, why in behind.items() if missing[rank] == furthest}
+
+
+def _members(group: str) -> Collection[int]:
+    """Return the ranks of a group by its name; none of a name that is shortened."""
+    if span := re.fullmatch(r"(\d+)-(\d+)", group):
+        return range(int(span[1]), int(span[2]) + 1)
+    return [int(rank) for rank in group.split(",")] if re.fullmatch(r"\d+(,\d+)*", group) else []
 
 
 def _where_they_wait(waiting: Sequence[StallReport]) -> str:

@@ -9,14 +9,18 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
 from hp_dtensor.comm.world import World
+from hp_dtensor.exceptions import HPError
+from hp_trainer.early_exits import describe_exit
+from hp_trainer.exceptions import CheckpointError, HangError, MachineError, ProblemsError, TrainingError
+from hp_trainer.machine_errors import describe_machine_error
 from hp_trainer.training.stall_places import frames_of_error, frames_of_thread, place_in_model
-from hp_trainer.training.stall_reports import StallReport, describe_stall, read_reports, report_file
+from hp_trainer.training.stall_reports import SET_UP, StallReport, describe_stall, read_reports, report_file
 
 _CHECK_SECONDS = 0.5
 _GRACE_SECONDS = 2.0  # for the reports of other ranks
@@ -69,9 +73,9 @@ class StallWatch:
             self._forget()
 
     def explain(self, error: BaseException) -> str | None:
-        """Return who keeps whom waiting, or None when nothing has taken long; called when a collective has failed."""
+        """Return who keeps whom waiting; None when nothing has taken long, or the error is of no collective."""
         waited = time.monotonic() - self._since
-        if waited < 0.8 * self._timeout:
+        if waited < 0.8 * self._timeout or not _is_of_collective(error):
             return None
         # The thread of this watch would write over it where the training has got to by now.
         self._stop.set()
@@ -136,6 +140,41 @@ class StallWatch:
     def _forget(self) -> None:
         with contextlib.suppress(OSError):
             report_file(self._folder, self._world.rank).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def watched_set_up(folder: Path, world: World, timeout_seconds: float) -> Iterator[None]:
+    """Watch over a rank inside the block, in which its model, optimizer and data are made ready.
+
+    Args:
+        folder, world, timeout_seconds: as of `StallWatch`.
+
+    Raises:
+        HangError: other ranks have not answered in time; names them.
+        TrainingError: something left with SystemExit; names the rank and the line.
+    """
+    with contextlib.ExitStack() as stack:
+        watch = StallWatch(folder, world, timeout_seconds)
+        if world.size > 1:
+            stack.enter_context(watch)
+        watch.begin(SET_UP, 0)
+        try:
+            yield
+        except Exception as error:
+            told = watch.explain(error) if world.size > 1 else None
+            if told is None:
+                raise
+            raise HangError(told) from error
+        except SystemExit as leaving:
+            # Else the ranks that wait for this one would be blamed.
+            raise TrainingError(f"rank {world.rank} has {describe_exit(leaving, 'in its set-up')}") from leaving
+
+
+def _is_of_collective(error: BaseException) -> bool:
+    """Return whether an error may come of a collective; frameworks raise RuntimeError where a partner is missing."""
+    if isinstance(error, HPError):
+        return not isinstance(error, TrainingError | CheckpointError | MachineError | ProblemsError)
+    return isinstance(error, RuntimeError) and describe_machine_error(error) is None
 
 
 def _name_of(ranks: tuple[int, ...]) -> str:

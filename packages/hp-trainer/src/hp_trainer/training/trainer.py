@@ -13,7 +13,8 @@ from hp_dtensor.platform.interface import Platform
 from hp_trainer._exchange import all_ranks
 from hp_trainer.checkpoint import PendingSave
 from hp_trainer.config import TrainerConfig
-from hp_trainer.exceptions import CheckpointError, HangError, TrainingError
+from hp_trainer.early_exits import describe_exit
+from hp_trainer.exceptions import HangError, TrainingError
 from hp_trainer.metrics import Tracker
 from hp_trainer.plugins import LifeCycle, life_cycle, registries
 from hp_trainer.records import CheckpointRecord, ErrorRecord, EvaluationRecord, RunRecord, StepRecord
@@ -119,11 +120,8 @@ class Trainer:
                 raise
             except SystemExit as leaving:
                 # Else the ranks that wait for this one would be blamed.
-                rank = self.setup.mesh.world.rank
-                raise TrainingError(
-                    f"rank {rank} has left with SystemExit({leaving.code}) in step {self.progress.step + 1}: something "
-                    "in it called sys.exit(), a plugin or a hook perhaps"
-                ) from leaving
+                left = describe_exit(leaving, f"in step {self.progress.step + 1}")
+                raise TrainingError(f"rank {self.setup.mesh.world.rank} has {left}") from leaving
         return ended_by
 
     def train_step(self, stop: StopRequest) -> bool:
@@ -310,7 +308,7 @@ class Trainer:
 
     def _refuse_hang(self, error: Exception) -> None:
         """Raise a `HangError` where a collective has failed because other ranks did not come to it."""
-        told = None if isinstance(error, TrainingError | CheckpointError) else self._watch.explain(error)
+        told = self._watch.explain(error)
         if told is not None:
             raise HangError(told) from error
 
