@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -45,7 +46,8 @@ class PluginManager(pluggy.PluginManager):
         try:
             registered = super().register(plugin, name)
         except pluggy.PluginValidationError as error:
-            raise PluginError(f"{origin_of(self, str(name))} (group {self.group!r}): {error}") from error
+            problem = self._unknown_arguments(plugin) or str(error)
+            raise PluginError(f"{origin_of(self, str(name))} (group {self.group!r}): {problem}") from error
         for caller in self.get_hookcallers(plugin) or ():
             for implementation in caller.get_hookimpls():
                 if implementation.plugin is plugin and not (implementation.wrapper or implementation.hookwrapper):
@@ -54,6 +56,19 @@ class PluginManager(pluggy.PluginManager):
                     guarded = _guarded(implementation.function, f"{origin_of(self, str(registered))}", caller.name)
                     implementation.function = guarded  # type: ignore[misc]
         return registered
+
+    def _unknown_arguments(self, plugin: Any) -> str | None:
+        """Return the message about the first hook of `plugin` that wants what its specification lacks."""
+        for name in dir(plugin):
+            spec = getattr(getattr(self.hook, name, None), "spec", None)
+            if spec is None or self.parse_hookimpl_opts(plugin, name) is None:
+                continue
+            arguments = inspect.signature(getattr(plugin, name)).parameters.values()
+            unknown = [x.name for x in arguments if x.default is x.empty and x.name not in spec.argnames]
+            if unknown:
+                known = ", ".join(spec.argnames)
+                return f"hook {name} is called as {name}({known}), which gives no {', '.join(map(repr, unknown))}"
+        return None
 
 
 def _guarded(function: Callable[..., Any], origin: str, hook: str) -> Callable[..., Any]:
