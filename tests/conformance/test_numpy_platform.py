@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from hp_dtensor.platform.interface import Platform
 from hp_dtensor.testing import conformance
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +43,18 @@ def test_the_guide_leads_through_the_whole_suite():
     assert sorted(steps) == sorted(path.stem for path in suite.glob("test_*.py"))
     named = set(re.findall(r"`(\w+\.py)`", guide))
     assert named <= {path.name for path in (PROJECT / "src" / "hp_platform_numpy").iterdir()}
+
+
+def test_the_guide_names_what_the_first_steps_need():
+    """`docs/writing_a_platform.md`: the attributes that a platform must have, and the operations of steps 1 and 2."""
+    guide = (ROOT / "docs" / "writing_a_platform.md").read_text()
+    annotated = {name for base in Platform.__mro__ for name in vars(base).get("__annotations__", ())}
+    attributes = re.search(r"with the attributes (.*?) and the methods", guide, re.DOTALL).group(1)
+    assert set(re.findall(r"`(\w+)`", attributes)) == {name for name in annotated if not hasattr(Platform, name)}
+    suite = Path(conformance.__file__).parent
+    first = "".join((suite / f"{step}.py").read_text() for step in ("test_tensors", "test_autograd"))
+    operations = re.search(r"of the operations (.*?), with gradients", guide, re.DOTALL).group(1)
+    assert re.findall(r"`(\w+)`", operations) == sorted(set(re.findall(r"\bops\.(\w+)\(", first)))
 
 
 @pytest.mark.parametrize("step", ["test_tensors", "test_autograd", "test_modules"])
