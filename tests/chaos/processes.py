@@ -31,9 +31,12 @@ class Process:
         self._log, self._began = log, time.monotonic()
         sys.stdout.flush()
         sys.stderr.flush()
+        # A signal that comes before the command has begun is no KeyboardInterrupt of ours.
+        before = signal.signal(signal.SIGINT, signal.SIG_DFL)
         self.pid = os.fork()
         if self.pid == 0:
             self._run(arguments, prepare)
+        signal.signal(signal.SIGINT, before)
 
     def _run(self, arguments: list[str], prepare: Callable[[], None]) -> None:
         code = 99
@@ -42,6 +45,7 @@ class Process:
             os.dup2(out, 1)
             os.dup2(out, 2)
             prepare()
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             code = main(arguments)
         except BaseException:
             traceback.print_exc()
