@@ -225,6 +225,26 @@ def test_a_plan_for_a_model_that_lays_itself_out_is_refused(lab: Lab):
         trained(lab, "plan", config)
 
 
+LAID_OUT = NEUTRAL.replace(
+    "    def initializer",
+    """    def parallelize(self, dims, mesh, training=None, *, reshard_after_forward=None):
+        fully_shard(self, mesh[AXES])
+        self.set_reduce_op_type("sum")
+
+    def after_optimizer_step(self):
+        return {}
+
+    def initializer""",
+).replace("from hp_dtensor import nn\n", "from hp_dtensor import nn\nfrom hp_fsdp import fully_shard\n")
+
+
+def test_weights_laid_out_without_their_replicas_are_refused(lab: Lab):
+    degrees = {"parallel.dp_replicate": 2, "parallel.dp_shard": 1}
+    told = r"parallel.dp_replicate: .*own.py:build lays out embed.weight, up.weight, up.bias on a mesh without"
+    with pytest.raises(LaunchError, match=told):
+        trained(lab, "apart", configured(lab, LAID_OUT.replace("AXES", "'fsdp'"), **degrees), 2)
+
+
 def test_a_dataset_of_ones_own(lab: Lab):
     (lab.folder / "own_data.py").write_text(DATA)
     file = lab.folder / "data.yaml"

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.comm.world import current_world
 from hp_dtensor.platform.interface import Platform
+from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.tensor.meta import materialize
 from hp_fsdp import GradScaler
 from hp_trainer.config import TrainerConfig
 from hp_trainer.data import BatchReader, Dataset, Samples
+from hp_trainer.exceptions import ParallelDimsError, Problem, raise_if_any
 from hp_trainer.memory import BlockRecompute
+from hp_trainer.models.decoder import DecoderConfig
 from hp_trainer.models.recomputation import kept_kinds
 from hp_trainer.optimizers import build_grouped, build_on_host
 from hp_trainer.parallel import ParallelDims, context_style
@@ -154,12 +157,31 @@ def build_model(
     reshard = config.parallel.reshard_after_forward
     # None is fully_shard's own default: all modules but the outermost are resharded after forward.
     model.parallelize(dims, mesh, config.training, reshard_after_forward=None if reshard else False)
+    if dims.dp_replicate > 1 and not isinstance(config.model.options, DecoderConfig):
+        raise_if_any(_replica_problems(config, platform, model, mesh), ParallelDimsError, "parallel")
     if config.training.activation_budget is not None:
         model.recompute = _within_budget(config, platform, dims, mesh)
     materialize(model, buffers=lambda name, shape, dtype: platform.zeros(shape, dtype), platform=platform)
     if weights:
         give_initial_weights(model, config, platform)
     return model
+
+
+def _replica_problems(config: TrainerConfig, platform: Platform, model: Any, mesh: DeviceMesh) -> Iterator[Problem]:
+    """Yield a problem where a user's model leaves weights apart from their replicas: gradients would not be summed."""
+    replicas = set(mesh["dp_replicate"].ranks())
+    apart = [
+        name
+        for name, parameter in platform.named_parameters(model)
+        if isinstance(parameter, DTensor) and not replicas <= set(parameter.spec.mesh.ranks())
+    ]
+    if apart:
+        yield Problem(
+            path="parallel.dp_replicate",
+            what=f"{config.model.name} lays out {', '.join(apart[:3])} on a mesh without dp_replicate",
+            expected="a mesh of all ranks that have the same weights, whose gradients are summed",
+            hint='mesh["dp_replicate", "fsdp"] in its parallelize, or parallel.dp_replicate=1',
+        )
 
 
 def sequence_shares(config: TrainerConfig, dims: ParallelDims, mesh: DeviceMesh) -> SequenceShares | None:
