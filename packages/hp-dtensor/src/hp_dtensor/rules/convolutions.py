@@ -43,6 +43,8 @@ def _spatial(value: Any, count: int) -> Sizes:
 def _convolution(call: OpCall) -> Factorization:
     image, weight = call.tensors[0].shape, call.tensors[1].shape
     count = len(weight) - 2
+    if len(image) not in (count + 1, count + 2):
+        raise call.whole("its rule is of an image, or a batch of them")  # where the framework refuses it
     kernel, stride, dilation = weight[2:], _spatial(call["stride"], count), _spatial(call["dilation"], count)
     padding = _padding(call, kernel, dilation, count)
     positions = [
@@ -64,6 +66,8 @@ def _padding(call: OpCall, kernel: Sizes, dilation: Sizes, count: int) -> Sizes:
 def _transposed_convolution(call: OpCall) -> Factorization:
     image, weight = call.tensors[0].shape, call.tensors[1].shape
     count = len(weight) - 2
+    if len(image) not in (count + 1, count + 2):
+        raise call.whole("its rule is of an image, or a batch of them")  # where the framework refuses it
     options = [_spatial(call[name], count) for name in ("stride", "padding", "dilation", "output_padding")]
     positions = tuple(
         (size - 1) * s - 2 * pad + d * (k - 1) + extra + 1
@@ -198,6 +202,8 @@ def _adaptive_pool(call: OpCall) -> Factorization:
 
 def _positions_whole(call: OpCall, positions: Sizes) -> Factorization:
     shape, count = call.tensors[0].shape, len(positions)
+    if count == 0:
+        raise call.whole("its rule is of [batch, channels, positions ...]")  # where the framework refuses it
     leading: Dims = tuple((f"c{i}",) for i in range(len(shape) - count))
     sizes = {f"c{i}": size for i, size in enumerate(shape[:-count])}
     sizes |= {f"p{i}": size for i, size in enumerate(shape[-count:])}

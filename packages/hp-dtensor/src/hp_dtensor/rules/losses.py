@@ -44,6 +44,8 @@ def _loss(call: OpCall) -> Factorization:
     if call.arguments.get("weight") is not None and not call.name.startswith("binary"):
         return Factorization(inputs, ((),), sizes)  # a mean by the sum of the weights: everything whole
     count = math.prod(shape[:1] if call["reduction"] == "batchmean" else shape)
+    if count == 0:
+        raise call.whole("a mean over nothing is the framework's own")
 
     def part_of_mean(local: LocalCall) -> Tensor:
         x = local.arguments["input"]
