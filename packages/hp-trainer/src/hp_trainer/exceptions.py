@@ -46,6 +46,8 @@ class ProblemsError(HPError, ValueError):
         problems: every problem found.
     """
 
+    needs_traceback = False
+
     def __init__(self, problems: Sequence[Problem], title: str) -> None:
         self.problems = tuple(problems)
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from hp_dtensor.exceptions import LaunchError
+from hp_dtensor.launch import rank_process
 from hp_trainer import cli
 from hp_trainer.cli import runs
 from hp_trainer.cli.help import usage_of
+from hp_trainer.exceptions import ParallelDimsError, Problem
 from hp_trainer.machine_errors import describe_machine_error
 
 
@@ -155,3 +158,11 @@ def test_the_process_that_msrun_starts_beside_the_ranks_may_leave(work: Path, mo
 )
 def test_a_command_line_that_makes_no_sense_is_told(error, installed, arguments: list[str], message: str) -> None:
     assert error(*arguments) == f"hp-train: {message}\n{usage_of(arguments)}\n"
+
+
+def test_problems_that_a_rank_finds_come_without_its_traceback():
+    sent = []
+    problem = Problem(path="parallel.dp_replicate", what="leaves weights out")
+    rank_process._report(SimpleNamespace(send=sent.append), "run", ParallelDimsError([problem], "parallel"))
+    assert (sent[0].kind, sent[0].traceback) == ("ParallelDimsError", "")
+    assert "parallel.dp_replicate: leaves weights out" in sent[0].what
