@@ -37,6 +37,7 @@ class ReplicatingDispatcher(ChunkedDispatcher):
 
     Attributes:
         homes: the place of each expert, of which rank i owns the i-th chunk; at first its own number.
+        is_home: every expert lives at the place of its number.
 
     Raises:
         ExpertParallelError: no slots.
@@ -83,11 +84,6 @@ class ReplicatingDispatcher(ChunkedDispatcher):
         expert_at = inverse(self.homes)
         return tuple(tuple(sorted(expert_at[place] for place in extra)) for extra in self._copied)
 
-    @property
-    def is_home(self) -> bool:
-        """Every expert lives at the place of its number."""
-        return self.homes == tuple(range(self.num_experts))
-
     def live_at(self, homes: Sequence[int]) -> None:
         """Send tokens to experts at these homes from now on, of which there are no copies at first.
 
@@ -97,6 +93,7 @@ class ReplicatingDispatcher(ChunkedDispatcher):
             ExpertParallelError: not each place once.
         """
         self.homes = check_homes(homes, self.num_experts)
+        self.is_home = self.homes == tuple(range(self.num_experts))
         self._copy_at(((),) * self.group.size)
 
     def place(self, loads: Any) -> Placement:
