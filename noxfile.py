@@ -115,9 +115,8 @@ def run(session: nox.Session, python: Path, *arguments: str, silent: bool = Fals
 def pytest(session: nox.Session, python: Path, *arguments: str, **variables: str) -> None:
     """Run pytest with the repository's configuration; no test at all is a failure.
 
-    All tests are spread over the cores, in two halves as long as both last, so that tests with the same real ranks stay
-    together. Where the session's arguments choose some, one process runs them, so that
-    what comes first is seen first and a debugger can be used.
+    All tests are spread over the cores, those that start processes first. Where the session's arguments choose some,
+    one process runs them, so that what comes first is seen first and a debugger can be used.
     """
     spread = () if session.posargs else SPREAD
     command = ("-m", "pytest", "-c", "pyproject.toml", "--rootdir", ".", *spread, *arguments, *session.posargs)

@@ -24,9 +24,8 @@ def held_tensors(*values: Any) -> Iterator[Tensor]:
 def _held(value: Any, seen: dict[int, Any]) -> Iterator[Tensor]:
     if id(value) in seen:
         return
-    seen[id(value)] = (
-        value  # kept alive: a list made here would else leave its id to the next one, which is then skipped
-    )
+    # Kept alive: a list made here would else leave its id to the next one, which would then be passed over.
+    seen[id(value)] = value
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, nn.Cell):
