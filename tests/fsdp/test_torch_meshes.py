@@ -21,7 +21,7 @@ from hp_fsdp import FSDPModule, fully_shard
 torch = pytest.importorskip("torch")
 interop = pytest.importorskip("hp_platform_torch.tensor.interop")
 
-from torch import distributed as dist  # noqa: E402
+dist = torch.distributed
 
 
 @pytest.fixture

@@ -173,6 +173,7 @@ class MoE(nn.Module):
         """
         names = [name for name in ("expert_bias", "last_shares") if getattr(self, name) is not None]
         before = [getattr(self, name) for name in names]
+        # Of the framework's module, which mypy does not see as a base.
         super()._apply(fn, *args, **kwargs)  # type: ignore[misc]
         for name, old in zip(names, before, strict=True):
             new = getattr(self, name)

@@ -55,7 +55,8 @@ class MindSporeHostCopies(HostCopies):
 
     def saving(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> AbstractContextManager[Any]:
         """See `HostCopies`."""
-        return ms.saved_tensors_hooks(pack, unpack)  # type: ignore[no-any-return]
+        hooks: AbstractContextManager[Any] = ms.saved_tensors_hooks(pack, unpack)
+        return hooks
 
     def memory_of(self, x: Tensor) -> tuple[Hashable, int] | None:
         """See `HostCopies`."""

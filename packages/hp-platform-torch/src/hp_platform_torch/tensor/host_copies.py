@@ -92,6 +92,7 @@ class TorchHostCopies(HostCopies):
 def _over(storage: torch.UntypedStorage, form: _Form) -> torch.Tensor:
     with NoGrad(), LocalOperations():
         tensor = torch.empty(0, dtype=form.dtype, device=storage.device)
+        # torch's types do not know this form of `set_`.
         return tensor.set_(storage, form.offset, form.shape, form.strides)  # type: ignore[call-overload, no-any-return]
 
 
@@ -120,7 +121,9 @@ def _copy_beside(purpose: str, target: torch.Tensor, source: torch.Tensor) -> Wa
 
 @functools.cache
 def _stream(purpose: str, device: int) -> torch.Stream:
-    return torch.Stream(torch.device(torch.accelerator.current_accelerator().type, device))  # type: ignore[union-attr]
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None  # the memory that is copied lies on it
+    return torch.Stream(torch.device(accelerator.type, device))
 
 
 def _nothing() -> None:

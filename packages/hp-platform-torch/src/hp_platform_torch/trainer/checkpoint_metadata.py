@@ -111,7 +111,8 @@ class _Parser:
         key = id(tree), turn
         if key not in self._turned:
             self._turned[key] = turn(tree)
-        return self._turned[key]  # type: ignore[no-any-return]
+        turned: _T = self._turned[key]
+        return turned
 
 
 def _is(tree: Any, kind: type) -> bool:

@@ -141,7 +141,8 @@ class Decoder(nn.Module):
         """Return a block as it is to be called: itself, or as one that is computed again in backward."""
         recompute = self.recompute[layer.index]
         if recompute.mode == "none":
-            return layer  # type: ignore[no-any-return]
+            block: Callable[..., Tensor] = layer
+            return block
         return functools.partial(checkpoint, layer, platform=self.platform, keep=recompute.keep)
 
     def _masks(self, positions: Tensor | None) -> dict[int | None, AttentionMask]:
