@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import secrets
 from collections.abc import Sequence
@@ -118,7 +119,8 @@ def _best(storage: Storage, names: Sequence[str], number: int) -> set[str]:
     for name in names if number else ():
         checkpoint = _first_sound(storage, [name], content=False).checkpoint
         loss = None if checkpoint is None else checkpoint.state.get("evaluation_loss")
-        if isinstance(loss, float):
+        # One that is not finite is text, in older checkpoints NaN, which no order holds.
+        if isinstance(loss, float) and math.isfinite(loss):
             rated.append((loss, -step_of(name), name))
     return {name for _, _, name in sorted(rated)[:number]}
 

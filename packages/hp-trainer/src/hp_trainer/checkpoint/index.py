@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from hp_trainer._json import strict_json, strict_value
 from hp_trainer.checkpoint.dtypes import storage_dtype
 from hp_trainer.checkpoint.shard_file import CHECKSUM_BLOCK
 from hp_trainer.checkpoint.tensor_box import Box
@@ -59,18 +60,18 @@ class Index:
     state: Mapping[str, Any]
 
     def dump(self) -> str:
-        """Return the JSON text, with its own digest."""
-        body = {
+        """Return the JSON text, with its own digest; numbers of `model` and `state` that are not finite become text."""
+        body: dict[str, Any] = {
             "format": FORMAT,
             "step": self.step,
             "save_id": self.save_id,
-            "model": dict(self.model),
+            "model": strict_value(self.model),
             "model_fingerprint": model_fingerprint(self.model),
-            "state": dict(self.state),
+            "state": strict_value(self.state),
             "shard_bytes": list(self.shard_bytes),
             "tensors": {name: _plain_tensor(tensor) for name, tensor in sorted(self.tensors.items())},
         }
-        return json.dumps(body | {"sha256": _digest(body)}, indent=1) + "\n"
+        return strict_json(body | {"sha256": _digest(body)}, indent=1) + "\n"
 
     @classmethod
     def parse(cls, text: str | bytes, where: str) -> Index:
@@ -103,10 +104,11 @@ def shard_name(rank: int) -> str:
 
 def model_fingerprint(model: Mapping[str, Any]) -> str:
     """Return a digest of a model's name and options; equal for equal models."""
-    return _digest(dict(model))
+    return _digest(strict_value(model))
 
 
 def _digest(body: Any) -> str:
+    # As it was written: the first versions of hp-train wrote NaN, which is read still.
     return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 

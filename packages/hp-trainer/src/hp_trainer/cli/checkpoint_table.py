@@ -33,7 +33,8 @@ def describe_checkpoints(storage: Storage) -> tuple[str, bool]:
 def _describe(storage: Storage, name: str) -> tuple[str, str, str, str, str]:
     checkpoint = Checkpoint(storage, name)
     loss = checkpoint.state.get("loss")
-    told = f"{loss:.4f}" if isinstance(loss, float) else "-"
+    # One that is no finite number is text.
+    told = f"{loss:.4f}" if isinstance(loss, float) else str(loss or "-")
     size = sum(checkpoint.index.shard_bytes) / 2**20
     checkpoint.verify()
     return str(checkpoint.step), told, f"{size:,.1f} MiB", "sound", name

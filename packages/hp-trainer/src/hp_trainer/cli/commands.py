@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 
 from hp_dtensor.platform.selection import get_platform
+from hp_trainer._json import strict_json
 from hp_trainer.cli.arguments import Parser, UsageError, parse
 from hp_trainer.cli.check import check_command
 from hp_trainer.cli.evaluate import evaluate_command
@@ -61,7 +61,7 @@ def layouts_command(given: list[str]) -> int:
         print(describe_layouts(list_layouts(world_size, has_experts=experts, checks=checks), world_size))
         return 0
     ranking = search_layouts(config, world_size, device, memory)
-    print(json.dumps(ranking_as_json(ranking)) if options.json else describe_ranking(ranking))
+    print(strict_json(ranking_as_json(ranking)) if options.json else describe_ranking(ranking))
     return 0
 
 

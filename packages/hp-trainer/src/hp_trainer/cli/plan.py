@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hp_trainer._json import strict_json
 from hp_trainer.cli.arguments import Overrides, Parser, UsageError, parse
 from hp_trainer.cli.shared import check_world_size, refuse
 from hp_trainer.config import AdamWConfig, LoadedConfig, load_config
@@ -40,7 +40,7 @@ def plan_command(given: list[str]) -> int:
     plan = plan_step(loaded.config, dims, device)
     fits = plan.peak <= memory
     if options.json:
-        print(json.dumps(plan_as_json(plan, memory)))
+        print(strict_json(plan_as_json(plan, memory)))
     else:
         print(describe_plan(plan, memory))
         if not fits:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from hp_trainer._files import write_atomically
+from hp_trainer._json import strict_json
 from hp_trainer.machine_errors import with_path
 from hp_trainer.metrics.tracker import Tracker
 from hp_trainer.records import CheckpointRecord, EvaluationRecord, RunRecord, StepRecord
@@ -58,7 +58,7 @@ class JsonLinesTracker(Tracker):
     def _write(self, event: str, values: dict[str, Any]) -> None:
         assert self._file is not None, "start was not called"
         try:
-            self._file.write(json.dumps({"event": event} | {k: _finite(v) for k, v in values.items()}) + "\n")
+            self._file.write(strict_json({"event": event} | values) + "\n")
         except OSError as error:
             raise with_path(error, self.path) from error
 
@@ -102,9 +102,4 @@ def keep_steps(path: Path, last_step: int) -> None:
     if not path.is_file():
         return
     kept = [event for event in read_metrics(path) if event.get("step", 0) <= last_step]
-    write_atomically(path, "".join(json.dumps(event) + "\n" for event in kept))
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity; they become text."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    write_atomically(path, "".join(strict_json(event) + "\n" for event in kept))

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from hp_trainer._json import strict_json
 from hp_trainer.checkpoint import (
     Box,
     Checkpoint,
@@ -41,7 +42,7 @@ def export_checkpoint(checkpoint: Checkpoint, folder: Path, format_: CheckpointF
         CheckpointError: the checkpoint is damaged.
     """
     index = checkpoint.index
-    told = json.dumps({"step": index.step, "model": dict(index.model), "state": dict(index.state)}).encode()
+    told = strict_json({"step": index.step, "model": index.model, "state": index.state}).encode()
     state = np.frombuffer(told, np.uint8)
     whole = Box.whole(state.shape)
     tensors = {**index.tensors, STATE: SavedTensor("uint8", state.shape, (Chunk(0, STATE, whole, ()),))}
