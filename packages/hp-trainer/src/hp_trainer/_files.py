@@ -1,12 +1,51 @@
-"""Atomic writes: files that are whole or absent."""
+"""Atomic writes, which leave files whole or absent, and reading of small files that must be plain ones."""
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
+import stat
 from pathlib import Path
 
 from hp_trainer.machine_errors import with_path
+
+# No settings, note or template is so large; a larger file is none, and would fill the memory.
+_MOST_BYTES = 256 << 20
+
+_KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def other_kind(path: Path) -> str | None:
+    """Return what is at a path in place of a plain file or folder, without opening it; None: nothing else is there.
+
+    A pipe would have its reader wait for ever, and to open a device may do something.
+    """
+    try:
+        return _KINDS.get(stat.S_IFMT(path.stat().st_mode))
+    except (OSError, ValueError):
+        return None
+
+
+def read_plain_text(path: Path, most_bytes: int = _MOST_BYTES) -> str:
+    """Return the text of a UTF-8 file; what is no plain file is not opened.
+
+    Raises:
+        OSError: it cannot be read, is no plain file, or has more than `most_bytes`.
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    kind = other_kind(path)
+    if kind is not None:
+        raise OSError(errno.EINVAL, f"it is {kind}, not a plain file", str(path))
+    size = path.stat().st_size
+    if size > most_bytes:
+        raise OSError(errno.EINVAL, f"it has {size:,} bytes, more than the {most_bytes:,} that are read", str(path))
+    return path.read_text(encoding="utf-8")
 
 
 def write_new(path: Path, text: str) -> None:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from hp_trainer._files import read_plain_text
 from hp_trainer.config._tree import Items, Scalar, Section, Tree, parse_yaml
 from hp_trainer.exceptions import ConfigError, Problem
 
 _KEY = "include"
+_MOST_BYTES = 16 << 20
 
 
 def read_text(path: Path) -> str:
     """Return the text of a YAML file.
 
     Raises:
-        ConfigError: it cannot be read, or is not UTF-8.
+        ConfigError: it cannot be read, is no plain file, is far too large, or is not UTF-8.
     """
     try:
-        return path.read_text(encoding="utf-8")
+        return read_plain_text(path, _MOST_BYTES)
     except OSError as error:
         raise ConfigError([_unreadable(str(path), error.strerror or str(error))], str(path)) from error
     except UnicodeDecodeError as error:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from hp_trainer._files import read_plain_text
 from hp_trainer.config import sections, setting
 from hp_trainer.data.chat_template import TEMPLATES, ChatTemplate, MarkedText, load_template
 from hp_trainer.data.corpus import Document
@@ -106,7 +107,7 @@ class ChatSource(DocumentsSource):
             "kind": "chat",
             "fields": self.fields(source),
             "template": self.options.template,
-            "template file": None if file is None else Path(file).read_text(encoding="utf-8"),
+            "template file": None if file is None else read_plain_text(Path(file)),
             "tokenizer's template": getattr(self.tokenizer(), "chat_template", None),
             "loss on": self.options.loss_on,
         }

@@ -15,6 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from hp_trainer._files import read_plain_text
 from hp_trainer.exceptions import DataError
 
 Message = Mapping[str, Any]
@@ -162,7 +163,7 @@ def load_template(name: str | None, file: str | None, tokenizer: Any) -> ChatTem
     special_tokens = getattr(tokenizer, "special_tokens", {})
     if file is not None:
         try:
-            return JinjaTemplate(Path(file).read_text(encoding="utf-8"), special_tokens)
+            return JinjaTemplate(read_plain_text(Path(file)), special_tokens)
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"the chat template {file} cannot be read: {error}") from error
     source = getattr(tokenizer, "chat_template", None)

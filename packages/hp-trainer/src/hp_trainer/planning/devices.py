@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from hp_trainer._files import read_plain_text
 from hp_trainer.exceptions import PlanError
 from hp_trainer.memory import parse_size
 
@@ -135,8 +136,8 @@ def _best(run: Callable[[], Any]) -> float:
 
 def _read(path: Path) -> Device:
     try:
-        given = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        given = yaml.safe_load(read_plain_text(path))
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise PlanError(f"device file {path} is no YAML: {error}") from error
     names = {each.name: each for each in fields(Device)}
     if not isinstance(given, dict):

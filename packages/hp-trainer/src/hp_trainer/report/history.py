@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from hp_trainer._files import read_plain_text
 from hp_trainer.exceptions import RunFolderError
 from hp_trainer.metrics import read_metrics
 from hp_trainer.run import RunFolder
@@ -46,7 +47,7 @@ class RunHistory:
         """
         run = RunFolder.open(path)
         try:
-            config = yaml.safe_load(run.config_file.read_text(encoding="utf-8"))
+            config = yaml.safe_load(read_plain_text(run.config_file))
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise RunFolderError(f"{run.config_file} is damaged: {error}") from error
         if not isinstance(config, dict):

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from hp_trainer._files import write_atomically, write_new
+from hp_trainer._files import read_plain_text, write_atomically, write_new
 from hp_trainer.config import LoadedConfig, TrainerConfig, dump_config, load_config
 from hp_trainer.exceptions import RunFolderError
 from hp_trainer.plugins import registries
@@ -196,7 +196,7 @@ def _taken(path: Path, reason: str) -> RunFolderError:
 
 def _read_mark(path: Path) -> dict[str, Any]:
     try:
-        mark = json.loads((path / _MARK).read_text(encoding="utf-8"))
+        mark = json.loads(read_plain_text(path / _MARK))
     except (OSError, ValueError, RecursionError) as error:
         raise RunFolderError(f"{path / _MARK} is damaged: {error}") from error
     if not isinstance(mark, dict) or not isinstance(mark.get("id"), str) or not mark["id"]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from hp_trainer._files import link_new
+from hp_trainer._files import link_new, read_plain_text
 from hp_trainer.exceptions import RunFolderError, RunLockedError
 
 LOCK_FILE = "lock.json"
@@ -279,7 +279,7 @@ def _locked(folder: Path, holder: Holder) -> RunLockedError:
 
 def _parse(path: Path) -> Holder | None:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(read_plain_text(path))
     except (OSError, ValueError, RecursionError):
         return None
     kinds: dict[str, Any] = {field.name: int if field.type == "int" else str for field in fields(Holder)}

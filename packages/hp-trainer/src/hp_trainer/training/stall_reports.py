@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hp_trainer._files import read_plain_text
+
 # Where a rank waits says less than the line of the model or of the user that led there.
 _MACHINERY = re.compile(r"/(hp_dtensor|hp_fsdp|hp_platform_\w+|torch|mindspore|threading)[/.]")
 _SHOWN_RANKS = 8
@@ -57,7 +59,7 @@ def read_reports(folder: Path) -> dict[int, StallReport]:
     found: dict[int, StallReport] = {}
     for path in sorted(folder.glob("rank-*.json")):
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = json.loads(read_plain_text(path))
             calls = {name: (int(count), str(call)) for name, (count, call) in values["calls"].items()}
             report = StallReport(**values | {"calls": calls})
         except (OSError, ValueError, TypeError, KeyError, AttributeError):

@@ -7,6 +7,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+from hp_trainer._files import other_kind
 from hp_trainer.data.formats.reader import Reader, Record
 from hp_trainer.exceptions import DataError
 
@@ -31,11 +32,14 @@ def find_text_files(path: Path, suffixes: tuple[str, ...] = ()) -> Iterator[Path
         suffixes: endings wanted (`(".py",)`); empty: every file.
 
     Raises:
-        DataError: there is no such file or folder.
+        DataError: there is no such file or folder, or something else, such as a pipe.
     """
     if path.is_file():
         yield path
         return
+    kind = other_kind(path)
+    if kind is not None:
+        raise DataError(f"data path {path} is {kind}; give a text file or a folder that holds some")
     if not path.is_dir():
         raise DataError(f"data path {path} does not exist; give a text file or a folder that holds some")
     for folder, folders, files in os.walk(path):

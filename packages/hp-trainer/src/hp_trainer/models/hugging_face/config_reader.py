@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from hp_trainer._files import read_plain_text
 from hp_trainer.exceptions import Problem
 
 _MISSING = object()
@@ -29,7 +30,7 @@ class ConfigReader:
         file = folder / "config.json"
         reader = cls({}, str(file))
         try:
-            found = json.loads(file.read_text(encoding="utf-8"))
+            found = json.loads(read_plain_text(file))
         except OSError as error:
             reader.add("", f"cannot be read: {error.strerror or error}", expected="a directory of a Hugging Face model")
         except (ValueError, RecursionError) as error:

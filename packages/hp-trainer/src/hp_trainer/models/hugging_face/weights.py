@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from hp_trainer._files import read_plain_text
 from hp_trainer.checkpoint.shard_file import Header, read_header, view_array
 from hp_trainer.exceptions import CheckpointError, Problem
 from hp_trainer.models.hugging_face.tensor_map import TensorMap
@@ -76,7 +77,7 @@ class Weights:
             self._add(f"{self.folder} has no weights{told}", expected=f"{WEIGHTS_FILE}, or {INDEX_FILE} and its shards")
             return []
         try:
-            shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            shards = json.loads(read_plain_text(index))["weight_map"]
             names = sorted({str(name) for name in shards.values()})
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             self._add(f"{index} is damaged: {error!r}", expected='{"weight_map": {tensor: file}}')
