@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import signal
+import sys
 from collections import Counter
 from contextlib import contextmanager
 
@@ -18,6 +19,7 @@ from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.testing import run_ranks
 from hp_trainer.data import IGNORED, Rows, SampleOrder, TokenSamples, documents
 from hp_trainer.exceptions import CheckpointError, TrainingError
+from hp_trainer.launch import job
 from hp_trainer.plugins import hookimpl
 from hp_trainer.run import RunFolder
 from hp_trainer.stop_request import StopRequest
@@ -473,3 +475,16 @@ def test_a_rank_without_memory_is_named_with_what_it_holds(lab):
 
 def _exhausted() -> None:
     raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore lines")
+
+
+def test_a_call_of_sys_exit_after_the_last_step_is_no_success(lab, monkeypatch):
+    """A local rank that leaves with 0 would pass for one that is done, and the command with it."""
+    monkeypatch.setattr(job, "write_samples", lambda *_: sys.exit(0))
+    run, name = lab.start("run", training__steps=1), lab.platform.name
+    told = rf"something left with SystemExit\(0\) before the run was done, called at {__file__}:\d+; raise an error"
+
+    def rank():
+        with pytest.raises(TrainingError, match=told):
+            job.run_rank(str(run.path), None, None, name, True)
+
+    run_ranks(rank, 1, lab.platform)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +19,7 @@ from hp_trainer.checkpoint import (
     Box,
     Checkpoint,
     LocalStorage,
+    PendingSave,
     TensorPart,
     find_latest,
     list_checkpoints,
@@ -535,3 +538,36 @@ def test_a_linked_step_folder_neither_hides_nor_blocks_a_save(
     assert save_alone(storage, data, step=6, keep=1) == "step-00000006"
     assert list_checkpoints(storage) == ["step-00000006"]
     assert (elsewhere / "index.json").is_file(), "what a link leads to is not ours to delete"
+
+
+# Code of others that leaves ----------------------------------------------------------------------------------
+
+
+class LeavingStorage(LocalStorage):
+    """A storage of someone who calls `sys.exit`."""
+
+    def write_file(self, folder, file, parts):
+        if file == "shard-00001.safetensors":
+            sys.exit(0)
+        return super().write_file(folder, file, parts)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_storage_that_calls_sys_exit_fails_the_save_on_all_ranks(tmp_path: Path, background: bool) -> None:
+    weight = np.arange(8, dtype=np.float32).reshape(4, 2)
+    answers = on_ranks(
+        2,
+        lambda group: PendingSave(
+            LeavingStorage(tmp_path),
+            [row_part("weight", weight, group.rank, [2, 2])],
+            step=1,
+            model=MODEL,
+            state={},
+            group=group,
+            background=background,
+        ).publish(),
+    )
+    for answer in answers:
+        assert isinstance(answer, CheckpointError)
+        assert re.search(rf"rank 1: .*left with SystemExit\(0\) while writing.*, called at {__file__}:\d+", str(answer))
+    assert find_latest(LocalStorage(tmp_path)).checkpoint is None

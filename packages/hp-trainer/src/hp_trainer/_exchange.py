@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from hp_dtensor.exceptions import HPError
+from hp_trainer.early_exits import describe_exit
 from hp_trainer.machine_errors import describe_machine_error
 
 
@@ -37,9 +38,13 @@ def all_ranks(group: Group, what: str, do: Callable[[], Any], error: type[HPErro
     Raises:
         HPError: of class `error`, on every rank when any failed; names the ranks and what happened to them.
     """
-    failure: Exception | None = None
+    failure: Exception | SystemExit | None = None
     try:
         answer = {"result": do()}
+    except SystemExit as leaving:
+        # Someone's code, such as a storage's: the others would wait for this rank.
+        failure = leaving
+        answer = {"error": describe_exit(leaving, f"while {what}")}
     except Exception as caught:
         failure = caught
         answer = {"error": describe_machine_error(caught) or f"{type(caught).__name__}: {caught}"}

@@ -20,6 +20,7 @@ from hp_trainer.checkpoint.names import step_name
 from hp_trainer.checkpoint.shard_file import Entry, checksums, file_parts
 from hp_trainer.checkpoint.storage import Storage
 from hp_trainer.checkpoint.tensor_box import Box, cover_exactly
+from hp_trainer.early_exits import describe_exit
 from hp_trainer.exceptions import CheckpointError
 
 
@@ -179,6 +180,9 @@ class PendingSave:
         try:
             if self._failure is None:
                 self._written = self._write()
+        except SystemExit as leaving:
+            # A thread would end without a word.
+            self._failure = CheckpointError(describe_exit(leaving, "while writing"))
         except Exception as error:
             self._failure = error
         finally:

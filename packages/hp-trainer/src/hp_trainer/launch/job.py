@@ -17,6 +17,7 @@ from hp_dtensor.platform.selection import get_platform
 from hp_trainer._exchange import coordinator
 from hp_trainer.checkpoint import find_latest
 from hp_trainer.config import TrainerConfig
+from hp_trainer.early_exits import describe_exit
 from hp_trainer.exceptions import MachineError, RunFolderError, StoppedError, TrainingError
 from hp_trainer.generation import write_samples
 from hp_trainer.launch.restarts import RankArguments, run_with_restarts, stopped_by
@@ -112,8 +113,9 @@ def run_rank(folder: str, owner: str, checkpoint: str | None, platform: str, sam
 
     Raises:
         MachineError: a disk, a limit or the memory did not suffice.
+        TrainingError: something, such as a tracker or a model that writes samples, left with SystemExit.
     """
-    with _machine_errors_told():
+    with _early_ends_told():
         return _run_rank(RunFolder.open(Path(folder), owner), checkpoint, get_platform(platform), samples)
 
 
@@ -130,10 +132,13 @@ def _run_rank(run: RunFolder, checkpoint: str | None, chosen: Platform, samples:
 
 
 @contextlib.contextmanager
-def _machine_errors_told() -> Iterator[None]:
-    """Turn errors of the machine into one line that says where and what to do."""
+def _early_ends_told() -> Iterator[None]:
+    """Turn errors of the machine, and calls of `sys.exit`, into one line that says where and what to do."""
     try:
         yield
+    except SystemExit as leaving:
+        # A local rank that leaves with 0 would pass for one that is done.
+        raise TrainingError(f"something {describe_exit(leaving, 'before the run was done')}") from leaving
     except Exception as error:
         told = describe_machine_error(error)
         if told is None or isinstance(error, HPError):
