@@ -14,6 +14,7 @@ import pytest
 from hp_dtensor import parallelize_value_and_grad
 from hp_dtensor.comm.collectives import all_gather
 from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.comm.saved_tensors import Kept
 from hp_dtensor.debug.comm_debug import CommDebugMode
 from hp_dtensor.exceptions import CapabilityError, GradientPathError
 from hp_dtensor.parallel import nn
@@ -114,6 +115,44 @@ def test_where_no_gradient_is_wanted_nothing_is_computed_again(hp_platform):
     hp_platform.backward(loss)
     assert layer.calls == 2
     assert np.abs(hp_platform.to_numpy(hp_platform.get_grad(layer.weight))).max() > 0
+
+
+def test_the_result_of_a_repetition_is_not_held_through_its_backward(hp_platform):
+    ops, results, held = hp_platform.ops, [], []
+
+    def noted(grad):
+        gc.collect()
+        held.append(results[-1]() is not None)
+        return grad
+
+    def part(x):
+        y = ops.mul(hp_platform.custom_function(lambda x: ops.mul(x, 2.0), noted, x), 2.0)
+        results.append(weakref.ref(y))
+        return y
+
+    hp_platform.backward(ops.sum(checkpoint(part, leaf(hp_platform, VALUES), platform=hp_platform)))
+    assert (len(results), held) == (2, [False])
+
+
+def test_a_node_lets_go_of_what_it_has_kept_though_the_loss_is_held(hp_platform):
+    ops, x = hp_platform.ops, leaf(hp_platform, VALUES)
+
+    def square(x):
+        found = Kept(hp_platform, x)
+        alive.append(weakref.ref(found))
+        return hp_platform.custom_function(
+            lambda x: ops.mul(x, x), lambda grad: ops.mul(grad, ops.mul(found.tensors[0], 2.0)), x
+        )
+
+    alive = []
+    loss = ops.sum(square(x))
+    hp_platform.backward(loss, retain_graph=True)
+    hp_platform.backward(loss)
+    np.testing.assert_array_equal(hp_platform.to_numpy(hp_platform.get_grad(x)), 4 * VALUES)
+    gc.collect()
+    assert [each() for each in alive] == [None]
+    with pytest.raises(RuntimeError):
+        hp_platform.backward(loss)
 
 
 def test_another_way_the_second_time_is_refused(hp_platform):

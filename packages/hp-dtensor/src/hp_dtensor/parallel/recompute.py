@@ -78,7 +78,10 @@ def checkpoint(
         with platform.enable_grad():
             with precision(), record.again(), random.again():
                 y = function(enter(again), *args)
-            platform.backward(y.to_local() if isinstance(y, DTensor) else y, grad)
+            end = _end_of(platform, y.to_local() if isinstance(y, DTensor) else y, grad)
+            # Nobody reads the result of the repetition: its memory is not held through the backward.
+            del y
+            platform.backward(end)
         return platform.get_grad(again)
 
     result = platform.custom_function(forward, backward, local)
@@ -139,6 +142,11 @@ _GIVEN_INPUTS = (
     "leave checkpoint out; on torch there is torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
 )
 _for_given_inputs: ContextVar[bool] = ContextVar("hp_dtensor.parallel.recompute.for_given_inputs", default=False)
+
+
+def _end_of(platform: Platform, y: Tensor, grad: Tensor) -> Tensor:
+    """Return a scalar without the data of `y`, from which backward goes on with `grad` as the gradient of `y`."""
+    return platform.custom_function(lambda y: platform.zeros((), grad.dtype), lambda _: grad, y)
 
 
 def _way_back(x: Tensor) -> Callable[[Tensor], Tensor]:

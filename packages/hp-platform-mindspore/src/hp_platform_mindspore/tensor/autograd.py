@@ -23,9 +23,14 @@ Map = Callable[[Tensor], Tensor]
 
 
 class _Running(threading.local):
-    """The kind of the innermost backward that runs in this thread: for named inputs, or for all leaves."""
+    """The kind of the innermost backward that runs in this thread: for named inputs, or for all leaves.
+
+    Attributes:
+        keeps_graph: another backward through the same graph may follow.
+    """
 
     is_for_inputs = False
+    keeps_graph = True
 
 
 _running = _Running()
@@ -121,8 +126,19 @@ class _CustomFunction(_Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        result = ctx.map(*grads)
+        backward = ctx.map
+        if not _running.keeps_graph:
+            # Whoever holds the loss holds this node, but nobody needs what its backward has kept.
+            ctx.map = _refuse_again
+        result = backward(*grads)
         return (None, None, *([result] if isinstance(result, Tensor) else result))
+
+
+def _refuse_again(*grads: Any) -> Any:
+    raise RuntimeError(
+        "a second backward through a graph whose saved tensors the first one has freed; pass retain_graph=True to the "
+        "first one"
+    )
 
 
 def _as_tuple(outputs: Any) -> Any:
@@ -138,7 +154,7 @@ def backward(loss: Tensor, gradient: Tensor | None, retain_graph: bool) -> None:
     """
     _check_recorded("backward", [loss])
     arm()
-    with running_for(inputs=False):
+    with running_for(inputs=False, keeps_graph=retain_graph):
         _run_backward(
             (loss,),
             (_output_grad(loss, gradient),),
@@ -151,13 +167,14 @@ def backward(loss: Tensor, gradient: Tensor | None, retain_graph: bool) -> None:
 
 
 @contextlib.contextmanager
-def running_for(inputs: bool) -> Iterator[None]:
-    """Note for `is_for_parameters` whether the backward inside is for inputs that it was told."""
-    before, _running.is_for_inputs = _running.is_for_inputs, inputs
+def running_for(inputs: bool, keeps_graph: bool) -> Iterator[None]:
+    """Note whether the backward inside is for inputs that it was told, and whether another one may follow it."""
+    before = _running.is_for_inputs, _running.keeps_graph
+    _running.is_for_inputs, _running.keeps_graph = inputs, keeps_graph
     try:
         yield
     finally:
-        _running.is_for_inputs = before
+        _running.is_for_inputs, _running.keeps_graph = before
 
 
 def is_for_parameters() -> bool:
@@ -187,7 +204,7 @@ def grad(
         # The last run frees what the forward has saved; the ones before it must not.
         keep_graph = wanted is not runs[-1]
         chosen = tuple(inputs[i] for i in wanted)
-        with running_for(inputs=True):
+        with running_for(inputs=True, keeps_graph=keep_graph):
             results = _run_backward(
                 tuple(outputs), seeds, keep_graph, False, chosen, allow_unreachable=True, accumulate_grad=False
             )

@@ -65,8 +65,12 @@ class _CustomFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        backward_function = ctx.backward_function
+        if not _keeps_graph():
+            # As torch frees what its own nodes have saved: whoever holds the loss holds this node.
+            ctx.backward_function = _refuse_again
         with torch.no_grad():
-            result = ctx.backward_function(*grads)
+            result = backward_function(*grads)
         grads_of_inputs = (result,) if result is None or isinstance(result, torch.Tensor) else tuple(result)
         expected = len(ctx.needs_input_grad) - 3
         if len(grads_of_inputs) != expected:
@@ -78,6 +82,16 @@ class _CustomFunction(torch.autograd.Function):
             depends_on = ctx.anchor, *(grad for grad in grads if grad is not None)
             grads_of_inputs = tuple(_differentiated_once(grad, depends_on) for grad in grads_of_inputs)
         return None, None, None, *grads_of_inputs
+
+
+_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+
+
+def _refuse_again(*grads: Any) -> Any:
+    raise RuntimeError(
+        "a second backward through a graph whose saved tensors the first one has freed; pass retain_graph=True to the "
+        "first one"
+    )
 
 
 class _Anchor(torch.autograd.Function):
