@@ -1,23 +1,32 @@
-"""Causal attention of a sequence that ranks share, forward and backward, under hp_dtensor and torch, on gloo ranks.
+"""Attention of a sequence that ranks share, forward and backward, under hp_dtensor and torch, on gloo ranks.
 
-    python benchmarks/context_parallel.py [--ranks 2 | --ranks 4] [--length 8192] [--kv-heads 8] [--rounds 7]
+    python benchmarks/context_parallel.py [--ranks 2 | --ranks 4] [--lengths 1024 4096 16384] [--masks causal full]
+        [--kv-heads 8 2] [--rounds 7] [--memory] [--timeline]
 
 Torch is its own context parallel ring (`torch.distributed.tensor.experimental._context_parallel`), with both of its
 ways to rotate keys and values. Its dispatcher knows no attention of the CPU, so its ring is given the same flash kernel
-that ours runs on. Every contender takes each step in turn in the same processes, one thread each. Prints the median
-step time, in brackets what it takes of torch's default; the bytes that a rank sends; and the memory that a step adds to
-a rank, its largest resident memory less that before the step, measured in processes of its own. `--timeline` prints
-for rank 0 when each hop of our ring was begun and waited for, and when each block was computed.
+that ours runs on. Every contender takes each step in turn in the same processes, one thread each.
+
+The first contender sends nothing: it is the kernel alone, forward and backward, on as many scores as fall to a rank, in
+one call without a mask, in which the kernel is fastest; all ranks compute at once. It is the limit of what a rank can
+reach. Of each other one the table has the median step time and the median processor time of a rank (the mean over
+ranks; other work on the machine does not count in it), how much that is of torch's default, and which share of it the
+limit takes. Under a causal mask the kernel itself does more than the limit: it computes whole blocks of 512 keys.
+
+With `--memory`, also the memory that a step adds to a rank, its largest resident memory less that before the step, in
+processes of its own. With `--timeline`, when each hop of our ring was begun and waited for, and when each block was
+computed, for rank 0.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import operator
 import resource
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,14 +48,16 @@ def flash_backward(**given: Any) -> Any:
 
 
 class TorchRing(torch.autograd.Function):
-    """Torch's ring over the default group, with the kernels of the CPU."""
+    """Torch's ring over the default group, with the kernels of the CPU; the last argument is whether it is causal."""
 
     @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool) -> torch.Tensor:
         from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
 
-        out, lse = theirs._templated_ring_attention(dist.group.WORLD, 2, flash, query, key, value, is_causal=True)[:2]
+        theirs._cp_options.enable_load_balance = causal
+        out, lse = theirs._templated_ring_attention(dist.group.WORLD, 2, flash, query, key, value, is_causal=causal)[:2]
         ctx.save_for_backward(query, key, value, out, lse)
+        ctx.causal = causal
         return out
 
     @staticmethod
@@ -54,34 +65,86 @@ class TorchRing(torch.autograd.Function):
         from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
 
         query, key, value, out, lse = ctx.saved_tensors
-        return theirs._templated_ring_attention_backward(
-            dist.group.WORLD, 2, flash_backward, grad, "grad_out", query, key, value, out, lse, is_causal=True
-        )[:3]
+        theirs._cp_options.enable_load_balance = ctx.causal
+        grads = theirs._templated_ring_attention_backward(
+            dist.group.WORLD, 2, flash_backward, grad, "grad_out", query, key, value, out, lse, is_causal=ctx.causal
+        )
+        return *grads[:3], None
 
 
-def torch_ring(method: str) -> Callable[[argparse.Namespace], Callable[..., torch.Tensor]]:
-    def build(options: argparse.Namespace) -> Callable[..., torch.Tensor]:
+@dataclass(frozen=True)
+class Case:
+    """One size: tokens of the whole sequence, the mask, and heads."""
+
+    ranks: int
+    length: int
+    causal: bool
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    def inputs(self, rank: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Return a rank's queries, keys and values, leaves of autograd, and the gradient of the result."""
+        generator = torch.Generator().manual_seed(rank)
+        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        shape = self.length // self.ranks, self.head_dim
+        tensors = [torch.randn((1, each, *shape), generator=generator) for each in heads]
+        return [x.requires_grad_() for x in tensors[:3]], tensors[3]
+
+
+Attend = Callable[..., torch.Tensor]
+
+
+def products_alone(case: Case) -> Attend:
+    """Return attention with as many keys for each query as the mean query sees."""
+    keys = case.length // 2 if case.causal else case.length
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        repeated = [x.repeat(1, 1, -(-keys // x.shape[2]), 1)[:, :, :keys].detach() for x in (key, value)]
+        return Kernel.apply(query, *(x.requires_grad_() for x in repeated))
+
+    return attend
+
+
+class Kernel(torch.autograd.Function):
+    """One call of the kernel, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        out, lse = flash(query, key, value, False)
+        ctx.save_for_backward(query, key, value, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        query, key, value, out, lse = ctx.saved_tensors
+        return flash_backward(grad_out=grad, query=query, key=key, value=value, out=out, logsumexp=lse, is_causal=False)
+
+
+def torch_ring(method: str) -> Callable[[Case], Attend]:
+    def build(case: Case) -> Attend:
         from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
 
         def attend(*tensors: torch.Tensor) -> torch.Tensor:
             theirs.set_rotate_method(method)
-            return TorchRing.apply(*tensors)
+            return TorchRing.apply(*tensors, case.causal)
 
         return attend
 
     return build
 
 
-def ours(method: str, ulysses: bool) -> Callable[[argparse.Namespace], Callable[..., torch.Tensor]]:
-    def build(options: argparse.Namespace) -> Callable[..., torch.Tensor]:
+def ours(method: str, ulysses: bool) -> Callable[[Case], Attend]:
+    def build(case: Case) -> Attend:
         from hp_dtensor import AttentionMask, SequenceCut, context_parallel_attention, init_device_mesh
 
-        mesh = init_device_mesh("cpu", (options.ranks,), platform=connected_platform())
-        degree = options.ranks if ulysses else 1
-        cut = SequenceCut(length=options.length, ranks=options.ranks, ulysses_degree=degree)
+        mesh = init_device_mesh("cpu", (case.ranks,), platform=connected_platform())
+        degree = case.ranks if ulysses else 1
+        cut = SequenceCut(length=case.length, ranks=case.ranks, ulysses_degree=degree, balanced=case.causal)
 
         def attend(*tensors: torch.Tensor) -> torch.Tensor:
-            return context_parallel_attention(*tensors, mesh, mask=AttentionMask(), cut=cut, method=method)
+            mask = AttentionMask(causal=case.causal)
+            return context_parallel_attention(*tensors, mesh, mask=mask, cut=cut, method=method)
 
         return attend
 
@@ -89,68 +152,79 @@ def ours(method: str, ulysses: bool) -> Callable[[argparse.Namespace], Callable[
 
 
 CONTENDERS = {
+    "products alone": products_alone,
     "torch, all-gather": torch_ring("allgather"),
     "torch, all-to-all": torch_ring("alltoall"),
     "our ring": ours("ring", False),
     "our all-gather": ours("all_gather", False),
     "our Ulysses": ours("ring", True),
 }
-DEFAULT = "torch, all-gather"
+LIMIT, DEFAULT = "products alone", "torch, all-gather"
 
 
-def inputs(options: argparse.Namespace, rank: int) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Return this rank's queries, keys and values, leaves of autograd, and the gradient of the result."""
-    generator = torch.Generator().manual_seed(rank)
-    heads = (options.heads, options.kv_heads, options.kv_heads, options.heads)
-    shape = options.length // options.ranks, options.head_dim
-    tensors = [torch.randn((1, each, *shape), generator=generator) for each in heads]
-    return [x.requires_grad_() for x in tensors[:3]], tensors[3]
+def measure(names: Sequence[str], cases: Sequence[Case], rounds: int, timeline: bool) -> list[dict[str, Any]]:
+    return [measure_case(names, case, rounds, timeline) for case in cases]
 
 
-def measure(names: Sequence[str], options: argparse.Namespace) -> Any:
-    """Return seconds of each step, bytes sent, bytes of memory added and the worst difference, of this rank."""
+def measure_case(names: Sequence[str], case: Case, rounds: int, timeline: bool) -> dict[str, Any]:
+    """Return by contender the seconds of each step, the processor's seconds, and what else there is to print."""
     rank = dist.get_rank()
-    built = {name: CONTENDERS[name](options) for name in names}
-    tensors, grad = inputs(options, rank)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    grads: dict[str, list[torch.Tensor]] = {}
+    built = {name: CONTENDERS[name](case) for name in names}
+    tensors, grad = case.inputs(rank)
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    found: dict[str, list[torch.Tensor]] = {}
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for step in range(options.rounds + WARM_UP):
+    for step in range(rounds + WARM_UP):
         for name, attend in built.items():
             for x in tensors:
                 x.grad = None
             dist.barrier()
-            start = time.perf_counter()
+            start = time.perf_counter(), time.process_time()
             out = attend(*tensors)
             out.backward(grad)
+            spent = time.process_time() - start[1]
             dist.barrier()
             if step >= WARM_UP:
-                seconds[name].append(time.perf_counter() - start)
-            grads[name] = [out.detach(), *(x.grad for x in tensors)] if len(names) > 1 else []
+                seconds[name].append((time.perf_counter() - start[0], spent))
+            found[name] = [out.detach(), *(x.grad for x in tensors)] if len(names) > 1 else []
             del out
     peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    # The Ulysses cut gives ranks other tokens: its numbers are those of another sequence.
-    rings = [name for name in names if name != "our Ulysses" and grads[name]]
-    worst = max(
-        (float((x - y).abs().max()) for name in rings for x, y in zip(grads[name], grads[rings[0]], strict=True)),
-        default=0.0,
-    )
-    if options.timeline and "our ring" in names:
+    if timeline and "our ring" in names:
         print_timeline(built["our ring"], tensors, grad, rank)
-    return seconds, sent(built, tensors, grad), peak, worst
+    return {
+        "wall": {name: [wall for wall, _ in each] for name, each in seconds.items()},
+        "processor": {name: mean_over_ranks([own for _, own in each]) for name, each in seconds.items()},
+        "sent": sent(built, tensors, grad),
+        "peak": peak,
+        "worst": worst_difference(found),
+    }
 
 
-def sent(built: dict[str, Any], tensors: list[torch.Tensor], grad: torch.Tensor) -> dict[str, float]:
+def mean_over_ranks(values: list[float]) -> list[float]:
+    total = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(total)
+    return (total / dist.get_world_size()).tolist()
+
+
+def worst_difference(found: dict[str, list[torch.Tensor]]) -> float:
+    """Return the largest difference of the rings' results and gradients from torch's default."""
+    # The limit attends to other keys, and the Ulysses cut gives ranks other tokens: another sequence.
+    rings = [name for name, tensors in found.items() if tensors and name not in (LIMIT, "our Ulysses")]
+    pairs = [pair for name in rings for pair in zip(found[name], found[rings[0]], strict=True)]
+    return max((float((x - y).abs().max()) for x, y in pairs), default=0.0)
+
+
+def sent(built: dict[str, Attend], tensors: list[torch.Tensor], grad: torch.Tensor) -> dict[str, float]:
     """Return the bytes that this rank sends in one step of each of ours."""
     from hp_dtensor import record_collectives
 
-    found = {}
+    bytes_sent = {}
     for name, attend in built.items():
         if name.startswith("our"):
             with record_collectives() as log:
                 attend(*tensors).backward(grad)
-            found[name] = log.wire_bytes()
-    return found
+            bytes_sent[name] = log.wire_bytes()
+    return bytes_sent
 
 
 def print_timeline(attend: Any, tensors: list[torch.Tensor], grad: torch.Tensor, rank: int) -> None:
@@ -183,32 +257,51 @@ def print_timeline(attend: Any, tensors: list[torch.Tensor], grad: torch.Tensor,
         print("timeline of rank 0:", *(text for _, text in sorted(events)), sep="\n  ")
 
 
+def print_case(case: Case, result: dict[str, Any], peak: dict[str, float]) -> None:
+    mask = "causal" if case.causal else "full"
+    print(f"\n{case.length} tokens, {mask}, {case.heads} heads over {case.kv_heads}, {case.ranks} ranks")
+    print(f"{'':18s} {'step ms':>9s} {'of torch':>9s} {'processor ms':>13s} {'of torch':>9s} {'limit takes':>12s}")
+    wall, spent = result["wall"], result["processor"]
+    for name in wall:
+        # Ratios of steps that followed each other: what else runs on the machine falls on both.
+        of_torch = [statistics.median(map(operator.truediv, each[name], each[DEFAULT])) for each in (wall, spent)]
+        limit = statistics.median(map(operator.truediv, spent[LIMIT], spent[name]))
+        text = f"{statistics.median(wall[name]) * 1e3:9.1f} {of_torch[0]:9.2f}"
+        text += f" {statistics.median(spent[name]) * 1e3:13.1f} {of_torch[1]:9.2f} {limit:12.2f}"
+        if name in peak:
+            text += f", {peak[name] / 2**20:7.1f} MiB added ({peak[name] / peak[DEFAULT]:4.2f})"
+        if name in result["sent"]:
+            text += f", {result['sent'][name] / 2**20:6.1f} MiB sent"
+        print(f"{name:18s} {text}")
+    print(f"largest difference of the rings' results and gradients from {DEFAULT}: {result['worst']:.1e}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--length", type=int, default=8192)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384])
+    parser.add_argument("--masks", nargs="+", choices=("causal", "full"), default=["causal"])
     parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--kv-heads", type=int, nargs="+", default=[8])
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--memory", action="store_true")
     parser.add_argument("--timeline", action="store_true")
     options = parser.parse_args()
-    if options.length % options.ranks:
-        parser.error(f"--length must be a multiple of the {options.ranks} ranks, got {options.length}")
+    if wrong := [length for length in options.lengths if length % (2 * options.ranks)]:
+        parser.error(f"--lengths must be multiples of two chunks for each of {options.ranks} ranks, got {wrong}")
+    cases = [
+        Case(options.ranks, length, mask == "causal", options.heads, kv_heads, options.head_dim)
+        for mask in options.masks
+        for kv_heads in options.kv_heads
+        for length in options.lengths
+    ]
     names = list(CONTENDERS)
-    seconds, wire, _, worst = run_torch_ranks(measure, options.ranks, names, options)
-    median = {name: statistics.median(values) for name, values in seconds.items()}
-    options.rounds, options.timeline = 1, False
-    peak = {name: run_torch_ranks(measure, options.ranks, [name], options)[2] for name in names}
-    print(f"{options.length} tokens, {options.heads} heads over {options.kv_heads}, {options.ranks} ranks")
-    for name in names:
-        bytes_sent = f", {wire[name] / 2**20:6.1f} MiB sent" if name in wire else ""
-        print(
-            f"{name:18s} {median[name] * 1e3:8.1f} ms ({median[name] / median[DEFAULT]:4.2f}),"
-            f" {peak[name] / 2**20:7.1f} MiB added ({peak[name] / peak[DEFAULT]:4.2f}){bytes_sent}"
-        )
-    print(f"largest difference of results and gradients from {DEFAULT}: {worst:.1e}")
-    print(json.dumps({"seconds": median, "peak_bytes": peak}))
+    results = run_torch_ranks(measure, options.ranks, names, cases, options.rounds, options.timeline)
+    for case, result in zip(cases, results, strict=True):
+        alone = names[1:] if options.memory else []
+        peak = {name: run_torch_ranks(measure, case.ranks, [name], [case], 1, False)[0]["peak"] for name in alone}
+        print_case(case, result, peak)
 
 
 if __name__ == "__main__":
