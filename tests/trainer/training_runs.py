@@ -85,7 +85,8 @@ class Lab:
 
     def train(self, run: RunFolder, world_size: int = 1, checkpoint: str | None = None) -> RunFolder:
         """Train on simulated ranks with the run's own configuration."""
-        run_ranks(train_rank, world_size, self.platform, run, self.platform, checkpoint)
+        # A deadlock is found at once; the time is for machines that do other things beside.
+        run_ranks(train_rank, world_size, self.platform, run, self.platform, checkpoint, timeout_seconds=900)
         return run
 
     def run(self, name: str, degrees: dict[str, Any] | None = None, world_size: int = 1, **overrides: Any) -> RunFolder:
@@ -143,7 +144,10 @@ def losses(run: RunFolder) -> list[float]:
     return [event["loss"] for event in steps]
 
 
-def tensors(run: RunFolder, names: Sequence[str] = ("model.", "optimizer.")) -> dict[str, np.ndarray]:
-    """The whole tensors of the newest checkpoint whose names begin so."""
-    checkpoint = newest(run)
+def tensors(
+    run: RunFolder, names: Sequence[str] = ("model.", "optimizer."), step: int | None = None
+) -> dict[str, np.ndarray]:
+    """The whole tensors of the newest checkpoint, or of that of a step, whose names begin so."""
+    storage = checkpoint_storage(run, run.load_config().config)
+    checkpoint = newest(run) if step is None else Checkpoint(storage, f"step-{step:08}")
     return {name: checkpoint.read(name) for name in checkpoint.index.tensors if name.startswith(tuple(names))}

@@ -65,3 +65,24 @@ def test_workers_begin_with_tests_that_start_ranks(tmp_path):
         shown = subprocess.run([*command, option], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
         ran = [re.search(r"::test_(\w+)", line)[1] for line in shown.splitlines() if "PASSED" in line]
         assert ran == expected.split(), shown
+
+
+LONG = """
+import pytest
+
+@pytest.mark.parametrize("number", range(4))
+def test_number(number):
+    assert number != {failing}
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_proof_goes_on_where_it_was_stopped(tmp_path, workers):
+    pytest.importorskip("xdist")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"-n{workers}", "--hp-done", "done.txt"]
+    for failing, passed, told in ((2, "013", "1 failed, 3 passed"), (None, "0123", "1 passed")):
+        (tmp_path / "test_long.py").write_text(LONG.format(failing=failing))
+        shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False).stdout
+        assert told in shown
+        done = (tmp_path / "done.txt").read_text().splitlines()
+        assert sorted(done) == [f"test_long.py::test_number[{number}]" for number in passed]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -41,6 +42,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="of the cases of each proof only share N of M equal ones, to split it over machines (default: all)",
     )
     group.addoption(
+        "--hp-done",
+        metavar="FILE",
+        help="leave out tests whose names are lines of FILE, and add those that pass, so that a proof goes on where it "
+        "was stopped; a file for each platform and each version of the sources",
+    )
+    group.addoption(
         "--hp-one-core",
         action="store_true",
         help="keep this process, or each worker of pytest-xdist, and the ranks that it starts on one core: for "
@@ -50,9 +57,42 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "real_ranks: starts processes")
+    done = config.getoption("--hp-done")
+    if done is not None:
+        config.pluginmanager.register(DoneTests(Path(done).absolute(), config), "hp_done")
     # pytest-xdist's own process is left alone: its workers would inherit its one core.
     if config.getoption("--hp-one-core") and not config.getoption("numprocesses", None):
         _keep_to_one_core(os.environ.get("PYTEST_XDIST_WORKER", ""))
+
+
+class DoneTests:
+    """Tests that have passed before, which are left out; `path` is where those that pass now are added."""
+
+    def __init__(self, path: Path, config: pytest.Config) -> None:
+        self._path = path
+        # All workers of pytest-xdist leave out the same tests: those that its own process read, before the first ran.
+        given = getattr(config, "workerinput", {}).get("hp_done")
+        self._is_worker = given is not None
+        self._done: list[str] = given if given is not None else path.read_text().splitlines() if path.exists() else []
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        """Tell a worker of pytest-xdist."""
+        node.workerinput["hp_done"] = self._done
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Leave out the tests that are done."""
+        done = set(self._done)
+        left_out = [item for item in items if item.nodeid in done]
+        if left_out:
+            items[:] = [item for item in items if item.nodeid not in done]
+            config.hook.pytest_deselected(items=left_out)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Add a test that has passed."""
+        if report.when == "call" and report.passed and not self._is_worker:
+            with self._path.open("a") as file:
+                file.write(f"{report.nodeid}\n")
 
 
 @pytest.hookimpl(trylast=True)

@@ -1,0 +1,228 @@
+"""All combinations of parallel axes on up to eight ranks, a sample of them, and their comparison with one rank.
+
+Compared are the losses and the norms of gradients of all steps, and after five of them the weights and both moments of
+AdamW: its updates hardly depend on the scale of a gradient, norms and moments do. Data-parallel ranks read different
+samples.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from training_runs import Lab, events, losses, tensors
+
+from hp_trainer.pipeline import schedule_names
+from hp_trainer.run import RunFolder
+
+MOST_RANKS = 8
+EXPERTS = 4
+SAMPLES = 24  # eight ranks that hold data, three micro-batches each
+
+# float32 has 6e-8 of relative precision; sums in other orders are carried through 20 updates by AdamW, which divides by
+# the root of squared gradients. These are about ten times the largest differences seen, on either platform.
+CLOSE_STEPS = {"rtol": 1e-5, "atol": 0}  # losses and norms of gradients
+CLOSE_TENSORS = 1e-4  # of the largest element of a weight or moment
+
+
+@dataclass(frozen=True, kw_only=True)
+class Combination:
+    """Degrees of all axes, the model, and the micro-batches of a rank's step."""
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    cp_method: str | None = None
+    ulysses_degree: int | None = None
+    tp: int = 1
+    pp: int = 1
+    schedule: str | None = None
+    experts: bool = False
+    ep: int = 1
+    etp: int = 1
+    expert_mesh: str = "folded"
+    parts: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        peers = self.ep if self.expert_mesh == "peer" else 1
+        return self.dp_replicate * self.dp_shard * self.cp * self.tp * self.pp * peers
+
+    @property
+    def num_layers(self) -> int:
+        """Two for each rank of a pipeline, as some schedules give it two stages."""
+        return 2 * self.pp
+
+    def degrees(self) -> dict[str, Any]:
+        """Return the settings under `parallel`."""
+        chosen = asdict(self)
+        for name in ("schedule", "experts", "parts"):
+            del chosen[name]
+        if self.ep == 1:
+            del chosen["etp"], chosen["expert_mesh"]
+        return {name: value for name, value in chosen.items() if value is not None}
+
+    def traits(self) -> dict[str, Any]:
+        """Return the choices of which a sample has every two that can meet; degrees above one are not told apart."""
+        return {
+            "replicas": self.dp_replicate > 1,
+            "shards": self.dp_shard > 1,
+            "sequence": (self.cp_method, (self.ulysses_degree or 1) > 1),
+            "tensor": (self.tp > 1, self.etp > 1),
+            "stages": self.schedule,
+            "model": (self.experts, self.ep > 1 and self.expert_mesh),
+            "accumulation": self.parts,
+        }
+
+    def __str__(self) -> str:
+        told = {name: value for name, value in asdict(self).items() if value not in (1, None, False)}
+        if self.ep == 1:
+            told.pop("expert_mesh")
+        model = "experts" if self.experts else "dense"
+        return " ".join([model, *(f"{name}={value}" for name, value in told.items())])
+
+
+def all_combinations() -> list[Combination]:
+    """Return every combination of two to eight ranks, tensor parallel over at most the four key-value heads."""
+    found = []
+    degrees = [2**i for i in range(MOST_RANKS.bit_length())]
+    for replicas, shards, cp, tp, pp in itertools.product(degrees, repeat=5):
+        if tp > 4 or replicas * shards * cp * tp * pp > MOST_RANKS:
+            continue
+        dense = {"dp_replicate": replicas, "dp_shard": shards, "tp": tp, "pp": pp}
+        for way, schedule, experts, parts in itertools.product(
+            _ways_of_sequences(cp), schedule_names() if pp > 1 else [None], _placements(shards, cp, tp), (1, 3)
+        ):
+            each = Combination(**dense, **way, schedule=schedule, **experts, parts=parts)
+            if 1 < each.num_ranks <= MOST_RANKS:
+                found.append(each)
+    return found
+
+
+def _ways_of_sequences(cp: int) -> list[dict[str, Any]]:
+    """Return the settings by which `cp` ranks share sequences: one way for all, or heads within and one way between."""
+    if cp == 1:
+        return [{}]
+    ways = [{"cp": cp, "cp_method": method} for method in ("ring", "all_gather", "ulysses")]
+    within = [2**i for i in range(1, cp.bit_length() - 1)]
+    both = [{"cp": cp, "cp_method": method, "ulysses_degree": n} for n in within for method in ("ring", "all_gather")]
+    return ways + both
+
+
+def _placements(shards: int, cp: int, tp: int) -> list[dict[str, Any]]:
+    """Return the settings of a dense model, of experts on every rank, and of experts over these ranks or over peers."""
+    found: list[dict[str, Any]] = [{}, {"experts": True, "etp": tp}]
+    for ep, etp in itertools.product((2, EXPERTS), sorted({1, tp})):
+        if shards * cp * tp % (ep * etp) == 0:
+            found.append({"experts": True, "ep": ep, "etp": etp})
+        found.append({"experts": True, "ep": ep, "etp": etp, "expert_mesh": "peer"})
+    return found
+
+
+Pair = tuple[tuple[str, Any], tuple[str, Any]]
+
+
+def pairs_of(combination: Combination) -> set[Pair]:
+    """Return each two of a combination's traits."""
+    return set(itertools.combinations(combination.traits().items(), 2))
+
+
+def pairwise_sample(combinations: list[Combination]) -> Iterator[Combination]:
+    """Yield few of the combinations, such that two traits which meet in any of them meet in one of these."""
+    shuffled = random.Random(0).sample(combinations, len(combinations))
+    shuffled.sort(key=lambda each: each.num_ranks * each.parts)  # of those with as many new pairs the one of least work
+    pairs = {each: pairs_of(each) for each in shuffled}
+    missing = set().union(*pairs.values())
+    while missing:
+        best = max(shuffled, key=lambda each: len(pairs[each] & missing))
+        missing -= pairs[best]
+        yield best
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Results of a run that are compared.
+
+    Attributes:
+        losses: of all steps.
+        norms: of the gradients of all steps.
+        tensors: weights and the optimizer's state after five steps; of fewer steps, none.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    tensors: dict[str, np.ndarray]
+
+    @classmethod
+    def of(cls, run: RunFolder) -> Outcome:
+        norms = [event["gradient_norm"] for event in events(run, "step")]
+        return cls(losses(run), norms, tensors(run, step=5) if len(norms) >= 5 else {})
+
+
+# One rank's, by platform, experts, layers and steps.
+_expected: dict[tuple[str, bool, int, int], Outcome] = {}
+
+
+def train(lab: Lab, name: str, combination: Combination, steps: int, num_layers: int | None = None) -> Outcome:
+    """Train a combination on simulated ranks.
+
+    Args:
+        num_layers: of the model; None: as many as the combination needs.
+    """
+    share = SAMPLES // (combination.dp_replicate * combination.dp_shard)
+    num_layers = num_layers or combination.num_layers
+    options: dict[str, Any] = {
+        "model__num_hidden_layers": num_layers,
+        "model__num_attention_heads": 8,
+        "model__num_key_value_heads": 4,
+        "model__head_dim": 4,
+        "training__global_batch_size": SAMPLES,
+        "training__micro_batch_size": share // combination.parts,
+        "training__steps": steps,
+        "lr_schedule__kind": "constant",
+        "checkpoint__interval": 5,
+    }
+    if not combination.experts:
+        options |= {"model__num_experts": None, "model__num_dense_layers": num_layers, "model__num_shared_experts": 0}
+    if combination.schedule is not None:
+        options["pipeline__schedule"] = combination.schedule
+    return Outcome.of(lab.run(name, combination.degrees(), combination.num_ranks, **options))
+
+
+def expected(lab: Lab, combination: Combination, steps: int) -> Outcome:
+    """Return the outcome of the same model on one rank that takes each global batch at once; trained once a process."""
+    key = (lab.platform.name, combination.experts, combination.num_layers, steps)
+    if key not in _expected:
+        one = Combination(experts=combination.experts)
+        _expected[key] = train(lab, f"one {len(_expected)}", one, steps, combination.num_layers)
+    return _expected[key]
+
+
+def assert_close(found: Outcome, wanted: Outcome) -> None:
+    """Compare a combination with one rank, within the tolerances of this module."""
+    np.testing.assert_allclose(found.losses, wanted.losses, **CLOSE_STEPS, err_msg="losses")
+    np.testing.assert_allclose(found.norms, wanted.norms, **CLOSE_STEPS, err_msg="norms of gradients")
+    assert found.tensors.keys() == wanted.tensors.keys()
+    assert any(name.startswith("optimizer.") for name in wanted.tensors)
+    for name, value in wanted.tensors.items():
+        atol = CLOSE_TENSORS * float(np.abs(value).max())
+        np.testing.assert_allclose(found.tensors[name], value, rtol=0, atol=atol, err_msg=name)
+
+
+def assert_same_bits(again: Outcome, found: Outcome) -> None:
+    """Compare a repetition of the first steps of a run with it, bit by bit."""
+    steps = len(again.losses)
+    assert (again.losses, again.norms) == (found.losses[:steps], found.norms[:steps])
+    for name, value in again.tensors.items():
+        np.testing.assert_array_equal(found.tensors[name], value, err_msg=name)
+
+
+def check(lab: Lab, combination: Combination, steps: int, repeated: int) -> None:
+    """Train a combination for some steps as one rank does, and `repeated` of them once more, with the same bits."""
+    found = train(lab, "shared", combination, steps)
+    assert_close(found, expected(lab, combination, steps))
+    assert_same_bits(train(lab, "again", combination, repeated), found)
