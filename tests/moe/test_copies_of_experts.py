@@ -169,8 +169,8 @@ def test_copies_of_cut_experts(platform):
 def test_placements_that_cannot_be_are_refused(platform):
     def rank():
         group = init_device_mesh("cpu", (2,), platform=platform).get_group()
-        with pytest.raises(ExpertParallelError, match="slots for copies of experts must be at least 1, got 0"):
-            ReplicatingDispatcher(group, 4, slots=0)
+        with pytest.raises(ExpertParallelError, match="slots for copies of experts must be at least 0, got -1"):
+            ReplicatingDispatcher(group, 4, slots=-1)
         for loads in ([1, 2, 3], [1, 2, 3, -1]):
             with pytest.raises(ExpertParallelError, match=r"loads: expected 4 numbers of at least 0, .* got \[1, 2, 3"):
                 ReplicatingDispatcher(group, 4, slots=1).place(loads)

@@ -22,11 +22,13 @@ from hp_moe import (
     LoadMetrics,
     MoE,
     ReplicatingDispatcher,
+    expert_homes,
     grouped_matmul,
     move_experts,
     place_copies_of_experts,
     place_homes,
     return_experts,
+    set_expert_homes,
     update_expert_bias,
 )
 
@@ -169,11 +171,20 @@ def test_there_and_back_changes_no_bit_and_no_name(platform):
         assert move_experts(layer, loads, lambda p: []) == {"": (3, 1, 2, 0, 4, 5)}
         there = {name: whole(platform, p) for name, p in platform.named_parameters(layer)}
         numpy.testing.assert_array_equal(there["experts.w1"], before["experts.w1"][[3, 1, 2, 0, 4, 5]])
+        homes = expert_homes(layer)
+        assert homes == {"": (3, 1, 2, 0, 4, 5)}
+        return_experts(layer, lambda p: [])
+        assert expert_homes(layer) == {}
+        set_expert_homes(layer, homes, lambda p: [])
+        again = {name: whole(platform, p) for name, p in platform.named_parameters(layer)}
+        with pytest.raises(ExpertParallelError, match=r"experts of 'other' do not move; those of \[''\] do"):
+            set_expert_homes(layer, {"other": range(EXPERTS)}, lambda p: [])
         return_experts(layer, lambda p: [])
         after = {name: whole(platform, p) for name, p in platform.named_parameters(layer)}
         assert [*before] == [*there] == [*after]
         for name, weight in before.items():
             numpy.testing.assert_array_equal(weight, after[name])
+            numpy.testing.assert_array_equal(there[name], again[name])
 
     run_ranks(rank, 2, platform)
 
@@ -268,6 +279,30 @@ def test_ranks_that_would_move_other_things_all_raise(platform):
         with pytest.raises(told[0], match=told[1]):
             move_experts(layer, loads, states)
         assert layer.experts.dispatcher.is_home
+
+    run_ranks(rank, 2, platform)
+
+
+def test_expert_groups_that_would_decide_otherwise_all_raise(platform):
+    """Two groups have halves of the same experts: were one of them to move, the halves would no longer fit."""
+
+    def rank():
+        _, layer, mesh = made(ExpertTensorParallel(COPYING), (2, 2), ("ep", "etp"))
+        loads = [9, 9, 0, 0, 0, 0] if mesh.get_local_rank("etp") == 0 else [1] * 6
+        with pytest.raises(ExpertParallelError, match=r"or other homes, on rank [0-3]"):
+            move_experts(layer, {"": LoadMetrics.of(loads)}, lambda p: [])
+        assert layer.experts.dispatcher.is_home
+
+    run_ranks(rank, 4, platform)
+
+
+def test_experts_move_without_room_for_copies(platform):
+    def rank():
+        style = ExpertParallel(functools.partial(ReplicatingDispatcher, slots=0))
+        _, layer, _ = made(style, (2,), ("ep",))
+        loads = {"": LoadMetrics.of([9, 9, 0, 0, 0, 0])}
+        assert move_experts(layer, loads, lambda p: []) == {"": (3, 1, 2, 0, 4, 5)}
+        assert place_copies_of_experts(layer, loads) == {"": ((), ())}
 
     run_ranks(rank, 2, platform)
 

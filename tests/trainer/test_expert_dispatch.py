@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 from training_runs import FOUR_RANKS, events, losses, tensors
 
+from hp_dtensor.exceptions import LaunchError
+from hp_moe import move_experts
 from hp_trainer.exceptions import ParallelDimsError
 from hp_trainer.parallel import ParallelDims
+from hp_trainer.training import expert_moves
 
 CLOSE = {"rtol": 2e-5, "atol": 0}
 SHORT = {"training__steps": 3, "checkpoint__interval": None}
@@ -44,6 +47,65 @@ def test_checkpoints_do_not_know_where_copies_are(lab):
         np.testing.assert_allclose(array, tensors(plain)[name], rtol=2e-4, atol=2e-5, err_msg=name)
 
 
+@pytest.fixture
+def moves(monkeypatch):
+    """Notes where the experts of each layer live after every move."""
+    noted = []
+
+    def move(*arguments):
+        noted.append(move_experts(*arguments, least_gain=0.0))
+        return noted[-1]
+
+    monkeypatch.setattr(expert_moves, "move_experts", move)
+    return noted
+
+
+def have_moved(moves):
+    return any(homes != tuple(range(len(homes))) for layers in moves for homes in layers.values())
+
+
+LAYOUTS = {**FOUR_RANKS, "pipeline": {"pp": 2, "dp_shard": 2, "ep": 2}}
+MOVING = {"training__ema__decay": 0.9, "checkpoint__interval": 3, "parallel__ep_move_interval": 1}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_moves_of_experts_change_no_loss_and_no_checkpoint(lab, moves, layout):
+    """Weights, states and averages travel; checkpoints on the way have every expert under its own number."""
+    settings = MOVING | {"training__steps": 4, "checkpoint__interval": 2}
+    plain = lab.run("plain", **settings)
+    assert not have_moved(moves), "one rank has nobody to give experts to"
+    run = lab.run("run", LAYOUTS[layout], 4, **settings)
+    assert have_moved(moves)
+    np.testing.assert_allclose(losses(run), losses(plain), **CLOSE)
+    names = ("model.", "optimizer.", "ema.")
+    expected = tensors(plain, names)
+    assert tensors(run, names).keys() == expected.keys()
+    for name, array in tensors(run, names).items():
+        np.testing.assert_allclose(array, expected[name], rtol=2e-4, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("how", ["8-bit states, copies", "written in the background"])
+def test_a_run_whose_experts_move_is_taken_up_in_the_middle(lab, moves, how):
+    """On four ranks with moves, and on one without, the losses are those of a run that was never interrupted."""
+    more = {"checkpoint__background": True}
+    if how.startswith("8-bit"):
+        eight = {"name": "adamw_8bit", "min_elements": 16, "block_size": 8, "eps": 1e-5}
+        more = {"parallel__ep_copies": 1} | {f"optimizer__{name}": value for name, value in eight.items()}
+    settings = MOVING | more
+    degrees = FOUR_RANKS["hybrid"]
+    whole = lab.run("whole", degrees, 4, **settings)
+    assert have_moved(moves)
+    again = lab.resume(lab.interrupted_copy(whole, "again"), degrees, 4, **settings)
+    np.testing.assert_allclose(losses(again), losses(whole), **CLOSE)
+    alone = lab.resume(lab.interrupted_copy(whole, "alone"), {}, 1, **settings)
+    np.testing.assert_allclose(losses(alone), losses(whole), **CLOSE)
+
+
+def test_states_that_cannot_travel_are_refused(lab):
+    with pytest.raises(LaunchError, match=r"parallel.ep_move_interval: adafactor keeps states of layers.*experts.w"):
+        lab.run("run", FOUR_RANKS["hybrid"], 4, **SHORT, parallel__ep_move_interval=1, optimizer__name="adafactor")
+
+
 def test_hash_routing_gives_the_same_losses_in_any_layout(lab):
     settings = SHORT | {"model__hash_routing": True, "training__recompute": "full"}
     plain = lab.run("plain", **settings)
@@ -62,6 +124,8 @@ def test_hash_routing_gives_the_same_losses_in_any_layout(lab):
         ({"ep_dispatcher": "two_level"}, "ep_node_size: two_level needs the ranks of a node"),
         ({"ep_dispatcher": "two_level", "ep_node_size": 3}, "ep_node_size: the 4 ranks .* must fill nodes"),
         ({"ep_dispatcher": "auto", "ep_copies": 1}, "ep_copies: copies of experts are not for auto"),
+        ({"ep_dispatcher": "auto", "ep_move_interval": 1}, "ep_move_interval: experts do not move with auto"),
+        ({"ep_move_interval": 0}, "ep_move_interval: out of range"),
         ({"ep_node_size": 2}, "ep_node_size: is for ep_dispatcher two_level and auto"),
     ],
 )

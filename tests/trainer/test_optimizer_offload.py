@@ -130,3 +130,9 @@ def test_a_platform_that_keeps_nothing_on_the_host_says_so_before_a_run(lab, mon
     (problem,) = find_memory_problems(ParallelDims(world_size=1), config, lab.platform.name)
     assert problem.path == "training.offload_optimizer"
     assert "cannot keep shards" in str(problem)
+
+
+def test_states_that_wait_on_the_host_do_not_move_with_experts(lab):
+    config = lab.config({"ep_move_interval": 5}, training__offload_optimizer="true")
+    problems = find_memory_problems(ParallelDims(), config, lab.platform.name)
+    assert "parallel.ep_move_interval" in [problem.path for problem in problems]

@@ -32,7 +32,7 @@ from hp_moe.feed_forward import FeedForward
 from hp_moe.fused_experts import FusedExperts
 from hp_moe.grouped_gemm import GroupedMatmul, GroupSizes, grouped_bias, grouped_matmul, loop_grouped_matmul
 from hp_moe.moe import MoE
-from hp_moe.relocation import move_experts, return_experts
+from hp_moe.relocation import expert_homes, move_experts, return_experts, set_expert_homes
 from hp_moe.replay import RoutingRecord, record_routing, replay_routing
 from hp_moe.router import TokenChoiceTopKRouter
 from hp_moe.routing import Routing
@@ -88,6 +88,7 @@ __all__ = [
     "busiest_load",
     "clamped_swiglu",
     "dispatch_costs",
+    "expert_homes",
     "expert_shard_dim",
     "from_huggingface",
     "grouped_bias",
@@ -103,6 +104,7 @@ __all__ = [
     "record_routing",
     "replay_routing",
     "return_experts",
+    "set_expert_homes",
     "to_huggingface",
     "upcycle",
     "update_expert_bias",

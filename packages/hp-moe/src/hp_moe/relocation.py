@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -31,9 +32,11 @@ def move_experts(
     of an expert costs its weights in every step instead, but shares its load; copies are placed anew after a move
     (`place_copies_of_experts`).
 
-    To be called between steps, with what `update_expert_bias` returned; every rank decides alike. Parameters keep their
-    names and shapes, but their rows are in the order of the homes: call `return_experts` before weights are saved,
-    loaded or converted. State dicts and checkpoints refuse until then; a parameter that is read by itself does not.
+    To be called between steps, with what `update_expert_bias` returned; every rank decides alike, also those of other
+    expert groups that shard or replicate the same weights. Parameters keep their names and shapes, but their rows are
+    in the order of the homes: call `return_experts` before weights are saved, loaded or converted. State dicts and
+    checkpoints refuse until then. What reads parameters one by one does not know, and must not be used until then: an
+    optimizer's own `state_dict`, MindSpore's `save_checkpoint`, or a parameter that is read by itself.
 
     Args:
         states: from a parameter to the tensors that the optimizer keeps for it, laid out as the parameter is, and to
@@ -45,7 +48,7 @@ def move_experts(
 
     Raises:
         ExpertParallelError: weights or states are not cut by whole experts over the dispatcher's ranks alone, or not on
-            the weights' device, or others than on another of these ranks; in the layer named nothing has moved.
+            the weights' device, or ranks would move others, or elsewhere; in the layer named nothing has moved.
 
     Example:
         >>> with nn.building(platform):
@@ -76,7 +79,42 @@ def return_experts(model: Any, states: States) -> None:
         >>> return_experts(model, lambda parameter: [])  # they never left
     """
     for name, (layer, dispatcher) in _movable(model).items():
-        _move(name, layer, dispatcher, range(dispatcher.num_experts), states)
+        if not dispatcher.is_home:
+            _move(name, layer, dispatcher, range(dispatcher.num_experts), states)
+
+
+def expert_homes(model: Any) -> dict[str, Homes]:
+    """Return the place of each expert of the layers whose experts are away, by the layer's name.
+
+    Example:
+        >>> with nn.building(platform):
+        ...     model = MoE(dim=4, hidden_dim=8, num_experts=4, top_k=2)
+        >>> expert_homes(model)
+        {}
+    """
+    return {name: found.homes for name, (_, found) in _movable(model).items() if not found.is_home}
+
+
+def set_expert_homes(model: Any, homes: Mapping[str, Sequence[int]], states: States) -> None:
+    """Move experts to given places, such as those that `expert_homes` has told before they were brought home.
+
+    Args:
+        homes: the place of each expert, by the layer's name, the same on every rank; other layers stay as they are.
+        states: as in `move_experts`.
+
+    Raises:
+        ExpertParallelError: as `move_experts`, or there is no such layer.
+
+    Example:
+        >>> with nn.building(platform):
+        ...     model = MoE(dim=4, hidden_dim=8, num_experts=4, top_k=2)
+        >>> set_expert_homes(model, {}, lambda parameter: [])
+    """
+    movable = _movable(model)
+    if unknown := [name for name in homes if name not in movable]:
+        raise ExpertParallelError(f"experts of {unknown[0]!r} do not move; those of {[*movable]} do")
+    for name, places in homes.items():
+        _move(name, *movable[name], places, states)
 
 
 def _movable(model: Any) -> dict[str, tuple[MoE, ReplicatingDispatcher]]:
@@ -90,9 +128,10 @@ def _movable(model: Any) -> dict[str, tuple[MoE, ReplicatingDispatcher]]:
 
 def _move(name: str, layer: MoE, dispatcher: ReplicatingDispatcher, homes: Sequence[int], states: States) -> None:
     homes = check_homes(homes, dispatcher.num_experts)
+    # Also where nothing moves: other ranks may have decided otherwise, and would wait for this one's rows.
+    moving = _agreed(f"{name or 'MoE'}.experts", layer, dispatcher, homes, states)
     if homes == dispatcher.homes:
         return
-    moving = _agreed(f"{name or 'MoE'}.experts", layer, dispatcher, homes, states)
     moves = _row_moves(dispatcher, homes)
     with layer.platform.no_grad():
         for local in moving:
@@ -102,7 +141,7 @@ def _move(name: str, layer: MoE, dispatcher: ReplicatingDispatcher, homes: Seque
 
 
 def _agreed(name: str, layer: MoE, dispatcher: ReplicatingDispatcher, homes: Homes, states: States) -> list[Tensor]:
-    """Return this rank's rows that move, once all ranks have said that they move the same."""
+    """Return this rank's rows that move, once all ranks that have parts of the weights will move the same."""
     platform, fault = layer.platform, None
     moving: list[Tensor] = []
     try:
@@ -112,20 +151,43 @@ def _agreed(name: str, layer: MoE, dispatcher: ReplicatingDispatcher, homes: Hom
     except Exception as error:
         # Whatever it is: the other ranks must hear of it, else they would wait for this one's rows.
         fault = error
-    rows = [f"{platform.dtype_name(each.dtype)} {list(each.shape[1:])}" for each in moving]
-    mine = json.dumps([fault and str(fault), homes, rows]).encode()
-    answers = [json.loads(each) for each in dispatcher.group.all_gather_bytes(mine)]
+    kinds = [platform.dtype_name(each.dtype) for each in moving]
+    mine = [len(moving), _digest([dispatcher.homes, homes, kinds])]
+    answers = _answers(layer, dispatcher, [fault and str(fault), *mine])
     if fault is not None:
         raise fault
-    for rank, (told, *facts) in zip(dispatcher.group.ranks, answers, strict=True):
+    for rank, (told, *facts) in answers.items():
         if told is not None:
             raise ExpertParallelError(f"{name}: rank {rank} cannot move experts: {told}")
-        if facts != answers[dispatcher.group.rank][1:]:
+        if facts != mine:
             raise ExpertParallelError(
                 f"{name}: expected the same homes, and gradients and states of the same kinds, on all ranks, got "
-                f"{len(rows)} tensors here and {len(facts[1])} others, or other homes, on rank {rank}"
+                f"{len(moving)} tensors here and {facts[0]} others, or other homes, on rank {rank}"
             )
     return moving
+
+
+def _answers(layer: MoE, dispatcher: ReplicatingDispatcher, mine: Any) -> dict[int, Any]:
+    """Return a JSON value of every rank that has a part of the layer's weights, by rank.
+
+    Those of other expert groups are among them: they shard the same rows along another dimension, or replicate them.
+    """
+    weights = [getattr(layer.experts, each, None) for each in WEIGHTS]
+    meshes = [weight.device_mesh for weight in weights if isinstance(weight, DTensor)]
+    groups = [dispatcher.group]
+    if meshes and dispatcher.group.size > 1:
+        groups = [meshes[0].get_group(dim) for dim in range(meshes[0].ndim) if meshes[0].size(dim) > 1]
+    rank = dispatcher.group.ranks[dispatcher.group.rank]
+    answers = {rank: mine}
+    # One dimension of the mesh after another: each exchange brings the answers of those before.
+    for group in groups:
+        parts = group.all_gather_bytes(json.dumps(list(answers.items())).encode())
+        answers = dict(pair for part in parts for pair in json.loads(part))
+    return answers
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
 def _moving(name: str, weight: Tensor, dispatcher: ReplicatingDispatcher, states: States) -> list[Tensor]:

@@ -32,7 +32,7 @@ class ReplicatingDispatcher(ChunkedDispatcher):
     Args:
         group: the ranks that share the experts; rank i owns the i-th chunk, and the last ones may own none.
         num_experts: number of experts of all ranks together.
-        slots: the most copies that a rank takes.
+        slots: the most copies that a rank takes; 0: none, for experts that only move.
         wire_format, num_chunks: as in `AllToAllDispatcher`.
 
     Attributes:
@@ -40,7 +40,7 @@ class ReplicatingDispatcher(ChunkedDispatcher):
         is_home: every expert lives at the place of its number.
 
     Raises:
-        ExpertParallelError: no slots.
+        ExpertParallelError: fewer than no slots.
 
     Example:
         >>> def program():
@@ -67,8 +67,8 @@ class ReplicatingDispatcher(ChunkedDispatcher):
         num_chunks: int = 1,
     ) -> None:
         assert group.platform is not None
-        if slots < 1:
-            raise ExpertParallelError(f"slots for copies of experts must be at least 1, got {slots}")
+        if slots < 0:
+            raise ExpertParallelError(f"slots for copies of experts must be at least 0, got {slots}")
         self.group = group
         self.platform = group.platform
         self.num_experts = num_experts

@@ -268,6 +268,9 @@ class ParallelConfig:
     ep_copies: int = setting(
         0, help="copies of busy experts that a rank takes at most, placed after each step by its loads", minimum=0
     )
+    ep_move_interval: int | None = setting(
+        None, help="steps between moves of busy experts to other ranks, by the loads measured; null: none", minimum=1
+    )
     ep_node_size: int | None = setting(None, help="ranks of a node, for ep_dispatcher two_level and auto", minimum=1)
     tp_plan: dict[str, TensorParallelStyle] | None = setting(
         None, help="of a plain module: names of its layers (* for one part) and how tp cuts each"

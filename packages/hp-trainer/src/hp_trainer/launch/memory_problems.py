@@ -38,6 +38,13 @@ def find_memory_problems(dims: ParallelDims, config: TrainerConfig, platform: st
             get_platform(platform).host_copies()
     except CapabilityError as error:
         yield Problem(path="training.offload_activations", what=str(error), expected="false", got="true")
+    if training.offload_optimizer and config.parallel.ep_move_interval is not None:
+        yield Problem(
+            path="parallel.ep_move_interval",
+            what="states that wait in host memory (training.offload_optimizer) do not move with their experts",
+            expected="null, or training.offload_optimizer = false",
+            got=str(config.parallel.ep_move_interval),
+        )
     if training.offload_optimizer:
         yield from _optimizer_problems(config, platform)
     num_layers = getattr(config.model.options, "num_hidden_layers", None)

@@ -49,6 +49,7 @@ class ParallelDims:
         ep_dispatcher: how tokens travel to experts; None: `all_to_all`.
         ep_chunks: parts that they travel in; None: 1, with `auto` as the cost model says.
         ep_copies: the most copies of busy experts that a rank takes.
+        ep_move_interval: steps between moves of busy experts to other ranks; None: they stay.
         ep_node_size: ranks of a node, for `two_level` and `auto`.
 
     Raises:
@@ -74,6 +75,7 @@ class ParallelDims:
     ep_dispatcher: str | None = None
     ep_chunks: int | None = None
     ep_copies: int = 0
+    ep_move_interval: int | None = None
     ep_node_size: int | None = None
 
     def __post_init__(self) -> None:
@@ -251,9 +253,12 @@ class ParallelDims:
         raise_if_any(self.model_problems(model, seq_len), ParallelDimsError, "parallel degrees do not fit the model")
 
 
+_TRAVEL = ("ep_dispatcher", "ep_chunks", "ep_copies", "ep_move_interval", "ep_node_size")
+
+
 def degrees_from_config(config: Any, world_size: int, num_experts: int | None = None) -> dict[str, Any]:
     """Return the fields of `ParallelDims` (but `world_size`) that `config` sets, with `from_config`'s defaults."""
-    names = (*DEGREES, "expert_mesh", "cp_method", "ep_dispatcher", "ep_chunks", "ep_copies", "ep_node_size")
+    names = (*DEGREES, "expert_mesh", "cp_method", *_TRAVEL)
     found = {name: getattr(config, name, None) for name in names}
     if found["dp_shard"] is None:
         found["dp_shard"] = getattr(config, "dp", None)

@@ -137,6 +137,15 @@ def _dispatcher_problems(dims: Any) -> Iterator[Problem]:
             got=str(dims.ep_copies),
             hint="ep_copies=0",
         )
+    interval = getattr(dims, "ep_move_interval", None)
+    if interval is not None and (interval < 1 or name not in (None, *COPYING)):
+        yield Problem(
+            path="ep_move_interval",
+            what="out of range" if interval < 1 else f"experts do not move with {name}",
+            expected=f"null, or a whole number >= 1 and ep_dispatcher {join_choices(COPYING)}",
+            got=str(interval),
+            hint="ep_move_interval=null",
+        )
     if node is None and name == "two_level":
         yield Problem(
             path="ep_node_size", what="two_level needs the ranks of a node", got="null", hint="ep_node_size=8"

@@ -20,6 +20,7 @@ from hp_trainer.plugins import LifeCycle, life_cycle, registries
 from hp_trainer.records import CheckpointRecord, ErrorRecord, EvaluationRecord, RunRecord, StepRecord
 from hp_trainer.run import RunFolder, checkpoint_storage
 from hp_trainer.stop_request import StopRequest, stop_requests
+from hp_trainer.training.expert_moves import ExpertMoves
 from hp_trainer.training.loss_guard import GO_ON, Verdict, nonfinite_scores
 from hp_trainer.training.lr_schedule import learning_rate_factor
 from hp_trainer.training.memory_report import out_of_memory
@@ -74,6 +75,7 @@ class Trainer:
         self._guard, self._goes_back = self._checkpoints.guard, False
         self._last = StepRecord(step=0, learning_rate=0.0, tokens=0, samples=0)
         self._corruption = CorruptionChecks(self.setup, self._step)
+        self._expert_moves = ExpertMoves(self.setup)
         self._evaluation_losses: dict[int, float] = {}
         self._pending: _Pending | None = None
         self._watch = StallWatch(
@@ -86,6 +88,7 @@ class Trainer:
         Raises:
             CheckpointError: it is of another model or of other data, or damaged.
         """
+        self._expert_moves.go_home()
         self.progress = self._checkpoints.load(checkpoint)
 
     def run(self) -> int | None:
@@ -149,6 +152,8 @@ class Trainer:
             self._corruption.compare_replicas(step)
         # A step that updates nothing moves no expert biases either.
         metrics = dict((self.setup.pipeline or self.setup.model).after_optimizer_step()) if updated else {}
+        if updated:
+            self._expert_moves.after_step(step, getattr(self.setup.model, "expert_loads", {}))
         if self.setup.scaler.is_enabled():
             metrics["loss_scale"] = self.setup.scaler.get_scale()
         if verdict is not GO_ON:
@@ -252,10 +257,12 @@ class Trainer:
         self._watch.begin("checkpoint", step)
         self._hooks.before_checkpoint(CheckpointRecord(step=step))
         told = {"loss": self._last.loss, "evaluation_loss": self._evaluation_losses.get(step)}
-        pending = self._checkpoints.begin(self.progress, told, background=background)
-        self._pending = _Pending(pending, step, started, time.perf_counter() - started)
-        if not background:
-            self.finish_save()
+        # Until all of it is copied or written.
+        with self._expert_moves.at_home():
+            pending = self._checkpoints.begin(self.progress, told, background=background)
+            self._pending = _Pending(pending, step, started, time.perf_counter() - started)
+            if not background:
+                self.finish_save()
 
     def finish_save(self, *, wait: bool = True) -> None:
         """Complete the checkpoint that is being written, if there is one.

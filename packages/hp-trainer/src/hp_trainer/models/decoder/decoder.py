@@ -76,6 +76,7 @@ class Decoder(nn.Module):
         takes_rows: whether `forward` is to be told the number of each row in the run.
         recompute: of each layer of the whole model, what is computed again in backward.
         offloads: whether what blocks keep for backward waits in host memory.
+        expert_loads: loads of the experts of these parts in the last step, by the layer's name.
     """
 
     def __init__(self, config: DecoderConfig, parts: DecoderParts | None = None) -> None:
@@ -86,6 +87,7 @@ class Decoder(nn.Module):
         self.config = config
         self.recompute: Sequence[BlockRecompute] = [NOTHING_AGAIN] * config.num_hidden_layers
         self.offloads = False
+        self.expert_loads: Mapping[str, LoadMetrics] = {}
         self._loss = TokenLoss()
         self._seed = 0
         # A head that is the embedding has a copy of its own where the embedding is another part's.
@@ -217,7 +219,7 @@ class Decoder(nn.Module):
         if self.config.lora.rank is not None:
             # The routing is the base model's, and stays.
             return {}
-        loads = update_expert_bias(self)
+        self.expert_loads = loads = update_expert_bias(self)
         place_copies_of_experts(self, loads)
         if everyones is not None:
             parts = everyones({name: asdict(load) for name, load in loads.items()})

@@ -209,7 +209,7 @@ def _expert_style(dims: ParallelDims) -> tuple[BaseExpertParallel | None, tuple[
 def _travel(dims: ParallelDims) -> dict[str, Any]:
     """Return the arguments of a style that say how tokens travel."""
     name, node = dims.ep_dispatcher or "all_to_all", dims.ep_node_size
-    if dims.ep_copies:
+    if dims.ep_copies or dims.ep_move_interval:
         wire_format = None if name == "all_to_all" else name.removeprefix("all_to_all_")
         options: dict[str, Any] = {
             "slots": dims.ep_copies,
@@ -252,7 +252,9 @@ def _shard_over_data(
     options: dict[str, Any] = {"reshard_after_forward": reshard_after_forward}
     for block in model.layers:
         if block.moe is not None:
-            along = Shard(expert_shard_dim(block.moe.num_experts, dims.ep, experts.size(-1)))
+            # Whole rows of experts move: other ranks may have parts of each, but not rows of their own.
+            moves = dims.ep_move_interval is not None
+            along = Shard(1 if moves else expert_shard_dim(block.moe.num_experts, dims.ep, experts.size(-1)))
             _shard(block.moe.experts, experts, expert_policy, options, along)
         _shard(block, dense, policy, options)
     if dims.pp_enabled and model.config.tie_word_embeddings and model.embed is not None:
