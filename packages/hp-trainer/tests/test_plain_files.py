@@ -1,4 +1,4 @@
-"""What is no plain file is refused without opening it: a pipe's reader would wait for ever."""
+"""Pipes, devices and enormous files are refused without being opened: a pipe's reader would wait for ever."""
 
 from __future__ import annotations
 
