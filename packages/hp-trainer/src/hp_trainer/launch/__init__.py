@@ -2,6 +2,7 @@
 
 from hp_trainer.launch.job import is_first_process, launch_training
 from hp_trainer.launch.memory_problems import chosen_activations
+from hp_trainer.launch.pipeline_problems import microbatch_problems, schedule_problems
 from hp_trainer.launch.platforms import chosen_platform, no_platform
 from hp_trainer.launch.preflight import (
     batch_problems,
@@ -25,7 +26,9 @@ __all__ = [
     "is_first_process",
     "launch_training",
     "layout_problems",
+    "microbatch_problems",
     "no_platform",
+    "schedule_problems",
     "training_problems",
     "world_size_of",
 ]

@@ -25,14 +25,24 @@ def find_pipeline_problems(
     Args:
         max_microbatches: simulate so many at most; None: those of the step.
     """
-    settings = config.pipeline
-    if settings.schedule not in schedule_names():
+    name = config.pipeline.schedule
+    if name not in schedule_names():
         known = join_choices(schedule_names())
-        yield Problem(path="pipeline.schedule", what="unknown schedule", expected=known, got=settings.schedule)
-        return
-    if not dims.pp_enabled:
-        return
-    yield from _microbatch_problems(dims, config)
+        yield Problem(path="pipeline.schedule", what="unknown schedule", expected=known, got=name)
+    elif dims.pp_enabled:
+        yield from microbatch_problems(dims, config)
+        yield from schedule_problems(dims, config, max_microbatches)
+
+
+def schedule_problems(
+    dims: ParallelDims, config: TrainerConfig, max_microbatches: int | None = None
+) -> Iterator[Problem]:
+    """Yield why a known schedule cannot run on so many ranks, or the model not in its stages.
+
+    Args:
+        max_microbatches: as of `find_pipeline_problems`.
+    """
+    settings = config.pipeline
     try:
         schedule = make_schedule(config, dims, max_microbatches)
     except ScheduleError as error:
@@ -65,7 +75,7 @@ def find_model_part_problems(config: TrainerConfig, platform: str, registered: R
         )
 
 
-def _microbatch_problems(dims: ParallelDims, config: TrainerConfig) -> Iterator[Problem]:
+def microbatch_problems(dims: ParallelDims, config: TrainerConfig) -> Iterator[Problem]:
     """Yield that a rank's samples cannot be cut into equal micro-batches, which the buffers between stages need."""
     batch, number = config.training.global_batch_size, config.pipeline.microbatches
     if number is None or batch % dims.dp_size:

@@ -77,7 +77,7 @@ def build_schedule(name: str, *, num_ranks: int, num_microbatches: int, stages_p
         >>> build_schedule("zero_bubble_v", num_ranks=2, num_microbatches=4).rank_of_stage
         (0, 1, 1, 0)
     """
-    entry = _registry().get(name)
+    _registry().get(name)
     if stages_per_rank is None:
         stages_per_rank = 2 if name in _SEVERAL_STAGES else 1
     numbers = {"num_ranks": num_ranks, "num_microbatches": num_microbatches, "stages_per_rank": stages_per_rank}
@@ -88,7 +88,13 @@ def build_schedule(name: str, *, num_ranks: int, num_microbatches: int, stages_p
     ]
     if wrong:
         raise ScheduleError(f"pipeline schedule {name!r}: {'; '.join(wrong)}")
-    schedule: Schedule = entry.build(num_ranks, stages_per_rank, num_microbatches)
+    return _built(name, num_ranks, stages_per_rank, num_microbatches)
+
+
+# A name stands for one pure function, and a search of layouts asks for the same schedules again.
+@functools.lru_cache(maxsize=32)
+def _built(name: str, num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Schedule:
+    schedule: Schedule = _registry().get(name).build(num_ranks, stages_per_rank, num_microbatches)
     return schedule
 
 

@@ -5,19 +5,17 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 
 from hp_fsdp import PlannedBuffer
-from hp_trainer.memory import KINDS, BlockRecompute, BudgetError, recompute_by_pattern
-from hp_trainer.models import DecoderConfig
+from hp_trainer.memory import KINDS, BlockActivations, BlockRecompute, BudgetError, recompute_by_pattern
 from hp_trainer.models.decoder.activation_bytes import ActivationShape, DecoderActivations, decoder_activations
 from hp_trainer.models.recomputation import block_names
 from hp_trainer.optimizers.state_on_host import BUCKET_ELEMENTS, cut_buckets
-from hp_trainer.parallel.context import context_cost
 from hp_trainer.planning.stage_parts import StageParts, whole_shapes
 from hp_trainer.planning.step_shape import StepShape
-from hp_trainer.planning.traffic import message_bytes
+from hp_trainer.planning.traffic import message_bytes, shared_context_cost
 from hp_trainer.training.activation_plan import plan_activations
 
 
@@ -83,13 +81,15 @@ class _Moments(ABC):
 
     def __init__(self, shape: StepShape, parts: StageParts) -> None:
         self.shape, self.parts = shape, parts
-        self.activations = activations_of(shape)
-        self.recompute = recompute_of(shape)
-        self.weights = float(sum(each.shard for each in parts.buffers))
+        self.head = activations_of(shape).head
+        self.costs = layer_costs(shape)
+        self.weights = parts.total("shard")
         self.optimizer, self.average = optimizer_bytes(shape, parts)
         self.communication = _communication(shape, parts)
-        # Blocks of one kind share what they keep, by identity.
-        self._known: dict[tuple[int, BlockRecompute], tuple[float, float]] = {}
+        # Blocks of one kind share their buffers.
+        kinds = {layer: parts.kind(layer) for layer in parts.layers}
+        of_kind = {kind: _BlockBytes.of(parts, layer) for kind, layer in {b: a for a, b in kinds.items()}.items()}
+        self.bytes = {layer: of_kind[kind] for layer, kind in kinds.items()}
 
     def fullest(self) -> MemoryPlan:
         """Return the memory at the moment that has most."""
@@ -113,18 +113,23 @@ class _Moments(ABC):
 
     def kept(self, layer: int) -> float:
         """Return what a block keeps of one micro-batch."""
-        return self._of_block(layer)[0]
+        return self.costs[layer].kept
 
     def temporary(self, layer: int) -> float:
         """Return what the backward of a block holds beside."""
-        return self._of_block(layer)[1]
+        return self.costs[layer].temporary
 
-    def _of_block(self, layer: int) -> tuple[float, float]:
-        block, recompute = self.activations.blocks[layer], self.recompute[layer]
-        key = id(block), recompute
-        if key not in self._known:
-            self._known[key] = block.kept(recompute), block.temporary(recompute)
-        return self._known[key]
+    def backward(self) -> Iterator[tuple[int, bool]]:
+        """Yield the blocks from the last to the first, each with whether a moment in it may be the fullest.
+
+        In a row of equal blocks all that is held grows or shrinks by the same bytes from each to the next, so that the
+        fullest is at one of its ends. What a block holds depends on its two neighbours too.
+        """
+        layers = self.parts.layers
+        kinds = [(id(self.bytes[each]), id(self.costs[each])) for each in layers]
+        for index in reversed(range(len(layers))):
+            near = kinds[max(0, index - 2) : index + 3]
+            yield layers[index], len(near) < 5 or near.count(near[0]) < 5
 
 
 class _InOnePiece(_Moments):
@@ -134,41 +139,42 @@ class _InOnePiece(_Moments):
         parts = self.parts
         root = _total(parts.root, "full")
         # Autograd holds the head's gradient until the embedding's is there too.
-        self._head = sum(map(_autograd_bytes, parts.root)) if parts.head else 0.0
+        head = sum(map(_autograd_bytes, parts.root)) if parts.head else 0.0
         accumulates = self.shape.num_microbatches > 1
-        waiting = _total(parts.buffers, "full_gradient") if accumulates else 0.0
+        waiting = parts.total("full_gradient") if accumulates else 0.0
         below, reduced, before, leaving = sum(map(self.kept, parts.layers)), 0.0, 0.0, 0.0
         yield self.at(
             "the loss",
             gradients=waiting,
-            gathered=root + self._gathered(parts.layers[-1:], is_loss=True),
-            activations=below + self.activations.head.kept(),
-            loss=self.activations.head.working,
+            gathered=root + self._gathered_at_loss(),
+            activations=below + self.head.kept(),
+            loss=self.head.working,
         )
-        for layer in reversed(parts.layers):
+        for layer, may_be_fullest in self.backward():
             below -= self.kept(layer)
-            buffers = parts.block_buffers(layer)
+            block = self.bytes[layer]
             # Gradients that wait have their memory already, and lose it when the next block's are reduced.
-            full = _total(buffers, "full_gradient")
-            fresh = 0.0 if accumulates else full
-            yield self.at(
-                f"the backward of layers.{layer}",
-                gradients=waiting + reduced,
-                gathered=root + self._gathered((layer,)),
-                reducing=self._head + before,
-                activations=below + self.kept(layer) + self.temporary(layer),
-                communication=self.communication,
-            )
-            yield self.at(
-                f"the reduction of layers.{layer}",
-                gradients=waiting + reduced,
-                gathered=root + self._gathered((layer,)) - _total(buffers, "full"),
-                reducing=self._head + sum(map(_autograd_bytes, buffers)) + fresh + _total(buffers, "reduced"),
-                activations=below + self.activations.blocks[layer].tensors[0].saved,
-            )
+            fresh = 0.0 if accumulates else block.full_gradient
+            if may_be_fullest:
+                gathered = root + self._gathered(layer)
+                yield self.at(
+                    f"the backward of layers.{layer}",
+                    gradients=waiting + reduced,
+                    gathered=gathered,
+                    reducing=head + before,
+                    activations=below + self.kept(layer) + self.temporary(layer),
+                    communication=self.communication,
+                )
+                yield self.at(
+                    f"the reduction of layers.{layer}",
+                    gradients=waiting + reduced,
+                    gathered=gathered - block.full,
+                    reducing=head + block.autograd + fresh + block.reduced,
+                    activations=below + self.costs[layer].input,
+                )
             waiting -= leaving
-            before, reduced = fresh, reduced + _total(buffers, "gradient")
-            leaving = full if accumulates else 0.0
+            before, reduced = fresh, reduced + block.gradient
+            leaving = block.full_gradient if accumulates else 0.0
         fresh = 0.0 if accumulates else _total(parts.root, "full_gradient")
         yield self.at(
             "the reduction of the embedding and the head",
@@ -177,15 +183,18 @@ class _InOnePiece(_Moments):
         )
         yield self.update(reduced + _total(parts.root, "gradient"))
 
-    def _gathered(self, layers: Sequence[int], *, is_loss: bool = False) -> float:
-        """Return the full weights of blocks while the backward is at `layers`: theirs, and the next ones' ahead."""
-        parts = self.parts
+    def _gathered(self, layer: int) -> float:
+        """Return the full weights of blocks while the backward is at one: its own, and the next one's ahead."""
         if not self.shape.config.parallel.reshard_after_forward:
-            return sum(_total(parts.block_buffers(each), "full") for each in parts.layers if each <= layers[-1])
-        if is_loss:
-            return sum(_total(parts.blocks[layer], "full") for layer in layers)
-        ahead = sum(_total(parts.blocks[layer - 1], "full") for layer in layers if layer - 1 in parts.blocks)
-        return ahead + sum(_total(parts.block_buffers(layer), "full") for layer in layers)
+            return sum(self.bytes[each].full for each in self.parts.layers if each <= layer)
+        ahead = self.bytes[layer - 1].dense_full if layer - 1 in self.parts.blocks else 0.0
+        return ahead + self.bytes[layer].full
+
+    def _gathered_at_loss(self) -> float:
+        """Return the full weights of blocks at the loss: all of them, or those of the last but its experts'."""
+        last = self.parts.layers[-1]
+        resharded = self.shape.config.parallel.reshard_after_forward
+        return self.bytes[last].dense_full if resharded else self._gathered(last)
 
 
 class _Pipelined(_Moments):
@@ -197,37 +206,121 @@ class _Pipelined(_Moments):
         others = (shape.facts.in_flight[parts.place] - 1) * below
         if shape.facts.splits_backward:
             # Gradients between operations stay for the weights' gradients, which are computed later.
-            others += sum(self.activations.blocks[layer].working for layer in parts.layers)
+            others += sum(self.costs[layer].working for layer in parts.layers)
         held = {
-            "gradients": _total(parts.buffers, "full_gradient"),
-            "gathered": _total(parts.buffers, "full"),
+            "gradients": parts.total("full_gradient"),
+            "gathered": parts.total("full"),
             "communication": self.communication + 2 * message_bytes(shape),
         }
         autograd = 0.0
         if parts.head:
-            head = self.activations.head
-            yield self.at("the loss", **held, activations=others + below + head.kept(), loss=head.working)
+            activations = others + below + self.head.kept()
+            yield self.at("the loss", **held, activations=activations, loss=self.head.working)
             autograd = sum(map(_autograd_bytes, parts.root))
-        for layer in reversed(parts.layers):
-            activations = others + below + self.temporary(layer)
-            yield self.at(f"the backward of layers.{layer}", **held, reducing=autograd, activations=activations)
+        for layer, may_be_fullest in self.backward():
+            if may_be_fullest:
+                activations = others + below + self.temporary(layer)
+                yield self.at(f"the backward of layers.{layer}", **held, reducing=autograd, activations=activations)
             below -= self.kept(layer)
-            autograd += sum(map(_autograd_bytes, parts.block_buffers(layer)))
-        every = sum(map(_autograd_bytes, parts.buffers))
+            autograd += self.bytes[layer].autograd
+        every = sum(times * _autograd_bytes(each) for each, times in parts.counted)
         yield self.at("the end of a micro-batch", **held, reducing=every, activations=others)
-        reduced = _total(parts.buffers, "gradient")
-        yield self.at("the reduction", gradients=held["gradients"] + _total(parts.buffers, "reduced"))
-        yield self.update(reduced)
+        yield self.at("the reduction", gradients=held["gradients"] + parts.total("reduced"))
+        yield self.update(parts.total("gradient"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _BlockBytes:
+    """Bytes of one block's buffers.
+
+    Attributes:
+        full, full_gradient, gradient, reduced: as of `PlannedBuffer`.
+        dense_full: of all but the experts.
+        autograd: gradients before they are collected.
+    """
+
+    full: float
+    dense_full: float
+    full_gradient: float
+    gradient: float
+    reduced: float
+    autograd: float
+
+    @classmethod
+    def of(cls, parts: StageParts, layer: int) -> _BlockBytes:
+        """Return those of a block."""
+        buffers = parts.block_buffers(layer)
+        names = ("full", "full_gradient", "gradient", "reduced")
+        return cls(
+            dense_full=_total(parts.blocks[layer], "full"),
+            autograd=sum(map(_autograd_bytes, buffers)),
+            **{name: _total(buffers, name) for name in names},
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCost:
+    """Bytes and repeated work of one block and micro-batch on a rank; blocks of one kind share it.
+
+    Attributes:
+        kept: bytes from forward to backward.
+        temporary: bytes that its backward holds beside.
+        saved: bytes that it would keep if nothing were computed again.
+        input, working: bytes of its input, and of gradients between its operations.
+        flops_again, moved_again: operations, and bytes that are written, a second time in backward.
+    """
+
+    kept: float
+    temporary: float
+    saved: float
+    input: float
+    working: float
+    flops_again: float
+    moved_again: float
+
+    @classmethod
+    def of(cls, block: BlockActivations, recompute: BlockRecompute) -> LayerCost:
+        """Return those of a block that is computed again so."""
+        return cls(
+            kept=block.kept(recompute),
+            temporary=block.temporary(recompute),
+            saved=block.kept(),
+            input=block.tensors[0].saved,
+            working=block.working,
+            flops_again=block.flops_again(recompute),
+            moved_again=block.moved_again(recompute),
+        )
+
+
+def layer_costs(shape: StepShape) -> list[LayerCost]:
+    """Return the costs of each block of the model on a rank."""
+    return shape.shared(("layer costs", _activation_key(shape), _recompute_key(shape)), lambda: _layer_costs(shape))
+
+
+def _layer_costs(shape: StepShape) -> list[LayerCost]:
+    pairs = list(zip(activations_of(shape).blocks, recompute_of(shape), strict=True))
+    of_kind = {(id(block), recompute): LayerCost.of(block, recompute) for block, recompute in dict.fromkeys(pairs)}
+    return [of_kind[id(block), recompute] for block, recompute in pairs]
 
 
 def activations_of(shape: StepShape) -> DecoderActivations:
     """Return the activations of one micro-batch, by the formulas of `hp_trainer.models.decoder.activation_bytes`."""
+    return shape.shared(("activations", _activation_key(shape)), lambda: _activations(shape))
+
+
+def _activation_key(shape: StepShape) -> Hashable:
+    """Return all sizes of a layout that the activations of a micro-batch depend on."""
+    dims = shape.dims
+    return dims.tp, dims.cp, dims.ep, dims.etp, dims.expert_mesh, dims.dp_size * dims.cp_enabled, shape.micro_batch
+
+
+def _activations(shape: StepShape) -> DecoderActivations:
     dims = shape.dims
     method = "ulysses"
     if dims.cp_enabled:
-        cost = context_cost(dims, shape.model, shape.config.training, batch=shape.micro_batch)
+        cost = shared_context_cost(shape)
         method = "ulysses" if cost.ulysses_degree == dims.cp else cost.method
-    return _activations(
+    return decoder_activations(
         shape.model,
         ActivationShape(
             batch=shape.micro_batch,
@@ -242,13 +335,17 @@ def activations_of(shape: StepShape) -> DecoderActivations:
     )
 
 
-@functools.lru_cache(maxsize=256)
-def _activations(model: DecoderConfig, shape: ActivationShape) -> DecoderActivations:
-    return decoder_activations(model, shape)
-
-
 def recompute_of(shape: StepShape) -> list[BlockRecompute]:
     """Return what each block of the model computes again in backward."""
+    return shape.shared(("recompute", _recompute_key(shape)), lambda: _recompute(shape))
+
+
+def _recompute_key(shape: StepShape) -> Hashable:
+    """Return what the choice depends on: with a budget on the whole layout."""
+    return None if shape.config.training.activation_budget is None else shape.dims
+
+
+def _recompute(shape: StepShape) -> list[BlockRecompute]:
     training, num_layers = shape.config.training, shape.model.num_hidden_layers
     keep = KINDS if training.recompute_keep is None else training.recompute_keep
     if training.activation_budget is not None:
@@ -263,16 +360,15 @@ def recompute_of(shape: StepShape) -> list[BlockRecompute]:
 
 def optimizer_bytes(shape: StepShape, parts: StageParts) -> tuple[float, float]:
     """Return the bytes of the optimizer's state, and of averaged weights, on the rank that has most."""
-    wholes, known = whole_shapes(shape), dict[int, tuple[int, int]]()
+    wholes = whole_shapes(shape)
     state = elements = 0
-    for buffer in parts.buffers:
+    for buffer, times in parts.counted:
         if buffer.trainable:
-            # Copies of one buffer have its parameters.
-            key = id(buffer.parameters)
-            if key not in known:
-                known[key] = _optimizer_bytes_of(shape, buffer, wholes)
-            state += known[key][0]
-            elements += known[key][1]
+            # Copies of one buffer have its parameters, which live as long as the memo.
+            key = "optimizer", id(buffer.parameters), buffer.layout.num_shards
+            of_one = shape.shared(key, functools.partial(_optimizer_bytes_of, shape, buffer, wholes))
+            state += times * of_one[0]
+            elements += times * of_one[1]
     return float(state), 0.0 if shape.config.training.ema.decay is None else float(elements)
 
 
@@ -303,7 +399,7 @@ def _communication(shape: StepShape, parts: StageParts) -> float:
     """Return the bytes of keys and values of other ranks while a block exchanges them."""
     if not shape.dims.cp_enabled or not parts.layers:
         return 0.0
-    return context_cost(shape.dims, shape.model, shape.config.training, batch=shape.micro_batch).extra_bytes
+    return shared_context_cost(shape).extra_bytes
 
 
 def _autograd_bytes(buffer: PlannedBuffer) -> float:

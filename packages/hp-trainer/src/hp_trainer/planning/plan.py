@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from hp_trainer.parallel import ParallelDims
 from hp_trainer.planning.devices import Device
 from hp_trainer.planning.memory import MemoryPlan, optimizer_bytes, plan_memory
 from hp_trainer.planning.stage_parts import StageParts, num_parameters, stage_parts
-from hp_trainer.planning.step_shape import StepShape
+from hp_trainer.planning.step_shape import Memo, StepShape
 from hp_trainer.planning.step_time import StepTime, model_flops, seconds_of, step_time
 from hp_trainer.planning.traffic import Sent, stage_traffic
 
@@ -90,9 +91,10 @@ def plan_step(
     config: TrainerConfig,
     dims: ParallelDims,
     device: Device,
-    cuts: dict[int, list[range]] | None = None,
+    memo: Memo | None = None,
     *,
     every_place: bool = True,
+    limit: float = math.inf,
 ) -> StepPlan:
     """Return the plan of a configuration's step.
 
@@ -100,16 +102,23 @@ def plan_step(
 
     Args:
         config: a configuration that these degrees can train.
-        cuts: as of `StepShape`.
+        memo: as of `StepShape`.
         every_place: False: of a pipeline only the first, the middle and the last place, which have most, are planned.
+        limit: bytes; places after the first that holds more are left out.
 
     Raises:
         PlanError: the model does not tell its sizes.
     """
-    shape = StepShape.of(config, dims, cuts)
-    places = tuple(stage_parts(shape, None if every_place else {0, dims.pp // 2, dims.pp - 1}))
-    memory = tuple(plan_memory(shape, parts) for parts in places)
-    return StepPlan(shape=shape, device=device, places=places, memory=memory)
+    shape = StepShape.of(config, dims, memo)
+    chosen = range(dims.pp) if every_place else sorted({0, dims.pp // 2, dims.pp - 1})
+    places: list[StageParts] = []
+    memory: list[MemoryPlan] = []
+    for place in chosen:
+        places.append(stage_parts(shape, place))
+        memory.append(plan_memory(shape, places[-1]))
+        if memory[-1].total > limit:
+            break
+    return StepPlan(shape=shape, device=device, places=tuple(places), memory=tuple(memory))
 
 
 def describe_plan(plan: StepPlan, device_memory: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,12 +13,14 @@ from typing import Any
 
 from hp_trainer.config import TrainerConfig
 from hp_trainer.exceptions import Problem
-from hp_trainer.launch import batch_problems, training_problems
+from hp_trainer.launch import batch_problems, microbatch_problems, schedule_problems, training_problems
 from hp_trainer.memory import format_size
 from hp_trainer.parallel import DEGREES, ParallelDims, find_model_problems
 from hp_trainer.parallel.layouts import list_degrees
 from hp_trainer.planning.devices import Device
 from hp_trainer.planning.plan import StepPlan, plan_step
+from hp_trainer.planning.step_shape import Memo
+from hp_trainer.training.stages import num_microbatches
 
 # Context parallelism pays for long sequences: of more ranks, or with fewer tokens on each, it is not searched.
 MAX_CP = 32
@@ -36,7 +39,8 @@ class Ranking:
         world_size: ranks of the job.
         memory: bytes of a device.
         fitting: plans of layouts that fit, the quickest first.
-        too_large: plans of legal layouts that do not fit, the smallest first.
+        smallest: the plan of the smallest layout of those that are legal and do not fit; None if there are none.
+        num_too_large: how many these are.
         reasons: what is against the others, with the number of layouts that it is against.
         num_illegal: layouts that cannot be used.
     """
@@ -44,7 +48,8 @@ class Ranking:
     world_size: int
     memory: float
     fitting: tuple[StepPlan, ...]
-    too_large: tuple[StepPlan, ...]
+    smallest: StepPlan | None
+    num_too_large: int
     reasons: Counter[str]
     num_illegal: int
 
@@ -65,8 +70,7 @@ def search_layouts(config: TrainerConfig, world_size: int, device: Device, memor
     alone = _AloneProblems(config)
     reasons: Counter[str] = Counter()
     fitting: list[StepPlan] = []
-    too_large: list[StepPlan] = []
-    cuts: dict[int, list[range]] = {}
+    planner = _Planner(config, device, memory)
     num_illegal = 0
     pipelines: dict[tuple[int, int], tuple[str, ...]] = {}
     has_experts = bool(getattr(config.model.options, "num_experts", None))
@@ -79,26 +83,55 @@ def search_layouts(config: TrainerConfig, world_size: int, device: Device, memor
             num_illegal += 1
             reasons.update(found)
             continue
-        plan = _best_plan(config, dims, device, memory, cuts)
-        (fitting if plan.peak <= memory else too_large).append(plan)
+        plan = planner.best(dims)
+        if plan is not None:
+            fitting.append(plan)
     return Ranking(
         world_size=world_size,
         memory=memory,
         fitting=tuple(sorted(fitting, key=lambda plan: plan.time.total)),
-        too_large=tuple(sorted(too_large, key=lambda plan: plan.peak)),
+        smallest=planner.smallest(),
+        num_too_large=len(planner.too_large),
         reasons=reasons,
         num_illegal=num_illegal,
     )
 
 
-def _best_plan(
-    config: TrainerConfig, dims: ParallelDims, device: Device, memory: float, cuts: dict[int, list[range]]
-) -> StepPlan:
-    plan = plan_step(config, dims, device, cuts, every_place=False)
-    if plan.peak <= memory or plan.shape.recomputes:
-        return plan
-    training = dataclasses.replace(config.training, recompute="full")
-    return plan_step(dataclasses.replace(config, training=training), dims, device, cuts, every_place=False)
+class _Planner:
+    """Plans of layouts of one configuration, which share what does not differ between them."""
+
+    def __init__(self, config: TrainerConfig, device: Device, memory: float) -> None:
+        self._device, self._memory = device, memory
+        again = dataclasses.replace(config.training, recompute="full")
+        self._given, self._again = config, dataclasses.replace(config, training=again)
+        self._memos: dict[int, Memo] = {}
+        # Planned up to the first place of a pipeline that holds too much: what the whole layout needs at least.
+        self.too_large: list[StepPlan] = []
+
+    def best(self, dims: ParallelDims) -> StepPlan | None:
+        """Return the plan of a layout, with blocks computed again if it does not fit else; None: it never fits."""
+        plan = self._plan(self._given, dims, self._memory)
+        if plan.peak > self._memory and not plan.shape.recomputes:
+            plan = self._plan(self._again, dims, self._memory)
+        if plan.peak <= self._memory:
+            return plan
+        self.too_large.append(plan)
+        return None
+
+    def smallest(self) -> StepPlan | None:
+        """Return the plan of the layout that needs least of those that do not fit."""
+        found: StepPlan | None = None
+        for plan in sorted(self.too_large, key=lambda each: each.peak):
+            if found is not None and plan.peak >= found.peak:
+                break
+            whole = self._plan(plan.shape.config, plan.shape.dims, math.inf)
+            if found is None or whole.peak < found.peak:
+                found = whole
+        return found
+
+    def _plan(self, config: TrainerConfig, dims: ParallelDims, limit: float) -> StepPlan:
+        memo = self._memos.setdefault(id(config), {})
+        return plan_step(config, dims, self._device, memo, every_place=False, limit=limit)
 
 
 # Legal layouts -------------------------------------------------------------------------------------------
@@ -145,16 +178,16 @@ class _AloneProblems:
 def _together(
     config: TrainerConfig, dims: ParallelDims, pipelines: dict[tuple[int, int], tuple[str, ...]]
 ) -> tuple[str, ...]:
-    """Return what is against degrees that are legal one by one; a pipeline is looked at once for each of its sizes."""
-    key = dims.pp, dims.dp_size
-    if not dims.pp_enabled or key not in pipelines:
-        # A schedule that runs two rounds runs any number of them.
-        found = _reasons(training_problems(dims, config, 2 * dims.pp))
-        if dims.pp_enabled:
-            pipelines[key] = tuple(each for each in found if each.startswith("pipeline."))
-        return found
+    """Return what is against degrees that are legal one by one; a schedule is looked at once for each of its sizes."""
+    if not dims.pp_enabled:
+        return _reasons(training_problems(dims, config))
+    # A schedule that runs two rounds runs any number of them.
+    most = 2 * dims.pp
+    key = dims.pp, min(most, num_microbatches(config, dims))
+    if key not in pipelines:
+        pipelines[key] = _reasons(schedule_problems(dims, config, most))
     without = _reasons(training_problems(_without_pipeline(dims), config))
-    return (*without, *pipelines[key])
+    return (*without, *_reasons(microbatch_problems(dims, config)), *pipelines[key])
 
 
 def _without_pipeline(dims: ParallelDims) -> ParallelDims:
@@ -172,17 +205,16 @@ def _reasons(problems: Iterator[Problem]) -> tuple[str, ...]:
 
 def describe_ranking(ranking: Ranking) -> str:
     """Return the best ten as a table, and why others fail."""
-    legal = len(ranking.fitting) + len(ranking.too_large)
+    legal = len(ranking.fitting) + ranking.num_too_large
     lines = [
         f"{legal} legal layouts of {ranking.world_size:,} ranks, of which {len(ranking.fitting)} fit in "
         f"{format_size(ranking.memory)}; the quickest by estimated time:"
     ]
     lines += _table(ranking.fitting[:SHOWN])
-    if ranking.too_large:
-        smallest = ranking.too_large[0]
+    if ranking.smallest is not None:
         lines.append(
-            f"{len(ranking.too_large)} legal layouts do not fit, also when blocks are computed again; the smallest "
-            f"needs {format_size(smallest.peak)} ({_named(smallest)})"
+            f"{ranking.num_too_large} legal layouts do not fit, also when blocks are computed again; the smallest "
+            f"needs {format_size(ranking.smallest.peak)} ({_named(ranking.smallest)})"
         )
     if ranking.reasons:
         lines.append(f"{ranking.num_illegal:,} layouts cannot be used:")
@@ -198,9 +230,9 @@ def describe_fitting(ranking: Ranking) -> str:
     if ranking.fitting:
         title = f"{len(ranking.fitting)} layouts of {ranking.world_size:,} ranks would fit; the quickest: "
         return "\n".join([title + _named(ranking.fitting[0]), *_table(ranking.fitting[:3])])
-    if not ranking.too_large:
+    if ranking.smallest is None:
         return "no layout of this model and batch is legal for so many ranks; hp-train layouts tells why"
-    best = ranking.too_large[0]
+    best = ranking.smallest
     return (
         f"no layout of {ranking.world_size:,} ranks fits in {format_size(ranking.memory)}: the smallest needs "
         f"{format_size(best.peak)} ({_named(best)}). Take more ranks, smaller micro-batches "
@@ -224,7 +256,7 @@ def ranking_as_json(ranking: Ranking) -> dict[str, Any]:
             for plan in ranking.fitting[:SHOWN]
         ],
         "num_fitting": len(ranking.fitting),
-        "num_too_large": len(ranking.too_large),
+        "num_too_large": ranking.num_too_large,
         "num_illegal": ranking.num_illegal,
         "reasons": dict(ranking.reasons.most_common()),
     }

@@ -6,12 +6,13 @@ import copy
 import functools
 import itertools
 import math
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hp_fsdp import PlannedBuffer, PlannedParameter, plan_group
 from hp_trainer.models import DecoderConfig
-from hp_trainer.models.decoder.planned_parameters import planned_parameters
+from hp_trainer.models.decoder.planned_parameters import DecoderParameters, planned_parameters
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.planning.step_shape import StepShape
 
@@ -27,7 +28,7 @@ class StageParts:
         head: it has the final norm and the head.
         root: buffers of embedding, norm and head, and of a tied embedding that has a group of its own.
         tied: those of `root` of which another stage has a copy.
-        blocks: buffers of each block but its experts.
+        blocks: buffers of each block but its experts; blocks of one kind share the tuple.
         block_experts: buffers of each block's experts.
         is_pipelined: weights are gathered once for all micro-batches of a step.
     """
@@ -57,86 +58,128 @@ class StageParts:
         """All buffers."""
         return (*self.dense, *self.experts)
 
+    @functools.cached_property
+    def counted(self) -> tuple[tuple[PlannedBuffer, int], ...]:
+        """Every buffer once, with the number of blocks that have one like it."""
+        groups = [*self.blocks.values(), *self.block_experts.values(), self.root]
+        kinds = {id(group): group for group in groups}
+        times = Counter(map(id, groups))
+        return tuple((each, times[key]) for key, group in kinds.items() for each in group)
+
+    def total(self, name: str) -> float:
+        """Return the sum of one attribute of all buffers."""
+        return float(sum(times * getattr(each, name) for each, times in self.counted))
+
     def block_buffers(self, layer: int) -> tuple[PlannedBuffer, ...]:
         """Return all buffers of a block."""
         return (*self.blocks[layer], *self.block_experts.get(layer, ()))
 
-
-def stage_parts(shape: StepShape, places: Collection[int] | None = None) -> list[StageParts]:
-    """Return the parts of each place in the pipeline, in order; one for a model in one piece.
-
-    Args:
-        places: of a pipeline, these alone; None: all.
-    """
-    dims, model = shape.dims, shape.model
-    if not dims.pp_enabled:
-        return [_parts(shape, 0, tuple(range(model.num_hidden_layers)), embed=True, head=True)]
-    found = []
-    for place in range(dims.pp) if places is None else sorted(places):
-        parts = shape.parts_of(place)
-        found.append(_parts(shape, place, tuple(parts.layers or ()), embed=parts.embed, head=parts.head))
-    return found
+    def kind(self, layer: int) -> tuple[int, int]:
+        """Return what is equal for blocks whose buffers are."""
+        return id(self.blocks[layer]), id(self.block_experts.get(layer))
 
 
-def whole_shapes(shape: StepShape) -> dict[str, tuple[int, ...]]:
+def every_stage(shape: StepShape) -> list[StageParts]:
+    """Return the parts of each place in the pipeline, in order; one for a model in one piece."""
+    return [stage_parts(shape, place) for place in range(shape.dims.pp)]
+
+
+def stage_parts(shape: StepShape, place: int) -> StageParts:
+    """Return the parts of one place in the pipeline; without one, place 0 has everything."""
+    if not shape.dims.pp_enabled:
+        return _parts(shape, place, tuple(range(shape.model.num_hidden_layers)), embed=True, head=True)
+    parts = shape.parts_of(place)
+    return _parts(shape, place, tuple(parts.layers or ()), embed=parts.embed, head=parts.head)
+
+
+def whole_shapes(shape: StepShape) -> Mapping[str, tuple[int, ...]]:
     """Return the whole shape of every parameter of the model, by name."""
-    return dict(_whole_shapes(shape.model))
+    return _whole_shapes(shape.model)
 
 
 def num_parameters(shape: StepShape) -> int:
     """Return the number of elements of all parameters of the model."""
-    return sum(math.prod(each) for _, each in _whole_shapes(shape.model))
+    return sum(math.prod(each) for each in _whole_shapes(shape.model).values())
 
 
 @functools.lru_cache(maxsize=16)
-def _whole_shapes(model: DecoderConfig) -> tuple[tuple[str, tuple[int, ...]], ...]:
+def _whole_shapes(model: DecoderConfig) -> Mapping[str, tuple[int, ...]]:
     found = planned_parameters(model, ParallelDims(), layers=range(model.num_hidden_layers))
     groups = (found.root, *found.blocks.values(), *found.experts.values())
-    return tuple((each.name, each.shape) for group in groups for each in group)
+    return {each.name: each.shape for group in groups for each in group}
 
 
 def _parts(shape: StepShape, place: int, layers: tuple[int, ...], *, embed: bool, head: bool) -> StageParts:
-    dims, freeze = shape.dims, shape.config.training.freeze
+    """Return the parts of a place, whose buffers are those of any other place with the same kinds of blocks."""
+    dims, model, freeze = shape.dims, shape.model, shape.config.training.freeze
     # Blocks of one kind have the same buffers but for the names, which those of the first stand for.
-    kinds = {layer: layer if freeze else -1 - shape.model.is_dense(layer) for layer in layers}
-    first = {kind: layer for layer, kind in reversed(kinds.items())}
-    planned = planned_parameters(
-        shape.model, dims, layers=sorted(first.values()), embed=embed, head=head, freeze=freeze
-    )
-    sizes = shape.itemsize, shape.reduce_itemsize, shape.num_replicas
-
-    def buffers(parameters: tuple[PlannedParameter, ...], shards: int) -> tuple[PlannedBuffer, ...]:
-        found = _planned_group(parameters, shards, *sizes)
-        # Where blocks are told apart by what is trained before them, it is by the identity of their buffers.
-        return found if all(each.trainable for each in found) else tuple(map(copy.copy, found))
-
-    def of_layers(found: dict[int, tuple[PlannedParameter, ...]], shards: int) -> dict[int, tuple[PlannedBuffer, ...]]:
-        return {layer: buffers(found[first[kind]], shards) for layer, kind in kinds.items() if first[kind] in found}
-
-    tied = buffers(planned.tied_embedding, dims.fsdp_size)
+    first: dict[bool, int] = {}
+    for layer in () if freeze else range(model.num_hidden_layers):
+        first.setdefault(model.is_dense(layer), layer)
+    named = {layer: layer if freeze else first[model.is_dense(layer)] for layer in layers}
+    sizes = dims.tp, dims.ep, dims.etp, dims.pp_enabled, dims.fsdp_size, dims.efsdp_size, shape.num_replicas
+    chosen = tuple(sorted(set(named.values())))
+    found = shape.shared(("groups", sizes, chosen, embed, head), lambda: _groups(shape, chosen, embed, head))
     return StageParts(
         place=place,
         layers=layers,
         embed=embed,
         head=head,
-        root=(*buffers(planned.root, dims.fsdp_size), *tied),
-        tied=tied,
-        blocks=of_layers(planned.blocks, dims.fsdp_size),
-        block_experts=of_layers(planned.experts, dims.efsdp_size),
+        root=(*found.root, *found.tied),
+        tied=found.tied,
+        blocks={layer: _told_apart(found.blocks[like]) for layer, like in named.items()},
+        block_experts={
+            layer: _told_apart(found.experts[like]) for layer, like in named.items() if like in found.experts
+        },
         is_pipelined=dims.pp_enabled,
     )
 
 
-@functools.lru_cache(maxsize=4096)
-def _planned_group(
-    parameters: tuple[PlannedParameter, ...], shards: int, itemsize: int, reduce_itemsize: int, num_replicas: int
-) -> tuple[PlannedBuffer, ...]:
+@dataclass(frozen=True, kw_only=True)
+class _Groups:
+    """The buffers of the parts that one rank has, by the index of each block."""
+
+    root: tuple[PlannedBuffer, ...]
+    tied: tuple[PlannedBuffer, ...]
+    blocks: dict[int, tuple[PlannedBuffer, ...]]
+    experts: dict[int, tuple[PlannedBuffer, ...]]
+
+
+def _groups(shape: StepShape, layers: tuple[int, ...], embed: bool, head: bool) -> _Groups:
+    dims = shape.dims
+    sizes = dims.tp, dims.ep, dims.etp, dims.pp_enabled, dims.efsdp_size
+    planned = shape.shared(("planned", sizes, layers, embed, head), lambda: _planned(shape, layers, embed, head))
+
+    def buffers(parameters: tuple[PlannedParameter, ...], shards: int) -> tuple[PlannedBuffer, ...]:
+        # By identity: the memo holds the parameters.
+        key = "buffers", id(parameters), shards, shape.num_replicas
+        return shape.shared(key, lambda: _buffers(shape, parameters, shards))
+
+    return _Groups(
+        root=buffers(planned.root, dims.fsdp_size),
+        tied=buffers(planned.tied_embedding, dims.fsdp_size),
+        blocks={layer: buffers(each, dims.fsdp_size) for layer, each in planned.blocks.items()},
+        experts={layer: buffers(each, dims.efsdp_size) for layer, each in planned.experts.items()},
+    )
+
+
+def _planned(shape: StepShape, layers: tuple[int, ...], embed: bool, head: bool) -> DecoderParameters:
+    freeze = shape.config.training.freeze
+    return planned_parameters(shape.model, shape.dims, layers=layers, embed=embed, head=head, freeze=freeze)
+
+
+def _buffers(shape: StepShape, parameters: tuple[PlannedParameter, ...], shards: int) -> tuple[PlannedBuffer, ...]:
     return tuple(
         plan_group(
             parameters,
             shards,
-            param_itemsize=itemsize,
-            reduce_itemsize=reduce_itemsize,
-            num_replicas=num_replicas,
+            param_itemsize=shape.itemsize,
+            reduce_itemsize=shape.reduce_itemsize,
+            num_replicas=shape.num_replicas,
         )
     )
+
+
+def _told_apart(buffers: tuple[PlannedBuffer, ...]) -> tuple[PlannedBuffer, ...]:
+    """Return buffers of their own where blocks are told apart, by identity, by what is trained before them."""
+    return buffers if all(each.trainable for each in buffers) else tuple(map(copy.copy, buffers))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from hp_trainer.config import TrainerConfig
 from hp_trainer.exceptions import PlanError
@@ -13,6 +15,8 @@ from hp_trainer.parallel import ParallelDims
 from hp_trainer.planning.pipeline_facts import PipelineFacts, pipeline_facts
 from hp_trainer.training.stages import cut_layers, num_microbatches
 
+T = TypeVar("T")
+Memo = dict[Hashable, Any]
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -23,16 +27,19 @@ class StepShape:
     Attributes:
         config: of the run; its model is the decoder.
         dims: degrees of parallelism, which fit the model and the batch.
-        cuts: the layers of each stage by the number of stages, found once for many layouts of one model.
+        memo: what many layouts of one configuration have in common, see `shared`.
     """
 
     config: TrainerConfig
     dims: ParallelDims
-    cuts: dict[int, list[range]] = field(default_factory=dict, repr=False, compare=False)
+    memo: Memo = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def of(cls, config: TrainerConfig, dims: ParallelDims, cuts: dict[int, list[range]] | None = None) -> StepShape:
+    def of(cls, config: TrainerConfig, dims: ParallelDims, memo: Memo | None = None) -> StepShape:
         """Return the shape of a configuration's step.
+
+        Args:
+            memo: of other layouts of the same configuration; None: there are none.
 
         Raises:
             PlanError: the model does not tell its parameters.
@@ -42,7 +49,17 @@ class StepShape:
                 f"model {config.model.name!r} does not tell its parameters and operations before it is built; plans "
                 "are made for the decoder (model.name=decoder), whose options describe many architectures"
             )
-        return cls(config, dims, {} if cuts is None else cuts)
+        return cls(config, dims, {} if memo is None else memo)
+
+    def shared(self, key: Hashable, compute: Callable[[], T]) -> T:
+        """Return what `compute` gave for the first layout with this key, which holds all that the result depends on.
+
+        The configuration itself is left out: layouts of one configuration alone share a memo.
+        """
+        if key not in self.memo:
+            self.memo[key] = compute()
+        found: T = self.memo[key]
+        return found
 
     @property
     def model(self) -> DecoderConfig:
@@ -73,9 +90,10 @@ class StepShape:
     def parts_of(self, place: int) -> DecoderParts:
         """Return the parts of the model at a place of the pipeline."""
         owners = self.facts.rank_of_stage
-        if len(owners) not in self.cuts:
-            self.cuts[len(owners)] = cut_layers(self.config, len(owners))
-        layers = self.cuts[len(owners)]
+        return self.shared(("parts", owners, place), lambda: self._parts_of(owners, place))
+
+    def _parts_of(self, owners: tuple[int, ...], place: int) -> DecoderParts:
+        layers = self.shared(("cut", len(owners)), lambda: cut_layers(self.config, len(owners)))
         mine = [stage for stage, owner in enumerate(owners) if owner == place]
         return DecoderParts(
             embed=0 in mine,

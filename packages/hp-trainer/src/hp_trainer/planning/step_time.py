@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hp_trainer.models.decoder.flops import head_flops_per_token, layer_flops_per_token, training_flops_per_token
 from hp_trainer.parallel.axes import DENSE_AXES
 from hp_trainer.planning.devices import Device
-from hp_trainer.planning.memory import activations_of, recompute_of
+from hp_trainer.planning.memory import layer_costs
 from hp_trainer.planning.stage_parts import StageParts
 from hp_trainer.planning.step_shape import StepShape
 from hp_trainer.planning.traffic import Sent, message_bytes, stage_traffic
@@ -63,8 +63,8 @@ def step_time(shape: StepShape, parts: StageParts, device: Device, state_bytes: 
     count = shape.num_microbatches
     products = count * _flops(shape, parts) / rate
     again, moved = _again(shape, parts)
-    blocks = activations_of(shape).blocks
-    kept = sum(blocks[layer].kept() for layer in parts.layers)
+    costs = layer_costs(shape)
+    kept = sum(costs[layer].saved for layer in parts.layers)
     # Written and read in forward, read and written in backward.
     memory = count * (4 * kept + moved) / device.memory_bandwidth
     again = count * again / rate
@@ -87,7 +87,7 @@ def step_time(shape: StepShape, parts: StageParts, device: Device, state_bytes: 
         idle = shape.facts.bubble * inside + 2 * (shape.dims.pp - 1) * hop
         # Messages travel while the ranks compute, but for the first and the last ones, which are idle time.
         exchanges.pop("pp", None)
-    shards = sum(each.shard + each.gradient for each in parts.buffers)
+    shards = parts.total("shard") + parts.total("gradient")
     update = (2 * shards + 2 * state_bytes) / device.memory_bandwidth
     if shape.config.training.offload_optimizer:
         # Both directions at once, beside the update.
@@ -113,7 +113,7 @@ def model_flops(shape: StepShape) -> float:
 def _flops(shape: StepShape, parts: StageParts) -> float:
     """Return the operations of a rank for one micro-batch, forward and backward."""
     length = shape.config.training.sequence_length
-    per_token = layer_flops_per_token(shape.model, length)
+    per_token = shape.shared("layer flops", lambda: layer_flops_per_token(shape.model, length))
     total = sum(per_token[layer] for layer in parts.layers)
     if parts.head:
         total += head_flops_per_token(shape.model)
@@ -122,9 +122,9 @@ def _flops(shape: StepShape, parts: StageParts) -> float:
 
 def _again(shape: StepShape, parts: StageParts) -> tuple[float, float]:
     """Return the operations and the bytes of what is computed again for one micro-batch."""
-    blocks, recompute = activations_of(shape).blocks, recompute_of(shape)
-    flops = sum(blocks[layer].flops_again(recompute[layer]) for layer in parts.layers)
-    return flops, sum(blocks[layer].moved_again(recompute[layer]) for layer in parts.layers)
+    every = layer_costs(shape)
+    costs = [every[layer] for layer in parts.layers]
+    return sum(each.flops_again for each in costs), sum(each.moved_again for each in costs)
 
 
 # Links ---------------------------------------------------------------------------------------------------

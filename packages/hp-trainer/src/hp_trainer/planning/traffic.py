@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from hp_dtensor.parallel.context_parallel import ContextCost
 from hp_fsdp import PlannedBuffer
 from hp_moe.dispatch.cost_model import dispatch_costs
 from hp_trainer.parallel.context import context_cost
@@ -64,15 +66,18 @@ def by_axis(traffic: Iterable[Sent]) -> dict[str, float]:
 def _sharded(shape: StepShape, parts: StageParts) -> Iterator[Sent]:
     """Yield gathers of weights and reductions of gradients, which hide behind blocks that compute."""
     hides = not parts.is_pipelined
-    root, unreached = set(map(id, parts.root)), set(map(id, _unreached(parts)))
-    for axis, buffers in (("fsdp", parts.dense), ("efsdp", parts.experts)):
-        times = [_gathers(shape, parts, once=id(each) in root or id(each) in unreached) for each in buffers]
-        sent = sum(count * each.gather_wire for count, each in zip(times, buffers, strict=True))
-        yield Sent(axis, "all_gather", sent, sum(times), hides)
-        trained = [each for each in buffers if each.trainable]
-        yield Sent(axis, "reduce_scatter", sum(each.reduce_wire for each in trained), len(trained), hides)
-        summed = sum(each.replicate_wire for each in trained)
-        yield Sent(_replica_axis(shape), "all_reduce", summed, len(trained), hides)
+    once = set(map(id, (*parts.root, *_unreached(parts))))
+    experts = set(map(id, itertools.chain(*parts.block_experts.values())))
+    for axis, of_experts in (("fsdp", False), ("efsdp", True)):
+        buffers = [(each, times) for each, times in parts.counted if (id(each) in experts) == of_experts]
+        gathers = [times * _gathers(shape, parts, once=id(each) in once) for each, times in buffers]
+        sent = sum(count * each.gather_wire for count, (each, _) in zip(gathers, buffers, strict=True))
+        yield Sent(axis, "all_gather", sent, sum(gathers), hides)
+        trained = [(each, times) for each, times in buffers if each.trainable]
+        count = sum(times for _, times in trained)
+        yield Sent(axis, "reduce_scatter", sum(times * each.reduce_wire for each, times in trained), count, hides)
+        summed = sum(times * each.replicate_wire for each, times in trained)
+        yield Sent(_replica_axis(shape), "all_reduce", summed, count, hides)
 
 
 def _gathers(shape: StepShape, parts: StageParts, *, once: bool) -> int:
@@ -114,7 +119,7 @@ def microbatch_traffic(shape: StepShape, parts: StageParts) -> Iterator[Sent]:
     if dims.tp_enabled:
         yield from _tensor_parallel(shape, parts, again)
     for window, layers in _by_window(shape, parts) if dims.cp_enabled else ():
-        cost = context_cost(dims, shape.model, shape.config.training, window=window, batch=shape.micro_batch)
+        cost = shared_context_cost(shape, window)
         sent = (1 + again) * cost.forward_bytes + cost.backward_bytes
         yield Sent("cp", "exchange", sent, 2 + again).times(layers)
     with_experts = sum(not shape.model.is_dense(layer) for layer in parts.layers)
@@ -122,10 +127,17 @@ def microbatch_traffic(shape: StepShape, parts: StageParts) -> Iterator[Sent]:
         yield from (each.times(with_experts) for each in _experts(shape, again))
 
 
+def shared_context_cost(shape: StepShape, window: int | None = None) -> ContextCost:
+    """Return the cost of one layer's attention among context parallel ranks."""
+    dims, training = shape.dims, shape.config.training
+    key = "context", dims.tp, dims.cp, dims.dp_size, shape.micro_batch, window
+    batch = shape.micro_batch
+    return shape.shared(key, lambda: context_cost(dims, shape.model, training, window=window, batch=batch))
+
+
 def _by_window(shape: StepShape, parts: StageParts) -> list[tuple[int | None, int]]:
     """Return the windows of attention, and how many blocks have each."""
-    windows = [shape.model.window_of(layer) for layer in parts.layers]
-    return [(window, windows.count(window)) for window in dict.fromkeys(windows)]
+    return list(Counter(shape.model.window_of(layer) for layer in parts.layers).items())
 
 
 def _tensor_parallel(shape: StepShape, parts: StageParts, again: int) -> Iterator[Sent]:

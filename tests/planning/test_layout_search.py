@@ -1,0 +1,64 @@
+"""The search of layouts, which shares and leaves out work, against the plan of each layout by itself."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from planned_runs import config_of, shape_of
+
+from hp_trainer.planning import memory
+from hp_trainer.planning.devices import find_device
+from hp_trainer.planning.plan import plan_step
+from hp_trainer.planning.search import search_layouts
+
+SETTINGS = {
+    "model__num_hidden_layers": 8,
+    "model__num_experts": 4,
+    "model__num_dense_layers": 3,
+    "pipeline__schedule": "interleaved_1f1b",
+}
+DEVICE = find_device("H100")
+
+
+@pytest.mark.parametrize("limit", [0.0, 150e3, math.inf])
+def test_a_search_finds_the_plans_of_all_layouts(limit: float) -> None:
+    config = config_of(**SETTINGS)
+    ranking = search_layouts(config, 8, DEVICE, limit)
+    everything = search_layouts(config, 8, DEVICE, math.inf)
+    alone = [plan_step(config, plan.shape.dims, DEVICE, every_place=False) for plan in everything.fitting]
+    fitting = {plan.shape.dims: plan for plan in alone if plan.peak <= limit}
+    assert len(ranking.fitting) + ranking.num_too_large == len(alone) > 50
+    as_configured = [plan for plan in ranking.fitting if not plan.shape.recomputes]
+    assert {plan.shape.dims for plan in as_configured} == set(fitting)
+    for plan in as_configured:
+        same = fitting[plan.shape.dims]
+        assert (plan.memory, plan.times, plan.traffic) == (same.memory, same.times, same.traffic)
+
+
+def test_the_smallest_of_the_layouts_that_do_not_fit_is_told() -> None:
+    config = config_of(**SETTINGS, training__recompute="full")
+    ranking = search_layouts(config, 8, DEVICE, 1.0)
+    every = search_layouts(config, 8, DEVICE, math.inf).fitting
+    assert ranking.smallest is not None
+    assert ranking.smallest.peak == min(plan.peak for plan in every)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"training__micro_batch_size": 2},
+        {"parallel__reshard_after_forward": "false"},
+        {"training__freeze": "[embed.*, layers.0.*]"},
+        {"training__recompute": "full", "training__recompute_every": 2},
+        {"parallel__pp": 2},
+    ],
+)
+def test_moments_that_are_left_out_are_not_the_fullest(monkeypatch: pytest.MonkeyPatch, changed: dict) -> None:
+    config = config_of(**SETTINGS | {"model__num_hidden_layers": 12}, **changed)
+    dims = shape_of(config, 2).dims
+    found = plan_step(config, dims, DEVICE).memory
+    with_all = lambda self: ((layer, True) for layer in reversed(self.parts.layers))  # noqa: E731
+    monkeypatch.setattr(memory._Moments, "backward", with_all)
+    assert plan_step(config, dims, DEVICE).memory == found
