@@ -2,11 +2,13 @@
 
 torchrun_program.py (own | device | ours) FOLDER
 
-own: it makes torch's process group itself, and joins twice; device: likewise, one that carries no host tensors.
+own: it makes torch's process group itself, and joins twice; device: likewise, one that carries no host tensors. Both
+join once more and leave that to the end of the process, where they write whether this has been left.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from pathlib import Path
@@ -35,6 +37,9 @@ def main() -> None:
     Path(sys.argv[2], f"rank{rank}").write_text("\n".join(results))
     assert dist.is_initialized() == own
     if own:
+        # Registered before ours, hence called after it.
+        atexit.register(lambda: Path(sys.argv[2], f"left{rank}").write_text(str(platform._world is None)))
+        platform.connect(rank, size, address).all.barrier()
         dist.destroy_process_group()  # gloo's threads may abort a process that ends without
 
 

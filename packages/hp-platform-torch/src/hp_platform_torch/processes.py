@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -75,6 +76,9 @@ class TorchProcesses(Platform):
         store = None
         if dist.is_initialized():
             _check_same_job(rank, size)
+            # Once, however often this process joins.
+            atexit.unregister(self._follow_destruction)
+            atexit.register(self._follow_destruction)
             store = rendezvous.joined_store(self._connections)
         elif size > 1:
             store = rendezvous.join(rank, size, address, timeout)
@@ -108,6 +112,15 @@ class TorchProcesses(Platform):
         if self._owns_process_group:
             self._owns_process_group = False
             rendezvous.leave()
+
+    def _follow_destruction(self) -> None:
+        """Leave a job whose default group the program has destroyed.
+
+        At exit: threads of our groups that outlive it abort a process now and then while Python shuts down. Where the
+        group is still there, a peer may be gone, and to leave would wait for it.
+        """
+        if self._world is not None and not dist.is_initialized():
+            self.disconnect()
 
     def environment(self, local_rank: int, local_size: int) -> dict[str, str]:
         """Return settings of a new rank: threads, the cores of this machine divided among its ranks, unless set."""
