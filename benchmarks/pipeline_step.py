@@ -1,10 +1,20 @@
-"""One step of a pipeline here and by torch.distributed.pipelining, on gloo ranks of one thread each.
+"""Steps of pipelines here and by torch.distributed.pipelining, on gloo ranks of one thread each.
 
-    python benchmarks/pipeline_step.py [--ranks 2 | --ranks 4] [--schedule 1F1B] [--dim 256] [--rounds 9]
+    python benchmarks/pipeline_step.py [--ranks 2 | --ranks 4] [--schedule 1F1B ...] [--dim 64 256 --length 32 128]
 
-A stack of transformer blocks, the same stages and weights for both. Prints the median step time of each, measured in
-turns in the same processes (the slowest rank's), and the largest resident memory of a rank, measured in processes of
-its own. In brackets what ours takes of torch's.
+A stack of transformer blocks, the same stages and weights for both; every schedule at a narrow size, where overhead
+shows, and at a wide one, where computation does. Milliseconds, measured in turns in the same processes:
+
+    step   median time of a step, the slowest rank's; torch: that of torch; ratio: median of ours over torch's of a turn
+    limit  our schedule with nothing but its computation: processor time of a stage's forward, input gradient and weight
+           gradient, measured in the same turns with all ranks computing and nothing sent, laid into the schedule by
+           `hp_trainer.pipeline.simulate`; never less than all work over the cores
+    share  the limit over the step, ours and torch's: 1.00 is a step that cannot be faster
+    cpu    processor time of a step, of all ranks together, and torch's; their ratio; work: the computation's alone
+
+Where other programs take the cores, steps become longer and shares smaller; processor times stay.
+
+With --memory also the largest resident memory of a rank, at the last size, each package in processes of its own.
 """
 
 from __future__ import annotations
@@ -13,15 +23,18 @@ import argparse
 import resource
 import statistics
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from _pipeline_limit import StageClock, least_seconds
 from _torch_ranks import Block, connected_platform, run_torch_ranks
 from torch import nn
 from torch.nn.functional import mse_loss
 
 WARM_UP = 3
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 
 
@@ -32,7 +45,7 @@ def stages_per_rank(schedule: str) -> int:
 class Contender:
     """A pipeline of one of the two packages, with stages of its own."""
 
-    def __init__(self, package: str, options: argparse.Namespace) -> None:
+    def __init__(self, package: str, name: str, dim: int, length: int, options: argparse.Namespace) -> None:
         if package == "torch":
             from torch.distributed import pipelining
             from torch.distributed.pipelining.schedules import get_schedule_class
@@ -42,73 +55,120 @@ class Contender:
 
             connected_platform()
         rank, size = dist.get_rank(), dist.get_world_size()
-        per_rank = stages_per_rank(options.schedule)
+        per_rank = stages_per_rank(name)
         self.num_stages = size * per_rank
         last = self.num_stages - 1
-        self.mine = [rank, last - rank] if options.schedule in V_SHAPED else list(range(rank, last + 1, size))
+        self.mine = [rank, last - rank] if name in V_SHAPED else list(range(rank, last + 1, size))
         torch.manual_seed(rank)
         self.modules = [
-            nn.Sequential(*[Block(options.dim) for _ in range(options.layers // self.num_stages)]) for _ in self.mine
+            nn.Sequential(*[Block(dim) for _ in range(options.layers // self.num_stages)]) for _ in self.mine
         ]
         stages = [
             pipelining.PipelineStage(module, index, self.num_stages, torch.device("cpu"))
             for module, index in zip(self.modules, self.mine, strict=True)
         ]
-        schedule = get_schedule_class(options.schedule)
-        self.schedule: Any = schedule(
+        self.schedule: Any = get_schedule_class(name)(
             stages if per_rank > 1 else stages[0], n_microbatches=options.microbatches, loss_fn=mse_loss
         )
-        shape = (options.microbatches, options.length, options.dim)
+        shape = (options.microbatches, length, dim)
         self.x, self.target = torch.randn(shape), torch.randn(shape)
 
-    def step(self) -> float:
-        """Take a step; the seconds of the slowest rank."""
+    def step(self) -> tuple[float, float]:
+        """Take a step; the seconds of the slowest rank, and the processor seconds of all."""
         for module in self.modules:
             module.zero_grad()
         dist.barrier()
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         args = (self.x,) if 0 in self.mine else ()
         is_last = self.num_stages - 1 in self.mine
         self.schedule.step(*args, target=self.target if is_last else None, losses=[] if is_last else None)
-        seconds = torch.tensor(time.perf_counter() - start)
-        dist.all_reduce(seconds, dist.ReduceOp.MAX)
-        return seconds.item()
+        wall, cpu = torch.tensor(time.perf_counter() - start), torch.tensor(time.process_time() - cpu)
+        dist.all_reduce(wall, dist.ReduceOp.MAX)
+        dist.all_reduce(cpu)
+        return wall.item(), cpu.item()
 
 
-def measure(names: list[str], options: argparse.Namespace) -> tuple[dict[str, float], float]:
-    """Return the median seconds of each contender, and the largest resident MiB of a rank."""
-    contenders = {name: Contender(name, options) for name in names}
-    for contender in contenders.values():
-        for _ in range(WARM_UP):
-            contender.step()
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(options.rounds):
-        for name, contender in contenders.items():
-            times[name].append(contender.step())
+HEAD = (
+    f"{'schedule':22} {'size':>8} | {'step':>7} {'torch':>7} ratio | {'limit':>7} share torch | "
+    f"{'cpu':>7} {'torch':>7} ratio {'work':>7}"
+)
+
+
+def measure(name: str, dim: int, length: int, options: argparse.Namespace) -> str:
+    """Return a row of the table: both packages and the limit, measured in turns."""
+    contenders = {package: Contender(package, name, dim, length, options) for package in ("ours", "torch")}
+    clock = StageClock(contenders["ours"].modules, (1, length, dim))
+    turns = []
+    for _ in range(WARM_UP + options.rounds):
+        turns.append([1e3 * seconds for contender in contenders.values() for seconds in contender.step()])
+        clock.measure()
+    turns = turns[WARM_UP:]
+    wall, cpu, their_wall, their_cpu = (statistics.median(each) for each in zip(*turns, strict=True))
+    faster, cheaper = (statistics.median(turn[i] / turn[i + 2] for turn in turns) for i in (0, 1))
+    schedule = contenders["ours"].schedule.pipeline.schedule
+    limit, work = (1e3 * seconds for seconds in least_seconds(schedule, clock.action_seconds()))
+    return (
+        f"{name:22} {f'{dim}x{length}':>8} | {wall:7.1f} {their_wall:7.1f} {faster:5.2f} | "
+        f"{limit:7.1f} {limit / wall:5.2f} {limit / their_wall:5.2f} | "
+        f"{cpu:7.1f} {their_cpu:7.1f} {cheaper:5.2f} {work:7.1f}"
+    )
+
+
+def measure_all(options: argparse.Namespace) -> None:
+    """Print every row as it is measured."""
+    for dim, length in sizes(options):
+        for name in options.schedule:
+            found = measure(name, dim, length, options)
+            if dist.get_rank() == 0:
+                print(found, flush=True)
+
+
+def resident(package: str, name: str, options: argparse.Namespace) -> float:
+    """Return the largest resident MiB of a rank after a few steps of one package."""
+    *_, (dim, length) = sizes(options)
+    contender = Contender(package, name, dim, length, options)
+    for _ in range(2 * WARM_UP):
+        contender.step()
     peak = torch.tensor(float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) / 1024)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
-    return {name: statistics.median(each) for name, each in times.items()}, peak.item()
+    return peak.item()
+
+
+def sizes(options: argparse.Namespace) -> Iterator[tuple[int, int]]:
+    return zip(options.dim, options.length, strict=True)
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--schedule", nargs="+", default=["all"], choices=["all", *SCHEDULES], help="default: all")
+    parser.add_argument("--dim", type=int, nargs="+", default=[64, 256], help="widths; default: 64 256")
+    parser.add_argument("--length", type=int, nargs="+", default=[32, 128], help="of each width; default: 32 128")
+    parser.add_argument("--layers", type=int, default=8, help="blocks of the whole model; default: 8")
+    parser.add_argument("--microbatches", type=int, default=8, help="of one sequence each; default: 8")
+    parser.add_argument("--rounds", type=int, default=9, help="turns that are measured; default: 9")
+    parser.add_argument("--memory", action="store_true", help="measure resident memory too")
+    options = parser.parse_args()
+    if "all" in options.schedule:
+        options.schedule = list(SCHEDULES)
+    if len(options.dim) != len(options.length):
+        parser.error(f"--length: expected one for each of {len(options.dim)} widths, got {len(options.length)}")
+    stages = options.ranks * max(map(stages_per_rank, options.schedule))
+    if options.layers % stages:
+        parser.error(f"--layers must be a multiple of the {stages} stages, got {options.layers}")
+    if any(dim % 8 for dim in options.dim):
+        parser.error(f"--dim must be a multiple of 8 heads, got {options.dim}")
+    return options
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--schedule", default="1F1B", help="a name that torch's get_schedule_class knows")
-    parser.add_argument("--dim", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=9)
-    options = parser.parse_args()
-    stages = options.ranks * stages_per_rank(options.schedule)
-    if options.layers % stages:
-        parser.error(f"--layers must be a multiple of the {stages} stages, got {options.layers}")
-    times, _ = run_torch_ranks(measure, options.ranks, ["ours", "torch"], options)
-    peaks = {name: run_torch_ranks(measure, options.ranks, [name], options)[1] for name in ("ours", "torch")}
-    print(f"{options.schedule} on {options.ranks} ranks, {options.microbatches} micro-batches, width {options.dim}")
-    for what, found, unit in (("step", {n: 1e3 * t for n, t in times.items()}, "ms"), ("resident", peaks, "MiB")):
-        share = found["ours"] / found["torch"]
-        print(f"  {what}: ours {found['ours']:.1f} {unit}, torch {found['torch']:.1f} {unit} ({share:.2f})")
+    options = parsed()
+    print(f"{options.ranks} ranks, {options.layers} blocks, {options.microbatches} micro-batches")
+    print(HEAD, flush=True)
+    run_torch_ranks(measure_all, options.ranks, options)
+    for name in options.schedule if options.memory else ():
+        ours, theirs = (run_torch_ranks(resident, options.ranks, each, name, options) for each in ("ours", "torch"))
+        print(f"{name:22} resident: ours {ours:.1f} MiB, torch {theirs:.1f} MiB ({ours / theirs:.2f})")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,65 @@
+"""The least time that any runner could take for a step of a pipeline, from processor seconds of its stages."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hp_trainer.pipeline import ActionSeconds, Schedule, simulate
+
+
+class StageClock:
+    """Processor seconds of forward and backward of one rank's stages, all ranks computing and nothing sent.
+
+    Args:
+        modules: the stages of this rank.
+        shape: of a stage's input for one micro-batch.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], shape: Sequence[int]) -> None:
+        self._modules = modules
+        self._x, self._grad = torch.randn(shape), torch.randn(shape)
+        self._seconds: dict[str, list[float]] = {"forward": [], "input_grad": [], "whole": []}
+
+    def measure(self) -> None:
+        """Run every stage once forward, once backward, and once backward without gradients of its weights."""
+        dist.barrier()
+        for module in self._modules:
+            parameters = list(module.parameters())
+            module.zero_grad()
+            # The second time weights get no gradients: an input's gradient alone, without the cost of any split.
+            for kind in ("whole", "input_grad"):
+                x = self._x.clone().requires_grad_()
+                output = self._note("forward", lambda x=x, module=module: module(x))
+                self._note(kind, lambda output=output: output.backward(self._grad))
+                for parameter in parameters:
+                    parameter.requires_grad_(kind != "whole")
+
+    def _note(self, kind: str, work: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
+        start = time.thread_time()
+        result = work()
+        self._seconds[kind].append(time.thread_time() - start)
+        return result
+
+    def action_seconds(self) -> ActionSeconds:
+        """Return the medians over all measurements, averaged over the ranks; every rank calls it."""
+        found = torch.tensor([statistics.median(each) for each in self._seconds.values()])
+        dist.all_reduce(found)
+        forward, input_grad, whole = (found / dist.get_world_size()).tolist()
+        return ActionSeconds(forward=forward, input_grad=input_grad, weight_grad=max(0.0, whole - input_grad))
+
+
+def least_seconds(schedule: Schedule, seconds: ActionSeconds) -> tuple[float, float]:
+    """Return the least time of a step and the processor time of its computation, both in seconds.
+
+    The first is the end of the simulated step, and never less than the second over the cores of this machine.
+    """
+    timeline = simulate(schedule, seconds)
+    work = sum(timeline.busy)
+    return max(timeline.end, work / len(os.sched_getaffinity(0))), work
