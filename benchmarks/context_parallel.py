@@ -251,7 +251,8 @@ def print_timeline(attend: Any, tensors: list[torch.Tensor], grad: torch.Tensor,
 
     swap = ring._Ring.swap
     ring._Ring.swap = lambda self, *args: Hop(swap(self, *args))
-    ring.attend, ring.attend_grad = noted("forward", ring.attend), noted("backward", ring.attend_grad)
+    ring.Attended.add = noted("forward", ring.Attended.add)
+    ring.AttentionGrads.add = noted("backward", ring.AttentionGrads.add)
     attend(*tensors).backward(grad)
     if rank == 0:
         print("timeline of rank 0:", *(text for _, text in sorted(events)), sep="\n  ")

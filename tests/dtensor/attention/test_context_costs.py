@@ -115,9 +115,9 @@ def test_every_hop_is_under_way_while_the_block_before_it_is_computed(hp_platfor
 
     swap = ring._Ring.swap
     monkeypatch.setattr(ring._Ring, "swap", lambda self, *args: Traced(swap(self, *args), note))
-    for name in ("attend", "attend_grad"):
-        compute = getattr(ring, name)
-        monkeypatch.setattr(ring, name, lambda *args, compute=compute: note("compute") or compute(*args))
+    for each in (ring.Attended, ring.AttentionGrads):
+        compute = each.add
+        monkeypatch.setattr(each, "add", lambda *args, compute=compute: note("compute") or compute(*args))
     arrays = reference.inputs(**SIZES)[:4]
     run_ranks(attend_on_ranks, 4, hp_platform, hp_platform, arrays, {}, {})
     assert len(timelines) == 4

@@ -351,6 +351,12 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
             return attention.block_grad(grad, query, key, value, out, lse, scores)
         return super().attention_block_grad(grad, query, key, value, out, lse, scores)
 
+    def merge_attention(self, one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return attention.merge(one, other)
+
+    def add_into(self, total: Tensor, x: Tensor) -> Tensor:
+        return total.add_(x)
+
     # Many tensors at once --------------------------------------------------------------------------------
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:

@@ -133,6 +133,29 @@ class AttentionInterface:
         d_k, d_v = (self._over_groups(x, y, groups) for x, y in ((d_s, rows), (kept, grad)))
         return d_q, d_k, d_v
 
+    def merge_attention(self, one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Merge attention `[batch, heads, queries, width]` of the same queries over two sets of keys.
+
+        Args:
+            one, other: each with its log-sum-exp `[batch, heads, queries]`; both of float32, or of float64. A framework
+                that writes in place may write into `one`, and returns its very tensors then.
+        """
+        ops = self.ops
+        # out = sum_i exp(lse_i - lse) out_i with lse = log sum_i exp(lse_i). The highest is taken off, so that no
+        # exponential overflows; where no key is seen it would be minus infinity, and minus infinity less itself is no
+        # number.
+        highest = ops.maximum(ops.maximum(one[1], other[1]), LOWEST)
+        weights = [ops.exp(ops.sub(lse, highest)) for _, lse in (one, other)]
+        total = ops.add(*weights)
+        divisor = ops.maximum(total, TINY)
+        shares = [ops.unsqueeze(ops.div(weight, divisor), -1) for weight in weights]
+        out = ops.add(ops.mul(one[0], shares[0]), ops.mul(other[0], shares[1]))
+        return out, ops.add(highest, ops.log(total))
+
+    def add_into(self, total: Tensor, x: Tensor) -> Tensor:
+        """Return `total + x`: in the memory of `total`, and `total` itself, where the framework writes in place."""
+        return self.ops.add(total, x)
+
     def accurate_tanh(self, x: Tensor) -> Tensor:
         """Return the hyperbolic tangent, right to a few roundings, by which scores are capped."""
         return self.ops.tanh(x)

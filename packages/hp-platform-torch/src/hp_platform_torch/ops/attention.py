@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from hp_dtensor.platform.attention import GAMMA, MIX_1, MIX_2, BlockScores
+from hp_dtensor.platform.attention import GAMMA, LOWEST, MIX_1, MIX_2, TINY, BlockScores
 
 Tensor = torch.Tensor
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_STRIP, _MOST_IN_STRIPS = 256, 1024
+"""Keys of a strip of a causal square in backward, and the longest square that is cut: in longer ones adding up the
+strips takes more time than they save."""
 
 
 def takes(query: Tensor, value: Tensor) -> bool:
@@ -60,11 +63,50 @@ def block_grad(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, scores: BlockScores
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `Platform.attention_block_grad` without a soft cap or dropout."""
+    if (
+        scores.is_causal
+        and _STRIP < query.shape[2] <= _MOST_IN_STRIPS
+        and query.dtype in (torch.float32, torch.float64)
+    ):
+        return _causal_grad(grad, query, key, value, out, lse, scores.scale)
     bias = _bias(scores.mask, query)
     d_q, d_k, d_v = _backward(
         grad, query, key, value, out, lse, 0.0, scores.is_causal, attn_mask=bias, scale=scores.scale
     )
     return d_q, d_k, d_v
+
+
+def _causal_grad(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `block_grad` of a causal square, keys strip by strip.
+
+    The kernel computes whole blocks of 512 keys, also where most of them are not seen. Given the keys of a strip, and
+    the queries from its first one on, it computes but the strip's own corner in vain.
+    """
+    d_q, d_k, d_v = query, [], []
+    for start in range(0, query.shape[2], _STRIP):
+        g, q, o = (x[:, :, start:] for x in (grad, query, out))
+        k, v = (x[:, :, start : start + _STRIP] for x in (key, value))
+        found = _backward(g, q, k, v, o, lse[:, :, start:], 0.0, True, scale=scale)
+        if start == 0:
+            d_q = found[0]
+        else:
+            d_q[:, :, start:].add_(found[0])
+        d_k.append(found[1])
+        d_v.append(found[2])
+    return d_q, torch.cat(d_k, 2), torch.cat(d_v, 2)
+
+
+def merge(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Compute `Platform.merge_attention` in the memory of `one`."""
+    (out, lse), (more, of_more) = one, other
+    highest = torch.maximum(lse, of_more).clamp_(min=LOWEST)
+    weight = torch.exp(of_more - highest)
+    total = torch.exp(lse - highest).add_(weight)
+    out.lerp_(more, weight.div_(total.clamp(min=TINY)).unsqueeze_(-1))
+    torch.add(highest, total.log_(), out=lse)
+    return one
 
 
 def _bias(mask: Tensor | None, query: Tensor) -> Tensor | None:

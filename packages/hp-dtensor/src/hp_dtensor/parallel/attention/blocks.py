@@ -55,15 +55,23 @@ class Rows:
 Plan = tuple[Rows, ...]
 
 
-def plan_blocks(queries: Tokens, keys: Tokens, causal: bool, window: int | None, tile: int | None) -> Plan:
+def plan_blocks(
+    queries: Tokens,
+    keys: Tokens,
+    causal: bool,
+    window: int | None,
+    tile: int | None,
+    rows: Sequence[tuple[int, int | None]] | None = None,
+) -> Plan:
     """Return the blocks of attention of `queries` over `keys`.
 
     Args:
         tile: most queries and most keys of a block, where its scores are held as a matrix; None: any number.
+        rows: the rows of the batch that are planned together, see `equal_rows`; None: those of these tokens.
     """
     planned = []
     queries, keys = _closed_up(queries, keys, causal, window)
-    for start, stop in _equal_rows(queries, keys):
+    for start, stop in equal_rows([queries, keys]) if rows is None else rows:
         runs: dict[int, list[Run]] = {}
         for run in keys.runs(start):
             runs.setdefault(run.document, []).append(run)
@@ -92,13 +100,17 @@ def _closed_up(queries: Tokens, keys: Tokens, causal: bool, window: int | None) 
     return Tokens(places[0], queries.documents), Tokens(places[1], keys.documents)
 
 
-def _equal_rows(queries: Tokens, keys: Tokens) -> list[tuple[int, int | None]]:
-    """Return (start, stop) of the rows of the batch whose queries and keys are of the same documents; None: all."""
-    if queries.documents is None or keys.documents is None:
+def equal_rows(tokens: Sequence[Tokens]) -> list[tuple[int, int | None]]:
+    """Return (start, stop) of the rows of the batch in which all of these tokens are of the same documents; None: all.
+
+    Results over several sets of keys are put together by rows, so their plans need the same ones.
+    """
+    documents = [each.documents for each in tokens if each.documents is not None]
+    if len(documents) < len(tokens) or not documents:
         return [(0, None)]
-    documents = np.concatenate([queries.documents, keys.documents], axis=1)
-    changes = np.flatnonzero((documents[1:] != documents[:-1]).any(axis=1)) + 1
-    return list(itertools.pairwise([0, *changes.tolist(), len(documents)]))
+    whole = np.concatenate(documents, axis=1)
+    changes = np.flatnonzero((whole[1:] != whole[:-1]).any(axis=1)) + 1
+    return list(itertools.pairwise([0, *changes.tolist(), len(whole)]))
 
 
 def is_empty(plan: Plan) -> bool:

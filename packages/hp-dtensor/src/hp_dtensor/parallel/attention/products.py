@@ -7,7 +7,6 @@ of a block needs the whole result and its log-sum-exp, and no other block (Dao e
 from __future__ import annotations
 
 import functools
-import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +15,8 @@ import numpy as np
 from hp_dtensor.parallel.attention.blocks import KeyRange, Plan, Rows, Segment
 from hp_dtensor.parallel.attention.dropout import PlacedDropout
 from hp_dtensor.parallel.attention.mask import Array
-from hp_dtensor.platform.attention import LOWEST, TINY, BlockScores
+from hp_dtensor.parallel.attention.stretches import Stretches, of_rows, of_tokens
+from hp_dtensor.platform.attention import BlockScores
 from hp_dtensor.platform.interface import Platform
 
 Tensor = Any
@@ -50,33 +50,91 @@ class Options:
         return replace(self, dropout=self.dropout.of(rows=slice(rows.start, rows.stop)))
 
 
+class Attended:
+    """Attention of some queries over one set of keys after another, merged by the log-sum-exps of their scores.
+
+    Args:
+        value: values of any of the keys, for their width.
+    """
+
+    def __init__(self, platform: Platform, query: Tensor, value: Tensor) -> None:
+        self._platform, self._query, self._width = platform, query, value.shape[3]
+        self._found = Stretches(platform, platform.merge_attention, self._nothing, query.shape[0], query.shape[2])
+
+    def add(self, key: Tensor, value: Tensor, plan: Plan, options: Options) -> None:
+        """Attend over the planned blocks of these keys."""
+        platform = self._platform
+        dtype = accumulator_dtype(platform, self._query)
+        for rows in plan:
+            q, k, v = of_rows(platform, rows, self._query, key, value)
+            of_these = options.of_rows(rows)
+            for segment in rows.segments:
+                queries = of_tokens(platform, q, segment.start, segment.stop)
+                for keys in segment.keys:
+                    k_part, v_part = (of_tokens(platform, x, keys.start, keys.stop) for x in (k, v))
+                    scores = _scores(platform, segment, keys, of_these)
+                    out, lse = platform.attention_block(queries, k_part, v_part, scores)
+                    self._found.add(rows, segment.start, segment.stop, (platform.ops.cast(out, dtype), lse))
+
+    def total(self) -> tuple[Tensor, Tensor]:
+        """Return attention `[batch, heads, queries, width]` and its log-sum-exp `[batch, heads, queries]`, in float32.
+
+        Float64 stays. A query that sees no key gets zeros and minus infinity.
+        """
+        out, lse = self._found.whole()
+        return out, lse
+
+    def _nothing(self, batch: int, length: int) -> tuple[Tensor, Tensor]:
+        dtype, shape = accumulator_dtype(self._platform, self._query), (batch, self._query.shape[1], length)
+        zeros = self._platform.zeros((*shape, self._width), dtype)
+        return zeros, self._platform.ops.full(shape, -np.inf, dtype)
+
+
+class AttentionGrads:
+    """Gradients of attention over one set of keys after another: of these keys and values, and in the end of queries.
+
+    All are of float32; float64 stays.
+
+    Args:
+        grad, out, lse: of the queries' attention over all keys.
+    """
+
+    def __init__(self, platform: Platform, grad: Tensor, query: Tensor, out: Tensor, lse: Tensor) -> None:
+        self._platform, self._of_queries = platform, (grad, query, out, lse)
+        self._queries = _sums(platform, query)
+
+    def add(self, key: Tensor, value: Tensor, plan: Plan, options: Options) -> Stretches:
+        """Return the gradients of these keys and values from the planned blocks; keep those of the queries."""
+        platform, found = self._platform, _sums(self._platform, key, value)
+        for rows in plan:
+            of_queries = of_rows(platform, rows, *self._of_queries)
+            k, v = of_rows(platform, rows, key, value)
+            of_these = options.of_rows(rows)
+            for segment in rows.segments:
+                g, q, out, lse = (of_tokens(platform, x, segment.start, segment.stop) for x in of_queries)
+                for keys in segment.keys:
+                    k_part, v_part = (of_tokens(platform, x, keys.start, keys.stop) for x in (k, v))
+                    scores = _scores(platform, segment, keys, of_these)
+                    d_q, d_k, d_v = platform.attention_block_grad(g, q, k_part, v_part, out, lse, scores)
+                    dtype = accumulator_dtype(platform, q)
+                    d_q, d_k, d_v = (platform.ops.cast(x, dtype) for x in (d_q, d_k, d_v))
+                    self._queries.add(rows, segment.start, segment.stop, (d_q,))
+                    found.add(rows, keys.start, keys.stop, (d_k, d_v))
+        return found
+
+    def of_queries(self) -> Tensor:
+        """Return the gradients of the queries, over all keys that were added."""
+        (d_q,) = self._queries.whole()
+        return d_q
+
+
 def attend(
     platform: Platform, query: Tensor, key: Tensor, value: Tensor, plan: Plan, options: Options
 ) -> tuple[Tensor, Tensor]:
-    """Return attention `[batch, heads, queries, width]` and its log-sum-exp `[batch, heads, queries]`, in float32.
-
-    Float64 stays. A query that sees no key gets zeros and minus infinity.
-    """
-    parts = [_attend_rows(platform, _of_rows(platform, rows, query, key, value), rows, options) for rows in plan]
-    if len(parts) == 1:
-        return parts[0]
-    out, lse = zip(*parts, strict=True)
-    return platform.ops.cat(list(out), 0), platform.ops.cat(list(lse), 0)
-
-
-def merge(platform: Platform, one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Merge the attention of the same queries over two sets of keys, each with its log-sum-exp."""
-    ops = platform.ops
-    # out = sum_i exp(lse_i - lse) out_i with lse = log sum_i exp(lse_i). The highest is taken off, so that no
-    # exponential overflows; where no key is seen it would be minus infinity, and minus infinity less itself is no
-    # number.
-    highest = ops.maximum(ops.maximum(one[1], other[1]), LOWEST)
-    weights = [ops.exp(ops.sub(lse, highest)) for _, lse in (one, other)]
-    total = ops.add(*weights)
-    divisor = ops.maximum(total, TINY)
-    shares = [ops.unsqueeze(ops.div(weight, divisor), -1) for weight in weights]
-    out = ops.add(ops.mul(one[0], shares[0]), ops.mul(other[0], shares[1]))
-    return out, ops.add(highest, ops.log(total))
+    """Return attention and its log-sum-exp, see `Attended.total`."""
+    found = Attended(platform, query, value)
+    found.add(key, value, plan, options)
+    return found.total()
 
 
 def attend_grad(
@@ -90,126 +148,28 @@ def attend_grad(
     plan: Plan,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values in float32 (float64 stays), as far as these keys cause them.
+    """Return the gradients of queries, keys and values in float32 (float64 stays)."""
+    grads = AttentionGrads(platform, grad, query, out, lse)
+    d_k, d_v = grads.add(key, value, plan, options).whole()
+    return grads.of_queries(), d_k, d_v
 
-    Args:
-        out, lse: the queries' attention over all keys, of this call and of others, and its log-sum-exp.
-    """
-    parts = []
-    for rows in plan:
-        inputs = _of_rows(platform, rows, query, key, value)
-        given = _of_rows(platform, rows, grad, out, lse)
-        parts.append(_grad_of_rows(platform, inputs, given, rows, options))
-    if len(parts) == 1:
-        return parts[0]
-    d_q, d_k, d_v = (platform.ops.cat(list(each), 0) for each in zip(*parts, strict=True))
-    return d_q, d_k, d_v
+
+def _sums(platform: Platform, *like: Tensor) -> Stretches:
+    """Return an empty sum of gradients of tensors, which have the same rows and tokens."""
+
+    def added(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(platform.add_into(x, y) for x, y in zip(one, other, strict=True))
+
+    def zeros(batch: int, length: int) -> tuple[Tensor, ...]:
+        dtype = accumulator_dtype(platform, like[0])
+        return tuple(platform.zeros((batch, x.shape[1], length, x.shape[3]), dtype) for x in like)
+
+    return Stretches(platform, added, zeros, like[0].shape[0], like[0].shape[2])
 
 
 def accumulator_dtype(platform: Platform, x: Tensor) -> Any:
     """Return the dtype in which blocks are summed up."""
     return x.dtype if platform.dtype_name(x.dtype) == "float64" else platform.dtype("float32")
-
-
-def of_tokens(platform: Platform, x: Tensor, start: int, stop: int) -> Tensor:
-    """Return the stretch of `x` along dimension 2, that of tokens."""
-    return x if stop - start == x.shape[2] else platform.ops.narrow(x, 2, start, stop - start)
-
-
-def _attend_rows(platform: Platform, inputs: tuple[Tensor, ...], rows: Rows, options: Options) -> tuple[Tensor, Tensor]:
-    q, k, v = inputs
-    options = options.of_rows(rows)
-    parts = [_attend_segment(platform, q, k, v, segment, options) for segment in rows.segments]
-    if len(parts) == 1:
-        return parts[0]
-    if not parts:
-        return _nothing(platform, q, v, 0)
-    out, lse = zip(*parts, strict=True)
-    return platform.ops.cat(list(out), 2), platform.ops.cat(list(lse), 2)
-
-
-def _attend_segment(
-    platform: Platform, q: Tensor, k: Tensor, v: Tensor, segment: Segment, options: Options
-) -> tuple[Tensor, Tensor]:
-    queries = of_tokens(platform, q, segment.start, segment.stop)
-    merged: tuple[Tensor, Tensor] | None = None
-    for keys in segment.keys:
-        block = platform.attention_block(
-            queries,
-            of_tokens(platform, k, keys.start, keys.stop),
-            of_tokens(platform, v, keys.start, keys.stop),
-            _scores(platform, segment, keys, options),
-        )
-        out = platform.ops.cast(block[0], accumulator_dtype(platform, q))
-        merged = (out, block[1]) if merged is None else merge(platform, merged, (out, block[1]))
-    return merged if merged is not None else _nothing(platform, q, v, segment.stop - segment.start)
-
-
-def _nothing(platform: Platform, q: Tensor, v: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    dtype, shape = accumulator_dtype(platform, q), (q.shape[0], q.shape[1], length)
-    return platform.zeros((*shape, v.shape[3]), dtype), platform.ops.full(shape, -np.inf, dtype)
-
-
-def _grad_of_rows(
-    platform: Platform,
-    inputs: tuple[Tensor, ...],
-    given: tuple[Tensor, ...],
-    rows: Rows,
-    options: Options,
-) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = inputs
-    grad, out, lse = given
-    options = options.of_rows(rows)
-    bounds = sorted(
-        {0, k.shape[2], *(end for s in rows.segments for keys in s.keys for end in (keys.start, keys.stop))}
-    )
-    d_k, d_v = (_Sum(platform, x, bounds) for x in (k, v))
-    d_q = _Sum(platform, q, sorted({0, q.shape[2], *(end for s in rows.segments for end in (s.start, s.stop))}))
-    for segment in rows.segments:
-        of_segment = [of_tokens(platform, x, segment.start, segment.stop) for x in (grad, q, out, lse)]
-        for keys in segment.keys:
-            k_part, v_part = (of_tokens(platform, x, keys.start, keys.stop) for x in (k, v))
-            g, queries, o, sums = of_segment
-            scores = _scores(platform, segment, keys, options)
-            grads = platform.attention_block_grad(g, queries, k_part, v_part, o, sums, scores)
-            d_q.add(segment.start, segment.stop, grads[0])
-            d_k.add(keys.start, keys.stop, grads[1])
-            d_v.add(keys.start, keys.stop, grads[2])
-    return d_q.total(), d_k.total(), d_v.total()
-
-
-class _Sum:
-    """Sum of tensors that each cover a stretch of dimension 2, kept in pieces between the ends that there are."""
-
-    def __init__(self, platform: Platform, like: Tensor, bounds: list[int]) -> None:
-        self.platform, self.bounds = platform, bounds
-        self.shape, self.dtype = tuple(like.shape), accumulator_dtype(platform, like)
-        self.pieces: dict[int, Tensor] = {}
-
-    def add(self, start: int, stop: int, x: Tensor) -> None:
-        ops, x = self.platform.ops, self.platform.ops.cast(x, self.dtype)
-        first, last = self.bounds.index(start), self.bounds.index(stop)
-        for place in range(first, last):
-            a, b = self.bounds[place], self.bounds[place + 1]
-            piece = x if last - first == 1 else ops.narrow(x, 2, a - start, b - a)
-            self.pieces[a] = piece if a not in self.pieces else ops.add(self.pieces[a], piece)
-
-    def total(self) -> Tensor:
-        pieces = [self._piece(a, b) for a, b in itertools.pairwise(self.bounds)]
-        if not pieces:
-            return self.platform.zeros(self.shape, self.dtype)
-        return pieces[0] if len(pieces) == 1 else self.platform.ops.cat(pieces, 2)
-
-    def _piece(self, start: int, stop: int) -> Tensor:
-        if start in self.pieces:
-            return self.pieces[start]
-        return self.platform.zeros((*self.shape[:2], stop - start, self.shape[3]), self.dtype)
-
-
-def _of_rows(platform: Platform, rows: Rows, *tensors: Tensor) -> tuple[Tensor, ...]:
-    if rows.stop is None:
-        return tensors
-    return tuple(platform.ops.narrow(x, 0, rows.start, rows.stop - rows.start) for x in tensors)
 
 
 def _scores(platform: Platform, segment: Segment, keys: KeyRange, options: Options) -> BlockScores:

@@ -19,7 +19,8 @@ from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.parallel.attention.autograd_node import attention_node
 from hp_dtensor.parallel.attention.blocks import Plan, plan_blocks
 from hp_dtensor.parallel.attention.mask import Array, Tokens
-from hp_dtensor.parallel.attention.products import Options, accumulator_dtype, attend, attend_grad, of_tokens
+from hp_dtensor.parallel.attention.products import Options, accumulator_dtype, attend, attend_grad
+from hp_dtensor.parallel.attention.stretches import of_tokens
 from hp_dtensor.parallel.context_parallel.messages import empty_message, packed, unpacked
 from hp_dtensor.platform.interface import Platform
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -171,26 +173,41 @@ class _Job:
         options = replace(options, dropout=placed(self.platform, dropout, q, places, places))
         tile = tile_of(self.platform, q, v, options)
         group = self._subgroup(range(within, self.cut.ranks, degree))
-        make, run = (plan_ring, ring_attention) if self.method == "ring" else (plan_gather, gathering_attention)
-        documents = mask.documents(self.platform)
-        plan = mask.remembered(
-            (self.method, self.cut, ring, tile),
-            lambda: make([self._tokens(r, documents) for r in range(size)], ring, options.causal, options.window, tile),
-        )
-        return run(self.platform, q, k, v, sinks, group, plan, options)
+        run = ring_attention if self.method == "ring" else gathering_attention
+        return run(self.platform, q, k, v, sinks, group, self._plan(ring, mask, options, tile), options)
+
+    def _plan(self, ring: int, mask: AttentionMask, options: Options, tile: int | None) -> Any:
+        """Return the plan of the ring's member `ring`, which is found once, or once per mask if it has documents."""
+        make, documents = _PLANS[self.method], mask.documents(self.platform)
+        if documents is None:
+            return _plan_without_documents(make, self.cut, ring, options.causal, options.window, tile)
+
+        def find() -> Any:
+            places = [self.cut.ring_places(each) for each in range(self.cut.ring_size)]
+            tokens = [Tokens(each, documents[:, each]) for each in places]
+            return make(tokens, ring, options.causal, options.window, tile)
+
+        return mask.remembered((self.method, self.cut, ring, tile), find)
 
     def _whole(self, mask: AttentionMask) -> AttentionMask:
         """Return the mask of the whole sequence, of which `mask` has this rank's positions."""
         return AttentionMask(mask.causal, mask.window, positions_of_all(self.platform, self.group, self.cut, mask))
 
-    def _tokens(self, ring: int, documents: Any) -> Tokens:
-        places = self.cut.ring_places(ring)
-        return Tokens(places, None if documents is None else documents[:, places])
-
     def _subgroup(self, ranks: range) -> ProcessGroup:
         if len(ranks) == self.group.size:
             return self.group
         return self.mesh.world.group([self.group.ranks[rank] for rank in ranks])
+
+
+_PLANS: dict[str, Callable[..., Any]] = {"ring": plan_ring, "all_gather": plan_gather}
+
+
+@functools.lru_cache(maxsize=256)
+def _plan_without_documents(
+    make: Callable[..., Any], cut: SequenceCut, ring: int, causal: bool, window: int | None, tile: int | None
+) -> Any:
+    """Return `make`'s plan of sequences that are one document each: the same in every step."""
+    return make([Tokens(cut.ring_places(each)) for each in range(cut.ring_size)], ring, causal, window, tile)
 
 
 def _without_heads(platform: Platform, q: Tensor, v: Tensor) -> Tensor:

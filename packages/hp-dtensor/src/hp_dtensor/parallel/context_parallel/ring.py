@@ -8,22 +8,16 @@ while the rank computes with the block that it has.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hp_dtensor.comm.process_group import DONE, ProcessGroup, Work
 from hp_dtensor.parallel.attention.autograd_node import attention_node
-from hp_dtensor.parallel.attention.blocks import Plan, is_empty, plan_blocks
+from hp_dtensor.parallel.attention.blocks import Plan, equal_rows, is_empty, plan_blocks
 from hp_dtensor.parallel.attention.mask import Array, Tokens
-from hp_dtensor.parallel.attention.products import (
-    Options,
-    accumulator_dtype,
-    attend,
-    attend_grad,
-    merge,
-)
+from hp_dtensor.parallel.attention.products import Attended, AttentionGrads, Options, accumulator_dtype
+from hp_dtensor.parallel.attention.stretches import Stretches
 from hp_dtensor.parallel.context_parallel.messages import empty_message, packed, unpacked
 from hp_dtensor.platform.interface import Platform
 
@@ -67,7 +61,10 @@ def plan_ring(tokens: Sequence[Tokens], rank: int, causal: bool, window: int | N
     ]
     reach = [max((hop for hop in range(1, size) if row[hop]), default=0) for row in needed]
     back = [[size - hop for hop in range(size - 1, 0, -1) if row[hop]] for row in needed]
-    plans = tuple(plan_blocks(tokens[rank], tokens[(rank - hop) % size], causal, window, tile) for hop in range(size))
+    rows = equal_rows(tokens)
+    plans = tuple(
+        plan_blocks(tokens[rank], tokens[(rank - hop) % size], causal, window, tile, rows) for hop in range(size)
+    )
     return RingPlan(
         plans,
         tuple(reach),
@@ -93,8 +90,7 @@ def ring_attention(
         return _forward(_Ring(platform, group, plan, k, v), q, options)
 
     def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
-        compute = functools.partial(_grads, platform, grad, q, out, lse, options)
-        return _backward(_Ring(platform, group, plan, k, v), compute)
+        return _backward(_Ring(platform, group, plan, k, v), AttentionGrads(platform, grad, q, out, lse), options)
 
     return attention_node(platform, query, key, value, sinks, forward, backward)
 
@@ -136,7 +132,7 @@ class _Ring:
 def _forward(ring: _Ring, q: Tensor, options: Options) -> Block:
     me, reach = ring.rank, ring.plan.reach
     here: Tensor | None = ring.own
-    merged: Block | None = None
+    found = Attended(ring.platform, q, ring.block(ring.own, me)[1])
     for hop in range(max(reach) + 1):
         work: Work = DONE
         coming: Tensor | None = None
@@ -149,52 +145,33 @@ def _forward(ring: _Ring, q: Tensor, options: Options) -> Block:
             leaving = here if reach[(me - hop) % ring.size] > hop else None
             work = ring.swap(leaving, me + 1, [(me - 1, coming)])
         plan = ring.plan.plans[hop]
-        if hop == 0 or not is_empty(plan):
+        if not is_empty(plan):
             assert here is not None
-            k, v = ring.block(here, me - hop)
-            part = attend(ring.platform, q, k, v, plan, options.of_keys(ring.places(me - hop)))
-            merged = part if merged is None else merge(ring.platform, merged, part)
+            found.add(*ring.block(here, me - hop), plan, options.of_keys(ring.places(me - hop)))
         work.wait()
         here = coming
-    assert merged is not None
-    return merged
+    return found.total()
 
 
-def _grads(
-    platform: Platform,
-    grad: Tensor,
-    q: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    options: Options,
-    block: Block,
-    places: Array,
-    plan: Plan,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return attend_grad(platform, grad, q, block[0], block[1], out, lse, plan, options.of_keys(places))
-
-
-def _backward(ring: _Ring, compute: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(ring: _Ring, grads: AttentionGrads, options: Options) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values; the own block is computed while the first hop is under way."""
     me, size = ring.rank, ring.size
     last = max(ring.plan.back_reach)
     coming, arrival = _next_block(ring, ring.own, 0)
-    d_q, d_k, d_v = compute(ring.block(ring.own, me), ring.places(me), ring.plan.plans[0])
+    own = grads.add(*ring.block(ring.own, me), ring.plan.plans[0], options.of_keys(ring.places(me)))
     sums = _TravellingSums(ring)
     for hop in range(1, last + 1):
         arrival.wait()
         here = coming
         coming, arrival = _next_block(ring, here, hop)
         plan = ring.plan.plans[size - hop]
-        grads = None
+        found = None
         if not is_empty(plan):
-            part, *grads = compute(ring.block(here, me + hop), ring.places(me + hop), plan)
-            d_q = ring.platform.ops.add(d_q, part)
-        sums.pass_on(hop, grads)
+            found = grads.add(*ring.block(here, me + hop), plan, options.of_keys(ring.places(me + hop)))
+        sums.pass_on(hop, found)
     home = sums.at_home()
-    if home is not None:
-        d_k, d_v = (ring.platform.ops.add(x, y) for x, y in zip((d_k, d_v), ring.block(home, me), strict=True))
-    return d_q, d_k, d_v
+    d_k, d_v = own.whole() if home is None else own.added_to(ring.block(home, me))
+    return grads.of_queries(), d_k, d_v
 
 
 def _next_block(ring: _Ring, here: Tensor | None, hop: int) -> tuple[Tensor | None, Work]:
@@ -222,14 +199,12 @@ class _TravellingSums:
         self._home: Tensor | None = None
         self._sent: Tensor | None = None
 
-    def pass_on(self, hop: int, grads: Sequence[Tensor] | None) -> None:
+    def pass_on(self, hop: int, grads: Stretches | None) -> None:
         ring, plan, me = self.ring, self.ring.plan, self.ring.rank
         self._work.wait()
         total = self._coming
         if grads is not None:
-            # In float32 on the wire too: the sum is rounded at every hop, and 16 bits would lose the small parts.
-            message = packed(ring.platform, [ring.platform.ops.cast(g, ring.accumulator) for g in grads])
-            total = message if total is None else ring.platform.ops.add(total, message)
+            total = self._added(total, grads, me + hop)
         owner, following = (me + hop) % ring.size, (me + hop + 1) % ring.size
         to = owner if plan.back_reach[owner] == hop else me - 1
         goes = plan.back_first[owner] and plan.back_first[owner] <= hop <= plan.back_reach[owner]
@@ -242,6 +217,18 @@ class _TravellingSums:
             self._home = self._memory(me)
             arriving.append((me - hop, self._home))
         self._work = ring.swap(self._sent, to, arriving)
+
+    def _added(self, total: Tensor | None, grads: Stretches, owner: int) -> Tensor:
+        """Return the message of the sum of `total` and the gradients of one more rank.
+
+        It is of float32 on the wire too: the sum is rounded at every hop, and 16 bits would lose the small parts.
+        """
+        if total is None:
+            return packed(self.ring.platform, grads.whole())
+        known = self.ring.block(total, owner)
+        sums = grads.added_to(known)
+        is_in_place = all(x is y for x, y in zip(sums, known, strict=True))
+        return total if is_in_place else packed(self.ring.platform, sums)
 
     def at_home(self) -> Tensor | None:
         """Return the sum of this rank's own block over all other ranks; None where no other needed it."""
