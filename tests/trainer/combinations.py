@@ -1,8 +1,10 @@
 """All combinations of parallel axes on up to eight ranks, a sample of them, and their comparison with one rank.
 
 Compared are the losses and the norms of gradients of all steps, and after five of them the weights and both moments of
-AdamW: its updates hardly depend on the scale of a gradient, norms and moments do. Data-parallel ranks read different
-samples.
+AdamW: its updates hardly depend on the scale of a gradient, norms and moments do.
+
+Every sample is of other tokens and of another number of targets. Dense models have tied embeddings, and several
+documents in a sample; those with experts have neither.
 """
 
 from __future__ import annotations
@@ -12,10 +14,12 @@ import random
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from training_runs import Lab, events, losses, tensors
 
+from hp_trainer.data import IGNORED, Rows, TokenSamples, documents
 from hp_trainer.pipeline import schedule_names
 from hp_trainer.run import RunFolder
 
@@ -143,6 +147,30 @@ def pairwise_sample(combinations: list[Combination]) -> Iterator[Combination]:
         yield best
 
 
+class UnevenSamples(TokenSamples):
+    """Samples of which each takes its loss from other places: between a third of them and all."""
+
+    def read(self, indices: np.ndarray) -> Rows:
+        rows = super().read(indices)
+        return Rows(rows.ids, np.where(self._taken(indices), rows.targets, IGNORED))
+
+    def num_targets(self, indices: np.ndarray) -> int:
+        return int(self._taken(indices).sum())
+
+    def _taken(self, indices: np.ndarray) -> np.ndarray:
+        index = indices[:, None]
+        taken: np.ndarray = (np.arange(self._length) + index) % 3 <= index % 7 % 3
+        return taken
+
+
+class UnevenDocuments(UnevenSamples):
+    """Those samples as several documents each, of lengths that follow from the sample's index."""
+
+    def read(self, indices: np.ndarray) -> Rows:
+        rows = super().read(indices)
+        return Rows(rows.ids, rows.targets, np.arange(self._length) % (indices[:, None] % 7 + 3))
+
+
 @dataclass(frozen=True)
 class Outcome:
     """Results of a run that are compared.
@@ -188,9 +216,12 @@ def train(lab: Lab, name: str, combination: Combination, steps: int, num_layers:
     }
     if not combination.experts:
         options |= {"model__num_experts": None, "model__num_dense_layers": num_layers, "model__num_shared_experts": 0}
+        options["model__tie_word_embeddings"] = True
     if combination.schedule is not None:
         options["pipeline__schedule"] = combination.schedule
-    return Outcome.of(lab.run(name, combination.degrees(), combination.num_ranks, **options))
+    samples = UnevenSamples if combination.experts else UnevenDocuments
+    with mock.patch.object(documents, "TokenSamples", samples):
+        return Outcome.of(lab.run(name, combination.degrees(), combination.num_ranks, **options))
 
 
 def expected(lab: Lab, combination: Combination, steps: int) -> Outcome:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from combinations import EXPERTS, all_combinations, check, pairs_of, pairwise_sample
+from combinations import EXPERTS, Combination, all_combinations, assert_close, check, pairs_of, pairwise_sample, train
 from training_runs import skip_unless_torch_or
+
+from hp_fsdp.communication import Communication
 
 ALL = all_combinations()
 SAMPLE = list(pairwise_sample(ALL))
@@ -32,3 +34,16 @@ def test_all_combinations_are_there_and_the_sample_has_every_pair():
     }.items():
         assert {getattr(each, name) for each in ALL} == degrees, name
     assert set().union(*map(pairs_of, SAMPLE)) == set().union(*map(pairs_of, ALL))
+
+
+@pytest.mark.parametrize(("op", "factor"), [("max", 1.0), ("sum", 2.0)], ids=["not summed", "of another scale"])
+def test_wrong_gradients_are_seen(lab, monkeypatch, op, factor):
+    right = train(lab, "right", Combination(dp_shard=2), steps=5)
+
+    def reduce_scatter(self, output, gradients, group):
+        return group.reduce_scatter_into(output, self.platform.ops.mul(gradients, factor), op, async_op=True)
+
+    monkeypatch.setattr(Communication, "reduce_scatter", reduce_scatter)
+    wrong = train(lab, "wrong", Combination(dp_shard=2), steps=5)
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        assert_close(wrong, right)
