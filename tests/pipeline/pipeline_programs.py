@@ -127,9 +127,18 @@ def pipeline_rank(
 
 
 def composed_rank(
-    name: str, schedule_name: str, stages_per_rank: int, num_microbatches: int, degrees: dict[str, int]
-) -> tuple[dict[str, np.ndarray], list[tuple[str, str]]]:
-    """Whole gradients of this rank's stages over pp x dp x tp, and the collectives of its step by name and action."""
+    name: str,
+    schedule_name: str,
+    stages_per_rank: int,
+    num_microbatches: int,
+    degrees: dict[str, int],
+    options: dict[str, bool] | None = None,
+) -> tuple[dict[str, np.ndarray], list[str]]:
+    """Whole gradients of this rank's stages over pp x dp x tp, and the names of its step's collectives.
+
+    Args:
+        options: of the pipeline.
+    """
     platform = get_platform(name)
     sizes = {axis: degrees.get(axis, 1) for axis in ("pp", "dp", "tp")}
     mesh = init_device_mesh("cpu", tuple(sizes.values()), tuple(sizes), platform=platform)
@@ -148,7 +157,7 @@ def composed_rank(
             fully_shard(module, mesh["dp"])
             module.set_reduce_op_type("sum")
         stages.append(PipelineStage(module, index, schedule.num_stages))
-    pipeline = Pipeline(stages, schedule, mesh["pp"], loss_fn(platform))
+    pipeline = Pipeline(stages, schedule, mesh["pp"], loss_fn(platform), **(options or {}))
     x, shift, target = batch(platform, num_microbatches, step=mesh["dp"].get_coordinate()[0])
     with platform.enable_grad(), record_collectives() as log:
         pipeline.step(x, shift, target=target)

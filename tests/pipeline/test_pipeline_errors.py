@@ -12,6 +12,8 @@ from hp_dtensor.parallel import nn
 from hp_dtensor.tensor.init import Normal, init_parameters
 from hp_dtensor.testing import run_ranks
 from hp_dtensor.testing.simulated import SimulatedGroup
+from hp_fsdp import fully_shard
+from hp_fsdp.memory import memory_use
 from hp_trainer.exceptions import PipelineError
 from hp_trainer.pipeline import Action, Kind, Pipeline, PipelineStage
 
@@ -121,3 +123,35 @@ def test_a_rank_that_has_ended_is_named(hp_platform, monkeypatch):
 
     with pytest.raises(LaunchError, match=r"receiving the inputs of 1F0: rank 0, which has stages 0, has ended"):
         run_ranks(program, 2, hp_platform)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"gathers_for_step": False}, {"gathers_for_step": False, "reduces_once": False}],
+    ids=["gathered for the step", "gathered for each use", "reduced each time"],
+)
+def test_a_step_after_one_that_failed_has_its_own_gradients(hp_platform, options):
+    """Gradients of the micro-batches before the error are gone, and weights are sharded again."""
+
+    def program():
+        calls = []
+
+        def loss(y, fails):
+            calls.append(None)
+            if fails is not None and len(calls) == 3:
+                raise ArithmeticError("the third micro-batch")
+            return hp_platform.ops.sum(y)
+
+        with nn.building(hp_platform):
+            module = nn.Linear(2, 2)
+        init_parameters(module, lambda name, shape: Normal(0.5), seed=0)
+        fully_shard(module, init_device_mesh("cpu", (1,), platform=hp_platform))
+        pipeline = Pipeline([PipelineStage(module, 0, 1)], "1f1b", None, loss, num_microbatches=4, **options)
+        with pytest.raises(ArithmeticError):
+            pipeline.step(batch(hp_platform), target=batch(hp_platform))
+        assert memory_use(module).full == 0
+        hp_platform.set_grad(module.weight, None)
+        pipeline.step(batch(hp_platform))
+        return hp_platform.to_numpy(hp_platform.get_grad(module.weight).to_local()).tolist()
+
+    assert run_ranks(program, 1, hp_platform) == [[[4.0, 4.0], [4.0, 4.0]]]

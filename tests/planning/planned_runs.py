@@ -56,7 +56,7 @@ def setup_rank(config: TrainerConfig) -> RankSetup:
         model=model,
         optimizer=build_optimizer(config, platform, model, lambda fact: [fact]),
         scaler=build_scaler(config, platform),
-        pipeline=None if plan is None else PipelinedModel(platform, model, plan, mesh),
+        pipeline=None if plan is None else PipelinedModel(platform, model, plan, mesh, config.parallel),
         stage_mesh=None if plan is None else mesh.flatten("stage", axes),
     )
 

@@ -35,6 +35,10 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "experts": (1, EXPERTS),
     "shards": (2, SHORT),
     "shards, accumulated, another optimizer": (2, {**SHORT, "training__micro_batch_size": 1, "optimizer": "lion"}),
+    "shards, reduced after each micro-batch": (
+        2,
+        {**SHORT, "training__micro_batch_size": 1, "parallel__reduce_gradients": "micro_batch"},
+    ),
     "shards that stay after forward": (2, {**SHORT, "parallel__reshard_after_forward": False}),
     "tensor": (2, {"parallel__tp": 2}),
     "context": (2, {"parallel__cp": 2}),
@@ -43,6 +47,14 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "pipeline": (2, {"parallel__pp": 2}),
     "pipeline in a V": (2, {"parallel__pp": 2, "pipeline__schedule": "zero_bubble_v"}),
     "pipeline and shards": (4, {"parallel__pp": 2, "training__global_batch_size": 16}),
+    "pipeline, gathered for each use": (
+        4,
+        {**SHORT, "parallel__pp": 2, "parallel__reshard_after_forward": True, "training__global_batch_size": 16},
+    ),
+    "pipeline, gathered and reduced for each use": (
+        4,
+        {**SHORT, "parallel__pp": 2, "parallel__reduce_gradients": "micro_batch", "training__global_batch_size": 16},
+    ),
     "tensor and shards": (4, {"parallel__tp": 2}),
 }
 

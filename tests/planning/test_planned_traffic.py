@@ -24,6 +24,10 @@ RANKS = {
     "shards, micro-batches": (2, {"training__micro_batch_size": 2}),
     "half precision": (2, {"training__dtype": "bfloat16"}),
     "half precision summed in half": (2, {"training__dtype": "bfloat16", "training__reduce_dtype": "bfloat16"}),
+    "shards, reduced after each micro-batch": (
+        4,
+        {"training__micro_batch_size": 2, "parallel__dp_replicate": 2, "parallel__reduce_gradients": "micro_batch"},
+    ),
     "replicas": (4, {"parallel__dp_replicate": 2}),
     "replicas only": (2, {"parallel__dp_replicate": 2}),
     "frozen": (2, {"training__freeze": "[embed.*, layers.0.*]"}),
@@ -91,6 +95,31 @@ RANKS = {
     "pipeline in a V, shards": (
         4,
         {"parallel__pp": 2, "pipeline__schedule": "zero_bubble_v", "model__num_hidden_layers": 4},
+    ),
+    "pipeline, gathered for each use": (4, {"parallel__pp": 2, "parallel__reshard_after_forward": True}),
+    "pipeline in loops, tied, gathered for each use": (
+        4,
+        {
+            "parallel__pp": 2,
+            "parallel__reshard_after_forward": True,
+            "pipeline__schedule": "interleaved_1f1b",
+            "model__num_hidden_layers": 4,
+            "model__tie_word_embeddings": True,
+        },
+    ),
+    "pipeline, reduced after each micro-batch": (
+        4,
+        {"parallel__pp": 2, "parallel__reduce_gradients": "micro_batch", "pipeline__schedule": "gpipe"},
+    ),
+    "pipeline, kept after forward, reduced after each micro-batch": (
+        4,
+        {
+            "parallel__pp": 2,
+            "parallel__reshard_after_forward": False,
+            "parallel__reduce_gradients": "micro_batch",
+            "pipeline__schedule": "interleaved_1f1b",
+            "model__num_hidden_layers": 4,
+        },
     ),
     "pipeline and tensor": (4, {"parallel__pp": 2, "parallel__tp": 2}),
     "interleaved pipeline and experts": (

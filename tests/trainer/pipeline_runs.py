@@ -29,6 +29,18 @@ CASES = {
         {"experts": 4, "schedule": "interleaved_1f1b"},
     ),
     "context parallel": ({"pp": 2, "cp": 2, "dp_shard": 1}, {"schedule": "zero_bubble_h1", "tied": True}),
+    "gathered for each use": (
+        {"pp": 2, "dp_shard": 2, "reshard_after_forward": True},
+        {"schedule": "interleaved_1f1b", "tied": True, "experts": 4},
+    ),
+    "gathered and reduced for each use": (
+        {"pp": 2, "dp_shard": 2, "dp_replicate": 2, "reduce_gradients": "micro_batch"},
+        {"tied": True, "recompute": True},
+    ),
+    "reduced for each use, kept after forward": (
+        {"pp": 2, "dp_shard": 2, "reshard_after_forward": False, "reduce_gradients": "micro_batch"},
+        {"schedule": "gpipe", "experts": 4},
+    ),
     "peer experts": ({"pp": 2, "ep": 2, "tp": 2, "dp_shard": 1, "expert_mesh": "peer"}, {"experts": 4, "tied": True}),
 }
 

@@ -32,14 +32,14 @@ def test_the_pairwise_sample(lab, name):
     check(lab, *CASES[name])
 
 
-@pytest.mark.parametrize(("schedule", "degrees"), itertools.product(BUILT_IN, BESIDE), ids=str)
+@pytest.mark.parametrize(("schedule", "degrees"), list(itertools.product(BUILT_IN, BESIDE)), ids=str)
 @pytest.mark.parametrize("micro", [8, 2, 1])
 def test_dense_models(lab, schedule, degrees, micro):
     share = 8 // (degrees.get("dp_shard", 1) * degrees.get("dp_replicate", 1))
     check(lab, degrees, {"schedule": schedule, "micro": min(micro, share), "tied": micro == 2, "layers_in_all": 8})
 
 
-@pytest.mark.parametrize(("schedule", "degrees"), itertools.product(BUILT_IN, EXPERTS), ids=str)
+@pytest.mark.parametrize(("schedule", "degrees"), list(itertools.product(BUILT_IN, EXPERTS)), ids=str)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_expert_models(lab, schedule, degrees, recompute):
     check(lab, degrees, {"schedule": schedule, "micro": 1, "experts": 4, "recompute": recompute, "layers_in_all": 8})

@@ -17,6 +17,7 @@ QUICK = [
     "v, experts",
     "context parallel",
     "four stages, listed",
+    "gathered and reduced for each use",
 ]
 
 

@@ -80,8 +80,16 @@ def test_four_ranks_train_as_one(lab, name):
         {"model__num_shared_experts": 0, "model__load_balance_coeff": None},
         {"training__clip_norm": None},
         {"parallel__reshard_after_forward": False},
+        {"parallel__reduce_gradients": "micro_batch", "training__micro_batch_size": 1, "training__clip_norm": 0.5},
     ],
-    ids=["tied embeddings", "dense layers", "no shared expert, no bias", "no clipping", "weights kept"],
+    ids=[
+        "tied embeddings",
+        "dense layers",
+        "no shared expert, no bias",
+        "no clipping",
+        "weights kept",
+        "reduced often",
+    ],
 )
 def test_models_and_settings(lab, settings):
     skip_unless_torch_or(

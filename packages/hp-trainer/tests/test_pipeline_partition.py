@@ -71,3 +71,13 @@ def test_sharded_stages_are_gathered_once_and_reduced_once():
     assert shared.startswith("0UNSHARD")
     assert shared.endswith("REDUCE_GRAD")
     assert texts(rank_actions(schedule, 0, forward_only=True, sharded_stages={0: "a"})).count("RESHARD") == 1
+
+
+def test_stages_gathered_for_each_use_announce_their_last_backward():
+    schedule = build_schedule("interleaved_1f1b", num_ranks=1, num_microbatches=2, stages_per_rank=2)
+    options = {"sharded_stages": {0: "a", 1: "a"}, "gathers_for_step": False}
+    found = texts(rank_actions(schedule, 0, **options))
+    assert [found.count(each) for each in ("UNSHARD", "REDUCE_GRAD")] == [1, 1]
+    assert found.startswith("0UNSHARD 0F0")
+    assert found.endswith("0REDUCE_GRAD 0B1")
+    assert "SHARD" not in texts(rank_actions(schedule, 0, forward_only=True, **options))

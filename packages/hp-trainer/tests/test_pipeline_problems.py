@@ -47,6 +47,21 @@ def test_more_stages_than_layers(problems) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("settings", "schedule", "hint"),
+    [
+        ({"reshard_after_forward": "true"}, "zero_bubble_h1", "1f1b, or parallel.reshard_after_forward=null"),
+        ({"reduce_gradients": "micro_batch"}, "zero_bubble_v", "interleaved_1f1b, or parallel.reduce_gradients=step"),
+    ],
+)
+def test_split_backwards_of_weights_gathered_for_each_use(problems, settings, schedule, hint) -> None:
+    parallel = {f"parallel__{name}": value for name, value in settings.items()}
+    (problem,) = problems(4, parallel__pp=2, pipeline__schedule=schedule, **parallel)
+    assert problem.startswith("pipeline.schedule: the schedule splits backwards (rank ")
+    assert problem.endswith(f"; {schedule}; pipeline.schedule={hint}")
+    assert problems(4, parallel__pp=2, pipeline__schedule="interleaved_1f1b", **parallel) == []
+
+
 def test_unequal_micro_batches(problems) -> None:
     assert problems(2, parallel__pp=2, pipeline__microbatches=5) == [
         "pipeline.microbatches: the 12 samples of a rank cannot be cut into equal micro-batches; a divisor of 12; 5; "

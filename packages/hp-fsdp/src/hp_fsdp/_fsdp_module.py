@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from hp_fsdp._argument_checks import checked_factor, checked_flag, reshard_problems, reshard_size
@@ -148,6 +148,14 @@ class FSDPModule(TorchMethods):
     def set_modules_to_backward_prefetch(self, modules: Sequence[Module]) -> None:
         """Gather these modules' groups before this one's backward, instead of the previous in recorded order."""
         self._fsdp.group.backward_prefetch = groups_of("set_modules_to_backward_prefetch", modules)
+
+    def set_prefetch_order(self, name: Hashable) -> None:
+        """Gather ahead, from the next forward on, in the order of the last forward that had this name.
+
+        For a module whose forwards take turns at different parts of it, such as the stages of a pipeline: without
+        names each would gather ahead what the one before has used.
+        """
+        self._fsdp.schedule_of_root().name_prefetch_order(name)
 
     def set_buffers_in_flight(
         self, *, gathered_ahead: int | None = None, gradients: int | None = None, recurse: bool = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from itertools import islice
 
 from hp_fsdp._engine.group import GroupState, ParameterGroup
@@ -13,12 +13,16 @@ class Prefetcher:
     """Begins the gathers of the groups that come next, while the present one computes.
 
     In forward the next groups are known from the forward before: each forward of the root records the order in which
-    groups begin, with repetitions, and the next one follows it with a cursor. In backward they are known from the
-    events of the pass itself. All ranks call the same modules, so that all gather ahead the same.
+    groups begin, with repetitions, and the next one of its name follows it with a cursor. In backward they are known
+    from the events of the pass itself. All ranks call the same modules, so that all gather ahead the same.
+
+    Attributes:
+        order_name: of the forwards to come. Stages of a pipeline that take turns on a rank have a name each.
     """
 
     def __init__(self) -> None:
-        self._expected: Sequence[ParameterGroup] = ()
+        self.order_name: Hashable = None
+        self._expected: dict[Hashable, Sequence[ParameterGroup]] = {}
         self._recorded: list[ParameterGroup] = []
         self._cursor = 0
         self._ahead: list[ParameterGroup] = []
@@ -29,7 +33,7 @@ class Prefetcher:
 
     def end_pass(self) -> None:
         """Expect in the next forward of the root what has been recorded in this one."""
-        self._expected = self._recorded
+        self._expected[self.order_name] = self._recorded
         self.start_pass()
 
     def forget_ahead(self) -> None:
@@ -38,7 +42,7 @@ class Prefetcher:
 
     def expect_nothing(self) -> None:
         """Forget the expected order, after ranks have called different modules."""
-        self._expected = ()
+        self._expected.clear()
 
     def gather_next(self, group: ParameterGroup, in_root_forward: bool) -> None:
         """Begin to gather what the forward will use after `group`, whose forward begins now."""
@@ -69,7 +73,7 @@ class Prefetcher:
         """Return the groups expected after `group`; where another one was expected, free what is gathered ahead."""
         if group in self._ahead:
             self._ahead.remove(group)
-        cursor, expected = self._cursor, self._expected
+        cursor, expected = self._cursor, self._expected.get(self.order_name, ())
         if cursor < len(expected) and expected[cursor] is group:
             found = cursor
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 
 from hp_fsdp._engine.backward_schedule import BackwardSchedule
 from hp_fsdp._engine.forward_schedule import ForwardSchedule
@@ -26,6 +26,10 @@ class RootSchedule:
     def gather_for_step(self) -> GatheredStep:
         """Gather all groups until the step returned is reduced or released."""
         return GatheredStep(self._context)
+
+    def name_prefetch_order(self, name: Hashable) -> None:
+        """Gather ahead in the order of the last forward of this name, from the next forward on."""
+        self._context.prefetcher.order_name = name
 
     @property
     def reducing_bytes(self) -> int:

@@ -278,9 +278,19 @@ class ParallelConfig:
     fsdp_units: tuple[str, ...] = setting(
         (), help="of a plain module: names of the modules gathered one by one (* for one part); none: its numbered ones"
     )
-    reshard_after_forward: bool = setting(
-        True, help="free gathered weights after forward and gather them again for backward"
+    reshard_after_forward: bool | None = setting(
+        None,
+        help="free gathered weights after forward and gather them again for backward; null: yes, but once in a step of "
+        "a pipeline",
     )
+    reduce_gradients: Literal["step", "micro_batch"] = setting(
+        "step", help="sum them over ranks once, which keeps whole ones until then, or after each micro-batch"
+    )
+
+    @property
+    def gathers_for_step(self) -> bool:
+        """True if the ranks of a pipeline gather weights once for all micro-batches of a step."""
+        return self.reshard_after_forward is not True and self.reduce_gradients == "step"
 
     def check(self) -> Iterator[Problem]:
         if self.ep < 1 and self.ep != -1:

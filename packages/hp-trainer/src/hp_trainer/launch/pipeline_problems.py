@@ -10,7 +10,8 @@ from hp_trainer.config import TrainerConfig
 from hp_trainer.exceptions import PipelineError, Problem, ScheduleError, join_choices
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.parallel.divisors import divisors, nearest_divisors
-from hp_trainer.pipeline import schedule_names
+from hp_trainer.pipeline import Schedule, schedule_names
+from hp_trainer.pipeline.validation import check_whole_backwards
 from hp_trainer.registries import Registries
 from hp_trainer.training.stages import cut_layers, make_schedule
 
@@ -52,6 +53,7 @@ def schedule_problems(
         else:
             yield Problem(path="pipeline.stages_per_rank", what=str(error), hint="pipeline.stages_per_rank=null")
         return
+    yield from _split_problems(config, schedule)
     yield from _layer_problems(dims, config, schedule.num_stages)
 
 
@@ -96,6 +98,25 @@ def microbatch_problems(dims: ParallelDims, config: TrainerConfig) -> Iterator[P
             expected=f"{share / size:g}, or one of the two left out",
             got=str(number),
             hint="training.micro_batch_size=null",
+        )
+
+
+def _split_problems(config: TrainerConfig, schedule: Schedule) -> Iterator[Problem]:
+    """Yield that weights are gathered for each use under a schedule that splits backwards."""
+    if config.parallel.gathers_for_step:
+        return
+    try:
+        check_whole_backwards(schedule)
+    except ScheduleError as error:
+        whole = "interleaved_1f1b" if schedule.num_stages > schedule.num_ranks else "1f1b"
+        setting = (
+            "reduce_gradients=step" if config.parallel.reduce_gradients != "step" else "reshard_after_forward=null"
+        )
+        yield Problem(
+            path="pipeline.schedule",
+            what=str(error),
+            got=config.pipeline.schedule,
+            hint=f"pipeline.schedule={whole}, or parallel.{setting}",
         )
 
 

@@ -11,7 +11,12 @@ COMPLETES_WEIGHT_GRAD = (Kind.BACKWARD, Kind.WEIGHT_GRAD)
 
 
 def rank_actions(
-    schedule: Schedule, rank: int, *, forward_only: bool = False, sharded_stages: Mapping[int, object] | None = None
+    schedule: Schedule,
+    rank: int,
+    *,
+    forward_only: bool = False,
+    sharded_stages: Mapping[int, object] | None = None,
+    gathers_for_step: bool = True,
 ) -> tuple[Action, ...]:
     """Return everything that a rank does in a step, in order.
 
@@ -24,6 +29,8 @@ def rank_actions(
         forward_only: leave out everything that belongs to the backward.
         sharded_stages: stages whose parameters are gathered before their first use and reduced after the last, each
             with a key: stages of one key share their parameters.
+        gathers_for_step: False: forwards and backwards gather by themselves, and the last backward reduces; it must
+            know that it is the last, so the reduction is announced before it.
 
     Example:
         >>> from hp_trainer.pipeline import build_schedule, rank_actions
@@ -38,14 +45,18 @@ def rank_actions(
     # Of equal keys the later entry stays: in reverse, that is the first use.
     first_use = {keys[action.stage]: action for action in reversed(uses)}
     actions: list[Action] = list(_receive(schedule, rank, compute[0])) if compute else []
+    ends = () if forward_only and not gathers_for_step else last_use.values()
+    end = Kind.RESHARD if forward_only else Kind.REDUCE_GRAD
     for position, action in enumerate(compute):
-        if action in first_use.values():
+        if action in first_use.values() and (gathers_for_step or not forward_only):
             actions.append(Action(action.stage, Kind.UNSHARD))
         for following in compute[position + 1 : position + 2]:
             actions += _receive(schedule, rank, following)
+        if action in ends and not gathers_for_step:
+            actions.append(Action(action.stage, end))
         actions += [action, *_send(schedule, rank, action)]
-        if action in last_use.values():
-            actions.append(Action(action.stage, Kind.RESHARD if forward_only else Kind.REDUCE_GRAD))
+        if action in ends and gathers_for_step:
+            actions.append(Action(action.stage, end))
     return tuple(actions)
 
 

@@ -17,10 +17,10 @@ from hp_trainer.pipeline.messages import MessageLayout
 from hp_trainer.pipeline.microbatches import merge_outputs, split_all, split_inputs
 from hp_trainer.pipeline.schedules import build_schedule
 from hp_trainer.pipeline.stage import PipelineStage
-from hp_trainer.pipeline.stage_parameters import StageParameters
+from hp_trainer.pipeline.stage_parameters import GatheredForStep, GatheredForUse, StageParameters
 from hp_trainer.pipeline.tied_weights import TiedWeights
 from hp_trainer.pipeline.transfers import Transfers
-from hp_trainer.pipeline.validation import validate
+from hp_trainer.pipeline.validation import check_whole_backwards, validate
 
 Tensor = Any
 LossFunction = Callable[[Any, Any], Tensor]
@@ -37,10 +37,16 @@ class Pipeline:
         num_microbatches: needed with a schedule's name.
         tied: weights that several stages have, whose gradients are summed at the end of a step.
         fixed_shapes: every `step` has the shapes of the first, which then are told only once; `eval` may have others.
+        gathers_for_step: weights that `fully_shard` has cut are gathered once for all micro-batches, and their
+            gradients are whole until the end of the step; False: each forward and each backward gathers what it needs,
+            which takes the memory of one module's weights, and needs a schedule of whole backwards.
+        reduces_once: where weights are not gathered for the step: gradients stay whole until the last backward; False:
+            each backward reduces them, and shards are what stays.
         args_chunk_spec, kwargs_chunk_spec, output_merge_spec: trees of `TensorChunkSpec`; default: dimension 0.
 
     Raises:
-        PipelineError: the stages are not those that the schedule gives this rank.
+        PipelineError: the stages are not those that the schedule gives this rank, or the schedule splits backwards
+            whose weights are not gathered for the step.
         ScheduleError: the schedule leaves work out, or would hang.
 
     Example:
@@ -67,6 +73,8 @@ class Pipeline:
         num_microbatches: int | None = None,
         tied: TiedWeights | None = None,
         fixed_shapes: bool = False,
+        gathers_for_step: bool = True,
+        reduces_once: bool = True,
         args_chunk_spec: Any = None,
         kwargs_chunk_spec: Any = None,
         output_merge_spec: Any = None,
@@ -84,7 +92,18 @@ class Pipeline:
         self._transfers = Transfers(
             self.schedule, self.rank, ranks, world, self.platform, device_mesh, fixed_shapes=fixed_shapes
         )
-        shared = {id(stage.submod): StageParameters(self.platform, stage.submod) for stage in stages}
+        if not gathers_for_step:
+            check_whole_backwards(self.schedule)
+        elif not reduces_once:
+            raise PipelineError("reduces_once=False: expected gathers_for_step=False with it, got True")
+        self._gathers_for_step = gathers_for_step
+
+        def parameters_of(module: Any) -> StageParameters:
+            if gathers_for_step:
+                return GatheredForStep(self.platform, module)
+            return GatheredForUse(self.platform, module, reduces_once=reduces_once)
+
+        shared = {id(stage.submod): parameters_of(stage.submod) for stage in stages}
         self._parameters = {index: shared[id(stage.submod)] for index, stage in self.stages.items()}
         self._programs: dict[bool, tuple[Action, ...]] = {}
         self._actions: dict[Kind, Callable[[Action], None]] = {
@@ -254,7 +273,11 @@ class Pipeline:
         if found is None:
             sharded = {index: id(each) for index, each in self._parameters.items() if each.are_sharded}
             found = self._programs[forward_only] = rank_actions(
-                self.schedule, self.rank, forward_only=forward_only, sharded_stages=sharded
+                self.schedule,
+                self.rank,
+                forward_only=forward_only,
+                sharded_stages=sharded,
+                gathers_for_step=self._gathers_for_step,
             )
         return found
 
@@ -263,6 +286,7 @@ class Pipeline:
     def _forward(self, action: Action) -> None:
         stage, microbatch = self.stages[action.stage], action.microbatch
         kwargs = self._kwargs[microbatch]
+        self._parameters[action.stage].begin_forward(action.stage)
         if stage.is_first:
             output = stage.forward_first(microbatch, self._args[microbatch], kwargs)
         else:

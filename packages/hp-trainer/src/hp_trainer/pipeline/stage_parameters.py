@@ -1,7 +1,9 @@
-"""Parameters of stages that `fully_shard` has cut: gathered once in a step, their gradients reduced once."""
+"""Parameters of stages that `fully_shard` has cut: when they are gathered, and when their gradients are reduced."""
 
 from __future__ import annotations
 
+import functools
+from abc import ABC, abstractmethod
 from typing import Any
 
 from hp_dtensor.platform.interface import Platform
@@ -10,7 +12,7 @@ from hp_fsdp import FSDPModule, GatheredStep
 Module = Any
 
 
-class StageParameters:
+class StageParameters(ABC):
     """The sharded parameters of one module, which several stages of a rank may share.
 
     Args:
@@ -19,16 +21,57 @@ class StageParameters:
 
     def __init__(self, platform: Platform, module: Module) -> None:
         self._platform, self._module = platform, module
-        self._gathered: list[GatheredStep] = []
 
     @property
     def are_sharded(self) -> bool:
         """Return True if `fully_shard` has cut parameters of the module."""
-        return bool(self._roots())
+        return bool(self._roots)
+
+    @abstractmethod
+    def unshard(self) -> None:
+        """Prepare the first micro-batch of a step."""
+
+    def begin_forward(self, stage: int) -> None:
+        """Prepare a forward of a stage."""
+
+    def collect_gradients(self) -> None:
+        """Take the gradients of a backward that is over."""
+
+    @abstractmethod
+    def reduce_grad(self) -> None:
+        """Have the gradients of all micro-batches reduced."""
+
+    @abstractmethod
+    def reshard(self) -> None:
+        """End a step without a backward."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Drop gathered parameters and gradients, after an error."""
+
+    @functools.cached_property
+    def _roots(self) -> list[FSDPModule]:
+        """The outermost modules that `fully_shard` has been called on by the first step."""
+        names: list[str] = []
+        found: list[FSDPModule] = []
+        for name, module in self._platform.named_modules(self._module):
+            inside = any(not outer or name.startswith(f"{outer}.") for outer in names)
+            if isinstance(module, FSDPModule) and not inside:
+                names.append(name)
+                found.append(module)
+        return found
+
+
+class GatheredForStep(StageParameters):
+    """Gathered once for all micro-batches of a step, gradients reduced once: the fewest bytes, the most memory."""
+
+    def __init__(self, platform: Platform, module: Module) -> None:
+        super().__init__(platform, module)
+        self._gathered: list[GatheredStep] = []
 
     def unshard(self) -> None:
         """Gather the parameters for all micro-batches of the step."""
-        self._gathered = [module.gather_for_step() for module in self._roots()]
+        self._gathered = [module.gather_for_step() for module in self._roots]
 
     def collect_gradients(self) -> None:
         """Add the gradients of a backward to those before."""
@@ -53,13 +96,42 @@ class StageParameters:
         for each in gathered:
             each.drop()
 
-    def _roots(self) -> list[FSDPModule]:
-        """Return the outermost modules that `fully_shard` has been called on."""
-        names: list[str] = []
-        found: list[FSDPModule] = []
-        for name, module in self._platform.named_modules(self._module):
-            inside = any(not outer or name.startswith(f"{outer}.") for outer in names)
-            if isinstance(module, FSDPModule) and not inside:
-                names.append(name)
-                found.append(module)
-        return found
+
+class GatheredForUse(StageParameters):
+    """Gathered by each forward and each backward that uses them, as `fully_shard` does without a pipeline.
+
+    Args:
+        reduces_once: gradients stay whole until the last backward of the step; False: every backward reduces them, and
+            the last one over replicas too.
+    """
+
+    def __init__(self, platform: Platform, module: Module, *, reduces_once: bool) -> None:
+        super().__init__(platform, module)
+        self._reduces_once = reduces_once
+
+    def unshard(self) -> None:
+        """Let the backwards of the step leave gradients that are not yet those of all micro-batches."""
+        self._completes_gradients(False)
+
+    def begin_forward(self, stage: int) -> None:
+        """Gather ahead what this stage has used in its last forward, not what another one has."""
+        for module in self._roots:
+            module.set_prefetch_order(stage)
+
+    def reduce_grad(self) -> None:
+        """Let the next backward, the last of the step, complete the gradients."""
+        self._completes_gradients(True)
+
+    def reshard(self) -> None:
+        """Do nothing: every forward has freed its parameters."""
+
+    def forget(self) -> None:
+        """Drop gathered parameters and gradients, after an error."""
+        self._completes_gradients(True)
+        for module in self._roots:
+            module.reset()
+
+    def _completes_gradients(self, completes: bool) -> None:
+        for module in self._roots:
+            module.set_requires_gradient_sync(completes or not self._reduces_once)
+            module.set_requires_all_reduce(completes)

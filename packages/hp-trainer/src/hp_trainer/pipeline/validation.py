@@ -29,6 +29,22 @@ def validate(schedule: Schedule) -> None:
     simulate(schedule)
 
 
+def check_whole_backwards(schedule: Schedule) -> None:
+    """Check that a schedule splits no backward, as weights need that are gathered for each use alone.
+
+    Raises:
+        ScheduleError: with the first action that is one part of a backward.
+    """
+    for rank, actions in enumerate(schedule.actions):
+        for action in actions:
+            if action.kind in (Kind.INPUT_GRAD, Kind.WEIGHT_GRAD):
+                raise ScheduleError(
+                    f"the schedule splits backwards (rank {rank} does {action}), and the weights' part comes when "
+                    "weights that are gathered for each use are gone: expected a schedule of whole backwards, such as "
+                    "1f1b, or weights gathered once in a step"
+                )
+
+
 def _owner_problems(schedule: Schedule) -> Iterator[str]:
     if not schedule.num_stages or schedule.num_microbatches < 1:
         yield f"expected stages and micro-batches, got {schedule.num_stages} and {schedule.num_microbatches}"

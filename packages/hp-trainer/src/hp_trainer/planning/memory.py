@@ -73,7 +73,8 @@ def plan_memory(shape: StepShape, parts: StageParts) -> MemoryPlan:
     The fullest moment is the largest of: the loss, the backward of each block, the end of the backward, the update.
     Sums of small things are left out: rotary tables, masks, ids, and the memory of the framework itself.
     """
-    return (_Pipelined if parts.is_pipelined else _InOnePiece)(shape, parts).fullest()
+    for_step = parts.is_pipelined and shape.config.parallel.gathers_for_step
+    return (_GatheredForStep if for_step else _GatheredForUse)(shape, parts).fullest()
 
 
 class _Moments(ABC):
@@ -132,24 +133,33 @@ class _Moments(ABC):
             yield layers[index], len(near) < 5 or near.count(near[0]) < 5
 
 
-class _InOnePiece(_Moments):
-    """The moments of a model without a pipeline, from the loss back to the first block, then the update."""
+class _GatheredForUse(_Moments):
+    """The moments of the last micro-batch, from the loss back to the first block, then the update.
+
+    In a pipeline those before it, of which a rank holds as many, are no fuller.
+    """
 
     def moments(self) -> Iterable[MemoryPlan]:
         parts = self.parts
         root = _total(parts.root, "full")
         # Autograd holds the head's gradient until the embedding's is there too.
         head = sum(map(_autograd_bytes, parts.root)) if parts.head else 0.0
-        accumulates = self.shape.num_microbatches > 1
+        several = self.shape.num_microbatches > 1
+        accumulates = several and self.shape.config.parallel.reduce_gradients == "step"
         waiting = parts.total("full_gradient") if accumulates else 0.0
-        below, reduced, before, leaving = sum(map(self.kept, parts.layers)), 0.0, 0.0, 0.0
-        yield self.at(
-            "the loss",
-            gradients=waiting,
-            gathered=root + self._gathered_at_loss(),
-            activations=below + self.head.kept(),
-            loss=self.head.working,
-        )
+        # Shards of the micro-batches before, to which those of the last are added at its end.
+        reduced = parts.total("gradient") if several and not accumulates else 0.0
+        below, before, leaving = sum(map(self.kept, parts.layers)), 0.0, 0.0
+        others, messages = self._others(below)
+        if parts.head:
+            yield self.at(
+                "the loss",
+                gradients=waiting + reduced,
+                gathered=root + self._gathered_at_loss(),
+                activations=others + below + self.head.kept(),
+                loss=self.head.working,
+                communication=messages,
+            )
         for layer, may_be_fullest in self.backward():
             below -= self.kept(layer)
             block = self.bytes[layer]
@@ -162,15 +172,24 @@ class _InOnePiece(_Moments):
                     gradients=waiting + reduced,
                     gathered=gathered,
                     reducing=head + before,
-                    activations=below + self.kept(layer) + self.temporary(layer),
-                    communication=self.communication,
+                    activations=others + below + self.kept(layer) + self.temporary(layer),
+                    communication=messages + self.communication,
+                )
+                yield self.at(
+                    f"the end of the backward of layers.{layer}",
+                    gradients=waiting + reduced,
+                    gathered=gathered,
+                    reducing=head + before + block.autograd,
+                    activations=others + below + self.costs[layer].input,
+                    communication=messages,
                 )
                 yield self.at(
                     f"the reduction of layers.{layer}",
                     gradients=waiting + reduced,
                     gathered=gathered - block.full,
                     reducing=head + block.autograd + fresh + block.reduced,
-                    activations=below + self.costs[layer].input,
+                    activations=others + below + self.costs[layer].input,
+                    communication=messages,
                 )
             waiting -= leaving
             before, reduced = fresh, reduced + block.gradient
@@ -181,11 +200,17 @@ class _InOnePiece(_Moments):
             gradients=waiting + reduced,
             reducing=sum(map(_autograd_bytes, parts.root)) + fresh + _total(parts.root, "reduced"),
         )
-        yield self.update(reduced + _total(parts.root, "gradient"))
+        yield self.update(parts.total("gradient"))
+
+    def _others(self, own: float) -> tuple[float, float]:
+        """Return what other micro-batches of a pipeline keep, one of which keeps `own`, and their messages."""
+        if not self.parts.is_pipelined:
+            return 0.0, 0.0
+        return (self.shape.facts.in_flight[self.parts.place] - 1) * own, 2.0 * message_bytes(self.shape)
 
     def _gathered(self, layer: int) -> float:
         """Return the full weights of blocks while the backward is at one: its own, and the next one's ahead."""
-        if not self.shape.config.parallel.reshard_after_forward:
+        if self.shape.config.parallel.reshard_after_forward is False:
             return sum(self.bytes[each].full for each in self.parts.layers if each <= layer)
         ahead = self.bytes[layer - 1].dense_full if layer - 1 in self.parts.blocks else 0.0
         return ahead + self.bytes[layer].full
@@ -193,11 +218,11 @@ class _InOnePiece(_Moments):
     def _gathered_at_loss(self) -> float:
         """Return the full weights of blocks at the loss: all of them, or those of the last but its experts'."""
         last = self.parts.layers[-1]
-        resharded = self.shape.config.parallel.reshard_after_forward
+        resharded = self.shape.config.parallel.reshard_after_forward is not False
         return self.bytes[last].dense_full if resharded else self._gathered(last)
 
 
-class _Pipelined(_Moments):
+class _GatheredForStep(_Moments):
     """The moments of one place in a pipeline, where full weights and gradients stay through all micro-batches."""
 
     def moments(self) -> Iterable[MemoryPlan]:

@@ -30,7 +30,7 @@ class StageParts:
         tied: those of `root` of which another stage has a copy.
         blocks: buffers of each block but its experts; blocks of one kind share the tuple.
         block_experts: buffers of each block's experts.
-        is_pipelined: weights are gathered once for all micro-batches of a step.
+        is_pipelined: there are other places.
     """
 
     place: int

@@ -65,27 +65,84 @@ def by_axis(traffic: Iterable[Sent]) -> dict[str, float]:
 
 def _sharded(shape: StepShape, parts: StageParts) -> Iterator[Sent]:
     """Yield gathers of weights and reductions of gradients, which hide behind blocks that compute."""
-    hides = not parts.is_pipelined
-    once = set(map(id, (*parts.root, *_unreached(parts))))
+    hides = not (parts.is_pipelined and shape.config.parallel.gathers_for_step)
+    counts = _Counts.of(shape, parts)
     experts = set(map(id, itertools.chain(*parts.block_experts.values())))
     for axis, of_experts in (("fsdp", False), ("efsdp", True)):
         buffers = [(each, times) for each, times in parts.counted if (id(each) in experts) == of_experts]
-        gathers = [times * _gathers(shape, parts, once=id(each) in once) for each, times in buffers]
+        gathers = [times * counts.gathered(each) for each, times in buffers]
         sent = sum(count * each.gather_wire for count, (each, _) in zip(gathers, buffers, strict=True))
         yield Sent(axis, "all_gather", sent, sum(gathers), hides)
         trained = [(each, times) for each, times in buffers if each.trainable]
-        count = sum(times for _, times in trained)
-        yield Sent(axis, "reduce_scatter", sum(times * each.reduce_wire for each, times in trained), count, hides)
+        reductions = [times * counts.reduced(each) for each, times in trained]
+        reduced = sum(count * each.reduce_wire for count, (each, _) in zip(reductions, trained, strict=True))
+        yield Sent(axis, "reduce_scatter", reduced, sum(reductions), hides)
         summed = sum(times * each.replicate_wire for each, times in trained)
-        yield Sent(_replica_axis(shape), "all_reduce", summed, count, hides)
+        yield Sent(_replica_axis(shape), "all_reduce", summed, sum(times for _, times in trained), hides)
 
 
-def _gathers(shape: StepShape, parts: StageParts, *, once: bool) -> int:
-    """Return how often a buffer is gathered in a step: those that stay, not again for backward."""
-    if parts.is_pipelined:
-        return 1
-    stays = once or not shape.config.parallel.reshard_after_forward
-    return shape.num_microbatches * (1 if stays else 2)
+@dataclass(frozen=True, kw_only=True)
+class _Counts:
+    """Numbers of gathers and reductions of a buffer in a step, by the part of the model that it is of.
+
+    Attributes:
+        blocks, root, tied: gathers and reductions of a buffer of a block, of the outermost module, and of a tied
+            embedding that has a group of its own.
+        staying: buffers of blocks that are not gathered again for backward.
+    """
+
+    blocks: tuple[float, float]
+    root: tuple[float, float]
+    tied: tuple[float, float]
+    of_root: frozenset[int]
+    of_tied: frozenset[int]
+    staying: frozenset[int]
+
+    @classmethod
+    def of(cls, shape: StepShape, parts: StageParts) -> _Counts:
+        """Return that of a place in the pipeline, or of a model in one piece."""
+        number, parallel = float(shape.num_microbatches), shape.config.parallel
+        all_stay = parallel.reshard_after_forward is False
+        backwards = number if parallel.reduce_gradients == "micro_batch" else 1.0
+        blocks = (number if all_stay else 2 * number), backwards
+        root = tied = number, backwards
+        if parts.is_pipelined and parallel.gathers_for_step:
+            blocks = root = tied = 1.0, 1.0
+        elif parts.is_pipelined:
+            # What stays after a forward serves the backward that comes right after it; the next forward gathers anew.
+            facts, stages = shape.facts, shape.facts.rank_of_stage.count(parts.place)
+            if all_stay:
+                blocks = number + facts.after_another[parts.place] / stages, backwards
+            uses = parts.embed + parts.head
+            tied = blocks[0] * uses, backwards * (uses if backwards > 1 else 1)
+            # Every stage of the rank calls the outermost module.
+            root = (
+                stages * number + facts.after_no_forward[parts.place],
+                backwards * (stages if backwards > 1 else 1),
+            )
+        return cls(
+            blocks=blocks,
+            root=root,
+            tied=tied,
+            of_root=frozenset(map(id, parts.root)),
+            of_tied=frozenset(map(id, parts.tied)),
+            staying=frozenset(map(id, _unreached(parts))),
+        )
+
+    def gathered(self, buffer: PlannedBuffer) -> float:
+        """Return how often a buffer is gathered."""
+        if id(buffer) in self.staying and id(buffer) not in self.of_root:
+            return self.root[0]
+        return self._of(buffer)[0]
+
+    def reduced(self, buffer: PlannedBuffer) -> float:
+        """Return how often the gradients of a buffer are reduced."""
+        return self._of(buffer)[1]
+
+    def _of(self, buffer: PlannedBuffer) -> tuple[float, float]:
+        if id(buffer) in self.of_tied:
+            return self.tied
+        return self.root if id(buffer) in self.of_root else self.blocks
 
 
 def _unreached(parts: StageParts) -> list[PlannedBuffer]:

@@ -12,6 +12,7 @@ import numpy as np
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.platform.interface import Platform
+from hp_trainer.config import ParallelConfig
 from hp_trainer.data import Batch
 from hp_trainer.models import DecoderParts
 from hp_trainer.pipeline import Pipeline, PipelineStage, TiedWeights
@@ -45,12 +46,15 @@ class PipelinedModel:
         model: everything that this rank has of the model, laid out over the other axes.
         plan: which stages there are.
         mesh: of the job; `mesh["pp"]` are the ranks of this pipeline.
+        parallel: says when weights are gathered, and when gradients are reduced.
 
     Attributes:
         tied: weights that several stages have copies of.
     """
 
-    def __init__(self, platform: Platform, model: Any, plan: StagePlan, mesh: DeviceMesh) -> None:
+    def __init__(
+        self, platform: Platform, model: Any, plan: StagePlan, mesh: DeviceMesh, parallel: ParallelConfig
+    ) -> None:
         self.platform, self.model = platform, model
         pp = mesh["pp"]
         self.group = pp.get_group()
@@ -60,7 +64,15 @@ class PipelinedModel:
         ]
         self.tied = TiedWeights(platform.named_parameters(model), pp)
         self._scale: Callable[[Tensor], Tensor] = lambda loss: loss
-        self._pipeline = Pipeline(stages, plan.schedule, pp, self._scaled, tied=self.tied)
+        self._pipeline = Pipeline(
+            stages,
+            plan.schedule,
+            pp,
+            self._scaled,
+            tied=self.tied,
+            gathers_for_step=parallel.gathers_for_step,
+            reduces_once=parallel.reduce_gradients == "step",
+        )
         self._loss_sums: list[Tensor] = []
 
     def accumulate_gradients(self, batch: Batch, scale: Callable[[Tensor], Tensor]) -> Tensor:

@@ -90,7 +90,7 @@ class RankSetup:
             optimizer=build_optimizer(config, platform, model, everyones),
             scaler=build_scaler(config, platform),
             average=build_average(config, platform, model),
-            pipeline=None if plan is None else PipelinedModel(platform, model, plan, mesh),
+            pipeline=None if plan is None else PipelinedModel(platform, model, plan, mesh, config.parallel),
             stage_mesh=None if plan is None else _stage_mesh(dims, mesh),
         )
 
@@ -156,7 +156,7 @@ def build_model(
         model = build_plain_model(config, platform, *parts, everyones=_everyones(plan, mesh))
     reshard = config.parallel.reshard_after_forward
     # None is fully_shard's own default: all modules but the outermost are resharded after forward.
-    model.parallelize(dims, mesh, config.training, reshard_after_forward=None if reshard else False)
+    model.parallelize(dims, mesh, config.training, reshard_after_forward=False if reshard is False else None)
     if dims.dp_replicate > 1 and not isinstance(config.model.options, DecoderConfig):
         raise_if_any(_replica_problems(config, platform, model, mesh), ParallelDimsError, "parallel")
     if config.training.activation_budget is not None:

@@ -47,7 +47,8 @@ class OptimizerStep:
     def accumulate_gradients(self, batch: Batch) -> Tensor:
         """Run forward and backward of every micro-batch; return this rank's part of the mean loss per target.
 
-        Gradients are synchronized over the ranks in the backward of the last micro-batch alone.
+        Gradients are summed over the ranks in the backward of the last micro-batch alone, unless
+        `parallel.reduce_gradients` asks for shards of them after each: then those of replicas wait for the last.
         """
         ops, total = self.platform.ops, None
         for layer in self._experts:
@@ -60,7 +61,9 @@ class OptimizerStep:
             return ops.div(loss_sum, targets)
         parts = batch.micro_batches(self.config.training.micro_batch_size)
         for index, micro in enumerate(parts):
-            self.model.set_requires_gradient_sync(index == len(parts) - 1)
+            is_last = index == len(parts) - 1
+            self.model.set_requires_gradient_sync(is_last or self.config.parallel.reduce_gradients == "micro_batch")
+            self.model.set_requires_all_reduce(is_last)
             loss = ops.div(self.loss_sum(micro), targets)
             self.platform.backward(self.scaler.scale(loss))
             loss = self.platform.detach(loss)

@@ -60,6 +60,14 @@ class DecoderParts:
         return DecoderParts(embed=self.embed or other.embed, layers=layers, head=self.head or other.head)
 
 
+class TokenEmbedding(nn.Embedding):
+    """The table of tokens, which may be the head too."""
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the products of activations with every row of the table, as a head that is tied to it does."""
+        return self.ops.linear(x, self.weight)
+
+
 class Decoder(nn.Module):
     """The decoder, or parts of it.
 
@@ -92,7 +100,7 @@ class Decoder(nn.Module):
         self._seed = 0
         # A head that is the embedding has a copy of its own where the embedding is another part's.
         has_table = parts.embed or (parts.head and config.tie_word_embeddings)
-        self.embed: Any = nn.Embedding(config.vocab_size, config.hidden_size) if has_table else None
+        self.embed: Any = TokenEmbedding(config.vocab_size, config.hidden_size) if has_table else None
         self.layers = DecoderBlocks(config, layers)
         self.norm: Any = build_norm(config, config.hidden_size) if parts.head else None
         own_head = parts.head and not config.tie_word_embeddings
@@ -170,7 +178,7 @@ class Decoder(nn.Module):
     def _logits(self, x: Tensor) -> Tensor:
         """Return the float32 logits of normalized activations, over the whole vocabulary."""
         ops, cap = self.ops, self.config.logit_soft_cap
-        logits = ops.linear(x, self.embed.weight) if self.head is None else self.head(x)
+        logits = self.embed.logits(x) if self.head is None else self.head(x)
         logits = ops.cast(logits, self.platform.dtype("float32"))
         return logits if cap is None else ops.mul(ops.tanh(ops.div(logits, cap)), cap)
 

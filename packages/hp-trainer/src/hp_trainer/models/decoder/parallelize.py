@@ -21,7 +21,7 @@ from hp_dtensor.parallel.style import ParallelStyle
 from hp_dtensor.parallel.tensor_parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from hp_dtensor.spec.placements import Replicate, Shard
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_fsdp import MixedPrecisionPolicy, fully_shard
+from hp_fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from hp_moe import (
     AutoDispatcher,
     BaseExpertParallel,
@@ -260,6 +260,7 @@ def _shard_over_data(
     if dims.pp_enabled and model.config.tie_word_embeddings and model.embed is not None:
         # A group of its own, so that the copies of the first and the last stage are cut alike.
         _shard(model.embed, dense, replace(policy, cast_forward_inputs=False), options)
+        register_fsdp_forward_method(model.embed, "logits")
     _shard(model, dense, policy, options)
 
 
