@@ -190,6 +190,22 @@ def test_whole_backwards_make_no_step_longer(ranks, v_shaped):
     assert all(a <= b for a, b in zip(after.peak_activations, before.peak_activations, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("name", "ranks", "microbatches", "end", "with_transfers"),
+    [
+        # Where every result is taken the moment it is made the last are 50.8, 105.0, 50.6 and 106.0.
+        ("interleaved_zero_bubble", 2, 8, 49.0, 50.1),
+        ("interleaved_zero_bubble", 4, 16, 99.0, 103.4),
+        ("zero_bubble_v", 2, 8, 49.0, 49.5),
+        ("zero_bubble_v", 4, 16, 100.0, 102.0),
+    ],
+)
+def test_messages_have_time_to_travel_where_that_costs_no_idle_time(name, ranks, microbatches, end, with_transfers):
+    schedule = build_schedule(name, num_ranks=ranks, num_microbatches=microbatches)
+    assert simulate(schedule).end == end
+    assert simulate(schedule, ActionSeconds(transfer=0.1)).end == pytest.approx(with_transfers)
+
+
 def test_dualpipe_splits_only_what_fills_its_end():
     kinds = [
         action.kind for each in build_schedule("dualpipe_v", num_ranks=2, num_microbatches=8).actions for action in each

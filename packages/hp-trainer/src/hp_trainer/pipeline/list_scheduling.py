@@ -2,17 +2,37 @@
 
 Forward, input gradient and weight gradient take one unit of time each. Whenever a rank is free it takes the first of
 these that it can begin: an input gradient, for which other ranks wait; a forward, if it may keep one more activation;
-the oldest weight gradient, for which nobody waits. The time is O(actions * stages per rank).
+the oldest weight gradient, for which nobody waits.
+
+A result of another rank has to travel, and where it is needed the moment it is made, every message costs its time. So
+the step is played with several preferences, some of which take first what has been there for a unit. Of those that end
+no later, the one is best that ends first where messages take time. The time is O(actions * stages per rank).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 
 from hp_trainer.exceptions import ScheduleError
 from hp_trainer.pipeline.actions import Action, Kind, Schedule
 from hp_trainer.pipeline.dependencies import alternatives
 from hp_trainer.pipeline.placement import in_rounds
+from hp_trainer.pipeline.simulation import ActionSeconds, simulate
+
+Preference = tuple[tuple[Kind, int], ...]
+"""Kinds of action, best first, each with the units of time for which results of other ranks must have been there."""
+
+_F, _I, _W = Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD
+_PREFERENCES: tuple[Preference, ...] = (
+    ((_I, 0), (_F, 0), (_W, 0)),
+    ((_I, 1), (_F, 1), (_I, 0), (_F, 0), (_W, 0)),
+    ((_I, 1), (_F, 0), (_I, 0), (_W, 0)),
+    ((_I, 1), (_F, 0), (_W, 0), (_I, 0)),
+    ((_I, 1), (_F, 1), (_W, 0), (_I, 0), (_F, 0)),
+)
+_TRANSFER = 0.1
+"""Time of a message where preferences are compared, in units of an action."""
 
 
 def list_schedule(
@@ -29,68 +49,146 @@ def list_schedule(
     Raises:
         ScheduleError: with so few activations no rank can begin anything any more.
     """
+
+    def played(preference: Preference) -> Schedule | None:
+        return _play(rank_of_stage, num_ranks, num_microbatches, max_activations, deepest_first, preference)
+
+    plain = played(_PREFERENCES[0])
+    if plain is None:
+        raise ScheduleError(
+            f"{len(rank_of_stage)} stages on {num_ranks} ranks need more than {max_activations} activations each"
+        )
+    others = [schedule for preference in _PREFERENCES[1:] if (schedule := played(preference)) is not None]
+    latest = simulate(plain).end
+    able = [plain, *(schedule for schedule in others if simulate(schedule).end <= latest)]
+    return min(able, key=lambda schedule: simulate(schedule, ActionSeconds(transfer=_TRANSFER)).end)
+
+
+def _play(
+    rank_of_stage: Sequence[int],
+    num_ranks: int,
+    num_microbatches: int,
+    max_activations: int,
+    deepest_first: bool,
+    preference: Preference,
+) -> Schedule | None:
+    """Return the schedule that a preference leads to, or None where no rank can begin anything any more."""
     ranks = [
-        _Rank([stage for stage, owner in enumerate(rank_of_stage) if owner == rank], num_microbatches, num_ranks)
+        _Rank(rank, rank_of_stage, num_microbatches, num_ranks, max_activations, deepest_first)
         for rank in range(num_ranks)
     ]
     ends: dict[Action, int] = {}
-    time = 0
+    time = waited = 0
     while any(rank.has_work for rank in ranks):
-        begun = [rank.take(time, ends, len(rank_of_stage), max_activations, deepest_first) for rank in ranks]
+        begun = [rank.take(time, ends, preference) for rank in ranks]
         # All ranks have chosen by what had ended before: an action that begins now helps nobody before the next unit.
         time += 1
         ends.update((action, time) for action in begun if action is not None)
-        if begun == [None] * num_ranks:
-            raise ScheduleError(
-                f"{len(rank_of_stage)} stages on {num_ranks} ranks need more than {max_activations} activations each"
-            )
+        waited = waited + 1 if begun == [None] * num_ranks else 0
+        # After one unit of waiting every result has been there for one.
+        if waited > 1:
+            return None
     return Schedule(tuple(rank_of_stage), num_microbatches, tuple(tuple(rank.taken) for rank in ranks))
 
 
 class _Rank:
     """The work that a rank has left, and what it has taken, in order."""
 
-    def __init__(self, stages: Sequence[int], num_microbatches: int, round_size: int) -> None:
+    def __init__(
+        self,
+        rank: int,
+        rank_of_stage: Sequence[int],
+        num_microbatches: int,
+        round_size: int,
+        max_activations: int,
+        deepest_first: bool,
+    ) -> None:
         self.taken: list[Action] = []
-        rounds = in_rounds(stages, Kind.FORWARD, num_microbatches, round_size)
-        self._forwards = [Action(*each) for each in rounds]
-        rounds = in_rounds(stages[::-1], Kind.INPUT_GRAD, num_microbatches, round_size)
-        self._input_grads = [Action(*each) for each in rounds]
-        self._weight_grads: list[Action] = []
+        self._rank_of_stage = rank_of_stage
+        self._max_activations, self._deepest_first = max_activations, deepest_first
+        stages = [stage for stage, owner in enumerate(rank_of_stage) if owner == rank]
+        self._forwards = _Queues(in_rounds(stages, Kind.FORWARD, num_microbatches, round_size))
+        self._input_grads = _Queues(in_rounds(stages[::-1], Kind.INPUT_GRAD, num_microbatches, round_size))
+        self._weight_grads: deque[Action] = deque()
         self._activations = 0
 
     @property
     def has_work(self) -> bool:
         return bool(self._forwards or self._input_grads or self._weight_grads)
 
-    def take(
-        self, time: int, ends: Mapping[Action, int], num_stages: int, max_activations: int, deepest_first: bool
-    ) -> Action | None:
+    def take(self, time: int, ends: Mapping[Action, int], preference: Preference) -> Action | None:
         """Take an action that can begin at `time`, or return None."""
-        action = _first_that_can_begin(self._input_grads, time, ends, num_stages)
-        if action is not None:
-            self._input_grads.remove(action)
-            self._weight_grads.append(Action(action.stage, Kind.WEIGHT_GRAD, action.microbatch))
-        elif self._activations < max_activations:
-            waiting = sorted(self._forwards, key=lambda each: -each.stage) if deepest_first else self._forwards[:1]
-            action = _first_that_can_begin(waiting, time, ends, num_stages)
+        take = {_F: self._take_forward, _I: self._take_input_grad, _W: self._take_weight_grad}
+        for kind, units in preference:
+            action = take[kind](time, ends, units)
             if action is not None:
-                self._forwards.remove(action)
-                self._activations += 1
-        if action is None and self._weight_grads:
-            action = self._weight_grads.pop(0)
-            # Only now: the weight gradient reads the activations that forward kept.
-            self._activations -= 1
-        if action is not None:
-            self.taken.append(action)
+                self.taken.append(action)
+                return action
+        return None
+
+    def _take_forward(self, time: int, ends: Mapping[Action, int], units: int) -> Action | None:
+        if self._activations >= self._max_activations:
+            return None
+        waiting = self._forwards.next_actions()
+        # Those of later stages first, or only the one that is next in the rounds.
+        waiting = sorted(waiting, key=lambda each: -each.stage) if self._deepest_first else waiting[:1]
+        action = self._first_that_can_begin(waiting, time, ends, 0)
+        # Another forward in its place would fill the room for activations that the deepest one needs.
+        if action is None or not self._can_begin(action, time, ends, units):
+            return None
+        self._forwards.take(action)
+        self._activations += 1
         return action
 
+    def _take_input_grad(self, time: int, ends: Mapping[Action, int], units: int) -> Action | None:
+        action = self._first_that_can_begin(self._input_grads.next_actions(), time, ends, units)
+        if action is not None:
+            self._input_grads.take(action)
+            self._weight_grads.append(Action(action.stage, Kind.WEIGHT_GRAD, action.microbatch))
+        return action
 
-def _first_that_can_begin(
-    actions: Sequence[Action], time: int, ends: Mapping[Action, int], num_stages: int
-) -> Action | None:
-    for action in actions:
-        needed = alternatives(action, num_stages)
-        if all(any(ends.get(form, time + 1) <= time for form in forms) for forms in needed):
-            return action
-    return None
+    def _take_weight_grad(self, time: int, ends: Mapping[Action, int], units: int) -> Action | None:
+        if not self._weight_grads:
+            return None
+        # Only now: the weight gradient reads the activations that forward kept.
+        self._activations -= 1
+        return self._weight_grads.popleft()
+
+    def _first_that_can_begin(
+        self, actions: Sequence[Action], time: int, ends: Mapping[Action, int], units: int
+    ) -> Action | None:
+        return next((action for action in actions if self._can_begin(action, time, ends, units)), None)
+
+    def _can_begin(self, action: Action, time: int, ends: Mapping[Action, int], units: int) -> bool:
+        """Return True if all that `action` needs is made, and of other ranks has been for that many units."""
+        owners = self._rank_of_stage
+        for forms in alternatives(action, len(owners)):
+            travels = owners[forms[0].stage] != owners[action.stage]
+            latest = time - units if travels else time
+            if not any(ends.get(form, latest + 1) <= latest for form in forms):
+                return False
+        return True
+
+
+class _Queues:
+    """Actions of one kind in one order; those of a stage become possible in it, so only its first is looked at.
+
+    Args:
+        rounds: stage, kind and micro-batch of each.
+    """
+
+    def __init__(self, rounds: Iterable[tuple[int, Kind, int]]) -> None:
+        self._of_stage: dict[int, deque[tuple[int, Action]]] = {}
+        for place, each in enumerate(rounds):
+            self._of_stage.setdefault(each[0], deque()).append((place, Action(*each)))
+
+    def __bool__(self) -> bool:
+        return any(self._of_stage.values())
+
+    def next_actions(self) -> list[Action]:
+        """Return the first action that each stage has left, in the order of all."""
+        return [action for _, action in sorted(queue[0] for queue in self._of_stage.values() if queue)]
+
+    def take(self, action: Action) -> None:
+        """Remove an action that is the first of its stage."""
+        self._of_stage[action.stage].popleft()
