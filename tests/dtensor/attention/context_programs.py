@@ -9,14 +9,14 @@ from hp_dtensor.parallel.attention import AttentionMask
 from hp_dtensor.parallel.context_parallel import SequenceCut, context_parallel_attention
 
 
-def attend_on_ranks(platform, arrays, mask, options, ulysses=1, method="ring", balanced=True):
+def attend_on_ranks(platform, arrays, mask, options, ulysses=1, method="ring", balanced=True, dtype=None):
     """Return this rank's part of the result, of the gradients of query, key and value, and its share of the sinks'."""
     world = current_world(platform)
     mesh = init_device_mesh("cpu", (world.size,), platform=platform)
     q, k, v, grad, *sinks = arrays
     cut = SequenceCut(length=k.shape[2], ranks=world.size, ulysses_degree=ulysses, balanced=balanced)
     own = [cut.take(x, world.rank, 2) for x in (q, k, v)] + [x.copy() for x in sinks]
-    inputs = [platform.from_numpy(x) for x in own]
+    inputs = [_cast(platform, platform.from_numpy(x), dtype) for x in own]
     for x in inputs:
         platform.set_requires_grad(x, True)
     given = dict(mask)
@@ -31,8 +31,14 @@ def attend_on_ranks(platform, arrays, mask, options, ulysses=1, method="ring", b
         sinks=inputs[3] if sinks else None,
         **options,
     )
-    platform.backward(out, platform.from_numpy(cut.take(grad, world.rank, 2)))
-    return [platform.to_numpy(x).copy() for x in (out, *(platform.get_grad(x) for x in inputs))]
+    platform.backward(out, _cast(platform, platform.from_numpy(cut.take(grad, world.rank, 2)), dtype))
+    results = (out, *(platform.get_grad(x) for x in inputs))
+    wide = None if dtype is None else "float32"
+    return [platform.to_numpy(_cast(platform, platform.detach(x), wide)).copy() for x in results]
+
+
+def _cast(platform, x, dtype):
+    return x if dtype is None else platform.ops.cast(x, platform.dtype(dtype))
 
 
 def put_together(results, cut):

@@ -39,7 +39,7 @@ def formulas(ranks, sizes=SIZES, itemsize=4):
     return tokens * sizes["heads"] * WIDTH * itemsize, 2 * tokens * sizes["kv_heads"] * WIDTH * itemsize
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_ring_sends_each_block_to_all_others_and_its_gradients_home(hp_platform, ranks):
     _, kv = formulas(ranks)
     share = (ranks - 1) / ranks * kv
@@ -47,7 +47,7 @@ def test_ring_sends_each_block_to_all_others_and_its_gradients_home(hp_platform,
     assert counted(hp_platform, ranks, causal=False) == (share, 2 * share)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_ulysses_sends_heads_there_and_the_result_back(hp_platform, ranks):
     q, kv = formulas(ranks)
     kv *= max(1, ranks / SIZES["kv_heads"])  # with fewer key-value heads than ranks, each is sent to several

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hp_dtensor.parallel.attention.mask import Run, Tokens
+from hp_dtensor.parallel.attention.mask import Array, Run, Tokens
 
 _BAND_ROWS = 512
 """Queries of one block under a window: few enough for most keys of a block to be seen, enough for its kernel."""
@@ -93,11 +93,26 @@ def _closed_up(queries: Tokens, keys: Tokens, causal: bool, window: int | None) 
     if window is not None:
         return queries, keys
     if not causal:
-        places = np.arange(queries.count), np.arange(keys.count)
-    else:
-        known = np.union1d(queries.places, keys.places)
-        places = np.searchsorted(known, queries.places), np.searchsorted(known, keys.places)
-    return Tokens(places[0], queries.documents), Tokens(places[1], keys.documents)
+        return Tokens(np.arange(queries.count), queries.documents), Tokens(np.arange(keys.count), keys.documents)
+    firsts, gaps = _gaps(queries, keys)
+    closed = (x.places - gaps[np.searchsorted(firsts, x.places, "right") - 1] for x in (queries, keys))
+    return Tokens(next(closed), queries.documents), Tokens(next(closed), keys.documents)
+
+
+def _gaps(queries: Tokens, keys: Tokens) -> tuple[Array, Array]:
+    """Return the first places of the stretches that either side has, and for each the places before it that none has.
+
+    Stretches are few where tokens are many: sorting all places would take most of the time of a plan.
+    """
+    spans = sorted((run.place, run.stop) for side in (queries, keys) for run in Tokens(side.places).runs(0))
+    firsts, gaps, reached, gap = [0], [0], 0, 0
+    for place, stop in spans:
+        if place > reached:
+            gap += place - reached
+            firsts.append(place)
+            gaps.append(gap)
+        reached = max(reached, stop)
+    return np.array(firsts, np.int64), np.array(gaps, np.int64)
 
 
 def equal_rows(tokens: Sequence[Tokens]) -> list[tuple[int, int | None]]:

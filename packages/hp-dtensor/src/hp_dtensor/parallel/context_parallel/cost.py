@@ -12,7 +12,7 @@ from hp_dtensor.parallel.attention.blocks import Plan, count_scores
 from hp_dtensor.parallel.attention.mask import Tokens
 from hp_dtensor.parallel.context_parallel.all_gather import plan_gather
 from hp_dtensor.parallel.context_parallel.cut import SequenceCut
-from hp_dtensor.parallel.context_parallel.ring import plan_ring
+from hp_dtensor.parallel.context_parallel.ring import needed_hops, plan_member
 from hp_dtensor.parallel.context_parallel.ulysses import HeadShares
 from hp_dtensor.redistribute.costs import DEFAULT_COSTS, CostModel
 
@@ -188,7 +188,8 @@ class _Ring:
     def __init__(self, shape: AttentionShape, cut: SequenceCut, heads: _HeadsExchanged) -> None:
         size = cut.ring_size
         tokens = [Tokens(cut.ring_places(ring)) for ring in range(size)]
-        plans = [plan_ring(tokens, ring, shape.causal, shape.window, None) for ring in range(size)]
+        needed = needed_hops(tokens, shape.causal, shape.window)
+        plans = [plan_member(tokens, ring, needed, shape.causal, shape.window, None) for ring in range(size)]
         per_token = 2 * shape.batch * heads.kv_heads_mean * shape.head_dim
         there = sum(hops * count for hops, count in zip(plans[0].reach, plans[0].lengths, strict=True)) / size
         back = sum(hops * count for hops, count in zip(plans[0].back_reach, plans[0].lengths, strict=True)) / size

@@ -51,14 +51,31 @@ class RingPlan:
 
 def plan_ring(tokens: Sequence[Tokens], rank: int, causal: bool, window: int | None, tile: int | None) -> RingPlan:
     """Plan a ring whose ranks hold `tokens`, as `rank` sees it."""
+    return plan_member(tokens, rank, needed_hops(tokens, causal, window), causal, window, tile)
+
+
+def needed_hops(tokens: Sequence[Tokens], causal: bool, window: int | None) -> list[list[bool]]:
+    """Return for each rank's keys whether the rank so many hops after it sees any of them."""
     size = len(tokens)
-    needed = [
+    return [
         [
             not is_empty(plan_blocks(tokens[(owner + hop) % size], tokens[owner], causal, window, None))
             for hop in range(size)
         ]
         for owner in range(size)
     ]
+
+
+def plan_member(
+    tokens: Sequence[Tokens],
+    rank: int,
+    needed: Sequence[Sequence[bool]],
+    causal: bool,
+    window: int | None,
+    tile: int | None,
+) -> RingPlan:
+    """Return `plan_ring` of one rank, from what is the same for all of them."""
+    size = len(tokens)
     reach = [max((hop for hop in range(1, size) if row[hop]), default=0) for row in needed]
     back = [[size - hop for hop in range(size - 1, 0, -1) if row[hop]] for row in needed]
     rows = equal_rows(tokens)
