@@ -11,14 +11,18 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
-from training_runs import Lab, events, losses, tensors
+from training_runs import Lab, events, losses, tensors, train_rank
 
+from hp_dtensor.launch import RankPool
+from hp_dtensor.platform.selection import get_platform
 from hp_trainer.data import IGNORED, Rows, TokenSamples, documents
 from hp_trainer.pipeline import schedule_names
 from hp_trainer.run import RunFolder
@@ -195,14 +199,48 @@ class Outcome:
 _expected: dict[tuple[str, bool, int, int], Outcome] = {}
 
 
-def train(lab: Lab, name: str, combination: Combination, steps: int, num_layers: int | None = None) -> Outcome:
-    """Train a combination on simulated ranks.
+Pool = Callable[[int], RankPool]
+"""Real ranks by their number, as the fixture `rank_pool` gives them."""
+
+
+def train(
+    lab: Lab,
+    name: str,
+    combination: Combination,
+    steps: int,
+    num_layers: int | None = None,
+    pool: Pool | None = None,
+) -> Outcome:
+    """Train a combination.
 
     Args:
         num_layers: of the model; None: as many as the combination needs.
+        pool: of real ranks; None: on simulated ones.
     """
+    options = options_of(combination, num_layers or combination.num_layers)
+    run = lab.start(name, combination.degrees(), training__steps=steps, **options)
+    if pool is None:
+        with uneven_samples(combination.experts):
+            lab.train(run, combination.num_ranks)
+    else:
+        pool(combination.num_ranks).run(train_real_rank, run.path, lab.platform.name, combination.experts)
+    return Outcome.of(run)
+
+
+def train_real_rank(run: Path, platform: str, experts: bool) -> None:
+    """Train one of several processes' part of a run."""
+    with uneven_samples(experts):
+        train_rank(RunFolder(run), get_platform(platform))
+
+
+def uneven_samples(experts: bool) -> AbstractContextManager[Any]:
+    """Give training those samples that belong to the model."""
+    return mock.patch.object(documents, "TokenSamples", UnevenSamples if experts else UnevenDocuments)
+
+
+def options_of(combination: Combination, num_layers: int) -> dict[str, Any]:
+    """Return the settings besides the degrees."""
     share = SAMPLES // (combination.dp_replicate * combination.dp_shard)
-    num_layers = num_layers or combination.num_layers
     options: dict[str, Any] = {
         "model__num_hidden_layers": num_layers,
         "model__num_attention_heads": 8,
@@ -210,7 +248,6 @@ def train(lab: Lab, name: str, combination: Combination, steps: int, num_layers:
         "model__head_dim": 4,
         "training__global_batch_size": SAMPLES,
         "training__micro_batch_size": share // combination.parts,
-        "training__steps": steps,
         "lr_schedule__kind": "constant",
         "checkpoint__interval": 5,
     }
@@ -219,9 +256,7 @@ def train(lab: Lab, name: str, combination: Combination, steps: int, num_layers:
         options["model__tie_word_embeddings"] = True
     if combination.schedule is not None:
         options["pipeline__schedule"] = combination.schedule
-    samples = UnevenSamples if combination.experts else UnevenDocuments
-    with mock.patch.object(documents, "TokenSamples", samples):
-        return Outcome.of(lab.run(name, combination.degrees(), combination.num_ranks, **options))
+    return options
 
 
 def expected(lab: Lab, combination: Combination, steps: int) -> Outcome:
@@ -252,8 +287,8 @@ def assert_same_bits(again: Outcome, found: Outcome) -> None:
         np.testing.assert_array_equal(found.tensors[name], value, err_msg=name)
 
 
-def check(lab: Lab, combination: Combination, steps: int, repeated: int) -> None:
+def check(lab: Lab, combination: Combination, steps: int, repeated: int, pool: Pool | None = None) -> None:
     """Train a combination for some steps as one rank does, and `repeated` of them once more, with the same bits."""
-    found = train(lab, "shared", combination, steps)
+    found = train(lab, "shared", combination, steps, pool=pool)
     assert_close(found, expected(lab, combination, steps))
-    assert_same_bits(train(lab, "again", combination, repeated), found)
+    assert_same_bits(train(lab, "again", combination, repeated, pool=pool), found)

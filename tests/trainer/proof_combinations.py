@@ -1,7 +1,8 @@
 """All combinations of parallel axes up to eight simulated ranks train as one rank does, bit by bit the same each time.
 
-20 steps of each, and the first five once more. They take hours: parts of them, each drawn from all, are chosen by
-`--hp-share N/M`, and with `--hp-done FILE` a run goes on where the last one was stopped.
+Those of up to four ranks do on processes too. 20 steps of each, and the first five once more. They take hours: parts of
+them, each drawn from all, are chosen by `--hp-share N/M`, and with `--hp-done FILE` a run goes on where the last one
+was stopped.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ SAMPLE = list(pairwise_sample(ALL))
 CASES = {
     "test_the_pairwise_sample": SAMPLE,
     "test_all_others": [each for each in ALL if each not in set(SAMPLE)],
+    "test_processes": [each for each in ALL if each.num_ranks <= 4],
 }
 
 
@@ -30,3 +32,7 @@ def test_the_pairwise_sample(lab, combination):
 
 def test_all_others(lab, combination):
     check(lab, combination, steps=20, repeated=5)
+
+
+def test_processes(lab, rank_pool, combination):
+    check(lab, combination, steps=20, repeated=5, pool=rank_pool)
