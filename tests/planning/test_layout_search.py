@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -29,7 +30,7 @@ def test_a_search_finds_the_plans_of_all_layouts(limit: float) -> None:
     alone = [plan_step(config, plan.shape.dims, DEVICE, every_place=False) for plan in everything.fitting]
     fitting = {plan.shape.dims: plan for plan in alone if plan.peak <= limit}
     assert len(ranking.fitting) + ranking.num_too_large == len(alone) > 50
-    as_configured = [plan for plan in ranking.fitting if not plan.shape.recomputes]
+    as_configured = [plan for plan in ranking.fitting if plan.shape.config is config]
     assert {plan.shape.dims for plan in as_configured} == set(fitting)
     for plan in as_configured:
         same = fitting[plan.shape.dims]
@@ -39,9 +40,44 @@ def test_a_search_finds_the_plans_of_all_layouts(limit: float) -> None:
 def test_the_smallest_of_the_layouts_that_do_not_fit_is_told() -> None:
     config = config_of(**SETTINGS, training__recompute="full")
     ranking = search_layouts(config, 8, DEVICE, 1.0)
-    every = search_layouts(config, 8, DEVICE, math.inf).fitting
+    often = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, reduce_gradients="micro_batch"))
+    every = [
+        *search_layouts(config, 8, DEVICE, math.inf).fitting,
+        *search_layouts(often, 8, DEVICE, math.inf).fitting,
+    ]
     assert ranking.smallest is not None
     assert ranking.smallest.peak == min(plan.peak for plan in every)
+
+
+def test_the_quickest_way_to_fit_is_taken() -> None:
+    """Blocks computed again, gradients reduced after each micro-batch, or both where neither is enough."""
+    config = config_of(**SETTINGS, training__micro_batch_size=1, training__sequence_length=256)
+    dims = shape_of(config, 2).dims
+
+    def is_same(plan) -> bool:
+        found = plan.shape.dims
+        return (found.dp_shard, found.ep, found.expert_mesh) == (2, 1, "folded")
+
+    again = dataclasses.replace(config.training, recompute="full")
+    often = dataclasses.replace(config.parallel, reduce_gradients="micro_batch")
+    changed = [{}, {"training": again}, {"parallel": often}, {"training": again, "parallel": often}]
+    ways = [plan_step(dataclasses.replace(config, **each), dims, DEVICE, every_place=False) for each in changed]
+    for limit in sorted({plan.peak for plan in ways}):
+        fitting = search_layouts(config, 2, DEVICE, limit).fitting
+        (found,) = [plan for plan in fitting if is_same(plan)]
+        expected = [plan for plan in ways[:3] if plan.peak <= limit] or [ways[3]]
+        if ways[0].peak <= limit:
+            expected = ways[:1]
+        assert found.time.total == min(plan.time.total for plan in expected)
+    smallest = min(plan.peak for plan in ways)
+    assert not any(map(is_same, search_layouts(config, 2, DEVICE, smallest - 1).fitting))
+
+
+def test_gradients_of_split_backwards_are_not_reduced_before_the_end() -> None:
+    config = config_of(**SETTINGS | {"pipeline__schedule": "zero_bubble_v"}, training__micro_batch_size=1)
+    ranking = search_layouts(config, 8, DEVICE, 150e3)
+    reduced = {plan.shape.dims.pp for plan in ranking.fitting if plan.shape.config.parallel.reduce_gradients != "step"}
+    assert reduced <= {1}
 
 
 @pytest.mark.parametrize(

@@ -57,8 +57,9 @@ class Ranking:
 def search_layouts(config: TrainerConfig, world_size: int, device: Device, memory: float) -> Ranking:
     """Plan every legal layout of a configuration's model and batch on so many ranks.
 
-    A layout that does not fit is planned again with all blocks computed again in backward. Degrees that fail alone are
-    left out before they are combined, so that the work grows with the legal layouts.
+    A layout that does not fit is planned again with all blocks computed again in backward, with gradients reduced after
+    each micro-batch, or with both. Degrees that fail alone are left out before they are combined, so that the work
+    grows with the legal layouts.
 
     Args:
         config: its own degrees are not looked at.
@@ -91,7 +92,7 @@ def search_layouts(config: TrainerConfig, world_size: int, device: Device, memor
         memory=memory,
         fitting=tuple(sorted(fitting, key=lambda plan: plan.time.total)),
         smallest=planner.smallest(),
-        num_too_large=len(planner.too_large),
+        num_too_large=planner.num_too_large,
         reasons=reasons,
         num_illegal=num_illegal,
     )
@@ -103,20 +104,42 @@ class _Planner:
     def __init__(self, config: TrainerConfig, device: Device, memory: float) -> None:
         self._device, self._memory = device, memory
         again = dataclasses.replace(config.training, recompute="full")
+        often = dataclasses.replace(config.parallel, reduce_gradients="micro_batch")
         self._given, self._again = config, dataclasses.replace(config, training=again)
+        self._often = dataclasses.replace(config, parallel=often)
+        self._both = dataclasses.replace(config, training=again, parallel=often)
         self._memos: dict[int, Memo] = {}
+        self.num_too_large = 0
         # Planned up to the first place of a pipeline that holds too much: what the whole layout needs at least.
         self.too_large: list[StepPlan] = []
 
     def best(self, dims: ParallelDims) -> StepPlan | None:
-        """Return the plan of a layout, with blocks computed again if it does not fit else; None: it never fits."""
+        """Return the plan of a layout; of one that does not fit, the quickest that does with less memory, or None."""
         plan = self._plan(self._given, dims, self._memory)
-        if plan.peak > self._memory and not plan.shape.recomputes:
-            plan = self._plan(self._again, dims, self._memory)
         if plan.peak <= self._memory:
             return plan
-        self.too_large.append(plan)
+        recomputes, often = plan.shape.recomputes, self._may_reduce_often(plan)
+        tried = [] if recomputes else [self._plan(self._again, dims, self._memory)]
+        if often:
+            tried.append(self._plan(self._often, dims, self._memory))
+        if often and not recomputes and all(each.peak > self._memory for each in tried):
+            tried.append(self._plan(self._both, dims, self._memory))
+        fitting = [each for each in tried if each.peak <= self._memory]
+        if fitting:
+            return min(fitting, key=lambda each: each.time.total)
+        self.num_too_large += 1
+        self.too_large += [plan, *tried]
         return None
+
+    def _may_reduce_often(self, plan: StepPlan) -> bool:
+        """Return True if gradients wait for the end of the step, and the schedule lets them be reduced before.
+
+        In a pipeline weights are gathered for each use then, which saves memory with one micro-batch, too.
+        """
+        shape = plan.shape
+        if shape.config.parallel.reduce_gradients != "step":
+            return False
+        return not shape.facts.splits_backward if shape.dims.pp_enabled else shape.num_microbatches > 1
 
     def smallest(self) -> StepPlan | None:
         """Return the plan of the layout that needs least of those that do not fit."""
@@ -213,8 +236,9 @@ def describe_ranking(ranking: Ranking) -> str:
     lines += _table(ranking.fitting[:SHOWN])
     if ranking.smallest is not None:
         lines.append(
-            f"{ranking.num_too_large} legal layouts do not fit, also when blocks are computed again; the smallest "
-            f"needs {format_size(ranking.smallest.peak)} ({_named(ranking.smallest)})"
+            f"{ranking.num_too_large} legal layouts do not fit, also when blocks are computed again and gradients "
+            "reduced after each micro-batch; the smallest needs "
+            f"{format_size(ranking.smallest.peak)} ({_named(ranking.smallest)})"
         )
     if ranking.reasons:
         lines.append(f"{ranking.num_illegal:,} layouts cannot be used:")
@@ -249,6 +273,7 @@ def ranking_as_json(ranking: Ranking) -> dict[str, Any]:
             {
                 **{name: getattr(plan.shape.dims, name) for name in COLUMNS},
                 "recompute": "full" if plan.shape.recomputes else "none",
+                "reduce_gradients": plan.shape.config.parallel.reduce_gradients,
                 "seconds": plan.time.total,
                 "memory": plan.peak,
                 "utilization": plan.utilization,
@@ -265,11 +290,13 @@ def ranking_as_json(ranking: Ranking) -> dict[str, Any]:
 def _table(plans: tuple[StepPlan, ...]) -> list[str]:
     if not plans:
         return ["  none"]
-    heads = (*COLUMNS, "recompute", "step", "memory", "of peak rate")
+    heads = (*COLUMNS, "recompute", "reduce", "step", "memory", "of peak rate")
     lines = ["  " + "  ".join(heads)]
     for plan in plans:
         cells = [str(getattr(plan.shape.dims, name)) for name in COLUMNS]
-        cells += ["full" if plan.shape.recomputes else "none", f"{plan.time.total:.3g} s"]
+        cells += ["full" if plan.shape.recomputes else "none"]
+        cells += ["often" if plan.shape.config.parallel.reduce_gradients == "micro_batch" else "once"]
+        cells += [f"{plan.time.total:.3g} s"]
         cells += [format_size(plan.peak), f"{plan.utilization:.0%}"]
         lines.append("  " + "  ".join(cell.rjust(len(head)) for cell, head in zip(cells, heads, strict=True)))
     return lines
@@ -285,4 +312,6 @@ def _named(plan: StepPlan) -> str:
         settings.append("--parallel.expert_mesh=peer")
     if plan.shape.recomputes:
         settings.append("--training.recompute=full")
+    if plan.shape.config.parallel.reduce_gradients == "micro_batch":
+        settings.append("--parallel.reduce_gradients=micro_batch")
     return " ".join(settings) or "one rank"
