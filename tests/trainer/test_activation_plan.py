@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 from training_runs import FOUR_RANKS, events, losses, tensors, train_rank
@@ -13,12 +14,14 @@ from hp_trainer.memory import (
     KINDS,
     NOTHING_AGAIN,
     BlockActivations,
+    BlockRecompute,
     BudgetError,
+    CostRates,
     Demand,
     KeptTensor,
     plan_recompute,
 )
-from hp_trainer.memory.planner import _cost, _options
+from hp_trainer.memory.planner import _options
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.training.activation_plan import plan_activations
 
@@ -40,20 +43,50 @@ DEMANDS = {
     "two kinds": Demand(blocks=(DENSE, WIDE, DENSE, WIDE)),
     "with a head": Demand(blocks=(WIDE, DENSE, DENSE), head=block(0, 0, 0, 400, working=300)),
     "in flight": Demand(blocks=(DENSE, WIDE), in_flight=3.0),
+    "two stages": Demand(blocks=(DENSE, WIDE, WIDE, DENSE), in_flight=2.0, ends=frozenset({1})),
 }
 
 
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.8, 0.97])
 @pytest.mark.parametrize("name", DEMANDS)
 def test_plans_are_near_the_best_of_all_choices(name, share):
-    demand, options = DEMANDS[name], list(_options(("attention", "products")))
+    demand = DEMANDS[name]
+    options = list(_options(demand, ("attention", "products"), offloads=False))
     choices = list(itertools.product(options, repeat=len(demand.blocks)))
     peaks = [demand.peak(each) for each in choices]
     budget = min(peaks) + share * (demand.peak([NOTHING_AGAIN] * len(demand.blocks)) - min(peaks))
     plan = plan_recompute(demand, budget, ("attention", "products"))
     assert demand.peak(plan.chosen) == plan.peak <= budget
-    best = min(_cost(demand, each) for each, peak in zip(choices, peaks, strict=True) if peak <= budget)
+    best = min(demand.cost(each) for each, peak in zip(choices, peaks, strict=True) if peak <= budget)
     assert plan.cost <= 1.1 * best
+
+
+@pytest.mark.parametrize("share", [0.05, 0.2, 0.4, 0.6, 0.9])
+@pytest.mark.parametrize("host", [3_000.0, 20_000.0, 200_000.0])
+@pytest.mark.parametrize("name", ["two kinds", "with a head", "two stages"])
+def test_plans_with_offload_are_near_the_best_of_all_choices(name, host, share):
+    demand, options, rates = DEMANDS[name], list(_options(DEMANDS[name], (), offloads=True)), CostRates(host=host)
+    choices = list(itertools.product(options, repeat=len(demand.blocks)))
+    peaks = [demand.peak(each) for each in choices]
+    budget = min(peaks) + share * (demand.peak([NOTHING_AGAIN] * len(demand.blocks)) - min(peaks))
+    plan = plan_recompute(demand, budget, (), offloads=True, rates=rates)
+    assert demand.peak(plan.chosen) == plan.peak <= budget
+    best = min(demand.cost(each, rates) for each, peak in zip(choices, peaks, strict=True) if peak <= budget)
+    assert plan.cost <= 1.1 * best
+
+
+def test_of_twelve_blocks_those_are_computed_again_that_cost_least():
+    rng = random.Random(0)
+    blocks = tuple(block(8, *(rng.randint(5, 300) for _ in range(3)), working=20) for _ in range(12))
+    demand, options = Demand(blocks=blocks), list(_options(Demand(blocks=blocks), (), offloads=False))
+    choices = list(itertools.product(options, repeat=12))
+    peaks, costs = [demand.peak(each) for each in choices], [demand.cost(each) for each in choices]
+    whole = demand.peak([NOTHING_AGAIN] * 12)
+    for share in (0.2, 0.5, 0.8):
+        budget = min(peaks) + share * (whole - min(peaks))
+        plan = plan_recompute(demand, budget, ())
+        assert plan.peak <= budget
+        assert plan.cost <= 1.1 * min(cost for cost, peak in zip(costs, peaks, strict=True) if peak <= budget)
 
 
 def test_a_large_budget_keeps_everything_and_too_small_a_one_is_refused():
@@ -62,6 +95,33 @@ def test_a_large_budget_keeps_everything_and_too_small_a_one_is_refused():
     with pytest.raises(BudgetError, match="activations take at least") as told:
         plan_recompute(demand, 10, KINDS)
     assert plan_recompute(demand, told.value.least, KINDS).peak == told.value.least
+
+
+def test_offload_is_chosen_where_its_copies_are_hidden():
+    demand = DEMANDS["equal blocks"]
+    budget = 0.8 * demand.peak([NOTHING_AGAIN] * 5)
+    hidden = plan_recompute(demand, budget, KINDS, offloads=True, rates=CostRates(host=1.0))
+    assert {each.mode for each in hidden.chosen} == {"none"}
+    assert (hidden.cost, hidden.waits) == (0.0, 0.0)
+    assert hidden.copied > 0
+    assert hidden.kept_here > 0
+    dear = plan_recompute(demand, budget, KINDS, offloads=True, rates=CostRates(host=1e9))
+    assert dear.copied == 0
+    assert dear.cost == dear.kept_here == plan_recompute(demand, budget, KINDS).cost
+
+
+def test_a_budget_that_recomputation_alone_does_not_keep():
+    demand = Demand(blocks=(DENSE,) * 12)
+    least = demand.peak([BlockRecompute(mode="full")] * 12)
+    with pytest.raises(BudgetError, match="where every block is computed again, more"):
+        plan_recompute(demand, least - 1, KINDS)
+    plan = plan_recompute(demand, least - 1, KINDS, offloads=True)
+    assert plan.kept_here is None
+    assert plan.peak < least
+    # Backward begins with the last block: it stays.
+    assert not plan.chosen[-1].offloads
+    with pytest.raises(BudgetError, match="is computed again and offloaded"):
+        plan_recompute(demand, plan.least - 1, KINDS, offloads=True)
 
 
 def test_planning_a_deep_model_takes_no_time():
@@ -75,6 +135,7 @@ MODES = {
     "selective": {"recompute": "selective"},
     "collectives": {"recompute": "selective", "recompute_keep": "[collectives]"},
     "budget": {"activation_budget": "200KiB"},
+    "budget with offload": {"activation_budget": "200KiB", "offload_activations": "true"},
 }
 
 

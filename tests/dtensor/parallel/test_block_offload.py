@@ -83,6 +83,41 @@ def test_all_blocks_but_the_last_leave_the_device(hp_platform, fetched):
         assert peak_here < peak
 
 
+@pytest.mark.parametrize("staying", [(1,), (0, 2), (0, 1)])
+def test_blocks_that_stay_among_others_that_leave(hp_platform, fetched, staying):
+    offloaded, order = ActivationOffload(hp_platform), iter(range(BLOCKS))
+
+    def call(block, x):
+        return (offloaded.staying if next(order) in staying else offloaded)(block, x)
+
+    expected, kept, _ = one_step(hp_platform, plainly)
+    grads, kept_here, _ = one_step(hp_platform, call)
+    for one, other in zip(grads, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+    # A block that leaves is brought back when backward comes to the one behind it, which may stay.
+    behind = {index + 1 for index in range(BLOCKS - 1) if index not in staying}
+    assert len({entry._block for entry in fetched if not entry._sources}) == len(behind)
+    if kept:
+        stay = len(staying) + (BLOCKS - 1 not in staying)
+        assert kept_here == pytest.approx(kept * stay / BLOCKS, rel=0.3)
+
+
+def test_the_block_in_front_is_brought_back_while_backward_is_in_one_that_stays(hp_platform, fetched):
+    offloaded, ops, seen = ActivationOffload(hp_platform), hp_platform.ops, []
+    x = hp_platform.from_numpy(VALUES)
+    hp_platform.set_requires_grad(x, True)
+
+    def noted(grad):
+        seen.append(len(fetched))
+        return grad
+
+    y = offloaded(ops.silu, ops.mul(x, 2.0))
+    y = hp_platform.custom_function(lambda y: ops.mul(y, 1.0), noted, y)
+    y = offloaded.staying(ops.silu, y)
+    hp_platform.backward(ops.sum(y))
+    assert seen == [1], "before backward has left the block that stays"
+
+
 def test_of_a_recomputed_block_its_input_leaves(hp_platform, fetched):
     offloaded = ActivationOffload(hp_platform)
 

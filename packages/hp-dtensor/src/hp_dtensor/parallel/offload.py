@@ -26,8 +26,9 @@ Tensor = Any
 class ActivationOffload:
     """Calls the blocks of one forward, in their order, and keeps in host memory what they save for backward.
 
-    The last block's tensors stay, for backward begins with them. So do parameters, buffers and gathered weights, what
-    shares memory with `args`, small tensors, and results that `checkpoint` keeps. Make one for each forward.
+    The last block's tensors stay, for backward begins with them; those of blocks that are called by `staying` do too.
+    So do parameters, buffers and gathered weights, what shares memory with `args`, small tensors, and results that
+    `checkpoint` keeps. Make one for each forward.
 
     Args:
         smallest: bytes below which memory stays on the device.
@@ -63,6 +64,31 @@ class ActivationOffload:
             return function(x, *args)
         block = _Block(self._platform, self._copies, self._smallest, self._last)
         block.leave(self._tensors_of(function), tensors_in(args, self._platform.Tensor))
+        return self._run(block, function, x, args)
+
+    def staying(self, function: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
+        """Return `function(x, *args)`, and leave on the device what it saves while the block before leaves.
+
+        Args:
+            function, args: any.
+
+        Raises:
+            RuntimeError: as for a block that is offloaded.
+
+        Example:
+            >>> x = platform.zeros((4, 3), platform.dtype("float32"))
+            >>> offload = ActivationOffload(platform)
+            >>> offload.staying(platform.ops.silu, offload(platform.ops.silu, x)).shape
+            torch.Size([4, 3])
+        """
+        if self._last is None or not self._platform.is_grad_enabled():
+            return function(x, *args)
+        # Its tensors are looked at only to know when backward comes to it, and the block before is to be brought back.
+        result = self._run(_StayingBlock(self._platform, self._copies, self._smallest, self._last), function, x, args)
+        self._last = None
+        return result
+
+    def _run(self, block: _Block, function: Callable[..., Tensor], x: Tensor, args: tuple[Any, ...]) -> Tensor:
         with ExitStack() as stack:
             stack.enter_context(self._copies.saving(block.save, lambda kept: kept.get()))
             stack.enter_context(keeping(block.keep))
@@ -137,6 +163,26 @@ class _Block:
         for block in (self, self._before):
             for entry in list(block._entries.values()) if block is not None else ():
                 entry.fetch()
+
+
+class _StayingBlock(_Block):
+    """A block whose memories stay on the device; their first use brings back those of the block before."""
+
+    def keep(self, x: Tensor) -> Keeper:
+        """Keep a leaf, or a tensor outside the graph, where it is."""
+        return _Watched(self, self._platform, x)
+
+
+class _Watched(Held):
+    """A tensor that stays where it is, and tells its block when backward needs it."""
+
+    def __init__(self, block: _Block, platform: Platform, x: Tensor) -> None:
+        super().__init__(platform, x)
+        self._block = block
+
+    def get(self) -> Tensor:
+        self._block.enter()
+        return super().get()
 
 
 class _Entry:

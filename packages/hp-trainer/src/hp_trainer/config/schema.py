@@ -113,10 +113,10 @@ class TrainingConfig:
         None, help="results that selective recomputation keeps; null: all of them that the platform can keep"
     )
     activation_budget: str | None = setting(
-        None, help="bytes that a rank's activations may take, such as 20GiB; what is recomputed is chosen by it"
+        None, help="bytes that a rank's activations may take, such as 20GiB; what is recomputed or offloaded follows"
     )
     offload_activations: bool = setting(
-        False, help="keep in host memory what blocks save for backward, copied beside the computation"
+        False, help="keep in host memory what blocks save for backward; with a budget, where that is cheapest"
     )
     offload_optimizer: bool = setting(
         False, help="keep the optimizer's state in host memory between updates, copied beside them"
@@ -172,9 +172,6 @@ class TrainingConfig:
 
     def _memory_problems(self) -> Iterator[Problem]:
         if self.activation_budget is not None:
-            if self.offload_activations:
-                what = "activation_budget counts activations that stay on the device"
-                yield Problem(path="offload_activations", what=what, expected="false, or no budget", got="true")
             try:
                 parse_size(self.activation_budget)
             except ValueError:

@@ -49,11 +49,19 @@ class BlockActivations:
     working: float = 0.0
 
     def kept(self, recompute: BlockRecompute = NOTHING_AGAIN) -> float:
-        """Return the bytes that stay from forward to backward."""
+        """Return the bytes that stay from forward to backward, on the device or on the host."""
         if recompute.mode == "none":
             return sum(each.saved for each in self.tensors)
         always = ("input", "routing")
         return sum(each.result for each in self.tensors if each.kind in always or recompute.keeps(each.kind))
+
+    def on_device(self, recompute: BlockRecompute = NOTHING_AGAIN) -> float:
+        """Return the bytes of `kept` that are on the device also while the rest is on the host."""
+        if not recompute.offloads:
+            return self.kept(recompute)
+        if recompute.mode == "none":
+            return 0.0
+        return sum(x.result for x in self.tensors if x.kind == "routing" or recompute.keeps(x.kind))
 
     def temporary(self, recompute: BlockRecompute = NOTHING_AGAIN) -> float:
         """Return the bytes that the block's backward holds at most beyond what was kept."""

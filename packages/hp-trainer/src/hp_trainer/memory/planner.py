@@ -1,57 +1,17 @@
-"""Choice of what each block of a model computes again, so that its activations stay within a budget."""
+"""Choice of what each block of a model keeps, computes again or has on the host, within a budget of activations."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-from hp_trainer.memory.kept_activations import BlockActivations
+import numpy as np
+
+from hp_trainer.memory.demand import ESTIMATED, CostRates, Demand
 from hp_trainer.memory.recompute import NOTHING_AGAIN, BlockRecompute, Kind
 from hp_trainer.memory.sizes import format_size
-
-FLOPS_PER_BYTE_MOVED = 100.0
-"""Operations of matrix products in the time in which a byte is written: about 5 on a CPU, 100 to 300 on a GPU."""
-FLOPS_PER_BYTE_SENT = 5000.0
-"""Operations in the time in which a byte goes to another rank."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Demand:
-    """Activations that one rank has to hold.
-
-    Attributes:
-        blocks: those that the rank has, in the order of forward.
-        head: the final norm, head and loss; None: another rank has them.
-        in_flight: micro-batches whose activations it holds at once.
-    """
-
-    blocks: tuple[BlockActivations, ...]
-    head: BlockActivations | None = None
-    in_flight: float = 1.0
-
-    def peak(self, chosen: Sequence[BlockRecompute]) -> float:
-        """Return the most bytes at once; backward has freed what is behind the block that it is in.
-
-        Example:
-            >>> x = KeptTensor(name="x", kind="input", saved=1, result=1)
-            >>> block = BlockActivations(tensors=(x, KeptTensor(name="rest", kind="rest", saved=9)))
-            >>> demand = Demand(blocks=(block,) * 3)
-            >>> demand.peak([BlockRecompute(mode="full")] * 3), demand.peak([NOTHING_AGAIN] * 3)
-            (12.0, 30.0)
-        """
-        below, peak = 0.0, 0.0
-        for block, recompute in zip(self.blocks, chosen, strict=True):
-            below += block.kept(recompute)
-            peak = max(peak, below + block.temporary(recompute))
-        if self.head is not None:
-            peak = max(peak, below + self.head.kept() + self.head.working)
-        return (self.in_flight - 1) * below + peak
-
-    @property
-    def work(self) -> float:
-        """Operations of a forward, with those of matrix products in whose time its copies and transfers are made."""
-        parts = [*self.blocks, *([] if self.head is None else [self.head])]
-        return sum(_block_cost(part, BlockRecompute(mode="full")) for part in parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +20,14 @@ class RecomputePlan:
 
     Attributes:
         chosen: of each block.
-        peak: bytes of activations at most.
-        whole: bytes at most if nothing were computed again.
+        peak: bytes of activations on the device at most.
+        whole: bytes at most if nothing were computed again or offloaded.
         least: bytes at most if as much as possible were.
-        cost: operations that backward takes a second time, copies and transfers counted as `Demand.work` counts them.
+        cost: operations that backward takes a second time; copies, transfers and waits counted as `Demand.work` counts.
         work: of a forward.
+        waits: the part of `cost` that is waits for copies to the host and back.
+        copied: bytes that a micro-batch has on the host.
+        kept_here: the cost of the best choice that offloads nothing; None: there is none, or nothing may be offloaded.
     """
 
     chosen: tuple[BlockRecompute, ...]
@@ -73,11 +36,18 @@ class RecomputePlan:
     least: float
     cost: float
     work: float
+    waits: float = 0.0
+    copied: float = 0.0
+    kept_here: float | None = None
 
     @property
     def slowdown(self) -> float:
         """Share of a step's work that comes on top; forward is a third of a step."""
-        return self.cost / (3 * self.work) if self.work else 0.0
+        return self.share(self.cost)
+
+    def share(self, cost: float) -> float:
+        """Return a cost as a share of a step's work."""
+        return cost / (3 * self.work) if self.work else 0.0
 
 
 class BudgetError(ValueError):
@@ -87,24 +57,35 @@ class BudgetError(ValueError):
         least: bytes of the smallest budget that works.
     """
 
-    def __init__(self, budget: float, least: float) -> None:
+    def __init__(self, budget: float, least: float, *, offloads: bool = False) -> None:
+        where = "is computed again and offloaded" if offloads else "is computed again"
         super().__init__(
-            f"activations take at least {format_size(least)} where every block is computed again, more than the budget "
+            f"activations take at least {format_size(least)} where every block {where}, more than the budget "
             f"of {format_size(budget)}"
         )
         self.least = least
 
 
-def plan_recompute(demand: Demand, budget: float, kinds: Sequence[Kind]) -> RecomputePlan:
-    """Choose what to compute again at the least cost, so that a rank's activations stay within a budget.
+def plan_recompute(
+    demand: Demand,
+    budget: float,
+    kinds: Sequence[Kind],
+    *,
+    offloads: bool = False,
+    rates: CostRates = ESTIMATED,
+) -> RecomputePlan:
+    """Choose what to compute again, and what to offload, at the least cost within a budget of activations.
 
     From keeping all, it goes step by step to what frees most bytes of the peak for its cost, and then takes back what
     fits after all; equal blocks are computed again from the first on, whose activations live longest. On a few blocks
-    this is within a tenth of the best of all choices.
+    this is within a tenth of the best of all choices. A copy to the host costs what the computation of the next block
+    does not hide.
 
     Args:
         budget: bytes.
         kinds: of operations whose results the platform can keep.
+        offloads: blocks may have on the host what they keep.
+        rates: measured or estimated.
 
     Raises:
         BudgetError: no choice stays within the budget.
@@ -116,90 +97,171 @@ def plan_recompute(demand: Demand, budget: float, kinds: Sequence[Kind]) -> Reco
         >>> [each.mode for each in plan.chosen], plan.peak
         (['full', 'none', 'none'], 21.0)
     """
-    there = {tensor.kind for block in demand.blocks for tensor in block.tensors if tensor.result}
-    options = list(_options([kind for kind in kinds if kind in there]))
-    whole = [NOTHING_AGAIN] * len(demand.blocks)
-    starts = [[option] * len(demand.blocks) for option in options]
-    least = min(demand.peak(start) for start in starts)
+    here = _Search(demand, list(_options(demand, kinds, offloads=False)), rates)
+    wide = _Search(demand, list(_options(demand, kinds, offloads=True)), rates) if offloads else here
+    least = wide.least()
     if least > budget:
-        raise BudgetError(budget, least)
-    found = [each for each in (_fitted(demand, start, budget, options) for start in starts) if each is not None]
-    best = min(found, key=lambda chosen: (_cost(demand, chosen), demand.peak(chosen)))
+        raise BudgetError(budget, least, offloads=offloads)
+    stays = here.best(budget) if here.least() <= budget else None
+    found = [each for each in (stays, wide.best(budget) if offloads else None) if each is not None]
+    best = min(found, key=lambda chosen: (demand.cost(chosen, rates), demand.peak(chosen)))
     return RecomputePlan(
         chosen=tuple(best),
         peak=demand.peak(best),
-        whole=demand.peak(whole),
+        whole=demand.peak([NOTHING_AGAIN] * len(demand.blocks)),
         least=least,
-        cost=_cost(demand, best),
-        work=demand.work,
+        cost=demand.cost(best, rates),
+        work=demand.work(rates),
+        waits=sum(demand.waits(range(len(best)), best, rates)),
+        copied=demand.copied(best),
+        kept_here=demand.cost(stays, rates) if offloads and stays is not None else None,
     )
 
 
-def _options(kinds: Sequence[Kind]) -> Iterator[BlockRecompute]:
-    """Yield what a block can do: keep everything, some kinds of results, or its input alone."""
-    yield NOTHING_AGAIN
-    for mask in range(2 ** len(kinds) - 1, 0, -1):
-        keep = tuple(kind for index, kind in enumerate(kinds) if mask >> index & 1)
-        yield BlockRecompute(mode="selective", keep=keep)
-    yield BlockRecompute(mode="full")
+def _options(demand: Demand, kinds: Sequence[Kind], *, offloads: bool) -> Iterator[BlockRecompute]:
+    """Yield what a block can do: keep everything, some kinds of results, or its input alone; here or on the host."""
+    there = {tensor.kind for block in demand.blocks for tensor in block.tensors if tensor.result}
+    usable = [kind for kind in kinds if kind in there]
+    for offloaded in (False, True) if offloads else (False,):
+        yield BlockRecompute(offloads=offloaded)
+        for mask in range(2 ** len(usable) - 1, 0, -1):
+            keep = tuple(kind for index, kind in enumerate(usable) if mask >> index & 1)
+            yield BlockRecompute(mode="selective", keep=keep, offloads=offloaded)
+        yield BlockRecompute(mode="full", offloads=offloaded)
 
 
-def _fitted(
-    demand: Demand, start: Sequence[BlockRecompute], budget: float, options: Sequence[BlockRecompute]
-) -> list[BlockRecompute] | None:
-    """Return a choice within the budget, from one that need not be; None if none is found from there."""
-    chosen = list(start)
-    while demand.peak(chosen) > budget:
-        better = _best_step(demand, chosen, options)
-        if better is None:
+_MAX_EXCHANGED = 12
+"""Blocks of which any two are considered together."""
+
+
+class _Search:
+    """Choices as indices of options, whose bytes and costs are tables by kind of block and option."""
+
+    def __init__(self, demand: Demand, options: list[BlockRecompute], rates: CostRates) -> None:
+        self._options, self._in_flight = options, demand.in_flight
+        kinds = {id(block): block for block in demand.blocks}
+        places = {key: index for index, key in enumerate(kinds)}
+        blocks = list(kinds.values())
+        self._kinds = np.array([places[id(block)] for block in demand.blocks], int)
+        self._stays = np.array([demand.stays(index) for index in range(len(demand.blocks))], bool)
+        self._kept = _table(blocks, options, lambda block, option: block.kept(option))
+        self._on_device = _table(blocks, options, lambda block, option: block.on_device(option))
+        self._temporary = _table(blocks, options, lambda block, option: block.temporary(option))
+        self._again = _table(blocks, options, rates.again)
+        self._forward = np.array([rates.work(block) for block in blocks])
+        self._host = rates.host
+        self._head = 0.0 if demand.head is None else demand.head.kept() + demand.head.working
+
+    def least(self) -> float:
+        """Return the peak of the option that takes least, where all blocks have the same one."""
+        return float(self.peaks(self._starts(range(len(self._options)))).min())
+
+    def best(self, budget: float) -> list[BlockRecompute] | None:
+        """Return the cheapest choice that is found within the budget."""
+        # From what is offloaded in part little else is reached than from all and from nothing.
+        options = [i for i, each in enumerate(self._options) if not each.offloads or each.mode != "selective"]
+        found = [each for each in (self._fitted(start, budget) for start in self._starts(options)) if each is not None]
+        if not found:
             return None
-        chosen[better[0]] = better[1]
-    for index in reversed(range(len(chosen))):
-        chosen[index] = _cheapest_that_fits(demand, chosen, index, budget, options)
-    return chosen
+        found.sort(key=lambda each: (self.costs(each[None])[0], self.peaks(each[None])[0]))
+        chosen = min((self._exchanged(each, budget) for each in found[:2]), key=lambda each: self.costs(each[None])[0])
+        options = [self._options[index] for index in chosen]
+        return [
+            replace(each, offloads=each.offloads and not stays)
+            for each, stays in zip(options, self._stays, strict=True)
+        ]
+
+    def peaks(self, choices: Any) -> Any:
+        """Return `Demand.peak` of each row of choices."""
+        kept, waiting = self._kept[self._kinds, choices], self._on_device[self._kinds, choices]
+        waiting = np.where(self._stays, kept, waiting)
+        through = np.cumsum(waiting, axis=1)
+        # Of the block in front everything is there, of those further in front what is not on the host.
+        beside = np.zeros_like(kept)
+        beside[:, 1:] = through[:, :-1] - waiting[:, :-1] + kept[:, :-1]
+        peaks = (beside + kept + self._temporary[self._kinds, choices]).max(axis=1, initial=0.0)
+        whole = through[:, -1] if kept.shape[1] else np.zeros(len(choices))
+        return np.maximum(peaks, (whole + self._head) if self._head else 0.0) + (self._in_flight - 1) * whole
+
+    def costs(self, choices: Any) -> Any:
+        """Return `Demand.cost` of each row of choices."""
+        return self._each_cost(choices).sum(axis=1)
+
+    def _each_cost(self, choices: Any) -> Any:
+        again = self._again[self._kinds, choices]
+        copied = self._host * (self._kept - self._on_device)[self._kinds, choices]
+        costs = again.copy()
+        forward = np.broadcast_to(self._forward[self._kinds][1:], again[:, 1:].shape)
+        hidden = (forward, 2 * forward + again[:, 1:])
+        waits = sum(np.maximum(0.0, copied[:, :-1] - each) for each in hidden)
+        costs[:, :-1] += np.where(self._stays[:-1], 0.0, waits)
+        return costs
+
+    def _starts(self, options: Sequence[int]) -> Any:
+        return np.repeat(np.array(options)[:, None], len(self._kinds), axis=1)
+
+    def _fitted(self, start: Any, budget: float) -> Any:
+        """Return a choice within the budget, from one that need not be; None if none is found from there."""
+        chosen = start.copy()
+        while self.peaks(chosen[None])[0] > budget:
+            better = self._best_step(chosen)
+            if better is None:
+                return None
+            chosen = better
+        for index in reversed(range(len(chosen))):
+            chosen = self._cheapest_that_fits(chosen, (index,), budget)
+        return chosen
+
+    def _exchanged(self, chosen: Any, budget: float) -> Any:
+        """Return a choice that no change of two blocks makes cheaper: one gives what is worth more to the other."""
+        for _ in range(len(chosen)):
+            pairs = list(itertools.combinations(self._representatives(chosen), 2))
+            better = [self._cheapest_that_fits(chosen, pair, budget) for pair in pairs]
+            best = min(better, key=lambda each: self.costs(each[None])[0], default=chosen)
+            if self.costs(best[None])[0] >= self.costs(chosen[None])[0]:
+                return chosen
+            chosen = best
+        return chosen
+
+    def _representatives(self, chosen: Any) -> list[int]:
+        """Return the first and the last of the blocks that are alike and do the same, of few kinds of such."""
+        seen: dict[tuple[int, int, bool], list[int]] = {}
+        for index, (kind, now) in enumerate(zip(self._kinds, chosen, strict=True)):
+            seen.setdefault((int(kind), int(now), bool(self._stays[index])), []).append(index)
+        return sorted({each for indices in seen.values() for each in (indices[0], indices[-1])})[:_MAX_EXCHANGED]
+
+    def _best_step(self, chosen: Any) -> Any:
+        """Return the change of one block that frees most bytes of the peak for what it costs; None: none frees any."""
+        seen: dict[tuple[int, int, bool], int] = {}
+        for index, (kind, now) in enumerate(zip(self._kinds, chosen, strict=True)):
+            # Of equal blocks the first one frees most.
+            seen.setdefault((int(kind), int(now), bool(self._stays[index])), index)
+        indices = np.repeat(list(seen.values()), len(self._options))
+        options = np.tile(np.arange(len(self._options)), len(seen))
+        choices = np.repeat(chosen[None], len(indices), axis=0)
+        choices[np.arange(len(indices)), indices] = options
+        freed = self.peaks(chosen[None])[0] - self.peaks(choices)
+        # Where the peak is another block's own backward, keeping less of this one leads towards the next step.
+        kinds = self._kinds[indices]
+        bytes_kept = np.where(self._stays[indices, None], self._kept[kinds], self._on_device[kinds])
+        less = bytes_kept[np.arange(len(indices)), chosen[indices]] - bytes_kept[np.arange(len(indices)), options]
+        freed = np.maximum(freed, 1e-6 * less)
+        rates = freed / np.maximum(self.costs(choices) - self.costs(chosen[None])[0], 1.0)
+        best = int(np.argmax(rates)) if len(rates) else 0
+        return choices[best] if len(rates) and rates[best] > 0 else None
+
+    def _cheapest_that_fits(self, chosen: Any, indices: Sequence[int], budget: float) -> Any:
+        """Return the choice that is cheapest if these blocks may do anything else; `chosen` itself if none is."""
+        others = np.array(list(itertools.product(range(len(self._options)), repeat=len(indices))))
+        choices = np.repeat(chosen[None], len(others), axis=0)
+        choices[:, indices] = others
+        costs = np.where(self.peaks(choices) <= budget, self.costs(choices), np.inf)
+        best = int(np.argmin(costs))
+        return choices[best] if costs[best] < self.costs(chosen[None])[0] else chosen
 
 
-def _best_step(
-    demand: Demand, chosen: list[BlockRecompute], options: Sequence[BlockRecompute]
-) -> tuple[int, BlockRecompute] | None:
-    """Return the change of one block that frees most bytes of the peak for what it costs; None: none frees any."""
-    peak, best, best_rate, seen = demand.peak(chosen), None, 0.0, set()
-    for index, (block, now) in enumerate(zip(demand.blocks, chosen, strict=True)):
-        # Of equal blocks the first one frees most.
-        if (block, now) in seen:
-            continue
-        seen.add((block, now))
-        for option in options:
-            freed = peak - demand.peak([*chosen[:index], option, *chosen[index + 1 :]])
-            # Where the peak is another block's own backward, keeping less of this one leads towards the next step.
-            freed = max(freed, 1e-6 * (block.kept(now) - block.kept(option)))
-            more = _block_cost(block, option) - _block_cost(block, now)
-            rate = freed / max(more, 1.0)
-            if freed > 0 and rate > best_rate:
-                best, best_rate = (index, option), rate
-    return best
-
-
-def _cheapest_that_fits(
-    demand: Demand, chosen: list[BlockRecompute], index: int, budget: float, options: Sequence[BlockRecompute]
-) -> BlockRecompute:
-    block, now = demand.blocks[index], chosen[index]
-    for option in sorted(options, key=lambda each: _block_cost(block, each)):
-        if _block_cost(block, option) >= _block_cost(block, now):
-            return now
-        if demand.peak([*chosen[:index], option, *chosen[index + 1 :]]) <= budget:
-            return option
-    return now
-
-
-def _cost(demand: Demand, chosen: Sequence[BlockRecompute]) -> float:
-    return sum(_block_cost(block, each) for block, each in zip(demand.blocks, chosen, strict=True))
-
-
-def _block_cost(block: BlockActivations, recompute: BlockRecompute) -> float:
-    """Return what a block computes again, in operations of matrix products that take as long."""
-    moved, sent = block.moved_again(recompute), block.sent_again(recompute)
-    return block.flops_again(recompute) + FLOPS_PER_BYTE_MOVED * moved + FLOPS_PER_BYTE_SENT * sent
+def _table(blocks: Sequence[Any], options: Sequence[BlockRecompute], tell: Any) -> Any:
+    return np.array([[tell(block, option) for option in options] for block in blocks], float)
 
 
 def describe_blocks(names: Sequence[str], chosen: Sequence[BlockRecompute]) -> str:

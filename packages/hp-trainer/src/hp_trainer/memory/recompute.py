@@ -21,21 +21,26 @@ class BlockRecompute:
         mode: none: autograd keeps all that it needs; full: the input of the block alone is kept; selective: also the
             results of the operations in `keep`.
         keep: kinds of operations whose results are kept by `selective`; the rest, which is cheap, is computed again.
+        offloads: what the block keeps waits in host memory, but for results in `keep` and decisions of a router.
 
     Example:
         >>> str(BlockRecompute(mode="selective", keep=("attention",)))
         'selective (attention)'
+        >>> str(BlockRecompute(mode="full", offloads=True))
+        'full, offloaded'
     """
 
     mode: Mode = "none"
     keep: tuple[Kind, ...] = ()
+    offloads: bool = False
 
     def keeps(self, kind: str) -> bool:
         """Return whether results of operations of this kind stay for backward."""
         return self.mode == "none" or (self.mode == "selective" and kind in self.keep)
 
     def __str__(self) -> str:
-        return f"{self.mode} ({', '.join(self.keep)})" if self.mode == "selective" else self.mode
+        again = f"{self.mode} ({', '.join(self.keep)})" if self.mode == "selective" else self.mode
+        return f"{again}, offloaded" if self.offloads else again
 
 
 NOTHING_AGAIN = BlockRecompute()
@@ -44,7 +49,7 @@ NOTHING_AGAIN = BlockRecompute()
 def recompute_by_pattern(
     names: Sequence[str], chosen: BlockRecompute, *, every: int = 1, patterns: Iterable[str] = ()
 ) -> list[BlockRecompute]:
-    """Return the recomputation of each block: `chosen` for some of them, none for the others.
+    """Return the recomputation of each block: `chosen` for some of them, none for the others; offload is that of all.
 
     Args:
         names: of all blocks of the whole model, in order, such as `layers.0`.
@@ -66,4 +71,5 @@ def recompute_by_pattern(
             raise ValueError(f"no block is called {pattern!r}; the blocks are {names[0]} to {names[-1]}")
     matched = [name for name in names if not patterns or any(fnmatchcase(name, each) for each in patterns)]
     again = set(matched[::every])
-    return [chosen if name in again else NOTHING_AGAIN for name in names]
+    other = BlockRecompute(offloads=chosen.offloads)
+    return [chosen if name in again else other for name in names]

@@ -19,14 +19,14 @@ def block_names(num_layers: int) -> list[str]:
 
 
 def recompute_by_settings(training: TrainingConfig, num_layers: int, platform: Platform) -> list[BlockRecompute]:
-    """Return what each block of the whole model computes again.
+    """Return what each block of the whole model computes again, and what it has in host memory.
 
     Raises:
         ValueError: a pattern that no block matches.
         CapabilityError: the platform cannot keep what is to be kept.
     """
     keep = kept_kinds(training.recompute_keep, platform) if training.recompute == "selective" else ()
-    chosen = BlockRecompute(mode=training.recompute, keep=keep)
+    chosen = BlockRecompute(mode=training.recompute, keep=keep, offloads=training.offload_activations)
     return recompute_by_pattern(
         block_names(num_layers), chosen, every=training.recompute_every, patterns=training.recompute_blocks
     )

@@ -91,6 +91,7 @@ class _Moments(ABC):
         kinds = {layer: parts.kind(layer) for layer in parts.layers}
         of_kind = {kind: _BlockBytes.of(parts, layer) for kind, layer in {b: a for a, b in kinds.items()}.items()}
         self.bytes = {layer: of_kind[kind] for layer, kind in kinds.items()}
+        self._ends = shape.ends_of(parts.place)
 
     def fullest(self) -> MemoryPlan:
         """Return the memory at the moment that has most."""
@@ -112,13 +113,27 @@ class _Moments(ABC):
         part = _part_at_once(self.shape, self.parts)
         return self.at("the update", gradients=gradients, optimizer=part * self.optimizer)
 
-    def kept(self, layer: int) -> float:
-        """Return what a block keeps of one micro-batch."""
-        return self.costs[layer].kept
+    def waiting(self, layer: int) -> float:
+        """Return what a block has of one micro-batch on the device until backward comes near."""
+        cost = self.costs[layer]
+        return cost.kept if layer in self._ends else cost.on_device
 
-    def temporary(self, layer: int) -> float:
-        """Return what the backward of a block holds beside."""
-        return self.costs[layer].temporary
+    def at_backward(self, layer: int) -> float:
+        """Return what a micro-batch has on the device at most while backward is in a block."""
+        return self.in_front[layer] + self.costs[layer].kept + self.costs[layer].temporary
+
+    @functools.cached_property
+    def in_front(self) -> dict[int, float]:
+        """What waits in front of each block while backward is in it: of the nearest one all that it keeps.
+
+        What was offloaded of that one is back from the host by then.
+        """
+        found, waiting, nearest = {}, 0.0, None
+        for layer in self.parts.layers:
+            found[layer] = waiting + (0.0 if nearest is None else self.costs[nearest].kept)
+            waiting += 0.0 if nearest is None else self.waiting(nearest)
+            nearest = layer
+        return found
 
     def backward(self) -> Iterator[tuple[int, bool]]:
         """Yield the blocks from the last to the first, each with whether a moment in it may be the fullest.
@@ -149,7 +164,7 @@ class _GatheredForUse(_Moments):
         waiting = parts.total("full_gradient") if accumulates else 0.0
         # Shards of the micro-batches before, to which those of the last are added at its end.
         reduced = parts.total("gradient") if several and not accumulates else 0.0
-        below, before, leaving = sum(map(self.kept, parts.layers)), 0.0, 0.0
+        below, before, leaving = sum(map(self.waiting, parts.layers)), 0.0, 0.0
         others, messages = self._others(below)
         if parts.head:
             yield self.at(
@@ -161,7 +176,6 @@ class _GatheredForUse(_Moments):
                 communication=messages,
             )
         for layer, may_be_fullest in self.backward():
-            below -= self.kept(layer)
             block = self.bytes[layer]
             # Gradients that wait have their memory already, and lose it when the next block's are reduced.
             fresh = 0.0 if accumulates else block.full_gradient
@@ -172,7 +186,7 @@ class _GatheredForUse(_Moments):
                     gradients=waiting + reduced,
                     gathered=gathered,
                     reducing=head + before,
-                    activations=others + below + self.kept(layer) + self.temporary(layer),
+                    activations=others + self.at_backward(layer),
                     communication=messages + self.communication,
                 )
                 yield self.at(
@@ -180,7 +194,7 @@ class _GatheredForUse(_Moments):
                     gradients=waiting + reduced,
                     gathered=gathered,
                     reducing=head + before + block.autograd,
-                    activations=others + below + self.costs[layer].input,
+                    activations=others + self.in_front[layer] + self.costs[layer].input,
                     communication=messages,
                 )
                 yield self.at(
@@ -188,7 +202,7 @@ class _GatheredForUse(_Moments):
                     gradients=waiting + reduced,
                     gathered=gathered - block.full,
                     reducing=head + block.autograd + fresh + block.reduced,
-                    activations=others + below + self.costs[layer].input,
+                    activations=others + self.in_front[layer] + self.costs[layer].input,
                     communication=messages,
                 )
             waiting -= leaving
@@ -227,7 +241,7 @@ class _GatheredForStep(_Moments):
 
     def moments(self) -> Iterable[MemoryPlan]:
         parts, shape = self.parts, self.shape
-        below = sum(map(self.kept, parts.layers))
+        below = sum(map(self.waiting, parts.layers))
         others = (shape.facts.in_flight[parts.place] - 1) * below
         if shape.facts.splits_backward:
             # Gradients between operations stay for the weights' gradients, which are computed later.
@@ -244,9 +258,8 @@ class _GatheredForStep(_Moments):
             autograd = sum(map(_autograd_bytes, parts.root))
         for layer, may_be_fullest in self.backward():
             if may_be_fullest:
-                activations = others + below + self.temporary(layer)
+                activations = others + self.at_backward(layer)
                 yield self.at(f"the backward of layers.{layer}", **held, reducing=autograd, activations=activations)
-            below -= self.kept(layer)
             autograd += self.bytes[layer].autograd
         every = sum(times * _autograd_bytes(each) for each, times in parts.counted)
         yield self.at("the end of a micro-batch", **held, reducing=every, activations=others)
@@ -289,6 +302,7 @@ class LayerCost:
 
     Attributes:
         kept: bytes from forward to backward.
+        on_device: those of them that are not on the host meanwhile.
         temporary: bytes that its backward holds beside.
         saved: bytes that it would keep if nothing were computed again.
         input, working: bytes of its input, and of gradients between its operations.
@@ -296,6 +310,7 @@ class LayerCost:
     """
 
     kept: float
+    on_device: float
     temporary: float
     saved: float
     input: float
@@ -308,6 +323,7 @@ class LayerCost:
         """Return those of a block that is computed again so."""
         return cls(
             kept=block.kept(recompute),
+            on_device=block.on_device(recompute),
             temporary=block.temporary(recompute),
             saved=block.kept(),
             input=block.tensors[0].saved,
@@ -377,8 +393,9 @@ def _recompute(shape: StepShape) -> list[BlockRecompute]:
         try:
             return plan_activations(shape.config, shape.dims, keep).of_layers()
         except BudgetError:  # the memory shown is then the least, and above the budget
-            return [BlockRecompute(mode="full")] * num_layers
-    chosen = BlockRecompute(mode=training.recompute, keep=keep if training.recompute == "selective" else ())
+            return [BlockRecompute(mode="full", offloads=training.offload_activations)] * num_layers
+    kept = keep if training.recompute == "selective" else ()
+    chosen = BlockRecompute(mode=training.recompute, keep=kept, offloads=training.offload_activations)
     patterns = training.recompute_blocks
     return recompute_by_pattern(block_names(num_layers), chosen, every=training.recompute_every, patterns=patterns)
 

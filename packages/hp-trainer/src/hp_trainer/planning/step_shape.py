@@ -101,6 +101,15 @@ class StepShape:
             head=len(owners) - 1 in mine,
         )
 
+    def ends_of(self, place: int) -> frozenset[int]:
+        """Return the last layer of each stage at a place of the pipeline, whose activations are not offloaded."""
+        if not self.dims.pp_enabled:
+            return frozenset({self.model.num_hidden_layers - 1})
+        owners = self.facts.rank_of_stage
+        self.parts_of(place)  # cuts the layers
+        stages = self.cuts[len(owners)]
+        return frozenset(max(stages[each]) for each, owner in enumerate(owners) if owner == place and stages[each])
+
     @functools.cached_property
     def micro_batch(self) -> int:
         """Samples of one forward."""

@@ -31,6 +31,7 @@ class StepTime:
         weights: gathers and reductions of weights that are longer than the computation beside them.
         idle: ranks of the pipeline that wait for others.
         update: the optimizer.
+        offload: copies of activations to the host and back that are longer than the computation beside them.
     """
 
     products: float
@@ -40,12 +41,14 @@ class StepTime:
     weights: float
     idle: float
     update: float
+    offload: float = 0.0
 
     def parts(self) -> dict[str, float]:
         """Return the seconds by name."""
         parts = {"products": self.products, "recomputation": self.again, "cheap operations": self.memory}
         parts |= {f"exchanges over {axis}": seconds for axis, seconds in self.exchanges.items()}
-        return parts | {"weights not hidden": self.weights, "pipeline idle": self.idle, "update": self.update}
+        parts |= {"offload not hidden": self.offload, "weights not hidden": self.weights}
+        return parts | {"pipeline idle": self.idle, "update": self.update}
 
     @property
     def total(self) -> float:
@@ -92,6 +95,9 @@ def step_time(shape: StepShape, parts: StageParts, device: Device, state_bytes: 
     if shape.config.training.offload_optimizer:
         # Both directions at once, beside the update.
         update = max(update, state_bytes / device.host_bandwidth)
+    copied = count * _copied(shape, parts) / device.host_bandwidth
+    # Forward computes a third of the products, and moves half of the bytes that are kept.
+    forward = products / 3 + count * 2 * kept / device.memory_bandwidth
     return StepTime(
         products=products,
         again=again,
@@ -100,6 +106,7 @@ def step_time(shape: StepShape, parts: StageParts, device: Device, state_bytes: 
         weights=max(0.0, hidden - busy) + waited,
         idle=idle,
         update=update,
+        offload=max(0.0, copied - forward) + max(0.0, copied - (busy - forward)),
     )
 
 
@@ -125,6 +132,12 @@ def _again(shape: StepShape, parts: StageParts) -> tuple[float, float]:
     every = layer_costs(shape)
     costs = [every[layer] for layer in parts.layers]
     return sum(each.flops_again for each in costs), sum(each.moved_again for each in costs)
+
+
+def _copied(shape: StepShape, parts: StageParts) -> float:
+    """Return the bytes that a micro-batch sends to the host."""
+    costs, ends = layer_costs(shape), shape.ends_of(parts.place)
+    return sum(costs[layer].kept - costs[layer].on_device for layer in parts.layers if layer not in ends)
 
 
 # Links ---------------------------------------------------------------------------------------------------

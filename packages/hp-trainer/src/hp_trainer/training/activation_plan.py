@@ -8,7 +8,9 @@ from typing import Any
 
 from hp_trainer.config import TrainerConfig
 from hp_trainer.memory import (
+    ESTIMATED,
     BlockRecompute,
+    CostRates,
     Demand,
     Kind,
     RecomputePlan,
@@ -73,13 +75,26 @@ class ActivationPlan:
         why = (
             "everything fits"
             if plan.whole <= self.budget
-            else f"keeping everything takes {format_size(plan.whole)}, computing every block again "
+            else f"keeping everything takes {format_size(plan.whole)}, keeping as little as possible "
             f"{format_size(plan.least)}"
         )
         return (
             f"{where}recompute {describe_blocks(names, plan.chosen)}; {format_size(plan.peak)} of the budget of "
-            f"{format_size(self.budget)}, {plan.slowdown:.1%} more work ({why})"
+            f"{format_size(self.budget)}, {plan.slowdown:.1%} more work ({why}){_offload_line(plan)}"
         )
+
+
+def _offload_line(plan: RecomputePlan) -> str:
+    """Return what copies to the host take and save, and what would be chosen without them."""
+    if not any(each.offloads for each in plan.chosen):
+        return "; nothing is offloaded, which would cost more" if plan.kept_here is not None and plan.cost else ""
+    waits = f"{plan.share(plan.waits):.1%} of a step waits for them" if plan.waits else "all beside computation"
+    without = (
+        "without offload nothing fits"
+        if plan.kept_here is None
+        else f"without offload {plan.share(plan.kept_here):.1%} more work"
+    )
+    return f"; {format_size(plan.copied)} of each micro-batch to the host and back, {waits}; {without}"
 
 
 def activation_shape(config: TrainerConfig, dims: ParallelDims, *, fused_experts: bool = True) -> ActivationShape:
@@ -118,24 +133,32 @@ def stage_demands(config: TrainerConfig, dims: ParallelDims, shape: ActivationSh
     for place in range(dims.pp):
         parts = plan.parts_of(place)
         layers = tuple(parts.layers or ())
+        stages = [plan.stages[index].layers for index in plan.indices_of(place)]
         demand = Demand(
             blocks=tuple(activations.blocks[layer] for layer in layers),
             head=activations.head if parts.head else None,
             in_flight=peaks[place] / len(plan.indices_of(place)),
+            ends=frozenset(layers.index(max(stage)) for stage in stages if stage),
         )
         found.append(StageDemand(layers, demand))
     return tuple(found)
 
 
 def plan_activations(
-    config: TrainerConfig, dims: ParallelDims, kinds: Sequence[Kind], *, fused_experts: bool = True
+    config: TrainerConfig,
+    dims: ParallelDims,
+    kinds: Sequence[Kind],
+    *,
+    fused_experts: bool = True,
+    rates: CostRates = ESTIMATED,
 ) -> ActivationPlan:
-    """Choose what each block computes again, so that every rank stays within `training.activation_budget`.
+    """Choose what each block computes again or offloads, so that every rank stays within `training.activation_budget`.
 
-    The same on every rank: it depends on the settings alone.
+    The same on every rank that has the same rates: beside them it depends on the settings alone.
 
     Args:
         kinds: of operations whose results the platform can keep.
+        rates: measured, or estimated.
 
     Raises:
         BudgetError: no choice stays within the budget; its `least` is that of the rank that needs most.
@@ -146,7 +169,8 @@ def plan_activations(
     stages = stage_demands(config, dims, shape)
     # The rank that needs most comes first, so that an error tells what works for all.
     needs = sorted(stages, key=lambda stage: -stage.demand.peak([BlockRecompute(mode="full")] * len(stage.layers)))
-    plans = {id(stage): plan_recompute(stage.demand, budget, _usable(config, kinds)) for stage in needs}
+    offloads, usable = config.training.offload_activations, _usable(config, kinds)
+    plans = {id(stage): plan_recompute(stage.demand, budget, usable, offloads=offloads, rates=rates) for stage in needs}
     return ActivationPlan(budget, stages, tuple(plans[id(stage)] for stage in stages))
 
 

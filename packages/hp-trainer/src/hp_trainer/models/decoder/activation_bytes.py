@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hp_trainer.memory import NOTHING_AGAIN, BlockActivations, BlockRecompute, KeptTensor
+from hp_trainer.memory import NOTHING_AGAIN, BlockActivations, BlockRecompute, Demand, KeptTensor
 from hp_trainer.models.decoder.config import DecoderConfig
 from hp_trainer.models.decoder.flops import visible_keys
 
@@ -102,15 +102,12 @@ class DecoderActivations:
         """
         chosen = range(len(self.blocks)) if layers is None else layers
         modes = self._each(recompute)
-        kept = {layer: self.blocks[layer].kept(modes[layer]) for layer in chosen}
-        others = (in_flight - 1) * sum(kept.values())
-        below, peak = 0.0, 0.0
-        for layer in chosen:
-            below += kept[layer]
-            peak = max(peak, below + self.blocks[layer].temporary(modes[layer]))
-        if has_head:
-            peak = max(peak, below + self.head.kept() + self.head.working)
-        return others + peak
+        demand = Demand(
+            blocks=tuple(self.blocks[layer] for layer in chosen),
+            head=self.head if has_head else None,
+            in_flight=in_flight,
+        )
+        return demand.peak([modes[layer] for layer in chosen])
 
     def _each(self, recompute: Sequence[BlockRecompute] | None) -> Sequence[BlockRecompute]:
         return [NOTHING_AGAIN] * len(self.blocks) if recompute is None else recompute

@@ -82,8 +82,7 @@ class Decoder(nn.Module):
         head: None when the embedding is the head, and in parts without one.
         rotary: angles by length and positions.
         takes_rows: whether `forward` is to be told the number of each row in the run.
-        recompute: of each layer of the whole model, what is computed again in backward.
-        offloads: whether what blocks keep for backward waits in host memory.
+        recompute: of each layer of the whole model, what is computed again in backward, and what waits in host memory.
         expert_loads: loads of the experts of these parts in the last step, by the layer's name.
     """
 
@@ -94,7 +93,6 @@ class Decoder(nn.Module):
         self.parts = replace(parts, layers=layers)
         self.config = config
         self.recompute: Sequence[BlockRecompute] = [NOTHING_AGAIN] * config.num_hidden_layers
-        self.offloads = False
         self.expert_loads: Mapping[str, LoadMetrics] = {}
         self._loss = TokenLoss()
         self._seed = 0
@@ -137,11 +135,14 @@ class Decoder(nn.Module):
         rotation = self.rotary.of_length(x.shape[1], positions, like=x)
         masks = self._masks(positions)
         chosen_by = ids if self.config.hash_routing else None
-        offload = ActivationOffload(self.platform) if self.offloads else None
+        offloads = any(self.recompute[layer].offloads for layer in self.parts.layers or ())
+        offload = ActivationOffload(self.platform) if offloads else None
         for layer in self.layers.select(parts.layers):
             others = rotation, masks[layer.window], chosen_by, self._dropout(rows, layer.index)
             run = self._recomputed(layer)
-            x = run(x, *others) if offload is None else offload(run, x, *others)
+            if offload is not None:
+                run = functools.partial(offload if self.recompute[layer.index].offloads else offload.staying, run)
+            x = run(x, *others)
         if not parts.head:
             return x
         logits = self._logits(self.norm(x))
@@ -210,7 +211,6 @@ class Decoder(nn.Module):
         parallelize(self, dims, mesh, training, reshard_after_forward=reshard_after_forward)
         if training is not None:
             self.recompute = recompute_by_settings(training, self.config.num_hidden_layers, self.platform)
-            self.offloads = training.offload_activations
             self._loss = TokenLoss(training.label_smoothing, training.z_loss)
             self._seed = training.seed
 
