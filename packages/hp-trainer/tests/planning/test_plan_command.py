@@ -52,6 +52,24 @@ def test_plan_tells_memory_traffic_and_time(run: Run) -> None:
         assert part in out
 
 
+def test_offloaded_activations_are_not_counted_on_the_device(run: Run) -> None:
+    def planned(*words: str) -> tuple[float, float]:
+        words = ("--world-size=64", "--training.recompute=none", "--device-memory=1TiB", "--json", *words)
+        code, out, error = run("plan", "large.yaml", *words)
+        assert code == 0, error
+        plan = json.loads(out)
+        return plan["memory"][plan["fullest_place"]]["activations"], plan["seconds"]["offload not hidden"]
+
+    here, nothing = planned()
+    offloaded, waited = planned("--training.offload_activations=true")
+    # Of 80 blocks two are on the device: that of the backward, and the one in front of it.
+    assert 2 / 80 * here <= offloaded <= 4 / 80 * here
+    assert (nothing, waited > 0) == (0.0, True)
+    in_stages, _ = planned("--training.offload_activations=true", "--parallel.pp=4")
+    # The last block of each micro-batch under way stays.
+    assert in_stages > offloaded
+
+
 def test_json_has_the_same_numbers(run: Run, tmp_path: Path) -> None:
     code, out, _ = run("plan", "run.yaml", "--world-size", "8", "--parallel.pp=2", "--json", "--to=memory.png")
     plan = json.loads(out)

@@ -67,7 +67,12 @@ class BlockActivations:
         """Return the bytes that the block's backward holds at most beyond what was kept."""
         if recompute.mode == "none":
             return self.working
-        again = sum(each.saved for each in self.tensors if each.kind not in ("input", "routing"))
+        # What is kept of a result has its memory already.
+        again = sum(
+            max(0.0, each.saved - each.result) if recompute.keeps(each.kind) else each.saved
+            for each in self.tensors
+            if each.kind not in ("input", "routing")
+        )
         return again + self.working
 
     def flops_again(self, recompute: BlockRecompute = NOTHING_AGAIN) -> float:

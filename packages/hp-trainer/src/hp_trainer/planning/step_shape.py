@@ -93,7 +93,7 @@ class StepShape:
         return self.shared(("parts", owners, place), lambda: self._parts_of(owners, place))
 
     def _parts_of(self, owners: tuple[int, ...], place: int) -> DecoderParts:
-        layers = self.shared(("cut", len(owners)), lambda: cut_layers(self.config, len(owners)))
+        layers = self._cut(len(owners))
         mine = [stage for stage, owner in enumerate(owners) if owner == place]
         return DecoderParts(
             embed=0 in mine,
@@ -106,9 +106,11 @@ class StepShape:
         if not self.dims.pp_enabled:
             return frozenset({self.model.num_hidden_layers - 1})
         owners = self.facts.rank_of_stage
-        self.parts_of(place)  # cuts the layers
-        stages = self.cuts[len(owners)]
+        stages = self._cut(len(owners))
         return frozenset(max(stages[each]) for each, owner in enumerate(owners) if owner == place and stages[each])
+
+    def _cut(self, num_stages: int) -> list[range]:
+        return self.shared(("cut", num_stages), lambda: cut_layers(self.config, num_stages))
 
     @functools.cached_property
     def micro_batch(self) -> int:

@@ -133,7 +133,8 @@ def decoder_activations(config: DecoderConfig, shape: ActivationShape) -> Decode
 def _block(config: DecoderConfig, layer: int, shape: ActivationShape) -> BlockActivations:
     rows, e = shape.tokens / shape.tp, shape.itemsize
     # The first norm keeps it in float32, which in 16 bits is a copy.
-    stream = KeptTensor(name="input", kind="input", result=rows * config.hidden_size * e)
+    input_bytes = rows * config.hidden_size * e
+    stream = KeptTensor(name="input", kind="input", saved=input_bytes if e == 4 else 0.0, result=input_bytes)
     tensors = [stream, *_attention(config, layer, shape), *_feed_forward(config, layer, shape)]
     return BlockActivations(tensors=tuple(tensors), working=_working(config, layer, shape))
 
@@ -144,7 +145,7 @@ def _block(config: DecoderConfig, layer: int, shape: ActivationShape) -> BlockAc
 def _attention(config: DecoderConfig, layer: int, shape: ActivationShape) -> Iterator[KeptTensor]:
     hidden, tokens, e = config.hidden_size, shape.tokens, shape.itemsize
     # Sequence parallel between the projections: each rank normalizes its rows, and gets all of them for the products.
-    yield _norm("attention_norm", hidden, tokens / shape.tp, shape)
+    yield _norm("attention_norm", hidden, tokens / shape.tp, shape, of_input=True)
     yield _gathered("attention input", tokens * hidden * e, shape)
     yield from (_latent if config.attention == "latent" else _grouped)(config, shape)
     heads, score, value = config.num_attention_heads / shape.tp, _score_width(config), _value_width(config)
@@ -326,6 +327,7 @@ def _norm(
     *,
     own_input: bool = False,
     own_result: bool = True,
+    of_input: bool = False,
     roots: float = 1,
 ) -> KeptTensor:
     """Return what a norm keeps: its input and its normalized input in float32, the root, and the next product's input.
@@ -333,9 +335,12 @@ def _norm(
     Args:
         own_input: nobody else keeps its input; else in float32 it is the residual stream's own.
         own_result: a product follows, which keeps the result; with `tp` that is the gathered one.
+        of_input: its input is the block's, which is counted apart where it is in float32.
     """
     elements = rows * width
     saved = 2 * 4 * elements + 4 * rows * roots
+    if of_input and shape.itemsize == 4:
+        saved -= 4 * elements
     if own_result and (shape.tp == 1 or own_input):
         saved += shape.itemsize * elements
     return KeptTensor(name=name, kind="rest", saved=saved)
@@ -365,18 +370,19 @@ def _head(config: DecoderConfig, shape: ActivationShape) -> BlockActivations:
         # Over a cut vocabulary the loss keeps the logits less their maximum, and their exponentials.
         KeptTensor(name="log-softmax", kind="rest", saved=(4 if shape.tp == 1 else 8) * tokens * vocab),
     )
-    return BlockActivations(tensors=tensors, working=(4 + max(4, 2 * e)) * tokens * vocab)
+    return BlockActivations(tensors=tensors, working=8 * tokens * vocab)
 
 
 def _working(config: DecoderConfig, layer: int, shape: ActivationShape) -> float:
     """Return the bytes of gradients between the operations of a block: of its widest part, and of its stream."""
     tokens, e = shape.tokens, shape.itemsize
-    width: float = config.intermediate_size
+    # The last product has freed its input by then.
+    gates: float = 2 * config.intermediate_size
     if not config.is_dense(layer):
         experts = config.moe_intermediate_size * config.num_experts_per_tok
-        width = max(experts, config.moe_intermediate_size * config.num_shared_experts)
+        gates = 3 * max(experts, config.moe_intermediate_size * config.num_shared_experts)
     heads = config.num_attention_heads * (2 * _score_width(config) + 2 * _value_width(config))
-    return tokens * e * (max(3 * width, heads) / shape.tp + 3 * config.hidden_size)
+    return tokens * e * (max(gates, heads) / shape.tp + 3 * config.hidden_size)
 
 
 def _is_laid_out_anew(config: DecoderConfig, layer: int, shape: ActivationShape) -> bool:
