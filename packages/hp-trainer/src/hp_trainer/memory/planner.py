@@ -165,11 +165,11 @@ class _Search:
             return None
         found.sort(key=lambda each: (self.costs(each[None])[0], self.peaks(each[None])[0]))
         chosen = min((self._exchanged(each, budget) for each in found[:2]), key=lambda each: self.costs(each[None])[0])
-        options = [self._options[index] for index in chosen]
-        return [
-            replace(each, offloads=each.offloads and not stays)
-            for each, stays in zip(options, self._stays, strict=True)
-        ]
+        return [self._option(int(index), bool(stays)) for index, stays in zip(chosen, self._stays, strict=True)]
+
+    def _option(self, index: int, stays: bool) -> BlockRecompute:
+        option = self._options[index]
+        return replace(option, offloads=False) if stays else option
 
     def peaks(self, choices: Any) -> Any:
         """Return `Demand.peak` of each row of choices."""

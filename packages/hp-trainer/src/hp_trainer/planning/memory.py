@@ -124,7 +124,7 @@ class _Moments(ABC):
 
     @functools.cached_property
     def in_front(self) -> dict[int, float]:
-        """What waits in front of each block while backward is in it: of the nearest one all that it keeps.
+        """Bytes that wait in front of each block while backward is in it: of the nearest one all that it keeps.
 
         What was offloaded of that one is back from the host by then.
         """
