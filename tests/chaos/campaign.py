@@ -51,10 +51,11 @@ class Campaign:
     Args:
         folder: an empty folder; the working directory from now on.
         platform: name of the framework.
+        layout, patience: of real ranks, see `ranks.cases`.
     """
 
-    def __init__(self, folder: Path, platform: str) -> None:
-        self.folder, self.platform = folder, platform
+    def __init__(self, folder: Path, platform: str, layout: str = "", patience: float = 1.0) -> None:
+        self.folder, self.platform, self.ranks = folder, platform, (layout, patience)
         os.chdir(folder)
         letters = np.random.default_rng(3).choice(list("abcdefgh \n"), 2000)
         Path("corpus.txt").write_text("".join(letters))
@@ -268,7 +269,7 @@ FAMILIES: dict[str, Callable[[Campaign], Iterator[Case]]] = {
     "signal": Campaign.signals,
     "slow": Campaign.slow_disks,
     "clock": Campaign.clocks,
-    "ranks": lambda campaign: ranks.cases(campaign.folder, campaign.platform),
+    "ranks": lambda campaign: ranks.cases(campaign.folder, campaign.platform, *campaign.ranks),
 }
 
 
@@ -277,13 +278,17 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=3.0, help="for all families together")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="families, separated by commas")
+    parser.add_argument("--layout", default="", help="of ranks: only layouts whose name holds this")
+    parser.add_argument("--patience", type=float, default=1.0, help="of ranks: times the usual limits in seconds")
     options = parser.parse_args()
     names = options.only.split(",") if options.only else list(FAMILIES)
     if unknown := [name for name in names if name not in FAMILIES]:
         parser.error(f"there is no family {', '.join(unknown)}; there are: {', '.join(FAMILIES)}")
+    if not any(options.layout in name for name in ranks.LAYOUTS):
+        parser.error(f"there is no layout {options.layout!r}; there are: {'; '.join(ranks.LAYOUTS)}")
     platform = get_platform().name
     with tempfile.TemporaryDirectory() as folder:
-        campaign = Campaign(Path(folder).resolve(), platform)
+        campaign = Campaign(Path(folder).resolve(), platform, options.layout, options.patience)
         chosen = {name: functools.partial(FAMILIES[name], campaign) for name in names}
         ends, failures = run_families(chosen, options.minutes * 60, options.seed)
     print(table(platform, ends))

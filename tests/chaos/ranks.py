@@ -37,6 +37,13 @@ LAYOUTS = {
         "--parallel.ep=2",
         "--parallel.ep_copies=1",
     ),
+    "2 ranks whose experts move, saved in the background": (
+        "--launch.local_ranks=2",
+        "--parallel.ep=2",
+        "--parallel.ep_move_interval=3",
+        "--checkpoint.background=true",
+    ),
+    "2 ranks that share sequences": ("--launch.local_ranks=2", "--parallel.cp=2"),
     "2 stages, averaged, saved in the background": (
         "--launch.local_ranks=2",
         "--parallel.pp=2",
@@ -48,10 +55,14 @@ START_SECONDS, END_SECONDS = 180, 240
 
 
 class Ranks:
-    """Runs on real ranks in a folder, all with the curve of the one that nobody touched."""
+    """Runs on real ranks in a folder, all with the curve of the one that nobody touched.
 
-    def __init__(self, folder: Path, platform: str) -> None:
-        self.folder, self.platform = folder, platform
+    Args:
+        patience: how many times the usual limits a command may take, as on a busy machine.
+    """
+
+    def __init__(self, folder: Path, platform: str, patience: float) -> None:
+        self.folder, self.platform, self.patience = folder, platform, patience
         self.run = folder / "ranks"
         self.expect(self.finish(self.start("--launch.local_ranks=1")), 0)
         self.curve = self.losses()
@@ -73,9 +84,9 @@ class Ranks:
     def finish(self, process: subprocess.Popen[str], seconds: float = END_SECONDS) -> tuple[int, str]:
         """Return the exit code and the errors of a command; one that does not end is killed with its ranks."""
         try:
-            _, errors = process.communicate(timeout=seconds)
+            _, errors = process.communicate(timeout=seconds * self.patience)
         except subprocess.TimeoutExpired:
-            raise Failure(f"it has not ended within {seconds} s") from None
+            raise Failure(f"it has not ended within {seconds * self.patience} s") from None
         finally:
             left = self.processes()
             for pid in left:
@@ -103,7 +114,7 @@ class Ranks:
         return next(iter(self.processes(f"RANK={rank}")), None)
 
     def wait_for_step(self, step: int, process: subprocess.Popen[str]) -> None:
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + START_SECONDS * self.patience
         while time.monotonic() < deadline and process.poll() is None:
             if any(event.get("step", 0) >= step for event in read_metrics(self.run / "metrics.jsonl")):
                 return
@@ -112,7 +123,7 @@ class Ranks:
         raise Failure(f"step {step} was not reached: {errors[-800:]}")
 
     def wait_for_rank(self, rank: int, process: subprocess.Popen[str]) -> int:
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + START_SECONDS * self.patience
         while time.monotonic() < deadline and process.poll() is None:
             found = self.rank(rank)
             if found is not None:
@@ -144,14 +155,15 @@ class Ranks:
         return SAME
 
 
-def cases(folder: Path, platform: str) -> Iterator[Case]:
-    """Yield each kind of case in turn, for each layout in turn, then at random."""
-    ranks = Ranks(folder, platform)
+def cases(folder: Path, platform: str, layout: str, patience: float) -> Iterator[Case]:
+    """Yield each kind of case in turn, for each layout whose name holds `layout` in turn, again and again."""
+    ranks = Ranks(folder, platform, patience)
+    layouts = [settings for name, settings in LAYOUTS.items() if layout in name]
     kinds = (lose_a_rank, change_the_number, stop)
     while True:
-        for layout in LAYOUTS.values():
+        for chosen in layouts:
             for kind in kinds:
-                yield lambda random_, kind=kind, layout=layout: kind(ranks, layout, random_)
+                yield lambda random_, kind=kind, chosen=chosen: kind(ranks, chosen, random_)
 
 
 def lose_a_rank(ranks: Ranks, layout: tuple[str, ...], random_: random.Random) -> str:
@@ -177,7 +189,8 @@ def change_the_number(ranks: Ranks, layout: tuple[str, ...], random_: random.Ran
     """
     ranks.clear()
     for size, until in ((4, STEPS // 3), (3, 2 * STEPS // 3), (4, STEPS)):
-        fewer = ("--parallel.pp=1", "--parallel.ep=1", "--parallel.ep_copies=0") if size == 3 else ()
+        alone = (f"--parallel.{degree}=1" for degree in ("pp", "ep", "cp"))
+        fewer = (*alone, "--parallel.ep_copies=0") if size == 3 else ()
         sizes = (*fewer, f"--launch.local_ranks={size}", "--launch.max_restarts=3", f"--training.steps={until}")
         sizes = (*layout, *sizes)
         process = ranks.start(*sizes)
