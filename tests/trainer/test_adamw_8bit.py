@@ -105,6 +105,20 @@ def test_steps_are_those_of_adamw_up_to_the_codes(hp_platform, weights):
     assert all(hp_platform.get_grad(x) is None for x in ours.values())
 
 
+def test_a_weight_whose_memory_has_another_order_is_updated_alike(hp_platform, weights):
+    if hp_platform.name != "torch":
+        pytest.skip("a parameter of this platform has the order of its dimensions")
+    straight = parameter_of(hp_platform, weights)
+    turned = hp_platform.Parameter(hp_platform.from_numpy(weights.T.copy()).T)
+    assert not turned.is_contiguous()
+    for x in (straight, turned):
+        optimizer = built(hp_platform, "adamw_8bit", AdamW8bitConfig(), [("x", x)])
+        for _ in range(2):
+            hp_platform.set_grad(x, hp_platform.from_numpy(weights[::-1].copy()))
+            optimizer.step(0.01)
+    np.testing.assert_array_equal(*(hp_platform.to_numpy(hp_platform.detach(x)) for x in (straight, turned)))
+
+
 def test_half_precision_parameters_have_float32_moments(hp_platform, weights):
     half, single = hp_platform.dtype("bfloat16"), hp_platform.dtype("float32")
     values = {"large": weights, "small": weights[0, :5]}

@@ -1,10 +1,17 @@
-"""Search for 8-bit codes of optimizer states."""
+"""Kernels of 8-bit AdamW: the search for codes, and torch's own update of float32 moments."""
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
+import torch
+from torch.optim.adamw import adamw
+
+from hp_platform_torch.trainer.optimizers import FUSED_DEVICES
 from hp_trainer.optimizers.code_search import CodeSearch
+
+if TYPE_CHECKING:
+    from hp_trainer.optimizers import AdamW8bitConfig
 
 
 def find_codes(x: torch.Tensor, search: CodeSearch) -> torch.Tensor:
@@ -12,6 +19,44 @@ def find_codes(x: torch.Tensor, search: CodeSearch) -> torch.Tensor:
     if x.device.type != "cpu":
         return torch.bucketize(x, torch.from_numpy(search.bounds).to(x.device), out_int32=True).to(torch.uint8)
     # On a CPU bucketize takes 20 times as long as the table.
-    halves = (x.contiguous().view(torch.int32) >> 16).bitwise_and_(0xFFFF).view(-1)
-    codes = torch.from_numpy(search.first).index_select(0, halves).view(x.shape)
-    return codes.add_(x > torch.from_numpy(search.next_bound).index_select(0, halves).view(x.shape))
+    bits = x.contiguous().view(torch.int32).view(-1)
+    halves = (bits >> 16).bitwise_and_(0xFFFF)
+    sums = torch.from_numpy(search.addends).index_select(0, halves)
+    sums.add_(torch.bitwise_xor(bits, bits >> 31, out=halves))
+    return sums.bitwise_right_shift_(16).to(torch.uint8).view(x.shape)
+
+
+def update(
+    weight: torch.Tensor,
+    grad: torch.Tensor,
+    mean: torch.Tensor,
+    square: torch.Tensor,
+    num_steps: int,
+    learning_rate: float,
+    options: AdamW8bitConfig,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Do update `num_steps` (from 1) of AdamW by torch's fused kernel, where there is one; see `Update`."""
+    # The kernel reads all four in the order of memory, whatever their strides.
+    mean, square, grad, dense = mean.contiguous(), square.contiguous(), grad.contiguous(), weight.contiguous()
+    fused = weight.device.type in FUSED_DEVICES
+    beta1, beta2 = options.betas
+    adamw(
+        [dense],
+        [grad],
+        [mean],
+        [square],
+        [],
+        [torch.tensor(num_steps - 1.0, device=weight.device if fused else "cpu")],
+        fused=fused,
+        foreach=not fused,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=learning_rate,
+        weight_decay=options.weight_decay,
+        eps=options.eps,
+        maximize=False,
+    )
+    if dense is not weight:
+        weight.copy_(dense)
+    return mean, square

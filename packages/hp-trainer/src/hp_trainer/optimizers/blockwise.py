@@ -65,14 +65,14 @@ class BlockwiseCodes:
 
     def __init__(self, platform: Platform, block_size: int, find_codes: FindCodes, *, signed: bool) -> None:
         self._platform, self._block_size, self._find_codes = platform, block_size, find_codes
-        self._values = dynamic_values(signed=signed)
+        self._values, self._signed = dynamic_values(signed=signed), signed
         self._search = CodeSearch((self._values[:-1] + self._values[1:]) / 2)
 
     def quantize(self, x: Tensor) -> Blocks:
         """Return the codes of a tensor (float32 of any shape with at least one element)."""
         ops = self._platform.ops
         rows = self._in_blocks(x)
-        scales = ops.amax(ops.abs(rows), 1, True)
+        scales = ops.amax(ops.abs(rows) if self._signed else rows, 1, True)
         safe = ops.where(ops.eq(scales, 0), ops.ones_like(scales), scales)
         return Blocks(self._find_codes(ops.div(rows, safe), self._search), scales)
 

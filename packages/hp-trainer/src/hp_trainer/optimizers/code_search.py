@@ -6,16 +6,16 @@ import numpy as np
 
 
 class CodeSearch:
-    """Finds in which stretch between increasing float32 bounds a number lies.
+    """Finds in which stretch between increasing float32 bounds a number lies, by one look into a table and one sum.
 
     Numbers with the same upper 16 bits (sign, exponent and 7 bits of the fraction) are so near to each other that at
-    most one bound lies among them: a table gives the stretch of the smallest of them, and one comparison the rest. This
-    takes a twentieth of the time of a binary search.
+    most one bound lies among them. The table has for them the number that, added to the bits, leaves the stretch in the
+    upper half of the sum: the lower half carries over where the number is above the bound. Bits of negative numbers,
+    which grow as the numbers fall, are inverted first. This takes a twentieth of the time of a binary search.
 
     Attributes:
         bounds: float32, increasing, fewer than 256.
-        first: the stretch of the smallest number with each upper half, uint8 `[65536]`.
-        next_bound: the bound above which its numbers lie in the next stretch, float32 `[65536]`.
+        addends: what to add to the bits of a number with each upper half, int32 `[65536]`, overflow ignored.
 
     Example:
         >>> search = CodeSearch(np.array([-0.5, 0.0, 0.25], np.float32))
@@ -25,18 +25,29 @@ class CodeSearch:
 
     def __init__(self, bounds: np.ndarray) -> None:
         halves = np.arange(2**16, dtype=np.uint32) << 16
-        ends = halves.view(np.float32), (halves | 0xFFFF).view(np.float32)
-        # The lower bits of a negative number make it smaller.
         is_negative = halves >= 2**31
-        first = np.searchsorted(bounds, np.where(is_negative, ends[1], ends[0]))
-        last = np.searchsorted(bounds, np.where(is_negative, ends[0], ends[1]))
-        assert np.all((last - first <= 1) | ~np.isfinite(ends[0])), "bounds too close for the table"
+        # The lower bits of a negative number make it smaller.
+        smallest, largest = (halves | np.where(is_negative ^ last, 0xFFFF, 0).astype(np.uint32) for last in (0, 1))
+        first = np.searchsorted(bounds, smallest.view(np.float32))
+        last = np.searchsorted(bounds, largest.view(np.float32))
+        assert np.all((last - first <= 1) | ~np.isfinite(smallest.view(np.float32))), "bounds too close for the table"
+        has_bound = (last - first == 1) & np.isfinite(smallest.view(np.float32))
+        next_bound = np.append(bounds, bounds[-1:]).astype(np.float32)[first].view(np.uint32)
+        carries_above = np.where(has_bound, _growing(next_bound) & 0xFFFF, 0xFFFF).astype(np.int64)
+        addends = ((first - (_growing(halves) >> 16).astype(np.int64)) << 16) + 0xFFFF - carries_above
         self.bounds = bounds
-        self.first = first.astype(np.uint8)
-        self.next_bound = np.append(bounds, np.float32(np.inf))[first]
+        self.addends = addends.astype(np.int32)
 
     def find(self, x: np.ndarray) -> np.ndarray:
         """Return the number of the stretch of each element of a float32 array, as uint8."""
-        halves = x.view(np.uint32) >> 16
-        codes: np.ndarray = self.first[halves] + (x > self.next_bound[halves])
+        bits = x.view(np.int32)
+        sums = np.take(self.addends, (bits >> 16) & 0xFFFF)
+        sums += bits ^ (bits >> 31)
+        codes: np.ndarray = (sums >> 16).astype(np.uint8)
         return codes
+
+
+def _growing(bits: np.ndarray) -> np.ndarray:
+    """Return bits of floats (uint32), inverted where negative: of one sign, larger numbers have larger bits."""
+    inverted: np.ndarray = np.where(bits >= 2**31, ~bits, bits)
+    return inverted
