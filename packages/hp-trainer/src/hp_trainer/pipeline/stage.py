@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -142,8 +143,10 @@ class PipelineStage:
         if not run.roots:
             return self._whole_backward(run, gradients)
         if not run.leaves:
-            # Nobody waits for gradients of inputs: the whole backward is the weights' part, which is due later.
-            run.finish = lambda: run_backward(self.platform, run.roots, gradients)
+            # Nobody waits for gradients of inputs: the whole backward is the weights' part, which is due later. It
+            # holds the roots, not `run`, which holds it: a cycle would keep outputs until Python looks for cycles.
+            run.finish = functools.partial(run_backward, self.platform, run.roots, gradients)
+            run.roots = []
             return []
         if not (self.platform.splits_backward and self._splits):
             return self._whole_backward(run, gradients)
@@ -155,7 +158,8 @@ class PipelineStage:
             # micro-batch. Nothing has been accumulated, so that the whole backward can run in its place.
             self._splits = False
             return self._whole_backward(run, gradients)
-        return [self._or_zeros(leaf, grad) for leaf, grad in zip(run.leaves, found, strict=True)]
+        leaves, run.roots, run.leaves = run.leaves, [], []
+        return [self._or_zeros(leaf, grad) for leaf, grad in zip(leaves, found, strict=True)]
 
     def weight_grad(self, microbatch: int) -> None:
         """Accumulate the gradients of the parameters that `input_grad` has left."""
