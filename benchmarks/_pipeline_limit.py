@@ -25,21 +25,23 @@ class StageClock:
     def __init__(self, modules: Sequence[nn.Module], shape: Sequence[int]) -> None:
         self._modules = modules
         self._x, self._grad = torch.randn(shape), torch.randn(shape)
-        self._seconds: dict[str, list[float]] = {"forward": [], "input_grad": [], "whole": []}
+        self._seconds: dict[str, list[float]] = {"forward": [], "input_grad": [], "first": [], "whole": []}
 
     def measure(self) -> None:
-        """Run every stage once forward, once backward, and once backward without gradients of its weights."""
+        """Run every stage forward and backward: first into no gradients, then adding to them, then without weights'."""
         dist.barrier()
         for module in self._modules:
             parameters = list(module.parameters())
             module.zero_grad()
-            # The second time weights get no gradients: an input's gradient alone, without the cost of any split.
-            for kind in ("whole", "input_grad"):
+            for kind in ("first", "whole", "input_grad"):
+                # Without gradients of weights: an input's gradient alone, without the cost of any split.
+                for parameter in parameters:
+                    parameter.requires_grad_(kind != "input_grad")
                 x = self._x.clone().requires_grad_()
                 output = self._note("forward", lambda x=x, module=module: module(x))
                 self._note(kind, lambda output=output: output.backward(self._grad))
-                for parameter in parameters:
-                    parameter.requires_grad_(kind != "whole")
+            for parameter in parameters:
+                parameter.requires_grad_()
 
     def _note(self, kind: str, work: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
         start = time.thread_time()
@@ -47,11 +49,13 @@ class StageClock:
         self._seconds[kind].append(time.thread_time() - start)
         return result
 
-    def action_seconds(self) -> ActionSeconds:
+    def action_seconds(self, num_microbatches: int) -> ActionSeconds:
         """Return the medians over all measurements, averaged over the ranks; every rank calls it."""
         found = torch.tensor([statistics.median(each) for each in self._seconds.values()])
         dist.all_reduce(found)
-        forward, input_grad, whole = (found / dist.get_world_size()).tolist()
+        forward, input_grad, first, whole = (found / dist.get_world_size()).tolist()
+        # Only the first micro-batch of a step finds no gradients to add to.
+        whole += (first - whole) / num_microbatches
         return ActionSeconds(forward=forward, input_grad=input_grad, weight_grad=max(0.0, whole - input_grad))
 
 

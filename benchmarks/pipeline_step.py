@@ -106,7 +106,7 @@ def measure(name: str, dim: int, length: int, options: argparse.Namespace) -> st
     wall, cpu, their_wall, their_cpu = (statistics.median(each) for each in zip(*turns, strict=True))
     faster, cheaper = (statistics.median(turn[i] / turn[i + 2] for turn in turns) for i in (0, 1))
     schedule = contenders["ours"].schedule.pipeline.schedule
-    limit, work = (1e3 * seconds for seconds in least_seconds(schedule, clock.action_seconds()))
+    limit, work = (1e3 * seconds for seconds in least_seconds(schedule, clock.action_seconds(options.microbatches)))
     return (
         f"{name:22} {f'{dim}x{length}':>8} | {wall:7.1f} {their_wall:7.1f} {faster:5.2f} | "
         f"{limit:7.1f} {limit / wall:5.2f} {limit / their_wall:5.2f} | "
