@@ -1,6 +1,7 @@
 """Pipelines: schedules as data, made by pure functions and validated without ranks, and the stages that run them."""
 
 from hp_trainer.pipeline.actions import Action, Kind, Schedule
+from hp_trainer.pipeline.layer_costs import measured_costs
 from hp_trainer.pipeline.lowering import rank_actions
 from hp_trainer.pipeline.microbatches import TensorChunkSpec
 from hp_trainer.pipeline.partition import balanced_stages, listed_stages
@@ -45,6 +46,7 @@ __all__ = [
     "draw_timeline",
     "get_schedule_class",
     "listed_stages",
+    "measured_costs",
     "rank_actions",
     "register_schedule",
     "schedule_names",
