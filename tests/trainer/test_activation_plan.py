@@ -9,8 +9,10 @@ import pytest
 from training_runs import FOUR_RANKS, events, losses, tensors, train_rank
 
 from hp_dtensor.comm.process_group import record_collectives
+from hp_dtensor.comm.world import current_world
 from hp_dtensor.testing import run_ranks
 from hp_trainer.memory import (
+    ESTIMATED,
     KINDS,
     NOTHING_AGAIN,
     BlockActivations,
@@ -24,6 +26,7 @@ from hp_trainer.memory import (
 from hp_trainer.memory.planner import _options
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.training.activation_plan import plan_activations
+from hp_trainer.training.measured_rates import measure_rates
 
 SETTINGS = {"training__steps": 2, "checkpoint__interval": None, "model__num_hidden_layers": 3}
 
@@ -153,6 +156,22 @@ def test_weights_are_bitwise_those_without_recomputation(lab):
         found, expected = tensors(again, ["model."]), tensors(kept, ["model."])
         assert {key for key, value in expected.items() if found[key].tobytes() != value.tobytes()} == set(), mode
         assert events(again, "step")[-1]["metrics"] == events(kept, "step")[-1]["metrics"]
+
+
+def test_measured_costs_are_the_same_on_all_ranks(lab, capfd):
+    """Each rank measures other times: without agreement they would recompute differently, and hang."""
+    settings = {"activation_budget": "300KiB", "activation_costs": "measured", "offload_activations": "true"}
+    more = {**SETTINGS, **{f"training__{name}": value for name, value in settings.items()}}
+    lab.run("measured", {"dp_shard": 2}, 2, training__micro_batch_size=4, **more)
+    assert "activations: a byte written takes the time of" in capfd.readouterr().err
+
+    def rank():
+        return measure_rates(lab.platform, "float32", current_world(lab.platform).all, offloads=True)
+
+    found = run_ranks(rank, 2, lab.platform)
+    assert found[0] == found[1]
+    assert min(found[0].moved, found[0].sent, found[0].host) > 0
+    assert ESTIMATED not in found
 
 
 def test_kept_collectives_are_not_made_again(lab):

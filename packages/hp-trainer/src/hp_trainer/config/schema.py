@@ -115,6 +115,9 @@ class TrainingConfig:
     activation_budget: str | None = setting(
         None, help="bytes that a rank's activations may take, such as 20GiB; what is recomputed or offloaded follows"
     )
+    activation_costs: Literal["estimated", "measured"] = setting(
+        "estimated", help="rates by which the budget weighs operations and copies; measured: on the devices, at start"
+    )
     offload_activations: bool = setting(
         False, help="keep in host memory what blocks save for backward; with a budget, where that is cheapest"
     )
@@ -181,6 +184,9 @@ class TrainingConfig:
             if self.recompute != "none":
                 what = "activation_budget chooses what is recomputed"
                 yield Problem(path="recompute", what=what, expected="none, or no budget", got=self.recompute)
+        if self.activation_costs == "measured" and self.activation_budget is None:
+            what = "costs are weighed only to stay within training.activation_budget"
+            yield Problem(path="activation_costs", what=what, expected="a budget beside it", got="measured")
         if self.recompute == "none":
             unused = (("every", self.recompute_every == 1), ("blocks", not self.recompute_blocks))
             for name in [f"recompute_{name}" for name, is_default in unused if not is_default]:

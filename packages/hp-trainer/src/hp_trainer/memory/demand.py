@@ -23,6 +23,18 @@ class CostRates:
     sent: float = 5000.0
     host: float = 20_000.0
 
+    def describe(self) -> str:
+        """Return the rates in one line.
+
+        Example:
+            >>> CostRates(moved=100, sent=5000, host=20_000).describe()
+            'a byte written takes the time of 100 operations of products, one sent 5,000, one copied to the host 20,000'
+        """
+        return (
+            f"a byte written takes the time of {self.moved:,.0f} operations of products, one sent {self.sent:,.0f}, "
+            f"one copied to the host {self.host:,.0f}"
+        )
+
     def work(self, block: BlockActivations) -> float:
         """Return the work of a forward, in operations."""
         return self.again(block, BlockRecompute(mode="full"))

@@ -16,7 +16,7 @@ from hp_fsdp import GradScaler
 from hp_trainer.config import TrainerConfig
 from hp_trainer.data import BatchReader, Dataset, Samples
 from hp_trainer.exceptions import ParallelDimsError, Problem, raise_if_any
-from hp_trainer.memory import BlockRecompute
+from hp_trainer.memory import ESTIMATED, BlockRecompute
 from hp_trainer.models.decoder import DecoderConfig
 from hp_trainer.models.recomputation import kept_kinds
 from hp_trainer.optimizers import build_grouped, build_on_host
@@ -26,6 +26,7 @@ from hp_trainer.run import RunFolder
 from hp_trainer.training.activation_plan import plan_activations
 from hp_trainer.training.build_model import build_plain_model, without_data
 from hp_trainer.training.initial_weights import give_initial_weights
+from hp_trainer.training.measured_rates import measure_rates
 from hp_trainer.training.optimizer import Optimizer
 from hp_trainer.training.pipelined_model import PipelinedModel, exchange_over
 from hp_trainer.training.sequence_shares import SequenceShares
@@ -197,8 +198,14 @@ def _within_budget(
 ) -> list[BlockRecompute]:
     """Choose what each block computes again; rank 0 tells what and why."""
     fused = platform.name == "torch" and (config.training.dtype == "float32" or platform.device_types[0] != "cpu")
-    plan = plan_activations(config, dims, kept_kinds(config.training.recompute_keep, platform), fused_experts=fused)
+    kinds, rates = kept_kinds(config.training.recompute_keep, platform), ESTIMATED
+    if config.training.activation_costs == "measured":
+        offloads = config.training.offload_activations
+        rates = measure_rates(platform, config.training.dtype, mesh.world.all, offloads=offloads)
+    plan = plan_activations(config, dims, kinds, fused_experts=fused, rates=rates)
     if mesh.world.rank == 0:
+        if rates is not ESTIMATED:
+            print(f"hp-train: activations: {rates.describe()}", file=sys.stderr, flush=True)
         for line in plan.describe():
             print(f"hp-train: activations: {line}", file=sys.stderr, flush=True)
     return plan.of_layers()
