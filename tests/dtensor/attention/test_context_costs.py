@@ -17,13 +17,13 @@ SIZES = {"batch": 2, "heads": 8, "kv_heads": 2, "keys": 48}
 WIDTH = 8
 
 
-def counted(hp_platform, ranks, degree=1, method="ring", balanced=True, sizes=SIZES, **mask):
+def counted(hp_platform, ranks, degree=1, method="ring", balanced=True, sizes=SIZES, dtype=None, **mask):
     """Return the mean bytes that a rank sends in (forward, backward)."""
     arrays = reference.inputs(**sizes)[:4]
 
     def program():
         with record_collectives() as log:
-            attend_on_ranks(hp_platform, arrays, mask, {}, degree, method, balanced)
+            attend_on_ranks(hp_platform, arrays, mask, {}, degree, method, balanced, dtype)
         sent = [0.0, 0.0]
         for record in log.records:
             sent[record.in_backward] += record.wire_bytes
@@ -47,6 +47,14 @@ def test_ring_sends_each_block_to_all_others_and_its_gradients_home(hp_platform,
     assert counted(hp_platform, ranks, causal=False) == (share, 2 * share)
 
 
+@pytest.mark.parametrize("method", ["ring", "all_gather"])
+def test_of_16_bits_the_sums_of_gradients_alone_travel_in_32(hp_platform, method):
+    _, kv = formulas(4, itemsize=2)
+    share = 3 / 4 * kv
+    sent = counted(hp_platform, 4, method=method, dtype="float16", causal=False)
+    assert sent == (share, share + 2 * share)
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_ulysses_sends_heads_there_and_the_result_back(hp_platform, ranks):
     q, kv = formulas(ranks)
@@ -66,6 +74,19 @@ def test_all_gather_of_full_attention_sends_what_the_ring_does_and_gathers_again
     _, kv = formulas(4)
     share = 3 / 4 * kv
     assert counted(hp_platform, 4, method="all_gather", causal=False) == (share, 2 * share)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_all_gather_under_a_causal_mask_sends_what_comes_before(hp_platform, ranks):
+    """A tail chunk sees all chunks before it, of which the head is the rank's own; a stretch sees those before it."""
+    _, kv = formulas(ranks)
+    chunk = kv / (2 * ranks)
+    for balanced in (True, False):
+        seen = [2 * ranks - 2 - rank if balanced else 2 * rank for rank in range(ranks)]
+        share = sum(seen) / ranks * chunk
+        again = 0 if max(seen) <= 2 else share  # no more than its own two chunks are kept for backward
+        found = counted(hp_platform, ranks, method="all_gather", balanced=balanced)
+        assert found == pytest.approx((share, share + again), rel=1e-9)
 
 
 def test_all_gather_under_a_window_sends_borders_alone(hp_platform):

@@ -50,6 +50,18 @@ def rounded(platform, x, dtype):
     return platform.to_numpy(ops.cast(narrow, platform.dtype("float32"))).copy()
 
 
+def test_sums_of_gradients_travel_in_float32(hp_platform):
+    """Halves are added to a number next to which they vanish in 16 bits one by one: seven of them do not."""
+    dtype, large = ("bfloat16", 256) if hp_platform.name == "torch" else ("float16", 2048)
+    cut = SequenceCut(length=32, ranks=8)
+    # Queries of zeros weigh all keys alike: the gradient of each value is the sum over tokens, divided by 32.
+    grad = np.full((1, 1, 32, 4), 0.5 * 32 / 4, np.float32)
+    grad[:, :, cut.places(3)] = large * 32 / 4
+    zeros = np.zeros_like(grad)
+    d_v = shared(hp_platform, (zeros, zeros, zeros, grad), 8, {"causal": False}, dtype=dtype)[3]
+    np.testing.assert_array_equal(d_v, np.full_like(d_v, large + 4))  # large + 3.5, to the next even number
+
+
 @pytest.mark.parametrize("degree", [2, 4])
 def test_exchanged_heads_give_the_bits_of_one_device(hp_platform, degree):
     """Each head is computed as one device computes it: over the whole sequence, by the same kernel."""
