@@ -41,7 +41,7 @@ def test_all_that_is_wrong_is_told_at_once(work: Path, error, prepared: list) ->
     (work / "out" / "mine.txt").write_text("x")
     (work / "run.yaml").write_text(GOOD.replace("corpus.txt", "none.txt") + "parallel: {tp: 3, cp: 2}\n")
     assert error("run.yaml", "--launch.local_ranks=4", "--platform=troch") == (
-        "hp-train: run.yaml: 7 problems\n"
+        "hp-train: run.yaml: 6 problems\n"
         "--platform: platform: is not installed\n"
         "    expected: torch\n"
         "    got: troch\n"
@@ -59,10 +59,6 @@ def test_all_that_is_wrong_is_told_at_once(work: Path, error, prepared: list) ->
         "    expected: a divisor of 2\n"
         "    got: 3\n"
         "    try: tp=2\n"
-        "run.yaml:10: parallel.cp: seq_len = 8 cannot be split over cp*tp = 2*3 = 6\n"
-        "    expected: cp*tp to divide 8\n"
-        "    got: 6\n"
-        "    try: training.sequence_length=6 or 12, or cp*tp=4 or 8\n"
         "run.yaml:4: data.path: does not exist\n"
         "    expected: a text file, or a folder that holds some\n"
         f"    got: {work}/none.txt\n"
@@ -256,6 +252,19 @@ def test_more_ranks_than_accelerators_are_refused_with_the_way_out(
     assert "are only 2 accelerators" in error("run.yaml", "--launch.local_ranks=4")
     monkeypatch.setattr(preflight, "max_local_ranks", lambda platform: None)
     assert cli.main(["check", "run.yaml", "--launch.local_ranks=4"]) == 0
+
+
+def test_how_ranks_share_sequences_is_told(work: Path, prepared: list, capsys: pytest.CaptureFixture[str]) -> None:
+    """Lengths need not divide; where costs have decided, a table tells all of them, the chosen one marked."""
+    given = ["check", "run.yaml", "--launch.local_ranks=3", "--parallel.cp=3", "--model.num_experts=3"]
+    assert cli.main(given) == 0
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("sequences: ")]
+    marked = printed[2].split()
+    assert marked[:2] == ["sequences:", "*"]
+    assert printed[0] == f"sequences: 3 ranks share each by {marked[2]}, which costs least in a layer:"
+    assert {line.split()[-5] for line in printed[2:]} == {"all_gather", "ring", "ulysses"}
+    assert cli.main([*given, "--parallel.cp_method=ring"]) == 0
+    assert "sequences: 3 ranks share each by ring\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("accelerators", [0, 1, 2, 8])

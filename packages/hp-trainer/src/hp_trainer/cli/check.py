@@ -9,7 +9,7 @@ from hp_trainer.cli.shared import check_world_size, load, refuse
 from hp_trainer.config import TrainerConfig
 from hp_trainer.exceptions import Problem
 from hp_trainer.launch import check_new_run, chosen_activations, chosen_platform, world_size_of
-from hp_trainer.parallel import ParallelDims
+from hp_trainer.parallel import ParallelDims, describe_context
 from hp_trainer.plugins import registries
 from hp_trainer.run import chosen_run_folder
 
@@ -47,4 +47,5 @@ def describe_run(config: TrainerConfig, world_size: int) -> str:
         "run": f"{training.steps:,} steps, {training.steps * tokens:,} tokens",
     }
     described = [f"{name}: {text}" for name, text in lines.items()]
+    described += [f"sequences: {line}" for line in describe_context(dims, config.model.options, training)]
     return "\n".join([*described, *(f"activations: {line}" for line in (() if plan is None else plan.describe()))])

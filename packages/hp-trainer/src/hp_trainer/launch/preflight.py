@@ -203,7 +203,8 @@ def _unfitting(config: TrainerConfig, error: ParallelDimsError, world_size: int)
     """Degrees that do not fit each other may not fit the model either; told together."""
     if all(problem.what != "impossible degree" for problem in error.problems):
         degrees = SimpleNamespace(**dict.fromkeys(DEGREES, 1) | degrees_from_config(config.parallel, world_size))
-        yield from find_model_problems(degrees, config.model.options, config.training.sequence_length)
+        length = config.training.sequence_length if degrees.cp == 1 else None  # context parallel ranks share any
+        yield from find_model_problems(degrees, config.model.options, length)
 
 
 def _entry_problems(config: TrainerConfig, platform: str, registered: Registries) -> Iterator[Problem]:

@@ -1,7 +1,7 @@
 """Parallel degrees: inferred, checked, listed, and turned into a device mesh."""
 
 from hp_trainer.parallel.axes import DEGREES, ExpertMesh
-from hp_trainer.parallel.context import context_problems, context_style
+from hp_trainer.parallel.context import context_problems, context_style, describe_context
 from hp_trainer.parallel.dims import ParallelDims, degrees_from_config
 from hp_trainer.parallel.layouts import Layout, describe_layouts, list_layouts
 from hp_trainer.parallel.problems import find_model_problems
@@ -14,6 +14,7 @@ __all__ = [
     "context_problems",
     "context_style",
     "degrees_from_config",
+    "describe_context",
     "describe_layouts",
     "find_model_problems",
     "list_layouts",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hp_dtensor.parallel.context_parallel import (
     AttentionShape,
+    ContextChoice,
     ContextCost,
     ContextParallel,
     choose_context_parallel,
@@ -59,9 +60,32 @@ def context_cost(
     return _cheapest(shape, dims.cp, None if degree == dims.cp else method, degree)
 
 
-@functools.lru_cache(maxsize=4096)
+def describe_context(dims: Any, config: Any, training: TrainingConfig) -> list[str]:
+    """Return how context parallel ranks share a sequence, and why: a line and, if costs have decided, a table of them.
+
+    Args:
+        dims: a `ParallelDims`.
+        config: the model's options.
+        training: length and batch.
+    """
+    if dims.cp == 1:
+        return []
+    method, degree = _method(dims, config, training)
+    name = "ulysses" if degree == dims.cp else method if degree == 1 else f"{method}, {degree} of them by ulysses"
+    if dims.cp_method != "auto" or _heads(dims, config) is None:
+        return [f"{dims.cp} ranks share each by {name}"]
+    choice = _weighed(_shape(dims, config, training), dims.cp, None, dims.ulysses_degree)
+    return [f"{dims.cp} ranks share each by {name}, which costs least in a layer:", *str(choice).splitlines()]
+
+
 def _cheapest(shape: AttentionShape, ranks: int, method: str | None, degree: int | None) -> ContextCost:
-    """Return the cost of the cheapest way to share a sequence.
+    """Return the cost of the cheapest way to share a sequence."""
+    return _weighed(shape, ranks, method, degree).best
+
+
+@functools.lru_cache(maxsize=4096)
+def _weighed(shape: AttentionShape, ranks: int, method: str | None, degree: int | None) -> ContextChoice:
+    """Return the costs of the ways to share a sequence.
 
     Costs are counted on a sequence that is shorter by a factor, of as many equal chunks, with rates that are smaller by
     that factor for bytes, and by its square for the products of queries and keys: the same seconds, found much sooner.
@@ -72,14 +96,19 @@ def _cheapest(shape: AttentionShape, ranks: int, method: str | None, degree: int
         factor = max((each for each in divisors(half) if half // each >= _HALF_TOKENS), default=1)
     shorter = dataclasses.replace(shape, length=shape.length // factor)
     rates = CostModel(bandwidth=_BANDWIDTH / factor)
-    best = choose_context_parallel(
+    found = choose_context_parallel(
         shorter, ranks, method=method, ulysses_degree=degree, costs=rates, flops=_FLOPS / factor**2
-    ).best
+    )
+    return ContextChoice(ranks, tuple(_times(cost, factor) for cost in found.costs))
+
+
+def _times(cost: ContextCost, factor: int) -> ContextCost:
+    """Return the cost with bytes of a sequence that is longer by a factor."""
     return dataclasses.replace(
-        best,
-        forward_bytes=best.forward_bytes * factor,
-        backward_bytes=best.backward_bytes * factor,
-        extra_bytes=best.extra_bytes * factor,
+        cost,
+        forward_bytes=cost.forward_bytes * factor,
+        backward_bytes=cost.backward_bytes * factor,
+        extra_bytes=cost.extra_bytes * factor,
     )
 
 

@@ -166,8 +166,10 @@ class ParallelDims:
         """Return one line with every degree."""
         names = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp")
         degrees = " ".join(f"{name}={getattr(self, name)}" for name in names)
+        is_chosen_later = self.cp_method == "auto" and self.ulysses_degree is None and self.cp > 1
+        ulysses = "auto" if is_chosen_later else self.ulysses_size
         return (
-            f"{degrees} efsdp={self.efsdp_size} ulysses={self.ulysses_size} "
+            f"{degrees} efsdp={self.efsdp_size} ulysses={ulysses} "
             f"expert_mesh={self.expert_mesh} dp={self.dp_size} world={self.world_size}"
         )
 
