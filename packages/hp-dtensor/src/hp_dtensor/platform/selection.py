@@ -102,7 +102,10 @@ def _no_choice(available: dict[str, Platform], errors: dict[str, str]) -> str:
         return f"several platforms are installed ({names}); choose one with HP_PLATFORM or platform=.{broken}"
     if errors:
         return f"no installed platform can be used:{broken}"
-    return "no platform is installed; install hp-platform-torch or hp-platform-mindspore (pip install)."
+    return (
+        "no platform is installed; install hp-platform-torch or hp-platform-mindspore (pip install; from a clone: "
+        "pip install ./packages/hp-platform-torch)."
+    )
 
 
 def _platforms() -> tuple[dict[str, Platform], dict[str, str]]:

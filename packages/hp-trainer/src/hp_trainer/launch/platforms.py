@@ -61,7 +61,7 @@ def compile_backends(name: str) -> tuple[str, ...] | None:
 
 def no_platform() -> Problem | None:
     """Return the problem that no platform is installed at all; None: one is."""
-    hint = "pip install hp-platform-torch or hp-platform-mindspore"
+    hint = "pip install hp-platform-torch or hp-platform-mindspore (from a clone: ./packages/hp-platform-torch)"
     return None if installed_platforms() else Problem(path="platform", what="no platform is installed", hint=hint)
 
 
