@@ -169,6 +169,50 @@ def test_weights_used_again_add_up_as_in_a_backward(hp_platform, model):
         np.testing.assert_array_equal(found[1][name], expected, err_msg=name)
 
 
+class ByHand(nn.Module):
+    """Two weights that are computed, used in a node whose backward is given, and used elsewhere too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = self.parameter((4, 4))
+        self.right = self.parameter((4, 4))
+
+    def forward(self, x):
+        ops, platform = self.ops, self.platform
+        left, right = ops.mul(self.left, 1.5), ops.mul(self.right, 0.5)
+
+        def forward(x, left, right):
+            return ops.matmul(ops.matmul(x, left), right), ops.mul(x, 2.0)
+
+        def backward(grad, unused):
+            # Nothing has used the second output: no gradient, or zeros.
+            assert unused is None or not platform.to_numpy(unused).any()
+            through = ops.matmul(grad, ops.transpose(right, 0, 1))
+            found = ops.matmul(through, ops.transpose(left, 0, 1)), ops.matmul(ops.transpose(x, 0, 1), through)
+            return *found, ops.matmul(ops.transpose(ops.matmul(x, left), 0, 1), grad)
+
+        y, _ = platform.custom_function(forward, backward, x, left, right)
+        return ops.add(y, ops.mul(ops.sum(ops.square(left)), ops.sum(right)))
+
+
+def test_a_backward_of_a_node_that_is_given_is_split_too(hp_platform, model):
+    with nn.building(hp_platform):
+        by_hand = ByHand()
+    init_parameters(by_hand, lambda name, shape: Normal(0.5), seed=3)
+    x, again = leaf(hp_platform), leaf(hp_platform)
+    y = by_hand(x)
+    (grad,) = output_grads(hp_platform, [y])
+    hp_platform.backward(y, grad)
+    expected = grads_of(hp_platform, by_hand)
+    for _, parameter in hp_platform.named_parameters(by_hand):
+        hp_platform.set_grad(parameter, None)
+    (dx,), finish = hp_platform.split_backward([by_hand(again)], [grad], [again])
+    finish()
+    np.testing.assert_array_equal(hp_platform.to_numpy(dx), hp_platform.to_numpy(hp_platform.get_grad(x)))
+    for name, found in grads_of(hp_platform, by_hand).items():
+        np.testing.assert_array_equal(found, expected[name], err_msg=name)
+
+
 def test_a_hook_changes_a_gradient_once(hp_platform, model):
     """Also that of a tensor where the parameters' part begins."""
     inputs = [leaf(hp_platform), leaf(hp_platform)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from pipeline_runs import CASES, CLOSE, check, settings_of
-from training_runs import losses, skip_unless_torch_or, tensors
+from training_runs import events, losses, skip_unless_torch_or, tensors
 
 from hp_dtensor.exceptions import LaunchError
 
@@ -25,6 +25,17 @@ QUICK = [
 def test_stages_train_as_one_rank(lab, name):
     skip_unless_torch_or(lab.platform, name in ("interleaved, sharded, tied", "v, experts"))
     check(lab, *CASES[name])
+
+
+def test_experts_in_half_precision_have_the_same_gradients_in_a_split_backward(lab):
+    """Their weights are cast first, so that nodes with a backward of their own are not alone with a weight."""
+    skip_unless_torch_or(lab.platform, False)
+    runs = []
+    for schedule in ("1f1b", "zero_bubble_h1"):
+        _, staged = settings_of(experts=4, schedule=schedule, steps=2)
+        runs.append(lab.run(schedule, {"pp": 2}, 2, training__dtype="bfloat16", **staged))
+    whole, split = ([event["gradient_norm"] for event in events(run, "step")] for run in runs)
+    np.testing.assert_allclose(split, whole, rtol=1e-5)
 
 
 def test_checkpoints_of_stages_and_of_one_rank_continue_each_other(lab):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 Tensor = torch.Tensor
@@ -170,10 +171,24 @@ def _by_the_node(fork: _Fork, given: Sequence[tuple[GradientEdge, Tensor]]) -> l
     for edge, grad in given:
         grads[edge.output_nr] = grad
     with torch.no_grad():
-        results = fork.node(*grads)
+        results = _of_python(fork.node, grads) if isinstance(fork.node, BackwardCFunction) else fork.node(*grads)
     results = results if isinstance(results, tuple) else (results,)
     pairs = zip(fork.branches, (results[slot] for slot in fork.slots), strict=True)
     return [(edge, _reduced(grad, edge)) for edge, grad in pairs if grad is not None]
+
+
+def _of_python(node: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """Return the gradients for all edges of a `torch.autograd.Function`'s node, as autograd gets them.
+
+    Its backward is given zeros for outputs that nothing has used, and returns something for every argument of its
+    forward, where edges are of tensors alone.
+    """
+    metas = zip(grads, node._input_metadata, strict=True)
+    given = [torch.zeros(m.shape, dtype=m.dtype, device=m.device) if grad is None else grad for grad, m in metas]
+    results = node.apply(*given)
+    results = results if isinstance(results, tuple) else (results,)
+    needed = iter(grad for grad, is_needed in zip(results, node.needs_input_grad, strict=True) if is_needed)
+    return tuple(None if child is None else next(needed) for child, _ in node.next_functions)
 
 
 def _reduced(grad: Tensor, edge: GradientEdge) -> Tensor:
